@@ -32,6 +32,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import harness
 import torch
@@ -49,7 +50,6 @@ from finetune.forecast.replay import Forecast
 from finetune.forecast.trace import Recorder, Work
 from finetune.kernels import mlp
 from finetune.model.base import load_architecture
-from finetune.runtime.libraries import replaced
 
 MODELS = {"Llama-2-7B": "llama7b_qlora", "Llama-3.1-8B": "llama3_8b_qlora"}
 IN_MEMORY = ("meta-llama/Llama-2-7b-hf", "meta-llama/Llama-3.1-8B", "Qwen/Qwen2.5-7B")
@@ -163,7 +163,7 @@ def layer(config: Config) -> dict[str, Any]:
         made.append(Parts(*args))
         return made[0]
 
-    with replaced(traced_step, "Recorder", recorder), rows_of(padded=False):
+    with mock.patch.object(traced_step, "Recorder", recorder), rows_of(padded=False):
         planning.planner_for(config, "RTX 4090").forecast()
     work = {key[1:]: done for key, done in made[0].work.items() if key[0] == _LAYER and key[1] in PASSES}
     parts = sorted({part for _, part in work}, key=lambda part: -_sum(work, part=part).moved_bytes)
@@ -204,7 +204,10 @@ def rows_of(*, padded: bool) -> Iterator[None]:
         rows = min(way.rows, step_rows)
         return [Batch(rows, length, padded and rows > 1, rows * (length - 1))]
 
-    with replaced(planning, "longest_batches", longest), replaced(planning, "_data", lambda *args: None):
+    with (
+        mock.patch.object(planning, "longest_batches", longest),
+        mock.patch.object(planning, "_data", lambda *args: None),
+    ):
         yield
 
 
@@ -220,10 +223,10 @@ def as_trl() -> Iterator[None]:
 
     objectives = {name: SimpleNamespace(loss=loss) for name in traced_step.OBJECTIVES}
     with (
-        replaced(traced_step, "OBJECTIVES", objectives),
-        replaced(traced_step, "needs_mask", lambda *args: True),
-        replaced(traced_step.log_probs, "attach", head),
-        replaced(mlp, "tile", lambda module: None),
+        mock.patch.object(traced_step, "OBJECTIVES", objectives),
+        mock.patch.object(traced_step, "needs_mask", lambda *args: True),
+        mock.patch.object(traced_step.log_probs, "attach", head),
+        mock.patch.object(mlp, "tile", lambda module: None),
     ):
         yield
 

@@ -11,7 +11,6 @@ of the page. To change a figure, record its result anew; a test asserts that thi
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import os
 import re
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 
 from finetune import settings
 from finetune.forecast.devices import DISK_READ_BYTES, DISK_WRITE_BYTES
+from finetune.runtime import patches
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("benchmarks/results")
@@ -30,13 +30,11 @@ GIB, MIB = 2**30, 2**20
 def generated() -> dict[Path, str]:
     """The files of docs/ that are made from code as a whole, with their text."""
     docs = ROOT / "docs"
-    files = {
+    return {
         docs / "config.md": settings.reference(),
         docs / "config.schema.json": json.dumps(settings.schema(), indent=2) + "\n",
+        docs / "patches.md": patches.page(),
     }
-    if importlib.util.find_spec("finetune.runtime.patches"):
-        files[docs / "patches.md"] = importlib.import_module("finetune.runtime.patches").page()
-    return files
 
 
 def pages() -> list[Path]:

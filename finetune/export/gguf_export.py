@@ -15,7 +15,7 @@ from finetune.export import gguf_families, gguf_model, gguf_recipes, gguf_vocabu
 from finetune.export.finished_run import Job
 from finetune.export.gguf_types import TYPES
 from finetune.model.structure import experts
-from finetune.runtime import libraries
+from finetune.runtime import libraries, patches
 
 
 def check(job: Job) -> None:
@@ -100,7 +100,7 @@ def load(file: Path, config: Any, dtype: torch.dtype, device: torch.device) -> A
 
     The reader's own configuration lacks what a file says in tensors (Llama 3's rotary scaling).
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, modeling_gguf_pytorch_utils
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from finetune.model.source.locate import hub_call
 
@@ -111,8 +111,7 @@ def load(file: Path, config: Any, dtype: torch.dtype, device: torch.device) -> A
     if config.model_type == "mistral":  # which is a Llama to llama.cpp, and so to the reader
         fields = config.to_dict()
         config = AutoConfig.for_model("llama", **{key: fields[key] for key in fields.keys() - {"model_type"}})
-    # transformers 5.23 has no other way to silence the progress bar of its reader.
-    with libraries.replaced(modeling_gguf_pytorch_utils, "tqdm", lambda tensors, **_: tensors):
+    with patches.GGUF_PROGRESS.by(lambda tensors, **_: tensors):
         return hub_call(
             f"GGUF file {file}",
             lambda: AutoModelForCausalLM.from_pretrained(

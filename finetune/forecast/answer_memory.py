@@ -17,7 +17,7 @@ from transformers import DynamicCache
 
 from finetune.config import Config
 from finetune.errors import ConfigError, FinetuneError, ForecastError, MachineError, first_line
-from finetune.forecast import depth, devices, fake, patches
+from finetune.forecast import depth, device_paths, devices, fake
 from finetune.forecast.devices import Device
 from finetune.forecast.extrapolate import NotAlike, Shortened, extrapolate, shorten, whole
 from finetune.forecast.replay import Replay, replayed
@@ -163,7 +163,7 @@ class _Job:
         device = self.device
         answers = Answers(uneven=self.rows > 1, trained_tokens=0)
         recorder = Recorder(device.kernels, answers, device.flops / device.bandwidth_bytes)
-        with patches.undisturbed(), patches.like(device, recorder) as mode, torch.no_grad():
+        with device_paths.undisturbed(), device_paths.like(device, recorder) as mode, torch.no_grad():
             model = _Model(self.config, self.architecture, self.attention, mode, recorder, shortening)
             model.load()
             with mode:

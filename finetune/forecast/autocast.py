@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from finetune.forecast import operators
+from finetune.runtime import patches
 
 # Policy `fp32`: 16-bit inputs become float32.
 FLOAT32 = (
@@ -38,7 +39,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 @contextlib.contextmanager
 def as_on_cuda() -> Iterator[None]:
     """Within the block autocast casts CPU tensors as it casts those of CUDA."""
-    library = torch.library.Library("aten", "IMPL", "AutocastCPU")
+    library = patches.AUTOCAST_KERNELS.kernels("AutocastCPU")
     for names, kernel in (
         (FLOAT32, _in_float32), (FLOAT32_RESULT, _to_float32), (FLOAT32_OVERLOAD, _by_overload), (WIDEST, _in_widest),
     ):  # fmt: skip

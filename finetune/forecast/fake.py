@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from finetune.config import QuantizationSection
-from finetune.runtime.libraries import replaced
+from finetune.runtime import patches
 
 # bitsandbytes 0.50, `functional.quantize_4bit` and `functional.quantize_blockwise`: values under one absolute maximum
 # in the weights, and absolute maxima under one in double quantization.
@@ -136,7 +136,7 @@ def for_dora() -> Iterator[None]:
         return plain(module)
 
     with (
-        replaced(dora.DoraLinearLayer, "update_layer", update_layer),
-        replaced(dora, "dequantize_module_weight", dequantize),
+        patches.DORA_UPDATE_LAYER.by(update_layer),
+        patches.DORA_DEQUANTIZE.by(dequantize),
     ):
         yield

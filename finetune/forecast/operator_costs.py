@@ -21,8 +21,7 @@ from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from finetune.forecast import autocast, operators
 from finetune.kernels import ops as fused
-from finetune.model.distributed import sharding
-from finetune.runtime.libraries import replaced
+from finetune.runtime import patches
 
 # A CPU's attention, by which a trace also knows that of CUDA, and attention over packed rows.
 _FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
@@ -443,17 +442,14 @@ def _on_cuda() -> Iterator[None]:
     weight decay (torch 2.13, optim/optimizer.py `_default_to_fused_or_foreach`, nn/utils/clip_grad.py; both look at a
     tensor's class, and the first at its device). Our own clipping needs no norms of rows there.
     """
-    from torch.nn.utils import clip_grad
-    from torch.optim import optimizer
-
     plain = torch.is_autocast_enabled
     with (
         autocast.as_on_cuda(),
-        replaced(torch, "is_autocast_enabled", lambda device_type="cpu": plain(device_type)),
-        replaced(optimizer, "_get_foreach_kernels_supported_devices", lambda: ["cpu"]),
-        replaced(optimizer, "_foreach_supported_types", [torch.Tensor, torch.nn.Parameter, FakeTensor]),
-        replaced(clip_grad, "_has_foreach_support", lambda tensors, device: True),
-        replaced(sharding, "adds_in_sequence", lambda device: False),
+        patches.IS_AUTOCAST_ENABLED.by(lambda device_type="cpu": plain(device_type)),
+        patches.FOREACH_DEVICES.by(lambda: ["cpu"]),
+        patches.FOREACH_TYPES.by([torch.Tensor, torch.nn.Parameter, FakeTensor]),
+        patches.FOREACH_CLIPPING.by(lambda tensors, device: True),
+        patches.ADDS_IN_SEQUENCE.by(lambda device: False),
     ):
         yield
 

@@ -24,13 +24,14 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from finetune.forecast import operators
 from finetune.forecast.operator_costs import Kernels
 from finetune.forecast.operators import flat
 from finetune.measure.monitor import Monitor, Peak
 from finetune.model.structure.experts import Mixture
-from finetune.runtime.libraries import replaced
+from finetune.runtime import patches
 
 CATEGORIES = {
     "base_weights": "base weights",
@@ -178,6 +179,7 @@ class Recorder(TorchDispatchMode):
         self._blocks: list[Block] = []
         self._runs: list[Run] = []
         self._living: dict[int, list[Any]] = {}
+        self._made_by = WeakTensorKeyDictionary()  # the operator of each tensor of one element
         self._by_layer_of_input = self._turn = False
         self.phase = "load"
         self.layer: int | None = None
@@ -277,7 +279,7 @@ class Recorder(TorchDispatchMode):
         if DTensor in types:  # only views are taken of them, but torch tries those out on tensors of its own
             return func(*args, **kwargs)
         if name == "aten::_local_scalar_dense":
-            return self.answers.scalar(args[0], getattr(args[0], "made_by", None))
+            return self.answers.scalar(args[0], self._made_by.get(args[0]))
         inputs = [argument for argument in flat(args) if isinstance(argument, torch.Tensor)]
         over_layers = False
         if self._by_layer_of_input and inputs:
@@ -318,7 +320,7 @@ class Recorder(TorchDispatchMode):
                     self.layer = self._layer_of(inputs[place])
                 fresh |= self._allocate(output, category)
                 if output.dim() == 0:
-                    output.made_by = name
+                    self._made_by[output] = name
         for number in scratch:
             self._close(number)
         if (fresh or operators.schema(func).is_mutable) and not operators.launches_nothing(func):
@@ -400,7 +402,7 @@ class Recorder(TorchDispatchMode):
                 entry[0] = self._open(size_bytes, "workspace") if size_bytes else None
             return plain(storage, size_bytes)
 
-        with replaced(torch.UntypedStorage, "resize_", resize):
+        with patches.STORAGE_RESIZE.by(resize):
             yield
 
     def _turn_into_workspace(self, buffers: Iterable[torch.Tensor]) -> None:

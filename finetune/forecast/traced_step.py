@@ -24,7 +24,7 @@ from finetune import kernels
 from finetune.config import Config
 from finetune.data.batching import Batch, MicroBatching, per_step
 from finetune.errors import FinetuneError, ForecastError, first_line
-from finetune.forecast import depth, fake, fake_ranks, fake_zero, patches
+from finetune.forecast import depth, device_paths, fake, fake_ranks, fake_zero
 from finetune.forecast.devices import Device
 from finetune.forecast.extrapolate import NotAlike, Shortened, extrapolate, shorten, whole
 from finetune.forecast.fake_zero import FakeZero
@@ -40,7 +40,7 @@ from finetune.model.recompute import checkpointing
 from finetune.model.skeleton import mixture
 from finetune.model.structure import experts
 from finetune.objectives import OBJECTIVES, log_probs
-from finetune.runtime.libraries import replaced
+from finetune.runtime import patches
 from finetune.training import optimizers
 from finetune.training.collator import Inputs, MicroBatches, for_model
 from finetune.training.eval_loss import summed_loss
@@ -125,10 +125,10 @@ def _trace_step(
     with (
         fake_ranks.sharding(config.distributed, world_size) as shards,
         fake_ranks.splitting(config.distributed, world_size) as group,
-        patches.undisturbed(),
+        device_paths.undisturbed(),
         tiles,
-        patches.like(device, recorder, traced.mode if traced else None) as mode,
-        patches.sharded(recorder) if shards else contextlib.nullcontext(),
+        device_paths.like(device, recorder, traced.mode if traced else None) as mode,
+        device_paths.sharded(recorder) if shards else contextlib.nullcontext(),
     ):
         if traced:
             traced.take(config, short)
@@ -338,7 +338,7 @@ class _TracedStep:
         """A context in which linear layers are those that DeepSpeed puts in where it cuts weights."""
         if not (self.zero and self.zero.cuts_weights):
             return contextlib.nullcontext()
-        return replaced(torch.nn.functional, "linear", fake_zero.linear)
+        return patches.FUNCTIONAL_LINEAR.by(fake_zero.linear)
 
     def splitting(self, group: dist.ProcessGroup | None) -> contextlib.AbstractContextManager[None]:
         """A context in which rows are split over `group`, as in training."""

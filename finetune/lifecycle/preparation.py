@@ -91,7 +91,7 @@ def _started_from(
     """
     if adapter.start_from is None:
         return None
-    folder = starting.place(adapter.start_from)
+    folder = starting.folder_of(adapter.start_from)
     fingerprint.check(tokenizer, folder)
     found = fingerprint.saved_in(folder)
     then = found.get("base") if found else None

@@ -13,8 +13,8 @@ import torch
 from finetune.config.field_types import GIVEN
 from finetune.errors import ConfigError
 from finetune.model import probes
-from finetune.model.base import autocast
 from finetune.model.distributed import sharding
+from finetune.model.precision import autocast
 from finetune.objectives import OBJECTIVES, Batch, Objective
 
 # Allowed relative difference between the loss of two rows and the sum of theirs: rounding in 16 bit, and the

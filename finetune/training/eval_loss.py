@@ -20,8 +20,8 @@ from finetune.data.batching import MicroBatching
 from finetune.errors import OutOfMemoryError
 from finetune.measure.out_of_memory import is_out_of_memory, reason
 from finetune.model.attention import packing
-from finetune.model.base import autocast
 from finetune.model.distributed import sharding
+from finetune.model.precision import autocast
 from finetune.model.probes.causality import capability_of, needs_mask
 from finetune.objectives import log_probs
 from finetune.runtime import ranks

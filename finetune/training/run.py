@@ -29,9 +29,9 @@ from finetune.measure.out_of_memory import while_writing
 from finetune.model import build
 from finetune.model.adapters import adapter_files, plain_peft, published
 from finetune.model.adapters.adapter import casts_by_autocast
-from finetune.model.base import autocast
 from finetune.model.distributed import context, sharding
 from finetune.model.distributed.zero import Zero
+from finetune.model.precision import autocast
 from finetune.model.probes import causality, packed_rows, split_rows
 from finetune.model.recompute.checkpointing import ByLength, UpTo
 from finetune.model.source import chat_template, identity

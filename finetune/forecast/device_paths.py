@@ -12,43 +12,37 @@ from types import SimpleNamespace
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from trl.kernels import chunked_logprob
 
 from finetune.forecast import fake
 from finetune.forecast.devices import Device
 from finetune.forecast.trace import Recorder
 from finetune.model.recompute import offload
-from finetune.runtime.libraries import replaced
+from finetune.runtime import patches
 from finetune.runtime.randomness import RandomState
 
 
 @contextlib.contextmanager
 def like(device: Device, recorder: Recorder, mode: FakeTensorMode | None = None) -> Iterator[FakeTensorMode]:
     """A fake mode, `mode` if given, under which the libraries take the paths of a real step on `device`."""
-    from transformers import masking_utils
-
     copies = _TracedCopies(recorder)
-    # transformers takes fake tensors for a graph that is exported, and builds every mask.
     with contextlib.ExitStack() as stack:
-        stack.enter_context(replaced(masking_utils, "is_tracing", lambda tensor=None: False))
+        stack.enter_context(patches.IS_TRACING.by(lambda tensor=None: False))
         stack.enter_context(fake.for_dora())
         stack.enter_context(device.kernels.as_there())
         if device.type == "cpu":
             stack.enter_context(_random_states())
         if device.type == "cuda":
             stack.enter_context(_loss_on_cuda(device.triton, recorder))
-            stack.enter_context(replaced(offload, "copies_of", lambda device: copies))
+            stack.enter_context(patches.OFFLOAD_COPIES.by(lambda device: copies))
         yield mode or FakeTensorMode(allow_non_fake_inputs=True)
 
 
 @contextlib.contextmanager
 def sharded(recorder: Recorder) -> Iterator[None]:
     """What gathers quantized weights, on fake ones; `recorder` follows the storages in which they come and go."""
-    from bitsandbytes.nn import modules
-
     with (
         recorder.following_resizes(),
-        replaced(modules, "fix_4bit_weight_quant_state_from_module", fake.give_quantization_state),
+        patches.RESTORE_4BIT_STATE.by(fake.give_quantization_state),
     ):
         yield
 
@@ -89,8 +83,8 @@ def _random_states() -> Iterator[None]:
     """
     size_bytes = torch.get_rng_state().nbytes
     with (
-        replaced(torch, "get_rng_state", lambda: torch.empty(size_bytes, dtype=torch.uint8)),
-        replaced(torch, "set_rng_state", lambda state: None),
+        patches.GET_RNG_STATE.by(lambda: torch.empty(size_bytes, dtype=torch.uint8)),
+        patches.SET_RNG_STATE.by(lambda state: None),
     ):
         yield
 
@@ -101,21 +95,18 @@ def _loss_on_cuda(triton: bool, recorder: Recorder) -> Iterator[None]:
 
     Without `triton` it is as `libraries.without_triton` leaves it: the same tiles, folded by torch's operators.
     """
-    from trl.trainer import utils
-
-    tiles = chunked_logprob
 
     def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
         # On CUDA one product that adds into `total`; here one as large, into a part of it, so that it is counted.
         torch.mm(left, right, out=total.view(left.dtype)[:, : total.shape[1]])
 
     with (
-        replaced(tiles, "_use_triton", lambda device: triton),
-        replaced(utils, "_use_triton", lambda device: True),
-        replaced(tiles, "triton", SimpleNamespace(cdiv=lambda number, grain: -(-number // grain))),
-        replaced(tiles, "_forward_kernel", _OverTile(recorder, passes=1)),
-        replaced(tiles, "_backward_kernel", _OverTile(recorder, passes=2)),
-        replaced(tiles, "_addmm_fp32", add_product),
+        patches.TILES_USE_TRITON.by(lambda device: triton),
+        patches.HEAD_LABELLED_ONLY.by(lambda device: True),
+        patches.TILES_TRITON.by(SimpleNamespace(cdiv=lambda number, grain: -(-number // grain))),
+        patches.TILES_FORWARD.by(_OverTile(recorder, passes=1)),
+        patches.TILES_BACKWARD.by(_OverTile(recorder, passes=2)),
+        patches.TILES_ADD_PRODUCT.by(add_product),
     ):
         yield
 
