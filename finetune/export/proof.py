@@ -37,7 +37,7 @@ from torch.nn import functional
 
 from finetune.errors import ArtifactError
 from finetune.model.structure import streamed
-from finetune.runtime import libraries
+from finetune.runtime import libraries, patches
 
 # The relative error of a rounded weight.
 ROUNDOFF = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 2.0**-24}
@@ -140,7 +140,7 @@ class Streamed:
         with (
             torch.no_grad(),
             streamed.running(self._model, self._fetch, self._device),
-            libraries.replaced(self._layers, "forward", lambda *_, **__: known),
+            patches.CAUSAL_MODEL_FORWARD.by(lambda *_, **__: known, self._layers),
             _in_parts(self._head),
         ):
             return _centred(self._model, self._rows[row], self._device)
@@ -161,7 +161,7 @@ def _in_parts(head: Any) -> Iterator[None]:
         parts = zip(head.weight.split(_HEAD_ROWS), biases, strict=False)
         return torch.cat([functional.linear(hidden, weight, bias) for weight, bias in parts], dim=-1)
 
-    with libraries.replaced(head, "forward", product):
+    with patches.LINEAR_FORWARD.by(product, head):
         yield
 
 

@@ -16,7 +16,7 @@ from finetune.errors import ArtifactError, FinetuneError, first_line
 from finetune.inference import generation
 from finetune.inference.answer_settings import Settings
 from finetune.model import bounds
-from finetune.model.base import autocast
+from finetune.model.precision import autocast
 from finetune.runtime import ranks
 from finetune.runtime.stages import stage
 from finetune.storage.files import write_json

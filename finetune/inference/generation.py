@@ -23,7 +23,7 @@ from finetune.measure.out_of_memory import is_out_of_memory
 from finetune.model import bounds, probes
 from finetune.model.attention import caches
 from finetune.model.source import chat_template
-from finetune.runtime import libraries
+from finetune.runtime import libraries, patches
 from finetune.runtime.randomness import RandomState
 
 # Batches that are sorted together: enough that the rows of one differ little in length, while answers come early.
@@ -264,7 +264,7 @@ def _evaluating(model: Any) -> Iterator[None]:
     """
     was_training, config = model.training, model.config.get_text_config()
     balanced = hasattr(config, "output_router_logits")
-    unbalanced = libraries.replaced(config, "output_router_logits", False) if balanced else contextlib.nullcontext()
+    unbalanced = patches.ROUTER_LOGITS.by(False, config) if balanced else contextlib.nullcontext()
     model.eval()
     try:
         with torch.inference_mode(), libraries.without_cudnn_attention(), unbalanced:

@@ -17,7 +17,8 @@ from finetune.errors import ConfigError, DataError, MachineError, first_line
 from finetune.inference.intervals import Measured
 from finetune.inference.metrics import needed
 from finetune.measure.out_of_memory import told_of
-from finetune.runtime.libraries import replaced, without_cudnn_attention
+from finetune.runtime import patches
+from finetune.runtime.libraries import without_cudnn_attention
 
 # For metrics without a closed form, such as perplexity.
 _RESAMPLES = 1000
@@ -77,11 +78,9 @@ class Tasks:
         with (
             without_cudnn_attention(),
             told_of("running the tasks", f"Use a smaller `--batch-size` than {size}"),
-            # It would tie weights again that an adapter untied.
-            replaced(model, "tie_weights", lambda: None),
-            # They run git, pip and compilers for seconds, for facts that environment.json has.
-            replaced(self._evaluator, "add_env_info", lambda results: None),
-            replaced(self._evaluator, "get_git_commit_hash", lambda: None),
+            patches.TIE_WEIGHTS.by(lambda: None, model),
+            patches.TASK_ENVIRONMENT.by(lambda results: None),
+            patches.TASK_COMMIT.by(lambda: None),
         ):
             lm = self._models.HFLM(pretrained=model, tokenizer=tokenizer, batch_size=size)
             try:

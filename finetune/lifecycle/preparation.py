@@ -25,6 +25,7 @@ from finetune.model.build import Blueprint
 from finetune.model.distributed import context
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.model.structure.experts import Mixture
+from finetune.objectives import contract
 from finetune.runtime import libraries, ranks
 from finetune.runtime.environment import describe
 from finetune.runtime.stages import stage
@@ -74,6 +75,7 @@ def gather(
         data = prepare(config.data, tokenizer)
         if data.warning and config.training.early_stopping:
             raise DataError(f"`training.early_stopping` needs an evaluation set; {data.warning}")
+        contract.check_rows(config.training.objective, data.layout, config.distributed.context)
         check_ids(data, tokenizer, bounds.vocabulary(architecture), config.model.name)
         recorded = provenance.of(config, data, tokenizer, environment, note)
         started_from = _started_from(config.model, adapter, tokenizer, recorded["base"], note)
@@ -90,7 +92,7 @@ def _started_from(
     """
     if adapter.start_from is None:
         return None
-    folder = starting.place(adapter.start_from)
+    folder = starting.folder_of(adapter.start_from)
     fingerprint.check(tokenizer, folder)
     saved = fingerprint.saved_in(folder)
     then = saved.get("base") if saved else None

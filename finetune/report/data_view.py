@@ -62,7 +62,7 @@ def inspect_data(config: Config) -> DataLook:
     Raises a FinetuneError for anything the user can fix; DataError also if there is nothing to learn.
     """
     libraries.quiet()
-    config, _ = bounds.settled(loaded(config))
+    config, _ = bounds.within_known_positions(loaded(config))
     tokenizer = load_tokenizer(config.model, config.data.chat_template)
     return DataLook(inspection.inspect(config.data, config.training, tokenizer))
 

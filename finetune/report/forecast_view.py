@@ -129,7 +129,7 @@ def _values(forecast: Forecast, found: Sequence[tuple[Lever, Forecast]]) -> dict
 def _settings(forecast: Forecast) -> dict[str, str]:
     """The settings of the forecast."""
     batch = forecast.batch
-    micro_batches = forecast.tokens // (batch.rows * batch.tokens)
+    micro_batches = forecast.tokens // batch.positions
     several = f", {words.count(micro_batches)} such micro-batches a step" if micro_batches > 1 else ""
     shown = {"batch": f"{words.batch(batch)}{several}; lengths from {batch.source}", "attention": forecast.attention}
     shown |= words.shorter(forecast)

@@ -19,38 +19,39 @@ from transformers import set_seed
 from finetune import kernels
 from finetune.config import Config
 from finetune.data import fingerprint
-from finetune.data.batching import MicroBatching, RowOrder
+from finetune.data.batching import RowOrder, Sizes
 from finetune.data.prepare import ROWS_TO_JUDGE, Prepared
 from finetune.errors import ConfigError, FinetuneError, MachineError, NumbersError
-from finetune.kernels import compiled, self_test
+from finetune.kernels import compiled
 from finetune.measure import snapshots
 from finetune.measure.monitor import Monitor
 from finetune.measure.out_of_memory import while_writing
 from finetune.model import build
 from finetune.model.adapters import adapter_files, plain_peft, published
 from finetune.model.adapters.adapter import casts_by_autocast
-from finetune.model.base import autocast
 from finetune.model.distributed import context, sharding
 from finetune.model.distributed.zero import Zero
-from finetune.model.probes import causality, packed_rows, split_rows
+from finetune.model.precision import autocast
+from finetune.model.probes import causality
 from finetune.model.recompute.checkpointing import ByLength
 from finetune.model.source import chat_template, identity
-from finetune.objectives import OBJECTIVES, contract, log_probs
+from finetune.objectives import OBJECTIVES, log_probs
 from finetune.runtime import libraries, rank_watch, ranks
 from finetune.runtime.signals import Signals
 from finetune.storage.files import not_written, staged
 from finetune.storage.records import UpTo
 from finetune.storage.rundir import RunDirectory, checkpoint_step
-from finetune.training import guards, oom_retry, optimizers, schedules
+from finetune.training import guards, oom_retry, optimizers, probe_table, schedules
 from finetune.training.batches import Steps
 from finetune.training.callbacks import Callback, Callbacks
 from finetune.training.checkpoints import Checkpoints
-from finetune.training.collator import Inputs, MicroBatches, row_count, tokens_a_row
+from finetune.training.collator import Inputs, MicroBatches, micro_batching, row_count, tokens_a_row
 from finetune.training.eval_loss import Evaluation
 from finetune.training.largest_batch import warm_up
 from finetune.training.loop import Loop, Rhythm
 from finetune.training.noise import Noise
 from finetune.training.oom_retry import Retry
+from finetune.training.probe_table import Subject
 from finetune.training.progress import Progress, read_progress
 from finetune.training.recorder import Listener, Recorder
 from finetune.training.replica import Replica
@@ -104,9 +105,7 @@ def train(job: Job) -> Outcome:
     config, model, run = job.config, job.model, job.run
     with autocast(config.training.precision, job.device), libraries.without_cudnn_attention():
         attached = _fuse(job)
-        if config.data.packing:
-            packed_rows.prove(model)
-        causality.prove(model)
+        probe_table.run("built", Subject(config, model))
         if config.kernels.compile == "layers":
             _compile(job, attached)
         fused_loss = _attach_loss(job)
@@ -163,7 +162,7 @@ def _fuse(job: Job) -> kernels.Attached:
     fused = job.config.kernels.fused
     triton = job.device.type != "cuda" or libraries.triton_obstacle() is None
     attached = kernels.attach(job.model, fused, triton=triton)
-    unlike = self_test.prove(job.model, attached)
+    unlike = probe_table.run("fused", Subject(job.config, job.model, attached))
     if fused == "on" and (unlike or not any(attached.replaced.values())):
         raise ConfigError(f"`kernels.fused: on`: {'; '.join([*attached.lines, *unlike])}; set `auto` or `off`")
     fused_now = ", ".join(f"{len(modules)} {name}" for name, modules in attached.replaced.items() if modules)
@@ -179,13 +178,12 @@ def _attach_loss(job: Job) -> bool:
     """
     if unbalanced := log_probs.attach(job.model):
         job.listener.note(unbalanced)
-    log_probs.check(job.model)
+    unlike = probe_table.run("scoring", Subject(job.config, job.model))
     fused = job.config.kernels.fused
-    unlike = log_probs.prove(job.model) if fused != "off" else None
     if unlike and fused == "on":
-        raise ConfigError(f"`kernels.fused: on`: {unlike}; set `auto` or `off`")
-    if unlike:
-        job.listener.note(unlike)
+        raise ConfigError(f"`kernels.fused: on`: {'; '.join(unlike)}; set `auto` or `off`")
+    for line in unlike:
+        job.listener.note(line)
     return fused != "off" and not unlike
 
 
@@ -199,7 +197,6 @@ def _compile(job: Job, attached: kernels.Attached) -> None:
 
 def _loop(job: Job, callbacks: Callbacks) -> Loop:
     config, training, run = job.config, job.config.training, job.run
-    contract.prove(training.objective, job.model, training.precision)
     profiler = snapshots.profiler(config.memory.profile_steps, run.profile, job.device)
     recorder = Recorder(run, job.monitor, job.listener, job.trackers, profiler, callbacks)
     steps = _steps(job)
@@ -283,11 +280,11 @@ def _step(job: Job, recorder: Recorder, collate: MicroBatches) -> Step:
 
 def _steps(job: Job) -> Steps:
     training, rows = job.config.training, job.data.train
-    way = MicroBatching.of(training, job.config.data)
+    way = micro_batching(training, job.config.data)
     collate = MicroBatches(
         way, job.tokenizer.pad_token_id, ranks.rank(), ranks.world_size(), job.config.distributed.context
     )
-    order = RowOrder(rows["length"][:], training.batch_size, training.seed, training.group_by_length)
+    order = RowOrder(Sizes.of(rows, way).lengths, training.batch_size, training.seed, training.group_by_length)
     return Steps(rows, order, collate, training.batch_size, on_card=job.device.type == "cuda")
 
 
@@ -296,7 +293,7 @@ def _splitting(job: Job) -> Iterator[None]:
     """Split rows over `distributed.context` ranks, of which none then refers to the group that they form."""
     group = ranks.group_of(job.config.distributed.context)
     with autocast(job.config.training.precision, job.device):
-        split_rows.prove(job.model, group)
+        probe_table.run("split", Subject(job.config, job.model, group=group))
     with context.split(job.model, group):
         yield
 

@@ -30,10 +30,10 @@ def exhausted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """In an evaluation there is memory for so many rows at a time, none at first."""
     rows = [0]
 
-    def sums(model, batch, precision):
+    def sums(model, batch, *settings):
         if len(batch["input_ids"]) > rows[0]:
             raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
-        return plain(model, batch, precision)
+        return plain(model, batch, *settings)
 
     plain = eval_loss._sums
     monkeypatch.setattr(eval_loss, "_sums", sums)

@@ -82,7 +82,7 @@ def test_a_level_that_saves_little_is_left_out() -> None:
     assert [each.level for each in Job(budget).find("none", "keep-attention", lengths=long)] == ["keep-attention"]
 
 
-def test_memory_is_the_most_of_any_length() -> None:
+def test_the_forecast_memory_is_the_maximum_over_lengths() -> None:
     base = Job(9000).at("all", LONGEST)
     phases = {
         "forward": {"allocated_bytes": 5, "reserved_bytes": 7},
@@ -134,7 +134,7 @@ def uneven(quick: Callable[..., Config], tmp_path: Path) -> Callable[..., Planne
 
 
 @pytest.mark.slow
-def test_of_a_small_model_each_length_fits_and_the_next_does_not(
+def test_each_reach_of_a_small_model_fits_and_the_next_length_does_not(
     uneven: Callable[..., Planner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planner = uneven()

@@ -16,7 +16,7 @@ from finetune.export.conversion import Conversion
 from finetune.export.gguf import gguf_families, gguf_model, gguf_recipes, gguf_vocabulary, llama_cpp
 from finetune.export.gguf.gguf_types import TYPES
 from finetune.model.structure import experts
-from finetune.runtime import libraries
+from finetune.runtime import libraries, patches
 
 
 def check(job: Conversion) -> None:
@@ -101,7 +101,7 @@ def load(file: Path, config: Any, dtype: torch.dtype, device: torch.device) -> A
 
     The reader's own configuration lacks what a file stores in tensors, such as Llama 3's rotary scaling.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, modeling_gguf_pytorch_utils
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from finetune.model.source.locate import hub_call
 
@@ -112,8 +112,7 @@ def load(file: Path, config: Any, dtype: torch.dtype, device: torch.device) -> A
     if config.model_type == "mistral":  # llama.cpp, and so the reader, takes it for a Llama
         fields = config.to_dict()
         config = AutoConfig.for_model("llama", **{key: fields[key] for key in fields.keys() - {"model_type"}})
-    # transformers 5.23 has no other way to silence the progress bar of its reader.
-    with libraries.replaced(modeling_gguf_pytorch_utils, "tqdm", lambda tensors, **_: tensors):
+    with patches.GGUF_PROGRESS.by(lambda tensors, **_: tensors):
         return hub_call(
             f"GGUF file {file}",
             lambda: AutoModelForCausalLM.from_pretrained(

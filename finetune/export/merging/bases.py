@@ -21,8 +21,9 @@ from finetune.export import proof
 from finetune.export.merging.updates import Updates, base_name
 from finetune.model.adapters.adapter_files import weightless_adapter
 from finetune.model.attention import backends
-from finetune.model.base import DTYPES, load_architecture, refuse_not_finite
+from finetune.model.base import load_architecture, refuse_not_finite
 from finetune.model.build import Blueprint
+from finetune.model.precision import PRECISIONS
 from finetune.model.skeleton import make_buffers
 from finetune.model.structure import experts, streamed
 from finetune.runtime import libraries
@@ -30,8 +31,6 @@ from finetune.storage import weight_files
 
 if TYPE_CHECKING:
     from finetune.model.structure.quantizers import Rounding
-
-_MERGED_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.bfloat16}
 
 Onto = Literal["16-bit", "quantized"]
 ONTO: dict[Onto, str] = {
@@ -50,7 +49,7 @@ class Bases:
                 f"the weights of {config.model.name} are not in safetensors files, which a merge reads; convert them"
             )
         self.config, self.adapter, self.files, self.device = config, adapter, files, device
-        self.dtype = self.compute_dtype = _MERGED_DTYPES[config.training.precision]
+        self.dtype = self.compute_dtype = PRECISIONS[config.training.precision].merged
         self.architecture = load_architecture(config.model)
         text = self.architecture.get_text_config()
         self.layers, self.stride = text.num_hidden_layers, proof.stride(text.vocab_size, proof.ROW_TOKENS)
@@ -147,7 +146,7 @@ class Merging:
         weight = self.bases.weights.get(name)
         return None if weight is None else self._merged(name, weight)
 
-    def tensors(self, group: streamed.Group) -> dict[str, torch.Tensor]:
+    def tensors(self, group: streamed.ConversionGroup) -> dict[str, torch.Tensor]:
         """The tensors of the merged model's files that replace a group of the base's."""
         weights = self.bases.weights
         if not any(name in self.bases.updates or name in self.quantized for name in group.targets):
@@ -158,7 +157,7 @@ class Merging:
     def _base(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         if name not in self.quantized:
             return weight
-        weight = weight.to(self.bases.device, DTYPES[self.bases.config.training.precision])
+        weight = weight.to(self.bases.device, PRECISIONS[self.bases.config.training.precision].dtype)
         return self.quantized[name].trained_against(weight)
 
     def _merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:

@@ -63,7 +63,7 @@ def write_weights(merging: Merging, folder: Path) -> None:
         write_json(folder / f"model{weight_files.SUFFIX}.index.json", index)
 
 
-def _tensors(merging: Merging, of: dict[str, streamed.Group], names: list[str]) -> Iterator[torch.Tensor]:
+def _tensors(merging: Merging, of: dict[str, streamed.ConversionGroup], names: list[str]) -> Iterator[torch.Tensor]:
     for group, together in itertools.groupby(names, key=of.get):
         if group is None:
             for name in together:

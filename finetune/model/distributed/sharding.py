@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 from finetune.errors import ConfigError
 from finetune.model.distributed import zero
 from finetune.model.recompute import checkpointing
-from finetune.model.structure import linear_layers
-from finetune.runtime.libraries import replaced
+from finetune.model.structure import experts, linear_layers
+from finetune.runtime import patches
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def _check(model: Any) -> None:
             f"`distributed.kind: fsdp` shards a model by its decoder layers, which transformers does not mark in "
             f"{type(model).__name__}; set `ddp`"
         )
-    if any(hasattr(module, "packs_for_backward") for module in model.modules()):
+    if experts.are_4_bit(model):
         raise ConfigError(
             "`distributed.kind: fsdp` cannot shard experts in 4 bit; set `ddp`, or `quantization.kind: none`"
         )
@@ -186,7 +186,7 @@ def cut_while_loading(sharding: Sharding | None) -> Iterator[None]:
     if sharding is None:
         yield
         return
-    from transformers import core_model_loading, modeling_utils
+    from transformers import core_model_loading
 
     load = core_model_loading.set_param_for_module
     cut_layers = layer_cutter(sharding)
@@ -200,10 +200,8 @@ def cut_while_loading(sharding: Sharding | None) -> Iterator[None]:
     os.environ[_ONE_AT_A_TIME] = "1"
     try:
         with (
-            # transformers 5.23 has no public hook after a weight was loaded.
-            replaced(core_model_loading, "set_param_for_module", load_and_cut),
-            # It would reserve memory for the whole model.
-            replaced(modeling_utils, "caching_allocator_warmup", lambda *_: None),
+            patches.SET_PARAMETER.by(load_and_cut),
+            patches.LOADING_WARMUP.by(lambda *_: None),
         ):
             yield
     finally:
