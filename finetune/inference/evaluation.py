@@ -169,7 +169,7 @@ class _Job:
             )
         row, _, reference = self.questions[0]
         for metric in self.metrics:
-            metric.score(reference, reference, row.place, row.fields)
+            metric.score(reference, reference, row.location, row.fields)
 
     def measure(self, model: Any, tokenizer: Any) -> _Found:
         """Loss, metrics and tasks of one model."""
@@ -208,7 +208,7 @@ class _Job:
         self.beyond += sum(len(ids) + each.tokens > known for ids, each in zip(prompts, found.answers, strict=True))
         for metric in self.metrics:
             found.scores[metric.name] = scores = [
-                metric.score(answer.text, reference, row.place, row.fields)
+                metric.score(answer.text, reference, row.location, row.fields)
                 for (row, _, reference), answer in zip(self.questions, found.answers, strict=True)
             ]
             found.measured[metric.name] = Measured.mean(scores)
@@ -242,7 +242,7 @@ class _Job:
         """Each question with the answers and their scores by model, as records of eval_answers.jsonl."""
         return [
             {
-                "row": row.place,
+                "row": row.location,
                 "question": shown(prompt),
                 "reference": reference,
                 "answers": {name: one.answers[at].text for name, one in found.items()},

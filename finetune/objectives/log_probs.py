@@ -108,10 +108,10 @@ def _results(function: Any, hidden: torch.Tensor, given: tuple[Any, ...]) -> dic
     """Log-probabilities, and the gradient of the hidden states."""
     hidden = hidden.detach().clone().requires_grad_()
     with torch.enable_grad():
-        found, *_ = function.apply(hidden, *given)
-    outer = torch.randn(found.shape, generator=torch.Generator().manual_seed(0)).to(found)
-    (gradient,) = torch.autograd.grad(found, hidden, outer)
-    return {"output": found.detach(), "gradient of the hidden states": gradient}
+        output, *_ = function.apply(hidden, *given)
+    outer = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
+    (gradient,) = torch.autograd.grad(output, hidden, outer)
+    return {"output": output.detach(), "gradient of the hidden states": gradient}
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from rich.text import Text
 from finetune.config import Config, inline, loaded
 from finetune.config.field_types import source_name
 from finetune.data import inspection
-from finetune.data.inspection import Batching, Inspection, Piece, Sample
+from finetune.data.inspection import Batching, Inspection, Sample, TokenText
 from finetune.data.prepare import Counts
 from finetune.model import bounds
 from finetune.model.source.tokenizer import load_tokenizer
@@ -229,7 +229,7 @@ def _caption(sample: Sample) -> str:
     return f"{sample.place}: {words.count(sample.tokens)} tokens, {words.count(sample.trained_tokens)} trained"
 
 
-def _spelt(piece: Piece, line_break: str) -> str:
+def _spelt(piece: TokenText, line_break: str) -> str:
     """The piece's text with characters without a glyph escaped; `line_break` marks the end of a line."""
     return "".join(
         f"{line_break}\n" if letter == "\n"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config import Config, dump, named
-from finetune.data.inspection import Piece, Sample
+from finetune.data.inspection import Sample, TokenText
 from finetune.errors import ConfigError
 from finetune.forecast.comparison import Difference
 from finetune.measure.monitor import headline
@@ -216,7 +216,7 @@ def _samples(data: DataFacts | None) -> list[tuple[str, list[tuple[str, bool]]]]
     """The first rows: (caption, pieces of (text, trained)); of a long row, its start."""
     rows = []
     for row in data["samples"] if data else ():
-        pieces = tuple(Piece(piece["text"], piece["trained"]) for piece in row["pieces"])
+        pieces = tuple(TokenText(piece["text"], piece["trained"]) for piece in row["pieces"])
         rows.append(data_view.spelt(Sample(row["place"], row["tokens"], row["trained_tokens"], pieces)))
     return rows
 

@@ -24,7 +24,7 @@ from finetune.training.collator import Inputs, token_ids
 
 
 @dataclass(frozen=True)
-class Row:
+class NoiseSpan:
     """Where a row begins among all positions of a micro-batch, its length in tokens, and the seed of its noise."""
 
     start: int
@@ -65,23 +65,23 @@ class Noise:
                 "noise; remove it"
             )
 
-    def rows(self, inputs: Inputs, step: int) -> list[Row]:
+    def rows(self, inputs: Inputs, step: int) -> list[NoiseSpan]:
         """The rows of a micro-batch. Those of equal tokens get equal noise in a step."""
         packed = "cu_seq_lens_q" in inputs
-        found = []
+        spans = []
         start = 0
         for number, ids in enumerate(token_ids(inputs)):
             if not packed:
                 start = number * inputs["input_ids"].shape[1]
             identity = f"{self._seed} {step} ".encode() + ids.numpy().tobytes()
             seed = int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest(), "little")
-            found.append(Row(start, len(ids), seed))
+            spans.append(NoiseSpan(start, len(ids), seed))
             start += len(ids)
-        return found
+        return spans
 
 
 @torch.no_grad()
-def noise_like(embeddings: Tensor, rows: list[Row], alpha: float) -> Tensor:
+def noise_like(embeddings: Tensor, rows: list[NoiseSpan], alpha: float) -> Tensor:
     """The noise of a micro-batch, of the shape of its embeddings (rows, tokens, channels); 0 on padding."""
     generator = torch.Generator(embeddings.device)
     noise = torch.zeros_like(embeddings, memory_format=torch.contiguous_format)

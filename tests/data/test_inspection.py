@@ -21,8 +21,8 @@ from finetune.data.encoded import ONE_SEQUENCE
 from finetune.data.inspection import (
     Bin,
     Inspection,
-    Piece,
-    Source,
+    SourceCounts,
+    TokenText,
     _batchings,
     _bins,
     _pieces,
@@ -68,10 +68,10 @@ def test_a_row_is_shown_token_by_token_with_special_tokens_and_what_is_trained(l
     [row] = look([chat("Hi", "one")]).samples
     context = ["<|im_start|>", "user", "\n", "Hi", "<|im_end|>", "\n", "<|im_start|>", "assistant", "\n"]
     assert row.pieces == (
-        *(Piece(text, False) for text in context),
-        Piece("one", True),
-        Piece("<|im_end|>", True),
-        Piece("\n", False),
+        *(TokenText(text, False) for text in context),
+        TokenText("one", True),
+        TokenText("<|im_end|>", True),
+        TokenText("\n", False),
     )
     assert (row.tokens, row.trained_tokens, row.place.rpartition("/")[2]) == (12, 2, "rows.jsonl:1")
 
@@ -190,7 +190,7 @@ def test_bins_grow_with_the_lengths() -> None:
 
 def test_rows_and_tokens_are_counted_by_source() -> None:
     assert _sources(["corpus/", "more.csv", "corpus/"], [1, 20, 300]) == (
-        Source("corpus/", 2, 301), Source("more.csv", 1, 20)
+        SourceCounts("corpus/", 2, 301), SourceCounts("more.csv", 1, 20)
     )  # fmt: skip
 
 

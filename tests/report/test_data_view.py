@@ -14,7 +14,7 @@ from rich.console import Console
 
 from finetune.data.batching import Batch
 from finetune.data.counts import CONTROL_TOKENS, EMPTY, TOO_LONG, UNTRAINED, Affected, Counts
-from finetune.data.inspection import AsChat, Batching, Bin, Inspection, Piece, Sample, Source
+from finetune.data.inspection import AsChat, Batching, Bin, Inspection, Sample, SourceCounts, TokenText
 from finetune.report import data_view
 from finetune.report.data_view import DataLook
 
@@ -25,7 +25,7 @@ SPELT_OUT = r"\x1b[31m\x07\x9b\t\u202e\u200b\r\ud800"
 
 def sample(*pieces: tuple[str, bool], place: str = "rows.jsonl:1") -> Sample:
     trained = sum(trained for _, trained in pieces)
-    return Sample(place, len(pieces), trained, tuple(Piece(text, trained) for text, trained in pieces))
+    return Sample(place, len(pieces), trained, tuple(TokenText(text, trained) for text, trained in pieces))
 
 
 AFFECTED = [Affected(f"rows.jsonl:{line}", "truncated", TOO_LONG, 2000) for line in range(7)]
@@ -38,7 +38,7 @@ def inspection(**changes: Any) -> Inspection:
         train=Counts(rows=1000, tokens=200_000, trained_tokens=50_000, longest=300, affected=AFFECTED),
         eval=Counts(rows=20, tokens=4000, trained_tokens=2000, longest=250),
         longest_place="rows.jsonl:17",
-        sources=(Source("rows.jsonl", 600, 150_000), Source("more.csv", 400, 50_000)),
+        sources=(SourceCounts("rows.jsonl", 600, 150_000), SourceCounts("more.csv", 400, 50_000)),
         lengths=(Bin(129, 192, 400), Bin(193, 256, 0), Bin(257, 384, 600)),
         batch_size=16,
         micro_batch=8,
@@ -212,7 +212,7 @@ def test_the_page_needs_nothing_but_itself() -> None:
 def test_nothing_of_a_row_acts_on_the_page(hostile: str) -> None:
     found = inspection(
         samples=(sample((hostile, True), (hostile, False), place=hostile),),
-        sources=(Source(hostile, 1, 1),),
+        sources=(SourceCounts(hostile, 1, 1),),
         longest_place=hostile,
     )
     page = data_view.page(found)
