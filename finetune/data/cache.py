@@ -151,7 +151,7 @@ def _locked(made: Path) -> int:
 
 
 def _abandoned(made: Path) -> bool:
-    """Whether the process that filled it is gone. Raises OSError if that cannot be determined."""
+    """Whether the process that was filling a folder has ended. Raises OSError if that cannot be determined."""
     opened = os.open(made, os.O_RDONLY)
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -64,7 +64,7 @@ def is_nothing(value: Any) -> bool:
 
 
 def check_encodable(text: str, where: str) -> None:
-    """Raise RowError for half of a surrogate pair: JSON can escape one, but it is no character to any tokenizer."""
+    """Raise RowError for half of a surrogate pair: JSON can escape one, but no tokenizer accepts it."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -161,7 +161,7 @@ def _name(key: Any, where: str) -> str:
 
 
 def _described(value: Any) -> Any:
-    """What JSON lacks: an array's numbers, or an object's text without its address."""
+    """A value that JSON lacks as JSON: the numbers of an array, or an object's text without its address."""
     try:
         if hasattr(value, "tolist"):
             return value.tolist()

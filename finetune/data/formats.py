@@ -139,7 +139,7 @@ _FIELD_CHARACTERS = 60
 _COMPARED_FIELDS = 1000
 
 
-# What columns are often called that hold a format's field.
+# Common column names for a format's field.
 _OFTEN = {
     "messages": ("conversation", "dialogue", "dialog", "chat", "turns"),
     "conversations": (),
@@ -151,7 +151,7 @@ _OFTEN = {
 }
 
 
-# Words in the names of columns that hold what was asked and what was answered, and of those that hold neither.
+# Words in the names of columns that hold a question, an answer, or neither.
 _ASKING = frozenset({
     "ask", "asked", "client", "customer", "demande", "domanda", "frage", "human", "input", "instruction", "pergunta",
     "pregunta", "problem", "prompt", "query", "question", "request", "user", "vraag",
@@ -166,7 +166,7 @@ _NO_TEXT = frozenset({
 })  # fmt: skip
 _WORD = re.compile(r"[^\W\d_](?:[^\W\d_A-Z]+|[A-Z]+(?![^\W\d_A-Z]))?")
 
-# Columns of a chat export, which has a message a row: who says it, and what.
+# Columns of a chat export with one message per row: its author and its text.
 _SPEAKERS = ("sender", "speaker", "from", "role", "participant", "sender_name", "from_name", "sent_by")
 _AUTHORS = ("author", "user", "username", "name")  # of any text, unless it is called a message
 _SAID = ("message", "content", "text", "body", "value", "msg")
@@ -266,8 +266,8 @@ class Likely(NamedTuple):
 
 
 def likely_columns(fields: Fields) -> Likely | None:
-    """`data.columns` by what the names of a row's columns often mean, for the first format that they make; or else by
-    words in them, if those single out a question and an answer.
+    """`data.columns` from common column names, for the first format whose fields they cover; else from words in the
+    names, if those single out one question and one answer.
     """
     spelt = {name.lower(): name for name in islice(fields, _COMPARED_FIELDS)} | {name: name for name in fields}
     for form in filter(lambda form: form.required, FORMATS.values()):
@@ -292,13 +292,13 @@ def likely_columns(fields: Fields) -> Likely | None:
 def as_chat(fields: Fields, form: str, columns: Mapping[str, str]) -> dict[str, str] | None:
     """The `data.columns` that make two turns of a conversation of a plain-text prompt and its completion.
 
-    None where the row has none of both, or fields that would then be read besides. Raises RowError as `detect` does.
+    None if the row lacks either, or has fields that would then be read in addition. Raises RowError as `detect` does.
     """
     form = detect(fields, columns) if form == "auto" else form
     if form not in AS_CHAT or not isinstance(mapped(fields, columns).get("prompt"), str):
         return None
     turns = {AS_CHAT[form].get(name, name): columns.get(name, name) for name in ("prompt", *columns, *AS_CHAT[form])}
-    # Whether a column of such a name is what Alpaca means by it, nobody has said.
+    # A column of such a name need not mean what it means in Alpaca.
     others = mapped(fields, turns)
     return None if any(name in others and name not in turns for name in ("input", "history")) else turns
 
@@ -331,7 +331,7 @@ def known_fields(form: str) -> list[str]:
 
 
 PREFERENCES = "of preferences only the chosen answer is trained; to train on both, as DPO does, use TRL"
-"""What is said of rows with a chosen and a rejected answer."""
+"""The note for rows with a chosen and a rejected answer."""
 
 _BESIDE_MESSAGES = ("tools", "functions", "system")
 

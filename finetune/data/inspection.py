@@ -163,7 +163,7 @@ def inspect(section: DataSection, training: TrainingSection, tokenizer: Any) -> 
 
 
 def facts(prepared: Prepared, tokenizer: Any) -> dict[str, Any]:
-    """What a run keeps of its data (data.json): the splits in numbers, and the start of its first rows with masks."""
+    """The contents of data.json: statistics of both splits, and the beginning of the first rows with their masks."""
     held_out = prepared.eval_counts
     return {
         "train": prepared.train_counts.as_dict(),

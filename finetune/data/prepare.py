@@ -156,9 +156,9 @@ def held_out_ids(section: DataSection, tokenizer: Any, rows: int, tokens: int) -
 def compared_rows(
     section: DataSection, tokenizer: Any, rows: int, tokens: int, note: Callable[[str], None]
 ) -> tuple[list[list[int]], str]:
-    """`held_out_ids`, and what rows these are: for what any will do for, such as the proof of an export.
+    """`held_out_ids` and a name for these rows, for uses that any rows serve, such as the proof of an export.
 
-    Where only another process has what Python gave, they are built-in rows, with a note.
+    Rows that another process was given from Python are replaced by built-in ones, with a note.
     """
     if not is_here(section):
         note("the rows were given from Python and are not kept on disk: the built-in ones are compared instead")
@@ -169,7 +169,7 @@ def compared_rows(
 
 
 def is_here(section: DataSection) -> bool:
-    """Whether this process has the rows and the format, if Python gave them."""
+    """Whether this process has the rows and the format that were given from Python."""
     named = [entry.source for several in (section.train, section.eval) for entry in entries(several)]
     lost = any(source.startswith(GIVEN) and not in_memory.is_here(source) for source in named)
     return not lost and (section.format in formats.FORMATS or section.format == "auto")
@@ -246,8 +246,8 @@ def _held_out_below(section: DataSection, trains: Callable[[Row], bool]) -> floa
 
     Of fewer than fifty different rows, ten are too many to spare; then it is `eval_share` unless that leaves one split
     empty, and the row with the smallest or largest value, and any equal to it, is moved to that split. If all rows are
-    equal, none is held out. Rows of which nothing is trained do not count, for which only the first `_TRIED_ROWS` are
-    tried.
+    equal, none is held out. Rows without trained tokens do not count; only the first `_TRIED_ROWS` are tokenized to
+    find out.
     """
     share = section.eval_share
     least: list[float] = []  # the smallest values, in order

@@ -78,7 +78,7 @@ def rows(sources: Sources, split: str = "train", problems: Problems | None = Non
 
 
 def key_of(key: str, index: int) -> str:
-    """What Python would write for a source in the list that is the value of `key`."""
+    """The Python expression of a source in the list that is the value of `key`."""
     return f"{key}[{index}].source"
 
 
@@ -107,7 +107,7 @@ def foreign_word(source: str, encoding: str) -> str | None:
 
 
 def at_hand(sources: Sources) -> bool:
-    """Whether they can be read within seconds and offline: built-ins, or small local files or rows in memory."""
+    """Whether all sources are quick to read offline: built-in, small local files, or rows in memory."""
     chosen = [entry.source for entry in entries(sources) if entry.source not in BUILTIN]
     held = [source for source in chosen if source.startswith(GIVEN)]
     files_by_source = [_files(source) for source in chosen if source not in held]
@@ -116,7 +116,7 @@ def at_hand(sources: Sources) -> bool:
 
 
 def missing(sources: Sources) -> list[str]:
-    """What is wrong with each source that should be on this machine and is not."""
+    """A reason for each local source that cannot be found."""
     chosen = [entry.source for entry in entries(sources)]
     local = [source for source in chosen if source not in BUILTIN and not source.startswith(GIVEN)]
     return [why for source in local if not _files(source) and (why := _no_files(source))]
@@ -215,7 +215,7 @@ def _records(source: str, split: str, key: str, problems: Problems, encoding: st
 
 
 def _no_files(source: str) -> str | None:
-    """What is wrong with a source that has no local files; None if it can be one of the hub."""
+    """The reason why a source has no local files; None if it may be a data set of the hub."""
     if re.match(r"\w+://", source):
         return f"{source}: addresses are not read; download the file, or name a data set of the hub as OWNER/NAME"
     if os.path.isdir(source):
@@ -228,7 +228,7 @@ def _no_files(source: str) -> str | None:
 
 
 def _is_of_hub(source: str) -> bool:
-    """Whether it can only be the name of a data set of the hub."""
+    """Whether a source can only name a data set of the hub."""
     path = Path(source)
     is_place = reader(path) or path.is_absolute() or source.startswith((".", "builtin:")) or source.endswith("/")
     return not (is_place or os.path.exists(source) or glob.has_magic(source))

@@ -45,8 +45,8 @@ _DAMAGE = (
 def cells(path: Path, problems: Problems) -> Iterator[tuple[int, dict[int, str]]]:
     """The number of each row and the text of its cells that are not empty, by the number of their column from 1.
 
-    A cell that has no text is added to `problems`. Raises DataError for a file that is no workbook or damaged, and for
-    a workbook with rows in several sheets.
+    A cell that has no text is added to `problems`. Raises DataError for a file that is damaged or not a workbook, and
+    for a workbook with rows in several sheets.
     """
     try:
         with open(path, "rb") as file:

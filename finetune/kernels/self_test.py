@@ -1,4 +1,4 @@
-"""Whether the kernels compute what they replace, tried on the model itself before training."""
+"""Checks on the model itself, before training, that the kernels compute what they replace."""
 
 from __future__ import annotations
 

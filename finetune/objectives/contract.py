@@ -34,7 +34,7 @@ def check_rows(name: str, rows: RowLayout, context: int) -> None:
         )
     if context > 1 and wanted != ONE_SEQUENCE:
         raise ConfigError(
-            f"`distributed.context`: `{name}` needs the sum over a whole row, of which a rank has a slice; set 1"
+            f"`distributed.context`: `{name}` needs sums over whole rows, and a rank has only a slice of each; set 1"
         )
 
 

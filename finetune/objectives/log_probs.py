@@ -19,7 +19,7 @@ from finetune.model import probes
 from finetune.model.structure import experts
 from finetune.runtime.libraries import replaced
 
-# Config attributes for the number of experts, of which TRL 1.16 only reads the first.
+# Config attributes for the number of experts; TRL 1.16 reads only the first.
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # Columns of logits that TRL's function takes at a time in the proof: on a CPU it makes as much of the head float32.
 _PROOF_COLUMNS = 1024
@@ -71,7 +71,7 @@ def _other_head(model: Any, how: str) -> ConfigError:
 
 
 def prove(model: Any) -> str | None:
-    """Compare the fused loss with TRL's, by the model's own head; a line if it differs by more than rounding, or fails.
+    """Compare the fused loss with TRL's on the model's own head; return a line if it fails or differs beyond rounding.
 
     Log-probabilities of a few tokens in two tiles and the gradient of their hidden states, under the autocast of a
     step. `model` must be attached.

@@ -1,10 +1,10 @@
 """NEFTune: uniform noise on the input embeddings of a training step (arXiv 2310.05914, algorithm 1).
 
-A row of L tokens gets noise in [-1, 1] times alpha / sqrt(L d), where d is the number of channels; its padding gets
-none, and of packed rows each has its own L. The noise follows from seed, step and the tokens of the row, so that it
-depends neither on how a step is split among micro-batches and ranks, nor on what ran before: a run that resumes, or
-that repeats a step after running out of memory, draws it again. (transformers' `neftune_noise_alpha` takes the padded
-length of a micro-batch for L, and torch's generator as it stands.)
+A sequence of L tokens gets noise in [-1, 1] times alpha / sqrt(L d), where d is the number of channels; padding gets
+none, and each packed sequence has its own L. The noise is drawn from a seed made of the run's seed, the step and the
+tokens of the sequence. So it depends neither on how a step is split among micro-batches and ranks, nor on what ran
+before: a run that resumes, or repeats a step after running out of memory, draws the same noise. (transformers'
+`neftune_noise_alpha` uses the padded length of a micro-batch for L, and the current state of torch's generator.)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from finetune.training.collator import Inputs, token_ids
 
 @dataclass(frozen=True)
 class NoiseSpan:
-    """Where a row begins among all positions of a micro-batch, its length in tokens, and the seed of its noise."""
+    """The start of a sequence among all positions of a micro-batch, its length in tokens, and the seed of its noise."""
 
     start: int
     length: int
@@ -44,7 +44,7 @@ class Noise:
     def added(self, inputs: Inputs, step: int) -> Iterator[None]:
         """In the block, a forward pass over the micro-batch `inputs` has the noise of `step`.
 
-        `inputs` is in host memory. Raises ConfigError for a model that looks its embeddings up by other means.
+        `inputs` is in host memory. Raises ConfigError for a model that does not call its input embeddings.
         """
         rows = self.rows(inputs, step)
         added = False
@@ -66,7 +66,7 @@ class Noise:
             )
 
     def rows(self, inputs: Inputs, step: int) -> list[NoiseSpan]:
-        """The rows of a micro-batch. Those of equal tokens get equal noise in a step."""
+        """The sequences of a micro-batch. Equal sequences get equal noise in a step."""
         packed = "cu_seq_lens_q" in inputs
         spans = []
         start = 0
@@ -88,7 +88,7 @@ def noise_like(embeddings: Tensor, rows: list[NoiseSpan], alpha: float) -> Tenso
     by_place = noise.view(-1, embeddings.shape[-1])  # (positions, channels)
     for row in rows:
         bound = alpha / math.sqrt(row.length * embeddings.shape[-1])
-        # In float32: of 16-bit numbers between two bounds torch draws but a few hundred.
+        # In float32: torch draws only a few hundred different 16-bit numbers between two bounds.
         drawn = torch.empty(row.length, embeddings.shape[-1], device=embeddings.device)
         drawn.uniform_(-bound, bound, generator=generator.manual_seed(row.seed))
         by_place[row.start : row.start + row.length] = drawn
