@@ -162,7 +162,7 @@ class _EvaluationJob:
             )
         row, _, reference = self.questions[0]
         for metric in self.metrics:
-            metric.score(reference, reference, row.place, row.fields)
+            metric.score(reference, reference, row.location, row.fields)
 
     def measure(self, model: Any, tokenizer: Any) -> _ModelResults:
         """Loss, metrics and tasks of one model."""
@@ -201,7 +201,7 @@ class _EvaluationJob:
         self.beyond += sum(len(ids) + each.tokens > known for ids, each in zip(prompts, results.answers, strict=True))
         for metric in self.metrics:
             results.scores[metric.name] = scores = [
-                metric.score(answer.text, reference, row.place, row.fields)
+                metric.score(answer.text, reference, row.location, row.fields)
                 for (row, _, reference), answer in zip(self.questions, results.answers, strict=True)
             ]
             results.measured[metric.name] = Measured.mean(scores)
@@ -235,7 +235,7 @@ class _EvaluationJob:
         """The lines of eval_answers.jsonl: each question with the answers and their scores by model."""
         return [
             {
-                "row": row.place,
+                "row": row.location,
                 "question": shown(prompt),
                 "reference": reference,
                 "answers": {name: one.answers[at].text for name, one in by_model.items()},
