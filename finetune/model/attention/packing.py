@@ -79,9 +79,9 @@ def _beyond(name: str) -> int:
 
 
 def known(inputs: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
-    """In the block, transformers is told whether the micro-batch `inputs` is packed.
+    """In the block, transformers takes from here whether the micro-batch `inputs` is packed.
 
-    Otherwise it infers that from the positions, which synchronises with the device in every forward pass (5.23,
+    Its own code infers that from the positions, which synchronises with the device in every forward pass (5.23,
     `masking_utils`).
     """
     packed = len(inputs.get("cu_seq_lens_q", ())) > 2
@@ -99,12 +99,14 @@ def mixes_otherwise(config: Any) -> str | None:
     A recurrent model carries a state from token to token. Older code, such as that of Bloom, MPT and Falcon, does not
     use transformers' attention registry, or looks into its own table first.
     """
-    if (found := catalog.model_class(config)) is None:
+    if (model_class := catalog.model_class(config)) is None:
         return None
-    if catalog.says(found, "_is_stateful"):
+    if catalog.says(model_class, "_is_stateful"):
         return "are recurrent"
-    beside = vars(sys.modules[found.__module__])
-    if "ALL_ATTENTION_FUNCTIONS" not in beside or any(name.endswith("ATTENTION_CLASSES") for name in beside):
+    module_globals = vars(sys.modules[model_class.__module__])
+    if "ALL_ATTENTION_FUNCTIONS" not in module_globals or any(
+        name.endswith("ATTENTION_CLASSES") for name in module_globals
+    ):
         return "have attention functions of their own"
     return None
 
