@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from finetune.config import DistributedSection
-from finetune.forecast.trace import Recorder
+from finetune.forecast.trace import TraceRecorder
 from finetune.model.distributed.zero import BUCKET, PERSISTENT, STAGES, Rates
 
 _FLOAT32 = 4
@@ -77,7 +77,7 @@ class FakeZero:
         optimizer: torch.optim.Optimizer,
         section: DistributedSection,
         ranks: int,
-        recorder: Recorder,
+        recorder: TraceRecorder,
         layer_of: Callable[[Tensor], int | None],
         whole: Callable[[Sequence[Tensor]], list[int]],
         on_card: bool,

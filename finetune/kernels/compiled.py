@@ -12,6 +12,7 @@ from torch import nn
 
 from finetune.kernels import Attached
 from finetune.model.recompute import checkpointing
+from finetune.runtime import patches
 
 _COMPILERS = ("g++", "clang++")
 
@@ -31,7 +32,7 @@ def attach(model: Any, attached: Attached) -> list[str]:
     }
     for layer in layers:
         if not any(layer in others for others in left.values()):
-            layer.forward = _in_training(layer, layer.forward)
+            patches.MODULE_FORWARD.put(_in_training(layer, layer.forward), layer)
     return [
         f"kernels: {len(others)} of {len(layers)} layers {why}, and are not compiled"
         for why, others in left.items()

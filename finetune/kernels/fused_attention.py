@@ -16,9 +16,10 @@ from torch.autograd.function import once_differentiable
 
 from finetune.kernels import lora, ops
 from finetune.model.recompute import keeping
+from finetune.runtime import patches
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
-_ROTARY = "apply_rotary_pos_emb"
+_ROTARY = patches.ROTARY.attribute
 """The global under which the code of transformers' attention modules calls the rotary embedding."""
 
 

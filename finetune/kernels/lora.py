@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from finetune.kernels import ops
 from finetune.kernels.room import take_room
 from finetune.model.recompute import keeping
+from finetune.runtime import patches
 
 
 @dataclass(frozen=True)
@@ -141,17 +142,8 @@ def replace(module: Any) -> Callable[[], None]:
 
 
 def put(module: Any, forward: Callable[..., Any]) -> Callable[[], None]:
-    """Replace the forward pass of one module; returns a function that undoes it."""
-    before = vars(module).get("forward")
-    module.forward = forward
-
-    def undo() -> None:
-        if before is None:
-            del module.forward
-        else:
-            module.forward = before
-
-    return undo
+    """Give one module another forward pass; returns what undoes it."""
+    return patches.MODULE_FORWARD.put(forward, module)
 
 
 # -- autograd ----------------------------------------------------------------------------------------------------------

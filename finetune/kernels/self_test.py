@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from finetune.errors import first_line
 from finetune.kernels import KERNELS, Attached
 from finetune.kernels.room import columns_beside, narrowed
 from finetune.model import probes
@@ -31,12 +30,11 @@ def prove(model: Any, attached: Attached) -> list[str]:
     if not any(attached.replaced.values()):
         return []
     try:
-        return list(_differences(model, attached))
-    except (torch.OutOfMemoryError, MemoryError):
-        raise
-    except Exception as error:  # a kernel fails, or the model, which fails again without kernels
+        with probes.attempt():
+            return list(_differences(model, attached))
+    except probes.Failed as failed:
         attached.detach()
-        return [f"kernels: none is fused: they fail on this model ({type(error).__name__}: {first_line(error)})"]
+        return [f"kernels: none is fused: they fail on this model ({failed})"]
 
 
 def _differences(model: Any, attached: Attached) -> Iterator[str]:

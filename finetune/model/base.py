@@ -27,7 +27,7 @@ from finetune.model.skeleton import give_layers, keep_training_layout, random_ba
 from finetune.model.source import catalog, prequantized, rope
 from finetune.model.source.locate import hub_call, locate, pinned_code, remote_code, weights_directory
 from finetune.model.structure.quantization import QUANTIZATIONS, bitsandbytes_config
-from finetune.runtime import libraries, ranks
+from finetune.runtime import libraries, patches, ranks
 from finetune.storage import weight_files
 
 TRAINED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -183,7 +183,6 @@ def _checked_files(name: str) -> Iterator[None]:
     """
     from transformers import modeling_utils
 
-    # transformers 5.23 has no public hook between locating the files and reading them.
     find = modeling_utils._get_resolved_checkpoint_files  # noqa: SLF001
 
     def find_and_check(*positional: Any, **named: Any) -> Any:
@@ -198,7 +197,7 @@ def _checked_files(name: str) -> Iterator[None]:
             weight_files.check(Path(file))
         return files, index
 
-    with libraries.replaced(modeling_utils, "_get_resolved_checkpoint_files", find_and_check):
+    with patches.CHECKPOINT_FILES.by(find_and_check):
         yield
 
 

@@ -20,6 +20,7 @@ from finetune.model.source.locate import hub_call
 from finetune.model.structure import experts, linear_layers
 from finetune.model.structure.experts import Mixture
 from finetune.model.structure.quantization import QUANTIZATIONS, bitsandbytes_config
+from finetune.runtime import patches
 
 
 def random_base(
@@ -232,4 +233,4 @@ def keep_training_layout(model: Any) -> None:
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
+            patches.CPU_LAYOUT.put(False, module)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from finetune.runtime import ranks
+from finetune.runtime import patches, ranks
 from finetune.training.collator import Inputs
 from finetune.training.step import Step
 
@@ -23,9 +23,7 @@ class Replica:
 
     def __init__(self, model: Any) -> None:
         self.shared = DistributedDataParallel(model)
-        # Nothing but gradients is exchanged in a pass; a model's buffers are constants. (torch 2.13 warns of the
-        # argument of this name, and 2.11 does not know the new one.)
-        self.shared.broadcast_buffers = False
+        patches.BROADCAST_BUFFERS.put(False, self.shared)
         self._trained = [weight for weight in model.parameters() if weight.requires_grad]
         self._averaged: set[torch.Tensor] = set()
         for weight in self._trained:

@@ -19,10 +19,10 @@ from transformers import set_seed
 from finetune import kernels
 from finetune.config import Config
 from finetune.data import fingerprint
-from finetune.data.batching import MicroBatching, RowOrder
+from finetune.data.batching import RowOrder, Sizes
 from finetune.data.prepare import ROWS_TO_JUDGE, Prepared
 from finetune.errors import ConfigError, FinetuneError, MachineError, NumbersError
-from finetune.kernels import compiled, self_test
+from finetune.kernels import compiled
 from finetune.measure import snapshots
 from finetune.measure.monitor import Monitor
 from finetune.measure.out_of_memory import while_writing
@@ -32,24 +32,26 @@ from finetune.model.adapters.adapter import casts_by_autocast
 from finetune.model.distributed import context, sharding
 from finetune.model.distributed.zero import Zero
 from finetune.model.precision import autocast
-from finetune.model.probes import causality, packed_rows, split_rows
-from finetune.model.recompute.checkpointing import ByLength, UpTo
+from finetune.model.probes import causality
+from finetune.model.recompute.checkpointing import ByLength
 from finetune.model.source import chat_template, identity
-from finetune.objectives import OBJECTIVES, contract, log_probs
+from finetune.objectives import OBJECTIVES, log_probs
 from finetune.runtime import libraries, rank_watch, ranks
 from finetune.runtime.signals import Signals
 from finetune.storage.files import not_written, staged
+from finetune.storage.records import UpTo
 from finetune.storage.rundir import RunDirectory, checkpoint_step
-from finetune.training import guards, oom_retry, optimizers, schedules
+from finetune.training import guards, oom_retry, optimizers, probe_table, schedules
 from finetune.training.batches import Steps
 from finetune.training.callbacks import Callback, Callbacks
 from finetune.training.checkpoints import Checkpoints
-from finetune.training.collator import Inputs, MicroBatches, row_count, tokens_a_row
+from finetune.training.collator import Inputs, MicroBatches, micro_batching, row_count, tokens_a_row
 from finetune.training.eval_loss import Evaluation
 from finetune.training.largest_batch import warm_up
 from finetune.training.loop import Loop, Rhythm
 from finetune.training.noise import Noise
 from finetune.training.oom_retry import Retry
+from finetune.training.probe_table import Subject
 from finetune.training.progress import Progress, read_progress
 from finetune.training.recorder import Listener, Recorder
 from finetune.training.replica import Replica
@@ -71,9 +73,9 @@ class Outcome:
 class Job:
     """Everything a run needs to train.
 
-    `architecture` is transformers' config of the base, which publishing needs without its files. `made_with` is written
-    into each checkpoint's manifest; `resume_from` is a verified checkpoint. `by_length`: what short micro-batches
-    recompute, where that is less than the config says.
+    `architecture` is transformers' config of the base, which publishing needs without its files. `provenance` is
+    written into each checkpoint's manifest; `resume_from` is a verified checkpoint. `by_length`: what short
+    micro-batches recompute, where that is less than the config says.
     """
 
     config: Config
@@ -87,7 +89,7 @@ class Job:
     trackers: Trackers
     device: torch.device
     signals: Signals
-    made_with: dict[str, Any]
+    provenance: dict[str, Any]
     resume_from: Path | None = None
     by_length: Sequence[UpTo] = ()
     callbacks: Iterable[Callback] = ()
@@ -103,9 +105,7 @@ def train(job: Job) -> Outcome:
     config, model, run = job.config, job.model, job.run
     with autocast(config.training.precision, job.device), libraries.without_cudnn_attention():
         attached = _fuse(job)
-        if config.data.packing:
-            packed_rows.prove(model)
-        causality.prove(model)
+        probe_table.run("built", Subject(config, model))
         if config.kernels.compile == "layers":
             _compile(job, attached)
         fused_loss = _attach_loss(job)
@@ -162,7 +162,7 @@ def _fuse(job: Job) -> kernels.Attached:
     fused = job.config.kernels.fused
     triton = job.device.type != "cuda" or libraries.triton_obstacle() is None
     attached = kernels.attach(job.model, fused, triton=triton)
-    unlike = self_test.prove(job.model, attached)
+    unlike = probe_table.run("fused", Subject(job.config, job.model, attached))
     if fused == "on" and (unlike or not any(attached.replaced.values())):
         raise ConfigError(f"`kernels.fused: on`: {'; '.join([*attached.lines, *unlike])}; set `auto` or `off`")
     fused_now = ", ".join(f"{len(modules)} {name}" for name, modules in attached.replaced.items() if modules)
@@ -178,13 +178,12 @@ def _attach_loss(job: Job) -> bool:
     """
     if unbalanced := log_probs.attach(job.model):
         job.listener.note(unbalanced)
-    log_probs.check(job.model)
+    unlike = probe_table.run("scoring", Subject(job.config, job.model))
     fused = job.config.kernels.fused
-    unlike = log_probs.prove(job.model) if fused != "off" else None
     if unlike and fused == "on":
-        raise ConfigError(f"`kernels.fused: on`: {unlike}; set `auto` or `off`")
-    if unlike:
-        job.listener.note(unlike)
+        raise ConfigError(f"`kernels.fused: on`: {'; '.join(unlike)}; set `auto` or `off`")
+    for line in unlike:
+        job.listener.note(line)
     return fused != "off" and not unlike
 
 
@@ -198,7 +197,6 @@ def _compile(job: Job, attached: kernels.Attached) -> None:
 
 def _loop(job: Job, callbacks: Callbacks) -> Loop:
     config, training, run = job.config, job.config.training, job.run
-    contract.prove(training.objective, job.model, training.precision)
     profiler = snapshots.profiler(config.memory.profile_steps, run.profile, job.device)
     recorder = Recorder(run, job.monitor, job.listener, job.trackers, profiler, callbacks)
     steps = _steps(job)
@@ -207,7 +205,7 @@ def _loop(job: Job, callbacks: Callbacks) -> Loop:
     progress.total = steps.in_all(training)
     schedule = schedules.scheduler(training, step.optimizer, progress.total)
     checkpoints = Checkpoints(
-        step, schedule, run, job.monitor, keep=config.output.keep, made_with=job.made_with,
+        step, schedule, run, job.monitor, keep=config.output.keep, provenance=job.provenance,
         verified=[job.resume_from] if job.resume_from else [], saved=callbacks.saved,
         confirm=identity.Mapped(config.model).check if job.device.type == "cpu" else lambda: None,
     )  # fmt: skip
@@ -282,11 +280,11 @@ def _step(job: Job, recorder: Recorder, collate: MicroBatches) -> Step:
 
 def _steps(job: Job) -> Steps:
     training, rows = job.config.training, job.data.train
-    way = MicroBatching.of(training, job.config.data)
+    way = micro_batching(training, job.config.data)
     collate = MicroBatches(
         way, job.tokenizer.pad_token_id, ranks.rank(), ranks.world_size(), job.config.distributed.context
     )
-    order = RowOrder(rows["length"][:], training.batch_size, training.seed, training.group_by_length)
+    order = RowOrder(Sizes.of(rows, way).lengths, training.batch_size, training.seed, training.group_by_length)
     return Steps(rows, order, collate, training.batch_size, on_card=job.device.type == "cuda")
 
 
@@ -295,7 +293,7 @@ def _splitting(job: Job) -> Iterator[None]:
     """Split rows over `distributed.context` ranks, of which none then refers to the group that they form."""
     group = ranks.group_of(job.config.distributed.context)
     with autocast(job.config.training.precision, job.device):
-        split_rows.prove(job.model, group)
+        probe_table.run("split", Subject(job.config, job.model, group=group))
     with context.split(job.model, group):
         yield
 
@@ -503,7 +501,7 @@ def _publish(job: Job, initial: Path | None, whole: dict[str, torch.Tensor] | No
                 save_weights(job.model, folder, whole)
                 if job.model.can_generate():
                     chat_template.write_generation_config(job.model.generation_config, job.tokenizer, folder)
-            fingerprint.save(job.tokenizer, job.made_with["base"], folder)
+            fingerprint.save(job.tokenizer, job.provenance["base"], folder)
     except (OSError, SafetensorError) as error:  # safetensors 0.8 raises its own error for a full disk
         raise MachineError(not_written(target, error)) from None
     if initial:

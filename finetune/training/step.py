@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-import bitsandbytes
 import torch
 from accelerate.utils import send_to_device
 
@@ -19,7 +18,7 @@ from finetune.model.distributed.zero import Zero
 from finetune.model.precision import autocast
 from finetune.model.recompute.checkpointing import ByLength
 from finetune.objectives import Objective
-from finetune.runtime.libraries import replaced
+from finetune.runtime import patches
 from finetune.training.collator import Inputs, for_model, tokens_a_row
 from finetune.training.noise import Noise
 
@@ -123,9 +122,7 @@ class Step:
 
     def update(self) -> None:
         """Queue the optimizer's update, without waiting for it."""
-        # bitsandbytes 0.50 synchronises after each weight. The stream preserves the order anyway; only reading paged
-        # states from the host requires synchronisation (`state.snapshot`).
-        with replaced(bitsandbytes.optim.optimizer, "sync_gpu", lambda tensor: None):
+        with patches.SYNC_GPU.by(lambda tensor: None):
             if self.scaler:
                 self.scaler.step(self.optimizer)
             else:

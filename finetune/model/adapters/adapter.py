@@ -20,7 +20,7 @@ from finetune.model.base import TRAINED_DTYPES
 from finetune.model.precision import PRECISIONS
 from finetune.model.source.locate import weights_directory
 from finetune.model.structure import experts, linear_layers
-from finetune.runtime import libraries
+from finetune.runtime import patches
 from finetune.storage import weight_files
 
 
@@ -286,16 +286,8 @@ def _refuse_on_parameters(chosen: dict[str, Any], section: AdapterSection) -> No
 
 
 def _targets_as_named() -> contextlib.AbstractContextManager[None]:
-    """Keep PEFT from mistaking linear layers of a mixture of experts for transformers 4's experts of the same names.
-
-    To convert adapters made with transformers 4, peft 0.21 (`convert_peft_config_for_transformers`) would move an
-    adapter on the `gate_proj` of shared experts or dense layers to the fused experts, at twice the rank.
-    """
-    from peft.utils import transformers_weight_conversion
-
-    return libraries.replaced(
-        transformers_weight_conversion, "convert_peft_config_for_transformers", lambda *args, **kwargs: None
-    )
+    """Keep PEFT from mistaking linear layers of a mixture of experts for transformers 4's experts of the same names."""
+    return patches.CONVERT_ADAPTER_CONFIG.by(lambda *args, **kwargs: None)
 
 
 def _check_extra_modules(base: Any, section: AdapterSection) -> None:

@@ -20,13 +20,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import masking_utils
 
 from finetune.errors import MachineError
 from finetune.model.attention import windows
 from finetune.model.precision import PRECISIONS
 from finetune.model.source import catalog
-from finetune.runtime.libraries import replaced
+from finetune.runtime import patches
 
 EACH, VARLEN, EAGER = "packed_sdpa", "packed_sdpa_varlen", "packed_eager"
 """Names in transformers: SDPA for each row, PyTorch's variable-length kernel, eager attention for each row."""
@@ -79,13 +78,9 @@ def _beyond(name: str) -> int:
 
 
 def known(inputs: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
-    """In the block, transformers takes from here whether the micro-batch `inputs` is packed.
-
-    Its own code infers that from the positions, which synchronises with the device in every forward pass (5.23,
-    `masking_utils`).
-    """
+    """In the block, transformers takes from here whether the micro-batch `inputs` is packed, not from its positions."""
     packed = len(inputs.get("cu_seq_lens_q", ())) > 2
-    return replaced(masking_utils, "find_packed_sequence_indices", _row_numbers if packed else lambda positions: None)
+    return patches.PACKED_INDICES.by(_row_numbers if packed else lambda positions: None)
 
 
 def _row_numbers(positions: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ from finetune.errors import ConfigError
 from finetune.model.distributed import zero
 from finetune.model.recompute import checkpointing
 from finetune.model.structure import experts, linear_layers
-from finetune.runtime.libraries import replaced
+from finetune.runtime import patches
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def cut_while_loading(sharding: Sharding | None) -> Iterator[None]:
     if sharding is None:
         yield
         return
-    from transformers import core_model_loading, modeling_utils
+    from transformers import core_model_loading
 
     load = core_model_loading.set_param_for_module
     cut_layers = layer_cutter(sharding)
@@ -200,10 +200,8 @@ def cut_while_loading(sharding: Sharding | None) -> Iterator[None]:
     os.environ[_ONE_AT_A_TIME] = "1"
     try:
         with (
-            # transformers 5.23 has no public hook after a weight was loaded.
-            replaced(core_model_loading, "set_param_for_module", load_and_cut),
-            # It would reserve memory for the whole model.
-            replaced(modeling_utils, "caching_allocator_warmup", lambda *_: None),
+            patches.SET_PARAMETER.by(load_and_cut),
+            patches.LOADING_WARMUP.by(lambda *_: None),
         ):
             yield
     finally:

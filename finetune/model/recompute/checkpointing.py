@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,6 +18,8 @@ from finetune.config.field_types import LEVELS, every_n
 from finetune.errors import ConfigError
 from finetune.model.recompute import keeping, offload
 from finetune.model.structure import experts
+from finetune.runtime import patches
+from finetune.storage.records import UpTo
 
 KEPT: dict[str, Collection[str]] = {
     "keep-both": (keeping.ATTENTION, keeping.PRODUCTS),
@@ -57,8 +58,8 @@ def apply(model: Any, section: MemorySection, device_type: str) -> None:
             module.gradient_checkpointing = False
     for layer in decoder:
         # Around the checkpoint, which older versions (transformers 5.17) begin before hooks and `forward`.
-        layer._gradient_checkpointing_func = functools.partial(  # noqa: SLF001
-            _checkpoint, layer, experts.have_biases(layer), copies
+        patches.CHECKPOINT_FUNCTION.put(
+            functools.partial(_checkpoint, layer, experts.have_biases(layer), copies), layer
         )
     choose(model, chosen)
 
@@ -130,14 +131,6 @@ def ladder(levels: Sequence[str], count: int) -> list[str | dict[str, int]]:
         steps += [{after: number, before: count - number} for number in range(1, count)]
         steps.append(after)
     return steps
-
-
-@dataclass(frozen=True)
-class UpTo:
-    """All layers have `level` in micro-batches whose rows, padding included, have at most `tokens` tokens."""
-
-    tokens: int
-    level: str
 
 
 class ByLength:

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from finetune.model.structure import experts
-from finetune.runtime import libraries
+from finetune.runtime import patches
 
 _FEW_TOKENS = 4
 # More than the blocks of tokens that sparse attention compresses (DeepSeek V4: 128).
@@ -113,14 +113,11 @@ def _pass(
     """The `layers` to whose weight the logits of a row have a gradient; adds to `read` those whose weight is read
     directly.
     """
-    from transformers import masking_utils
-
     was_training = model.training
     with (
         torch.random.fork_rng([]),
         torch.enable_grad(),
-        # As in an exported graph: the mask does not depend on the data.
-        libraries.replaced(masking_utils, "is_tracing", lambda tensor=None: True),
+        patches.IS_TRACING.by(lambda tensor=None: True),
         _watched(layers, read),
         _without_experts(model),
     ):
@@ -186,13 +183,10 @@ def _watched(layers: list[nn.Linear], read: set[nn.Linear]) -> Iterator[None]:
 
     patch = {"weight": property(weight), "forward": forward}
     watching = {known: type(known.__name__, (known,), patch) for known in set(classes.values())}
-    for layer, known in classes.items():
-        layer.__class__ = watching[known]
-    try:
-        yield
-    finally:
+    with contextlib.ExitStack() as stack:
         for layer, known in classes.items():
-            layer.__class__ = known
+            stack.enter_context(patches.LAYER_CLASS.by(watching[known], layer))
+        yield
 
 
 @contextlib.contextmanager
@@ -200,7 +194,7 @@ def _without_experts(model: nn.Module) -> Iterator[None]:
     """In the block, experts return zeros, because routing cannot be computed on the meta device."""
     with contextlib.ExitStack() as stack:
         for known in {type(module) for _, module, _ in experts.weights(model)}:
-            stack.enter_context(libraries.replaced(known, "forward", _zeros))
+            stack.enter_context(patches.EXPERTS_FORWARD.by(_zeros, known))
         yield
 
 
