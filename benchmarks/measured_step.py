@@ -267,7 +267,7 @@ def train(
         built()
         job = training.Job(
             config, architecture, whole, tokenizer, data, run, monitor, _Silent(),
-            Trackers(config.tracking, run, config, print), device=device, signals=Signals(), made_with={"base": None},
+            Trackers(config.tracking, run, config, print), device=device, signals=Signals(), provenance={"base": None},
         )  # fmt: skip
         with (
             # Without it these would be other micro-batches than those meant.

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from finetune.config import DataSection, TrainingSection
 from finetune.data import chat, fingerprint, formats, sources
@@ -17,6 +17,7 @@ from finetune.data.examples import RowError
 from finetune.data.prepare import Counts, Prepared, prepare
 from finetune.errors import ArtifactError
 from finetune.model.source import chat_template as template
+from finetune.storage.records import DataFacts, Sample, SplitFacts, TokenText
 
 # Sample rows shown with their mask: enough to notice a wrong one.
 _SHOWN_ROWS = 3
@@ -71,24 +72,6 @@ class Batching:
     padding_share: float
     steps: int
     micro_batches: int
-
-
-@dataclass(frozen=True)
-class Piece:
-    """The text of one token, or of several tokens that together form one character."""
-
-    text: str
-    trained: bool
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A training row as the model sees it; `tokens` and `trained_tokens` count the whole row."""
-
-    place: str
-    tokens: int
-    trained_tokens: int
-    pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True)
@@ -162,14 +145,14 @@ def inspect(section: DataSection, training: TrainingSection, tokenizer: Any) -> 
     )
 
 
-def facts(prepared: Prepared, tokenizer: Any) -> dict[str, Any]:
-    """What a run keeps of its data (data.json): the splits in numbers, and the start of its first rows with masks."""
-    held_out = prepared.eval_counts
+def facts(prepared: Prepared, tokenizer: Any) -> DataFacts:
+    """The contents of data.json: the splits in numbers, and the start of the first rows with their label masks."""
+    train, held_out = prepared.train_counts, prepared.eval_counts
     return {
-        "train": prepared.train_counts.as_dict(),
-        "eval": held_out and held_out.as_dict(),
-        "system": prepared.train_counts.system,
-        "samples": [asdict(sample) for sample in _samples(prepared, tokenizer, _KEPT_TOKENS)],
+        "train": cast(SplitFacts, train.as_dict()),
+        "eval": cast(SplitFacts, held_out.as_dict()) if held_out else None,
+        "system": train.system,
+        "samples": list(_samples(prepared, tokenizer, _KEPT_TOKENS)),
     }
 
 
@@ -277,7 +260,7 @@ def _sample(place: str, segment: Segment, tokenizer: Any, most: int | None) -> S
     return Sample(place, len(segment.input_ids), segment.trained, tuple(pieces))
 
 
-def _pieces(ids: Sequence[int], trained: Sequence[bool], tokenizer: Any) -> list[Piece]:
+def _pieces(ids: Sequence[int], trained: Sequence[bool], tokenizer: Any) -> list[TokenText]:
     """The row's text token by token, special tokens included.
 
     Decoders strip spaces from a single token and cannot decode part of a character. So each token is decoded after its
@@ -293,6 +276,6 @@ def _pieces(ids: Sequence[int], trained: Sequence[bool], tokenizer: Any) -> list
         text = decode(before, end)
         if text.endswith(_INCOMPLETE) and end < len(ids) and trained[end] == trained[start]:
             continue
-        found.append(Piece(text[len(decode(before, start)) :], trained[start]))
+        found.append(TokenText(text[len(decode(before, start)) :], trained[start]))
         before, start = start, end
     return found

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from finetune.forecast.fit import SPARE, largest
 from finetune.forecast.replay import Forecast
-from finetune.model.recompute.checkpointing import UpTo
+from finetune.storage.records import UpTo
 
 At = Callable[[str, int], Forecast]
 """From a level of all layers and a length to the forecast of the largest micro-batch of rows up to that length."""

@@ -18,8 +18,8 @@ from finetune.forecast import operator_costs
 from finetune.forecast.allocator import CachingAllocator, CapacityError
 from finetune.forecast.devices import DISK_READ_BYTES, DISK_WRITE_BYTES, RANKS_OF_A_MACHINE, Device
 from finetune.forecast.trace import CATEGORIES, Stretch, Trace, TracedBlock, Work
-from finetune.model.recompute.checkpointing import UpTo
 from finetune.model.structure.experts import Mixture
+from finetune.storage.records import UpTo
 
 PHASES = ("load", "forward", "backward", "optimizer", "evaluation", "save", "merge")
 WORDS = {**CATEGORIES, "context": "context and libraries", "allocator_slack": "allocator slack"}

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from finetune.forecast.answer_memory import KV_CACHE, Serving
-from finetune.forecast.comparison import WARN_ABOVE, Difference
 from finetune.forecast.levers import Lever
 from finetune.forecast.replay import WORDS, Forecast
 from finetune.measure.monitor import Peak
 from finetune.report import pages, printing, step_curve, words
+from finetune.storage.records import LARGE_DIFFERENCE, Difference
 
-LARGE = f"* more than {WARN_ABOVE:.0%} from what was measured"
+LARGE = f"* more than {LARGE_DIFFERENCE:.0%} from what was measured"
 
 
 def show(forecast: Forecast, console: Console) -> None:

@@ -22,7 +22,6 @@ from finetune.config import Config, DataSection
 from finetune.data.inspection import Inspection
 from finetune.data.prepare import Prepared
 from finetune.forecast.answer_memory import Serving
-from finetune.forecast.comparison import Difference
 from finetune.forecast.fit import Fitted, Limits
 from finetune.forecast.levers import Lever
 from finetune.forecast.replay import Forecast
@@ -37,6 +36,7 @@ from finetune.report.renewal import Renewal
 from finetune.report.result import Result
 from finetune.report.scores import Scores
 from finetune.report.visible import LINES
+from finetune.storage.records import Difference
 from finetune.storage.rundir import RunDirectory
 from finetune.training.collator import micro_batching
 

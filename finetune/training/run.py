@@ -33,12 +33,13 @@ from finetune.model.distributed import context, sharding
 from finetune.model.distributed.zero import Zero
 from finetune.model.precision import autocast
 from finetune.model.probes import causality
-from finetune.model.recompute.checkpointing import ByLength, UpTo
+from finetune.model.recompute.checkpointing import ByLength
 from finetune.model.source import chat_template, identity
 from finetune.objectives import OBJECTIVES, log_probs
 from finetune.runtime import libraries, rank_watch, ranks
 from finetune.runtime.signals import Signals
 from finetune.storage.files import not_written, staged
+from finetune.storage.records import UpTo
 from finetune.storage.rundir import RunDirectory, checkpoint_step
 from finetune.training import guards, oom_retry, optimizers, probe_table, schedules
 from finetune.training.batches import Steps
@@ -72,9 +73,9 @@ class Outcome:
 class Job:
     """Everything a run needs to train.
 
-    `architecture` is transformers' config of the base, which publishing needs without its files. `made_with` is written
-    into each checkpoint's manifest; `resume_from` is a verified checkpoint. `by_length`: what short micro-batches
-    recompute, where that is less than the config says.
+    `architecture` is transformers' config of the base, which publishing needs without its files. `provenance` is
+    written into each checkpoint's manifest; `resume_from` is a verified checkpoint. `by_length`: what short
+    micro-batches recompute, where that is less than the config says.
     """
 
     config: Config
@@ -88,7 +89,7 @@ class Job:
     trackers: Trackers
     device: torch.device
     signals: Signals
-    made_with: dict[str, Any]
+    provenance: dict[str, Any]
     resume_from: Path | None = None
     by_length: Sequence[UpTo] = ()
     callbacks: Iterable[Callback] = ()
@@ -204,7 +205,7 @@ def _loop(job: Job, callbacks: Callbacks) -> Loop:
     progress.total = steps.in_all(training)
     schedule = schedules.scheduler(training, step.optimizer, progress.total)
     checkpoints = Checkpoints(
-        step, schedule, run, job.monitor, keep=config.output.keep, made_with=job.made_with,
+        step, schedule, run, job.monitor, keep=config.output.keep, provenance=job.provenance,
         verified=[job.resume_from] if job.resume_from else [], saved=callbacks.saved,
         confirm=identity.Mapped(config.model).check if job.device.type == "cpu" else lambda: None,
     )  # fmt: skip
@@ -500,7 +501,7 @@ def _publish(job: Job, initial: Path | None, whole: dict[str, torch.Tensor] | No
                 save_weights(job.model, folder, whole)
                 if job.model.can_generate():
                     chat_template.write_generation_config(job.model.generation_config, job.tokenizer, folder)
-            fingerprint.save(job.tokenizer, job.made_with["base"], folder)
+            fingerprint.save(job.tokenizer, job.provenance["base"], folder)
     except (OSError, SafetensorError) as error:  # safetensors 0.8 raises its own error for a full disk
         raise MachineError(not_written(target, error)) from None
     if initial:

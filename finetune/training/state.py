@@ -253,7 +253,7 @@ def _parameters(optimizer: Any) -> list[torch.nn.Parameter]:
 
 
 def snapshot(
-    step: Step, schedule: Any, progress: Progress, made_with: dict[str, Any], random_states: list[dict[str, Any]]
+    step: Step, schedule: Any, progress: Progress, provenance: dict[str, Any], random_states: list[dict[str, Any]]
 ) -> Contents:
     """A copy of the training state in host memory; training can continue at once.
 
@@ -280,7 +280,7 @@ def snapshot(
         step=progress.step,
         tensors={_weights_file(model): _held_by_main(trained_weights(model)), OPTIMIZER_FILE: optimizer_tensors},
         values=json.loads(json.dumps(values)),  # also a copy
-        made_with=made_with,
+        provenance=provenance,
     )
 
 

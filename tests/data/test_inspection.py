@@ -21,7 +21,6 @@ from finetune.data.encoded import ONE_SEQUENCE
 from finetune.data.inspection import (
     Bin,
     Inspection,
-    Piece,
     Source,
     _batchings,
     _bins,
@@ -30,6 +29,7 @@ from finetune.data.inspection import (
     inspect,
 )
 from finetune.errors import DataError
+from finetune.storage.records import TokenText
 
 Make = Callable[..., Any]
 
@@ -68,10 +68,10 @@ def test_a_row_is_shown_token_by_token_with_special_tokens_and_what_is_trained(l
     [row] = look([chat("Hi", "one")]).samples
     context = ["<|im_start|>", "user", "\n", "Hi", "<|im_end|>", "\n", "<|im_start|>", "assistant", "\n"]
     assert row.pieces == (
-        *(Piece(text, False) for text in context),
-        Piece("one", True),
-        Piece("<|im_end|>", True),
-        Piece("\n", False),
+        *(TokenText(text, False) for text in context),
+        TokenText("one", True),
+        TokenText("<|im_end|>", True),
+        TokenText("\n", False),
     )
     assert (row.tokens, row.trained_tokens, row.place.rpartition("/")[2]) == (12, 2, "rows.jsonl:1")
 

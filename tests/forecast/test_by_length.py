@@ -18,7 +18,7 @@ from finetune.forecast import by_length, planning
 from finetune.forecast.fit import SPARE
 from finetune.forecast.planning import Planner
 from finetune.forecast.replay import Forecast, with_shorter
-from finetune.model.recompute.checkpointing import UpTo
+from finetune.storage.records import UpTo
 
 LONGEST, GRAIN, FIXED = 2048, 64, 4000
 # Of each level: MiB for the longest micro-batch, and its seconds.

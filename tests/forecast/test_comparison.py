@@ -7,7 +7,8 @@ import json
 import pytest
 from forecasts import GIB, MIB, forecast
 
-from finetune.forecast.comparison import WARN_ABOVE, Difference, as_dict, compare
+from finetune.forecast.comparison import as_dict, compare
+from finetune.storage.records import LARGE_DIFFERENCE, Difference
 
 
 def test_on_a_card_allocated_and_reserved_are_compared_and_the_device_is_not() -> None:
@@ -32,10 +33,10 @@ def test_on_a_cpu_tensors_are_compared_and_the_resident_size_is_not() -> None:
 
 
 def test_a_difference_above_the_threshold_is_large_in_either_direction(subtests: pytest.Subtests) -> None:
-    for share in [1 - 2 * WARN_ABOVE, 1 - WARN_ABOVE / 2, 1.0, 1 + 2 * WARN_ABOVE]:
+    for share in [1 - 2 * LARGE_DIFFERENCE, 1 - LARGE_DIFFERENCE / 2, 1.0, 1 + 2 * LARGE_DIFFERENCE]:
         with subtests.test(share=share):
             found = Difference("load", "allocated_bytes", round(1e9 * share), 10**9)
-            assert found.large is (abs(share - 1) > WARN_ABOVE)
+            assert found.large is (abs(share - 1) > LARGE_DIFFERENCE)
 
 
 def test_forecast_json_has_the_forecast_and_later_the_measurements() -> None:

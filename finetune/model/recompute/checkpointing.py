@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,6 +19,7 @@ from finetune.errors import ConfigError
 from finetune.model.recompute import keeping, offload
 from finetune.model.structure import experts
 from finetune.runtime import patches
+from finetune.storage.records import UpTo
 
 KEPT: dict[str, Collection[str]] = {
     "keep-both": (keeping.ATTENTION, keeping.PRODUCTS),
@@ -131,14 +131,6 @@ def ladder(levels: Sequence[str], count: int) -> list[str | dict[str, int]]:
         steps += [{after: number, before: count - number} for number in range(1, count)]
         steps.append(after)
     return steps
-
-
-@dataclass(frozen=True)
-class UpTo:
-    """All layers have `level` in micro-batches whose rows, padding included, have at most `tokens` tokens."""
-
-    tokens: int
-    level: str
 
 
 class ByLength:
