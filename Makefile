@@ -86,13 +86,8 @@ check: $(DEV) ## Lint, types and the direction of imports.
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-docs: $(DEV) ## Make docs/config.md, docs/patches.md and the JSON schema from the source, and the site in site/, with its links checked.
-	$(BIN)/finetune schema --markdown > docs/config.md.new
-	mv docs/config.md.new docs/config.md
-	$(BIN)/finetune schema > docs/config.schema.json.new
-	mv docs/config.schema.json.new docs/config.schema.json
-	$(BIN)/python -c 'from finetune.runtime import patches; print(patches.page(), end="")' > docs/patches.md.new
-	mv docs/patches.md.new docs/patches.md
+docs: $(DEV) ## Write figures, tables and references into the pages, and the site to site/, with its links checked.
+	$(BIN)/python benchmarks/write_docs.py
 	$(BIN)/mkdocs build --strict
 
 notebooks: $(DEV) ## Execute the notebooks.
