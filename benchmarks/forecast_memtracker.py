@@ -2,8 +2,9 @@
 
     python benchmarks/forecast_memtracker.py [--measured FILE] [--only NAME]
 
-The settings are some of forecast_cpu.py's, and so is the truth: the peak of live tensor bytes over two real steps. With
-`--measured benchmarks/results/forecast_cpu.json` it is taken from there instead of measured anew. MemTracker watches
+The settings are some of forecast_cpu.py's (`--only` takes any of them), and so is the truth: the peak of live tensor
+bytes over two real steps. With `--measured` it is taken from a result of forecast_cpu.py, which must come from a CPU
+like this one: what oneDNN allocates depends on its vector instructions, and so does our forecast. MemTracker watches
 our own training step (model, loss, clipping and optimizer as in training) on fake tensors: what differs is what is
 counted, not what is run. It needs help for that, which it has not in a script of one's own:
 
@@ -33,7 +34,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 MIB = 2**20
 NAMES = (
     "llama fp32", "llama nf4", "llama, no checkpointing", "llama eager, no checkpointing", "qwen3-moe nf4",
-    "small-llama, small tiles", "110m nf4", "120m fp32, whole", "120m int8, no checkpointing", "110m bf16, evaluated",
+    "small-llama, small tiles",
 )  # fmt: skip
 
 
