@@ -21,7 +21,7 @@ from test_data_view import inspection, sample
 import finetune
 from finetune.config import Config, dump
 from finetune.data.inspection import SourceCounts
-from finetune.doctor.findings import Examination, Finding
+from finetune.doctor import Examination, Finding
 from finetune.forecast.answer_memory import Serving
 from finetune.forecast.fit import Fitted, Limits
 from finetune.forecast.levers import Lever
