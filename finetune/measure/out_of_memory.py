@@ -28,7 +28,7 @@ def reason(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def told_of(doing: str, remedy: str) -> Iterator[None]:
+def as_out_of_memory_error(doing: str, remedy: str) -> Iterator[None]:
     """Convert out of memory in the block, in which no smaller step would help, into OutOfMemoryError."""
     try:
         yield
@@ -39,8 +39,8 @@ def told_of(doing: str, remedy: str) -> Iterator[None]:
 
 
 def while_writing(target: Path) -> contextlib.AbstractContextManager[None]:
-    """`told_of` for a block that writes weights."""
-    return told_of(
+    """`as_out_of_memory_error` for a block that writes weights."""
+    return as_out_of_memory_error(
         f"writing {target}",
         "What is written is copied to host memory first: free some, or use a machine with more. The same command goes "
         "on from the last checkpoint",
