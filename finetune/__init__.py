@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from finetune.runtime import libraries, restart
+from finetune.runtime import libraries
 
 if TYPE_CHECKING:
     from finetune.api import train
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from finetune.storage.rundir import RunDirectory
     from finetune.training.callbacks import Callback
 
-restart.remember()
 libraries.before_import()
 
 # Importing torch takes seconds; `finetune --help` and `import finetune` should not.

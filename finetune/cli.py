@@ -29,7 +29,7 @@ from finetune.inference.metrics import METRICS
 from finetune.launch.targets import TARGETS
 from finetune.model.attention.caches import CACHES
 from finetune.report.visible import LINES, VisibleStream, visible
-from finetune.runtime import libraries, restart
+from finetune.runtime import libraries
 from finetune.runtime.stages import stage
 
 if TYPE_CHECKING:
@@ -163,8 +163,7 @@ def train(
         from finetune.runtime import ranks
 
         start = finetune.train  # which imports its module
-    with restart.permitted():
-        result = start(job, fresh=fresh, terminal=_terminal(quiet=as_json))
+    result = start(job, fresh=fresh, terminal=_terminal(quiet=as_json))
     if as_json and ranks.is_main():
         _print_json(result.summary())
 

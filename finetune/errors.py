@@ -53,6 +53,11 @@ class OutOfMemoryError(FinetuneError):
 
     exit_code = 6
 
+    def __init__(self, message: str = "", *, next_start: str = "") -> None:
+        super().__init__(message)
+        self.next_start = next_start
+        """What the same command does differently when it is given again, as a sentence; empty if nothing."""
+
 
 class ArtifactError(FinetuneError):
     """A checkpoint, adapter, model or run directory is damaged, foreign or incomplete."""

@@ -28,8 +28,8 @@ def levers(config: Config, gpus: int = 1) -> list[Lever]:
     """The levers that `config` leaves, on so many GPUs."""
     memory, training = config.memory, config.training
     found: list[Lever] = []
-    if gpus > 1 or strategies.STRATEGIES[config.distributed.kind].deepspeed:
-        found += _sharding(config, gpus)
+    if strategies.applies(config.distributed, gpus):
+        found += _sharing(config, gpus)
     if config.output.merge:
         found.append(Lever({"output.merge": False}, "merged later, where there is more memory"))
     if memory.loss_tokens > _SMALLEST_TILE:
@@ -56,7 +56,7 @@ def levers(config: Config, gpus: int = 1) -> list[Lever]:
     return found
 
 
-def _sharding(config: Config, gpus: int) -> Iterator[Lever]:
+def _sharing(config: Config, gpus: int) -> Iterator[Lever]:
     """The next way in which ranks hold less; on several GPUs the plan has chosen how they share the model."""
     section = config.distributed
     if section.kind == "ddp":

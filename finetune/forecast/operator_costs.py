@@ -21,7 +21,7 @@ from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from finetune.forecast import autocast, operators
 from finetune.kernels import ops as fused
-from finetune.model.distributed import sharding
+from finetune.model.distributed import gradient_norm
 from finetune.runtime.libraries import replaced
 
 # A CPU's attention, by which a trace also knows that of CUDA, and attention over packed rows.
@@ -453,7 +453,7 @@ def _on_cuda() -> Iterator[None]:
         replaced(optimizer, "_get_foreach_kernels_supported_devices", lambda: ["cpu"]),
         replaced(optimizer, "_foreach_supported_types", [torch.Tensor, torch.nn.Parameter, FakeTensor]),
         replaced(clip_grad, "_has_foreach_support", lambda tensors, device: True),
-        replaced(sharding, "adds_in_sequence", lambda device: False),
+        replaced(gradient_norm, "adds_in_sequence", lambda device: False),
     ):
         yield
 

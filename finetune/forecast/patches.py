@@ -42,18 +42,6 @@ def like(device: Device, recorder: Recorder, mode: FakeTensorMode | None = None)
 
 
 @contextlib.contextmanager
-def sharded(recorder: Recorder) -> Iterator[None]:
-    """What gathers quantized weights, on fake ones; `recorder` follows the storages in which they come and go."""
-    from bitsandbytes.nn import modules
-
-    with (
-        recorder.following_resizes(),
-        replaced(modules, "fix_4bit_weight_quant_state_from_module", fake.give_quantization_state),
-    ):
-        yield
-
-
-@contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
     """Leave the process as it was found, its random numbers; nor is anything logged."""
     with _random_state_kept(), _unlogged():

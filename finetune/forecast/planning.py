@@ -106,8 +106,7 @@ class Planner:
             # Without flash attention, heads that share keys take PyTorch's plain products, scores and all.
             implementation = packing.eager_like(implementation)
         shares = config.distributed
-        sharded = strategies.is_sharded(shares, self.gpus)
-        zero = strategies.STRATEGIES[shares.kind].deepspeed
+        is_shared = strategies.applies(shares, self.gpus)
         trace = trace_step(
             config, self.architecture, batch, evaluation, device, implementation, self.gpus, self._models
         )
@@ -126,10 +125,10 @@ class Planner:
             disk_bytes=file_sizes.disk_bytes(config, trace),
             checkpoint_bytes=file_sizes.checkpoint_bytes(trace),
             saves_between=_saves_between(config),
-            from_files=config.model.weights != "random" and not sharded,
+            from_files=config.model.weights != "random" and not strategies.loads_parts(shares, self.gpus),
             gpus=self.gpus,
-            sharding=shares.model_dump() if self.gpus > 1 or zero else None,
-            copied=self.gpus > 1 and not sharded and not zero,
+            sharing=shares.model_dump() if is_shared else None,
+            copied=is_shared and not strategies.holds_parts(shares, self.gpus),
         )
 
     def levers(self, config: Config, found: Forecast) -> list[tuple[Lever, Forecast]]:
@@ -193,9 +192,9 @@ class Planner:
         config = fitted.config
         levels = _less_recomputed(fitted, self.architecture.get_text_config().num_hidden_layers)
         way, shares = _micro_batching(config), config.distributed
-        cut = strategies.is_sharded(shares, self.gpus) or strategies.STRATEGIES[shares.kind].deepspeed
+        in_parts = strategies.holds_parts(shares, self.gpus)
         plain = config.kernels.compile == config.memory.offload == "none"
-        if not levels or self.data is None or way.tokens or cut or shares.context > 1 or not plain:
+        if not levels or self.data is None or way.tokens or in_parts or shares.context > 1 or not plain:
             return fitted
         lengths, training = self.data.train["length"][:], config.training
         order = RowOrder(lengths, training.batch_size, training.seed, training.group_by_length)

@@ -10,8 +10,7 @@ import contextlib
 import functools
 import itertools
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,36 +23,38 @@ from finetune import kernels
 from finetune.config import Config
 from finetune.data.batching import Batch, MicroBatching, per_step
 from finetune.errors import FinetuneError, ForecastError, first_line
-from finetune.forecast import depth, fake, fake_ranks, fake_zero, patches
+from finetune.forecast import depth, fake, fake_ranks, patches
 from finetune.forecast.devices import Device
 from finetune.forecast.extrapolate import NotAlike, Shortened, extrapolate, shorten, whole
+from finetune.forecast.fake_shards import FakeSharded
 from finetune.forecast.fake_zero import FakeZero
 from finetune.forecast.trace import Answers, Recorder, Trace, TracedMonitor
+from finetune.forecast.traced_engine import Traced, TracedEngine
 from finetune.model import build
 from finetune.model.adapters import adapter
 from finetune.model.attention import packing
 from finetune.model.base import base_dtype
-from finetune.model.distributed import context
-from finetune.model.distributed.sharding import Sharding, held, layer_cutter
+from finetune.model.distributed import context, optimizer_states
+from finetune.model.distributed.placement import Placement, held
 from finetune.model.probes.causality import needs_mask
 from finetune.model.recompute import checkpointing
 from finetune.model.skeleton import mixture
 from finetune.model.structure import experts
 from finetune.objectives import OBJECTIVES, log_probs
-from finetune.runtime.libraries import replaced
-from finetune.training import optimizers
+from finetune.training import optimizers, strategies
 from finetune.training.collator import Inputs, MicroBatches, for_model
 from finetune.training.eval_loss import summed_loss
-from finetune.training.largest_batch import make_empty_states
 from finetune.training.noise import Noise, Row
 from finetune.training.step import Step
-from finetune.training.strategies import STRATEGIES
 
 # bitsandbytes 0.50, `Optimizer8bit.get_state_buffer`: smaller tensors are not paged.
 _PAGED_STATES, _PAGED_FROM = ("state1", "state2"), 100_000
 # So many tokens are one tile, whatever more the config allows (kernels/head.py takes no fewer at a time).
 _ONE_TILE = 512
 
+
+ENGINES: dict[str, type[TracedEngine]] = {"fsdp": FakeSharded, "deepspeed": FakeZero}
+"""The engine that takes the place of a strategy's in a trace; of others it is TracedEngine."""
 
 Shortening = Callable[[Sequence[Hashable]], Shortened]
 """From the kinds of the layers to those that are traced."""
@@ -123,23 +124,25 @@ def _trace_step(
     answers = Answers(uneven=False, trained_tokens=0)
     recorder = traced.recorder if traced else Recorder(device.kernels, answers, device.flops / device.bandwidth_bytes)
     with (
-        fake_ranks.sharding(config.distributed, world_size) as shards,
+        fake_ranks.placing(config.distributed, world_size) as placement,
         fake_ranks.splitting(config.distributed, world_size) as group,
         patches.undisturbed(),
         tiles,
         patches.like(device, recorder, traced.mode if traced else None) as mode,
-        patches.sharded(recorder) if shards else contextlib.nullcontext(),
+        _engine_of(config, world_size).around(recorder),
     ):
         if traced:
             traced.take(config, short)
         else:
-            traced = _TracedStep(config, architecture, mode, recorder, device, attention, shortening, rows, shards)
+            traced = _TracedStep(
+                config, architecture, mode, recorder, device, attention, shortening, rows, world_size, placement
+            )
             traced.load()
-            traced.make_step(world_size)
-            with traced.splitting(group), traced.in_slices():
+            traced.make_step()
+            with traced.splitting(group), traced.engine.passes():
                 traced.make_optimizer_states()
             traced.begin()
-        with traced.splitting(group), traced.in_slices():
+        with traced.splitting(group), traced.engine.passes():
             traced.step(train)
             if evaluation:
                 traced.evaluate(evaluation, train)
@@ -150,14 +153,19 @@ def _trace_step(
             largest_part=traced.largest_part,
             mixture=traced.mixture,
             trained_share=traced.trained_share,
-            saved_bytes=traced.zero.saved_bytes() if traced.zero else None,
+            saved_bytes=traced.engine.saved_bytes(),
         )
         short = traced.short
-        if not (shards or group or traced.zero) and traced.rewound():
+        if not group and traced.engine.reusable and traced.rewound():
             models.kinds[job] = traced.kinds
             models.ready[job, short.kinds] = traced
             models.traces[job, short.kinds, short.levels, setting] = found
         return extrapolate(found, short.shortened)
+
+
+def _engine_of(config: Config, world_size: int) -> type[TracedEngine]:
+    shared = strategies.applies(config.distributed, world_size)
+    return ENGINES.get(config.distributed.kind, TracedEngine) if shared else TracedEngine
 
 
 @dataclass(frozen=True)
@@ -187,7 +195,8 @@ class _TracedStep:
         attention: str,
         shortening: Shortening,
         rows: int,
-        shards: Sharding | None,
+        world_size: int,
+        placement: Placement | None,
     ) -> None:
         self._configure(config)
         config = self._config
@@ -196,9 +205,9 @@ class _TracedStep:
         self.recorder = recorder
         self._shortening = shortening
         self._rows = rows
-        self._shards = shards
-        self.zero: FakeZero | None = None
-        recorder.slices_on_host = bool(shards and shards.offload and device.type == "cuda")
+        self._world_size = world_size
+        self._placement = placement
+        recorder.slices_on_host = bool(placement and placement.offload and device.type == "cuda")
         # Every fused attention kernel keeps the same for backward: the output and one number per row.
         attention = attention if attention.startswith(("eager", "packed", packing.WINDOWED)) else "sdpa"
         self._adapter = config.adapter
@@ -217,6 +226,7 @@ class _TracedStep:
         fake.fill(self._model, config.quantization, mode)
         self._base = base
         self._repeatable: dict[Hashable, Trace] = {}
+        self._computed_last: Inputs | None = None
 
     def _configure(self, config: Config) -> None:
         if config.training.precision == "fp16":
@@ -239,7 +249,7 @@ class _TracedStep:
     def rewound(self) -> bool:
         """Whether another step can be traced: forget this one, if it left the model as it was."""
         self.recorder.phase = "after"
-        self._step.under_way = None
+        self._computed_last = None
         return self.recorder.rewind(self._start)
 
     def _once(self, what: Hashable, record: Callable[[], None]) -> None:
@@ -279,8 +289,8 @@ class _TracedStep:
             depth.keep(base, self.short.shortened.layers)
             self._adapter = depth.renamed(self._adapter, base, named)
 
-    def make_step(self, world_size: int) -> None:
-        """The step, as `training.run` makes it."""
+    def make_step(self) -> None:
+        """The step, as `training.assembly` makes it."""
         config, card = self._config, self._device
         log_probs.attach(self._model)
         kernels.attach(self._model, config.kernels.fused, triton=card.type != "cuda" or card.triton)
@@ -289,20 +299,11 @@ class _TracedStep:
             # bitsandbytes looks embeddings up by their addresses, which fake ones have not.
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             optimizer = optimizers.make(name, config.optimizer, 1e-4, self._model)
-        if STRATEGIES[config.distributed.kind].deepspeed:
-            self.zero = self._engine(optimizer, world_size)
-        layer_of = dict(self._trained())
-        updated = {one: getattr(one, "sharded", one) for group in optimizer.param_groups for one in group["params"]}
-        if not self.zero:
-            optimizer.state = _Turns(self.recorder, {one: layer_of[weight] for one, weight in updated.items()})
+        self.engine = self._make_engine(optimizer)
         capability = card.capability if card.type == "cuda" else None
-        engine: Any = self.zero  # in the place of the real one
         self._step = Step(
-            model=self._model,
-            shared=engine,
-            zero=engine,
+            engine=self.engine,
             objective=OBJECTIVES[config.training.objective],
-            optimizer=self.zero.rates if self.zero else optimizer,
             precision=config.training.precision,
             max_grad_norm=config.training.max_grad_norm,
             masked=needs_mask(self._model.config, config.training.precision, capability),
@@ -312,7 +313,7 @@ class _TracedStep:
         )
         self._watch()
 
-    def _engine(self, optimizer: torch.optim.Optimizer, world_size: int) -> FakeZero:
+    def _make_engine(self, optimizer: torch.optim.Optimizer) -> TracedEngine:
         layer_of = {weight: number for number, layer in enumerate(self._layers) for weight in layer.parameters()}
 
         def whole(weights: Sequence[torch.Tensor]) -> list[int]:
@@ -325,20 +326,22 @@ class _TracedStep:
                 found += [weight.numel() for _, weight in members] * times
             return found
 
-        engine = FakeZero(
-            self._model, self._base, optimizer, self._config.distributed, world_size, self.recorder,
-            layer_of.get, whole, on_card=self._device.type == "cuda",
+        engine = _engine_of(self._config, self._world_size)(
+            Traced(
+                self._model, self._base, optimizer, self._config.distributed, self._world_size, self.recorder,
+                layer_of.get, whole, on_gpu=self._device.type == "cuda",
+            )
         )  # fmt: skip
-        self.recorder.phase = "attach"
-        with self._recording():
-            engine.attach()
+        if self._attaches:
+            self.recorder.phase = "attach"
+            with self._recording():
+                engine.attach()
         return engine
 
-    def in_slices(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which linear layers are those that DeepSpeed puts in where it cuts weights."""
-        if not (self.zero and self.zero.cuts_weights):
-            return contextlib.nullcontext()
-        return replaced(torch.nn.functional, "linear", fake_zero.linear)
+    @property
+    def _attaches(self) -> bool:
+        """Whether ranks share the model in parts, which are made after the weights are loaded."""
+        return strategies.holds_parts(self._config.distributed, self._world_size)
 
     def splitting(self, group: dist.ProcessGroup | None) -> contextlib.AbstractContextManager[None]:
         """A context in which rows are split over `group`, as in training."""
@@ -367,7 +370,7 @@ class _TracedStep:
     def _enters(self, number: int) -> Any:
         def hook(module: Any, args: Any, kwargs: Any) -> None:
             hidden = args[0] if args else kwargs["hidden_states"]
-            if self._shards and number == 0:  # once they have this gradient, the layers have reduced theirs
+            if self._placement and number == 0:  # once they have this gradient, the layers have reduced theirs
                 self._on_gradient(hidden, None)
             self.recorder.layer = number
             if module.gradient_checkpointing and module.training:
@@ -398,26 +401,24 @@ class _TracedStep:
         Weights are loaded one by one, so that no more than one is there in 16 bit, or the experts of one layer.
         """
         owner = {id(module): number for number, layer in enumerate(self._layers) for module in layer.modules()}
-        cut = layer_cutter(self._shards)
         for module in self._loaded:
             layer = owner.get(id(module))
             quantized = [weight for weight in module.parameters(recurse=False) if fake.is_quantized(weight)]
             if quantized:
                 self._quantize(quantized, layer)
             self._keep(module, layer)
-            with self._sharding():
-                cut(self._base, module)
-            for weight in module.parameters(recurse=False):
-                if hasattr(weight, "slices"):
+            if self._placement:
+                with self._placing():
+                    self._placement.keep_part(self._base, module)
+                for weight in filter(self._placement.is_part, module.parameters(recurse=False)):
                     self.recorder.mark(weight, "base_weights", managed=self.recorder.slices_on_host)
-        strategy = STRATEGIES[self._config.distributed.kind]
-        self.recorder.phase = "attach" if self._shards or strategy.deepspeed else "optimizer"
+        self.recorder.phase = "attach" if self._attaches else "optimizer"
         for module in self._model.modules():
             self._keep(module, owner.get(id(module)))
         self.recorder.layer = None
-        if self._shards:
-            with self._sharding():
-                self._shards.apply(self._model)
+        if self._placement:
+            with self._placing():
+                self._placement.apply(self._model)
             for weight in self._model.parameters():
                 category = "adapter" if weight.requires_grad else "base_weights"
                 self.recorder.mark(held(weight), category, managed=self.recorder.slices_on_host)
@@ -425,11 +426,8 @@ class _TracedStep:
         self.trained_share = sum(held(weight).numel() for weight in trained) / sum(map(torch.Tensor.numel, trained))
 
     @contextlib.contextmanager
-    def _sharding(self) -> Iterator[None]:
-        """Record what sharding allocates, if the model is sharded; it goes from weight to weight."""
-        if not self._shards:
-            yield
-            return
+    def _placing(self) -> Iterator[None]:
+        """Record what dividing the model allocates; it goes from weight to weight."""
         with self._recording(), self.recorder.follow_layers():
             self.recorder.category = "base_weights"
             yield
@@ -458,14 +456,15 @@ class _TracedStep:
         There weights have a gradient that no loss reaches, such as an adapter on an indexer of sparse attention.
         """
         self.recorder.phase = "optimizer"
+        optimizer = self.engine.optimizer
         if self._device.type == "cpu":  # on a card they are made on the host, and moved with the first 8-bit state
-            for code in getattr(self._step.optimizer, "name2qmap", {}).values():
+            for code in getattr(optimizer, "name2qmap", {}).values():
                 self.recorder.keep(code, "optimizer_states")
         start = self._random_state()  # of the warm-up
-        if not self.zero:
-            if isinstance(self._step.optimizer, Optimizer8bit):
+        if self.engine.updates_weights:
+            if isinstance(optimizer, Optimizer8bit):
                 with self._recording(), self.recorder.follow_layers():
-                    make_empty_states(self._step.optimizer)
+                    optimizer_states.make_empty(optimizer)
             self._make_gradients()
         self._update()
         self._model.zero_grad(set_to_none=True)
@@ -476,10 +475,9 @@ class _TracedStep:
         self.recorder.phase = "forward"
         micro_batches = per_step(self._rows, self._way, batch)
         if micro_batches > 1:
-            if self.zero:
-                with self._recording():
-                    self.zero.accumulate()
-            if not self.zero or self.zero.keeps_gradients:
+            with self._recording():
+                self.engine.accumulate()
+            if self.engine.keeps_gradients:
                 self._make_gradients()
         inputs = self._inputs(batch)
         others = self._on_host(inputs, micro_batches - 1)
@@ -493,6 +491,7 @@ class _TracedStep:
         self._model.zero_grad(set_to_none=True)
         del start
         self.recorder.phase = "save"  # the loop still holds the step's micro-batches then
+        self._computed_last = inputs  # so that an evaluation counts this one twice
         del inputs, others
 
     def _on_host(self, inputs: Inputs, count: int) -> list[torch.Tensor]:
@@ -559,7 +558,7 @@ class _TracedStep:
             self._step.clip()
             self._step.update()
         self.recorder.managed = False
-        optimizer = self._step.optimizer
+        optimizer = self.engine.optimizer
         paged = self._device.type == "cuda" and getattr(optimizer, "is_paged", False)
         for parameter, state in optimizer.state.items():
             for name, tensor in state.items():
@@ -601,16 +600,3 @@ class _TracedNoise(Noise):
         packed = inputs.get("cu_seq_lens_q")
         starts = range(0, (rows + 1) * tokens, tokens) if packed is None else packed.tolist()
         return [Row(start, end - start, 0) for start, end in itertools.pairwise(starts)]
-
-
-class _Turns(defaultdict[torch.nn.Parameter, Any]):
-    """An optimizer's states, which every optimizer looks up when it comes to a weight: so its layer is known."""
-
-    def __init__(self, recorder: Recorder, layers: Mapping[torch.nn.Parameter, int | None]) -> None:
-        super().__init__(dict)
-        self._recorder = recorder
-        self._layers = layers
-
-    def __getitem__(self, parameter: torch.nn.Parameter) -> Any:
-        self._recorder.turn_to(self._layers[parameter])
-        return super().__getitem__(parameter)

@@ -20,7 +20,7 @@ from finetune.runtime import ranks
 from finetune.runtime.stages import stage
 from finetune.storage.files import write_json
 from finetune.storage.rundir import RunDirectory
-from finetune.training.strategies import cannot_run_alone
+from finetune.training.strategies import holds_parts
 
 # Number of questions, and length of an answer in tokens: enough to see a difference.
 _QUESTIONS = 3
@@ -36,7 +36,7 @@ def before(base: Any, tokenizer: Any, config: Config, run: RunDirectory, note: C
     Empty on ranks other than 0, for random weights, for a sharded base, which rank 0 cannot run alone, and if the
     model's code fails, of which training then says what it means.
     """
-    if not ranks.is_main() or config.model.weights == "random" or cannot_run_alone(config.distributed):
+    if not ranks.is_main() or config.model.weights == "random" or holds_parts(config.distributed, ranks.world_size()):
         return []
     asked = list(itertools.islice(questions(config.data, tokenizer), _QUESTIONS))
     if kept := _kept(asked, run, note):

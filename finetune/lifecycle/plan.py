@@ -33,7 +33,7 @@ def plan(
 ) -> tuple[Config, Forecast | None]:
     """The config with its `auto` settings fitted to the device, and the forecast of its step; the same on all ranks.
 
-    `earlier`: where earlier starts of the run, if there are any, may have agreed on smaller micro-batches.
+    `earlier`: where earlier starts of the run, if there are any, may have recorded smaller micro-batches.
 
     Raises OutOfMemoryError, with the levers, for a job that does not fit.
     """

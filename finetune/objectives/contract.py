@@ -14,7 +14,7 @@ from finetune.config.field_types import GIVEN
 from finetune.errors import ConfigError
 from finetune.model import probes
 from finetune.model.base import autocast
-from finetune.model.distributed import sharding
+from finetune.model.distributed.placement import release_gathered
 from finetune.objectives import OBJECTIVES, Batch, Objective
 
 # Allowed relative difference between the loss of two rows and the sum of theirs: rounding in 16 bit, and the
@@ -41,7 +41,7 @@ def prove(name: str, model: Any, precision: str) -> None:
             together, *alone = [_read(name, objective, model, batch) for batch in batches]
     finally:
         model.train(was_training)
-        sharding.reshard(model)
+        release_gathered(model)
     for what, whole, parts in zip(("loss", "count"), together, zip(*alone, strict=True), strict=True):
         if abs(whole - sum(parts)) > _TOLERANCE * abs(sum(parts)):
             raise ConfigError(

@@ -16,7 +16,7 @@ from trl.trainer.utils import add_fused_lm_head
 from finetune.errors import ConfigError, first_line
 from finetune.kernels import head, self_test
 from finetune.model import probes
-from finetune.model.distributed import sharding
+from finetune.model.distributed.placement import release_gathered
 from finetune.model.structure import experts
 from finetune.runtime.libraries import replaced
 
@@ -61,7 +61,7 @@ def check(model: Any) -> None:
         raise _other_head(model, f"that fails ({type(error).__name__}: {first_line(error)})") from error
     finally:
         model.train(was_training)
-    sharding.reshard(model)
+    release_gathered(model)
     weight = model.get_output_embeddings().weight
     rounding = 4 * torch.finfo(head.dtype_of(weight)).eps * float(own.abs().max())
     distance = float((found.float() - expected).square().mean().sqrt())

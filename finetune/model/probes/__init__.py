@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from finetune.model.distributed import sharding
+from finetune.model.distributed.placement import release_gathered
 
 TOKENS = 16
 
@@ -26,5 +26,5 @@ def logits(model: Any, **inputs: Any) -> torch.Tensor:
     model.eval()
     found = model(use_cache=False, **inputs).logits.float()
     model.train(was_training)
-    sharding.reshard(model)
+    release_gathered(model)
     return found - found.mean(-1, keepdim=True)

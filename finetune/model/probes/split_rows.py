@@ -11,8 +11,8 @@ from torch.distributed import ProcessGroup
 
 from finetune.errors import ConfigError, first_line
 from finetune.model import probes
-from finetune.model.distributed import sharding
 from finetune.model.distributed.context import REMEDY, split
+from finetune.model.distributed.placement import release_gathered
 
 # Allowed relative change of a row's log-probabilities by slicing: rounding in 16 bit.
 _STRAYS = 0.1
@@ -45,7 +45,7 @@ def prove(model: Any, group: ProcessGroup | None) -> None:
         ) from error
     finally:
         model.train(was_training)
-        sharding.reshard(model)
+        release_gathered(model)
     slices = [torch.empty_like(mine) for _ in range(size)]
     dist.all_gather(slices, mine.contiguous(), group=group)
     strayed = float((torch.cat(slices, dim=1)[:, :-1] - whole).norm() / (whole - whole.mean()).norm().clamp(min=1e-30))
