@@ -25,8 +25,7 @@ _NOT_DECAYED = ["bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm
 class Optimizer:
     """One optimizer: `build` returns its class and arguments, `on_cpu` names its replacement on a CPU, and `ignores`
     are the keys of the section that do not apply to it, and that a config must not set. `updates`: the smallest part of
-    a weight that it can update without the rest: rows, whose states STATES lists, or also any number by itself, with
-    states in torch's form."""
+    a weight that it can update without the rest: rows, or any number by itself, with states in torch's form."""
 
     help: str
     build: Callable[[OptimizerSection], Built]
@@ -42,14 +41,9 @@ class Optimizer:
 
 BLOCK = 256
 """How many numbers share a scale in 8-bit states (bitsandbytes 0.50)."""
-STATES: dict[str, int | None] = {
-    **dict.fromkeys(("exp_avg", "exp_avg_sq", "momentum_buffer", "state1", "state2"), 1),
-    **dict.fromkeys(("absmax1", "absmax2"), BLOCK),
-    **dict.fromkeys(("step", "qmap1", "qmap2"), None),
-}
-"""How many numbers of a weight share one of a state, by the key of the state; None for one that belongs to no number.
-
-It has the states of all optimizers that can update rows."""
+STATES: dict[str, int | None] = {"absmax1": BLOCK, "absmax2": BLOCK, "step": None, "qmap1": None, "qmap2": None}
+"""How many numbers of a weight share one of a state, by the key of the state in an optimizer that can update rows; None
+for a state that belongs to no number. Those that are not listed have one for each number."""
 _LEAST_8_BIT = 4096
 """How many numbers a weight must have for 8-bit states (bitsandbytes 0.50, `min_8bit_size`)."""
 

@@ -301,8 +301,8 @@ def connect(optimizer: torch.optim.Optimizer) -> None:
 class Sharded(OneProcess):
     """The engine of a rank that holds shards of a model's weights, whose optimizer `connect` has prepared.
 
-    `block_of` gives for each key of an optimizer's states how many numbers of a weight share one of the state, or None
-    for a state that is the same on all ranks.
+    `block_of` gives, by the key of an optimizer's state, how many numbers of a weight share one of the state (of others
+    each has its own), or None for a state that is the same on all ranks.
     """
 
     repeatable = False
@@ -368,7 +368,7 @@ class Sharded(OneProcess):
 
     def _shards_of_state(self, parameter: nn.Parameter, key: str) -> Shards | None:
         """How a state of an optimizer is divided; None for one that all ranks have in common."""
-        weight, block = whole_of(parameter), self._block_of[key]
+        weight, block = whole_of(parameter), self._block_of.get(key, 1)
         shards = shards_of(weight)
         if shards is None or block is None:
             return None
