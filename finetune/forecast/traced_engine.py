@@ -50,7 +50,7 @@ class TracedEngine(OneProcess):
     """Whether weights keep whole gradients from one micro-batch to the next."""
 
     def __init__(self, traced: Traced) -> None:
-        super().__init__(traced.model, traced.optimizer)
+        OneProcess.__init__(self, traced.model, traced.optimizer)
         if self.updates_weights:
             layers = {one: traced.layer_of(self.trained_by(one)) for one in optimizer_states.parameters(self.optimizer)}
             self.optimizer.state = _LayerTrackingState(traced.recorder, layers)
