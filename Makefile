@@ -10,11 +10,12 @@ BIN := .venv/bin
 READY := .venv/.ready
 DEV := .venv/.ready-dev
 OLDEST := .venv-oldest/bin
+NEWEST := .venv-newest/bin
 # Of torch 2.11, the lowest allowed, the package index has a CUDA build of gigabytes alone; TORCH=2.11.0 takes it.
 TORCH ?= 2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup finetune data plan fit merge test test-fast test-oldest check notebooks bench golden sweep many-gpus faults faults-ranks mutations exports answers gpu-check docs
+.PHONY: help setup finetune data plan fit merge test test-fast test-oldest test-newest house check notebooks bench golden sweep many-gpus faults faults-ranks mutations exports answers gpu-check docs
 
 help: ## Show the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s '	'
@@ -29,6 +30,15 @@ $(DEV): constraints.txt pyproject.toml $(READY)
 
 .venv-oldest/.ready: constraints-oldest.txt pyproject.toml
 	$(call install,--group test torch==$(TORCH))
+
+# Made anew at each call, because new versions may have come out.
+.venv-newest/.ready: FORCE
+	$(PYTHON) -m venv --clear $(@D)
+	$(NEWEST)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(NEWEST)/python -m pip install --quiet --editable . --group test torch==$(TORCH)
+
+.PHONY: FORCE
+FORCE:
 
 # Make the environment of the target, from its first prerequisite.
 define install
@@ -64,17 +74,25 @@ test-fast: $(DEV) ## Run all but the slow tests, for while you edit (two minutes
 test-oldest: .venv-oldest/.ready ## Run the quick tests with the lowest versions that pyproject.toml allows.
 	$(OLDEST)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu" $(ARGS)
 
+test-newest: .venv-newest/.ready ## Run the quick tests with the newest versions that pyproject.toml allows.
+	$(NEWEST)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu" $(ARGS)
+
+house: ## Count names that exist twice, unlisted patches, hung attributes and who knows what, with their places.
+	$(PYTHON) tests/house.py
+
 check: $(DEV) ## Lint, types and the direction of imports.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-docs: $(DEV) ## Make docs/config.md and the JSON schema from the docstrings, and the site in site/, with its links checked.
+docs: $(DEV) ## Make docs/config.md, docs/patches.md and the JSON schema from the source, and the site in site/, with its links checked.
 	$(BIN)/finetune schema --markdown > docs/config.md.new
 	mv docs/config.md.new docs/config.md
 	$(BIN)/finetune schema > docs/config.schema.json.new
 	mv docs/config.schema.json.new docs/config.schema.json
+	$(BIN)/python -c 'from finetune.runtime import patches; print(patches.page(), end="")' > docs/patches.md.new
+	mv docs/patches.md.new docs/patches.md
 	$(BIN)/mkdocs build --strict
 
 notebooks: $(DEV) ## Execute the notebooks.

@@ -39,7 +39,8 @@ def speed(name: str) -> dict[str, Any]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-    from finetune.inference.generation import Settings, answers
+    from finetune.inference.answer_settings import Settings
+    from finetune.inference.generation import answers
     from finetune.model.source.locate import BUILTIN_BASE, locate
 
     torch.set_num_threads(2)

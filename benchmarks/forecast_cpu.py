@@ -454,8 +454,7 @@ def forecast(setting: Setting) -> dict[str, int]:
     import torch
 
     from finetune.data.batching import MicroBatching, worst_batches
-    from finetune.forecast import devices, file_sizes, replay
-    from finetune.forecast.traced_step import trace_step
+    from finetune.forecast import devices, file_sizes, replay, traced_step
     from finetune.model.attention import backends
 
     config, architecture = setting.resolved(), setting.build_architecture()
@@ -468,12 +467,10 @@ def forecast(setting: Setting) -> dict[str, int]:
         config.model.attention, architecture, "cpu", config.training.precision, packed=config.data.packing
     )
     held_out = None if config.data.eval == "none" else batch
-    trace = trace_step(config, architecture, batch, held_out, cpu, implementation)
+    trace = traced_step.trace_step(traced_step.StepSetting(config, architecture, batch, held_out, cpu, implementation))
     accumulation = config.training.batch_size // config.training.rows
-    found = replay.make(
-        trace, cpu, batch, implementation, micro_batches=accumulation, merge_bytes=0, disk_bytes=0,
-        checkpoint_bytes=file_sizes.checkpoint_bytes(trace),
-    )  # fmt: skip
+    run = replay.RunSetting(micro_batches=accumulation, checkpoint_bytes=file_sizes.checkpoint_bytes(trace))
+    found = replay.make(trace, cpu, batch, implementation, run)
     phases = {name: peak["allocated_bytes"] for name, peak in found.phases.items()}
     # The instrument's peak begins with the finished model.
     return peaks(max(size for name, size in phases.items() if name != "load"), phases)

@@ -27,7 +27,7 @@ import torch
 sys.path.insert(0, str(harness.ROOT))
 
 from finetune.data import python_docs
-from finetune.export import gguf_export, gguf_model, llama_cpp
+from finetune.export.gguf import gguf_export, gguf_model, llama_cpp
 from finetune.model.source import chat_template
 from finetune.runtime import libraries
 

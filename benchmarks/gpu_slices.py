@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import gpu_sides
 import harness
@@ -288,11 +289,11 @@ def _nan_step(work: Work, *, masked: bool, with_cudnn: bool) -> dict[str, Any]:
     load, plain = build.load_base, functional.scaled_dot_product_attention
     found: dict[str, Any] = {"finite": False}
     with contextlib.ExitStack() as stack:
-        stack.enter_context(libraries.replaced(build, "load_base", load_base))
-        stack.enter_context(libraries.replaced(functional, "scaled_dot_product_attention", attend))
-        stack.enter_context(libraries.replaced(causality, "needs_mask", lambda *_: masked))
+        stack.enter_context(mock.patch.object(build, "load_base", load_base))
+        stack.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", attend))
+        stack.enter_context(mock.patch.object(causality, "needs_mask", lambda *_: masked))
         if with_cudnn:
-            stack.enter_context(libraries.replaced(libraries, "without_cudnn_attention", contextlib.nullcontext))
+            stack.enter_context(mock.patch.object(libraries, "without_cudnn_attention", contextlib.nullcontext))
         data = measured_step._data(config, architecture.vocab_size, setting.rows)
         try:
             steps, _ = measured_step.train(

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import datasets
 import harness
@@ -46,7 +47,6 @@ from finetune.model import build
 from finetune.model.adapters import published
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.runtime import libraries, ranks
-from finetune.runtime.libraries import replaced
 from finetune.runtime.signals import Signals
 from finetune.settings import CHOICES
 from finetune.storage.rundir import RunDirectory
@@ -154,8 +154,8 @@ def measure_live(config: Config, architecture: Any, rows: Sequence[Row], *, padd
 
     with (
         LiveTensors() as live,
-        replaced(torch.UntypedStorage, "resize_", lambda *sized: live.resize(*sized)),
-        replaced(dist, "all_reduce", settled),
+        mock.patch.object(torch.UntypedStorage, "resize_", lambda *sized: live.resize(*sized)),
+        mock.patch.object(dist, "all_reduce", settled),
     ):
         resident_bytes = _job(config, architecture, rows, padded)
     built = {phase: size for phase, size in live.phases.items() if phase in ("forward", "backward", "optimizer")}
@@ -267,12 +267,13 @@ def train(
         built()
         job = training.TrainingJob(
             config, architecture, whole, tokenizer, data, run, monitor, _Silent(),
-            Trackers(config.tracking, run, config, print), device=device, signals=Signals(), made_with={"base": None},
+            Trackers(config.tracking, run, config, print), device=device, signals=Signals(), provenance={"base": None},
         )  # fmt: skip
         with (
-            replaced(collator, "micro_batches", harness.in_order),  # or they were other micro-batches than those meant
+            # Without it these would be other micro-batches than those meant.
+            mock.patch.object(collator, "micro_batches", harness.in_order),
             # The profiler loses blocks in the proof of what is published.
-            replaced(published, "prove", lambda *_: None),
+            mock.patch.object(published, "prove", lambda *_: None),
         ):
             training.train(job)
         return [line for line in run.metrics() if "loss" in line], implementation

@@ -41,8 +41,8 @@ from children import Children, Fault
 from finetune.config import Config, ModelSection, QuantizationSection
 from finetune.data import fingerprint
 from finetune.errors import MachineError
-from finetune.export import shards
-from finetune.export.bases import Bases
+from finetune.export.merging import shards
+from finetune.export.merging.bases import Bases
 from finetune.model.adapters import adapter, adapter_files
 from finetune.model.base import load_architecture
 from finetune.model.build import Blueprint

@@ -32,6 +32,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import harness
 import torch
@@ -46,10 +47,9 @@ from finetune.data.batching import Batch, MicroBatching
 from finetune.forecast import gpus, planning, traced_step
 from finetune.forecast.fit import divisors
 from finetune.forecast.replay import Forecast
-from finetune.forecast.trace import Recorder, Work
+from finetune.forecast.trace import TraceRecorder, Work
 from finetune.kernels import mlp
 from finetune.model.base import load_architecture
-from finetune.runtime.libraries import replaced
 
 MODELS = {"Llama-2-7B": "llama7b_qlora", "Llama-3.1-8B": "llama3_8b_qlora"}
 IN_MEMORY = ("meta-llama/Llama-2-7b-hf", "meta-llama/Llama-3.1-8B", "Qwen/Qwen2.5-7B")
@@ -67,7 +67,7 @@ _LAYER = 2  # of the five that are traced, the one in the middle
 # -- a layer's cost by part --------------------------------------------------------------------------------------------
 
 
-class Parts(Recorder):
+class Parts(TraceRecorder):
     """A recorder that also knows which part of a layer each operator belongs to, and in which pass.
 
     In the forward pass and in functions of Python the part is that of the module whose code calls the operator. A node
@@ -94,9 +94,9 @@ class Parts(Recorder):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any, over_layers: Any = ()) -> None:
-        before = dataclasses.replace(self._run().work)
+        before = dataclasses.replace(self._stretch().work)
         super()._count(func, args, kwargs, out, over_layers)
-        after = self._run().work
+        after = self._stretch().work
         done = Work(*(getattr(after, each.name) - getattr(before, each.name) for each in dataclasses.fields(Work)))
         self.work[self.layer, self._pass, self._refined(func.name(), done)] += done
 
@@ -163,7 +163,7 @@ def layer(config: Config) -> dict[str, Any]:
         made.append(Parts(*args))
         return made[0]
 
-    with replaced(traced_step, "Recorder", recorder), rows_of(padded=False):
+    with mock.patch.object(traced_step, "TraceRecorder", recorder), rows_of(padded=False):
         planning.planner_for(config, "RTX 4090").forecast()
     work = {key[1:]: done for key, done in made[0].work.items() if key[0] == _LAYER and key[1] in PASSES}
     parts = sorted({part for _, part in work}, key=lambda part: -_sum(work, part=part).moved_bytes)
@@ -204,7 +204,10 @@ def rows_of(*, padded: bool) -> Iterator[None]:
         rows = min(way.rows, step_rows)
         return [Batch(rows, length, padded and rows > 1, rows * (length - 1))]
 
-    with replaced(planning, "longest_batches", longest), replaced(planning, "_data", lambda *args: None):
+    with (
+        mock.patch.object(planning, "longest_batches", longest),
+        mock.patch.object(planning, "_data", lambda *args: None),
+    ):
         yield
 
 
@@ -220,10 +223,10 @@ def as_trl() -> Iterator[None]:
 
     objectives = {name: SimpleNamespace(loss=loss) for name in traced_step.OBJECTIVES}
     with (
-        replaced(traced_step, "OBJECTIVES", objectives),
-        replaced(traced_step, "needs_mask", lambda *args: True),
-        replaced(traced_step.log_probs, "attach", head),
-        replaced(mlp, "tile", lambda module: None),
+        mock.patch.object(traced_step, "OBJECTIVES", objectives),
+        mock.patch.object(traced_step, "needs_mask", lambda *args: True),
+        mock.patch.object(traced_step.log_probs, "attach", head),
+        mock.patch.object(mlp, "tile", lambda module: None),
     ):
         yield
 

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from finetune.api import train
     from finetune.config import Config
     from finetune.errors import FinetuneError
+    from finetune.export.publish import export_model, merge
     from finetune.forecast.planning import fit
     from finetune.inference.evaluation import evaluate
     from finetune.inference.jobs import generate
-    from finetune.lifecycle.publish import export_model, merge
     from finetune.objectives import Objective
     from finetune.report.compare import compare
     from finetune.report.data_view import inspect_data
@@ -43,12 +43,12 @@ _HOMES = {
     "RunDirectory": "finetune.storage.rundir",
     "compare": "finetune.report.compare",
     "evaluate": "finetune.inference.evaluation",
-    "export_model": "finetune.lifecycle.publish",
+    "export_model": "finetune.export.publish",
     "fit": "finetune.forecast.planning",
     "generate": "finetune.inference.jobs",
     "inspect_data": "finetune.report.data_view",
     "load_config": "finetune.settings",
-    "merge": "finetune.lifecycle.publish",
+    "merge": "finetune.export.publish",
     "plan": "finetune.report.plan_look",
     "train": "finetune.api",
 }

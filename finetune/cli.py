@@ -7,6 +7,7 @@ its config or opens its run first, so that errors there are reported at once.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import importlib.metadata
@@ -15,16 +16,19 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+import typing
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 import finetune
+from finetune.config.field_types import pick
 from finetune.errors import INTERRUPTED, ConfigError, FinetuneError, MachineError, OutOfMemoryError, Terminated
-from finetune.export.export_formats import FORMATS, find
-from finetune.export.gguf_types import TYPES, check
+from finetune.export.export_formats import FORMATS
+from finetune.export.gguf.gguf_types import TYPES, check
+from finetune.inference.answer_settings import Settings
 from finetune.inference.metrics import METRICS
 from finetune.launch.targets import TARGETS
 from finetune.model.attention.caches import CACHES
@@ -63,11 +67,11 @@ _CHANGEABLE: set[str] = set()
 
 
 def command(
-    work: Callable[..., None], name: str | None = None, shared: Callable[..., None] | None = None
+    work: Callable[..., None], name: str | None = None, shared: Mapping[str, inspect.Parameter] | None = None
 ) -> Callable[..., None]:
     """Make `work` a command of the program, by default of its own name; all have `--debug`.
 
-    With `shared`, the options of that function, but for those that `work` has itself, stand in place of its `**`.
+    `shared` are options that stand in place of its `**`, unless `work` has them itself.
     """
 
     @functools.wraps(work)
@@ -78,7 +82,7 @@ def command(
     own = dict(inspect.signature(work, eval_str=True).parameters)
     if shared:
         own.popitem()  # its `**`
-        own = {**own, **inspect.signature(shared, eval_str=True).parameters, **own}
+        own = {**own, **shared, **own}
     if "overrides" in own:
         _CHANGEABLE.add(name or work.__name__)
     own["debug"] = inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Debug)
@@ -132,18 +136,17 @@ System = Annotated[
 ]
 
 
-def answering(
-    max_new_tokens: MaxNewTokens = 256,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="0 is off.")] = 0,
-    min_p: Annotated[float, typer.Option(min=0, max=1)] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="1 is none.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of sampled answers.")] = 0,
-    stop: Annotated[list[str], typer.Option(help="A text that ends an answer; may be repeated.")] = [],  # noqa: B006
-    cache: CacheName = "dynamic",
-) -> None:
-    """The options of `generate` and `chat` that are fields of `generation.Settings`."""
+def options_of(settings: type) -> dict[str, inspect.Parameter]:
+    """The fields of a dataclass that have help or limits, as options of a command."""
+    hints = typing.get_type_hints(settings) | {"stop": list[str]}  # typer takes no other sequence
+    return {
+        field.name: inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY,
+            default=[] if field.default == () else field.default,
+            annotation=Annotated[hints[field.name], typer.Option(**field.metadata)],
+        )
+        for field in dataclasses.fields(settings) if field.metadata
+    }  # fmt: skip
 
 
 # -- the commands ----------------------------------------------------------------------------------------------------
@@ -341,7 +344,7 @@ def export(
 ) -> None:
     """Export for the programs that serve a model, and prove it. What was written must equal what was trained."""
     _chosen("--to", format, FORMATS)
-    find(format)
+    pick(FORMATS, format, "export format")
     check(type)
     opened = finetune.RunDirectory.open(run)
     with _importing(f"export {run}"):
@@ -352,7 +355,7 @@ def export(
         _print_json(record)
 
 
-@functools.partial(command, shared=answering)
+@functools.partial(command, shared=options_of(Settings))
 def generate(
     run: Run,
     prompts: Annotated[list[str] | None, typer.Option("--prompt", help="A prompt; may be repeated.")] = None,
@@ -368,14 +371,13 @@ def generate(
     opened = finetune.RunDirectory.open(run)
     with _importing(f"generate with {run}"):
         from finetune.inference import commands
-        from finetune.inference.generation import Settings
     settings = Settings(**answers, batch_size=batch)
     commands.generate(
         opened, prompts or [], file, model, settings, as_json=as_json, system=system, trust_remote_code=trust_code
     )
 
 
-@functools.partial(command, shared=answering)
+@functools.partial(command, shared=options_of(Settings))
 def chat(
     run: Run,
     model: Model = "adapter",
@@ -388,7 +390,6 @@ def chat(
     opened = finetune.RunDirectory.open(run)
     with _importing(f"chat with {run}"):
         from finetune.inference import commands
-        from finetune.inference.generation import Settings
     commands.chat(opened, model, Settings(max_new_tokens, **answers), system=system, trust_remote_code=trust_code)
 
 

@@ -7,8 +7,9 @@ and only then the weights. Each stage passes one value to the next.
 from __future__ import annotations
 
 from finetune.config import Config
+from finetune.export import publish
 from finetune.inference import answers
-from finetune.lifecycle import opening, preparation, publish, resume, session
+from finetune.lifecycle import opening, outcome, preparation, resume, session
 from finetune.lifecycle.plan import plan
 from finetune.measure.monitor import Monitor, meter_for
 from finetune.model import bounds, build
@@ -37,7 +38,7 @@ def train(
     libraries.quiet()
     terminal = (terminal or Terminal()) if ranks.is_main() else Terminal(quiet=True)
     with ranks.refusing():
-        config, note = bounds.settled(config)
+        config, note = bounds.within_known_positions(config)
         check_shares(config)
     if note:
         terminal.note(note)
@@ -47,17 +48,17 @@ def train(
             return Result(run)
 
         # Prepare: the machine, the tokenizer, the architecture, the data.
-        materials = preparation.gather(config, run, device, lock, terminal.note, fresh=fresh)
+        inputs = preparation.gather(config, run, device, lock, terminal.note, fresh=fresh)
 
         # Plan: `auto` settings get values, and a job that does not fit is refused.
         earlier = None if fresh else run
-        config, forecast = plan(config, materials.blueprint.architecture, materials.data, device, terminal, earlier)
+        config, forecast = plan(config, inputs.blueprint.architecture, inputs.data, device, terminal, earlier)
 
         # Open: a new run directory, or an earlier one and its last checkpoint. Ranks have one each, below rank 0's.
-        own, start = opening.open_run(config, run, materials, forecast, lock, terminal.note, fresh=fresh)
+        own, start = opening.open_run(config, run, inputs, forecast, lock, terminal.note, fresh=fresh)
         terminal.opened(
-            own.path, config, device, materials.data, materials.attention, forecast,
-            ranks.world_size(), materials.mixture,
+            own.path, config, device, inputs.data, inputs.attention, forecast,
+            ranks.world_size(), inputs.mixture,
         )  # fmt: skip
 
         monitor = Monitor(meter_for(device.type))
@@ -66,10 +67,10 @@ def train(
             # Build: the base, which is asked a few questions, and the adapter on it.
             placement = strategies.placement(config.distributed, device)
             with monitor.phase("load"):
-                base = materials.blueprint.load(device, placement)
-            origin = opening.confirm_base(config, own, materials, start, terminal.note)
+                base = inputs.blueprint.load(device, placement)
+            provenance = opening.confirm_base(config, own, inputs, start, terminal.note)
             monitor.take_step()  # loading is reported once, not with the first step
-            asked = answers.before(base, materials.tokenizer, config, own, terminal.note)
+            asked = answers.before(base, inputs.tokenizer, config, own, terminal.note)
             model = build.trainable(
                 base, config.model, resume.to_build(config.adapter, resumed=bool(start.checkpoint)), config.memory,
                 seed=config.training.seed, device_type=device.type, placement=placement,
@@ -78,19 +79,19 @@ def train(
 
             # Train: the optimizer steps, evaluations and checkpoints, and at the end the adapter on disk.
             job = training.TrainingJob(
-                config, materials.blueprint.architecture, model, materials.tokenizer, materials.data, own, monitor,
-                terminal, tracked, device=device, signals=signals, made_with=origin, resume_from=start.checkpoint,
+                config, inputs.blueprint.architecture, model, inputs.tokenizer, inputs.data, own, monitor,
+                terminal, tracked, device=device, signals=signals, provenance=provenance, resume_from=start.checkpoint,
                 by_length=forecast.by_length if forecast else (), callbacks=callbacks,
             )  # fmt: skip
-            outcome = training.train(job)
-            answers.after(model, materials.tokenizer, config, own, asked)
+            ended = training.train(job)
+            answers.after(model, inputs.tokenizer, config, own, asked)
             tracked.answers(own)
             del base, model, job
 
         # Publish, and report.
         if ranks.is_main():
-            steps = {"step": outcome.steps, "best_step": outcome.best_step}
-            publish.record(run, forecast, monitor.run, terminal, **steps)
+            steps = {"step": ended.steps, "best_step": ended.best_step}
+            outcome.record(run, forecast, monitor.run, terminal, **steps)
             if config.output.merge and config.adapter.kind == "lora":
                 libraries.return_freed_memory()
                 publish.merge_locked(run, config, terminal, terminal.note)

@@ -13,7 +13,7 @@ import finetune
 from finetune.config import dump
 from finetune.doctor import run_check as run_directory
 from finetune.errors import ArtifactError, ConfigError
-from finetune.lifecycle import resume
+from finetune.lifecycle import provenance, resume
 from finetune.model.source import identity
 from finetune.storage import checkpoint
 from finetune.storage.rundir import RunDirectory
@@ -135,10 +135,10 @@ def test_a_resume_compares_whole_files_and_says_so_where_it_cannot(run: RunDirec
     overwrite(base)
     other = {**now, "base": identity.of_base(run.config().model)}
     with pytest.raises(ConfigError, match=r"`model\.name`"):
-        resume.compare(run, start, other)
+        provenance.changes_since(run, start.checkpoint, other)
     manifest = json.loads((start.checkpoint / checkpoint.MANIFEST).read_text())
     manifest.pop("sha256")
     manifest["made_with"]["base"] = "0" * 64  # as earlier versions wrote it, of samples
     signed = {**manifest, "sha256": checkpoint._sha256(checkpoint._json(manifest))}
     (start.checkpoint / checkpoint.MANIFEST).write_bytes(checkpoint._json(signed))
-    assert resume.compare(run, start, now) == {"base": ["0" * 64, now["base"]]}
+    assert provenance.changes_since(run, start.checkpoint, now) == {"base": ["0" * 64, now["base"]]}

@@ -32,6 +32,7 @@ from finetune.config import Config
 from finetune.data import fingerprint
 from finetune.doctor import run_check as run_directory
 from finetune.errors import ArtifactError, FinetuneError
+from finetune.lifecycle import provenance
 from finetune.lifecycle import resume as resuming
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.report import page, plots
@@ -108,11 +109,11 @@ def readers(whole: RunDirectory) -> dict[str, Callable[[RunDirectory], object]]:
     def resume(run: RunDirectory) -> None:
         run.check_layout()
         if run.has_results:
-            resuming.refuse_changes(config, run)
+            provenance.refuse_changes(config, run)
             resuming._wants_more_steps(config, run)
         _ = run.finished, run.steps_done, run.saved_steps
         start = resuming.find(run)
-        resuming.compare(run, start, made_with)
+        provenance.changes_since(run, start.checkpoint, made_with)
         if start.checkpoint:
             read_progress(start.checkpoint)
             state.restore_random(start.checkpoint, 0)

@@ -69,6 +69,5 @@ def trace(
     models: traced_step.Models | None = None,
 ) -> Trace:
     """The trace of a step of `job`; by default of few layers, extrapolated to all."""
-    return traced_step._trace_step(
-        job, model, batch, evaluation, where or cpu(), attention, shortening, world_size, models
-    )
+    setting = traced_step.StepSetting(job, model, batch, evaluation, where or cpu(), attention, world_size)
+    return traced_step._trace_step(setting, shortening, models or traced_step.Models())

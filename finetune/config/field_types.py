@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -22,6 +22,8 @@ from pydantic import (
 from pydantic_core import CoreSchema, core_schema
 
 from finetune.errors import ConfigError
+
+T = TypeVar("T")
 
 Choices = Mapping[str, Mapping[str, Any]]
 """For each table key (`optimizer.kind`) its entries by name; an entry explains itself in `.help`."""
@@ -143,6 +145,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
     hint = f"did you mean `{near[0]}`? " if near else ""
     more = f" and {len(known) - _MOST_LISTED:,} more" if len(known) > _MOST_LISTED else ""
     return f"{hint}choose from {', '.join(known[:_MOST_LISTED])}{more}"
+
+
+def pick(table: Mapping[Any, T], name: str, what: str) -> T:
+    """The entry `name` of a table. Raises ConfigError with the nearest name and the list of all."""
+    if name not in table:
+        raise ConfigError(f"{what} {unknown(name, table)}")
+    return table[name]
 
 
 _LONGEST_SHOWN = 200

@@ -8,6 +8,7 @@ micro-batch that any order can produce.
 from __future__ import annotations
 
 import heapq
+import itertools
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,6 +18,7 @@ import torch
 from torch.utils.data import Sampler
 
 from finetune.config import DataSection, TrainingSection
+from finetune.data.encoded import ONE_SEQUENCE, Layout
 
 # Rows are sorted by length within windows of this many batches: large enough for little padding, small enough to keep
 # the order of batches random. transformers' LengthGroupedSampler uses the same value.
@@ -68,24 +70,64 @@ class MicroBatching:
     """How the rows of a step are divided into micro-batches.
 
     `rows` rows each; or, with `tokens`, as many rows as fit into that many tokens, either padded to the longest of them
-    or `packed`, that is, concatenated without padding.
+    or `packed`, that is, concatenated without padding. `layout` is that of the rows, whose segments stay together.
     """
 
     rows: int
     tokens: int | None = None
     packed: bool = False
+    layout: Layout = ONE_SEQUENCE
 
     @classmethod
-    def of(cls, training: TrainingSection, data: DataSection) -> MicroBatching:
+    def of(cls, training: TrainingSection, data: DataSection, layout: Layout = ONE_SEQUENCE) -> MicroBatching:
         """As configured, once `training.micro_batch` is a number rather than `auto`."""
         tokens = training.micro_batch_tokens
         if data.packing and not tokens:
-            tokens = training.rows * data.max_length  # the most that many rows can take
-        return cls(1 if tokens else training.rows, tokens, data.packing)
+            tokens = training.rows * layout.sequences * data.max_length  # the most that many rows can take
+        return cls(1 if tokens else training.rows, tokens, data.packing, layout)
 
     def capacity(self, length: int) -> int:
-        """Rows of `length` tokens that fit into one micro-batch."""
-        return max(1, self.tokens // length) if self.tokens else self.rows
+        """Rows that fit into one micro-batch, each padded to `length` tokens a segment."""
+        return max(1, self.tokens // (length * self.layout.sequences)) if self.tokens else self.rows
+
+    def length(self, segments: Sequence[int]) -> int:
+        """The tokens by which a row with segments of these lengths is batched: of the longest, or of all if packed."""
+        return sum(segments) if self.packed else max(segments)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Tokens of each row: the `lengths` by which rows are batched, how many are `trained`, and those of its segments.
+
+    `segments` is empty if each row is a single sequence, of its length.
+    """
+
+    lengths: Sequence[int]
+    trained: Sequence[int]
+    segments: Sequence[Sequence[int]] = ()
+
+    @classmethod
+    def of(cls, rows: Any, way: MicroBatching) -> Sizes:
+        """Those of the rows of a prepared split."""
+        segments = rows["segments"][:] if way.layout.segments else ()
+        return cls([*map(way.length, segments)] if segments else rows["length"][:], rows["trained"][:], segments)
+
+    def no_longer(self, most_tokens: int | None) -> Sizes:
+        """The sizes of the rows of at most `most_tokens`, if there are any, else of the shortest."""
+        if most_tokens is None:
+            return self
+        bound = max(most_tokens, min(self.lengths))
+        return self.some([row for row, length in enumerate(self.lengths) if length <= bound])
+
+    def some(self, rows: Sequence[int]) -> Sizes:
+        """The sizes of these rows."""
+        lengths, trained = ([values[row] for row in rows] for values in (self.lengths, self.trained))
+        return Sizes(lengths, trained, [self.segments[row] for row in rows] if self.segments else ())
+
+    @property
+    def uneven(self) -> bool:
+        """Whether sequences differ in length."""
+        return len(set(itertools.chain.from_iterable(self.segments) if self.segments else self.lengths)) > 1
 
 
 def micro_batches(lengths: Sequence[int], way: MicroBatching) -> list[list[int]]:
@@ -133,10 +175,11 @@ def _best_fit(order: Sequence[int], lengths: Sequence[int], tokens: int) -> list
 
 @dataclass(frozen=True)
 class Batch:
-    """The largest micro-batch: `rows` of `tokens` each, padding included.
+    """The largest micro-batch: `rows` of `segments` sequences of `tokens` each, padding included.
 
-    `padded`: whether some row is shorter than the longest. `trained_tokens`: labelled positions in all rows. `source`:
-    where the lengths come from. `packed`: the lengths of the rows in a packed micro-batch, which the model sees as one.
+    `padded`: whether some sequence is shorter than the longest. `trained_tokens`: labelled positions in all rows.
+    `source`: where the lengths come from. `packed`: the lengths of the sequences in a packed micro-batch, which the
+    model sees as one.
     """
 
     rows: int
@@ -145,15 +188,26 @@ class Batch:
     trained_tokens: int
     source: str = "data.max_length"
     packed: tuple[int, ...] = ()
+    segments: int = 1
+
+    @property
+    def positions(self) -> int:
+        """Tokens of all sequences, padding included."""
+        return self.tokens if self.packed else self.rows * self.segments * self.tokens
+
+    @property
+    def by_row(self) -> list[tuple[int, ...]]:
+        """Tokens of the segments of each row, padding included."""
+        sequences = self.packed or (self.tokens,) * (self.rows * self.segments)
+        return [sequences[at : at + self.segments] for at in range(0, len(sequences), self.segments)]
 
     def as_dict(self) -> dict[str, Any]:
-        """The batch as JSON values."""
-        return asdict(self)
+        """The batch as JSON values; `segments` only where rows have several."""
+        values = asdict(self)
+        return values if self.segments > 1 else {name: values[name] for name in values if name != "segments"}
 
 
-def worst_batches(
-    lengths: Sequence[int], trained: Sequence[int], way: MicroBatching, step_rows: int, source: str
-) -> list[Batch]:
+def worst_batches(sizes: Sizes, way: MicroBatching, step_rows: int, source: str) -> list[Batch]:
     """The largest micro-batches that some order of these rows produces; one of them takes the most memory.
 
     `step_rows` is the number of rows per step and process. Every order can occur in some epoch. When batching by
@@ -161,10 +215,11 @@ def worst_batches(
     any other; and the one with the longest row.
     """
     if way.packed:
-        return [_largest_packed(lengths, trained, way, step_rows, source)]
+        return [_largest_packed(sizes, way, step_rows, source)]
     if not way.tokens:
-        return [worst_batch(lengths, trained, way.rows, source)]
-    rows = sorted(zip(lengths, trained, strict=True))
+        return [_worst_batch(sizes, way.rows, way.layout.sequences, source)]
+    order = sorted(range(len(sizes.lengths)), key=lambda row: (sizes.lengths[row], sizes.trained[row]))
+    rows = [(sizes.lengths[row], sizes.trained[row]) for row in order]
     shapes: dict[int, tuple[int, int, int]] = {}
     best: list[int] = []  # the largest counts of trained tokens, for as many rows as a micro-batch can hold
     most_trained = 0
@@ -179,44 +234,48 @@ def worst_batches(
 
     def batch(shape: tuple[int, int, int]) -> Batch:
         positions, length, number = shape
-        found = [count for _, count in rows[:number]]
-        return worst_batch([length for length, _ in rows[:number]], found, positions // length, source)
+        return _worst_batch(sizes.some(order[:number]), positions // length, way.layout.sequences, source)
 
-    worst = replace(batch(largest), trained_tokens=min(most_trained, largest[0]))
+    worst = batch(largest)
+    worst = replace(worst, trained_tokens=min(most_trained, worst.positions))
     return [worst] if largest == longest else [worst, batch(longest)]
 
 
-def no_longer(
-    most_tokens: int | None, lengths: Sequence[int], trained: Sequence[int]
-) -> tuple[Sequence[int], Sequence[int]]:
-    """Lengths and trained tokens of the rows of at most `most_tokens`, if there are any, else of the shortest."""
-    if most_tokens is None:
-        return lengths, trained
-    bound = max(most_tokens, min(lengths))
-    rows = [row for row in zip(lengths, trained, strict=True) if row[0] <= bound]
-    return [length for length, _ in rows], [count for _, count in rows]
-
-
-def _largest_packed(
-    lengths: Sequence[int], trained: Sequence[int], way: MicroBatching, step_rows: int, source: str
-) -> Batch:
+def _largest_packed(sizes: Sizes, way: MicroBatching, step_rows: int, source: str) -> Batch:
     """The most tokens that the rows of a step can fill within the limit, made up of the longest rows."""
     assert way.tokens
-    in_order = sorted(lengths, reverse=True)
+    in_order = sorted(sizes.lengths, reverse=True)
     tokens = max(in_order[0], min(sum(in_order[:step_rows]), _largest_sum(in_order, way.tokens)))
-    segments, left = [], tokens
-    for length in in_order[:step_rows]:
+    sequences: list[int] = []
+    left = tokens
+    for row in longest_first(sizes.lengths)[:step_rows]:
         if left == 0:
             break
-        segments.append(min(length, left))
-        left -= segments[-1]
+        rest = left - sizes.lengths[row]
+        too_few = 0 < rest < way.layout.sequences  # for the segments of the next row
+        own = sizes.segments[row] if sizes.segments else (sizes.lengths[row],)
+        sequences += _cut_to(own, left - way.layout.sequences if too_few else left)
+        left = tokens - sum(sequences)
     # An upper bound on trained tokens: the densest rows, the last one in part. The first token of a row has no label.
     most, left = 0, tokens
-    for length, count in sorted(zip(lengths, trained, strict=True), key=lambda row: -row[1] / row[0]):
+    for length, count in sorted(zip(sizes.lengths, sizes.trained, strict=True), key=lambda row: -row[1] / row[0]):
         taken = min(length, left)
         most += min(count, taken)
         left -= taken
-    return Batch(1, tokens, False, min(most, tokens - 1), source, tuple(segments))
+    return Batch(1, tokens, False, min(most, tokens - 1), source, tuple(sequences), segments=way.layout.sequences)
+
+
+def _cut_to(segments: Sequence[int], tokens: int) -> tuple[int, ...]:
+    """The lengths of a row's segments if it is cut to `tokens`: from its end, but to no less than a token each."""
+    kept: list[int] = []
+    for after, length in zip(reversed(range(len(segments))), segments, strict=True):
+        kept.append(min(length, tokens - sum(kept) - after))
+    return tuple(kept)
+
+
+def longest_first(lengths: Sequence[int]) -> list[int]:
+    """Row indices, the longest first; of equal rows, the first."""
+    return sorted(range(len(lengths)), key=lambda row: -lengths[row])
 
 
 def _largest_sum(lengths: Sequence[int], limit: int) -> int:
@@ -229,42 +288,46 @@ def _largest_sum(lengths: Sequence[int], limit: int) -> int:
     return sums.bit_length() - 1
 
 
-def worst_batch(lengths: Sequence[int], trained: Sequence[int], micro_batch: int, source: str) -> Batch:
+def _worst_batch(sizes: Sizes, micro_batch: int, segments: int, source: str) -> Batch:
     """The largest micro-batch of `micro_batch` rows that some order of these rows produces.
 
     Every order can occur in some epoch, so it is padded to the longest row, and its trained tokens are at most those of
     the rows with the most. Rows of equal length need no attention mask; different lengths may end up together.
     """
-    rows = min(micro_batch, len(lengths))
+    rows = min(micro_batch, len(sizes.lengths))
     return Batch(
         rows=rows,
-        tokens=max(lengths),
-        padded=rows > 1 and len(set(lengths)) > 1,
-        trained_tokens=sum(sorted(trained)[-rows:]),
+        tokens=max(sizes.lengths),
+        padded=rows * segments > 1 and sizes.uneven,
+        trained_tokens=sum(sorted(sizes.trained)[-rows:]),
         source=source,
+        segments=segments,
     )
 
 
-def longest_batch(rows: int, length: int) -> Batch:
-    """`rows` rows of `length` tokens with every label trained: the upper bound when nothing else is known."""
-    return Batch(rows, length, rows > 1, rows * (length - 1))
+def longest_batch(rows: int, length: int, segments: int = 1) -> Batch:
+    """Rows with segments of `length` tokens and every label trained: the upper bound when nothing else is known."""
+    return Batch(rows, length, rows * segments > 1, rows * segments * (length - 1), segments=segments)
 
 
 def longest_batches(way: MicroBatching, step_rows: int, max_length: int) -> list[Batch]:
     """The largest micro-batches when only the maximum length of the rows is known."""
+    segments = way.layout.sequences
     if way.packed:
-        tokens = min(max(max_length, way.tokens or 0), step_rows * max_length)
-        whole, rest = divmod(tokens, max_length)
-        lengths = (max_length,) * whole + (rest,) * (rest > 0)
-        return [Batch(1, tokens, False, tokens - len(lengths), packed=lengths)]
+        row = segments * max_length
+        tokens = min(max(row, way.tokens or 0), step_rows * row)
+        whole, rest = divmod(tokens, row)
+        lengths = (max_length,) * (segments * whole)
+        lengths += _cut_to((max_length,) * segments, rest) if rest >= segments else ()
+        return [Batch(1, sum(lengths), False, sum(lengths) - len(lengths), packed=lengths, segments=segments)]
     if not way.tokens:
-        return [longest_batch(way.rows, max_length)]
+        return [longest_batch(way.rows, max_length, segments)]
     sizes = {length: min(way.capacity(length), step_rows) for length in range(1, max_length + 1)}
     most = max(sizes, key=lambda length: (sizes[length] * length, length))
-    return [longest_batch(sizes[length], length) for length in dict.fromkeys((most, max_length))]
+    return [longest_batch(sizes[length], length, segments) for length in dict.fromkeys((most, max_length))]
 
 
 def per_step(step_rows: int, way: MicroBatching, batch: Batch) -> int:
     """Micro-batches per step of `step_rows` rows, if all were like `batch`."""
-    rows = len(batch.packed) or (batch.rows if way.tokens else way.rows)
+    rows = len(batch.by_row) if way.tokens else way.rows
     return max(1, step_rows // rows)

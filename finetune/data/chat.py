@@ -1,4 +1,4 @@
-"""Turns an example into tokens and labels. Tokens with label -100 (`IGNORE`) are not trained.
+"""Turns the content of a row into tokens and labels. Tokens with label -100 (`IGNORE`) are not trained.
 
 A row is encoded by a generator that yields each text to be tokenized; see tokenizing.py.
 """
@@ -8,58 +8,44 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 from finetune.data import control, masks
-from finetune.data.examples import Chat, Completion, Example, RowError, Text, Tokens, in_common
+from finetune.data.encoded import IGNORE, Encoded, Segment
+from finetune.data.examples import (
+    Chat,
+    Completion,
+    Content,
+    Example,
+    RowError,
+    Several,
+    Text,
+    Tokens,
+    in_common,
+    parts,
+)
 from finetune.data.tokenizing import Asking, Found, Piece, Tokenized, answered
-
-IGNORE = -100
 
 LossOn = Literal["assistant", "last", "all"]
 ControlTokens = Literal["text", "parse"]
 
 
-@dataclass(frozen=True)
-class Encoded:
-    """Token ids and labels of one row, of the same length.
-
-    Truncation keeps the first `head` tokens if possible. In an `escaped` row, control tokens in its text were tokenized
-    as ordinary text.
-    """
-
-    input_ids: list[int]
-    labels: list[int]
-    head: int = 1
-    escaped: bool = False
-
-    @property
-    def trained(self) -> int:
-        """Number of trained tokens; the first is never one, because nothing predicts it."""
-        first = bool(self.labels) and self.labels[0] != IGNORE
-        return len(self.labels) - self.labels.count(IGNORE) - first
-
-    def cut(self, length: int, start: int = 0) -> Encoded:
-        """At most `length` tokens starting at `start`."""
-        return Encoded(self.input_ids[start : start + length], self.labels[start : start + length])
-
-
 def encode(
-    example: Example, tokenizer: Any, loss_on: LossOn = "assistant", control_tokens: ControlTokens = "text"
+    content: Content, tokenizer: Any, loss_on: LossOn = "assistant", control_tokens: ControlTokens = "text"
 ) -> Encoded:
-    """Tokens and labels of `example`. Raises RowError if no trustworthy mask can be found."""
-    return _alone(_encoding(example, tokenizer, loss_on, control_tokens), tokenizer)
+    """Tokens and labels of a row. Raises RowError if no trustworthy mask can be found."""
+    return _alone(_encoding(content, tokenizer, loss_on, control_tokens), tokenizer)
 
 
 def encode_all(
-    examples: Sequence[Example],
+    contents: Sequence[Content],
     tokenizer: Any,
     loss_on: LossOn = "assistant",
     control_tokens: ControlTokens = "text",
 ) -> list[Encoded | RowError]:
-    """Tokens and labels of each example, or the error that `encode` would raise for it."""
-    return answered([_encoding(example, tokenizer, loss_on, control_tokens) for example in examples], tokenizer)
+    """Tokens and labels of each row, or the error that `encode` would raise for it."""
+    return answered([_encoding(content, tokenizer, loss_on, control_tokens) for content in contents], tokenizer)
 
 
 def prompt_ids(example: Example, tokenizer: Any, control_tokens: ControlTokens = "text") -> list[int]:
@@ -77,7 +63,7 @@ def _alone(work: Asking[Found], tokenizer: Any) -> Found:
 
 
 def system_heads(
-    rows: Sequence[tuple[Example, Encoded]], tokenizer: Any, control_tokens: ControlTokens = "text"
+    rows: Sequence[tuple[Example, Segment]], tokenizer: Any, control_tokens: ControlTokens = "text"
 ) -> list[int]:
     """Number of leading tokens of each row up to the end of its system message.
 
@@ -111,8 +97,12 @@ def _names_in(chat_template: str) -> frozenset[str]:
     return frozenset(re.findall(r"\w+", chat_template))
 
 
-def is_empty(example: Example, loss_on: LossOn = "assistant") -> bool:
-    """Whether everything to be trained is blank: answers of white space without a tool call."""
+def is_empty(content: Content, loss_on: LossOn = "assistant") -> bool:
+    """Whether everything to be trained is blank in a segment: answers of white space without a tool call."""
+    return any(_is_empty(example, loss_on) for example in parts(content))
+
+
+def _is_empty(example: Example, loss_on: LossOn) -> bool:
     match example:
         case Chat(messages):
             turns = range(len(messages)) if loss_on == "all" else trained_turns(example, loss_on)
@@ -140,7 +130,16 @@ def _read(example: Readable, tokenizer: Any, control_tokens: ControlTokens) -> R
     return control.escaped(example, tokenizer) if control_tokens == "text" else example
 
 
-def _encoding(example: Example, tokenizer: Any, loss_on: LossOn, control_tokens: ControlTokens) -> Asking[Encoded]:
+def _encoding(content: Content, tokenizer: Any, loss_on: LossOn, control_tokens: ControlTokens) -> Asking[Encoded]:
+    segments = []
+    for example in parts(content):
+        segments.append((yield from _segment(example, tokenizer, loss_on, control_tokens)))
+    if isinstance(content, Several):
+        return Encoded(tuple(segments), tuple(content.segments), content.values)
+    return Encoded(tuple(segments))
+
+
+def _segment(example: Example, tokenizer: Any, loss_on: LossOn, control_tokens: ControlTokens) -> Asking[Segment]:
     example = _read(example, tokenizer, control_tokens)
     match example:
         case Chat(escaped=escaped):
@@ -151,7 +150,7 @@ def _encoding(example: Example, tokenizer: Any, loss_on: LossOn, control_tokens:
             return _tokens(example, tokenizer)
         case Text(text, escaped):
             ids = _with_end((yield Piece(text, special=True, escaped=escaped)).ids, tokenizer)
-            return Encoded(ids, list(ids), escaped=escaped)
+            return Segment(ids, list(ids), escaped=escaped)
 
 
 def _prompt(example: Example, tokenizer: Any, control_tokens: ControlTokens) -> Asking[list[int]]:
@@ -169,12 +168,12 @@ def _prompt(example: Example, tokenizer: Any, control_tokens: ControlTokens) -> 
 # -- text and tokens -------------------------------------------------------------------------------------------------
 
 
-def _completion(example: Completion, tokenizer: Any, loss_on: LossOn) -> Asking[Encoded]:
+def _completion(example: Completion, tokenizer: Any, loss_on: LossOn) -> Asking[Segment]:
     # Prompt and completion are tokenized separately, as in generation, so no token spans the boundary.
     prompt = yield from _opening(example.prompt, example.escaped, tokenizer)
     completion = _with_end((yield Piece(example.completion, escaped=example.escaped)).ids, tokenizer)
     ids = prompt + completion
-    return Encoded(ids, list(ids) if loss_on == "all" else [IGNORE] * len(prompt) + completion)
+    return Segment(ids, list(ids) if loss_on == "all" else [IGNORE] * len(prompt) + completion)
 
 
 def _opening(text: str, escaped: bool, tokenizer: Any) -> Asking[list[int]]:
@@ -187,7 +186,7 @@ def _with_end(ids: list[int], tokenizer: Any) -> list[int]:
     return list(ids) if ids and ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id]
 
 
-def _tokens(example: Tokens, tokenizer: Any) -> Encoded:
+def _tokens(example: Tokens, tokenizer: Any) -> Segment:
     ids, size = example.input_ids, len(tokenizer)
     labels = list(ids) if example.labels is None else example.labels
     for index, (token, label) in enumerate(zip(ids, labels, strict=True)):
@@ -198,18 +197,18 @@ def _tokens(example: Tokens, tokenizer: Any) -> Encoded:
                 f"`labels[{index}]` is {label}, but `input_ids[{index}]` is {token}: a label is {IGNORE} or the id at "
                 "the same position; training shifts labels by one itself"
             )
-    return Encoded(ids, labels)
+    return Segment(ids, labels)
 
 
-def _chat(example: Chat, tokenizer: Any, loss_on: LossOn) -> Asking[Encoded]:
+def _chat(example: Chat, tokenizer: Any, loss_on: LossOn) -> Asking[Segment]:
     masks.check_template(example, tokenizer)
     if loss_on == "all":
         whole = yield from masks.rendering(example, len(example.messages), tokenizer)
-        return Encoded(whole.ids, list(whole.ids))
+        return Segment(whole.ids, list(whole.ids))
     if not masks.answer_turns(example.messages):
         raise RowError("the conversation has no assistant turn, so there is nothing to train")
     ids, spans = yield from masks.trained_spans(example, trained_turns(example, loss_on), tokenizer)
     labels = [IGNORE] * len(ids)
     for start, end in spans:
         labels[start:end] = ids[start:end]
-    return Encoded(ids, labels)
+    return Segment(ids, labels)

@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from finetune.data.encoded import Encoded
+
 CONTROL_TOKENS = "control tokens as text"
 DUPLICATE = "duplicate"
 EMPTY = "empty answer"
@@ -29,11 +31,11 @@ class Affected:
 
 @dataclass
 class Counts:
-    """Statistics of one split. `rows` and `longest` (tokens) describe the rows that are trained.
+    """Statistics of one split. `rows` and `longest` (tokens of a segment) describe the rows that are trained.
 
     `unused` are the non-empty fields of rows and messages that are ignored; `kinds` counts the rows by kind of example
     (`examples.kind`); `run_together` those whose prompt and completion no white space separates. `systems` are the
-    first two different system messages, "" for a row without one.
+    first two different system messages, "" for a row without one. `segments` has the tokens of named segments.
     """
 
     rows: int = 0
@@ -45,16 +47,19 @@ class Counts:
     kinds: dict[str, int] = field(default_factory=dict)
     run_together: int = 0
     systems: list[str] = field(default_factory=list)
+    segments: dict[str, int] = field(default_factory=dict)
 
-    def add(self, tokens: int, trained_tokens: int, kind: str, system: str = "") -> None:
+    def add(self, row: Encoded, kind: str, system: str = "") -> None:
         """Count one row of the prepared split."""
         self.rows += 1
         if len(self.systems) < 2 and system not in self.systems:
             self.systems.append(system)
         self.kinds[kind] = self.kinds.get(kind, 0) + 1
-        self.tokens += tokens
-        self.trained_tokens += trained_tokens
-        self.longest = max(self.longest, tokens)
+        self.tokens += sum(row.lengths)
+        self.trained_tokens += row.trained
+        self.longest = max(self.longest, *row.lengths)
+        for name, tokens in zip(row.names, row.lengths, strict=False):
+            self.segments[name] = self.segments.get(name, 0) + tokens
 
     @property
     def system(self) -> str | None:
@@ -110,7 +115,8 @@ class Counts:
         """The statistics as JSON values, with the dropped rows by reason."""
         own = ("rows", "tokens", "trained_tokens", "longest", "unused", "supervised_share")
         derived = ("truncated", "answers_truncated", "split", "duplicates", "control_tokens", "run_together", "dropped")
-        return {name: getattr(self, name) for name in (*own, *derived)} | {"dropped_why": dict(self.dropped_why)}
+        names = (*own, *derived, "segments") if self.segments else (*own, *derived)
+        return {name: getattr(self, name) for name in names} | {"dropped_why": dict(self.dropped_why)}
 
     def _count(self, what: str | None = None, why: str | None = None) -> int:
         return sum(row.what == (what or row.what) and row.why == (why or row.why) for row in self.affected)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 Message = dict[str, Any]
@@ -64,6 +64,22 @@ class Tokens:
 
 
 Example = Chat | Completion | Text | Tokens
+"""The content of one token sequence."""
+
+
+@dataclass(frozen=True)
+class Several:
+    """A row of several segments by name, such as `chosen` and `rejected`, each encoded and trained as an example.
+
+    `values` are numbers of the row for its objective, such as a margin. All rows of a data set have the same names.
+    """
+
+    segments: Mapping[str, Example]
+    values: Mapping[str, float] = field(default_factory=dict)
+
+
+Content = Example | Several
+"""The content of a row."""
 
 KINDS = ("chat", "completion", "text", "tokens")
 """The kinds of examples (`kind`)."""
@@ -84,8 +100,14 @@ def opening(system: str) -> list[Message]:
     return [{"role": "system", "content": system}] if system else []
 
 
-def system(example: Example) -> str:
-    """The system message of a conversation; empty without one."""
+def parts(content: Content) -> tuple[Example, ...]:
+    """The examples of a row's segments, in order."""
+    return tuple(content.segments.values()) if isinstance(content, Several) else (content,)
+
+
+def system(content: Content) -> str:
+    """The system message of a conversation, of the first segment if there are several; empty without one."""
+    example = parts(content)[0]
     first = example.messages[0] if isinstance(example, Chat) else {}
     return str(first["content"]) if first.get("role") == "system" else ""
 
@@ -96,9 +118,9 @@ def learnt(events: Iterable[Mapping[str, Any]]) -> str | None:
     return kinds[-1] if kinds else None
 
 
-def kind(example: Example) -> str:
-    """`chat`, `completion`, `text` or `tokens`."""
-    return type(example).__name__.lower()
+def kind(content: Content) -> str:
+    """`chat`, `completion`, `text` or `tokens`; of several segments, the first one's."""
+    return type(parts(content)[0]).__name__.lower()
 
 
 def shown(prompt: Chat | Completion) -> str:

@@ -12,7 +12,18 @@ from typing import Any, NamedTuple
 from finetune.config import inline
 from finetune.config.field_types import Help, name_of, not_given, shortened, unknown
 from finetune.data import fields as row
-from finetune.data.examples import Completion, Example, Message, NoSuchField, RowError, Text, Tokens, in_common
+from finetune.data.examples import (
+    Completion,
+    Content,
+    Example,
+    Message,
+    NoSuchField,
+    RowError,
+    Several,
+    Text,
+    Tokens,
+    in_common,
+)
 from finetune.data.fields import Fields
 from finetune.data.messages import conversation, read_message, read_messages, refuse_other_training, sharegpt_messages
 
@@ -26,7 +37,7 @@ class Format:
 
     help: str
     required: tuple[str, ...]
-    read: Callable[[Fields], Example]
+    read: Callable[[Fields], Content]
     optional: tuple[str, ...] = ()
     of_answers: bool = True
 
@@ -177,8 +188,8 @@ class _Recorded(dict[str, Any]):
         return super().get(name, default)
 
 
-def read(fields: Fields, form: str, columns: Mapping[str, str], separator: str = "") -> tuple[Example, list[str]]:
-    """A row's example, `separator` after a plain-text prompt, and the names of its non-empty fields that are not used.
+def read(fields: Fields, form: str, columns: Mapping[str, str], separator: str = "") -> tuple[Content, list[str]]:
+    """A row's content, `separator` after a plain-text prompt, and the names of its non-empty fields that are not used.
 
     Raises RowError for a row that does not fit `form`, and for one that only other kinds of training can use.
     """
@@ -189,11 +200,21 @@ def read(fields: Fields, form: str, columns: Mapping[str, str], separator: str =
     if form not in FORMATS:  # that of a trained run, whose function another process had
         raise RowError(not_given(form))
     refuse_other_training(own, answers=FORMATS[form].of_answers)
-    example = FORMATS[form].read(recorded)
-    if isinstance(example, Completion) and not example.one_text:
-        example = replace(example, prompt=example.prompt + separator)
+    content = FORMATS[form].read(recorded)
+    if isinstance(content, Several):
+        segments = {name: _separated(example, separator) for name, example in content.segments.items()}
+        content = replace(content, segments=segments)
+    else:
+        content = _separated(content, separator)
     unused = fields.keys() - recorded.read - set(columns.values())
-    return example, [name for name in fields if name in unused and not row.is_nothing(fields[name])]
+    return content, [name for name in fields if name in unused and not row.is_nothing(fields[name])]
+
+
+def _separated(example: Example, separator: str) -> Example:
+    """The example with `separator` after a plain-text prompt that was written apart from its completion."""
+    if isinstance(example, Completion) and not example.one_text:
+        return replace(example, prompt=example.prompt + separator)
+    return example
 
 
 def detect(fields: Fields, columns: Mapping[str, str]) -> str:
@@ -356,7 +377,7 @@ def given(rewrite: Callable[[dict[str, Any]], Mapping[str, Any]]) -> str:
     """
     name = name_of(rewrite)
 
-    def read(fields: Fields) -> Example:
+    def read(fields: Fields) -> Content:
         # A copy, as a function may change what it is given: a row is read more than once.
         own = _Recorded(copy.deepcopy(dict(fields)))
         try:

@@ -7,16 +7,17 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from finetune.config import DataSection, TrainingSection
 from finetune.data import chat, fingerprint, formats, sources
-from finetune.data.batching import Batch, MicroBatching, RowOrder, epoch, worst_batches
-from finetune.data.chat import IGNORE
+from finetune.data.batching import Batch, MicroBatching, RowOrder, Sizes, epoch, longest_first, worst_batches
+from finetune.data.encoded import IGNORE, Layout, Segment, segments_of
 from finetune.data.examples import RowError
 from finetune.data.prepare import Counts, Prepared, prepare
 from finetune.errors import ArtifactError
 from finetune.model.source import chat_template as template
+from finetune.storage.records import DataFacts, Sample, SplitFacts, TokenText
 
 # Sample rows shown with their mask: enough to notice a wrong one.
 _SHOWN_ROWS = 3
@@ -74,24 +75,6 @@ class Batching:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """The text of one token, or of several tokens that together form one character."""
-
-    text: str
-    trained: bool
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A training row as the model sees it; `tokens` and `trained_tokens` count the whole row."""
-
-    place: str
-    tokens: int
-    trained_tokens: int
-    pieces: tuple[Piece, ...]
-
-
-@dataclass(frozen=True)
 class AsChat:
     """A training row whose plain-text prompt and completion are turns of the chat template with other config keys."""
 
@@ -130,6 +113,7 @@ class Inspection:
     def as_dict(self) -> dict[str, Any]:
         """The same as JSON values."""
         found = asdict(replace(self, train=Counts(), eval=None))  # their rows are summarised below
+        found["worst_batch"] = self.worst_batch.as_dict()
         for name, counts in (("train", self.train), ("eval", self.eval)):
             found[name] = counts and counts.as_dict()
         return found
@@ -138,20 +122,21 @@ class Inspection:
 def inspect(section: DataSection, training: TrainingSection, tokenizer: Any) -> Inspection:
     """Prepare the data as training does, and collect its statistics. Raises as `prepare` does."""
     prepared = prepare(section, tokenizer)
-    way = MicroBatching.of(_chosen(training), section)
-    lengths, trained, places = (prepared.train[column][:] for column in ("length", "trained", "place"))
+    way = MicroBatching.of(_chosen(training), section, prepared.layout)
+    sizes = Sizes.of(prepared.train, way)
+    lengths, places = (prepared.train[column][:] for column in ("length", "place"))
     return Inspection(
         fingerprint=fingerprint.of(tokenizer),
         train=prepared.train_counts,
         eval=prepared.eval_counts,
-        longest_place=places[max(range(len(lengths)), key=lengths.__getitem__)],
+        longest_place=places[longest_first(sizes.lengths)[0]],
         sources=_sources(prepared.train["source"][:], lengths),
-        lengths=_bins(lengths),
+        lengths=_bins(sizes.lengths),
         batch_size=training.batch_size,
         micro_batch=training.micro_batch,
         micro_batch_tokens=training.micro_batch_tokens,
-        batchings=_batchings(lengths, training, section),
-        worst_batch=worst_batches(lengths, trained, way, training.batch_size, "the data's rows")[0],
+        batchings=_batchings(sizes.segments or [(length,) for length in lengths], prepared.layout, training, section),
+        worst_batch=worst_batches(sizes, way, training.batch_size, "the data's rows")[0],
         samples=_samples(prepared, tokenizer),
         warning=prepared.warning,
         judges=prepared.judges,
@@ -160,21 +145,30 @@ def inspect(section: DataSection, training: TrainingSection, tokenizer: Any) -> 
     )
 
 
-def facts(prepared: Prepared, tokenizer: Any) -> dict[str, Any]:
-    """What a run keeps of its data (data.json): the splits in numbers, and the start of its first rows with masks."""
-    held_out = prepared.eval_counts
+def facts(prepared: Prepared, tokenizer: Any) -> DataFacts:
+    """The contents of data.json: the splits in numbers, and the start of the first rows with their label masks."""
+    train, held_out = prepared.train_counts, prepared.eval_counts
     return {
-        "train": prepared.train_counts.as_dict(),
-        "eval": held_out and held_out.as_dict(),
-        "system": prepared.train_counts.system,
-        "samples": [asdict(sample) for sample in _samples(prepared, tokenizer, _KEPT_TOKENS)],
+        "train": cast(SplitFacts, train.as_dict()),
+        "eval": cast(SplitFacts, held_out.as_dict()) if held_out else None,
+        "system": train.system,
+        "samples": list(_samples(prepared, tokenizer, _KEPT_TOKENS)),
     }
 
 
 def _samples(prepared: Prepared, tokenizer: Any, most: int | None = None) -> tuple[Sample, ...]:
-    """The first training rows, with at most `most` tokens of each."""
+    """The segments of the first training rows, with at most `most` tokens of each."""
     rows = prepared.train.select(range(min(_SHOWN_ROWS, len(prepared.train))))
-    return tuple(_sample(row, tokenizer, most) for row in rows)
+    return tuple(
+        _sample(place, segment, tokenizer, most)
+        for row in rows
+        for place, segment in zip(_places(row["place"], prepared.layout), segments_of(row), strict=True)
+    )
+
+
+def _places(place: str, layout: Layout) -> list[str]:
+    """The position of each segment of a row."""
+    return [f"{place}, {name}" for name in layout.segments] or [place]
 
 
 def _as_chat(section: DataSection, prepared: Prepared, tokenizer: Any) -> AsChat | None:
@@ -187,13 +181,12 @@ def _as_chat(section: DataSection, prepared: Prepared, tokenizer: Any) -> AsChat
         columns = formats.as_chat(row.fields, section.format, section.columns)
         if columns is None:
             return None
-        example, _ = formats.read(row.fields, "auto", columns)
-        found = chat.encode(example, tokenizer, section.loss_on, section.control_tokens)
+        content, _ = formats.read(row.fields, "auto", columns)
+        found = chat.encode(content, tokenizer, section.loss_on, section.control_tokens)
     except (ArtifactError, RowError):  # a template that cannot render it, which plain text does without
         return None
-    shown = {"place": place, "length": len(found.input_ids), "trained": found.trained, **vars(found)}
     other_format = {} if section.format == "auto" else {"data.format": "auto"}
-    return AsChat({"data.columns": columns, **other_format}, _sample(shown, tokenizer, None))
+    return AsChat({"data.columns": columns, **other_format}, _sample(place, found.segments[0], tokenizer, None))
 
 
 def _sources(names: Sequence[str], lengths: Sequence[int]) -> tuple[Source, ...]:
@@ -215,15 +208,20 @@ def _bins(lengths: Sequence[int]) -> tuple[Bin, ...]:
     )
 
 
-def _batchings(lengths: Sequence[int], training: TrainingSection, section: DataSection) -> tuple[Batching, ...]:
+def _batchings(
+    segments: Sequence[Sequence[int]], layout: Layout, training: TrainingSection, section: DataSection
+) -> tuple[Batching, ...]:
+    """One epoch of rows with segments of these lengths, under each of BATCHINGS."""
     chosen = _chosen(training)
-    tokens = training.micro_batch_tokens or chosen.rows * (section.max_length if section.packing else max(lengths))
+    largest = chosen.rows * layout.sequences * max(map(max, segments))
+    tokens = MicroBatching.of(chosen, section, layout).tokens or largest
     configured = (training.group_by_length, bool(training.micro_batch_tokens))
     found = []
     for name, (grouped, by_tokens, packed) in BATCHINGS.items():
-        way = MicroBatching(1, tokens, packed) if by_tokens else MicroBatching(chosen.rows)
+        way = MicroBatching(1 if by_tokens else chosen.rows, tokens if by_tokens else None, packed, layout)
+        lengths = [*map(way.length, segments)]
         order = RowOrder(lengths, training.batch_size, training.seed, grouped)
-        shares, passes = _epoch(lengths, order, training.batch_size, way)
+        positions, passes = _epoch(lengths, order, training.batch_size, way)
         batching = Batching(
             name=name,
             changes={
@@ -233,21 +231,21 @@ def _batchings(lengths: Sequence[int], training: TrainingSection, section: DataS
             },
             # Packed rows are not padded, so grouping by length makes no difference worth another line.
             configured=packed == section.packing and (packed or (grouped, by_tokens) == configured),
-            padding_share=shares,
-            steps=math.ceil(len(lengths) / training.batch_size),
+            padding_share=1 - sum(map(sum, segments)) / positions,
+            steps=math.ceil(len(segments) / training.batch_size),
             micro_batches=passes,
         )
         found.append(batching)
     return tuple(found)
 
 
-def _epoch(lengths: Sequence[int], rows: Iterable[int], batch_size: int, way: MicroBatching) -> tuple[float, int]:
-    """Padding share and number of micro-batches of the first epoch, as in training."""
+def _epoch(lengths: Sequence[int], rows: Iterable[int], batch_size: int, way: MicroBatching) -> tuple[int, int]:
+    """Positions, with padding, and number of micro-batches of the first epoch, as in training."""
     positions = passes = 0
     for part in epoch(lengths, rows, batch_size, way):
         passes += 1
-        positions += sum(part) if way.packed else len(part) * max(part)
-    return 1 - sum(lengths) / positions, passes
+        positions += sum(part) if way.packed else len(part) * way.layout.sequences * max(part)
+    return positions, passes
 
 
 def _chosen(training: TrainingSection) -> TrainingSection:
@@ -256,13 +254,13 @@ def _chosen(training: TrainingSection) -> TrainingSection:
     return training.model_copy(update={"micro_batch": training.batch_size}) if auto else training
 
 
-def _sample(row: dict[str, Any], tokenizer: Any, most: int | None) -> Sample:
-    trained = [place > 0 and label != IGNORE for place, label in enumerate(row["labels"][:most])]
-    pieces = _pieces(row["input_ids"][:most], trained, tokenizer)
-    return Sample(row["place"], row["length"], row["trained"], tuple(pieces))
+def _sample(place: str, segment: Segment, tokenizer: Any, most: int | None) -> Sample:
+    trained = [position > 0 and label != IGNORE for position, label in enumerate(segment.labels[:most])]
+    pieces = _pieces(segment.input_ids[:most], trained, tokenizer)
+    return Sample(place, len(segment.input_ids), segment.trained, tuple(pieces))
 
 
-def _pieces(ids: Sequence[int], trained: Sequence[bool], tokenizer: Any) -> list[Piece]:
+def _pieces(ids: Sequence[int], trained: Sequence[bool], tokenizer: Any) -> list[TokenText]:
     """The row's text token by token, special tokens included.
 
     Decoders strip spaces from a single token and cannot decode part of a character. So each token is decoded after its
@@ -278,6 +276,6 @@ def _pieces(ids: Sequence[int], trained: Sequence[bool], tokenizer: Any) -> list
         text = decode(before, end)
         if text.endswith(_INCOMPLETE) and end < len(ids) and trained[end] == trained[start]:
             continue
-        found.append(Piece(text[len(decode(before, start)) :], trained[start]))
+        found.append(TokenText(text[len(decode(before, start)) :], trained[start]))
         before, start = start, end
     return found

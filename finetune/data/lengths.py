@@ -3,38 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from finetune.data.chat import IGNORE, Encoded
+from finetune.data.encoded import IGNORE, Encoded, Segment
 from finetune.data.examples import RowError
 
 
 @dataclass(frozen=True)
 class TooLong:
-    """A policy: `apply` takes a row that is too long and the limit in tokens, and returns what was done and the rows.
+    """A policy: `apply` takes a sequence that is too long and the limit in tokens; returns what was done, and what is
+    left of it.
 
-    `keeps_head`: it uses the row's `head`. `blind`: it ignores the row's content, so it also applies to text too long
-    to tokenize.
+    `keeps_head`: it uses the sequence's `head`. `blind`: it ignores the content, so it also applies to text too long
+    to tokenize. `cuts`: it may leave part of a sequence.
     """
 
     help: str
-    apply: Callable[[Encoded, int], tuple[str, list[Encoded]]]
+    apply: Callable[[Segment, int], tuple[str, list[Segment]]]
     keeps_head: bool = False
     blind: bool = False
+    cuts: bool = False
 
 
-def _error(row: Encoded, limit: int) -> tuple[str, list[Encoded]]:
+def shortened(row: Encoded, limit: int, policy: str) -> tuple[str, list[Encoded]]:
+    """What a policy does to a row with a segment over `limit` tokens, and the rows that are left of it.
+
+    Raises RowError if the policy is `error`, and if it would cut one of several segments: they would end differently.
+    """
+    if len(row.segments) > 1 and TOO_LONG[policy].cuts:
+        raise RowError(
+            f"`{row.names[row.lengths.index(max(row.lengths))]}` has {max(row.lengths):,} tokens, over "
+            f"`data.max_length` {limit:,}, and one of several segments is not cut alone: set `data.too_long: drop`"
+        )
+    what, segments = TOO_LONG[policy].apply(max(row.segments, key=lambda each: len(each.input_ids)), limit)
+    return what, [replace(row, segments=(segment,)) for segment in segments]
+
+
+def _error(row: Segment, limit: int) -> tuple[str, list[Segment]]:
     raise RowError(
         f"the row has {len(row.input_ids):,} tokens, over `data.max_length` {limit:,}; raise it, or set "
         f"`data.too_long` to one of {', '.join(name for name in TOO_LONG if name != 'error')}"
     )
 
 
-def _drop(row: Encoded, limit: int) -> tuple[str, list[Encoded]]:
+def _drop(row: Segment, limit: int) -> tuple[str, list[Segment]]:
     return "dropped", []
 
 
-def _truncate(row: Encoded, limit: int) -> tuple[str, list[Encoded]]:
+def _truncate(row: Segment, limit: int) -> tuple[str, list[Segment]]:
     """Keep the row's head and its last answer, and cut between them.
 
     The head is the opening system message if it fits in half of the room before the last answer, else the first token
@@ -54,11 +70,11 @@ def _truncate(row: Encoded, limit: int) -> tuple[str, list[Encoded]]:
                 break
             labels[at] = IGNORE
     positions = [*range(head), *range(begin, len(labels))][:limit]
-    kept = Encoded([row.input_ids[at] for at in positions], [labels[at] for at in positions])
+    kept = Segment([row.input_ids[at] for at in positions], [labels[at] for at in positions])
     return ("truncated" if positions[-1] >= end - 1 else "answer truncated"), [kept]
 
 
-def _last_answer(row: Encoded) -> tuple[int, int]:
+def _last_answer(row: Segment) -> tuple[int, int]:
     """Start and end of the last contiguous run of trained tokens."""
     end = max((at for at, label in enumerate(row.labels) if label != IGNORE), default=-1) + 1
     start = end
@@ -67,12 +83,12 @@ def _last_answer(row: Encoded) -> tuple[int, int]:
     return start, end
 
 
-def _split(row: Encoded, limit: int) -> tuple[str, list[Encoded]]:
+def _split(row: Segment, limit: int) -> tuple[str, list[Segment]]:
     """Each piece begins with the last token of the one before, untrained, so that every token is predicted once."""
     pieces = [row.cut(limit)]
     for start in range(limit - 1, len(row.labels) - 1, max(1, limit - 1)):
         piece = row.cut(limit, start)
-        pieces.append(Encoded(piece.input_ids, [IGNORE, *piece.labels[1:]]))
+        pieces.append(Segment(piece.input_ids, [IGNORE, *piece.labels[1:]]))
     return "split", pieces
 
 
@@ -84,6 +100,9 @@ TOO_LONG: dict[str, TooLong] = {
         "answer over the limit loses its end",
         _truncate,
         keeps_head=True,
+        cuts=True,
     ),
-    "split": TooLong("it is split into pieces of `max_length`; those with nothing to train are dropped", _split),
+    "split": TooLong(
+        "it is split into pieces of `max_length`; those with nothing to train are dropped", _split, cuts=True
+    ),
 }

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from finetune.config import DataSection, entries, named
 from finetune.config.field_types import GIVEN, unknown
 from finetune.data import chat, formats, in_memory, sources
-from finetune.data.chat import IGNORE
 from finetune.data.counts import Counts
-from finetune.data.examples import Chat, Completion, Example
+from finetune.data.encoded import IGNORE, Layout, columns
+from finetune.data.examples import Chat, Completion, Content
 from finetune.data.problems import Problems
 from finetune.data.sources import Row
 from finetune.data.split import Job, located
@@ -23,6 +23,8 @@ ROWS_TO_JUDGE = 10
 """Different held-out rows from which on their loss chooses an adapter: that of fewer depends more on which rows these
 are than on the adapter."""
 
+_SEQUENCES = ("input_ids", "labels", "segments")
+
 # A fifth of these are that many.
 _ROWS_TO_SPARE_SOME = 5 * ROWS_TO_JUDGE
 
@@ -31,8 +33,9 @@ _ROWS_TO_SPARE_SOME = 5 * ROWS_TO_JUDGE
 class Prepared:
     """Tokenized splits and their statistics.
 
-    A split is a `datasets.Dataset` of input_ids, labels, length, trained (number of tokens), place and source. A
-    `warning` is set if `data.eval: auto` found nothing to hold out.
+    A split is a `datasets.Dataset` of input_ids, labels, length, trained (number of tokens), place and source; where
+    the layout has any, also the lengths of a row's `segments`, and its values by name. A `warning` is set if
+    `data.eval: auto` found nothing to hold out.
     """
 
     train: Any
@@ -46,6 +49,12 @@ class Prepared:
         """The most frequent kind of example (`examples.kind`) among the training rows."""
         kinds = self.train_counts.kinds
         return max(kinds, key=kinds.__getitem__)
+
+    @property
+    def layout(self) -> Layout:
+        """The names of the rows' segments and values."""
+        named = tuple(self.train_counts.segments)
+        return Layout(named, tuple(name for name in columns(self.train) if name not in _SEQUENCES))
 
     @property
     def judges(self) -> bool:
@@ -93,6 +102,8 @@ def prepare(section: DataSection, tokenizer: Any) -> Prepared:
             if section.eval != "auto":
                 raise
             warning = f"none: {error}"
+    if eval_counts and eval_counts.segments.keys() != train_counts.segments.keys():
+        raise DataError(f"{where} and `data.eval` ({named(section.eval)}) have rows of different segments")
     if not _teaches(train, tokenizer):
         raise DataError(
             f"{where} teaches nothing: the trained tokens of its {train_counts.rows} rows contain no text, only "
@@ -133,11 +144,12 @@ HELD_OUT = "the evaluation set"
 
 
 def held_out_ids(section: DataSection, tokenizer: Any, rows: int, tokens: int) -> list[list[int]]:
-    """Token ids of the first held-out rows (training rows if none are held out), cut to `tokens`."""
+    """Token ids of the first held-out rows (else training rows), of one segment each, cut to `tokens`."""
     found = []
-    for row, example in itertools.islice(_held_out_examples(section, tokenizer), rows):
+    for row, content in itertools.islice(_held_out_examples(section, tokenizer), rows):
         with located(row):
-            found.append(chat.encode(example, tokenizer, section.loss_on, section.control_tokens).input_ids[:tokens])
+            encoded = chat.encode(content, tokenizer, section.loss_on, section.control_tokens)
+            found.append(encoded.segments[0].input_ids[:tokens])
     return found
 
 
@@ -192,11 +204,11 @@ def questions(section: DataSection, tokenizer: Any) -> Iterator[Question]:
                 yield Question(row, replace(example, completion=""), reference)
 
 
-def _held_out_examples(section: DataSection, tokenizer: Any) -> Iterator[tuple[Row, Example]]:
+def _held_out_examples(section: DataSection, tokenizer: Any) -> Iterator[tuple[Row, Content]]:
     for row in held_out_rows(section, tokenizer):
         with located(row):
-            example, _ = formats.read(row.fields, section.format, section.columns, section.separator)
-        yield row, example
+            content, _ = formats.read(row.fields, section.format, section.columns, section.separator)
+        yield row, content
 
 
 def held_out_rows(section: DataSection, tokenizer: Any) -> Iterator[Row]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from finetune.data.cache import writing
-from finetune.data.chat import Encoded
+from finetune.data.encoded import ONE_SEQUENCE, Encoded, Layout
 from finetune.data.sources import Row
 
 
@@ -26,23 +26,34 @@ def mapped(path: Path) -> Any:
 def writer(path: Path) -> Iterator[Callable[[list[tuple[Row, Encoded]]], None]]:
     """A function that appends tokenized rows with their positions to an Arrow file, one record batch per call.
 
-    Raises MachineError if writing fails.
+    All rows have the same layout. Raises MachineError if writing fails.
     """
     import pyarrow
 
     ids = pyarrow.list_(pyarrow.int32())
     count, text = pyarrow.int64(), pyarrow.string()
     names = {"input_ids": ids, "labels": ids, "length": count, "trained": count, "place": text, "source": text}
-    schema = pyarrow.schema(list(names.items()))
+    schema: Any = None
+    stream: Any = None
+
+    def begin(layout: Layout) -> None:
+        nonlocal schema, stream
+        own = {"segments": ids} if layout.segments else {}
+        own |= {name: pyarrow.float64() for name in layout.values}
+        schema = pyarrow.schema(list((names | own).items()))
+        stream = pyarrow.ipc.new_stream(file, schema)
 
     def write(rows: list[tuple[Row, Encoded]]) -> None:
-        sizes = [len(encoded.input_ids) for _, encoded in rows]
+        if not rows:
+            return
+        sizes = [sum(encoded.lengths) for _, encoded in rows]
         ends = np.cumsum([0, *sizes], dtype=np.int32)
 
         def column(values: Iterable[list[int]]) -> Any:
             flat = np.fromiter(itertools.chain.from_iterable(values), dtype=np.int32, count=ends[-1])
             return pyarrow.ListArray.from_arrays(ends, flat)
 
+        layout = rows[0][1].layout
         columns = [
             column(encoded.input_ids for _, encoded in rows),
             column(encoded.labels for _, encoded in rows),
@@ -50,14 +61,16 @@ def writer(path: Path) -> Iterator[Callable[[list[tuple[Row, Encoded]]], None]]:
             [encoded.trained for _, encoded in rows],
             [row.place for row, _ in rows],
             [row.source for row, _ in rows],
+            *([[encoded.lengths for _, encoded in rows]] if layout.segments else []),
+            *([encoded.values[name] for _, encoded in rows] for name in layout.values),
         ]
-        if rows:
-            with writing():
-                stream.write_batch(pyarrow.record_batch(columns, schema=schema))
+        with writing():
+            if stream is None:
+                begin(layout)
+            stream.write_batch(pyarrow.record_batch(columns, schema=schema))
 
     with writing():
         file = open(path, "wb")  # noqa: SIM115 -- closed below, where a full disk raises
-        stream = pyarrow.ipc.new_stream(file, schema)
     try:
         yield write
     except BaseException:
@@ -65,5 +78,7 @@ def writer(path: Path) -> Iterator[Callable[[list[tuple[Row, Encoded]]], None]]:
             file.close()
         raise
     with writing():
+        if stream is None:
+            begin(ONE_SEQUENCE)
         stream.close()
         file.close()

@@ -20,9 +20,9 @@ from typing import Any, Literal, NamedTuple
 from finetune.config import DataSection
 from finetune.config.field_types import GIVEN
 from finetune.data import cache, chat, control, fingerprint, formats, lengths, sources
-from finetune.data.chat import Encoded
 from finetune.data.counts import CONTROL_TOKENS, DUPLICATE, EMPTY, TOO_LONG, UNTRAINED, Affected, Counts
-from finetune.data.examples import Chat, Completion, Example, NoSuchField, RowError, Tokens, kind, system
+from finetune.data.encoded import Encoded, Layout
+from finetune.data.examples import Chat, Completion, Content, NoSuchField, RowError, Tokens, kind, parts, system
 from finetune.data.problems import Problems
 from finetune.data.readers import NO_HEADER, has_header
 from finetune.data.rows import mapped, writer
@@ -108,22 +108,21 @@ class Job:
 
 
 class _Read(NamedTuple):
-    """A row with its example, or the error in it, and the number of problems found before it was read."""
+    """A row with its content, or the error in it, and the number of problems found before it was read."""
 
     row: Row
-    example: Example | DataError
+    content: Content | DataError
     problems: int
 
     @property
     def characters(self) -> int:
         """Approximate size in characters, or in tokens if tokenized."""
-        match self.example:
-            case DataError():
-                return 0
-            case Tokens(input_ids):
-                return len(input_ids)
-            case example:
-                return sum(map(len, control.texts(example)))
+        if isinstance(self.content, DataError):
+            return 0
+        return sum(
+            len(example.input_ids) if isinstance(example, Tokens) else sum(map(len, control.texts(example)))
+            for example in parts(self.content)
+        )
 
 
 @dataclass
@@ -138,6 +137,7 @@ class _Rows:
     forms: dict[str, str] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)
     last: tuple[str, bool] = ("", False)
+    layout: Layout | None = None
 
     def take(self, rows: Iterable[Row]) -> None:
         """Process all rows. Raises BadRows with all problems, in the order of the rows."""
@@ -161,63 +161,69 @@ class _Rows:
             raise
         yield batch
 
-    def _read(self, row: Row) -> Example | DataError:
+    def _read(self, row: Row) -> Content | DataError:
         columns = self.section.columns
         try:
             with located(row):
                 if row.source not in self.forms:
                     form = self.section.format
                     self.forms[row.source] = formats.detect(row.fields, columns) if form == "auto" else form
-                example, unused = formats.read(row.fields, self.forms[row.source], columns, self.section.separator)
+                content, unused = formats.read(row.fields, self.forms[row.source], columns, self.section.separator)
         except DataError as error:
             return error
-        if isinstance(example, Chat):
-            unused += [f"messages.{name}" for name in chat.unused(example, self.tokenizer)]
+        for example in parts(content):
+            if isinstance(example, Chat):
+                unused += [f"messages.{name}" for name in chat.unused(example, self.tokenizer)]
         if self.forms[row.source] == "preference":
             unused.append(f"{columns.get('rejected', 'rejected')} ({formats.PREFERENCES})")
-        self.counts.unused += [name for name in unused if name not in self.counts.unused]
-        return example
+        self.counts.unused += [name for name in dict.fromkeys(unused) if name not in self.counts.unused]
+        return content
 
     def _kept_of(self, batch: list[_Read]) -> Iterator[tuple[Row, Encoded]]:
         loss_on, known = self.section.loss_on, len(self.problems.found)
         full = {
-            place: read.example
-            for place, read in enumerate(batch)
-            if not isinstance(read.example, DataError) and not chat.is_empty(read.example, loss_on)
+            number: read.content
+            for number, read in enumerate(batch)
+            if not isinstance(read.content, DataError) and not chat.is_empty(read.content, loss_on)
         }
         rows = chat.encode_all(list(full.values()), self.tokenizer, loss_on, self.section.control_tokens)
         encoded = dict(zip(full, rows, strict=True))
         if lengths.TOO_LONG[self.section.too_long].keeps_head:
             encoded |= self._with_heads(full, encoded)
-        for place, read in enumerate(batch):
+        for number, read in enumerate(batch):
             try:
-                for kept in self._kept(read, encoded.get(place)):
-                    example = full[place]
-                    self.counts.add(len(kept.input_ids), kept.trained, kind(example), system(example))
-                    self.counts.run_together += isinstance(example, Completion) and example.runs_together
+                for kept in self._kept(read, encoded.get(number)):
+                    content = full[number]
+                    self.counts.add(kept, kind(content), system(content))
+                    self.counts.run_together += any(
+                        isinstance(example, Completion) and example.runs_together for example in parts(content)
+                    )
                     yield read.row, kept
             except DataError as error:
                 # Reading ahead may already have added problems of later rows; insert this one before them.
                 self.problems.add(error, at=read.problems + len(self.problems.found) - known)
 
     def _with_heads(
-        self, full: dict[int, Example], encoded: dict[int, Encoded | RowError]
+        self, full: dict[int, Content], encoded: dict[int, Encoded | RowError]
     ) -> dict[int, Encoded | RowError]:
-        """The rows that are too long, with the length of their head set."""
+        """The rows of one segment that are too long, with the length of its head set."""
         long = {
-            place: row
-            for place, row in encoded.items()
-            if isinstance(row, Encoded) and len(row.input_ids) > self.section.max_length
+            number: row
+            for number, row in encoded.items()
+            if isinstance(row, Encoded) and len(row.segments) == 1 and row.lengths[0] > self.section.max_length
         }
-        rows = [(full[place], row) for place, row in long.items()]
+        rows = [(parts(full[number])[0], row.segments[0]) for number, row in long.items()]
         heads = chat.system_heads(rows, self.tokenizer, self.section.control_tokens)
-        return {place: replace(row, head=head) for (place, row), head in zip(long.items(), heads, strict=True)}
+        return {
+            number: replace(row, segments=(replace(row.segments[0], head=head),))
+            for (number, row), head in zip(long.items(), heads, strict=True)
+        }
 
     def _kept(self, read: _Read, encoded: Encoded | RowError | None) -> list[Encoded]:
         """The rows to train for one row of the source: itself, pieces of it, or none. Changes are counted."""
         place, section, affected = read.row.place, self.section, self.counts.affected
-        if isinstance(read.example, DataError):
-            raise read.example
+        if isinstance(read.content, DataError):
+            raise read.content
         if encoded is None:
             affected.append(Affected(place, "dropped", EMPTY))
             return []
@@ -226,8 +232,11 @@ class _Rows:
             return []
         if isinstance(encoded, RowError):
             raise DataError(f"{place}: {encoded}")
-        length = len(encoded.input_ids)
-        if not encoded.trained:
+        if encoded.layout != (self.layout or encoded.layout):
+            raise DataError(f"{place}: {self.layout} and {encoded.layout} cannot be trained together")
+        self.layout = encoded.layout
+        length = sum(encoded.lengths)
+        if not all(segment.trained for segment in encoded.segments):
             affected.append(Affected(place, "dropped", UNTRAINED, length))
             return []
         if encoded.escaped:
@@ -237,10 +246,10 @@ class _Rows:
             affected.append(Affected(place, what, DUPLICATE, length))
             if what == "dropped":
                 return []
-        if length <= section.max_length:
+        if max(encoded.lengths) <= section.max_length:
             return [encoded]
         with located(read.row):
-            what, pieces = lengths.TOO_LONG[section.too_long].apply(encoded, section.max_length)
+            what, pieces = lengths.shortened(encoded, section.max_length, section.too_long)
         trained = [piece for piece in pieces if piece.trained]
         affected.append(Affected(place, what if trained else "dropped", TOO_LONG, length))
         return trained
@@ -251,7 +260,9 @@ class _Rows:
         Consecutive repetitions of a row by its weight are not duplicates.
         """
         if place != self.last[0]:
-            content = hash((tuple(encoded.input_ids), tuple(encoded.labels)))
+            content = hash((
+                tuple(encoded.input_ids), tuple(encoded.labels), encoded.lengths, tuple(encoded.values.values())
+            ))  # fmt: skip
             self.last = place, content in self.seen
             self.seen.add(content)
         return self.last[1]

@@ -26,8 +26,8 @@ class Examination:
 
     @property
     def exit_code(self) -> int:
-        return self.fails_with if any(found.status == "error" for found in self.findings) else 0
+        return self.fails_with if any(finding.status == "error" for finding in self.findings) else 0
 
     def as_dict(self) -> dict[str, Any]:
         """The findings as JSON values."""
-        return {"sound": self.exit_code == 0, "findings": [found._asdict() for found in self.findings]}
+        return {"sound": self.exit_code == 0, "findings": [finding._asdict() for finding in self.findings]}

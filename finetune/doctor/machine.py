@@ -98,13 +98,13 @@ def _cards() -> Iterator[Finding]:
 
 def _driver() -> str:
     """The driver's version, if its file exists (not on WSL)."""
-    found = re.search(r"Kernel Module.*?(\d+(?:\.\d+)+)", _DRIVER.read_text()) if _DRIVER.is_file() else None
-    return f", driver {found[1]}" if found else ""
+    match = re.search(r"Kernel Module.*?(\d+(?:\.\d+)+)", _DRIVER.read_text()) if _DRIVER.is_file() else None
+    return f", driver {match[1]}" if match else ""
 
 
 def _no_card() -> Iterator[Finding]:
     cuda = torch.version.cuda
-    if not any(Path(place).exists() for place in ("/dev/nvidia0", _DRIVER)):
+    if not any(Path(path).exists() for path in ("/dev/nvidia0", _DRIVER)):
         yield Finding("GPU", "warning", "none: jobs run on the CPU", "enough for small models; use a machine with one")
     elif cuda is None:
         state = "there is one, but this torch was built without CUDA"
@@ -127,18 +127,18 @@ def _disks() -> Iterator[Finding]:
     from datasets.config import HF_DATASETS_CACHE
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    places = {"runs": Path("runs"), "model cache": Path(HF_HUB_CACHE), "data cache": Path(HF_DATASETS_CACHE)}
-    for name, place in places.items():
-        folder = next(found for found in (place.absolute(), *place.absolute().parents) if found.is_dir())
+    folders = {"runs": Path("runs"), "model cache": Path(HF_HUB_CACHE), "data cache": Path(HF_DATASETS_CACHE)}
+    for name, path in folders.items():
+        folder = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.is_dir())
         free = shutil.disk_usage(folder).free
         move = "set `output.dir`" if name == "runs" else f"set {'HF_HOME' if name[0] == 'm' else 'HF_DATASETS_CACHE'}"
         if not os.access(folder, os.W_OK | os.X_OK):
-            yield Finding(name, "error", f"{place}: {folder} cannot be written to", f"{move} to a folder of your own")
+            yield Finding(name, "error", f"{path}: {folder} cannot be written to", f"{move} to a folder of your own")
         elif free < _LITTLE_DISK:
-            little = f"{place}: {words.size(free)} free; a 7B model in 16 bit takes 13 GiB"
+            little = f"{path}: {words.size(free)} free; a 7B model in 16 bit takes 13 GiB"
             yield Finding(name, "warning", little, f"free some space, or {move} to a larger disk")
         else:
-            yield Finding(name, "ok", f"{place}: {words.size(free)} free")
+            yield Finding(name, "ok", f"{path}: {words.size(free)} free")
 
 
 def _attention(device: str) -> Finding:
@@ -157,7 +157,7 @@ def _optimizer(device: str) -> Finding:
 
 
 def _bitsandbytes(device: str) -> Finding:
-    """Whether its native library is present: quantized bases and 8-bit optimizers need it."""
+    """Check the native library, which quantized bases and 8-bit optimizers need."""
     about, built = "bitsandbytes library", f"install a bitsandbytes built for CUDA {torch.version.cuda}"
     try:
         from bitsandbytes.cextension import lib
@@ -171,7 +171,7 @@ def _bitsandbytes(device: str) -> Finding:
 
 
 def _triton() -> Finding:
-    """Whether its kernels can be built: its package does not include a C compiler and Python's headers."""
+    """Check that kernels can be built: the package includes neither a C compiler nor Python's headers."""
     if (obstacle := libraries.triton_obstacle()) is None:
         return Finding("Triton", "ok", "builds and runs kernels")
     state = f"cannot run its kernels ({obstacle}): the loss takes more time and memory"

@@ -13,9 +13,9 @@ from finetune.config import Config, load
 from finetune.data import fingerprint
 from finetune.doctor.findings import Examination, Finding
 from finetune.errors import ArtifactError, ConfigError, FinetuneError, MachineError
+from finetune.export import finished_run
 from finetune.model import build
 from finetune.model.adapters import adapter_files
-from finetune.model.source import identity
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.runtime import libraries
 from finetune.settings import CHOICES
@@ -77,20 +77,20 @@ def _lines(run: RunDirectory) -> Iterator[Finding]:
                 yield Finding(file.name, "error", state, "start it again")
             continue
         try:
-            found = records.read_lines(file, shape)
+            lines = records.read_lines(file, shape)
         except ArtifactError as error:
             yield Finding(file.name, "error", str(error), "restore the file from a backup")
             continue
-        if found.wrong:
-            (number, why), *more = found.wrong.items()
+        if lines.wrong:
+            (number, why), *more = lines.wrong.items()
             state = f"line {number} is skipped, because this program did not write it: {why}"
             state += f"; and {len(more)} more" if more else ""
             yield Finding(file.name, "error", state, "remove the damaged lines")
-        elif found.torn:
-            state = f"{len(found.rows)} lines; the next was truncated when the process ended and is skipped"
+        elif lines.torn:
+            state = f"{len(lines.rows)} lines; the next was truncated when the process ended and is skipped"
             yield Finding(file.name, "warning", state)
         else:
-            yield Finding(file.name, "ok", f"{len(found.rows)} lines")
+            yield Finding(file.name, "ok", f"{len(lines.rows)} lines")
 
 
 def _records(run: RunDirectory) -> Iterator[Finding]:
@@ -125,11 +125,11 @@ def _lock(run: RunDirectory) -> Finding:
 
 def _checkpoints(run: RunDirectory) -> Iterator[Finding]:
     problems = {checkpoint: problems_of(checkpoint) for checkpoint in run.complete_checkpoints()}
-    sound = [checkpoint for checkpoint, found in problems.items() if not found]
+    sound = [checkpoint for checkpoint, wrong in problems.items() if not wrong]
     remedy = "the next start sets it aside" if sound else "restore it from a backup"
-    for checkpoint, found in problems.items():
+    for checkpoint, wrong in problems.items():
         name = f"checkpoints/{checkpoint.name}"
-        yield Finding(name, "error", "; ".join(found), remedy) if found else Finding(name, "ok", "intact")
+        yield Finding(name, "error", "; ".join(wrong), remedy) if wrong else Finding(name, "ok", "intact")
     latest = run.checkpoints / LATEST
     if latest.is_file() and run.checkpoints / records.read_bytes(latest).decode(errors="replace").strip() not in sound:
         yield Finding("checkpoints/latest", "warning", "names no complete checkpoint", "the next save rewrites it")
@@ -205,10 +205,7 @@ def _check_model(folder: Path) -> None:
 
 
 def _tokenizer(run: RunDirectory, config: Config, foreign: bool) -> Finding:
-    """Whether the config's tokenizer is still the one that the weights were trained with.
-
-    `foreign`: it may need Python code, which is not run here.
-    """
+    """Check that the tokenizer is the one of training; `foreign`: it may need Python code, which is not run here."""
     folder = run.adapter if run.adapter.exists() else run.merged
     try:
         with libraries.offline():
@@ -227,14 +224,13 @@ def _tokenizer(run: RunDirectory, config: Config, foreign: bool) -> Finding:
 
 
 def _base(run: RunDirectory, config: Config) -> Iterator[Finding]:
-    """Whether the config's base is still the one used in training."""
-    folder = run.adapter if config.adapter.kind == "lora" else run.merged
-    if not folder.exists():
+    """Check that the config's base is the one of training."""
+    if not finished_run.weights_folder(run, config).exists():
         return
     unknown: list[str] = []
     try:
         with libraries.offline():
-            fingerprint.check_base(config.model, identity.of_base(config.model), folder, unknown.append)
+            finished_run.base_of(run, config, unknown.append)
     except FinetuneError as error:
         yield Finding("base", "error", str(error), "restore the base where `model.name` points")
     else:

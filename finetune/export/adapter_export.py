@@ -24,9 +24,10 @@ from finetune.config import AdapterSection, Config
 from finetune.config.field_types import is_pattern
 from finetune.data import fingerprint
 from finetune.errors import ConfigError
-from finetune.export import gguf_model, proof, server_commands
+from finetune.export import proof, server_commands
 from finetune.export.card import public
-from finetune.export.finished_run import Job
+from finetune.export.conversion import Conversion
+from finetune.export.gguf import gguf_model
 from finetune.model import build
 from finetune.model.adapters import adapter, adapter_files, plain_peft
 from finetune.model.base import base_dtype
@@ -41,8 +42,8 @@ GGUF = "adapter.gguf"
 _PREFIX = "base_model.model."
 
 
-def check(job: Job) -> None:
-    """Raise ConfigError for a run without an adapter, or with one that other programs cannot read."""
+def check(job: Conversion) -> None:
+    """Raise ConfigError for a run without an adapter, or whose adapter other programs cannot read."""
     section = job.config.adapter
     if section.kind == "none":
         raise ConfigError(
@@ -71,7 +72,7 @@ def check(job: Job) -> None:
         )
 
 
-def make(job: Job, folder: Path) -> dict[str, Any]:
+def make(job: Conversion, folder: Path) -> dict[str, Any]:
     """Write the plain adapter to `folder` and prove it with PEFT's layers. Returns the facts of export.json."""
     config = job.config
     architecture = job.architecture
@@ -149,7 +150,7 @@ def served_names(config: Config) -> dict[str, str | None]:
 
 
 def _served(names: dict[str, str | None], layer: str) -> str:
-    """The name by which servers know a layer of the trained model. Raises ConfigError if they cannot."""
+    """The name of a layer of the trained model in the base's files. Raises ConfigError if it has none."""
     if not names:
         return layer
     if not (name := names.get(f"{layer}.weight")):
@@ -172,8 +173,8 @@ def _read(base: Any, section: AdapterSection, renamed: dict[str, str], rank: int
     return read.eval()
 
 
-def _overrides(job: Job) -> dict[str, Any]:
-    """What the base's config.json lacks of the one that was trained: its rotary scaling."""
+def _overrides(job: Conversion) -> dict[str, Any]:
+    """The settings that the base's config.json lacks: the rotary scaling it was trained with."""
     text = job.architecture.get_text_config()
     names = ("rope_parameters", "max_position_embeddings") if job.config.model.rope_scaling else ()
     return {name: getattr(text, name) for name in names}
@@ -205,8 +206,9 @@ def _padded(matrix: torch.Tensor, rows: int = 0, columns: int = 0) -> torch.Tens
 
 
 def write(pairs: Pairs, renamed: dict[str, str], original: Any, base: str, folder: Path) -> int:
-    """Write `pairs` by their new names as a PEFT adapter with the targets of `original` (its LoraConfig), of which
-    servers read the last part of each name; returns the rank.
+    """Write `pairs` under their new names as a PEFT adapter; returns the rank.
+
+    The targets are those of `original` (a LoraConfig): servers read the last part of each name.
     """
     from peft import LoraConfig
 
@@ -224,7 +226,7 @@ def write(pairs: Pairs, renamed: dict[str, str], original: Any, base: str, folde
 
 
 def _write_gguf(architecture: Any, pairs: Pairs, rank: int, folder: Path) -> str | None:
-    """Write the adapter for llama.cpp; the reason if there is no form for it."""
+    """Write the adapter for llama.cpp; returns the reason if llama.cpp cannot express it."""
     try:
         gguf_model.write_lora(architecture, pairs, rank, folder / GGUF)
     except ConfigError as error:

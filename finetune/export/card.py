@@ -18,7 +18,7 @@ from finetune.storage.rundir import RunDirectory
 
 
 def model_card(run: RunDirectory, config: Config, record: dict[str, Any], written_as: str) -> str:
-    """README.md of an export, in the hub's format, which says how it is `written_as`; `record` is its proof, if any."""
+    """README.md of an export in the hub's format; `written_as` is its form, `record` its proof, if any."""
     from huggingface_hub import ModelCardData
 
     model = config.model
@@ -52,19 +52,19 @@ def model_card(run: RunDirectory, config: Config, record: dict[str, Any], writte
 
 
 def _licence(model: ModelSection) -> dict[str, Any]:
-    """The licence keys of the base's own card; none if it cannot be had."""
+    """The licence keys of the base's own card; none if that is unavailable."""
     data = card_of(model)  # without one, the card names the base alone
-    found = {key: data.get(key) for key in ("license", "license_name", "license_link")}
-    return {key: value for key, value in found.items() if value and _is_text(value)}
+    keys = {key: data.get(key) for key in ("license", "license_name", "license_link")}
+    return {key: value for key, value in keys.items() if value and _is_text(value)}
 
 
 def _is_text(value: Any) -> bool:
-    """Whether a licence is what the hub takes, a text or several: YAML may also hold what refers to itself."""
+    """Whether a licence is one text or several, as the hub takes it; YAML may also contain cycles."""
     return isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str) for one in value))
 
 
 def public(source: str) -> str:
-    """A base or a data source for others to read: of a place on this machine the last part of its path alone."""
+    """The name of a base or data source for others: of a local path only the last part."""
     known = source.startswith("builtin:") or _is_hub_name(source)
     return source if known else os.path.basename(os.path.abspath(source))
 
@@ -128,14 +128,14 @@ def _measured(run: RunDirectory) -> dict[str, str]:
             published = last
     trained = [line for line in lines if "eval_loss" not in line]
     peaks = [bytes for line in trained for peak in line["memory"].values() for bytes in peak.values()]
-    found = {}
+    facts = {}
     if trained:
-        found["steps"] = str(trained[-1]["step"])
+        facts["steps"] = str(trained[-1]["step"])
     if 0 in losses and published in losses:
-        found["evaluation loss"] = f"{losses[0]:.4f} before, {losses[published]:.4f} after (nats per trained token)"
+        facts["evaluation loss"] = f"{losses[0]:.4f} before, {losses[published]:.4f} after (nats per trained token)"
     if peaks:
-        found["peak memory"] = f"{max(peaks) / 2**30:.2f} GiB"
-    return found
+        facts["peak memory"] = f"{max(peaks) / 2**30:.2f} GiB"
+    return facts
 
 
 def _proof(record: dict[str, Any]) -> str:

@@ -1,83 +1,90 @@
-"""Exports that are made from what a run has published: written beside it, proven, and only then renamed into place."""
+"""The inputs of an export format that is converted from a finished run, and the comparison that proves it."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
-from finetune.config import Config
-from finetune.data import fingerprint
-from finetune.data import prepare as data_prepare
-from finetune.errors import MachineError
+from finetune.config import Config, QuantizationSection
+from finetune.data.chat import prompt_ids
+from finetune.data.examples import RowError, asked, learnt
 from finetune.export import proof
-from finetune.export.card import model_card, public
-from finetune.export.export_formats import Format
-from finetune.export.finished_run import Job
-from finetune.export.merge import load_merged
-from finetune.model.adapters.adapter_files import check_files
-from finetune.model.source import identity
-from finetune.model.source.tokenizer import load_tokenizer
-from finetune.runtime.environment import describe
-from finetune.storage.files import not_written, staged, write_json
+from finetune.model.attention import backends
+from finetune.model.base import load_architecture
+from finetune.model.build import Blueprint
+from finetune.model.source import chat_template
+from finetune.model.structure import experts
+from finetune.runtime import libraries
 from finetune.storage.rundir import RunDirectory
 
 
-def prepare(
-    run: RunDirectory, config: Config, form: Format, kind: str, device: torch.device, note: Callable[[str], None]
-) -> Job:
-    """What the conversion is made from, checked before anything is loaded or written.
+@dataclass(frozen=True)
+class Conversion:
+    """One conversion: outputs are compared on the token ids `rows` of `rows_of`; `kind` is the type of a GGUF file.
 
-    `note` is called if tokenizer or base cannot be verified, or the rows are not here. Raises ConfigError for a run
-    that the format cannot express, ArtifactError if adapter, tokenizer or base are missing or others than those of the
-    training.
+    `base_identity` is that of `model.source.identity.of_base`. `load_merged` loads the merged model, which was proven
+    when it was published, to compute in a dtype (None: as written).
     """
-    tokenizer = load_tokenizer(config.model, run.chat_template)
-    if config.adapter.kind == "lora":
-        check_files(run.adapter, config.adapter)
-    trained = run.adapter if config.adapter.kind == "lora" else run.merged
-    fingerprint.check(tokenizer, trained)
-    base_identity = identity.of_base(config.model, note)
-    fingerprint.check_base(config.model, base_identity, trained, note)
-    rows, rows_of = data_prepare.compared_rows(config.data, tokenizer, proof.ROWS, proof.ROW_TOKENS, note)
 
-    def merged(dtype: torch.dtype | None) -> Any:
-        return load_merged(run, config.model, device, dtype)
+    run: RunDirectory
+    config: Config
+    tokenizer: Any
+    rows: list[list[int]]
+    rows_of: str
+    device: torch.device
+    kind: str
+    base_identity: str | None
+    load_merged: Callable[[torch.dtype | None], Any]
 
-    job = Job(run, config, tokenizer, rows, rows_of, device, kind, base_identity, merged)
-    _module(form).check(job)
-    return job
+    @property
+    def architecture(self) -> Any:
+        """transformers' configuration of the base."""
+        return load_architecture(self.config.model)
 
+    @property
+    def example(self) -> Any:
+        """A prompt in the format that the run was trained on, to compare how programs render and tokenize it."""
+        return asked(learnt(self.run.events()) or "chat", "What is two and two?", self.config.data.separator)
 
-def convert(job: Job, name: str, form: Format) -> dict[str, Any]:
-    """Write and prove the export `name`; returns its export.json.
+    @property
+    def prompt(self) -> list[int]:
+        """The tokens of `example` as in training; empty if the chat template cannot render it."""
+        try:
+            return prompt_ids(self.example, self.tokenizer, self.config.data.control_tokens)
+        except RowError:
+            return []
 
-    Raises ArtifactError if it is not equivalent to the trained model, MachineError if writing fails. A failure leaves
-    an earlier export untouched.
-    """
-    target: Path = job.run.path / form.folder
-    try:
-        with staged(target) as folder:
-            record = {
-                "format": name,
-                **_module(form).make(job, folder),
-                "rows_of": job.rows_of,
-                "base": public(job.config.model.name),
-                "base_sha256": job.base_identity and job.base_identity.rpartition(":")[2],
-            }
-            identity.confirmed(job.config.model, job.base_identity)
-            write_json(folder / "export.json", {**record, "environment": describe(job.device)})
-            card = model_card(job.run, job.config, record, form.help)
-            (folder / "README.md").write_text(card, encoding="utf-8")
-    except (OSError, SafetensorError) as error:  # safetensors 0.8 raises its own error for a full disk
-        identity.confirmed(job.config.model, job.base_identity)
-        raise MachineError(not_written(target, error)) from None
-    return record
+    @property
+    def end_of_turn(self) -> int | None:
+        return chat_template.end_of_turn(self.tokenizer)
 
+    def blueprint(self, quantization: QuantizationSection, dtype: torch.dtype) -> Blueprint:
+        """The base with another quantization than in training."""
+        architecture = self.architecture
+        implementation, _ = backends.choose("auto", architecture, self.device.type, self.config.training.precision)
+        return Blueprint(self.config.model, quantization, architecture, implementation, dtype)
 
-def _module(form: Format) -> Any:
-    return importlib.import_module(f"finetune.export.{form.module}")
+    def base_logits(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """The base's logits; zero for a base of random weights, which were not saved."""
+        if self.config.model.weights == "random":
+            return [torch.zeros(len(row), 1) for row in self.rows]
+        base = self.blueprint(QuantizationSection(kind="none"), dtype).load(self.device)
+        logits = proof.logits(base, self.rows)
+        del base
+        libraries.return_freed_memory()
+        return logits
+
+    def compare(
+        self, name: str, model: Any, written: list[torch.Tensor], trained: list[torch.Tensor],
+        base: list[torch.Tensor], roundoff: float,
+    ) -> proof.Proof:  # fmt: skip
+        """The proof of the written files, from logits of three models. `model` is any of them, for its depth;
+        `roundoff` is the relative rounding error of a written weight.
+        """
+        layers = model.config.get_text_config().num_hidden_layers
+        result = proof.compare(written, trained, base, proof.bound(layers, roundoff), mixture=experts.is_mixture(model))
+        proof.refuse_unless_equal(result, name)
+        return result

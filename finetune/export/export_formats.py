@@ -7,17 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from finetune.errors import ConfigError
-
 
 @dataclass(frozen=True)
-class Format:
-    """How what a run has published, its adapter or its merged model, is rewritten for other programs.
+class ExportFormat:
+    """How the published adapter or merged model of a run is rewritten for other programs.
 
-    `module` of this package has two functions of a `finished_run.Job`: `check(job)` raises ConfigError for a run
+    `module` of this package has two functions of a `Conversion`: `check(job)` raises ConfigError for a run
     that the format cannot express, before anything is loaded; `make(job, folder)` writes the files, proves them and
-    returns the facts of export.json. It is empty for the merged model itself. `folder` is its name in the run
-    directory; `merged` whether it is made from the merged model.
+    returns the facts of export.json. It is empty for the merged model itself. `folder` is the name in the run
+    directory; `merged`: whether it is made from the merged model.
     """
 
     help: str
@@ -26,18 +24,11 @@ class Format:
     merged: bool = True
 
 
-FORMATS: dict[str, Format] = {
-    "merged": Format("16-bit safetensors, for transformers and vLLM", "merged"),
-    "adapter": Format("plain LoRA, for vLLM, SGLang and llama.cpp", "plain-adapter", "adapter_export", merged=False),
-    "gguf": Format("one GGUF file, for llama.cpp", "gguf", "gguf_export"),
-    "ollama": Format("a GGUF file and a Modelfile, for Ollama", "ollama", "ollama"),
+FORMATS: dict[str, ExportFormat] = {
+    "merged": ExportFormat("16-bit safetensors, for transformers and vLLM", "merged"),
+    "adapter": ExportFormat(
+        "plain LoRA, for vLLM, SGLang and llama.cpp", "plain-adapter", "adapter_export", merged=False
+    ),
+    "gguf": ExportFormat("one GGUF file, for llama.cpp", "gguf", "gguf.gguf_export"),
+    "ollama": ExportFormat("a GGUF file and a Modelfile, for Ollama", "ollama", "gguf.ollama"),
 }
-
-
-def find(name: str) -> Format:
-    """The format of this name. Raises ConfigError with the closest name and the list of all."""
-    if name not in FORMATS:
-        from finetune.config.field_types import unknown
-
-        raise ConfigError(f"export format {unknown(name, FORMATS)}")
-    return FORMATS[name]

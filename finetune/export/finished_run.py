@@ -1,97 +1,75 @@
-"""What the formats are made from that are converted from a finished run: its files, and how their proof is taken."""
+"""The files that a run has published, verified against its config before they are used."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
-from finetune.config import Config, QuantizationSection
-from finetune.data.chat import prompt_ids
-from finetune.data.examples import RowError, asked, learnt
+from finetune.config import Config, ModelSection
+from finetune.data import fingerprint
 from finetune.errors import ArtifactError
-from finetune.export import proof
-from finetune.model.attention import backends
-from finetune.model.base import load_architecture
-from finetune.model.build import Blueprint
-from finetune.model.source import chat_template
-from finetune.model.structure import experts
-from finetune.runtime import libraries
+from finetune.model.adapters.adapter_files import check_files
+from finetune.model.base import from_safetensors, load_architecture, refuse_missing
+from finetune.model.source import identity
+from finetune.model.source.locate import hub_call, pinned_code
+from finetune.model.source.tokenizer import load_tokenizer
 from finetune.storage.rundir import RunDirectory
 
+_CLASS = "AutoModelForCausalLM"
 
-@dataclass(frozen=True)
-class Job:
-    """One conversion: outputs are compared on the token ids `rows` of `rows_of`; `kind` is the type of a GGUF file.
 
-    `base_identity` is that of `model.source.identity.of_base`. `load_merged` loads the merged model, which was proven
-    when it was published, to compute in a dtype (None: as written).
+def weights_folder(run: RunDirectory, config: Config) -> Path:
+    """The folder of the trained weights: the adapter, or the model of a run that trained every weight."""
+    return run.adapter if config.adapter.kind == "lora" else run.merged
+
+
+def tokenizer_of(run: RunDirectory, config: Config, folder: Path) -> Any:
+    """The run's tokenizer, after checking that the weights in `folder` were trained with it, and an adapter's files."""
+    tokenizer = load_tokenizer(config.model, run.chat_template)
+    if folder == run.adapter:
+        check_files(folder, config.adapter)
+    fingerprint.check(tokenizer, folder)
+    return tokenizer
+
+
+def base_of(run: RunDirectory, config: Config, note: Callable[[str], None] = lambda text: None) -> str | None:
+    """The identity of the base (see `identity.of_base`), after checking that the trained weights are of that base.
+
+    `note` is called if this cannot be checked, or takes a while.
     """
+    base_identity = identity.of_base(config.model, note)
+    fingerprint.check_base(config.model, base_identity, weights_folder(run, config), note)
+    return base_identity
 
-    run: RunDirectory
-    config: Config
-    tokenizer: Any
-    rows: list[list[int]]
-    rows_of: str
-    device: torch.device
-    kind: str
-    base_identity: str | None
-    load_merged: Callable[[torch.dtype | None], Any]
 
-    @property
-    def architecture(self) -> Any:
-        """transformers' configuration of the base."""
-        return load_architecture(self.config.model)
+def load_merged(
+    run: RunDirectory, section: ModelSection, device: torch.device, dtype: torch.dtype | None = None
+) -> Any:
+    """The published merged model of the base in `section`, in `dtype` (None: as written), with the base's own code if
+    `section` allows it.
+    """
+    folder = run.merged
+    if not (folder / "config.json").is_file():
+        raise ArtifactError(f"{folder}: no merged model; run `finetune merge {run.quoted}`")
 
-    @property
-    def example(self) -> Any:
-        """A prompt in the format that the run learnt, to compare how programs render and tokenize it."""
-        return asked(learnt(self.run.events()) or "chat", "What is two and two?", self.config.data.separator)
+    def load() -> Any:
+        code = pinned_code(section)
+        if section.trust_remote_code:
+            # transformers 5.23 loads a class without a repository prefix from the folder itself, and runs the folder's
+            # `custom_generate/generate.py` when it reads the generation config; neither is the pinned code.
+            code["config"] = architecture = load_architecture(section)
+            reference = getattr(architecture, "auto_map", {}).get(_CLASS)
+            if reference and "--" not in reference:
+                architecture.auto_map[_CLASS] = f"{section.name}--{reference}"
+            code["generation_config"] = GenerationConfig.from_pretrained(str(folder))
+        return from_safetensors(
+            str(folder), dtype=dtype or "auto", device_map={"": device}, output_loading_info=True, **code
+        )
 
-    @property
-    def prompt(self) -> list[int]:
-        """The tokens of `example` as in training; empty if the chat template cannot render it."""
-        try:
-            return prompt_ids(self.example, self.tokenizer, self.config.data.control_tokens)
-        except RowError:
-            return []
-
-    @property
-    def end_of_turn(self) -> int | None:
-        return chat_template.end_of_turn(self.tokenizer)
-
-    def blueprint(self, quantization: QuantizationSection, dtype: torch.dtype) -> Blueprint:
-        """The base in another quantization than it was trained in."""
-        architecture = self.architecture
-        implementation, _ = backends.choose("auto", architecture, self.device.type, self.config.training.precision)
-        return Blueprint(self.config.model, quantization, architecture, implementation, dtype)
-
-    def base_logits(self, dtype: torch.dtype) -> list[torch.Tensor]:
-        """The base's logits; zero for a base of random weights, which were not saved."""
-        if self.config.model.weights == "random":
-            return [torch.zeros(len(row), 1) for row in self.rows]
-        base = self.blueprint(QuantizationSection(kind="none"), dtype).load(self.device)
-        found = proof.logits(base, self.rows)
-        del base
-        libraries.return_freed_memory()
-        return found
-
-    def compare(
-        self, name: str, model: Any, written: list[torch.Tensor], trained: list[torch.Tensor],
-        base: list[torch.Tensor], roundoff: float,
-    ) -> proof.Proof:  # fmt: skip
-        """The proof of what was written, from logits of three models. Raises ArtifactError unless it holds.
-
-        `model` is any of them, to know its depth; `roundoff` the relative rounding error of a written weight.
-        """
-        layers = model.config.get_text_config().num_hidden_layers
-        result = proof.compare(written, trained, base, proof.bound(layers, roundoff), mixture=experts.is_mixture(model))
-        if not result.holds:
-            raise ArtifactError(
-                f"the {name} is not the trained model: its logits differ by {result.error:.2%}, where rounding "
-                f"explains {result.bound:.2%}, and it has {result.kept:.0%} of what training changed (by "
-                f"{result.effect:.2%}). Nothing was published"
-            )
-        return result
+    model, report = hub_call(f"merged model {folder}", load)
+    refuse_missing(report, f"merged model {folder}", "restore the folder from a backup, or merge or train again")
+    return model

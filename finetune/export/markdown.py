@@ -1,4 +1,4 @@
-"""Text of others in Markdown: it stays text, on one line, and is no markup, HTML or end of a table's cell."""
+"""Escapes untrusted text for Markdown: on one line, without markup or HTML, and without ending a table's cell."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import re
 
 
 def escaped(text: str) -> str:
-    """A text between others."""
+    """`text` within a paragraph."""
     return re.sub(r"([\\`*_\[\]<>&|~$#])", r"\\\1", _line(text))
 
 
 def code(text: str) -> str:
-    """A text as a code span, in which there are no escapes: longer fences than any in it, as in CommonMark 6.1."""
+    """`text` as a code span (CommonMark 6.1): its fences are longer than any in the text, which cannot be escaped."""
     text = _line(text)
     fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
     # One space is taken off at each end, unless the text is nothing but spaces.
@@ -20,10 +20,10 @@ def code(text: str) -> str:
 
 
 def cell(text: str) -> str:
-    """What is Markdown by itself, in a cell of a table: a | ends the cell, even within code."""
+    """`text`, already Markdown, for a cell of a table, which a | ends even within code."""
     return text.replace("|", r"\|")
 
 
 def _line(text: str) -> str:
-    """A text without line breaks and other characters that have no glyph."""
+    """`text` with line breaks and other unprintable characters replaced."""
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)

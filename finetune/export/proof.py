@@ -35,8 +35,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from finetune.errors import ArtifactError
 from finetune.model.structure import streamed
-from finetune.runtime import libraries
+from finetune.runtime import libraries, patches
 
 # The relative error of a rounded weight.
 ROUNDOFF = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 2.0**-24}
@@ -75,7 +76,7 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        """Whether the error is within rounding, and the adapter's change in the export."""
+        """Whether rounding explains the error, and the export has the adapter's change."""
         return self.error <= self.bound and self.kept >= KEPT
 
 
@@ -112,8 +113,8 @@ def _centred(model: Any, row: list[int], device: torch.device) -> torch.Tensor:
 class Streamed:
     """The logits of a model whose weights `fetch` reads one by one.
 
-    Of each row there are those of every `stride`-th token. The layers are computed once for all rows, and the head for
-    one row at a time.
+    Only every `stride`-th token of a row has logits. The layers are computed once for all rows, and the head for one
+    row at a time.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class Streamed:
         with (
             torch.no_grad(),
             streamed.running(self._model, self._fetch, self._device),
-            libraries.replaced(self._layers, "forward", lambda *_, **__: known),
+            patches.CAUSAL_MODEL_FORWARD.by(lambda *_, **__: known, self._layers),
             _in_parts(self._head),
         ):
             return _centred(self._model, self._rows[row], self._device)
@@ -160,16 +161,16 @@ def _in_parts(head: Any) -> Iterator[None]:
         parts = zip(head.weight.split(_HEAD_ROWS), biases, strict=False)
         return torch.cat([functional.linear(hidden, weight, bias) for weight, bias in parts], dim=-1)
 
-    with libraries.replaced(head, "forward", product):
+    with patches.LINEAR_FORWARD.by(product, head):
         yield
 
 
 def stride(vocabulary: int, tokens: int) -> int:
-    """Which of a row's tokens are compared, so that the logits of `tokens` take no more than `_ROW_BYTES`."""
+    """The distance between compared tokens at which the logits of a row of `tokens` take at most `_ROW_BYTES`."""
     return math.ceil(tokens * vocabulary * 4 / _ROW_BYTES)
 
 
-class Comparison:
+class LogitComparison:
     """The comparison of three models' centred logits, row by row; `mixture`: whether the models have experts."""
 
     def __init__(self, *, mixture: bool = False) -> None:
@@ -228,15 +229,31 @@ def compare(
     mixture: bool = False,
 ) -> Proof:
     """Compare the three models' centred logits on the same rows; `mixture`: whether the models have experts."""
-    comparison = Comparison(mixture=mixture)
+    comparison = LogitComparison(mixture=mixture)
     for row in zip(merged, adapted, base, strict=True):
         comparison.add(*row)
     return comparison.result(bound)
 
 
+def refuse_unless_equal(result: Proof, what: str, otherwise: str = "") -> None:
+    """Raise ArtifactError unless the proof of an export holds; `otherwise` ends the message."""
+    if result.holds:
+        return
+    if result.error <= result.bound:
+        raise ArtifactError(
+            f"the {what} has only {result.kept:.0%} of what training changed (by {result.effect:.2%}): its weights are "
+            f"rounded more coarsely than that. Nothing was published{otherwise}"
+        )
+    raise ArtifactError(
+        f"the {what} is not the trained model: its logits differ by {result.error:.2%} from the trained ones, but "
+        f"rounding explains only {result.bound:.2%} (training itself changed them by {result.effect:.2%}). Nothing was "
+        f"published{otherwise}"
+    )
+
+
 class Likeness:
-    """How like the trained model another is: mean KL divergence in nats, share of the same most likely tokens, and its
-    loss in nats per token.
+    """The similarity of a model to the trained one: mean KL divergence (nats), share of equal most likely tokens, and
+    its loss (nats per token).
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The commands that serve an export with the programs that exist; there is no server here."""
+"""Commands that serve an export with other programs; this program has no server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What `--max-lora-rank` of vLLM may be (vllm/config/lora.py, 2026-11)."""
+"""The values that vLLM accepts for `--max-lora-rank` (vllm/config/lora.py, 2026-11)."""
 
 
 def commands(name: str, folder: Path, base: str, record: dict[str, Any]) -> dict[str, str]:
@@ -20,7 +20,7 @@ def commands(name: str, folder: Path, base: str, record: dict[str, Any]) -> dict
     if name == "gguf":
         return {"llama.cpp": _line("llama-server", "-m", folder / record["file"], "--jinja", "--alias", called)}
     if name == "ollama":
-        named = re.sub("[^A-Za-z0-9_.-]+", "-", called).strip("-.")[:80] or "finetuned"  # what Ollama takes as a name
+        named = re.sub("[^A-Za-z0-9_.-]+", "-", called).strip("-.")[:80] or "finetuned"  # allowed in a name
         made = _line("ollama", "create", named, "-f", folder / "Modelfile")
         return {"Ollama": f"{made} && {_line('ollama', 'run', named)}"}
     return {
@@ -31,7 +31,7 @@ def commands(name: str, folder: Path, base: str, record: dict[str, Any]) -> dict
 
 
 def prompts(name: str, kind: str | None, separator: str) -> str | None:
-    """How the export `name` is asked, after training on examples of `kind`; None for turns of the chat template."""
+    """How to prompt the export `name` after training on examples of `kind`; None for turns of the chat template."""
     if kind in (None, "chat"):
         return None
     text = f"trained on plain text to be {'completed' if kind == 'completion' else 'continued'}"
@@ -46,7 +46,7 @@ def _of_adapter(called: str, folder: Path, base: str, record: dict[str, Any]) ->
     allowed = next(rank for rank in VLLM_RANKS if rank >= record["rank"])
     overrides = record.get("base_overrides") or {}
     text, rope = json.dumps(overrides), overrides.get("rope_parameters", {})
-    found = {
+    lines = {
         "vLLM": _line(
             "vllm", "serve", base, "--enable-lora", "--max-lora-rank", allowed, "--lora-modules", f"{called}={folder}",
             *(["--hf-overrides", text] if rope else []),
@@ -56,9 +56,8 @@ def _of_adapter(called: str, folder: Path, base: str, record: dict[str, Any]) ->
             "--max-loras-per-batch", 1, *(["--json-model-override-args", text] if rope else []),
         ),
     }  # fmt: skip
-    if record["gguf"] and rope.get("rope_type") != "llama3":  # for which llama.cpp has no options
-        # The base's file is for the reader to name: it is not made here.
-        found["llama.cpp"] = _line(
+    if record["gguf"] and rope.get("rope_type") != "llama3":  # llama.cpp has no option for llama3
+        lines["llama.cpp"] = _line(
             "llama-server",
             "-m",
             "BASE.gguf",
@@ -69,7 +68,7 @@ def _of_adapter(called: str, folder: Path, base: str, record: dict[str, Any]) ->
             called,
             *(["--rope-scaling", rope["rope_type"], "--rope-scale", f"{rope['factor']:g}"] if rope else []),
         )
-    return found
+    return lines
 
 
 def _line(*words: object) -> str:

@@ -8,7 +8,7 @@ from finetune.errors import ConfigError, MachineError, first_line
 
 
 def check(name: str) -> None:
-    """Raise ConfigError for what is no repository's name, MachineError if nobody is logged in; before any work."""
+    """Raise ConfigError unless `name` is a valid repository name, MachineError if nobody is logged in."""
     from huggingface_hub import get_token
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
@@ -22,11 +22,9 @@ def check(name: str) -> None:
 
 
 def push(folder: Path, name: str) -> tuple[str, list[str]]:
-    """Upload `folder` to the repository `name`, made private if there is none.
+    """Upload `folder` to the repository `name`, which is created as private if it does not exist.
 
-    Returns its address, and the files in it that are of earlier uploads (a GGUF file of another type, say).
-
-    Raises MachineError if the hub refuses or cannot be reached.
+    Returns its address, and the files left in it by earlier uploads (such as a GGUF file of another type).
     """
     from huggingface_hub import HfApi
 
@@ -35,6 +33,6 @@ def push(folder: Path, name: str) -> tuple[str, list[str]]:
         name = api.create_repo(name, private=True, exist_ok=True).repo_id  # with the account, if it was left out
         api.upload_folder(repo_id=name, folder_path=folder, commit_message=f"Upload {folder.name}")
         files = {*api.list_repo_files(name)} - {".gitattributes", *(file.name for file in folder.iterdir())}
-    except Exception as error:  # those of its HTTP library too, which differ from version to version
+    except Exception as error:  # its HTTP library raises others from version to version
         raise MachineError(f"{folder} is written and proven, but not pushed to {name}: {first_line(error)}") from None
     return f"https://huggingface.co/{name}", sorted(files)

@@ -45,7 +45,7 @@ def block_bytes(size_bytes: int) -> int:
 
 
 def segment_bytes(block: int) -> int:
-    """Bytes of the segment that is made for a block of so many bytes [get_allocation_size]."""
+    """Bytes of the segment that is made for a block of this size [get_allocation_size]."""
     if block <= SMALL_BYTES:
         return SMALL_SEGMENT_BYTES
     if block < LARGE_BYTES:
@@ -188,7 +188,7 @@ class CachingAllocator:
 
     def segments(self) -> list[list[Span]]:
         """Every segment's blocks in the order of their addresses, as torch.cuda.memory_snapshot shows them."""
-        found = []
+        segments = []
         for first in [block for _, block in sorted(self._blocks.items()) if block.before is None]:
             spans: list[Span] = []
             block: _Block | None = first
@@ -196,21 +196,21 @@ class CachingAllocator:
                 state = "allocated" if block.allocated else "free" if block.mapped else "unmapped"
                 spans.append(Span(block.address, block.size, state))
                 block = block.after
-            found.append(spans)
-        return found
+            segments.append(spans)
+        return segments
 
     def _best_fit(self, pool: _Pool, size: int) -> _Block | None:
         """Take the smallest free block that holds `size` [get_free_block].
 
         A block before unmapped pages counts for as much as it can grow to, so that the end of an expandable segment
-        is cut last. The search stops at the first block that is no better, as torch's does.
+        is cut last. The search stops at the first block that is not better, as torch's does.
         """
-        place = bisect_left(pool.free, (size, 0))
-        if place == len(pool.free):
+        index = bisect_left(pool.free, (size, 0))
+        if index == len(pool.free):
             return None
-        block = self._blocks[pool.free[place][1]]
+        block = self._blocks[pool.free[index][1]]
         if self.expandable_segments:
-            for _, address in islice(pool.free, place + 1, None):
+            for _, address in islice(pool.free, index + 1, None):
                 larger = self._blocks[address]
                 if larger.reach() >= block.reach():
                     break

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from finetune.forecast import operators
+from finetune.runtime import patches
 
 # Policy `fp32`: 16-bit inputs become float32.
 FLOAT32 = (
@@ -38,7 +39,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 @contextlib.contextmanager
 def as_on_cuda() -> Iterator[None]:
     """Within the block autocast casts CPU tensors as it casts those of CUDA."""
-    library = torch.library.Library("aten", "IMPL", "AutocastCPU")
+    library = patches.AUTOCAST_KERNELS.kernels("AutocastCPU")
     for names, kernel in (
         (FLOAT32, _in_float32), (FLOAT32_RESULT, _to_float32), (FLOAT32_OVERLOAD, _by_overload), (WIDEST, _in_widest),
     ):  # fmt: skip
@@ -59,12 +60,12 @@ def _in_float32(operator: Any) -> Callable[..., Any]:
 
 
 def _to_float32(operator: Any) -> Callable[..., Any]:
-    place = [argument.name for argument in operators.schema(operator).arguments].index("dtype")
+    index = [argument.name for argument in operators.schema(operator).arguments].index("dtype")
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        named = args[place] if len(args) > place else kwargs.get("dtype")
+        named = args[index] if len(args) > index else kwargs.get("dtype")
         if named is None and args[0].dtype in _HALVES:
-            args, kwargs = args[:place], {**kwargs, "dtype": torch.float32}
+            args, kwargs = args[:index], {**kwargs, "dtype": torch.float32}
         with _once():
             return operator(*args, **kwargs)
 
@@ -102,5 +103,5 @@ def _wide(value: Any) -> Any:
 
 
 def _once() -> torch.autocast:
-    """Let the operator go on to its own kernel, past autocast."""
+    """Call the operator's own kernel, past autocast."""
     return torch.autocast("cpu", enabled=False)

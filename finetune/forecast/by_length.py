@@ -1,4 +1,4 @@
-"""What short micro-batches recompute: less than the longest, within the same memory.
+"""Choose what short micro-batches recompute: less than the longest, within the same memory.
 
 The fit chooses for the longest micro-batch. Memory grows nearly in proportion to a micro-batch's length, so for each
 level that recomputes less there is a length up to which all layers can have it. Those lengths are found by forecasts,
@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Mapping
 
 from finetune.forecast.fit import SPARE, largest
 from finetune.forecast.replay import Forecast
-from finetune.model.recompute.checkpointing import UpTo
+from finetune.storage.records import UpTo
 
 At = Callable[[str, int], Forecast]
-"""From a level of all layers, and a length, to the forecast of the largest micro-batch whose rows are no longer."""
+"""From a level of all layers and a length to the forecast of the largest micro-batch of rows up to that length."""
 
 # What a level must save of an epoch's predicted time, by itself, to be worth its forecasts.
 _LEAST_SAVED = 0.01
@@ -28,7 +28,7 @@ _GROWING = ("layer_inputs", "activations", "loss", "workspace", "allocator_slack
 
 
 def find(longest: Forecast, levels: Mapping[str, Forecast], lengths: Iterable[int], at: At) -> dict[UpTo, Forecast]:
-    """What micro-batches up to a length recompute, the shortest first, with the forecast of the largest of them.
+    """The level for micro-batches up to each length, the shortest first, with the forecast of the largest of them.
 
     `longest` is the forecast of the longest micro-batch as it was fitted, `levels` that with all layers at levels that
     recompute less. `lengths` are those of an epoch's micro-batches.
@@ -44,8 +44,8 @@ def find(longest: Forecast, levels: Mapping[str, Forecast], lengths: Iterable[in
         )
         for level in _worth(guessed, seconds, tokens)
     }
-    found = sorted(_worth(reach, seconds, tokens), key=reach.__getitem__)
-    return {UpTo(reach[level], level): at(level, reach[level]) for level in found}
+    chosen = sorted(_worth(reach, seconds, tokens), key=reach.__getitem__)
+    return {UpTo(reach[level], level): at(level, reach[level]) for level in chosen}
 
 
 def _guess(longest: Forecast, less_recomputed: Forecast) -> int:

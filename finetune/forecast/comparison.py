@@ -2,33 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from finetune.forecast.replay import Forecast
 from finetune.measure.monitor import Peak
-
-TOLD_ABOVE = 0.03
-"""A larger difference, relative to what was measured, is shown to the user."""
-
-
-@dataclass(frozen=True)
-class Difference:
-    """One phase: what was forecast and what was measured, in bytes."""
-
-    phase: str
-    measure: str
-    forecast_bytes: int
-    measured_bytes: int
-
-    @property
-    def relative(self) -> float:
-        """Forecast over measured, less 1: below 0 it was too little."""
-        return self.forecast_bytes / self.measured_bytes - 1
-
-    @property
-    def large(self) -> bool:
-        return abs(self.relative) > TOLD_ABOVE
+from finetune.storage.records import Difference
 
 
 def compare(forecast: Forecast, peaks: dict[str, Peak]) -> list[Difference]:

@@ -20,7 +20,7 @@ class Scattered(Exception):
 
 
 def kinds(model: nn.Module) -> list[Hashable]:
-    """For each decoder layer what it is made of; layers of one kind take the same memory and time."""
+    """The kind of each decoder layer; layers of one kind take the same memory and time."""
     config: Any = model.config
     per_layer = _per_layer(config.get_text_config(), len(layers(model)))
     untrained = {model.get_submodule(name) for name in linear_layers.untrained(model)}
@@ -35,43 +35,42 @@ Named = dict[nn.Module, tuple[bool, int]]
 
 
 def adapted(model: nn.Module, section: AdapterSection) -> tuple[Named, list[Hashable]]:
-    """The modules that regular expressions choose or whose rank `adapter.ranks` gives, and for each decoder layer those
-    in it.
+    """The modules that `adapter.targets` or `adapter.ranks` choose by full name, and for each layer those inside it.
 
-    Layers of one kind may differ in the latter.
+    Layers of one kind may differ in what is inside them.
     """
     matched, ranks = adapter.matching(model, section), adapter.ranks(model, section) if section.ranks else {}
     chosen = {*matched, *(name for name, rank in ranks.items() if rank != section.rank)}
     named = {model.get_submodule(name): (name in matched, ranks.get(name, section.rank)) for name in chosen}
     inside = ([(name, named[part]) for name, part in layer.named_modules() if part in named] for layer in layers(model))
-    return named, [tuple(found) for found in inside]
+    return named, [tuple(names) for names in inside]
 
 
 def keep(model: nn.Module, kept: Sequence[int]) -> None:
     """Leave only the decoder layers with these indices in `model`, and in its config.
 
-    Raises Scattered for a model that keeps its layers elsewhere than in one list.
+    Raises Scattered for a model that does not keep its layers in one list.
     """
-    found = layers(model)
-    holder, name = _holder(model, found)
+    whole = layers(model)
+    holder, name = _holder(model, whole)
     config: Any = model.config
     text = config.get_text_config()
-    for key, values in _per_layer(text, len(found)).items():
+    for key, values in _per_layer(text, len(whole)).items():
         setattr(text, key, [values[number] for number in kept])
     text.num_hidden_layers = len(kept)
-    setattr(holder, name, nn.ModuleList([found[number] for number in kept]))
+    setattr(holder, name, nn.ModuleList([whole[number] for number in kept]))
 
 
 def renamed(section: AdapterSection, model: nn.Module, named: Named) -> AdapterSection:
     """The targets and ranks with the full names that the modules in `named` have now, after `keep`."""
     if not named:
         return section
-    found = {re.escape(name): named[module] for name, module in model.named_modules() if module in named}
-    ranks = {name: rank for name, (_, rank) in found.items() if rank != section.rank}
+    now = {re.escape(name): named[module] for name, module in model.named_modules() if module in named}
+    ranks = {name: rank for name, (_, rank) in now.items() if rank != section.rank}
     targets = section.targets
     if targets != "all-linear":
         plain = [target for target in targets if not is_pattern(target)]
-        targets = [*plain, *(name for name, (matched, _) in found.items() if matched)]
+        targets = [*plain, *(name for name, (matched, _) in now.items() if matched)]
     return section.model_copy(update={"targets": targets, "ranks": ranks})
 
 
@@ -92,10 +91,10 @@ def _per_layer(config: Any, count: int) -> dict[str, Any]:
     }
 
 
-def _holder(model: nn.Module, found: list[Any]) -> tuple[nn.Module, str]:
+def _holder(model: nn.Module, whole: list[Any]) -> tuple[nn.Module, str]:
     """The module that holds the list of layers, and the name it has there."""
     for module in model.modules():
         for name, child in module.named_children():
-            if isinstance(child, nn.ModuleList) and list(child) == found:
+            if isinstance(child, nn.ModuleList) and list(child) == whole:
                 return module, name
     raise Scattered(f"{type(model).__name__} does not keep its layers in one list")

@@ -18,13 +18,13 @@ from finetune.config import MemorySection
 from finetune.config.field_types import parse_size
 from finetune.errors import ConfigError, MachineError, OutOfMemoryError
 from finetune.forecast import gpus, operator_costs
-from finetune.forecast.operator_costs import Kernels
+from finetune.forecast.operator_costs import DeviceOperators
 from finetune.runtime import libraries, segments
 
 
 @dataclass(frozen=True)
 class Device:
-    """Where the job would run.
+    """The hardware that a job would run on.
 
     `budget_bytes` is what it may take there, context included. `outside_bytes` is what it takes besides tensors: the
     CUDA context, or on a CPU what the process holds before it begins. The rates are those of 16-bit products
@@ -51,14 +51,14 @@ class Device:
 
     @property
     def room_bytes(self) -> int:
-        """What the caching allocator may reserve: the budget without the context.
+        """The most that the caching allocator may reserve: the budget without the context.
 
-        `cap` holds it to as much where `memory.limit` is what bounds the budget.
+        `cap` enforces this where `memory.limit` bounds the budget.
         """
         return self.budget_bytes - self.outside_bytes
 
     @property
-    def kernels(self) -> Kernels:
+    def operators(self) -> DeviceOperators:
         return operator_costs.cuda() if self.type == "cuda" else operator_costs.cpu()
 
     @property
@@ -146,7 +146,7 @@ def smallest_fitting(needed_bytes: int) -> Device | None:
 
 
 def _card(gpu: gpus.Gpu, total: int, budget: int | None, name: str) -> Device:
-    """A card like `gpu` with `total` bytes, that need not be here."""
+    """A GPU like `gpu` with `total` bytes, which need not be in this machine."""
     return Device(
         type="cuda",
         name=name if name == gpu.name else f"{name} (speed and context of {gpu.name})",
@@ -167,11 +167,11 @@ def _nearest(total_bytes: int) -> gpus.Gpu:
 
 
 def _present(budget: int | None) -> Device:
-    """The card here, with what others leave free on it."""
+    """The GPU of this machine, with what other processes leave free on it."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     free, _ = torch.cuda.mem_get_info()
     free += torch.cuda.memory_reserved()
-    # Part of what is taken is this process's own context, of which torch loads more later.
+    # Part of what is taken is this process's own context, and torch loads more of it later.
     context = operator_costs.context_bytes(properties.multi_processor_count)
     usable = free + min(properties.total_memory - free, context)
     try:
@@ -205,10 +205,10 @@ def _cpu(budget: int | None) -> Device:
 
 
 def left_by_control_groups(process: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float:
-    """Bytes that a container or a batch system still lets this process take; infinity where none sets a limit.
+    """Bytes that a container or a batch system still lets this process take; infinity without a limit.
 
-    Control groups of version 2, in which every group above sets a limit too and what the page cache holds can be had
-    back (kernel documentation, admin-guide/cgroup-v2, `memory.max`, `memory.current`, `memory.stat`).
+    Control groups of version 2: every group above sets a limit too, and what the page cache holds can be reclaimed
+    (kernel documentation, admin-guide/cgroup-v2, `memory.max`, `memory.current`, `memory.stat`).
     """
     try:
         own = next(line[4:] for line in process.read_text().splitlines() if line.startswith("0::/"))

@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from finetune.config import QuantizationSection
-from finetune.runtime.libraries import replaced
+from finetune.runtime import patches
 
 # bitsandbytes 0.50, `functional.quantize_4bit` and `functional.quantize_blockwise`: values under one absolute maximum
 # in the weights, and absolute maxima under one in double quantization.
@@ -40,7 +40,7 @@ def fill(model: nn.Module, section: QuantizationSection, mode: FakeTensorMode) -
 
 
 def quantization_state(parameter: nn.Parameter) -> Iterator[torch.Tensor]:
-    """The tensors beside a quantized weight that say how to read it."""
+    """The tensors beside a quantized weight that dequantize it."""
     state = getattr(parameter, "quant_state", None)
     if state is not None:
         yield from (state.absmax, state.code)
@@ -89,22 +89,22 @@ def _four_bit(parameter: Any, section: QuantizationSection) -> nn.Parameter:
 
 
 def give_quantization_state(module: Any) -> None:
-    """Let a gathered weight be read as the quantized one that it is."""
+    """Give a gathered weight the quantization state of its module."""
     module.weight.quant_state = module.quant_state
 
 
 def is_quantized(weight: Any) -> bool:
-    """Whether a weight was quantized by `fill`."""
+    """Whether `fill` quantized a weight."""
     return getattr(weight, "quant_state", None) is not None or getattr(weight, "SCB", None) is not None
 
 
 def shape(weight: Any) -> torch.Size:
-    """The shape that a quantized weight stands for."""
+    """The shape of a quantized weight before it was packed."""
     return weight.quant_state.shape if hasattr(weight, "quant_state") else weight.shape
 
 
 def quantize(full: torch.Tensor, section: QuantizationSection) -> None:
-    """Quantize `full` for the memory that this takes; the result is discarded."""
+    """Quantize `full`, so that the memory which this takes is recorded; the result is discarded."""
     from bitsandbytes import functional
 
     if section.kind == "int8":
@@ -115,9 +115,9 @@ def quantize(full: torch.Tensor, section: QuantizationSection) -> None:
 
 @contextlib.contextmanager
 def for_dora() -> Iterator[None]:
-    """DoRA's magnitudes (one a row) without the weight whose norms they start from, and PEFT's reading of that weight.
+    """Make DoRA's magnitudes (one a row) without their weight's norms, and let PEFT dequantize fake weights.
 
-    PEFT knows a quantized weight by the name of its class, which a fake one has not.
+    PEFT recognises a quantized weight by the name of its class, and a fake one has another.
     """
     from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant
     from peft.tuners.lora import dora
@@ -136,7 +136,7 @@ def for_dora() -> Iterator[None]:
         return plain(module)
 
     with (
-        replaced(dora.DoraLinearLayer, "update_layer", update_layer),
-        replaced(dora, "dequantize_module_weight", dequantize),
+        patches.DORA_UPDATE_LAYER.by(update_layer),
+        patches.DORA_DEQUANTIZE.by(dequantize),
     ):
         yield

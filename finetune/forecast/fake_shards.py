@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from finetune.forecast import fake
-from finetune.forecast.trace import Recorder
+from finetune.forecast.trace import TraceRecorder
 from finetune.forecast.traced_engine import TracedEngine
 from finetune.model.distributed.sharding import Sharded, whole_of
-from finetune.runtime.libraries import replaced
+from finetune.runtime import patches
 
 
 class FakeSharded(TracedEngine, Sharded):
@@ -21,14 +21,9 @@ class FakeSharded(TracedEngine, Sharded):
 
     @staticmethod
     @contextlib.contextmanager
-    def around(recorder: Recorder) -> Iterator[None]:
-        """In the block, quantized weights that are fake can be gathered; `recorder` sees the storages come and go."""
-        from bitsandbytes.nn import modules
-
-        with (
-            recorder.following_resizes(),
-            replaced(modules, "fix_4bit_weight_quant_state_from_module", fake.give_quantization_state),
-        ):
+    def around(recorder: TraceRecorder) -> Iterator[None]:
+        """Let gathered weights be fake quantized ones; `recorder` follows the storages that FSDP2 resizes."""
+        with recorder.following_resizes(), patches.RESTORE_4BIT_STATE.by(fake.give_quantization_state):
             yield
 
     def trained_by(self, parameter: nn.Parameter) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from finetune.forecast.traced_engine import Traced, TracedEngine
 from finetune.model.distributed.zero import BUCKET, PERSISTENT, STAGES, Rates
-from finetune.runtime.libraries import replaced
+from finetune.runtime import patches
 
 _FLOAT32 = 4
 # offload_config.py, `DeepSpeedZeroOffloadOptimizerConfig.buffer_count`.
@@ -107,7 +107,7 @@ class FakeZero(TracedEngine):
 
     def passes(self) -> contextlib.AbstractContextManager[None]:
         """A context in which linear layers are those that DeepSpeed puts in where it partitions weights."""
-        return replaced(nn.functional, "linear", linear) if self._cuts_weights else contextlib.nullcontext()
+        return patches.FUNCTIONAL_LINEAR.by(linear) if self._cuts_weights else contextlib.nullcontext()
 
     def saved_bytes(self) -> dict[str, int]:
         """Those on all ranks."""

@@ -1,4 +1,4 @@
-"""What a job needs besides its steps: checkpoints in memory and on disk, disk space for exports, memory of a merge."""
+"""Sizes of what a job needs besides its steps: checkpoints in memory and on disk, exports, and a merge."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def _bytes(trace: Trace, category: str) -> int:
     if trace.saved_bytes:
         return trace.saved_bytes[category]
     live: dict[int, int] = {}
-    for run in trace.runs:
-        if run.phase == "forward":
+    for stretch in trace.stretches:
+        if stretch.phase == "forward":
             break
-        for event in run.events:
+        for event in stretch.events:
             block = trace.blocks[abs(event) - 1]
             if block.category == category:
                 if event > 0:

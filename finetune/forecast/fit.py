@@ -38,7 +38,7 @@ _ROWS, _RECOMPUTED, _OFFLOAD, _TILE = (
 
 
 class NothingFits(OutOfMemoryError):
-    """No setting fits; `config` is the one that takes least."""
+    """No setting fits; `config` is the one that takes the least memory."""
 
     def __init__(self, config: Config, message: str) -> None:
         super().__init__(message)
@@ -47,7 +47,7 @@ class NothingFits(OutOfMemoryError):
 
 @dataclass(frozen=True)
 class Fitted:
-    """What was chosen: the config, its forecast, and why each value.
+    """The chosen config, its forecast, and the reason for each value.
 
     `tried` is the number of settings that were forecast, and `find_everything` finds `everything`. `levels` are those
     worth their bytes, from nothing recomputed to everything; none where that was not a question.
@@ -62,7 +62,7 @@ class Fitted:
 
     @functools.cached_property
     def everything(self) -> Forecast:
-        """The best that recomputes everything, which it may take a forecast to know."""
+        """The fastest setting that fits with every layer recomputed; may take another forecast."""
         return self.find_everything()
 
     @property
@@ -71,16 +71,16 @@ class Fitted:
         return self.everything.seconds / self.forecast.seconds
 
     def value(self, key: str) -> Any:
-        """What was chosen for `section.key`."""
+        """The chosen value of `section.key`."""
         section, _, name = key.partition(".")
         return getattr(getattr(self.config, section), name)
 
     def text(self, key: str) -> str:
-        """What was chosen for `section.key`, as in a config file."""
+        """The chosen value of `section.key`, as in a config file."""
         return str(self.value(key)).replace("'", "")
 
     def as_dict(self) -> dict[str, Any]:
-        """What was chosen, as JSON values."""
+        """The choice as JSON values."""
         sharing = ("distributed.kind", "distributed.stage") if self.forecast.gpus > 1 else ()
         return {
             "chosen": {key: self.value(key) for key in (_ROWS, _RECOMPUTED, _OFFLOAD, _TILE, *sharing)},
@@ -94,10 +94,9 @@ class Fitted:
 
 @dataclass(frozen=True)
 class Limits:
-    """How far the job could be taken: the largest values that fit with every layer checkpointed, each by itself.
+    """The largest values that fit with every layer checkpointed, each changed by itself; 0 where the least does not.
 
-    0 where not even the least fits. `smallest_card` is that of the table that still holds one row with every layer
-    checkpointed, or None.
+    `smallest_card` is the smallest GPU of the table that holds one row with every layer checkpointed, or None.
     """
 
     length: int
@@ -111,7 +110,7 @@ class Limits:
 
 
 def least(config: Config, *, offloads: bool, rows: Sequence[int], checkpointing: Any) -> Config:
-    """The setting of those that `fit` chooses from that takes least memory."""
+    """The setting with the least memory among those that `fit` chooses from."""
     recomputed = "all" if checkpointing is None else checkpointing
     offload = "checkpoints" if offloads and recomputed != "none" else config.memory.offload
     tile = min(_SMALL_TILE, config.memory.loss_tokens)
@@ -129,7 +128,7 @@ def fit(
     levels: Sequence[str] = LEVELS,
     spare: float = SPARE,
 ) -> Fitted:
-    """The fastest setting that fits a model of so many `layers`.
+    """The fastest setting that fits, of a model with this number of `layers`.
 
     `offloads`: whether the device has a host to offload to; that is done where nothing fits without, or the config
     says so. `rows` are the micro-batches to choose from, the largest first; `checkpointing` is fixed, or None to
@@ -141,8 +140,8 @@ def fit(
     for offload in ways if config.memory.offload == "none" else ways[1:] or ways:
         for share in (spare, 0.0):
             search.spare = share
-            if found := search.best(offload):
-                return search.fitted(*found)
+            if best := search.best(offload):
+                return search.fitted(*best)
     raise search.nothing_fits()
 
 
@@ -157,7 +156,7 @@ class _Search:
     spare: float = 0.0
     known: dict[tuple[Any, ...], _Tried] = field(default_factory=dict)
     ladder: list[tuple[Any, float]] = field(default_factory=list)
-    """What is recomputed at each step, and the bytes needed with it by some rows."""
+    """What is recomputed at each step, and the bytes that some micro-batch needs with it."""
 
     def best(self, offload: str) -> _Tried | None:
         """Try micro-batches, the largest first, until a smaller one can be no faster.
@@ -165,18 +164,18 @@ class _Search:
         With fewer rows more memory is left to keep activations, but weights are read more often: not even without
         any recomputation is a smaller micro-batch faster than that.
         """
-        found: list[_Tried] = []
+        fitting: list[_Tried] = []
         for rows in self.rows:
-            if found and self._bound(rows, offload) >= min(map(_seconds, found)):
+            if fitting and self._bound(rows, offload) >= min(map(_seconds, fitting)):
                 break
             if candidate := self._with_rows(rows, offload):
-                found.append(candidate)
-        return min(found, key=_seconds, default=None)
+                fitting.append(candidate)
+        return min(fitting, key=_seconds, default=None)
 
     # -- one micro-batch -------------------------------------------------------------------------------------------
 
     def _bound(self, rows: int, offload: str) -> float:
-        """Seconds below which no setting with so many rows can be."""
+        """A lower bound of the seconds of any setting with this micro-batch."""
         recomputed = "none" if self.checkpointing is None else self.checkpointing
         return self._try(rows, recomputed, offload, self.config.memory.loss_tokens)[1].seconds
 
@@ -186,10 +185,10 @@ class _Search:
         if self.checkpointing is not None:
             tried = [self._try(rows, self.checkpointing, offload, tokens) for tokens in dict.fromkeys((tile, small))]
             return next((each for each in tried if self._fits(each[1])), None)
-        found = self._least_recomputed(rows, offload, tile)
-        if small == tile or (found and (found[0].memory.checkpointing == "none" or not found[1].categories["loss"])):
-            return found
-        return self._least_recomputed(rows, offload, small, found) or found
+        best = self._least_recomputed(rows, offload, tile)
+        if small == tile or (best and (best[0].memory.checkpointing == "none" or not best[1].categories["loss"])):
+            return best
+        return self._least_recomputed(rows, offload, small, best) or best
 
     def _least_recomputed(self, rows: int, offload: str, tile: int, than: _Tried | None = None) -> _Tried | None:
         """With as little recomputed as must be, and less than in `than`."""
@@ -198,8 +197,11 @@ class _Search:
             return self._try(rows, recomputed, offload, tile)
 
         def fits(recomputed: Any) -> bool:
-            # With nothing recomputed there is nothing to offload, nor need there be.
+            # With nothing recomputed there is nothing to offload, so that this is no offloading setting.
             return (offload, recomputed) != ("checkpoints", "none") and self._fits(tried(recomputed)[1])
+
+        def guess(low: int, high: int) -> int:
+            return self._guess(tried(steps[low])[1], tried(steps[high])[1], low, high)
 
         if than is None:
             if not self.known and fits("none"):  # a small job is done with one forecast
@@ -210,24 +212,19 @@ class _Search:
                 return tried("none")
         self.ladder = self.ladder or self._ladder(rows, offload)
         steps = [recomputed for recomputed, _ in self.ladder]
-        low, high = 0, len(steps) - 1 if than is None else steps.index(than[0].memory.checkpointing) - 1
-        if not fits(steps[high]):
-            return None
-        if fits(steps[low]):
-            return tried(steps[low])
-        # `low` does not fit and `high` does.
-        while (middle := self._guess(tried(steps[low])[1], tried(steps[high])[1], low, high)) < high:
-            low, high = (low, middle) if fits(steps[middle]) else (middle, high)
-        return tried(steps[high])
+        chosen = first_that_fits(
+            steps if than is None else steps[: steps.index(than[0].memory.checkpointing)], fits, guess
+        )
+        return None if chosen is None else tried(chosen)
 
     def _ladder(self, rows: int, offload: str) -> list[tuple[Any, float]]:
         """From nothing recomputed to everything; made once, as levels compare alike for all micro-batches."""
         tile = self.config.memory.loss_tokens
-        found = {level: self._try(rows, level, offload, tile)[1] for level in self.levels}
-        levels = worth_their_bytes(found)
-        needed = [float(found[levels[0]].needed_bytes)]
+        at = {level: self._try(rows, level, offload, tile)[1] for level in self.levels}
+        levels = worth_their_bytes(at)
+        needed = [float(at[levels[0]].needed_bytes)]
         for level in levels[1:]:
-            each = (found[level].needed_bytes - needed[-1]) / self.layers
+            each = (at[level].needed_bytes - needed[-1]) / self.layers
             needed += [needed[-1] + each * number for number in range(1, self.layers + 1)]
         return list(zip(ladder(levels, self.layers), needed, strict=True))
 
@@ -296,15 +293,30 @@ class _Search:
         )
 
 
-def worth_their_bytes(found: Mapping[str, Forecast]) -> list[str]:
-    """Of levels, from nothing recomputed to everything, those that layers at two others do not beat.
+def first_that_fits(steps: Sequence[Any], fits: Callable[[Any], bool], guess: Callable[[int, int], int]) -> Any:
+    """The first of `steps` that fits, where all after one that fits do so too; None if the last does not.
+
+    `guess` gives the index to try next between one that does not fit and one that does, or the latter to end there.
+    """
+    low, high = 0, len(steps) - 1
+    if not fits(steps[high]):
+        return None
+    if fits(steps[low]):
+        return steps[low]
+    while (middle := guess(low, high)) < high:
+        low, high = (low, middle) if fits(steps[middle]) else (middle, high)
+    return steps[high]
+
+
+def worth_their_bytes(at: Mapping[str, Forecast]) -> list[str]:
+    """The levels that no mixture of two others beats, from nothing recomputed to everything.
 
     They are the convex hull of seconds over bytes: along it each byte that is freed costs more than the one before.
     """
     hull: list[str] = []
-    for level, forecast in found.items():
+    for level, forecast in at.items():
         while len(hull) > 1:
-            first, last = found[hull[-2]], found[hull[-1]]
+            first, last = at[hull[-2]], at[hull[-1]]
             freed, all_freed = (first.needed_bytes - each.needed_bytes for each in (last, forecast))
             if (last.seconds - first.seconds) * all_freed < (forecast.seconds - first.seconds) * freed:
                 break
@@ -316,7 +328,7 @@ def worth_their_bytes(found: Mapping[str, Forecast]) -> list[str]:
 def limits(config: Config, forecast: Forecaster, *, length: int, rows: int, rank: int) -> Limits:
     """The longest rows, the most rows and the highest rank that fit with every layer checkpointed, each by itself.
 
-    There are no more than `length`, `rows` and `rank`: a small model on a large card would fit more than mean anything.
+    `length`, `rows` and `rank` are upper bounds: a small model on a large GPU would fit meaningless values.
     """
     least = config.changed({_RECOMPUTED: "all"})
     one = least.changed({_ROWS: 1, "training.batch_size": 1})
@@ -347,10 +359,10 @@ def largest(
     spare: float = 0.0,
     too_large: int | None = None,
 ) -> int:
-    """The largest multiple of `grain`, up to `most`, whose forecast fits and leaves `spare` of the budget; 0 where none
-    does. `too_large` is a larger multiple that is known not to fit.
+    """The largest multiple of `grain` up to `most` whose forecast fits and leaves `spare` of the budget, or 0.
 
-    Needed memory grows nearly in proportion, so that a few steps along its slope suffice.
+    `too_large` is a larger multiple that is known not to fit. Needed memory grows nearly in proportion, so that a few
+    steps along its slope suffice.
     """
     known: dict[int, Forecast] = {}
 

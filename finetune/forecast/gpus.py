@@ -30,7 +30,7 @@ from finetune.errors import ConfigError
 
 @dataclass(frozen=True)
 class Gpu:
-    """What is known of one card.
+    """The data sheet of one GPU.
 
     `total_bytes` is what `torch.cuda.get_device_properties` gives as `total_memory`. `flops` is the peak rate of
     16-bit products, in operations a second with a multiply-add counted as two, and `bandwidth_bytes` the peak
@@ -135,9 +135,8 @@ def find(name: str) -> Gpu:
 
     Raises `ConfigError` for such a name, with the cards it fits, and for an unknown one, with those most like it.
     """
-    found = _spellings().get(_key(name))
-    if found is not None:
-        return found[0]
+    if spelling := _spellings().get(_key(name)):
+        return spelling[0]
 
     words = set(_words(name))
     fitting = [gpu.name for gpu in smallest_first() if words and any(words <= own for own in _word_sets()[gpu.name])]

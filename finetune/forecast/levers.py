@@ -25,35 +25,35 @@ class Lever:
 
 
 def levers(config: Config, gpus: int = 1) -> list[Lever]:
-    """The levers that `config` leaves, on so many GPUs."""
+    """The levers that `config` has not pulled yet, on this number of GPUs."""
     memory, training = config.memory, config.training
-    found: list[Lever] = []
+    left: list[Lever] = []
     if strategies.applies(config.distributed, gpus):
-        found += _sharing(config, gpus)
+        left += _sharing(config, gpus)
     if config.output.merge:
-        found.append(Lever({"output.merge": False}, "merged later, where there is more memory"))
+        left.append(Lever({"output.merge": False}, "merged later, where there is more memory"))
     if memory.loss_tokens > _SMALLEST_TILE:
-        found.append(Lever({"memory.loss_tokens": _SMALLEST_TILE}, "same loss, smaller products"))
+        left.append(Lever({"memory.loss_tokens": _SMALLEST_TILE}, "same loss, smaller products"))
     if training.micro_batch_tokens:
         if training.micro_batch_tokens > config.data.max_length:
             half = max(training.micro_batch_tokens // 2, config.data.max_length)
-            found.append(Lever({"training.micro_batch_tokens": half}, "same gradient, more passes"))
+            left.append(Lever({"training.micro_batch_tokens": half}, "same gradient, more passes"))
     elif training.micro_batch != "auto" and training.rows > 1:
         rows = max(rows for rows in range(1, training.rows // 2 + 1) if training.batch_size % rows == 0)
-        found.append(Lever({"training.micro_batch": rows}, "same gradient, more passes"))
+        left.append(Lever({"training.micro_batch": rows}, "same gradient, more passes"))
     if memory.checkpointing != "all":
-        found.append(Lever({"memory.checkpointing": "all"}, "about a third more time"))
+        left.append(Lever({"memory.checkpointing": "all"}, "about a third more time"))
     if memory.offload == "none" and config.kernels.compile == "none":
-        found.append(Lever({"memory.checkpointing": "all", "memory.offload": "checkpoints"}, "copies to the host"))
+        left.append(Lever({"memory.checkpointing": "all", "memory.offload": "checkpoints"}, "copies to the host"))
     if config.quantization.kind != "nf4" and config.adapter.kind == "lora":
-        found.append(Lever({"quantization.kind": "nf4"}, "weights in 4 bit"))
+        left.append(Lever({"quantization.kind": "nf4"}, "weights in 4 bit"))
     if config.adapter.kind == "none":
-        found.append(Lever({"adapter.kind": "lora", "quantization.kind": "nf4"}, "an adapter instead of every weight"))
+        left.append(Lever({"adapter.kind": "lora", "quantization.kind": "nf4"}, "an adapter instead of every weight"))
     elif config.adapter.rank > 8:
-        found.append(Lever({"adapter.rank": config.adapter.rank // 2}, "a smaller adapter"))
+        left.append(Lever({"adapter.rank": config.adapter.rank // 2}, "a smaller adapter"))
     if config.data.max_length > _SHORTEST:
-        found.append(Lever({"data.max_length": config.data.max_length // 2}, "longer rows are cut"))
-    return found
+        left.append(Lever({"data.max_length": config.data.max_length // 2}, "longer rows are cut"))
+    return left
 
 
 def _sharing(config: Config, gpus: int) -> Iterator[Lever]:

@@ -1,4 +1,4 @@
-"""What a device's kernels allocate internally: the one place for everything that a trace of operators misses.
+"""Memory that a device's kernels allocate internally: the one place for everything that a trace of operators misses.
 
 Some operators are implemented in Python; those are decomposed, so that their parts are traced. Others allocate scratch
 memory in a compiled kernel; each such term cites its source. Nothing is fitted to measurements.
@@ -21,8 +21,7 @@ from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from finetune.forecast import autocast, operators
 from finetune.kernels import ops as fused
-from finetune.model.distributed import gradient_norm
-from finetune.runtime.libraries import replaced
+from finetune.runtime import patches
 
 # A CPU's attention, by which a trace also knows that of CUDA, and attention over packed rows.
 _FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
@@ -35,7 +34,7 @@ _MASK_ROW = 8
 
 
 @dataclass(frozen=True)
-class Kernels:
+class DeviceOperators:
     """The kernels of one device, by the names of their operators.
 
     `python`: operators to run as the Python program they are there. `scratch`: for an operator, its arguments and the
@@ -51,13 +50,13 @@ class Kernels:
     as_there: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
 
-def cpu() -> Kernels:
+def cpu() -> DeviceOperators:
     """The CPU: bitsandbytes' operators are Python programs (bitsandbytes 0.50, `backends/default`, `backends/cpu`)."""
     from bitsandbytes.backends.cpu import ops
 
     # The two programs of these names have no others.
     updates = ("optimizer_update_32bit", "optimizer_update_8bit_blockwise")
-    return Kernels(
+    return DeviceOperators(
         python={
             **fused.ON_CPU,
             "aten::_grouped_mm": _grouped_product_on_cpu,
@@ -72,9 +71,9 @@ def cpu() -> Kernels:
     )
 
 
-def cuda() -> Kernels:
+def cuda() -> DeviceOperators:
     """A CUDA card, from compute capability 7.5 to 12.0: bitsandbytes' optimizers are single kernels there."""
-    return Kernels(
+    return DeviceOperators(
         python={
             "aten::_grouped_mm": _grouped_product,
             "aten::slice_backward": _slice_backward,
@@ -117,7 +116,7 @@ def context_bytes(multiprocessors: int) -> int:
 def gradient_buckets(sizes: Sequence[int]) -> list[int]:
     """The flat copies of the gradients that DistributedDataParallel keeps, from the trained weights' sizes in bytes.
 
-    Gradients are no views of them (`gradient_as_bucket_view` is false), so they come on top. A bucket ends with the
+    Gradients are not views of them (`gradient_as_bucket_view` is false), so they come on top. A bucket ends with the
     weight that fills it, the first one earlier; in the first step all are in one. (torch 2.13,
     nn/parallel/distributed.py `_BucketCapacityConfig`, torch/csrc/distributed/c10d/reducer.cpp `initialize_buckets`,
     `compute_bucket_assignment_by_size`.)
@@ -225,10 +224,10 @@ def _quantize_4bit(A: Any, blocksize: int, quant_type: str, quant_storage: Any) 
     blocks = flat[: flat.numel() // blocksize * blocksize].reshape(-1, blocksize)
     absmax = blocks.abs().max(dim=-1)[0]
     scaled = torch.clamp(blocks * (1.0 / absmax.view(-1, 1)), -1, 1).reshape(-1)
-    found = torch.bucketize(scaled, torch.empty(15), out_int32=True)
+    indices = torch.bucketize(scaled, torch.empty(15), out_int32=True)
     if quant_type == "fp4":
-        found = torch.empty(16, dtype=torch.int64)[found.long()]  # indices are taken in 64 bit
-    codes = found.to(torch.uint8)
+        indices = torch.empty(16, dtype=torch.int64)[indices.long()]  # looked up in 64 bit
+    codes = indices.to(torch.uint8)
     return ((codes[::2] << 4) | codes[1::2]).unsqueeze(1), absmax
 
 
@@ -255,7 +254,7 @@ _NOT_PROMOTED = ("aten::masked_fill", "aten::where")
 
 
 def _casts(func: Any, operands: list[Any]) -> list[int]:
-    """Operands of one operator in their common type, and its result before it is written in place.
+    """Temporary copies of operands in their common type, and of a result before it is written in place.
 
     (torch 2.13, aten/src/ATen/TensorIterator.cpp `compute_types`: on a CPU by temporaries, on CUDA within the kernel.)
     """
@@ -271,7 +270,7 @@ def _casts(func: Any, operands: list[Any]) -> list[int]:
 
 
 def _float32_sums(left: Any, batch: int, rows: int, columns: int) -> list[int]:
-    """What a bfloat16 product is summed up in: its result in float32, or the tiles of a CPU that has them.
+    """Accumulators of a bfloat16 product: its result in float32, or the tiles of a CPU that has them.
 
     Without a unit for such products oneDNN keeps the whole result. (oneDNN 3.12, src/cpu/matmul/gemm_based_common.hpp
     `book_acc_scratchpad`, for each thread that has a matrix of its own, in blocks of 64 values; 128 bytes align it.
@@ -313,7 +312,7 @@ _PRODUCTS: dict[str, Callable[[Any], tuple[Any, int, int, int]]] = {
 
 
 def _laid_out_anew(name: str, args: Any) -> list[int]:
-    """Copies of batches of 16-bit matrices that lie neither by rows nor by columns, such as heads side by side.
+    """Copies of batched 16-bit matrices that are contiguous neither by rows nor by columns, such as heads side by side.
 
     (torch 2.13, aten/src/ATen/native/mkldnn/Matmul.cpp, which takes such products from MKL.)
     """
@@ -324,7 +323,7 @@ def _laid_out_anew(name: str, args: Any) -> list[int]:
 
 
 def _flash_tiles(query: Any, key: Any, *, tiles: int) -> list[int]:
-    """What each thread of a CPU's flash attention works on: `tiles` of scores in float32, and in 16 bit a copy.
+    """Buffers of each thread in a CPU's flash attention: `tiles` of scores in float32, and a copy in 16 bit.
 
     `query` and `key`: (rows, heads, tokens, head size). (torch 2.13, aten/src/ATen/native/cpu/FlashAttentionKernel.cpp,
     `cpu_flash_attention` and `cpu_flash_attention_backward`: buf, buf_reduced.)
@@ -388,7 +387,7 @@ def _scratch_on_cuda(func: Any, args: Any, named: Any) -> list[int]:
 def _padded_mask(query: Any, mask: Any) -> list[int]:
     """A mask that is copied into rows of a multiple of 8, which the memory-efficient kernel wants.
 
-    The copy takes the mask's place before the output is made, so that of these two the smaller is not there beside it.
+    The copy replaces the mask before the output is made, so that the smaller of these two does not count beside it.
     (aten/src/ATen/native/transformers/attention.cpp, `preprocess_mask`, `pad_bias`.)
     """
     tokens = mask.shape[-1]
@@ -406,8 +405,8 @@ def _packed_attention_scratch(
     (torch 2.13, flash_api.cpp `mha_varlen_bwd`: dq_accum, softmax_d, dk_expanded, dv_expanded.)
     """
     tokens, heads, size = query.shape
-    places = heads * (tokens + _FLASH_LENGTH * (len(starts) - 1))
-    scratch = [4 * places * _round_up(size, _FLASH_HEAD), 4 * places]
+    positions = heads * (tokens + _FLASH_LENGTH * (len(starts) - 1))
+    scratch = [4 * positions * _round_up(size, _FLASH_HEAD), 4 * positions]
     if key.shape[1] != heads:
         scratch += [heads * key.shape[0] * size * key.element_size()] * 2
     return scratch
@@ -435,7 +434,7 @@ def _round_up(number: int, grain: int) -> int:
 
 @contextlib.contextmanager
 def _on_cuda() -> Iterator[None]:
-    """What libraries decide by the device, decided as there.
+    """Let libraries decide as on CUDA where they look at the device.
 
     Autocast casts as on CUDA. Without an argument `torch.is_autocast_enabled` answers for CUDA (so PEFT, lora/bnb.py,
     and Nemotron call it), which in a trace is the CPU's autocast. And optimizers and gradient clipping that go from
@@ -443,17 +442,14 @@ def _on_cuda() -> Iterator[None]:
     weight decay (torch 2.13, optim/optimizer.py `_default_to_fused_or_foreach`, nn/utils/clip_grad.py; both look at a
     tensor's class, and the first at its device). Our own clipping needs no norms of rows there.
     """
-    from torch.nn.utils import clip_grad
-    from torch.optim import optimizer
-
     plain = torch.is_autocast_enabled
     with (
         autocast.as_on_cuda(),
-        replaced(torch, "is_autocast_enabled", lambda device_type="cpu": plain(device_type)),
-        replaced(optimizer, "_get_foreach_kernels_supported_devices", lambda: ["cpu"]),
-        replaced(optimizer, "_foreach_supported_types", [torch.Tensor, torch.nn.Parameter, FakeTensor]),
-        replaced(clip_grad, "_has_foreach_support", lambda tensors, device: True),
-        replaced(gradient_norm, "adds_in_sequence", lambda device: False),
+        patches.IS_AUTOCAST_ENABLED.by(lambda device_type="cpu": plain(device_type)),
+        patches.FOREACH_DEVICES.by(lambda: ["cpu"]),
+        patches.FOREACH_TYPES.by([torch.Tensor, torch.nn.Parameter, FakeTensor]),
+        patches.FOREACH_CLIPPING.by(lambda tensors, device: True),
+        patches.ADDS_IN_SEQUENCE.by(lambda device: False),
     ):
         yield
 
@@ -507,7 +503,7 @@ def _packed_shapes(query: Any, longest: int) -> list[torch.Size]:
 
 
 def _seen(length: int, window: Sequence[int]) -> float:
-    """The share of a row's pairs of tokens that a window leaves: so many tokens before a query and itself."""
+    """The share of a row's pairs of tokens inside a window of `window[0]` tokens before a query and itself."""
     if window[0] < 0:
         return 1.0
     width = min(window[0] + 1, length)
@@ -546,6 +542,6 @@ def _causal_half(name: str) -> Callable[..., int]:
 
 
 def _is_causal(name: str, args: Any, named: Any) -> bool:
-    """What the call of an attention operator says of it, by place or by name."""
-    place = _IS_CAUSAL[name]
-    return bool(args[place] if len(args) > place else named.get("is_causal", False))
+    """Whether a call of an attention operator is causal, by position or by name."""
+    index = _IS_CAUSAL[name]
+    return bool(args[index] if len(args) > index else named.get("is_causal", False))

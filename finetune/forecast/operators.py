@@ -30,12 +30,12 @@ _SHAPED_LIKE = re.compile(r"aten::(new_|\w+_like\b)")
 
 
 def launches_nothing(operator: Any) -> bool:
-    """Whether an operator only allocates."""
+    """True for an operator that only allocates."""
     return operator.name().startswith(("aten::empty", "aten::new_empty"))
 
 
 def moved_bytes(operator: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """What an operator reads and writes, by its schema: what it changes in place counts both ways."""
+    """Bytes that an operator reads and writes, by its schema; a tensor changed in place counts twice."""
     arguments, name = schema(operator).arguments, operator.name()
     by_name = {argument.name: argument for argument in arguments}
     returns = schema(operator).returns

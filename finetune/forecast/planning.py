@@ -23,9 +23,9 @@ from finetune.data.batching import (
     Batch,
     MicroBatching,
     RowOrder,
+    Sizes,
     epoch,
     longest_batches,
-    no_longer,
     per_step,
     worst_batches,
 )
@@ -36,8 +36,8 @@ from finetune.forecast import fit as fitting
 from finetune.forecast.devices import Device
 from finetune.forecast.fit import Fitted, Limits, NothingFits
 from finetune.forecast.levers import Lever, levers
-from finetune.forecast.replay import Forecast
-from finetune.forecast.traced_step import Models, trace_step
+from finetune.forecast.replay import Forecast, RunSetting
+from finetune.forecast.traced_step import Models, StepSetting, trace_step
 from finetune.model import bounds, build
 from finetune.model.attention import backends, packing
 from finetune.model.base import load_architecture
@@ -51,6 +51,7 @@ from finetune.runtime import libraries
 from finetune.storage.files import write_text
 from finetune.training import strategies
 from finetune.training.checks import check_optimizer, check_shares
+from finetune.training.collator import micro_batching
 
 # A lever that saves less than this share is not worth mentioning.
 _LEAST_SAVED = 0.005
@@ -83,16 +84,16 @@ class Planner:
     def forecast(
         self, config: Config | None = None, *, evaluates: bool = True, most_tokens: int | None = None
     ) -> Forecast:
-        """What `config` (by default the job itself) takes; without `evaluates`, leaving out the evaluation.
+        """The forecast of `config`, by default the job itself; without `evaluates`, leaving out the evaluation.
 
-        With `most_tokens`, what micro-batches of rows no longer than that take, of the data's.
+        With `most_tokens`, that of the largest micro-batch of rows up to that length.
         """
         config = config or self.job
         batches, evaluation = self._largest_batches(config, most_tokens)
         key = config.model_dump_json(), evaluates, tuple(batches)
         if key not in self._known:
-            found = [self._forecast(config, batch, evaluation if evaluates else None) for batch in batches]
-            self._known[key] = max(found, key=lambda each: each.needed_bytes)
+            each = [self._forecast(config, batch, evaluation if evaluates else None) for batch in batches]
+            self._known[key] = max(each, key=lambda one: one.needed_bytes)
         return self._known[key]
 
     def _forecast(self, config: Config, batch: Batch, evaluation: Batch | None) -> Forecast:
@@ -105,36 +106,30 @@ class Planner:
         if not batch.padded and not flash and backends.shares_keys(self.architecture):
             # Without flash attention, heads that share keys take PyTorch's plain products, scores and all.
             implementation = packing.eager_like(implementation)
-        shares = config.distributed
-        is_shared = strategies.applies(shares, self.gpus)
-        trace = trace_step(
-            config, self.architecture, batch, evaluation, device, implementation, self.gpus, self._models
-        )
-        return replay.make(
-            trace,
-            device,
-            batch,
-            implementation,
-            micro_batches=max(
-                1,
-                per_step(config.training.batch_size, _micro_batching(config), batch)
-                // config.distributed.shares(self.gpus),
-            ),
-            merges=config.output.merge,
+        section = config.distributed
+        is_shared = strategies.applies(section, self.gpus)
+        setting = StepSetting(config, self.architecture, batch, evaluation, device, implementation, self.gpus)
+        trace = trace_step(setting, self._models)
+        way = micro_batching(config.training, config.data)
+        per_rank = per_step(config.training.batch_size, way, batch) // section.shares(self.gpus)
+        run = RunSetting(
+            micro_batches=max(1, per_rank),
             merge_bytes=file_sizes.merge_bytes(config, trace),
             disk_bytes=file_sizes.disk_bytes(config, trace),
             checkpoint_bytes=file_sizes.checkpoint_bytes(trace),
+            merges=config.output.merge,
             saves_between=_saves_between(config),
-            from_files=config.model.weights != "random" and not strategies.loads_parts(shares, self.gpus),
+            from_files=config.model.weights != "random" and not strategies.loads_parts(section, self.gpus),
             gpus=self.gpus,
-            sharing=shares.model_dump() if is_shared else None,
-            copied=is_shared and not strategies.holds_parts(shares, self.gpus),
+            sharing=section.model_dump() if is_shared else None,
+            copied=is_shared and not strategies.holds_parts(section, self.gpus),
         )
+        return replay.make(trace, device, batch, implementation, run)
 
-    def levers(self, config: Config, found: Forecast) -> list[tuple[Lever, Forecast]]:
-        """Each lever that would reduce the forecast `found`, with the job's forecast once it is pulled."""
+    def levers(self, config: Config, before: Forecast) -> list[tuple[Lever, Forecast]]:
+        """Each lever that would reduce the forecast `before`, with the forecast after it is pulled."""
         # Against what the job itself takes: on a CPU the rest is whatever this process happens to hold.
-        below = found.needed_bytes - found.peak_reserved_bytes * _LEAST_SAVED
+        below = before.needed_bytes - before.peak_reserved_bytes * _LEAST_SAVED
         pulled: list[tuple[Lever, Forecast]] = []
         for lever in levers(config, self.gpus):
             with contextlib.suppress(ConfigError):  # a model that cannot be sharded
@@ -191,20 +186,20 @@ class Planner:
         """
         config = fitted.config
         levels = _less_recomputed(fitted, self.architecture.get_text_config().num_hidden_layers)
-        way, shares = _micro_batching(config), config.distributed
+        way, shares = micro_batching(config.training, config.data), config.distributed
         in_parts = strategies.holds_parts(shares, self.gpus)
         plain = config.kernels.compile == config.memory.offload == "none"
         if not levels or self.data is None or way.tokens or in_parts or shares.context > 1 or not plain:
             return fitted
-        lengths, training = self.data.train["length"][:], config.training
+        lengths, training = Sizes.of(self.data.train, way).lengths, config.training
         order = RowOrder(lengths, training.batch_size, training.seed, training.group_by_length)
         seen = epoch(lengths, itertools.islice(order, _ROWS_SEEN), training.batch_size, way)
 
         def at(level: str, most_tokens: int | None = None) -> Forecast:
             return self.forecast(config.changed({"memory.checkpointing": level}), most_tokens=most_tokens)
 
-        found = by_length.find(fitted.forecast, {level: at(level) for level in levels}, map(max, seen), at)
-        return replace(fitted, forecast=replay.with_shorter(fitted.forecast, found))
+        shorter = by_length.find(fitted.forecast, {level: at(level) for level in levels}, map(max, seen), at)
+        return replace(fitted, forecast=replay.with_shorter(fitted.forecast, shorter))
 
     def _shared(self, least: Callable[[Config], Config]) -> Config:
         """The job with the least sharding that lets `least` of it fit, where the ranks' sharing is `auto`."""
@@ -225,33 +220,34 @@ class Planner:
         """The longest rows, most rows and highest rank that fit with every layer checkpointed."""
         config = config.changed({"training.micro_batch_tokens": None})
         positions = bounds.positions(self.architecture) or _MOST
-        found = fitting.limits(
+        limits = fitting.limits(
             config,
             lambda variant: self.forecast(variant, evaluates=False),
             length=positions,
             rows=_MOST if self.data is None else len(self.data.train),
             rank=getattr(self.architecture.get_text_config(), "hidden_size", _MOST),  # the smaller side of most layers
         )
-        return replace(found, length=min(found.length, positions))
+        return replace(limits, length=min(limits.length, positions))
 
     def _share(self, config: Config) -> int:
         """Rows of a step that one rank computes, alone or with the others of its group."""
         return max(1, config.training.batch_size // config.distributed.shares(self.gpus))
 
     def _largest_batches(self, config: Config, most_tokens: int | None = None) -> tuple[list[Batch], Batch | None]:
-        """The largest training micro-batches that data and sampler can produce, of rows of at most `most_tokens`, and
-        that of the evaluation set.
+        """The largest training micro-batches that data and sampler can produce, and that of the evaluation set.
+
+        Training rows are at most `most_tokens` long.
         """
-        micro_batching, step_rows = _micro_batching(config), self._share(config)
+        way, step_rows = micro_batching(config.training, config.data), self._share(config)
         if self.data is None or config.data.max_length != self.job.data.max_length:
-            longest = longest_batches(micro_batching, step_rows, config.data.max_length)
+            longest = longest_batches(way, step_rows, config.data.max_length)
             return longest, None if config.data.eval == "none" else longest[0]
 
         def largest(rows: Any, most_tokens: int | None) -> list[Batch]:
-            chosen = no_longer(most_tokens, rows["length"][:], rows["trained"][:])
-            return worst_batches(*chosen, micro_batching, step_rows, "the data's rows")
+            sizes = Sizes.of(rows, way).no_longer(most_tokens)
+            return worst_batches(sizes, way, step_rows, "the data's rows")
 
-        key, data = (micro_batching, step_rows, most_tokens), self.data
+        key, data = (way, step_rows, most_tokens), self.data
         if key not in self._largest:
             evaluation = None if data.eval is None else largest(data.eval, None)[0]
             self._largest[key] = largest(data.train, most_tokens), evaluation
@@ -259,7 +255,7 @@ class Planner:
 
 
 def _less_recomputed(fitted: Fitted, layers: int) -> list[str]:
-    """The levels worth their bytes of which each recomputes less than some layer does, and more than none."""
+    """The levels worth their bytes that recompute less than some layer of `fitted` does."""
     least = min(LEVELS.index(level) for level in checkpointing.pattern(fitted.config.memory.checkpointing, layers))
     return [
         level for level in fitted.levels if LEVELS.index(level) <= least and level != fitted.config.memory.checkpointing
@@ -267,13 +263,9 @@ def _less_recomputed(fitted: Fitted, layers: int) -> list[str]:
 
 
 def _saves_between(config: Config) -> bool:
-    """Whether training goes on after a save; how many steps there are is known only where the config says so."""
+    """Whether training goes on after a save; assumed so where the config does not say how many steps there are."""
     every, steps = config.output.save_every, config.training.max_steps
     return every is not None and (steps is None or steps > every)
-
-
-def _micro_batching(config: Config) -> MicroBatching:
-    return MicroBatching.of(config.training, config.data)
 
 
 def _attention(config: Config, architecture: Any, device_type: str) -> str:
@@ -288,7 +280,7 @@ def fit(config: Config, gpu: str | None = None, gpus: int = 1) -> Fitted:
     the same global batch, with the least sharding.
 
     What it recomputes is for all lengths: the config that names it is trained so. Raises OutOfMemoryError when nothing
-    fits, ConfigError for a batch that so many cannot share.
+    fits, ConfigError for a batch that `gpus` cannot share.
     """
     return _free_planner(config, gpu, gpus).fit()
 
@@ -301,7 +293,7 @@ def fit_with_limits(config: Config, gpu: str | None = None, gpus: int = 1) -> tu
 
 
 def _free_planner(config: Config, gpu: str | None, gpus: int) -> Planner:
-    """A planner that may choose micro-batch and checkpointing, whatever the config says."""
+    """A planner that chooses micro-batch and checkpointing, whatever the config says."""
     rows = {} if loaded(config).training.micro_batch_tokens else {"training.micro_batch": "auto"}
     return planner_for(config.changed({**rows, "memory.checkpointing": "auto", "memory.offload": "none"}), gpu, gpus)
 
@@ -330,20 +322,18 @@ def check_traceable(config: Config, architecture: Any, device: torch.device) -> 
     tokens = min(_TRACED_TOKENS, bounds.positions(architecture) or _TRACED_TOKENS)
     rows = (tokens // 2,) * 2 if config.data.packing else ()
     batch = Batch(rows=1, tokens=tokens, padded=False, trained_tokens=tokens - max(1, len(rows)), packed=rows)
+    where, attention = devices.here(device, config.memory), _attention(config, architecture, device.type)
     try:
-        trace_step(
-            config, architecture, batch, None, devices.here(device, config.memory),
-            _attention(config, architecture, device.type),
-        )  # fmt: skip
+        trace_step(StepSetting(config, architecture, batch, None, where, attention))
     except ForecastError:
         if config.memory.check == "refuse":
             raise
 
 
 def planner_for(config: Config, gpu: str | None = None, gpus: int = 1) -> Planner:
-    """The planner of a job, for one device or several alike, that need not be in this machine.
+    """The planner of a job, for one device or several alike, which need not be in this machine.
 
-    Raises ConfigError for an unknown device, and for a batch that so many cannot share.
+    Raises ConfigError for an unknown device, and for a batch that `gpus` cannot share.
     """
     libraries.quiet()
     if gpus < 1:

@@ -17,9 +17,9 @@ from finetune.data.batching import Batch
 from finetune.forecast import operator_costs
 from finetune.forecast.allocator import CachingAllocator, CapacityError
 from finetune.forecast.devices import DISK_READ_BYTES, DISK_WRITE_BYTES, RANKS_OF_A_MACHINE, Device
-from finetune.forecast.trace import CATEGORIES, Block, Run, Trace, Work
-from finetune.model.recompute.checkpointing import UpTo
+from finetune.forecast.trace import CATEGORIES, Stretch, Trace, TracedBlock, Work
 from finetune.model.structure.experts import Mixture
+from finetune.storage.records import UpTo
 
 PHASES = ("load", "forward", "backward", "optimizer", "evaluation", "save", "merge")
 WORDS = {**CATEGORIES, "context": "context and libraries", "allocator_slack": "allocator slack"}
@@ -42,7 +42,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a job will take on a device. All sizes in bytes.
+    """The memory and time of a job on a device. All sizes in bytes.
 
     `phases` gives allocated and reserved bytes (on a CPU the same) without the context; `categories` adds up, at the
     moment of the peak, to what is compared with the budget. `flops`, `moved_bytes` (where bandwidth is the bound),
@@ -78,7 +78,7 @@ class Forecast:
 
     @property
     def needed_bytes(self) -> int:
-        """What must be there: reserved memory and what lies outside the allocator."""
+        """Reserved memory and what lies outside the allocator."""
         return self.peak_reserved_bytes + self.device.outside_bytes
 
     @property
@@ -117,66 +117,64 @@ class Forecast:
         }
 
 
-def make(
-    trace: Trace,
-    device: Device,
-    batch: Batch,
-    attention: str,
-    *,
-    micro_batches: int,
-    merge_bytes: int,
-    disk_bytes: int,
-    merges: bool = False,
-    checkpoint_bytes: int = 0,
-    saves_between: bool = False,
-    from_files: bool = False,
-    gpus: int = 1,
-    sharing: Mapping[str, Any] | None = None,
-    copied: bool = False,
-) -> Forecast:
-    """The forecast of a trace of one micro-batch and one update.
+@dataclass(frozen=True)
+class RunSetting:
+    """What a run does around the step that is traced. All sizes in bytes.
 
+    `micro_batches`: how many make a step on one rank.
     `checkpoint_bytes`: the copy in host memory from which a checkpoint is written. It is there after the last step, and
     with `saves_between` during a forward and backward pass as well.
     `merges`: whether the run merges at its end, so that the merge must fit as well. `merge_bytes` (its device memory)
-    and `disk_bytes` are not in a step; see `finetune.forecast.file_sizes`.
-    `from_files`: whether transformers loads the base whole, and not random weights are made. `gpus`: how many share a
-    step; the forecast is that of one, which may hold a copy of the model (`copied`: in DistributedDataParallel).
+    and `disk_bytes` are those of `finetune.forecast.file_sizes`.
+    `from_files`: whether transformers loads the base whole; else random weights are made, or shards are read.
+    `gpus`: how many share a step; the forecast is that of one, which with `copied` holds a copy of the model
+    (DistributedDataParallel). `sharing` is the config's section `distributed`, where it matters.
     """
-    # Before weights and states are copied, the state of torch's random numbers is (`RandomState`).
-    copy_bytes = max(checkpoint_bytes, torch.get_rng_state().nbytes) if checkpoint_bytes and device.type == "cpu" else 0
-    replay = replayed(
-        trace, device, lambda replay: replay.train(copy_bytes, saves_between, from_files=from_files, copied=copied)
-    )
-    # The trace has two updates.
-    step = trace.work(("forward", "backward")) * micro_batches + trace.work(("optimizer",)) * 0.5
-    if copied:
-        step.sent_bytes += averaging_bytes(sum(replay.sizes("adapter")), gpus)  # of a step's last micro-batch
+
+    micro_batches: int = 1
+    merge_bytes: int = 0
+    disk_bytes: int = 0
+    checkpoint_bytes: int = 0
+    merges: bool = False
+    saves_between: bool = False
+    from_files: bool = False
+    gpus: int = 1
+    sharing: Mapping[str, Any] | None = None
+    copied: bool = False
+
+
+def make(trace: Trace, device: Device, batch: Batch, attention: str, run: RunSetting) -> Forecast:
+    """The forecast of a run, from the trace of one micro-batch and two updates."""
+    replay = replayed(trace, device, lambda replay: replay.train(run))
+    step = trace.work(("forward", "backward")) * run.micro_batches + trace.work(("optimizer",)) * 0.5
+    if run.copied:
+        step.sent_bytes += averaging_bytes(sum(replay.sizes("adapter")), run.gpus)  # of a step's last micro-batch
     phases = {name: replay.phases[name] for name in PHASES if name in replay.phases}
-    if merge_bytes:
-        phases["merge"] = {"allocated_bytes": merge_bytes, "reserved_bytes": merge_bytes}
-    categories, least = replay.at_peak(), merge_bytes if merges else 0
+    if run.merge_bytes:
+        phases["merge"] = {"allocated_bytes": run.merge_bytes, "reserved_bytes": run.merge_bytes}
+    categories, least = replay.at_peak(), run.merge_bytes if run.merges else 0
     if least > replay.peak_reserved_bytes:  # by then the job's own memory is given back
         categories = {**dict.fromkeys(categories, 0), "base_weights": least, "context": device.outside_bytes}
+    outside = device.outside_bytes if device.type == "cpu" else run.checkpoint_bytes
     return Forecast(
         device=device,
         attention=attention,
         batch=batch,
         peak_allocated_bytes=max(replay.peak_allocated_bytes, least),
         peak_reserved_bytes=max(replay.peak_reserved_bytes, least),
-        host_bytes=replay.managed_peak_bytes + (device.outside_bytes if device.type == "cpu" else checkpoint_bytes),
-        disk_bytes=disk_bytes,
+        host_bytes=replay.managed_peak_bytes + outside,
+        disk_bytes=run.disk_bytes,
         phases=phases,
         categories=categories,
         flops=step.flops,
         moved_bytes=step.moved_bytes,
         calls=step.calls,
-        seconds=_seconds(step, device) + swapping_seconds(step.swapped_bytes, gpus),
-        tokens=micro_batches * batch.rows * batch.tokens // (sharing["context"] if sharing else 1),
+        seconds=_seconds(step, device) + swapping_seconds(step.swapped_bytes, run.gpus),
+        tokens=run.micro_batches * batch.positions // (run.sharing["context"] if run.sharing else 1),
         curve=tuple(replay.curve),
         mixture=trace.mixture,
-        gpus=gpus,
-        sharing=sharing,
+        gpus=run.gpus,
+        sharing=run.sharing,
         sent_bytes=step.sent_bytes,
         copied_bytes=step.copied_bytes,
         swapped_bytes=step.swapped_bytes,
@@ -184,7 +182,7 @@ def make(
 
 
 def with_shorter(longest: Forecast, shorter: Mapping[UpTo, Forecast]) -> Forecast:
-    """`longest` with the most memory that it or the largest of each kind of shorter micro-batches takes."""
+    """`longest` with the memory of the shorter micro-batches where they take more."""
     each = [longest, *shorter.values()]
     most = max(each, key=lambda one: one.needed_bytes)
     phases = {
@@ -204,9 +202,9 @@ def with_shorter(longest: Forecast, shorter: Mapping[UpTo, Forecast]) -> Forecas
 
 
 def swapping_seconds(swapped_bytes: int, ranks: int) -> float:
-    """Time in which so many bytes of each rank are read from a disk and written back, beside which nothing else runs.
+    """Seconds to read `swapped_bytes` of each rank from a disk and write them back; nothing else runs meanwhile.
 
-    The ranks of a machine share it.
+    The ranks of a machine share the disk.
     """
     each_second = DISK_READ_BYTES * DISK_WRITE_BYTES / (DISK_READ_BYTES + DISK_WRITE_BYTES)
     return swapped_bytes * min(ranks, RANKS_OF_A_MACHINE) / each_second
@@ -237,7 +235,7 @@ def sending_seconds(copied_bytes: int, sent_bytes: int, device: Device) -> float
 
 
 def averaging_bytes(gradient_bytes: int, ranks: int) -> int:
-    """What each of `ranks` sends while they average so many bytes of gradients: 2 (n - 1) / n of them.
+    """Bytes that each of `ranks` sends to average gradients: 2 (n - 1) / n of them.
 
     In a ring each rank sends n - 1 of n slices to be summed, and n - 1 sums (nccl-tests, doc/PERFORMANCE.md).
     """
@@ -247,7 +245,7 @@ def averaging_bytes(gradient_bytes: int, ranks: int) -> int:
 def replayed(
     trace: Trace, device: Device, run: Callable[[Replay], None], categories: Iterable[str] = CATEGORIES
 ) -> Replay:
-    """What `run` plays, with room for every segment or, where that is too much, with the room there is.
+    """The replay of `run`, with room for every segment or, where that is too much, with the device's room.
 
     Before it fails, the allocator gives back the segments that lie idle: a job may fit that would reserve more.
     """
@@ -288,48 +286,55 @@ class Replay:
         self.curve: list[Point] = []
 
     def load(self, *, from_files: bool) -> int:
-        """Play the loading of the base; returns the number of the first run after it."""
-        loaded = next(number for number, run in enumerate(self._trace.runs) if run.phase != "load")
+        """Play the loading of the base; returns the index of the first stretch after it."""
+        loaded = next(number for number, stretch in enumerate(self._trace.stretches) if stretch.phase != "load")
         if from_files and self._allocator:
             # transformers' warm-up is a block as large as the base, freed at once: the weights are then allocated from
             # its segment (transformers 5.23, modeling_utils.py `caching_allocator_warmup`, `get_total_byte_count`; its
             # ceiling, 1.2 GiB less than the card has, is left out).
             self._allocator.free(self._allocator.allocate(sum(self.sizes("base_weights"))))
-        self.play(self._trace.runs[:loaded])
+        self.play(self._trace.stretches[:loaded])
         if self._allocator:
             self._allocator.empty_cache()  # as `load_base` does
         self._add(self._device.workspace_bytes, "workspace")
         return loaded
 
-    def train(self, checkpoint_bytes: int, saves_between: bool, *, from_files: bool, copied: bool) -> None:
+    def train(self, run: RunSetting) -> None:
         """The load, two steps (the second meets the segments of the first), a save, and the evaluation."""
-        runs = self._trace.runs
-        phases = [run.phase for run in runs]
+        stretches = self._trace.stretches
+        phases = [stretch.phase for stretch in stretches]
         first = phases.index("forward")
-        held = [number for number in range(first, len(runs)) if phases[number] not in _STEP]
-        last = next((number for number in held if phases[number] != "save"), len(runs))
-        step = runs[first:last]
-        end = held[0] - first if held else len(step)  # from there on what a save still sees is freed
-        loaded = self.load(from_files=from_files)
-        if copied:
+        after = [index for index in range(first, len(phases)) if phases[index] not in _STEP]
+        last = next((index for index in after if phases[index] != "save"), len(phases))
+        end = after[0] if after else last  # from there on what a save still sees is freed
+        step = stretches[first:last]
+        update = next((index for index in range(first, last) if phases[index] == "optimizer"), last)
+        loaded = self.load(from_files=run.from_files)
+        if run.copied:
             self._join_processes()
-        self.play(runs[loaded:first])
+        self.play(stretches[loaded:first])
         self.play(step)
-        self._settle(step)
+        self._begin_again(step)
         self._recording = True
-        self._stride = max(1, sum(len(run.events) for run in step) // _CURVE_POINTS)
-        update = phases[first:last].index("optimizer") if "optimizer" in phases[first:last] else len(step)
-        with self._saving(checkpoint_bytes if saves_between else 0):  # the update waits until the copy is written
-            self.play(step[:update])
-        self.play(step[update:end])
+        self._stride = max(1, sum(len(stretch.events) for stretch in step) // _CURVE_POINTS)
+        copy_bytes = self._copy_bytes(run)
+        with self._saving(copy_bytes if run.saves_between else 0):  # the update waits until the copy is written
+            self.play(stretches[first:update])
+        self.play(stretches[update:end])
         self._recording = False
-        with self._saving(checkpoint_bytes):
+        with self._saving(copy_bytes):
             self._see("save")
-        self.play(step[end:])
-        self.play(runs[last:])
+        self.play(stretches[end:])
+
+    def _copy_bytes(self, run: RunSetting) -> int:
+        """Bytes that a checkpoint copies in the device's own memory: on a CPU, which has no other."""
+        if self._device.type != "cpu" or not run.checkpoint_bytes:
+            return 0
+        # Before weights and states are copied, the state of torch's random numbers is (`RandomState`).
+        return max(run.checkpoint_bytes, torch.get_rng_state().nbytes)
 
     def _join_processes(self) -> None:
-        """What DistributedDataParallel copies when it takes the model, and what it keeps."""
+        """Play the copies that DistributedDataParallel makes of the model, and the buckets that it keeps."""
         before = 0
         for number, size in enumerate([*operator_costs.broadcast_buckets(self.sizes("base_weights", "adapter")), 0], 1):
             self._live["workspace"] += size
@@ -348,7 +353,6 @@ class Replay:
 
     @contextlib.contextmanager
     def _saving(self, size: int) -> Iterator[None]:
-        """A copy of the state in the device's own memory: on a CPU, which has no other."""
         self._live["workspace"] += size
         self._allocated += size
         yield
@@ -372,10 +376,10 @@ class Replay:
         slack = self.peak_reserved_bytes - sum(self._peak_live.values())
         return {**self._peak_live, "context": self._device.outside_bytes, "allocator_slack": slack}
 
-    def play(self, runs: list[Run]) -> None:
-        """Play these runs of the trace, in order."""
-        for run in runs:
-            for event in run.events:
+    def play(self, stretches: list[Stretch]) -> None:
+        """Play these stretches of the trace, in order."""
+        for stretch in stretches:
+            for event in stretch.events:
                 block = self._trace.blocks[abs(event) - 1]
                 sign = 1 if event > 0 else -1
                 if block.managed and self._device.type == "cuda":
@@ -385,30 +389,40 @@ class Replay:
                 self._live[block.category] += sign * block.bytes
                 self._allocate(abs(event), block.bytes) if sign > 0 else self._free(abs(event), block.bytes)
                 if sign > 0:
-                    self._see(_SHOWN_AS.get(run.phase, run.phase))
+                    self._see(_SHOWN_AS.get(stretch.phase, stretch.phase))
                 if self._recording:
-                    self._draw(run.phase)
+                    self._draw(stretch.phase)
 
-    def _settle(self, step: list[Run]) -> None:
-        """Make what a pass leaves as the next one finds it: gone, as that has its own, or a state in its old place."""
-        events = {event for run in step for event in run.events}
-        replaced: dict[tuple[str, int], list[int]] = {}
-        for number in sorted(-event for event in events if event < 0 and -event not in events):
-            before = self._trace.blocks[number - 1]
-            replaced.setdefault((before.category, before.bytes), []).append(number)
-        for number in sorted(event for event in events if event > 0 and -event not in events):
+    def _begin_again(self, step: list[Stretch]) -> None:
+        """Bring what a pass leaves into the state in which the next one begins."""
+        events = {event for stretch in step for event in stretch.events}
+        left = [number for number in sorted(events) if number > 0 and -number not in events]
+        left = [number for number in left if not self._trace.blocks[number - 1].managed]
+        self._free_leftovers(left)
+        self._put_into_old_place(left, sorted(-event for event in events if event < 0 and -event not in events))
+
+    def _free_leftovers(self, left: list[int]) -> None:
+        """Free activations and the like: the next pass makes its own."""
+        for number in left:
             block = self._trace.blocks[number - 1]
-            if block.managed:
-                continue
             if block.category in _TRANSIENT:
                 self._live[block.category] -= block.bytes
                 self._free(number, block.bytes)
-            elif self._allocator and (places := replaced.get((block.category, block.bytes))):
-                # An optimizer makes a state anew in each step, as transformers' Adafactor does.
-                self._handles[places.pop(0)] = self._handles.pop(number)
+
+    def _put_into_old_place(self, left: list[int], freed: list[int]) -> None:
+        """Give a state that the optimizer makes anew (transformers' Adafactor) the handle of the one that it freed."""
+        old: dict[tuple[str, int], list[int]] = {}
+        for number in freed:
+            block = self._trace.blocks[number - 1]
+            old.setdefault((block.category, block.bytes), []).append(number)
+        for number in left:
+            block = self._trace.blocks[number - 1]
+            same = old.get((block.category, block.bytes))
+            if self._allocator and same and block.category not in _TRANSIENT:
+                self._handles[same.pop(0)] = self._handles.pop(number)
 
     def _draw(self, phase: str) -> None:
-        """Keep the fullest moment of each so many events of a phase."""
+        """Keep the fullest moment of every `_stride` events of a phase."""
         begins = self._seen % self._stride == 0 or (self.curve and self.curve[-1].phase != phase)
         if begins or self._allocated > self._fullest:
             self.curve[len(self.curve) - (not begins) :] = [Point(phase, dict(self._live), self.reserved_bytes)]
@@ -442,10 +456,10 @@ class Replay:
             self._peak_allocated, self._peak_live = self._allocated, dict(self._live)
 
 
-def _on_host(block: Block) -> int:
-    """What a managed block takes of the host's memory.
+def _on_host(block: TracedBlock) -> int:
+    """Bytes of host memory that a managed block takes.
 
-    Layer inputs wait in pinned memory, of which torch hands out powers of two (torch 2.13, ATen/core/
+    Layer inputs wait in pinned memory, which torch hands out in powers of two (torch 2.13, ATen/core/
     CachingHostAllocator.h `allocate`; `pinned_max_round_threshold` has no limit unless it is set).
     """
     return 1 << (block.bytes - 1).bit_length() if block.category == "layer_inputs" else block.bytes

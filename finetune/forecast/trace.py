@@ -1,12 +1,12 @@
-"""What a step allocates, frees and computes, recorded while it runs on fake tensors.
+"""Record what a step allocates, frees and computes while it runs on fake tensors.
 
 A fake tensor (torch's `FakeTensorMode`) has a shape and a type but no data, so a step of a 70B model runs here in
-seconds and almost without memory. `Recorder` sits below autograd and above the fake mode and sees every operator. A new
-storage in an operator's output is an allocation, and the end of that storage is a free, at the same point at which the
-real one would be freed.
+seconds and almost without memory. `TraceRecorder` sits below autograd and above the fake mode and sees every operator.
+A new storage in an operator's output is an allocation, and the end of that storage is a free, at the same point at
+which the real one would be freed.
 
 The decoder's layers are alike, so a step of a shallow model is recorded, and `extrapolate` repeats a layer's part of
-it. For that, each stretch of the recording (a `Run`) knows its phase and its layer.
+it. For that, each `Stretch` of the recording has its phase and its layer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import SimpleNamespace
 from typing import Any
@@ -24,13 +24,14 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from finetune.forecast import operators
-from finetune.forecast.operator_costs import Kernels
+from finetune.forecast.operator_costs import DeviceOperators
 from finetune.forecast.operators import flat
 from finetune.measure.monitor import Monitor, Peak
 from finetune.model.structure.experts import Mixture
-from finetune.runtime.libraries import replaced
+from finetune.runtime import patches
 
 CATEGORIES = {
     "base_weights": "base weights",
@@ -43,11 +44,11 @@ CATEGORIES = {
     "loss": "loss and logits",
     "workspace": "workspace",
 }
-"""What a block of memory is for: the key in JSON and the words for a person."""
+"""The categories of memory: the key in JSON and the words for a person."""
 
 _WEIGHTS = ("base_weights", "quantization_state", "adapter")
 _aten = torch.ops.aten
-# How "is no place padded?" and "does no row begin within another?" are asked: `mask.all()`, or `mask.sum() ==
+# How transformers asks whether nothing is padded, or whether rows are not packed: `mask.all()`, or `mask.sum() ==
 # mask.numel()` (transformers 5.23, masking_utils).
 _ALL = ("aten::all", "aten::eq.Scalar")
 # Derivatives do these in place, but never for a subclass of Tensor (torch 2.13, derivatives.yaml `max`,
@@ -64,12 +65,27 @@ _CROSSING: dict[str, Any] = {
     "fsdp::all_gather_copy_in": lambda args: args[0],
     "c10d::_reduce_scatter_base_": lambda args: args[0],
 }
-# Of what these gather or scatter, each rank sends all but a slice: the larger of their tensors less the smaller.
-_COLLECTIVES = ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_")
+
+
+def _all_but_a_slice(args: Any) -> int:
+    """Bytes that a rank sends to gather or scatter a tensor: the larger of the two less the smaller."""
+    return abs(args[0].nbytes - args[1].nbytes)
+
+
+def _all_but_its_part(args: Any) -> int:
+    size = dist.ProcessGroup.unbox(args[2]).size()
+    return args[1].nbytes * (size - 1) // size
+
+
+_SENT_BYTES = {
+    "c10d::_allgather_base_": _all_but_a_slice,
+    "c10d::_reduce_scatter_base_": _all_but_a_slice,
+    "c10d::alltoall_base_": _all_but_its_part,
+}
 
 
 @dataclass(slots=True, eq=False)
-class Block:
+class TracedBlock:
     """One allocation: its size, what it is for, the layer that owns it, and whether it is managed memory.
 
     Managed memory (paged optimizer states) lies outside the caching allocator and may live on the host.
@@ -83,7 +99,7 @@ class Block:
 
 @dataclass
 class Work:
-    """What a stretch computes: floating-point operations, bytes that bandwidth-bound operators move, kernel launches.
+    """The work of a stretch: floating-point operations, bytes that bandwidth-bound operators move, kernel launches.
 
     Operators without a count of operations are bandwidth-bound, and so are products with a low-rank matrix, whose
     operations, `hidden_flops` of `flops`, take no time beside their traffic. `copied_bytes` go between the host and the
@@ -106,7 +122,7 @@ class Work:
 
 
 @dataclass
-class Run:
+class Stretch:
     """A stretch of the recording in one phase and one layer (None: outside the layers).
 
     An event is the number of a block plus one when it is allocated, and the negative of that when it is freed.
@@ -117,10 +133,10 @@ class Run:
     events: list[int] = field(default_factory=list)
     work: Work = field(default_factory=Work)
 
-    def moved(self, by: int) -> Run:
+    def moved(self, by: int) -> Stretch:
         """The same, of blocks whose numbers are that much higher."""
         events = [event + by if event > 0 else event - by for event in self.events]
-        return Run(self.phase, self.layer, events, replace(self.work))
+        return Stretch(self.phase, self.layer, events, replace(self.work))
 
 
 @dataclass
@@ -132,8 +148,8 @@ class Trace:
     it has some. `trained_share` is the share of the trained weights that this rank holds.
     """
 
-    blocks: list[Block]
-    runs: list[Run]
+    blocks: list[TracedBlock]
+    stretches: list[Stretch]
     parameters: int = 0
     largest_weight: int = 0
     largest_part: int = 0
@@ -141,81 +157,110 @@ class Trace:
     trained_share: float = 1.0
     saved_bytes: Mapping[str, int] | None = None
 
-    def timeline(self) -> Iterator[tuple[Run, Block, int]]:
-        """(run, block, +1 or -1) for each allocation and free, in order."""
-        for run in self.runs:
-            for event in run.events:
-                yield run, self.blocks[abs(event) - 1], 1 if event > 0 else -1
+    def timeline(self) -> Iterator[tuple[Stretch, TracedBlock, int]]:
+        """(stretch, block, +1 or -1) for each allocation and free, in order."""
+        for stretch in self.stretches:
+            for event in stretch.events:
+                yield stretch, self.blocks[abs(event) - 1], 1 if event > 0 else -1
 
     def work(self, phases: Iterable[str]) -> Work:
-        """What is computed in `phases`."""
+        """The work of all `phases`."""
         wanted = set(phases)
-        return sum((run.work for run in self.runs if run.phase in wanted), Work())
+        return sum((stretch.work for stretch in self.stretches if stretch.phase in wanted), Work())
 
 
 @dataclass(frozen=True)
 class State:
-    """How far a recording is: numbers of blocks and runs, and which storages are alive, as which blocks."""
+    """A point in a recording: numbers of blocks and stretches, and the living storages with their blocks."""
 
     blocks: int
-    runs: int
+    stretches: int
     living: Mapping[int, int | None]
 
 
-class Recorder(TorchDispatchMode):
+class _Call:
+    """An operator as it reaches the recorder. With `over_layers` its inputs are lists of several layers' tensors."""
+
+    def __init__(self, func: Any, types: Any, args: Any, kwargs: Any) -> None:
+        self.func, self.types, self.args, self.kwargs = func, types, args, kwargs
+        self.name = func.name()
+        self.inputs = [argument for argument in flat(args) if isinstance(argument, torch.Tensor)]
+        self.over_layers = False
+
+    def run(self) -> Any:
+        return self.func(*self.args, **self.kwargs)
+
+
+_Case = tuple[Callable[[_Call], bool], Callable[[_Call], Any]]
+
+
+class TraceRecorder(TorchDispatchMode):
     """Records a step that runs on fake tensors; enter it inside a FakeTensorMode.
 
-    `kernels` says what the device's kernels allocate out of an operator's sight. `answers` decides what a program asks
-    of data that fake tensors have not. A product with fewer operations a byte than `flops_per_byte`, the device's
+    `operators` adds what the device's kernels allocate inside an operator. `answers` stands in for the data of fake
+    tensors where a program reads it. A product with fewer operations a byte than `flops_per_byte`, the device's
     arithmetic over its bandwidth, is bandwidth-bound.
     """
 
-    def __init__(self, kernels: Kernels, answers: Answers, flops_per_byte: float = 0.0) -> None:
+    def __init__(self, operators: DeviceOperators, answers: Answers, flops_per_byte: float = 0.0) -> None:
         super().__init__()
-        self._kernels = kernels
+        self._operators = operators
         self._flops_per_byte = flops_per_byte
         self.answers = answers
-        self._blocks: list[Block] = []
-        self._runs: list[Run] = []
+        self._blocks: list[TracedBlock] = []
+        self._stretches: list[Stretch] = []
         self._living: dict[int, list[Any]] = {}
+        self._made_by = WeakTensorKeyDictionary()  # of tensors of one element, the operator's name
         self._by_layer_of_input = self._turn = False
         self.phase = "load"
         self.layer: int | None = None
         self.category = "activations"
         self.managed = self.slices_on_host = False
+        # Of each table the first case that applies decides.
+        self._not_recorded: tuple[_Case, ...] = (
+            # Of a DTensor only views are taken, but torch tries those out on tensors of its own.
+            (lambda call: call.name == "prim::device" or DTensor in call.types, _Call.run),
+            (lambda call: call.name == "aten::_local_scalar_dense", self._read),
+        )
+        self._run_otherwise: tuple[_Case, ...] = (
+            (lambda call: call.name in operators.python, self._run_in_python),
+            (lambda call: call.name == "aten::add.Tensor" and _accumulates_in_place(call.args), self._add_in_place),
+        )
 
     def trace(self) -> Trace:
-        return Trace(list(self._blocks), list(self._runs))
+        return Trace(list(self._blocks), list(self._stretches))
 
     # -- what is recorded once for several traces ------------------------------------------------------------------
 
     def state(self) -> State:
-        """How far the recording is, to `rewind` to; the next phase is another one."""
-        return State(len(self._blocks), len(self._runs), {key: number for key, (number, _) in self._living.items()})
+        """This point of the recording, to `rewind` to; the next phase must be another one."""
+        return State(
+            len(self._blocks), len(self._stretches), {key: number for key, (number, _) in self._living.items()}
+        )
 
     def rewind(self, state: State) -> bool:
         """Forget what was recorded since `state`; False if not the same blocks are alive as then."""
         if self.state().living != state.living:
             return False
-        del self._blocks[state.blocks :], self._runs[state.runs :]
+        del self._blocks[state.blocks :], self._stretches[state.stretches :]
         return True
 
     def since(self, state: State) -> Trace | None:
-        """What was recorded since `state`, to `repeat`; None if that left or freed what is not its own."""
-        blocks, runs = self._blocks[state.blocks :], self._runs[state.runs :]
-        freed = {-event - 1 for run in runs for event in run.events if event < 0}
+        """The recording since `state`, to `repeat`; None if it left blocks alive or freed others' blocks."""
+        blocks, stretches = self._blocks[state.blocks :], self._stretches[state.stretches :]
+        freed = {-event - 1 for stretch in stretches for event in stretch.events if event < 0}
         if freed != set(range(state.blocks, len(self._blocks))):
             return None
-        return Trace(list(map(replace, blocks)), [run.moved(-state.blocks) for run in runs])
+        return Trace(list(map(replace, blocks)), [stretch.moved(-state.blocks) for stretch in stretches])
 
     def repeat(self, recorded: Trace) -> None:
         """Record again what `since` returned."""
         first = len(self._blocks)
         self._blocks += map(replace, recorded.blocks)
-        self._runs += [run.moved(first) for run in recorded.runs]
-        self.phase, self.layer = recorded.runs[-1].phase, None
+        self._stretches += [stretch.moved(first) for stretch in recorded.stretches]
+        self.phase, self.layer = recorded.stretches[-1].phase, None
 
-    def block(self, tensor: torch.Tensor) -> Block | None:
+    def block(self, tensor: torch.Tensor) -> TracedBlock | None:
         """The block of a tensor, if it was recorded."""
         return None if (number := self._number(tensor)) is None else self._blocks[number]
 
@@ -227,40 +272,46 @@ class Recorder(TorchDispatchMode):
         self._allocate(tensor, category)
 
     def mark(self, tensor: torch.Tensor | None, category: str, *, managed: bool = False) -> None:
-        """Say what a block that was recorded already is for."""
+        """Change the category of a block that was recorded already."""
         if tensor is not None and (number := self._number(tensor)) is not None:
             self._blocks[number].category = category
             self._blocks[number].managed = managed
 
     def omit(self, tensor: torch.Tensor | None) -> None:
-        """Say that a block which was recorded already takes no memory."""
+        """Let a block that was recorded already take no memory."""
         if tensor is not None and (number := self._number(tensor)) is not None:
             self._blocks[number].bytes = 0
 
     def turn_to(self, layer: int | None) -> None:
-        """What follows is done for a weight of this layer, until the next turn or an operator over several layers."""
+        """Assign what follows to this layer, until the next turn or an operator over several layers."""
         self.layer, self._turn = layer, True
 
-    def copies(self, tensor: torch.Tensor) -> None:
-        """Count a copy between the host and the device."""
-        self._run().work.copied_bytes += tensor.numel() * tensor.element_size()
+    def copied(self, source: torch.Tensor, category: str, *, managed: bool) -> torch.Tensor:
+        """A copy of `source` on the other side of the bus: with `managed` in host memory, else on the device.
+
+        A fake CPU tensor does not say on which side it is.
+        """
+        target = torch.empty_like(source)
+        self.mark(target, category, managed=managed)
+        self.transfers(copied_bytes=source.nbytes)
+        return target
 
     def transfers(self, *, copied_bytes: int = 0, sent_bytes: int = 0, swapped_bytes: int = 0) -> None:
-        """Count what is done by no operator."""
-        work = self._run().work
+        """Count transfers that no operator makes."""
+        work = self._stretch().work
         work.copied_bytes += copied_bytes
         work.sent_bytes += sent_bytes
         work.swapped_bytes += swapped_bytes
 
     def launched(self, moved_bytes: int) -> None:
-        """Count a kernel that is no operator."""
-        work = self._run().work
+        """Count the launch of a kernel that is not an operator."""
+        work = self._stretch().work
         work.calls += 1
         work.moved_bytes += moved_bytes
 
     @contextlib.contextmanager
     def follow_layers(self) -> Iterator[None]:
-        """Within the block an operator belongs to the layer of its input: an optimizer goes from weight to weight."""
+        """In the context, assign an operator to the layer of its input: an optimizer goes from weight to weight."""
         self._by_layer_of_input = True
         try:
             yield
@@ -271,71 +322,79 @@ class Recorder(TorchDispatchMode):
     # -- operators -------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, func.name()
-        if name == "prim::device":
-            return func(*args, **kwargs)
-        if DTensor in types:  # only views are taken of them, but torch tries those out on tensors of its own
-            return func(*args, **kwargs)
-        if name == "aten::_local_scalar_dense":
-            return self.answers.scalar(args[0], getattr(args[0], "made_by", None))
-        inputs = [argument for argument in flat(args) if isinstance(argument, torch.Tensor)]
-        over_layers = False
-        if self._by_layer_of_input and inputs:
-            over_layers = self._follow(inputs, in_lists=bool(args) and isinstance(args[0], (list, tuple)))
-        if inside := self._kernels.python.get(name):
-            if name == "aten::_grouped_mm" and args[1].dim() == 3:
-                kwargs = {**kwargs, "busiest": self.answers.busiest(args[0].shape[0], args[1].shape[0])}
-            return self._inside(inside, args, kwargs)
-        if name == "aten::add.Tensor" and _accumulates_in_place(args):
-            held = args[0].add_(args[1])
-            self._count(_aten.add_.Tensor, args, kwargs, held)
-            return held
-        if name in _IN_PLACE and _called_by_autograd():
-            func = _IN_PLACE[name]
-        if name in self.answers.shapes:
-            func, args = self.answers.shapes[name](func, args)
-        sizes = self._kernels.scratch(func, args, kwargs)
-        if self.slices_on_host and name in _CROSSING:
-            sizes = [sum(slice_.nbytes for slice_ in flat(_CROSSING[name](args)))]
-            self._run().work.copied_bytes += sizes[0]
-        if name in _COLLECTIVES:
-            self._run().work.sent_bytes += abs(args[0].nbytes - args[1].nbytes)
-        if name == "c10d::alltoall_base_":  # all but the part that stays here
-            size = dist.ProcessGroup.unbox(args[2]).size()
-            self._run().work.sent_bytes += args[1].nbytes * (size - 1) // size
-        scratch = [self._open(size, "workspace") for size in sizes]
-        out = func(*args, **kwargs)
-        outputs = list(flat(out))
-        category = self._category(func, inputs)
-        fresh = False
-        if name in _BUFFERS:
-            self._turn_into_workspace(_BUFFERS[name](args, kwargs))
-        # torch's operators on lists have an output for each tensor.
-        each = self._by_layer_of_input and name.startswith("aten::_foreach") and len(inputs) >= len(outputs)
-        for place, output in enumerate(outputs):
-            if isinstance(output, torch.Tensor):
-                if each:
-                    self.layer = self._layer_of(inputs[place])
-                fresh |= self._allocate(output, category)
-                if output.dim() == 0:
-                    output.made_by = name
-        for number in scratch:
-            self._close(number)
-        if (fresh or operators.schema(func).is_mutable) and not operators.launches_nothing(func):
-            self._count(func, args, kwargs, out, inputs if over_layers else ())
+        call = _Call(func, types, args, kwargs or {})
+        for applies, answer in self._not_recorded:
+            if applies(call):
+                return answer(call)
+        call.over_layers = self._by_layer_of_input and bool(call.inputs) and self._follow(call)
+        for applies, run in self._run_otherwise:
+            if applies(call):
+                return run(call)
+        scratch = self._before(call)
+        out = call.run()
+        self._after(call, out, scratch)
         return out
 
-    def _inside(self, kernel: Any, args: Any, kwargs: Any) -> Any:
+    def _before(self, call: _Call) -> list[int]:
+        """Count what a call transfers, and allocate what its kernel needs beside the outputs."""
+        if call.name in _IN_PLACE and _called_by_autograd():
+            call.func = _IN_PLACE[call.name]
+        if call.name in self.answers.shapes:
+            call.func, call.args = self.answers.shapes[call.name](call.func, call.args)
+        sizes = self._operators.scratch(call.func, call.args, call.kwargs)
+        if self.slices_on_host and call.name in _CROSSING:
+            sizes = [sum(slice_.nbytes for slice_ in flat(_CROSSING[call.name](call.args)))]
+            self.transfers(copied_bytes=sizes[0])
+        if call.name in _SENT_BYTES:
+            self.transfers(sent_bytes=_SENT_BYTES[call.name](call.args))
+        return [self._open(size, "workspace") for size in sizes]
+
+    def _after(self, call: _Call, out: Any, scratch: list[int]) -> None:
+        """Allocate the outputs whose storage is new, free the kernel's own memory, and count what was computed."""
+        outputs, category, fresh = list(flat(out)), self._category(call.func, call.inputs), False
+        for buffer in _BUFFERS[call.name](call.args, call.kwargs) if call.name in _BUFFERS else ():
+            self.mark(buffer, "workspace")
+        # torch's operators on lists have an output for each tensor.
+        each = self._by_layer_of_input and call.name.startswith("aten::_foreach") and len(call.inputs) >= len(outputs)
+        for index, output in enumerate(outputs):
+            if isinstance(output, torch.Tensor):
+                if each:
+                    self.layer = self._layer_of(call.inputs[index])
+                fresh |= self._allocate(output, category)
+                if output.dim() == 0:
+                    self._made_by[output] = call.name
+        for number in scratch:
+            self._close(number)
+        if (fresh or operators.schema(call.func).is_mutable) and not operators.launches_nothing(call.func):
+            self._count(call.func, call.args, call.kwargs, out, call.inputs if call.over_layers else ())
+
+    # -- operators that are not recorded as they are called --------------------------------------------------------
+
+    def _read(self, call: _Call) -> Any:
+        """The value of a tensor of one element, which fake tensors do not have."""
+        return self.answers.scalar(call.args[0], self._made_by.get(call.args[0]))
+
+    def _run_in_python(self, call: _Call) -> Any:
         """Run a kernel that is written in Python, so that what it allocates is seen; its output is no workspace."""
+        if call.name == "aten::_grouped_mm" and call.args[1].dim() == 3:
+            call.kwargs = {**call.kwargs, "busiest": self.answers.busiest(call.args[0].shape[0], call.args[1].shape[0])}
         outer, self.category = self.category, "workspace"
         try:
             with self:
-                out = kernel(*args, **kwargs)
+                out = self._operators.python[call.name](*call.args, **call.kwargs)
         finally:
             self.category = outer
         for part in flat(out):
             self.mark(part, outer)
         return out
+
+    def _add_in_place(self, call: _Call) -> Any:
+        """Add a gradient into the one that autograd holds."""
+        held = call.args[0].add_(call.args[1])
+        self._count(_aten.add_.Tensor, call.args, call.kwargs, held)
+        return held
+
+    # -- what an operator computes ---------------------------------------------------------------------------------
 
     def _category(self, func: Any, inputs: list[torch.Tensor]) -> str:
         if func.namespace == "bitsandbytes":
@@ -349,10 +408,10 @@ class Recorder(TorchDispatchMode):
         """Add what an operator computes; `over_layers` are its inputs where they belong to several layers."""
         if over_layers:
             self.layer = None
-        work, name = self._run().work, func.name()
-        work.calls += self._kernels.launches.get(name, 1)
+        work, name = self._stretch().work, func.name()
+        work.calls += self._operators.launches.get(name, 1)
         moved_bytes = operators.moved_bytes(func, args, kwargs, out)
-        if formula := self._kernels.flops.get(name) or flop_registry.get(func.overloadpacket):
+        if formula := self._operators.flops.get(name) or flop_registry.get(func.overloadpacket):
             flops = int(formula(*args, **kwargs, out_val=out))
             work.flops += flops
             if flops >= moved_bytes * self._flops_per_byte:
@@ -364,17 +423,17 @@ class Recorder(TorchDispatchMode):
         whole = max(1, sum(tensor.nbytes for tensor in over_layers))
         for tensor in over_layers:  # to each layer its share, which `extrapolate` repeats
             self.layer = self._layer_of(tensor)
-            self._run().work.moved_bytes += moved_bytes * tensor.nbytes // whole
+            self._stretch().work.moved_bytes += moved_bytes * tensor.nbytes // whole
 
     # -- blocks ----------------------------------------------------------------------------------------------------
 
-    def _run(self) -> Run:
-        if not self._runs or (self._runs[-1].phase, self._runs[-1].layer) != (self.phase, self.layer):
-            self._runs.append(Run(self.phase, self.layer))
-        return self._runs[-1]
+    def _stretch(self) -> Stretch:
+        if not self._stretches or (self._stretches[-1].phase, self._stretches[-1].layer) != (self.phase, self.layer):
+            self._stretches.append(Stretch(self.phase, self.layer))
+        return self._stretches[-1]
 
     def _allocate(self, tensor: torch.Tensor, category: str) -> bool:
-        """Whether the tensor's storage is new."""
+        """Open a block for the tensor's storage; False if it has one already."""
         storage = tensor.untyped_storage()
         key = id(storage)  # one object for as long as the storage lives
         if key in self._living:
@@ -390,7 +449,7 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def following_resizes(self) -> Iterator[None]:
-        """Within the block, resizing a storage frees or allocates it: so FSDP2 does with gathered weights."""
+        """In the context, resizing a storage frees or allocates it, as FSDP2 does with gathered weights."""
         plain = torch.UntypedStorage.resize_
 
         def resize(storage: Any, size_bytes: int) -> Any:
@@ -400,38 +459,34 @@ class Recorder(TorchDispatchMode):
                 entry[0] = self._open(size_bytes, "workspace") if size_bytes else None
             return plain(storage, size_bytes)
 
-        with replaced(torch.UntypedStorage, "resize_", resize):
+        with patches.STORAGE_RESIZE.by(resize):
             yield
 
-    def _turn_into_workspace(self, buffers: Iterable[torch.Tensor]) -> None:
-        for buffer in buffers:
-            self.mark(buffer, "workspace")
-
     def _open(self, size_bytes: int, category: str) -> int:
-        self._blocks.append(Block(size_bytes, category, self.layer, self.managed))
-        self._run().events.append(len(self._blocks))
+        self._blocks.append(TracedBlock(size_bytes, category, self.layer, self.managed))
+        self._stretch().events.append(len(self._blocks))
         return len(self._blocks) - 1
 
     def _close(self, number: int) -> None:
         before = self.layer
         if self._by_layer_of_input:  # a list over several layers is freed at once
             self.layer = self._blocks[number].layer
-        self._run().events.append(-number - 1)
+        self._stretch().events.append(-number - 1)
         self.layer = before
 
     def _number(self, tensor: torch.Tensor) -> int | None:
         entry = self._living.get(id(tensor.untyped_storage()))
         return entry[0] if entry else None
 
-    def _follow(self, inputs: list[torch.Tensor], *, in_lists: bool) -> bool:
-        """Go to the layer of an operator's first input; to none, and return True, for lists over several layers."""
-        if in_lists:
-            found = {self._layer_of(tensor) for tensor in inputs}
-            over_layers = len(found) > 1
-            self.layer, self._turn = None if over_layers else found.pop(), False
+    def _follow(self, call: _Call) -> bool:
+        """Go to the layer of an operator's first input; for lists over several layers go to none and return True."""
+        if call.args and isinstance(call.args[0], (list, tuple)):
+            layers = {self._layer_of(tensor) for tensor in call.inputs}
+            over_layers = len(layers) > 1
+            self.layer, self._turn = None if over_layers else layers.pop(), False
             return over_layers
-        if not self._turn or self._category_of(inputs[0]) in ("adapter", "gradients"):
-            self.layer = self._layer_of(inputs[0])
+        if not self._turn or self._category_of(call.inputs[0]) in ("adapter", "gradients"):
+            self.layer = self._layer_of(call.inputs[0])
         return False
 
     def _category_of(self, tensor: torch.Tensor) -> str | None:
@@ -444,7 +499,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _accumulates_in_place(args: Any) -> bool:
-    """Whether autograd would add this gradient into the one it already holds.
+    """Whether autograd would add this gradient in place into the one it already holds.
 
     It does where nothing else holds that one, but never for a subclass of Tensor such as a fake tensor (torch 2.13,
     torch/csrc/autograd/input_buffer.cpp `can_accumulate_inplace`).
@@ -468,7 +523,7 @@ _HELD_BY_AUTOGRAD_ALONE, _STORED_FOR_ONE_TENSOR = 4, 2
 
 
 def _called_by_autograd() -> bool:
-    """Whether no Python code stands between autograd's engine and the operator."""
+    """Whether autograd's engine called the operator without Python code in between."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename == __file__:
         frame = frame.f_back
@@ -478,10 +533,10 @@ def _called_by_autograd() -> bool:
 
 
 class Answers:
-    """What the worst batch answers where a program looks into its data.
+    """The worst batch's answers where a program reads data.
 
-    `uneven`: whether attention needs a mask, of padding or of packed rows. `trained_tokens`: how many places have a
-    label. `tokens`: how many places there are; 0 where each expert gets as many of them.
+    `uneven`: whether attention needs a mask, for padding or packed rows. `trained_tokens`: the number of positions with
+    a label. `tokens`: the number of positions; 0 where all experts get equally many.
     """
 
     def __init__(self, uneven: bool, trained_tokens: int, tokens: int = 0) -> None:
@@ -497,15 +552,15 @@ class Answers:
     def scalar(self, tensor: torch.Tensor, source: Any) -> Any:
         """The value of a tensor of one element: an integer is 1, a float one half, a truth value true.
 
-        The exception is "is every place alike?", which the batch answers. One half, because an optimizer may divide by
-        a number that it reads or by one minus it (NAdam's `mu_product`).
+        The exception is "are all of a mask alike?", which the batch answers. One half, because an optimizer may divide
+        by a number that it reads or by one minus it (NAdam's `mu_product`).
         """
         if tensor.dtype is torch.bool:
             return not self.uneven if source in _ALL else True
         return 0.5 if tensor.dtype.is_floating_point else 1
 
     def busiest(self, rows: int, experts: int) -> int:
-        """How many of `rows`, each token's as often as it has experts, go to one expert at most: every token once."""
+        """The most of `rows` (each token, once for each of its experts) that go to one expert: every token once."""
         return max(min(rows, self.tokens), -(-rows // experts))
 
     def _index(self, func: Any, args: Any) -> tuple[Any, Any]:
@@ -518,7 +573,7 @@ class Answers:
         return func, args
 
     def _nonzero(self, func: Any, args: Any) -> tuple[Any, Any]:
-        """Code that goes from expert to expert finds one, of a list of them, and every token in its turn to it."""
+        """Loops over experts: one expert is hit, and every token goes to it."""
         mask = args[0]
         return _aten.full.default, ([1 if mask.dim() == 1 else mask.numel(), mask.dim()], 0)
 
@@ -528,9 +583,9 @@ class Answers:
 
 
 class TracedMonitor(Monitor):
-    """Takes the phases that a step announces, and hands them to the recorder instead of measuring."""
+    """Hands the phases that a step announces to the recorder instead of measuring."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: TraceRecorder) -> None:
         super().__init__(SimpleNamespace(reset=lambda: None, read=dict))
         self._recorder = recorder
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from finetune.config import DistributedSection
-from finetune.forecast.trace import Recorder
+from finetune.forecast.trace import TraceRecorder
 from finetune.model.distributed import optimizer_states
 from finetune.model.distributed.engine import OneProcess
 
@@ -33,7 +33,7 @@ class Traced:
     optimizer: torch.optim.Optimizer
     section: DistributedSection
     ranks: int
-    recorder: Recorder
+    recorder: TraceRecorder
     layer_of: Callable[[Tensor], int | None]
     whole: Callable[[Sequence[Tensor]], list[int]]
     on_gpu: bool
@@ -56,7 +56,7 @@ class TracedEngine(OneProcess):
             self.optimizer.state = _LayerTrackingState(traced.recorder, layers)
 
     @staticmethod
-    def around(recorder: Recorder) -> contextlib.AbstractContextManager[None]:
+    def around(recorder: TraceRecorder) -> contextlib.AbstractContextManager[None]:
         """A context in which the model is loaded and the step runs."""
         return contextlib.nullcontext()
 
@@ -82,7 +82,7 @@ class TracedEngine(OneProcess):
 class _LayerTrackingState(defaultdict[torch.nn.Parameter, Any]):
     """Optimizer state that reports the layer being updated on each lookup."""
 
-    def __init__(self, recorder: Recorder, layers: Mapping[torch.nn.Parameter, int | None]) -> None:
+    def __init__(self, recorder: TraceRecorder, layers: Mapping[torch.nn.Parameter, int | None]) -> None:
         super().__init__(dict)
         self._recorder = recorder
         self._layers = layers

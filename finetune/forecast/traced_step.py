@@ -20,20 +20,20 @@ from torch import distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from finetune import kernels
-from finetune.config import Config
-from finetune.data.batching import Batch, MicroBatching, per_step
+from finetune.config import AdapterSection, Config
+from finetune.data.batching import Batch, per_step
 from finetune.errors import FinetuneError, ForecastError, first_line
-from finetune.forecast import depth, fake, fake_ranks, patches
+from finetune.forecast import depth, device_paths, fake_ranks
 from finetune.forecast.devices import Device
 from finetune.forecast.extrapolate import NotAlike, Shortened, extrapolate, shorten, whole
+from finetune.forecast.fake_model import FakeModel, Shortening
 from finetune.forecast.fake_shards import FakeSharded
 from finetune.forecast.fake_zero import FakeZero
-from finetune.forecast.trace import Answers, Recorder, Trace, TracedMonitor
+from finetune.forecast.trace import Answers, Trace, TracedMonitor, TraceRecorder
 from finetune.forecast.traced_engine import Traced, TracedEngine
 from finetune.model import build
 from finetune.model.adapters import adapter
 from finetune.model.attention import packing
-from finetune.model.base import base_dtype
 from finetune.model.distributed import context, optimizer_states
 from finetune.model.distributed.placement import Placement, held
 from finetune.model.probes.causality import needs_mask
@@ -42,134 +42,69 @@ from finetune.model.skeleton import mixture
 from finetune.model.structure import experts
 from finetune.objectives import OBJECTIVES, log_probs
 from finetune.training import optimizers, strategies
-from finetune.training.collator import Inputs, MicroBatches, for_model
+from finetune.training.collator import Inputs, MicroBatches, for_model, micro_batching
 from finetune.training.eval_loss import summed_loss
 from finetune.training.noise import Noise, Row
 from finetune.training.step import Step
 
 # bitsandbytes 0.50, `Optimizer8bit.get_state_buffer`: smaller tensors are not paged.
 _PAGED_STATES, _PAGED_FROM = ("state1", "state2"), 100_000
-# So many tokens are one tile, whatever more the config allows (kernels/head.py takes no fewer at a time).
+# Up to this many tokens are one tile, however many the config allows (kernels/head.py takes no fewer at a time).
 _ONE_TILE = 512
-
 
 ENGINES: dict[str, type[TracedEngine]] = {"fsdp": FakeSharded, "deepspeed": FakeZero}
 """The engine that takes the place of a strategy's in a trace; of others it is TracedEngine."""
 
-Shortening = Callable[[Sequence[Hashable]], Shortened]
-"""From the kinds of the layers to those that are traced."""
 
-_Job = tuple[str, str]
-"""What decides a model and its optimizer: the config but for what `Models` names, and the attention."""
+@dataclass(frozen=True)
+class StepSetting:
+    """A step to trace: a job on a device, its largest micro-batches, and the number of ranks, of which this is rank 0.
 
-
-@dataclass
-class Models:
-    """Models of one architecture on one device that were traced, ready for another step, and the traces.
-
-    One serves all settings that differ in the micro-batch, the tiles of the loss, and what like layers recompute.
+    `attention` is the name of the implementation. Without an `evaluation` batch none is traced.
     """
 
-    kinds: dict[_Job, Sequence[Hashable]] = field(default_factory=dict)
-    ready: dict[Hashable, _TracedStep] = field(default_factory=dict)
-    """By job and the kinds of the layers that are kept."""
-    traces: dict[Hashable, Trace] = field(default_factory=dict)
-    """By that, what those layers recompute, and the rest of the setting; not yet extrapolated."""
+    config: Config
+    architecture: Any
+    train: Batch
+    evaluation: Batch | None
+    device: Device
+    attention: str
+    world_size: int = 1
 
+    @property
+    def job(self) -> Hashable:
+        """The key of a model and its optimizer: the config except what `step` has, and the attention."""
+        left_out = {"memory": {"checkpointing", "loss_tokens"}, "training": {"micro_batch"}}
+        return self.config.model_dump_json(exclude=left_out), self.attention
 
-def trace_step(
-    config: Config, architecture: Any, train: Batch, evaluation: Batch | None, device: Device, attention: str,
-    world_size: int = 1, models: Models | None = None,
-) -> Trace:  # fmt: skip
-    """Run one optimizer step in its steady state, then an evaluation, on fake tensors; of `world_size` ranks, rank 0's.
+    @property
+    def step(self) -> Hashable:
+        """The key of a step of that model, except what its layers recompute."""
+        tile = self.config.memory.loss_tokens
+        if max(batch.positions for batch in (self.train, self.evaluation) if batch) <= _ONE_TILE:
+            tile = min(tile, _ONE_TILE)
+        return self.config.training.micro_batch, tile, self.train, self.evaluation
 
-    Steady state: optimizer states exist, and with accumulation so do the gradients of the micro-batches before. With
-    `models`, those are used again; the trace is the same.
-    """
-    settings = (config, architecture, train, evaluation, device, attention)
-    try:
-        return _trace_step(*settings, shorten, world_size, models)
-    except (NotAlike, depth.Scattered):
-        return _trace_step(*settings, lambda kinds: whole(len(kinds)), world_size, models)
-    except FinetuneError:
-        raise
-    except Exception as error:
-        # Foreign code on fake tensors: what it may raise has no bounds.
-        raise ForecastError(
-            f"`model.name`: `{config.model.name}` ({architecture.model_type}) with `optimizer.kind: "
-            f"{config.optimizer.kind}` and `training.objective: {config.training.objective}` cannot be forecast (a "
-            f"training step fails while it is traced: {type(error).__name__}: {first_line(error)}). `finetune train` "
-            "with `memory.check: off` trains without a forecast"
-        ) from error
+    @property
+    def rows(self) -> int:
+        """The rows of a step that one rank computes."""
+        return max(1, self.config.training.batch_size // self.config.distributed.shares(self.world_size))
 
+    @property
+    def engine(self) -> type[TracedEngine]:
+        """The engine of the step."""
+        section = self.config.distributed
+        shared = strategies.applies(section, self.world_size)
+        return ENGINES.get(section.kind, TracedEngine) if shared else TracedEngine
 
-def _trace_step(
-    config: Config, architecture: Any, train: Batch, evaluation: Batch | None, device: Device, attention: str,
-    shortening: Shortening, world_size: int = 1, models: Models | None = None,
-) -> Trace:  # fmt: skip
-    models = models or Models()
-    left_out = {"memory": {"checkpointing", "loss_tokens"}, "training": {"micro_batch"}}
-    job = config.model_dump_json(exclude=left_out), attention
-    places = max(batch.rows * batch.tokens for batch in (train, evaluation) if batch)
-    tile = min(config.memory.loss_tokens, _ONE_TILE) if places <= _ONE_TILE else config.memory.loss_tokens
-    setting = config.training.micro_batch, tile, train, evaluation
-    traced = None
-    if kinds := models.kinds.get(job):
-        short = _Short.of(kinds, config, shortening)
-        if found := models.traces.get((job, short.kinds, short.levels, setting)):
-            return extrapolate(found, short.shortened)
-        traced = models.ready.pop((job, short.kinds), None)
-    rows = max(1, config.training.batch_size // config.distributed.shares(world_size))  # of a step, on one rank
-    tiles = log_probs.tiles(config.memory.loss_tokens, fused=config.kernels.fused != "off")
-    answers = Answers(uneven=False, trained_tokens=0)
-    recorder = traced.recorder if traced else Recorder(device.kernels, answers, device.flops / device.bandwidth_bytes)
-    with (
-        fake_ranks.placing(config.distributed, world_size) as placement,
-        fake_ranks.splitting(config.distributed, world_size) as group,
-        patches.undisturbed(),
-        tiles,
-        patches.like(device, recorder, traced.mode if traced else None) as mode,
-        _engine_of(config, world_size).around(recorder),
-    ):
-        if traced:
-            traced.take(config, short)
-        else:
-            traced = _TracedStep(
-                config, architecture, mode, recorder, device, attention, shortening, rows, world_size, placement
-            )
-            traced.load()
-            traced.make_step()
-            with traced.splitting(group), traced.engine.passes():
-                traced.make_optimizer_states()
-            traced.begin()
-        with traced.splitting(group), traced.engine.passes():
-            traced.step(train)
-            if evaluation:
-                traced.evaluate(evaluation, train)
-        found = replace(
-            recorder.trace(),
-            parameters=traced.parameters,
-            largest_weight=traced.largest_weight,
-            largest_part=traced.largest_part,
-            mixture=traced.mixture,
-            trained_share=traced.trained_share,
-            saved_bytes=traced.engine.saved_bytes(),
-        )
-        short = traced.short
-        if not group and traced.engine.reusable and traced.rewound():
-            models.kinds[job] = traced.kinds
-            models.ready[job, short.kinds] = traced
-            models.traces[job, short.kinds, short.levels, setting] = found
-        return extrapolate(found, short.shortened)
-
-
-def _engine_of(config: Config, world_size: int) -> type[TracedEngine]:
-    shared = strategies.applies(config.distributed, world_size)
-    return ENGINES.get(config.distributed.kind, TracedEngine) if shared else TracedEngine
+    @property
+    def in_parts(self) -> bool:
+        """Whether ranks share the model in parts, which are made after the weights are loaded."""
+        return strategies.holds_parts(self.config.distributed, self.world_size)
 
 
 @dataclass(frozen=True)
-class _Short:
+class _KeptLayers:
     """The layers that are kept of a model, with their kinds and what they recompute."""
 
     shortened: Shortened
@@ -177,83 +112,186 @@ class _Short:
     levels: tuple[str, ...]
 
     @classmethod
-    def of(cls, kinds: Sequence[Hashable], config: Config, shortening: Shortening) -> _Short:
+    def of(cls, kinds: Sequence[Hashable], config: Config, shortening: Shortening) -> _KeptLayers:
         levels = checkpointing.pattern(config.memory.checkpointing, len(kinds))
-        found = shortening(list(zip(kinds, levels, strict=True)))
-        kept = found.layers
-        return cls(found, tuple(kinds[number] for number in kept), tuple(levels[number] for number in kept))
+        shortened = shortening(list(zip(kinds, levels, strict=True)))
+        kept = shortened.layers
+        return cls(shortened, tuple(kinds[number] for number in kept), tuple(levels[number] for number in kept))
+
+
+@dataclass
+class Models:
+    """Traced models of one architecture on one device, ready for another step, and the traces.
+
+    One model serves all settings that differ in the micro-batch, the tiles of the loss, and what like layers recompute.
+    """
+
+    kinds: dict[Hashable, Sequence[Hashable]] = field(default_factory=dict)
+    """By job."""
+    ready: dict[Hashable, _TracedStep] = field(default_factory=dict)
+    """By job and the kinds of the layers that are kept."""
+    traces: dict[Hashable, Trace] = field(default_factory=dict)
+    """By setting and kept layers; not yet extrapolated."""
+
+    def store(self, setting: StepSetting, traced: _TracedStep, trace: Trace) -> None:
+        self.kinds[setting.job] = traced.kinds
+        self.ready[setting.job, traced.kept.kinds] = traced
+        self.traces[setting.job, setting.step, traced.kept] = trace
+
+
+def trace_step(setting: StepSetting, models: Models | None = None) -> Trace:
+    """Run one optimizer step in its steady state, then an evaluation, on fake tensors.
+
+    Steady state: optimizer states exist, and with accumulation so do the gradients of the micro-batches before. With
+    `models`, those are used again; the trace is the same.
+    """
+    models, config = models or Models(), setting.config
+    try:
+        return _trace_step(setting, shorten, models)
+    except (NotAlike, depth.Scattered):
+        return _trace_step(setting, lambda kinds: whole(len(kinds)), models)
+    except FinetuneError:
+        raise
+    except Exception as error:
+        # Foreign code on fake tensors: what it may raise has no bounds.
+        raise ForecastError(
+            f"`model.name`: `{config.model.name}` ({setting.architecture.model_type}) with `optimizer.kind: "
+            f"{config.optimizer.kind}` and `training.objective: {config.training.objective}` cannot be forecast (a "
+            f"training step fails while it is traced: {type(error).__name__}: {first_line(error)}). `finetune train` "
+            "with `memory.check: off` trains without a forecast"
+        ) from error
+
+
+def _trace_step(setting: StepSetting, shortening: Shortening, models: Models) -> Trace:
+    """Look the trace up, or run the step on a model that is ready or made for it, and keep both."""
+    config, device, ready = setting.config, setting.device, None
+    if kinds := models.kinds.get(setting.job):
+        kept = _KeptLayers.of(kinds, config, shortening)
+        if trace := models.traces.get((setting.job, setting.step, kept)):
+            return extrapolate(trace, kept.shortened)
+        ready = models.ready.pop((setting.job, kept.kinds), None)
+    answers = Answers(uneven=False, trained_tokens=0)
+    recorder = (
+        ready.recorder if ready else TraceRecorder(device.operators, answers, device.flops / device.bandwidth_bytes)
+    )
+    with (
+        fake_ranks.placing(config.distributed, setting.world_size) as placement,
+        fake_ranks.splitting(config.distributed, setting.world_size) as group,
+        device_paths.undisturbed(),
+        log_probs.tiles(config.memory.loss_tokens, fused=config.kernels.fused != "off"),
+        device_paths.like(device, recorder, ready.mode if ready else None) as mode,
+        setting.engine.around(recorder),
+    ):
+        if ready:
+            traced = ready
+            traced.change(config, kept)
+        else:
+            traced = _TracedStep(setting, mode, recorder, shortening, placement)
+            traced.prepare(setting, group)
+        trace = traced.run(setting, group)
+        if not group and traced.engine.reusable and traced.rewound():
+            models.store(setting, traced, trace)
+        return extrapolate(trace, traced.kept.shortened)
 
 
 class _TracedStep:
+    """A job's model and optimizer on fake tensors, and the phases of its steps."""
+
     def __init__(
-        self,
-        config: Config,
-        architecture: Any,
-        mode: FakeTensorMode,
-        recorder: Recorder,
-        device: Device,
-        attention: str,
-        shortening: Shortening,
-        rows: int,
-        world_size: int,
+        self, setting: StepSetting, mode: FakeTensorMode, recorder: TraceRecorder, shortening: Shortening,
         placement: Placement | None,
-    ) -> None:
-        self._configure(config)
-        config = self._config
-        self.mode = mode
-        self._device = device
-        self.recorder = recorder
-        self._shortening = shortening
-        self._rows = rows
-        self._world_size = world_size
-        self._placement = placement
-        recorder.slices_on_host = bool(placement and placement.offload and device.type == "cuda")
+    ) -> None:  # fmt: skip
+        self._configure(setting.config)
+        self.mode, self.recorder = mode, recorder
+        self._device, self._rows, self._placement = setting.device, setting.rows, placement
+        recorder.slices_on_host = bool(placement and placement.offload and self._device.type == "cuda")
         # Every fused attention kernel keeps the same for backward: the output and one number per row.
-        attention = attention if attention.startswith(("eager", "packed", packing.WINDOWED)) else "sdpa"
-        self._adapter = config.adapter
-        base = build.blueprint(config, architecture, attention).weightless(self._shorten)
-        self._loaded = list(base.modules())
-        # An adapter's initial values change no size; PiSSA and LoftQ would need weights.
-        start = self._adapter.model_copy(update={"init": "default", "start_from": None})
-        memory = config.memory  # with checkpointing switched on, for other settings; what is recomputed is chosen below
-        if memory.checkpointing in ("none", 0) and base.supports_gradient_checkpointing:
-            memory = memory.model_copy(update={"checkpointing": "all"})
-        self._model = build.trainable(
-            base, config.model, start, memory, seed=config.training.seed, device_type=device.type
-        )
-        checkpointing.choose(base, self.short.levels)
-        self._layers = checkpointing.layers(base)
-        fake.fill(self._model, config.quantization, mode)
-        self._base = base
+        fused = not setting.attention.startswith(("eager", "packed", packing.WINDOWED))
+
+        def keep_layers(kinds: Sequence[Hashable]) -> Shortened:
+            self.kinds, self.kept = kinds, _KeptLayers.of(kinds, self._config, shortening)
+            return self.kept.shortened
+
+        self._fake = FakeModel(
+            self._config, setting.architecture, "sdpa" if fused else setting.attention, mode, recorder, keep_layers,
+            self._attach, self._measure,
+        )  # fmt: skip
+        self._base, self._model, self._layers = self._fake.base, self._fake.model, self._fake.layers
+        checkpointing.choose(self._base, self.kept.levels)
         self._repeatable: dict[Hashable, Trace] = {}
         self._computed_last: Inputs | None = None
 
     def _configure(self, config: Config) -> None:
         if config.training.precision == "fp16":
             # Sizes are those of bfloat16, and there is no loss scaling on a CPU, where this runs.
-            config = config.model_copy(update={"training": config.training.model_copy(update={"precision": "bf16"})})
+            config = config.changed({"training.precision": "bf16"})
         self._config = config
-        self._way = MicroBatching.of(config.training, config.data)
+        self._way = micro_batching(config.training, config.data)
         self._collator = MicroBatches(self._way, pad_token_id=0, context=config.distributed.context)
 
-    def take(self, config: Config, short: _Short) -> None:
+    def _measure(self, base: Any) -> None:
+        """Keep the figures of the whole base before it is shortened."""
+        head, targets = base.get_output_embeddings(), self._config.adapter.targets
+        linear = [
+            module.weight.numel()
+            for module in base.modules()
+            if isinstance(module, torch.nn.Linear) and module is not head
+        ]
+        fused = [
+            getattr(module, name).numel()
+            for path, module, name in experts.weights(base)
+            if path.endswith(tuple(f".{target}" for target in targets if targets != "all-linear"))
+        ]
+        parts = [head, *checkpointing.layers(base)]
+        self._of_base = {
+            "parameters": sum(weight.numel() for weight in base.parameters()),
+            "largest_weight": max(linear + fused, default=0),
+            "largest_part": max(sum(weight.numel() for weight in part.parameters()) for part in parts),
+            "mixture": mixture(base, self._config.quantization),
+        }
+
+    def _attach(self, base: Any, section: AdapterSection) -> Any:
+        config, memory = self._config, self._config.memory
+        # With checkpointing switched on, for other settings; what is recomputed is chosen later.
+        if memory.checkpointing in ("none", 0) and base.supports_gradient_checkpointing:
+            memory = memory.model_copy(update={"checkpointing": "all"})
+        return build.trainable(
+            base, config.model, section, memory, seed=config.training.seed, device_type=self._device.type
+        )
+
+    def prepare(self, setting: StepSetting, group: dist.ProcessGroup | None) -> None:
+        """Everything before the first step: load, make the step, and the optimizer's states."""
+        self.load("attach" if setting.in_parts else "optimizer")
+        self.make_step(setting)
+        with self.splitting(group), self.engine.passes():
+            self.make_optimizer_states()
+        self._start = self.recorder.state()  # each step that is traced begins here
+
+    def run(self, setting: StepSetting, group: dist.ProcessGroup | None) -> Trace:
+        """The trace of a step and an evaluation."""
+        with self.splitting(group), self.engine.passes():
+            self.step(setting.train)
+            if setting.evaluation:
+                self.evaluate(setting.evaluation, setting.train)
+        return replace(
+            self.recorder.trace(), trained_share=self.trained_share, saved_bytes=self.engine.saved_bytes(),
+            **self._of_base,
+        )  # fmt: skip
+
+    def change(self, config: Config, kept: _KeptLayers) -> None:
         """Be the model of another setting, whose layers are of the same kinds."""
         self._configure(config)
-        self.short = short
-        checkpointing.choose(self._base, short.levels)
-
-    def begin(self) -> None:
-        """Each step that is traced begins here."""
-        self._start = self.recorder.state()
+        self.kept = kept
+        checkpointing.choose(self._base, kept.levels)
 
     def rewound(self) -> bool:
-        """Whether another step can be traced: forget this one, if it left the model as it was."""
+        """Forget the step, so that another can be traced; False if it did not leave the model as it was."""
         self.recorder.phase = "after"
         self._computed_last = None
         return self.recorder.rewind(self._start)
 
     def _once(self, what: Hashable, record: Callable[[], None]) -> None:
-        """Record what depends on `what` alone, in a phase that it begins; the second time without running it."""
+        """Record what depends on `what` alone, in a phase of its own; repeat the recording the second time."""
         if what in self._repeatable:
             self.recorder.repeat(self._repeatable[what])
             return
@@ -262,44 +300,17 @@ class _TracedStep:
         if recorded := self.recorder.since(start):
             self._repeatable[what] = recorded
 
-    def _shorten(self, base: Any) -> None:
-        self.parameters = sum(weight.numel() for weight in base.parameters())
-        head = base.get_output_embeddings()
-        linear = [
-            module.weight.numel()
-            for module in base.modules()
-            if isinstance(module, torch.nn.Linear) and module is not head
-        ]
-        targets = self._config.adapter.targets
-        fused = [
-            getattr(module, name).numel()
-            for path, module, name in experts.weights(base)
-            if path.endswith(tuple(f".{target}" for target in targets if targets != "all-linear"))
-        ]
-        self.largest_weight = max(linear + fused, default=0)
-        layers = checkpointing.layers(base)
-        parts = [head, *layers]
-        self.largest_part = max(sum(weight.numel() for weight in part.parameters()) for part in parts)
-        self.mixture = mixture(base, self._config.quantization)
-        kinds = depth.kinds(base)
-        named, adapted = depth.adapted(base, self._adapter)
-        self.kinds: list[Hashable] = list(zip(kinds, adapted, strict=True))
-        self.short = _Short.of(self.kinds, self._config, self._shortening)
-        if len(self.short.kinds) < len(kinds):
-            depth.keep(base, self.short.shortened.layers)
-            self._adapter = depth.renamed(self._adapter, base, named)
-
-    def make_step(self) -> None:
+    def make_step(self, setting: StepSetting) -> None:
         """The step, as `training.assembly` makes it."""
         config, card = self._config, self._device
         log_probs.attach(self._model)
         kernels.attach(self._model, config.kernels.fused, triton=card.type != "cuda" or card.triton)
         name, _ = optimizers.choose(config.optimizer, "cpu" if self.recorder.slices_on_host else card.type)
         with warnings.catch_warnings():
-            # bitsandbytes looks embeddings up by their addresses, which fake ones have not.
+            # bitsandbytes looks embeddings up by their addresses, and fake ones have none.
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             optimizer = optimizers.make(name, config.optimizer, 1e-4, self._model)
-        self.engine = self._make_engine(optimizer)
+        self.engine = self._make_engine(setting, optimizer)
         capability = card.capability if card.type == "cuda" else None
         self._step = Step(
             engine=self.engine,
@@ -313,35 +324,30 @@ class _TracedStep:
         )
         self._watch()
 
-    def _make_engine(self, optimizer: torch.optim.Optimizer) -> TracedEngine:
+    def _make_engine(self, setting: StepSetting, optimizer: torch.optim.Optimizer) -> TracedEngine:
         layer_of = {weight: number for number, layer in enumerate(self._layers) for weight in layer.parameters()}
 
         def whole(weights: Sequence[torch.Tensor]) -> list[int]:
             units = [
-                None if (layer := layer_of.get(one)) is None else self.short.shortened.unit[layer] for one in weights
+                None if (layer := layer_of.get(one)) is None else self.kept.shortened.unit[layer] for one in weights
             ]
-            found: list[int] = []
+            numbers: list[int] = []
             for unit, members in itertools.groupby(zip(units, weights, strict=True), key=lambda pair: pair[0]):
-                times = 1 if unit is None else self.short.shortened.repeats[unit]
-                found += [weight.numel() for _, weight in members] * times
-            return found
+                times = 1 if unit is None else self.kept.shortened.repeats[unit]
+                numbers += [weight.numel() for _, weight in members] * times
+            return numbers
 
-        engine = _engine_of(self._config, self._world_size)(
+        engine = setting.engine(
             Traced(
-                self._model, self._base, optimizer, self._config.distributed, self._world_size, self.recorder,
+                self._model, self._base, optimizer, self._config.distributed, setting.world_size, self.recorder,
                 layer_of.get, whole, on_gpu=self._device.type == "cuda",
             )
         )  # fmt: skip
-        if self._attaches:
+        if setting.in_parts:
             self.recorder.phase = "attach"
             with self._recording():
                 engine.attach()
         return engine
-
-    @property
-    def _attaches(self) -> bool:
-        """Whether ranks share the model in parts, which are made after the weights are loaded."""
-        return strategies.holds_parts(self._config.distributed, self._world_size)
 
     def splitting(self, group: dist.ProcessGroup | None) -> contextlib.AbstractContextManager[None]:
         """A context in which rows are split over `group`, as in training."""
@@ -350,7 +356,7 @@ class _TracedStep:
     # -- which layer an allocation belongs to ----------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Follow the pass through the layers: forward by hooks on modules, backward by hooks on what they hand on."""
+        """Follow the pass through the layers: forward by hooks on modules, backward by hooks on their outputs."""
         recorder = self.recorder
         for number, layer in enumerate(self._layers):
             # Before a sharded layer's own hooks, which gather its weights.
@@ -395,26 +401,21 @@ class _TracedStep:
 
     # -- the phases ------------------------------------------------------------------------------------------------
 
-    def load(self) -> None:
-        """Make and quantize the weights of the base module by module, then add the adapter.
+    def load(self, then: str) -> None:
+        """Make and quantize the weights of the base module by module, `then` in another phase add the adapter.
 
         Weights are loaded one by one, so that no more than one is there in 16 bit, or the experts of one layer.
         """
-        owner = {id(module): number for number, layer in enumerate(self._layers) for module in layer.modules()}
-        for module in self._loaded:
-            layer = owner.get(id(module))
-            quantized = [weight for weight in module.parameters(recurse=False) if fake.is_quantized(weight)]
-            if quantized:
-                self._quantize(quantized, layer)
-            self._keep(module, layer)
+        for module in self._fake.base_modules:
+            self._fake.load(module)
             if self._placement:
                 with self._placing():
                     self._placement.keep_part(self._base, module)
                 for weight in filter(self._placement.is_part, module.parameters(recurse=False)):
                     self.recorder.mark(weight, "base_weights", managed=self.recorder.slices_on_host)
-        self.recorder.phase = "attach" if self._attaches else "optimizer"
+        self.recorder.phase = then
         for module in self._model.modules():
-            self._keep(module, owner.get(id(module)))
+            self._fake.keep(module)
         self.recorder.layer = None
         if self._placement:
             with self._placing():
@@ -427,33 +428,15 @@ class _TracedStep:
 
     @contextlib.contextmanager
     def _placing(self) -> Iterator[None]:
-        """Record what dividing the model allocates; it goes from weight to weight."""
+        """Record what dividing the model allocates, weight by weight."""
         with self._recording(), self.recorder.follow_layers():
             self.recorder.category = "base_weights"
             yield
 
-    def _quantize(self, weights: list[torch.nn.Parameter], layer: int | None) -> None:
-        dtype = base_dtype(self._config.adapter, self._config.training)
-        with self._recording():
-            self.recorder.layer, self.recorder.category = layer, "workspace"
-            whole = [torch.empty(fake.shape(weight), dtype=dtype) for weight in weights]
-            for full in whole:
-                fake.quantize(full, self._config.quantization)
-            del full, whole  # while it is still this layer's
-
-    def _keep(self, module: torch.nn.Module, layer: int | None) -> None:
-        """Count a module's own weights and buffers, if they are not counted yet."""
-        for parameter in module.parameters(recurse=False):
-            for tensor in fake.quantization_state(parameter):
-                self.recorder.keep(tensor, "quantization_state", layer)
-            self.recorder.keep(parameter, "adapter" if parameter.requires_grad else "base_weights", layer)
-        for buffer in module.buffers(recurse=False):
-            self.recorder.keep(buffer, "base_weights", layer)
-
     def make_optimizer_states(self) -> None:
         """The optimizer's first step, on gradients of zeros, as `training.largest_batch` takes it.
 
-        There weights have a gradient that no loss reaches, such as an adapter on an indexer of sparse attention.
+        Weights that no loss reaches have a gradient there too, such as an adapter on an indexer of sparse attention.
         """
         self.recorder.phase = "optimizer"
         optimizer = self.engine.optimizer
@@ -495,7 +478,7 @@ class _TracedStep:
         del inputs, others
 
     def _on_host(self, inputs: Inputs, count: int) -> list[torch.Tensor]:
-        """So many more micro-batches, which wait in host memory; on a CPU that is what is forecast."""
+        """`count` more micro-batches, which wait in host memory; on a CPU that is what is forecast."""
         if self._device.type != "cpu":
             return []
         with self.mode:
@@ -506,7 +489,7 @@ class _TracedStep:
         return made
 
     def _random_state(self) -> torch.Tensor | None:
-        """A `RandomState` that the loop keeps to put back: in host memory as well."""
+        """A `RandomState` that the loop keeps to restore, in host memory as well."""
         if self._device.type != "cpu":
             return None
         with self.mode:
@@ -515,9 +498,9 @@ class _TracedStep:
         return state
 
     def evaluate(self, batch: Batch, train: Batch) -> None:
-        """The held-out loss of one batch, beside the micro-batches of the step `train`, which the loop still holds."""
+        """The evaluation of one batch, beside the micro-batches of the step `train` that the loop still holds."""
         count = per_step(self._rows, self._way, train)
-        layers = tuple(level != "none" for level in self.short.levels)
+        layers = tuple(level != "none" for level in self.kept.levels)
         what = (batch, train, count, self._config.memory.loss_tokens, layers)
         self._once(what, functools.partial(self._evaluate, batch, train, count))
 
@@ -527,7 +510,10 @@ class _TracedStep:
         start = self._random_state()
         inputs = self._inputs(batch)
         with self._recording():
-            summed_loss(self._model, [[inputs]], precision=self._config.training.precision, masked=self._step.masked)
+            summed_loss(
+                self._model, [[inputs]], precision=self._config.training.precision, masked=self._step.masked,
+                objective=self._step.objective,
+            )  # fmt: skip
         del held, start
 
     @contextlib.contextmanager
@@ -577,9 +563,8 @@ class _TracedStep:
         """A batch as the collator makes it. Where packed rows begin is known, which decides what attention takes."""
         # With a mask transformers looks for padding in it; without one, whether positions start anew, as packed.
         uneven = (batch.padded and self._step.masked) or len(batch.packed) > 1
-        self.recorder.answers = Answers(uneven, batch.trained_tokens, batch.rows * batch.tokens)
-        rows = batch.packed or (batch.tokens,) * batch.rows
-        inputs = self._collator.micro_batch([{"input_ids": [0] * length, "labels": [0] * length} for length in rows])
+        self.recorder.answers = Answers(uneven, batch.trained_tokens, batch.positions)
+        inputs = self._collator.micro_batch([self._collator.row(lengths) for lengths in batch.by_row])
         with self.mode:
             found = {
                 name: torch.ones_like(value) if isinstance(value, torch.Tensor) and value.dim() > 1 else value
@@ -593,7 +578,7 @@ class _TracedStep:
 
 
 class _TracedNoise(Noise):
-    """For a micro-batch without values: which tokens are padding is not known there."""
+    """Noise for a micro-batch without values, whose padding is not known."""
 
     def rows(self, inputs: Inputs, step: int) -> list[Row]:
         rows, tokens = inputs["input_ids"].shape

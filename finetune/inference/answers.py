@@ -14,11 +14,13 @@ from finetune.data import examples
 from finetune.data.prepare import Question, questions
 from finetune.errors import ArtifactError, FinetuneError, first_line
 from finetune.inference import generation
+from finetune.inference.answer_settings import Settings
 from finetune.model import bounds
-from finetune.model.base import autocast
+from finetune.model.precision import autocast
 from finetune.runtime import ranks
 from finetune.runtime.stages import stage
 from finetune.storage.files import write_json
+from finetune.storage.records import SampleAnswer
 from finetune.storage.rundir import RunDirectory
 from finetune.training.strategies import holds_parts
 
@@ -26,15 +28,15 @@ from finetune.training.strategies import holds_parts
 _QUESTIONS = 3
 _TOKENS = 96
 
-Asked = list[tuple[examples.Chat | examples.Completion, dict[str, Any]]]
-"""Prompts with their rows of answers.json. Those hold only text, since messages may have values that JSON lacks."""
+Asked = list[tuple[examples.Chat | examples.Completion, SampleAnswer]]
+"""Prompts with their rows of answers.json, which hold only text: messages may have values that JSON lacks."""
 
 
 def before(base: Any, tokenizer: Any, config: Config, run: RunDirectory, note: Callable[[str], None]) -> Asked:
     """The base's answers, reused from an earlier start of the run if possible.
 
     Empty on ranks other than 0, for random weights, for a sharded base, which rank 0 cannot run alone, and if the
-    model's code fails, of which training then says what it means.
+    model's code fails; training then explains the failure.
     """
     if not ranks.is_main() or config.model.weights == "random" or holds_parts(config.distributed, ranks.world_size()):
         return []
@@ -55,12 +57,14 @@ def before(base: Any, tokenizer: Any, config: Config, run: RunDirectory, note: C
             f"no sample answers: {type(base).__name__} fails to generate ({type(error).__name__}: {first_line(error)})"
         )
         return []
-    found: Asked = []
+    with_replies: Asked = []
     for (each, _), reply in zip(short, replies, strict=True):
         question = examples.shown(each.prompt)
-        found.append((each.prompt, {"question": question, "reference": each.reference, "before": reply, "after": None}))
-    write_json(run.answers_file, [row for _, row in found])
-    return found
+        with_replies.append(
+            (each.prompt, {"question": question, "reference": each.reference, "before": reply, "after": None})
+        )
+    write_json(run.answers_file, [row for _, row in with_replies])
+    return with_replies
 
 
 def after(model: Any, tokenizer: Any, config: Config, run: RunDirectory, asked: Asked) -> None:
@@ -79,7 +83,7 @@ def _ids(prompt: examples.Example, tokenizer: Any, config: Config) -> list[int]:
 
 def _replies(model: Any, tokenizer: Any, prompts: list[list[int]], config: Config) -> list[str]:
     with autocast(config.training.precision, model.device):
-        return [each.text for each in generation.answers(model, tokenizer, prompts, generation.Settings(_TOKENS))]
+        return [each.text for each in generation.answers(model, tokenizer, prompts, Settings(_TOKENS))]
 
 
 def _kept(asked: list[Question], run: RunDirectory, note: Callable[[str], None]) -> Asked:
@@ -87,7 +91,7 @@ def _kept(asked: list[Question], run: RunDirectory, note: Callable[[str], None])
     prompts = {(examples.shown(prompt), reference): prompt for _, prompt, reference in asked}
     try:
         # May be fewer than asked: questions too long for the model's positions were skipped.
-        return [(prompts[row["question"], row["reference"]], {**row}) for row in run.answers()]
+        return [(prompts[row["question"], row["reference"]], row) for row in run.answers()]
     except ArtifactError as error:
         note(f"{error}; generating the base's answers again")
     except KeyError:

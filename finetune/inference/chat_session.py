@@ -1,4 +1,4 @@
-"""A conversation in the terminal, with the run's adapter switched off and on to compare."""
+"""A conversation in the terminal, in which the adapter can be switched off and on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from finetune.config.field_types import shortened
 from finetune.data.examples import Chat, Example, Message, opening
 from finetune.errors import ConfigError, DataError, MachineError
-from finetune.inference.generation import Settings
+from finetune.inference.answer_settings import Settings
 from finetune.inference.jobs import Ready
 from finetune.storage.files import append_line
 
@@ -44,7 +44,7 @@ class Conversation:
         self._models = ["adapter"]
 
     def greet(self) -> None:
-        """Print what a person needs to know."""
+        """Print the commands and the system message."""
         self._note(f"commands: {', '.join(COMMANDS)}")
         if self._ready.system:
             self._note(f"system message: {shortened(self._ready.system)}")
@@ -52,7 +52,7 @@ class Conversation:
             self._note("this run was trained on plain text: each line is continued by itself, without those before it")
 
     def take(self, line: str) -> bool:
-        """Answer a line, or do what a command says; False once it says to leave."""
+        """Answer a line or execute a command; False if the command is to leave."""
         word = line.strip()
         name, _, argument = word.partition(" ")
         if name not in _WITH_ARGUMENT:
@@ -124,7 +124,7 @@ class Conversation:
         turns = self._ready.kind == "chat"
         asked = [*self._messages, {"role": "user", "content": line}]
         prompt = Chat([*opening(self._ready.system), *asked]) if turns else self._ready.asked(line)
-        # Otherwise a question asked again would always get the same sampled answer.
+        # A new seed each turn, so that a repeated question gets another sampled answer.
         settings = replace(self._settings, seed=self._settings.seed + self._turns)
         self._turns += 1
         self._last, self._before = line, self._messages
@@ -140,7 +140,7 @@ class Conversation:
             self._messages = [*asked, {"role": "assistant", "content": text}]
 
     def _stream(self, model: str, prompt: Example, settings: Settings) -> str:
-        """The answer of a model, as far as it was said before an interrupt."""
+        """The answer of a model, up to an interrupt if there is one."""
         pieces: list[str] = []
 
         def say(piece: str) -> None:
@@ -158,7 +158,7 @@ class Conversation:
 
 
 def converse(ready: Ready, settings: Settings, say: Callable[[str], None], note: Callable[[str], None]) -> None:
-    """Take lines from the terminal, or from standard input if that is none, until it ends or one says to leave.
+    """Answer the lines of a terminal, or of standard input, until it ends or a command says to leave.
 
     Raises DataError for input that is not text.
     """

@@ -1,4 +1,4 @@
-"""What `finetune generate` and `finetune chat` read and print."""
+"""Input and output of `finetune generate` and `finetune chat`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from finetune.data import examples
 from finetune.errors import ConfigError
 from finetune.inference import chat_session as conversation
 from finetune.inference import prompts
-from finetune.inference.generation import Settings
+from finetune.inference.answer_settings import Settings
 from finetune.inference.jobs import UNRECORDED, ready, system_of
 from finetune.report import words
 from finetune.report.terminal import note_beside_output
@@ -27,8 +27,8 @@ def generate(
 ) -> None:  # fmt: skip
     """Answer `texts`, the prompts of `file`, or without both those of standard input.
 
-    One text is answered as text, while it is generated, or with `as_json` as one JSON object; others as JSON lines, in
-    the order of the prompts. They are read before the model is loaded.
+    A single text is answered as text, streamed, or with `as_json` as one JSON object; prompts otherwise as JSON lines,
+    in order. They are read before the model is loaded.
     """
     if texts and file:
         raise ConfigError("--prompt and --file both name prompts; give one of them")
@@ -43,8 +43,8 @@ def generate(
         _say("\n")
         return
     sizes = [0]
-    found = opened.answers([one.example for one in asked], settings, sizes.append)
-    for one, answer in zip(asked, found, strict=True):
+    answers = opened.answers([one.example for one in asked], settings, sizes.append)
+    for one, answer in zip(asked, answers, strict=True):
         row = {**one.row, "model": which, "answer": answer.text, "tokens": answer.tokens, "ended": answer.ended}
         sys.stdout.write(json.dumps(row, indent=2 if len(texts) == 1 else None, default=str) + "\n")
         sys.stdout.flush()
@@ -52,12 +52,7 @@ def generate(
 
 
 def chat(
-    run: RunDirectory,
-    which: str,
-    settings: Settings,
-    *,
-    system: str | None = None,
-    trust_remote_code: bool = False,
+    run: RunDirectory, which: str, settings: Settings, *, system: str | None = None, trust_remote_code: bool = False
 ) -> None:
     """A conversation with a model of the run; see `finetune.inference.chat_session`."""
     opened = ready(run, which, system=system, cache=settings.cache, trust_remote_code=trust_remote_code)
@@ -65,7 +60,7 @@ def chat(
 
 
 def _asking(run: RunDirectory, system: str | None, trust_remote_code: bool) -> Callable[[str], examples.Example]:
-    """A function from a prompt to an example; says which system message it begins with, if the run chose it."""
+    """A function from a prompt to an example; prints the system message if it is that of the run's rows."""
     used, kind = system_of(run, system), examples.learnt(run.events()) or UNRECORDED
     if used and system is None:
         note_beside_output(f"system message of the rows: {shortened(used, 200)} (--system gives another, or '' none)")

@@ -18,13 +18,14 @@ from typing import Any, Literal
 import numpy as np
 
 from finetune.config import Config, named
-from finetune.config.field_types import unknown
+from finetune.config.field_types import pick
 from finetune.data import prepare
 from finetune.data.examples import shown
 from finetune.data.prepare import Question
 from finetune.errors import ConfigError, DataError, NumbersError
 from finetune.inference import generation
-from finetune.inference.generation import Answer, Settings
+from finetune.inference.answer_settings import Settings
+from finetune.inference.generation import Answer
 from finetune.inference.intervals import CONFIDENCE, RESAMPLES, SEED, Measured, compared
 from finetune.inference.jobs import EARLIER_ADAPTER, MODELS, model_of
 from finetune.inference.metrics import Metric, find
@@ -38,7 +39,7 @@ from finetune.report.terminal import Terminal
 from finetune.runtime import libraries
 from finetune.settings import config_of
 from finetune.storage.files import write_json, write_lines
-from finetune.storage.records import Evaluation, Measure
+from finetune.storage.records import EvaluationRecord, Measure
 from finetune.storage.rundir import Run, RunDirectory
 from finetune.training.eval_loss import held_out_loss
 
@@ -49,8 +50,8 @@ _INTERVAL = (
 
 
 @dataclass
-class _Found:
-    """What was measured of one model, by measure; `better` says of each measure which values are."""
+class _Results:
+    """The results of one model by measure; `better`: which values of a measure are better."""
 
     measured: dict[str, Measured] = field(default_factory=dict)
     better: dict[str, Literal["higher", "lower"] | None] = field(default_factory=dict)
@@ -59,18 +60,10 @@ class _Found:
 
 
 def evaluate(
-    run: Run,
-    *,
-    metrics: Sequence[str] = (),
-    tasks: Sequence[str] = (),
-    models: Sequence[str] = (),
-    limit: int | None = None,
-    max_new_tokens: int = 256,
-    batch_size: int = 16,
-    apply_chat_template: bool = False,
-    trust_remote_code: bool = False,
-    terminal: Terminal | None = None,
-) -> Scores:
+    run: Run, *, metrics: Sequence[str] = (), tasks: Sequence[str] = (), models: Sequence[str] = (),
+    limit: int | None = None, max_new_tokens: int = 256, batch_size: int = 16, apply_chat_template: bool = False,
+    trust_remote_code: bool = False, terminal: Terminal | None = None,
+) -> Scores:  # fmt: skip
     """Measure the models of a run, by default all it has, and write eval.json, eval_answers.jsonl and the report.
 
     The loss on the evaluation set is computed as during training; `metrics` (see `metrics.find`) score greedy answers
@@ -95,7 +88,7 @@ def evaluate(
     tokenizer = load_tokenizer(config.model, run.chat_template)
     with_loss = (asks or prepare.is_here(config.data)) and prepare.holds_out(config.data, tokenizer)
     settled = Settings(max_new_tokens, batch_size=batch_size)
-    job = _Job(run, config, settled, [find(name) for name in metrics], with_loss)
+    job = _EvaluationJob(run, config, settled, [find(name) for name in metrics], with_loss)
     if asks and not with_loss:
         raise DataError(
             f"no evaluation set (`data.eval: {named(config.data.eval)}`): set it to a file, or a larger "
@@ -107,31 +100,31 @@ def evaluate(
         job.tasks = Tasks(tasks, batch_size=batch_size, limit=limit, apply_chat_template=apply_chat_template)
     terminal = terminal or Terminal(quiet=True)  # a notebook shows what is returned
 
-    def measure(name: str, model: Any, tokenizer: Any) -> _Found:
+    def measure(name: str, model: Any, tokenizer: Any) -> _Results:
         terminal.evaluating(name)
         with blaming_base(config.model):
             return job.measure(model, tokenizer)
 
-    found = _each(run, config, chosen, measure)
+    results = _each(run, config, chosen, measure)
     settings = {
         "models": chosen, "metrics": list(metrics), "tasks": list(tasks), "limit": limit,
         "max_new_tokens": max_new_tokens, "batch_size": batch_size, "apply_chat_template": apply_chat_template,
         "confidence": CONFIDENCE, "resamples": RESAMPLES, "seed": SEED,
     }  # fmt: skip
-    record: Evaluation = {
+    record: EvaluationRecord = {
         "steps": run.steps_done,
-        "measures": _measures(found),
+        "measures": _measures(results),
         "interval": _INTERVAL,
-        "notes": job.notes(found),
+        "notes": job.notes(results),
         "settings": settings,
     }
     scores = Scores(record)
     terminal.scores(scores)
-    # A kill between two of these leaves no answers of one evaluation beside the figures of another.
+    # In this order, a kill leaves no answers of one evaluation beside the figures of another.
     run.eval_answers_file.unlink(missing_ok=True)
     write_json(run.eval_file, record)
     if metrics:
-        write_lines(run.eval_answers_file, job.answered(found))
+        write_lines(run.eval_answers_file, job.answered(results))
     if run.report_file.exists():
         page.write(run)
     return scores
@@ -139,15 +132,15 @@ def evaluate(
 
 def _chosen(run: RunDirectory, config: Config, models: Sequence[str]) -> list[str]:
     """The models to measure, in the order of MODELS. A run without an adapter trained the merged model itself."""
-    if wrong := [name for name in models if name not in MODELS]:
-        raise ConfigError(f"model {unknown(wrong[0], MODELS)}")
+    for name in models:
+        pick(MODELS, name, "model")
     there = [name for name in MODELS if name != "merged" or (config.adapter.kind == "lora" and run.merged.exists())]
     return [name for name in MODELS if name in (models or there)]
 
 
 @dataclass
-class _Job:
-    """What is measured of each model; with the loss, if there is an evaluation set."""
+class _EvaluationJob:
+    """The measurements of each model; the loss is among them if there is an evaluation set."""
 
     run: RunDirectory
     config: Config
@@ -171,9 +164,9 @@ class _Job:
         for metric in self.metrics:
             metric.score(reference, reference, row.place, row.fields)
 
-    def measure(self, model: Any, tokenizer: Any) -> _Found:
+    def measure(self, model: Any, tokenizer: Any) -> _Results:
         """Loss, metrics and tasks of one model."""
-        found = _Found()
+        results = _Results()
         if self.with_loss:
             rows, _ = prepare.prepare_held_out(self.config.data, tokenizer)
             nats, by_row = held_out_loss(model, tokenizer, rows, self.config)
@@ -182,18 +175,18 @@ class _Job:
                     f"the held-out loss is {nats}: run `finetune doctor {self.run.quoted}` to find weights that are "
                     "not finite"
                 )
-            found.measured["loss"] = Measured(nats, by_row.numpy())
-            found.better["loss"] = "lower"
+            results.measured["loss"] = Measured(nats, by_row.numpy())
+            results.better["loss"] = "lower"
         if self.metrics:
-            self._score(found, model, tokenizer)
+            self._score(results, model, tokenizer)
         if self.tasks:
             for one in self.tasks.run(model, tokenizer):
-                found.measured[one.name] = one.measured
+                results.measured[one.name] = one.measured
                 better = one.higher_is_better
-                found.better[one.name] = None if better is None else "higher" if better else "lower"
-        return found
+                results.better[one.name] = None if better is None else "higher" if better else "lower"
+        return results
 
-    def _score(self, found: _Found, model: Any, tokenizer: Any) -> None:
+    def _score(self, results: _Results, model: Any, tokenizer: Any) -> None:
         control, positions = self.config.data.control_tokens, bounds.table_size(model) or math.inf
         ids = [generation.prompt_ids(one.prompt, tokenizer, control) for one in self.questions]
         # Training rows are truncated, questions are not.
@@ -203,23 +196,23 @@ class _Job:
         if not self.questions:
             raise DataError(f"every question takes all of the base's {positions} positions; shorten them")
         prompts = list(itertools.compress(ids, fits))
-        found.answers = list(generation.answers(model, tokenizer, prompts, self.settings))
+        results.answers = list(generation.answers(model, tokenizer, prompts, self.settings))
         known = bounds.positions(model.config) or math.inf
-        self.beyond += sum(len(ids) + each.tokens > known for ids, each in zip(prompts, found.answers, strict=True))
+        self.beyond += sum(len(ids) + each.tokens > known for ids, each in zip(prompts, results.answers, strict=True))
         for metric in self.metrics:
-            found.scores[metric.name] = scores = [
+            results.scores[metric.name] = scores = [
                 metric.score(answer.text, reference, row.place, row.fields)
-                for (row, _, reference), answer in zip(self.questions, found.answers, strict=True)
+                for (row, _, reference), answer in zip(self.questions, results.answers, strict=True)
             ]
-            found.measured[metric.name] = Measured.mean(scores)
-            found.better[metric.name] = "higher"
+            results.measured[metric.name] = Measured.mean(scores)
+            results.better[metric.name] = "higher"
 
-    def notes(self, found: dict[str, _Found]) -> list[str]:
-        """What a reader of the table must know besides how its intervals were made."""
+    def notes(self, by_model: dict[str, _Results]) -> list[str]:
+        """Remarks for readers of the table, besides the explanation of its intervals."""
         notes = []
         if not prepare.is_here(self.config.data):
             notes.append("The loss was not measured: the rows were given from Python and are not kept on disk.")
-        if "merged" in found and self.config.adapter.kind == "lora" and not self.run.is_merged:
+        if "merged" in by_model and self.config.adapter.kind == "lora" and not self.run.is_merged:
             notes.append(EARLIER_ADAPTER)
         if self.tasks:
             notes.append("Bounds of tasks' metrics that are no mean over rows are from lm_eval's standard error.")
@@ -229,7 +222,7 @@ class _Job:
             notes.append(
                 f"{self.beyond} answers leave the positions that the base was made for, and may make no sense there."
             )
-        cut = {name: sum(not answer.ended for answer in one.answers) for name, one in found.items()}
+        cut = {name: sum(not answer.ended for answer in one.answers) for name, one in by_model.items()}
         if any(cut.values()):
             counts = ", ".join(f"{number} of the {name}" for name, number in cut.items())
             notes.append(
@@ -238,16 +231,16 @@ class _Job:
             )
         return notes
 
-    def answered(self, found: dict[str, _Found]) -> list[dict[str, Any]]:
-        """Each question with the answers and their scores by model, as records of eval_answers.jsonl."""
+    def answered(self, by_model: dict[str, _Results]) -> list[dict[str, Any]]:
+        """The lines of eval_answers.jsonl: each question with the answers and their scores by model."""
         return [
             {
                 "row": row.place,
                 "question": shown(prompt),
                 "reference": reference,
-                "answers": {name: one.answers[at].text for name, one in found.items()},
+                "answers": {name: one.answers[at].text for name, one in by_model.items()},
                 "scores": {
-                    metric.name: {name: one.scores[metric.name][at] for name, one in found.items()}
+                    metric.name: {name: one.scores[metric.name][at] for name, one in by_model.items()}
                     for metric in self.metrics
                 },
             }
@@ -256,27 +249,27 @@ class _Job:
 
 
 def _each(
-    run: RunDirectory, config: Config, chosen: list[str], measure: Callable[[str, Any, Any], _Found]
-) -> dict[str, _Found]:
-    """`measure` of each model, loaded one after the other. The adapter comes first, since it may be damaged."""
-    found: dict[str, _Found] = {}
+    run: RunDirectory, config: Config, chosen: list[str], measure: Callable[[str, Any, Any], _Results]
+) -> dict[str, _Results]:
+    """Call `measure` with each model, loaded in turn. The adapter comes first, since it may be damaged."""
+    results: dict[str, _Results] = {}
     if config.adapter.kind == "lora" and {"base", "adapter"} <= {*chosen}:
         model, tokenizer = model_of(run, config, "adapter")
-        found["adapter"] = measure("adapter", model, tokenizer)
+        results["adapter"] = measure("adapter", model, tokenizer)
         with model.disable_adapter():
-            found["base"] = measure("base", model, tokenizer)
+            results["base"] = measure("base", model, tokenizer)
         del model
-    for name in [name for name in reversed(chosen) if name not in found]:
+    for name in [name for name in reversed(chosen) if name not in results]:
         libraries.return_freed_memory()
-        found[name] = measure(name, *model_of(run, config, name))
-    return {name: found[name] for name in chosen}
+        results[name] = measure(name, *model_of(run, config, name))
+    return {name: results[name] for name in chosen}
 
 
-def _measures(found: dict[str, _Found]) -> list[Measure]:
-    first = next(iter(found.values()))
+def _measures(by_model: dict[str, _Results]) -> list[Measure]:
+    first = next(iter(by_model.values()))
     made: list[Measure] = []
     for name, one in first.measured.items():
-        models = {model: each.measured[name] for model, each in found.items()}
+        models = {model: each.measured[name] for model, each in by_model.items()}
         rows = None if one.rows is None else len(one.rows)
         made.append({"name": name, "better": first.better[name], "rows": rows, "models": compared(models)})
         if name == "loss":

@@ -1,4 +1,4 @@
-"""Generation: answers in batches or streamed, sampled or greedy; greedy makes the answers of two models comparable.
+"""Generation: answers in batches or streamed, sampled or greedy (greedy answers of two models can be compared).
 
 transformers' `generate` does the work. Its continuous batching (`generate_batch`, 5.23) is not used: it drops the
 repetition penalty and has neither stop strings nor a choice of KV cache.
@@ -17,12 +17,13 @@ import torch
 
 from finetune.data import chat, formats
 from finetune.errors import ArtifactError, ConfigError, NumbersError
+from finetune.inference.answer_settings import Settings
 from finetune.inference.streaming import Streamer, before_stop
 from finetune.measure.out_of_memory import is_out_of_memory
 from finetune.model import bounds, probes
 from finetune.model.attention import caches
 from finetune.model.source import chat_template
-from finetune.runtime import libraries
+from finetune.runtime import libraries, patches
 from finetune.runtime.randomness import RandomState
 
 # Batches that are sorted together: enough that the rows of one differ little in length, while answers come early.
@@ -33,56 +34,8 @@ _SORTED_TOGETHER = 16
 _MOVES = 0.1
 
 
-class TooLong(ConfigError):
+class PromptTooLong(ConfigError):
     """A prompt that leaves no position for an answer."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How answers are sampled, where they end, and how many are generated at a time.
-
-    Temperature 0 is greedy: `top_p`, `top_k` and `min_p` are then without effect. `stop` are texts that end an answer.
-    `cache` is a key of `caches.CACHES`. The same seed gives the same answers to the same prompts at the same
-    `batch_size`. Raises ConfigError for values that mean nothing.
-    """
-
-    max_new_tokens: int = 256
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int = 0
-    stop: Sequence[str] = ()
-    batch_size: int = 16
-    cache: str = "dynamic"
-
-    def __post_init__(self) -> None:
-        allowed = {
-            "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
-            "temperature": (0 <= self.temperature < math.inf, "0 (greedy) or more"),
-            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
-            "top_k": (self.top_k >= 0, "0 (off) or more"),
-            "min_p": (0 <= self.min_p <= 1, "from 0 (off) to 1"),
-            "repetition_penalty": (0 < self.repetition_penalty < math.inf, "above 0; 1 is none"),
-            "batch_size": (self.batch_size >= 1, "at least 1"),
-            "stop": (all(self.stop), "texts that are not empty"),
-        }
-        if wrong := [f"`{key}` must be {rule}" for key, (right, rule) in allowed.items() if not right]:
-            raise ConfigError("\n".join(wrong))
-
-    @property
-    def sampling(self) -> dict[str, Any]:
-        """Arguments of `generate`, complete, so that those in the base's own generation_config.json do not apply."""
-        greedy = self.temperature == 0
-        return {
-            "do_sample": not greedy,
-            "temperature": None if greedy else self.temperature,
-            "top_p": None if greedy else self.top_p,
-            "top_k": None if greedy else self.top_k,
-            "min_p": self.min_p or None,
-            "repetition_penalty": self.repetition_penalty,
-        }
 
 
 @dataclass(frozen=True)
@@ -98,28 +51,28 @@ class Answer:
 
 
 class Positions:
-    """Says of prompts and answers, once of each, that they go beyond the positions that a base was made for.
+    """Notes, once for prompts and once for answers, that they exceed the positions that a base was made for.
 
-    A base with a table of positions refuses them (`TooLong`); one that computes positions (rotary embeddings) goes on,
-    and its text may make no sense there.
+    A base with a table of positions refuses them (`PromptTooLong`); one that computes positions (rotary embeddings)
+    goes on, and its text may make no sense there.
     """
 
     def __init__(self, model: Any, note: Callable[[str], None]) -> None:
         self._count, self._note = bounds.positions(model.config), note
-        self._told: set[str] = set()
+        self._noted: set[str] = set()
 
     def prompt(self, tokens: int) -> None:
-        """Called before a prompt of so many tokens is answered."""
+        """Called before a prompt of `tokens` tokens is answered."""
         self._say("prompt", f"a prompt has {tokens:,} tokens", tokens)
 
     def answer(self, prompt_tokens: int, tokens: int, before: Callable[[], object] = lambda: None) -> None:
-        """Called with the numbers of tokens of a prompt and of its answer; `before` is called before a note."""
-        if "prompt" not in self._told:
+        """Called with the lengths of a prompt and its answer; `before` is called before a note."""
+        if "prompt" not in self._noted:
             self._say("answer", f"an answer reaches token {prompt_tokens + tokens:,}", prompt_tokens + tokens, before)
 
     def _say(self, what: str, how_long: str, tokens: int, before: Callable[[], object] = lambda: None) -> None:
-        if self._count and tokens > self._count and what not in self._told:
-            self._told.add(what)
+        if self._count and tokens > self._count and what not in self._noted:
+            self._noted.add(what)
             before()
             self._note(
                 f"{how_long}, beyond the {self._count:,} positions that the base was made for: what it writes there "
@@ -128,10 +81,7 @@ class Positions:
 
 
 def prompt_ids(example: formats.Example, tokenizer: Any, control_tokens: chat.ControlTokens) -> list[int]:
-    """Token ids of a prompt, rendered as in training (`control_tokens` is `data.control_tokens`); never empty.
-
-    Raises ArtifactError if the chat template cannot render it.
-    """
+    """Token ids of a prompt, rendered as in training (`control_tokens` is `data.control_tokens`); never empty."""
     try:
         ids = chat.prompt_ids(example, tokenizer, control_tokens)
     except formats.RowError as error:
@@ -150,10 +100,8 @@ def answers(
 
     They are generated in batches of like length, padded on the left; greedy answers are those that each prompt gets
     alone, up to rounding. A model whose rows are not independent gets one prompt at a time. A batch that runs out of
-    memory is halved. `cache_bytes` is told the size of each batch's KV
-    cache once it is complete. Raises TooLong before anything is generated if a prompt leaves no position for an answer,
-    ConfigError for a token without an embedding, ConfigError or MachineError for a KV cache that there is not, and
-    NumbersError if logits are NaN.
+    memory is halved. `cache_bytes` is called with the size of each batch's KV cache once it is complete.
+    Prompts that leave no position for an answer are refused (PromptTooLong) before anything is generated.
     """
     generation = _Generation(model, tokenizer, settings, cache_bytes)
     rooms = [generation.room(prompt) for prompt in prompts]
@@ -161,12 +109,12 @@ def answers(
 
 
 def stream(model: Any, tokenizer: Any, prompt: list[int], settings: Settings, say: Callable[[str], None]) -> Answer:
-    """The answer to one prompt, passed to `say` in pieces as soon as they are certain. Raises as `answers` does."""
+    """The answer to one prompt, passed to `say` in pieces as soon as they are certain."""
     generation = _Generation(model, tokenizer, settings, lambda size: None)
-    [found] = generation.generate(
+    [answer] = generation.generate(
         [prompt], generation.room(prompt), settings.seed, Streamer(tokenizer, say, settings.stop)
     )
-    return found
+    return answer
 
 
 class _Generation:
@@ -180,7 +128,7 @@ class _Generation:
             raise ConfigError("this model has no keys and values to keep, and so no other KV cache; choose dynamic")
 
     def room(self, prompt: list[int]) -> int:
-        """How many tokens the answer to `prompt` may have.
+        """The largest number of tokens for the answer to `prompt`.
 
         A tokenizer may have more added tokens than the base has embeddings; on a GPU, such an id ends the process.
         """
@@ -195,7 +143,7 @@ class _Generation:
         if self._positions is None:
             return wanted
         if len(prompt) >= self._positions:
-            raise TooLong(
+            raise PromptTooLong(
                 f"the prompt has {len(prompt)} tokens, but the base only {self._positions} positions; shorten it"
             )
         return min(wanted, self._positions - len(prompt))
@@ -206,14 +154,14 @@ class _Generation:
             size = 1
         for start in range(0, len(prompts), size * _SORTED_TOGETHER):
             window = range(start, min(start + size * _SORTED_TOGETHER, len(prompts)))
-            found: dict[int, Answer] = {}
+            answered: dict[int, Answer] = {}
             # A batch ends at one length, so rows whose answers may be less long have batches of their own.
             by_length = sorted(window, key=lambda at: (rooms[at], len(prompts[at])))
             for room, group in groupby(by_length, rooms.__getitem__):
                 for batch in _batched(list(group), size):
                     made = self._halving([prompts[at] for at in batch], room, self._settings.seed + min(batch))
-                    found.update(zip(batch, made, strict=True))
-            yield from (found[at] for at in window)
+                    answered.update(zip(batch, made, strict=True))
+            yield from (answered[at] for at in window)
 
     def _takes_batches(self) -> bool:
         """Whether a row's logits are the same behind padding and beside another row.
@@ -233,13 +181,13 @@ class _Generation:
         from transformers import LogitsProcessorList
 
         with _evaluating(self._model):
-            found = self._model.generate(
+            output = self._model.generate(
                 **self._padded(rows), min_new_tokens=2, max_new_tokens=2, do_sample=False, use_cache=self._cached,
                 output_logits=True, return_dict_in_generate=True, pad_token_id=self._tokenizer.pad_token_id,
                 eos_token_id=self._stop_ids,
                 logits_processor=LogitsProcessorList([lambda _, scores: torch.zeros_like(scores)]),
             )  # fmt: skip
-        return found.logits[1][0].float()
+        return output.logits[1][0].float()
 
     def _halving(self, rows: list[list[int]], room: int, seed: int) -> list[Answer]:
         try:
@@ -260,7 +208,7 @@ class _Generation:
         with _evaluating(self._model):
             try:
                 torch.manual_seed(seed)
-                found = self._model.generate(
+                output = self._model.generate(
                     **inputs,
                     **settings.sampling,
                     **self._cache(inputs["input_ids"].shape[1] + room),
@@ -278,8 +226,8 @@ class _Generation:
                 )
             finally:
                 before.restore()
-        self._cache_bytes(caches.size_bytes(found.past_key_values))
-        return [self._answer(row[inputs["input_ids"].shape[1] :], room) for row in found.sequences.tolist()]
+        self._cache_bytes(caches.size_bytes(output.past_key_values))
+        return [self._answer(row[inputs["input_ids"].shape[1] :], room) for row in output.sequences.tolist()]
 
     def _cache(self, length: int) -> dict[str, Any]:
         """`generate`'s argument for an empty KV cache; none for the default, as some models keep other states."""
@@ -316,7 +264,7 @@ def _evaluating(model: Any) -> Iterator[None]:
     """
     was_training, config = model.training, model.config.get_text_config()
     balanced = hasattr(config, "output_router_logits")
-    unbalanced = libraries.replaced(config, "output_router_logits", False) if balanced else contextlib.nullcontext()
+    unbalanced = patches.ROUTER_LOGITS.by(False, config) if balanced else contextlib.nullcontext()
     model.eval()
     try:
         with torch.inference_mode(), libraries.without_cudnn_attention(), unbalanced:
@@ -326,7 +274,7 @@ def _evaluating(model: Any) -> Iterator[None]:
 
 
 def _batched(items: list[int], size: int) -> Iterator[list[int]]:
-    """From the longest to the shortest, so that what runs out of memory does so first."""
+    """From the longest to the shortest, so that memory runs out at once or never."""
     for end in range(len(items), 0, -size):
         yield items[max(0, end - size) : end]
 

@@ -21,10 +21,10 @@ _DEVIATIONS = 1.959964
 
 @dataclass(frozen=True)
 class Measured:
-    """A model's value, and what its interval is taken from.
+    """A model's value, and the data of its confidence interval.
 
-    `rows` are (sum, count) of each row, float64 (rows, 2), of which the value is the quotient of the totals; without
-    them there may be a standard error.
+    `rows` are (sum, count) of each row, float64 (rows, 2); the value is the quotient of the totals. Without rows there
+    may be a standard error.
     """
 
     value: float
@@ -42,23 +42,23 @@ class Measured:
 def compared(models: Mapping[str, Measured], of: Callable[[Any], Any] = lambda values: values) -> dict[str, Any]:
     """Each model's `value`, `low` and `high`, and its `difference` (the same three) to the first model, as JSON values.
 
-    `of` is applied to values and draws alike. None stands for a number that is not finite, and for a bound that is not
-    known: of a single row, or of the difference where the rows are not.
+    `of` is applied to values and draws. None stands for a number that is not finite, and for an unknown bound: with a
+    single row, or of a difference without rows.
     """
-    found: dict[str, dict[str, Any]] = {}
+    figures: dict[str, dict[str, Any]] = {}
     values = {name: float(of(np.float64(one.value))) for name, one in models.items()}
     drawn = {name: of(ratios) for name, ratios in _draws(models).items()}
     first = next(iter(models))
     for name, one in models.items():
         if name in drawn:
-            found[name] = _with_bounds(values[name], drawn[name])
+            figures[name] = _with_bounds(values[name], drawn[name])
         else:
             margin = math.nan if one.error is None else _DEVIATIONS * one.error
-            found[name] = _numbers(values[name], values[name] - margin, values[name] + margin)
+            figures[name] = _numbers(values[name], values[name] - margin, values[name] + margin)
         if name != first:
             differences = drawn[name] - drawn[first] if name in drawn else np.full(1, math.nan)
-            found[name]["difference"] = _with_bounds(values[name] - values[first], differences)
-    return found
+            figures[name]["difference"] = _with_bounds(values[name] - values[first], differences)
+    return figures
 
 
 def _draws(models: Mapping[str, Measured]) -> dict[str, np.ndarray]:

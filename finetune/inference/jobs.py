@@ -1,4 +1,4 @@
-"""`finetune generate`, and the models of a run that it, `finetune chat` and `finetune eval` use."""
+"""The models of a run, loaded and verified, for `finetune generate`, `chat` and `eval`."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from functools import cached_property
 from typing import Any
 
 from finetune.config import Config
-from finetune.config.field_types import shown, unknown
-from finetune.data import examples, fingerprint
+from finetune.config.field_types import pick, shown
+from finetune.data import examples
 from finetune.errors import ConfigError
-from finetune.export.merge import load_merged
+from finetune.export import finished_run
 from finetune.inference import generation
-from finetune.inference.generation import Answer, Settings
+from finetune.inference.answer_settings import Settings
+from finetune.inference.generation import Answer
 from finetune.lifecycle.failures import blaming_base
 from finetune.model import bounds, build
 from finetune.model.adapters import adapter_files
 from finetune.model.attention import caches
 from finetune.model.base import load_architecture
-from finetune.model.source import identity
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.report.terminal import note_beside_output
 from finetune.runtime import libraries
@@ -28,9 +28,13 @@ from finetune.settings import config_of
 from finetune.storage.rundir import Run, RunDirectory
 
 UNRECORDED = "chat"
-"""The kind of the prompts of a run that does not record the kind of its rows."""
+"""The kind of prompts for a run that does not record the kind of its rows."""
 
-MODELS = ("base", "adapter", "merged")
+MODELS = {
+    "base": "without the adapter",
+    "adapter": "the base with the adapter, or the model of a run that trained every weight",
+    "merged": "the adapter merged into the base",
+}
 """The models that a run may have."""
 
 EARLIER_ADAPTER = "The merged model is of an earlier adapter; `finetune merge` makes it anew."
@@ -55,21 +59,19 @@ class Ready:
         return hasattr(self.model, "disable_adapter")
 
     def asked(self, text: str) -> examples.Example:
-        """A person's text in the form of the run's rows."""
+        """A user's text in the form of the run's rows."""
         return examples.asked(self.kind, text, self.config.data.separator, self.system)
 
     def answers(
-        self,
-        prompts: Sequence[examples.Example],
-        settings: Settings,
+        self, prompts: Sequence[examples.Example], settings: Settings,
         cache_bytes: Callable[[int], None] = lambda size: None,
-    ) -> Iterator[Answer]:
+    ) -> Iterator[Answer]:  # fmt: skip
         """See `generation.answers`."""
         ids = [self._ids(prompt) for prompt in prompts]
         with blaming_base(self.config.model):
-            found = generation.answers(self.model, self.tokenizer, ids, settings, cache_bytes)
+            generated = generation.answers(self.model, self.tokenizer, ids, settings, cache_bytes)
             self._positions.prompt(max(map(len, ids), default=0))
-            for prompt, answer in zip(ids, found, strict=True):
+            for prompt, answer in zip(ids, generated, strict=True):
                 yield answer
                 self._positions.answer(len(prompt), answer.tokens)
 
@@ -78,10 +80,10 @@ class Ready:
         ids = self._ids(prompt)
         self._positions.prompt(len(ids))
         with blaming_base(self.config.model):
-            found = generation.stream(self.model, self.tokenizer, ids, settings, say)
+            answer = generation.stream(self.model, self.tokenizer, ids, settings, say)
         # On a line of its own, below the answer.
-        self._positions.answer(len(ids), found.tokens, lambda: say("\n"))
-        return found
+        self._positions.answer(len(ids), answer.tokens, lambda: say("\n"))
+        return answer
 
     @cached_property
     def _positions(self) -> generation.Positions:
@@ -92,10 +94,7 @@ class Ready:
 
 
 def system_of(run: RunDirectory, system: str | None) -> str:
-    """The system message to begin with: `system`, or if that is None the one that all of the run's rows have in common.
-
-    Raises ConfigError for one that a run of plain text cannot have.
-    """
+    """The system message to begin with: `system`, or if that is None the one that all rows of the run share."""
     if (examples.learnt(run.events()) or UNRECORDED) != "chat":
         if system:
             raise ConfigError("`--system`: this run was trained on plain text, which has no system message")
@@ -107,17 +106,13 @@ def system_of(run: RunDirectory, system: str | None) -> str:
 
 
 def ready(
-    run: RunDirectory,
-    which: str = "adapter",
-    *,
-    system: str | None = None,
-    cache: str = "dynamic",
+    run: RunDirectory, which: str = "adapter", *, system: str | None = None, cache: str = "dynamic",
     trust_remote_code: bool = False,
-) -> Ready:
+) -> Ready:  # fmt: skip
     """Load the run's `base`, `adapter` or `merged` model; `system` is that of `system_of`.
 
-    `trust_remote_code` allows Python code shipped with the run's base. Raises ArtifactError if such code is needed and
-    not allowed, and as `caches.make` does, before weights are read, if the model cannot have the KV cache `cache`.
+    `trust_remote_code` allows Python code shipped with the run's base. A KV cache that the model cannot have is refused
+    before weights are read.
     """
     config = config_of(run, trust_remote_code=trust_remote_code)
     system = system_of(run, system)
@@ -133,18 +128,16 @@ def ready(
 
 
 def generate(
-    run: Run,
-    prompt: str,
-    *,
-    which: str = "adapter",
-    system: str | None = None,
-    max_new_tokens: int = 256,
+    run: Run, prompt: str, *, which: str = "adapter", system: str | None = None, max_new_tokens: int = 256,
     trust_remote_code: bool = False,
-) -> str:
+) -> str:  # fmt: skip
     """Answer `prompt` greedily with the run's `base`, `adapter` or `merged` model.
 
     A run trained on conversations answers it as a user message, after the `system` message: by default the one that all
-    of its rows have in common, with "" none. One trained on completions or plain text continues it. Raises as `ready`.
+    of its rows have in common, with "" none. One trained on completions or plain text continues it.
+
+    Raises ConfigError for an unknown model, and ArtifactError if weights, tokenizer or base are damaged or not those of
+    the run, or need Python code that is not allowed.
     """
     if not isinstance(prompt, str):
         raise ConfigError(f"`prompt` must be text, not {shown(prompt)}")
@@ -153,29 +146,22 @@ def generate(
 
 
 def model_of(run: RunDirectory, config: Config, which: str) -> tuple[Any, Any]:
-    """The run's base, base with adapter (quantized as in training), or merged model; and the tokenizer.
-
-    Raises ConfigError for another model than `MODELS`, ArtifactError if the tokenizer or the base is not the one that
-    the weights were trained with.
-    """
-    if which not in MODELS:
-        raise ConfigError(f"model {unknown(which, MODELS)}")
+    """The run's base, base with adapter (quantized as in training), or merged model; and the tokenizer."""
+    pick(MODELS, which, "model")
     libraries.quiet()
     device = this_device()
-    tokenizer = load_tokenizer(config.model, run.chat_template)
     if which == "merged" or (which == "adapter" and config.adapter.kind == "none"):
-        fingerprint.check(tokenizer, run.merged)
-        return load_merged(run, config.model, device), tokenizer
+        tokenizer = finished_run.tokenizer_of(run, config, run.merged)
+        return finished_run.load_merged(run, config.model, device), tokenizer
     if which == "adapter":
-        adapter_files.check_files(run.adapter, config.adapter)
-        fingerprint.check(tokenizer, run.adapter)
+        tokenizer = finished_run.tokenizer_of(run, config, run.adapter)
+    else:
+        tokenizer = load_tokenizer(config.model, run.chat_template)
     architecture = load_architecture(config.model)
     bounds.check_tokenizer(tokenizer, architecture, config.model)
     base = build.load(config, architecture, device)
-    trained = run.adapter if config.adapter.kind == "lora" else run.merged
-    if trained.exists():
-        now = identity.of_base(config.model, note_beside_output)
-        fingerprint.check_base(config.model, now, trained, note_beside_output)
+    if finished_run.weights_folder(run, config).exists():
+        finished_run.base_of(run, config, note_beside_output)
     if which == "base":
         return base, tokenizer
     return adapter_files.load_adapter(base, run.adapter, config.adapter), tokenizer

@@ -1,4 +1,4 @@
-"""How an answer is scored against its reference: the table of metrics, and the rules in a user's own files.
+"""Metrics that score an answer against its reference: the built-in table, and rules in a user's own files.
 
 A rule in Python is code that runs with the user's permissions, so it comes from the command line or a caller alone,
 never from a run directory. Importing this module loads no library: `finetune --help` reads the table.
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune.config.field_types import unknown
 from finetune.data.strict_json import Decoder, JsonError
 from finetune.errors import ConfigError, DataError, MachineError, first_line
 
@@ -33,8 +34,8 @@ class Metric:
     name: str
     rule: Rule
 
-    def score(self, answer: str, reference: str, place: str, row: dict[str, Any]) -> float:
-        """The score of an answer to the row at `place`. Raises DataError if the rule fails, or returns no number."""
+    def score(self, answer: str, reference: str, location: str, row: dict[str, Any]) -> float:
+        """The score of an answer to the row at `location`. Raises DataError if the rule fails or returns no number."""
         try:
             value = self.rule(answer, reference, row)
             number = math.nan if isinstance(value, str) else float(value)
@@ -44,17 +45,17 @@ class Metric:
                 at = at.tb_next
             where = f" ({Path(at.tb_frame.f_code.co_filename).name}:{at.tb_lineno})" if at else ""
             raise DataError(
-                f"{place}: the metric `{self.name}` cannot score this row: {type(error).__name__}: "
+                f"{location}: the metric `{self.name}` cannot score this row: {type(error).__name__}: "
                 f"{first_line(error)}{where}"
             ) from error
         if not math.isfinite(number):
-            raise DataError(f"{place}: the metric `{self.name}` returned {value!r}; it must return a finite number")
+            raise DataError(f"{location}: the metric `{self.name}` returned {value!r}; it must return a finite number")
         return number
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A built-in metric. `make` returns its rule, given what the user wrote behind the name and a colon, if `takes`."""
+    """A built-in metric. `make` returns its rule, given the text after `NAME:` if the metric `takes` one."""
 
     help: str
     make: Callable[[str], Rule]
@@ -73,8 +74,6 @@ def find(text: str) -> Metric:
     if text.endswith(".json"):
         return Metric(text, _schema_rule(Path(os.path.expanduser(text))))
     if name not in METRICS or bool(rest) != bool(METRICS[name].takes):
-        from finetune.config.field_types import unknown
-
         known = [f"{name}:{entry.takes}" if entry.takes else name for name, entry in METRICS.items()]
         raise ConfigError(f"metric {unknown(text, [*known, 'FILE.py:FUNCTION', 'SCHEMA.json'])}")
     return Metric(text, METRICS[name].make(rest))
@@ -89,11 +88,11 @@ def _exact_match(answer: str, reference: str, _: dict[str, Any]) -> float:
 
 def _f1(answer: str, reference: str, _: dict[str, Any]) -> float:
     """Harmonic mean of precision and recall of the words, as SQuAD 2.0 counts them."""
-    found, wanted = _words(answer), _words(reference)
-    if not found or not wanted:
-        return float(found == wanted)
-    common = (Counter(found) & Counter(wanted)).total()
-    return 2 * common / (len(found) + len(wanted))
+    given, wanted = _words(answer), _words(reference)
+    if not given or not wanted:
+        return float(given == wanted)
+    common = (Counter(given) & Counter(wanted)).total()
+    return 2 * common / (len(given) + len(wanted))
 
 
 def _words(text: str) -> list[str]:
@@ -209,8 +208,6 @@ def _python_rule(file: Path, function: str) -> Rule:
         ) from error
     functions = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
     if not callable(rule := getattr(module, function, None)):
-        from finetune.config.field_types import unknown
-
         raise ConfigError(f"{file}: function {unknown(function, functions)}")
     return rule
 

@@ -1,4 +1,4 @@
-"""Prompts from a file or standard input, and the lines that are written with their answers."""
+"""Prompts from a file or standard input."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ class Prompt:
 def from_file(path: Path, asked: Callable[[str], Example]) -> list[Prompt]:
     """The prompts of a file: rows with `messages` or `prompt`, or lines of text; `asked` makes an example of a text.
 
-    Raises DataError, with every problem, for rows that are no prompts, and for a file that has none or is not there.
+    Raises DataError, with every problem, for rows that are not prompts, and for an empty or missing file.
     """
     if not path.exists():
         raise DataError(f"{path}: no such file")
-    found: list[Prompt] = []
+    prompts: list[Prompt] = []
     with Problems() as problems:
         read = readers.reader(path) or readers.READERS[".txt"]
-        for place, fields in read(path, problems):
+        for location, fields in read(path, problems):
             row = {"prompt" if name == "text" else name: value for name, value in fields.items()}
             try:
-                found.append(Prompt(_example(row, asked), row))
+                prompts.append(Prompt(_example(row, asked), row))
             except RowError as error:
-                problems.add(f"{place}: {error}")
-    if not found:
+                problems.add(f"{location}: {error}")
+    if not prompts:
         raise DataError(f"{path}: no prompts; write one a line, or JSON lines with `prompt` or `messages`")
-    return found
+    return prompts
 
 
 def from_standard_input(asked: Callable[[str], Example]) -> list[Prompt]:

@@ -1,4 +1,4 @@
-"""An answer's text in pieces while it is generated, without its stop text."""
+"""Streams an answer's text while it is generated, without its stop text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Streamer(TextStreamer):
         whole = before_stop(self._text, self._stop)
         if len(whole) == len(self._text) and not stream_end:
             whole = whole[: len(whole) - max((_begun(whole, stop) for stop in self._stop), default=0)]
-        # White space waits for the word behind it: an answer ends without.
+        # Hold back white space until a word follows, since answers are stripped.
         whole = whole.rstrip()
         if len(whole) > self._said:
             self._say(whole[self._said :])
@@ -34,5 +34,5 @@ def before_stop(text: str, stop: Sequence[str]) -> str:
 
 
 def _begun(text: str, stop: str) -> int:
-    """How many characters at the end of `text` may be the beginning of `stop`."""
+    """The number of characters at the end of `text` that may begin `stop`."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)

@@ -17,9 +17,10 @@ from finetune.errors import ConfigError, DataError, MachineError, first_line
 from finetune.inference.intervals import Measured
 from finetune.inference.metrics import needed
 from finetune.measure.out_of_memory import told_of
-from finetune.runtime.libraries import replaced, without_cudnn_attention
+from finetune.runtime import patches
+from finetune.runtime.libraries import without_cudnn_attention
 
-# Of metrics without a closed form, such as perplexity.
+# For metrics without a closed form, such as perplexity.
 _RESAMPLES = 1000
 
 
@@ -35,9 +36,7 @@ class Scored:
 class Tasks:
     """Tasks by name, or by path of a YAML file.
 
-    `limit` is the number of rows of each task (None: all). Raises MachineError if lm_eval is not installed or a data
-    set cannot be downloaded, ConfigError for a task that is unknown or cannot be run, and DataError if its data is
-    missing.
+    `limit` is the number of rows of each task (None: all).
     """
 
     def __init__(self, names: Sequence[str], *, batch_size: int, limit: int | None, apply_chat_template: bool) -> None:
@@ -49,7 +48,7 @@ class Tasks:
         self._manager = tasks.TaskManager(include_defaults=not all(map(_stands_alone, names)))
         for name in names:
             loaded = self._loaded(name)
-            if unsafe := [task for task, found in loaded.items() if getattr(found, "UNSAFE_CODE", False)]:
+            if unsafe := [task for task, each in loaded.items() if getattr(each, "UNSAFE_CODE", False)]:
                 raise ConfigError(
                     f"task `{unsafe[0]}` executes code that the model wrote; run it with lm_eval's own command, in a "
                     "sandbox, on the merged model"
@@ -74,19 +73,14 @@ class Tasks:
             raise ConfigError(f"task `{name}` cannot be loaded: {type(error).__name__}: {first_line(error)}") from error
 
     def run(self, model: Any, tokenizer: Any) -> Iterator[Scored]:
-        """Each metric of each task and group, as lm_eval computes it.
-
-        Raises OutOfMemoryError, and ConfigError for a task that fails.
-        """
+        """Each metric of each task and group, as lm_eval computes it."""
         size = self._settings["batch_size"]
         with (
             without_cudnn_attention(),
             told_of("running the tasks", f"Use a smaller `--batch-size` than {size}"),
-            # It would tie again what an adapter untied; the model is complete.
-            replaced(model, "tie_weights", lambda: None),
-            # They run git, pip and compilers for seconds, for what environment.json has.
-            replaced(self._evaluator, "add_env_info", lambda results: None),
-            replaced(self._evaluator, "get_git_commit_hash", lambda: None),
+            patches.TIE_WEIGHTS.by(lambda: None, model),
+            patches.TASK_ENVIRONMENT.by(lambda results: None),
+            patches.TASK_COMMIT.by(lambda: None),
         ):
             lm = self._models.HFLM(pretrained=model, tokenizer=tokenizer, batch_size=size)
             try:
@@ -103,7 +97,7 @@ class Tasks:
 
 
 def _stands_alone(name: str) -> bool:
-    """Whether it is the file of a task, and not of a group, which may have tasks of lm_eval as members."""
+    """Whether `name` is the file of a task, not of a group, whose members may be tasks of lm_eval."""
     if not name.endswith((".yaml", ".yml")):
         return False
     try:
@@ -113,15 +107,15 @@ def _stands_alone(name: str) -> bool:
 
 
 def _scored(results: dict[str, Any]) -> Iterator[Scored]:
-    for task, found in results["results"].items():
+    for task, values in results["results"].items():
         better = results["higher_is_better"].get(task, {})
-        for key, value in found.items():
+        for key, value in values.items():
             metric, comma, kind = key.partition(",")
             if not comma or metric.endswith("_stderr") or not isinstance(value, (int, float)):
                 continue
             rows = [row[metric] for row in results["samples"].get(task, ()) if row["filter"] == kind and metric in row]
             name = f"{task}: {metric}" + ("" if kind == "none" else f" ({kind})")
-            yield Scored(name, better.get(metric), _measured(value, rows, found.get(f"{metric}_stderr,{kind}")))
+            yield Scored(name, better.get(metric), _measured(value, rows, values.get(f"{metric}_stderr,{kind}")))
 
 
 def _measured(value: float, rows: list[Any], error: Any) -> Measured:

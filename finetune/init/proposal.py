@@ -143,8 +143,8 @@ def _take_format(found: Draft, fields: Mapping[str, Any], columns: dict[str, str
         return formats.detect(fields, turns)
     if columns:
         found.take("data.columns", columns, "the fields of the format, and the columns that hold them")
-    example, _ = formats.read(fields, form, columns)
-    if isinstance(example, Completion) and example.runs_together:
+    content, _ = formats.read(fields, form, columns)
+    if isinstance(content, Completion) and content.runs_together:
         found.take("data.separator", "\n", "no white space separates prompts and completions, nor does a chat template")
     return form
 

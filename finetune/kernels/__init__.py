@@ -1,12 +1,11 @@
-"""Fused kernels of the training step: what PEFT's and transformers' modules compute, from the same parameters.
+"""Fused kernels of the training step: they compute what PEFT's and transformers' modules do, from the same parameters.
 
-A kernel is one entry in KERNELS: which modules it knows, by their structure and by trying their code, never by a
-model's name; which of them it cannot do, and why; and how it takes the place of their forward pass.
+A kernel is one entry in KERNELS. It recognises modules by their structure and by running their code, never by a model's
+name, says why it cannot compute some of them, and replaces the forward pass of the others.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,9 +21,9 @@ Undo = Callable[[], None]
 
 @dataclass(frozen=True)
 class Kernel:
-    """What takes the place of the forward pass of modules that have the structure and no obstacle.
+    """A replacement for the forward pass of each module that has the structure and no obstacle.
 
-    `layers` are the linear layers that such a module computes, and `replace` returns what undoes it.
+    `layers` are the linear layers that such a module computes; `replace` returns a function that undoes it.
     """
 
     help: str
@@ -48,13 +47,16 @@ KERNELS: dict[str, Kernel] = {
 
 @dataclass
 class Attached:
-    """What is replaced in a model, by kernel: each module with what undoes it. `lines` say what is not, and why."""
+    """The replaced modules of a model, by kernel, each with a function that undoes it.
+
+    `lines` say which modules were not replaced, and why.
+    """
 
     replaced: dict[str, dict[nn.Module, Undo]] = field(default_factory=lambda: {name: {} for name in KERNELS})
     lines: list[str] = field(default_factory=list)
 
     def detach(self, kernel: str | None = None) -> None:
-        """Give the modules of one kernel, or of all, their own forward pass back."""
+        """Restore the own forward pass of the modules of one kernel, or of all."""
         for name in [kernel] if kernel else KERNELS:
             for undo in self.replaced[name].values():
                 undo()
@@ -62,11 +64,9 @@ class Attached:
 
 
 def attach(model: Any, fused: str, *, triton: bool = True) -> Attached:
-    """Replace what can be replaced in `model`, wrapped by PEFT or not; nothing where `fused` is `off`.
+    """Replace the modules of `model`, wrapped by PEFT or not, that kernels can compute; none if `fused` is `off`.
 
-    An MLP that is not replaced takes long inputs in tiles nevertheless.
-
-    `triton`: whether its kernels run on the device, if that is a GPU.
+    An MLP that is not replaced still takes long inputs in tiles. `triton`: whether Triton kernels run on the device.
     """
     attached = Attached()
     if fused != "off" and triton:
@@ -75,7 +75,6 @@ def attach(model: Any, fused: str, *, triton: bool = True) -> Attached:
         attached.lines.append("kernels: none is fused: Triton does not run here")
     for layer in checkpointing.layers(model):
         for module in filter(mlp.has_structure, layer.modules()):
-            mlp.is_recomputed(module, functools.partial(getattr, layer, "gradient_checkpointing"))
             if module not in attached.replaced["mlp"]:
                 mlp.tile(module)
     return attached
@@ -101,7 +100,7 @@ def _replace(model: Any, attached: Attached) -> None:
 
 
 def _give_room(model: nn.Module, attached: Attached) -> None:
-    """Let norms leave room beside their output for the rank-r products of the blocks that stand beside them."""
+    """Let norms leave room beside their output for the rank-r products of the blocks next to them (`kernels.room`)."""
     for parent in model.modules():
         ranks: dict[int, int] = {}
         for block in parent.children():
@@ -114,9 +113,9 @@ def _give_room(model: nn.Module, attached: Attached) -> None:
 
 
 def _first_layers(block: nn.Module, attached: Attached) -> Iterator[list[nn.Module]]:
-    """The layers that take what a replaced block is given, by input."""
-    if block in attached.replaced["attention"] and (found := fused_attention.layers(block)):
-        yield found
+    """The layers that take the input of a replaced block, those that share it together."""
+    if block in attached.replaced["attention"] and (projections := fused_attention.layers(block)):
+        yield projections
     if block in attached.replaced["mlp"]:
         yield mlp.layers(block)[:-1]
     yield from ([layer] for layer in block.children() if layer in attached.replaced["lora"])

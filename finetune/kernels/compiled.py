@@ -1,4 +1,4 @@
-"""Regional torch.compile of decoder layers: for what no fused kernel knows."""
+"""Regional torch.compile of the decoder layers that no fused kernel is attached to."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import nn
 
 from finetune.kernels import Attached
 from finetune.model.recompute import checkpointing
+from finetune.runtime import patches
 
 _COMPILERS = ("g++", "clang++")
 
 
 def attach(model: Any, attached: Attached) -> list[str]:
-    """Compile the training pass of each decoder layer in which no kernel is `attached`; lines that say which are not.
+    """Compile the training pass of each decoder layer without an `attached` kernel; returns lines on those left out.
 
-    Nor is a layer whose checkpointing keeps some tensors, which torch 2.13 cannot compile.
-
-    Layers of one kind share their code, and so what is compiled. The number of rows and of tokens is symbolic, so a
-    micro-batch of another length takes the same code, whatever its length; one of a single row takes its own.
+    A layer whose checkpointing keeps some tensors is left out too: torch 2.13 cannot compile it. Layers of one kind
+    share their code, and so the compiled code. The numbers of rows and tokens are symbolic: a micro-batch of any length
+    takes the same code, and one of a single row its own.
     """
     layers = checkpointing.layers(model)
     fused = {module for modules in attached.replaced.values() for module in modules}
@@ -32,7 +32,7 @@ def attach(model: Any, attached: Attached) -> list[str]:
     }
     for layer in layers:
         if not any(layer in others for others in left.values()):
-            layer.forward = _in_training(layer, layer.forward)
+            patches.MODULE_FORWARD.put(_in_training(layer, layer.forward), layer)
     return [
         f"kernels: {len(others)} of {len(layers)} layers {why}, and are not compiled"
         for why, others in left.items()
@@ -41,13 +41,13 @@ def attach(model: Any, attached: Attached) -> list[str]:
 
 
 def _in_training(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Evaluations and sample answers go through `forward` as it is: each of their forms would be compiled as well."""
+    """`forward`, compiled for training only: evaluation and sample answers would each compile another variant."""
     compiled = torch.compile(forward, dynamic=True)
     return lambda *args, **kwargs: (compiled if layer.training else forward)(*args, **kwargs)
 
 
 def obstacle() -> str | None:
-    """Why nothing can be compiled for this machine's CPU (torch/_inductor/cpp_builder.py); None where it can."""
+    """Why torch cannot compile for this machine's CPU (torch/_inductor/cpp_builder.py); None if it can."""
     if any(map(shutil.which, [os.environ.get("CXX", ""), *_COMPILERS])):
         return None
     return f"no C++ compiler: neither `CXX` nor {' nor '.join(f'`{name}`' for name in _COMPILERS)} is one"

@@ -1,6 +1,6 @@
 """Queries, keys and values as one product, and their rotary embedding (arXiv 2104.09864) in place.
 
-Everything else is the attention's own code: norms of queries and keys, soft caps, windows, the attention function.
+Everything else stays the attention's own code: norms of queries and keys, soft caps, windows, the attention function.
 """
 
 from __future__ import annotations
@@ -16,32 +16,33 @@ from torch.autograd.function import once_differentiable
 
 from finetune.kernels import lora, ops
 from finetune.model.recompute import keeping
+from finetune.runtime import patches
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
-_ROTARY = "apply_rotary_pos_emb"
-"""The name under which transformers' attention finds its rotary embedding, beside it."""
+_ROTARY = patches.ROTARY.attribute
+"""The global under which the code of transformers' attention modules calls the rotary embedding."""
 
 
 def has_structure(module: nn.Module) -> bool:
-    """Whether `module` has queries, keys and values from layers of their own, one of them adapted, or rotates them."""
+    """Whether `module` has an adapted layer, and projects queries, keys and values by three layers or rotates them."""
     return any(map(lora.is_adapted, module.children())) and (bool(layers(module)) or _rotates(module))
 
 
 def layers(module: nn.Module) -> list[nn.Module]:
-    """The layers of queries, keys and values, if all three take inputs of one width and one of them is adapted."""
-    found: list[Any] = [getattr(module, name, None) for name in _PROJECTIONS]
-    if any(not isinstance(layer, nn.Module) for layer in found) or not any(map(lora.is_adapted, found)):
+    """The layers of queries, keys and values if all three take inputs of one width and one is adapted; else none."""
+    projections: list[Any] = [getattr(module, name, None) for name in _PROJECTIONS]
+    if any(not isinstance(layer, nn.Module) for layer in projections) or not any(map(lora.is_adapted, projections)):
         return []
-    return found if len({getattr(layer, "in_features", None) for layer in found}) == 1 else []
+    return projections if len({getattr(layer, "in_features", None) for layer in projections}) == 1 else []
 
 
 def obstacle(module: nn.Module) -> str | None:
-    """Why such a module cannot be computed here; None where it can."""
+    """Why such a module cannot be computed here; None if it can."""
     return lora.obstacle_together(layers(module))
 
 
 def replace(module: Any) -> Callable[[], None]:
-    """Compute the layers and the rotation here; returns what undoes it."""
+    """Compute the layers and the rotation here; returns a function that undoes it."""
     joined = _Joined(layers(module))
     undo = [lora.put(layer, joined.forward_of(number)) for number, layer in enumerate(joined.layers)]
     own = _with_rotary(type(module).forward) if _rotates(module) else type(module).forward
@@ -60,9 +61,9 @@ def replace(module: Any) -> Callable[[], None]:
 
 
 class _Joined:
-    """Layers that are called one after the other with the same input: the first call computes them all.
+    """Layers that the model calls one by one with the same input: the first call computes them all.
 
-    Open while the attention runs, so that nothing outlives a pass that ends early.
+    A context for the attention's forward pass: what was computed and not fetched is dropped at its end.
     """
 
     def __init__(self, layers: list[Any]) -> None:
@@ -78,7 +79,7 @@ class _Joined:
         self._open, self._x, self._made = False, None, {}
 
     def forward_of(self, number: int) -> Callable[..., Tensor]:
-        """The forward pass of one of the layers."""
+        """The forward pass that replaces the one of layer `number`."""
         plain = self.layers[number].forward
 
         def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -102,7 +103,7 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        # Without their history: values lie in the same block, and autograd would take them for changed as well.
+        # Detached, because values lie in the same block, and autograd would take them as changed too.
         q, k = (q.clone(), k.clone()) if keeping.keeps_products() else (q.data, k.data)
         ops.rope_(q, k, cos, sin)
         ctx.save_for_backward(cos, sin)
@@ -130,11 +131,11 @@ def _rotary(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def _with_rotary(forward: Any) -> Callable[..., Any]:
-    """The same code, which finds another rotary embedding beside it."""
-    beside = {**forward.__globals__, _ROTARY: _rotary(forward.__globals__[_ROTARY])}
-    made = types.FunctionType(forward.__code__, beside, forward.__name__, forward.__defaults__, forward.__closure__)
-    made.__kwdefaults__ = forward.__kwdefaults__
-    return made
+    """A copy of the function `forward` whose globals have the rotary embedding of this module in place of its own."""
+    names = {**forward.__globals__, _ROTARY: _rotary(forward.__globals__[_ROTARY])}
+    copy = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    return copy
 
 
 def _rotates(module: nn.Module) -> bool:
@@ -147,13 +148,13 @@ def _rotates(module: nn.Module) -> bool:
 
 @functools.cache
 def _is_half_rotation(plain: Callable[..., Any]) -> bool:
-    """Whether a rotary embedding turns the first half of the dimensions against the second, found by trying."""
+    """Whether a rotary embedding rotates the first half of the dimensions against the second, by random values."""
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 1, 2, 3, 8, generator=generator)  # (rows, heads, tokens, head_dim)
     angles = torch.randn(1, 3, 4, generator=generator).repeat(1, 1, 2)
     try:
         expected = plain(q, k, angles.cos(), angles.sin())
-    except Exception:  # of whatever kind: it is the model's code, and may want other arguments
+    except Exception:  # the model's code may raise anything, and want other arguments
         return False
     ops.rope_(q.transpose(1, 2), k.transpose(1, 2), angles.cos(), angles.sin())
-    return all(torch.allclose(found, each, atol=1e-6) for found, each in zip((q, k), expected, strict=True))
+    return all(torch.allclose(own, other, atol=1e-6) for own, other in zip((q, k), expected, strict=True))

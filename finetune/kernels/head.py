@@ -1,8 +1,10 @@
 """Log-probabilities of labels by a frozen head, and their gradient in the same pass.
 
-The gradient of a label's log-probability with respect to its hidden state depends on that token alone. So it is made
-while the logits are there, and the backward pass only scales it: two products with the head, where TRL's function
-computes the logits again for a third. It is kept in the place of the hidden states, in as many bytes.
+The gradient of a label's log-probability with respect to its hidden state depends on that token alone. So it is
+computed while the logits exist, and the backward pass only scales it: two products with the head, where TRL's function
+computes the logits again for a third. It is kept instead of the hidden states, in as many bytes.
+
+`objectives.log_probs` lists everything that replaces a part of TRL's function.
 """
 
 from __future__ import annotations
@@ -16,17 +18,17 @@ from trl.kernels import ChunkedLogProbFunction, chunked_logprob
 
 from finetune.kernels import ops
 
-# Logits of fewer tokens than that, of the whole vocabulary, wait for the head's weights to be read (H100: 295
-# operations a byte).
+# The product of fewer tokens with the whole vocabulary waits for the head's weights to be read (H100: 295 operations a
+# byte).
 _LEAST_TOKENS = 512
 _BLOCK = 1024  # columns of logits that a kernel takes at a time
-# In fp16 the gradient is kept times that, as it is computed before the loss scale reaches it: of a token that the model
-# is sure of it would be lost below 6e-8.
+# In fp16 the gradient is kept times this, because it is computed before the loss scale reaches it: below 6e-8, as for
+# tokens that the model is sure of, it would be lost.
 _FP16_SCALE = 256.0
 
 
 class LogProbs(ChunkedLogProbFunction):
-    """TRL's function, which does it all where the head is trained or more is asked for than log-probabilities."""
+    """TRL's function, left to its own code if the head is trained or more than log-probabilities is wanted."""
 
     @staticmethod
     def forward(
@@ -38,10 +40,10 @@ class LogProbs(ChunkedLogProbFunction):
         of_hidden, *of_head = ctx.needs_input_grad[:3]
         ctx.ahead = of_hidden and not any(of_head) and weight.dtype is dtype and tuple(outputs) == ("log_probs",)
         if not ctx.ahead:
-            found: tuple[Tensor | None, ...] = ChunkedLogProbFunction.forward(
+            of_trl: tuple[Tensor | None, ...] = ChunkedLogProbFunction.forward(
                 ctx, hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs
             )
-            return found
+            return of_trl
         ctx.set_materialize_grads(False)
         ctx.dtype = hidden.dtype
         ctx.scale = _FP16_SCALE if dtype is torch.float16 else 1.0
@@ -73,8 +75,8 @@ class LogProbs(ChunkedLogProbFunction):
     @once_differentiable
     def backward(ctx: Any, of_log_probs: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
         if not ctx.ahead:
-            found: tuple[Tensor | None, ...] = ChunkedLogProbFunction.backward(ctx, of_log_probs, *others)
-            return found
+            of_trl: tuple[Tensor | None, ...] = ChunkedLogProbFunction.backward(ctx, of_log_probs, *others)
+            return of_trl
         dx = None
         if of_log_probs is not None:
             (gradient,) = ctx.saved_tensors
@@ -90,7 +92,7 @@ def dtype_of(hidden: Tensor) -> torch.dtype:
 
 
 def _fold(logits: Tensor, labels: Tensor, log_probs: Tensor, constants: dict[str, Any]) -> Tensor:
-    """The logarithms of the sums of exponentials (tokens); the log-probabilities of `labels` are written."""
+    """Write the log-probabilities of `labels`; returns the logarithms of the sums of exponentials (tokens)."""
     largest = torch.full_like(log_probs, -torch.inf)
     total, of_label, unused = torch.zeros(3, *log_probs.shape, device=log_probs.device)
     _kernel("forward", logits, len(logits))(
@@ -104,7 +106,7 @@ def _fold(logits: Tensor, labels: Tensor, log_probs: Tensor, constants: dict[str
 
 
 def _unfold_(logits: Tensor, labels: Tensor, log_z: Tensor, scale: float, constants: dict[str, Any]) -> None:
-    """In the place of the logits, `scale` times the gradient of each token's log-probability with respect to them."""
+    """Replace the logits by `scale` times the gradient of each token's log-probability with respect to them."""
     _kernel("backward", logits, len(logits), -(-logits.shape[1] // _BLOCK))(
         logits, logits.stride(0), labels, log_z, log_z, torch.full_like(log_z, scale), log_z, 0, logits.shape[1],
         HAS_LOGPROB_GRAD=True, HAS_ENTROPY_GRAD=False, BLOCK_SIZE=_BLOCK, **constants,
@@ -112,7 +114,7 @@ def _unfold_(logits: Tensor, labels: Tensor, log_z: Tensor, scale: float, consta
 
 
 def _kernel(name: str, logits: Tensor, *grid: int) -> Any:
-    """TRL's kernel, or its program of torch's operators where Triton does not run; none has a public name (1.16)."""
+    """TRL's Triton kernel, or its twin of torch's operators without Triton; neither has a public name (1.16)."""
     if chunked_logprob._use_triton(logits.device):  # noqa: SLF001
         return getattr(chunked_logprob, f"_{name}_kernel")[grid]
     return getattr(chunked_logprob, f"_{name}_tile")

@@ -4,9 +4,9 @@ For n tokens, H inputs, O outputs, rank r and scale s, with W (O, H), A (r, H) a
 
     Y = X Wᵀ + U Bᵀ,  U = s X Aᵀ;     S = s dY B,  dX = dY W + S A,  dA = Sᵀ X,  dB = dYᵀ U
 
-Several layers of one input are one function: U and S of all stand side by side. Where X has room beside it
-(`take_room`) and W is decoded anyhow, U is written there, and one product with [W | B] gives Y. Elsewhere U Bᵀ is
-written first and X Wᵀ added by its own product, as S A before dY W: to add onto the larger of the two would round it
+Layers that take the same input are computed by one function, with U and S of all side by side. If X has room beside it
+(`kernels.room`) and W must be decoded anyway, U is written there, and one product with [W | B] gives Y. Otherwise U Bᵀ
+is written first and X Wᵀ added by its own product, as S A before dY W: adding onto the larger of the two would round it
 twice, and read and write it once more. Base weights are decoded for each product, in both directions.
 """
 
@@ -23,12 +23,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from finetune.kernels import ops
+from finetune.kernels.room import take_room
 from finetune.model.recompute import keeping
+from finetune.runtime import patches
 
 
 @dataclass(frozen=True)
-class Linear:
-    """A frozen linear layer as it is now, with its adapter if it has one: A (r, H), B (O, r)."""
+class FrozenLinear:
+    """The parameters of a frozen linear layer at the time of a call, and of its adapter, if any: A (r, H), B (O, r)."""
 
     weight: Any
     bias: Tensor | None
@@ -38,40 +40,40 @@ class Linear:
     b: Tensor | None = None
     scale: float = 1.0
 
-    def decoded(self, dtype: torch.dtype, place: Tensor | None = None) -> Tensor:
-        """W (O, H) in `dtype`, in `place` if that is given; the weight itself where nothing is to be done.
+    def decoded(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        """W (O, H) in `dtype`, written into `out` if given; the weight itself if it has that type and `out` is None.
 
-        A block of its own is freed after its product, and the caching allocator hands it out again for the next:
-        between products its memory serves others.
+        A new block is freed after its product, and the caching allocator hands it out again for the next: between
+        products its memory serves others.
         """
-        if place is None:
+        if out is None:
             if self.weight.dtype is dtype:
                 return self.weight.detach()
-            place = torch.empty(self.outputs, self.inputs, dtype=dtype, device=self.weight.device)
-        ops.decode_(place, self.weight)
-        return place
+            out = torch.empty(self.outputs, self.inputs, dtype=dtype, device=self.weight.device)
+        ops.decode_(out, self.weight)
+        return out
 
-    def decoded_once(self, dtype: torch.dtype) -> Linear:
-        """The same for many products: W in `dtype`, A and B in float32, in which their gradients are summed."""
+    def decoded_once(self, dtype: torch.dtype) -> FrozenLinear:
+        """The layer for many products: W in `dtype`; A and B in float32, in which their gradients are summed."""
         a, b = (None if one is None else one.float() for one in (self.a, self.b))
         return dataclasses.replace(self, weight=self.decoded(dtype), a=a, b=b)
 
 
-Layers = Sequence[Linear]
+Layers = Sequence[FrozenLinear]
 
 
 # -- what PEFT's modules are -------------------------------------------------------------------------------------------
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether `module` is a layer that PEFT gave a LoRA adapter, of any kind."""
+    """Whether `module` is PEFT's wrapper of a layer with a LoRA adapter, of any kind."""
     from peft.tuners.lora import LoraLayer
 
     return isinstance(module, LoraLayer)
 
 
 def obstacle(module: nn.Module) -> str | None:
-    """Why a linear layer, adapted or not, cannot be computed here; None where it can."""
+    """Why a linear layer, adapted or not, cannot be computed here; None if it can."""
     base: Any = module
     if is_adapted(module):
         layer: Any = module
@@ -99,27 +101,27 @@ def obstacle(module: nn.Module) -> str | None:
 
 
 def obstacle_together(modules: Sequence[nn.Module]) -> str | None:
-    """Why linear layers of one input cannot be computed here together; None where they can."""
-    if found := next(filter(None, map(obstacle, modules)), None):
-        return found
+    """Why linear layers of one input cannot be computed here together; None if they can."""
+    if reason := next(filter(None, map(obstacle, modules)), None):
+        return reason
     scales = {current(module).scale for module in modules if is_adapted(module)}
     return "adapters of several scales" if len(scales) > 1 else None
 
 
-def current(module: Any) -> Linear:
-    """The parameters of a linear layer, adapted or not, as they are now."""
+def current(module: Any) -> FrozenLinear:
+    """The parameters that a linear layer, adapted or not, has now."""
     if not is_adapted(module):
-        return Linear(module.weight, module.bias, module.in_features, module.out_features)
+        return FrozenLinear(module.weight, module.bias, module.in_features, module.out_features)
     (name,) = module.active_adapters
     base = module.base_layer
-    return Linear(
+    return FrozenLinear(
         base.weight, base.bias, base.in_features, base.out_features,
         module.lora_A[name].weight, module.lora_B[name].weight, module.scaling[name],
     )  # fmt: skip
 
 
 def ready(x: Tensor, modules: Sequence[Any]) -> bool:
-    """Whether `modules` can compute `x` here now: it has the type of the arithmetic, and no adapter is set aside."""
+    """Whether `modules` can compute `x` here now: it has the compute dtype, and no adapter is disabled or merged."""
     kind = x.device.type
     computed = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     return x.dtype is computed and not any(
@@ -128,7 +130,7 @@ def ready(x: Tensor, modules: Sequence[Any]) -> bool:
 
 
 def replace(module: Any) -> Callable[[], None]:
-    """Compute one adapted layer here; returns what undoes it."""
+    """Compute one adapted layer here; returns a function that undoes it."""
     plain = module.forward
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -141,16 +143,7 @@ def replace(module: Any) -> Callable[[], None]:
 
 def put(module: Any, forward: Callable[..., Any]) -> Callable[[], None]:
     """Give one module another forward pass; returns what undoes it."""
-    before = vars(module).get("forward")
-    module.forward = forward
-
-    def undo() -> None:
-        if before is None:
-            del module.forward
-        else:
-            module.forward = before
-
-    return undo
+    return patches.MODULE_FORWARD.put(forward, module)
 
 
 # -- autograd ----------------------------------------------------------------------------------------------------------
@@ -163,13 +156,14 @@ def project(x: Tensor, layers: Layers) -> tuple[Tensor, ...]:
 
 
 class _Project(torch.autograd.Function):
-    """Keeps X and U."""
+    """Saves X and U for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layers: Layers, *_: Tensor) -> tuple[Tensor, ...]:
         ctx.layers = layers
         with without_autocast(x):
-            wide = rows(x) if (room := take_room(x)) is None else room
+            wide = take_room(x)
+            wide = rows(x) if wide is None else wide
             outputs, low = keeping.kept(lambda: _by_themselves(*products(wide, layers)))
         ctx.save_for_backward(x, low.data)
         # Tensors of their own and not views: work in place on one must not count as a change of the others.
@@ -186,52 +180,34 @@ class _Project(torch.autograd.Function):
 
 
 def _by_themselves(outputs: tuple[Tensor, ...], low: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-    """To be kept, U must not hold the block of X that it may lie in."""
+    """`outputs` and U, which may lie in the block of X: U is copied if it is kept, so as not to keep that block."""
     return outputs, low.contiguous() if keeping.keeps_products() else low
 
 
 def without_autocast(x: Tensor) -> torch.autocast:
-    """Within the block products take the types that they are given."""
+    """A context in which products have the types of their factors."""
     return torch.autocast(x.device.type, enabled=False)
 
 
 def factors(layers: Layers) -> list[Tensor]:
-    """A and B of each adapted layer, as autograd functions take them."""
+    """A and B of each adapted layer: what the autograd functions are given to have gradients for."""
     return [factor for layer in layers for factor in (layer.a, layer.b) if factor is not None]
 
 
 def rows(x: Tensor) -> Tensor:
-    """(..., width) as (n, width)."""
+    """`x` (..., width) as (n, width)."""
     return x.reshape(-1, x.shape[-1])
 
 
 def rank(layers: Layers) -> int:
-    """Of all layers together: the columns of U and S."""
-    return _places(layers)[-1].stop
-
-
-def narrowed(wide: Tensor, width: int) -> Tensor:
-    """The first columns of `wide` (..., width and room); layers that take them may use the room for their U."""
-    if wide.shape[-1] == width:
-        return wide
-    x: Any = wide[..., :width].data  # no view of the rest to autograd
-    x.room = wide.shape[-1] - width
-    return x
-
-
-def take_room(x: Any) -> Tensor | None:
-    """`x` (n, H and room) with the room beside it, which has one user only; None where there is none."""
-    room = getattr(x, "room", 0)
-    if not room:
-        return None
-    x.room = 0
-    return x.data.as_strided((x.numel() // x.shape[-1], x.shape[-1] + room), (x.stride(-2), 1))
+    """The sum of all layers' ranks: the columns of U and S."""
+    return _columns(layers)[-1].stop
 
 
 def products(x: Tensor, layers: Layers, out: Tensor | None = None) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Y of each layer (n, O), all in one block, and U, from x (n, H) or with room beside it (n, H + R or more).
+    """Y of each layer (n, O), all in one block (`out` if given), and U (n, R).
 
-    That block is `out` if that is given.
+    `x` is (n, H), or (n, H + R or more) with room for U.
     """
     inputs, columns = layers[0].inputs, layers[0].inputs + rank(layers)
     if x.shape[1] >= columns > inputs and any(layer.weight.dtype is not x.dtype for layer in layers):
@@ -240,28 +216,34 @@ def products(x: Tensor, layers: Layers, out: Tensor | None = None) -> tuple[tupl
     a, b = _factors(x, layers)
     low = low_rank(x, a, layers)
     outputs = _split(_block(x, layers) if out is None else out, layers)
-    for layer, output, place, upward in zip(layers, outputs, _places(layers), b, strict=True):
+    for layer, output, own, upward in zip(layers, outputs, _columns(layers), b, strict=True):
         bias = None if layer.bias is None else layer.bias.to(x.dtype)
         if upward is None:
             ops.multiply_(output, x, layer.decoded(x.dtype).t(), bias)
         else:
-            ops.multiply_(output, low[:, place], upward.t(), bias)
+            ops.multiply_(output, low[:, own], upward.t(), bias)
             ops.add_product_(output, x, layer.decoded(x.dtype).t())
     return outputs, low
 
 
 def _joined_products(x: Tensor, layers: Layers, out: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor]:
-    """The same by one product, [X | U] [W | B]ᵀ, with zeros beside B for the ranks of other layers."""
+    """`products` as one product, [X | U] [W | B]ᵀ, with zeros in B for the ranks of other layers.
+
+    For layers q and k of ranks 2 and 1, the second factor has the rows
+
+        [ W_q | B_q B_q  0  ]
+        [ W_k |  0   0  B_k ]
+    """
     inputs = layers[0].inputs
     weight = x.new_empty(sum(layer.outputs for layer in layers), x.shape[1])
     upward = weight[:, inputs:]
     if len(layers) > 1:
         upward.zero_()
     at, b = 0, []
-    for layer, place in zip(layers, _places(layers), strict=True):
+    for layer, own in zip(layers, _columns(layers), strict=True):
         end = at + layer.outputs
         layer.decoded(x.dtype, weight[at:end, :inputs])
-        b.append(upward[at:end, place])
+        b.append(upward[at:end, own])
         at = end
     a, _ = _factors(x, layers, b)
     low = low_rank(x[:, :inputs], a, layers, x[:, inputs:])
@@ -282,7 +264,7 @@ def _split(y: Tensor, layers: Layers) -> tuple[Tensor, ...]:
 
 
 def low_rank(x: Tensor, a: Tensor, layers: Layers, low: Tensor | None = None) -> Tensor:
-    """U = s X Aᵀ of all layers side by side (n, R), in `low` if that is given; `a` is A of all (R, H)."""
+    """U = s X Aᵀ of all layers side by side (n, R), written into `low` if given; `a` is A of all layers (R, H)."""
     low = x.new_empty(len(x), len(a)) if low is None else low
     if len(a):
         ops.multiply_(low, x, a.t(), None, _scale(layers))
@@ -300,17 +282,17 @@ class Backward:
 
     @classmethod
     def of(cls, layers: Layers, gradients: Sequence[Tensor]) -> Backward:
-        """From the gradients (..., O) of each layer's output."""
+        """Compute S from the gradients (..., O) of each layer's output."""
         outer = [rows(gradient) for gradient in gradients]
         a, b = _factors(outer[0], layers)
         s = outer[0].new_empty(len(outer[0]), len(a))
-        for gradient, place, upward in zip(outer, _places(layers), b, strict=True):
+        for gradient, own, upward in zip(outer, _columns(layers), b, strict=True):
             if upward is not None:
-                ops.multiply_(s[:, place], gradient, upward, None, _scale(layers))
+                ops.multiply_(s[:, own], gradient, upward, None, _scale(layers))
         return cls(layers, outer, a, s)
 
     def of_input(self, out: Tensor | None = None) -> Tensor:
-        """dX = S A + dY W (n, H), summed over the layers; in `out` if that is given."""
+        """dX = S A + dY W (n, H), summed over the layers; written into `out` if given."""
         dx = self.s.new_empty(len(self.s), self.layers[0].inputs) if out is None else out
         write = ops.multiply_
         if len(self.a):
@@ -323,24 +305,22 @@ class Backward:
 
     def of_factors(self, x: Tensor, low: Tensor) -> list[Tensor]:
         """dA = Sᵀ X and dB = dYᵀ U of each adapted layer in the types of A and B, in the order of `factors`."""
-        whole, found = None, []
-        for layer, gradient, place in zip(self.layers, self.outer, _places(self.layers), strict=True):
+        whole, gradients = None, []
+        for layer, outer, own in zip(self.layers, self.outer, _columns(self.layers), strict=True):
             if layer.a is None or layer.b is None:
                 continue
             whole = ops.product(self.s.t(), x, layer.a.dtype) if whole is None else whole
-            found += [whole[place], ops.product(gradient.t(), low[:, place], layer.b.dtype)]
-        return found
+            gradients += [whole[own], ops.product(outer.t(), low[:, own], layer.b.dtype)]
+        return gradients
 
 
-def _factors(
-    like: Tensor, layers: Layers, places: Sequence[Tensor] | None = None
-) -> tuple[Tensor, list[Tensor | None]]:
-    """A of all layers (R, H), and B of each, in the type of `like`; B in `places` if they are given."""
+def _factors(like: Tensor, layers: Layers, out: Sequence[Tensor] | None = None) -> tuple[Tensor, list[Tensor | None]]:
+    """A of all layers (R, H), and B of each (None without an adapter), in the type of `like`; B in `out` if given."""
     adapted = [(layer.a, layer.b, number) for number, layer in enumerate(layers) if layer.a is not None]
     a = like.new_empty(rank(layers), layers[0].inputs)
     b: list[Any] = [None] * len(layers)
     for _, own, number in adapted:
-        b[number] = torch.empty_like(own, dtype=like.dtype) if places is None else places[number]
+        b[number] = torch.empty_like(own, dtype=like.dtype) if out is None else out[number]
     if adapted:  # in one launch, for which torch 2.13 has no public name (and ruff does not see it as private)
         torch._foreach_copy_(
             [*a.split([len(down) for down, _, _ in adapted]), *(b[number] for _, _, number in adapted)],
@@ -350,11 +330,11 @@ def _factors(
 
 
 def _scale(layers: Layers) -> float:
-    """That of all adapted layers, which is the same."""
+    """The scale of the adapted layers, which is the same for all (`obstacle_together`)."""
     return next(layer.scale for layer in layers if layer.a is not None)
 
 
-def _places(layers: Layers) -> list[slice]:
-    """The columns of each layer in U and S."""
+def _columns(layers: Layers) -> list[slice]:
+    """Each layer's columns in U and S."""
     ends = itertools.accumulate((0 if layer.a is None else len(layer.a) for layer in layers), initial=0)
     return [slice(start, end) for start, end in itertools.pairwise(ends)]

@@ -1,26 +1,32 @@
 """A gated MLP, down(act(gate(x)) * up(x)), with gate and up in one layer or in two (SwiGLU, GeGLU: arXiv 2002.05202).
 
-Kept for the backward pass: x with its U, gate and up. What follows them stands in a function of its own that keeps
-nothing, and hands its gradient to the one before: the recomputation of a checkpointed layer ends once all that was kept
-is there again, and so before the activation and the last product.
+Kept for the backward pass: x with its U, gate and up. What follows them is split into two autograd functions, one that
+has all of the graph and one that has all of the values:
+
+    forward    gate, up -> _Graph -> placeholder (a shape without values) -> _Values -> y
+                           keeps gate, up                                    computes y, keeps nothing
+    backward   dgate, dup <- _Graph <----------------- dy ------------------ _Values <- dy
+
+The recomputation of a checkpointed layer ends once everything that was kept is there again: so it ends at `_Graph`, and
+neither the activation nor the last product is computed again.
 
 A long input is taken in tiles where its layer is recomputed anyway: then x alone is kept, and gate and up are computed
 again by the backward pass, tile by tile, instead of by the recomputation, which ends before them (unless a norm follows
-the MLP, as in Gemma 2). So no tensor is as wide as gate and up and as long as the input, and each weight is decoded
+the MLP, as in Gemma 2). No tensor is as wide as gate and up and as long as the input, and each weight is decoded
 once for all tiles.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from finetune.kernels import lora, ops
-from finetune.kernels.lora import Backward, Layers, Linear, low_rank, rows
+from finetune.kernels.lora import Backward, FrozenLinear, Layers, low_rank, rows
 from finetune.model.recompute import keeping
 
 # The names of the layers in transformers: gate and up apart, or as one layer.
@@ -33,50 +39,47 @@ _PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def has_structure(module: nn.Module) -> bool:
-    """Whether `module` has the layers of a gated MLP, one of them adapted."""
+    """Whether `module` has the layers of a gated MLP, at least one of them adapted."""
     if not _inner(module) or not hasattr(module, _DOWN):
         return False
-    found = layers(module)
-    return all(isinstance(layer, nn.Module) for layer in found) and any(map(lora.is_adapted, found))
+    parts = layers(module)
+    return all(isinstance(part, nn.Module) for part in parts) and any(map(lora.is_adapted, parts))
 
 
 def layers(module: nn.Module) -> list[nn.Module]:
-    """The linear layers of a gated MLP, the last one last."""
+    """The linear layers of a gated MLP in the order of computation: `down_proj` is the last."""
     return [getattr(module, name) for name in (*_inner(module), _DOWN)]
 
 
 def obstacle(module: nn.Module) -> str | None:
-    """Why such a module cannot be computed here; None where it can."""
+    """Why such a module cannot be computed here; None if it can."""
     *inner, down = layers(module)
-    found = lora.obstacle_together(inner) or lora.obstacle(down)
-    return found or (None if _activation(module) else "another activation or another formula")
+    reason = lora.obstacle_together(inner) or lora.obstacle(down)
+    return reason or (None if _activation(module) else "another activation or another formula")
 
 
 def replace(module: nn.Module) -> Callable[[], None]:
-    """Compute the MLP here; returns what undoes it."""
+    """Compute the MLP by these functions; returns a function that undoes it."""
     plain, activation, parts = module.forward, _activation(module), layers(module)
+    assert activation is not None
 
     def forward(x: Tensor) -> Tensor:
         if not lora.ready(x, parts):
             computed: Tensor = plain(x)
             return computed
         *inner, down = map(lora.current, parts)
-        if _in_tiles(module, x):
-            handle = _KeptInput.apply(x, activation, inner, down, *lora.factors([*inner, down]))
-            in_tiles: Tensor = _Tiles.apply(handle, x.detach(), activation, inner, down)
-            return in_tiles
+        if _in_tiles(x):
+            return _computed(_InTiles(activation, inner, down, x.dtype), x)
         gate, up = _halves(lora.project(x, inner))
-        handle = _Kept.apply(gate, up, activation, down, *lora.factors([down]))
-        y: Tensor = _Down.apply(handle, gate.detach(), up.detach(), activation, down)
-        return y
+        return _computed(_AfterHalves(activation, down, gate.dtype), gate, up)
 
     return lora.put(module, forward)
 
 
 def tile(module: nn.Module) -> None:
-    """Take a long input in tiles where the MLP is computed by its own code, if that takes each token by itself.
+    """Let an MLP that its own code computes take long inputs in tiles, if it treats each token by itself.
 
-    Not where adapters drop out, by other random numbers for each tile, nor in slices on several ranks.
+    An MLP with dropout is left alone (each tile would draw other random numbers), and one sharded over ranks too.
     """
     from torch.distributed.tensor import DTensor
 
@@ -86,182 +89,194 @@ def tile(module: nn.Module) -> None:
     plain = module.forward
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if args or kwargs or torch.compiler.is_compiling() or not _in_tiles(module, x):
+        if args or kwargs or torch.compiler.is_compiling() or not _in_tiles(x):
             computed: Tensor = plain(x, *args, **kwargs)
             return computed
         trained = [weight for weight in module.parameters() if weight.requires_grad]
-        handle = _KeptPlain.apply(x, layers(module)[-1].out_features, plain, *trained)
-        in_tiles: Tensor = _PlainTiles.apply(handle, x.detach(), plain)
-        return in_tiles
+        return _computed(_OwnCodeInTiles(plain, layers(module)[-1].out_features, trained, x), x)
 
     lora.put(module, forward)
 
 
-def is_recomputed(module: Any, recomputed: Callable[[], bool]) -> None:
-    """Tell a module how to find out whether its layer is recomputed for the backward pass."""
-    module.recomputed = recomputed
+def _computed(formula: _Formula, *inputs: Tensor) -> Tensor:
+    """The output of an MLP by `formula`, from what its backward pass keeps."""
+    placeholder = _Graph.apply(formula, len(inputs), *inputs, *formula.trained)
+    output: Tensor = _Values.apply(placeholder, formula, *(tensor.detach() for tensor in inputs))
+    return output
 
 
-class _Kept(torch.autograd.Function):
-    """The whole of down(act(gate) * up) to autograd: keeps gate and up, and has its backward pass.
+class _Graph(torch.autograd.Function):
+    """The MLP to autograd: keeps the inputs of `formula` and computes gradients; the output has a shape, no values."""
 
-    The result has the shape of that product and no values, which `_Down` computes.
+    @staticmethod
+    def forward(ctx: Any, formula: _Formula, count: int, *tensors: Tensor) -> Tensor:
+        ctx.formula = formula
+        inputs = tensors[:count]
+        ctx.save_for_backward(*inputs)
+        return inputs[0].new_empty((), dtype=formula.dtype).expand(*inputs[0].shape[:-1], formula.outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        return None, None, *ctx.formula.gradients(dy, *ctx.saved_tensors)
+
+
+class _Values(torch.autograd.Function):
+    """The values of the output: keeps nothing, and hands its gradient to `_Graph`."""
+
+    @staticmethod
+    def forward(ctx: Any, placeholder: Tensor, formula: _Formula, *inputs: Tensor) -> Tensor:
+        ctx.inputs = len(inputs)
+        return formula.values(*inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        return dy, None, *[None] * ctx.inputs
+
+
+class _Formula(Protocol):
+    """What an MLP computes from tensors that are kept for its backward pass: (..., width) each, and the output too.
+
+    `gradients` are those of the kept tensors and then of the `trained` weights, from `dy`, that of the output, whose
+    type is `dtype` and width `outputs`.
     """
 
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str, down: Linear, *_: Tensor) -> Tensor:
-        ctx.activation, ctx.down = activation, down
-        ctx.save_for_backward(gate, up)
-        return gate.new_empty(()).expand(*gate.shape[:-1], down.outputs)
+    trained: Sequence[Tensor]
+    dtype: torch.dtype
+    outputs: int
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        gate, up = ctx.saved_tensors
+    def values(self, *kept: Tensor) -> Tensor: ...
+    def gradients(self, dy: Tensor, *kept: Tensor) -> list[Tensor]: ...
+
+
+class _AfterHalves:
+    """down(act(gate) * up) of gate and up, which are kept."""
+
+    def __init__(self, activation: str, down: FrozenLinear, dtype: torch.dtype) -> None:
+        self._activation, self._down = activation, down
+        self.trained: Sequence[Tensor] = lora.factors([down])
+        self.dtype, self.outputs = dtype, down.outputs
+
+    def values(self, gate: Tensor, up: Tensor) -> Tensor:
+        a = ops.gated(gate, up, self._activation, lora.rank([self._down]))
         with lora.without_autocast(gate):
-            return gate, up, None, None, *_backward_(gate, up, ctx.activation, ctx.down, dy)
-
-
-class _Down(torch.autograd.Function):
-    """The values of the product; its gradient is that of `_Kept`."""
-
-    @staticmethod
-    def forward(ctx: Any, kept: Tensor, gate: Tensor, up: Tensor, activation: str, down: Linear) -> Tensor:
-        a = ops.gated(gate, up, activation, lora.rank([down]))
-        with lora.without_autocast(gate):
-            (y,), _ = lora.products(rows(a), [down])
+            (y,), _ = lora.products(rows(a), [self._down])
         return y.view(*gate.shape[:-1], -1)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        return dy, None, None, None, None
+    def gradients(self, dy: Tensor, gate: Tensor, up: Tensor) -> list[Tensor]:
+        with lora.without_autocast(gate):
+            of_down = _backward_(gate, up, self._activation, self._down, dy)
+        return [gate, up, *of_down]
 
 
-class _KeptInput(torch.autograd.Function):
-    """The whole MLP to autograd, of a long input: keeps that, and has the backward pass. No values, as in `_Kept`."""
+class _InTiles:
+    """The whole MLP of a long input, which alone is kept, by tiles."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, activation: str, inner: Layers, down: Linear, *_: Tensor) -> Tensor:
-        ctx.activation, ctx.inner, ctx.down = activation, inner, down
-        ctx.save_for_backward(x)
-        return x.new_empty(()).expand(*x.shape[:-1], down.outputs)
+    def __init__(self, activation: str, inner: Layers, down: FrozenLinear, dtype: torch.dtype) -> None:
+        self._activation, self._layers = activation, [*inner, down]
+        self.trained: Sequence[Tensor] = lora.factors(self._layers)
+        self.dtype, self.outputs = dtype, down.outputs
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        (x,) = ctx.saved_tensors
-        trained = lora.factors([*ctx.inner, ctx.down])
-        dx, sums = x.new_empty(x.shape), [torch.zeros_like(factor, dtype=torch.float32) for factor in trained]
+    def values(self, x: Tensor) -> Tensor:
+        y = x.new_empty(*x.shape[:-1], self.outputs)
         with lora.without_autocast(x):
-            *inner, down = (layer.decoded_once(x.dtype) for layer in (*ctx.inner, ctx.down))
+            *inner, down = (layer.decoded_once(x.dtype) for layer in self._layers)
+            for x_tile, y_tile in _tiles(x, y):
+                hidden, _ = lora.products(x_tile, inner)
+                lora.products(ops.gated(*_halves(hidden), self._activation), [down], y_tile)
+        return y
+
+    def gradients(self, dy: Tensor, x: Tensor) -> list[Tensor]:
+        dx, sums = x.new_empty(x.shape), _sums(self.trained)
+        with lora.without_autocast(x):
+            *inner, down = (layer.decoded_once(x.dtype) for layer in self._layers)
             for x_tile, dy_tile, dx_tile in _tiles(x, dy, dx):
                 hidden, low = lora.products(x_tile, inner)
-                of_down = _backward_(*_halves(hidden), ctx.activation, down, dy_tile)
+                of_down = _backward_(*_halves(hidden), self._activation, down, dy_tile)
                 back = Backward.of(inner, hidden)
                 back.of_input(dx_tile)
-                for gradient, part in zip(sums, [*back.of_factors(x_tile, low), *of_down], strict=True):
-                    gradient += part
-        return dx, None, None, None, *(each.to(factor.dtype) for each, factor in zip(sums, trained, strict=True))
+                _add_(sums, [*back.of_factors(x_tile, low), *of_down])
+        return [dx, *_as_trained(sums, self.trained)]
 
 
-class _Tiles(torch.autograd.Function):
-    """The values of the MLP, a tile after the other; their gradient is that of `_KeptInput`."""
-
-    @staticmethod
-    def forward(ctx: Any, kept: Tensor, x: Tensor, activation: str, inner: Layers, down: Linear) -> Tensor:
-        y = x.new_empty(*x.shape[:-1], down.outputs)
-        with lora.without_autocast(x):
-            *first, last = (layer.decoded_once(x.dtype) for layer in (*inner, down))
-            for x_tile, y_tile in _tiles(x, y):
-                hidden, _ = lora.products(x_tile, first)
-                lora.products(ops.gated(*_halves(hidden), activation), [last], y_tile)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        return dy, None, None, None, None
-
-
-class _KeptPlain(torch.autograd.Function):
+class _OwnCodeInTiles:
     """The same for an MLP computed by its own code, whose graph is made and used again tile by tile."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, outputs: int, plain: Callable[[Tensor], Tensor], *trained: Tensor) -> Tensor:
-        ctx.plain, ctx.trained, ctx.autocast = plain, trained, _autocast(x)
-        ctx.save_for_backward(x)
-        dtype = ctx.autocast["dtype"] if ctx.autocast["enabled"] else x.dtype
-        return x.new_empty((), dtype=dtype).expand(*x.shape[:-1], outputs)
+    def __init__(self, plain: Callable[[Tensor], Tensor], outputs: int, trained: Sequence[Tensor], x: Tensor) -> None:
+        self._plain, self._autocast = plain, _autocast(x)
+        self.trained, self.outputs = trained, outputs
+        self.dtype: torch.dtype = self._autocast["dtype"] if self._autocast["enabled"] else x.dtype
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        (x,) = ctx.saved_tensors
-        dx, sums = x.new_empty(x.shape), [torch.zeros_like(weight, dtype=torch.float32) for weight in ctx.trained]
-        with torch.enable_grad(), torch.autocast(**ctx.autocast):
-            for x_tile, dy_tile, dx_tile in _tiles(x, dy, dx):
-                given = x_tile.detach().requires_grad_()
-                of_x, *parts = torch.autograd.grad(ctx.plain(given), [given, *ctx.trained], dy_tile)
-                dx_tile.copy_(of_x)
-                for gradient, part in zip(sums, parts, strict=True):
-                    gradient += part
-        return dx, None, None, *(each.to(weight.dtype) for each, weight in zip(sums, ctx.trained, strict=True))
-
-
-class _PlainTiles(torch.autograd.Function):
-    """The values, a tile after the other; their gradient is that of `_KeptPlain`."""
-
-    @staticmethod
-    def forward(ctx: Any, kept: Tensor, x: Tensor, plain: Callable[[Tensor], Tensor]) -> Tensor:
-        y = kept.new_empty(kept.shape)
-        with torch.autocast(**_autocast(x)):
+    def values(self, x: Tensor) -> Tensor:
+        y = x.new_empty((*x.shape[:-1], self.outputs), dtype=self.dtype)
+        with torch.autocast(**self._autocast):
             for x_tile, y_tile in _tiles(x, y):
-                y_tile.copy_(plain(x_tile))
+                y_tile.copy_(self._plain(x_tile))
         return y
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        return dy, None, None
+    def gradients(self, dy: Tensor, x: Tensor) -> list[Tensor]:
+        dx, sums = x.new_empty(x.shape), _sums(self.trained)
+        with torch.enable_grad(), torch.autocast(**self._autocast):
+            for x_tile, dy_tile, dx_tile in _tiles(x, dy, dx):
+                given = x_tile.detach().requires_grad_()
+                of_x, *parts = torch.autograd.grad(self._plain(given), [given, *self.trained], dy_tile)
+                dx_tile.copy_(of_x)
+                _add_(sums, parts)
+        return [dx, *_as_trained(sums, self.trained)]
+
+
+def _sums(trained: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients of zero in float32, in which those of tiles are summed."""
+    return [torch.zeros_like(weight, dtype=torch.float32) for weight in trained]
+
+
+def _add_(sums: list[Tensor], parts: Sequence[Tensor]) -> None:
+    for total, part in zip(sums, parts, strict=True):
+        total += part
+
+
+def _as_trained(sums: list[Tensor], trained: Sequence[Tensor]) -> list[Tensor]:
+    return [total.to(weight.dtype) for total, weight in zip(sums, trained, strict=True)]
 
 
 def _autocast(x: Tensor) -> dict[str, Any]:
-    """Autocast as it is now, but for its copies of weights, which would belong to the graph of one tile."""
+    """The arguments of the autocast in force, without its cache: cached copies would belong to one tile's graph."""
     kind = x.device.type
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     return {"device_type": kind, "enabled": enabled, "dtype": dtype, "cache_enabled": False}
 
 
 _LEAST = 2048
-"""Tokens of a tile at least: with fewer, products of a narrow model would not keep a GPU busy."""
+"""Fewest tokens of a tile: with fewer, products of a narrow model would not keep a GPU busy."""
 _MANY = 4
+"""Fewest tiles of an input that is taken in tiles."""
 
 
-def _in_tiles(module: Any, x: Tensor) -> bool:
-    """Whether x (..., H) is long, and neither gate nor up would be kept in any case."""
+def _in_tiles(x: Tensor) -> bool:
+    """Whether x (..., H) is long, and gate and up are not kept: recomputed, or without a backward pass."""
     long = x.numel() >= _MANY * _tile(x) * x.shape[-1] and not keeping.keeps_products()
-    return long and (not torch.is_grad_enabled() or getattr(module, "recomputed", lambda: False)())
+    return long and (not torch.is_grad_enabled() or keeping.is_recomputed())
 
 
 def _tile(x: Tensor) -> int:
-    """The tokens of a tile: with so many as x (..., H) is wide, gate and up take as much as the decoded weights."""
+    """The tokens of a tile: as many as x (..., H) is wide, so that gate and up take as much as the decoded weights."""
     return max(x.shape[-1], _LEAST)
 
 
 def _tiles(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Tensors (..., width) by tiles (n, width); the first is the input."""
+    """Split tensors (..., width), the input first, into tiles (n, width)."""
     return zip(*(rows(tensor).split(_tile(tensors[0])) for tensor in tensors), strict=True)
 
 
 def _halves(hidden: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Gate and up, from the outputs of the layers before the activation."""
+    """Gate and up from the outputs of one joint layer, or of two."""
     gate, up = hidden if len(hidden) == 2 else hidden[0].chunk(2, dim=-1)
     return gate, up
 
 
-def _backward_(gate: Tensor, up: Tensor, activation: str, down: Linear, dy: Tensor) -> list[Tensor]:
-    """Turn gate and up into their gradients; returns those of the last layer's factors."""
+def _backward_(gate: Tensor, up: Tensor, activation: str, down: FrozenLinear, dy: Tensor) -> list[Tensor]:
+    """Replace gate and up by their gradients in place; returns the gradients of the last layer's factors."""
     back = Backward.of([down], [dy])
     a = back.of_input()
     ops.gated_backward_(a.view(gate.shape), gate, up, activation)  # the gradient in `a` becomes a
@@ -269,12 +284,12 @@ def _backward_(gate: Tensor, up: Tensor, activation: str, down: Linear, dy: Tens
 
 
 def _inner(module: nn.Module) -> tuple[str, ...]:
-    """The names of the layers before the activation; none for what is no gated MLP."""
+    """The names of the layers before the activation; empty for a module that is not a gated MLP."""
     return next((names for names in (_APART, _JOINED) if all(hasattr(module, name) for name in names)), ())
 
 
 def _activation(module: nn.Module) -> str | None:
-    """The activation of an MLP, by name, found by trying its code on layers of one line; None for another formula."""
+    """The name of an MLP's activation, found by running its code with known gate, up and down; None if none fits."""
     x = torch.linspace(-4, 4, 32, dtype=torch.float64)
     gate, up, down = 1.5 * x, x + 0.5, 3.0
     own: dict[str, Callable[[Tensor], Tensor]] = {
@@ -284,15 +299,15 @@ def _activation(module: nn.Module) -> str | None:
         "down_proj": lambda a: down * a,
     }
     try:
-        found = type(module).forward(_Tried(module, own), x)
-    except Exception:  # of whatever kind: it is the model's code
+        output = type(module).forward(_WithLayers(module, own), x)
+    except Exception:  # the model's code may raise anything
         return None
     expected = {name: down * activate(gate) * up for name, activate in _PLAIN.items()}
-    return next((name for name, values in expected.items() if torch.allclose(found, values, rtol=1e-9)), None)
+    return next((name for name, values in expected.items() if torch.allclose(output, values, rtol=1e-9)), None)
 
 
-class _Tried:
-    """A module with other layers."""
+class _WithLayers:
+    """A stand-in for a module: `own` in place of its layers, everything else its own."""
 
     def __init__(self, module: nn.Module, own: Mapping[str, Any]) -> None:
         vars(self).update(own)

@@ -2,8 +2,8 @@
 
 Each is one operator of torch (`torch.ops.finetune`), so that selective checkpointing can keep its result and a trace
 counts it as one call. On a CPU it is made of torch's operators, rounded where the modules of transformers round; on
-CUDA it is a Triton kernel of `triton_kernels`, which computes in float32 and rounds once. None of them knows autograd:
-they are called inside autograd functions.
+CUDA it is a Triton kernel of `triton_kernels`, which computes in float32 and rounds once. They have no derivatives:
+autograd functions call them.
 
 Tensors are of 16 or 32 bits; each may be strided in all dimensions but its last.
 """
@@ -24,7 +24,7 @@ _library = torch.library.Library("finetune", "DEF")
 _aten = torch.ops.aten
 
 ON_CPU: dict[str, Callable[..., Any]] = {}
-"""What each operator is on a CPU, a program of torch's operators, by its name such as `finetune::rms_norm`."""
+"""Each operator's program of torch's operators for a CPU, by full name such as `finetune::rms_norm`."""
 
 
 def _operator(schema: str) -> Callable[[Callable[..., Any]], Any]:
@@ -55,7 +55,7 @@ def _operator(schema: str) -> Callable[[Callable[..., Any]], Any]:
 
 
 def along_rows(tensor: Tensor) -> Tensor:
-    """`tensor` with the elements of a row side by side, as the kernels read them; a product may leave it transposed."""
+    """`tensor` with stride 1 along its last dimension, as the kernels read it; a product may return it transposed."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
@@ -72,8 +72,8 @@ def rms_norm(
     """Root-mean-square normalization: y (..., width and `room`) in x's type, and 1/rms (...) in float32.
 
     `offset` is added to the weight (1.0 in Gemma). `cast_first`: the normalized values are rounded to x's type before
-    the product with the weight (Llama), and not only after it (Gemma, OLMo 2). What stands beside the `width` values,
-    at least `room` columns, has no meaning.
+    the product with the weight (Llama), and not only after it (Gemma, OLMo 2). The columns beside the `width` values,
+    at least `room`, have no meaning.
     """
     y, rstd = _clean(with_room(x, room), x), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
     weight = weight if cast_first else weight.float()
@@ -103,7 +103,7 @@ def _clean(out: Tensor, like: Tensor) -> Tensor:
 
 @_operator("(Tensor dy, Tensor x, Tensor weight, Tensor rstd, float offset=0.0) -> Tensor")
 def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float = 0.0) -> Tensor:
-    """The gradient of x, from that of y and what `rms_norm` was given and gave; the weight is frozen.
+    """The gradient of x from that of y, the inputs of `rms_norm` and its 1/rms; the weight is frozen.
 
     With g = dy * weight: dx = g * rstd - x * rstd^3 * mean(g * x), in float32.
     """
@@ -157,7 +157,7 @@ ACTIVATIONS = tuple(_ACTIVATE)
 
 @_operator("(Tensor gate, Tensor up, str activation, int room=0) -> Tensor")
 def gated(gate: Tensor, up: Tensor, activation: str, room: int = 0) -> Tensor:
-    """`activation`(gate) * up (..., width and `room`), for one of ACTIVATIONS; what is beside it has no meaning."""
+    """`activation`(gate) * up (..., width and `room`), for one of ACTIVATIONS; columns beside it have no meaning."""
     out = _clean(with_room(gate, room), gate)
     for x, factor, product in _blocks(gate, up, out[..., : gate.shape[-1]]):
         _ACTIVATE[activation](x, product).mul_(factor)
@@ -171,7 +171,7 @@ def _(gate: Tensor, up: Tensor, activation: str, room: int = 0) -> Tensor:
 
 @_operator("(Tensor(a!) da, Tensor(b!) gate, Tensor(c!) up, str activation) -> ()")
 def gated_backward_(da: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
-    """From the gradient of a = `gated`(gate, up): a into `da`, and the gradients of gate and up in their places."""
+    """Replace `da`, the gradient of a = `gated`(gate, up), by a, and gate and up by their gradients."""
     for gradient, x, factor in _blocks(da, gate, up):
         activated, product = _ACTIVATE[activation](x, torch.empty_like(x)), gradient * factor
         _ACTIVATE_BACKWARD[activation](product, x, x)
@@ -194,7 +194,7 @@ def decode_4bit_(
     absmax_code: Tensor | None = None, absmax_scale: Tensor | None = None, absmax_offset: Tensor | None = None,
     absmax_blocksize: int = 256,
 ) -> None:  # fmt: skip
-    """The values of an NF4 or FP4 weight into `out` (outputs, inputs), to the bit those of bitsandbytes.
+    """Write the values of an NF4 or FP4 weight into `out` (outputs, inputs), equal to bitsandbytes' to the bit.
 
     `packed` holds two codes a byte, the first in the upper four bits, and `absmax` the scale of each `blocksize`
     values: in float32, or in 8 bits with its own code (256), scales in float32 and offset (nested quantization).
@@ -218,9 +218,9 @@ def _(
 
 @_operator("(Tensor(a!) out, Tensor codes, Tensor scales) -> ()")
 def decode_int8_(out: Tensor, codes: Tensor, scales: Tensor) -> None:
-    """The values of an 8-bit weight into `out` (outputs, inputs): codes * (scales / 127), a scale for each output.
+    """Write the values of an 8-bit weight into `out` (outputs, inputs): codes * (scales / 127), one scale an output.
 
-    As `model.eight_bit` decodes it, to the bit.
+    Equal to `model.structure.eight_bit.dequantized` to the bit.
     """
     torch.mul(codes, scales.unsqueeze(1) * (1 / 127), out=out)
 
@@ -232,7 +232,7 @@ def _(out: Tensor, codes: Tensor, scales: Tensor) -> None:
 
 @_operator("(Tensor(a!) out, Tensor left, Tensor right, Tensor? bias=None, float scale=1.0) -> ()")
 def multiply_(out: Tensor, left: Tensor, right: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> None:
-    """scale * left right + bias (columns) into `out`."""
+    """Write scale * left right + bias (columns) into `out`."""
     if _is_native(left.dtype):
         torch.addmm(out if bias is None else bias, left, right, beta=0 if bias is None else 1, alpha=scale, out=out)
         return
@@ -248,7 +248,7 @@ def _(out: Tensor, left: Tensor, right: Tensor, bias: Tensor | None = None, scal
 
 @_operator("(Tensor(a!) total, Tensor left, Tensor right) -> ()")
 def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left right onto `total`."""
+    """Add left right to `total`."""
     if _is_native(left.dtype):
         total.addmm_(left, right)
     else:
@@ -275,17 +275,17 @@ def _(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 
 @functools.cache
 def _is_native(dtype: torch.dtype) -> bool:
-    """Whether this CPU has a unit for products of the type.
+    """Whether this CPU has instructions for products of `dtype`.
 
-    Without one oneDNN emulates it: 6 to 9 times slower than copies in float32 and a product of these, which round less
-    (torch 2.13 on AVX-512 without BF16, 512 to 2,048 rows, 2026-11).
+    Without them oneDNN emulates such products: 6 to 9 times slower than float32 copies and their product, which also
+    rounds less (torch 2.13 on AVX-512 without BF16, 512 to 2,048 rows, 2026-11).
     """
     unit = {torch.bfloat16: "avx512_bf16", torch.float16: "avx512_fp16"}.get(dtype)
     return unit is None or bool(torch.cpu.get_capabilities().get(unit))
 
 
 def decode_(out: Tensor, weight: Tensor) -> None:
-    """The values of a weight of 4 bits (NF4, FP4), 8 (`Int8Params`), 16 or 32 bits into `out` (outputs, inputs)."""
+    """Write the values of a weight in 4 (NF4, FP4), 8 (`Int8Params`), 16 or 32 bits into `out` (outputs, inputs)."""
     if (scales := getattr(weight, "SCB", None)) is not None:
         decode_int8_(out, weight.data, scales)
     elif (state := getattr(weight, "quant_state", None)) is not None:
@@ -297,12 +297,12 @@ def decode_(out: Tensor, weight: Tensor) -> None:
         out.copy_(weight)
 
 
-# What is computed of so many values stays in a core's cache, and so in no memory of its own.
+# Values of a block: few enough that intermediate results stay in a core's cache.
 _BLOCK = 2**16
 
 
 def _blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Rows of tensors (..., width), a block at a time; all at once where they are few or lie in no single order."""
+    """Rows of tensors (..., width), a block at a time; all at once if few, or if no view (n, width) is possible."""
     first = tensors[0]
     if first.numel() <= _BLOCK:
         return [tensors]
@@ -315,7 +315,7 @@ def _blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
 
 
 def _blocks_of_tokens(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """The same for tensors (rows, tokens, ...), of which the first is the largest."""
+    """Tokens of tensors (rows, tokens, ...), the largest first, a block at a time."""
     first = tensors[0]
     if first.numel() <= _BLOCK:
         return [tensors]

@@ -1,16 +1,50 @@
-"""Rows of results with room beside them, for further columns of the product that takes them."""
+"""Room: empty columns beside the rows of a tensor, for the rank-r product U of the layers that take it.
+
+A norm or an activation writes its output (n, H) into the first columns of a wider block, and `lora.products` writes U
+(n, R) right beside it, so that one product of the block with [W | B] gives the layers' output:
+
+    [ output: H columns | room, of which U takes R ]
+
+The norm's output reaches the layers through the model's own code, as a plain tensor. The table of this module says how
+many columns stand beside it. The first block of layers that asks takes them, and a second one finds none.
+"""
 
 from __future__ import annotations
 
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 # Kernels read and write 16 bytes at once where rows begin at multiples of this; cuBLAS wants half of it.
-_PIECE = 16
+_ALIGNMENT = 16
+
+_columns: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def with_room(like: Tensor, room: int) -> Tensor:
-    """An empty contiguous tensor (..., width + room), rounded up so that its rows begin where kernels are fastest."""
+def with_room(like: Tensor, columns: int) -> Tensor:
+    """An empty contiguous tensor (..., width + columns), widened so that its rows begin where kernels are fastest."""
     width = like.shape[-1]
-    if room:
-        width = -(-(width + room) // _PIECE) * _PIECE
+    if columns:
+        width = -(-(width + columns) // _ALIGNMENT) * _ALIGNMENT
     return like.new_empty((*like.shape[:-1], width))
+
+
+def narrowed(wide: Tensor, width: int) -> Tensor:
+    """The first `width` columns of `wide` (..., width and room), with the rest as their room."""
+    if wide.shape[-1] == width:
+        return wide
+    narrow = wide[..., :width].data  # autograd must not see a view of the rest
+    _columns[narrow] = wide.shape[-1] - width
+    return narrow
+
+
+def columns_beside(x: Tensor) -> int:
+    """The columns of room beside `x`: 0 if it has none, or if they are taken."""
+    return int(_columns.get(x, 0))
+
+
+def take_room(x: Tensor) -> Tensor | None:
+    """`x` (..., H) and its room as one tensor (n, H and room), for one user only; None if there is no room."""
+    columns = _columns.pop(x, 0)
+    if not columns:
+        return None
+    return x.data.as_strided((x.numel() // x.shape[-1], x.shape[-1] + columns), (x.stride(-2), 1))

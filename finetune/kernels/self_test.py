@@ -1,4 +1,4 @@
-"""Whether the kernels compute what they replace, tried on the model itself before training."""
+"""A self-test before training: the kernels must compute what the modules they replace compute, on the model itself."""
 
 from __future__ import annotations
 
@@ -11,31 +11,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from finetune.errors import first_line
-from finetune.kernels import KERNELS, Attached, lora
+from finetune.kernels import KERNELS, Attached
+from finetune.kernels.room import columns_beside, narrowed
 from finetune.model import probes
 
-# How far results and gradients may differ, as a share of their size. Both ways round several times, in another order:
-# 0.2 to 2% in 16 bit in the models tested, 1e-6 in float32. A wrong formula differs by a third and more.
-_STRAYS = {torch.float32: 1e-3}
-_STRAYS_16_BIT = 0.1
+# The largest relative difference of results and gradients. Both ways round several times, in different orders: 0.2 to
+# 2% in 16 bit in the models tested, 1e-6 in float32. A wrong formula differs by a third or more.
+_TOLERANCE = {torch.float32: 1e-3}
+_TOLERANCE_16_BIT = 0.1
 
 
 def prove(model: Any, attached: Attached) -> list[str]:
-    """Compare each kind of replaced module with itself as it was, and undo a kernel that differs by more than rounding.
+    """Compare each kind of replaced module with its own code, and undo a kernel that differs by more than rounding.
 
-    Forward and backward pass of one module of each kind on a few tokens, under the autocast of a step, with an adapter
+    One module of each kind runs forward and backward on a few tokens, under the autocast of a step, with an adapter
     that is not zero. Returns a line for each kernel that was undone.
     """
     if not any(attached.replaced.values()):
         return []
     try:
-        return list(_differences(model, attached))
-    except (torch.OutOfMemoryError, MemoryError):
-        raise
-    except Exception as error:  # of whatever kind: a kernel fails, or the model, which is told without kernels
+        with probes.attempt():
+            return list(_differences(model, attached))
+    except probes.Failed as failed:
         attached.detach()
-        return [f"kernels: none is fused: they fail on this model ({type(error).__name__}: {first_line(error)})"]
+        return [f"kernels: none is fused: they fail on this model ({failed})"]
 
 
 def _differences(model: Any, attached: Attached) -> Iterator[str]:
@@ -54,7 +53,7 @@ def _differences(model: Any, attached: Attached) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Inputs:
-    """What a module was called with, and how many columns its first tensor had beside it (see `lora.narrowed`)."""
+    """The arguments of a module's call, and the columns of room beside its first tensor (see `kernels.room`)."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -62,28 +61,28 @@ class _Inputs:
 
 
 def _inputs(model: Any, attached: Attached) -> dict[nn.Module, tuple[str, _Inputs]]:
-    """One replaced module of each kind, with its kernel and what it was called with."""
+    """One replaced module of each kind, with its kernel and the arguments of its call."""
     chosen: dict[Any, tuple[str, nn.Module]] = {}
     names = {module: name for name, module in model.named_modules()}
     for kernel, replaced in attached.replaced.items():
         for module in replaced:
             chosen.setdefault((kernel, type(module), names[module].rpartition(".")[2]), (kernel, module))
-    found: dict[nn.Module, tuple[str, _Inputs]] = {}
+    inputs: dict[nn.Module, tuple[str, _Inputs]] = {}
     with contextlib.ExitStack() as stack:
         for kernel, module in chosen.values():
 
             def seen(module: nn.Module, args: Any, kwargs: Any, kernel: str = kernel) -> None:
                 first = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-                found.setdefault(module, (kernel, _Inputs(args, kwargs, getattr(first, "room", 0))))
+                inputs.setdefault(module, (kernel, _Inputs(args, kwargs, columns_beside(first))))
 
             stack.callback(module.register_forward_pre_hook(seen, with_kwargs=True).remove)
         probes.logits(model, input_ids=probes.rows(1, probes.TOKENS, model)[0])
-    return found
+    return inputs
 
 
 @contextlib.contextmanager
 def _filled(module: nn.Module) -> Iterator[None]:
-    """Within the block the adapters of `module` are not zero, but about as large as what they are added to."""
+    """In the block, the adapters of `module` are not zero: random, about as large as what they are added to."""
     kept = {
         name: (one, one.detach().clone())
         for name, one in module.named_parameters()
@@ -106,9 +105,9 @@ def _results(module: nn.Module, called: _Inputs) -> dict[str, Tensor]:
     given: dict[Any, Any] = {**dict(enumerate(called.args)), **called.kwargs}
     key, hidden = next((key, value) for key, value in given.items() if isinstance(value, Tensor))
     width = hidden.shape[-1]
-    given[key] = lora.narrowed(hidden.new_empty(*hidden.shape[:-1], width + called.room), width)
+    given[key] = narrowed(hidden.new_empty(*hidden.shape[:-1], width + called.room), width)
     given[key].copy_(hidden.detach()).requires_grad_()
-    positional = [given[place] for place in range(len(called.args))]
+    positional = [given[index] for index in range(len(called.args))]
     output = module(*positional, **{name: given[name] for name in called.kwargs})
     output = output[0] if isinstance(output, tuple) else output
     generator = torch.Generator().manual_seed(1)
@@ -116,18 +115,21 @@ def _results(module: nn.Module, called: _Inputs) -> dict[str, Tensor]:
     trained = {name: one for name, one in module.named_parameters() if one.requires_grad}
     inputs = [given[key], *trained.values()]
     gradients = torch.autograd.grad(output, inputs, outer, allow_unused=True)
-    found = {f"gradient of {name}": each for name, each in zip(["the input", *trained], gradients, strict=True)}
-    return {"output": output.detach(), **{name: each for name, each in found.items() if each is not None}}
+    named = zip(["the input", *trained], gradients, strict=True)
+    return {"output": output.detach(), **{f"gradient of {name}": each for name, each in named if each is not None}}
 
 
-def difference(found: dict[str, Tensor], plain: dict[str, Tensor], dtype: torch.dtype, origin: str) -> str | None:
-    """What of `found` differs most from `plain`, which `origin` says, if by more than rounding in `dtype`."""
-    distances = {name: _distance(found[name], value) for name, value in plain.items()}
+def difference(fused: dict[str, Tensor], plain: dict[str, Tensor], dtype: torch.dtype, origin: str) -> str | None:
+    """One sentence on the largest difference of `fused` from `plain`, or None if rounding in `dtype` explains it.
+
+    `origin` completes the sentence: who computes `plain`.
+    """
+    distances = {name: _distance(fused[name], value) for name, value in plain.items()}
     where = max(distances, key=lambda name: math.inf if math.isnan(distances[name]) else distances[name])
-    if distances[where] <= _STRAYS.get(dtype, _STRAYS_16_BIT):
+    if distances[where] <= _TOLERANCE.get(dtype, _TOLERANCE_16_BIT):
         return None
     return f"its {where} differs by {distances[where]:.1%} from what {origin}, more than rounding explains"
 
 
-def _distance(found: Tensor, expected: Tensor) -> float:
-    return float((found.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-30))
+def _distance(result: Tensor, expected: Tensor) -> float:
+    return float((result.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-30))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from finetune.config import Config
-from finetune.config.field_types import unknown
+from finetune.config.field_types import pick
 from finetune.errors import ArtifactError, ConfigError, MachineError
 from finetune.launch.targets import TARGETS, Target
 from finetune.model.base import load_architecture
@@ -34,9 +34,7 @@ def write(
     ConfigError for a config that cannot be trained so or that the nodes would not find, an unknown target, a missing
     option, or an `output` that is the config; MachineError.
     """
-    if on not in TARGETS:
-        raise ConfigError(f"--on: {unknown(on, list(TARGETS))}")
-    target = TARGETS[on]
+    target = pick(TARGETS, on, "--on:")
     given = {"gpu": gpu, "image": image}
     if missing := [f"--{name}" for name in target.needs if not given[name]]:
         raise ConfigError(f"--on {on} needs {' and '.join(missing)}")

@@ -13,7 +13,7 @@ from finetune.errors import MachineError, NumbersError, OutOfMemoryError
 from finetune.forecast.levers import levers
 from finetune.measure import snapshots
 from finetune.measure.monitor import Monitor
-from finetune.measure.out_of_memory import StepOutOfMemoryError, is_out_of_memory, reason, told_of
+from finetune.measure.out_of_memory import StepOutOfMemoryError, is_out_of_memory, reason
 from finetune.model.base import refuse_not_finite
 from finetune.runtime import ranks
 from finetune.storage.files import DISK_ERRORS, not_written
@@ -51,15 +51,6 @@ def _record(run: RunDirectory, monitor: Monitor) -> None:
     monitor.leave()
     with contextlib.suppress(MachineError):  # a disk that is full as well must not hide why the run ended
         run.event("out_of_memory", memory=monitor.run)
-
-
-def out_of_memory_in_merge(run: RunDirectory, format: str) -> contextlib.AbstractContextManager[None]:
-    """`told_of` for a merge: training is done, only the export must be repeated."""
-    return told_of(
-        "merging",
-        f"{run.adapter} is complete and was not touched; `finetune export {run.quoted} --to {format}` exports it on a "
-        "machine with more memory, or once some is free",
-    )
 
 
 @contextlib.contextmanager

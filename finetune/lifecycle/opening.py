@@ -9,8 +9,8 @@ from finetune.config import Config
 from finetune.data import inspection
 from finetune.forecast import comparison
 from finetune.forecast.replay import Forecast
-from finetune.lifecycle import resume
-from finetune.lifecycle.preparation import Materials
+from finetune.lifecycle import provenance, resume
+from finetune.lifecycle.preparation import Inputs
 from finetune.lifecycle.resume import Start
 from finetune.lifecycle.session import Lock
 from finetune.model.source import identity
@@ -23,13 +23,10 @@ Note = Callable[[str], None]
 
 
 def open_run(
-    config: Config, run: RunDirectory, materials: Materials, forecast: Forecast | None, lock: Lock, note: Note,
+    config: Config, run: RunDirectory, inputs: Inputs, forecast: Forecast | None, lock: Lock, note: Note,
     *, fresh: bool,
 ) -> tuple[RunDirectory, Start]:  # fmt: skip
-    """The directory that this rank writes, and where training starts. `fresh` moves an earlier run aside.
-
-    Raises ConfigError or DataError if the run belongs to another job, ArtifactError if no checkpoint can be used.
-    """
+    """The directory that this rank writes, and where training starts. `fresh` moves an earlier run aside."""
 
     def by_main() -> Start:
         if fresh and run.events_file.exists():
@@ -38,22 +35,22 @@ def open_run(
         run.claim()
         lock.take()
         start = resume.find(run)
-        resume.compare(run, start, _origin(config, materials))
+        provenance.changes_since(run, start.checkpoint, _provenance(config, inputs))
         # A reopened run says so before its new config is saved: a finished run with a config that asks for more steps
         # would otherwise be taken for finished with all of them.
-        _reopen(run, start, materials, note)
+        _reopen(run, start, inputs, note)
         run.create(config)
         run.remove_leftovers()
         if forecast:
             write_json(run.forecast_file, comparison.as_dict(forecast, {}))
-        write_json(run.environment_file, {"seed": config.training.seed, **materials.environment})
-        write_lines(run.data_file, materials.data.affected())
-        write_json(run.facts_file, inspection.facts(materials.data, materials.tokenizer))
+        write_json(run.environment_file, {"seed": config.training.seed, **inputs.environment})
+        write_lines(run.data_file, inputs.data.affected())
+        write_json(run.facts_file, inspection.facts(inputs.data, inputs.tokenizer))
         run.forget_metrics_after(start.step)
         if not start.checkpoint:
             run.answers_file.unlink(missing_ok=True)
-            start_from = {"start_from": materials.started_from} if materials.started_from else {}
-            learns, world_size = materials.data.kind, ranks.world_size()
+            start_from = {"start_from": inputs.started_from} if inputs.started_from else {}
+            learns, world_size = inputs.data.kind, ranks.world_size()
             run.event("started", seed=config.training.seed, learns=learns, world_size=world_size, **start_from)
         return start
 
@@ -67,7 +64,7 @@ def open_run(
     return own, start
 
 
-def _reopen(run: RunDirectory, start: Start, materials: Materials, note: Note) -> None:
+def _reopen(run: RunDirectory, start: Start, inputs: Inputs, note: Note) -> None:
     """Record where the run resumes, if it does, after checkpoints that cannot be used are set aside."""
     if not start.checkpoint:
         return
@@ -75,30 +72,31 @@ def _reopen(run: RunDirectory, start: Start, materials: Materials, note: Note) -
         aside = set_aside(damaged)
         run.event("checkpoint_damaged", step=checkpoint_step(damaged), moved_to=aside.name, problems=problems)
         note(f"{damaged.name} cannot be used ({'; '.join(problems)}) and was renamed to {aside.name}")
-    learns, world_size = materials.data.kind, ranks.world_size()
+    learns, world_size = inputs.data.kind, ranks.world_size()
     run.event("resumed", step=start.step, checkpoint=start.checkpoint.name, learns=learns, world_size=world_size)
     why = "the newest complete checkpoint" if start.damaged else "the last checkpoint"
     note(f"resuming from {start.checkpoint}, {why}")
 
 
-def confirm_base(config: Config, run: RunDirectory, materials: Materials, start: Start, note: Note) -> dict[str, Any]:
-    """The origin of the weights, including the base, whose files are only certain to be local once it is loaded.
+def confirm_base(config: Config, run: RunDirectory, inputs: Inputs, start: Start, note: Note) -> dict[str, Any]:
+    """The provenance with the base, whose files are only certain to be local once it is loaded.
 
-    Logs what has changed since the checkpoint. Raises ConfigError or ArtifactError for another base.
+    Logs what has changed since the checkpoint.
     """
-    origin = {**_origin(config, materials), "base": identity.confirmed(config.model, materials.origin["base"], note)}
-    resume.refuse_other_ranks(origin)
-    ranks.main_does(lambda: _log_changes(config, run, start, origin, note))
-    return origin
+    base = identity.confirmed(config.model, inputs.provenance["base"], note)
+    whole = {**_provenance(config, inputs), "base": base}
+    provenance.refuse_other_ranks(whole)
+    ranks.main_does(lambda: _log_changes(config, run, start, whole, note))
+    return whole
 
 
-def _origin(config: Config, materials: Materials) -> dict[str, Any]:
-    """The origin with the fitted config."""
-    return {**materials.origin, "config": config.model_dump(mode="json")}
+def _provenance(config: Config, inputs: Inputs) -> dict[str, Any]:
+    """The provenance with the fitted config."""
+    return {**inputs.provenance, "config": config.model_dump(mode="json")}
 
 
-def _log_changes(config: Config, run: RunDirectory, start: Start, origin: dict[str, Any], note: Note) -> None:
-    if changes := resume.compare(run, start, origin):
+def _log_changes(config: Config, run: RunDirectory, start: Start, now: dict[str, Any], note: Note) -> None:
+    if changes := provenance.changes_since(run, start.checkpoint, now):
         run.event("changed", **changes)
         if "base" in changes:
             note(

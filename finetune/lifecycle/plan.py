@@ -13,7 +13,7 @@ from finetune.forecast import devices
 from finetune.forecast.fit import Fitted
 from finetune.forecast.planning import Planner
 from finetune.forecast.replay import Forecast
-from finetune.lifecycle import resume
+from finetune.lifecycle import provenance, resume
 from finetune.report.plan_look import does_not_fit
 from finetune.report.terminal import Terminal
 from finetune.runtime import ranks
@@ -24,36 +24,31 @@ from finetune.training.oom_retry import named
 
 
 def plan(
-    config: Config,
-    architecture: Any,
-    data: Prepared,
-    device: torch.device,
-    terminal: Terminal,
+    config: Config, architecture: Any, data: Prepared, device: torch.device, terminal: Terminal,
     earlier: RunDirectory | None,
-) -> tuple[Config, Forecast | None]:
+) -> tuple[Config, Forecast | None]:  # fmt: skip
     """The config with its `auto` settings fitted to the device, and the forecast of its step; the same on all ranks.
 
-    `earlier`: where earlier starts of the run, if there are any, may have recorded smaller micro-batches.
-
-    Raises OutOfMemoryError, with the levers, for a job that does not fit.
+    `earlier` is the run if there was an earlier start, which may have recorded smaller micro-batches. A job that does
+    not fit is refused with the levers that would help.
     """
 
     def of_first_rank() -> tuple[Config, Forecast | None]:
         if config.memory.check != "off" or not config.fitted:
             stage("forecasting the memory of a training step")
         planner = Planner(config, architecture, devices.here(device, config.memory), data, ranks.world_size())
-        settled, fitted = _settled(planner, terminal)
-        if earlier and (lowered := resume.lowered(settled, earlier)):
+        resolved, fitted = _resolved(planner, terminal)
+        if earlier and (lowered := resume.lowered(resolved, earlier)):
             terminal.note(f"{named(lowered)}: in an earlier start of this run, memory ran out with more")
-            settled, fitted = settled.changed(lowered), None
-        check(settled, device)  # again, with the micro-batch that was chosen
-        return settled, _forecast(planner, settled, fitted, terminal)
+            resolved, fitted = resolved.changed(lowered), None
+        check(resolved, device)  # again, with the micro-batch that was chosen
+        return resolved, _forecast(planner, resolved, fitted, terminal)
 
     planned, forecast = ranks.main_does(of_first_rank)
-    return resume.own_places(planned, config), forecast
+    return provenance.with_local_paths(planned, config), forecast
 
 
-def _settled(planner: Planner, terminal: Terminal) -> tuple[Config, Fitted | None]:
+def _resolved(planner: Planner, terminal: Terminal) -> tuple[Config, Fitted | None]:
     job = planner.job
     # Only the micro-batch cannot do without a forecast.
     unseen = job.changed({"memory.checkpointing": "all"}) if job.memory.checkpointing == "auto" else job

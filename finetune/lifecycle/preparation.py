@@ -16,7 +16,7 @@ from finetune.data import fingerprint
 from finetune.data.prepare import Prepared, check_ids, prepare
 from finetune.errors import ConfigError, DataError
 from finetune.forecast.planning import check_traceable
-from finetune.lifecycle import resume
+from finetune.lifecycle import provenance, resume
 from finetune.lifecycle.session import Lock
 from finetune.model import bounds, build
 from finetune.model.adapters import starting
@@ -25,6 +25,7 @@ from finetune.model.build import Blueprint
 from finetune.model.distributed import context
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.model.structure.experts import Mixture
+from finetune.objectives import contract
 from finetune.runtime import libraries, ranks
 from finetune.runtime.environment import describe
 from finetune.runtime.stages import stage
@@ -33,10 +34,9 @@ from finetune.training.checks import check
 
 
 @dataclass(frozen=True)
-class Materials:
-    """The inputs of a job. `attention` says which implementation was chosen and why; `origin` is everything that
-    determines the trained weights, as stored in checkpoints; `started_from` names the adapter that they start from and
-    has its hash.
+class Inputs:
+    """The inputs of a job. `attention` says which implementation was chosen and why; `started_from` is the name and
+    hash of the adapter that training starts from.
     """
 
     tokenizer: Any
@@ -45,23 +45,23 @@ class Materials:
     mixture: Mixture | None
     data: Prepared
     environment: dict[str, Any]
-    origin: dict[str, Any]
+    provenance: dict[str, Any]
     started_from: dict[str, Any] | None
 
 
 def gather(
     config: Config, run: RunDirectory, device: torch.device, lock: Lock, note: Callable[[str], None], *, fresh: bool
-) -> Materials:  # fmt: skip
+) -> Inputs:  # fmt: skip
     """Check the machine, then load and check tokenizer, architecture and data; no weights are read.
 
-    Raises, on all ranks, ConfigError, DataError, ArtifactError or MachineError.
+    A problem of one rank is raised on all.
     """
     environment = _check_machine(config, device, note)
     ranks.main_does(lambda: lock.take() if run.exists else None)  # before anything slow
     with ranks.agreeing():
         architecture = load_architecture(config.model)  # first, as it refuses bases that cannot be trained
         tokenizer = load_tokenizer(config.model, config.data.chat_template)
-    resume.refuse_other_ranks({"tokenizer": fingerprint.of(tokenizer)})
+    provenance.refuse_other_ranks({"tokenizer": fingerprint.of(tokenizer)})
     with ranks.agreeing():
         bounds.check_tokenizer(tokenizer, architecture, config.model)
         context.check(architecture, config.distributed.context)
@@ -75,11 +75,12 @@ def gather(
         data = prepare(config.data, tokenizer)
         if data.warning and config.training.early_stopping:
             raise DataError(f"`training.early_stopping` needs an evaluation set; {data.warning}")
+        contract.check_rows(config.training.objective, data.layout, config.distributed.context)
         check_ids(data, tokenizer, bounds.vocabulary(architecture), config.model.name)
-        origin = resume.made_with(config, data, tokenizer, environment, note)
-        started_from = _started_from(config.model, adapter, tokenizer, origin["base"], note)
-    resume.refuse_other_ranks({**origin, "started_from": started_from})
-    return Materials(tokenizer, blueprint, f"{attention} ({reason})", mixture, data, environment, origin, started_from)
+        recorded = provenance.of(config, data, tokenizer, environment, note)
+        started_from = _started_from(config.model, adapter, tokenizer, recorded["base"], note)
+    provenance.refuse_other_ranks({**recorded, "started_from": started_from and started_from["sha256"]})
+    return Inputs(tokenizer, blueprint, f"{attention} ({reason})", mixture, data, environment, recorded, started_from)
 
 
 def _started_from(
@@ -91,10 +92,10 @@ def _started_from(
     """
     if adapter.start_from is None:
         return None
-    folder = starting.place(adapter.start_from)
+    folder = starting.folder_of(adapter.start_from)
     fingerprint.check(tokenizer, folder)
-    found = fingerprint.saved_in(folder)
-    then = found.get("base") if found else None
+    saved = fingerprint.saved_in(folder)
+    then = saved.get("base") if saved else None
     if then and base and then != base:
         raise ConfigError(
             f"`adapter.start_from`: {adapter.start_from} was trained on another base than {model.name} as it is here; "
@@ -117,5 +118,5 @@ def _check_machine(config: Config, device: torch.device, note: Callable[[str], N
     with ranks.agreeing():
         check(config, device)
     environment = describe(device)
-    resume.refuse_other_ranks({"config": config.model_dump(mode="json"), "packages": environment["packages"]})
+    provenance.refuse_other_ranks({"config": config.model_dump(mode="json"), "packages": environment["packages"]})
     return environment

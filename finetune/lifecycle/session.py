@@ -49,8 +49,8 @@ class Lock(contextlib.ExitStack):
 
 @contextlib.contextmanager
 def releasing() -> Iterator[None]:
-    """As a decorator: an error of the function holds none of its variables. A notebook keeps its last error, and with
-    it would keep the model. Errors that are not the user's keep theirs, for a debugger.
+    """As a decorator, clear the local variables from an error's traceback, since a notebook keeps its last error and
+    with it the model. Errors that are not the user's keep theirs, for a debugger.
     """
     try:
         yield

@@ -21,20 +21,15 @@ from finetune.errors import ArtifactError
 from finetune.model.attention import backends as attentions
 from finetune.model.attention import packing
 from finetune.model.distributed.placement import Placement
+from finetune.model.precision import PRECISIONS
 from finetune.model.skeleton import give_layers, keep_training_layout, random_base
 from finetune.model.source import catalog, prequantized, rope
 from finetune.model.source.locate import hub_call, locate, pinned_code, remote_code, weights_directory
 from finetune.model.structure.quantization import QUANTIZATIONS, bitsandbytes_config
-from finetune.runtime import libraries, ranks
+from finetune.runtime import libraries, patches, ranks
 from finetune.storage import weight_files
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TRAINED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def autocast(precision: str, device: torch.device) -> torch.autocast:
-    """The autocast context of a forward pass in `precision` (bf16, fp16 or fp32)."""
-    return torch.autocast(device.type, DTYPES[precision], enabled=precision != "fp32")
 
 
 def base_dtype(adapter: AdapterSection, training: TrainingSection) -> torch.dtype:
@@ -42,7 +37,7 @@ def base_dtype(adapter: AdapterSection, training: TrainingSection) -> torch.dtyp
 
     Without an adapter the base itself is trained, so it has the dtype of trained weights.
     """
-    return TRAINED_DTYPES[adapter.dtype] if adapter.kind == "none" else DTYPES[training.precision]
+    return TRAINED_DTYPES[adapter.dtype] if adapter.kind == "none" else PRECISIONS[training.precision].dtype
 
 
 def load_architecture(section: ModelSection, *, listed: bool = False) -> Any:
@@ -187,7 +182,6 @@ def _checked_files(place: str) -> Iterator[None]:
     """
     from transformers import modeling_utils
 
-    # transformers 5.23 has no public hook between locating the files and reading them.
     find = modeling_utils._get_resolved_checkpoint_files  # noqa: SLF001
 
     def find_and_check(*positional: Any, **named: Any) -> Any:
@@ -202,7 +196,7 @@ def _checked_files(place: str) -> Iterator[None]:
             weight_files.check(Path(file))
         return files, index
 
-    with libraries.replaced(modeling_utils, "_get_resolved_checkpoint_files", find_and_check):
+    with patches.CHECKPOINT_FILES.by(find_and_check):
         yield
 
 

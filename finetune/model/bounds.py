@@ -78,7 +78,7 @@ def within_positions(config: Config, architecture: Any) -> tuple[Config, str | N
     )
 
 
-def settled(config: Config) -> tuple[Config, str | None]:
+def within_known_positions(config: Config) -> tuple[Config, str | None]:
     """`within_positions` if the base's config can be loaded, else `config` unchanged."""
     try:
         architecture = load_architecture(config.model)

@@ -64,8 +64,8 @@ class Blueprint:
         Raises ConfigError for a class whose head cannot be separated from its layers, as the loss requires, and for an
         adapter that does not fit the base.
         """
-        found: list[Mixture | None] = []
-        base = self.weightless(lambda whole: found.append(mixture(whole, self.quantization)))
+        mixtures: list[Mixture | None] = []
+        base = self.weightless(lambda whole: mixtures.append(mixture(whole, self.quantization)))
         if base.base_model is base:
             raise ConfigError(
                 f"`model.name`: {type(base).__name__} cannot be trained here: transformers gives no access to its "
@@ -75,7 +75,7 @@ class Blueprint:
         published.check(base, lambda: weightless(self.model, self.architecture), adapter)
         if adapter.start_from:  # its tensors do not depend on the quantization, and DoRA would dequantize no weights
             starting.check(weightless(self.model, self.architecture), adapter)
-        return found[0]
+        return mixtures[0]
 
 
 def blueprint(config: Config, architecture: Any, attention: str) -> Blueprint:
@@ -108,11 +108,11 @@ def trainable(
     base: Any, model: ModelSection, adapter: AdapterSection, memory: MemorySection, *, seed: int, device_type: str,
     placement: Placement | None = None,
 ) -> Any:  # fmt: skip
-    """`base` with a new adapter, or the one to start from (or all weights trainable), and activation checkpointing,
-    divided among ranks by `placement`.
+    """`base` with an adapter (new, or with weights to start from) and activation checkpointing, divided among ranks by
+    `placement`.
 
-    The same seed gives the same adapter. Raises ConfigError for targets or checkpointing that the base does not
-    support.
+    Without an adapter all weights are trainable. The same seed gives the same adapter. Raises ConfigError for targets
+    or checkpointing that the base does not support.
     """
     built = attach(base, adapter, model.name, seed, model.revision)
     starting.fill(built, adapter)

@@ -19,6 +19,7 @@ from finetune.model.source.locate import hub_call
 from finetune.model.structure import experts, linear_layers
 from finetune.model.structure.experts import Mixture
 from finetune.model.structure.quantization import QUANTIZATIONS, bitsandbytes_config
+from finetune.runtime import patches
 
 
 def random_base(
@@ -110,10 +111,12 @@ def weightless_base(
             ),
         )
     give_layers(model)
-    found = linear_layers.probe(model)  # before layers, which may depend on each other, are removed or quantized
-    linear_layers.remember(model, found)
+    not_adaptable = linear_layers.probe(
+        model
+    )  # before layers, which may depend on each other, are removed or quantized
+    linear_layers.remember(model, not_adaptable)
     shorten(model)
-    linear_layers.remember(model, found)
+    linear_layers.remember(model, not_adaptable)
     quantization_config = bitsandbytes_config(quantization, dtype)
     if quantization_config is not None:
         from finetune.model.structure import quantizers
@@ -137,7 +140,7 @@ def _not_a_language_model(architecture: Any) -> str:
 
 
 def give_layers(model: Any) -> None:
-    """Let `model.base_model` be its layers without the head where its class gives that part a name that it lacks.
+    """Make `model.base_model` the model without its head if the class names an attribute for it that does not exist.
 
     transformers 5.23 does so for Llama 4 and Mllama, to load them from the files of the composite models that they are
     part of.
@@ -150,7 +153,7 @@ def give_layers(model: Any) -> None:
 
 
 def _types_as_loaded(model: Any, dtype: torch.dtype) -> None:
-    """Cast bitsandbytes' layers, which start in float32, to the model's dtype, as when weights are loaded.
+    """Cast bitsandbytes' layers, which are created in float32, to the model's dtype, as loading weights does.
 
     A weight is dequantized to the dtype it was quantized from (bitsandbytes 0.50, `QuantState.dtype`).
     """
@@ -229,4 +232,4 @@ def keep_training_layout(model: Any) -> None:
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
+            patches.CPU_LAYOUT.put(False, module)

@@ -3,13 +3,19 @@
 An objective is `loss(model, batch) -> (sum, count)`. Both add up over micro-batches, ranks and the halves of a
 micro-batch that did not fit, so the gradient of sum / count does not depend on how a step was split (but for that of
 `aux_loss`, taken over each micro-batch). `count(batch)` is the same count without the model: a step divides by it
-before its first backward pass.
+before its first backward pass. The unit is the objective's own: trained tokens, or rows.
 
-`model(**batch, fused_lm_head=True)` returns, without materialising all logits (`objectives.log_probs`):
+A batch has sequences, one for each segment of each row. `model(**batch, fused_lm_head=True)` returns, without
+materialising all logits (`objectives.log_probs`):
 
-    log_probs   (rows, tokens - 1), float32: of each label given the tokens before it; 0 where not trained
-    label_mask  (rows, tokens - 1), bool: which tokens are trained
+    log_probs   (sequences, tokens - 1), float32: of each label given the tokens before it; 0 where not trained
+    label_mask  (sequences, tokens - 1), bool: which tokens are trained
     aux_loss    (), or None: the load-balancing loss of a mixture of experts
+
+If the objective has a `layout` of named segments or values, the batch also has `row` (sequences,), the row of each
+sequence, and each value (rows,); such an objective calls `scored(model, batch)`, which is the same for padded and
+packed rows. A row without trained tokens, which a rank gets that has fewer micro-batches than others, adds nothing to
+either sum.
 """
 
 from __future__ import annotations
@@ -19,12 +25,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from finetune.config.field_types import name_of
+from finetune.data.encoded import ONE_SEQUENCE, Layout
 
 if TYPE_CHECKING:
     import torch
 
 Batch = dict[str, Any]
-"""The model's keyword arguments: tensors of `input_ids` and `labels` (rows, tokens), and what packing adds."""
+"""The model's keyword arguments: tensors of `input_ids` and `labels` (sequences, tokens), and what packing adds; the
+`row` of each sequence and the values of rows, if the objective's layout names any.
+"""
+
+MODEL_INPUTS = frozenset({
+    "input_ids", "labels", "attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
+    "max_length_k", "seq_idx",
+})  # fmt: skip
+"""The entries of a batch that are the model's."""
 
 
 Loss: TypeAlias = "Callable[[Any, Batch], tuple[torch.Tensor, torch.Tensor]]"
@@ -37,11 +52,46 @@ def trained_tokens(batch: Batch) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Objective:
-    """A loss function returning a sum with its graph and its count, both on the device; and the count alone."""
+    """A loss function returning a sum with its graph and its count, both on the device; and the count alone.
+
+    `layout`: the segments and values of the rows that it trains on. `evaluated`: what an evaluation sums, both float64,
+    where that is not the cross-entropy of trained tokens.
+    """
 
     help: str
     loss: Loss
     count: Callable[[Batch], torch.Tensor] = trained_tokens
+    layout: Layout = ONE_SEQUENCE
+    evaluated: Loss | None = None
+
+    def sums(self, model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum and the count of an evaluation, float64, on the device."""
+        total, count = (self.evaluated or cross_entropy)(model, batch)
+        return total.double(), count.double()
+
+
+def cross_entropy(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Summed cross-entropy, in nats, and number of the trained tokens, float64."""
+    scores = scored(model, batch)
+    return -scores.log_probs.double().sum(), scores.label_mask.double().sum()
+
+
+def scored(model: Any, batch: Batch) -> Any:
+    """The model's output for a batch, whatever else that holds."""
+    return model(**{name: value for name, value in batch.items() if name in MODEL_INPUTS}, fused_lm_head=True)
+
+
+def by_sequence(values: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Sums (sequences,) of `values` (sequences, tokens - 1), which are those of tokens from the second on.
+
+    Packed sequences are told apart by their index, without waiting for the device, and in a fixed order of summation.
+    """
+    if "seq_idx" not in batch:
+        return values.sum(1)
+    import torch
+
+    number = torch.arange(len(batch["cu_seq_lens_q"]) - 1, device=values.device)
+    return torch.where(batch["seq_idx"][:, 1:] == number[:, None], values, 0).sum(1)
 
 
 def supervised(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,6 +117,11 @@ def with_balancing(
 OBJECTIVES: dict[str, Objective] = {
     "supervised": Objective("next-token cross-entropy of the trained tokens", supervised, trained_tokens),
 }
+
+
+def layout_of(name: str) -> Layout:
+    """The layout of the rows of an objective; of one that another process was given, that of supervised rows."""
+    return OBJECTIVES[name].layout if name in OBJECTIVES else ONE_SEQUENCE
 
 
 def given(objective: Loss | Objective) -> str:

@@ -1,4 +1,4 @@
-"""Checks that an objective given from Python keeps the contract of objectives: sums and counts that add up over rows.
+"""Checks that an objective has the rows it needs, and that one given from Python has sums that add up over rows.
 
 A mean instead of a sum, or a count that is not the one that a step divides by, trains with a wrong gradient and no
 error.
@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from finetune.config.field_types import GIVEN
+from finetune.data.encoded import IGNORE, ONE_SEQUENCE, Layout
 from finetune.errors import ConfigError
 from finetune.model import probes
-from finetune.model.base import autocast
-from finetune.model.distributed.placement import release_gathered
+from finetune.model.precision import autocast
 from finetune.objectives import OBJECTIVES, Batch, Objective
 
 # Allowed relative difference between the loss of two rows and the sum of theirs: rounding in 16 bit, and the
@@ -22,32 +22,56 @@ from finetune.objectives import OBJECTIVES, Batch, Objective
 _TOLERANCE = 0.1
 
 
+def check_rows(name: str, rows: Layout, context: int) -> None:
+    """Raise ConfigError if the prepared rows do not have the segments and values that the objective `name` trains on.
+
+    `context` is the number of ranks that split a row.
+    """
+    wanted = OBJECTIVES[name].layout
+    if rows != wanted:
+        raise ConfigError(
+            f"`training.objective`: `{name}` trains {wanted}, and `data.format` made {rows}; set one to match the other"
+        )
+    if context > 1 and wanted != ONE_SEQUENCE:
+        raise ConfigError(
+            f"`distributed.context`: `{name}` needs the sum over a whole row, of which a rank has a slice; set 1"
+        )
+
+
 def prove(name: str, model: Any, precision: str) -> None:
     """Run an objective given from Python on two short rows, together and one by one; others have their tests.
+
+    Rows have as many segments as the objective's layout names; values are 1.
 
     `model` must have the head of `objectives.log_probs`. Raises ConfigError naming what does not add up, and whatever
     the objective itself raises.
     """
     if not name.startswith(GIVEN):
         return
-    objective, rows = OBJECTIVES[name], torch.cat(probes.rows(2, probes.TOKENS, model))
-    labels = rows.clone()
-    labels[0, : probes.TOKENS // 2] = -100  # so that the rows have different counts
-    batches = [{"input_ids": rows[part], "labels": labels[part]} for part in (slice(2), slice(1), slice(1, 2))]
-    was_training = model.training
-    model.eval()
-    try:
-        with autocast(precision, model.device):
-            together, *alone = [_read(name, objective, model, batch) for batch in batches]
-    finally:
-        model.train(was_training)
-        release_gathered(model)
+    objective = OBJECTIVES[name]
+    segments = objective.layout.sequences
+    ids = torch.cat(probes.rows(2 * segments, probes.TOKENS, model))  # (sequences, tokens)
+    labels = ids.clone()
+    labels[:segments, : probes.TOKENS // 2] = IGNORE  # so that the rows have different counts
+    batches = [_batch(objective.layout, ids, labels, rows) for rows in (range(2), range(1), range(1, 2))]
+    with probes.evaluating(model), autocast(precision, model.device):
+        together, *alone = [_read(name, objective, model, batch) for batch in batches]
     for what, whole, parts in zip(("loss", "count"), together, zip(*alone, strict=True), strict=True):
         if abs(whole - sum(parts)) > _TOLERANCE * abs(sum(parts)):
             raise ConfigError(
                 f"`training.objective`: `{name}` gives two rows together a {what} of {whole:.4g}, and one by one "
                 f"{parts[0]:.4g} and {parts[1]:.4g}: return sums over the rows, not means"
             )
+
+
+def _batch(layout: Layout, ids: torch.Tensor, labels: torch.Tensor, rows: range) -> Batch:
+    """Some of the rows, as the collator makes them."""
+    part = slice(rows.start * layout.sequences, rows.stop * layout.sequences)
+    batch = {"input_ids": ids[part], "labels": labels[part]}
+    if layout == ONE_SEQUENCE:
+        return batch
+    number = torch.arange(len(rows), device=ids.device).repeat_interleave(layout.sequences)
+    return {**batch, "row": number, **{name: torch.ones(len(rows), device=ids.device) for name in layout.values}}
 
 
 def _read(name: str, objective: Objective, model: Any, batch: Batch) -> tuple[float, float]:

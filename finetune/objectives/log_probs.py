@@ -1,4 +1,16 @@
-"""Log-probabilities of labels, computed in tiles without materialising the logits, by TRL's fused head."""
+"""Log-probabilities of labels, computed in tiles without materialising the logits, by TRL's fused head.
+
+`model(**batch, fused_lm_head=True)` is one function made of parts that several modules own. From the outside in:
+
+    context.split      in its block: whole rows become this rank's row slices, attention exchanges them
+    attach             for good: TRL's `add_fused_lm_head` takes the hidden states and calls its tiled function
+    tiles              in its block: the tokens of a tile, and whether `kernels.head.LogProbs` is that tiled function
+    kernels.head       `LogProbs`: the gradient together with the values, by TRL's kernels
+    libraries.without_triton, forecast.patches
+                       for the process, or in a trace: what stands for TRL's kernels where Triton does not run
+
+`check` and `prove` compare the whole with the model's own logits and with TRL's own function.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +21,13 @@ from typing import Any
 
 import torch
 import transformers
-from trl.kernels import chunked_logprob
-from trl.trainer import utils
 from trl.trainer.utils import add_fused_lm_head
 
-from finetune.errors import ConfigError, first_line
+from finetune.errors import ConfigError
 from finetune.kernels import head, self_test
 from finetune.model import probes
-from finetune.model.distributed.placement import release_gathered
 from finetune.model.structure import experts
-from finetune.runtime.libraries import replaced
+from finetune.runtime import patches
 
 # Config attributes for the number of experts, of which TRL 1.16 only reads the first.
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -50,21 +59,15 @@ def check(model: Any) -> None:
     (ids,) = probes.rows(1, probes.TOKENS, model)
     own = probes.logits(model, input_ids=ids)[:, :-1]
     expected = own.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), tiles(probes.TOKENS):
-            found = model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs
-    except (torch.OutOfMemoryError, MemoryError):
-        raise
-    except Exception as error:  # of whatever kind: states and head may have other sizes (RemBERT)
-        raise _other_head(model, f"that fails ({type(error).__name__}: {first_line(error)})") from error
-    finally:
-        model.train(was_training)
-    release_gathered(model)
+
+    def refusal(error: Exception) -> ConfigError:  # states and head may have other sizes (RemBERT)
+        return _other_head(model, f"that fails ({probes.Failed(error)})")
+
+    with probes.evaluating(model), probes.attempt(refusal), torch.no_grad(), tiles(probes.TOKENS):
+        fused = model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs
     weight = model.get_output_embeddings().weight
     rounding = 4 * torch.finfo(head.dtype_of(weight)).eps * float(own.abs().max())
-    distance = float((found.float() - expected).square().mean().sqrt())
+    distance = float((fused.float() - expected).square().mean().sqrt())
     if not distance <= _UNLIKE + rounding:
         raise _other_head(model, f"the log-probabilities of its tokens differ by {distance:.2g}")
 
@@ -97,21 +100,17 @@ def prove(model: Any) -> str | None:
         return plain["output"], None, None, None, None
 
     (ids,) = probes.rows(1, probes.TOKENS, model)
-    was_training = model.training
-    model.eval()
     try:
         with (
+            probes.evaluating(model),
+            probes.attempt(),
             torch.no_grad(),
             tiles(probes.TOKENS // 2),
-            replaced(utils, "_ChunkedLogProbFunction", SimpleNamespace(apply=compared)),
+            patches.HEAD_FUNCTION.by(SimpleNamespace(apply=compared)),
         ):
             model(input_ids=ids, labels=ids, fused_lm_head=True)
-    except (torch.OutOfMemoryError, MemoryError):
-        raise
-    except Exception as error:  # of whatever kind: a kernel fails, or the model, which is told without it
-        unlike = f"it fails on this model ({type(error).__name__}: {first_line(error)})"
-    finally:
-        model.train(was_training)
+    except probes.Failed as failed:
+        unlike = f"it fails on this model ({failed})"
     return unlike and f"kernels: `loss` is off: {unlike}"
 
 
@@ -133,10 +132,10 @@ def tiles(tokens: int, *, fused: bool = False) -> Iterator[None]:
     well.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(replaced(chunked_logprob, "TOKEN_CHUNK_SIZE", tokens))
+        stack.enter_context(patches.TILE_TOKENS.by(tokens))
         if fused:
-            stack.enter_context(replaced(utils, "_ChunkedLogProbFunction", head.LogProbs))
-            stack.enter_context(replaced(utils, "_use_triton", lambda device: True))
+            stack.enter_context(patches.HEAD_FUNCTION.by(head.LogProbs))
+            stack.enter_context(patches.HEAD_LABELLED_ONLY.by(lambda device: True))
         yield
 
 
@@ -156,7 +155,7 @@ def _settle_balancing_loss(model: Any) -> str | None:
     own = next((name for name in _EXPERT_COUNTS if hasattr(config, name)), "num_experts")
     own = type(config).attribute_map.get(own, own)  # DeepSeek V4's is another name itself, which is not looked up twice
     if config.output_router_logits and own != "num_experts":
-        type(config).attribute_map = {**type(config).attribute_map, "num_experts": own}
+        patches.ATTRIBUTE_MAP.put({**type(config).attribute_map, "num_experts": own}, type(config))
     if readable or not wanted:
         return None
     return (  # Granite's mixtures and DBRX up to transformers 5.17

@@ -18,13 +18,14 @@ from rich.text import Text
 from finetune.config import Config, inline, loaded
 from finetune.config.field_types import source_name
 from finetune.data import inspection
-from finetune.data.inspection import Batching, Inspection, Piece, Sample
+from finetune.data.inspection import Batching, Inspection
 from finetune.data.prepare import Counts
 from finetune.model import bounds
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.report import pages, printing, words
 from finetune.runtime import libraries
 from finetune.storage.files import write_text
+from finetune.storage.records import Sample, TokenText
 
 # Of a long run, a terminal shows this many pieces at either end; a page shows all.
 _SHOWN_PIECES = 40
@@ -61,7 +62,7 @@ def inspect_data(config: Config) -> DataLook:
     Raises a FinetuneError for anything the user can fix; DataError also if there is nothing to learn.
     """
     libraries.quiet()
-    config, _ = bounds.settled(loaded(config))
+    config, _ = bounds.within_known_positions(loaded(config))
     tokenizer = load_tokenizer(config.model, config.data.chat_template)
     return DataLook(inspection.inspect(config.data, config.training, tokenizer))
 
@@ -229,7 +230,7 @@ def _caption(sample: Sample) -> str:
     return f"{sample.place}: {words.count(sample.tokens)} tokens, {words.count(sample.trained_tokens)} trained"
 
 
-def _spelt(piece: Piece, line_break: str) -> str:
+def _spelt(piece: TokenText, line_break: str) -> str:
     """The piece's text with characters without a glyph escaped; `line_break` marks the end of a line."""
     return "".join(
         f"{line_break}\n" if letter == "\n"

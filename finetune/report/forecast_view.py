@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from finetune.forecast.answer_memory import KV_CACHE, Serving
-from finetune.forecast.comparison import TOLD_ABOVE, Difference
 from finetune.forecast.levers import Lever
 from finetune.forecast.replay import WORDS, Forecast
 from finetune.measure.monitor import Peak
 from finetune.report import pages, printing, step_curve, words
+from finetune.storage.records import LARGE_DIFFERENCE, Difference
 
-LARGE = f"* more than {TOLD_ABOVE:.0%} from what was measured"
+LARGE = f"* more than {LARGE_DIFFERENCE:.0%} from what was measured"
 
 
 def show(forecast: Forecast, console: Console) -> None:
@@ -129,7 +129,7 @@ def _values(forecast: Forecast, found: Sequence[tuple[Lever, Forecast]]) -> dict
 def _settings(forecast: Forecast) -> dict[str, str]:
     """The settings of the forecast."""
     batch = forecast.batch
-    micro_batches = forecast.tokens // (batch.rows * batch.tokens)
+    micro_batches = forecast.tokens // batch.positions
     several = f", {words.count(micro_batches)} such micro-batches a step" if micro_batches > 1 else ""
     shown = {"batch": f"{words.batch(batch)}{several}; lengths from {batch.source}", "attention": forecast.attention}
     shown |= words.shorter(forecast)

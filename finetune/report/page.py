@@ -9,16 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config import Config, dump, named
-from finetune.data.inspection import Piece, Sample
 from finetune.errors import ConfigError
-from finetune.forecast.comparison import Difference
 from finetune.measure.monitor import headline
 from finetune.report import curves, data_view, forecast_view, pages, words
 from finetune.report.figures import Figures, peak_table
 from finetune.report.scores import Scores
 from finetune.storage import records
 from finetune.storage.files import write_text
-from finetune.storage.records import DataFacts
+from finetune.storage.records import DataFacts, Difference
 from finetune.storage.rundir import RunDirectory
 
 # Events whose facts have a section of their own.
@@ -203,10 +201,7 @@ def _forecast(run: RunDirectory, figures: Figures) -> str:
 
 def _differences(run: RunDirectory) -> list[Difference]:
     forecast = run.forecast()
-    return [
-        Difference(one["phase"], one["measure"], one["forecast_bytes"], one["measured_bytes"])
-        for one in (forecast["differences"] if forecast else ())
-    ]
+    return forecast["differences"] if forecast else []
 
 
 # -- the rest ----------------------------------------------------------------------------------------------------------
@@ -214,11 +209,7 @@ def _differences(run: RunDirectory) -> list[Difference]:
 
 def _samples(data: DataFacts | None) -> list[tuple[str, list[tuple[str, bool]]]]:
     """The first rows: (caption, pieces of (text, trained)); of a long row, its start."""
-    rows = []
-    for row in data["samples"] if data else ():
-        pieces = tuple(Piece(piece["text"], piece["trained"]) for piece in row["pieces"])
-        rows.append(data_view.spelt(Sample(row["place"], row["tokens"], row["trained_tokens"], pieces)))
-    return rows
+    return [data_view.spelt(sample) for sample in (data["samples"] if data else ())]
 
 
 def _linked(run: RunDirectory, name: str) -> str:

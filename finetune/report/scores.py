@@ -7,7 +7,7 @@ from typing import Any
 
 from finetune.report import pages, printing
 from finetune.report.printing import Cells
-from finetune.storage.records import Evaluation
+from finetune.storage.records import EvaluationRecord
 from finetune.storage.rundir import RunDirectory
 
 
@@ -15,7 +15,7 @@ from finetune.storage.rundir import RunDirectory
 class Scores:
     """The contents of eval.json."""
 
-    record: Evaluation
+    record: EvaluationRecord
 
     @classmethod
     def read(cls, run: RunDirectory) -> Scores | None:

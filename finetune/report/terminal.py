@@ -19,11 +19,9 @@ from rich.padding import Padding
 from rich.text import Text
 
 from finetune.config import Config, DataSection
-from finetune.data.batching import MicroBatching
 from finetune.data.inspection import Inspection
 from finetune.data.prepare import Prepared
 from finetune.forecast.answer_memory import Serving
-from finetune.forecast.comparison import Difference
 from finetune.forecast.fit import Fitted, Limits
 from finetune.forecast.levers import Lever
 from finetune.forecast.replay import Forecast
@@ -38,7 +36,9 @@ from finetune.report.renewal import Renewal
 from finetune.report.result import Result
 from finetune.report.scores import Scores
 from finetune.report.visible import LINES
+from finetune.storage.records import Difference
 from finetune.storage.rundir import RunDirectory
+from finetune.training.collator import micro_batching
 
 # Progress lines that a whole run prints to a log, besides its evaluations.
 _PLAIN_LINES = 10
@@ -343,7 +343,7 @@ class Terminal:
 def _batching(config: Config, processes: int) -> str:
     """How the rows of a step are divided among ranks and micro-batches."""
     rows = config.training.batch_size // config.distributed.shares(processes)
-    if tokens := MicroBatching.of(config.training, config.data).tokens:
+    if tokens := micro_batching(config.training, config.data).tokens:
         packed = "packed into" if config.data.packing else "in"
         text = f"{rows} rows {packed} micro-batches of at most {words.count(tokens)} tokens"
     else:

@@ -139,9 +139,10 @@ def sharing(section: Mapping[str, Any]) -> str:
 def batch(shape: Batch) -> str:
     """The largest micro-batch in words, such as `4 rows x 2,048 tokens, padded`."""
     if shape.packed:
-        return f"{count(len(shape.packed))} rows packed into {count(shape.tokens)} tokens"
+        return f"{count(len(shape.by_row))} rows packed into {count(shape.tokens)} tokens"
     rows = f"{count(shape.rows)} row{'' if shape.rows == 1 else 's'}"
-    return f"{rows} x {count(shape.tokens)} tokens{', padded' if shape.padded else ''}"
+    each = f"{shape.segments} x " if shape.segments > 1 else ""
+    return f"{rows} x {each}{count(shape.tokens)} tokens{', padded' if shape.padded else ''}"
 
 
 def shorter(forecast: Forecast) -> dict[str, str]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import first_line
+from finetune.runtime import patches
 
 _SILENCED_WARNINGS = (
     # peft 0.21 and trl 1.16 still use names that transformers 5.23 deprecates.
@@ -97,7 +98,7 @@ def importing() -> Iterator[None]:
     gc.disable()
     try:
         # bitsandbytes first, because torch searches all loaded modules for the source of each operator it registers.
-        with replaced(torch, "compile", _compiling_later(torch.compile)):
+        with patches.COMPILE.by(_compiling_later(torch.compile)):
             import bitsandbytes  # noqa: F401
 
         with models_listed_once():
@@ -139,7 +140,7 @@ def models_listed_once() -> contextlib.AbstractContextManager[None]:
     def list_once(place: Any) -> Any:
         return listed(package if str(place) == str(package / "__init__.py") else place)
 
-    return replaced(import_utils, name, list_once)
+    return patches.MODELS_LISTING.by(list_once)
 
 
 @contextlib.contextmanager
@@ -183,9 +184,7 @@ def quiet() -> None:
 @contextlib.contextmanager
 def offline() -> Iterator[None]:
     """In the block, the hub is not contacted, not even to check whether cached files are current."""
-    from huggingface_hub import constants
-
-    with replaced(constants, "HF_HUB_OFFLINE", True):
+    with patches.HUB_OFFLINE.by(True):
         yield
 
 
@@ -239,9 +238,7 @@ def without_cudnn_attention() -> Iterator[None]:
 def correct_dequantization() -> Any:
     """Fix dequantization of 4-bit weights on a CPU if the row length is not a multiple of the block size.
 
-    Blocks cross row boundaries, where bitsandbytes 0.50's CPU kernel (AVX-512) uses the scales of other blocks: the
-    error of a weight with rows of 96 is 25% instead of 9%. Such weights are passed to it as one long row. Returns the
-    registration, which lasts as long as this object.
+    Such a weight is passed to the kernel as one long row. Returns the registration, which lasts as long as this object.
     """
     import bitsandbytes  # noqa: F401  (registers the kernel)
     import torch
@@ -255,7 +252,7 @@ def correct_dequantization() -> Any:
         flat = [math.prod(shape)] if shape[-1] % blocksize else shape
         return kernel.call_boxed(keys, packed, absmax, blocksize, quant_type, flat, dtype).view(shape)
 
-    registration = torch.library.Library("bitsandbytes", "IMPL")
+    registration = patches.DEQUANTIZE_4BIT.kernels()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
         # torch 2.11 does not replace a kernel registered from Python without `allow_override`.
@@ -289,22 +286,8 @@ def without_triton() -> None:
     packages, such as mamba-ssm, are not affected.
     """
     from torch import backends
-    from trl.kernels import chunked_logprob
-    from trl.trainer import utils
 
-    for module, use in ((chunked_logprob, lambda device: False), (utils, lambda device: device.type == "cuda")):
-        module._use_triton = use  # noqa: SLF001 -- trl 1.16 has no setting for it
+    patches.TILES_USE_TRITON.put(lambda device: False)
+    patches.HEAD_LABELLED_ONLY.put(lambda device: device.type == "cuda")
     if native := getattr(backends, "python_native", None):  # torch 2.11 has no such kernels
         native.triton.disable()
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """In the block, replace an attribute of a library's module or class by `value`."""
-    missing = object()
-    before = getattr(owner, name, missing)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before) if before is not missing else delattr(owner, name)

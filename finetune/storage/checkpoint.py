@@ -39,12 +39,12 @@ _SMALL_FILES_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Contents:
-    """Contents of a checkpoint: `tensors` and `values` by file name, in host memory, and their origin."""
+    """Contents of a checkpoint: `tensors` and `values` by file name, in host memory, and their provenance."""
 
     step: int
     tensors: dict[str, dict[str, torch.Tensor]]
     values: dict[str, Any]
-    made_with: dict[str, Any]
+    provenance: dict[str, Any]
 
     @property
     def bytes(self) -> int:
@@ -77,7 +77,7 @@ def write(run: RunDirectory, contents: Contents) -> Path:
             for name, value in contents.values.items():
                 # In the order given: of an adapter's `rank_pattern`, PEFT takes the first that matches.
                 files[name] = _write(folder / name, [json.dumps(value, indent=1).encode()])
-            manifest = {"format": _FORMAT, "step": contents.step, "files": files, "made_with": contents.made_with}
+            manifest = {"format": _FORMAT, "step": contents.step, "files": files, "made_with": contents.provenance}
             _write(folder / MANIFEST, [_json({**manifest, "sha256": _sha256(_json(manifest))})])
         write_text(run.checkpoints / LATEST, target.name + "\n")
     except OSError as error:
@@ -167,10 +167,10 @@ def problems_of(checkpoint: Path) -> list[str]:
         foreign = sorted(path.name for path in checkpoint.iterdir() if path.suffix in _PICKLES)
     except OSError as error:
         return [f"cannot be read: {error.strerror}"]
-    found = [f"{name} is a pickle, which may contain code; pickles are never loaded" for name in foreign]
+    problems = [f"{name} is a pickle, which may contain code; pickles are never loaded" for name in foreign]
     for name, expected in files.items():
-        found += _problems_of_file(checkpoint / name, expected)
-    return found
+        problems += _problems_of_file(checkpoint / name, expected)
+    return problems
 
 
 def manifest_of(checkpoint: Path) -> dict[str, Any]:
@@ -181,10 +181,10 @@ def manifest_of(checkpoint: Path) -> dict[str, Any]:
     if file.is_symlink() or file.stat().st_size > _MANIFEST_BYTES:
         raise ArtifactError(f"{MANIFEST} is damaged (a link, or too large)")
     try:
-        found = records.read(file, records.MANIFEST)
+        stored = records.read(file, records.MANIFEST)
     except ArtifactError as error:
         raise ArtifactError(f"{MANIFEST} is damaged ({error})") from None
-    manifest: dict[str, Any] = {**found}
+    manifest: dict[str, Any] = {**stored}
     if manifest.pop("sha256") != _sha256(_json(manifest)):
         raise ArtifactError(f"{MANIFEST} is damaged (its hash does not match)")
     if manifest["format"] != _FORMAT:
@@ -249,7 +249,7 @@ def newest_valid(
 def set_aside(checkpoint: Path) -> Path:
     """Rename a damaged checkpoint, so that it can be inspected and its step saved again."""
     names = (checkpoint.name + DAMAGED + suffix for suffix in ("", *(f".{number}" for number in range(1, 1000))))
-    aside = next(place for name in names if not (place := checkpoint.with_name(name)).exists())
+    aside = next(candidate for name in names if not (candidate := checkpoint.with_name(name)).exists())
     return checkpoint.rename(aside)
 
 

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,8 @@ def staged(target: Path, made_from: dict[str, Any] | None = None) -> Iterator[Pa
     """Write a directory under a temporary name and publish it by rename when the block ends without an error.
 
     Only then is an earlier `target` replaced. Files and directory are fsynced before the rename, so `target` never
-    refers to incomplete data. With `made_from` (JSON values), what a process left that was killed or interrupted
-    while it made the same is there again: the block does what is left to do.
+    refers to incomplete data. With `made_from` (JSON values), the folder of a process that was killed or interrupted
+    with the same values is reused: the block completes it.
     """
     refuse_another(target)
     _put_back(target)
@@ -85,7 +86,7 @@ def staged(target: Path, made_from: dict[str, Any] | None = None) -> Iterator[Pa
 
 
 def _continues(partial: Path, made_from: dict[str, Any]) -> bool:
-    """Whether `staged` was interrupted while it made the same."""
+    """Whether `partial` is of an interrupted `staged` with the same values."""
     try:
         return bool(json.loads((partial / _MADE_FROM).read_text(encoding="utf-8")) == made_from)
     except (OSError, ValueError, RecursionError):
@@ -173,7 +174,8 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+    """Replace a file atomically by JSON; `value` may contain dataclasses."""
+    write_text(path, json.dumps(value, indent=2, allow_nan=False, default=asdict) + "\n")
 
 
 def write_lines(path: Path, values: Iterable[dict[str, Any]]) -> None:
@@ -221,7 +223,7 @@ def not_written(path: Path, error: Exception) -> str:
 
 
 def cause(error: Exception, folder: Path) -> str:
-    """Why a write to `folder` failed, with the room there where a lack of it may be why."""
+    """The reason for a failed write to `folder`, with its free space if the lack of it may be the reason."""
     why = str(getattr(error, "strerror", None) or error)
     try:
         disk = os.statvfs(folder)
@@ -235,7 +237,7 @@ def cause(error: Exception, folder: Path) -> str:
 
 
 def remedy(error: Exception) -> str:
-    """What to do about a failed write, besides choosing another location."""
+    """The remedy for a failed write, besides choosing another location."""
     number = _number(error)
     if number == errno.EDQUOT:
         return "free some space of your quota"
@@ -243,13 +245,13 @@ def remedy(error: Exception) -> str:
 
 
 def _number(error: Exception) -> int:
-    """The errno of an error, which safetensors 0.8 has in its text alone; 0 if it has none."""
+    """The errno of an error, which safetensors 0.8 only puts in the text; 0 if there is none."""
     in_text = re.search(r"os error (\d+)", str(error))
     return getattr(error, "errno", None) or (int(in_text[1]) if in_text else 0)
 
 
 def amount(count: int) -> str:
-    """Bytes of a disk for messages: in GiB, or where that would be a fraction of little, as they are."""
+    """A size for messages: in GiB, or in bytes below 1 GiB."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count:,} bytes"
 
 

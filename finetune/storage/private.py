@@ -22,11 +22,11 @@ def not_private(path: Path) -> str | None:
     replace this folder, but not by one that belongs to this user.
     """
     try:
-        found = [os.lstat(path), os.stat(path)]
+        statuses = [os.lstat(path), os.stat(path)]
     except OSError as error:
         return f"it cannot be accessed ({error.strerror})"
-    if any(one.st_uid != os.geteuid() for one in found):
+    if any(one.st_uid != os.geteuid() for one in statuses):
         return "it belongs to another user"
-    if found[-1].st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if statuses[-1].st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return f"other users can write to it (fix with `chmod go-w {path}`)"
     return None

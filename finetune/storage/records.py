@@ -12,7 +12,7 @@ import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Annotated, Any, Literal, NotRequired, Required, TypeVar
+from typing import IO, Annotated, Any, Literal, NotRequired, TypeVar
 
 from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter, ValidationError, with_config
 from pydantic_core import PydanticCustomError, from_json
@@ -50,8 +50,10 @@ def _file_name(name: str) -> str:
 
 FileName = Annotated[str, AfterValidator(_file_name)]
 
-# Strict: "3", 3.0 and true are not the integer 3. Unknown keys, of a later version, are kept.
-_written = with_config(ConfigDict(strict=True, extra="allow"))
+# Strict: "3", 3.0 and true are not the integer 3. Unknown keys, of a later version, are kept in a dict and left out of
+# a dataclass.
+_dict_record = with_config(ConfigDict(strict=True, extra="allow"))
+_class_record = with_config(ConfigDict(strict=True, extra="ignore"))
 
 
 # -- lines -----------------------------------------------------------------------------------------------------------
@@ -60,7 +62,7 @@ _written = with_config(ConfigDict(strict=True, extra="allow"))
 _MicroBatch = Literal["training.micro_batch", "training.micro_batch_tokens"]
 
 
-@_written
+@_dict_record
 class StartFrom(TypedDict):
     """The adapter that a run started from, and the hash of its weights."""
 
@@ -68,7 +70,7 @@ class StartFrom(TypedDict):
     sha256: str
 
 
-@_written
+@_dict_record
 class Event(TypedDict):
     """A line of events.jsonl. `memory` is by phase, except for `saved`, which has a single peak.
 
@@ -103,7 +105,7 @@ def _check_event(event: Event) -> Event:
     return event
 
 
-@_written
+@_dict_record
 class TrainingLine(TypedDict):
     """A line of metrics.jsonl for an optimizer step."""
 
@@ -117,7 +119,7 @@ class TrainingLine(TypedDict):
     memory: dict[str, Peak]
 
 
-@_written
+@_dict_record
 class EvaluationLine(TypedDict):
     """A line of metrics.jsonl for an evaluation."""
 
@@ -126,7 +128,7 @@ class EvaluationLine(TypedDict):
     memory: dict[str, Peak]
 
 
-@_written
+@_dict_record
 class AffectedRow(TypedDict):
     """A line of data.jsonl."""
 
@@ -149,8 +151,8 @@ AFFECTED = TypeAdapter(AffectedRow)
 # -- whole files -----------------------------------------------------------------------------------------------------
 
 
-@_written
-class Answer(TypedDict):
+@_dict_record
+class SampleAnswer(TypedDict):
     """A held-out question in answers.json; `after` is None until training has ended."""
 
     question: str
@@ -159,7 +161,7 @@ class Answer(TypedDict):
     after: str | None
 
 
-@_written
+@_dict_record
 class _Figure(TypedDict):
     """A value and the bounds of its confidence interval; None is not finite, or not known."""
 
@@ -168,12 +170,12 @@ class _Figure(TypedDict):
     high: Number | None
 
 
-@_written
+@_dict_record
 class _ModelFigure(_Figure):
     difference: NotRequired[_Figure]
 
 
-@_written
+@_dict_record
 class Measure(TypedDict):
     """A measure in eval.json, by model."""
 
@@ -183,8 +185,8 @@ class Measure(TypedDict):
     models: Annotated[dict[str, _ModelFigure], Field(min_length=1)]
 
 
-@_written
-class Evaluation(TypedDict):
+@_dict_record
+class EvaluationRecord(TypedDict):
     """eval.json. `steps` are those of the run when it was evaluated; `interval` and `notes` say how to read it."""
 
     steps: Step
@@ -194,14 +196,14 @@ class Evaluation(TypedDict):
     settings: dict[str, Any]
 
 
-@_written
+@_dict_record
 class _DeviceFacts(TypedDict):
     type: str
     name: NotRequired[str]
     total_bytes: NotRequired[Bytes]
 
 
-@_written
+@_dict_record
 class Environment(TypedDict):
     """environment.json."""
 
@@ -210,70 +212,95 @@ class Environment(TypedDict):
     threads: NotRequired[Count]
 
 
-@_written
-class _Difference(TypedDict):
+LARGE_DIFFERENCE = 0.03
+"""A larger difference between forecast and measurement, relative to the measurement, is shown to the user."""
+
+
+@_class_record
+@dataclass(frozen=True)
+class Difference:
+    """The forecast and the measurement of one phase, in bytes."""
+
     phase: str
     measure: str
     forecast_bytes: Bytes
     measured_bytes: Bytes
 
+    @property
+    def relative(self) -> float:
+        """Forecast over measurement, less 1: negative if the forecast was too low."""
+        return self.forecast_bytes / self.measured_bytes - 1
 
-@_written
-class _UpTo(TypedDict):
+    @property
+    def large(self) -> bool:
+        return abs(self.relative) > LARGE_DIFFERENCE
+
+
+@_class_record
+@dataclass(frozen=True)
+class UpTo:
+    """All layers have the checkpointing `level` in micro-batches whose padded rows have at most `tokens` tokens."""
+
     tokens: Count
     level: str
 
 
-@_written
-class Forecast(TypedDict):
-    """forecast.json; `differences` to what was measured are written at the end of training.
+@_dict_record
+class ForecastRecord(TypedDict):
+    """forecast.json; `differences` from the measurements are written at the end of training.
 
-    `by_length`: what micro-batches of rows of so many tokens recompute, where less than the longest.
+    `by_length`: the levels of micro-batches with short rows, where they recompute less than those with the longest.
     """
 
     device: str
     needed_bytes: Bytes
     budget_bytes: Bytes
-    differences: list[_Difference]
-    by_length: NotRequired[list[_UpTo]]
+    differences: list[Difference]
+    by_length: NotRequired[list[UpTo]]
 
 
-@_written
-class _SplitFacts(TypedDict):
+@_dict_record
+class SplitFacts(TypedDict):
     rows: Count
     tokens: Count
     trained_tokens: Count
     longest: Count
 
 
-@_written
-class _Piece(TypedDict):
+@_class_record
+@dataclass(frozen=True)
+class TokenText:
+    """The text of one token, or of several tokens that together form one character."""
+
     text: str
     trained: bool
 
 
-@_written
-class _SampleRow(TypedDict):
+@_class_record
+@dataclass(frozen=True)
+class Sample:
+    """A training row as the model sees it; `tokens` and `trained_tokens` count the whole row."""
+
     place: str
     tokens: Count
     trained_tokens: Count
-    pieces: list[_Piece]
+    pieces: tuple[TokenText, ...]
 
 
-@_written
+@_dict_record
 class DataFacts(TypedDict):
     """data.json: the splits in numbers, and the first training rows with their label masks.
 
     `system` is the system message that all training rows have in common, if there is one.
     """
 
-    train: _SplitFacts
-    eval: _SplitFacts | None
+    train: SplitFacts
+    eval: SplitFacts | None
     system: NotRequired[str | None]
-    samples: list[_SampleRow]
+    samples: list[Sample]
 
 
-@_written
+@_dict_record
 class MergeProof(TypedDict):
     """merge.json."""
 
@@ -287,14 +314,14 @@ class MergeProof(TypedDict):
     rows_of: NotRequired[str]
 
 
-@_written
+@_dict_record
 class WeightIndex(TypedDict):
     """The index of a model with sharded weights."""
 
     weight_map: dict[str, FileName]
 
 
-@_written
+@_dict_record
 class Fingerprint(TypedDict):
     """fingerprint.json; earlier versions did not write the base."""
 
@@ -302,15 +329,15 @@ class Fingerprint(TypedDict):
     base: NotRequired[str | None]
 
 
-@_written
+@_dict_record
 class _FileFacts(TypedDict):
     bytes: Bytes
     sha256: str
 
 
-@_written
+@_dict_record
 class Manifest(TypedDict):
-    """manifest.json of a checkpoint. `made_with` is validated separately, where it is compared."""
+    """manifest.json of a checkpoint. `made_with` is a `Provenance`, validated separately where it is compared."""
 
     format: int
     step: Step
@@ -319,31 +346,31 @@ class Manifest(TypedDict):
     sha256: str
 
 
-@_written
-class _DataFacts(TypedDict):
+@_dict_record
+class _SplitHashes(TypedDict):
     train: str
     eval: str | None
 
 
-@_written
-class MadeWith(TypedDict):
-    """The origin of a checkpoint; see `finetune.lifecycle.resume.made_with`."""
+@_dict_record
+class Provenance(TypedDict):
+    """Everything that determines the trained weights; see `finetune.lifecycle.provenance.of`."""
 
     config: dict[str, dict[str, Any]]
-    data: _DataFacts
+    data: _SplitHashes
     tokenizer: str
     base: str | None
     processes: Count
     packages: dict[str, str | None]
 
 
-@_written
+@_dict_record
 class _OptimizerState(TypedDict):
     weights: list[dict[str, Any]]
     groups: list[dict[str, Any]]
 
 
-@_written
+@_dict_record
 class CheckpointState(TypedDict):
     """state.json of a checkpoint; its optimizer part is checked against the optimizer itself when it is restored."""
 
@@ -353,32 +380,18 @@ class CheckpointState(TypedDict):
     random: list[dict[str, Any]]
 
 
-@_written
-class TrainerState(TypedDict, total=False):
-    """trainer_state.json of a checkpoint."""
-
-    global_step: Required[Step]
-    epoch: Positive
-    max_steps: Count
-    best_metric: Number | None
-    best_global_step: Step | None
-    evaluations_without_gain: Count
-    owes_evaluation: bool
-
-
-ANSWERS = TypeAdapter(list[Answer])
+ANSWERS = TypeAdapter(list[SampleAnswer])
 ENVIRONMENT = TypeAdapter(Environment)
-EVALUATION = TypeAdapter(Evaluation)
-FORECAST = TypeAdapter(Forecast)
+EVALUATION = TypeAdapter(EvaluationRecord)
+FORECAST = TypeAdapter(ForecastRecord)
 DATA = TypeAdapter(DataFacts)
 OBJECT = TypeAdapter(dict[str, Any])
 WEIGHT_INDEX = TypeAdapter(WeightIndex)
 MERGE_PROOF = TypeAdapter(MergeProof)
 FINGERPRINT = TypeAdapter(Fingerprint)
 MANIFEST = TypeAdapter(Manifest)
-MADE_WITH = TypeAdapter(MadeWith)
+PROVENANCE = TypeAdapter(Provenance)
 CHECKPOINT_STATE = TypeAdapter(CheckpointState)
-TRAINER_STATE = TypeAdapter(TrainerState)
 
 # -- reading ---------------------------------------------------------------------------------------------------------
 

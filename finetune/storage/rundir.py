@@ -22,7 +22,14 @@ from finetune.config import Config, dump, load
 from finetune.config.field_types import shown
 from finetune.errors import ArtifactError, MachineError
 from finetune.storage import files, records
-from finetune.storage.records import Answer, DataFacts, Environment, Evaluation, Forecast, MergeProof
+from finetune.storage.records import (
+    DataFacts,
+    Environment,
+    EvaluationRecord,
+    ForecastRecord,
+    MergeProof,
+    SampleAnswer,
+)
 
 _CHECKPOINT = "step-"
 
@@ -72,9 +79,9 @@ class RunDirectory:
         return run
 
     def check_layout(self) -> None:
-        """Raise ArtifactError for anything in the directory that a run does not have.
+        """Raise ArtifactError for anything in the directory that a run does not have:
 
-        That is a link out of it, through which writes would land elsewhere; a pipe or device, which would block; a
+        a link out of it, through which writes would land elsewhere; a pipe or device, which would block; a
         folder in place of a file or the other way round; or a directory that cannot be read.
         """
         # `Path.resolve` fails on circular links.
@@ -110,11 +117,11 @@ class RunDirectory:
         if not self.events_file.exists() and self.path.is_dir() and any(self.path.iterdir()):
             raise MachineError(f"{self.path}: not empty, and not a run; set `output.dir` to a folder of its own")
         try:
-            place = Path(os.path.realpath(self.path))  # a link's target may not exist yet
-            if not place.parent.is_dir():
-                place.parent.mkdir(parents=True, exist_ok=True)
-            if not place.is_dir():
-                place.mkdir(mode=0o700)
+            target = Path(os.path.realpath(self.path))  # a link's target may not exist yet
+            if not target.parent.is_dir():
+                target.parent.mkdir(parents=True, exist_ok=True)
+            if not target.is_dir():
+                target.mkdir(mode=0o700)
             self.events_file.touch()
         except OSError as error:
             raise MachineError(f"{self.path}: cannot be written: {error.strerror}; set `output.dir`") from None
@@ -248,12 +255,12 @@ class RunDirectory:
 
     # -- files that are replaced as a whole ------------------------------------------------------------------------
 
-    def answers(self) -> list[Answer]:
-        """The held-out questions and their answers, if any. Raises ArtifactError."""
+    def answers(self) -> list[SampleAnswer]:
+        """The sample questions and their answers, if any. Raises ArtifactError."""
         return records.find(self.answers_file, records.ANSWERS) or []
 
-    def evaluation(self) -> Evaluation | None:
-        """What `finetune eval` last measured, if it did. Raises ArtifactError."""
+    def evaluation(self) -> EvaluationRecord | None:
+        """The results of the last `finetune eval`, if any. Raises ArtifactError."""
         return records.find(self.eval_file, records.EVALUATION)
 
     def environment(self) -> Environment | None:
@@ -264,7 +271,7 @@ class RunDirectory:
         """The data in numbers and its first rows, if recorded. Raises ArtifactError."""
         return records.find(self.facts_file, records.DATA)
 
-    def forecast(self) -> Forecast | None:
+    def forecast(self) -> ForecastRecord | None:
         """The forecast, and at the end what was measured, if there is one. Raises ArtifactError."""
         return records.find(self.forecast_file, records.FORECAST)
 
@@ -274,7 +281,7 @@ class RunDirectory:
 
     @property
     def is_merged(self) -> bool:
-        """Whether the merged model is that of the adapter as it is now."""
+        """Whether the merged model was made from the current adapter."""
         last = [event for event in self.events() if event["event"] in ("trained", "merged")][-1:]
         return self.merged.exists() and any(event["event"] == "merged" for event in last)
 
@@ -285,8 +292,8 @@ class RunDirectory:
 
     def complete_checkpoints(self) -> list[Path]:
         """Published checkpoints, oldest first. Incomplete ones have a suffix."""
-        found = self.checkpoints.glob(f"{_CHECKPOINT}*") if self.checkpoints.is_dir() else []
-        return sorted(path for path in found if path.is_dir() and re.fullmatch(r"step-[0-9]{8,}", path.name))
+        folders = self.checkpoints.glob(f"{_CHECKPOINT}*") if self.checkpoints.is_dir() else []
+        return sorted(path for path in folders if path.is_dir() and re.fullmatch(r"step-[0-9]{8,}", path.name))
 
     def remove_leftovers(self) -> None:
         """Remove what a kill left half-written, and restore what it left half-replaced."""
@@ -303,7 +310,7 @@ class RunDirectory:
         path = Path(os.path.realpath(self.path))
         try:
             numbered = (path.with_name(f"{path.name}.{number}") for number in range(1, 10_000))
-            aside = next((place for place in numbered if not os.path.lexists(place)), None)
+            aside = next((candidate for candidate in numbered if not os.path.lexists(candidate)), None)
             if aside is None:
                 raise OSError(errno.EEXIST, "too many earlier runs beside it")
             path.rename(aside)

@@ -118,14 +118,14 @@ def layout_of(path: Path) -> dict[str, tuple[torch.dtype, torch.Size]]:
     """(dtype, shape) of the tensors in a file that passed `check`, by name. Raises ArtifactError for other dtypes."""
     from safetensors import safe_open
 
-    found = {}
+    tensors = {}
     with safe_open(path, framework="pt") as stored:
         for name in stored.keys():  # noqa: SIM118 -- not a dict
             part = stored.get_slice(name)
             if (kind := part.get_dtype()) not in _DTYPES:
                 raise ArtifactError(f"{path}: `{ascii(name)[1:-1][:100]}` has type {kind}, which cannot be merged")
-            found[name] = _DTYPES[kind], torch.Size(part.get_shape())
-    return found
+            tensors[name] = _DTYPES[kind], torch.Size(part.get_shape())
+    return tensors
 
 
 def shapes(path: Path) -> dict[str, list[int]]:

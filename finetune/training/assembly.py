@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from finetune.data.batching import MicroBatching, RowOrder
+from finetune.data.batching import RowOrder, Sizes
 from finetune.measure import snapshots
 from finetune.model.probes import causality
 from finetune.model.recompute.checkpointing import ByLength
@@ -15,7 +15,7 @@ from finetune.training import optimizers, schedules, strategies
 from finetune.training.batches import Steps
 from finetune.training.callbacks import Callbacks
 from finetune.training.checkpoints import Checkpoints
-from finetune.training.collator import MicroBatches
+from finetune.training.collator import MicroBatches, micro_batching
 from finetune.training.eval_loss import EvalLoss
 from finetune.training.job import TrainingJob
 from finetune.training.loop import Intervals, Loop
@@ -38,7 +38,7 @@ def assemble(job: TrainingJob, callbacks: Callbacks) -> Loop:
     progress.total = steps.in_all(training)
     schedule = schedules.scheduler(training, step.engine.optimizer, progress.total)
     checkpoints = Checkpoints(
-        step, schedule, run, job.monitor, keep=config.output.keep, made_with=job.made_with,
+        step, schedule, run, job.monitor, keep=config.output.keep, provenance=job.provenance,
         verified=[job.resume_from] if job.resume_from else [], saved=callbacks.saved,
         confirm=identity.Mapped(config.model).check if job.device.type == "cpu" else lambda: None,
     )  # fmt: skip
@@ -95,9 +95,9 @@ def _step(job: TrainingJob, recorder: MetricsRecorder, collate: MicroBatches) ->
 
 def _steps(job: TrainingJob) -> Steps:
     training, rows = job.config.training, job.data.train
-    way = MicroBatching.of(training, job.config.data)
+    way = micro_batching(training, job.config.data)
     collate = MicroBatches(
         way, job.tokenizer.pad_token_id, ranks.rank(), ranks.world_size(), job.config.distributed.context
     )
-    order = RowOrder(rows["length"][:], training.batch_size, training.seed, training.group_by_length)
+    order = RowOrder(Sizes.of(rows, way).lengths, training.batch_size, training.seed, training.group_by_length)
     return Steps(rows, order, collate, training.batch_size, on_card=job.device.type == "cuda")

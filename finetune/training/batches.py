@@ -13,9 +13,8 @@ from torch.utils.data import DataLoader
 
 from finetune.config import TrainingSection
 from finetune.data.batching import RowOrder
+from finetune.data.encoded import columns
 from finetune.training.collator import Inputs, MicroBatches
-
-COLUMNS = ["input_ids", "labels"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Steps:
         """The steps of epoch `number` (from 0) after the first `done`."""
         self.order.set_epoch(number)
         loader = DataLoader(
-            self.rows.select_columns(COLUMNS),
+            self.rows.select_columns(columns(self.rows)),
             batch_size=self.batch_size,
             sampler=list(itertools.islice(self.order, done * self.batch_size, None)),
             collate_fn=self.collate,

@@ -25,7 +25,7 @@ from finetune.training.step import Step
 class Checkpoints:
     """Saves the training state while training continues: one checkpoint at a time is written in a thread.
 
-    `keep` is the number of intact checkpoints to keep; `verified` are known to be intact. `made_with`, the origin, is
+    `keep` is the number of intact checkpoints to keep; `verified` are known to be intact. `provenance` is
     written into each manifest. `saved` is called in the training thread with each that is complete, at the next `wait`;
     `confirm` before each is begun, and an error that it raises ends the run with the one before.
     """
@@ -38,7 +38,7 @@ class Checkpoints:
         monitor: Monitor,
         *,
         keep: int,
-        made_with: dict[str, Any],
+        provenance: dict[str, Any],
         verified: Iterable[Path] = (),
         saved: Callable[[Path], None] = lambda path: None,
         confirm: Callable[[], None] = lambda: None,
@@ -48,7 +48,7 @@ class Checkpoints:
         self._run = run
         self._monitor = monitor
         self._keep = keep
-        self._made_with = made_with
+        self._provenance = provenance
         self._verified = set(verified)
         self._saved = saved
         self._confirm = confirm
@@ -80,7 +80,7 @@ class Checkpoints:
                 random_states = ranks.gathered(RandomState().as_json())
                 with while_writing(self._run.checkpoint(progress.step)):
                     contents = (
-                        snapshot(self._step, self._schedule, progress, self._made_with, random_states)
+                        snapshot(self._step, self._schedule, progress, self._provenance, random_states)
                         if ranks.is_main() or self._step.engine.holds_parts
                         else None
                     )

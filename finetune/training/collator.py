@@ -12,11 +12,22 @@ import numpy as np
 import torch
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+from finetune.config import DataSection, TrainingSection
 from finetune.data.batching import MicroBatching, micro_batches
+from finetune.data.encoded import IGNORE, ONE_SEQUENCE, lengths_of
+from finetune.objectives import MODEL_INPUTS, layout_of
 
 Inputs = dict[str, Any]
-"""A micro-batch: `input_ids`, `labels` and `attention_mask` (rows, tokens). If packed, `input_ids`, `labels` and
-`position_ids` (1, tokens), and `cu_seq_lens_q` (rows + 1): the start of each row and the end of the last one."""
+"""A micro-batch: `input_ids`, `labels` and `attention_mask` (sequences, tokens). If packed, `input_ids`, `labels` and
+`position_ids` (1, tokens), and `cu_seq_lens_q` (sequences + 1): the start of each and the end of the last one.
+
+A row is one sequence, unless the layout of the rows names segments: then each segment is one, those of a row one after
+the other, and `row` (sequences,) is the row of each. Each value of the rows is (rows,), float32."""
+
+
+def micro_batching(training: TrainingSection, data: DataSection) -> MicroBatching:
+    """How a job divides its steps into micro-batches, of rows of its objective's layout."""
+    return MicroBatching.of(training, data, layout_of(training.objective))
 
 
 class Idle(Inputs):
@@ -24,7 +35,7 @@ class Idle(Inputs):
 
 
 class MicroBatches:
-    """Collates this rank's share of rows (`input_ids`, `labels`) into a list of micro-batches.
+    """Collates this rank's share of rows (`encoded.columns`) into a list of micro-batches.
 
     Each `context` ranks in a row have one share, whose rows they split: micro-batches then have `position_ids`, and as
     many tokens as can be divided among them.
@@ -43,21 +54,37 @@ class MicroBatches:
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> list[Inputs]:
         shares = [rows[rank :: self._world_size] for rank in range(self._world_size)]
-        parts = [micro_batches([len(row["input_ids"]) for row in share], self.way) for share in shares]
+        parts = [micro_batches([self.way.length(lengths_of(row)) for row in share], self.way) for share in shares]
         mine = shares[self._rank]
-        found = [self.micro_batch([mine[place] for place in part]) for part in parts[self._rank]]
+        found = [self.micro_batch([mine[row] for row in part]) for part in parts[self._rank]]
         # Ranks synchronise in every micro-batch, so all need the same number.
         return found + [self.idle() for _ in range(max(map(len, parts)) - len(found))]
 
     def micro_batch(self, rows: Sequence[dict[str, Any]]) -> Inputs:
         """Collate these rows into one micro-batch."""
-        # torch converts an array at once, but a list number by number, which took 90% of the time.
-        arrays = [{name: np.asarray(row[name]) for name in ("input_ids", "labels")} for row in rows]
-        return self._collate(arrays)
+        layout = self.way.layout
+        arrays = []
+        for row in rows:
+            ends = np.cumsum(lengths_of(row))[:-1]
+            # torch converts an array at once, but a list number by number, which took 90% of the time.
+            ids, labels = (np.split(np.asarray(row[name]), ends) for name in ("input_ids", "labels"))
+            arrays += [{"input_ids": own, "labels": wanted} for own, wanted in zip(ids, labels, strict=True)]
+        inputs = self._collate(arrays)
+        if layout != ONE_SEQUENCE:
+            inputs["row"] = torch.arange(len(rows)).repeat_interleave(layout.sequences)
+        for name in layout.values:
+            inputs[name] = torch.tensor([row[name] for row in rows], dtype=torch.float32)
+        return inputs
 
     def idle(self) -> Idle:
         """A micro-batch of one row without trained tokens."""
-        return Idle(self.micro_batch([{"input_ids": [0, 0], "labels": [-100, -100]}]))
+        return Idle(self.micro_batch([self.row([2] * self.way.layout.sequences, label=IGNORE)]))
+
+    def row(self, lengths: Sequence[int], label: int = 0) -> dict[str, Any]:
+        """A row with segments of these lengths, of the token 0, each with this label."""
+        tokens = sum(lengths)
+        row = {"input_ids": [0] * tokens, "labels": [label] * tokens, **dict.fromkeys(self.way.layout.values, 0.0)}
+        return {**row, "segments": list(lengths)} if self.way.layout.segments else row
 
 
 def split(inputs: Inputs) -> tuple[Inputs, Inputs] | None:
@@ -79,16 +106,18 @@ def for_model(inputs: Inputs, *, masked: bool) -> Inputs:
 
 def row_count(inputs: Inputs) -> int:
     """Number of rows in a micro-batch, packed or not."""
+    if "row" in inputs:
+        return int(inputs["row"][-1]) + 1
     return len(inputs["cu_seq_lens_q"]) - 1 if "cu_seq_lens_q" in inputs else len(inputs["input_ids"])
 
 
 def tokens_a_row(inputs: Inputs) -> int:
-    """Tokens of each row of a micro-batch, padding included; of all its rows where they are packed."""
+    """Tokens of each sequence of a micro-batch, padding included; of all sequences where they are packed."""
     return int(inputs["input_ids"].shape[1])
 
 
 def token_ids(inputs: Inputs) -> list[torch.Tensor]:
-    """Token ids (tokens,) of each row of a micro-batch, without padding."""
+    """Token ids (tokens,) of each sequence of a micro-batch, without padding."""
     ids = inputs["input_ids"]
     if "cu_seq_lens_q" in inputs:
         return list(ids[0].split(inputs["cu_seq_lens_q"].diff().tolist()))
@@ -97,12 +126,20 @@ def token_ids(inputs: Inputs) -> list[torch.Tensor]:
 
 
 def first_row(inputs: Inputs) -> list[int]:
-    """Token ids of the first row of a micro-batch, without padding."""
-    return token_ids(inputs)[0].tolist()
+    """Token ids of the first row of a micro-batch, without padding; of all its segments one after the other."""
+    sequences = int((inputs["row"] == 0).sum()) if "row" in inputs else 1
+    return torch.cat(token_ids(inputs)[:sequences]).tolist()
 
 
 def _some(inputs: Inputs, first: int, end: int) -> Inputs:
-    return (_packed_rows if "cu_seq_lens_q" in inputs else _rows)(inputs, first, end)
+    """Rows `first` to `end` of a micro-batch."""
+    own = {name: value for name, value in inputs.items() if name in MODEL_INPUTS}
+    some = _packed_rows if "cu_seq_lens_q" in inputs else _rows
+    if "row" not in inputs:
+        return some(own, first, end)
+    start, stop = torch.searchsorted(inputs["row"], torch.tensor([first, end])).tolist()
+    values = {name: value[first:end] for name, value in inputs.items() if name not in own and name != "row"}
+    return {**some(own, start, stop), "row": inputs["row"][start:stop] - first, **values}
 
 
 def _rows(inputs: Inputs, first: int, end: int) -> Inputs:

@@ -16,19 +16,18 @@ from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 
 from finetune.config import Config
-from finetune.data.batching import MicroBatching
+from finetune.data.encoded import columns
 from finetune.errors import OutOfMemoryError
 from finetune.measure.out_of_memory import is_out_of_memory, reason
 from finetune.model.attention import packing
-from finetune.model.base import autocast
 from finetune.model.distributed.placement import release_gathered
+from finetune.model.precision import autocast
 from finetune.model.probes.causality import capability_of, needs_mask
-from finetune.objectives import log_probs
+from finetune.objectives import OBJECTIVES, Objective, log_probs
 from finetune.runtime import ranks
 from finetune.runtime.libraries import without_cudnn_attention
 from finetune.training import oom_retry
-from finetune.training.batches import COLUMNS
-from finetune.training.collator import Inputs, MicroBatches, for_model
+from finetune.training.collator import Inputs, MicroBatches, for_model, micro_batching
 from finetune.training.step import Step
 
 
@@ -50,8 +49,11 @@ def summed_loss(
     precision: str,
     masked: bool,
     repeatable: bool = True,
+    objective: Objective = OBJECTIVES["supervised"],
 ) -> torch.Tensor:
-    """(sum of the trained tokens' losses in nats, number of trained tokens) over `steps`, float64 (2,), on the device.
+    """The sum and count of `objective` over `steps`, float64 (2,), on the device.
+
+    For supervised rows, the trained tokens' losses in nats and their number.
 
     A step is a list of micro-batches, as in training; only the two sums are kept. A micro-batch that does not fit is
     split: `limit` remembers its size, and `on_split` is called with it, unless other ranks wait inside of a pass, so
@@ -68,7 +70,7 @@ def summed_loss(
             parts = limit.parts([batch])
             while parts:
                 try:
-                    sums += _sums(model, for_model(parts[0], masked=masked), precision)
+                    sums += _sums(model, for_model(parts[0], masked=masked), precision, objective)
                     del parts[0]
                     continue
                 except (MemoryError, RuntimeError) as error:
@@ -85,15 +87,14 @@ def summed_loss(
     return sums
 
 
-def _sums(model: Any, batch: Inputs, precision: str) -> torch.Tensor:
+def _sums(model: Any, batch: Inputs, precision: str, objective: Objective) -> torch.Tensor:
     with autocast(precision, model.device), packing.known(batch):
-        outputs = model(**send_to_device(batch, model.device), fused_lm_head=True)
-    return torch.stack([-outputs.log_probs.double().sum(), outputs.label_mask.double().sum()])
+        return torch.stack(objective.sums(model, send_to_device(batch, model.device)))
 
 
 def loader(rows: Any, collate: MicroBatches, batch_size: int) -> Iterable[list[Inputs]]:
     """The rows of an evaluation set in order, collated into steps like training rows."""
-    return DataLoader(rows.select_columns(COLUMNS), batch_size=batch_size, collate_fn=collate)
+    return DataLoader(rows.select_columns(columns(rows)), batch_size=batch_size, collate_fn=collate)
 
 
 class EvaluationReport(Protocol):
@@ -154,6 +155,7 @@ class EvalLoss:
             precision=self.step.precision,
             masked=self.step.masked,
             repeatable=self.step.engine.repeatable,
+            objective=self.step.objective,
         )
 
 
@@ -165,7 +167,7 @@ def held_out_loss(model: Any, tokenizer: Any, rows: Any, config: Config) -> tupl
     """
     training = config.training
     log_probs.attach(model)
-    collate = MicroBatches(MicroBatching.of(training, config.data), tokenizer.pad_token_id)
+    collate = MicroBatches(micro_batching(training, config.data), tokenizer.pad_token_id)
     by_row: list[torch.Tensor] = []
     watching = model.register_forward_hook(
         lambda model, _, batch, outputs: by_row.append(_sums_by_row(batch, outputs)), with_kwargs=True

@@ -12,8 +12,8 @@ import torch
 from finetune.config import Config
 from finetune.data.prepare import Prepared
 from finetune.measure.monitor import Monitor
-from finetune.model.recompute.checkpointing import UpTo
 from finetune.runtime.signals import Signals
+from finetune.storage.records import UpTo
 from finetune.storage.rundir import RunDirectory
 from finetune.training.callbacks import Callback
 from finetune.training.recorder import Listener
@@ -32,9 +32,9 @@ class Outcome:
 class TrainingJob:
     """Everything a run needs to train.
 
-    `architecture` is transformers' config of the base, which publishing needs without its files. `made_with` is written
-    into each checkpoint's manifest; `resume_from` is a verified checkpoint. `by_length`: what short micro-batches
-    recompute, where that is less than the config says.
+    `architecture` is transformers' config of the base, which publishing needs without its files. `provenance` is
+    written into each checkpoint's manifest; `resume_from` is a verified checkpoint. `by_length`: what short
+    micro-batches recompute, where that is less than the config says.
     """
 
     config: Config
@@ -48,7 +48,7 @@ class TrainingJob:
     trackers: Trackers
     device: torch.device
     signals: Signals
-    made_with: dict[str, Any]
+    provenance: dict[str, Any]
     resume_from: Path | None = None
     by_length: Sequence[UpTo] = ()
     callbacks: Iterable[Callback] = ()

@@ -7,7 +7,6 @@ length").
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,7 +14,8 @@ from typing import Any
 import torch
 from bitsandbytes.optim.optimizer import Optimizer8bit
 
-from finetune.data.batching import Batch, no_longer, per_step, worst_batches
+from finetune.data.batching import Batch, Sizes, longest_first, per_step, worst_batches
+from finetune.data.encoded import segments_of
 from finetune.measure.monitor import Peak
 from finetune.model.distributed import optimizer_states
 from finetune.training.batches import Steps
@@ -66,24 +66,25 @@ def _run_largest(step: Step, steps: Steps, retry: Retry, evaluation: EvalLoss | 
 
 def _largest(rows: Any, steps: Steps, step_rows: int, most_tokens: int | None = None) -> Iterator[tuple[Batch, Inputs]]:
     """The shapes that need most memory, of rows of at most `most_tokens`, each with a micro-batch of that shape."""
-    lengths, trained = rows["length"][:], rows["trained"][:]
     way = steps.collate.way
-    for batch in worst_batches(*no_longer(most_tokens, lengths, trained), way, step_rows, "the data's rows"):
-        chosen = [rows[row] for row in longest_rows(lengths, batch)]
+    sizes = Sizes.of(rows, way)
+    for batch in worst_batches(sizes.no_longer(most_tokens), way, step_rows, "the data's rows"):
+        chosen = [rows[row] for row in longest_rows(sizes.lengths, batch)]
         if batch.packed:  # fills it to the last token, as other rows may
-            chosen = [cut(row, length) for row, length in zip(chosen, batch.packed, strict=True)]
+            chosen = [cut(row, *lengths) for row, lengths in zip(chosen, batch.by_row, strict=True)]
         yield batch, steps.collate.micro_batch(chosen)
 
 
-def cut(row: dict[str, Any], length: int) -> dict[str, Any]:
-    """A row cut to `length` tokens."""
-    return {name: row[name][:length] for name in ("input_ids", "labels")}
+def cut(row: dict[str, Any], *lengths: int) -> dict[str, Any]:
+    """A row with each segment cut to its length."""
+    kept = [segment.cut(length) for segment, length in zip(segments_of(row), lengths, strict=True)]
+    ids, labels = ([part for segment in kept for part in getattr(segment, name)] for name in ("input_ids", "labels"))
+    return {**row, "input_ids": ids, "labels": labels, **({"segments": list(lengths)} if "segments" in row else {})}
 
 
 def longest_rows(lengths: Sequence[int], batch: Batch) -> list[int]:
     """Indices of the longest rows that form a micro-batch of this shape."""
-    fitting = [row for row, length in enumerate(lengths) if length <= batch.tokens]
-    return heapq.nlargest(len(batch.packed) or batch.rows, fitting, key=lengths.__getitem__)
+    return [row for row in longest_first(lengths) if lengths[row] <= batch.tokens][: len(batch.by_row)]
 
 
 def _without_effect(step: Step, update: Callable[[float], None]) -> None:

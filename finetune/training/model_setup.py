@@ -7,14 +7,15 @@ from collections.abc import Iterator
 
 from finetune import kernels
 from finetune.errors import ConfigError, MachineError
-from finetune.kernels import compiled, self_test
+from finetune.kernels import compiled
 from finetune.model.adapters.adapter import casts_by_autocast
-from finetune.model.base import autocast
 from finetune.model.distributed import context
-from finetune.model.probes import causality, packed_rows, split_rows
+from finetune.model.precision import autocast
 from finetune.objectives import log_probs
 from finetune.runtime import libraries, ranks
+from finetune.training import probe_table
 from finetune.training.job import TrainingJob
+from finetune.training.probe_table import Subject
 
 
 def complete(job: TrainingJob) -> bool:
@@ -26,9 +27,7 @@ def complete(job: TrainingJob) -> bool:
     config, model = job.config, job.model
     with autocast(config.training.precision, job.device), libraries.without_cudnn_attention():
         attached = _fuse(job)
-        if config.data.packing:
-            packed_rows.prove(model)
-        causality.prove(model)
+        probe_table.run("built", Subject(config, model))
         if config.kernels.compile == "layers":
             _compile(job, attached)
         return _attach_loss(job)
@@ -52,7 +51,7 @@ def _fuse(job: TrainingJob) -> kernels.Attached:
     fused = job.config.kernels.fused
     triton = job.device.type != "cuda" or libraries.triton_obstacle() is None
     attached = kernels.attach(job.model, fused, triton=triton)
-    unlike = self_test.prove(job.model, attached)
+    unlike = probe_table.run("fused", Subject(job.config, job.model, attached))
     if fused == "on" and (unlike or not any(attached.replaced.values())):
         raise ConfigError(f"`kernels.fused: on`: {'; '.join([*attached.lines, *unlike])}; set `auto` or `off`")
     fused_now = ", ".join(f"{len(modules)} {name}" for name, modules in attached.replaced.items() if modules)
@@ -65,13 +64,12 @@ def _attach_loss(job: TrainingJob) -> bool:
     """Let the model score labels; return whether the fused loss does."""
     if unbalanced := log_probs.attach(job.model):
         job.listener.note(unbalanced)
-    log_probs.check(job.model)
+    unlike = probe_table.run("scoring", Subject(job.config, job.model))
     fused = job.config.kernels.fused
-    unlike = log_probs.prove(job.model) if fused != "off" else None
     if unlike and fused == "on":
-        raise ConfigError(f"`kernels.fused: on`: {unlike}; set `auto` or `off`")
-    if unlike:
-        job.listener.note(unlike)
+        raise ConfigError(f"`kernels.fused: on`: {'; '.join(unlike)}; set `auto` or `off`")
+    for line in unlike:
+        job.listener.note(line)
     return fused != "off" and not unlike
 
 
@@ -88,6 +86,6 @@ def _splitting(job: TrainingJob) -> Iterator[None]:
     """In the block, rows are split over `distributed.context` ranks; then no rank refers to the group they form."""
     group = ranks.group_of(job.config.distributed.context)
     with autocast(job.config.training.precision, job.device):
-        split_rows.prove(job.model, group)
+        probe_table.run("split", Subject(job.config, job.model, group=group))
     with context.split(job.model, group):
         yield

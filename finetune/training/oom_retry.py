@@ -20,12 +20,11 @@ from typing import Any, NoReturn, Protocol
 import torch
 
 from finetune.config import Config
-from finetune.data.batching import MicroBatching
 from finetune.measure.out_of_memory import StepOutOfMemoryError, is_out_of_memory, reason
 from finetune.model.recompute.checkpointing import ByLength
 from finetune.runtime import libraries, ranks
 from finetune.runtime.randomness import RandomState
-from finetune.training.collator import Inputs, first_row, row_count, split, tokens_a_row
+from finetune.training.collator import Inputs, first_row, micro_batching, row_count, split, tokens_a_row
 from finetune.training.step import Count, Step
 
 
@@ -63,7 +62,7 @@ def smaller(inputs: Inputs, config: Config, shares: int) -> dict[str, int]:
     rows = row_count(inputs)
     if rows == 1:
         return {}
-    if MicroBatching.of(config.training, config.data).tokens:
+    if micro_batching(config.training, config.data).tokens:
         return {"training.micro_batch_tokens": _positions(inputs) // 2}
     share = config.training.batch_size // shares
     return {"training.micro_batch": max(fewer for fewer in range(1, rows // 2 + 1) if share % fewer == 0)}

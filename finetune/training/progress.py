@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, TypeAdapter, with_config
 
 from finetune.errors import ArtifactError
 from finetune.storage import records
@@ -12,18 +14,8 @@ from finetune.storage.rundir import checkpoint_step
 
 FILE = "trainer_state.json"
 
-# The field of each of its keys.
-_NAMES = {
-    "global_step": "step",
-    "max_steps": "total",
-    "epoch": "epoch",
-    "best_global_step": "best_step",
-    "best_metric": "best_loss",
-    "evaluations_without_gain": "without_gain",
-    "owes_evaluation": "owes_evaluation",
-}
 
-
+@with_config(ConfigDict(strict=True, extra="ignore"))
 @dataclass
 class Progress:
     """Completed steps of `total`, the same in epochs, and the best evaluation so far.
@@ -32,17 +24,19 @@ class Progress:
     `updates` are the steps that were not skipped; a checkpoint stores them with the schedule.
     """
 
-    step: int = 0
-    total: int = 0
-    epoch: float = 0.0
-    best_step: int | None = None
-    best_loss: float | None = None
-    without_gain: int = 0
+    step: Annotated[records.Step, Field(alias="global_step")] = 0
+    total: Annotated[records.Count, Field(alias="max_steps")] = 0
+    epoch: records.Positive = 0.0
+    best_step: Annotated[records.Step | None, Field(alias="best_global_step")] = None
+    best_loss: Annotated[records.Number | None, Field(alias="best_metric")] = None
+    without_gain: Annotated[records.Count, Field(alias="evaluations_without_gain")] = 0
     owes_evaluation: bool = False
-    updates: int = 0
+    updates: Annotated[int, Field(exclude=True)] = field(default=0, init=False)
 
     def as_json(self) -> dict[str, Any]:
-        return {stored: getattr(self, name) for stored, name in _NAMES.items()}
+        """The contents of the file."""
+        values: dict[str, Any] = _SHAPE.dump_python(self, by_alias=True)
+        return values
 
     def gains(self, loss: float) -> bool:
         """Record an evaluation loss; return whether it is the lowest so far.
@@ -58,11 +52,13 @@ class Progress:
         return True
 
 
+_SHAPE = TypeAdapter(Progress)
+
+
 def read_progress(folder: Path) -> Progress:
     """The progress of a checkpoint. Raises ArtifactError."""
     file = folder / FILE
-    found = records.read(file, records.TRAINER_STATE)
-    if found["global_step"] != checkpoint_step(folder):
-        raise ArtifactError(f"{file}: `global_step` is {found['global_step']}, which is not the checkpoint's")
-    values: dict[str, Any] = {**found}
-    return Progress(**{name: values[stored] for stored, name in _NAMES.items() if stored in values})
+    progress = records.read(file, _SHAPE)
+    if progress.step != checkpoint_step(folder):
+        raise ArtifactError(f"{file}: `global_step` is {progress.step}, which is not the checkpoint's")
+    return progress

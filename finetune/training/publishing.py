@@ -80,7 +80,7 @@ def publish(job: TrainingJob, whole: dict[str, torch.Tensor] | None) -> None:
                 save_weights(job.model, folder, whole)
                 if job.model.can_generate():
                     chat_template.write_generation_config(job.model.generation_config, job.tokenizer, folder)
-            fingerprint.save(job.tokenizer, job.made_with["base"], folder)
+            fingerprint.save(job.tokenizer, job.provenance["base"], folder)
     except (OSError, SafetensorError) as error:  # safetensors 0.8 raises its own error for a full disk
         raise MachineError(not_written(target, error)) from None
     if initial:

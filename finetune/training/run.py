@@ -12,7 +12,6 @@ from transformers import set_seed
 
 from finetune.errors import NumbersError
 from finetune.model.distributed.engine import WholeWeights
-from finetune.objectives import contract
 from finetune.runtime import ranks
 from finetune.training import guards, model_setup, publishing, schedules
 from finetune.training.assembly import assemble
@@ -45,7 +44,6 @@ def prepare(job: TrainingJob) -> tuple[Loop, bool]:
     """Complete the model and assemble the loop; also returns whether the loss is fused."""
     fused_loss = model_setup.complete(job)
     set_seed(job.config.training.seed)
-    contract.prove(job.config.training.objective, job.model, job.config.training.precision)
     loop = assemble(job, Callbacks(job.callbacks if ranks.is_main() else ()))
     if ranks.is_main():
         publishing.keep_initial_adapter(job)

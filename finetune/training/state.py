@@ -143,7 +143,7 @@ def restore_optimizer(engine: Engine, described: dict[str, Any], tensors: dict[s
 
 
 def snapshot(
-    step: Step, schedule: Any, progress: Progress, made_with: dict[str, Any], random_states: list[dict[str, Any]]
+    step: Step, schedule: Any, progress: Progress, provenance: dict[str, Any], random_states: list[dict[str, Any]]
 ) -> Contents:
     """A copy of the training state in host memory; training can continue at once.
 
@@ -170,7 +170,7 @@ def snapshot(
         step=progress.step,
         tensors={_weights_file(model): weights, OPTIMIZER_FILE: optimizer_tensors},
         values=json.loads(json.dumps(values)),  # also a copy
-        made_with=made_with,
+        provenance=provenance,
     )
 
 

@@ -12,8 +12,8 @@ from accelerate.utils import send_to_device
 
 from finetune.measure.monitor import Monitor, Peak
 from finetune.model.attention import packing
-from finetune.model.base import autocast
 from finetune.model.distributed.engine import Engine
+from finetune.model.precision import autocast
 from finetune.model.recompute.checkpointing import ByLength
 from finetune.objectives import Objective
 from finetune.training.collator import Inputs, for_model, tokens_a_row

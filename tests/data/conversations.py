@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from finetune.data.chat import IGNORE, Encoded
+from finetune.data.encoded import IGNORE, Encoded, Segment
 from finetune.data.examples import Message
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -26,7 +26,7 @@ def assistant(text: str) -> Message:
 TWO_TURNS = [system("Be brief."), user("Hi"), assistant("Hello there."), user("Why?"), assistant("Because so.")]
 
 
-def shown(encoded: Encoded, tokenizer: Any) -> str:
+def shown(encoded: Encoded | Segment, tokenizer: Any) -> str:
     """The tokens in a row, trained ones in brackets, special ones shortened to `<` (start), `>` (end) and `_` (pad)."""
     short = {"<|im_start|>": "<", "<|im_end|>": ">", "<|pad|>": "_", "\n": "/"}
     assert len(encoded.input_ids) == len(encoded.labels)
@@ -38,9 +38,9 @@ def shown(encoded: Encoded, tokenizer: Any) -> str:
     return "".join(parts)
 
 
-def trained_tokens(encoded: Encoded) -> list[int]:
+def trained_tokens(encoded: Encoded | Segment) -> list[int]:
     return [label for label in encoded.labels if label != IGNORE]
 
 
-def trained_text(encoded: Encoded, tokenizer: Any) -> str:
+def trained_text(encoded: Encoded | Segment, tokenizer: Any) -> str:
     return str(tokenizer.decode(trained_tokens(encoded), skip_special_tokens=False))

@@ -14,10 +14,10 @@ from finetune.data.batching import (
     Batch,
     MicroBatching,
     RowOrder,
+    Sizes,
     longest_batch,
     longest_batches,
     micro_batches,
-    worst_batch,
     worst_batches,
 )
 
@@ -167,7 +167,7 @@ def test_no_order_gives_a_larger_micro_batch(
     rows: list[tuple[int, int]], micro_batch: int, accumulation: int, seed: int
 ) -> None:
     lengths, trained = zip(*rows, strict=True)
-    worst = worst_batch(lengths, trained, micro_batch, "here")
+    worst = worst_batches(Sizes(lengths, trained), MicroBatching(micro_batch), micro_batch, "here")[0]
     for group in (True, False):
         found = order(list(lengths), batch_size=micro_batch * accumulation, seed=seed, group=group)
         for start in range(0, len(found), micro_batch * accumulation):
@@ -183,7 +183,7 @@ def test_no_order_gives_a_larger_micro_batch(
 @given(rows=ROWS, micro_batch=st.integers(1, 8))
 def test_some_order_reaches_each_of_its_numbers(rows: list[tuple[int, int]], micro_batch: int) -> None:
     lengths, trained = zip(*rows, strict=True)
-    worst = worst_batch(lengths, trained, micro_batch, "here")
+    worst = worst_batches(Sizes(lengths, trained), MicroBatching(micro_batch), micro_batch, "here")[0]
     by_trained = sorted(range(len(rows)), key=trained.__getitem__)[-micro_batch:]
     assert worst.rows == len(by_trained)
     assert worst.tokens == max(lengths)
@@ -198,7 +198,7 @@ def test_micro_batches_by_tokens_hold_each_row_once_within_the_tokens_and_none_i
 ) -> None:
     lengths, trained = zip(*((length, min(count, length - 1)) for length, count in rows), strict=True)
     way = MicroBatching(1, tokens)
-    worst = worst_batches(lengths, trained, way, batch_size, "here")
+    worst = worst_batches(Sizes(lengths, trained), way, batch_size, "here")
     assert len(worst) <= 2
     for group in (True, False):
         for step in batches(order(list(lengths), batch_size=batch_size, seed=seed, group=group), batch_size):
@@ -223,10 +223,10 @@ def test_rows_are_sorted_before_they_are_cut_and_those_of_one_length_keep_their_
 def test_the_worst_micro_batches_by_tokens_are_those_with_most_tokens_and_with_the_longest_row() -> None:
     way = MicroBatching(1, 100)
     lengths, trained = [10] * 20 + [33, 33, 33, 60], [4] * 20 + [30, 30, 30, 9]
-    most, longest = worst_batches(lengths, trained, way, 8, "here")
+    most, longest = worst_batches(Sizes(lengths, trained), way, 8, "here")
     assert (most.rows, most.tokens, most.trained_tokens, most.padded) == (3, 33, 90, True)
     assert (longest.rows, longest.tokens, longest.trained_tokens, longest.padded) == (1, 60, 30, False)
-    [only] = worst_batches([7, 7], [3, 3], way, 8, "here")
+    [only] = worst_batches(Sizes([7, 7], [3, 3]), way, 8, "here")
     assert (only.rows, only.tokens, only.padded) == (2, 7, False)
 
 
@@ -248,7 +248,7 @@ def test_packed_micro_batches_hold_each_row_once_within_the_tokens_and_none_is_l
 ) -> None:
     lengths, trained = zip(*((length, min(count, length - 1)) for length, count in rows), strict=True)
     way = MicroBatching(1, tokens, packed=True)
-    [worst] = worst_batches(lengths, trained, way, batch_size, "here")
+    [worst] = worst_batches(Sizes(lengths, trained), way, batch_size, "here")
     assert worst.rows == 1
     assert sum(worst.packed) == worst.tokens <= max(tokens, *lengths)
     for step in batches(order(list(lengths), batch_size=batch_size, seed=seed, group=False), batch_size):
@@ -269,7 +269,7 @@ def test_the_best_fit_leaves_the_least_room() -> None:
 def test_the_largest_packed_micro_batch_is_what_the_rows_make_together() -> None:
     def worst(lengths: list[int], tokens: int, step_rows: int = 8) -> tuple[int, tuple[int, ...]]:
         way = MicroBatching(1, tokens, packed=True)
-        [batch] = worst_batches(lengths, [length - 1 for length in lengths], way, step_rows, "here")
+        [batch] = worst_batches(Sizes(lengths, [length - 1 for length in lengths]), way, step_rows, "here")
         return batch.tokens, batch.packed
 
     assert worst([60, 60, 60], 150) == (120, (60, 60)), "no two rows and a half"

@@ -453,11 +453,11 @@ def test_what_has_no_key_is_there_until_the_process_ends(kept: Path) -> None:
 
 
 WRITER = """from finetune.data.rows import writer
-    from finetune.data.chat import Encoded
+    from finetune.data.encoded import Encoded, Segment
     from finetune.data.sources import Row
     with writer(folder / "rows.arrow") as write:
         for _ in range(100):
-            write([(Row("a:1", {}), Encoded([1] * 10_000, [1] * 10_000))])"""
+            write([(Row("a:1", {}), Encoded((Segment([1] * 10_000, [1] * 10_000),)))])"""
 
 
 def test_a_disk_that_takes_no_more_is_told_with_what_to_do(kept: Path) -> None:

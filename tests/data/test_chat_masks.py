@@ -13,7 +13,8 @@ from conversations import TWO_TURNS, assistant, shown, system, trained_text, use
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.data.chat import IGNORE, Encoded, encode
+from finetune.data.chat import encode
+from finetune.data.encoded import IGNORE, Segment
 from finetune.data.examples import Chat, Completion, Message, RowError, Text
 from finetune.data.masks import marks_generation
 from finetune.errors import ArtifactError
@@ -239,14 +240,14 @@ def test_padding_is_never_trained_and_the_end_of_turn_is_though_they_be_one_toke
 
 
 def test_trained_tokens_are_counted_but_the_first_which_nothing_predicts() -> None:
-    assert Encoded([5, 6, 7], [5, 6, 7]).trained == 2
-    assert Encoded([5, 6, 7], [IGNORE, 6, IGNORE]).trained == 1
-    assert Encoded([5], [5]).trained == 0
-    assert Encoded([], []).trained == 0
+    assert Segment([5, 6, 7], [5, 6, 7]).trained == 2
+    assert Segment([5, 6, 7], [IGNORE, 6, IGNORE]).trained == 1
+    assert Segment([5], [5]).trained == 0
+    assert Segment([], []).trained == 0
 
 
 def test_a_cut_keeps_tokens_and_labels_together() -> None:
-    assert Encoded([5, 6, 7], [IGNORE, 6, 7]).cut(2) == Encoded([5, 6], [IGNORE, 6])
+    assert Segment([5, 6, 7], [IGNORE, 6, 7]).cut(2) == Segment([5, 6], [IGNORE, 6])
 
 
 # -- no mask that cannot be trusted ----------------------------------------------------------------------------------

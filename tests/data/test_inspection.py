@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 import finetune
 from finetune.config import Config, DataSection, TrainingSection
 from finetune.data import fingerprint
-from finetune.data.batching import worst_batch
+from finetune.data.batching import MicroBatching, Sizes, worst_batches
+from finetune.data.encoded import ONE_SEQUENCE
 from finetune.data.inspection import (
     Bin,
     Inspection,
-    Piece,
     Source,
     _batchings,
     _bins,
@@ -29,6 +29,7 @@ from finetune.data.inspection import (
     inspect,
 )
 from finetune.errors import DataError
+from finetune.storage.records import TokenText
 
 Make = Callable[..., Any]
 
@@ -67,10 +68,10 @@ def test_a_row_is_shown_token_by_token_with_special_tokens_and_what_is_trained(l
     [row] = look([chat("Hi", "one")]).samples
     context = ["<|im_start|>", "user", "\n", "Hi", "<|im_end|>", "\n", "<|im_start|>", "assistant", "\n"]
     assert row.pieces == (
-        *(Piece(text, False) for text in context),
-        Piece("one", True),
-        Piece("<|im_end|>", True),
-        Piece("\n", False),
+        *(TokenText(text, False) for text in context),
+        TokenText("one", True),
+        TokenText("<|im_end|>", True),
+        TokenText("\n", False),
     )
     assert (row.tokens, row.trained_tokens, row.place.rpartition("/")[2]) == (12, 2, "rows.jsonl:1")
 
@@ -151,7 +152,8 @@ def test_the_longest_row_is_named_by_its_place(look) -> None:
 def test_the_worst_batch_is_that_of_the_forecast(look) -> None:
     lengths = [6, 10, 4, 8, 8]
     found = look([text(length // 2) for length in lengths], TrainingSection(batch_size=4, micro_batch=2))
-    assert found.worst_batch == worst_batch(lengths, [length - 1 for length in lengths], 2, "the data's rows")
+    sizes = Sizes(lengths, [length - 1 for length in lengths])
+    assert found.worst_batch == worst_batches(sizes, MicroBatching(2), 2, "the data's rows")[0]
 
 
 def test_the_fingerprint_is_that_of_the_tokenizer(look, tokenizer: Any) -> None:
@@ -217,18 +219,23 @@ def test_the_padding_is_that_of_training(quick: Callable[..., Config]) -> None:
         assert (configured.padding_share > 0) is (packed == "false")
 
 
+def alone(lengths: list[int]) -> list[tuple[int]]:
+    """Rows of one segment each."""
+    return [(length,) for length in lengths]
+
+
 def test_each_way_to_batch_is_chosen_by_its_keys() -> None:
     job = Config()
-    for batching in _batchings([3, 4, 5], job.training, job.data):
+    for batching in _batchings(alone([3, 4, 5]), ONE_SEQUENCE, job.training, job.data):
         chosen = job.changed(batching.changes)
-        found = _batchings([3, 4, 5], chosen.training, chosen.data)
+        found = _batchings(alone([3, 4, 5]), ONE_SEQUENCE, chosen.training, chosen.data)
         assert [way.name for way in found if way.configured] == [batching.name]
 
 
 def test_grouping_pads_less_on_lengths_with_a_long_tail() -> None:
     training = TrainingSection(batch_size=16, micro_batch=16, micro_batch_tokens=512)
     grouped, shuffled, grouped_by_tokens, by_tokens, packed = _batchings(
-        LONG_TAILED, training.model_copy(update={"micro_batch_tokens": None}), DataSection()
+        alone(LONG_TAILED), ONE_SEQUENCE, training.model_copy(update={"micro_batch_tokens": None}), DataSection()
     )
     assert packed.padding_share == 0
     assert packed.micro_batches <= by_tokens.micro_batches
@@ -236,7 +243,7 @@ def test_grouping_pads_less_on_lengths_with_a_long_tail() -> None:
     assert grouped.padding_share < shuffled.padding_share / 3
     assert grouped_by_tokens.padding_share <= grouped.padding_share
     assert (
-        _batchings(LONG_TAILED, training, DataSection())[3].padding_share
+        _batchings(alone(LONG_TAILED), ONE_SEQUENCE, training, DataSection())[3].padding_share
         < by_tokens.padding_share
         == shuffled.padding_share
     )
@@ -244,8 +251,13 @@ def test_grouping_pads_less_on_lengths_with_a_long_tail() -> None:
 
 
 def test_rows_of_one_length_pad_nothing_and_pairs_of_two_lengths_what_is_missing() -> None:
-    assert {batching.padding_share for batching in _batchings([7] * 10, TrainingSection(), DataSection())} == {0.0}
-    for batching in _batchings([3, 9], TrainingSection(batch_size=2, micro_batch=2), DataSection())[:-1]:
+    assert {
+        batching.padding_share
+        for batching in _batchings(alone([7] * 10), ONE_SEQUENCE, TrainingSection(), DataSection())
+    } == {0.0}
+    for batching in _batchings(
+        alone([3, 9]), ONE_SEQUENCE, TrainingSection(batch_size=2, micro_batch=2), DataSection()
+    )[:-1]:
         assert batching.padding_share == 1 - 12 / 18
         assert batching.steps == 1
 

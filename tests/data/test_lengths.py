@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from finetune.data.chat import IGNORE, Encoded
+from finetune.data.encoded import IGNORE, Segment
 from finetune.data.examples import RowError
 from finetune.data.lengths import TOO_LONG
 
 
-def row(text: str, head: int = 1) -> Encoded:
+def row(text: str, head: int = 1) -> Segment:
     ids = [ord(letter.lower()) for letter in text]
     labels = [token if letter.isupper() else IGNORE for token, letter in zip(ids, text, strict=True)]
-    return Encoded(ids, labels, head)
+    return Segment(ids, labels, head)
 
 
-def text(encoded: Encoded) -> str:
+def text(encoded: Segment) -> str:
     assert all(label in (IGNORE, token) for token, label in zip(encoded.input_ids, encoded.labels, strict=True))
     letters = zip(map(chr, encoded.input_ids), encoded.labels, strict=True)
     return "".join(letter if label == IGNORE else letter.upper() for letter, label in letters)

@@ -12,7 +12,8 @@ import pytest
 from conversations import TWO_TURNS, assistant, shown, trained_text, user
 
 from finetune.data import tokenizing
-from finetune.data.chat import IGNORE, Encoded, encode, encode_all, is_empty, system_heads
+from finetune.data.chat import encode, encode_all, is_empty, system_heads
+from finetune.data.encoded import IGNORE, Encoded, Segment
 from finetune.data.examples import Chat, Completion, RowError, Text, Tokens
 
 Make = Callable[..., Any]
@@ -280,7 +281,7 @@ def test_the_head_of_a_row_is_its_system_message_and_else_one_token(word_tokeniz
 
     def heads(template: str) -> list[int]:
         tokenizer = word_tokenizer(template)
-        rows = [row for row in encode_all(examples, tokenizer) if isinstance(row, Encoded)]
+        rows = [row.segments[0] for row in encode_all(examples, tokenizer) if isinstance(row, Encoded)]
         return system_heads(list(zip(examples, rows, strict=True)), tokenizer)
 
     assert heads(chatml) == [len(["<", "system", "\n", "Be", " ", "brief", ".", ">", "\n"]), 1, 1, 1]
@@ -312,7 +313,7 @@ def test_empty_is_what_would_teach_nothing(subtests: pytest.Subtests) -> None:
 def test_ids_from_the_first_to_the_last_of_the_vocabulary_are_taken_and_no_other(word_tokenizer: Make) -> None:
     tokenizer = word_tokenizer(None)
     last = len(tokenizer) - 1
-    assert encode(Tokens([0, last]), tokenizer) == Encoded([0, last], [0, last])
+    assert encode(Tokens([0, last]), tokenizer).segments == (Segment([0, last], [0, last]),)
     for wrong in (-1, last + 1):
         with pytest.raises(RowError, match=rf"`input_ids\[1\]` is {wrong}, but the tokenizer has"):
             encode(Tokens([0, wrong]), tokenizer)

@@ -11,7 +11,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from known_templates import KNOWN, VARIANTS, texts
 
-from finetune.data.chat import IGNORE, Encoded, encode, encode_all
+from finetune.data.chat import encode, encode_all
+from finetune.data.encoded import IGNORE, Encoded, Segment
 from finetune.data.examples import Chat, Completion, Example, Message, RowError, Text, Tokens
 from finetune.data.lengths import TOO_LONG
 from finetune.data.masks import marks_generation
@@ -45,10 +46,10 @@ def rendered(messages: list[Message], name: str) -> list[Message]:
     return messages if KNOWN[name].has_system or messages[0]["role"] != "system" else messages[1:]
 
 
-def too_long(known: tuple[str, Any], messages: list[Message], data: st.DataObject, least: int) -> tuple[Encoded, int]:
+def too_long(known: tuple[str, Any], messages: list[Message], data: st.DataObject, least: int) -> tuple[Segment, int]:
     """An encoded conversation, and a limit that it is over."""
     name, tokenizer = known
-    whole = encode(Chat(rendered(messages, name)), tokenizer)
+    [whole] = encode(Chat(rendered(messages, name)), tokenizer).segments
     return whole, data.draw(st.integers(least, len(whole.input_ids) - 1))
 
 
@@ -92,7 +93,7 @@ def test_a_truncated_row_keeps_the_last_answer_from_its_beginning_and_no_other_i
     what, [cut] = TOO_LONG["truncate"].apply(whole, limit)
     assert len(cut.input_ids) == len(cut.labels) == limit
     assume(cut.trained)
-    texts_of = [trained_text(Encoded(row.input_ids[a:b], row.labels[a:b]), known[1])
+    texts_of = [trained_text(Segment(row.input_ids[a:b], row.labels[a:b]), known[1])
                 for row in (whole, cut) for a, b in runs(row.labels)]  # fmt: skip
     before, after = texts_of[: len(runs(whole.labels))], texts_of[len(runs(whole.labels)) :]
     assert before[-1].startswith(after[-1].rstrip("\ufffd"))

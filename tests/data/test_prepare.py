@@ -12,8 +12,8 @@ import pytest
 from finetune.config import DataSection, Source
 from finetune.data import sources
 from finetune.data import split as splitting
-from finetune.data.chat import IGNORE
 from finetune.data.counts import TOO_LONG, UNTRAINED, Affected
+from finetune.data.encoded import IGNORE
 from finetune.data.examples import Chat, Completion
 from finetune.data.prepare import _splits, compared_rows, held_out_rows, prepare, prepare_held_out, questions
 from finetune.data.problems import Problems

@@ -1,7 +1,8 @@
 """Only the completion's turn is trained where prompt and completion are messages."""
 
 from finetune.config import ModelSection
-from finetune.data.chat import IGNORE, encode
+from finetune.data.chat import encode
+from finetune.data.encoded import IGNORE
 from finetune.data.examples import Chat
 from finetune.model.source.tokenizer import load_tokenizer
 

@@ -27,20 +27,9 @@ from transformers.cli.serve import Serve
 
 from finetune.config import ModelSection, dump
 from finetune.errors import ArtifactError, ConfigError, MachineError
-from finetune.export import (
-    adapter_export,
-    card,
-    export_formats,
-    gguf_model,
-    gguf_recipes,
-    gguf_types,
-    llama_cpp,
-    merge,
-    ollama,
-    server_commands,
-)
-from finetune.export.finished_run import Job
-from finetune.lifecycle import publish
+from finetune.export import adapter_export, card, export_formats, finished_run, publish, server_commands
+from finetune.export.conversion import Conversion
+from finetune.export.gguf import gguf_model, gguf_recipes, gguf_types, llama_cpp, ollama
 from finetune.model import build
 from finetune.model.source import chat_template
 from finetune.report.terminal import Terminal
@@ -156,11 +145,11 @@ def test_llama_cpp_runs_the_rewritten_adapter_as_peft_does(tiny_base: Path, tmp_
         assert error < 0.1 < 1 < effect
 
 
-def job(run: RunDirectory, **changes: Any) -> Job:
+def job(run: RunDirectory, **changes: Any) -> Conversion:
     config = run.config()
     section = config.adapter.model_copy(update=changes)
     config = config.model_copy(update={"adapter": section})
-    return Job(run, config, None, [], "the evaluation set", CPU, "f16", None, lambda dtype: None)
+    return Conversion(run, config, None, [], "the evaluation set", CPU, "f16", None, lambda dtype: None)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +193,7 @@ def test_the_server_of_transformers_takes_a_folder_as_the_command_gives_it() -> 
 def test_a_command_takes_the_path_of_a_run_as_one_word(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "my run; $(touch x) 'y'")
     with pytest.raises(ArtifactError) as refused:
-        merge.load_merged(run, ModelSection(), CPU)
+        finished_run.load_merged(run, ModelSection(), CPU)
     told = str(refused.value).partition("`")[2].rpartition("`")[0]
     assert shlex.split(told) == ["finetune", "merge", str(run.path)]
 
@@ -297,7 +286,7 @@ def test_another_base_or_a_damaged_adapter_is_refused(run: RunDirectory, format:
     (run.adapter / "adapter_model.safetensors").write_bytes(b"\0" * 64)
     with pytest.raises(ArtifactError, match="adapter_model"):
         export(run, format)
-    assert not (run.path / export_formats.find(format).folder).exists()
+    assert not (run.path / export_formats.FORMATS[format].folder).exists()
     assert not run.merged.exists()
 
 

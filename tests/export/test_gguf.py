@@ -21,7 +21,9 @@ from transformers import AutoModelForCausalLM
 
 from finetune.data.examples import Chat
 from finetune.errors import ArtifactError, ConfigError, MachineError
-from finetune.export import (
+from finetune.export import proof
+from finetune.export.conversion import Conversion
+from finetune.export.gguf import (
     gguf_export,
     gguf_families,
     gguf_model,
@@ -29,9 +31,7 @@ from finetune.export import (
     gguf_types,
     gguf_vocabulary,
     llama_cpp,
-    proof,
 )
-from finetune.export.finished_run import Job
 from finetune.model.source import catalog, chat_template
 from finetune.settings import load_config
 from finetune.storage.rundir import RunDirectory
@@ -116,7 +116,7 @@ def shake(model: Any) -> Any:
     return bench.rounded(model)
 
 
-def made_of(name: str, folder: Path, kind: str = "f16", **room: Any) -> Job:
+def made_of(name: str, folder: Path, kind: str = "f16", **room: Any) -> Conversion:
     """A conversion of a small model with a tokenizer of its family, on two rows of text."""
     run, shape = RunDirectory(folder), bench.SHAPES[name]
     tokenizer = shape.tokenizer()
@@ -128,7 +128,9 @@ def made_of(name: str, folder: Path, kind: str = "f16", **room: Any) -> Job:
     def load(dtype: torch.dtype | None) -> Any:
         return AutoModelForCausalLM.from_pretrained(run.merged, dtype=dtype)
 
-    return Job(run, load_config(TINY, job), tokenizer, [ids[:100], ids[100:120]], "the rows", CPU, kind, None, load)
+    return Conversion(
+        run, load_config(TINY, job), tokenizer, [ids[:100], ids[100:120]], "the rows", CPU, kind, None, load
+    )
 
 
 @pytest.mark.parametrize("name", sorted(bench.SHAPES.keys() - {"llama", "llama2", "qwen2.5", "gemma2"}))

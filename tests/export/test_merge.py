@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import finetune
 from finetune.errors import ArtifactError, ConfigError, MachineError, NumbersError
-from finetune.export import proof, shards
+from finetune.export import proof
+from finetune.export.merging import shards
 from finetune.model.source.locate import BUILTIN_BASE
 from finetune.report.terminal import Terminal
 from finetune.storage.rundir import RunDirectory
@@ -99,7 +100,7 @@ def test_a_merge_that_is_not_the_trained_model_is_not_published(
 
     write = shards.write_weights
     monkeypatch.setattr(shards, "write_weights", damaging)
-    with pytest.raises(ArtifactError, match="the merged model is not the trained one"):
+    with pytest.raises(ArtifactError, match="the merged model is not the trained model"):
         finetune.merge(run)
     assert not run.merged.exists()
     assert (run.adapter / "adapter_model.safetensors").exists()

@@ -17,8 +17,10 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from finetune.export import gguf_model, llama_cpp, server_commands
-from finetune.inference.generation import Settings, answers
+from finetune.export import server_commands
+from finetune.export.gguf import gguf_model, llama_cpp
+from finetune.inference.answer_settings import Settings
+from finetune.inference.generation import answers
 from finetune.model.source import chat_template
 
 MESSAGES = [{"role": "user", "content": "What does textwrap.fill do?"}]

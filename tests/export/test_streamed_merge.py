@@ -20,8 +20,9 @@ from transformers.pytorch_utils import Conv1D
 import finetune
 from finetune.config import AdapterSection, Config
 from finetune.errors import ArtifactError, ConfigError, MachineError
-from finetune.export import merge, proof, shards
-from finetune.export.bases import Bases, Merging, Onto
+from finetune.export import proof
+from finetune.export.merging import merge, shards
+from finetune.export.merging.bases import Bases, Merging, Onto
 from finetune.model.adapters import adapter, adapter_files
 from finetune.model.base import load_architecture
 from finetune.model.build import Blueprint
@@ -277,7 +278,7 @@ def test_a_right_merge_is_proven_and_a_wrong_one_refused(
 
         with monkeypatch.context() as patch:
             patch.setattr(Merging, "_merged", merged)
-            with pytest.raises(ArtifactError, match="the merged model is not the trained one"):
+            with pytest.raises(ArtifactError, match="the merged model is not the trained model"):
                 prove(tmp_path / wrong.__name__)
 
 

@@ -210,7 +210,7 @@ def contents(step: int) -> Any:
     from finetune.storage.checkpoint import Contents
 
     tensors = {name: {"weight": torch.full((1024,), float(step))} for name in ("adapter.safetensors", "b.safetensors")}
-    return Contents(step=step, tensors=tensors, values={"state.json": {"step": step}}, made_with={})
+    return Contents(step=step, tensors=tensors, values={"state.json": {"step": step}}, provenance={})
 
 
 def _save(folder: str, step: str) -> None:

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 import finetune
 from finetune.config import OptimizerSection
 from finetune.errors import ArtifactError, ConfigError, DataError
-from finetune.lifecycle import resume
+from finetune.lifecycle import provenance, resume
 from finetune.model.distributed import optimizer_states
 from finetune.model.distributed.engine import OneProcess
 from finetune.runtime.randomness import RandomState
@@ -677,17 +677,17 @@ def test_harmless_changes_are_found_and_told(whole: Job) -> None:
     run = whole.run
     start = resume.find(run)
     now = checkpoint.manifest_of(run.complete_checkpoints()[-1])["made_with"]
-    assert resume.compare(run, start, now) == {}
+    assert provenance.changes_since(run, start.checkpoint, now) == {}
     now["packages"]["torch"] = "9"
     now["processes"] = 2
     now["config"]["output"]["keep"] = 5
-    found = resume.compare(run, start, now)
+    found = provenance.changes_since(run, start.checkpoint, now)
     assert found == {
         "config": {"output.keep": [2, 5]}, "packages": {"torch": [torch.__version__, "9"]}, "processes": [1, 2],
     }  # fmt: skip
     now["data"]["eval"] = None
     with pytest.raises(DataError, match=r"`data\.eval`"):
-        resume.compare(run, start, now)
+        provenance.changes_since(run, start.checkpoint, now)
 
 
 # -- optimizer states -------------------------------------------------------------------------------------------------

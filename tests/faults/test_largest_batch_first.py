@@ -14,7 +14,7 @@ from steps import before_each_step, ready
 
 import finetune
 from finetune.config import OptimizerSection
-from finetune.data.batching import MicroBatching, worst_batches
+from finetune.data.batching import MicroBatching, Sizes, worst_batches
 from finetune.errors import DataError
 from finetune.model.distributed.engine import OneProcess
 from finetune.storage.rundir import RunDirectory
@@ -85,7 +85,7 @@ def test_the_longest_rows_come_first(quick, monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_rows_chosen_make_the_worst_batches(tokens: int | None) -> None:
     lengths = [10, 50, 20, 20, 19, 50, 3]
     way = MicroBatching(2, tokens)
-    for batch in worst_batches(lengths, lengths, way, 4, "the data's rows"):
+    for batch in worst_batches(Sizes(lengths, lengths), way, 4, "the data's rows"):
         rows = largest_batch.longest_rows(lengths, batch)
         assert (len(rows), max(lengths[row] for row in rows)) == (batch.rows, batch.tokens)
 

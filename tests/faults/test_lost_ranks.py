@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from together import Together
 
 from finetune.errors import DataError, MachineError
-from finetune.lifecycle import resume
+from finetune.lifecycle import provenance
 from finetune.runtime import rank_watch
 from finetune.runtime import ranks as processes
 from finetune.storage.rundir import RunDirectory
@@ -111,7 +111,7 @@ def test_the_same_files_in_other_places_are_the_same_job(
 def test_another_version_of_a_library_is_named_with_both_versions() -> None:
     ranks = [{"packages": {"torch": version}} for version in ("2.13.0", "2.13.0", "2.12.1")]
     with pytest.raises(MachineError, match=r"rank 2 has torch 2\.12\.1, but rank 0 has 2\.13\.0"):
-        resume._refuse_other_ranks(ranks)
+        provenance._refuse_other_ranks(ranks)
 
 
 @pytest.mark.parametrize(

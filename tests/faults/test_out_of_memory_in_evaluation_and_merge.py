@@ -30,10 +30,10 @@ def exhausted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """In an evaluation there is memory for so many rows at a time, none at first."""
     rows = [0]
 
-    def sums(model, batch, precision):
+    def sums(model, batch, *settings):
         if len(batch["input_ids"]) > rows[0]:
             raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
-        return plain(model, batch, precision)
+        return plain(model, batch, *settings)
 
     plain = eval_loss._sums
     monkeypatch.setattr(eval_loss, "_sums", sums)
@@ -138,7 +138,7 @@ def test_no_logits_are_made_and_nothing_of_a_batch_is_kept(quick) -> None:
 
 def test_a_merge_out_of_memory_leaves_the_training_and_is_done_again(train_apart) -> None:
     job = ["output.merge=true", "data.eval=none", "training.eval_every=null"]
-    run, ended = train_apart(Fault("finetune.lifecycle.publish:merge_locked", memory_bytes=2**20), *job)
+    run, ended = train_apart(Fault("finetune.export.publish:merge_locked", memory_bytes=2**20), *job)
     assert ended.code == 6, ended.output
     assert f"finetune export {run.path} --to merged" in " ".join(ended.output.split())
     assert not run.finished

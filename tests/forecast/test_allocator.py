@@ -58,7 +58,7 @@ def test_sizes_round_size_and_get_allocation_size(subtests: pytest.Subtests) -> 
             assert allocator.reserved_bytes == segment
 
 
-def test_no_bytes_take_no_block(subtests: pytest.Subtests) -> None:
+def test_a_request_of_zero_bytes_takes_no_block(subtests: pytest.Subtests) -> None:
     for make in [CachingAllocator, expandable]:
         with subtests.test(make=make):
             allocator = make()
@@ -68,7 +68,7 @@ def test_no_bytes_take_no_block(subtests: pytest.Subtests) -> None:
             assert counts(allocator) == (0, 0)
 
 
-def test_a_handle_is_freed_once_and_a_size_is_not_negative() -> None:
+def test_a_second_free_and_a_negative_size_are_refused() -> None:
     allocator = CachingAllocator()
     handle = allocator.allocate(512)
     for wrong in (handle + 512, handle + 1):

@@ -50,7 +50,7 @@ def test_norms_have_a_policy_of_their_own() -> None:
         assert torch.ops.aten.norm.Scalar(half.double(), 2).dtype is torch.float64
 
 
-def test_only_within_the_block_and_under_autocast() -> None:
+def test_casts_apply_only_in_the_context_and_under_autocast() -> None:
     half = torch.rand(4, 4, dtype=torch.bfloat16)
 
     def types() -> set[torch.dtype]:

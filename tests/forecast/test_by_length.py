@@ -18,7 +18,7 @@ from finetune.forecast import by_length, planning
 from finetune.forecast.fit import SPARE
 from finetune.forecast.planning import Planner
 from finetune.forecast.replay import Forecast, with_shorter
-from finetune.model.recompute.checkpointing import UpTo
+from finetune.storage.records import UpTo
 
 LONGEST, GRAIN, FIXED = 2048, 64, 4000
 # Of each level: MiB for the longest micro-batch, and its seconds.
@@ -82,7 +82,7 @@ def test_a_level_that_saves_little_is_left_out() -> None:
     assert [each.level for each in Job(budget).find("none", "keep-attention", lengths=long)] == ["keep-attention"]
 
 
-def test_memory_is_the_most_of_any_length() -> None:
+def test_the_forecast_memory_is_the_maximum_over_lengths() -> None:
     base = Job(9000).at("all", LONGEST)
     phases = {
         "forward": {"allocated_bytes": 5, "reserved_bytes": 7},
@@ -134,7 +134,7 @@ def uneven(quick: Callable[..., Config], tmp_path: Path) -> Callable[..., Planne
 
 
 @pytest.mark.slow
-def test_of_a_small_model_each_length_fits_and_the_next_does_not(
+def test_each_reach_of_a_small_model_fits_and_the_next_length_does_not(
     uneven: Callable[..., Planner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planner = uneven()

@@ -7,7 +7,8 @@ import json
 import pytest
 from forecasts import GIB, MIB, forecast
 
-from finetune.forecast.comparison import TOLD_ABOVE, Difference, as_dict, compare
+from finetune.forecast.comparison import as_dict, compare
+from finetune.storage.records import LARGE_DIFFERENCE, Difference
 
 
 def test_on_a_card_allocated_and_reserved_are_compared_and_the_device_is_not() -> None:
@@ -31,14 +32,14 @@ def test_on_a_cpu_tensors_are_compared_and_the_resident_size_is_not() -> None:
     assert found.relative < 0, "too little was forecast"
 
 
-def test_what_is_far_off_on_either_side_is_large(subtests: pytest.Subtests) -> None:
-    for share in [1 - 2 * TOLD_ABOVE, 1 - TOLD_ABOVE / 2, 1.0, 1 + 2 * TOLD_ABOVE]:
+def test_a_difference_above_the_threshold_is_large_in_either_direction(subtests: pytest.Subtests) -> None:
+    for share in [1 - 2 * LARGE_DIFFERENCE, 1 - LARGE_DIFFERENCE / 2, 1.0, 1 + 2 * LARGE_DIFFERENCE]:
         with subtests.test(share=share):
             found = Difference("load", "allocated_bytes", round(1e9 * share), 10**9)
-            assert found.large is (abs(share - 1) > TOLD_ABOVE)
+            assert found.large is (abs(share - 1) > LARGE_DIFFERENCE)
 
 
-def test_the_file_has_the_forecast_and_once_there_is_something_what_was_measured() -> None:
+def test_forecast_json_has_the_forecast_and_later_the_measurements() -> None:
     before = json.loads(json.dumps(as_dict(forecast(), {})))
     assert before["measured"] == {}
     assert before["differences"] == []

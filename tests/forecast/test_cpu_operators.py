@@ -93,7 +93,7 @@ def test_the_scratch_of_a_cpu_kernel_is_what_the_real_one_allocates(subtests: py
             assert_forecast(operator, arguments, arguments[-1] if name in PRODUCTS else torch.empty(0))
 
 
-def test_so_is_that_of_attentions_backward_pass(subtests: pytest.Subtests) -> None:
+def test_the_scratch_of_attentions_backward_pass_is_what_the_real_one_allocates(subtests: pytest.Subtests) -> None:
     for tokens in [128, 512, 1024]:
         for dtype in [BF16, FP32]:
             with subtests.test(tokens=tokens, dtype=dtype):

@@ -44,7 +44,7 @@ def test_a_layer_of_other_sizes_or_parts_is_of_another_kind() -> None:
     assert len(set(kinds)) == 3
 
 
-def test_only_the_layers_kept_are_there_in_the_model_and_in_its_config() -> None:
+def test_model_and_config_have_only_the_kept_layers() -> None:
     kept = (0, 2, 5)
     model, whole = built("windows", 6, kept), built("windows", 6)
     assert [type(layer) for layer in model.model.layers] == [type(whole.model.layers[number]) for number in kept]
@@ -55,14 +55,14 @@ def test_only_the_layers_kept_are_there_in_the_model_and_in_its_config() -> None
     assert whole.num_parameters() - model.num_parameters() == 3 * one
 
 
-def test_what_is_left_is_quantized_as_in_the_whole_model() -> None:
+def test_kept_layers_are_quantized_as_in_the_whole_model() -> None:
     short, whole = built("llama", 6, (1, 4), "nf4"), built("llama", 6, kind="nf4")
     assert depth.kinds(short) == [depth.kinds(whole)[number] for number in (1, 4)]
     assert all(type(layer.mlp.up_proj).__name__ == "Linear4bit" for layer in short.model.layers)
     assert type(short.lm_head) is nn.Linear
 
 
-def test_layers_that_are_in_no_one_list_are_refused() -> None:
+def test_a_model_without_one_list_of_layers_is_refused() -> None:
     model = built("llama", 4)
     model.second = nn.ModuleList([model.model.layers.pop(3)])
     with pytest.raises(depth.Scattered, match="LlamaForCausalLM"):

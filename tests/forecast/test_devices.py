@@ -45,7 +45,7 @@ def test_a_size_is_the_budget_with_the_speed_of_the_nearest_card(subtests: pytes
             assert found.flops == nearest.flops
 
 
-def test_what_is_no_card_is_refused_with_what_was_meant(subtests: pytest.Subtests) -> None:
+def test_an_unknown_gpu_is_refused_with_a_suggestion(subtests: pytest.Subtests) -> None:
     for name, hint in [
         ("RTX 4900", "RTX 4090"),
         ("H10", "H100"),
@@ -67,7 +67,7 @@ def test_auto_without_a_card_says_what_to_give(monkeypatch: pytest.MonkeyPatch) 
         device.find("auto", NONE)
 
 
-def test_the_least_of_card_budget_and_limit_is_what_the_job_may_take() -> None:
+def test_the_budget_is_the_minimum_of_card_budget_and_limit() -> None:
     def budget(name: str, **sizes: int) -> int:
         return device.find(name, MemorySection(**sizes)).budget_bytes
 
@@ -132,7 +132,7 @@ def test_a_limit_that_the_context_takes_alone_is_refused_by_cap_and_budget(monke
         device.cap(limit, HERE)
 
 
-def test_a_cpu_has_what_is_available_and_what_this_process_holds() -> None:
+def test_a_cpus_budget_is_available_memory_and_what_this_process_holds() -> None:
     found = device.find("cpu", NONE)
     memory = psutil.virtual_memory()
     assert (found.type, found.name, found.workspace_bytes) == ("cpu", "CPU", 0)

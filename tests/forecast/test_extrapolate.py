@@ -19,7 +19,7 @@ from finetune.forecast.trace import Trace
 # -- which layers are kept ---------------------------------------------------------------------------------------------
 
 
-def test_of_layers_that_are_all_alike_five_are_kept_and_the_second_stands_for_the_rest() -> None:
+def test_five_of_like_layers_are_kept_and_the_second_stands_for_the_rest() -> None:
     assert shorten("a" * 9) == Shortened((0, 1, 2, 3, 8), (0, 1, 2, 3, 4), (1, 5, 1, 1, 1))
 
 
@@ -125,10 +125,10 @@ def test_a_first_layer_that_makes_less_in_one_phase_is_alike_in_the_next() -> No
     assert without_layers(found) == without_layers(evaluated(9).trace)
 
 
-def test_frees_are_of_the_blocks_that_were_made() -> None:
+def test_every_free_belongs_to_an_earlier_allocation() -> None:
     living = set[int]()
-    for run in extrapolate(step(5).trace, shorten("a" * 9)).runs:
-        for event in run.events:
+    for stretch in extrapolate(step(5).trace, shorten("a" * 9)).stretches:
+        for event in stretch.events:
             living.add(event) if event > 0 else living.remove(-event)
     assert len(living) == 9, "the weights stay"
 
@@ -153,7 +153,7 @@ def test_layers_that_are_not_alike_are_noticed(story: Story, words: str) -> None
         extrapolate(story.trace, shorten("a" * 9))
 
 
-def test_only_the_ends_may_come_and_go_otherwise() -> None:
+def test_only_the_first_and_last_layer_may_free_blocks_elsewhere() -> None:
     found = events(extrapolate(step(5, odd=4).trace, shorten("a" * 9)))
     assert [event for event in found if event[3] == 7] == [("forward", 8, sign, 7, "activations") for sign in (1, -1)]
 
@@ -199,18 +199,19 @@ def test_the_extrapolated_trace_has_the_peaks_of_the_whole_one(
 
 
 @pytest.mark.parametrize("problem", [NotAlike, Scattered])
-def test_a_model_that_cannot_be_shortened_is_rehearsed_whole(
+def test_a_model_that_cannot_be_shortened_is_traced_whole(
     problem: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried = []
 
-    def trace_step(*arguments: Any) -> Trace:
-        *_, shortening, _, _ = arguments
+    def trace_step(setting: Any, shortening: Any, models: Any) -> Trace:
         tried.append(shortening("a" * 9))
         if len(tried) == 1:
             raise problem("for the test")
         return Trace([], [])
 
     monkeypatch.setattr(tracing, "_trace_step", trace_step)
-    tracing.trace_step(tiny_models.config(), None, tiny_models.BATCH, None, tiny_models.cpu(), "sdpa")
+    tracing.trace_step(
+        tracing.StepSetting(tiny_models.config(), None, tiny_models.BATCH, None, tiny_models.cpu(), "sdpa")
+    )
     assert tried == [shorten("a" * 9), whole(9)]

@@ -85,7 +85,7 @@ def test_dora_reads_a_fake_weight_as_it_reads_a_real_one(kind: Any) -> None:
     assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
 
 
-def test_a_weight_that_is_no_multiple_of_a_block_has_its_bytes_too() -> None:
+def test_a_weight_with_a_partial_last_block_has_the_real_bytes() -> None:
     import bitsandbytes as bnb
 
     for rows, columns in ((3, 5), (64, 1), (65, 129)):
@@ -101,7 +101,7 @@ def test_a_weight_that_is_no_multiple_of_a_block_has_its_bytes_too() -> None:
             ]
 
 
-def test_nothing_is_real_and_tied_weights_stay_tied() -> None:
+def test_all_tensors_are_fake_and_tied_weights_stay_tied() -> None:
     model = faked(QuantizationSection())
     assert all(isinstance(tensor, FakeTensor) for _, tensor in tensors(model))
     assert model.lm_head.weight is model.model.embed_tokens.weight

@@ -80,9 +80,9 @@ def test_a_rank_holds_the_slices_that_the_real_model_has(kind: str) -> None:
             for weight in model.parameters()
             if (storage := sharding.held(weight).untyped_storage())
         }
-    forward = next(number for number, run in enumerate(found.runs) if run.phase == "forward")
+    forward = next(number for number, stretch in enumerate(found.stretches) if stretch.phase == "forward")
     kept = {"adapter": 0, "base_weights": 0}
-    for _, block, sign in dataclasses.replace(found, runs=found.runs[:forward]).timeline():
+    for _, block, sign in dataclasses.replace(found, stretches=found.stretches[:forward]).timeline():
         if block.category in kept:
             kept[block.category] += sign * block.bytes
     buffers = sum(buffer.nbytes for buffer in model.buffers())
@@ -102,7 +102,7 @@ def test_a_rank_sends_all_but_its_slice_of_what_is_gathered_and_of_the_gradients
     assert sent == [3 * weights // 4, 3 * (layers + trained) // 4]
 
 
-def test_more_ranks_hold_less_and_slices_on_the_host_none() -> None:
+def test_more_ranks_hold_less_and_offloaded_shards_take_no_device_memory() -> None:
     card = tiny_models.card()
 
     def made(world_size: int, **changes: Any) -> Forecast:
@@ -259,7 +259,7 @@ def zero(stage: str, ranks: int, device: Device | None = None, **changes: Any) -
 FULL = {"quantization__kind": "none", "adapter__kind": "none"}
 
 
-def test_each_stage_of_zero_cuts_what_it_says() -> None:
+def test_each_stage_of_zero_shards_what_it_says() -> None:
     """Beside the weights, which are float32, a copy of them and two states."""
     trained = zero("optimizer", 1, **FULL).categories["adapter"]
     for stage, share in (("optimizer", 1), ("gradients", 1), ("weights", 4)):
@@ -274,7 +274,7 @@ def test_layers_under_zero_are_extrapolated_to_what_traced_ones_take(stage: str)
     assert peaks(trace(config, 4)) == peaks(trace(config, 4, shortening=lambda kinds: whole(len(kinds))))
 
 
-def test_what_zero_sends_is_reduced_gradients_and_gathered_weights() -> None:
+def test_zero_sends_reduced_gradients_and_gathered_weights() -> None:
     """In one micro-batch; at stage 3 weights are gathered for the forward and the backward pass, or more."""
     trained = zero("optimizer", 1, **FULL).categories["adapter"]
     for stage in ("optimizer", "gradients"):
@@ -282,7 +282,7 @@ def test_what_zero_sends_is_reduced_gradients_and_gathered_weights() -> None:
     assert zero("weights", 4, **FULL).sent_bytes > 3 * trained / 4
 
 
-def test_what_zero_offloads_lies_on_the_host_and_on_a_disk() -> None:
+def test_zero_offloads_to_the_host_and_to_a_disk() -> None:
     card = tiny_models.card()
     plain, host = zero("weights", 2, card, **FULL), zero("weights", 2, card, **FULL, distributed__offload="cpu")
     assert host.needed_bytes < plain.needed_bytes

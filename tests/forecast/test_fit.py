@@ -104,7 +104,7 @@ BUDGETS = [
 ]  # fmt: skip
 
 
-def test_it_finds_the_best_of_every_setting_with_few_of_the_forecasts(subtests: pytest.Subtests) -> None:
+def test_the_search_finds_the_best_of_all_settings_with_few_forecasts(subtests: pytest.Subtests) -> None:
     for reading in [0.5, 20.0, 500.0]:
         for budget in BUDGETS:
             with subtests.test(reading=reading, budget=budget):
@@ -132,7 +132,7 @@ def test_it_finds_the_best_of_every_setting_with_few_of_the_forecasts(subtests: 
     reading=st.floats(0, 1000),
     type=st.sampled_from(["cuda", "cpu"]),
 )
-def test_it_finds_the_best_whatever_costs_most(
+def test_the_search_finds_the_best_whatever_costs_most(
     budget: int, activations: int, layer_input: int, logits: int, reading: float, type: str
 ) -> None:
     job = Job(budget, type, activations=activations, layer_input=layer_input, logits=logits, reading=reading)
@@ -220,7 +220,7 @@ def test_a_smaller_tile_is_taken_where_it_saves_more_than_it_costs() -> None:
     assert "memory.loss_tokens" in found.reasons
 
 
-def test_when_nothing_fits_the_least_that_was_found_is_told() -> None:
+def test_when_nothing_fits_the_error_names_the_smallest_setting() -> None:
     with pytest.raises(OutOfMemoryError) as raised:
         Job(1024).fit()
     least = 1000 + 300 // 8
@@ -251,7 +251,7 @@ def test_the_speed_up_is_over_the_best_that_checkpoints_everything() -> None:
     assert found.speed_up > 1
 
 
-def test_as_json() -> None:
+def test_a_fit_as_json() -> None:
     found = Job(4000).fit().as_dict()
     assert set(found["chosen"]) == {
         "training.micro_batch", "memory.checkpointing", "memory.offload", "memory.loss_tokens",
@@ -295,7 +295,7 @@ def test_the_largest_value_that_fits_is_found_exactly(
         assert fitting.largest(forecast, start, grain, most) == min(bound // grain, max(1, most // grain)) * grain
 
 
-def test_also_where_memory_grows_with_the_square_of_the_length(subtests: pytest.Subtests) -> None:
+def test_the_largest_value_is_found_where_memory_grows_quadratically(subtests: pytest.Subtests) -> None:
     for bound in [0, 1, 63, 64, 65, 1000, 4096, 20_000]:
         for start in [64, 1024, 8192]:
             with subtests.test(bound=bound, start=start):
@@ -304,7 +304,7 @@ def test_also_where_memory_grows_with_the_square_of_the_length(subtests: pytest.
                 assert fitting.largest(forecast, start, 64, 10**9) == bound // 64 * 64
 
 
-def test_the_limits_are_each_by_itself() -> None:
+def test_each_limit_is_found_with_the_other_values_unchanged() -> None:
     asked: list[Config] = []
 
     def forecast(config: Config) -> Forecast:

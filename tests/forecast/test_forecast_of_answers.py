@@ -53,7 +53,7 @@ def test_an_adapter_on_some_layers_by_pattern_counts_in_those_alone() -> None:
     assert adapter_bytes("[0-7]") == 8 * adapter_bytes("9") > 0
 
 
-def test_every_cache_that_the_model_can_have_is_told_with_its_size() -> None:
+def test_the_sizes_of_all_possible_caches_are_given() -> None:
     found = answer_memory.forecast(tiny_models.config(model__name="builtin:tiny-llama"), "cpu", context=64).caches
     assert found.keys() - {"quantized"} == {"dynamic", "static", "offloaded"}
     assert found["offloaded"] == found["dynamic"] <= found["static"] < found["dynamic"] + 1024
@@ -71,7 +71,7 @@ def test_an_offloaded_cache_lies_in_host_memory_beside_a_card() -> None:
         assert after <= before - (4 - left) * a_layer + 4096
 
 
-def test_what_does_not_fit_is_said() -> None:
+def test_an_inference_that_does_not_fit_says_so() -> None:
     card = tiny_models.card()
     dynamic = forecast(device=card)
     tight = replace(card, budget_bytes=dynamic.needed_bytes - 1)

@@ -21,7 +21,7 @@ def job(**changes: Any) -> Config:
     return Config().changed({key.replace("__", "."): value for key, value in changes.items()})
 
 
-def test_of_the_default_job_what_is_left_in_the_order_in_which_to_try_it() -> None:
+def test_the_default_jobs_levers_come_in_the_order_in_which_to_try_them() -> None:
     assert names() == [
         "memory.loss_tokens=512",
         "training.micro_batch=2",
@@ -31,7 +31,7 @@ def test_of_the_default_job_what_is_left_in_the_order_in_which_to_try_it() -> No
     ]
 
 
-def test_what_changes_no_result_comes_first_and_four_bits_before_a_smaller_job() -> None:
+def test_levers_that_keep_the_result_come_first_and_4_bits_before_a_smaller_job() -> None:
     found = names(memory__checkpointing="none", quantization__kind="none")
     same = ["memory.loss_tokens=512", "training.micro_batch=2", "memory.checkpointing=all"]
     assert found[:3] == same

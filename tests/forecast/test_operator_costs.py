@@ -74,7 +74,7 @@ def test_torch_optimizers_and_clipping_take_lists_on_a_card() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "padded"), [(24, 24), (30, 32), (25, 32)])
-def test_a_mask_in_rows_of_no_multiple_of_8_is_copied_into_such_rows(tokens: int, padded: int) -> None:
+def test_a_mask_is_padded_to_rows_of_a_multiple_of_8(tokens: int, padded: int) -> None:
     rows, heads, size, two_bytes = 2, 4, 64, 2
     attend: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     query = torch.empty(rows, heads, tokens, size, dtype=torch.bfloat16)

@@ -122,7 +122,7 @@ def test_a_budget_smaller_than_the_weights_does_not_fit_and_every_lever_that_hel
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_is_told_with_the_batch_and_the_levers(too_small: Plan) -> None:
+def test_a_job_that_does_not_fit_is_refused_with_the_batch_and_the_levers(too_small: Plan) -> None:
     text = plan_look.does_not_fit(too_small.forecast, list(too_small.levers))
     assert "does not fit RTX 4090" in text
     assert "from the data's rows" in text
@@ -145,7 +145,7 @@ def test_a_plan_shows_itself_in_a_notebook(too_small: Plan) -> None:
         (["model.name={unknown}"], "T4", ArtifactError, "no_such_architecture"),
     ],
 )
-def test_what_is_not_known_is_named(
+def test_an_unknown_model_or_gpu_is_named(
     quick: Quick, tmp_path: Path, overrides: list[str], gpu: str, error: type[Exception], words: str
 ) -> None:
     unknown = tmp_path / "unknown"
@@ -173,9 +173,7 @@ def test_a_fitted_config_is_read_and_planned_and_fits(quick: Quick, tmp_path: Pa
     assert plan_look.plan(read, "RTX 4090").forecast.fits
 
 
-def test_what_the_config_leaves_to_be_chosen_is_chosen_and_no_more(
-    quick: Quick, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_auto_settings_are_chosen(quick: Quick, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
 
     def fit(config: Config, layers: int, forecast: object, **given: Any) -> None:
@@ -302,7 +300,7 @@ def test_a_rank_that_no_layer_has_is_refused(shallow_base: Path) -> None:
 @pytest.mark.parametrize(
     "wrong", ["adapter.targets=[q_prj]", "adapter.extra_modules=[nrm]", "adapter.ranks={q_prj: 4}"]
 )
-def test_what_the_model_does_not_have_is_reported_before_the_data_is_read(
+def test_targets_that_the_model_lacks_are_reported_before_the_data_is_read(
     start: Callable[[Config], object], wrong: str, quick: Quick, tmp_path: Path
 ) -> None:
     (tmp_path / "rows.jsonl").write_text("no row\n")

@@ -38,8 +38,7 @@ def step(unit: int = MIB, *, paged: int = 0) -> Story:
 
 
 def made(story: Story, device: Device = CPU, **changes: Any) -> Forecast:
-    given = {"micro_batches": 1, "merge_bytes": 0, "disk_bytes": 0, **changes}
-    return replay.make(story.trace, device, BATCH, "sdpa", **given)
+    return replay.make(story.trace, device, BATCH, "sdpa", replay.RunSetting(**changes))
 
 
 def test_on_a_cpu_the_live_tensors_are_what_counts() -> None:
@@ -131,8 +130,8 @@ def test_a_step_repeats_its_passes_and_not_its_update() -> None:
 
 def test_a_product_that_is_bound_by_bandwidth_takes_the_time_of_its_traffic_alone() -> None:
     hidden = step()
-    hidden.trace.runs[0].work.flops = hidden.trace.runs[0].work.hidden_flops = 10**9
-    hidden.trace.runs[0].phase = "forward"
+    hidden.trace.stretches[0].work.flops = hidden.trace.stretches[0].work.hidden_flops = 10**9
+    hidden.trace.stretches[0].phase = "forward"
     assert made(hidden).flops - made(step()).flops == 10**9
     assert made(hidden).seconds == pytest.approx(made(step()).seconds)
 
@@ -147,7 +146,7 @@ def test_what_is_sent_runs_beside_the_arithmetic_and_counts_where_it_takes_longe
     def seconds(**sent: int) -> float:
         story = step().at("backward")
         for name, size_bytes in sent.items():
-            setattr(story.trace.runs[-1].work, name, size_bytes)
+            setattr(story.trace.stretches[-1].work, name, size_bytes)
         return made(story, card).seconds
 
     assert seconds(copied_bytes=2**20, sent_bytes=2**20) == made(step(), card).seconds
@@ -161,13 +160,13 @@ def test_ranks_that_average_gradients_send_twice_all_but_their_share(ranks: int,
 
 def test_copies_of_the_model_average_once_a_step_what_they_train() -> None:
     story = step().at("load").make("adapter", 600, "adapter")
-    story.trace.runs.insert(1, story.trace.runs.pop())
+    story.trace.stretches.insert(1, story.trace.stretches.pop())
     assert made(story, CARD, gpus=4, copied=True, micro_batches=3).as_dict()["sent_bytes"] == 2 * 3 * 600 // 4
     assert made(story, CARD, gpus=4).sent_bytes == 0, "slices are in the trace"
 
 
 @pytest.mark.parametrize("device", [CPU, CARD], ids=["cpu", "card"])
-def test_what_a_step_leaves_to_the_next_is_counted_once(device: Device) -> None:
+def test_blocks_that_a_step_leaves_to_the_next_are_counted_once(device: Device) -> None:
     def story() -> Story:
         begun = Story().at("load").make("weights", 10 * MIB, "base_weights")
         begun.at("forward").make("saved", 8 * MIB).make("state", 5 * MIB)
@@ -177,23 +176,23 @@ def test_what_a_step_leaves_to_the_next_is_counted_once(device: Device) -> None:
 
 
 @pytest.mark.parametrize("device", [CPU, CARD], ids=["cpu", "card"])
-def test_a_state_that_each_update_makes_anew_is_counted_once(device: Device) -> None:
+def test_a_state_that_each_update_allocates_anew_is_counted_once(device: Device) -> None:
     """As transformers' Adafactor does with a weight's root mean square."""
 
     def made_anew(times: int) -> Forecast:
         story = step()
-        story.trace.runs, evaluation = story.trace.runs[:-1], story.trace.runs[-1:]
+        story.trace.stretches, evaluation = story.trace.stretches[:-1], story.trace.stretches[-1:]
         for number in range(times):
             story.at("optimizer").make(f"states {number}", 2 * MIB, "optimizer_states")
             story.drop(f"states {number - 1}" if number else "states")
-        story.trace.runs += evaluation
+        story.trace.stretches += evaluation
         return made(story, device)
 
     assert made_anew(1).phases["evaluation"] == made_anew(0).phases["evaluation"]
     assert made_anew(2).phases == made_anew(1).phases
 
 
-def test_a_merge_and_the_disk_are_told_and_no_part_of_the_step() -> None:
+def test_merge_and_disk_bytes_are_not_part_of_the_step() -> None:
     found = made(step(), merge_bytes=5 * GIB, disk_bytes=7 * GIB)
     assert found.phases["merge"] == {"allocated_bytes": 5 * GIB, "reserved_bytes": 5 * GIB}
     assert found.disk_bytes == 7 * GIB
@@ -273,7 +272,7 @@ def random_step(blocks: list[tuple[str, int, str, int]]) -> Story:
 @pytest.mark.parametrize("device", [CPU, CARD], ids=["cpu", "card"])
 @settings(deadline=None, derandomize=True, max_examples=60)
 @given(blocks=BLOCKS)
-def test_purposes_add_up_to_what_is_needed_and_the_curve_reaches_the_peak(
+def test_categories_add_up_to_the_needed_bytes_and_the_curve_reaches_the_peak(
     device: Device, blocks: list[tuple[str, int, str, int]]
 ) -> None:
     found = made(random_step(blocks), device)

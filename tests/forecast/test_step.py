@@ -154,7 +154,7 @@ def test_a_7b_model_is_traced_in_a_gibibyte_and_counted_right() -> None:
     trace = tiny_models.trace(job, catalog.config(name), where=tiny_models.card(), batch=batch)
     assert process.memory_info().rss - before < 2**30
     assert trace.parameters == entry.parameters
-    found = replay.make(trace, tiny_models.card(), batch, "sdpa", micro_batches=1, merge_bytes=0, disk_bytes=0)
+    found = replay.make(trace, tiny_models.card(), batch, "sdpa", replay.RunSetting())
     # 32 layers of four 4096 x 4096 and three 4096 x 11008 weights at 4.127 bits, embedding and head in 16.
     linear = 32 * (4 * 4096**2 + 3 * 4096 * 11008)
     weights = found.categories["base_weights"] + found.categories["quantization_state"]
@@ -166,7 +166,9 @@ def test_a_layer_under_peft_launches_355_kernels_on_a_card() -> None:
     job = tiny_models.config(training__precision="bf16", memory__checkpointing="all")
     trace = tiny_models.trace(job, tiny_models.architecture(), where=tiny_models.card(), batch=longest_batch(4, 64))
     work = {
-        phase: sum((run.work for run in trace.runs if (run.phase, run.layer) == (phase, 4)), Work())
+        phase: sum(
+            (stretch.work for stretch in trace.stretches if (stretch.phase, stretch.layer) == (phase, 4)), Work()
+        )
         for phase in ("forward", "backward")
     }
     assert (work["forward"].calls, work["backward"].calls) == (108, 247)
@@ -190,7 +192,7 @@ def test_layer_inputs_on_the_host_are_managed_memory_on_a_card_and_nothing_on_a_
 
     def made(job: Any, where: Any) -> Any:
         trace = tiny_models.trace(job, model, where=where, batch=batch)
-        return replay.make(trace, where, batch, "sdpa", micro_batches=1, merge_bytes=0, disk_bytes=0)
+        return replay.make(trace, where, batch, "sdpa", replay.RunSetting())
 
     card = tiny_models.card()
     inputs = 3 * 2 * 512 * 64 * 2  # layers, rows, tokens, width, bytes
@@ -377,11 +379,16 @@ def test_a_model_traced_before_gives_the_forecast_that_a_new_one_gives(
 def _comparable(trace: Trace) -> tuple[Any, ...]:
     """All of a trace; blocks that are freed one after the other come in any order, which no two traces share."""
     runs = [
-        (run.phase, run.layer, run.work, [(made, sorted(each)) for made, each in itertools.groupby(run.events, _made)])
-        for run in trace.runs
+        (
+            stretch.phase,
+            stretch.layer,
+            stretch.work,
+            [(made, sorted(each)) for made, each in itertools.groupby(stretch.events, _made)],
+        )
+        for stretch in trace.stretches
     ]
     blocks = [(block.bytes, block.category, block.layer, block.managed) for block in trace.blocks]
-    return runs, blocks, dataclasses.replace(trace, blocks=[], runs=[])
+    return runs, blocks, dataclasses.replace(trace, blocks=[], stretches=[])
 
 
 def _made(event: int) -> bool:

@@ -13,24 +13,24 @@ from torch.profiler import ProfilerActivity, profile
 from traces import events
 
 from finetune.forecast import operator_costs
-from finetune.forecast.operator_costs import Kernels
-from finetune.forecast.trace import Answers, Recorder, Work
+from finetune.forecast.operator_costs import DeviceOperators
+from finetune.forecast.trace import Answers, TraceRecorder, Work
 
 aten = torch.ops.aten
 
 
-def kernels(python: Any = None, scratch: Any = lambda func, args, named: []) -> Kernels:
-    return Kernels(python=python or {}, scratch=scratch, flops={})
+def kernels(python: Any = None, scratch: Any = lambda func, args, named: []) -> DeviceOperators:
+    return DeviceOperators(python=python or {}, scratch=scratch, flops={})
 
 
 @contextlib.contextmanager
-def recording(given: Kernels | None = None, answers: Answers | None = None) -> Iterator[Recorder]:
-    recorder = Recorder(given or kernels(), answers or Answers(uneven=False, trained_tokens=0))
+def recording(given: DeviceOperators | None = None, answers: Answers | None = None) -> Iterator[TraceRecorder]:
+    recorder = TraceRecorder(given or kernels(), answers or Answers(uneven=False, trained_tokens=0))
     with FakeTensorMode(allow_non_fake_inputs=True), recorder:
         yield recorder
 
 
-def bytes_of(recorder: Recorder) -> list[int]:
+def bytes_of(recorder: TraceRecorder) -> list[int]:
     """Each event's bytes, above 0 where they were allocated."""
     return [sign * size for _, _, sign, size, _ in events(recorder.trace())]
 
@@ -72,7 +72,7 @@ def test_every_output_of_an_operator_is_an_allocation() -> None:
     assert len(kept) == 2
 
 
-def test_a_run_has_one_phase_and_one_layer() -> None:
+def test_a_stretch_has_one_phase_and_one_layer() -> None:
     with recording() as recorder:
         recorder.phase = "forward"
         first = torch.empty(1)
@@ -86,13 +86,13 @@ def test_a_run_has_one_phase_and_one_layer() -> None:
         ("forward", 2, 1, 4, "activations"),
         ("backward", 2, -1, 4, "activations"),
     ]
-    assert [(run.phase, run.layer) for run in recorder.trace().runs] == [
+    assert [(stretch.phase, stretch.layer) for stretch in recorder.trace().stretches] == [
         ("forward", None), ("forward", 2), ("backward", 2),
     ]  # fmt: skip
     assert third.numel() == 1
 
 
-def test_what_was_there_before_is_kept_and_what_was_recorded_can_be_named() -> None:
+def test_keep_counts_earlier_tensors_and_mark_changes_the_category() -> None:
     with recording() as recorder:
         weight = torch.empty(3)
         recorder.mark(weight, "optimizer_states", managed=True)
@@ -101,7 +101,7 @@ def test_what_was_there_before_is_kept_and_what_was_recorded_can_be_named() -> N
     assert (block.bytes, block.category, block.managed) == (12, "optimizer_states", True)
 
     mode = FakeTensorMode()
-    recorder = Recorder(kernels(), Answers(uneven=False, trained_tokens=0))
+    recorder = TraceRecorder(kernels(), Answers(uneven=False, trained_tokens=0))
     with mode:
         outside = torch.empty(6)
     recorder.keep(outside, "base_weights", 4)
@@ -110,7 +110,7 @@ def test_what_was_there_before_is_kept_and_what_was_recorded_can_be_named() -> N
 
 
 def test_an_optimizer_is_followed_from_weight_to_weight() -> None:
-    recorder = Recorder(kernels(), Answers(uneven=False, trained_tokens=0))
+    recorder = TraceRecorder(kernels(), Answers(uneven=False, trained_tokens=0))
     mode = FakeTensorMode()
     with mode:
         first, second = torch.empty(4), torch.empty(6)
@@ -180,7 +180,7 @@ def test_a_product_takes_two_operations_for_each_pair() -> None:
 
 
 def test_a_product_with_a_low_rank_matrix_is_bandwidth_bound_and_a_large_one_is_not() -> None:
-    recorder = Recorder(kernels(), Answers(uneven=False, trained_tokens=0), flops_per_byte=20.0)
+    recorder = TraceRecorder(kernels(), Answers(uneven=False, trained_tokens=0), flops_per_byte=20.0)
     with FakeTensorMode(), recorder:
         values, low_rank, square = torch.empty(512, 512), torch.empty(512, 4), torch.empty(512, 512)
         recorder.phase = "forward"
@@ -205,7 +205,7 @@ def test_a_gradient_that_autograd_adds_in_place_reads_two_and_writes_one() -> No
     assert made.moved_bytes == 4 + 2 * (4 + 40) + 3 * 40
 
 
-def test_what_is_no_product_reads_its_inputs_and_writes_its_output_and_a_view_does_neither() -> None:
+def test_other_operators_read_inputs_and_write_outputs_and_views_move_nothing() -> None:
     with recording() as recorder:
         first, second = torch.empty(10), torch.empty(10)
         recorder.phase = "forward"
@@ -217,8 +217,8 @@ def test_what_is_no_product_reads_its_inputs_and_writes_its_output_and_a_view_do
     assert out.shape == (5, 2)
 
 
-def test_an_operator_on_a_list_over_layers_moves_in_each_layer_what_is_its_share() -> None:
-    recorder = Recorder(kernels(), Answers(uneven=False, trained_tokens=0))
+def test_a_list_operator_over_layers_counts_each_layers_share_of_its_traffic() -> None:
+    recorder = TraceRecorder(kernels(), Answers(uneven=False, trained_tokens=0))
     mode = FakeTensorMode()
     with mode:
         weights = [torch.empty(10), torch.empty(30), torch.empty(10)]
@@ -227,7 +227,7 @@ def test_an_operator_on_a_list_over_layers_moves_in_each_layer_what_is_its_share
     recorder.phase, recorder.layer = "optimizer", None
     with mode, recorder, recorder.follow_layers():
         torch._foreach_mul_(weights, 2.0)
-    found = {run.layer: run.work for run in recorder.trace().runs if run.phase == "optimizer"}
+    found = {stretch.layer: stretch.work for stretch in recorder.trace().stretches if stretch.phase == "optimizer"}
     assert found == {None: Work(calls=1), 0: Work(moved_bytes=2 * 4 * 40), 1: Work(moved_bytes=2 * 4 * 10)}
 
 
@@ -252,7 +252,7 @@ def test_one_expert_of_a_mixture_is_forecast_to_get_every_token(monkeypatch: pyt
         assert max(bytes_of(recorder)[4:]) == 4 * busiest * 48 + 128
 
 
-def test_other_integers_are_one_floats_one_half_and_other_questions_true() -> None:
+def test_a_read_integer_is_one_a_float_one_half_and_a_truth_value_true() -> None:
     with recording(answers=Answers(uneven=True, trained_tokens=1)):
         assert torch.empty(3).sum().item() == 0.5
         assert torch.empty(3, dtype=torch.long).max().item() == 1
@@ -267,7 +267,7 @@ def test_a_mask_selects_as_many_rows_as_there_are_trained_tokens(subtests: pytes
             assert values[torch.zeros(6, dtype=torch.long)].shape == (6, 4, 3), "other indices take what they say"
 
 
-def test_there_are_as_many_counts_as_the_call_asks_for() -> None:
+def test_bincount_has_the_length_that_the_call_asks_for() -> None:
     with recording(answers=Answers(uneven=False, trained_tokens=1)):
         counts = torch.bincount(torch.zeros(2, 4, dtype=torch.long).reshape(-1), minlength=6)
         assert (counts.shape, counts.dtype) == ((6,), torch.long)

@@ -21,7 +21,7 @@ import finetune
 from finetune.data import formats, sources
 from finetune.errors import ConfigError, DataError
 from finetune.inference import chat_session, commands, generation, jobs, prompts
-from finetune.inference.generation import Settings
+from finetune.inference.answer_settings import Settings
 from finetune.storage.rundir import RunDirectory
 
 SETTINGS = Settings(max_new_tokens=6)
@@ -251,7 +251,7 @@ def test_a_retry_of_a_line_that_was_too_long_keeps_the_turns_before(
     before = list(conversation._messages)
 
     def too_long(*_: object) -> None:
-        raise generation.TooLong("the prompt is too long")
+        raise generation.PromptTooLong("the prompt is too long")
 
     monkeypatch.setattr(jobs.Ready, "stream", too_long)
     conversation.take("Say 6")

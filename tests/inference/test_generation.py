@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig, 
 import finetune
 from finetune.errors import ConfigError, MachineError
 from finetune.inference import generation
-from finetune.inference.generation import Settings, TooLong, answers, stream
+from finetune.inference.answer_settings import Settings
+from finetune.inference.generation import PromptTooLong, answers, stream
 
 FP8 = hasattr(cache_utils, "Fp8QuantizedLayer")
 SETTINGS = Settings(max_new_tokens=12, batch_size=4)
@@ -79,7 +80,7 @@ def test_at_the_end_of_a_table_of_positions_a_long_prompt_does_not_shorten_the_a
     found = list(answers(model, tokenizer, prompts, SETTINGS))
     assert [len(prompt) + one.tokens for prompt, one in zip(prompts, found, strict=True) if not one.ended]
     assert found == [next(answers(model, tokenizer, [prompt], SETTINGS)) for prompt in prompts]
-    with pytest.raises(TooLong, match=f"the base only {longest + 3} positions"):
+    with pytest.raises(PromptTooLong, match=f"the base only {longest + 3} positions"):
         answers(model, tokenizer, [prompts[0], [5] * (longest + 3)], SETTINGS)
 
 

@@ -25,7 +25,8 @@ from finetune import kernels
 from finetune.config import Config
 from finetune.errors import ConfigError
 from finetune.kernels import fused_attention, head, lora, mlp, norm, ops, self_test
-from finetune.model import base, build
+from finetune.model import build
+from finetune.model.precision import autocast
 from finetune.model.recompute import checkpointing
 from finetune.objectives import log_probs
 
@@ -80,7 +81,7 @@ def step(model: Any, job: Config, seed: int = 0, **inputs: Any) -> Result:
     """Forward and backward pass."""
     model.zero_grad(set_to_none=True)
     batch = {"input_ids": ids(seed), "labels": ids(seed), **inputs}
-    with base.autocast(job.training.precision, CPU):
+    with autocast(job.training.precision, CPU):
         out = model(**batch, use_cache=False)
     out.loss.backward()
     found = {name: weight.grad for name, weight in model.named_parameters() if weight.requires_grad}
@@ -462,7 +463,7 @@ def test_the_proof_passes_and_leaves_the_model_as_it_was(name: str, precision: s
     model, job = made(name, precision=precision)
     attached = kernels.attach(model, "on")
     before = {path: one.clone() for path, one in model.state_dict().items()}
-    with base.autocast(precision, CPU):
+    with autocast(precision, CPU):
         assert self_test.prove(model, attached) == []
     assert all(torch.equal(one, before[path]) for path, one in model.state_dict().items())
     assert model.training
@@ -541,7 +542,7 @@ def test_kernels_that_fail_are_turned_off_and_named(monkeypatch: pytest.MonkeyPa
 def test_the_proof_of_the_loss_passes_for_the_head_as_it_is_in_a_step(name: str, precision: str) -> None:
     model, _ = made(name, precision=precision)
     log_probs.attach(model)
-    with base.autocast(precision, CPU):
+    with autocast(precision, CPU):
         assert log_probs.prove(model) is None
     assert model.training
 

@@ -20,6 +20,7 @@ from finetune.forecast import planning
 from finetune.model import base
 from finetune.model.adapters import adapter
 from finetune.model.attention import backends, packing
+from finetune.model.precision import autocast
 from finetune.model.probes import causality, packed_rows
 from finetune.model.recompute import checkpointing
 from finetune.model.source import catalog
@@ -119,7 +120,7 @@ def test_each_trains_in_each_kind_of_quantization(directory: Path, kind: str) ->
     for recomputed in ("all", "none"):
         config = job(directory, quantization__kind=kind, memory__checkpointing=recomputed)
         model = built(config)
-        with base.autocast("bf16", CPU):
+        with autocast("bf16", CPU):
             causality.prove(model)
             model.train()
             ids = torch.arange(40).reshape(2, 20) % WORDS

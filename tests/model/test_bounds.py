@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import finetune
 from finetune.config import Config
 from finetune.errors import ArtifactError, ConfigError, DataError
-from finetune.inference.generation import Settings, answers
+from finetune.inference.answer_settings import Settings
+from finetune.inference.generation import answers
 from finetune.model import bounds
 from finetune.model.attention import backends
 from finetune.report.terminal import Terminal

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from finetune.config import AdapterSection, ModelSection, QuantizationSection
-from finetune.export.updates import Updates
+from finetune.export.merging.updates import Updates
 from finetune.model.adapters import adapter_files
 from finetune.model.adapters.adapter import attach
 from finetune.model.base import load_architecture, load_base

@@ -22,7 +22,9 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(file_hashes, "_SETTLED_NANOSECONDS", 10**8)  # this machine's ticks are of milliseconds
+    monkeypatch.setattr(
+        file_hashes, "_COARSEST_TIMESTAMP_NANOSECONDS", 10**8
+    )  # this machine's ticks are of milliseconds
     return file_hashes.memory()
 
 
@@ -165,7 +167,7 @@ def test_a_file_that_changed_is_read_again(spoil: str, file: Path) -> None:
 def test_a_file_that_may_change_within_the_same_tick_is_not_remembered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_hashes, "_SETTLED_NANOSECONDS", 3600 * 10**9)
+    monkeypatch.setattr(file_hashes, "_COARSEST_TIMESTAMP_NANOSECONDS", 3600 * 10**9)
     (tmp_path / "weights").write_bytes(b"some weights")
     file_hashes.sha256(tmp_path / "weights")
     assert not file_hashes.known(tmp_path / "weights")

@@ -16,7 +16,8 @@ import finetune
 from finetune.config import Config, ModelSection
 from finetune.config.sections import RopeScaling
 from finetune.errors import ConfigError
-from finetune.export import adapter_export, card, gguf_families, gguf_model, server_commands
+from finetune.export import adapter_export, card, server_commands
+from finetune.export.gguf import gguf_families, gguf_model
 from finetune.model import bounds, build
 from finetune.model.base import load_architecture
 from finetune.model.skeleton import make_buffers

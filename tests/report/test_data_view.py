@@ -14,9 +14,10 @@ from rich.console import Console
 
 from finetune.data.batching import Batch
 from finetune.data.counts import CONTROL_TOKENS, EMPTY, TOO_LONG, UNTRAINED, Affected, Counts
-from finetune.data.inspection import AsChat, Batching, Bin, Inspection, Piece, Sample, Source
+from finetune.data.inspection import AsChat, Batching, Bin, Inspection, Source
 from finetune.report import data_view
 from finetune.report.data_view import DataLook
+from finetune.storage.records import Sample, TokenText
 
 # What could move a cursor, recolour a screen, or hide in a text.
 UNSEEN = "\x1b[31m\x07\x9b\t\u202e\u200b\r\ud800"
@@ -25,7 +26,7 @@ SPELT_OUT = r"\x1b[31m\x07\x9b\t\u202e\u200b\r\ud800"
 
 def sample(*pieces: tuple[str, bool], place: str = "rows.jsonl:1") -> Sample:
     trained = sum(trained for _, trained in pieces)
-    return Sample(place, len(pieces), trained, tuple(Piece(text, trained) for text, trained in pieces))
+    return Sample(place, len(pieces), trained, tuple(TokenText(text, trained) for text, trained in pieces))
 
 
 AFFECTED = [Affected(f"rows.jsonl:{line}", "truncated", TOO_LONG, 2000) for line in range(7)]

@@ -11,12 +11,11 @@ from forecasts import GIB, MIB, forecast
 from rich.console import Console
 
 from finetune.data.batching import Batch
-from finetune.forecast.comparison import Difference
 from finetune.forecast.levers import Lever
 from finetune.forecast.replay import WORDS
-from finetune.model.recompute.checkpointing import UpTo
 from finetune.model.structure.experts import Mixture
 from finetune.report import forecast_view
+from finetune.storage.records import Difference, UpTo
 
 
 def printed(show: Callable[[Console], None], *, encoding: str = "utf-8", tty: bool = False) -> str:

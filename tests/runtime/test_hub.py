@@ -32,7 +32,7 @@ for ask in (
     lambda: load_tokenizer(ModelSection(name="some/model")),
     lambda: next(sources._hub("some/data")),
     lambda: weights_directory("some/model", None, download=True),
-    lambda: starting.place("some/adapter"),
+    lambda: starting.folder_of("some/adapter"),
     lambda: print("read", load_architecture(ModelSection(name="some/cached")).model_type),
 ):
     start = time.monotonic()

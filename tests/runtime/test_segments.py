@@ -193,11 +193,10 @@ def test_a_forecast_says_which() -> None:
     trace = tiny_models.trace(tiny_models.config(), tiny_models.architecture(layers=3), where=card)
     found = {
         grow: replay.make(
-            trace, dataclasses.replace(card, expandable_segments=grow), tiny_models.BATCH, "sdpa", micro_batches=1,
-            merge_bytes=0, disk_bytes=0,
+            trace, dataclasses.replace(card, expandable_segments=grow), tiny_models.BATCH, "sdpa", replay.RunSetting()
         )
         for grow in (True, False)
-    }  # fmt: skip
+    }
     for grow, made in found.items():
         assert json.loads(json.dumps(made.as_dict()))["expandable_segments"] is grow
         console = Console(record=True, width=120, file=io.StringIO())

@@ -208,7 +208,7 @@ def test_torchs_own_operators_take_a_copy_of_each_tile_in_float32(trained_tokens
     def peak(works: bool) -> int:
         card = replace(tiny_models.card(), triton=works)
         trace = tiny_models.trace(job, model, where=card, batch=batch)
-        made = replay.make(trace, card, batch, "sdpa", micro_batches=1, merge_bytes=0, disk_bytes=0)
+        made = replay.make(trace, card, batch, "sdpa", replay.RunSetting())
         return made.categories["loss"]
 
     tile = 4 * trained_tokens * model.vocab_size

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from finetune.data.batching import MicroBatching
-from finetune.data.chat import IGNORE
+from finetune.data.encoded import IGNORE
 from finetune.training.collator import Idle, Inputs, MicroBatches, first_row, split
 
 Held = tuple[list[int], list[int]]

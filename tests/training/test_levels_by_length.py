@@ -15,7 +15,7 @@ import finetune
 from finetune import recipe
 from finetune.config import Config
 from finetune.model.recompute import checkpointing
-from finetune.model.recompute.checkpointing import UpTo
+from finetune.storage.records import UpTo
 from finetune.storage.rundir import RunDirectory
 from finetune.training import oom_retry
 from finetune.training.collator import Inputs, tokens_a_row

@@ -281,7 +281,9 @@ def test_a_resumed_run_draws_the_random_numbers_and_rows_of_the_uninterrupted_on
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_an_evaluation_that_was_postponed_is_made_up_for_once(world_size: int) -> None:
-    loop, asked = made(progress=Progress(2, owes_evaluation=True, updates=2), world_size=world_size)
+    progress = Progress(2, owes_evaluation=True)
+    progress.updates = 2
+    loop, asked = made(progress=progress, world_size=world_size)
     assert loop.evaluate_if_owed() is False
     assert loop.evaluate_if_owed() is False
     assert asked.notes == ["evaluation at 2 forgotten", *EVALUATION]
@@ -290,7 +292,8 @@ def test_an_evaluation_that_was_postponed_is_made_up_for_once(world_size: int) -
 
 
 def test_a_run_that_its_postponed_evaluation_ends_takes_no_step(tmp_path: Path) -> None:
-    progress = Progress(2, best_step=1, best_loss=0.5, owes_evaluation=True, updates=2)
+    progress = Progress(2, best_step=1, best_loss=0.5, owes_evaluation=True)
+    progress.updates = 2
     loop, asked = made(progress=progress, patience=1)
     write_random_numbers(loop, tmp_path)
     loop.run(tmp_path)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from finetune.data.batching import MicroBatching
-from finetune.data.chat import IGNORE
+from finetune.data.encoded import IGNORE
 from finetune.objectives import OBJECTIVES
 from finetune.runtime import ranks
 from finetune.training.collator import Inputs, MicroBatches

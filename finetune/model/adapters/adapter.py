@@ -17,9 +17,10 @@ from finetune.config.field_types import is_pattern, unknown
 from finetune.config.sections import RANKS
 from finetune.errors import ArtifactError, ConfigError, first_line
 from finetune.model.base import TRAINED_DTYPES
+from finetune.model.precision import PRECISIONS
 from finetune.model.source.locate import weights_directory
 from finetune.model.structure import experts, linear_layers
-from finetune.runtime import libraries
+from finetune.runtime import patches
 from finetune.storage import weight_files
 
 
@@ -67,7 +68,7 @@ def lora_config(base: Any, section: AdapterSection) -> Any:
 
 
 def check_rank(base: Any, section: AdapterSection) -> None:
-    """Raise ConfigError for a rank above the smaller side of every layer that has it, where an update is a full one."""
+    """Raise ConfigError for a rank above the smaller side of every layer that has it: the update is of full rank."""
     if section.kind == "none":
         return
     lora_config(base, section)
@@ -140,7 +141,7 @@ def casts_by_autocast(model: Any, section: AdapterSection, precision: str) -> co
     """
     from peft.helpers import disable_input_dtype_casting
 
-    active = precision != "fp32" and not section.dora
+    active = PRECISIONS[precision].autocasts and not section.dora
     return disable_input_dtype_casting(model, active=active)
 
 
@@ -159,8 +160,8 @@ def _targets(base: Any, section: AdapterSection) -> tuple[str | list[str], list[
     """PEFT's `target_modules` and `target_parameters`.
 
     `all-linear` excludes the layers that rows of text do not train, those whose weight the model's code reads directly,
-    bypassing any adapter, and in a mixture of experts the routers; the experts are parameters, not linear layers. Of
-    the layers that a name or a regular expression matches, those that rows of text do not train are excluded too.
+    bypassing any adapter, and in a mixture of experts the routers; the experts are parameters, not linear layers. A
+    name or a regular expression also excludes the layers that rows of text do not train.
     """
     past, untrained = linear_layers.read_directly(base), linear_layers.untrained(base)
     if section.targets == "all-linear":
@@ -202,10 +203,9 @@ def _refuse_untrained(target: str, name: str, base: Any) -> NoReturn:
 
 
 def matching(base: Any, section: AdapterSection) -> list[str]:
-    """Full names of the linear layers that the regular expressions among the targets match as a whole, and rows of text
-    train.
+    """Full names of the linear layers that a regular expression among the targets fully matches and rows of text train.
 
-    Raises ConfigError for one that matches none.
+    Raises ConfigError for an expression that matches none.
     """
     patterns = [] if section.targets == "all-linear" else [name for name in section.targets if is_pattern(name)]
     linear = linear_but(base) if patterns else []
@@ -222,19 +222,22 @@ def matching(base: Any, section: AdapterSection) -> list[str]:
 
 
 def left_out(base: Any, section: AdapterSection) -> dict[str, int]:
-    """Number of layers that the targets match but get no adapter, by the reason in one clause."""
+    """Numbers of layers that the targets match but that get no adapter, by the reason in one clause."""
     if section.kind == "none":
         return {}
     past, untrained = linear_layers.read_directly(base), linear_layers.untrained(base)
     if section.targets != "all-linear":
         past = frozenset()
         untrained = frozenset(name for name in untrained if is_target(name, section.targets))
-    found = {"whose weights the model's code reads directly": past, "that rows of text do not train": untrained - past}
-    return {reason: len(names) for reason, names in found.items() if names}
+    reasons = {
+        "whose weights the model's code reads directly": past,
+        "that rows of text do not train": untrained - past,
+    }
+    return {reason: len(names) for reason, names in reasons.items() if names}
 
 
 def is_target(name: str, targets: Iterable[str]) -> bool:
-    """Whether the full name of a linear layer is meant by one of `targets`."""
+    """Whether one of `targets`, by name or regular expression, matches the full name of a linear layer."""
     return any(re.fullmatch(target, name) if is_pattern(target) else _last(name) == target for target in targets)
 
 
@@ -252,13 +255,13 @@ def linear_but(base: Any, *others: nn.Module) -> list[str]:
 
 def _parameter_names(base: Any) -> dict[str, Any]:
     """Expert and router weights outside linear layers, by the last two parts of their names (`gate.weight`)."""
-    found = {name: getattr(module, part) for name, module, part in experts.weights(base)}
-    found |= {
+    weights = {name: getattr(module, part) for name, module, part in experts.weights(base)}
+    weights |= {
         f"{name}.weight": module.weight
         for name, module in experts.routers(base).items()
         if not isinstance(module, nn.Linear)
     }
-    return {".".join(name.split(".")[-2:]): parameter for name, parameter in found.items()}
+    return {".".join(name.split(".")[-2:]): parameter for name, parameter in weights.items()}
 
 
 def _refuse_on_parameters(chosen: dict[str, Any], section: AdapterSection) -> None:
@@ -283,16 +286,8 @@ def _refuse_on_parameters(chosen: dict[str, Any], section: AdapterSection) -> No
 
 
 def _targets_as_named() -> contextlib.AbstractContextManager[None]:
-    """Keep PEFT from mistaking linear layers of a mixture of experts for transformers 4's experts of the same names.
-
-    To convert adapters made with transformers 4, peft 0.21 (`convert_peft_config_for_transformers`) would move an
-    adapter on the `gate_proj` of shared experts or dense layers to the fused experts, at twice the rank.
-    """
-    from peft.utils import transformers_weight_conversion
-
-    return libraries.replaced(
-        transformers_weight_conversion, "convert_peft_config_for_transformers", lambda *args, **kwargs: None
-    )
+    """Keep PEFT from mistaking linear layers of a mixture of experts for transformers 4's experts of the same names."""
+    return patches.CONVERT_ADAPTER_CONFIG.by(lambda *args, **kwargs: None)
 
 
 def _check_extra_modules(base: Any, section: AdapterSection) -> None:

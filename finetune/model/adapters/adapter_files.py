@@ -28,7 +28,7 @@ ORIGIN = {
     "peft_version": str | None,
     "revision": str | None,
 }
-# Keys that depend on the base's modules. PEFT sets `fan_in_fan_out` for those of GPT-2, unless they are quantized.
+# Keys that depend on the modules of the base. PEFT sets `fan_in_fan_out` for those of GPT-2, unless they are quantized.
 _OF_BASE = {"target_modules": list, "target_parameters": list | None, "fan_in_fan_out": bool}
 _NEEDED = ("peft_type", "r", "lora_alpha", "target_modules", "use_dora", "use_rslora")
 _TYPES = ("F32", "BF16")
@@ -166,14 +166,14 @@ def _built(base: Any, directory: Path, section: AdapterSection, **options: Any) 
                 f"{directory / CONFIG}: `{name}` is {shown(reprlib.repr(settings[name]))}, but this base has "
                 f"{shown(reprlib.repr(made[name]))}; {_AGAIN}"
             )
-    found = weight_files.shapes(directory / WEIGHTS)
+    stored = weight_files.shapes(directory / WEIGHTS)
     expected = {name: list(weight.shape) for name, weight in weights(model).items()}
-    wrong = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+    wrong = sorted(name for name in stored.keys() | expected.keys() if stored.get(name) != expected.get(name))
     if wrong:
         first = wrong[0]
         raise ArtifactError(
             f"{directory / WEIGHTS}: {len(wrong)} tensors do not fit this base and config, such as "
-            f"`{shown(first)}`: {found.get(first, 'missing')} instead of {expected.get(first, 'nothing')}; {_AGAIN}"
+            f"`{shown(first)}`: {stored.get(first, 'missing')} instead of {expected.get(first, 'nothing')}; {_AGAIN}"
         )
     return model
 

@@ -1,4 +1,4 @@
-"""How an adapter's config names its layers, such that PEFT alone, which reads it elsewhere, finds the same ones."""
+"""An adapter's config whose targets PEFT alone, without this package, resolves to the same layers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 def settings(adapted: Any) -> Any:
     """The LoraConfig from which PEFT puts the adapter of `adapted` on the same layers again.
 
-    Those that it would mistake (see `mistaken`) are named by their weights, which PEFT can adapt, too: the tensors have
-    the same names and shapes, and W + BA is the same. It has no dropout there, which training alone needs. On a
-    quantized base it makes of such a name the layer that any other target has.
+    Layers that it would mistake (see `mistaken`) are named by their weights, which PEFT can adapt too: the tensors have
+    the same names and shapes, and W + BA is the same. PEFT has no dropout there, which only training needs. On a
+    quantized base it treats such a name like any other target.
     """
     from peft.tuners.lora import LoraLayer, ParamWrapper
 
@@ -31,7 +31,7 @@ def settings(adapted: Any) -> Any:
 
 
 def mistaken(base: Any, layers: Iterable[str]) -> list[str]:
-    """Those of the linear `layers` (full names) that PEFT mistakes for transformers 4's experts of the same names.
+    """The linear `layers` (full names) that PEFT mistakes for transformers 4's experts of the same names.
 
     In a mixture, peft 0.21 (`convert_peft_config_for_transformers`) moves a target such as `gate_proj` to the fused
     experts, also where dense layers or shared experts have linear layers of that name, and so leaves their tensors
@@ -43,17 +43,17 @@ def mistaken(base: Any, layers: Iterable[str]) -> list[str]:
 
 
 def _taken(base: Any, targets: Iterable[str]) -> set[str]:
-    """Those of the names of modules that PEFT replaces when it reads them in a config."""
+    """The target names that PEFT replaces by others when it reads them in a config."""
     from peft import LoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
-    found = set()
+    replaced = set()
     for target in targets:
         config = LoraConfig(target_modules=[target])
         try:
             convert_peft_config_for_transformers(config, base, None)
         except ValueError:  # only together with another one
-            found.add(target)
+            replaced.add(target)
         else:
-            found |= {target} - set(config.target_modules)
-    return found
+            replaced |= {target} - set(config.target_modules)
+    return replaced

@@ -41,16 +41,16 @@ def for_plain_base(
     W = residual + s B0 A0, so the update of W is s (BA - B0 A0): of twice the rank (PiSSA, section 3.3). DoRA's
     magnitudes are those of W with the update, and stay as they are.
     """
-    found = dict(tensors)
+    joined = dict(tensors)
     for name, tensor in tensors.items():
         if ".lora_A." in name:
-            found[name] = torch.cat([tensor.detach().cpu(), initial[name]])
+            joined[name] = torch.cat([tensor.detach().cpu(), initial[name]])
         elif ".lora_B." in name:
-            found[name] = torch.cat([tensor.detach().cpu(), -initial[name]], dim=1)
+            joined[name] = torch.cat([tensor.detach().cpu(), -initial[name]], dim=1)
     plain = adapter_files.published(section)
     config.init_lora_weights, config.r, config.lora_alpha = True, plain.rank, plain.alpha
     config.rank_pattern = dict(plain.ranks)
-    return found, config
+    return joined, config
 
 
 def check(base: Any, skeleton: Callable[[], Any], section: AdapterSection) -> None:
@@ -82,7 +82,7 @@ def check(base: Any, skeleton: Callable[[], Any], section: AdapterSection) -> No
 
 
 def _refuse_on_mistaken(base: Any, section: AdapterSection) -> None:
-    """Raise ConfigError for what layers that are named by their weights (`plain_peft.settings`) cannot have."""
+    """Raise ConfigError for options that layers named by their weights (`plain_peft.settings`) cannot have."""
     if not (section.dora or section.ranks):
         return
     ranks = adapter.ranks(base, section)
@@ -101,9 +101,9 @@ def _refuse_on_mistaken(base: Any, section: AdapterSection) -> None:
 def prove(base: Any, folder: Path, tensors: Tensors, scaling: Mapping[str, float]) -> None:
     """Load the adapter in `folder` with PEFT alone, and compare every tensor with those that were trained.
 
-    `base` is on the meta device; PEFT gets weights that take no memory in its place, so that this needs the memory of
-    the adapter alone. `scaling` is that of each layer by its name in PEFT's model. Raises ArtifactError unless PEFT
-    reads every tensor, has no other one, and adds them at the same scale.
+    `base` is on the meta device; its weights are replaced by ones without memory, so this needs only the memory of the
+    adapter. `scaling` is each layer's scale by its name in PEFT's model. Raises ArtifactError unless PEFT reads every
+    tensor, has no other one, and adds them at the same scale.
     """
     from peft import PeftModel
 
@@ -121,7 +121,7 @@ def prove(base: Any, folder: Path, tensors: Tensors, scaling: Mapping[str, float
 
 
 def _hollow(base: Any) -> Any:
-    """`base` with weights that take no memory in place of those on the meta device, which PEFT would put its own on."""
+    """`base` with weights without memory on a CPU instead of the meta device, where PEFT would put the adapter too."""
     for module in base.modules():
         for name, weight in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(_without_memory(weight), requires_grad=False))
@@ -133,15 +133,15 @@ def _without_memory(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _different(read: Any, tensors: Tensors) -> list[str]:
-    """Names of the tensors that an adapter read by PEFT has otherwise, lacks, or has beside `tensors`."""
-    found = adapter_files.weights(read)
+    """Names of the tensors that differ between `tensors` and an adapter read by PEFT, or exist in only one of them."""
+    loaded = adapter_files.weights(read)
     return sorted(
         name
-        for name in found.keys() | tensors.keys()
-        if name not in found
+        for name in loaded.keys() | tensors.keys()
+        if name not in loaded
         or name not in tensors
-        or found[name].is_meta
-        or not torch.equal(found[name].float(), tensors[name].detach().float().cpu())
+        or loaded[name].is_meta
+        or not torch.equal(loaded[name].float(), tensors[name].detach().float().cpu())
     )
 
 

@@ -1,4 +1,4 @@
-"""An adapter to start from: found, checked against the job before weights are loaded, and copied into the new one."""
+"""An adapter to start from: located, checked against the job before weights are loaded, and copied into the new one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KEYS = {
     "r": "rank", "lora_alpha": "alpha", "rank_pattern": "ranks", "use_rslora": "rslora", "use_dora": "dora",
     "modules_to_save": "extra_modules",
 }  # fmt: skip
-# Which layers an adapter is on is compared by its tensors; how it was started and kept from overfitting is over.
+# Targets are compared by the tensors; how the earlier training was initialised and regularised does not matter.
 _FREE = {
     *adapter_files.ORIGIN, "target_modules", "target_parameters", "exclude_modules", "layers_to_transform",
     "layers_pattern", "lora_dropout", "init_lora_weights", "loftq_config", "fan_in_fan_out", "task_type",
@@ -30,7 +30,7 @@ _FREE = {
 _OF_ANOTHER_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
 
 
-def place(name: str) -> Path:
+def folder_of(name: str) -> Path:
     """The folder of an adapter: a local one, or of the hub's cache. Raises ArtifactError or MachineError."""
     from huggingface_hub import snapshot_download
 
@@ -47,36 +47,36 @@ def place(name: str) -> Path:
 
 def sha256(section: AdapterSection) -> str | None:
     """The hash (hex) of the weights to start from; None if there are none."""
-    return section.start_from and file_hashes.sha256(place(section.start_from) / adapter_files.WEIGHTS)
+    return section.start_from and file_hashes.sha256(folder_of(section.start_from) / adapter_files.WEIGHTS)
 
 
 def trained_on(section: AdapterSection) -> str | None:
     """The base that the adapter to start from names."""
     assert section.start_from
-    return adapter_files.stored_config(place(section.start_from))["base_model_name_or_path"]
+    return adapter_files.stored_config(folder_of(section.start_from))["base_model_name_or_path"]
 
 
 def check(base: Any, section: AdapterSection) -> None:
-    """Check that the adapter to start from is one that `section` describes, on a weightless `base`, which is not
-    quantized and is adapted.
+    """Check that the adapter to start from is the one that `section` describes, and fits `base`.
 
-    Raises ConfigError with all the keys to set if it is another one or does not fit the base; ArtifactError if it is
-    missing or damaged, MachineError if the hub cannot be reached.
+    `base` is weightless and unquantized, and gets an adapter. Raises ConfigError with all the keys to set if the
+    adapter is another one or does not fit the base; ArtifactError if it is missing or damaged, MachineError if the hub
+    cannot be reached.
     """
     if section.start_from is None:
         return
-    folder, what = place(section.start_from), f"`adapter.start_from`: the adapter in {section.start_from}"
-    found = adapter_files.stored_config(folder)
+    folder, what = folder_of(section.start_from), f"`adapter.start_from`: the adapter in {section.start_from}"
+    stored = adapter_files.stored_config(folder)
     adapter_files.check_weights(folder / adapter_files.WEIGHTS, _TYPES)
     linear, untrained = adapter.linear_but(base), linear_layers.untrained(base)
     adapted = adapter.adapted(base, section, low_cpu_mem_usage=True)
     made = adapter_files.as_json(adapted.peft_config["default"])
-    other = {name: value for name, value in found.items() if name not in _FREE and not _same(value, made.get(name))}
-    if str(found["init_lora_weights"]).lower().startswith(_OF_ANOTHER_BASE):
-        other["init_lora_weights"] = found["init_lora_weights"]
+    other = {name: value for name, value in stored.items() if name not in _FREE and not _same(value, made.get(name))}
+    if str(stored["init_lora_weights"]).lower().startswith(_OF_ANOTHER_BASE):
+        other["init_lora_weights"] = stored["init_lora_weights"]
     if unknown := [f"`{name}: {_shown(other[name])}`" for name in other if name not in _KEYS]:
         raise ConfigError(f"{what} has {', '.join(unknown)}, which has no counterpart here; merge it into its base")
-    # PEFT's null for no modules is no list to a config.
+    # PEFT writes null for no modules; a config has an empty list.
     values = {name: [] if value is None else value for name, value in other.items()}
     to_set = [f"`adapter.{_KEYS[name]}: {_shown(value)}`" for name, value in values.items()]
     theirs = weight_files.shapes(folder / adapter_files.WEIGHTS)
@@ -92,7 +92,7 @@ def check(base: Any, section: AdapterSection) -> None:
         raise ConfigError(f"{what} is another one than this section describes; set {', '.join(to_set)}")
     if wrong := sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)):
         has, wants = theirs.get(wrong[0], "missing"), ours.get(wrong[0], "nothing")
-        named = str(found["base_model_name_or_path"] or "a base that it does not name")
+        named = str(stored["base_model_name_or_path"] or "a base that it does not name")
         raise ConfigError(
             f"{what} does not fit `model.name`: `{adapter_files.shown(wrong[0])}` is {has} instead of {wants}; it was "
             f"trained on {adapter_files.shown(named)}"
@@ -102,11 +102,11 @@ def check(base: Any, section: AdapterSection) -> None:
 def fill(model: Any, section: AdapterSection) -> None:
     """Copy the weights to start from into the adapter of `model`, after `check`."""
     if section.start_from is not None:
-        adapter_files.fill(model, place(section.start_from))
+        adapter_files.fill(model, folder_of(section.start_from))
 
 
 def _same(value: Any, expected: Any) -> bool:
-    """Whether settings are the same; none, empty and false are."""
+    """Whether settings are equivalent; null, empty and false are the same."""
     return not (value or expected) or adapter_files.same(value, expected)
 
 

@@ -86,9 +86,11 @@ def _flash(
     import torch
     from transformers import utils
 
+    from finetune.model.precision import PRECISIONS
+
     if device != "cuda":
         return "it needs a CUDA device"
-    if precision == "fp32":
+    if not PRECISIONS[precision].autocasts:
         return "it computes in 16 bit, but `training.precision` is fp32"
     if torch.cuda.get_device_capability() < capability:
         return f"the GPU is below compute capability {capability[0]}.{capability[1]}"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.config.field_types import unknown
+from finetune.config.field_types import pick
 from finetune.errors import ConfigError, MachineError
 
 
@@ -82,9 +82,7 @@ def make(name: str, architecture: Any, length: int) -> Any:
     Raises ConfigError for an unknown kind or one that the model cannot have, MachineError for one that needs another
     version of transformers.
     """
-    if name not in CACHES:
-        raise ConfigError(f"KV cache {unknown(name, CACHES)}")
-    return CACHES[name].make(architecture, length)
+    return pick(CACHES, name, "KV cache").make(architecture, length)
 
 
 def keeps(model: Any) -> bool:

@@ -20,17 +20,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import masking_utils
 
 from finetune.errors import MachineError
 from finetune.model.attention import windows
+from finetune.model.precision import PRECISIONS
 from finetune.model.source import catalog
-from finetune.runtime.libraries import replaced
+from finetune.runtime import patches
 
 EACH, VARLEN, EAGER = "packed_sdpa", "packed_sdpa_varlen", "packed_eager"
 """Names in transformers: SDPA for each row, PyTorch's variable-length kernel, eager attention for each row."""
 _PACKED, WINDOWED = "packed", "windowed"
-"""What the names begin with; the latter where rows are not packed, but longer than a layer's window."""
+"""Prefixes of the names; the second is for rows that are not packed, but longer than a layer's window."""
 
 REMEDY = "set `data.packing: false`, and `training.micro_batch_tokens` to keep padding low"
 
@@ -44,7 +44,7 @@ def variant(implementation: str, config: Any, device: str, precision: str) -> st
         raise MachineError(f"`data.packing`: {config.model_type} models {how}, which would mix packed rows; {REMEDY}")
     if implementation != "sdpa":
         return EAGER if implementation == "eager" else implementation
-    return VARLEN if device == "cuda" and precision != "fp32" and _largest_head(config) <= 256 else EACH
+    return VARLEN if device == "cuda" and PRECISIONS[precision].autocasts and _largest_head(config) <= 256 else EACH
 
 
 def _largest_head(config: Any) -> int:
@@ -60,9 +60,9 @@ def windowed(implementation: str, config: Any, device: str, precision: str, long
     window = windows.of(config)
     if window is None or catalog.model_class(config) is None or mixes_otherwise(config):
         return implementation
-    found = variant(implementation, config, device, precision)
-    exceeds = found.startswith(_PACKED) and longest > window + _beyond(found)
-    return found.replace(_PACKED, WINDOWED) if exceeds else implementation
+    packed = variant(implementation, config, device, precision)
+    exceeds = packed.startswith(_PACKED) and longest > window + _beyond(packed)
+    return packed.replace(_PACKED, WINDOWED) if exceeds else implementation
 
 
 def eager_like(name: str) -> str:
@@ -73,18 +73,14 @@ def eager_like(name: str) -> str:
 
 
 def _beyond(name: str) -> int:
-    """By how many tokens rows may exceed a window and still get transformers' mask, of which the band is no smaller."""
+    """By how many tokens rows may exceed a window and still get transformers' mask, no larger than the band."""
     return 0 if name == VARLEN else windows.BLOCK
 
 
 def known(inputs: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
-    """In the block, transformers is told whether the micro-batch `inputs` is packed.
-
-    Otherwise it infers that from the positions, which synchronises with the device in every forward pass (5.23,
-    `masking_utils`).
-    """
+    """In the block, transformers does not look for packed rows in the positions of the micro-batch `inputs`."""
     packed = len(inputs.get("cu_seq_lens_q", ())) > 2
-    return replaced(masking_utils, "find_packed_sequence_indices", _row_numbers if packed else lambda positions: None)
+    return patches.PACKED_INDICES.by(_row_numbers if packed else lambda positions: None)
 
 
 def _row_numbers(positions: torch.Tensor) -> torch.Tensor:
@@ -93,7 +89,7 @@ def _row_numbers(positions: torch.Tensor) -> torch.Tensor:
 
 
 def mixes_otherwise(config: Any) -> str | None:
-    """How a model mixes tokens other than by transformers' attention functions; None if its class does not say.
+    """How a model mixes tokens other than by transformers' attention functions, in one clause; None if it does not.
 
     A recurrent model carries a state from token to token. Older code, such as that of Bloom, MPT and Falcon, does not
     use transformers' attention registry, or looks into its own table first.

@@ -21,16 +21,17 @@ BLOCK = 1024
 
 
 def of(config: Any) -> int | None:
-    """The window of a model whose layers, or some of them, have one."""
+    """The sliding window, in tokens, of a model's layers, the largest if they differ; None without one."""
     if not getattr(config.get_text_config(), "use_sliding_window", True):
         return None
     return max((window for window in catalog.values(config, "sliding_window") if window), default=None)
 
 
 def band(window: int, device: Any) -> Tensor:
-    """The keys that the queries of a block see among those of the `window` tokens before it and its own, as booleans.
+    """A boolean mask (1, 1, BLOCK, window + BLOCK): which keys, of the `window` tokens before a block and its own, its
+    queries see.
 
-    (1, 1, BLOCK, window + BLOCK). No query sees the first one: so wide, rows are aligned, and tell the window.
+    No query sees the first key. It is included so that rows of the mask are aligned, and its width gives the window.
     """
     return masking_utils.sdpa_mask(
         1, BLOCK, window + BLOCK, q_offset=window, device=device, allow_is_causal_skip=False,
@@ -46,14 +47,14 @@ def in_band(mask: Tensor | None, query: Tensor, key: Tensor) -> int | None:
 
 
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask of booleans as numbers to be added to scores."""
+    """A boolean mask as numbers to be added to attention scores."""
     return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
 
 
 def attend(attention: Callable[..., Any], mask: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Iterator[Tensor]:
-    """What `attention(query, key, value, mask)` gives for each block of rows (rows, heads, tokens, head_dim).
+    """The result of `attention(query, key, value, mask)` for each block of queries (rows, heads, tokens, head_dim).
 
-    `mask` is a band, in numbers: SDPA would keep those that it makes of each slice for the backward pass.
+    `mask` is a band as numbers: SDPA would keep the numbers that it makes of each boolean slice for the backward pass.
     """
     window = mask.shape[-1] - BLOCK
     before = -(-window // BLOCK)

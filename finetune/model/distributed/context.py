@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 from finetune.errors import ConfigError
 from finetune.model.attention import packing
 from finetune.model.source import catalog
-from finetune.runtime.libraries import replaced
+from finetune.runtime import patches
 
 # Rotary embeddings whose frequencies follow from the largest position in a pass, which is another one in each slice.
 _BY_LENGTH = ("dynamic", "longrope")
@@ -82,27 +82,19 @@ def split(model: Any, group: ProcessGroup | None) -> Iterator[None]:
         mask = _of_whole_rows(make_mask, batch.get("attention_mask"), group.size())
         find, places = masking_utils.find_packed_sequence_indices, batch["position_ids"]
         with (
-            _local(ALL_MASK_ATTENTION_FUNCTIONS, name, mask),
-            # A mask of whole rows asks for the packed row of each token, which those of a slice do not tell.
-            replaced(masking_utils, "find_packed_sequence_indices", lambda _: find(places)),
+            patches.ATTENTION_TABLE.in_table(ALL_MASK_ATTENTION_FUNCTIONS, name, mask),
+            patches.PACKED_INDICES.by(lambda _: find(places)),
             _balanced(base, group),
         ):
             return plain(*args, fused_lm_head=True, row_group=group, **_mine(batch, group))
 
     # transformers has no eager attention in its table, where it would be each model's own.
     attention = _exchanging(ALL_ATTENTION_FUNCTIONS.get(name))
-    with _local(ALL_ATTENTION_FUNCTIONS, name, attention), replaced(base, "forward", forward):
+    with (
+        patches.ATTENTION_TABLE.in_table(ALL_ATTENTION_FUNCTIONS, name, attention),
+        patches.CAUSAL_MODEL_FORWARD.by(forward, base),
+    ):
         yield
-
-
-@contextlib.contextmanager
-def _local(table: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Put a function in front of the one that transformers' table has registered."""
-    table[name] = function
-    try:
-        yield
-    finally:
-        del table[name]
 
 
 def _mine(batch: dict[str, Any], group: ProcessGroup) -> dict[str, Any]:
@@ -130,9 +122,7 @@ def _balanced(model: Any, group: ProcessGroup) -> contextlib.AbstractContextMana
     """A context in which TRL's head (1.16) computes a mixture's load-balancing loss over the tokens of all slices."""
     if not getattr(model.config.get_text_config(), "output_router_logits", False):
         return contextlib.nullcontext()
-    from transformers.models.mixtral import modeling_mixtral
-
-    return replaced(modeling_mixtral, "load_balancing_loss_func", functools.partial(_balancing_loss, group))
+    return patches.BALANCING_LOSS.by(functools.partial(_balancing_loss, group))
 
 
 def _balancing_loss(
@@ -182,7 +172,7 @@ def _exchanging(attend: Callable[..., Any] | None) -> Callable[..., Any]:
         if copies := math.lcm(key.shape[1], row_group.size()) // key.shape[1] - 1:
             # Fewer key and value heads than ranks: so many more of each that every rank has those of its queries.
             key, value = (each.repeat_interleave(copies + 1, dim=1) for each in (key, value))
-            ratio = replaced(module, "num_key_value_groups", query.shape[1] // key.shape[1])
+            ratio = patches.KEY_VALUE_GROUPS.by(query.shape[1] // key.shape[1], module)
         query, key, value = (_to_heads(each, row_group) for each in (query, key, value))
         with ratio:
             output, _ = function(module, query, key, value, attention_mask, *args, **options)

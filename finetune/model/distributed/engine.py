@@ -11,13 +11,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-import bitsandbytes
 import torch
 from torch import Tensor, nn
 
 from finetune.model.distributed import gradient_norm, optimizer_states
 from finetune.model.distributed.optimizer_states import States
-from finetune.runtime.libraries import replaced
+from finetune.runtime import patches
 
 
 class Weights(Protocol):
@@ -158,9 +157,7 @@ class OneProcess(WholeWeights):
         return gradient_norm.clip(self._trained(), max_norm)
 
     def update(self) -> None:
-        # bitsandbytes 0.50 synchronises after each weight. The stream preserves the order anyway; only reading paged
-        # states from the host requires synchronisation (`state.snapshot`).
-        with replaced(bitsandbytes.optim.optimizer, "sync_gpu", lambda tensor: None):
+        with patches.SYNC_GPU.by(lambda tensor: None):
             if self.scaler:
                 self.scaler.step(self.optimizer)
             else:

@@ -14,7 +14,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from finetune.model.distributed.engine import OneProcess
-from finetune.runtime import ranks
+from finetune.runtime import patches, ranks
 
 
 class Replicas(OneProcess):
@@ -29,9 +29,7 @@ class Replicas(OneProcess):
         super().__init__(model, optimizer, scaler, ranks.world_size())
         self.repeatable = repeatable
         self._ddp: DistributedDataParallel | None = DistributedDataParallel(model)
-        # Nothing but gradients is exchanged in a pass; a model's buffers are constants. (torch 2.13 warns of the
-        # argument of this name, and 2.11 does not know the new one.)
-        self._ddp.broadcast_buffers = False
+        patches.BROADCAST_BUFFERS.put(False, self._ddp)
         self._averaged: set[torch.Tensor] = set()
         for weight in self._trained():
             weight.register_post_accumulate_grad_hook(self._count)

@@ -29,9 +29,8 @@ from finetune.model.distributed.engine import OneProcess, on_host
 from finetune.model.distributed.optimizer_states import States
 from finetune.model.distributed.placement import held
 from finetune.model.recompute import checkpointing
-from finetune.model.structure import linear_layers
-from finetune.runtime import ranks
-from finetune.runtime.libraries import replaced
+from finetune.model.structure import experts, linear_layers
+from finetune.runtime import patches, ranks
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ class Sharding:
     @contextlib.contextmanager
     def while_loading(self) -> Iterator[None]:
         """In the block, transformers loads weights one at a time, and each rank keeps its shard of those in layers."""
-        from transformers import core_model_loading, modeling_utils
+        from transformers import core_model_loading
 
         load = core_model_loading.set_param_for_module
 
@@ -111,10 +110,8 @@ class Sharding:
         os.environ[_ONE_AT_A_TIME] = "1"
         try:
             with (
-                # transformers 5.23 has no public hook after a weight was loaded.
-                replaced(core_model_loading, "set_param_for_module", load_and_keep),
-                # It would reserve memory for the whole model.
-                replaced(modeling_utils, "caching_allocator_warmup", lambda *_: None),
+                patches.SET_PARAMETER.by(load_and_keep),
+                patches.LOADING_WARMUP.by(lambda *_: None),
             ):
                 yield
         finally:
@@ -208,7 +205,7 @@ def _check(model: Any) -> None:
             f"`distributed.kind: fsdp` shards a model by its decoder layers, which transformers does not mark in "
             f"{type(model).__name__}; set `ddp`"
         )
-    if any(hasattr(module, "packs_for_backward") for module in model.modules()):
+    if experts.are_4_bit(model):
         raise ConfigError(
             "`distributed.kind: fsdp` cannot shard experts in 4 bit; set `ddp`, or `quantization.kind: none`"
         )

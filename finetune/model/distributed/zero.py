@@ -27,8 +27,7 @@ from finetune.config import DistributedSection
 from finetune.errors import MachineError
 from finetune.model.distributed import optimizer_states
 from finetune.model.distributed.optimizer_states import States
-from finetune.runtime import ranks
-from finetune.runtime.libraries import replaced
+from finetune.runtime import patches, ranks
 from finetune.storage.files import amount
 
 STAGES = {"optimizer": 1, "gradients": 2, "weights": 3}
@@ -77,7 +76,8 @@ class Zero:
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self._updates = optimizer
         groups = list(optimizer.param_groups)
-        self._linear = nn.functional.linear
+        # Replaced by itself, because DeepSpeed leaves a function of its own there.
+        self._restore_linear = patches.FUNCTIONAL_LINEAR.put(nn.functional.linear)
         self._disk = None
         if section.nvme_path:
             with ranks.agreeing():
@@ -108,9 +108,7 @@ class Zero:
         return self
 
     def __call__(self, **batch: Any) -> Any:
-        engine = importlib.import_module("deepspeed.runtime.engine")
-        # DeepSpeed 0.19 ends an autocast that its own config does not ask for; asked for, it sends gradients in 16 bit.
-        with replaced(engine, "autocast_if_enabled", lambda _: contextlib.nullcontext()):
+        with patches.ENGINE_AUTOCAST.by(lambda _: contextlib.nullcontext()):
             return self._engine(**batch)
 
     @contextlib.contextmanager
@@ -254,8 +252,7 @@ class Zero:
             return
         swapper, flat = shared.optimizer_swapper, shared.fp32_partitioned_groups_flat[number]
         swapper.swap_in_optimizer_state(flat)
-        # Or DeepSpeed would read all of it again for each weight.
-        with replaced(shared, "_swappable_optimizer_subgroup", lambda number: False):
+        with patches.SWAPPABLE.by(lambda number: False, shared):
             yield
         if written:
             swapper.swap_out_optimizer_state(flat)
@@ -265,7 +262,7 @@ class Zero:
     def close(self) -> None:
         """End the engine, and the process group of one process."""
         self._engine.destroy()
-        nn.functional.linear = self._linear  # DeepSpeed 0.19 leaves one of its own there, for the whole process
+        self._restore_linear()
         if self._disk:
             self._disk.close()
         if ranks.world_size() == 1:
@@ -310,12 +307,10 @@ def _imported(device: torch.device) -> Any:
 @contextlib.contextmanager
 def _started() -> Iterator[None]:
     """In the block, DeepSpeed starts as under a launcher, also in a single process without one."""
-    backend = importlib.import_module("deepspeed.comm.torch")
     os.environ.setdefault("LOCAL_RANK", "0")
     if not dist.is_initialized():
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-    # On a CPU it would compile collectives of its own for minutes.
-    with replaced(backend, "build_shm_op", lambda: None):
+    with patches.SHARED_MEMORY.by(lambda: None):
         yield
 
 

@@ -2,13 +2,50 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import distributed as dist
 
+from finetune.errors import first_line
 from finetune.model.distributed.placement import release_gathered
 
 TOKENS = 16
+
+
+class Failed(Exception):
+    """A probe's pass failed; the message has the kind of the error and its first line."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(f"{type(error).__name__}: {first_line(error)}")
+
+
+@contextlib.contextmanager
+def attempt(refusal: Callable[[Exception], Exception] = Failed) -> Iterator[None]:
+    """Raise `refusal(error)` for any error of a model's or a kernel's code in the block.
+
+    Out-of-memory errors and those of other ranks are raised as they are.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, dist.DistError):
+        raise
+    except Exception as error:  # foreign code may raise anything
+        raise refusal(error) from error
+
+
+@contextlib.contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Put the model into eval mode in the block; weights that its passes gathered are freed afterwards."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+        release_gathered(model)
 
 
 def rows(count: int, tokens: int, model: Any) -> tuple[torch.Tensor, ...]:
@@ -22,9 +59,6 @@ def rows(count: int, tokens: int, model: Any) -> tuple[torch.Tensor, ...]:
 @torch.no_grad()
 def logits(model: Any, **inputs: Any) -> torch.Tensor:
     """Logits (1, tokens, vocabulary) in eval mode, minus their mean, which does not affect softmax."""
-    was_training = model.training
-    model.eval()
-    found = model(use_cache=False, **inputs).logits.float()
-    model.train(was_training)
-    release_gathered(model)
-    return found - found.mean(-1, keepdim=True)
+    with evaluating(model):
+        output = model(use_cache=False, **inputs).logits.float()
+    return output - output.mean(-1, keepdim=True)

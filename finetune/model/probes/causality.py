@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from finetune.errors import ArtifactError, ConfigError, NumbersError, first_line
+from finetune.errors import ArtifactError, ConfigError, NumbersError
 from finetune.model import bounds, probes
 
 # The compute capability from which SDPA has a flash kernel.
@@ -55,17 +55,16 @@ def prove(model: Any) -> None:
     tokens = min(probes.TOKENS, (bounds.table_size(model) or 2 * probes.TOKENS) // 2)
     # The same row, followed by different tokens.
     row, *ends = probes.rows(3, tokens, model)
-    try:
-        one, two = (probes.logits(model, input_ids=torch.cat([row, end], dim=1))[:, :tokens] for end in ends)
-    except (torch.OutOfMemoryError, MemoryError):
-        raise
-    except Exception as error:  # the model's code may raise anything
+
+    def refusal(error: Exception) -> ConfigError:
         base = model.get_base_model() if hasattr(model, "peft_config") else model
-        raise ConfigError(
+        return ConfigError(
             f"`model.name`: a forward pass of {type(base).__name__} fails with this configuration "
-            f"({type(error).__name__}: {first_line(error)}); set `quantization.kind: none` and "
-            "`model.attention: eager`, or use another base"
-        ) from error
+            f"({probes.Failed(error)}); set `quantization.kind: none` and `model.attention: eager`, or use another base"
+        )
+
+    with probes.attempt(refusal):
+        one, two = (probes.logits(model, input_ids=torch.cat([row, end], dim=1))[:, :tokens] for end in ends)
     moved, size = float((one - two).norm()), float(one.norm())
     if not math.isfinite(moved):
         raise NumbersError("the base's logits are not finite before the first step")

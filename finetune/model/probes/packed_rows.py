@@ -28,18 +28,16 @@ def prove(model: Any) -> None:
     or does not support them.
     """
     first, other, row = (each[0] for each in probes.rows(3, probes.TOKENS, model))
-    try:
+
+    def refusal(error: Exception) -> MachineError:
+        return MachineError(f"`data.packing`: this model cannot take packed rows ({first_line(error)}); {REMEDY}")
+
+    with probes.attempt(refusal):
         alone = _last_logits(model, [row])
         after, joined = (
             [_last_logits(model, rows(before))[-len(row) :] for before in (first, other)]
             for rows in (lambda before: [before, row], lambda before: [torch.cat([before, row])])
         )
-    except (torch.OutOfMemoryError, MemoryError):
-        raise
-    except Exception as error:  # code not written for packed rows may raise anything
-        raise MachineError(
-            f"`data.packing`: this model cannot take packed rows ({first_line(error)}); {REMEDY}"
-        ) from error
     strayed = max(float((each - alone).norm() / alone.norm().clamp(min=1e-30)) for each in after)
     moved, mixed = (float((one - two).norm()) for one, two in (after, joined))
     # Non-finite logits are reported by `causality.prove`.

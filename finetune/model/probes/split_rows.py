@@ -12,7 +12,6 @@ from torch.distributed import ProcessGroup
 from finetune.errors import ConfigError, first_line
 from finetune.model import probes
 from finetune.model.distributed.context import REMEDY, split
-from finetune.model.distributed.placement import release_gathered
 
 # Allowed relative change of a row's log-probabilities by slicing: rounding in 16 bit.
 _STRAYS = 0.1
@@ -30,22 +29,17 @@ def prove(model: Any, group: ProcessGroup | None) -> None:
     size = group.size()
     tokens = -(-probes.TOKENS // size) * size
     [row] = probes.rows(1, tokens, model)
-    places = torch.arange(tokens, device=row.device)[None]
-    was_training = model.training
-    model.eval()
-    try:
-        whole = _log_probs(model, row, places)
-        with split(model, group):
-            mine = _log_probs(model, row, places)
-    except (torch.OutOfMemoryError, MemoryError, dist.DistError):
-        raise
-    except Exception as error:  # the model's code may raise anything
-        raise ConfigError(
+    positions = torch.arange(tokens, device=row.device)[None]
+
+    def refusal(error: Exception) -> ConfigError:
+        return ConfigError(
             f"`distributed.context`: the rows of this model cannot be split ({first_line(error)}); {REMEDY}"
-        ) from error
-    finally:
-        model.train(was_training)
-        release_gathered(model)
+        )
+
+    with probes.evaluating(model), probes.attempt(refusal):
+        whole = _log_probs(model, row, positions)
+        with split(model, group):
+            mine = _log_probs(model, row, positions)
     slices = [torch.empty_like(mine) for _ in range(size)]
     dist.all_gather(slices, mine.contiguous(), group=group)
     strayed = float((torch.cat(slices, dim=1)[:, :-1] - whole).norm() / (whole - whole.mean()).norm().clamp(min=1e-30))
@@ -56,5 +50,5 @@ def prove(model: Any, group: ProcessGroup | None) -> None:
         )
 
 
-def _log_probs(model: Any, row: Tensor, places: Tensor) -> Tensor:
-    return model(input_ids=row, labels=row, position_ids=places, fused_lm_head=True).log_probs
+def _log_probs(model: Any, row: Tensor, positions: Tensor) -> Tensor:
+    return model(input_ids=row, labels=row, position_ids=positions, fused_lm_head=True).log_probs

@@ -6,9 +6,11 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from finetune.config import MemorySection
@@ -16,6 +18,8 @@ from finetune.config.field_types import LEVELS, every_n
 from finetune.errors import ConfigError
 from finetune.model.recompute import keeping, offload
 from finetune.model.structure import experts
+from finetune.runtime import patches
+from finetune.storage.records import UpTo
 
 KEPT: dict[str, Collection[str]] = {
     "keep-both": (keeping.ATTENTION, keeping.PRODUCTS),
@@ -23,44 +27,53 @@ KEPT: dict[str, Collection[str]] = {
     "keep-attention": (keeping.ATTENTION,),
     "all": (),
 }
-"""For each level of a checkpointed layer what it keeps beside its input."""
+"""What a checkpointed layer of each level keeps beside its input."""
+
+_levels: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+"""The level of each layer, as `choose` set it last."""
 
 
 def apply(model: Any, section: MemorySection, device_type: str) -> None:
     """Switch checkpointing on for the layers the section names; `model` is the base, wrapped or not.
 
-    On a CPU (`device_type`) the layer inputs are in host memory as they are, and `offload` has nothing to move.
+    On a CPU (`device_type`) layer inputs are in host memory anyway, and `offload` does nothing.
     """
     for module in model.modules():
         if hasattr(module, "recurrent_states"):
             module.register_forward_hook(_forget_state)
     if section.checkpointing in ("none", 0):
         return
-    found = layers(model)
-    chosen = pattern(section.checkpointing, len(found))
+    decoder = layers(model)
+    chosen = pattern(section.checkpointing, len(decoder))
     _check(model, chosen or ["all"])  # a model without such layers does not support it either
     # Named after gradients before transformers 5.23.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
-    # Checkpointing that re-enters autograd needs an input with a gradient. Here one would only keep the embeddings of
-    # all tokens, a leaf of the graph, to the end of the backward pass, and compute their gradient.
+    # Only reentrant checkpointing needs an input with a gradient. Here it would keep the embeddings of all tokens, then
+    # a leaf of the graph, to the end of the backward pass, and compute their gradient.
     model.disable_input_require_grads()
     copies = offload.Offload() if section.offload == "checkpoints" and device_type != "cpu" else None
-    for module in model.modules():  # nested layers, and those of what sees and hears
+    for module in model.modules():  # nested layers, and those of vision and audio towers
         if getattr(module, "gradient_checkpointing", False):
             module.gradient_checkpointing = False
-    for layer in found:
-        layer.biased_experts = experts.have_biases(layer)
+    for layer in decoder:
         # Around the checkpoint, which older versions (transformers 5.17) begin before hooks and `forward`.
-        layer._gradient_checkpointing_func = functools.partial(_checkpoint, layer, copies)  # noqa: SLF001
+        patches.CHECKPOINT_FUNCTION.put(
+            functools.partial(_checkpoint, layer, experts.have_biases(layer), copies), layer
+        )
     choose(model, chosen)
 
 
-def _checkpoint(layer: Any, copies: offload.Offload | None, function: Callable[..., Any], *inputs: Any) -> Any:
-    """The result of `function`, the forward pass of `layer`, which is recomputed but for what its level keeps."""
-    kept = KEPT[layer.level]
-    # A compiled layer knows no such contexts (torch 2.13), even where they keep nothing.
-    contexts = {"context_fn": functools.partial(keeping.contexts, kept, layer.biased_experts)} if kept else {}
+def _checkpoint(
+    layer: nn.Module, biased_experts: bool, copies: offload.Offload | None, function: Callable[..., Any], *inputs: Any
+) -> Any:
+    """Run `function`, the forward pass of `layer`; the backward pass recomputes all that the layer's level does not
+    keep.
+    """
+    kept = KEPT[_levels[layer]]
+    # torch 2.13 cannot compile such contexts, even if they keep nothing, nor context variables.
+    contexts = {"context_fn": functools.partial(keeping.contexts, kept, biased_experts)} if kept else {}
+    function = function if torch.compiler.is_compiling() else keeping.recomputed(function)
     with copies or contextlib.nullcontext():
         return checkpoint(function, *inputs, use_reentrant=False, **contexts)
 
@@ -72,10 +85,11 @@ def _forget_state(module: Any, args: Any, output: Any) -> None:
 
 
 def choose(model: Any, chosen: Sequence[str]) -> None:
-    """Give the layers these levels, where `apply` has turned checkpointing on. Raises ConfigError for an unfit one."""
+    """Set the level of each layer, after `apply`. Raises ConfigError for a level that the model does not support."""
     _check(model, chosen)
     for layer, level in zip(layers(model), chosen, strict=True):
-        layer.level, layer.gradient_checkpointing = level, level != "none"
+        _levels[layer] = level
+        layer.gradient_checkpointing = level != "none"
         experts.checkpointed(layer, level != "none")
 
 
@@ -95,15 +109,15 @@ def _check(model: Any, chosen: Iterable[str]) -> None:
 def pattern(checkpointing: str | int | Mapping[str, int], count: int) -> list[str]:
     """The level of each of `count` layers, one of LEVELS.
 
-    Every n-th begins with the first. Of numbers of layers the first are those that recompute most, as what the first
-    layers keep is held longest; layers beyond all numbers recompute nothing.
+    `every-n` begins with the first layer. Given a number of layers per level, the first layers recompute most, because
+    what they keep is held longest; layers beyond the sum of the numbers recompute nothing.
     """
     if isinstance(checkpointing, int):
         checkpointing = {"all": checkpointing}
     if isinstance(checkpointing, Mapping):
         named = [level for level in reversed(LEVELS) for _ in range(checkpointing.get(level, 0))]
         return [*named, *["none"] * count][:count]
-    if checkpointing == "auto":  # where nothing was forecast
+    if checkpointing == "auto":  # without a forecast
         checkpointing = "all"
     if step := every_n(checkpointing):
         return ["none" if number % step else "all" for number in range(count)]
@@ -111,7 +125,7 @@ def pattern(checkpointing: str | int | Mapping[str, int], count: int) -> list[st
 
 
 def ladder(levels: Sequence[str], count: int) -> list[str | dict[str, int]]:
-    """What `count` layers can do from the first of `levels` to the last, one layer going to the next at each step."""
+    """Settings for `count` layers from the first of `levels` to the last; each step moves one layer on."""
     steps: list[str | dict[str, int]] = [levels[0]]
     for before, after in itertools.pairwise(levels):
         steps += [{after: number, before: count - number} for number in range(1, count)]
@@ -119,20 +133,12 @@ def ladder(levels: Sequence[str], count: int) -> list[str | dict[str, int]]:
     return steps
 
 
-@dataclass(frozen=True)
-class UpTo:
-    """All layers have `level` in micro-batches whose rows, padding included, have at most so many `tokens`."""
-
-    tokens: int
-    level: str
-
-
 class ByLength:
-    """Gives the layers of `model` the levels of what is computed next, where `apply` has turned checkpointing on.
+    """Sets the levels of a model's layers for each micro-batch by the length of its rows, after `apply`.
 
-    Up to the lengths of `shorter`, the shortest first, all layers have its level, and beyond them those of
-    `checkpointing`. A layer's gradients are the same to the bit at each level, unless an input is so long that its MLP
-    takes it in tiles where it is recomputed, and so rounds otherwise (`kernels.mlp`).
+    The first entry of `shorter`, the shortest first, that the rows fit gives the level of all layers; longer rows have
+    the levels of `checkpointing`. A layer's gradients are the same to the bit at each level, unless the input is so
+    long that a recomputed MLP takes it in tiles and rounds differently (`kernels.mlp`).
     """
 
     def __init__(self, model: Any, checkpointing: str | int | Mapping[str, int], shorter: Sequence[UpTo]) -> None:
@@ -142,36 +148,41 @@ class ByLength:
         self._now = self._of_longest
 
     def choose(self, tokens: int) -> None:
-        """The levels for a micro-batch of so many tokens a row."""
-        found = self.level(tokens)
-        levels = self._of_longest if found is None else [found] * len(self._of_longest)
+        """Set the levels for a micro-batch whose rows have `tokens` tokens."""
+        level = self.level(tokens)
+        levels = self._of_longest if level is None else [level] * len(self._of_longest)
         if levels != self._now:
             choose(self._model, levels)
             self._now = levels
 
     def level(self, tokens: int) -> str | None:
-        """That of a micro-batch which recomputes less than the longest; None for one that does not."""
+        """The level of all layers for rows of `tokens` tokens; None for the levels of the longest rows."""
         return next((each.level for each in self.shorter if tokens <= each.tokens), None)
 
     def drop(self) -> None:
-        """From now on all micro-batches recompute what the longest do."""
+        """Give all micro-batches the levels of the longest rows from now on."""
         self.shorter = ()
 
 
+def level_of(layer: Any) -> str:
+    """The level of a layer now, one of LEVELS."""
+    return _levels[layer] if layer.gradient_checkpointing else "none"
+
+
 def keeps(layer: Any) -> bool:
-    """Whether a layer is recomputed but for some tensors."""
-    return layer.gradient_checkpointing and bool(KEPT[layer.level])
+    """Whether a layer is recomputed except for tensors that it keeps."""
+    return bool(KEPT.get(level_of(layer)))
 
 
 def levels(architecture: Any) -> tuple[str, ...]:
-    """Those of LEVELS that the layers of `architecture`, transformers' config, can have."""
-    # What is written over after it was kept would be read so in the recomputation (OLMo's `clamp_`).
+    """The LEVELS that the layers of `architecture`, transformers' config, support."""
+    # A kept tensor that is then overwritten (OLMo's `clamp_`) would be read overwritten in the recomputation.
     clips = getattr(architecture.get_text_config(), "clip_qkv", None) is not None
     return tuple(level for level in LEVELS if not (clips and keeping.PRODUCTS in KEPT.get(level, ())))
 
 
 def layers(model: Any) -> list[Any]:
-    """The layers of the text decoder that can be checkpointed, in order; none lies within another."""
+    """The layers of the text decoder that can be checkpointed, in order; never one inside another."""
     config = getattr(model, "config", None)
     return list(_layers(model, config and config.get_text_config().model_type))
 
@@ -188,5 +199,5 @@ def _layers(module: Any, model_type: str | None) -> Iterator[Any]:
 
 
 def checkpointed(model: Any) -> int:
-    """How many layers are checkpointed."""
+    """The number of checkpointed layers."""
     return sum(layer.gradient_checkpointing for layer in layers(model))

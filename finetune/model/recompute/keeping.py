@@ -1,7 +1,7 @@
-"""What a checkpointed layer keeps of its forward pass, so that recomputing it costs less.
+"""Tensors that a checkpointed layer keeps of its forward pass, so that recomputing it costs less.
 
-torch's selective checkpointing keeps the results of the operators listed here, and hands them out again in the
-recomputation, which computes all the rest. A fused function is no single operator: it asks `kept` instead.
+torch's selective checkpointing keeps the results of the operators listed here, and returns them in the recomputation,
+which computes everything else. A fused function consists of several operators: it calls `kept` instead.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ATTENTION: dict[str, int | None] = {
     "flash_attn_3::_flash_attn_forward": None,
     "flash_attn_3::fwd": None,
 }
-"""The fused attention operators, and which of their arguments is the probability of dropout."""
+"""The fused attention operators, with the index of the argument that is the probability of dropout."""
 
 _EXPERTS = "aten::_grouped_mm"
 _PRODUCTS: dict[str, Callable[[Any], tuple[int, int]]] = {
@@ -40,16 +40,16 @@ _PRODUCTS: dict[str, Callable[[Any], tuple[int, int]]] = {
     _EXPERTS: lambda args: args[1].shape[-2:],
     "bitsandbytes::gemm_4bit": lambda args: args[2][::-1],
 }
-"""The products, with (inputs, outputs) of the weight."""
+"""The matrix products, with a function of their arguments: (inputs, outputs) of the weight."""
 
-# A product with fewer inputs for its outputs is one with a factor of low rank: much to keep, little to compute.
+# A weight with more outputs per input is a low-rank factor: its product is large to keep and cheap to recompute.
 _OUTPUTS_PER_INPUT = 8
 
 _Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
 
 
 class _Results:
-    """What fused functions of one layer kept, in the order of their calls; `again`: the layer is recomputed."""
+    """Products that fused functions of one layer kept, in the order of their calls; `again`: it is being recomputed."""
 
     def __init__(self) -> None:
         self.made: deque[Any] = deque()
@@ -57,13 +57,32 @@ class _Results:
 
 
 _of_layer: ContextVar[_Results | None] = ContextVar("_of_layer", default=None)
+_in_recomputed: ContextVar[bool] = ContextVar("_in_recomputed", default=False)
+
+
+def recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward`, the pass of a layer that the backward pass computes again; `is_recomputed` is true inside it."""
+
+    def marked(*inputs: Any) -> Any:
+        token = _in_recomputed.set(True)
+        try:
+            return forward(*inputs)
+        finally:
+            _in_recomputed.reset(token)
+
+    return marked
+
+
+def is_recomputed() -> bool:
+    """Whether the code that runs is part of a layer that the backward pass computes again."""
+    return _in_recomputed.get()
 
 
 def contexts(kinds: Collection[str], biased_experts: bool) -> _Contexts:
-    """For one pass through a layer that keeps these: the contexts of the pass and of its recomputation.
+    """The contexts of one pass through a layer that keeps these `kinds` of tensors, and of its recomputation.
 
-    transformers (5.23, `_grouped_linear`) adds the biases of `biased_experts` into their products, which would be read
-    so in the recomputation: these are not kept.
+    Products of `biased_experts` are not kept: transformers (5.23, `_grouped_linear`) adds the biases to them in place,
+    and the recomputation would read the sums.
     """
     policy = functools.partial(_policy, kinds, overwritten=(_EXPERTS,) if biased_experts else ())
     first, again = checkpoint.create_selective_checkpoint_contexts(policy)
@@ -72,12 +91,12 @@ def contexts(kinds: Collection[str], biased_experts: bool) -> _Contexts:
 
 
 def keeps_products() -> bool:
-    """Whether what runs belongs to a layer that keeps its products."""
+    """Whether the code that runs is part of a layer that keeps its products."""
     return _of_layer.get() is not None
 
 
 def kept(compute: Callable[[], Any]) -> Any:
-    """The products that `compute` gives; where they were kept, those instead. They must not be written into."""
+    """The products that `compute` returns, or in a recomputation those that were kept. They must not be modified."""
     results = _of_layer.get()
     if results is None:
         return compute()
@@ -112,11 +131,11 @@ def _policy(
     return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _drops_out(place: int | None, args: Any, named: Any) -> bool:
-    """Whether attention draws random numbers, as its recomputation must, for those after it to be the same."""
-    if place is None:
+def _drops_out(index: int | None, args: Any, named: Any) -> bool:
+    """Whether attention draws random numbers, which its recomputation must draw again for later ones to agree."""
+    if index is None:
         return False
-    return bool(args[place] if len(args) > place else named.get("dropout_p", 0.0))
+    return bool(args[index] if len(args) > index else named.get("dropout_p", 0.0))
 
 
 def _is_large(inputs: int, outputs: int) -> bool:

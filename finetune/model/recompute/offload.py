@@ -1,9 +1,9 @@
 """Layer inputs that checkpointing saves, in pinned host memory until their layer is recomputed.
 
-Copies run beside the arithmetic: an input goes to the host while its layer computes, and comes back while the layer
-above is recomputed. Neither stream gets a block of memory before the other is done with it: whoever holds the tensor
-first waits. (`Tensor.record_stream` would leave that to the allocator, which holds the block for as long as the host
-runs ahead of the device.)
+Copies overlap with computation: an input goes to the host while its layer computes, and comes back while the layer
+above is recomputed. Neither stream reuses a block of memory before the other is done with it: the stream that holds the
+tensor waits first. (`Tensor.record_stream` would leave that to the allocator, which holds the block for as long as the
+host runs ahead of the device.)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class Copies:
-    """Copies between a device and the host, each with what to wait for; on a CPU, a copy within it, at once."""
+    """Copies between a device and the host, each with an event to wait for; on a CPU, immediate copies."""
 
     def to_host(self, tensor: Tensor) -> tuple[Tensor, Any]:
         """`tensor` in host memory; it must live until the copy was waited for."""
@@ -29,11 +29,11 @@ class Copies:
         return host.clone(), None
 
     def wait(self, copy: Any) -> None:
-        """Let what is computed from here on come after `copy`."""
+        """Order all later computation after `copy`."""
 
 
 class StreamCopies(Copies):
-    """On a stream of a GPU beside the one that computes."""
+    """Copies on a GPU stream of their own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
@@ -57,7 +57,7 @@ class StreamCopies(Copies):
 
 @functools.cache
 def copies_of(device: torch.device) -> Copies:
-    """How `device` copies."""
+    """The kind of copies for `device`."""
     return StreamCopies(device) if device.type == "cuda" else Copies()
 
 
@@ -113,7 +113,7 @@ class Offload(torch.autograd.graph.saved_tensors_hooks):
         return tensor
 
     def _drop(self) -> None:
-        """Let go of an input that was fetched and not asked for: a backward pass ended early."""
+        """Free an input that was fetched ahead and never used, because a backward pass ended early."""
         if self._coming:
             saved, _, copy = self._coming
             copies_of(saved.device).wait(copy)

@@ -104,14 +104,15 @@ def model_class(config: Any) -> Any | None:
 
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return None
-    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    return found[0] if isinstance(found, tuple) else found
+    known = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return known[0] if isinstance(known, tuple) else known
 
 
 def values(config: Any, name: str) -> list[Any]:
-    """What the text model's config calls `name`, for each layer if layers differ, else once; None where it is missing.
+    """The attribute `name` of the text model's config, for each layer if layers differ, else once; None if missing.
 
-    transformers 5.23 raises an error if what layers differ in, such as Gemma 4's `head_dim`, is read for all of them.
+    transformers 5.23 raises an error if an attribute in which layers differ, such as Gemma 4's `head_dim`, is read for
+    all of them.
     """
     text = config.get_text_config()
     layers = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]

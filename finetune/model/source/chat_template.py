@@ -19,7 +19,7 @@ from typing import Any
 
 from finetune.config.field_types import Help
 from finetune.errors import ArtifactError, ConfigError
-from finetune.runtime import libraries
+from finetune.runtime import patches
 
 # Rendering a row takes well under a millisecond; a machine that swaps may take a thousand times as long.
 RENDER_SECONDS = 5.0
@@ -118,9 +118,8 @@ def _guarded() -> Iterator[None]:
     Tokenizing must stay outside: the tokenizer aborts the process if it gets no memory.
     """
     from jinja2.exceptions import SecurityError, TemplateSyntaxError
-    from transformers.utils import chat_template_utils
 
-    sandboxed = libraries.replaced(chat_template_utils, "ImmutableSandboxedEnvironment", _sandbox())
+    sandboxed = patches.TEMPLATE_SANDBOX.by(_sandbox())
     try:
         with sandboxed, _for_at_most(RENDER_SECONDS), _with_at_most(RENDER_BYTES):
             yield

@@ -22,7 +22,7 @@ from finetune.storage.private import cache_folder, not_private
 _MEMORY = "file_hashes.json"
 _MEMORY_BYTES = 2**24
 # File systems have timestamps as coarse as 2 seconds, within which a file may change again unnoticed.
-_SETTLED_NANOSECONDS = 2 * 10**9
+_COARSEST_TIMESTAMP_NANOSECONDS = 2 * 10**9
 _writing = threading.Lock()
 
 
@@ -36,11 +36,11 @@ def sha256(file: Path) -> str:
     with open(file, "rb") as opened:
         now = time.time_ns()
         key, stamp = os.path.realpath(file), _stamp(os.fstat(opened.fileno()))
-        if found := _remembered(key, stamp):
-            return found
+        if cached := _remembered(key, stamp):
+            return cached
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
-        settled = now - max(stamp[-2:]) > _SETTLED_NANOSECONDS
-        if settled and _stamp(os.fstat(opened.fileno())) == stamp:
+        is_old = now - max(stamp[-2:]) > _COARSEST_TIMESTAMP_NANOSECONDS
+        if is_old and _stamp(os.fstat(opened.fileno())) == stamp:
             _remember(key, stamp, digest)
     return digest
 
@@ -71,15 +71,15 @@ def _all() -> dict[str, Any]:
             status = os.fstat(descriptor)
             ours = status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
             if ours and stat.S_ISREG(status.st_mode) and status.st_size <= _MEMORY_BYTES:
-                found = json.loads(opened.read())
-                return found if isinstance(found, dict) else {}
+                entries = json.loads(opened.read())
+                return entries if isinstance(entries, dict) else {}
     return {}
 
 
 def _remember(key: str, stamp: list[int], digest: str) -> None:
     """Add an entry, and drop those of deleted files. If the folder cannot be written, nothing is cached."""
     with _writing, contextlib.suppress(OSError):
-        entries = {place: entry for place, entry in _all().items() if os.path.exists(place)}
+        entries = {path: entry for path, entry in _all().items() if os.path.exists(path)}
         entries[key] = {"stamp": stamp, "sha256": digest}
         memory().parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not_private(memory().parent):

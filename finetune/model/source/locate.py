@@ -18,7 +18,7 @@ _PACKAGE = Path(__file__).resolve().parents[2]
 # The libraries read whole JSON files. A large vocabulary takes tens of MB.
 _JSON_BYTES = 128 * 2**20
 # Inside an installed wheel, or beside the package in a checkout.
-_BUILTIN_PLACES = (_PACKAGE / "_builtin" / "tiny-llama", _PACKAGE.parent / "data" / "tiny-llama")
+_BUILTIN_FOLDERS = (_PACKAGE / "_builtin" / "tiny-llama", _PACKAGE.parent / "data" / "tiny-llama")
 
 _HUB = "https://huggingface.co/"
 
@@ -30,9 +30,9 @@ def locate(name: str) -> str:
     if name.startswith("builtin:"):
         if name != BUILTIN_BASE:
             raise ArtifactError(f"model {unknown(name, [BUILTIN_BASE])}")
-        for place in _BUILTIN_PLACES:
-            if (place / "config.json").is_file():
-                return str(place)
+        for folder in _BUILTIN_FOLDERS:
+            if (folder / "config.json").is_file():
+                return str(folder)
         raise ArtifactError(f"{BUILTIN_BASE} is missing from this installation; make it with data/build_tiny_llama.py")
     path = Path(name)
     if path.is_dir():
@@ -59,10 +59,10 @@ def at_hand(name: str) -> bool:
     """Whether a model's tokenizer is available offline: in a local directory or in the hub's cache."""
     from huggingface_hub import try_to_load_from_cache
 
-    place = locate(name)
-    if Path(place).is_dir():
-        return any((Path(place) / file).is_file() for file in ("tokenizer.json", "tokenizer.model"))
-    return isinstance(try_to_load_from_cache(place, "tokenizer_config.json"), str)
+    located = locate(name)
+    if Path(located).is_dir():
+        return any((Path(located) / file).is_file() for file in ("tokenizer.json", "tokenizer.model"))
+    return isinstance(try_to_load_from_cache(located, "tokenizer_config.json"), str)
 
 
 def weights_directory(name: str, revision: str | None, *, download: bool = False) -> Path:
@@ -72,9 +72,9 @@ def weights_directory(name: str, revision: str | None, *, download: bool = False
     """
     from huggingface_hub import snapshot_download
 
-    place = Path(locate(name))
-    if place.is_dir():
-        return place
+    folder = Path(locate(name))
+    if folder.is_dir():
+        return folder
     files = ["*.json", "*.safetensors"] if download else None
     snapshot = hub_call(
         f"the weights of `{name}`",
@@ -89,9 +89,9 @@ def card(section: ModelSection) -> Mapping[str, Any]:
 
     hub.fail_fast()
     try:
-        place = Path(locate(section.name))
-        remote = not place.is_dir()
-        file = hf_hub_download(section.name, "README.md", revision=section.revision) if remote else place / "README.md"
+        folder = Path(locate(section.name))
+        remote = not folder.is_dir()
+        file = hf_hub_download(section.name, "README.md", revision=section.revision) if remote else folder / "README.md"
         return ModelCard.load(file).data.to_dict()
     except Exception:  # offline, gated, no card, or one that cannot be parsed
         return {}
@@ -116,7 +116,7 @@ def hub_call(what: str, load: Callable[[], T]) -> T:
         if isinstance(error, refusals) or isinstance(error.__cause__ or error.__context__, refusals):
             raise MachineError(f"{what}: the hub refuses: {_first(error)}") from None
         if "couldn't connect" in text or "offline" in text.lower() or "internet" in text:
-            why = f" ({found})" if (found := hub.obstacle()) else ""
+            why = f" ({obstacle})" if (obstacle := hub.obstacle()) else ""
             raise MachineError(
                 f"{what}: not a local directory, not cached, and the hub cannot be reached{why}; download it on a "
                 "machine with a network, and name its directory (`model.weights: random` needs no weights)"

@@ -1,7 +1,7 @@
-"""Bases that are published with quantized weights, which are refused before anything else is read.
+"""Refuses bases that are published with quantized weights, before anything else is read.
 
-A job quantizes the 16-bit weights of its base while loading them; weights that are packed already it can neither train
-on nor merge into.
+A job quantizes the 16-bit weights of its base while loading them. It can neither train on weights that are packed
+already nor merge into them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ METHODS = {
     "modelopt": "ModelOpt",
     "torchao": "TorchAO",
 }
-"""What people call a `quant_method` of config.json; any other goes by its own name."""
+"""Usual names of the values of `quant_method` in config.json; any other value is its own name."""
 
 _ORIGINALS = {
     "openai/gpt-oss-20b": "unsloth/gpt-oss-20b-BF16",

@@ -36,7 +36,7 @@ def scaled(architecture: Any, section: ModelSection) -> Any:
 
 
 def _obstacle(architecture: Any, rope: dict[str, Any]) -> str | None:
-    """Why the rotary embedding cannot be scaled; None where it can."""
+    """Why the rotary embedding cannot be scaled; None if it can."""
     if any(isinstance(value, dict) for value in rope.values()):
         return "has layers with several rotary embeddings, of which one factor cannot be right"
     if (kind := rope.get("rope_type", "default")) != "default":

@@ -16,6 +16,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from finetune.runtime import patches
+
 
 class WeightOnly(bnb.nn.Linear8bitLt):
     """A linear layer whose frozen weight is dequantized to the compute dtype for each product."""
@@ -32,7 +34,7 @@ def weight_only(model: nn.Module) -> None:
     """Replace the forward pass of the 8-bit layers of `model` by that of `WeightOnly`."""
     for module in model.modules():
         if isinstance(module, bnb.nn.Linear8bitLt):
-            module.__class__ = WeightOnly
+            patches.LINEAR_8BIT.put(WeightOnly, module)
 
 
 def quantized(weight: torch.Tensor) -> Any:

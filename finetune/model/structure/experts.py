@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -111,13 +112,18 @@ def quantize(model: nn.Module, config: Any) -> None:
             quant_type=config.bnb_4bit_quant_type,
         )
         setattr(module, name, packed)
-        if not hasattr(module, "packs_for_backward"):
+        if module not in _unpacking:
             held: Any = module
             held.source_cls = type(module)  # transformers reads this from quantized modules
-            held.packs_for_backward = True
-            module.register_forward_pre_hook(_unpack)
+            _unpacking[module] = unpacking = _Unpacking()
+            module.register_forward_pre_hook(unpacking.enter)
             # Also if the pass ends early, as in recomputation by activation checkpointing.
-            module.register_forward_hook(_pack, always_call=True)
+            module.register_forward_hook(unpacking.leave, always_call=True)
+
+
+def are_4_bit(model: nn.Module) -> bool:
+    """Whether `quantize` made any experts of `model` 4-bit parameters."""
+    return any(module in _unpacking for module in model.modules())
 
 
 def dequantize(model: nn.Module, dtype: torch.dtype) -> None:
@@ -144,30 +150,40 @@ def checkpointed(layer: nn.Module, on: bool) -> None:
     checkpointed layer nothing is saved, and saved-tensor hooks would interfere with those of checkpointing.
     """
     for module in layer.modules():
-        if hasattr(module, "packs_for_backward"):
-            module.packs_for_backward = not on
+        if module in _unpacking:
+            _unpacking[module].saves_packed = not on
 
 
-def _unpack(module: Any, inputs: Any) -> None:
-    """Replace the packed experts by dequantized ones until `_pack`."""
-    packed = {name: one for name, one in module.named_parameters(recurse=False) if is_packed(one)}
-    module.unpacked = contextlib.ExitStack()
-    for name, one in packed.items():
-        module.unpacked.callback(setattr, module, name, one)
-        setattr(module, name, nn.Parameter(_dequantized(one), requires_grad=False))
-    if module.packs_for_backward and torch.is_grad_enabled():
-        # Views of dequantized experts are saved as the packed experts and the view's shape.
-        by_storage = {_storage(getattr(module, name)): one for name, one in packed.items()}
+class _Unpacking:
+    """Hooks that dequantize the 4-bit experts of a module for the time of its forward pass."""
 
-        def pack(tensor: torch.Tensor) -> Any:
-            one = by_storage.get(_storage(tensor))
-            return tensor if one is None else (one, tensor.shape, tensor.stride(), tensor.storage_offset())
+    def __init__(self) -> None:
+        self.saves_packed = True
+        """Whether autograd saves the packed experts for the dequantized ones; see `checkpointed`."""
+        self._undo = contextlib.ExitStack()
 
-        module.unpacked.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, _dequantized_again))
+    def enter(self, module: Any, inputs: Any) -> None:
+        packed = {name: one for name, one in module.named_parameters(recurse=False) if is_packed(one)}
+        self._undo = contextlib.ExitStack()
+        for name, one in packed.items():
+            self._undo.callback(setattr, module, name, one)
+            setattr(module, name, nn.Parameter(_dequantized(one), requires_grad=False))
+        if self.saves_packed and torch.is_grad_enabled():
+            # Views of dequantized experts are saved as the packed experts and the view's shape.
+            by_storage = {_storage(getattr(module, name)): one for name, one in packed.items()}
+
+            def pack(tensor: torch.Tensor) -> Any:
+                one = by_storage.get(_storage(tensor))
+                return tensor if one is None else (one, tensor.shape, tensor.stride(), tensor.storage_offset())
+
+            self._undo.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, _dequantized_again))
+
+    def leave(self, module: Any, inputs: Any, output: Any) -> None:
+        self._undo.close()
 
 
-def _pack(module: Any, inputs: Any, output: Any) -> None:
-    module.unpacked.close()
+_unpacking: WeakKeyDictionary[nn.Module, _Unpacking] = WeakKeyDictionary()
+"""The hooks of each module with 4-bit experts."""
 
 
 def _dequantized_again(saved: Any) -> torch.Tensor:

@@ -18,12 +18,13 @@ from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from finetune.model.structure import experts
-from finetune.runtime import libraries
+from finetune.runtime import patches
 
 _FEW_TOKENS = 4
 # More than the blocks of tokens that sparse attention compresses (DeepSeek V4: 128).
@@ -31,18 +32,21 @@ _MANY_TOKENS = 256
 
 
 @dataclass(frozen=True)
-class _Found:
+class NotAdaptable:
     """The layers that an adapter cannot be trained on."""
 
     read: frozenset[nn.Module]
     untrained: frozenset[nn.Module]
 
 
+_names_of: WeakKeyDictionary[nn.Module, tuple[frozenset[str], frozenset[str]]] = WeakKeyDictionary()
+"""For each model that was probed, the names of the layers in it that are read directly, and of the untrained ones."""
+
+
 def read_directly(model: Any) -> frozenset[str]:
     """Full names of the layers in `model` whose weight its code reads directly.
 
-    The first call must come before the model is quantized; the model may be on the meta device. The result is cached
-    on the model.
+    The first call must come before the model is quantized, and is remembered; the model may be on the meta device.
     """
     return _names(model)[0]
 
@@ -56,24 +60,24 @@ def untrained(model: Any) -> frozenset[str]:
 
 
 def _names(model: Any) -> tuple[frozenset[str], frozenset[str]]:
-    if not hasattr(model, "not_adaptable"):
+    if model not in _names_of:
         remember(model, probe(model))
-    found: tuple[frozenset[str], frozenset[str]] = model.not_adaptable
-    return found
+    return _names_of[model]
 
 
-def remember(model: Any, found: _Found) -> None:
-    """Cache on `model` what `probe` found, by the names that the layers have now."""
+def remember(model: Any, layers: NotAdaptable) -> None:
+    """Remember the result of `probe` for `model`, by the names that the layers have now."""
     names = {module: name for name, module in model.named_modules()}
-    model.not_adaptable = tuple(
-        frozenset(names[layer] for layer in layers if layer in names) for layers in (found.read, found.untrained)
+    read, untrained = (
+        frozenset(names[layer] for layer in kind if layer in names) for kind in (layers.read, layers.untrained)
     )
+    _names_of[model] = read, untrained
 
 
-def probe(model: Any) -> _Found:
+def probe(model: Any) -> NotAdaptable:
     """Pass text through `model` if it is on the meta device, else through a copy that is.
 
-    A plan, a run and an export find the same so, whatever device and weights they have.
+    So a plan, a run and an export get the same result, on any device and with any weights.
     """
     weightless = model
     if not all(parameter.is_meta for parameter in model.parameters()):
@@ -100,7 +104,7 @@ def probe(model: Any) -> _Found:
         [name for name in linear if _kind(weightless, name) in kinds],
         [name for name, module in linear.items() if module not in trained],
     )
-    return _Found(*(frozenset(map(model.get_submodule, names)) for names in found))
+    return NotAdaptable(*(frozenset(map(model.get_submodule, names)) for names in found))
 
 
 def _pass(
@@ -109,14 +113,11 @@ def _pass(
     """The `layers` to whose weight the logits of a row have a gradient; adds to `read` those whose weight is read
     directly.
     """
-    from transformers import masking_utils
-
     was_training = model.training
     with (
         torch.random.fork_rng([]),
         torch.enable_grad(),
-        # As in an exported graph: the mask does not depend on the data.
-        libraries.replaced(masking_utils, "is_tracing", lambda tensor=None: True),
+        patches.IS_TRACING.by(lambda tensor=None: True),
         _watched(layers, read),
         _without_experts(model),
     ):
@@ -131,7 +132,7 @@ def _pass(
 
 
 def _leaves(output: torch.Tensor) -> set[torch.Tensor]:
-    """The tensors without a history that `output` has a gradient to."""
+    """The leaf tensors that `output` has a gradient to."""
     leaves: set[torch.Tensor] = set()
     seen: set[Any] = set()
     waiting = [output.grad_fn]
@@ -147,7 +148,7 @@ def _leaves(output: torch.Tensor) -> set[torch.Tensor]:
 
 
 def _kind(model: nn.Module, name: str) -> tuple[type, str]:
-    """The class of the parent module, and the layer's name in it."""
+    """The kind of a layer: the class of its parent module, and its name in it."""
     parent, _, last = name.rpartition(".")
     return type(model.get_submodule(parent)), last
 
@@ -182,13 +183,10 @@ def _watched(layers: list[nn.Linear], read: set[nn.Linear]) -> Iterator[None]:
 
     patch = {"weight": property(weight), "forward": forward}
     watching = {known: type(known.__name__, (known,), patch) for known in set(classes.values())}
-    for layer, known in classes.items():
-        layer.__class__ = watching[known]
-    try:
-        yield
-    finally:
+    with contextlib.ExitStack() as stack:
         for layer, known in classes.items():
-            layer.__class__ = known
+            stack.enter_context(patches.LAYER_CLASS.by(watching[known], layer))
+        yield
 
 
 @contextlib.contextmanager
@@ -196,11 +194,11 @@ def _without_experts(model: nn.Module) -> Iterator[None]:
     """In the block, experts return zeros, because routing cannot be computed on the meta device."""
     with contextlib.ExitStack() as stack:
         for known in {type(module) for _, module, _ in experts.weights(model)}:
-            stack.enter_context(libraries.replaced(known, "forward", _zeros))
+            stack.enter_context(patches.EXPERTS_FORWARD.by(_zeros, known))
         yield
 
 
 def _zeros(module: nn.Module, hidden_states: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
-    """Zeros that depend on all that the experts are given: their router is trained."""
+    """Zeros with a gradient to all inputs of the experts, so that their router counts as trained."""
     given = [value for value in (*arguments, *named.values()) if isinstance(value, torch.Tensor)]
     return hidden_states * 0 + sum(value.sum() * 0 for value in given if value.is_floating_point())

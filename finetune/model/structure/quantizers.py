@@ -18,12 +18,12 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 
 from finetune.model.structure import eight_bit, experts, linear_layers
-from finetune.runtime import libraries
+from finetune.runtime import libraries, patches
 
 
 def used() -> contextlib.AbstractContextManager[None]:
     """In the block, transformers loads models with the quantizers of this module."""
-    return libraries.replaced(auto, "AUTO_QUANTIZER_MAPPING", {**auto.AUTO_QUANTIZER_MAPPING, **_QUANTIZERS})
+    return patches.QUANTIZERS.by({**auto.AUTO_QUANTIZER_MAPPING, **_QUANTIZERS})
 
 
 def prepare(model: Any, config: Any) -> None:

@@ -1,7 +1,7 @@
 """A model whose weights stay in its files: read one by one, and put on the device one layer at a time.
 
-transformers renames weights while it loads them, and fuses some, such as the experts of a mixture. `Weights` does the
-same to single weights by transformers' own conversions, and can turn them back into what the files hold.
+transformers renames weights while it loads them, and fuses some, such as the experts of a mixture. `Weights` applies
+transformers' own conversions to single weights, and can reverse them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from finetune.errors import ArtifactError
 
 
 @dataclass(frozen=True)
-class Group:
-    """Tensors of the files (`sources`) that become weights of the model (`targets`, none where it does not use them).
+class ConversionGroup:
+    """Tensors of the files (`sources`) that together become weights of the model (`targets`; none if it is not used).
 
-    `converter` says how; None means that one source is one target under another name, or the same.
+    `converter` is transformers' conversion; None if one source is one target, under another name or the same.
     """
 
     sources: tuple[str, ...]
@@ -46,7 +46,7 @@ class Weights(Mapping[str, torch.Tensor]):
         for file in files:
             with safe_open(file, framework="pt") as stored:
                 self._file_of.update(dict.fromkeys(stored.keys(), file))
-        self.groups = self._grouped()
+        self.groups = self._conversion_groups()
         self._of = {target: group for group in self.groups for target in group.targets}
         tied = model.all_tied_weights_keys
         # Files may hold either of two tied weights.
@@ -76,7 +76,7 @@ class Weights(Mapping[str, torch.Tensor]):
             tensor: torch.Tensor = opened.get_tensor(source)
         return tensor
 
-    def converted(self, group: Group) -> dict[str, torch.Tensor]:
+    def converted(self, group: ConversionGroup) -> dict[str, torch.Tensor]:
         """The weights of the model that a group becomes."""
         if group.converter is None:
             return {group.targets[0]: self.stored(group.sources[0])}
@@ -85,7 +85,7 @@ class Weights(Mapping[str, torch.Tensor]):
             converter.add_tensor(group.targets[0], source, pattern, self.stored(source))
         return _single(converter.convert(group.targets[0], model=self._model, config=self._model.config))
 
-    def reverted(self, group: Group, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def reverted(self, group: ConversionGroup, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors of the files from which a group's weights would be made.
 
         Raises ArtifactError if transformers' conversion cannot be reversed.
@@ -97,24 +97,25 @@ class Weights(Mapping[str, torch.Tensor]):
         # As `from_pretrained` leaves it on a model that it has loaded, for `save_pretrained`.
         self._model._weight_conversions = [one for one in self._conversions if one.was_used()]  # noqa: SLF001
         try:
-            found = _single(revert_weight_conversion(self._model, tensors))
-        except Exception as error:  # a conversion without a reverse raises what it likes
-            found = {}
+            reverted = _single(revert_weight_conversion(self._model, tensors))
+        except Exception as error:  # a conversion without a reverse may raise anything
+            reverted = {}
             reason = f" ({error})"
         else:
             reason = ""
         shapes = {source: list(self.stored(source).shape) for source in group.sources}
-        if {name: list(tensor.shape) for name, tensor in found.items()} != shapes:
+        if {name: list(tensor.shape) for name, tensor in reverted.items()} != shapes:
             raise ArtifactError(
                 f"`{group.targets[0]}`: transformers makes it of {len(group.sources)} tensors of the base's files, and "
                 f"cannot take it apart again{reason}; use the adapter with its base instead"
             )
-        return found
+        return reverted
 
-    def _grouped(self) -> list[Group]:
-        """What becomes of each tensor of the files, as `convert_and_load_state_dict_in_model` of transformers decides.
+    def _conversion_groups(self) -> list[ConversionGroup]:
+        """Group the tensors of the files by the conversion that takes them, in the order of the model's names.
 
-        In the order of the model's own names, so that what is converted together lies together.
+        The loop repeats that of transformers' loader (5.23, `convert_and_load_state_dict_in_model`): a source is
+        renamed and matched to a pattern; all sources that get the same name are one group.
         """
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import (
@@ -129,28 +130,28 @@ class Weights(Mapping[str, torch.Tensor]):
         converters = [one for one in self._conversions if isinstance(one, WeightConverter)]
         converter_of = {pattern: one for one in converters for pattern in one.source_patterns}
         names, prefix = self._model.state_dict(), self._model.base_model_prefix
-        found: dict[str, list[tuple[str, str | None]]] = {}
+        by_name: dict[str, list[tuple[str, str | None]]] = {}
         for source in sorted(self._file_of, key=dot_natural_key):
             name, pattern = rename_source_key(source, renamings, converters, prefix, names)
             if name not in names and source in names:
                 name, pattern = rename_source_key(source, [], [], prefix, names)
-            found.setdefault(name, []).append((source, pattern))
+            by_name.setdefault(name, []).append((source, pattern))
         groups = []
-        for name, parts in sorted(found.items(), key=lambda item: dot_natural_key(item[0])):
+        for name, parts in sorted(by_name.items(), key=lambda item: dot_natural_key(item[0])):
             sources, patterns = tuple(source for source, _ in parts), tuple(str(pattern) for _, pattern in parts)
             converter = converter_of.get(patterns[0])
             if name not in names:
-                groups += [Group((source,), ()) for source in sources]
+                groups += [ConversionGroup((source,), ()) for source in sources]
             elif converter is None:
-                groups.append(Group(sources, (name,)))
+                groups.append(ConversionGroup(sources, (name,)))
             else:
                 others = (name.replace(converter.target_patterns[0], each) for each in converter.target_patterns)
-                groups.append(Group(sources, tuple(others), converter, patterns))
+                groups.append(ConversionGroup(sources, tuple(others), converter, patterns))
         return groups
 
 
 def _single(tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """transformers' conversions return a tensor or a list of one."""
+    """`tensors` without the lists of one in which some of transformers' conversions return a tensor."""
     return {name: each[0] if isinstance(each, list) else each for name, each in tensors.items()}
 
 
@@ -158,10 +159,10 @@ def _single(tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 def running(model: Any, fetch: Callable[[str], torch.Tensor | None], device: torch.device) -> Iterator[None]:
     """In the block, `model` (on the meta device, but for its buffers) computes with the weights that `fetch` returns.
 
-    They are on `device` only while their layer computes, and until the next one does: the code of Gemma 4 reads a row
-    of its embeddings once it has looked up the tokens. Before and after, those beside the layers are there without
-    memory: Llama 4's code moves the tokens to the device of its embeddings. A buffer for which `fetch` returns None
-    stays as it is.
+    A weight is on `device` from the time its layer computes until the next layer does: Gemma 4's code reads a row of
+    its embeddings after it has looked up the tokens. Before and after that, weights outside the layers are placeholders
+    on `device` without memory: Llama 4's code moves the tokens to the device of its embeddings. A buffer for which
+    `fetch` returns None is left alone.
     """
     hooks, computed, meta = [], list[_Visit](), list[tuple[nn.Module, str, nn.Parameter]]()
     for path, part, names in _parts(model):
@@ -187,7 +188,7 @@ def running(model: Any, fetch: Callable[[str], torch.Tensor | None], device: tor
 def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
     """(name, module, names of weights in it) of each decoder layer, as a whole, and of each module beside the layers.
 
-    A layer is whole because its code may read a weight past the module that holds it.
+    A layer is one part because its code may read a weight directly, without calling the module that holds it.
     """
     inside: set[nn.Module] = set()
     for path, module in model.named_modules():
@@ -203,7 +204,7 @@ def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
 
 @dataclass
 class _Visit:
-    """A part's weights while it computes."""
+    """Forward hooks that give one part its weights while it computes."""
 
     part: nn.Module
     path: str
@@ -220,10 +221,10 @@ class _Visit:
             owner, _, last = name.rpartition(".")
             module = self.part.get_submodule(owner)
             before: torch.Tensor = getattr(module, last)
-            if (found := self.fetch(f"{self.path}.{name}".lstrip("."))) is None:
+            if (value := self.fetch(f"{self.path}.{name}".lstrip("."))) is None:
                 continue
             self._before.append((module, last, before))
-            tensor = found.to(self.device, before.dtype)
+            tensor = value.to(self.device, before.dtype)
             setattr(module, last, nn.Parameter(tensor, False) if isinstance(before, nn.Parameter) else tensor)
 
     def leave(self, *arguments: Any) -> None:

@@ -1,7 +1,7 @@
 """The bases that an adapter can be merged into, and each weight of the merged model.
 
-No model is in memory: a weight is read from the base's files when it is asked for, and to compute logits one layer at a
-time is on the device.
+Models stay on disk: a weight is read from the base's files when it is needed, and logits are computed with one layer
+at a time on the device.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import torch
 from finetune.config import Config, QuantizationSection
 from finetune.errors import ArtifactError
 from finetune.export import proof
-from finetune.export.updates import Updates, base_name
+from finetune.export.merging.updates import Updates, base_name
 from finetune.model.adapters.adapter_files import weightless_adapter
 from finetune.model.attention import backends
-from finetune.model.base import DTYPES, load_architecture, refuse_not_finite
+from finetune.model.base import load_architecture, refuse_not_finite
 from finetune.model.build import Blueprint
+from finetune.model.precision import PRECISIONS
 from finetune.model.skeleton import make_buffers
 from finetune.model.structure import experts, streamed
 from finetune.runtime import libraries
@@ -30,8 +31,6 @@ from finetune.storage import weight_files
 
 if TYPE_CHECKING:
     from finetune.model.structure.quantizers import Rounding
-
-_MERGED_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.bfloat16}
 
 Onto = Literal["16-bit", "quantized"]
 ONTO: dict[Onto, str] = {
@@ -42,7 +41,7 @@ ONTO: dict[Onto, str] = {
 
 
 class Bases:
-    """The base of a run, as it can be merged into and as it can be run, from its files."""
+    """The base of a run in its files: to merge into, and to run."""
 
     def __init__(self, config: Config, adapter: Path, files: list[Path], device: torch.device) -> None:
         if not files:
@@ -50,7 +49,7 @@ class Bases:
                 f"the weights of {config.model.name} are not in safetensors files, which a merge reads; convert them"
             )
         self.config, self.adapter, self.files, self.device = config, adapter, files, device
-        self.dtype = self.compute_dtype = _MERGED_DTYPES[config.training.precision]
+        self.dtype = self.compute_dtype = PRECISIONS[config.training.precision].merged
         self.architecture = load_architecture(config.model)
         text = self.architecture.get_text_config()
         self.layers, self.stride = text.num_hidden_layers, proof.stride(text.vocab_size, proof.ROW_TOKENS)
@@ -59,13 +58,13 @@ class Bases:
         self.adapted = weightless_adapter(self._weightless(self.architecture), adapter, config.adapter)
         self.updates = Updates(self.adapted, adapter, device)
         self.mixture = experts.is_mixture(self.bare)
-        # Where embeddings or head were trained, they are no longer the same tensor.
+        # Trained embeddings or head are separate tensors.
         tied = self.bare.all_tied_weights_keys.items()
         self.untied = sorted({name for pair in tied if self.updates.replaced.keys() & {*pair} for name in pair})
         self.merged_architecture = self._merged_architecture()
 
     def named(self, onto: Onto) -> str:
-        """What people call such a base."""
+        """The name of a base for messages."""
         return f"the dequantized {self.config.quantization.kind} base" if onto == "quantized" else "the 16-bit base"
 
     def merging(self, onto: Onto) -> Merging:
@@ -77,12 +76,12 @@ class Bases:
         return Merging(self, quantizers.roundings(self._weightless(self.architecture, self.config.quantization)))
 
     def make_buffers(self) -> None:
-        """Make the models fit to run."""
+        """Make the buffers that the models need to run."""
         make_buffers(self.bare, self.device)
         make_buffers(self.adapted.get_base_model(), self.device)
 
     def compute_in_float32(self) -> None:
-        """From now on, models compute in float32; what is written keeps its type."""
+        """Switch the models to float32; the written weights keep their type."""
         self.compute_dtype = torch.float32
         self.bare.float()
         self.adapted.float()
@@ -147,8 +146,8 @@ class Merging:
         weight = self.bases.weights.get(name)
         return None if weight is None else self._merged(name, weight)
 
-    def tensors(self, group: streamed.Group) -> dict[str, torch.Tensor]:
-        """What the merged model's files hold in place of a group of the base's."""
+    def tensors(self, group: streamed.ConversionGroup) -> dict[str, torch.Tensor]:
+        """The tensors of the merged model's files that replace a group of the base's."""
         weights = self.bases.weights
         if not any(name in self.bases.updates or name in self.quantized for name in group.targets):
             return {source: self._rounded(weights.stored(source)) for source in group.sources}
@@ -158,7 +157,7 @@ class Merging:
     def _base(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         if name not in self.quantized:
             return weight
-        weight = weight.to(self.bases.device, DTYPES[self.bases.config.training.precision])
+        weight = weight.to(self.bases.device, PRECISIONS[self.bases.config.training.precision].dtype)
         return self.quantized[name].trained_against(weight)
 
     def _merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The merged model as a GGUF file, proven by the programs at hand that read one."""
+"""The merged model as a GGUF file, proven by the installed programs that read one."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ import psutil
 import torch
 
 from finetune.errors import MachineError
-from finetune.export import gguf_families, gguf_model, gguf_recipes, gguf_vocabulary, llama_cpp, proof
-from finetune.export.finished_run import Job
-from finetune.export.gguf_types import TYPES
+from finetune.export import proof
+from finetune.export.conversion import Conversion
+from finetune.export.gguf import gguf_families, gguf_model, gguf_recipes, gguf_vocabulary, llama_cpp
+from finetune.export.gguf.gguf_types import TYPES
 from finetune.model.structure import experts
-from finetune.runtime import libraries
+from finetune.runtime import libraries, patches
 
 
-def check(job: Job) -> None:
-    """Raise ConfigError if the model or its tokenizer has no form in llama.cpp, MachineError if its type cannot be made
-    here; before anything is merged.
+def check(job: Conversion) -> None:
+    """Raise ConfigError if llama.cpp cannot express the model or its tokenizer, MachineError if this machine lacks the
+    program that makes or proves the file.
     """
-    found = gguf_families.family(job.architecture)
-    if not found.readable and not llama_cpp.installed():
+    family = gguf_families.family(job.architecture)
+    if not family.readable and not llama_cpp.installed():
         raise MachineError(
-            f"a GGUF file of `{found.arch}` is proven by llama.cpp alone: `pip install xllamacpp` (34 MB)"
+            f"a GGUF file of `{family.arch}` is proven by llama.cpp alone: `pip install xllamacpp` (34 MB)"
         )
     if TYPES[job.kind].recipe:
         gguf_recipes.check(job.kind)
@@ -35,10 +36,10 @@ def file_name(kind: str) -> str:
     return f"model-{kind}.gguf"
 
 
-def make(job: Job, folder: Path) -> dict[str, Any]:
+def make(job: Conversion, folder: Path) -> dict[str, Any]:
     """Write the GGUF file to `folder` and prove it. Returns the facts of export.json."""
     file = folder / file_name(job.kind)
-    # llama.cpp computes no further, and a prompt leaves it room for the next token.
+    # Prompts within llama.cpp's context that leave room for the next token.
     longest = gguf_model.context(job.architecture)[0] - 1
     job = replace(job, rows=[row[:longest] for row in job.rows])
     dtype = _dtype(job)
@@ -59,12 +60,12 @@ def make(job: Job, folder: Path) -> dict[str, Any]:
     readable = gguf_families.family(config).readable
     if readable:
         written = load(file, config, dtype, job.device)
-        found = proof.logits(written, job.rows)
+        read_back = proof.logits(written, job.rows)
         del written
         libraries.return_freed_memory()
-        logits = found, expected, base
-        if TYPES[job.kind].recipe:  # what 4 to 6 bits change is told below; llama.cpp is held to what they say
-            expected = found
+        logits = read_back, expected, base
+        if TYPES[job.kind].recipe:  # `compare` reports what 4 to 6 bits change; llama.cpp must agree with this file
+            expected = read_back
     else:
         logits, roundoff = llama_cpp.logits(file, job, expected, base), roundoff * llama_cpp.ROUNDINGS
     result = job.compare(f"GGUF file ({job.kind})", model, *logits, roundoff)
@@ -85,8 +86,8 @@ def make(job: Job, folder: Path) -> dict[str, Any]:
     }
 
 
-def _approximated(job: Job, model: Any, trained: list[torch.Tensor]) -> tuple[list[str], list[torch.Tensor]]:
-    """Where llama.cpp is known to compute otherwise than `model`, and the logits that it is to have."""
+def _approximated(job: Conversion, model: Any, trained: list[torch.Tensor]) -> tuple[list[str], list[torch.Tensor]]:
+    """Known differences of llama.cpp from `model`, as sentences, and the logits expected of it."""
     said = gguf_families.family(model.config).approximate(model)
     if said is None:
         return [], trained
@@ -98,21 +99,20 @@ def _approximated(job: Job, model: Any, trained: list[torch.Tensor]) -> tuple[li
 def load(file: Path, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
     """The model in a GGUF file, by transformers' reader, with the configuration that it was written from.
 
-    The reader's own configuration lacks what a file says in tensors (Llama 3's rotary scaling).
+    The reader's own configuration lacks what a file stores in tensors, such as Llama 3's rotary scaling.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, modeling_gguf_pytorch_utils
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from finetune.model.source.locate import hub_call
 
     config = gguf_families.text(config)
-    if config.model_type == "gemma3_text":  # whose scale of attention is in the file's norms
+    if config.model_type == "gemma3_text":  # its scale of attention is in the file's norms
         config = copy.deepcopy(config)
         config.query_pre_attn_scalar = gguf_families.gemma_scale(config)
-    if config.model_type == "mistral":  # which is a Llama to llama.cpp, and so to the reader
+    if config.model_type == "mistral":  # llama.cpp, and so the reader, takes it for a Llama
         fields = config.to_dict()
         config = AutoConfig.for_model("llama", **{key: fields[key] for key in fields.keys() - {"model_type"}})
-    # transformers 5.23 has no other way to silence the progress bar of its reader.
-    with libraries.replaced(modeling_gguf_pytorch_utils, "tqdm", lambda tensors, **_: tensors):
+    with patches.GGUF_PROGRESS.by(lambda tensors, **_: tensors):
         return hub_call(
             f"GGUF file {file}",
             lambda: AutoModelForCausalLM.from_pretrained(
@@ -121,8 +121,8 @@ def load(file: Path, config: Any, dtype: torch.dtype, device: torch.device) -> A
         )
 
 
-def _dtype(job: Job) -> torch.dtype | None:
-    """What logits are computed in: float32 where a CPU has room for it, else as the merged model is written."""
+def _dtype(job: Conversion) -> torch.dtype | None:
+    """The type in which logits are computed: float32 if a CPU has room for it, else None, as the model is written."""
     stored_bytes = sum(file.stat().st_size for file in job.run.merged.glob("*.safetensors"))
     # Twice as much in float32, and the reader holds two copies for a while.
     has_room = job.device.type == "cpu" and 4 * stored_bytes < psutil.virtual_memory().available

@@ -1,51 +1,38 @@
-"""After training: records the results, merges the adapter into its base, and exports both for other programs."""
+"""The public functions that merge and export a trained model."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 from finetune.config import Config
+from finetune.config.field_types import pick
+from finetune.data import prepare
 from finetune.data.examples import learnt
-from finetune.export import conversion, export_formats, gguf_types, server_commands, upload
-from finetune.export import merge as exports
-from finetune.forecast import comparison
-from finetune.forecast.replay import Forecast
-from finetune.lifecycle import failures
-from finetune.measure.monitor import Peak
+from finetune.export import finished_run, proof, server_commands, staging, upload
+from finetune.export.conversion import Conversion
+from finetune.export.export_formats import FORMATS, ExportFormat
+from finetune.export.gguf import gguf_types
+from finetune.export.merging import merge as merging
+from finetune.measure.out_of_memory import told_of
 from finetune.model.source.locate import locate
 from finetune.report.terminal import Terminal, note_beside_output
 from finetune.runtime import libraries
 from finetune.runtime.device import this_device
 from finetune.runtime.signals import Signals
 from finetune.settings import config_of
-from finetune.storage.files import write_json
 from finetune.storage.rundir import Run, RunDirectory
 
 
-def record(
-    run: RunDirectory, forecast: Forecast | None, peaks: dict[str, Peak], terminal: Terminal, **facts: Any
-) -> None:
-    """Record the end of training, with `facts` and peak memory by phase, and compare the forecast with the peaks."""
-    terminal.answers(run)
-    run.event("trained", **facts, memory=peaks)
-    if forecast:
-        write_json(run.forecast_file, comparison.as_dict(forecast, peaks))
-        terminal.compared(comparison.compare(forecast, peaks), forecast.needed_bytes, peaks)
-
-
 def export_model(
-    run: Run,
-    format: str,
-    *,
-    type: str = "f16",
-    push: str | None = None,
-    trust_remote_code: bool = False,
+    run: Run, format: str, *, type: str = "f16", push: str | None = None, trust_remote_code: bool = False,
     terminal: Terminal | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Write the trained model in a format, for the programs that serve it, once it is proven to be what was trained.
 
-    `format` is a key of `formats.FORMATS`, `type` (of a GGUF file) of `gguf_types.TYPES`; `push` names a
+    `format` is a key of `export_formats.FORMATS`, `type` (of a GGUF file) of `gguf_types.TYPES`; `push` names a
     repository of the hub to upload the folder to. The merged model is made first if a format needs it.
     `trust_remote_code` allows Python code shipped with the run's base.
 
@@ -53,7 +40,7 @@ def export_model(
     than the stated bound, or if such code is needed and not allowed; ConfigError for an unknown format or type, and for
     a run that the format cannot express; MachineError while a process trains in the run directory.
     """
-    form = export_formats.find(format)
+    form = pick(FORMATS, format, "export format")
     gguf_types.check(type)
     if push:
         upload.check(push)
@@ -65,15 +52,15 @@ def export_model(
     with run.locked(), Signals():
         folder = run.path / form.folder
         if form.module:
-            with failures.out_of_memory_in_merge(run, format):
-                job = conversion.prepare(run, config, form, type, this_device(), note_beside_output)
+            with _out_of_memory_explained(run, format):
+                job = _conversion(run, config, form, type)
                 if form.merged and config.adapter.kind == "lora" and not run.is_merged:
                     merge_locked(run, config, terminal, note_beside_output)
-                record = conversion.convert(job, format, form)
+                record = _convert(job, format, form)
             run.event("exported", format=format, error=record["error"], agreement=record["agreement"])
             terminal.exported(folder, record)
         elif config.adapter.kind == "none":
-            record = exports.whole(run, config)
+            record = merging.whole(run, config)
         else:
             record = merge_locked(run, config, terminal, note_beside_output)
     record |= {
@@ -90,15 +77,11 @@ def export_model(
 
 
 def merge(
-    run: Run,
-    *,
-    onto: str | None = None,
-    trust_remote_code: bool = False,
-    terminal: Terminal | None = None,
+    run: Run, *, onto: str | None = None, trust_remote_code: bool = False, terminal: Terminal | None = None
 ) -> dict[str, Any]:
     """Merge the adapter into its base, and publish the merged model once its logits are proven equal.
 
-    `onto` is a key of `finetune.export.merge.ONTO`: the base as published (the default) or as it was quantized for
+    `onto` is a key of `export.merging.bases.ONTO`: the base as published (the default) or as it was quantized for
     training. `trust_remote_code` allows Python code shipped with the run's base. Returns the comparison. Raises
     ArtifactError if the merged model differs by more than the stated bound, or if such code is needed and not allowed;
     ConfigError for an unknown base or a run without an adapter; MachineError while a process trains in the run
@@ -116,8 +99,46 @@ def merge_locked(
     run: RunDirectory, config: Config, terminal: Terminal, note: Callable[[str], None], onto: str | None = None
 ) -> dict[str, Any]:
     """`merge` for a process that already holds the lock."""
-    with failures.out_of_memory_in_merge(run, "merged"):
-        proof = exports.merge(run, config, this_device(), note, onto)
+    with _out_of_memory_explained(run, "merged"):
+        proof = merging.merge(run, config, this_device(), note, onto)
     run.event("merged", **proof)
     terminal.merged(run.merged, proof)
     return proof
+
+
+def _out_of_memory_explained(run: RunDirectory, format: str) -> contextlib.AbstractContextManager[None]:
+    """Explain out of memory in a merge or export: training is done, only the export must be repeated."""
+    return told_of(
+        "merging",
+        f"{run.adapter} is complete and was not touched; `finetune export {run.quoted} --to {format}` exports it on a "
+        "machine with more memory, or once some is free",
+    )
+
+
+def _conversion(run: RunDirectory, config: Config, form: ExportFormat, kind: str) -> Conversion:
+    """The inputs of a conversion, checked before anything is loaded or written."""
+    note, device = note_beside_output, this_device()
+    tokenizer = finished_run.tokenizer_of(run, config, finished_run.weights_folder(run, config))
+    base_identity = finished_run.base_of(run, config, note)
+    rows, rows_of = prepare.compared_rows(config.data, tokenizer, proof.ROWS, proof.ROW_TOKENS, note)
+
+    def load_merged(dtype: Any) -> Any:
+        return finished_run.load_merged(run, config.model, device, dtype)
+
+    job = Conversion(run, config, tokenizer, rows, rows_of, device, kind, base_identity, load_merged)
+    _module(form).check(job)
+    return job
+
+
+def _convert(job: Conversion, name: str, form: ExportFormat) -> dict[str, Any]:
+    """Publish the export `name`; returns its export.json."""
+    make = _module(form).make
+    return staging.publish(
+        job.run, job.config, job.run.path / form.folder,
+        lambda folder: {"format": name, **make(job, folder), "rows_of": job.rows_of},
+        base_identity=job.base_identity, device=job.device, record_file="export.json", written_as=form.help,
+    )  # fmt: skip
+
+
+def _module(form: ExportFormat) -> Any:
+    return importlib.import_module(f"finetune.export.{form.module}")

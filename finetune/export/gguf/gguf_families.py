@@ -1,7 +1,7 @@
 """transformers' model types as those of llama.cpp. A new one is one entry in FAMILIES.
 
-A family says what its GGUF file holds beside what all do: hyperparameters, and tensors that llama.cpp stores otherwise.
-A setting of an architecture that llama.cpp would compute otherwise is refused (checked against src/models/ and
+A family adds to what all GGUF files hold: hyperparameters, and tensors that llama.cpp stores differently. A setting
+that llama.cpp would compute differently is refused (checked against src/models/ and
 conversion/ of ggml-org/llama.cpp, 2026).
 """
 
@@ -24,12 +24,13 @@ Parts = Mapping[str, torch.Tensor]
 class Family:
     """One of transformers' model types as one of llama.cpp's.
 
-    `refuse` says what of a configuration llama.cpp would compute otherwise (None: nothing), `add` adds the keys that
-    other families have not. `parts(name, tensor, config)` are the tensors that one of the model is stored as, by the
-    names that `gguf` maps; it also takes tensors on the meta device. `approximate` changes a loaded model to compute
-    what llama.cpp is known to compute instead, and says what that is (None: nothing). `permuted`: query and key rows
-    are stored in the order of llama.cpp's rotary embedding. `activation` is the only one that llama.cpp has for it.
-    `readable`: whether transformers reads such a file; else llama.cpp alone proves it.
+    `refuse` returns the setting that llama.cpp would compute differently (None: there is none), `add` adds the family's
+    own keys. `parts(name, tensor, config)` returns the tensors that one of the model is stored as, by the names that
+    `gguf` maps; it also takes tensors on the meta device. `approximate` changes a loaded model to compute what
+    llama.cpp is known to compute instead, and returns the difference as a sentence (None: there is none). `permuted`:
+    query and key rows are stored in the order of llama.cpp's rotary embedding. `activation` is the only one that
+    llama.cpp supports for the family. `readable`: whether transformers reads such a file; otherwise only llama.cpp
+    proves it.
     """
 
     arch: str
@@ -48,14 +49,14 @@ def text(config: Any) -> Any:
 
 
 def rope(config: Any) -> dict[str, Any]:
-    """The parameters of the rotary embedding, of the layers that attend to all tokens where there are two kinds."""
+    """The rotary embedding's parameters; if layers differ, those of full attention."""
     parameters = config.rope_parameters
     parameters = parameters.get("full_attention", parameters)
     return {"rope_type": "default", **parameters}
 
 
 def head_size(config: Any) -> int:
-    """The size of an attention head, of the layers that attend to all tokens where there are two kinds."""
+    """The size of an attention head; if layers differ, that of full attention."""
     if config.model_type == "gemma4_text":
         config = config.per_layer_config[config.layer_types.index("full_attention")]
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -65,50 +66,50 @@ def per_layer(config: Any, name: str) -> Any:
     """A setting of the layers: one value, or a list where they differ."""
     if config.model_type != "gemma4_text":
         return getattr(config, name, None)
-    found = [getattr(config.per_layer_config[place], name) for place in range(config.num_hidden_layers)]
+    values = [getattr(config.per_layer_config[layer], name) for layer in range(config.num_hidden_layers)]
     if name == "intermediate_size" and config.use_double_wide_mlp:
         own = config.num_hidden_layers - config.num_kv_shared_layers
-        found = [size * (1 if place < own else 2) for place, size in enumerate(found)]
-    return found if len(set(found)) > 1 else found[0]
+        values = [size * (1 if layer < own else 2) for layer, size in enumerate(values)]
+    return values if len(set(values)) > 1 else values[0]
 
 
 def family(config: Any) -> Family:
     """The family of a transformers configuration. Raises ConfigError if llama.cpp would compute it otherwise."""
     config = text(config)
-    found = FAMILIES.get(config.model_type)
-    if found is None:
+    entry = FAMILIES.get(config.model_type)
+    if entry is None:
         raise ConfigError(
             f"GGUF of a `{config.model_type}` model is not written here, only of {', '.join(FAMILIES)}; export "
             "`merged` and give it to llama.cpp's convert_hf_to_gguf.py"
         )
     activation = getattr(config, "hidden_act", None) or config.hidden_activation
-    why = found.refuse(config) or _refuse_rope(config, found)
-    if activation != found.activation:
+    why = entry.refuse(config) or _refuse_rope(config, entry)
+    if activation != entry.activation:
         why = f"uses the activation {activation}"
     if why:
-        raise ConfigError(f"this `{config.model_type}` model {why}, which llama.cpp's `{found.arch}` cannot express")
-    return found
+        raise ConfigError(f"this `{config.model_type}` model {why}, which llama.cpp's `{entry.arch}` cannot express")
+    return entry
 
 
 _SCALINGS = ("default", "linear", "llama3", "yarn")
 _DEFAULTS_OF_YARN = {"beta_fast": 32, "beta_slow": 1, "attention_factor": None, "truncate": True}
 
 
-def _refuse_rope(config: Any, found: Family) -> str | None:
+def _refuse_rope(config: Any, family: Family) -> str | None:
     parameters = rope(config)
     kind = parameters["rope_type"]
-    if kind == "proportional" and found.arch == "gemma4":
+    if kind == "proportional" and family.arch == "gemma4":
         return None
-    if kind not in _SCALINGS or (kind == "yarn" and found.arch == "phi3"):
+    if kind not in _SCALINGS or (kind == "yarn" and family.arch == "phi3"):
         return f"scales its rotary embedding by `{kind}`, which is not written here"
-    if kind == "llama3" and found.arch != "llama":  # the one architecture that reads its factors
+    if kind == "llama3" and family.arch != "llama":  # the one architecture that reads its factors
         return "scales its rotary embedding by `llama3`"
     if kind == "yarn":
         for name, value in _DEFAULTS_OF_YARN.items():
-            if parameters.get(name, value) not in (value, None) and (name, found.arch) != ("truncate", "gpt-oss"):
+            if parameters.get(name, value) not in (value, None) and (name, family.arch) != ("truncate", "gpt-oss"):
                 return f"scales its rotary embedding by YaRN with `{name}`: {parameters[name]}"
         scales = (parameters.get("mscale"), parameters.get("mscale_all_dim"))
-        if any(scales) and not (found.arch == "mistral3" and scales[0] == 1 and scales[1]):
+        if any(scales) and not (family.arch == "mistral3" and scales[0] == 1 and scales[1]):
             return "scales its rotary embedding by YaRN with `mscale`"
     return None
 
@@ -125,7 +126,7 @@ _GELU = "gelu_pytorch_tanh"
 def _refuse_gemma2(config: Any) -> str | None:
     if config.attn_logit_softcapping is None or config.final_logit_softcapping is None:
         return "has no soft capping"
-    if _is_sliding(config) != [place % 2 == 0 for place in range(config.num_hidden_layers)]:
+    if _is_sliding(config) != [layer % 2 == 0 for layer in range(config.num_hidden_layers)]:
         return "has other layers with a sliding window than every second"
     return None if config.query_pre_attn_scalar == gemma_scale(config, 46) else "scales attention by another factor"
 
@@ -144,7 +145,7 @@ def _is_sliding(config: Any) -> list[bool]:
 
 
 def gemma_scale(config: Any, wide_layers: int = 62) -> int:
-    """What llama.cpp divides scores by the root of; `wide_layers`: depth of the Gemma with a scale of its own."""
+    """The number by whose root llama.cpp divides scores; `wide_layers`: depth of the Gemma that has another scale."""
     if config.num_hidden_layers == wide_layers:
         return int(config.hidden_size // config.num_attention_heads)
     return int(config.head_dim)
@@ -170,7 +171,7 @@ def _gemma2_parts(name: str, tensor: torch.Tensor, config: Any) -> Parts:
 
 def _gemma3_parts(name: str, tensor: torch.Tensor, config: Any) -> Parts:
     [tensor] = _gemma2_parts(name, tensor, config).values()
-    if name.endswith("q_norm.weight"):  # its scale of attention, where llama.cpp has one of its own
+    if name.endswith("q_norm.weight"):  # carries the scale of attention, which is fixed in llama.cpp
         tensor = tensor * (gemma_scale(config) / config.query_pre_attn_scalar) ** 0.5
     return {name: tensor}
 
@@ -240,7 +241,7 @@ def _qwen3_moe_parts(name: str, tensor: torch.Tensor, config: Any) -> Parts:
 
 
 def _refuse_gpt_oss(config: Any) -> str | None:
-    if _is_sliding(config) != [place % 2 == 0 for place in range(config.num_hidden_layers)]:
+    if _is_sliding(config) != [layer % 2 == 0 for layer in range(config.num_hidden_layers)]:
         return "has other layers with a sliding window than every second"
     if not config.attention_bias or getattr(config, "swiglu_limit", 7.0) != 7.0:
         return "has no biases of attention, or another limit of its activation"
@@ -293,7 +294,7 @@ def _refuse_qwen35(config: Any) -> str | None:
 
 def _interval(config: Any) -> list[str]:
     step = config.layer_types.index("full_attention") + 1
-    return ["linear_attention" if (place + 1) % step else "full_attention" for place in range(config.num_hidden_layers)]
+    return ["linear_attention" if (layer + 1) % step else "full_attention" for layer in range(config.num_hidden_layers)]
 
 
 def _add_qwen35(writer: Any, config: Any) -> None:
@@ -353,11 +354,11 @@ def _tiled(tensor: torch.Tensor, size: int, config: Any) -> torch.Tensor:
 
 def _add_phi3(writer: Any, config: Any) -> None:
     writer.add_rope_scaling_orig_ctx_len(config.max_position_embeddings)
-    writer.add_sliding_window(0)  # which llama.cpp has not for this architecture; see `gguf_model.context`
+    writer.add_sliding_window(0)  # llama.cpp has none for Phi 3; see `gguf_model.context`
 
 
 def _refuse_smollm3(config: Any) -> str | None:
-    if list(config.no_rope_layers) != [int((place + 1) % 4 != 0) for place in range(config.num_hidden_layers)]:
+    if list(config.no_rope_layers) != [int((layer + 1) % 4 != 0) for layer in range(config.num_hidden_layers)]:
         return "has other layers without a rotary embedding than every fourth"
     return "has biases in its feed-forward layers" if config.mlp_bias else _refuse_windows(config)
 

@@ -1,7 +1,7 @@
 """A Hugging Face model as a GGUF file, tensor by tensor.
 
 The container, its quantization and the names of tensors are the `gguf` package's. What each architecture needs besides
-is in `gguf_families`. Of a model that also sees or hears, the file holds the language model.
+is in `gguf_families`. The file of a multimodal model holds its language model.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch
 
 from finetune.config import QuantizationSection
 from finetune.errors import ConfigError
-from finetune.export import gguf_families, gguf_recipes, gguf_vocabulary
-from finetune.export.gguf_families import Family
-from finetune.export.gguf_types import TYPES
+from finetune.export.gguf import gguf_families, gguf_recipes, gguf_vocabulary
+from finetune.export.gguf.gguf_families import Family
+from finetune.export.gguf.gguf_types import TYPES
 from finetune.model import bounds
 from finetune.model.skeleton import weightless_base
 from finetune.model.structure import streamed
@@ -37,60 +37,57 @@ def write(
 ) -> list[str]:
     """Write the model in `folder` (safetensors) to `file`, its matrices in the type `kind` (a key of `TYPES`).
 
-    Takes the memory of one tensor. Returns what llama.cpp is known to do otherwise, as sentences. Raises ConfigError
-    for a model that llama.cpp cannot express, OSError for a disk without room.
+    Takes the memory of one tensor. Returns the known differences of llama.cpp, as sentences. Raises ConfigError for a
+    model that llama.cpp cannot express, OSError if the disk lacks room.
     """
     import gguf
 
-    found, text = gguf_families.family(config), gguf_families.text(config)
-    with _written(gguf.GGUFWriter(file, found.arch)) as writer:
+    family, text = gguf_families.family(config), gguf_families.text(config)
+    with _written(gguf.GGUFWriter(file, family.arch)) as writer:
         writer.add_type("model")
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         writer.add_file_type(gguf.LlamaFileType[TYPES[kind].file_type])
-        known = _add_parameters(writer, text, found)
+        known = _add_parameters(writer, text, family)
         known += gguf_vocabulary.add(
             writer, tokenizer, text.vocab_size, starts_with_bos=starts_with_bos, end_of_turn=end_of_turn
         )
-        tensors = list(_tensors(folder, config, found))
-        places = [(name, _type(name, shape, kind, text), shape) for name, shape, _ in tensors]
-        _write_tensors(writer, file, places, (make for _, _, make in tensors))
+        tensors = list(_tensors(folder, config, family))
+        infos = [(name, _type(name, shape, kind, text), shape) for name, shape, _ in tensors]
+        _write_tensors(writer, file, infos, (make for _, _, make in tensors))
     if text is not config:
         known.append("the file holds the language model alone; what sees or hears stays with `merged`")
     return known
 
 
 def write_lora(config: Any, pairs: dict[str, tuple[torch.Tensor, torch.Tensor]], rank: int, file: Path) -> None:
-    """Write a LoRA adapter for llama.cpp: `pairs` are A (rank, in) and B (out, rank), scale included, by module name.
-
-    Raises ConfigError as `write` does.
-    """
+    """Write a LoRA adapter for llama.cpp; `pairs`: A (rank, in) and B (out, rank) with the scale, by module name."""
     import gguf
 
-    found, text = gguf_families.family(config), gguf_families.text(config)
-    with _written(gguf.GGUFWriter(file, found.arch)) as writer:
+    family, text = gguf_families.family(config), gguf_families.text(config)
+    with _written(gguf.GGUFWriter(file, family.arch)) as writer:
         writer.add_type("adapter")
         writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
         writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(rank))
-        names, own_names = _names(text, found), _own_names([f"{module}.weight" for module in pairs])
+        names, own_names = _names(text, family), _own_names([f"{module}.weight" for module in pairs])
         made = {}
         for module, (down, up) in pairs.items():
             own = own_names.get(f"{module}.weight", "")
-            # What is stored in another order of columns would change A.
+            # Another order of columns would change A.
             whole = own and not own.endswith("linear_attn.out_proj.weight")
-            stored = _stored(own, up, text, found) if whole else {}
+            stored = _stored(own, up, text, family) if whole else {}
             if stored.keys() != {own}:
                 raise ConfigError(f"llama.cpp has no form for a LoRA on `{module}`; export `merged` instead")
-            name = _name_of(names, own, found)
+            name = _name_of(names, own, family)
             made[f"{name}.lora_a"] = down
             made[f"{name}.lora_b"] = stored[own]
-        places = [(name, gguf.GGMLQuantizationType.F32, list(tensor.shape)) for name, tensor in made.items()]
-        _write_tensors(writer, file, places, (functools.partial(torch.clone, tensor) for tensor in made.values()))
+        infos = [(name, gguf.GGMLQuantizationType.F32, list(tensor.shape)) for name, tensor in made.items()]
+        _write_tensors(writer, file, infos, (functools.partial(torch.clone, tensor) for tensor in made.values()))
 
 
 # -- hyperparameters -------------------------------------------------------------------------------------------------
 
 
-def _add_parameters(writer: Any, config: Any, found: Family) -> list[str]:
+def _add_parameters(writer: Any, config: Any, family: Family) -> list[str]:
     import gguf
 
     longest, known = context(config)
@@ -118,12 +115,12 @@ def _add_parameters(writer: Any, config: Any, found: Family) -> list[str]:
         writer.add_rope_scaling_factor(rope["factor"])
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    found.add(writer, config)
+    family.add(writer, config)
     return known
 
 
 def context(config: Any) -> tuple[int, list[str]]:
-    """The context in tokens: up to where llama.cpp, which has no window for Mistral and Phi 3, computes the same."""
+    """The context in tokens, and its limits as sentences: llama.cpp has no sliding window for Mistral and Phi 3."""
     config = gguf_families.text(config)
     window = getattr(config, "sliding_window", None)
     longest: int = bounds.positions(config) or config.max_position_embeddings
@@ -141,10 +138,10 @@ _EXACT = (".bias", ".scale", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight",
 Tensor = tuple[str, list[int], Callable[[], torch.Tensor]]
 
 
-def _tensors(folder: Path, config: Any, found: Family) -> Iterator[Tensor]:
+def _tensors(folder: Path, config: Any, family: Family) -> Iterator[Tensor]:
     """Name, shape and a function that loads each tensor of the GGUF file."""
     text = gguf_families.text(config)
-    names = _names(text, found)
+    names = _names(text, family)
     if (factors := _frequency_factors(text)) is not None:
         yield "rope_freqs.weight", list(factors.shape), lambda: factors
     files = sorted(folder.glob("*.safetensors"))
@@ -158,12 +155,12 @@ def _tensors(folder: Path, config: Any, found: Family) -> Iterator[Tensor]:
     for name, own in _own_names(known).items():
         if name in tied:
             continue
-        for part, shaped in _stored(own, known[name].to("meta"), text, found).items():
+        for part, shaped in _stored(own, known[name].to("meta"), text, family).items():
 
             def load(name: str = name, own: str = own, part: str = part) -> torch.Tensor:
-                return _stored(own, weights[name], text, found)[part]
+                return _stored(own, weights[name], text, family)[part]
 
-            yield _name_of(names, part, found), list(shaped.shape), load
+            yield _name_of(names, part, family), list(shaped.shape), load
 
 
 def _own_names(names: Iterable[str]) -> dict[str, str]:
@@ -174,32 +171,32 @@ def _own_names(names: Iterable[str]) -> dict[str, str]:
     return {name: name.replace(part, "", 1) for name in names if part in name or name.startswith("lm_head.")}
 
 
-def _names(config: Any, found: Family) -> Any:
+def _names(config: Any, family: Family) -> Any:
     import gguf
 
-    [arch] = [key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == found.arch]
+    [arch] = [key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == family.arch]
     return gguf.get_tensor_name_map(arch, config.num_hidden_layers)
 
 
-def _name_of(names: Any, name: str, found: Family) -> str:
-    place: str | None = names.get_name(name, try_suffixes=(".weight", ".bias", ".scale"))
-    if place is None:
-        raise ConfigError(f"the tensor `{name}` has no place in llama.cpp's `{found.arch}`; export `merged` instead")
-    return place
+def _name_of(names: Any, name: str, family: Family) -> str:
+    known: str | None = names.get_name(name, try_suffixes=(".weight", ".bias", ".scale"))
+    if known is None:
+        raise ConfigError(f"the tensor `{name}` has no place in llama.cpp's `{family.arch}`; export `merged` instead")
+    return known
 
 
-def _stored(name: str, tensor: torch.Tensor, config: Any, found: Family) -> gguf_families.Parts:
-    """What a tensor is stored as in llama.cpp; for the rows of a weight, a bias or a LoRA's B alike."""
-    if found.permuted and ".self_attn." in name:
+def _stored(name: str, tensor: torch.Tensor, config: Any, family: Family) -> gguf_families.Parts:
+    """The tensors that llama.cpp stores for one of the model's: a weight, a bias, or a LoRA's B."""
+    if family.permuted and ".self_attn." in name:
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
         if heads:
             # From halves of each head (transformers) to pairs (llama.cpp).
             tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(tensor.shape)
-    return found.parts(name, tensor, config)
+    return family.parts(name, tensor, config)
 
 
 def _frequency_factors(config: Any) -> torch.Tensor | None:
-    """What llama.cpp divides each rotary frequency by, where the scaling is written so: (head size / 2,)."""
+    """The divisors of the rotary frequencies for a scaling that is stored as a tensor: (head size / 2,), else None."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope, head = gguf_families.rope(config), gguf_families.head_size(config)
@@ -219,9 +216,9 @@ def _type(name: str, shape: list[int], kind: str, config: Any) -> Any:
     if len(shape) < 2 or name.endswith(_EXACT):
         return gguf.GGMLQuantizationType.F32
     wanted = gguf_recipes.type_of(name, kind, config) if TYPES[kind].recipe else gguf.GGMLQuantizationType[kind.upper()]
-    for found in (wanted, gguf_recipes.fallback(wanted)):
-        if found is not None and shape[-1] % gguf.GGML_QUANT_SIZES[found][0] == 0:
-            return found
+    for candidate in (wanted, gguf_recipes.fallback(wanted)):
+        if candidate is not None and shape[-1] % gguf.GGML_QUANT_SIZES[candidate][0] == 0:
+            return candidate
     return gguf.GGMLQuantizationType.F16
 
 
@@ -234,13 +231,13 @@ def _written(writer: Any) -> Iterator[Any]:
 
 
 def _write_tensors(
-    writer: Any, file: Path, places: list[tuple[str, Any, list[int]]], tensors: Iterator[Callable[[], torch.Tensor]]
+    writer: Any, file: Path, infos: list[tuple[str, Any, list[int]]], tensors: Iterator[Callable[[], torch.Tensor]]
 ) -> None:
-    """Write header, keys and then each tensor, one in memory at a time. Raises OSError for a disk without room."""
+    """Write header, keys and then each tensor, one in memory at a time."""
     import gguf
 
     total = 0
-    for name, kind, shape in places:
+    for name, kind, shape in infos:
         stored = gguf.quant_shape_to_byte_shape(shape, kind)
         size = int(np.prod(stored))
         total += size
@@ -250,7 +247,7 @@ def _write_tensors(
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for (name, kind, _), load in zip(places, tensors, strict=True):
+    for (name, kind, _), load in zip(infos, tensors, strict=True):
         writer.write_tensor_data(_encoded(name, load(), kind))
 
 

@@ -1,4 +1,4 @@
-"""What an adapter makes of single weights, by PEFT's own layers, so that every variant merges as PEFT merges it."""
+"""Merges an adapter into single weights with PEFT's own layers, so that every variant merges as in PEFT."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Updates:
         return getattr(layer.get_base_layer(), part).data
 
     def fetch(self, name: str) -> torch.Tensor | None:
-        """The adapter's own weight of this name in the model with the adapter; None if it is one of the base."""
+        """The adapter's own weight of this name in the PeftModel; None for a weight of the base."""
         return self._stored.read(self._stored.name(name)) if ".default." in name else None
 
     def _parameter(self, tensor: torch.Tensor) -> nn.Parameter:
@@ -67,5 +67,5 @@ class Updates:
 
 
 def base_name(name: str) -> str:
-    """The name in the base of a module or weight of the model with the adapter."""
+    """The name in the base of a module or weight of a PeftModel."""
     return re.sub(r"\.(base_layer|original_module)(?=\.|$)", "", name).removeprefix("base_model.model.")

@@ -16,8 +16,9 @@ from typing import Any
 
 from finetune.data.examples import Chat, Completion, learnt
 from finetune.errors import ArtifactError, ConfigError
-from finetune.export import gguf_export, server_commands
-from finetune.export.finished_run import Job
+from finetune.export import server_commands
+from finetune.export.conversion import Conversion
+from finetune.export.gguf import gguf_export
 from finetune.model.source import chat_template
 
 Messages = list[dict[str, Any]]
@@ -42,16 +43,16 @@ class Turns:
     after_system: str | None = None
 
     def text(self, messages: Messages) -> str:
-        """What Ollama makes of the Go template: a reading of it in Python."""
-        found = ""
-        for place, message in enumerate(messages):
+        """The conversation as Ollama renders the Go template, computed in Python."""
+        rendered = ""
+        for index, message in enumerate(messages):
             if message["role"] == "user":
-                follows_system = place == 1 and messages[0]["role"] == "system"
-                before = self.first if place == 0 else self.after_system if follows_system else self.user
+                follows_system = index == 1 and messages[0]["role"] == "system"
+                before = self.first if index == 0 else self.after_system if follows_system else self.user
             else:
                 before = self.system if message["role"] == "system" else self.assistant
-            found += f"{before}{message['content']}"
-        return found + self.end
+            rendered += f"{before}{message['content']}"
+        return rendered + self.end
 
     def go(self) -> str:
         """The Go template: https://pkg.go.dev/text/template, with Ollama's variables."""
@@ -70,13 +71,13 @@ class Turns:
         return f"{{{{ range $i, $m := .Messages }}}}{turns}{{{{ end }}}}{end}"
 
 
-def check(job: Job) -> None:
-    """Raise ConfigError if the model has no GGUF file, or its chat template or a stop token no form in Ollama."""
+def check(job: Conversion) -> None:
+    """Raise ConfigError if the model has no GGUF form, or Ollama cannot express its chat template or a stop token."""
     gguf_export.check(job)
     modelfile(gguf_export.file_name(job.kind), _template(job)[0], _stops(job))
 
 
-def make(job: Job, folder: Path) -> dict[str, Any]:
+def make(job: Conversion, folder: Path) -> dict[str, Any]:
     """Write the GGUF file and the Modelfile to `folder`. Returns the facts of export.json."""
     template, differences = _template(job)
     facts = gguf_export.make(job, folder)
@@ -90,7 +91,7 @@ def make(job: Job, folder: Path) -> dict[str, Any]:
 
 
 def modelfile(file: str, template: str, stops: list[str], note: str | None = None) -> str:
-    """The Modelfile, with a `note` on the model on top. Raises ConfigError for a stop token that it cannot hold."""
+    """The Modelfile, with a `note` as its first line. Raises ConfigError for a stop token that it cannot express."""
     lines = [f"FROM ./{file}", f'TEMPLATE """{template}"""', *(f"PARAMETER stop {_value(stop)}" for stop in stops)]
     return "\n".join([*([f"# The model was {note}."] if note else []), *lines]) + "\n"
 
@@ -117,63 +118,63 @@ def _is_whole(text: str, quotes: str) -> bool:
     return len(text) >= 2 * len(quotes) and text.endswith(quotes)
 
 
-def _stops(job: Job) -> list[str]:
+def _stops(job: Conversion) -> list[str]:
     return [job.tokenizer.convert_ids_to_tokens(token) for token in chat_template.stop_ids(job.tokenizer)]
 
 
-def _template(job: Job) -> tuple[str, list[str]]:
-    """The Go template, and where it differs from the chat template."""
+def _template(job: Conversion) -> tuple[str, list[str]]:
+    """The Go template, and its differences from the chat template."""
     if not isinstance(job.example, Chat):
         separator = job.config.data.separator if isinstance(job.example, Completion) else ""
         return "{{ .Prompt }}" + _literal(separator), []
-    found = turns(lambda messages: chat_template.text(job.tokenizer, messages, prompt=True)[0])
+    template = turns(lambda messages: chat_template.text(job.tokenizer, messages, prompt=True)[0])
     missing = "the chat template takes no system message; Ollama leaves one out"
     bos = job.tokenizer.bos_token
     if bos and job.prompt[:1] == [job.tokenizer.bos_token_id]:  # which Ollama adds itself, as the GGUF file says
-        system = found.system and found.system.removeprefix(bos)
-        found = replace(found, first=found.first.removeprefix(bos), system=system)
-    return found.go(), [missing] * (found.system is None)
+        system = template.system and template.system.removeprefix(bos)
+        template = replace(template, first=template.first.removeprefix(bos), system=system)
+    return template.go(), [missing] * (template.system is None)
 
 
 def turns(render: Render) -> Turns:
-    """The parts of a chat template, from its output. Raises ConfigError if they do not make up all of it."""
+    """The parts of a chat template, from its output. Raises ConfigError if they do not reproduce it."""
     try:
         first, assistant, user, end = _between(render, _TURNS[:3])
     except ArtifactError:
         raise
     except Exception as error:  # a template may raise anything
         raise _refused(str(error)) from None
-    found = Turns(first, assistant, user, end)
+    parts = Turns(first, assistant, user, end)
     try:
         system, after, _ = _between(render, ["system", "user"])
-        found = Turns(first, assistant, user, end, system, after)
+        parts = Turns(first, assistant, user, end, system, after)
         shapes = _SHAPES
     except ArtifactError:
         raise
     except Exception:
         shapes = [shape for shape in _SHAPES if shape[0] != "system"]
     for shape in shapes:
-        messages = [{"role": role, "content": f"{role} says {place}.\n\nMore."} for place, role in enumerate(shape)]
-        if found.text(messages) != render(messages):
+        messages = [{"role": role, "content": f"{role} says {number}.\n\nMore."} for number, role in enumerate(shape)]
+        if parts.text(messages) != render(messages):
             raise _refused(f"what stands before a message depends on more than its place ({', '.join(shape)})")
-    return found
+    return parts
 
 
 def _between(render: Render, roles: list[str]) -> list[str]:
     """The texts before, between and after the contents of messages with these roles."""
-    contents = [f"QX{place}XQ" for place in range(len(roles))]
+    contents = [f"QX{number}XQ" for number in range(len(roles))]
     rest = render([{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)])
-    found = []
+    texts = []
     for content in contents:
         before, _, rest = rest.partition(content)
-        found.append(before)
-    return [*found, rest]
+        texts.append(before)
+    return [*texts, rest]
 
 
 def _literal(text: str) -> str:
-    """A text as an action of a Go template, so that its braces and white space stay as they are.
+    """A text as an action of a Go template, which keeps its braces and white space.
 
-    What Go does not print, such as a no-break space, is escaped: Ollama drops it from a Modelfile.
+    Characters that Go does not print, such as a no-break space, are escaped: Ollama drops them from a Modelfile.
     """
     quoted = json.dumps(text, ensure_ascii=False)
     quoted = "".join(one if one.isprintable() else f"\\U{ord(one):08x}" for one in quoted)

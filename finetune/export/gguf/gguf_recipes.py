@@ -1,4 +1,4 @@
-"""K-quants: what type llama.cpp's recipes give a tensor, and the quantization itself, by llama.cpp's own function.
+"""K-quants: the type that llama.cpp's recipes give a tensor, and the quantization by llama.cpp's own function.
 
 The `gguf` package reads these types and does not write them; the `xllamacpp` wheel exports ggml's function that does.
 The recipes are those of `llama-quantize` without an importance matrix (src/llama-quant.cpp of b10605). Small files of
@@ -21,7 +21,7 @@ from finetune.errors import MachineError
 
 
 def check(kind: str) -> None:
-    """Raise MachineError if there is nothing here that quantizes to `kind` (a key of `gguf_types.TYPES`)."""
+    """Raise MachineError if nothing installed quantizes to `kind` (a key of `gguf_types.TYPES`)."""
     try:
         function()
     except (ImportError, OSError, AttributeError):
@@ -45,15 +45,15 @@ def type_of(name: str, kind: str, config: Any) -> Any:
     if not kind.endswith("_m") or part not in ("attn_v", "attn_qkv", "ffn_down"):
         return main
     layers = config.num_hidden_layers
-    place = int(layer) - layers // 8
-    if place < 0 or int(layer) >= 7 * layers // 8 or place % 3 == 2:
+    offset = int(layer) - layers // 8
+    if offset < 0 or int(layer) >= 7 * layers // 8 or offset % 3 == 2:
         return Types.Q6_K
-    # Of 70B, whose eight heads share these weights.
+    # The 70B model: eight heads share these weights.
     return Types.Q5_K if part != "ffn_down" and layers == 80 and main is Types.Q4_K else main
 
 
 def fallback(kind: Any) -> Any:
-    """The type in place of a K-quant for rows that blocks of 256 do not divide; None for other types."""
+    """The type that replaces a K-quant if rows are not divisible by 256; None for other types."""
     from gguf import GGMLQuantizationType as Types
 
     return {Types.Q4_K: Types.Q5_0, Types.Q5_K: Types.Q5_1, Types.Q6_K: Types.Q8_0}.get(kind)
@@ -64,18 +64,18 @@ def quantize(matrix: np.ndarray, kind: Any) -> np.ndarray:
     from gguf import quant_shape_to_byte_shape
 
     matrix = np.ascontiguousarray(matrix, dtype=np.float32)
-    found = np.empty(quant_shape_to_byte_shape(matrix.shape, kind), dtype=np.uint8)
+    quantized = np.empty(quant_shape_to_byte_shape(matrix.shape, kind), dtype=np.uint8)
     rows, width = matrix.shape
 
     def some(start: int) -> None:
         count = min(each, rows - start)
-        function()(kind, matrix.ctypes.data, found.ctypes.data, start * width, count, width, None)
+        function()(kind, matrix.ctypes.data, quantized.ctypes.data, start * width, count, width, None)
 
     threads = torch.get_num_threads()
     each = -(-rows // threads)
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(some, range(0, rows, each)))
-    return found
+    return quantized
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from finetune.errors import MachineError
-from finetune.export.bases import Bases, Merging
+from finetune.export.merging.bases import Bases, Merging
 from finetune.model.source import chat_template
 from finetune.model.structure import streamed
 from finetune.storage import weight_files
@@ -19,9 +19,9 @@ from finetune.storage.files import amount, write_json
 
 
 def layouts(bases: Bases) -> dict[str, weight_files.Layout]:
-    """The weight files of a merged model, by name: one for each of the base, with the tensors of the same names."""
-    order = {source: place for place, group in enumerate(bases.weights.groups) for source in group.sources}
-    found, count = {}, len(bases.files)
+    """The weight files of a merged model by file name: one for each file of the base, with the same tensors."""
+    order = {source: number for number, group in enumerate(bases.weights.groups) for source in group.sources}
+    planned, count = {}, len(bases.files)
     for number, file in enumerate(bases.files, start=1):
         tensors = {
             name: (bases.dtype if dtype.is_floating_point else dtype, shape)
@@ -33,18 +33,18 @@ def layouts(bases: Bases) -> dict[str, weight_files.Layout]:
         # Large types first, so that each tensor is aligned; then what is converted together.
         ordered = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, order.get(name, len(order))))
         name = f"model-{number:05d}-of-{count:05d}" if count > 1 else "model"
-        found[name + weight_files.SUFFIX] = weight_files.Layout({each: tensors[each] for each in ordered})
-    return found
+        planned[name + weight_files.SUFFIX] = weight_files.Layout({each: tensors[each] for each in ordered})
+    return planned
 
 
 def _added(bases: Bases) -> list[str]:
-    """Weights of the merged model that the base's files hold only as another that they were tied to."""
+    """Weights of the merged model that the base's files lack, since they were tied to another."""
     known = {target for group in bases.weights.groups for target in group.targets}
     return [name for name in bases.untied if name not in known]
 
 
 def write_weights(merging: Merging, folder: Path) -> None:
-    """Write the shards that are not there yet, and their index. Raises MachineError if they do not fit on the disk."""
+    """Write the missing shards and their index."""
     planned = layouts(merging.bases)
     left = {name: layout for name, layout in planned.items() if not weight_files.is_written(folder / name, layout)}
     needed, free = sum(layout.bytes for layout in left.values()), shutil.disk_usage(folder).free
@@ -58,12 +58,12 @@ def write_weights(merging: Merging, folder: Path) -> None:
         weight_files.write(folder / name, layout, _tensors(merging, of, list(layout.tensors)))
     if len(planned) > 1:
         size = sum(layout.tensor_bytes for layout in planned.values())
-        places = {tensor: name for name, layout in planned.items() for tensor in layout.tensors}
-        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
+        files = {tensor: name for name, layout in planned.items() for tensor in layout.tensors}
+        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))}
         write_json(folder / f"model{weight_files.SUFFIX}.index.json", index)
 
 
-def _tensors(merging: Merging, of: dict[str, streamed.Group], names: list[str]) -> Iterator[torch.Tensor]:
+def _tensors(merging: Merging, of: dict[str, streamed.ConversionGroup], names: list[str]) -> Iterator[torch.Tensor]:
     for group, together in itertools.groupby(names, key=of.get):
         if group is None:
             for name in together:

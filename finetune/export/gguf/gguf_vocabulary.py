@@ -4,7 +4,7 @@ llama.cpp has tokenizers of its own and takes only tables from the file. Three o
 `gpt2`, a byte-level BPE whose pre-tokenizer is one of a fixed list of names, `llama`, the BPE of SentencePiece, which
 merges by the score of the merged token, and `gemma4`, a BPE of whole lines by a list of merges. Everything is read from
 the rules of the fast tokenizer (its tokenizer.json), so a retrained tokenizer is exported as well as a known one. What
-llama.cpp would tokenize otherwise is refused, or said.
+llama.cpp would tokenize differently is refused or reported.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def add(writer: Any, tokenizer: Any, size: int, *, starts_with_bos: bool, end_of
     """Add the vocabulary of `tokenizer`, padded to `size` tokens, its special tokens and its chat template.
 
     `starts_with_bos`: whether prompts began with the BOS token in training. Returns, as sentences, where llama.cpp
-    tokenizes text otherwise. Raises ConfigError for a tokenizer that llama.cpp does not have.
+    tokenizes text differently. Raises ConfigError for a tokenizer that llama.cpp lacks.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise ConfigError("this tokenizer has no tokenizer.json, from which a GGUF file's vocabulary is written")
@@ -127,7 +127,7 @@ def _pre_tokenizer(rules: dict[str, Any]) -> str:
 
 
 def _merges_make_all(rules: dict[str, Any]) -> bool:
-    """Whether the merges make each token of its bytes; if so, to take whole words from the vocabulary is the same."""
+    """Whether the merges build every token from its bytes, so that taking whole words first makes no difference."""
     from tokenizers import models
 
     made = models.BPE(rules["model"]["vocab"], _merges(rules))
@@ -173,9 +173,9 @@ def _sentencepiece(writer: Any, tokenizer: Any, rules: dict[str, Any], size: int
     for rank, pair in enumerate(merges):
         scores.setdefault("".join(pair), float(-rank))
     tokens, types = _tokens(tokenizer, size, lambda token: token.replace("▁", " "))
-    for token, place in vocabulary.items():
-        if types[place] == _NORMAL and re.fullmatch("<0x[0-9A-F]{2}>", token):
-            types[place] = _BYTE
+    for token, token_id in vocabulary.items():
+        if types[token_id] == _NORMAL and re.fullmatch("<0x[0-9A-F]{2}>", token):
+            types[token_id] = _BYTE
     if tokenizer.unk_token_id is not None:
         types[tokenizer.unk_token_id] = _UNKNOWN
     if merges_all:
@@ -192,7 +192,7 @@ def _sentencepiece(writer: Any, tokenizer: Any, rules: dict[str, Any], size: int
 
 
 def _prefix(rules: dict[str, Any]) -> tuple[bool, list[str]]:
-    """Whether a space is put before text, and where llama.cpp does so otherwise."""
+    """Whether a space is put before text, and the differences of llama.cpp in this."""
     prefix, first = False, False
     for one in _flat(rules["normalizer"], "normalizers"):
         match one:
@@ -219,13 +219,13 @@ _NEVER = -1e9
 
 
 def _tokens(tokenizer: Any, size: int, user_defined: Callable[[str], str]) -> tuple[list[str], list[int]]:
-    """The text and type of each id; `user_defined` makes the text of added tokens as it stands in a raw text."""
-    tokens, types = [f"[PAD{place}]" for place in range(size)], [_UNUSED] * size
-    for token, place in tokenizer.get_vocab().items():
-        tokens[place], types[place] = token, _NORMAL
-    for place, added in tokenizer.added_tokens_decoder.items():
-        types[place] = _CONTROL if added.special else _USER_DEFINED
-        tokens[place] = added.content if added.special else user_defined(added.content)
+    """The text and type of each id; `user_defined` turns an added token into raw text."""
+    tokens, types = [f"[PAD{token_id}]" for token_id in range(size)], [_UNUSED] * size
+    for token, token_id in tokenizer.get_vocab().items():
+        tokens[token_id], types[token_id] = token, _NORMAL
+    for token_id, added in tokenizer.added_tokens_decoder.items():
+        types[token_id] = _CONTROL if added.special else _USER_DEFINED
+        tokens[token_id] = added.content if added.special else user_defined(added.content)
     return tokens, types
 
 

@@ -17,7 +17,7 @@ import torch
 
 from finetune.data.examples import Chat
 from finetune.errors import ArtifactError
-from finetune.export.finished_run import Job
+from finetune.export.conversion import Conversion
 
 # Positions of the held-out rows at which the most likely next token is compared. A wrong file agrees at few; a right
 # one differs only where two tokens are nearly tied.
@@ -53,27 +53,27 @@ class Server:
 
     def tokens(self, text: str, *, opening: bool = False) -> list[int]:
         """The tokens of a text that may contain special ones; `opening`: with the BOS that starts a prompt."""
-        found = self.post("/tokenize", content=text, add_special=opening, parse_special=True)["tokens"]
-        return [int(token) for token in found]
+        ids = self.post("/tokenize", content=text, add_special=opening, parse_special=True)["tokens"]
+        return [int(token) for token in ids]
 
     def log_probs(self, prompt: list[int], count: int = 1) -> dict[int, float]:
-        """The `count` most likely next tokens, the first first, and their log-probabilities.
+        """The `count` most likely next tokens in order, and their log-probabilities.
 
-        Empty where the first is only a part of a character: the server keeps that back until the character is complete.
+        Empty if the first is only a part of a character, which the server keeps back until the character is complete.
         """
         answer = self.post("/completion", prompt=prompt, n_predict=1, n_probs=count, temperature=0.0)
-        [found] = answer.get("completion_probabilities", [{"top_logprobs": []}])
-        return {one["id"]: one["logprob"] for one in found["top_logprobs"]}
+        [first] = answer.get("completion_probabilities", [{"top_logprobs": []}])
+        return {one["id"]: one["logprob"] for one in first["top_logprobs"]}
 
     def next_token(self, prompt: list[int]) -> int:
-        """The most likely next token: also one that ends an answer, or is a part of a character."""
+        """The most likely next token, even if it ends an answer or is a part of a character."""
         answer = self.post("/completion", prompt=prompt, n_predict=1, temperature=0.0, return_tokens=True)
         [token] = answer["tokens"]
         return int(token)
 
 
 def _reason(error: urllib.error.HTTPError) -> str:
-    """What the server says of a request that it refuses."""
+    """The server's message for a refused request."""
     try:
         return str(json.load(error)["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -86,8 +86,8 @@ def installed() -> bool:
 
 @contextlib.contextmanager
 def serving(file: Path, context: int, lora: Path | None = None) -> Iterator[Server]:
-    """llama.cpp serving `file` with room for `context` tokens, with the LoRA adapter `lora` if given, on this machine
-    alone. Raises ArtifactError if it cannot load the file.
+    """Serve `file` on this machine with room for `context` tokens, with the LoRA adapter `lora` if given. Raises
+    ArtifactError if llama.cpp cannot load the file.
     """
     library: Any = importlib.import_module("xllamacpp")
     settings = library.CommonParams()
@@ -112,12 +112,12 @@ def serving(file: Path, context: int, lora: Path | None = None) -> Iterator[Serv
 Logits = tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]
 
 
-def logits(file: Path, job: Job, trained: list[torch.Tensor], base: list[torch.Tensor]) -> Logits:
+def logits(file: Path, job: Conversion, trained: list[torch.Tensor], base: list[torch.Tensor]) -> Logits:
     """Centred logits of `file` in llama.cpp, and those of `trained` and `base`, at some positions of the rows."""
-    places = _places(job.rows, _WHOLE_POSITIONS)
-    found: dict[int, tuple[list[torch.Tensor], ...]] = {}
+    prompts = _prompts(job.rows, _WHOLE_POSITIONS)
+    by_row: dict[int, tuple[list[torch.Tensor], ...]] = {}
     with serving(file, max(map(len, job.rows)) + 8) as server:
-        for row, length in places:
+        for row, length in prompts:
             expected = trained[row][length - 1].log_softmax(-1)
             said = server.log_probs(job.rows[row][:length], len(expected))
             if not said:
@@ -125,25 +125,25 @@ def logits(file: Path, job: Job, trained: list[torch.Tensor], base: list[torch.T
             written = expected.clone()
             written[torch.tensor(list(said))] = torch.tensor(list(said.values()))
             written = torch.where(written < _LEAST, expected, written)
-            for part, one in zip(found.setdefault(row, ([], [], [])), (written, expected), strict=False):
+            for part, one in zip(by_row.setdefault(row, ([], [], [])), (written, expected), strict=False):
                 part.append(one - one.mean())
-            found[row][2].append(base[row][length - 1])
-    if not found:
+            by_row[row][2].append(base[row][length - 1])
+    if not by_row:
         raise ArtifactError(f"llama.cpp names no probabilities, given {file.name}. Nothing was published")
-    first, second, third = ([torch.stack(parts[place]) for parts in found.values()] for place in range(3))
+    first, second, third = ([torch.stack(parts[part]) for parts in by_row.values()] for part in range(3))
     return first, second, third
 
 
-def _places(rows: list[list[int]], count: int) -> list[tuple[int, int]]:
+def _prompts(rows: list[list[int]], count: int) -> list[tuple[int, int]]:
     """Row and length of up to `count` prompts, spread evenly."""
-    places = [(row, length) for row, ids in enumerate(rows) for length in range(1, len(ids) + 1)]
-    return places[:: -(-len(places) // count)]
+    prompts = [(row, length) for row, ids in enumerate(rows) for length in range(1, len(ids) + 1)]
+    return prompts[:: -(-len(prompts) // count)]
 
 
 def compare(
-    file: Path, job: Job, expected: list[torch.Tensor], *, tokenizes_alike: bool = True, same_top: bool = True
+    file: Path, job: Conversion, expected: list[torch.Tensor], *, tokenizes_alike: bool = True, same_top: bool = True
 ) -> tuple[dict[str, Any] | None, list[str]]:
-    """What llama.cpp makes of `file` beside the logits that it is to have, and what was not proven.
+    """Run `file` in llama.cpp and compare it with the `expected` logits; returns figures and what was not proven.
 
     Raises ArtifactError if it is not the same model or tokenizer; texts are only counted unless `tokenizes_alike`, and
     most likely tokens unless `same_top`.
@@ -151,7 +151,7 @@ def compare(
     if not installed():
         return None, ["llama.cpp was not run (`pip install xllamacpp` has it checked next time)"]
     texts = [job.tokenizer.decode(row) for row in job.rows]
-    places = _places(job.rows, _POSITIONS)
+    prompts = _prompts(job.rows, _POSITIONS)
     with serving(file, max(map(len, job.rows)) + 8) as server:
         same_tokens = sum(
             server.tokens(text) == job.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts
@@ -159,25 +159,25 @@ def compare(
         same_prompt = not job.prompt or server.tokens(_prompt(server, job), opening=True) == job.prompt
         agreeing = sum(
             server.next_token(job.rows[row][:length]) == int(expected[row][length - 1].argmax())
-            for row, length in places
+            for row, length in prompts
         )
     wrong = []
-    if same_top and agreeing < _AGREEMENT * len(places):
-        wrong.append(f"has another most likely next token at {len(places) - agreeing} of {len(places)} positions")
+    if same_top and agreeing < _AGREEMENT * len(prompts):
+        wrong.append(f"has another most likely next token at {len(prompts) - agreeing} of {len(prompts)} positions")
     if tokenizes_alike and same_tokens < len(texts):
         wrong.append(f"splits {len(texts) - same_tokens} of {len(texts)} held-out rows into other tokens")
     if tokenizes_alike and not same_prompt:
         wrong.append("makes other tokens of a prompt than the chat template")
     if wrong:
         raise ArtifactError(f"llama.cpp, given {file.name}, {', and '.join(wrong)}. Nothing was published")
-    found = {
-        "positions": len(places), "agreement": agreeing / len(places), "texts": len(texts),
+    facts = {
+        "positions": len(prompts), "agreement": agreeing / len(prompts), "texts": len(texts),
         "tokenized_alike": same_tokens, "prompt_alike": same_prompt,
     }  # fmt: skip
-    return found, []
+    return facts, []
 
 
-def _prompt(server: Server, job: Job) -> str:
+def _prompt(server: Server, job: Conversion) -> str:
     """The prompt that the server makes of the example."""
     if isinstance(job.example, Chat):
         return str(server.post("/apply-template", messages=job.example.messages)["prompt"])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from finetune.config.field_types import unknown
+from finetune.config.field_types import pick
 from finetune.errors import ConfigError
 
 
@@ -37,7 +37,7 @@ TYPES: dict[str, Type] = {
 
 
 def check(kind: str) -> None:
-    """Raise ConfigError for a type that is not written here."""
+    """Raise ConfigError for a type that this program does not write."""
     if kind in TYPES:
         return
     if kind.lower() not in TYPES and kind.lower().startswith(("q", "iq", "tq")):
@@ -45,4 +45,4 @@ def check(kind: str) -> None:
             f"GGUF type `{kind}` is not written here, but by a program of llama.cpp: export `f16` and run "
             f"`llama-quantize model-f16.gguf model-{kind}.gguf {kind}`; here choose from {', '.join(TYPES)}"
         )
-    raise ConfigError(f"GGUF type {unknown(kind, TYPES)}")
+    pick(TYPES, kind, "GGUF type")

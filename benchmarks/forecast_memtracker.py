@@ -1,0 +1,199 @@
+"""The forecast beside torch's own: `torch.distributed._tools.mem_tracker.MemTracker` on the same training steps.
+
+    python benchmarks/forecast_memtracker.py [--measured FILE] [--only NAME]
+
+The settings are some of forecast_cpu.py's, and so is the truth: the peak of live tensor bytes over two real steps. With
+`--measured benchmarks/results/forecast_cpu.json` it is taken from there instead of measured anew. MemTracker watches
+our own training step (model, loss, clipping and optimizer as in training) on fake tensors: what differs is what is
+counted, not what is run. It needs help for that, which it has not in a script of one's own:
+
+- fake weights in bitsandbytes' layers, whose parameter classes cannot hold a fake tensor; what lies beside a quantized
+  weight is registered by hand;
+- answers where a program reads data that fake tensors do not have ("is nothing padded?", an optimizer's step);
+- frozen weights kept from its hooks for gradients, with which any adapter fails (torch 2.13).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import forecast_cpu
+import harness
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+MIB = 2**20
+NAMES = (
+    "llama fp32", "llama bf16", "llama nf4", "llama, no checkpointing", "llama eager, no checkpointing",
+    "qwen3-moe nf4", "small-llama, small tiles", "small-qwen2, small tiles", "110m nf4", "120m int8, no checkpointing",
+    "110m bf16, evaluated", "120m fp32, whole",
+)  # fmt: skip
+
+
+class Answering(TorchDispatchMode):
+    """Answers a program's questions about data, as our forecast does."""
+
+    def __init__(self, recorder: Any) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._made_by = WeakTensorKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        answers, name = self._recorder.answers, func.name()
+        if name == "aten::_local_scalar_dense":
+            return answers.scalar(args[0], self._made_by.get(args[0]))
+        if name in answers.shapes:
+            func, args = answers.shapes[name](func, args)
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.dim() == 0:
+            self._made_by[out] = name
+        return out
+
+
+def tracked(setting: forecast_cpu.Setting) -> dict[str, int]:
+    """MemTracker's peak in bytes over two steps (the first makes the optimizer's states) and an evaluation."""
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    from finetune.data.batching import MicroBatching, worst_batches
+    from finetune.forecast import device_paths, devices, fake, traced_step
+    from finetune.forecast.extrapolate import whole
+    from finetune.forecast.trace import Answers, TraceRecorder
+    from finetune.model.attention import backends
+    from finetune.objectives import log_probs
+    from finetune.training.eval_loss import summed_loss
+
+    config, architecture = setting.resolved(), setting.build_architecture()
+    torch.set_num_threads(1)
+    lengths, trained = zip(*setting.rows, strict=True)
+    way = MicroBatching.of(config.training, config.data)
+    [batch] = worst_batches(lengths, trained, way, len(lengths), "the setting")
+    cpu = devices.find("cpu", config.memory)
+    attention = backends.planned(
+        config.model.attention, architecture, "cpu", config.training.precision, packed=config.data.packing
+    )
+    job = traced_step.StepSetting(config, architecture, batch, None, cpu, attention)
+    recorder = TraceRecorder(cpu.operators, Answers(uneven=False, trained_tokens=0))  # records nothing here
+    with (
+        device_paths.undisturbed(),
+        log_probs.tiles(config.memory.loss_tokens, fused=config.kernels.fused != "off"),
+        device_paths.like(cpu, recorder) as mode,
+    ):
+        traced = traced_step._TracedStep(job, mode, recorder, lambda kinds: whole(len(kinds)), None)
+        traced.make_step(1)
+        step, tracker = traced._step, MemTracker()
+        beside = [tensor for weight in step.model.parameters() for tensor in fake.quantization_state(weight)]
+        inputs = traced._inputs(batch)
+        values = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
+        tracker.track_external(step.model, *beside, *values)
+        unhooked = SimpleNamespace(remove=lambda: None)
+        for weight in step.model.parameters():
+            if not weight.requires_grad:  # "cannot register a hook on a tensor that doesn't require gradient"
+                tracker._param_to_grad_hook_handles[weight] = unhooked, unhooked
+        micro_batches = [inputs] * (config.training.batch_size // config.training.rows)
+        with mode, Answering(recorder), tracker:
+            for _ in range(2):
+                step.forward_backward(micro_batches, batch.trained_tokens)
+                step.clip()
+                step.update()
+                step.model.zero_grad(set_to_none=True)
+                tracker.reset_mod_stats()  # or a second forward pass is refused
+            if config.data.eval != "none":
+                summed_loss(step.model, [[inputs]], precision=config.training.precision, masked=step.masked)
+        return {"peak": tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]}
+
+
+# -- the comparison ----------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    options = _options()
+    from finetune.runtime import libraries
+
+    libraries.before_import()
+    libraries.quiet()
+    chosen = list(_settings(options.only or NAMES))
+    known = {} if options.measured is None else json.loads(options.measured.read_text(encoding="utf-8"))["settings"]
+    rows = {setting.name: _row(setting, known) for setting in chosen}
+    result = {
+        "command": harness.command_line(),
+        "environment": harness.environment(1),
+        "failed": [name for name, row in rows.items() if "error" in row],
+        "summary": _summary(rows),
+        "settings": rows,
+    }
+    harness.write_result(options.output, result)
+    print(_table(rows))
+    sys.exit(1 if result["failed"] else 0)
+
+
+def _settings(names: Any) -> Iterator[forecast_cpu.Setting]:
+    by_name = {setting.name: setting for setting in forecast_cpu.SETTINGS}
+    for name in names:
+        if name not in by_name:
+            sys.exit(f"forecast_cpu.py has no setting `{name}`")
+        yield by_name[name]
+
+
+def _row(setting: forecast_cpu.Setting, known: Mapping[str, Any]) -> dict[str, Any]:
+    row: dict[str, Any] = {}
+    try:
+        row["measured_bytes"] = (
+            known[setting.name]["measured"]["peak"]
+            if setting.name in known
+            else forecast_cpu.apart(forecast_cpu.measure, setting)["peak"]
+        )
+        for name, ask in (("ours", forecast_cpu.forecast), ("mem_tracker", tracked)):
+            size = forecast_cpu.apart(ask, setting)["peak"]
+            row[name] = {"bytes": size, "error": round(size / row["measured_bytes"] - 1, 5)}
+    except forecast_cpu.Failed as failure:
+        row["error"] = harness.without_paths(str(failure))
+    print(f"{setting.name}: {row}", flush=True)
+    return row
+
+
+def _summary(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By forecast, the mean and the largest error of the peak (below 0: too little)."""
+    found = {}
+    for name in ("ours", "mem_tracker"):
+        errors = {setting: row[name]["error"] for setting, row in rows.items() if "error" not in row}
+        if errors:
+            worst = max(errors, key=lambda setting: abs(errors[setting]))
+            found[name] = {
+                "settings": len(errors),
+                "mean_absolute_error": round(statistics.mean(map(abs, errors.values())), 5),
+                "worst": {"setting": worst, "error": errors[worst]},
+            }
+    return found
+
+
+def _table(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    lines = [
+        (
+            name,
+            f"{row['measured_bytes'] / MIB:.1f}",
+            *(f"{row[each]['error']:+.2%}" for each in ("ours", "mem_tracker")),
+        )
+        for name, row in rows.items()
+        if "error" not in row
+    ]
+    return harness.table(("peak in MiB, error of", "measured", "ours", "MemTracker"), lines)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", metavar="NAME", help="only this setting (may be repeated)")
+    parser.add_argument("--measured", type=Path, help="take what is measured from this result of forecast_cpu.py")
+    parser.add_argument("--output", type=Path, default=harness.RESULTS / "forecast_memtracker.json")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""A row in tokens: one or more segments, each a token sequence with its own labels, and numbers for the objective.
+
+A supervised row is one segment. A pair is two, its chosen and its rejected answer, each with the prompt before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, chain, pairwise
+from typing import Any
+
+IGNORE = -100
+"""The label of a token that is not trained."""
+
+# Columns of a prepared split that are about a row.
+_ABOUT = {"length", "trained", "place", "source"}
+
+
+def columns(rows: Any) -> list[str]:
+    """The columns of a prepared split that batches are made of.
+
+    `input_ids` and `labels`, all segments of a row one after the other; the lengths of its `segments`, if they are
+    named; and its values.
+    """
+    return [name for name in rows.column_names if name not in _ABOUT]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The parts of each row of a data set: the names of its segments and of its values.
+
+    A row of a single sequence has no named segment.
+    """
+
+    segments: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()
+
+    @property
+    def sequences(self) -> int:
+        """Number of token sequences in a row."""
+        return max(1, len(self.segments))
+
+    def __str__(self) -> str:
+        named = " and ".join(f"`{name}`" for name in (*self.segments, *self.values))
+        return f"rows of {named}" if named else "rows of one sequence"
+
+
+ONE_SEQUENCE = Layout()
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Token ids and labels of one sequence, of the same length.
+
+    Truncation keeps the first `head` tokens if possible. In an `escaped` segment, control tokens in its text were
+    tokenized as ordinary text.
+    """
+
+    input_ids: list[int]
+    labels: list[int]
+    head: int = 1
+    escaped: bool = False
+
+    @property
+    def trained(self) -> int:
+        """Number of trained tokens; the first is never one, because nothing predicts it."""
+        first = bool(self.labels) and self.labels[0] != IGNORE
+        return len(self.labels) - self.labels.count(IGNORE) - first
+
+    def cut(self, length: int, start: int = 0) -> Segment:
+        """At most `length` tokens starting at `start`."""
+        return Segment(self.input_ids[start : start + length], self.labels[start : start + length])
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A row's segments in order, their names unless it is a single sequence, and its values by name."""
+
+    segments: tuple[Segment, ...]
+    names: tuple[str, ...] = ()
+    values: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def layout(self) -> Layout:
+        """The names of segments and values."""
+        return Layout(self.names, tuple(self.values))
+
+    @property
+    def input_ids(self) -> list[int]:
+        """Token ids of all segments, one after the other."""
+        return list(chain.from_iterable(segment.input_ids for segment in self.segments))
+
+    @property
+    def labels(self) -> list[int]:
+        """Labels of all segments, one after the other."""
+        return list(chain.from_iterable(segment.labels for segment in self.segments))
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Number of tokens of each segment."""
+        return tuple(len(segment.input_ids) for segment in self.segments)
+
+    @property
+    def trained(self) -> int:
+        """Number of trained tokens in all segments."""
+        return sum(segment.trained for segment in self.segments)
+
+    @property
+    def escaped(self) -> bool:
+        """Whether control tokens in the text of any segment were tokenized as ordinary text."""
+        return any(segment.escaped for segment in self.segments)
+
+
+def lengths_of(row: Mapping[str, Any]) -> Sequence[int]:
+    """Tokens of each segment of a row of a prepared split."""
+    lengths: Sequence[int] = row.get("segments") or [len(row["input_ids"])]
+    return lengths
+
+
+def segments_of(row: Mapping[str, Any]) -> list[Segment]:
+    """The segments of a row of a prepared split."""
+    ids, labels = list(row["input_ids"]), list(row["labels"])
+    starts = accumulate([0, *lengths_of(row)])
+    return [Segment(ids[start:end], labels[start:end]) for start, end in pairwise(starts)]

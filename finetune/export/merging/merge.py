@@ -1,0 +1,193 @@
+"""Merges the adapter into its base, weight by weight from file to file, and publishes the result once it is proven.
+
+    the base's shards ─▶ each weight: (quantized and back) + update in float32, rounded once ─▶ shards of the same names
+                                                                                                          │
+    base with adapter ─▶ logits ──────────────── compared ──────────────── logits ◀─── run from the files ◀┘
+
+No model is ever in memory: host memory is that of the largest weight in float32, three times, or of a layer while the
+logits are computed. A shard that is written is kept, so a merge that was killed goes on with the next one. A model
+that differs from base plus adapter by more than rounding explains is never published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetune.config import Config
+from finetune.config.field_types import pick
+from finetune.data import fingerprint
+from finetune.data import prepare as data_prepare
+from finetune.errors import ArtifactError, ConfigError
+from finetune.export import finished_run, proof, staging
+from finetune.export.card import model_card
+from finetune.export.export_formats import FORMATS
+from finetune.export.merging import shards
+from finetune.export.merging.bases import ONTO, Bases, Merging, Onto
+from finetune.model.source import file_hashes, identity
+from finetune.model.source.locate import weights_directory
+from finetune.runtime import libraries
+from finetune.storage.files import write_text
+from finetune.storage.rundir import RunDirectory
+
+
+def merge(
+    run: RunDirectory, config: Config, device: torch.device, note: Callable[[str], None], onto: str | None = None
+) -> dict[str, Any]:
+    """Publish the merged model and return its proof (see `proof.Proof`) with the identity of the base.
+
+    `onto` is a key of ONTO, by default the 16-bit base (the quantized one for LoftQ). `note` is called if tokenizer or
+    base cannot be verified, or the rows are not here. A failure leaves the adapter and an earlier merged model
+    untouched. Raises as `publish.merge`, the public function.
+    """
+    if config.adapter.kind == "none":
+        raise ConfigError(
+            f"{run.path} trained every weight and has no adapter to merge: {run.merged} is already the whole model. "
+            f"`finetune export {run.quoted} --to merged` adds a model card, and `--to gguf` converts it"
+        )
+    if config.model.weights == "random":
+        raise ArtifactError(f"{run.path} has a base of random weights, which were not saved; there is nothing to merge")
+    chosen = _chosen(config, onto)
+    tokenizer = finished_run.tokenizer_of(run, config, run.adapter)
+    rows, rows_of = data_prepare.compared_rows(config.data, tokenizer, proof.ROWS, proof.ROW_TOKENS, note)
+
+    folder = weights_directory(config.model.name, config.model.revision, download=True)
+    base_identity = finished_run.base_of(run, config, note)
+    bases = Bases(config, run.adapter, identity.loaded_files(folder), device)
+    made_from = {
+        "onto": chosen, "base": base_identity, "dtype": str(bases.dtype),
+        "adapter": file_hashes.sha256(run.adapter / "adapter_model.safetensors"),
+    }  # fmt: skip
+
+    def make(written: Path) -> dict[str, Any]:
+        fingerprint.save(tokenizer, base_identity, written)
+        shards.write_settings(bases, folder, tokenizer, written)
+        shards.write_weights(bases.merging(chosen), written)
+        return {
+            "format": "merged",
+            "onto": chosen,
+            "compared_with": f"{bases.named(chosen)} with the adapter",
+            "rows_of": rows_of,
+            **_prove(bases, chosen, rows, written, held_out=rows_of == data_prepare.HELD_OUT),
+        }
+
+    return staging.publish(
+        run, config, run.merged, make, base_identity=base_identity, device=device, record_file="merge.json",
+        written_as=FORMATS["merged"].help, made_from=made_from if base_identity else None,
+        otherwise=f"; the adapter is safe in {run.adapter}, and `finetune merge {run.quoted}` merges it",
+    )  # fmt: skip
+
+
+def whole(run: RunDirectory, config: Config) -> dict[str, Any]:
+    """Add a model card to the model of a run that trained every weight, in place of a merge."""
+    if not (run.merged / "config.json").is_file():
+        raise ArtifactError(f"{run.merged}: no trained model; did training finish?")
+    finished_run.tokenizer_of(run, config, run.merged)
+    record = {"format": "merged"}
+    write_text(run.merged / "README.md", model_card(run, config, record, "safetensors, for transformers and vLLM"))
+    return record
+
+
+def _chosen(config: Config, onto: str | None) -> Onto:
+    """The base to merge into."""
+    # LoftQ's adapter corrects the error of one quantization.
+    needed: Onto | None = "quantized" if config.adapter.init == "loftq" else None
+    if onto is None:
+        return needed or "16-bit"
+    pick(ONTO, onto, "base")
+    if onto == "quantized" and config.quantization.kind == "none":
+        raise ConfigError("`quantized`: the base of this run was not quantized; merge onto `16-bit`")
+    if onto == "16-bit" and needed:
+        raise ConfigError("`16-bit`: an adapter of LoftQ corrects the quantized base; merge onto `quantized`")
+    return "quantized" if onto == "quantized" else "16-bit"
+
+
+@dataclass
+class _Runs:
+    """The models of a proof: the merged model as `written`, and the base of its `merging`, `adapted` and bare.
+
+    `trained` is the base as it was trained on, with the adapter: `adapted` itself if that was merged into. `other` is a
+    merge onto the other base, by the name of that, for a run whose base was quantized.
+    """
+
+    merging: Merging
+    written: proof.Streamed
+    adapted: proof.Streamed
+    base: proof.Streamed
+    trained: proof.Streamed
+    other: dict[Onto, proof.Streamed]
+
+    @classmethod
+    def of(cls, bases: Bases, chosen: Onto, rows: list[list[int]], folder: Path) -> _Runs:
+        written, merging = bases.run_of_files(folder, rows), bases.merging(chosen)
+        adapted = trained = bases.run(bases.adapted, merging.adapted, rows)
+        base = bases.run(bases.bare, merging.base, rows)
+        if bases.config.quantization.kind == "none":
+            return cls(merging, written, adapted, base, trained, {})
+        name: Onto = "16-bit" if chosen == "quantized" else "quantized"
+        onto_other = bases.merging(name)
+        other = bases.run(bases.bare, onto_other.merged, rows)
+        if name == "quantized":
+            trained = bases.run(bases.adapted, onto_other.adapted, rows)
+        return cls(merging, written, adapted, base, trained, {name: other})
+
+
+def _prove(bases: Bases, chosen: Onto, rows: list[list[int]], folder: Path, *, held_out: bool) -> dict[str, Any]:
+    """The proof of the model that was written to `folder`; for a quantized base, also how both merges compare with the
+    model that was trained.
+    """
+    bases.make_buffers()
+    runs = _Runs.of(bases, chosen, rows, folder)
+    comparison = proof.LogitComparison(mixture=bases.mixture)
+    likeness = {onto: proof.Likeness() for onto in (chosen, *runs.other, "trained", "base")}
+
+    def compare(row: int) -> None:
+        merged, truth, before = runs.written.logits(row), runs.trained.logits(row), runs.base.logits(row)
+        after = truth if runs.trained is runs.adapted else runs.adapted.logits(row)
+        comparison.add(merged, after, before)
+        following = torch.tensor(rows[row][1 :: bases.stride], dtype=torch.long)
+        for onto, logits in ((chosen, merged), ("trained", truth), ("base", before)):
+            likeness[onto].add(truth, logits, following)
+        del merged, before, after, logits
+        for onto, other in runs.other.items():
+            likeness[onto].add(truth, other.logits(row), following)
+
+    for row in _freeing_memory(rows):
+        compare(row)
+    result = comparison.result(proof.bound(bases.layers, proof.ROUNDOFF[bases.dtype]))
+    if not result.error <= result.bound:
+        result = _measured(bases, runs.merging, rows, folder)
+    proof.refuse_unless_equal(result, "merged model", "; use the adapter with its base instead")
+    measured = {onto: each.result() for onto, each in likeness.items()}
+    record: dict[str, Any] = {**asdict(result), "computed_in": str(bases.compute_dtype).removeprefix("torch.")}
+    if runs.other:
+        record["to_trained"] = {onto: {key: measured[onto][key] for key in ("kl", "agreement")} for onto in ONTO}
+    if held_out:
+        record["losses"] = {onto: each["loss"] for onto, each in measured.items()}
+    return record
+
+
+def _freeing_memory(rows: list[list[int]]) -> Iterator[int]:
+    """The number of each row. Before each, blocks that glibc keeps, of the size of a row's logits, are freed."""
+    for row in range(len(rows)):
+        libraries.return_freed_memory()
+        yield row
+
+
+def _measured(bases: Bases, merging: Merging, rows: list[list[int]], folder: Path) -> proof.Proof:
+    """The proof in float32, with the bound that the measured effect of rounding gives; see `proof`."""
+    bases.compute_in_float32()
+    written = bases.run_of_files(folder, rows)
+    adapted, rounded = (bases.run(bases.adapted, fetch, rows) for fetch in (merging.adapted, merging.rounded_at_random))
+    base = bases.run(bases.bare, merging.base, rows)
+    comparison, rounding = (proof.LogitComparison(mixture=bases.mixture) for _ in range(2))
+    for row in _freeing_memory(rows):
+        truth = adapted.logits(row)
+        comparison.add(written.logits(row), truth, base.logits(row))
+        rounding.add(rounded.logits(row), truth, truth)
+    effect = rounding.result(1.0).error
+    return comparison.result(min(1.0, proof.MEASURED * effect))

@@ -1,0 +1,120 @@
+"""Patches that make libraries take the code paths of a real step on a device while one is traced on fake tensors.
+
+Each allocates what the real code would, where the recorder sees it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from finetune.forecast import fake
+from finetune.forecast.devices import Device
+from finetune.forecast.trace import TraceRecorder
+from finetune.model.recompute import offload
+from finetune.runtime import patches
+from finetune.runtime.randomness import RandomState
+
+
+@contextlib.contextmanager
+def like(device: Device, recorder: TraceRecorder, mode: FakeTensorMode | None = None) -> Iterator[FakeTensorMode]:
+    """A fake mode (`mode` if given) in which libraries take the code paths of a real step on `device`."""
+    copies = _TracedCopies(recorder)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patches.IS_TRACING.by(lambda tensor=None: False))
+        stack.enter_context(fake.for_dora())
+        stack.enter_context(device.operators.as_there())
+        if device.type == "cpu":
+            stack.enter_context(_random_states())
+        if device.type == "cuda":
+            stack.enter_context(_loss_on_cuda(device.triton, recorder))
+            stack.enter_context(patches.OFFLOAD_COPIES.by(lambda device: copies))
+        yield mode or FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Restore torch's random state on exit and silence the fake-tensor log."""
+    with _random_state_kept(), _unlogged():
+        yield
+
+
+@contextlib.contextmanager
+def _unlogged() -> Iterator[None]:
+    """Silence torch's log of operators that fail on fake tensors: the error that is raised says the same."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+@contextlib.contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """Restore the random state that a new adapter seeds: a traced run must draw the same numbers as any other."""
+    before = RandomState()
+    try:
+        yield
+    finally:
+        before.restore()
+
+
+@contextlib.contextmanager
+def _random_states() -> Iterator[None]:
+    """Count the generator states that checkpointing keeps for each layer; on CUDA they lie in host memory."""
+    size_bytes = torch.get_rng_state().nbytes
+    with (
+        patches.GET_RNG_STATE.by(lambda: torch.empty(size_bytes, dtype=torch.uint8)),
+        patches.SET_RNG_STATE.by(lambda state: None),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _loss_on_cuda(triton: bool, recorder: TraceRecorder) -> Iterator[None]:
+    """Take the path of TRL's tiled loss on CUDA: labelled positions only, Triton kernels that work in place (trl 1.16).
+
+    Without `triton` it is as `libraries.without_triton` leaves it: the same tiles, folded by torch's operators.
+    """
+
+    def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+        # On CUDA one product that adds into `total`; here one as large, into a part of it, so that it is counted.
+        torch.mm(left, right, out=total.view(left.dtype)[:, : total.shape[1]])
+
+    with (
+        patches.TILES_USE_TRITON.by(lambda device: triton),
+        patches.HEAD_LABELLED_ONLY.by(lambda device: True),
+        patches.TILES_TRITON.by(SimpleNamespace(cdiv=lambda number, grain: -(-number // grain))),
+        patches.TILES_FORWARD.by(_OverTile(recorder, passes=1)),
+        patches.TILES_BACKWARD.by(_OverTile(recorder, passes=2)),
+        patches.TILES_ADD_PRODUCT.by(add_product),
+    ):
+        yield
+
+
+class _OverTile:
+    """A Triton kernel as Python calls it, `kernel[grid](tile, ...)`: allocates nothing and passes over the tile."""
+
+    def __init__(self, recorder: TraceRecorder, passes: int) -> None:
+        self._recorder = recorder
+        self._passes = passes
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return lambda tile, *args, **kwargs: self._recorder.launched(self._passes * tile.nbytes)
+
+
+class _TracedCopies(offload.Copies):
+    def __init__(self, recorder: TraceRecorder) -> None:
+        self._recorder = recorder
+
+    def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return self._recorder.copied(tensor, "layer_inputs", managed=True), None
+
+    def to_device(self, host: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return self._recorder.copied(host, "layer_inputs", managed=False), None

@@ -1,0 +1,79 @@
+"""A job's model on fake tensors: the base and the adapter as training builds them, with as few layers as will do.
+
+What it takes to load is recorded module by module, as the weights are read and quantized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from finetune.config import AdapterSection, Config
+from finetune.forecast import depth, fake
+from finetune.forecast.extrapolate import Shortened
+from finetune.forecast.trace import TraceRecorder
+from finetune.model import build
+from finetune.model.base import base_dtype
+from finetune.model.recompute import checkpointing
+
+Shortening = Callable[[Sequence[Hashable]], Shortened]
+"""From the kinds of the layers to those that are kept."""
+
+
+class FakeModel:
+    """Base and adapter in `mode`, whose loading `recorder` records.
+
+    `shortening` chooses the layers to keep; `whole` sees the base with all of them. `attach` puts the adapter on the
+    shortened base, given the section with the names that modules have there.
+    """
+
+    def __init__(
+        self, config: Config, architecture: Any, attention: str, mode: FakeTensorMode, recorder: TraceRecorder,
+        shortening: Shortening, attach: Callable[[Any, AdapterSection], Any],
+        whole: Callable[[Any], None] = lambda base: None,
+    ) -> None:  # fmt: skip
+        self._config, self._mode, self._recorder = config, mode, recorder
+        section = config.adapter
+
+        def shorten(base: Any) -> None:
+            nonlocal section
+            whole(base)
+            named, adapted = depth.adapted(base, section)
+            self.shortened = shortening(list(zip(depth.kinds(base), adapted, strict=True)))
+            if len(self.shortened.layers) < len(adapted):
+                depth.keep(base, self.shortened.layers)
+                section = depth.renamed(section, base, named)
+
+        self.base = build.blueprint(config, architecture, attention).weightless(shorten)
+        self.base_modules = list(self.base.modules())
+        # An adapter's initial values change no size; PiSSA and LoftQ would need weights.
+        self.model = attach(self.base, section.model_copy(update={"init": "default", "start_from": None}))
+        self.layers = checkpointing.layers(self.base)
+        self._layer_of = {id(module): number for number, layer in enumerate(self.layers) for module in layer.modules()}
+        fake.fill(self.model, config.quantization, mode)
+
+    def load(self, module: nn.Module) -> None:
+        """Record that a module's own weights are read in 16 bit, quantized if they are so in training, and kept."""
+        if quantized := [weight for weight in module.parameters(recurse=False) if fake.is_quantized(weight)]:
+            self._recorder.layer, self._recorder.category = self._layer_of.get(id(module)), "workspace"
+            dtype = base_dtype(self._config.adapter, self._config.training)
+            with self._mode, self._recorder:
+                full = [torch.empty(fake.shape(weight), dtype=dtype) for weight in quantized]
+                for weight in full:
+                    fake.quantize(weight, self._config.quantization)
+                del weight, full  # while it is still this layer's
+        self.keep(module)
+
+    def keep(self, module: nn.Module) -> None:
+        """Count a module's own weights and buffers, if they are not counted yet."""
+        recorder, layer = self._recorder, self._layer_of.get(id(module))
+        for weight in module.parameters(recurse=False):
+            for tensor in fake.quantization_state(weight):
+                recorder.keep(tensor, "quantization_state", layer)
+            recorder.keep(weight, "adapter" if weight.requires_grad else "base_weights", layer)
+        for buffer in module.buffers(recurse=False):
+            recorder.keep(buffer, "base_weights", layer)

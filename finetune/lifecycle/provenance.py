@@ -1,0 +1,206 @@
+"""The provenance of trained weights: everything that determines them, compared between ranks and with a checkpoint.
+
+A change since the checkpoint that affects the trained weights is refused, naming the field. Any other (the length of
+the run, how it is monitored, the memory it uses, library versions) is logged. Paths may differ between machines: the
+contents of the files are compared instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from finetune.config import Config, ignored_keys
+from finetune.config.field_types import source_name
+from finetune.data import fingerprint
+from finetune.data.prepare import Prepared
+from finetune.errors import ArtifactError, ConfigError, DataError, FinetuneError, MachineError
+from finetune.model.source import identity
+from finetune.runtime import ranks
+from finetune.settings import CHOICES
+from finetune.storage import checkpoint, records
+from finetune.storage.rundir import RunDirectory
+
+Differences = Mapping[str, Mapping[str, tuple[Any, Any]]]
+"""For each part of the provenance its values that differ: (before, now), by key."""
+
+# Settings that may change when a run is resumed: its length, its monitoring, and its use of memory and time.
+_MAY_CHANGE = ("training.max_steps", "training.epochs", "training.micro_batch", "training.eval_every",
+               "training.early_stopping", "memory.", "kernels.", "distributed.", "tracking.", "output.")  # fmt: skip
+
+# Only rank 0 writes `output.dir`.
+_PATH_KEYS = ("model.name", "model.tokenizer", "data.train", "data.eval", "data.chat_template", "adapter.start_from",
+              "output.dir")  # fmt: skip
+
+
+class _Refusal(NamedTuple):
+    """The error for a part that differs. `changes` in the message are all its values, each by `change`."""
+
+    error: type[FinetuneError]
+    message: str
+    change: Callable[[str, Any, Any], str] = lambda key, before, now: key
+
+
+_BETWEEN_RANKS = {
+    "config": _Refusal(
+        ConfigError,
+        "rank {rank} has a different config from rank 0: {changes}",
+        lambda key, before, now: f"`{key}` is {now} (rank 0: {before})",
+    ),
+    "tokenizer": _Refusal(
+        ConfigError,
+        "rank {rank}: `model.tokenizer`, `data.chat_template` give a different tokenizer or template from rank 0; "
+        "give all ranks the same files",
+    ),
+    "data": _Refusal(
+        DataError, "rank {rank}: `data.{key}` has different rows from rank 0; give all ranks the same files"
+    ),
+    "base": _Refusal(
+        ArtifactError,
+        "rank {rank}: `model.name` is a different base from rank 0; give all ranks the same files, or set "
+        "`model.revision` to a commit",
+    ),
+    "started_from": _Refusal(
+        ConfigError, "rank {rank}: `adapter.start_from` has other weights than on rank 0; give all ranks the same files"
+    ),
+    "packages": _Refusal(
+        MachineError,
+        "rank {rank} has {key} {now}, but rank 0 has {before}; install the same versions for all ranks",
+    ),
+}
+_SINCE_CHECKPOINT = {
+    "config": _Refusal(
+        ConfigError,
+        "{run} was started with a different config: {changes}. Set another `output.dir`, or use --fresh to start over "
+        "(the old run is moved aside)",
+        lambda key, before, now: f"{key} ({_shown(before)} → {_shown(now)})",
+    ),
+    "tokenizer": _Refusal(
+        ConfigError,
+        "`model.tokenizer`, `data.chat_template`: {run} was started with a different tokenizer or template. Restore "
+        "the files, or use --fresh to start over",
+    ),
+    "data": _Refusal(
+        DataError,
+        "`data.{key}`: its rows are not those that {run} was started with, so the run cannot continue in the same "
+        "order. Restore the files, or use --fresh to start over",
+    ),
+    "base": _Refusal(
+        ConfigError,
+        "`model.name`: the files of {base} are not those that {run} was started with. Restore them or set "
+        "`model.revision` to the original commit, or use --fresh to start over",
+    ),
+}
+
+
+def of(
+    config: Config, data: Prepared, tokenizer: Any, environment: dict[str, Any], note: Callable[[str], None]
+) -> dict[str, Any]:
+    """The provenance as JSON values for a checkpoint's manifest; `base` is None until its files are on this machine."""
+    return {
+        "config": config.model_dump(mode="json"),
+        "data": {"train": fingerprint.of_rows(data.train), "eval": data.eval and fingerprint.of_rows(data.eval)},
+        "tokenizer": fingerprint.of(tokenizer),
+        "base": identity.of_base(config.model, note),
+        "processes": ranks.world_size(),
+        "packages": environment["packages"],
+    }
+
+
+def with_local_paths(config: Config, local: Config) -> Config:
+    """`config` with the paths of `local`."""
+    sections = {key: key.split(".") for key in _PATH_KEYS}
+    return config.changed({key: getattr(getattr(local, name), field) for key, (name, field) in sections.items()})
+
+
+def refuse_other_ranks(mine: dict[str, Any]) -> None:
+    """Raise on all ranks, naming rank and field, if a rank's `mine`, of any parts, differs from rank 0's."""
+    ranks.agree(_refuse_other_ranks, mine)
+
+
+def _refuse_other_ranks(of_ranks: list[dict[str, Any]]) -> None:
+    first = _known(of_ranks[0])
+    for rank, other in enumerate(of_ranks):
+        differences = _differences(first, _known(other))
+        if "config" in differences:
+            random = first["config"]["model"]["weights"] == "random"  # `model.name` is then no path
+            paths = [key for key in _PATH_KEYS if key != "model.name" or not random]
+            differences = {**differences, "config": _without(differences["config"], paths)}
+        _refuse(differences, _BETWEEN_RANKS, rank=rank)
+
+
+def refuse_changes(config: Config, run: RunDirectory) -> None:
+    """Raise ConfigError naming the keys of `config` that differ from the run's own and would mix two jobs."""
+    differences = _differences({"config": run.config().model_dump()}, {"config": config.model_dump()})
+    _refuse(_harmful(differences), _SINCE_CHECKPOINT, run=run.path)
+
+
+def changes_since(run: RunDirectory, saved: Any, now: dict[str, Any]) -> dict[str, Any]:
+    """Harmless changes since the checkpoint `saved` (a path, or None), as fields of an event.
+
+    Any other change is refused, naming the field. Values unknown to either side are not compared.
+    """
+    if saved is None:
+        return {}
+    then = checkpoint.manifest_of(saved)["made_with"]
+    if not now.keys() <= then.keys():
+        raise ArtifactError(f"{saved}: its manifest does not say what it was made with; use --fresh")
+    try:
+        records.check(then, records.PROVENANCE)
+    except ValueError as error:
+        raise ArtifactError(f"{saved}: in its manifest, `made_with`: {error}; use --fresh") from None
+    differences = _differences(then, _known(now))
+    harmful = _harmful(differences)
+    if then["base"] and not identity.comparable(then["base"]):
+        harmful.pop("base", None)
+    _refuse(harmful, _SINCE_CHECKPOINT, run=run.path, base=now["config"]["model"]["name"])
+    changes = {part: {key: list(change) for key, change in changed.items()} for part, changed in differences.items()}
+    logged = {part: changes[part] for part in ("config", "packages") if part in changes}
+    return logged | {part: changes[part][part] for part in ("processes", "base") if part in changes}
+
+
+def _known(provenance: dict[str, Any]) -> dict[str, Any]:
+    return {part: value for part, value in provenance.items() if part != "base" or value is not None}
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, dict[str, tuple[Any, Any]]]:
+    """The differing parts among those that both have, in the order of `_BETWEEN_RANKS`."""
+    differences = {}
+    for part in [part for part in (*_BETWEEN_RANKS, "processes") if part in before and part in now]:
+        old, new = (_values(part, each[part]) for each in (before, now))
+        if part == "config":
+            ignored = ignored_keys(now[part], CHOICES)
+            # A key that did not exist in an earlier version counts as unchanged.
+            new = {key: value for key, value in new.items() if key in old and key not in ignored}
+        if changed := {key: (old.get(key), value) for key, value in new.items() if old.get(key) != value}:
+            differences[part] = changed
+    return differences
+
+
+def _values(part: str, value: Any) -> dict[str, Any]:
+    """The values of a part by key: a config's by `section.key`, and a single value by the name of the part."""
+    if part == "config":
+        return {f"{section}.{key}": each for section, keys in value.items() for key, each in keys.items()}
+    return value if isinstance(value, dict) else {part: value}
+
+
+def _harmful(differences: Differences) -> dict[str, Mapping[str, tuple[Any, Any]]]:
+    config = differences.get("config", {})
+    return {**differences, "config": _without(config, [key for key in config if key.startswith(_MAY_CHANGE)])}
+
+
+def _without(changes: Mapping[str, tuple[Any, Any]], keys: Iterable[str]) -> dict[str, tuple[Any, Any]]:
+    return {key: change for key, change in changes.items() if key not in keys}
+
+
+def _refuse(differences: Differences, refusals: Mapping[str, _Refusal], **names: Any) -> None:
+    """Raise the error of the first part that has one and differs."""
+    for part, (error, message, change) in refusals.items():
+        if changed := differences.get(part):
+            key, (before, now) = next(iter(changed.items()))
+            changes = ", ".join(change(key, *values) for key, values in changed.items())
+            raise error(message.format(key=key, before=before, now=now, changes=changes, **names))
+
+
+def _shown(value: Any) -> Any:
+    return source_name(value) if isinstance(value, str) else value

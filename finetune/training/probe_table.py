@@ -1,0 +1,83 @@
+"""The probes of a model before its first step, in the order in which they run: one table and one way to fail.
+
+A probe is a few short passes that show on the model at hand what a step relies on. It raises a FinetuneError where the
+job cannot be trained, and returns a line for each kernel that it turned off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch.distributed import ProcessGroup
+
+from finetune.config import Config
+from finetune.kernels import Attached, self_test
+from finetune.model.probes import causality, packed_rows, split_rows
+from finetune.objectives import contract, log_probs
+
+Stage = Literal["fused", "built", "scoring", "split"]
+"""How far the model is made: with its fused kernels, complete, with the head that scores labels, with rows split."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to probe: the job's config, the kernels attached to it, and the group that splits its rows, if any."""
+
+    config: Config
+    model: Any
+    attached: Attached | None = None
+    group: ProcessGroup | None = None
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a probe `shows`, the `stage` at which it runs, and the configs to which it `applies`."""
+
+    shows: str
+    stage: Stage
+    run: Callable[[Subject], Sequence[str] | None]
+    applies: Callable[[Config], bool] = lambda config: True
+
+
+def _kernels(subject: Subject) -> Sequence[str]:
+    assert subject.attached is not None
+    return self_test.prove(subject.model, subject.attached)
+
+
+def _fused_loss(subject: Subject) -> Sequence[str]:
+    unlike = log_probs.prove(subject.model)
+    return [unlike] if unlike else []
+
+
+def _objective(subject: Subject) -> None:
+    training = subject.config.training
+    contract.prove(training.objective, subject.model, training.precision)
+
+
+PROBES: dict[str, Probe] = {
+    "kernels": Probe("fused kernels compute what they replace", "fused", _kernels),
+    "packing": Probe(
+        "packed rows do not see each other", "built", lambda subject: packed_rows.prove(subject.model),
+        lambda config: config.data.packing,
+    ),
+    "causality": Probe("no token sees a later one", "built", lambda subject: causality.prove(subject.model)),
+    "head": Probe(
+        "labels are scored as by the model's own logits", "scoring", lambda subject: log_probs.check(subject.model)
+    ),
+    "loss": Probe(
+        "the fused loss is TRL's", "scoring", _fused_loss, lambda config: config.kernels.fused != "off"
+    ),
+    "objective": Probe("sums of the objective add up over rows", "scoring", _objective),
+    "context": Probe(
+        "slices of a row score it as the whole row does", "split",
+        lambda subject: split_rows.prove(subject.model, subject.group),
+    ),
+}  # fmt: skip
+
+
+def run(stage: Stage, subject: Subject) -> list[str]:
+    """Run the probes of a stage; a line for each kernel that was turned off. Raises FinetuneError."""
+    probes = [probe for probe in PROBES.values() if probe.stage == stage and probe.applies(subject.config)]
+    return [line for probe in probes for line in probe.run(subject) or ()]

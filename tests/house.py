@@ -1,0 +1,400 @@
+"""Counts what is agreed about the source: `make house` prints the counts, and every violation with its place.
+
+`python tests/house.py [ROOT]`. The limits are in `test_house.py`. All of it is read from the syntax trees; nothing is
+imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+SHARDING = re.compile(r"shard|fsdp|dtensor", re.IGNORECASE)
+DEEPSPEED = re.compile(r"deepspeed|^_?(fake_?)?zero$", re.IGNORECASE)
+
+SETTINGS = {
+    "sys.stderr": "the command line's own stream",
+    "torch.backends.cudnn.benchmark": "a documented switch, restored after use",
+}
+"""Assignments to a library's module that are not patches, but the way a setting of it is made."""
+
+OF_LIBRARIES = {
+    "argtypes": "ctypes: how a foreign function is declared",
+    "restype": "ctypes: how a foreign function is declared",
+    "CharacterDataHandler": "pyexpat: how a parser is given its handlers",
+    "EndElementHandler": "pyexpat: how a parser is given its handlers",
+    "StartDoctypeDeclHandler": "pyexpat: how a parser is given its handlers",
+    "StartElementHandler": "pyexpat: how a parser is given its handlers",
+    "__annotations__": "of every function",
+    "__kwdefaults__": "of every function",
+    "__signature__": "of every function; inspect reads it",
+    "disabled": "logging.Logger",
+    "file": "rich.Console",
+    "bias": "torch.nn.Linear",
+    "data": "torch.Tensor",
+    "grad": "torch.Tensor",
+    "weight": "torch.nn.Linear",
+    "param_groups": "torch.optim.Optimizer",
+    "state": "torch.optim.Optimizer",
+    "SCB": "bitsandbytes.nn.Int8Params",
+    "bnb_quantized": "bitsandbytes.nn.Params4bit",
+    "quant_state": "bitsandbytes.nn.Params4bit and Linear4bit",
+    "quant_storage": "bitsandbytes.nn.Params4bit",
+    "quant_type": "bitsandbytes.nn.Params4bit",
+    "chat_template": "transformers: tokenizer",
+    "encode_special_tokens": "tokenizers.Tokenizer",
+    "pad_token": "transformers: tokenizer",
+    "padding_side": "transformers: tokenizer",
+    "architectures": "transformers: config",
+    "dtype": "transformers: config",
+    "eos_token_id": "transformers: generation config",
+    "max_position_embeddings": "transformers: config",
+    "num_hidden_layers": "transformers: config",
+    "output_router_logits": "transformers: config",
+    "query_pre_attn_scalar": "transformers: config of Gemma",
+    "rescale_every": "transformers: config of RWKV",
+    "rope_parameters": "transformers: config",
+    "tie_word_embeddings": "transformers: config",
+    "use_cache": "transformers: config",
+    "_weight_conversions": "transformers: model, as loading leaves it",
+    "gradient_checkpointing": "transformers: layer",
+    "hf_device_map": "transformers: model, as loading leaves it",
+    "hf_quantizer": "transformers: model, as loading leaves it",
+    "keys": "transformers: layer of a KV cache",
+    "layer_idx": "transformers: attention module",
+    "recurrent_states": "transformers: RecurrentGemma",
+    "rotary_emb": "transformers: model",
+    "source_cls": "transformers: module that its quantizer reads",
+    "values": "transformers: layer of a KV cache",
+    "inference_mode": "peft.LoraConfig",
+    "init_lora_weights": "peft.LoraConfig",
+    "lora_alpha": "peft.LoraConfig",
+    "lora_dropout": "peft.LoraConfig",
+    "r": "peft.LoraConfig",
+    "rank_pattern": "peft.LoraConfig",
+    "target_modules": "peft.LoraConfig",
+    "target_parameters": "peft.LoraConfig",
+    "lora_adapters": "xllamacpp",
+    "n_ctx": "xllamacpp",
+    "n_parallel": "xllamacpp",
+    "n_threads": "xllamacpp",
+    "path": "xllamacpp",
+    "port": "xllamacpp",
+    "scale": "xllamacpp",
+    "swa_full": "xllamacpp",
+    "use_jinja": "xllamacpp",
+    "verbosity": "xllamacpp",
+    "warmup": "xllamacpp",
+}
+"""Attributes that are set on objects of libraries because the library declares them, and whose."""
+
+FOREIGN_NAMES = frozenset(
+    {
+        "base",
+        "config",
+        "error",
+        "head",
+        "layer",
+        "model",
+        "module",
+        "optimizer",
+        "output",
+        "parameter",
+        "tensor",
+        "weight",
+    }
+)
+"""Names of variables that stand for objects of libraries, whatever attributes classes of ours have."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file of the package."""
+
+    path: Path
+    name: str  # of the module, `finetune.data.rows`
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.path.read_text(encoding="utf-8"))
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
+
+    @cached_property
+    def lines(self) -> list[str]:
+        return self.path.read_text(encoding="utf-8").splitlines()
+
+    @cached_property
+    def imports(self) -> dict[str, str]:
+        """What each imported name stands for, wherever in the file it is imported."""
+        names = {}
+        for node in self.nodes:
+            if isinstance(node, ast.Import):
+                for one in node.names:
+                    names[one.asname or one.name.partition(".")[0]] = one.name if one.asname else one.name.split(".")[0]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names |= {one.asname or one.name: f"{node.module}.{one.name}" for one in node.names}
+        return names
+
+    @cached_property
+    def identifiers(self) -> set[str]:
+        """Names of variables, attributes, functions, classes, arguments and imports, but no words in strings."""
+        found = set()
+        for node in self.nodes:
+            for key in ("id", "attr", "name", "arg", "asname", "module"):
+                if isinstance(value := getattr(node, key, None), str):
+                    found |= set(value.split("."))
+        return found
+
+
+class House:
+    """The package under `root`, and what is counted of it."""
+
+    def __init__(self, root: Path = ROOT) -> None:
+        self.root = root
+        self.sources = [
+            Source(path, ".".join(path.relative_to(root).with_suffix("").parts))
+            for path in sorted((root / "finetune").rglob("*.py"))
+        ]
+        self._modules = {source.name.removesuffix(".__init__"): source for source in self.sources}
+
+    # -- names -----------------------------------------------------------------------------------------------------
+
+    def classes_twice(self) -> list[str]:
+        """Class names that several classes have, but for an underscore in front."""
+        places = defaultdict(list)
+        for source in self.sources:
+            for node in source.nodes:
+                if isinstance(node, ast.ClassDef):
+                    places[node.name.lstrip("_")].append(self._place(source, node))
+        return [f"{name}: {', '.join(at)}" for name, at in sorted(places.items()) if len(at) > 1]
+
+    def modules_twice(self) -> list[str]:
+        """Names that several modules or packages have."""
+        places = defaultdict(list)
+        for name in self._modules:
+            places[name.rpartition(".")[2].lstrip("_")].append(name)
+        return [f"{name}: {', '.join(at)}" for name, at in sorted(places.items()) if len(at) > 1]
+
+    # -- patches ---------------------------------------------------------------------------------------------------
+
+    def unlisted_patches(self) -> list[str]:
+        """Assignments to attributes of libraries, and other ways to replace something in them, outside the registry."""
+        return [
+            f"{self._place(source, node)}: {ast.unparse(node).splitlines()[0][:90]}"
+            for source in self.sources
+            if source.name != "finetune.runtime.patches"
+            for node in source.nodes
+            if self._replaces(source, node)
+        ]
+
+    def unused_patches(self) -> list[str]:
+        """Entries of the registry that no code names."""
+        used = {
+            node.attr
+            for source in self.sources
+            for node in source.nodes
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("patches")
+        }
+        entries = [
+            target.id
+            for node in self._modules["finetune.runtime.patches"].tree.body
+            if isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.Call)
+            and ast.unparse(node.value.func) == "Patch"
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        ]
+        return sorted(set(entries) - used)
+
+    def _replaces(self, source: Source, node: ast.AST) -> bool:
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            if called.rpartition(".")[2] == "Library":  # kernels for operators of another library
+                return any(isinstance(one, ast.Constant) and one.value == "IMPL" for one in node.args)
+            if called in {"setattr", "delattr"}:
+                return self._is_foreign(source, node.args[0])
+            return called.rpartition(".")[2] == "replaced" or called.startswith("mock.")
+        return any(
+            target.attr in {"forward", "__class__"}
+            or (isinstance(target.value, ast.Call) and ast.unparse(target.value.func) == "type")
+            or (self._is_foreign(source, target.value) and ast.unparse(target) not in SETTINGS)
+            for target in _stored(node)
+        )
+
+    def _is_foreign(self, source: Source, owner: ast.expr) -> bool:
+        """Whether `owner` is a module or class that was imported from a library, or an attribute of one."""
+        while isinstance(owner, ast.Attribute):
+            owner = owner.value
+        return isinstance(owner, ast.Name) and not source.imports.get(owner.id, "finetune.").startswith("finetune")
+
+    # -- attributes ------------------------------------------------------------------------------------------------
+
+    def hung_attributes(self) -> list[str]:
+        """Attributes set on objects whose class does not declare them, as far as names tell.
+
+        Declared is what a class of this file, or one of an imported module of the package, has in its body, its bases
+        or its methods (`self.x = ...`), and what OF_LIBRARIES lists; of an object called by one of FOREIGN_NAMES, and
+        where the type checker had to be silenced, only the latter. Not looked at: `self` and `cls` themselves, the
+        `ctx` of an autograd function, what is assigned through the registry of patches, and computed names.
+        """
+        return [
+            f"{self._place(source, node)}: {ast.unparse(owner)}.{name}"
+            for source in self.sources
+            for node in source.nodes
+            for owner, name in _stores_on_others(node)
+            if name not in OF_LIBRARIES
+            and not self._is_foreign(source, owner)
+            and (
+                self._names_foreign(owner)
+                or "attr-defined" in source.lines[node.lineno - 1]
+                or name not in self._declared_near(source)
+            )
+        ]
+
+    def _names_foreign(self, owner: ast.expr) -> bool:
+        return ast.unparse(owner).rpartition(".")[2] in FOREIGN_NAMES
+
+    @functools.cache  # noqa: B019 -- lives as long as the script
+    def _declared_near(self, source: Source) -> set[str]:
+        known = set(_declared(source.tree))
+        for name in source.imports.values():
+            module = name if name in self._modules else name.rpartition(".")[0]
+            if module in self._modules:
+                near = self._modules[module]
+                known |= _declared(near.tree)
+                for further in near.imports.values():  # for bases and for the classes of fields
+                    if (owner := self._modules.get(further.rpartition(".")[0])) is not None:
+                        known |= _declared(owner.tree, further.rpartition(".")[2])
+        return known
+
+    def unknown_in_table(self) -> list[str]:
+        """Entries of OF_LIBRARIES and SETTINGS that nothing needs any more."""
+        stored = {name for source in self.sources for node in source.nodes for owner, name in _stores_on_others(node)}
+        settings = {ast.unparse(target) for source in self.sources for node in source.nodes for target in _stored(node)}
+        return sorted((OF_LIBRARIES.keys() - stored) | (SETTINGS.keys() - settings))
+
+    # -- who knows what --------------------------------------------------------------------------------------------
+
+    def imported_by(self, module: str) -> list[str]:
+        """The modules of the package that `module` imports."""
+        source = self._modules[module]
+        names = (name if name in self._modules else name.rpartition(".")[0] for name in source.imports.values())
+        return sorted({name for name in names if name in self._modules})
+
+    def files_that_know(self, words: re.Pattern[str]) -> list[str]:
+        """Files with identifiers that have one of `words`."""
+        return [source.name for source in self.sources if any(map(words.search, source.identifiers))]
+
+    # -- sizes -----------------------------------------------------------------------------------------------------
+
+    def lines(self, folder: str) -> int:
+        """Lines of all Python files of a folder."""
+        return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in (self.root / folder).rglob("*.py"))
+
+    def docs_words(self) -> int:
+        """Words of the pages, but for those that are made from the source, and of the README."""
+        pages = [page for page in (self.root / "docs").glob("*.md") if page.name not in {"config.md", "patches.md"}]
+        return sum(len(page.read_text(encoding="utf-8").split()) for page in [*pages, self.root / "README.md"])
+
+    # -- all -------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def violations(self) -> dict[str, list[str]]:
+        """Every list of which the length is counted."""
+        return {
+            "class names that exist twice": self.classes_twice(),
+            "module names that exist twice": self.modules_twice(),
+            "unlisted patches": self.unlisted_patches(),
+            "patches that nothing uses": self.unused_patches(),
+            "attributes hung on foreign objects": self.hung_attributes(),
+            "listed attributes that nothing sets": self.unknown_in_table(),
+            "internal imports of training/run.py": self.imported_by("finetune.training.run"),
+            "files that know sharding": self.files_that_know(SHARDING),
+            "files that know DeepSpeed": self.files_that_know(DEEPSPEED),
+        }
+
+    @cached_property
+    def counts(self) -> dict[str, int]:
+        """The length of each list, and the sizes."""
+        return {
+            **{name: len(violations) for name, violations in self.violations.items()},
+            **{f"lines of {folder}/": self.lines(folder) for folder in ("finetune", "tests", "benchmarks")},
+            "words of docs/ and the README": self.docs_words(),
+        }
+
+    def _place(self, source: Source, node: ast.AST) -> str:
+        return f"{source.path.relative_to(self.root)}:{getattr(node, 'lineno', 1)}"
+
+
+def _stored(node: ast.AST) -> Iterator[ast.Attribute]:
+    """The attributes that a statement assigns to or deletes."""
+    if isinstance(node, ast.Assign | ast.Delete):
+        targets = list(node.targets)
+    elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+        targets = [node.target]
+    else:
+        return
+    while targets:
+        target = targets.pop()
+        if isinstance(target, ast.Tuple | ast.List):
+            targets += target.elts
+        elif isinstance(target, ast.Attribute):
+            yield target
+
+
+def _stores_on_others(node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
+    """Owners other than `self`, `cls` and `ctx` that a statement or `setattr` gives an attribute, and its name."""
+    stores = [(target.value, target.attr) for target in _stored(node)]
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in {"setattr", "object.__setattr__"}:
+        owner, name = node.args[:2]
+        if isinstance(name, ast.Constant):
+            stores.append((owner, name.value))
+    for owner, name in stores:
+        if not (isinstance(owner, ast.Name) and owner.id in {"self", "cls", "ctx"}):
+            yield owner, name
+
+
+@functools.cache
+def _declared(tree: ast.Module, only: str = "") -> set[str]:
+    """The attributes that the classes of a module (or the one called `only`) declare."""
+    names = set()
+    for scope in ast.walk(tree):
+        if not isinstance(scope, ast.ClassDef) or (only and scope.name != only):
+            continue
+        for node in ast.walk(scope):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                names.add(node.target.id)
+            elif isinstance(node, ast.FunctionDef):
+                names.add(node.name)
+            for target in _stored(node):
+                if isinstance(target.value, ast.Name) and target.value.id == "self":
+                    names.add(target.attr)
+        for node in scope.body:
+            if isinstance(node, ast.Assign):
+                names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return names
+
+
+def main() -> None:
+    """Print the violations of each kind, then the counts as JSON."""
+    house = House(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT)
+    for name, violations in house.violations.items():
+        print(f"\n{name}: {len(violations)}", *violations, sep="\n  ")
+    print("\n" + json.dumps(house.counts, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Each target of the registry is there in the installed versions, as its replacement was written for it."""
+
+from __future__ import annotations
+
+import importlib.util
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.runtime import libraries, patches
+from finetune.runtime.patches import Patch
+
+ENTRIES = patches.entries()
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_target_exists_with_the_signature_it_was_read_with(name: str) -> None:
+    entry = ENTRIES[name]
+    for package in (entry.target.partition(":")[0].partition(".")[0], *entry.libraries()):
+        if package in {"deepspeed", "lm_eval", "triton"} and importlib.util.find_spec(package) is None:
+            pytest.skip(f"the optional package {package} is not installed")
+    known = (entry.signature,) if isinstance(entry.signature, str) else entry.signature
+    assert entry.found_signature() in known
+
+
+def test_entries_say_why_and_until_when() -> None:
+    for name, entry in ENTRIES.items():
+        assert entry.why.endswith("."), name
+        assert entry.until.endswith("."), name
+        assert entry.signature, name
+    assert len({entry.target for entry in ENTRIES.values()}) == len(ENTRIES)
+
+
+def of(owner: Any, name: str) -> Patch:
+    return Patch("made:up." + name, "made 1", "()", "Why.", "Until.", objects="any")
+
+
+def test_by_restores_what_was_the_owners_own() -> None:
+    module = types.SimpleNamespace(own=1)
+    with of(module, "own").by(2, module):
+        assert module.own == 2
+    assert vars(module) == {"own": 1}
+
+
+def test_by_leaves_no_trace_of_what_was_inherited() -> None:
+    class Layer:
+        def forward(self) -> int:
+            return 1
+
+    layer = Layer()
+    with of(layer, "forward").by(lambda: 2, layer):
+        assert layer.forward() == 2
+    assert vars(layer) == {}
+
+
+def test_a_class_becomes_the_class_of_an_object() -> None:
+    class Plain:
+        pass
+
+    class Watched(Plain):
+        pass
+
+    module = Plain()
+    with of(module, "forward").by(Watched, module):
+        assert type(module) is Watched
+    assert type(module) is Plain
+
+
+def test_properties_are_set_through_their_setter() -> None:
+    class Replica:
+        _on = True
+
+        @property
+        def on(self) -> bool:
+            return self._on
+
+        @on.setter
+        def on(self, value: bool) -> None:
+            self._on = value
+
+    replica = Replica()
+    with of(replica, "on").by(False, replica):
+        assert not replica.on
+    assert replica.on
+
+
+def test_an_entry_for_objects_takes_its_object_and_no_other_does() -> None:
+    with pytest.raises(AssertionError, match="tie_weights"):
+        patches.TIE_WEIGHTS.put(lambda: None)
+    with pytest.raises(AssertionError, match="sync_gpu"):
+        patches.SYNC_GPU.put(lambda tensor: None, libraries)
+
+
+def test_the_page_is_made_from_the_registry() -> None:
+    page = Path(__file__).parents[2] / "docs" / "patches.md"
+    assert page.read_text(encoding="utf-8") == patches.page(), "run `make docs`"
