@@ -19,6 +19,10 @@ class FinetuneError(Exception):
     shared = False
     """Whether all processes of a run raise it alike, so that one of them says it."""
 
+    def share(self) -> None:
+        """Mark it as one that all processes of a run raise alike."""
+        self.shared = True
+
 
 class ConfigError(FinetuneError):
     """The configuration is wrong: every problem found, one a line."""

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from torch import Tensor, nn
-
 from finetune.forecast import fake
 from finetune.forecast.trace import TraceRecorder
 from finetune.forecast.traced_engine import TracedEngine
-from finetune.model.distributed.sharding import Sharded, whole_of
+from finetune.model.distributed.sharding import Sharded, held, whole_of
 from finetune.runtime import patches
 
 
@@ -26,5 +24,5 @@ class FakeSharded(TracedEngine, Sharded):
         with recorder.following_resizes(), patches.RESTORE_4BIT_STATE.by(fake.give_quantization_state):
             yield
 
-    def trained_by(self, parameter: nn.Parameter) -> Tensor:
-        return whole_of(parameter)
+    held = staticmethod(held)
+    trained_by = staticmethod(whole_of)

@@ -30,7 +30,7 @@ _UPDATED_AT_ONCE = 10**9
 
 
 @dataclass
-class Shard:
+class Partition:
     """The shard of one group of trained weights that rank 0 updates.
 
     `numbers` are those of each whole weight in order, including layers that are not traced. With `in_parts` rank 0 has
@@ -84,17 +84,17 @@ class FakeZero(TracedEngine):
         self._on_gpu = traced.on_gpu
         self._offloads = section.offload != "none"
         self._groups = [list(group["params"]) for group in optimizer.param_groups if group["params"]]
-        self._shards: list[Shard] = []
+        self._partitions: list[Partition] = []
         self._group_of: list[dict[str, Any]] = []
         for group in (group for group in optimizer.param_groups if group["params"]):
             for numbers in self._updated_together(traced.whole(group["params"])):
-                self._shards.append(Shard(numbers, ranks, self._cuts_weights))
+                self._partitions.append(Partition(numbers, ranks, self._cuts_weights))
                 self._group_of.append(group)
-        self._size = sum(one.size for one in self._shards)
-        self._trained_numbers = sum(sum(one.numbers) for one in self._shards)
+        self._size = sum(one.size for one in self._partitions)
+        self._trained_numbers = sum(sum(one.numbers) for one in self._partitions)
         self._bucket_size = min(self._trained_numbers, BUCKET)
-        self._on_disk = [section.offload == "nvme" and one.size >= _SWAPPED_FROM for one in self._shards]
-        self._largest = max(max(one.numbers) for one in self._shards)
+        self._on_disk = [section.offload == "nvme" and one.size >= _SWAPPED_FROM for one in self._partitions]
+        self._largest = max(max(one.numbers) for one in self._partitions)
         self._kept: list[Any] = []
         self._bucket: Tensor | None = None
         self._reduced: Tensor | None = None
@@ -113,7 +113,7 @@ class FakeZero(TracedEngine):
         """Those on all ranks."""
         states = [
             value.nbytes * sum(one.numbers) // one.size
-            for one, state in zip(self._shards, self._updates.state.values(), strict=True)
+            for one, state in zip(self._partitions, self._updates.state.values(), strict=True)
             for value in state.values()
             if value.dim()
         ]
@@ -140,9 +140,9 @@ class FakeZero(TracedEngine):
             self._partition()
         # Else the weights become views of a flat copy, which is made on the host where a card has no room for both.
         # A copy at stage 3 as well: `_create_fp32_partitions` compares a torch.device with a string.
-        flats = [nn.Parameter(self._make(one.size, "optimizer_states", host=True)) for one in self._shards]
+        flats = [nn.Parameter(self._make(one.size, "optimizer_states", host=True)) for one in self._partitions]
         if any(self._on_disk):
-            largest = max(one.size for one in self._shards)
+            largest = max(one.size for one in self._partitions)
             self._kept = [self._make(largest, "workspace", host=True) for _ in range(_SWAP_BUFFERS)]
         self._flats = flats
         if self._offloads:
@@ -151,7 +151,7 @@ class FakeZero(TracedEngine):
                 flat.grad = self._make(flat.numel(), "gradients", host=True)
             if not self._cuts_weights:
                 self._kept += [
-                    *(self._make(one.size, "workspace", host=True) for one in self._shards),
+                    *(self._make(one.size, "workspace", host=True) for one in self._partitions),
                     self._make(self._largest, "workspace", host=True),  # temp_grad_buffer_for_cpu_offload
                     self._make(self._largest, "workspace"),  # temp_grad_buffer_for_gpu_offload
                 ]
@@ -196,10 +196,10 @@ class FakeZero(TracedEngine):
             self._bucket = self._make(self._bucket_size, "gradients")  # since the first of them (`setup_buckets`)
         elif not self._cuts_weights and not self._offloads:
             self._accumulated = True
-            self._reduced = self._make(sum(one.held for one in self._shards), "gradients")
+            self._reduced = self._make(sum(one.held for one in self._partitions), "gradients")
         elif not self._cuts_weights:
             # accumulated_grads_in_cpu
-            self._kept += [self._make(one.held, "gradients", host=True) for one in self._shards]
+            self._kept += [self._make(one.held, "gradients", host=True) for one in self._partitions]
 
     def _reduce(self, weight: Any) -> None:
         """A weight's gradient is there: stage_1_and_2.py `process_gradients`, stage3.py `__add_grad_to_ipg_bucket`."""
@@ -232,7 +232,7 @@ class FakeZero(TracedEngine):
 
     def _gather_reduced(self) -> None:
         """`copy_grads_in_partition`: the gradients of all weights that are at least partly this rank's."""
-        self._reduced = self._make(sum(one.held for one in self._shards), "gradients")
+        self._reduced = self._make(sum(one.held for one in self._partitions), "gradients")
 
     def backward(self, loss: Tensor) -> None:
         """The backward pass and its end, `independent_gradient_partition_epilogue`."""
@@ -245,12 +245,12 @@ class FakeZero(TracedEngine):
             self._recorder.layer = None
         if self._trained_numbers <= self._bucket_size:
             self._scatter(self._bucket_size)
-        largest = max(max(one.parts) for one in self._shards)
+        largest = max(max(one.parts) for one in self._partitions)
         if self._offloads:
             self._norm(largest)
         elif not self._cuts_weights:
             if self._accumulated:
-                self._make(sum(one.held for one in self._shards), "workspace")  # then added to what is there
+                self._make(sum(one.held for one in self._partitions), "workspace")  # then added to what is there
             elif self._reduced is None:
                 self._gather_reduced()
         if not self._cuts_weights:
@@ -272,11 +272,11 @@ class FakeZero(TracedEngine):
         """Clip and update (`step` of both optimizers)."""
         self._recorder.layer = None
         if not self._offloads:
-            self._norm(max(max(one.parts) for one in self._shards))
-        for one, flat, group in zip(self._shards, self._flats, self._group_of, strict=True):
+            self._norm(max(max(one.parts) for one in self._partitions))
+        for one, flat, group in zip(self._partitions, self._flats, self._group_of, strict=True):
             if not self._offloads:
                 flat.grad = self._make(one.size, "gradients")  # the parts in a row
-            if one is self._shards[-1]:
+            if one is self._partitions[-1]:
                 self._reduced = None
             assert flat.grad is not None
             self._updates.param_groups = [{**group, "params": [flat]}]
@@ -300,7 +300,9 @@ class FakeZero(TracedEngine):
 
     def _send_weights(self) -> None:
         own = self._size * _FLOAT32
-        swapped = sum(one.size for one, on_disk in zip(self._shards, self._on_disk, strict=True) if on_disk) * _FLOAT32
+        swapped = (
+            sum(one.size for one, on_disk in zip(self._partitions, self._on_disk, strict=True) if on_disk) * _FLOAT32
+        )
         sent = (self._ranks - 1) * own
         if self._cuts_weights:
             for weight, part in self._parts.items():

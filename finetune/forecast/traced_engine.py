@@ -60,7 +60,13 @@ class TracedEngine(OneProcess):
         """A context in which the model is loaded and the step runs."""
         return contextlib.nullcontext()
 
-    def trained_by(self, parameter: torch.nn.Parameter) -> Tensor:
+    @staticmethod
+    def held(tensor: Tensor) -> Tensor:
+        """What rank 0 holds of a tensor, sharing memory with it."""
+        return tensor
+
+    @staticmethod
+    def trained_by(parameter: torch.nn.Parameter) -> Tensor:
         """The weight that the optimizer updates through `parameter`."""
         return parameter
 

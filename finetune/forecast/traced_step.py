@@ -35,7 +35,7 @@ from finetune.model import build
 from finetune.model.adapters import adapter
 from finetune.model.attention import packing
 from finetune.model.distributed import context, optimizer_states
-from finetune.model.distributed.placement import Placement, held
+from finetune.model.distributed.placement import Placement
 from finetune.model.probes.causality import needs_mask
 from finetune.model.recompute import checkpointing
 from finetune.model.skeleton import mixture
@@ -204,6 +204,7 @@ class _TracedStep:
         self._configure(setting.config)
         self.mode, self.recorder = mode, recorder
         self._device, self._rows, self._placement = setting.device, setting.rows, placement
+        self._held = setting.engine.held
         recorder.slices_on_host = bool(placement and placement.offload and self._device.type == "cuda")
         # Every fused attention kernel keeps the same for backward: the output and one number per row.
         fused = not setting.attention.startswith(("eager", "packed", packing.WINDOWED))
@@ -422,9 +423,11 @@ class _TracedStep:
                 self._placement.apply(self._model)
             for weight in self._model.parameters():
                 category = "adapter" if weight.requires_grad else "base_weights"
-                self.recorder.mark(held(weight), category, managed=self.recorder.slices_on_host)
+                self.recorder.mark(self._held(weight), category, managed=self.recorder.slices_on_host)
         trained = [weight for weight in self._model.parameters() if weight.requires_grad]
-        self.trained_share = sum(held(weight).numel() for weight in trained) / sum(map(torch.Tensor.numel, trained))
+        self.trained_share = sum(self._held(weight).numel() for weight in trained) / sum(
+            map(torch.Tensor.numel, trained)
+        )
 
     @contextlib.contextmanager
     def _placing(self) -> Iterator[None]:
@@ -469,7 +472,7 @@ class _TracedStep:
             self._step.forward_backward([inputs], batch.trained_tokens)
         del retry
         self._mark_gradients()
-        blocks = [self.recorder.block(held(one.grad)) for one, _ in self._trained() if one.grad is not None]
+        blocks = [self.recorder.block(self._held(one.grad)) for one, _ in self._trained() if one.grad is not None]
         self._once(tuple(block and (block.bytes, block.layer) for block in blocks), self._update)
         self._model.zero_grad(set_to_none=True)
         del start
@@ -506,7 +509,7 @@ class _TracedStep:
 
     def _evaluate(self, batch: Batch, train: Batch, count: int) -> None:
         self.recorder.phase = "evaluation"
-        held = self._on_host(self._inputs(train), count)
+        waiting = self._on_host(self._inputs(train), count)
         start = self._random_state()
         inputs = self._inputs(batch)
         with self._recording():
@@ -514,7 +517,7 @@ class _TracedStep:
                 self._model, [[inputs]], precision=self._config.training.precision, masked=self._step.masked,
                 objective=self._step.objective,
             )  # fmt: skip
-        del held, start
+        del waiting, start
 
     @contextlib.contextmanager
     def _recording(self) -> Iterator[None]:
@@ -528,14 +531,14 @@ class _TracedStep:
         for parameter, layer in self._trained():
             with self.mode:
                 parameter.grad = torch.empty_like(parameter)
-            self.recorder.keep(held(parameter.grad), "gradients", layer)
+            self.recorder.keep(self._held(parameter.grad), "gradients", layer)
         self.recorder.layer = None
         self._mark_gradients()
 
     def _mark_gradients(self) -> None:
         for parameter, _ in self._trained():
             if parameter.grad is not None:  # as DeepSpeed leaves none
-                self.recorder.mark(held(parameter.grad), "gradients", managed=self.recorder.slices_on_host)
+                self.recorder.mark(self._held(parameter.grad), "gradients", managed=self.recorder.slices_on_host)
 
     def _update(self) -> None:
         """Clipping and the update."""

@@ -283,7 +283,7 @@ def agree(check: Callable[[list[T]], None], value: T) -> None:
 def shared(error: E) -> E:
     """Mark an error of ours that all ranks raise alike, so that one of them reports it."""
     if isinstance(error, FinetuneError):
-        error.shared = True
+        error.share()
     return error
 
 

@@ -15,7 +15,7 @@ from finetune.errors import MachineError
 from finetune.measure.out_of_memory import while_writing
 from finetune.model import build
 from finetune.model.adapters import adapter_files, plain_peft, published
-from finetune.model.distributed.engine import Weights
+from finetune.model.distributed.engine import WeightAccess
 from finetune.model.source import chat_template
 from finetune.storage.files import not_written, staged
 from finetune.storage.rundir import checkpoint_step
@@ -24,7 +24,7 @@ from finetune.training.progress import Progress
 from finetune.training.state import problems_of, restore_weights, save_weights
 
 
-def load_best(job: TrainingJob, weights: Weights, best: Path | None) -> None:
+def load_best(job: TrainingJob, weights: WeightAccess, best: Path | None) -> None:
     """Restore the weights of the checkpoint `best`, if there is one. All ranks must call it if they hold parts."""
     if best:
         restore_weights(weights, best)

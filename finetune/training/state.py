@@ -19,7 +19,7 @@ import torch
 from finetune.errors import ArtifactError
 from finetune.model.adapters import adapter_files, plain_peft, published
 from finetune.model.distributed import optimizer_states
-from finetune.model.distributed.engine import Engine, Weights, on_host
+from finetune.model.distributed.engine import Engine, WeightAccess, on_host
 from finetune.model.structure import linear_layers
 from finetune.runtime import ranks
 from finetune.runtime.randomness import RandomState
@@ -75,7 +75,7 @@ def _copied_by_main(engine: Engine, tensors: dict[Name, torch.Tensor]) -> dict[N
     return {name: on_host(tensor) for name, tensor in whole if ranks.is_main()}
 
 
-def restore_weights(weights: Weights, folder: Path) -> None:
+def restore_weights(weights: WeightAccess, folder: Path) -> None:
     """Load the weights of the checkpoint `folder` into the model, whose dtypes must match. Raises ArtifactError."""
     model = weights.model
     file = _weights_file(model)

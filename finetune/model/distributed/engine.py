@@ -19,7 +19,7 @@ from finetune.model.distributed.optimizer_states import States
 from finetune.runtime import patches
 
 
-class Weights(Protocol):
+class WeightAccess(Protocol):
     """The weights of `model`, of which a rank may hold parts."""
 
     model: Any
@@ -34,7 +34,7 @@ class Weights(Protocol):
         """Copy a whole weight to what this rank holds of it. All ranks must call it."""
 
 
-class Engine(Weights, Protocol):
+class Engine(WeightAccess, Protocol):
     """Runs passes and updates of `model`. Made whole, before the first step of a run.
 
     `optimizer` has the groups whose learning rates a schedule sets. `scaler` scales the loss under fp16. Gradients are

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 
 class Placement(Protocol):
@@ -48,6 +47,6 @@ def release_gathered(model: nn.Module) -> None:
         _gathered[model](model)
 
 
-def held(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, sharing memory with it."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
+def is_divided(weight: Tensor) -> bool:
+    """Whether a weight is one of torch's distributed tensors, of which each rank holds a part."""
+    return hasattr(weight, "to_local")

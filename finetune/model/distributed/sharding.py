@@ -27,7 +27,6 @@ from finetune.errors import ConfigError
 from finetune.model.distributed import gradient_norm, optimizer_states, placement
 from finetune.model.distributed.engine import OneProcess, on_host
 from finetune.model.distributed.optimizer_states import States
-from finetune.model.distributed.placement import held
 from finetune.model.recompute import checkpointing
 from finetune.model.structure import experts, linear_layers
 from finetune.runtime import patches, ranks
@@ -241,6 +240,11 @@ def reshard(model: nn.Module) -> None:
 def shards_of(weight: Tensor) -> Shards | None:
     """How a weight is divided; None if this rank holds it whole."""
     return Shards.of(len(weight), weight.device_mesh) if isinstance(weight, DTensor) else None
+
+
+def held(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, sharing memory with it."""
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def mine(whole: Tensor, weight: Tensor) -> Tensor:

@@ -175,7 +175,7 @@ class Zero:
     def optimizer_state(self) -> States:
         tensors: dict[str, Tensor] = {}
         numbers = {weight: number for number, weight in enumerate(self.weights)}
-        for number, (flat, weights) in enumerate(self._shards()):
+        for number, (flat, weights) in enumerate(self._partitions()):
             with self._in_memory(number, written=False):
                 for weight, (key, value) in itertools.product(weights, self._updates.state[flat].items()):
                     whole = value if key == _STEP else self._deepspeed.utils.safe_get_full_optimizer_state(weight, key)
@@ -190,7 +190,7 @@ class Zero:
         if not self._disk:
             shared.refresh_fp32_params()
         stored = dict(zip(self.weights, states, strict=True))
-        for number, (flat, weights) in enumerate(self._shards()):
+        for number, (flat, weights) in enumerate(self._partitions()):
             own = self._updates.state[flat]
             with self._in_memory(number):
                 if self._disk:
@@ -210,11 +210,13 @@ class Zero:
 
     def _set_state(self, weight: nn.Parameter, key: str, whole: Tensor) -> None:
         if is_partitioned(weight):  # the function for whole states fails for padded shards (DeepSpeed 0.19)
-            self._deepspeed.utils.safe_set_local_optimizer_state(weight, shard_of(whole, weight.ds_tensor.numel()), key)
+            self._deepspeed.utils.safe_set_local_optimizer_state(
+                weight, partition_of(whole, weight.ds_tensor.numel()), key
+            )
         else:
             self._deepspeed.utils.safe_set_full_optimizer_state(weight, whole, key)
 
-    def _shards(self) -> list[tuple[Tensor, list[nn.Parameter]]]:
+    def _partitions(self) -> list[tuple[Tensor, list[nn.Parameter]]]:
         """What the optimizer updates on this rank, each with the weights that it is a shard of."""
         shared = self._engine.optimizer
         if hasattr(shared, "fp16_groups"):
@@ -227,7 +229,7 @@ class Zero:
         DeepSpeed 0.19 finds those of a weight only if they are there before the first group is updated.
         """
         groups = self._updates.param_groups
-        for number, (flat, weights) in enumerate(self._shards()):
+        for number, (flat, weights) in enumerate(self._partitions()):
             one = nn.Parameter(torch.zeros(1, dtype=flat.dtype, device=flat.device))
             one.grad = torch.zeros_like(one)
             self._updates.param_groups = [{**groups[0], "params": [one]}]
@@ -397,7 +399,7 @@ def shape_of(weight: Tensor) -> torch.Size:
     return shape
 
 
-def shard_of(whole: Tensor, numbers: int) -> Tensor:
+def partition_of(whole: Tensor, numbers: int) -> Tensor:
     """This rank's shard (`numbers`) of a partitioned tensor; after the end of `whole` there are zeros."""
     padded = nn.functional.pad(whole.flatten(), (0, numbers * ranks.world_size() - whole.numel()))
     return padded.narrow(0, numbers * ranks.rank(), numbers)
