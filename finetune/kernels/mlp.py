@@ -80,7 +80,7 @@ def replace(module: nn.Module) -> Callable[[], None]:
 def tile(module: nn.Module) -> None:
     """Let an MLP that its own code computes take long inputs in tiles, if it treats each token by itself.
 
-    An MLP with dropout is left alone (each tile would draw other random numbers), and one whose weights ranks divide too.
+    One with dropout is left alone (each tile would draw other random numbers), and one whose weights ranks divide too.
     """
     drops_out = any(isinstance(part, nn.Dropout) and part.p > 0 for part in module.modules())
     if drops_out or not _activation(module) or any(map(is_divided, module.parameters())):
