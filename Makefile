@@ -86,13 +86,8 @@ check: $(DEV) ## Lint, types and the direction of imports.
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-docs: $(DEV) ## Make docs/config.md, docs/patches.md and the JSON schema from the source, and the site in site/, with its links checked.
-	$(BIN)/finetune schema --markdown > docs/config.md.new
-	mv docs/config.md.new docs/config.md
-	$(BIN)/finetune schema > docs/config.schema.json.new
-	mv docs/config.schema.json.new docs/config.schema.json
-	$(BIN)/python -c 'from finetune.runtime import patches; print(patches.page(), end="")' > docs/patches.md.new
-	mv docs/patches.md.new docs/patches.md
+docs: $(DEV) ## Write figures, tables and references into the pages, and the site to site/, with its links checked.
+	$(BIN)/python benchmarks/write_docs.py
 	$(BIN)/mkdocs build --strict
 
 notebooks: $(DEV) ## Execute the notebooks.
@@ -114,6 +109,7 @@ golden: $(DEV) ## Record the pinned trajectories and forecasts anew, after a rep
 sweep: $(DEV) ## Compare the forecast with real training steps and with the peers, time it, and cost a step (two hours).
 	$(BIN)/python benchmarks/forecast_cpu.py
 	$(BIN)/python benchmarks/forecast_peers.py
+	$(BIN)/python benchmarks/forecast_memtracker.py --measured benchmarks/results/forecast_cpu.json
 	$(BIN)/python benchmarks/forecast_speed.py
 	$(BIN)/python benchmarks/plan_many_gpus.py
 	$(BIN)/python benchmarks/step_cost.py

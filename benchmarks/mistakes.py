@@ -1,6 +1,6 @@
-"""Mistakes that people make in a first config or in their data, and what they are told: docs/mistakes.md.
+"""Mistakes that people make in a first config or in their data, and what they are told: tests/config/mistakes.md.
 
-    python benchmarks/mistakes.py > docs/mistakes.md
+    python benchmarks/mistakes.py > tests/config/mistakes.md
 
 Each is made in an empty folder with a few files, on the built-in base. `tests/config/test_mistakes.py` holds each
 message to the table, to its cure and to its length.
@@ -225,7 +225,7 @@ def told() -> list[tuple[Mistake, str]]:
 
 
 def page(told: Sequence[tuple[Mistake, str]]) -> str:
-    """docs/mistakes.md."""
+    """tests/config/mistakes.md."""
     lines = [
         "# Mistakes and messages",
         "",

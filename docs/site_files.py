@@ -1,6 +1,6 @@
 """Hook of mkdocs: the site has what the pages link to, wherever it lies in the repository.
 
-A page links to other pages and to files by their place in the repository, which is what forges and editors follow. In
+A page links to other pages and to files by their path in the repository, which is what forges and editors follow. In
 the site, the Markdown files below are pages beside those of docs/, and other files that a page links to are copies.
 """
 
@@ -21,9 +21,10 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "data/README.md": "built-in-base.md",
 }
-"""Pages outside of docs/: place in the repository to place in the site."""
-_PLACES = {page: source for source, page in PAGES.items()}
-_LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)")
+"""Pages outside of docs/, by their path in the repository: path in the site."""
+_SOURCES = {page: source for source, page in PAGES.items()}
+_LINK = re.compile(r"(?:(?<=\]\()|(?<=\]: ))(?!\w+:|#)([^)\s#]+)")
+"""What `[text](target)` and `[name]: target` lead to, where that is in the repository."""
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -44,10 +45,10 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
 
 
 def _source(page: str, link: str) -> str:
-    """Place in the repository of what `page` of the site links to."""
-    return posixpath.normpath(posixpath.join(posixpath.dirname(_PLACES.get(page, f"docs/{page}")), link))
+    """Path in the repository of what `page` of the site links to."""
+    return posixpath.normpath(posixpath.join(posixpath.dirname(_SOURCES.get(page, f"docs/{page}")), link))
 
 
 def _uri(source: str) -> str:
-    """Place in the site of a file of the repository."""
+    """Path in the site of a file of the repository."""
     return PAGES.get(source) or (source.removeprefix("docs/") if source.startswith("docs/") else f"files/{source}")

@@ -16,11 +16,15 @@ from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM
+from typer.main import get_command
 
 import finetune
+from finetune import cli
 from finetune.data import formats, sources
 from finetune.data.examples import Chat
+from finetune.storage import records
 from finetune.storage.rundir import RunDirectory
+from finetune.training.progress import Progress
 
 ROOT = Path(__file__).parent.parent
 TESTS = ROOT / "tests"
@@ -36,7 +40,7 @@ def anchors(page: Path) -> set[str]:
 def test_every_link_leads_to_a_file_and_a_heading() -> None:
     dead = []
     for page in PAGES:
-        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        for link in re.findall(r"\](?:\(|: )([^)\s]+)", page.read_text(encoding="utf-8")):
             if "://" in link:
                 continue
             name, _, anchor = link.partition("#")
@@ -71,6 +75,41 @@ def test_a_chat_export_becomes_conversations_by_the_example(tmp_path: Path, monk
     ]  # fmt: skip
 
 
+# -- commands ----------------------------------------------------------------------------------------------------------
+
+COMMANDS: Any = get_command(cli.app)
+
+
+def test_make_targets_of_the_pages_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    named = {
+        target for page in PAGES for target in re.findall(r"(?:`|^)make ([a-z-]+)", page.read_text(), re.MULTILINE)
+    }
+    assert len(named) > 8
+    assert named - targets == set()
+
+
+def test_commands_and_options_of_the_pages_exist() -> None:
+    """Wherever a line or code in a line begins with the program's name."""
+    unknown, seen = [], set()
+    for page in PAGES:
+        for name, rest in re.findall(
+            r"(?:^|`|\$ |finetune )finetune ([a-z]+)\b([^`\n]*)", page.read_text(), re.MULTILINE
+        ):
+            if name not in COMMANDS.commands:
+                unknown.append(f"{page.name}: finetune {name}")
+                continue
+            seen.add(name)
+            known = {option for parameter in COMMANDS.commands[name].params for option in parameter.opts}
+            given = re.findall(r"(?<= )--[a-z-]+", rest.partition("#")[0])
+            unknown += [f"{page.name}: finetune {name} {option}" for option in given if option not in known]
+    assert unknown == []
+    assert seen == COMMANDS.commands.keys()
+
+
+# -- messages, faults, files -------------------------------------------------------------------------------------------
+
+
 def said() -> Iterator[str]:
     """Each text in the package's code, with an ellipsis for what an f-string fills in."""
     for file in (ROOT / "finetune").rglob("*.py"):
@@ -103,6 +142,65 @@ def test_the_page_of_faults_names_tests_that_exist_and_every_file_of_fault_tests
     files = {f"faults/{file.name}" for file in (TESTS / "faults").glob("test_*.py")}
     assert files
     assert files - {file for file, _ in named} == set()
+
+
+def test_the_page_of_the_run_directory_names_every_event_that_the_code_writes() -> None:
+    text = (ROOT / "docs" / "run-directory.md").read_text(encoding="utf-8")
+    section = text.split("## events.jsonl")[1].split("\n## ")[0]
+    told = {name for cell in re.findall(r"^\| (`[^|]+`) \|", section, re.M) for name in re.findall(r"`(\w+)`", cell)}
+    written, fields = set(), set()
+    for file in (ROOT / "finetune").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "event":
+                if isinstance(node.args[0], ast.Constant):
+                    written.add(node.args[0].value)
+                fields |= {keyword.arg for keyword in node.keywords if keyword.arg}
+    assert len(written) > 20
+    # The names of those that end a run by a signal are chosen where they are written.
+    assert told - {"event"} == written | {"interrupted", "terminated"}
+    assert {field for field in fields if f"`{field}`" not in section} == set()
+
+
+def test_the_page_of_the_run_directory_names_every_key_and_file() -> None:
+    """Those of eval.json stand on the page of evaluation."""
+    text = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("run-directory.md", "evaluation.md"))
+    shapes = {
+        name: shape.__annotations__
+        for name, shape in vars(records).items()
+        if inspect.isclass(shape) and shape.__module__ == records.__name__ and name not in ("Lines", "WeightIndex")
+    }
+    keys = {key for annotations in shapes.values() for key in annotations} | Progress().as_json().keys()
+    assert {"tokens_per_second", "padding_share", "lowered", "made_with", "evaluations_without_gain"} <= keys
+    assert {key for key in keys if f"`{key}`" not in text} == set()
+    paths = [path for name, path in vars(RunDirectory("run")).items() if name != "path"]
+    assert {path.name for path in paths if f"`{path.name}" not in text} == set()
+
+
+def test_a_run_has_no_file_and_no_key_that_its_page_does_not_name(run: RunDirectory) -> None:
+    text = (ROOT / "docs" / "run-directory.md").read_text(encoding="utf-8")
+    inside = {path.name for path in run.path.iterdir()}
+    assert {name for name in inside if f"`{name}" not in text} == set()
+    lines = [*run.metrics(), *run.events()]
+    merged = {key for line in run.events() if line["event"] == "merged" for key in line}
+    assert {key for line in lines for key in line if f"`{key}`" not in text} - merged == set()
+    for name in ("environment.json", "answers.json", "data.json"):
+        value = json.loads((run.path / name).read_text())
+        first = value[0] if isinstance(value, list) else value
+        assert {key for key in first if f"`{key}`" not in text} == set()
+
+
+def test_modules_that_the_pages_name_exist() -> None:
+    """By their path from the repository, from the package, or from the tests."""
+    named = {
+        (page.name, path)
+        for page in PAGES
+        for path in re.findall(r"`((?:\w+/)+\w+\.py)(?:`|::)", page.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 50
+    written = {"finetune/export/int8_export.py"}  # by the example of a format
+    roots = (ROOT, ROOT / "finetune", TESTS)
+    missing = {(page, path) for page, path in named if not any((root / path).is_file() for root in roots)}
+    assert {path for _, path in missing} - written == set()
 
 
 EXTENDING = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")

@@ -377,7 +377,7 @@ IN_ITS_PLACE = {"folder": _folder, "loop": _loop, "pipe": os.mkfifo, "empty file
 
 
 @pytest.mark.parametrize("kind", IN_ITS_PLACE)
-def test_what_stands_in_the_place_of_a_file_is_named_and_not_waited_for(
+def test_a_pipe_or_folder_instead_of_a_file_is_named_without_blocking(
     forger: Forger, readers: dict[str, Callable[[RunDirectory], object]], kind: str
 ) -> None:
     for name in [*forger.files, Path("lock"), Path("training.png"), Path("report.html"), Path("checkpoints/latest")]:
@@ -392,7 +392,7 @@ def test_what_stands_in_the_place_of_a_file_is_named_and_not_waited_for(
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "adapter", "merged", "profile"])
-def test_a_file_in_the_place_of_a_folder_is_refused(forger: Forger, name: str) -> None:
+def test_a_file_instead_of_a_folder_is_refused(forger: Forger, name: str) -> None:
     folder = forger.run.path / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.write_text("mine")
@@ -403,9 +403,7 @@ def test_a_file_in_the_place_of_a_folder_is_refused(forger: Forger, name: str) -
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_files_that_may_not_be_read_are_told(
-    forger: Forger, readers: dict[str, Callable[[RunDirectory], object]]
-) -> None:
+def test_unreadable_files_are_reported(forger: Forger, readers: dict[str, Callable[[RunDirectory], object]]) -> None:
     for path in [forger.run.path, *forger.run.path.rglob("*"), *[*forger.run.path.parents][:4]]:
         path.chmod(path.stat().st_mode | 0o055)
     for command in ("report", "show", "doctor"):
@@ -443,7 +441,7 @@ def unfinished(half: RunDirectory, tmp_path: Path) -> Config:
     "text",
     ["[", "[3]", '[{"question": "x", "reference": "y", "before": "z", "after": null, "messages": [{"role": 3}]}]'],
 )
-def test_forged_answers_stop_no_training_and_the_base_is_asked_again(unfinished: Config, text: str) -> None:
+def test_forged_answers_do_not_stop_training_and_are_generated_again(unfinished: Config, text: str) -> None:
     run = RunDirectory(unfinished.output.dir)
     before = run.answers()
     run.answers_file.write_text(text)
@@ -484,7 +482,7 @@ def test_a_forged_state_is_refused_before_the_first_step(unfinished: Config, for
 # -- a run that is not finished ----------------------------------------------------------------------------------------
 
 
-def test_the_report_of_an_unfinished_run_has_what_there_is_and_says_so(
+def test_the_report_of_an_unfinished_run_is_marked_unfinished(
     forger: Forger, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = forger.run

@@ -1,1 +1,33 @@
 """Diagnoses a machine before a job is started on it, or a run directory before it is used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+Status = Literal["ok", "warning", "error"]
+
+
+class Finding(NamedTuple):
+    """One thing that was checked: its status, details, and what to do if something is wrong."""
+
+    about: str
+    status: Status
+    what: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Examination:
+    """All findings. The exit code is 0, or `fails_with`, which a job would end with, if any finding is an error."""
+
+    findings: list[Finding]
+    fails_with: int
+
+    @property
+    def exit_code(self) -> int:
+        return self.fails_with if any(finding.status == "error" for finding in self.findings) else 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """The findings as JSON values."""
+        return {"sound": self.exit_code == 0, "findings": [finding._asdict() for finding in self.findings]}

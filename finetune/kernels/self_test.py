@@ -1,4 +1,4 @@
-"""A self-test before training: the kernels must compute what the modules they replace compute, on the model itself."""
+"""Checks on the model itself, before training, that the kernels compute what they replace."""
 
 from __future__ import annotations
 

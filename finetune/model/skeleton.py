@@ -149,7 +149,7 @@ def give_layers(model: Any) -> None:
 
     inner = [child for child in model.children() if isinstance(child, PreTrainedModel)]
     if model.base_model is model and len(inner) == 1:
-        vars(model)[model.base_model_prefix] = inner[0]  # not a submodule, of which there would be two
+        vars(model)[model.base_model_prefix] = inner[0]  # not a submodule, or there would be two
 
 
 def _types_as_loaded(model: Any, dtype: torch.dtype) -> None:

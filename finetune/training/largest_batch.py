@@ -32,9 +32,9 @@ def warm_up(step: Step, steps: Steps, retry: Retry, evaluation: EvalLoss | None)
     stay split for the run. Of micro-batches that recompute less because they are short, the largest are run as well.
     Raises torch's out-of-memory error, naming the row, for a single row that does not fit.
     """
-    saved, monitor = _SavedState(step), step.monitor
+    kept, monitor = _BeforeWarmUp(step), step.monitor
     before = dict(monitor.run)
-    with monitor.counting_tensors(saved.size_bytes):
+    with monitor.counting_tensors(kept.size_bytes):
         _run_largest(step, steps, retry, evaluation)
     peaks = monitor.take_step()
     # The run's peaks are those of its steps, and these have their own event; but tensors are counted here alone, where
@@ -43,7 +43,7 @@ def warm_up(step: Step, steps: Steps, retry: Retry, evaluation: EvalLoss | None)
     for phase, peak in peaks.items():
         if "resident_bytes" in peak and "allocated_bytes" in peak:
             monitor.run[phase] = {**before.get(phase, {}), "allocated_bytes": peak["allocated_bytes"]}
-    saved.put_back()
+    kept.put_back()
     return peaks
 
 
@@ -94,7 +94,7 @@ def _without_effect(step: Step, update: Callable[[float], None]) -> None:
     step.model.zero_grad(set_to_none=True)
 
 
-class _SavedState:
+class _BeforeWarmUp:
     """The state that the warm-up changes: optimizer states, copied to host memory, and the start of the step.
 
     `size_bytes` is the size of the copies, which other steps do not have.

@@ -8,8 +8,6 @@ from pathlib import Path
 import mistakes
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @pytest.fixture(scope="module")
 def told() -> list[tuple[mistakes.Mistake, str]]:
@@ -33,6 +31,6 @@ def test_the_mistakes_are_those_of_four_tools_and_of_people() -> None:
 
 
 def test_the_page_is_what_is_said_today(told: list[tuple[mistakes.Mistake, str]]) -> None:
-    assert (ROOT / "docs" / "mistakes.md").read_text(encoding="utf-8") == mistakes.page(told), (
-        "make it again: python benchmarks/mistakes.py > docs/mistakes.md"
+    assert (Path(__file__).parent / "mistakes.md").read_text(encoding="utf-8") == mistakes.page(told), (
+        "make it again: python benchmarks/mistakes.py > tests/config/mistakes.md"
     )

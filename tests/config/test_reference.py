@@ -95,8 +95,3 @@ def test_the_reference_explains_each_name_of_each_table(reference: str, subtests
                 [line] = [line for line in part.splitlines() if line.startswith(f"- `{name}`: ")]
                 assert len(line.split()) >= 3
                 assert entry.help in line
-
-
-def test_docs_config_md_is_the_reference(reference: str) -> None:
-    """`make docs` makes the file anew."""
-    assert (ROOT / "docs" / "config.md").read_text(encoding="utf-8") == reference

@@ -146,7 +146,7 @@ def test_each_has_a_forecast(directory: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_weight_that_is_read_past_its_layer_is_not_quantized_and_has_no_adapter(name: str, directory: Path) -> None:
+def test_a_weight_that_the_code_reads_directly_is_not_quantized_and_has_no_adapter(name: str, directory: Path) -> None:
     model = built(job(directory))
     linear = {
         part.removeprefix("base_model.model."): module
@@ -287,7 +287,7 @@ def test_a_model_unlike_others_is_planned_and_trained_and_answers(known: str, tm
     assert isinstance(finetune.generate(run, "x", max_new_tokens=2), str)
 
 
-def test_what_layers_differ_in_is_read_of_each() -> None:
+def test_a_config_attribute_in_which_layers_differ_is_read_per_layer() -> None:
     """The kernel for packed rows has heads of up to 256; of Gemma 4's only those of the full layers are larger."""
     config = AutoConfig.for_model("gemma4_text", head_dim=256, global_head_dim=512)
     assert {*catalog.values(config, "head_dim")} == {256, 512}
@@ -363,7 +363,7 @@ def test_no_more_tokens_are_tried_than_the_model_has_positions() -> None:
     planning.check_traceable(tiny_models.config(), architecture, CPU)
 
 
-def test_a_step_that_fails_is_told_as_such_before_anything_is_loaded(
+def test_a_step_that_fails_is_reported_before_weights_are_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers.models.mpt import modeling_mpt

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from finetune.data.batching import Batch
 from finetune.data.counts import CONTROL_TOKENS, EMPTY, TOO_LONG, UNTRAINED, Affected, Counts
-from finetune.data.inspection import AsChat, Batching, Bin, Inspection, Source
+from finetune.data.inspection import AsChat, Batching, Bin, Inspection, SourceCounts
 from finetune.report import data_view
 from finetune.report.data_view import DataLook
 from finetune.storage.records import Sample, TokenText
@@ -39,7 +39,7 @@ def inspection(**changes: Any) -> Inspection:
         train=Counts(rows=1000, tokens=200_000, trained_tokens=50_000, longest=300, affected=AFFECTED),
         eval=Counts(rows=20, tokens=4000, trained_tokens=2000, longest=250),
         longest_place="rows.jsonl:17",
-        sources=(Source("rows.jsonl", 600, 150_000), Source("more.csv", 400, 50_000)),
+        sources=(SourceCounts("rows.jsonl", 600, 150_000), SourceCounts("more.csv", 400, 50_000)),
         lengths=(Bin(129, 192, 400), Bin(193, 256, 0), Bin(257, 384, 600)),
         batch_size=16,
         micro_batch=8,
@@ -213,7 +213,7 @@ def test_the_page_needs_nothing_but_itself() -> None:
 def test_nothing_of_a_row_acts_on_the_page(hostile: str) -> None:
     found = inspection(
         samples=(sample((hostile, True), (hostile, False), place=hostile),),
-        sources=(Source(hostile, 1, 1),),
+        sources=(SourceCounts(hostile, 1, 1),),
         longest_place=hostile,
     )
     page = data_view.page(found)

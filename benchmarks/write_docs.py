@@ -1,0 +1,601 @@
+"""Writes into README and docs/ what is recorded or generated: figures, tables, printed output, whole references.
+
+    python benchmarks/write_docs.py      (a part of `make docs`)
+
+A figure of a page is a link, `[0.918][loop]`: `loop` is a key of FIGURES, and the link leads to the file of
+benchmarks/results/ that the figure is read from. Tables and printed output stand between `<!-- written: NAME -->` and
+`<!-- end -->`, where NAME is a key of BLOCKS. The targets of the links are written after `<!-- sources -->` at the end
+of the page. To change a figure, record its result anew; a test asserts that this script changes nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from finetune import settings
+from finetune.forecast.devices import DISK_READ_BYTES, DISK_WRITE_BYTES
+from finetune.runtime import patches
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = Path("benchmarks/results")
+GIB, MIB = 2**30, 2**20
+
+
+def generated() -> dict[Path, str]:
+    """The files of docs/ that are made from code as a whole, with their text."""
+    docs = ROOT / "docs"
+    return {
+        docs / "config.md": settings.reference(),
+        docs / "config.schema.json": json.dumps(settings.schema(), indent=2) + "\n",
+        docs / "patches.md": patches.page(),
+    }
+
+
+def pages() -> list[Path]:
+    """The pages that people write."""
+    pages = sorted({*(ROOT / "docs").glob("*.md")} - generated().keys())
+    return [ROOT / "README.md", *pages]
+
+
+@functools.cache
+def result(name: str) -> Any:
+    return json.loads((ROOT / RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def recorded(name: str) -> list[str]:
+    """The lines of a recorded output in docs/."""
+    return (ROOT / "docs" / f"{name}.txt").read_text(encoding="utf-8").splitlines()
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+class Figure(NamedTuple):
+    """A number of a file of results: by its path there, or computed from the file; its format, and its unit."""
+
+    file: str
+    value: str | Callable[[Any], float]
+    form: str = ""
+    unit: int = 1
+
+    def text(self) -> str:
+        found = result(self.file)
+        if isinstance(self.value, str):
+            for key in self.value.split("/"):
+                found = found[int(key) if isinstance(found, list) else key]
+        else:
+            found = self.value(found)
+        return format(found if self.unit == 1 else found / self.unit, self.form)
+
+
+def _of_faults(count: Callable[[Iterable[int]], int], key: str, tool: str) -> Callable[[Any], int]:
+    return lambda found: count(
+        counts[key] for name, both in found["tools"].items() if name.startswith(tool) for counts in both.values()
+    )
+
+
+def _of_mutants(count: Callable[[Any], int]) -> Callable[[Any], int]:
+    return lambda found: sum(count(area) for area in found["areas"].values())
+
+
+def _of_gguf(count: Callable[[Any], bool]) -> Callable[[Any], int]:
+    return lambda found: sum(count(model[kind]) for model in found["models"].values() for kind in found["bounds"])
+
+
+def _forecast_seconds(job: str) -> Callable[[Any], float]:
+    return lambda found: found["jobs"][job]["median_seconds"]
+
+
+def _off_by(key: str) -> Callable[[Any], float]:
+    return lambda found: max(abs(row[key]) for row in found["memory"])
+
+
+def _slower(found: Any) -> list[float]:
+    return [budget["slower_than_it"] for space in found["spaces"].values() for budget in space["budgets"]]
+
+
+def _times_as_fast(found: Any) -> list[float]:
+    """As TRL's best setting, by the predicted seconds of a step, of each model and card."""
+    return [one["times_as_fast"]["one length"]["best"] for cards in found["steps"].values() for one in cards.values()]
+
+
+def _swapped_seconds(found: Any) -> float:
+    swapped = found["plans"][-1]["plan"]["swapped_bytes"]
+    return swapped / DISK_READ_BYTES + swapped / DISK_WRITE_BYTES
+
+
+def _losses(found: Any) -> dict[tuple[Any, ...], float]:
+    """The last evaluation loss of each short run, by rank, targets, rate and seed."""
+    return {
+        (run["rank"], run["targets"], run["rate"], run["seed"]): run["eval_losses"][str(run["steps"])]
+        for run in found["runs"].values()
+        if not run["epochs"]
+    }
+
+
+def _of_seeds(found: Any) -> list[float]:
+    return [_losses(found)[16, "all-linear", 3e-3, seed] for seed in (42, 43, 44)]
+
+
+def _of_epochs(rate: float, choose: Callable[[Any, str], float]) -> Callable[[Any], float]:
+    """`choose` from the run over many epochs at a rate, and its step with the lowest loss."""
+
+    def value(found: Any) -> float:
+        run = next(run for run in found["runs"].values() if run["epochs"] and run["rate"] == rate)
+        return choose(run, min(run["eval_losses"], key=run["eval_losses"].get))
+
+    return value
+
+
+def _lowest(run: Any, best: str) -> float:
+    return run["eval_losses"][best]
+
+
+def _epochs_of_lowest(run: Any, best: str) -> float:
+    return int(best) / run["steps"] * run["epochs_done"]
+
+
+def _last(run: Any, best: str) -> float:
+    return run["eval_losses"][str(run["steps"])]
+
+
+_LOOP = "ratios/loop_seconds/median"
+_LONG = "forecast/ways/fused kernels, tiles, inputs on the host"
+_QUANTIZED_INPUTS = "int8, inputs in 8 bit"
+
+FIGURES = {
+    # the README's run
+    "tiny-steps": Figure("tiny_cpu", "summary/steps"),
+    "tiny-before": Figure("tiny_cpu", "summary/base_eval_loss", ".4f"),
+    "tiny-after": Figure("tiny_cpu", "summary/best_eval_loss", ".4f"),
+    "merge-error": Figure("tiny_cpu", "merge/error", ".2%"),
+    "merge-bound": Figure("tiny_cpu", "merge/bound", ".2%"),
+    "merge-effect": Figure("tiny_cpu", "merge/effect", ".1%"),
+    # the forecast
+    "forecast-settings": Figure("forecast_cpu", "summary/compared"),
+    "forecast-architectures": Figure("forecast_cpu", "summary/architectures"),
+    "forecast-median": Figure("forecast_cpu", "summary/median_absolute_error", ".2%"),
+    "forecast-worst": Figure("forecast_cpu", lambda found: abs(found["summary"]["largest_error"]["error"]), ".2%"),
+    "forecast-large": Figure("forecast_peers", "summary_above_100m_parameters/ours/settings"),
+    "forecast-seconds-7b": Figure("forecast_speed", _forecast_seconds("meta-llama/Llama-2-7b-hf"), ".1f"),
+    "forecast-seconds-70b": Figure("forecast_speed", _forecast_seconds("meta-llama/Llama-2-70b-hf"), ".1f"),
+    "forecast-seconds-chosen": Figure("forecast_speed", _forecast_seconds("meta-llama/Llama-2-7b-hf, chosen"), ".0f"),
+    "fit-slower": Figure("fit_cpu", lambda found: max(_slower(found)), ".1%"),
+    "fit-faster": Figure("fit_cpu", lambda found: -min(_slower(found)), ".1%"),
+    "fit-noise-tiny": Figure("fit_cpu", "spaces/tiny/noise", ".1%"),
+    "fit-noise-110m": Figure("fit_cpu", "spaces/110m/noise", ".1%"),
+    "fit-7b-batch": Figure("plan_llama7b", "fit/chosen/training.micro_batch"),
+    "fit-7b-speed-up": Figure("plan_llama7b", "fit/predicted_speed_up", ".2f"),
+    "fit-7b-largest": Figure("plan_llama7b", "fit/limits/micro_batch"),
+    # speed
+    "loop": Figure("overhead", f"allocators/kept/{_LOOP}", ".3f"),
+    "loop-default": Figure("overhead", f"allocators/default/{_LOOP}", ".3f"),
+    "process": Figure("overhead", "allocators/kept/ratios/process_seconds/median", ".2f"),
+    "loop-110m": Figure("beside_peers_cpu", f"jobs/110M/beside/trl/{_LOOP}", ".2f"),
+    "loop-110m-kept": Figure("beside_peers_cpu", f"jobs/110M/beside/trl-kept/{_LOOP}", ".2f"),
+    "step-least": Figure("step_cost", lambda found: min(_times_as_fast(found)), ".2f"),
+    "step-most": Figure("step_cost", lambda found: max(_times_as_fast(found)), ".2f"),
+    "preparation-rows": Figure("preparation", "job/rows", ","),
+    "preparation-gib": Figure("preparation", "job/bytes", ".1f", GIB),
+    "preparation-ours": Figure("preparation", "rows_per_second/finetune", ",.0f"),
+    "preparation-trl": Figure("preparation", "rows_per_second/trl", ",.0f"),
+    "preparation-ratio": Figure("preparation", "ratio/median", ".2f"),
+    "preparation-mib": Figure("preparation", "peak_resident_bytes/finetune", ",.0f", MIB),
+    "preparation-trl-mib": Figure("preparation", "peak_resident_bytes/trl", ",.0f", MIB),
+    "preparation-second": Figure("preparation", "second_start_seconds", ".1f"),
+    # kills, saves and tests
+    "save-interval": Figure("faults", "save_interval_steps"),
+    "kills": Figure("faults", _of_faults(sum, "kills", "finetune")),
+    "kills-lost": Figure("faults", _of_faults(max, "steps_lost_max", "finetune")),
+    "trainer-kills": Figure("faults", _of_faults(sum, "kills", "Hugging Face Trainer")),
+    "trainer-stuck": Figure("faults", _of_faults(sum, "runs_that_could_not_resume", "Hugging Face Trainer")),
+    "save-held": Figure("saving", "held_over_raw", ".2f"),
+    "save-whole": Figure("saving", "whole_over_raw", ".1f"),
+    "mutants": Figure("mutations", _of_mutants(lambda area: area["mutants"]), ","),
+    "mutants-found": Figure("mutations", _of_mutants(lambda area: area["killed"] + area["timed_out"]), ","),
+    "mutants-accepted": Figure("mutations", _of_mutants(lambda area: len(area["accepted"]))),
+    # memory
+    "int8-times": Figure("int8_cpu", lambda found: found["logits"][_QUANTIZED_INPUTS] / found["logits"]["int8"], ".1f"),
+    "int8-inputs": Figure("int8_cpu", f"logits/{_QUANTIZED_INPUTS}", ".1%"),
+    "int8": Figure("int8_cpu", "logits/int8", ".1%"),
+    "int8-nf4": Figure("int8_cpu", "logits/nf4", ".1%"),
+    "outlier": Figure("int8_cpu", "layer_with_an_outlier/times", ".0f"),
+    "outlier-times": Figure(
+        "int8_cpu",
+        lambda found: found["layer_with_an_outlier"][_QUANTIZED_INPUTS] / found["layer_with_an_outlier"]["int8"],
+        ".1f",
+    ),
+    "long-card": Figure("long_context", f"{_LONG}/needed_bytes", ".1f", GIB),
+    "long-host": Figure("long_context", f"{_LONG}/host_bytes", ".1f", GIB),
+    "long-activations": Figure("long_context", f"{_LONG}/categories/activations", ".1f", GIB),
+    "swapped-seconds": Figure("plan_many_gpus", _swapped_seconds, ".0f"),
+    # merge, exports, answers
+    "merge-kills": Figure("merge", "kills_at_random/kills"),
+    "merge-failpoints": Figure("merge", "kills_at_each_change_of_a_file/kills"),
+    "merge-gib": Figure("merge", "merge_1B/peak_resident_bytes", ".2f", GIB),
+    "merge-70b-gib": Figure("merge", "plan_70B/weights_bytes", ".1f", GIB),
+    "merge-70b-seconds": Figure("merge", "plan_70B/planning_seconds"),
+    "gguf-families": Figure("gguf_in_llama_cpp", lambda found: len(found["models"])),
+    "gguf-answers": Figure("gguf_in_llama_cpp", _of_gguf(lambda each: True)),
+    "gguf-same-answers": Figure(
+        "gguf_in_llama_cpp", _of_gguf(lambda each: each["answer_tokens_alike"] == each["answer_tokens"])
+    ),
+    "cache-settings": Figure("answers", lambda found: len(found["memory"])),
+    "cache-error": Figure("answers", _off_by("cache_off"), ".3%"),
+    "answer-peak-error": Figure("answers", _off_by("peak_off"), ".2%"),
+    # rank, rate and epochs
+    "choices-before": Figure("choices", lambda found: next(iter(found["runs"].values()))["eval_losses"]["0"], ".3f"),
+    "seeds-least": Figure("choices", lambda found: min(_of_seeds(found)), ".3f"),
+    "seeds-most": Figure("choices", lambda found: max(_of_seeds(found)), ".3f"),
+    "epochs": Figure("choices", _of_epochs(1e-3, lambda run, best: run["epochs"]), "g"),
+    "epochs-low-rate-lowest": Figure("choices", _of_epochs(1e-3, _lowest), ".3f"),
+    "epochs-low-rate-after": Figure("choices", _of_epochs(1e-3, _epochs_of_lowest), ".1f"),
+    "epochs-low-rate-last": Figure("choices", _of_epochs(1e-3, _last), ".3f"),
+    "epochs-high-rate-lowest": Figure("choices", _of_epochs(1e-2, _lowest), ".3f"),
+    "epochs-high-rate-after": Figure("choices", _of_epochs(1e-2, _epochs_of_lowest), ".1f"),
+    "epochs-high-rate-last": Figure("choices", _of_epochs(1e-2, _last), ".3f"),
+}
+"""Figures by their names in the pages."""
+
+
+# -- tables and printed output -----------------------------------------------------------------------------------------
+
+
+def _table(heads: str, rows: Iterator[str]) -> str:
+    """A table of Markdown: cells are separated by ` | `."""
+    columns = heads.count("|") + 1
+    return "\n".join([f"| {heads} |", "|" + " --- |" * columns, *(f"| {row} |" for row in rows)])
+
+
+def _output(lines: list[str]) -> str:
+    return "\n".join(["```", *(line.rstrip() for line in lines), "```"])
+
+
+def _excerpt(name: str, starts: list[str]) -> str:
+    """The first lines of a recorded output, in order, that begin so; "..." stands for lines that are left out."""
+    lines, shown, at = recorded(name), [], 0
+    for start in starts:
+        if start == "...":
+            shown.append(start)
+            continue
+        at = next(number for number in range(at, len(lines)) if lines[number].startswith(start))
+        shown.append(lines[at])
+        at += 1
+    return _output(shown)
+
+
+def _between(name: str, first: str, last: str) -> list[str]:
+    lines = recorded(name)
+    start = next(number for number, line in enumerate(lines) if line.startswith(first))
+    end = next(number for number, line in enumerate(lines) if number > start and line.startswith(last))
+    return lines[start : end + 1]
+
+
+def _first_minutes() -> str:
+    """Twelve lines from a table of questions to an answer."""
+    return _excerpt(
+        "first_minutes",
+        [
+            "$ head", "question,answer", "What is", "$ finetune init", "wrote", "$ finetune train", "memory  ",
+            "step 0", "...", "step 60:", "$ finetune generate runs/facts --prompt", "It is Fredville.",
+        ],
+    )  # fmt: skip
+
+
+def _tiny_memory() -> str:
+    return _output(_between("tiny_cpu", "┏━━━━━━━━━━━━┳━━━━━━━━━━┳", "tensors, in a step"))
+
+
+def _llama7b_plan() -> str:
+    return _output(_between("llama7b_plan", "fits: ", "at the peak"))
+
+
+def _data_look() -> str:
+    lines = recorded("tiny_cpu_data")
+    shown = [line for line in lines[:4] if line.split()[0] != "evaluation"]
+    blocks = [
+        _between("tiny_cpu_data", "training rows by length", "129 to 192"),
+        ["", *_between("tiny_cpu_data", "the first rows as the model sees them", "    ⟦")],
+    ]
+    return _output([*shown, "...", *(line for block in blocks for line in block), "..."])
+
+
+def _forecast_phases() -> str:
+    summary = result("forecast_cpu")["summary"]
+    errors = {**summary["phases"], "peak": summary}
+    return _table(
+        " | ".join(errors),
+        iter([" | ".join(f"{found['largest_error']['error']:+.2%}" for found in errors.values())]),
+    )
+
+
+def _forecast_peers() -> str:
+    names = {
+        "ours": "this forecast",
+        "fitcheck": f"fitcheck-llm {result('forecast_peers')['fitcheck']['version']}",
+        "fitcheck, tensors only": "fitcheck-llm, tensors only",
+        "activation formula, with head": "activation formula (arXiv 2205.05198)",
+        "accelerate": "accelerate estimate-memory",
+    }
+    peers = result("forecast_peers")["summary_above_100m_parameters"]
+    return _table(
+        " | settings it can express | mean error | worst",
+        (
+            f"{name} | {found['settings']} | {found['mean_absolute_error']:.1%} | {found['worst']['error']:+.1%}"
+            for peer, name in names.items()
+            for found in [peers[peer]["expressed"]]
+        ),
+    )
+
+
+def _forecast_memtracker() -> str:
+    return _table(
+        "setting | measured peak | `finetune plan` | MemTracker",
+        (
+            f"{name} | {row['measured_bytes'] / MIB:.1f} MiB | {row['ours']['error']:+.2%} | "
+            f"{row['mem_tracker']['error']:+.2%}"
+            for name, row in result("forecast_memtracker")["settings"].items()
+        ),
+    )
+
+
+def _beside_trl() -> str:
+    def row(name: str, job: Any) -> str:
+        besides = [job["beside"][side] for side in ("trl", "trl-kept")]
+        times = (
+            f"{ratios['loop_seconds']['median']:.2f} ({ratios['loop_cpu_seconds']['median']:.2f})"
+            for ratios in (beside["ratios"] for beside in besides)
+        )
+        sides = (("finetune", "trl"), ("finetune-kept", "trl-kept"))
+        peaks = (" / ".join(f"{job['resident_bytes'][side] / MIB:,.0f}" for side in pair) for pair in sides)
+        apart = max(beside["largest_loss_difference"] for beside in besides)
+        return f"{name} | {' | '.join(times)} | {' | '.join(peaks)} | {apart:.0e}"
+
+    heads = " | TRL recomputes all | TRL recomputes nothing | MiB, ours / TRL, all | MiB, nothing | losses"
+    return _table(heads, (row(name, job) for name, job in result("beside_peers_cpu")["jobs"].items()))
+
+
+def _layer_cost() -> str:
+    return _table(
+        "a layer | TFLOP | GB | launches",
+        (
+            f"{name} | {whole['teraflop']:.2f} | {whole['gigabytes']:.2f} | {whole['calls']}"
+            for name, layer in result("step_cost")["layer"].items()
+            for whole in [layer["whole"]]
+        ),
+    )
+
+
+def _by_length() -> str:
+    def row(one: Any) -> str:
+        longest = str(one["checkpointing"]).strip("{}").replace("'", "")
+        [shorter] = one["by_length"][0]
+        return f"{one['budget_bytes'] / MIB:,.0f} MiB | {longest} | {shorter['tokens']} tokens | {one['ratio']:.2f}"
+
+    heads = "budget | for the longest | nothing recomputed up to | time"
+    return _table(heads, (row(one) for one in result("by_length")["budgets"]))
+
+
+def _batching() -> str:
+    found = result("batching")
+
+    def row(name: str, padding: Any) -> str:
+        trained = found["training"].get(name)
+        speed = f"{trained['padding_share']:.2%} | {trained['speed_up']:.2f}" if trained else "not measured | "
+        return f"{name} | {padding['padding_share']:.2%} | {padding['micro_batches']:,} | {speed}"
+
+    heads = "batches | padding, 100k rows | passes | padding, trained | speed-up"
+    return _table(heads, (row(name, padding) for name, padding in found["padding"].items()))
+
+
+def _kill_table() -> str:
+    keys = ("kills", "resumes", "runs_that_could_not_resume", "runs_that_ended_with_other_weights", "steps_lost_max")
+    return _table(
+        " | kills | resumes | could not resume | other weights | most steps lost",
+        (
+            f"{name}, {how} | " + " | ".join(str(counts[key]) for key in keys)
+            for name, both in result("faults")["tools"].items()
+            for how, counts in both.items()
+        ),
+    )
+
+
+def _rank_kills() -> str:
+    def row(share: str, file: str) -> str:
+        found = result(file)["found"]
+        apart = f"{found['largest_difference_of_a_weight']:.1e}".replace("e-0", "e-")
+        out_of_memory = found.get("starts_after_running_out_of_memory", "")
+        return (
+            f"{share} | {found['runs']} | {found['kills']} | {out_of_memory} | "
+            f"{found['runs_with_another_number_of_ranks']} | {apart} | {found['steps_lost_max']}"
+        )
+
+    files = {"copies": "faults_ranks", "FSDP": "faults_ranks_fsdp", "DeepSpeed": "faults_ranks_deepspeed"}
+    heads = (
+        " | runs | kills | starts after out-of-memory | runs with other numbers of ranks | largest difference of a "
+        "weight | most steps lost"
+    )
+    return _table(heads, (row(share, file) for share, file in files.items()))
+
+
+def _gguf() -> str:
+    models = result("gguf_in_llama_cpp")["models"].values()
+    return _table(
+        "type | same top token | log-probability",
+        (
+            f"{kind} | {min(model[kind]['same_top'] for model in models):.1%} | "
+            f"{max(model[kind]['largest_log_prob_difference'] for model in models):.2f}"
+            for kind in result("gguf_in_llama_cpp")["bounds"]
+        ),
+    )
+
+
+def _answers() -> str:
+    return _table(
+        "model | parameters | one by one | batches of 16 | one batch of 64 | times as fast",
+        (
+            f"{row['model']} | {row['parameters'] / 1e6:.0f}M | {seconds['batch 1']:.2f} s | "
+            f"{seconds['batch 16']:.2f} s | {seconds['batch 64']:.2f} s | {row['times_as_fast']['batch 64']:.2f}"
+            for row in result("answers")["speed"]
+            for seconds in [row["seconds"]]
+        ),
+    )
+
+
+_RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+
+
+def _row_of_losses(name: str, rank: int, targets: str, rates: tuple[float, ...]) -> str:
+    losses = [_losses(result("choices")).get((rank, targets, rate, 42)) for rate in rates]
+    return f"{name} | {' | '.join(f'{loss:.3f}' if loss else '' for loss in losses)}"
+
+
+def _ranks_and_rates() -> str:
+    ranks = {"every weight": 0, **{f"rank {rank}": rank for rank in (1, 4, 16, 64)}}
+    return _table(
+        f"rate | {' | '.join(f'{rate:g}' for rate in _RATES)}",
+        (_row_of_losses(name, rank, "all-linear", _RATES) for name, rank in ranks.items()),
+    )
+
+
+def _targets() -> str:
+    targets, rates = ("all-linear", "attention", "mlp"), _RATES[3:5]
+    return _table("rank 16 at | 0.003 | 0.01", (_row_of_losses(each, 16, each, rates) for each in targets))
+
+
+_WAYS = (
+    "all of it", "layer inputs stay on the card", "the MLP takes the row whole", "no fused kernels",
+    "no fused kernels, and the MLP takes the row whole",
+)  # fmt: skip
+
+
+def _long_rows() -> str:
+    ways = result("long_context")["forecast"]["ways"].values()
+    return _table(
+        " | 131,072 tokens take | longest row that fits",
+        (
+            f"{name} | {way['needed_bytes'] / GIB:.1f} GiB | {way['longest_row']:,} tokens"
+            for name, way in zip(_WAYS, ways, strict=True)
+        ),
+    )
+
+
+def _long_rows_measured() -> str:
+    resident = result("long_context")["resident"]["resident_bytes"]
+    return _table(
+        "tokens | added to the process",
+        (f"{int(tokens):,} | {added / MIB:.0f} MiB" for tokens, added in resident.items()),
+    )
+
+
+_JOBS = (
+    "QLoRA", "QLoRA, shards in host memory", "16-bit LoRA", "16-bit LoRA", "full fine-tuning of 8B",
+    "full fine-tuning of 8B", "the same, states in host memory", "the same, states on a disk",
+)  # fmt: skip
+
+
+def _plans() -> str:
+    def row(job: str, one: Any) -> str:
+        plan = one["plan"]
+        needed, budget, host = (f"{plan[key] / GIB:.1f}" for key in ("needed_bytes", "budget_bytes", "host_bytes"))
+        return (
+            f"{job} | {one['gpus']} x {one['card']} | {plan['sharding']['kind']}, {plan['sharding']['stage']} | "
+            f"{needed} of {budget} GiB, {'fits' if plan['fits'] else 'does not fit'} | {host} GiB | "
+            f"{plan['seconds']:.1f} s"
+        )
+
+    heads = "job | GPUs | shared by | one GPU needs | its host | a step"
+    plans = result("plan_many_gpus")["plans"]
+    return _table(heads, (row(job, one) for job, one in zip(_JOBS, plans, strict=True)))
+
+
+def _ranks_memory() -> str:
+    mib: dict[str, list[str]] = {}
+    for row in result("many_gpus")["memory"]:
+        if (row["sharing"], row["ranks"]) in (("ddp", 1), ("fsdp", 2), ("fsdp", 4)):
+            mib.setdefault(row["kind"], []).append(f"{row['resident_bytes'] / MIB:,.0f}")
+    return _table(
+        "MiB | one process | 2 ranks, `fsdp` | 4 ranks, `fsdp`",
+        (f"{kind} | {' | '.join(row)}" for kind, row in mib.items()),
+    )
+
+
+def _own_loss() -> str:
+    code = (ROOT / "examples" / "own_loss.py").read_text(encoding="utf-8").split('"""\n\n')[1]
+    return f"```python\n{code}```"
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "first-minutes": _first_minutes,
+    "tiny-memory": _tiny_memory,
+    "llama7b-plan": _llama7b_plan,
+    "data-look": _data_look,
+    "forecast-phases": _forecast_phases,
+    "forecast-peers": _forecast_peers,
+    "forecast-memtracker": _forecast_memtracker,
+    "beside-trl": _beside_trl,
+    "layer-cost": _layer_cost,
+    "by-length": _by_length,
+    "batching": _batching,
+    "kills": _kill_table,
+    "rank-kills": _rank_kills,
+    "gguf": _gguf,
+    "answers": _answers,
+    "ranks-and-rates": _ranks_and_rates,
+    "targets": _targets,
+    "long-rows": _long_rows,
+    "long-rows-measured": _long_rows_measured,
+    "plans": _plans,
+    "ranks-memory": _ranks_memory,
+    "own-loss": _own_loss,
+}
+"""Blocks by their names in the pages."""
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+_FIGURE = re.compile(r"\[([^\[\]\n]+)\]\[([a-z][a-z0-9-]*)\]")
+_BLOCK = re.compile(r"^<!-- written: ([a-z0-9-]+) -->\n.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
+_SOURCES = re.compile(r"^<!-- sources -->\n.*\Z", re.MULTILINE | re.DOTALL)
+
+
+def used(text: str) -> tuple[set[str], set[str]]:
+    """Names of the figures and of the blocks in a page."""
+    return {name for _, name in _FIGURE.findall(text)}, set(_BLOCK.findall(text))
+
+
+def written(text: str, page: Path) -> str:
+    """The text of a page with its figures, blocks and sources. Raises KeyError for an unknown name."""
+    text = _BLOCK.sub(lambda block: f"<!-- written: {block[1]} -->\n{BLOCKS[block[1]]()}\n<!-- end -->", text)
+    text = _FIGURE.sub(lambda figure: f"[{FIGURES[figure[2]].text()}][{figure[2]}]", text)
+    results = Path(os.path.relpath(ROOT / RESULTS, page.parent)).as_posix()
+    sources = "".join(f"[{name}]: {results}/{FIGURES[name].file}.json\n" for name in sorted(used(text)[0]))
+    return _SOURCES.sub(lambda _: f"<!-- sources -->\n{sources}", text)
+
+
+def changed() -> dict[Path, str]:
+    """The files whose text is not up to date, with what it should be."""
+    new = {page: written(page.read_text(encoding="utf-8"), page) for page in pages()} | generated()
+    return {path: text for path, text in new.items() if not path.is_file() or not _equal(path, text)}
+
+
+def _equal(path: Path, text: str) -> bool:
+    written = path.read_text(encoding="utf-8")
+    # As values: pydantic 2.10 writes the bound 0 of a float as 0.0.
+    return json.loads(written) == json.loads(text) if path.suffix == ".json" else written == text
+
+
+def main() -> None:
+    for path, text in changed().items():
+        path.write_text(text, encoding="utf-8")
+        print(f"wrote {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
