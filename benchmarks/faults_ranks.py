@@ -9,9 +9,9 @@ else to 1e-6, as the order of sums differs.
   launcher that ends them, and when rank 0 does the rest alone they are done.
 - steps lost: steps that were done at the kill and had to be done again.
 
-With `--share fsdp` or `deepspeed` the ranks hold slices of the model. With `--out-of-memory` a random rank of each
-start also runs out of memory at a random moment, while the micro-batch can still be lowered: then all ranks start again
-by themselves, and the adapter is compared to 1e-6.
+With `--share fsdp` or `deepspeed` the ranks hold parts of the model. With `--out-of-memory` a random rank of each start
+also runs out of memory at a random moment, while the micro-batch can still be lowered: then all ranks have to end with
+exit code 6, the same command starts again, as a launcher does, and the adapter is compared to 1e-6.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from faults import lines, write_rows
 
 sys.path.insert(0, str(harness.ROOT / "tests"))
 sys.path.insert(0, str(harness.ROOT / "tests" / "faults"))
-from children import AGAIN, Child, Children, Ended, Fault
+from children import Child, Children, Ended, Fault
 from safetensors.numpy import load_file
 from together import Together
 
+from finetune.errors import OutOfMemoryError
 from finetune.storage.rundir import RunDirectory
 
 STEPS, INTERVAL, RANKS, OTHER_RANKS = 60, 3, 2, (1, 3)
@@ -94,40 +95,34 @@ class Campaign:
         """One run to its end, killed up to KILLS_OF_A_RUN times on the way."""
         job, sizes = self._job(f"run{self.counts['runs']}"), []
         self.counts["runs"] += 1
-        for kill in range(KILLS_OF_A_RUN + 1):
+        kill = 0
+        while True:
             size = self.moments.choice((RANKS, RANKS, self.moments.choice(OTHER_RANKS))) if sizes else RANKS
             sizes.append(size)
             done, starts = self._done(job), len(self._starts(job))
-            ranks = job.start(size, self._faults(job, size), environment={AGAIN: "1"} if self.out_of_memory else None)
+            ranks = job.start(size, self._faults(job, size))
             killed = self._kill(ranks) if kill < KILLS_OF_A_RUN else None
             ended = self._end(ranks, killed)
             self._count_lost(job, done, starts)
-            if killed is None or ended[killed].code != -signal.SIGKILL:
+            if killed is not None and ended[killed].code == -signal.SIGKILL:
+                kill += 1
+                self.counts["kills"] += 1
+                self._count_named(killed, ended)
+            elif self.out_of_memory and all(each.code == OutOfMemoryError.exit_code for each in ended):
+                self.counts["starts_after_running_out_of_memory"] += 1
+            else:
                 self._judge(job, sizes, ended)
                 break
-            self.counts["kills"] += 1
-            self._count_named(killed, ended)
-        self._count_restarts(job)
         shutil.rmtree(job.run.path)
 
     def _faults(self, job: Together, size: int) -> dict[int, Fault]:
         """A rank that runs out of memory in one of the start's passes, unless its micro-batches are single rows."""
-        lowered = [event for event in lines(job.run.events_file) if event["event"] == "micro_batch_lowered"]
+        events = [event for each in job.run.of_ranks for event in lines(each.events_file)]
+        lowered = [event for event in events if event["event"] == "micro_batch_lowered"]
         if not self.out_of_memory or len(lowered) == LOWERED_AT_MOST:
             return {}
         moment = self.moments.randrange(1, STEPS)
         return {self.moments.randrange(size): Fault(PASS, nth=moment, action="memory")}
-
-    def _count_restarts(self, job: Together) -> None:
-        """Count the starts that ranks made by themselves after running out of memory, and what each did once more."""
-        ran_out = None
-        for event in lines(job.run.events_file):
-            if event["event"] == "micro_batch_lowered":
-                ran_out = event["step"] - 1
-            elif event["event"] in ("started", "resumed") and ran_out is not None:
-                self.counts["starts_after_running_out_of_memory"] += 1
-                self.lost.append(ran_out - event.get("step", 0))
-                ran_out = None
 
     def _kill(self, ranks: list[Child]) -> int:
         time.sleep(self.moments.uniform(0, self.seconds))

@@ -256,16 +256,16 @@ def train(
     with tempfile.TemporaryDirectory(prefix="measured-") as scratch, ranks.together(device):
         run = RunDirectory(Path(scratch) / "run")
         run.create(config)
-        shards = strategies.sharding(config.distributed, device)
+        placement = strategies.placement(config.distributed, device)
         with monitor.phase("load"):
-            model = build.blueprint(config, architecture, implementation).load(device, shards)
+            model = build.blueprint(config, architecture, implementation).load(device, placement)
         loaded()
         whole = build.trainable(
             model, config.model, config.adapter, config.memory,
-            seed=config.training.seed, device_type=device.type, shards=shards,
+            seed=config.training.seed, device_type=device.type, placement=placement,
         )  # fmt: skip
         built()
-        job = training.Job(
+        job = training.TrainingJob(
             config, architecture, whole, tokenizer, data, run, monitor, _Silent(),
             Trackers(config.tracking, run, config, print), device=device, signals=Signals(), provenance={"base": None},
         )  # fmt: skip

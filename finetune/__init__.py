@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from finetune.runtime import libraries, restart
+from finetune.runtime import libraries
 
 if TYPE_CHECKING:
     from finetune.api import compare as compare
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from finetune.storage.rundir import RunDirectory as RunDirectory
     from finetune.training.callbacks import Callback as Callback
 
-restart.remember()
 libraries.before_import()
 
 # Importing torch takes seconds; `finetune --help` and `import finetune` should not.

@@ -33,7 +33,7 @@ from finetune.inference.metrics import METRICS
 from finetune.launch.targets import TARGETS
 from finetune.model.attention.caches import CACHES
 from finetune.report.visible import LINES, VisibleStream, visible
-from finetune.runtime import libraries, restart
+from finetune.runtime import libraries
 from finetune.runtime.stages import stage
 
 if TYPE_CHECKING:
@@ -166,8 +166,7 @@ def train(
     with _importing(f"train {config}"):
         from finetune import recipe
         from finetune.runtime import ranks
-    with restart.permitted():
-        result = recipe.train(job, fresh=fresh, terminal=_terminal(quiet=as_json))
+    result = recipe.train(job, fresh=fresh, terminal=_terminal(quiet=as_json))
     if as_json and ranks.is_main():
         _print_json(result.summary())
 

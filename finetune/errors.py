@@ -19,6 +19,10 @@ class FinetuneError(Exception):
     shared = False
     """Whether every rank raises this error, so that only one of them prints it."""
 
+    def share(self) -> None:
+        """Mark it as one that all processes of a run raise alike."""
+        self.shared = True
+
 
 class ConfigError(FinetuneError):
     """The configuration is wrong: every problem found, one a line."""
@@ -52,6 +56,11 @@ class OutOfMemoryError(FinetuneError):
     """The job does not fit the device's memory."""
 
     exit_code = 6
+
+    def __init__(self, message: str = "", *, next_start: str = "") -> None:
+        super().__init__(message)
+        self.next_start = next_start
+        """What the same command does differently when it is given again, as a sentence; empty if nothing."""
 
 
 class ArtifactError(FinetuneError):

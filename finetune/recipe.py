@@ -65,20 +65,20 @@ def train(
         tracked = Trackers(config.tracking, own, config, terminal.note)
         with tracked, session.computing(config, own, monitor, device):
             # Build: the base, which is asked a few questions, and the adapter on it.
-            shards = strategies.sharding(config.distributed, device)
+            placement = strategies.placement(config.distributed, device)
             with monitor.phase("load"):
-                base = inputs.blueprint.load(device, shards)
+                base = inputs.blueprint.load(device, placement)
             provenance = opening.confirm_base(config, own, inputs, start, terminal.note)
             monitor.take_step()  # loading is reported once, not with the first step
             asked = answers.before(base, inputs.tokenizer, config, own, terminal.note)
             model = build.trainable(
                 base, config.model, resume.to_build(config.adapter, resumed=bool(start.checkpoint)), config.memory,
-                seed=config.training.seed, device_type=device.type, shards=shards,
+                seed=config.training.seed, device_type=device.type, placement=placement,
             )  # fmt: skip
             terminal.built(model, adapter.left_out(base, config.adapter))
 
             # Train: the optimizer steps, evaluations and checkpoints, and at the end the adapter on disk.
-            job = training.Job(
+            job = training.TrainingJob(
                 config, inputs.blueprint.architecture, model, inputs.tokenizer, inputs.data, own, monitor,
                 terminal, tracked, device=device, signals=signals, provenance=provenance, resume_from=start.checkpoint,
                 by_length=forecast.by_length if forecast else (), callbacks=callbacks,

@@ -65,7 +65,7 @@ def spoil_losses(patch: pytest.MonkeyPatch, *steps: int) -> None:
 
     def act(loop: Loop) -> None:
         now = spoilt if loop.progress.step + 1 in steps else supervised
-        loop.step.objective = replace(loop.step.objective, loss=now)
+        loop.step = replace(loop.step, objective=replace(loop.step.objective, loss=now))
 
     before_each_step(patch, act)
 

@@ -38,16 +38,6 @@ def like(device: Device, recorder: TraceRecorder, mode: FakeTensorMode | None = 
 
 
 @contextlib.contextmanager
-def sharded(recorder: TraceRecorder) -> Iterator[None]:
-    """Let gathered weights be fake quantized ones; `recorder` follows the storages that FSDP2 resizes."""
-    with (
-        recorder.following_resizes(),
-        patches.RESTORE_4BIT_STATE.by(fake.give_quantization_state),
-    ):
-        yield
-
-
-@contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
     """Restore torch's random state on exit and silence the fake-tensor log."""
     with _random_state_kept(), _unlogged():

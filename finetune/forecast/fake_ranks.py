@@ -1,4 +1,4 @@
-"""Ranks that a forecast's model or its rows are divided among: process groups of which only this process exists.
+"""Ranks that share a forecast's model or its rows: process groups in which this is the only process.
 
 Its collectives (torch's backend `fake`) exchange nothing; on fake tensors they allocate what the real ones do.
 """
@@ -13,18 +13,18 @@ from torch import distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore  # also registers the backend; torch 2.13 has no other
 
 from finetune.config import DistributedSection
-from finetune.model.distributed.sharding import Sharding
+from finetune.model.distributed.placement import Placement
 from finetune.training import strategies
 
 
 @contextlib.contextmanager
-def sharding(section: DistributedSection, world_size: int) -> Iterator[Sharding | None]:
+def placing(section: DistributedSection, world_size: int) -> Iterator[Placement | None]:
     """How rank 0 of so many ranks holds a model, in fake tensors on the CPU; None if it holds all of it."""
-    if not strategies.is_sharded(section, world_size):
+    if not strategies.loads_parts(section, world_size):
         yield None
         return
     with _first(world_size) as group:
-        yield strategies.sharding(section, torch.device("cpu"), group)
+        yield strategies.placement(section, torch.device("cpu"), group)
 
 
 @contextlib.contextmanager

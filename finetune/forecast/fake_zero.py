@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from finetune.config import DistributedSection
-from finetune.forecast.trace import TraceRecorder
+from finetune.forecast.traced_engine import Traced, TracedEngine
 from finetune.model.distributed.zero import BUCKET, PERSISTENT, STAGES, Rates
+from finetune.runtime import patches
 
 _FLOAT32 = 4
 # offload_config.py, `DeepSpeedZeroOffloadOptimizerConfig.buffer_count`.
@@ -30,16 +30,16 @@ _UPDATED_AT_ONCE = 10**9
 
 
 @dataclass
-class Slice:
-    """What rank 0 updates of one group of trained weights.
+class Partition:
+    """The shard of one group of trained weights that rank 0 updates.
 
-    `numbers` are those of each whole weight in order, those of layers that are not traced included. With
-    `each_cut` rank 0 has a slice of every weight (stage3.py), else the beginning of all in a row (stage_1_and_2.py).
+    `numbers` are those of each whole weight in order, including layers that are not traced. With `in_parts` rank 0 has
+    a part of every weight (stage3.py), else the beginning of all in a row (stage_1_and_2.py).
     """
 
     numbers: Sequence[int]
     ranks: int
-    each_cut: bool
+    in_parts: bool
     parts: list[int] = field(init=False)
     """Numbers of each weight, or part of one, in it."""
     size: int = field(init=False)
@@ -47,7 +47,7 @@ class Slice:
     """Numbers of all weights that are at least partly in it."""
 
     def __post_init__(self) -> None:
-        if self.each_cut:  # partition_parameters.py, `_partition_param`
+        if self.in_parts:  # partition_parameters.py, `_partition_param`
             self.parts = [-(-number // self.ranks) for number in self.numbers]
             self.size = self.held = sum(self.parts)
             return
@@ -63,74 +63,65 @@ class Slice:
             start += number
 
 
-class FakeZero:
-    """The engine, which a `Step` calls as it does `model.zero.Zero`.
+class FakeZero(TracedEngine):
+    """The engine in the place of `model.distributed.zero.Zero`."""
 
-    `layer_of` gives the layer of each trained weight, and `whole` the numbers of the weights of a group in the whole
-    model. With `on_card` what is offloaded lies in host memory, which is not the device's.
-    """
+    reusable = False
+    updates_weights = False
 
-    def __init__(
-        self,
-        model: Any,
-        base: Any,
-        optimizer: torch.optim.Optimizer,
-        section: DistributedSection,
-        ranks: int,
-        recorder: TraceRecorder,
-        layer_of: Callable[[Tensor], int | None],
-        whole: Callable[[Sequence[Tensor]], list[int]],
-        on_card: bool,
-    ) -> None:
-        self.module = model
-        self._base = base
-        self._optimizer = optimizer
-        self.rates = Rates(list(optimizer.param_groups))
+    def __init__(self, traced: Traced) -> None:
+        super().__init__(traced)
+        section, ranks, optimizer = traced.section, traced.ranks, traced.optimizer
+        self._base = traced.base
+        self._updates = optimizer
+        self.optimizer: torch.optim.Optimizer = Rates(list(optimizer.param_groups))
         self._stage = STAGES[section.stage]
-        self.cuts_weights = self._stage == STAGES["weights"]
+        self._cuts_weights = self._stage == STAGES["weights"]
+        self.keeps_gradients = self._stage == 1
         self._ranks = ranks
-        self._recorder = recorder
-        self._layer_of = layer_of
-        self._on_card = on_card
+        self._recorder = traced.recorder
+        self._layer_of = traced.layer_of
+        self._on_gpu = traced.on_gpu
         self._offloads = section.offload != "none"
         self._groups = [list(group["params"]) for group in optimizer.param_groups if group["params"]]
-        self._slices: list[Slice] = []
+        self._partitions: list[Partition] = []
         self._group_of: list[dict[str, Any]] = []
         for group in (group for group in optimizer.param_groups if group["params"]):
-            for numbers in self._updated_together(whole(group["params"])):
-                self._slices.append(Slice(numbers, ranks, self.cuts_weights))
+            for numbers in self._updated_together(traced.whole(group["params"])):
+                self._partitions.append(Partition(numbers, ranks, self._cuts_weights))
                 self._group_of.append(group)
-        self._size = sum(one.size for one in self._slices)
-        self._trained = sum(sum(one.numbers) for one in self._slices)
-        self._bucket_size = min(self._trained, BUCKET)
-        self._on_disk = [section.offload == "nvme" and one.size >= _SWAPPED_FROM for one in self._slices]
-        self._largest = max(max(one.numbers) for one in self._slices)
+        self._size = sum(one.size for one in self._partitions)
+        self._trained_numbers = sum(sum(one.numbers) for one in self._partitions)
+        self._bucket_size = min(self._trained_numbers, BUCKET)
+        self._on_disk = [section.offload == "nvme" and one.size >= _SWAPPED_FROM for one in self._partitions]
+        self._largest = max(max(one.numbers) for one in self._partitions)
         self._kept: list[Any] = []
         self._bucket: Tensor | None = None
         self._reduced: Tensor | None = None
         self._accumulated = False
-        self._cut: dict[Tensor, _Cut] = {}
+        self._parts: dict[Tensor, _Part] = {}
         self._nothing: dict[torch.dtype, Tensor] = {}
         self._weights_of: dict[nn.Module, list[Tensor]] = {}
         self._in_backward: dict[nn.Module, list[Tensor]] = {}
         """Modules whose backward pass has begun, each with frozen weights that were gathered to recompute for it."""
 
-    def __call__(self, **batch: Any) -> Any:
-        return self.module(**batch)
+    def passes(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which linear layers are those that DeepSpeed puts in where it partitions weights."""
+        return patches.FUNCTIONAL_LINEAR.by(linear) if self._cuts_weights else contextlib.nullcontext()
 
     def saved_bytes(self) -> dict[str, int]:
-        """Bytes of the trained weights and their states on all ranks, which a checkpoint holds."""
+        """Those on all ranks."""
         states = [
             value.nbytes * sum(one.numbers) // one.size
-            for one, state in zip(self._slices, self._optimizer.state.values(), strict=True)
+            for one, state in zip(self._partitions, self._updates.state.values(), strict=True)
             for value in state.values()
             if value.dim()
         ]
-        return {"adapter": self._trained * _FLOAT32, "optimizer_states": sum(states)}
+        return {"adapter": self._trained_numbers * _FLOAT32, "optimizer_states": sum(states)}
 
     def _updated_together(self, numbers: list[int]) -> Iterator[list[int]]:
         """stage3.py, `_create_fp16_sub_groups`."""
-        if not self.cuts_weights:
+        if not self._cuts_weights:
             yield numbers
             return
         start = size = 0
@@ -145,28 +136,28 @@ class FakeZero:
 
     def attach(self) -> None:
         """Take the model and the optimizer, as `deepspeed.initialize` does; within a recording."""
-        if self.cuts_weights:
-            self._cut_weights()
+        if self._cuts_weights:
+            self._partition()
         # Else the weights become views of a flat copy, which is made on the host where a card has no room for both.
         # A copy at stage 3 as well: `_create_fp32_partitions` compares a torch.device with a string.
-        flats = [nn.Parameter(self._make(one.size, "optimizer_states", host=True)) for one in self._slices]
+        flats = [nn.Parameter(self._make(one.size, "optimizer_states", host=True)) for one in self._partitions]
         if any(self._on_disk):
-            largest = max(one.size for one in self._slices)
+            largest = max(one.size for one in self._partitions)
             self._kept = [self._make(largest, "workspace", host=True) for _ in range(_SWAP_BUFFERS)]
         self._flats = flats
         if self._offloads:
             # `initialize_optimizer_states`: their gradients stay.
             for flat in flats:
                 flat.grad = self._make(flat.numel(), "gradients", host=True)
-            if not self.cuts_weights:
+            if not self._cuts_weights:
                 self._kept += [
-                    *(self._make(one.size, "workspace", host=True) for one in self._slices),
+                    *(self._make(one.size, "workspace", host=True) for one in self._partitions),
                     self._make(self._largest, "workspace", host=True),  # temp_grad_buffer_for_cpu_offload
                     self._make(self._largest, "workspace"),  # temp_grad_buffer_for_gpu_offload
                 ]
             self._swap()
-        if self.cuts_weights:
-            # stage3.py, `_setup_for_real_optimizer`: the bucket and the slices of gradients stay.
+        if self._cuts_weights:
+            # stage3.py, `_setup_for_real_optimizer`: the bucket and the shards of gradients stay.
             self._bucket = self._make(self._bucket_size, "gradients")
             self._kept.append(self._make(self._size, "gradients", host=True))
         for weight in self._trained_weights():
@@ -180,7 +171,7 @@ class FakeZero:
         recorder = self._recorder
         before = recorder.category, recorder.managed, recorder.layer
         recorder.category, recorder.layer = category, layer
-        recorder.managed = host and self._on_card and self._offloads
+        recorder.managed = host and self._on_gpu and self._offloads
         try:
             yield
         finally:
@@ -203,32 +194,27 @@ class FakeZero:
         """The micro-batches of a step before the one that is traced have been there."""
         if self._stage == 1:
             self._bucket = self._make(self._bucket_size, "gradients")  # since the first of them (`setup_buckets`)
-        elif not self.cuts_weights and not self._offloads:
+        elif not self._cuts_weights and not self._offloads:
             self._accumulated = True
-            self._reduced = self._make(sum(one.held for one in self._slices), "gradients")
-        elif not self.cuts_weights:
+            self._reduced = self._make(sum(one.held for one in self._partitions), "gradients")
+        elif not self._cuts_weights:
             # accumulated_grads_in_cpu
-            self._kept += [self._make(one.held, "gradients", host=True) for one in self._slices]
-
-    @property
-    def keeps_gradients(self) -> bool:
-        """Whether weights keep whole gradients from one micro-batch to the next."""
-        return self._stage == 1
+            self._kept += [self._make(one.held, "gradients", host=True) for one in self._partitions]
 
     def _reduce(self, weight: Any) -> None:
         """A weight's gradient is there: stage_1_and_2.py `process_gradients`, stage3.py `__add_grad_to_ipg_bucket`."""
         if self._bucket is None:
             self._bucket = self._make(self._bucket_size, "gradients")
-            if self._trained > self._bucket_size and self._stage == 2 and not self._offloads:
+            if self._trained_numbers > self._bucket_size and self._stage == 2 and not self._offloads:
                 self._gather_reduced()
         self._recorder.mark(weight.grad, "gradients")
         numbers = weight.numel()
         if self._stage == 1:
             return  # until the backward pass is over (`reduce_gradients`)
         sent = numbers * _FLOAT32 * (self._ranks - 1) // self._ranks
-        copied = -(-numbers // self._ranks) * _FLOAT32 if self._offloads and self.cuts_weights else 0
-        self._recorder.transfers(sent_bytes=sent if self.cuts_weights else 2 * sent, copied_bytes=copied)
-        if self._trained > self._bucket_size:
+        copied = -(-numbers // self._ranks) * _FLOAT32 if self._offloads and self._cuts_weights else 0
+        self._recorder.transfers(sent_bytes=sent if self._cuts_weights else 2 * sent, copied_bytes=copied)
+        if self._trained_numbers > self._bucket_size:
             # Some weight's gradient fills the bucket; which one depends on the layers that are not traced.
             self._scatter(self._bucket_size, self._recorder.layer)
         weight.grad = None
@@ -238,15 +224,15 @@ class FakeZero:
 
         At stages 1 and 2 a rank alone has the bucket's own numbers in order. gloo scatters from a copy of its own.
         """
-        if self._ranks > 1 or self.cuts_weights:
+        if self._ranks > 1 or self._cuts_weights:
             copy = self._make(numbers, "workspace", layer=layer)
-            if self.cuts_weights and not self._on_card:
+            if self._cuts_weights and not self._on_gpu:
                 self._make(numbers, "workspace", layer=layer)
             del copy
 
     def _gather_reduced(self) -> None:
         """`copy_grads_in_partition`: the gradients of all weights that are at least partly this rank's."""
-        self._reduced = self._make(sum(one.held for one in self._slices), "gradients")
+        self._reduced = self._make(sum(one.held for one in self._partitions), "gradients")
 
     def backward(self, loss: Tensor) -> None:
         """The backward pass and its end, `independent_gradient_partition_epilogue`."""
@@ -257,17 +243,17 @@ class FakeZero:
                 self._recorder.layer = self._layer_of(weight)
                 weight.grad = None
             self._recorder.layer = None
-        if self._trained <= self._bucket_size:
+        if self._trained_numbers <= self._bucket_size:
             self._scatter(self._bucket_size)
-        largest = max(max(one.parts) for one in self._slices)
+        largest = max(max(one.parts) for one in self._partitions)
         if self._offloads:
             self._norm(largest)
-        elif not self.cuts_weights:
+        elif not self._cuts_weights:
             if self._accumulated:
-                self._make(sum(one.held for one in self._slices), "workspace")  # then added to what is there
+                self._make(sum(one.held for one in self._partitions), "workspace")  # then added to what is there
             elif self._reduced is None:
                 self._gather_reduced()
-        if not self.cuts_weights:
+        if not self._cuts_weights:
             self._bucket = None
         while self._in_backward:  # inputs that need no gradient (`release_backward_leftovers`)
             module = next(reversed(self._in_backward))
@@ -279,25 +265,28 @@ class FakeZero:
 
     # -- the update ----------------------------------------------------------------------------------------------------
 
-    def step(self) -> None:
+    def update(self) -> None:
+        """Nothing: `clip` has updated the weights."""
+
+    def clip(self, max_norm: float) -> Any:
         """Clip and update (`step` of both optimizers)."""
         self._recorder.layer = None
         if not self._offloads:
-            self._norm(max(max(one.parts) for one in self._slices))
-        for one, flat, group in zip(self._slices, self._flats, self._group_of, strict=True):
+            self._norm(max(max(one.parts) for one in self._partitions))
+        for one, flat, group in zip(self._partitions, self._flats, self._group_of, strict=True):
             if not self._offloads:
                 flat.grad = self._make(one.size, "gradients")  # the parts in a row
-            if one is self._slices[-1]:
+            if one is self._partitions[-1]:
                 self._reduced = None
             assert flat.grad is not None
-            self._optimizer.param_groups = [{**group, "params": [flat]}]
+            self._updates.param_groups = [{**group, "params": [flat]}]
             with self._as("optimizer_states", True, None), torch.no_grad():
                 flat.grad.mul_(1.0)  # clipping
-                self._optimizer.step()
+                self._updates.step()
             if not self._offloads:
                 flat.grad = None
-            for value in self._optimizer.state[flat].values():
-                self._recorder.mark(value, "optimizer_states", managed=self._on_card and self._offloads)
+            for value in self._updates.state[flat].values():
+                self._recorder.mark(value, "optimizer_states", managed=self._on_gpu and self._offloads)
         self._swap()
         self._accumulated = False
         self._send_weights()
@@ -306,54 +295,56 @@ class FakeZero:
         """What is on the disk takes no memory besides the buffers through which it goes."""
         for flat, on_disk in zip(self._flats, self._on_disk, strict=True):
             if on_disk:
-                for value in (flat, flat.grad, *self._optimizer.state[flat].values()):
+                for value in (flat, flat.grad, *self._updates.state[flat].values()):
                     self._recorder.omit(value)
 
     def _send_weights(self) -> None:
         own = self._size * _FLOAT32
-        swapped = sum(one.size for one, on_disk in zip(self._slices, self._on_disk, strict=True) if on_disk) * _FLOAT32
+        swapped = (
+            sum(one.size for one, on_disk in zip(self._partitions, self._on_disk, strict=True) if on_disk) * _FLOAT32
+        )
         sent = (self._ranks - 1) * own
-        if self.cuts_weights:
-            for weight, cut in self._cut.items():
-                if cut.persists:  # gathered once they are updated
+        if self._cuts_weights:
+            for weight, part in self._parts.items():
+                if part.persists:  # gathered once they are updated
                     self._recorder.layer = self._layer_of(weight)
-                    whole_bytes = cut.numbers * weight.element_size()
+                    whole_bytes = part.numbers * weight.element_size()
                     self._recorder.transfers(sent_bytes=(self._ranks - 1) * whole_bytes // self._ranks)
             self._recorder.layer = None
         else:
             # With stage 1 the gradients as well, which are sent once a step.
             copied = 2 * own if self._offloads else 0
             self._recorder.transfers(sent_bytes=3 * sent if self._stage == 1 else sent, copied_bytes=copied)
-        states = max(sum(value.dim() > 0 for value in state.values()) for state in self._optimizer.state.values())
+        states = max(sum(value.dim() > 0 for value in state.values()) for state in self._updates.state.values())
         self._recorder.transfers(swapped_bytes=(2 + states) * swapped)  # with weights and gradients
 
-    # -- weights in slices (stage 3) -----------------------------------------------------------------------------------
+    # -- weights in parts (stage 3) ------------------------------------------------------------------------------------
 
-    def _cut_weights(self) -> None:
+    def _partition(self) -> None:
         """`Init` and the hooks of parameter_offload.py, `_register_deepspeed_module`."""
         head = self._base.get_output_embeddings().weight  # which the loss reads without calling the head
-        for weight in self.module.parameters():
+        for weight in self.model.parameters():
             persists = weight.numel() <= PERSISTENT
             category = "adapter" if weight.requires_grad else "base_weights"
             layer = self._recorder.layer = self._layer_of(weight)
             own = self._make(-(-weight.numel() // self._ranks), category, weight.dtype, host=not persists, layer=layer)
-            self._cut[weight] = _Cut(own, weight.shape, weight.numel(), persists)
+            self._parts[weight] = _Part(own, weight.shape, weight.numel(), persists)
             self._free(weight)
         self._recorder.layer = None
         # The trained ones' in a row (stage3.py, `_create_fp16_partitions_with_defragmentation`).
         flat = self._make(self._size, "adapter", host=True)
         start = 0
         for weight in self._trained_weights():
-            numbers = self._cut[weight].own.numel()
+            numbers = self._parts[weight].own.numel()
             self._recorder.layer = self._layer_of(weight)
-            self._cut[weight].own = flat[start : start + numbers]
+            self._parts[weight].own = flat[start : start + numbers]
             start += numbers
-        for weight, cut in self._cut.items():
-            if cut.persists:  # those are whole but for the update, which takes less than a pass
+        for weight, part in self._parts.items():
+            if part.persists:  # those are whole but for the update, which takes less than a pass
                 self._recorder.layer = self._layer_of(weight)
                 self._gather([weight])
         self._recorder.layer = None
-        for module in self.module.modules():
+        for module in self.model.modules():
             weights = list(module.parameters(recurse=False))
             self._watch(module, [*weights, head] if module is self._base else weights)
 
@@ -399,8 +390,8 @@ class FakeZero:
         if not forward:
             self._in_backward.setdefault(module, [])
         for weight in weights:
-            self._cut[weight].used_by.add(module)
-        if missing := [weight for weight in weights if not self._cut[weight].is_whole]:
+            self._parts[weight].used_by.add(module)
+        if missing := [weight for weight in weights if not self._parts[weight].is_whole]:
             self._gather(missing)
         recomputing = forward and torch._C._current_graph_task_id() != -1  # noqa: SLF001 -- as DeepSpeed asks
         if recomputing and self._in_backward:
@@ -408,15 +399,15 @@ class FakeZero:
             for weight in weights:
                 if not weight.requires_grad:
                     recomputed.append(weight)
-                    self._cut[weight].used_by.add(last)
+                    self._parts[weight].used_by.add(last)
 
     def _release(self, module: nn.Module, weights: Sequence[Tensor], *, forward: bool) -> None:
         """`release_sub_module`."""
         recomputed = [] if forward else self._in_backward.pop(module, [])
         for weight in (*weights, *recomputed):
-            cut = self._cut[weight]
-            cut.used_by.discard(module)
-            if not cut.used_by and not cut.persists and cut.is_whole:
+            part = self._parts[weight]
+            part.used_by.discard(module)
+            if not part.used_by and not part.persists and part.is_whole:
                 self._free(weight)
 
     def _gather(self, weights: Sequence[Tensor]) -> None:
@@ -424,29 +415,29 @@ class FakeZero:
         recorder = self._recorder
         several = []
         for weight in weights:
-            cut = self._cut[weight]
-            own_bytes = cut.numbers * weight.element_size() // self._ranks
-            crosses = self._offloads and not cut.persists
-            if self._ranks == 1 and not (crosses and self._on_card):
-                weight.data = cut.own[: cut.numbers].view(cut.shape)
+            part = self._parts[weight]
+            own_bytes = part.numbers * weight.element_size() // self._ranks
+            crosses = self._offloads and not part.persists
+            if self._ranks == 1 and not (crosses and self._on_gpu):
+                weight.data = part.own[: part.numbers].view(part.shape)
             else:
-                padded = -(-cut.numbers // self._ranks) * self._ranks
+                padded = -(-part.numbers // self._ranks) * self._ranks
                 if len(weights) > 1 and self._ranks > 1:
                     several.append(self._make(padded, "workspace", weight.dtype, layer=recorder.layer))
                 whole = self._make(padded, "workspace", weight.dtype, layer=recorder.layer)
-                weight.data = whole[: cut.numbers].view(cut.shape)
-            cut.is_whole = True
+                weight.data = whole[: part.numbers].view(part.shape)
+            part.is_whole = True
             recorder.transfers(sent_bytes=(self._ranks - 1) * own_bytes, copied_bytes=own_bytes if crosses else 0)
 
     def _free(self, weight: Tensor) -> None:
         """`free_param`."""
         weight.data = self._nothing.setdefault(weight.dtype, torch.empty(0, dtype=weight.dtype))
-        self._cut[weight].is_whole = False
+        self._parts[weight].is_whole = False
 
 
 @dataclass
-class _Cut:
-    """A weight of which each rank keeps a slice, its `own`; `used_by` are the modules that now need it whole."""
+class _Part:
+    """A weight of which each rank keeps a part, its `own`; `used_by` are the modules that now need it whole."""
 
     own: Tensor
     shape: torch.Size

@@ -81,9 +81,9 @@ class Fitted:
 
     def as_dict(self) -> dict[str, Any]:
         """The choice as JSON values."""
-        sharding = ("distributed.kind", "distributed.stage") if self.forecast.gpus > 1 else ()
+        sharing = ("distributed.kind", "distributed.stage") if self.forecast.gpus > 1 else ()
         return {
-            "chosen": {key: self.value(key) for key in (_ROWS, _RECOMPUTED, _OFFLOAD, _TILE, *sharding)},
+            "chosen": {key: self.value(key) for key in (_ROWS, _RECOMPUTED, _OFFLOAD, _TILE, *sharing)},
             "reasons": dict(self.reasons),
             "forecast": self.forecast.as_dict(),
             "checkpoint_everything": self.everything.as_dict(),

@@ -28,8 +28,8 @@ def levers(config: Config, gpus: int = 1) -> list[Lever]:
     """The levers that `config` has not pulled yet, on this number of GPUs."""
     memory, training = config.memory, config.training
     left: list[Lever] = []
-    if gpus > 1 or strategies.STRATEGIES[config.distributed.kind].deepspeed:
-        left += _sharding(config, gpus)
+    if strategies.applies(config.distributed, gpus):
+        left += _sharing(config, gpus)
     if config.output.merge:
         left.append(Lever({"output.merge": False}, "merged later, where there is more memory"))
     if memory.loss_tokens > _SMALLEST_TILE:
@@ -56,8 +56,8 @@ def levers(config: Config, gpus: int = 1) -> list[Lever]:
     return left
 
 
-def _sharding(config: Config, gpus: int) -> Iterator[Lever]:
-    """The next more thorough way of sharding; on several GPUs the plan has chosen how they share the model."""
+def _sharing(config: Config, gpus: int) -> Iterator[Lever]:
+    """The next way in which ranks hold less; on several GPUs the plan has chosen how they share the model."""
     section = config.distributed
     if section.kind == "ddp":
         for way in strategies.least_first(config)[-1:]:

@@ -107,8 +107,7 @@ class Planner:
             # Without flash attention, heads that share keys take PyTorch's plain products, scores and all.
             implementation = packing.eager_like(implementation)
         section = config.distributed
-        sharded = strategies.is_sharded(section, self.gpus)
-        zero = strategies.STRATEGIES[section.kind].deepspeed
+        is_shared = strategies.applies(section, self.gpus)
         setting = StepSetting(config, self.architecture, batch, evaluation, device, implementation, self.gpus)
         trace = trace_step(setting, self._models)
         way = micro_batching(config.training, config.data)
@@ -120,10 +119,10 @@ class Planner:
             checkpoint_bytes=file_sizes.checkpoint_bytes(trace),
             merges=config.output.merge,
             saves_between=_saves_between(config),
-            from_files=config.model.weights != "random" and not sharded,
+            from_files=config.model.weights != "random" and not strategies.loads_parts(section, self.gpus),
             gpus=self.gpus,
-            sharding=section.model_dump() if self.gpus > 1 or zero else None,
-            copied=self.gpus > 1 and not sharded and not zero,
+            sharing=section.model_dump() if is_shared else None,
+            copied=is_shared and not strategies.holds_parts(section, self.gpus),
         )
         return replay.make(trace, device, batch, implementation, run)
 
@@ -188,9 +187,9 @@ class Planner:
         config = fitted.config
         levels = _less_recomputed(fitted, self.architecture.get_text_config().num_hidden_layers)
         way, shares = micro_batching(config.training, config.data), config.distributed
-        cut = strategies.is_sharded(shares, self.gpus) or strategies.STRATEGIES[shares.kind].deepspeed
+        in_parts = strategies.holds_parts(shares, self.gpus)
         plain = config.kernels.compile == config.memory.offload == "none"
-        if not levels or self.data is None or way.tokens or cut or shares.context > 1 or not plain:
+        if not levels or self.data is None or way.tokens or in_parts or shares.context > 1 or not plain:
             return fitted
         lengths, training = Sizes.of(self.data.train, way).lengths, config.training
         order = RowOrder(lengths, training.batch_size, training.seed, training.group_by_length)

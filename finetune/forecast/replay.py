@@ -48,7 +48,7 @@ class Forecast:
     moment of the peak, to what is compared with the budget. `flops`, `moved_bytes` (where bandwidth is the bound),
     `calls` (kernel launches) and `seconds`, a bound from below for ranking settings, are those of one optimizer step.
     `mixture` says how experts are stored, where the base has some. With several `gpus` all figures are those of one,
-    but for `disk_bytes`; `sharding` is the config's section `distributed`. In a step `sent_bytes` go to the others,
+    but for `disk_bytes`; `sharing` is the config's section `distributed`. In a step `sent_bytes` go to the others,
     `copied_bytes` between host and device, and `swapped_bytes`, which a disk keeps, are read from it and written back.
     `by_length`: what short micro-batches recompute, where less than the config says; memory is then the most of any.
     """
@@ -70,7 +70,7 @@ class Forecast:
     curve: tuple[Point, ...] = field(repr=False, default=())
     mixture: Mixture | None = None
     gpus: int = 1
-    sharding: Mapping[str, Any] | None = None
+    sharing: Mapping[str, Any] | None = None
     sent_bytes: int = 0
     copied_bytes: int = 0
     swapped_bytes: int = 0
@@ -113,7 +113,7 @@ class Forecast:
             "seconds": round(self.seconds, 4),
             "mixture": self.mixture and asdict(self.mixture),
             **({"by_length": [asdict(each) for each in self.by_length]} if self.by_length else {}),
-            **({"gpus": self.gpus, "sharding": self.sharding, **moved} if self.gpus > 1 or self.sharding else {}),
+            **({"gpus": self.gpus, "sharding": self.sharing, **moved} if self.gpus > 1 or self.sharing else {}),
         }
 
 
@@ -128,7 +128,7 @@ class RunSetting:
     and `disk_bytes` are those of `finetune.forecast.file_sizes`.
     `from_files`: whether transformers loads the base whole; else random weights are made, or shards are read.
     `gpus`: how many share a step; the forecast is that of one, which with `copied` holds a copy of the model
-    (DistributedDataParallel). `sharding` is the config's section `distributed`, where it matters.
+    (DistributedDataParallel). `sharing` is the config's section `distributed`, where it matters.
     """
 
     micro_batches: int = 1
@@ -139,7 +139,7 @@ class RunSetting:
     saves_between: bool = False
     from_files: bool = False
     gpus: int = 1
-    sharding: Mapping[str, Any] | None = None
+    sharing: Mapping[str, Any] | None = None
     copied: bool = False
 
 
@@ -170,11 +170,11 @@ def make(trace: Trace, device: Device, batch: Batch, attention: str, run: RunSet
         moved_bytes=step.moved_bytes,
         calls=step.calls,
         seconds=_seconds(step, device) + swapping_seconds(step.swapped_bytes, run.gpus),
-        tokens=run.micro_batches * batch.positions // (run.sharding["context"] if run.sharding else 1),
+        tokens=run.micro_batches * batch.positions // (run.sharing["context"] if run.sharing else 1),
         curve=tuple(replay.curve),
         mixture=trace.mixture,
         gpus=run.gpus,
-        sharding=run.sharding,
+        sharing=run.sharing,
         sent_bytes=step.sent_bytes,
         copied_bytes=step.copied_bytes,
         swapped_bytes=step.swapped_bytes,

@@ -10,8 +10,7 @@ import contextlib
 import functools
 import itertools
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,35 +23,37 @@ from finetune import kernels
 from finetune.config import AdapterSection, Config
 from finetune.data.batching import Batch, per_step
 from finetune.errors import FinetuneError, ForecastError, first_line
-from finetune.forecast import depth, device_paths, fake_ranks, fake_zero
+from finetune.forecast import depth, device_paths, fake_ranks
 from finetune.forecast.devices import Device
 from finetune.forecast.extrapolate import NotAlike, Shortened, extrapolate, shorten, whole
 from finetune.forecast.fake_model import FakeModel, Shortening
+from finetune.forecast.fake_shards import FakeSharded
 from finetune.forecast.fake_zero import FakeZero
 from finetune.forecast.trace import Answers, Trace, TracedMonitor, TraceRecorder
+from finetune.forecast.traced_engine import Traced, TracedEngine
 from finetune.model import build
 from finetune.model.adapters import adapter
 from finetune.model.attention import packing
-from finetune.model.distributed import context
-from finetune.model.distributed.sharding import Sharding, held, layer_cutter
+from finetune.model.distributed import context, optimizer_states
+from finetune.model.distributed.placement import Placement
 from finetune.model.probes.causality import needs_mask
 from finetune.model.recompute import checkpointing
 from finetune.model.skeleton import mixture
 from finetune.model.structure import experts
 from finetune.objectives import OBJECTIVES, log_probs
-from finetune.runtime import patches
-from finetune.training import optimizers
+from finetune.training import optimizers, strategies
 from finetune.training.collator import Inputs, MicroBatches, for_model, micro_batching
 from finetune.training.eval_loss import summed_loss
-from finetune.training.largest_batch import make_empty_states
 from finetune.training.noise import Noise, NoiseSpan
 from finetune.training.step import Step
-from finetune.training.strategies import STRATEGIES
 
 # bitsandbytes 0.50, `Optimizer8bit.get_state_buffer`: smaller tensors are not paged.
 _PAGED_STATES, _PAGED_FROM = ("state1", "state2"), 100_000
 # Up to this many tokens are one tile, however many the config allows (kernels/head.py takes no fewer at a time).
 _ONE_TILE = 512
+
+ENGINES: dict[str, type[TracedEngine]] = {"fsdp": FakeSharded, "deepspeed": FakeZero}
+"""The engine that takes the place of a strategy's in a trace; of others it is TracedEngine."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,18 @@ class StepSetting:
     def rows(self) -> int:
         """The rows of a step that one rank computes."""
         return max(1, self.config.training.batch_size // self.config.distributed.shares(self.world_size))
+
+    @property
+    def engine(self) -> type[TracedEngine]:
+        """The engine of the step."""
+        section = self.config.distributed
+        shared = strategies.applies(section, self.world_size)
+        return ENGINES.get(section.kind, TracedEngine) if shared else TracedEngine
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether ranks share the model in parts, which are made after the weights are loaded."""
+        return strategies.holds_parts(self.config.distributed, self.world_size)
 
 
 @dataclass(frozen=True)
@@ -162,21 +175,21 @@ def _trace_step(setting: StepSetting, shortening: Shortening, models: Models) ->
         ready.recorder if ready else TraceRecorder(device.operators, answers, device.flops / device.bandwidth_bytes)
     )
     with (
-        fake_ranks.sharding(config.distributed, setting.world_size) as shards,
+        fake_ranks.placing(config.distributed, setting.world_size) as placement,
         fake_ranks.splitting(config.distributed, setting.world_size) as group,
         device_paths.undisturbed(),
         log_probs.tiles(config.memory.loss_tokens, fused=config.kernels.fused != "off"),
         device_paths.like(device, recorder, ready.mode if ready else None) as mode,
-        device_paths.sharded(recorder) if shards else contextlib.nullcontext(),
+        setting.engine.around(recorder),
     ):
         if ready:
             traced = ready
             traced.change(config, kept)
         else:
-            traced = _TracedStep(setting, mode, recorder, shortening, shards)
-            traced.prepare(setting.world_size, group)
+            traced = _TracedStep(setting, mode, recorder, shortening, placement)
+            traced.prepare(setting, group)
         trace = traced.run(setting, group)
-        if not (shards or group or traced.zero) and traced.rewound():
+        if not group and traced.engine.reusable and traced.rewound():
             models.store(setting, traced, trace)
         return extrapolate(trace, traced.kept.shortened)
 
@@ -186,13 +199,13 @@ class _TracedStep:
 
     def __init__(
         self, setting: StepSetting, mode: FakeTensorMode, recorder: TraceRecorder, shortening: Shortening,
-        shards: Sharding | None,
+        placement: Placement | None,
     ) -> None:  # fmt: skip
         self._configure(setting.config)
         self.mode, self.recorder = mode, recorder
-        self._device, self._rows, self._shards = setting.device, setting.rows, shards
-        self.zero: FakeZero | None = None
-        recorder.slices_on_host = bool(shards and shards.offload and self._device.type == "cuda")
+        self._device, self._rows, self._placement = setting.device, setting.rows, placement
+        self._held = setting.engine.held
+        recorder.slices_on_host = bool(placement and placement.offload and self._device.type == "cuda")
         # Every fused attention kernel keeps the same for backward: the output and one number per row.
         fused = not setting.attention.startswith(("eager", "packed", packing.WINDOWED))
 
@@ -207,6 +220,7 @@ class _TracedStep:
         self._base, self._model, self._layers = self._fake.base, self._fake.model, self._fake.layers
         checkpointing.choose(self._base, self.kept.levels)
         self._repeatable: dict[Hashable, Trace] = {}
+        self._computed_last: Inputs | None = None
 
     def _configure(self, config: Config) -> None:
         if config.training.precision == "fp16":
@@ -246,24 +260,24 @@ class _TracedStep:
             base, config.model, section, memory, seed=config.training.seed, device_type=self._device.type
         )
 
-    def prepare(self, world_size: int, group: dist.ProcessGroup | None) -> None:
+    def prepare(self, setting: StepSetting, group: dist.ProcessGroup | None) -> None:
         """Everything before the first step: load, make the step, and the optimizer's states."""
-        self.load()
-        self.make_step(world_size)
-        with self.splitting(group), self.in_slices():
+        self.load("attach" if setting.in_parts else "optimizer")
+        self.make_step(setting)
+        with self.splitting(group), self.engine.passes():
             self.make_optimizer_states()
         self._start = self.recorder.state()  # each step that is traced begins here
 
     def run(self, setting: StepSetting, group: dist.ProcessGroup | None) -> Trace:
         """The trace of a step and an evaluation."""
-        with self.splitting(group), self.in_slices():
+        with self.splitting(group), self.engine.passes():
             self.step(setting.train)
             if setting.evaluation:
                 self.evaluate(setting.evaluation, setting.train)
-        saved_bytes = self.zero.saved_bytes() if self.zero else None
         return replace(
-            self.recorder.trace(), trained_share=self.trained_share, saved_bytes=saved_bytes, **self._of_base
-        )
+            self.recorder.trace(), trained_share=self.trained_share, saved_bytes=self.engine.saved_bytes(),
+            **self._of_base,
+        )  # fmt: skip
 
     def change(self, config: Config, kept: _KeptLayers) -> None:
         """Be the model of another setting, whose layers are of the same kinds."""
@@ -274,7 +288,7 @@ class _TracedStep:
     def rewound(self) -> bool:
         """Forget the step, so that another can be traced; False if it did not leave the model as it was."""
         self.recorder.phase = "after"
-        self._step.under_way = None
+        self._computed_last = None
         return self.recorder.rewind(self._start)
 
     def _once(self, what: Hashable, record: Callable[[], None]) -> None:
@@ -287,8 +301,8 @@ class _TracedStep:
         if recorded := self.recorder.since(start):
             self._repeatable[what] = recorded
 
-    def make_step(self, world_size: int) -> None:
-        """The step, as `training.run` makes it."""
+    def make_step(self, setting: StepSetting) -> None:
+        """The step, as `training.assembly` makes it."""
         config, card = self._config, self._device
         log_probs.attach(self._model)
         kernels.attach(self._model, config.kernels.fused, triton=card.type != "cuda" or card.triton)
@@ -297,22 +311,11 @@ class _TracedStep:
             # bitsandbytes looks embeddings up by their addresses, and fake ones have none.
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             optimizer = optimizers.make(name, config.optimizer, 1e-4, self._model)
-        if STRATEGIES[config.distributed.kind].deepspeed:
-            self.zero = self._engine(optimizer, world_size)
-        layer_of = dict(self._trained())
-        updated = {one: getattr(one, "sharded", one) for group in optimizer.param_groups for one in group["params"]}
-        if not self.zero:
-            optimizer.state = _LayerTrackingState(
-                self.recorder, {one: layer_of[weight] for one, weight in updated.items()}
-            )
+        self.engine = self._make_engine(setting, optimizer)
         capability = card.capability if card.type == "cuda" else None
-        engine: Any = self.zero  # in the place of the real one
         self._step = Step(
-            model=self._model,
-            shared=engine,
-            zero=engine,
+            engine=self.engine,
             objective=OBJECTIVES[config.training.objective],
-            optimizer=self.zero.rates if self.zero else optimizer,
             precision=config.training.precision,
             max_grad_norm=config.training.max_grad_norm,
             masked=needs_mask(self._model.config, config.training.precision, capability),
@@ -322,33 +325,30 @@ class _TracedStep:
         )
         self._watch()
 
-    def _engine(self, optimizer: torch.optim.Optimizer, world_size: int) -> FakeZero:
+    def _make_engine(self, setting: StepSetting, optimizer: torch.optim.Optimizer) -> TracedEngine:
         layer_of = {weight: number for number, layer in enumerate(self._layers) for weight in layer.parameters()}
 
         def whole(weights: Sequence[torch.Tensor]) -> list[int]:
             units = [
                 None if (layer := layer_of.get(one)) is None else self.kept.shortened.unit[layer] for one in weights
             ]
-            found: list[int] = []
+            numbers: list[int] = []
             for unit, members in itertools.groupby(zip(units, weights, strict=True), key=lambda pair: pair[0]):
                 times = 1 if unit is None else self.kept.shortened.repeats[unit]
-                found += [weight.numel() for _, weight in members] * times
-            return found
+                numbers += [weight.numel() for _, weight in members] * times
+            return numbers
 
-        engine = FakeZero(
-            self._model, self._base, optimizer, self._config.distributed, world_size, self.recorder,
-            layer_of.get, whole, on_card=self._device.type == "cuda",
+        engine = setting.engine(
+            Traced(
+                self._model, self._base, optimizer, self._config.distributed, setting.world_size, self.recorder,
+                layer_of.get, whole, on_gpu=self._device.type == "cuda",
+            )
         )  # fmt: skip
-        self.recorder.phase = "attach"
-        with self._recording():
-            engine.attach()
+        if setting.in_parts:
+            self.recorder.phase = "attach"
+            with self._recording():
+                engine.attach()
         return engine
-
-    def in_slices(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which linear layers are those that DeepSpeed puts in where it cuts weights."""
-        if not (self.zero and self.zero.cuts_weights):
-            return contextlib.nullcontext()
-        return patches.FUNCTIONAL_LINEAR.by(fake_zero.linear)
 
     def splitting(self, group: dist.ProcessGroup | None) -> contextlib.AbstractContextManager[None]:
         """A context in which rows are split over `group`, as in training."""
@@ -377,7 +377,7 @@ class _TracedStep:
     def _enters(self, number: int) -> Any:
         def hook(module: Any, args: Any, kwargs: Any) -> None:
             hidden = args[0] if args else kwargs["hidden_states"]
-            if self._shards and number == 0:  # once they have this gradient, the layers have reduced theirs
+            if self._placement and number == 0:  # once they have this gradient, the layers have reduced theirs
                 self._on_gradient(hidden, None)
             self.recorder.layer = number
             if module.gradient_checkpointing and module.training:
@@ -402,39 +402,36 @@ class _TracedStep:
 
     # -- the phases ------------------------------------------------------------------------------------------------
 
-    def load(self) -> None:
-        """Make and quantize the weights of the base module by module, then add the adapter.
+    def load(self, then: str) -> None:
+        """Make and quantize the weights of the base module by module, `then` in another phase add the adapter.
 
         Weights are loaded one by one, so that no more than one is there in 16 bit, or the experts of one layer.
         """
-        cut = layer_cutter(self._shards)
         for module in self._fake.base_modules:
             self._fake.load(module)
-            with self._sharding():
-                cut(self._base, module)
-            for weight in module.parameters(recurse=False):
-                if hasattr(weight, "slices"):
+            if self._placement:
+                with self._placing():
+                    self._placement.keep_part(self._base, module)
+                for weight in filter(self._placement.is_part, module.parameters(recurse=False)):
                     self.recorder.mark(weight, "base_weights", managed=self.recorder.slices_on_host)
-        strategy = STRATEGIES[self._config.distributed.kind]
-        self.recorder.phase = "attach" if self._shards or strategy.deepspeed else "optimizer"
+        self.recorder.phase = then
         for module in self._model.modules():
             self._fake.keep(module)
         self.recorder.layer = None
-        if self._shards:
-            with self._sharding():
-                self._shards.apply(self._model)
+        if self._placement:
+            with self._placing():
+                self._placement.apply(self._model)
             for weight in self._model.parameters():
                 category = "adapter" if weight.requires_grad else "base_weights"
-                self.recorder.mark(held(weight), category, managed=self.recorder.slices_on_host)
+                self.recorder.mark(self._held(weight), category, managed=self.recorder.slices_on_host)
         trained = [weight for weight in self._model.parameters() if weight.requires_grad]
-        self.trained_share = sum(held(weight).numel() for weight in trained) / sum(map(torch.Tensor.numel, trained))
+        self.trained_share = sum(self._held(weight).numel() for weight in trained) / sum(
+            map(torch.Tensor.numel, trained)
+        )
 
     @contextlib.contextmanager
-    def _sharding(self) -> Iterator[None]:
-        """Record what sharding allocates weight by weight, if the model is sharded."""
-        if not self._shards:
-            yield
-            return
+    def _placing(self) -> Iterator[None]:
+        """Record what dividing the model allocates, weight by weight."""
         with self._recording(), self.recorder.follow_layers():
             self.recorder.category = "base_weights"
             yield
@@ -445,14 +442,15 @@ class _TracedStep:
         Weights that no loss reaches have a gradient there too, such as an adapter on an indexer of sparse attention.
         """
         self.recorder.phase = "optimizer"
+        optimizer = self.engine.optimizer
         if self._device.type == "cpu":  # on a card they are made on the host, and moved with the first 8-bit state
-            for code in getattr(self._step.optimizer, "name2qmap", {}).values():
+            for code in getattr(optimizer, "name2qmap", {}).values():
                 self.recorder.keep(code, "optimizer_states")
         start = self._random_state()  # of the warm-up
-        if not self.zero:
-            if isinstance(self._step.optimizer, Optimizer8bit):
+        if self.engine.updates_weights:
+            if isinstance(optimizer, Optimizer8bit):
                 with self._recording(), self.recorder.follow_layers():
-                    make_empty_states(self._step.optimizer)
+                    optimizer_states.make_empty(optimizer)
             self._make_gradients()
         self._update()
         self._model.zero_grad(set_to_none=True)
@@ -463,10 +461,9 @@ class _TracedStep:
         self.recorder.phase = "forward"
         micro_batches = per_step(self._rows, self._way, batch)
         if micro_batches > 1:
-            if self.zero:
-                with self._recording():
-                    self.zero.accumulate()
-            if not self.zero or self.zero.keeps_gradients:
+            with self._recording():
+                self.engine.accumulate()
+            if self.engine.keeps_gradients:
                 self._make_gradients()
         inputs = self._inputs(batch)
         others = self._on_host(inputs, micro_batches - 1)
@@ -475,11 +472,12 @@ class _TracedStep:
             self._step.forward_backward([inputs], batch.trained_tokens)
         del retry
         self._mark_gradients()
-        blocks = [self.recorder.block(held(one.grad)) for one, _ in self._trained() if one.grad is not None]
+        blocks = [self.recorder.block(self._held(one.grad)) for one, _ in self._trained() if one.grad is not None]
         self._once(tuple(block and (block.bytes, block.layer) for block in blocks), self._update)
         self._model.zero_grad(set_to_none=True)
         del start
         self.recorder.phase = "save"  # the loop still holds the step's micro-batches then
+        self._computed_last = inputs  # so that an evaluation counts this one twice
         del inputs, others
 
     def _on_host(self, inputs: Inputs, count: int) -> list[torch.Tensor]:
@@ -511,7 +509,7 @@ class _TracedStep:
 
     def _evaluate(self, batch: Batch, train: Batch, count: int) -> None:
         self.recorder.phase = "evaluation"
-        held = self._on_host(self._inputs(train), count)
+        waiting = self._on_host(self._inputs(train), count)
         start = self._random_state()
         inputs = self._inputs(batch)
         with self._recording():
@@ -519,7 +517,7 @@ class _TracedStep:
                 self._model, [[inputs]], precision=self._config.training.precision, masked=self._step.masked,
                 objective=self._step.objective,
             )  # fmt: skip
-        del held, start
+        del waiting, start
 
     @contextlib.contextmanager
     def _recording(self) -> Iterator[None]:
@@ -533,14 +531,14 @@ class _TracedStep:
         for parameter, layer in self._trained():
             with self.mode:
                 parameter.grad = torch.empty_like(parameter)
-            self.recorder.keep(held(parameter.grad), "gradients", layer)
+            self.recorder.keep(self._held(parameter.grad), "gradients", layer)
         self.recorder.layer = None
         self._mark_gradients()
 
     def _mark_gradients(self) -> None:
         for parameter, _ in self._trained():
             if parameter.grad is not None:  # as DeepSpeed leaves none
-                self.recorder.mark(held(parameter.grad), "gradients", managed=self.recorder.slices_on_host)
+                self.recorder.mark(self._held(parameter.grad), "gradients", managed=self.recorder.slices_on_host)
 
     def _update(self) -> None:
         """Clipping and the update."""
@@ -549,7 +547,7 @@ class _TracedStep:
             self._step.clip()
             self._step.update()
         self.recorder.managed = False
-        optimizer = self._step.optimizer
+        optimizer = self.engine.optimizer
         paged = self._device.type == "cuda" and getattr(optimizer, "is_paged", False)
         for parameter, state in optimizer.state.items():
             for name, tensor in state.items():
@@ -590,16 +588,3 @@ class _TracedNoise(Noise):
         packed = inputs.get("cu_seq_lens_q")
         starts = range(0, (rows + 1) * tokens, tokens) if packed is None else packed.tolist()
         return [NoiseSpan(start, end - start, 0) for start, end in itertools.pairwise(starts)]
-
-
-class _LayerTrackingState(defaultdict[torch.nn.Parameter, Any]):
-    """Optimizer state that reports the layer being updated on each lookup."""
-
-    def __init__(self, recorder: TraceRecorder, layers: Mapping[torch.nn.Parameter, int | None]) -> None:
-        super().__init__(dict)
-        self._recorder = recorder
-        self._layers = layers
-
-    def __getitem__(self, parameter: torch.nn.Parameter) -> Any:
-        self._recorder.turn_to(self._layers[parameter])
-        return super().__getitem__(parameter)

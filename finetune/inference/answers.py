@@ -22,7 +22,7 @@ from finetune.runtime.stages import stage
 from finetune.storage.files import write_json
 from finetune.storage.records import SampleAnswer
 from finetune.storage.rundir import RunDirectory
-from finetune.training.strategies import cannot_run_alone
+from finetune.training.strategies import holds_parts
 
 # Number of questions, and length of an answer in tokens: enough to see a difference.
 _QUESTIONS = 3
@@ -38,7 +38,7 @@ def before(base: Any, tokenizer: Any, config: Config, run: RunDirectory, note: C
     Empty on ranks other than 0, for random weights, for a sharded base, which rank 0 cannot run alone, and if the
     model's code fails; training then explains the failure.
     """
-    if not ranks.is_main() or config.model.weights == "random" or cannot_run_alone(config.distributed):
+    if not ranks.is_main() or config.model.weights == "random" or holds_parts(config.distributed, ranks.world_size()):
         return []
     asked = list(itertools.islice(questions(config.data, tokenizer), _QUESTIONS))
     if kept := _kept(asked, run, note):

@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from finetune.kernels import lora, ops
 from finetune.kernels.lora import Backward, FrozenLinear, Layers, low_rank, rows
+from finetune.model.distributed.placement import is_divided
 from finetune.model.recompute import keeping
 
 # The names of the layers in transformers: gate and up apart, or as one layer.
@@ -79,12 +80,10 @@ def replace(module: nn.Module) -> Callable[[], None]:
 def tile(module: nn.Module) -> None:
     """Let an MLP that its own code computes take long inputs in tiles, if it treats each token by itself.
 
-    An MLP with dropout is left alone (each tile would draw other random numbers), and one sharded over ranks too.
+    One with dropout is left alone (each tile would draw other random numbers), and one whose weights ranks divide too.
     """
-    from torch.distributed.tensor import DTensor
-
     drops_out = any(isinstance(part, nn.Dropout) and part.p > 0 for part in module.modules())
-    if drops_out or not _activation(module) or any(isinstance(weight, DTensor) for weight in module.parameters()):
+    if drops_out or not _activation(module) or any(map(is_divided, module.parameters())):
         return
     plain = module.forward
 

@@ -13,8 +13,9 @@ from finetune.errors import MachineError, NumbersError, OutOfMemoryError
 from finetune.forecast.levers import levers
 from finetune.measure import snapshots
 from finetune.measure.monitor import Monitor
-from finetune.measure.out_of_memory import is_out_of_memory, reason
+from finetune.measure.out_of_memory import StepOutOfMemoryError, is_out_of_memory, reason
 from finetune.model.base import refuse_not_finite
+from finetune.runtime import ranks
 from finetune.storage.files import DISK_ERRORS, not_written
 from finetune.storage.rundir import RunDirectory
 
@@ -38,11 +39,12 @@ def out_of_memory(config: Config, run: RunDirectory, monitor: Monitor, device: t
         _record(run, monitor)
         snapshot = f"\nAllocator snapshot: {run.snapshot_file}" if run.snapshot_file.exists() else ""
         first = "\n".join([reason(error), *getattr(error, "__notes__", ())])
+        of_step = error if isinstance(error, StepOutOfMemoryError) else StepOutOfMemoryError("")
         explained = OutOfMemoryError(
-            f"out of memory: {first}\nTry, in this order: {'; '.join(map(str, levers(config)))}.{snapshot}"
+            f"out of memory: {first}\nTry, in this order: {'; '.join(map(str, levers(config)))}.{snapshot}",
+            next_start=of_step.next_start,
         )
-        explained.shared = getattr(error, "shared", False)
-        raise explained from None
+        raise (ranks.shared(explained) if of_step.on_all_ranks else explained) from None
 
 
 def _record(run: RunDirectory, monitor: Monitor) -> None:

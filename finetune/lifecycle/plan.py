@@ -31,7 +31,7 @@ def plan(
 ) -> tuple[Config, Forecast | None]:  # fmt: skip
     """The config with its `auto` settings fitted to the device, and the forecast of its step; the same on all ranks.
 
-    `earlier` is the run if there was an earlier start, which may have agreed on smaller micro-batches. A job that does
+    `earlier` is the run if there was an earlier start, which may have recorded smaller micro-batches. A job that does
     not fit is refused with the levers that would help.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -85,15 +86,16 @@ def _wants_more_steps(config: Config, run: RunDirectory) -> bool:
 
 
 def lowered(config: Config, run: RunDirectory) -> dict[str, int]:
-    """The keys of a micro-batch smaller than `config`'s on which ranks agreed when one ran out of memory with these
-    settings, in an earlier start.
+    """The keys of a micro-batch smaller than `config`'s, as a rank recorded it when it ran out of memory with these
+    settings in an earlier start.
     """
-    agreed: dict[str, int] = {}
-    for event in run.events():
+    lowered = {f"training.{key}": value for key, value in config.training.model_dump().items()}
+    now = dict(lowered)
+    for event in itertools.chain.from_iterable(each.events() for each in run.of_ranks):
         if event["event"] == "micro_batch_lowered" and event.get("settings") == oom_retry.settings(config):
-            agreed |= event["lowered"]
-    now = {f"training.{key}": value for key, value in config.training.model_dump().items()}
-    return {key: value for key, value in agreed.items() if value < (now[key] or math.inf)}
+            for key, value in event["lowered"].items():
+                lowered[key] = min(value, lowered[key] or math.inf)
+    return {key: value for key, value in lowered.items() if value != now[key]}
 
 
 def find(run: RunDirectory) -> Start:

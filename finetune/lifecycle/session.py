@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import signal
 import traceback
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -18,7 +16,7 @@ from finetune.lifecycle import failures
 from finetune.measure import energy
 from finetune.measure.monitor import Monitor
 from finetune.report.terminal import Terminal
-from finetune.runtime import libraries, ranks, restart
+from finetune.runtime import libraries, ranks
 from finetune.runtime.device import this_device
 from finetune.runtime.signals import Signals
 from finetune.storage.rundir import RunDirectory
@@ -73,21 +71,13 @@ def opened(config: Config, run: RunDirectory, terminal: Terminal) -> Iterator[tu
     with terminal, Signals(terminal.stopping) as signals:
         with ranks.refusing():
             device = this_device()
-        again = functools.partial(_start_again, signals) if restart.is_permitted() else None
         with (
-            ranks.together(device, again),
+            ranks.together(device),
             Lock(run) as lock,
             failures.disk_errors(run),
             failures.blaming_base(config.model),
         ):
             yield device, signals, lock
-
-
-def _start_again(signals: Signals) -> NoReturn:
-    """Start this process again, from any thread, unless a signal ends the run anyway."""
-    if signals.name:
-        restart.end(signal.Signals[signals.name])
-    restart.now()
 
 
 @contextlib.contextmanager

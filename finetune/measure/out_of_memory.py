@@ -17,6 +17,18 @@ _MESSAGES = (
 )  # fmt: skip
 
 
+class StepOutOfMemoryError(torch.OutOfMemoryError):
+    """Out of memory in a step, with what is known of it.
+
+    `on_all_ranks`: all ranks raise it alike, so that one of them reports it. `next_start`: see `OutOfMemoryError`.
+    """
+
+    def __init__(self, message: str, *, on_all_ranks: bool = False, next_start: str = "") -> None:
+        super().__init__(message)
+        self.on_all_ranks = on_all_ranks
+        self.next_start = next_start
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """True if the error means that a device or the host ran out of memory."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(text in str(error) for text in _MESSAGES)

@@ -20,8 +20,7 @@ from finetune.config import AdapterSection, ModelSection, QuantizationSection, T
 from finetune.errors import ArtifactError
 from finetune.model.attention import backends as attentions
 from finetune.model.attention import packing
-from finetune.model.distributed import sharding
-from finetune.model.distributed.sharding import Sharding
+from finetune.model.distributed.placement import Placement
 from finetune.model.precision import PRECISIONS
 from finetune.model.skeleton import give_layers, keep_training_layout, random_base
 from finetune.model.source import catalog, prequantized, rope
@@ -85,9 +84,9 @@ def load_base(
     attention: str,
     dtype: torch.dtype,
     device: torch.device,
-    shards: Sharding | None = None,
+    placement: Placement | None = None,
 ) -> Any:
-    """The base model on `device`; with `shards`, of the decoder layers' linear weights only this rank's slices.
+    """The base model on `device`; with a `placement`, of the decoder layers' linear weights only this rank's part.
 
     `attention` is the name of a transformers implementation; `dtype` is that of unquantized weights, and the compute
     dtype of quantized ones. Raises ArtifactError or MachineError if weights are missing or damaged.
@@ -104,10 +103,10 @@ def load_base(
             dtype=dtype,
             device=device,
             remote_code=remote_code(section),
-            shards=shards,
+            placement=placement,
         )
     else:
-        with sharding.cut_while_loading(shards):
+        with placement.while_loading() if placement else contextlib.nullcontext():
             model = _pretrained(section, architecture, quantization, attention, dtype, device)
         keep_training_layout(model)
     libraries.return_freed_memory()

@@ -19,7 +19,7 @@ from finetune.model.adapters import published, starting
 from finetune.model.adapters.adapter import attach, check_rank
 from finetune.model.attention import backends as attentions
 from finetune.model.base import base_dtype, load_architecture, load_base
-from finetune.model.distributed.sharding import Sharding
+from finetune.model.distributed.placement import Placement
 from finetune.model.recompute import checkpointing
 from finetune.model.skeleton import mixture, weightless_base
 from finetune.model.source.locate import remote_code
@@ -40,15 +40,15 @@ class Blueprint:
     attention: str
     dtype: torch.dtype
 
-    def load(self, device: torch.device, shards: Sharding | None = None) -> Any:
-        """The base with its weights on `device`, or with this rank's slices of them, which `trainable` needs too.
+    def load(self, device: torch.device, placement: Placement | None = None) -> Any:
+        """The base with its weights on `device`; with a `placement`, which `trainable` needs too, this rank's part.
 
         Raises ArtifactError or MachineError if they cannot be read.
         """
         stage(f"loading the weights of {self.model.name}")
         return load_base(
             self.model, self.quantization, self.architecture,
-            attention=self.attention, dtype=self.dtype, device=device, shards=shards,
+            attention=self.attention, dtype=self.dtype, device=device, placement=placement,
         )  # fmt: skip
 
     def weightless(self, shorten: Callable[[Any], None] = lambda base: None) -> Any:
@@ -106,9 +106,10 @@ def load(config: Config, architecture: Any, device: torch.device) -> Any:
 
 def trainable(
     base: Any, model: ModelSection, adapter: AdapterSection, memory: MemorySection, *, seed: int, device_type: str,
-    shards: Sharding | None = None,
+    placement: Placement | None = None,
 ) -> Any:  # fmt: skip
-    """`base` with an adapter (new, or with weights to start from) and activation checkpointing, sharded by `shards`.
+    """`base` with an adapter (new, or with weights to start from) and activation checkpointing, divided among ranks by
+    `placement`.
 
     Without an adapter all weights are trainable. The same seed gives the same adapter. Raises ConfigError for targets
     or checkpointing that the base does not support.
@@ -116,6 +117,6 @@ def trainable(
     built = attach(base, adapter, model.name, seed, model.revision)
     starting.fill(built, adapter)
     checkpointing.apply(base, memory, device_type)
-    if shards:
-        shards.apply(built)
+    if placement:
+        placement.apply(built)
     return built

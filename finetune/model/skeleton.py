@@ -13,8 +13,7 @@ from finetune.config import QuantizationSection
 from finetune.errors import ConfigError
 from finetune.model.attention import backends as attentions
 from finetune.model.attention import packing
-from finetune.model.distributed import sharding
-from finetune.model.distributed.sharding import Sharding
+from finetune.model.distributed.placement import Placement
 from finetune.model.source import catalog
 from finetune.model.source.locate import hub_call
 from finetune.model.structure import experts, linear_layers
@@ -31,7 +30,7 @@ def random_base(
     dtype: torch.dtype,
     device: torch.device,
     remote_code: str | None = None,
-    shards: Sharding | None = None,
+    placement: Placement | None = None,
 ) -> Any:
     """The architecture with random weights, materialised and quantized one module at a time; see `base.load_base`.
 
@@ -40,12 +39,12 @@ def random_base(
     """
     model = weightless_base(architecture, quantization, attention=attention, dtype=dtype, remote_code=remote_code)
     models, owner = _owners(model)
-    cut = sharding.layer_cutter(shards)
     for name, module in list(model.named_modules()):
         own = {f"{name}.{weight}" for weight, _ in module.named_parameters(recurse=False, remove_duplicate=False)}
         if not own or not own <= model.all_tied_weights_keys.keys():  # a tied head is the embedding
             _materialise(owner[module], module, dtype, device)
-            cut(model, module)
+            if placement:
+                placement.keep_part(model, module)
     for inner in reversed(models):
         _initialise(inner, inner)  # needs its submodules, so it comes last
     model.tie_weights()

@@ -236,8 +236,8 @@ def _settings(forecast: Forecast) -> dict[str, str]:
     several = f", {words.count(micro_batches)} such micro-batches a step" if micro_batches > 1 else ""
     shown = {"batch": f"{words.batch(batch)}{several}; lengths from {batch.source}", "attention": forecast.attention}
     shown |= words.shorter(forecast)
-    if forecast.sharding:
-        shown["sharing"] = words.sharing(forecast.sharding)
+    if forecast.sharing:
+        shown["sharing"] = words.sharing(forecast.sharing)
     if forecast.device.expandable_segments:
         shown["allocator"] = "expandable segments"
     if forecast.mixture:

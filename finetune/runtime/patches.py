@@ -586,7 +586,7 @@ OFFLOAD_COPIES = Patch(
     "the copies are passed to `offload`.",
 )
 ADDS_IN_SEQUENCE = Patch(
-    "finetune.model.distributed.sharding:adds_in_sequence",
+    "finetune.model.distributed.gradient_norm:adds_in_sequence",
     "finetune",
     "(device)",
     "A trace of CUDA on CPU tensors needs no norms of rows for clipping.",

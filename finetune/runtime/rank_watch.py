@@ -5,10 +5,6 @@ process. So rank 0 has a connection to each other rank, over which both sides se
 connection of a killed process closes; that of a stopped one falls silent. A heartbeat says how many places the rank has
 passed at which ranks wait for each other: one that hangs stays behind. Rank 0 informs the others. Messages are lines of
 JSON.
-
-Over the same connections a rank asks for a new start of all of them, which cannot answer from within a collective.
-Rank 0 writes down why; once each rank has confirmed, rank 0 starts again, and the others as their connection closes, so
-that none of them finds the store of the rank 0 before.
 """
 
 from __future__ import annotations
@@ -20,11 +16,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, NoReturn
+from typing import Any
 
-from finetune.errors import FinetuneError, MachineError, OutOfMemoryError, first_line
+from finetune.errors import FinetuneError, MachineError, OutOfMemoryError
 
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 30.0
@@ -37,29 +33,27 @@ GRACE_SECONDS = 10.0
 """Time for the main thread to end by itself before the process, which may be stuck in a collective, is ended."""
 _CONNECT_SECONDS = 60.0
 _LINE_BYTES = 4096
-_POLL_SECONDS = 0.05
 _CLOSED = "was killed, or its machine failed: its connection closed unexpectedly"
-
-Failure = dict[str, Any]
-"""What a rank that ran out of memory says of it, as JSON values."""
 
 
 @dataclass(frozen=True)
 class Lost:
     """A lost rank and the reason. `signalled`: a person or a launcher ended it, and may be ending all others too.
 
-    `out_of_memory`: it ran out of memory, which is how the run ends.
+    `out_of_memory`: it ran out of memory, which is how the run ends; `next_start` is that error's.
     """
 
     rank: int
     why: str
     signalled: bool = False
     out_of_memory: bool = False
+    next_start: str = ""
 
     def error(self) -> FinetuneError:
+        remedy = self.next_start or "fix the cause and run the same command again to resume from the last one"
         return (OutOfMemoryError if self.out_of_memory else MachineError)(
             f"rank {self.rank} {self.why}; the other ranks cannot continue without it. Earlier checkpoints are "
-            "untouched: fix the cause and run the same command again to resume from the last one"
+            f"untouched: {remedy}"
         )
 
 
@@ -101,12 +95,7 @@ class Watch:
     """Watches the ranks in `connections`: rank 0 watches all others, and each of them watches rank 0.
 
     `passed` is the number of places passed so far at which ranks wait for each other; all ranks pass the same ones.
-    `again` starts this process again; None if it must not be. `record` is called on rank 0, in a thread, with what a
-    rank says that wants all to start again.
     """
-
-    again: Callable[[], NoReturn] | None = None
-    record: Callable[[Failure], None] = staticmethod(lambda failure: None)
 
     def __init__(self, rank: int, connections: dict[int, socket.socket]) -> None:
         self._rank = rank
@@ -116,10 +105,6 @@ class Watch:
         self._places: dict[int, int] = {}
         self._behind_seconds: dict[int, float] = {}
         self._known, self._left = threading.Event(), threading.Event()
-        self._recording: _Recording | None = None
-        self._noting = threading.Lock()
-        self._answer: str | None = None
-        self._answered = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
 
@@ -127,19 +112,6 @@ class Watch:
         """The first lost rank, waiting up to `wait_seconds` for one."""
         self._known.wait(wait_seconds)
         return self._lost
-
-    def start_again(self, failure: Failure) -> None:
-        """Have rank 0 record `failure`, and all ranks start again. Returns if they must not, once it is recorded.
-
-        Raises MachineError if it cannot be recorded, and then no rank starts again.
-        """
-        if self._rank == 0:
-            self._note(failure)
-        else:
-            self._peers[0].say(failed=failure)
-        self._answered.wait()
-        if self._answer:
-            raise MachineError(self._answer)
 
     def leave(self, failure: Lost | None = None) -> None:
         """End the watch: this rank is done or, with a `failure`, is lost."""
@@ -163,8 +135,6 @@ class Watch:
                 lost = lost or self._look(rank, peer, passed)
             if self._rank == 0:
                 lost = lost or self._hanging(passed)
-                if not lost and self._recording and self._recording.done:
-                    lost = self._after(self._recording)
             if lost:
                 self._end(lost)
                 return
@@ -177,13 +147,6 @@ class Watch:
                     return Lost(**message["lost"])
                 if "passed" in message:
                     peer.passed = int(message["passed"])
-                if "failed" in message:
-                    self._note(message["failed"])
-                if "answer" in message:
-                    self._answer = message["answer"]
-                    self._answered.set()
-                if "again" in message:
-                    return self._follow(peer)
                 if "done" in message:
                     del self._peers[rank]
                     peer.close()
@@ -207,96 +170,18 @@ class Watch:
         self._places = places
         return None
 
-    def _note(self, failure: Failure) -> None:
-        """Rank 0: record a failure; of several ranks', the first is enough."""
-        with self._noting:
-            self._recording = self._recording or _Recording(self.record, failure)
-
-    def _after(self, recording: _Recording) -> Lost | None:
-        """Rank 0, once a failure is recorded: start again, or let the ranks that failed end."""
-        if self.again and not recording.problem:
-            return self._lead(self.again)
-        self._answer = recording.problem
-        self._answered.set()
-        for peer in self._peers.values():
-            peer.say(answer=recording.problem)
-        return None
-
-    def _lead(self, again: Callable[[], NoReturn]) -> Lost:
-        """Start again once all other ranks have confirmed that they will; returns one that does not."""
-        for peer in self._peers.values():
-            peer.say(again=True)
-        waiting = dict(self._peers)
-        until = time.monotonic() + SILENCE_SECONDS
-        while waiting:
-            rank, peer = next(iter(waiting.items()))
-            try:
-                for message in peer.heard():
-                    if "lost" in message:
-                        return Lost(**message["lost"])
-                    if "ready" in message:
-                        waiting.pop(rank, None)
-            except (OSError, ValueError):
-                return Lost(rank, _CLOSED)
-            if time.monotonic() > until:
-                return Lost(rank, f"did not start again within {SILENCE_SECONDS:.0f} seconds")
-            time.sleep(_POLL_SECONDS)
-        return self._replaced(again)
-
-    def _follow(self, peer: _Peer) -> Lost:
-        """Another rank: start again as soon as rank 0 has; returns a rank that is lost instead."""
-        if not self.again:
-            return Lost(self._rank, "cannot start again, unlike rank 0: start all ranks with the same command")
-        peer.say(ready=True)
-        until = time.monotonic() + 2 * SILENCE_SECONDS
-        while time.monotonic() < until:
-            try:
-                if lost := next((message["lost"] for message in peer.heard() if "lost" in message), None):
-                    return Lost(**lost)
-            except (OSError, ValueError):
-                return self._replaced(self.again)
-            time.sleep(_POLL_SECONDS)
-        return Lost(0, "did not start again")
-
-    def _replaced(self, again: Callable[[], NoReturn]) -> Lost:
-        try:
-            again()
-        except OSError as error:
-            return Lost(self._rank, f"could not start again: {error}")
-
     def _end(self, lost: Lost) -> None:
         """Tell the other ranks and the main thread; end the process if that thread is stuck in a collective."""
         for peer in self._peers.values():  # the lost one too: if it hangs, it can still end
             peer.say(lost=asdict(lost))
         self._lost = lost
         self._known.set()
-        self._answer = self._answer or f"rank {lost.rank} {lost.why}"
-        self._answered.set()
         if self._left.wait(GRACE_SECONDS):
             return
         show_cursor = "\033[?25h" if sys.__stdout__ and sys.__stdout__.isatty() else ""  # hidden by the live line
         error = lost.error()
         os.write(2, f"{show_cursor}error: {error}\n".encode())
         os._exit(error.exit_code)
-
-
-class _Recording:
-    """Rank 0's writing down of why a rank wants all to start again, in a thread: it may wait for a save."""
-
-    def __init__(self, record: Callable[[Failure], None], failure: Failure) -> None:
-        self.problem: str | None = None
-        self._thread = threading.Thread(target=self._run, args=(record, failure), name="record", daemon=True)
-        self._thread.start()
-
-    @property
-    def done(self) -> bool:
-        return not self._thread.is_alive()
-
-    def _run(self, record: Callable[[Failure], None], failure: Failure) -> None:
-        try:
-            record(failure)
-        except Exception as error:  # whatever it is, the ranks that wait must hear it
-            self.problem = first_line(error)
 
 
 def host() -> socket.socket:

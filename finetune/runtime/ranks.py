@@ -8,10 +8,10 @@ import json
 import os
 import secrets
 import time
-import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import torch
 from accelerate import PartialState
@@ -21,9 +21,10 @@ from torch.distributed import DistError, PrefixStore, Store, rendezvous
 from finetune import errors
 from finetune.errors import FinetuneError, MachineError, OutOfMemoryError, Terminated, first_line
 from finetune.runtime import rank_watch
-from finetune.runtime.rank_watch import Failure, Lost, Watch
+from finetune.runtime.rank_watch import Lost, Watch
 
 T = TypeVar("T")
+E = TypeVar("E", bound=Exception)
 
 # A collective's own time-out does not say which rank it waited for, so it comes after the watch's.
 _TIMEOUT = timedelta(seconds=rank_watch.MAIN_BEHIND_SECONDS + 600)
@@ -32,8 +33,6 @@ _START = timedelta(minutes=10)
 _POLL_SECONDS = 0.05
 
 _watch: Watch | None = None
-_again: Callable[[], NoReturn] | None = None
-_record: weakref.WeakMethod[Callable[[Failure], None]] | None = None
 
 
 def world_size() -> int:
@@ -172,16 +171,13 @@ def agreeing() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def together(device: torch.device, again: Callable[[], NoReturn] | None = None) -> Iterator[None]:
+def together(device: torch.device) -> Iterator[None]:
     """In the block, until `leave`, ranks can exchange values; if one is lost, the others end.
-
-    `again` starts this process again, if it may be; see `start_again`.
 
     Raises MachineError naming the lost rank, or if the ranks cannot connect to each other; and what `refusing` raises
     on another rank.
     """
-    global _watch, _again
-    _again = again
+    global _watch
     if world_size() == 1:
         yield
         return
@@ -192,15 +188,16 @@ def together(device: torch.device, again: Callable[[], NoReturn] | None = None) 
     except (RuntimeError, ValueError, NotImplementedError) as error:
         raise MachineError(f"the {world_size()} processes cannot connect to each other: {error}") from None
     watched = _watch = _connected()
-    watched.again, watched.record = again, _recorded
     try:
         yield
     except BaseException as error:
         if named := _lost_rank(watched, error):
             raise named from None
         signalled = isinstance(error, (Terminated, KeyboardInterrupt))
-        failure = Lost(rank(), f"ended: {first_line(error)[:500]}", signalled, isinstance(error, OutOfMemoryError))
-        watched.leave(None if getattr(error, "shared", False) else failure)
+        failure = Lost(rank(), f"ended: {first_line(error)[:500]}", signalled)
+        if isinstance(error, OutOfMemoryError):
+            failure = replace(failure, out_of_memory=True, next_start=error.next_start)
+        watched.leave(None if isinstance(error, FinetuneError) and error.shared else failure)
         raise
     finally:
         watched.leave()
@@ -235,37 +232,6 @@ def advance() -> None:
     """Called by each rank at the same places, where it waits for the others or they for it."""
     if _watch:
         _watch.passed += 1
-
-
-def before_starting_again(record: Callable[[Failure], None]) -> None:
-    """Until `leave`, ranks can `start_again`: rank 0 then calls `record`, in a thread, with what the rank says.
-
-    `record` is a method, whose object is not kept: the model must be gone before `leave`.
-    """
-    global _record
-    _record = weakref.WeakMethod(record)
-
-
-def _recorded(failure: Failure) -> None:
-    record = _record() if _record else None
-    assert record, "a rank fails in training"
-    record(failure)
-
-
-def start_again(failure: Failure) -> None:
-    """Have all ranks start again, from within a pass in which they wait for each other, once rank 0 has a record.
-
-    Returns, with the record, if this process must not start again. Raises MachineError if it cannot be recorded.
-    """
-    if _watch and world_size() > 1:
-        _watch.start_again(failure)
-        return
-    _recorded(failure)
-    try:
-        if _again:
-            _again()
-    except OSError as error:
-        raise MachineError(f"the process cannot be replaced: {error}") from None
 
 
 def main_does(work: Callable[[], T]) -> T:
@@ -314,16 +280,15 @@ def agree(check: Callable[[list[T]], None], value: T) -> None:
         raise shared(error) from None
 
 
-def shared(error: BaseException) -> BaseException:
-    """Mark an error that all ranks raise alike, so that one of them reports it."""
-    error.shared = True  # type: ignore[attr-defined]
+def shared(error: E) -> E:
+    """Mark an error of ours that all ranks raise alike, so that one of them reports it."""
+    if isinstance(error, FinetuneError):
+        error.share()
     return error
 
 
 def leave() -> None:
     """Stop watching the other ranks and destroy the process group."""
-    global _record
-    _record = None
     if world_size() > 1:
         if _watch:
             _watch.leave()

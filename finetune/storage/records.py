@@ -74,7 +74,7 @@ class StartFrom(TypedDict):
 class EventLine(TypedDict):
     """A line of events.jsonl. `memory` is by phase, except for `saved`, which has a single peak.
 
-    `lowered`: the micro-batch that ranks agreed on after one ran out of memory with the `settings` (a hash).
+    `lowered`: the micro-batch of the next start after a rank ran out of memory with the `settings` (a hash).
     `steps` and `learning_rate`: before and after a change of the schedule.
     """
 

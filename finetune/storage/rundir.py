@@ -133,6 +133,12 @@ class RunDirectory:
         return own
 
     @property
+    def of_ranks(self) -> list[RunDirectory]:
+        """What each rank of any start wrote: rank 0 here, and each other one in a directory of its own."""
+        events = (self.path / "processes").glob("*/events.jsonl")
+        return [self, *(RunDirectory(file.parent) for file in sorted(events))]
+
+    @property
     def chat_template(self) -> str:
         """The template saved with the trained weights; the config's choice if nothing was saved yet.
 

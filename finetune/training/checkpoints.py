@@ -68,11 +68,6 @@ class Checkpoints:
         if written:
             self._saved(written)
 
-    def finish(self) -> None:
-        """From another thread, while the training thread cannot: let what is being written be complete."""
-        if thread := self._thread:
-            thread.join()
-
     def save(self, progress: Progress) -> None:
         """Copy the state to host memory; it is written, verified and published while training continues."""
         self.wait()
@@ -86,7 +81,7 @@ class Checkpoints:
                 with while_writing(self._run.checkpoint(progress.step)):
                     contents = (
                         snapshot(self._step, self._schedule, progress, self._provenance, random_states)
-                        if ranks.is_main() or self._step.cut
+                        if ranks.is_main() or self._step.engine.holds_parts
                         else None
                     )
             finally:

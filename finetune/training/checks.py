@@ -6,7 +6,6 @@ import torch
 
 from finetune.config import Config
 from finetune.errors import ConfigError, MachineError
-from finetune.model.distributed import zero
 from finetune.runtime import ranks
 from finetune.training import tracking
 from finetune.training.optimizers import OPTIMIZERS
@@ -15,28 +14,28 @@ from finetune.training.strategies import STRATEGIES
 
 def check(config: Config, device: torch.device) -> None:
     """Raise MachineError for an unsupported precision or a tracker that is not installed, ConfigError for a batch
-    that cannot be divided among the ranks, or an optimizer that needs weights which are sharded.
+    that cannot be divided among the ranks, or an optimizer that needs whole weights where a rank holds parts.
     """
     _check_precision(config.training.precision, device)
     tracking.check(config.tracking)
-    if STRATEGIES[config.distributed.kind].deepspeed:
-        zero.check(config.distributed, device)
+    STRATEGIES[config.distributed.kind].check(config.distributed, device)
     check_shares(config)
     check_optimizer(config)
 
 
 def check_optimizer(config: Config) -> None:
     """Raise ConfigError for an optimizer that cannot update what a rank holds."""
-    kind = config.optimizer.kind
-    if STRATEGIES[config.distributed.kind].deepspeed and not OPTIMIZERS[kind].numberwise:
+    kind, part = config.optimizer.kind, STRATEGIES[config.distributed.kind].updates
+    if OPTIMIZERS[kind].can_update(part):
+        return
+    if part == "number":
         raise ConfigError(
             f"`optimizer.kind`: {kind} cannot update DeepSpeed's slices, which cut across weights; set "
             "`adamw_torch_fused` or `sgd`, or `distributed.kind: fsdp`"
         )
-    if STRATEGIES[config.distributed.kind].sharded and not OPTIMIZERS[kind].sharded:
-        raise ConfigError(
-            f"`optimizer.kind`: {kind} cannot update slices of weights; choose another, or set `distributed.kind: ddp`"
-        )
+    raise ConfigError(
+        f"`optimizer.kind`: {kind} cannot update slices of weights; choose another, or set `distributed.kind: ddp`"
+    )
 
 
 def check_shares(config: Config, processes: int | None = None) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate.utils import send_to_device
@@ -20,7 +20,7 @@ from finetune.data.encoded import columns
 from finetune.errors import OutOfMemoryError
 from finetune.measure.out_of_memory import is_out_of_memory, reason
 from finetune.model.attention import packing
-from finetune.model.distributed import sharding
+from finetune.model.distributed.placement import release_gathered
 from finetune.model.precision import autocast
 from finetune.model.probes.causality import capability_of, needs_mask
 from finetune.objectives import OBJECTIVES, Objective, log_probs
@@ -83,7 +83,7 @@ def summed_loss(
                 parts = limit.parts(parts)
     finally:
         model.train(was_training)
-        sharding.reshard(model)
+        release_gathered(model)
     return sums
 
 
@@ -97,21 +97,32 @@ def loader(rows: Any, collate: MicroBatches, batch_size: int) -> Iterable[list[I
     return DataLoader(rows.select_columns(columns(rows)), batch_size=batch_size, collate_fn=collate)
 
 
+class EvaluationReport(Protocol):
+    """Writes down what is done about memory that runs out in an evaluation, and tells the user."""
+
+    def split(self, inputs: Inputs) -> None:
+        """A micro-batch did not fit, and is split."""
+
+    def skip(self, inputs: Inputs) -> None:
+        """A single row did not fit, and the evaluation is skipped."""
+
+    def not_repeatable(self, error: BaseException, inputs: Inputs) -> BaseException:
+        """A micro-batch did not fit while other ranks wait. Returns the error with which the run ends."""
+
+
 @dataclass
-class Evaluation:
+class EvalLoss:
     """Evaluation during training.
 
-    `split` is called with each micro-batch that is split because it does not fit; `skip` with a single row that does
-    not fit, in which case there is no loss. `start_again`: see `oom_retry.Retry`.
+    `report` is told of each micro-batch that is split because it does not fit, and of a single row that does not fit,
+    in which case there is no loss.
     """
 
     step: Step
     rows: Any
     collate: MicroBatches
     batch_size: int
-    split: Callable[[Inputs], None]
-    skip: Callable[[Inputs], None]
-    start_again: Callable[[BaseException, Inputs], None]
+    report: EvaluationReport
     limit: oom_retry.Limit = field(default_factory=oom_retry.Limit)
 
     def loss(self, steps: Iterable[list[Inputs]] | None = None) -> float | None:
@@ -120,13 +131,11 @@ class Evaluation:
         try:
             sums = self.sums(steps)
         except DoesNotFit as row:
-            if not self.step.repeatable:
-                error = torch.OutOfMemoryError(str(row))
-                self.start_again(error, row.inputs)
-                raise error from None
+            if not self.step.engine.repeatable:
+                raise self.report.not_repeatable(torch.OutOfMemoryError(str(row)), row.inputs) from None
             too_large = row.inputs
         if too_large := next(filter(None, ranks.gathered(too_large)), None):
-            self.skip(too_large)
+            self.report.skip(too_large)
             return None
         assert sums is not None, "no rank failed"
         total, count = ranks.summed(sums).tolist()
@@ -142,10 +151,10 @@ class Evaluation:
             self.step.model,
             steps or self.batches(),
             self.limit,
-            self.split,
+            self.report.split,
             precision=self.step.precision,
             masked=self.step.masked,
-            repeatable=self.step.repeatable,
+            repeatable=self.step.engine.repeatable,
             objective=self.step.objective,
         )
 

@@ -8,7 +8,7 @@ length").
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,15 +17,15 @@ from bitsandbytes.optim.optimizer import Optimizer8bit
 from finetune.data.batching import Batch, Sizes, longest_first, per_step, worst_batches
 from finetune.data.encoded import segments_of
 from finetune.measure.monitor import Peak
-from finetune.model.distributed import sharding
+from finetune.model.distributed import optimizer_states
 from finetune.training.batches import Steps
 from finetune.training.collator import Inputs
-from finetune.training.eval_loss import Evaluation
+from finetune.training.eval_loss import EvalLoss
 from finetune.training.oom_retry import Retry, StepStart
 from finetune.training.step import Step
 
 
-def warm_up(step: Step, steps: Steps, retry: Retry, evaluation: Evaluation | None) -> dict[str, Peak]:
+def warm_up(step: Step, steps: Steps, retry: Retry, evaluation: EvalLoss | None) -> dict[str, Peak]:
     """Run the largest training micro-batches through a step, and the largest evaluation micro-batch; return the peaks.
 
     Weights, optimizer state and random state are restored bit for bit. Micro-batches that do not fit are split, and
@@ -47,19 +47,17 @@ def warm_up(step: Step, steps: Steps, retry: Retry, evaluation: Evaluation | Non
     return peaks
 
 
-def _run_largest(step: Step, steps: Steps, retry: Retry, evaluation: Evaluation | None) -> None:
-    monitor = step.monitor
-    if step.zero is None:
-        _make_states(step)
-    step_rows = steps.batch_size * step.context // step.world_size
+def _run_largest(step: Step, steps: Steps, retry: Retry, evaluation: EvalLoss | None) -> None:
+    engine, monitor = step.engine, step.monitor
+    _without_effect(step, engine.make_states)
+    step_rows = steps.batch_size * step.context // engine.world_size
     bounds = [each.tokens for each in step.levels.shorter] if step.levels else []
     for batch, inputs in itertools.chain(*(_largest(steps.rows, steps, step_rows, most) for most in (None, *bounds))):
         # With gradient accumulation, gradients of earlier micro-batches exist while later ones run.
         passes = min(2, per_step(step_rows, steps.collate.way, batch))
-        # DeepSpeed drops gradients only where they are not finite: those of a loss that is divided by zero.
-        count = 0 if step.zero else max(1, int(step.objective.count(inputs)))
+        count = engine.warm_up_count(int(step.objective.count(inputs)))
         retry.forward_backward(step, [inputs] * passes, count)
-        _update(step)
+        _without_effect(step, engine.empty_update)
     if evaluation:
         for _, inputs in _largest(evaluation.rows, steps, step_rows):
             with monitor.phase("evaluation"):
@@ -89,35 +87,10 @@ def longest_rows(lengths: Sequence[int], batch: Batch) -> list[int]:
     return [row for row in longest_first(lengths) if lengths[row] <= batch.tokens][: len(batch.by_row)]
 
 
-def _make_states(step: Step) -> None:
-    """Create the optimizer states, as the first step does: all later steps have them."""
-    for weight in step.trained():
-        weight.grad = torch.zeros_like(weight)
-    _update(step)
-
-
-def _update(step: Step) -> None:
-    """Clip and update without the scaler and the schedule, which must not see this step.
-
-    Gradients and learning rate are zero: it needs the memory of any update but leaves the weights unchanged, so no copy
-    of them is needed.
-    """
-    if step.zero:
-        with step.monitor.phase("optimizer"):
-            step.clip()
-        return
-    optimizer = step.optimizer
-    rates = [group["lr"] for group in optimizer.param_groups]
+def _without_effect(step: Step, update: Callable[[float], None]) -> None:
+    """Run an engine's `make_states` or `empty_update`, which neither the scaler nor the schedule must see."""
     with step.monitor.phase("optimizer"):
-        for weight in step.trained():
-            if weight.grad is not None:
-                weight.grad.zero_()
-        sharding.clip_grad_norm_(step.trained(), step.max_grad_norm or float("inf"))
-        for group in optimizer.param_groups:
-            group["lr"] = 0.0
-        optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+        update(step.max_grad_norm)
     step.model.zero_grad(set_to_none=True)
 
 
@@ -131,9 +104,10 @@ class _BeforeWarmUp:
         self._model = step.model
         self._was_training = step.model.training
         self._start = StepStart(step)
-        self._optimizer = step.optimizer
+        self._optimizer = step.engine.optimizer
         if isinstance(self._optimizer, Optimizer8bit):
-            make_empty_states(self._optimizer)
+            # States that exist are restored rather than removed, for bitsandbytes never frees managed memory.
+            optimizer_states.make_empty(self._optimizer)
         copies: dict[int, Any] = {}  # bitsandbytes' quantization map is one tensor, which all weights share
         for state in self._optimizer.state.values():
             for value in state.values():
@@ -168,14 +142,3 @@ def _copy(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return value.detach().to("cpu", copy=True) if value.any() else None
-
-
-def make_empty_states(optimizer: Optimizer8bit) -> None:
-    """Create the states as bitsandbytes does at a weight's first update (0.50, `Optimizer8bit.step`).
-
-    They are then restored rather than removed, because bitsandbytes never frees managed memory.
-    """
-    for group_number, group in enumerate(optimizer.param_groups):
-        for number, weight in enumerate(group["params"]):
-            if weight.requires_grad and not optimizer.state[weight]:
-                optimizer.init_state(group, weight, group_number, number)

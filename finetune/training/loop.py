@@ -23,16 +23,16 @@ from finetune.training.batches import Steps
 from finetune.training.callbacks import Callbacks
 from finetune.training.checkpoints import Checkpoints
 from finetune.training.collator import Inputs
-from finetune.training.eval_loss import Evaluation
+from finetune.training.eval_loss import EvalLoss
 from finetune.training.oom_retry import Retry
 from finetune.training.progress import Progress
-from finetune.training.recorder import Recorder, StepCounts, StepNumbers
+from finetune.training.recorder import MetricsRecorder, StepCounts, StepNumbers
 from finetune.training.state import restore_random
 from finetune.training.step import Step
 
 
 @dataclass(frozen=True)
-class Rhythm:
+class Intervals:
     """The intervals in steps at which a run evaluates and saves (None: only at its end), and when it stops early.
 
     `save_best` saves after each evaluation with the lowest loss so far; `patience` is the number of evaluations without
@@ -56,11 +56,11 @@ class Loop:
     schedule: torch.optim.lr_scheduler.LRScheduler
     steps: Steps
     progress: Progress
-    rhythm: Rhythm
+    intervals: Intervals
     retry: Retry
-    recorder: Recorder
+    recorder: MetricsRecorder
     checkpoints: Checkpoints
-    evaluation: Evaluation | None
+    evaluation: EvalLoss | None
     signals: Signals
     monitor: Monitor
     callbacks: Callbacks = field(default_factory=Callbacks)
@@ -93,15 +93,14 @@ class Loop:
     def take_step(self, micro_batches: list[Inputs]) -> bool:
         """Take one optimizer step, do what is due after it, and return whether it was the last one."""
         step, progress = self.step, self.progress
-        step.number = progress.step
         counts = StepCounts.of(micro_batches, step.objective).of_all_ranks(step.device, step.context)
-        loss = self.retry.forward_backward(step, micro_batches, counts.trained)
+        loss = self.retry.forward_backward(step, micro_batches, counts.trained, progress.step)
         with self.monitor.phase("optimizer"):
             grad_norm = step.clip()
             # A save may overlap only one forward and backward pass: if it fell further behind, a kill could cost more
             # than one save interval.
             self.checkpoints.wait()
-            numbers = StepNumbers.read(ranks.summed(loss) / step.world_size, grad_norm, counts)
+            numbers = StepNumbers.read(ranks.summed(loss) / step.engine.world_size, grad_norm, counts)
             updated = math.isfinite(numbers.grad_norm)
             if updated:
                 self.retry.update(step)
@@ -114,20 +113,20 @@ class Loop:
         progress.step += 1
         progress.epoch = progress.step / self.steps.in_epoch
         save, stop = self._signalled()
-        self.recorder.stepped(progress, numbers, rate, updated, step.scaler)
+        self.recorder.stepped(progress, numbers, rate, updated, step.engine.scaler)
         return self._after(save, stop)
 
     def _after(self, save: bool, stop: bool) -> bool:
         """Evaluate and save if due; return whether the run is over."""
-        progress, rhythm = self.progress, self.rhythm
+        progress, intervals = self.progress, self.intervals
         last = progress.step >= progress.total
         stop |= self._failed_alone
-        if self.evaluation and (last or _due(progress.step, rhythm.evaluate_every)):
+        if self.evaluation and (last or _due(progress.step, intervals.evaluate_every)):
             best, ended = self._evaluate_or_postpone(stop)
-            save |= best and rhythm.save_best
+            save |= best and intervals.save_best
             stop |= ended
         over = stop or last or self.stopped_early
-        if save or over or _due(progress.step, rhythm.save_every):
+        if save or over or _due(progress.step, intervals.save_every):
             self.checkpoints.save(progress)
             self.recorder.restart_clock()
         return over
@@ -135,7 +134,7 @@ class Loop:
     @property
     def stopped_early(self) -> bool:
         """Whether the evaluation loss has not improved for `patience` evaluations."""
-        return bool(self.rhythm.patience and self.progress.without_gain >= self.rhythm.patience)
+        return bool(self.intervals.patience and self.progress.without_gain >= self.intervals.patience)
 
     @property
     def is_over(self) -> bool:
@@ -158,7 +157,7 @@ class Loop:
     @property
     def _failed_alone(self) -> bool:
         """Whether a callback failed and no other rank has to know it first."""
-        return self.callbacks.failed and self.step.world_size == 1
+        return self.callbacks.failed and self.step.engine.world_size == 1
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
@@ -167,7 +166,7 @@ class Loop:
 
         A signal that arrives before the loss is known postpones the evaluation to the next start.
         """
-        several = self.step.world_size > 1
+        several = self.step.engine.world_size > 1
         try:
             if stop and (several or self.callbacks.failed):
                 raise _CutShort
@@ -197,7 +196,7 @@ class Loop:
     @contextlib.contextmanager
     def _until_a_signal(self) -> Iterator[None]:
         """In the block, a signal ends an evaluation at once, except with several ranks: none can leave the others."""
-        several = self.step.world_size > 1
+        several = self.step.engine.world_size > 1
         try:
             with self.signals.waiting(several):
                 if not several:

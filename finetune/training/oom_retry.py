@@ -4,8 +4,8 @@ The loss of a step is a sum divided by a count over the whole step. So micro-bat
 rows, never between the segments of one: the gradient is the same up to the order of summation. With several ranks, all
 learn at the end of a step whether memory ran out on any; then they lower the limit alike and repeat the step.
 
-Ranks that exchange more than gradients cannot: the others wait within the pass for the one that failed. They agree on
-a smaller micro-batch and start again, from the last checkpoint.
+Ranks that exchange more than gradients cannot: the others wait within the pass for the one that failed. That one
+records a smaller micro-batch, which the next start of the run takes, and all end.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from __future__ import annotations
 import hashlib
 import json
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn, Protocol
 
 import torch
 
 from finetune.config import Config
-from finetune.measure.out_of_memory import is_out_of_memory, reason
+from finetune.measure.out_of_memory import StepOutOfMemoryError, is_out_of_memory, reason
 from finetune.model.recompute.checkpointing import ByLength
 from finetune.runtime import libraries, ranks
 from finetune.runtime.randomness import RandomState
@@ -36,11 +36,11 @@ class Limit:
 
     def parts(self, micro_batches: Iterable[Inputs]) -> list[Inputs]:
         """The micro-batches, each halved until it is below the limit or a single row."""
-        found: list[Inputs] = []
+        parts: list[Inputs] = []
         for inputs in micro_batches:
             halves = split(inputs) if self.positions is not None and _positions(inputs) >= self.positions else None
-            found += self.parts(halves) if halves else [inputs]
-        return found
+            parts += self.parts(halves) if halves else [inputs]
+        return parts
 
     def lower(self, inputs: Inputs) -> bool:
         """Record that `inputs`, one of `parts`, does not fit; False if it is a single row."""
@@ -78,8 +78,8 @@ def settings(config: Config) -> str:
     sections = ("model", "quantization", "adapter", "optimizer", "memory", "kernels", "distributed")
     values = config.model_dump(mode="json")
     training = {key: values["training"][key] for key in ("objective", "precision")}
-    found = [ranks.world_size(), training, *(values[section] for section in sections)]
-    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
+    deciding = [ranks.world_size(), training, *(values[section] for section in sections)]
+    return hashlib.sha256(json.dumps(deciding).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -90,65 +90,93 @@ class _Failure:
     rank: int
     reason: str
 
+    def named(self, step: Step) -> dict[str, int]:
+        """The rank, where there are several."""
+        return {"rank": self.rank} if step.engine.world_size > 1 else {}
+
+
+class Report(Protocol):
+    """Writes down what is done about memory that ran out, and tells the user.
+
+    With several ranks, `split`, `recompute_more` and `give_up` are called on all of them, with `rank`, the one that ran
+    out of memory.
+    """
+
+    def split(self, inputs: Inputs, **rank: int) -> None:
+        """A micro-batch did not fit, and is split."""
+
+    def recompute_more(self, inputs: Inputs, **rank: int) -> None:
+        """A short micro-batch that recomputed less than the longest did not fit; none does from now on."""
+
+    def give_up(self, error: BaseException, inputs: Inputs, **rank: int) -> None:
+        """A single row does not fit; the run ends with `error`. All passes of the step are undone."""
+
+    def not_repeatable(self, error: BaseException, inputs: Inputs) -> BaseException:
+        """A micro-batch does not fit, in a step that cannot be repeated. Returns the error with which the run ends."""
+
+    def updated_again(self) -> None:
+        """An update did not fit, and is retried."""
+
 
 @dataclass
 class Retry:
-    """Runs steps and updates, and retries them after running out of memory. `limit` persists from step to step.
+    """Runs steps and updates, and retries them after running out of memory. `limit` persists from step to step."""
 
-    `split` is called with a micro-batch that was split; `give_up` with the error and a single-row micro-batch that does
-    not fit, after all passes of the step were undone; `updated_again` before an update is retried; `recompute_more`
-    with a short micro-batch that recomputed less than the longest, which none does from then on. With several ranks all
-    but `updated_again` are called on all of them, with `rank`, the one that ran out of memory. Where a step cannot be
-    repeated, `start_again` is called with the error and the micro-batch, on that rank alone; the error is raised if it
-    returns.
-    """
-
-    split: Callable[..., None]
-    give_up: Callable[..., None]
-    updated_again: Callable[[], None]
-    recompute_more: Callable[..., None]
-    start_again: Callable[[BaseException, Inputs], None]
+    report: Report
     limit: Limit = field(default_factory=Limit)
 
-    def forward_backward(self, step: Step, micro_batches: list[Inputs], count: Count) -> torch.Tensor:
+    def forward_backward(self, step: Step, micro_batches: list[Inputs], count: Count, number: int = 0) -> torch.Tensor:
         """`Step.forward_backward` with retries, by all ranks alike. Raises for a single row, after `give_up`."""
         start = StepStart(step)
         while True:
-            step.under_way = caught = None  # memory may run out before the first one, and then none is split
-            try:
-                loss = step.forward_backward(self.limit.parts(micro_batches), count)
-            except (MemoryError, RuntimeError) as error:
-                if not is_out_of_memory(error) or step.under_way is None:
-                    raise
-                if not step.repeatable:
-                    self.start_again(error, step.under_way)
-                    raise
-                caught = error
-            failures = _of_all_ranks(step, caught)
+            loss, failure, error = self._attempt(step, micro_batches, count, number)
+            failures = _of_all_ranks(step, failure, error)
             if not failures:
                 return loss
             start.restore()
-            if step.levels and (recomputed_less := _recomputed_less(step.levels, failures)):
-                caught = None  # with the frames of the failed pass, which hold memory
-                release()
-                step.levels.drop()
-                rank = {"rank": recomputed_less.rank} if step.world_size > 1 else {}
-                self.recompute_more(recomputed_less.inputs, **rank)
-                continue
-            # The largest first, so that each other is at most at the limit that those before it set.
-            for failure in sorted(failures, key=lambda failure: _positions(failure.inputs), reverse=True):
-                rank = {"rank": failure.rank} if step.world_size > 1 else {}
-                if not self.limit.lower(failure.inputs):
-                    given_up = caught or torch.OutOfMemoryError(failure.reason)
-                    self.give_up(given_up, failure.inputs, **rank)
-                    raise ranks.shared(given_up) if rank else given_up
-                caught = None
-                release()
-                self.split(failure.inputs, **rank)
+            if row := self._make_smaller(step, failures):
+                # Frames of the failed pass are kept, for an allocator's snapshot.
+                self._give_up(step, row, error)
+            del error  # with the frames of the failed pass, which hold memory
+            release()
+
+    def _attempt(
+        self, step: Step, micro_batches: list[Inputs], count: Count, number: int
+    ) -> tuple[torch.Tensor, _Failure | None, BaseException | None]:
+        """Run the passes of a step; returns the loss, and how they failed for lack of memory, if so."""
+        begun: list[Inputs] = []  # memory may run out before the first one, and then none is split
+        try:
+            return step.forward_backward(self.limit.parts(micro_batches), count, number, begun.append), None, None
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error) or not begun:
+                raise
+            if not step.engine.repeatable:
+                raise self.report.not_repeatable(error, begun[-1]) from error
+            return torch.empty(0), _Failure(begun[-1], ranks.rank(), reason(error)), error
+
+    def _make_smaller(self, step: Step, failures: list[_Failure]) -> _Failure | None:
+        """Let the micro-batches of the next attempt take less memory; returns the failure of one that cannot."""
+        if step.levels and (recomputed_less := _recomputed_less(step.levels, failures)):
+            step.levels.drop()
+            self.report.recompute_more(recomputed_less.inputs, **recomputed_less.named(step))
+            return None
+        # The largest first, so that each other is at most at the limit that those before it set.
+        for failure in sorted(failures, key=lambda failure: _positions(failure.inputs), reverse=True):
+            if not self.limit.lower(failure.inputs):
+                return failure
+            self.report.split(failure.inputs, **failure.named(step))
+        return None
+
+    def _give_up(self, step: Step, row: _Failure, error: BaseException | None) -> NoReturn:
+        if step.engine.world_size > 1:
+            error = StepOutOfMemoryError(row.reason, on_all_ranks=True)
+        assert error
+        self.report.give_up(error, row.inputs, **row.named(step))
+        raise error
 
     def update(self, step: Step) -> None:
         """`Step.update`; if memory runs out before anything was changed, free memory and retry once."""
-        start = UpdateStart(step.optimizer)
+        start = UpdateStart(step.engine.optimizer)
         try:
             step.update()
             return
@@ -162,7 +190,7 @@ class Retry:
                 )
                 raise
         release()
-        self.updated_again()
+        self.report.updated_again()
         step.update()
 
 
@@ -171,17 +199,16 @@ def _recomputed_less(levels: ByLength, failures: list[_Failure]) -> _Failure | N
     return next((failure for failure in failures if levels.level(tokens_a_row(failure.inputs))), None)
 
 
-def _of_all_ranks(step: Step, error: BaseException | None) -> list[_Failure]:
+def _of_all_ranks(step: Step, failure: _Failure | None, error: BaseException | None) -> list[_Failure]:
     """The failures of all ranks in this step, in rank order; the same on each."""
-    mine = _Failure(step.under_way, ranks.rank(), reason(error)) if error and step.under_way else None
-    if step.catch_up is None:
-        return [mine] if mine else []
+    if step.engine.world_size == 1 or not step.engine.repeatable:
+        return [failure] if failure else []
     if error:
         release(error)
         step.catch_up()
-    if not int(ranks.summed(torch.tensor(int(mine is not None), device=step.device))):
+    if not int(ranks.summed(torch.tensor(int(failure is not None), device=step.device))):
         return []
-    return [failure for failure in ranks.gathered(mine) if failure]
+    return [each for each in ranks.gathered(failure) if each]
 
 
 class StepStart:

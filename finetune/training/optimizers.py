@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from finetune.config import OptimizerSection
 from finetune.errors import ConfigError
@@ -24,20 +24,26 @@ _NOT_DECAYED = ["bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm
 @dataclass(frozen=True)
 class Optimizer:
     """One optimizer: `build` returns its class and arguments, `on_cpu` names its replacement on a CPU, and `ignores`
-    are the keys of the section that do not apply to it, and that a config must not set. `sharded`: it can update a
-    slice of a weight without the rest, and its states can be cut like the weight. `numberwise`: it updates each number
-    by itself, so that a slice may cut across weights, and keeps its states in torch's form."""
+    are the keys of the section that do not apply to it, and that a config must not set. `updates`: the smallest part of
+    a weight that it can update without the rest: rows, or any number by itself, with states in torch's form."""
 
     help: str
     build: Callable[[OptimizerSection], Built]
     on_cpu: str | None = None
     ignores: tuple[str, ...] = ()
-    sharded: bool = True
-    numberwise: bool = False
+    updates: Literal["weight", "row", "number"] = "row"
+
+    def can_update(self, part: Literal["weight", "row", "number"]) -> bool:
+        """Whether it can update such a part of a weight without the rest."""
+        sizes = ("number", "row", "weight")
+        return sizes.index(self.updates) <= sizes.index(part)
 
 
 BLOCK = 256
 """How many numbers share a scale in 8-bit states (bitsandbytes 0.50)."""
+STATES: dict[str, int | None] = {"absmax1": BLOCK, "absmax2": BLOCK, "step": None, "qmap1": None, "qmap2": None}
+"""How many numbers of a weight share one of a state, by the key of the state in an optimizer that can update rows; None
+for a state that belongs to no number. Those that are not listed have one for each number."""
 _LEAST_8_BIT = 4096
 """How many numbers a weight must have for 8-bit states (bitsandbytes 0.50, `min_8bit_size`)."""
 
@@ -53,7 +59,7 @@ def choose(section: OptimizerSection, device_type: str) -> tuple[str, str | None
 def make(name: str, section: OptimizerSection, learning_rate: float, model: Any) -> torch.optim.Optimizer:
     """The optimizer for the trained weights of `model`.
 
-    Of a sharded model, each rank updates its slices as a single process updates the whole. Raises ConfigError where
+    Of a sharded model, each rank updates its shards as a single process updates the whole. Raises ConfigError where
     that is impossible.
     """
     import bitsandbytes
@@ -103,6 +109,8 @@ def _set_bits(optimizer: Any, model: Any, trained: list[tuple[str, Any]], bits: 
     import bitsandbytes
     import torch
 
+    from finetune.model.distributed import sharding
+
     # bitsandbytes 0.50 records these exceptions globally, by parameter index: a later model's weight with the same
     # index would inherit them, and this model's embeddings would never be freed. So they are cleared here.
     exceptions = bitsandbytes.optim.GlobalOptimManager.get_instance()
@@ -115,27 +123,27 @@ def _set_bits(optimizer: Any, model: Any, trained: list[tuple[str, Any]], bits: 
     exceptions.module_weight_config_triple.clear()
     if bits == 8:
         for name, weight in trained:
-            if hasattr(weight, "sharded"):
-                exceptions.override_config(weight, key_value_dict=_bits(name, weight.sharded, model))
+            if (whole := sharding.whole_of(weight)) is not weight:
+                exceptions.override_config(weight, key_value_dict=_bits(name, whole, model))
 
 
 def _bits(name: str, weight: Any, model: Any) -> dict[str, int]:
-    """bitsandbytes' settings for a slice of `weight`: its states have 8 bits if those of the whole had.
+    """bitsandbytes' settings for a shard of `weight`: its states have 8 bits if those of the whole had.
 
-    Raises ConfigError if a slice would begin within a block, whose scale would then differ.
+    Raises ConfigError if a shard would begin within a block, whose scale would then differ.
     """
     import torch
 
-    from finetune.model.distributed.sharding import slices_of
+    from finetune.model.distributed.sharding import shards_of
 
     embeddings = {module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     if weight.numel() < _LEAST_8_BIT or weight in embeddings:
         return {"optim_bits": 32}
-    slices = slices_of(weight)
-    assert slices
-    if slices.each < slices.rows and slices.each * (weight.numel() // slices.rows) % BLOCK:
+    shards = shards_of(weight)
+    assert shards
+    if shards.each < shards.rows and shards.each * (weight.numel() // shards.rows) % BLOCK:
         raise ConfigError(
-            f"`optimizer.kind`: {slices.mesh.size()} ranks would cut `{name}`, {tuple(weight.shape)}, within blocks of "
+            f"`optimizer.kind`: {shards.mesh.size()} ranks would cut `{name}`, {tuple(weight.shape)}, within blocks of "
             f"{BLOCK} numbers, whose 8-bit states share a scale; choose an optimizer with 32-bit states, or start "
             "another number of ranks"
         )
@@ -200,7 +208,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
     ),
     "adamw_8bit": Optimizer("AdamW, 8-bit states (arXiv 2110.02861)", _bitsandbytes("AdamW", 8)),
     "adamw_32bit": Optimizer("AdamW, 32-bit states, bitsandbytes' kernel", _bitsandbytes("AdamW", 32)),
-    "adamw_torch_fused": Optimizer("PyTorch's fused AdamW", _torch_adamw, numberwise=True),
+    "adamw_torch_fused": Optimizer("PyTorch's fused AdamW", _torch_adamw, updates="number"),
     "paged_lion_8bit": Optimizer(
         "Lion, one 8-bit state paged to the host under memory pressure",
         _bitsandbytes("Lion", 8, True),
@@ -219,17 +227,17 @@ OPTIMIZERS: dict[str, Optimizer] = {
         "Adafactor, factored second moment (arXiv 1804.04235)",
         _adafactor,
         ignores=("beta1", "beta2", "epsilon"),
-        sharded=False,
+        updates="weight",
     ),
-    "sgd": Optimizer("SGD with momentum `beta1`", _sgd, ignores=("beta2", "epsilon"), numberwise=True),
+    "sgd": Optimizer("SGD with momentum `beta1`", _sgd, ignores=("beta2", "epsilon"), updates="number"),
     "paged_ademamix_8bit": Optimizer(
         "AdEMAMix, 8-bit states paged to the host under memory pressure",
         _bitsandbytes("AdEMAMix", 8, True),
         "ademamix_8bit",
-        sharded=False,
+        updates="weight",
     ),
     "ademamix_8bit": Optimizer(
-        "AdEMAMix, 8-bit states (arXiv 2409.03137)", _bitsandbytes("AdEMAMix", 8), sharded=False
+        "AdEMAMix, 8-bit states (arXiv 2409.03137)", _bitsandbytes("AdEMAMix", 8), updates="weight"
     ),
-    "ademamix_32bit": Optimizer("AdEMAMix, 32-bit states", _bitsandbytes("AdEMAMix", 32), sharded=False),
+    "ademamix_32bit": Optimizer("AdEMAMix, 32-bit states", _bitsandbytes("AdEMAMix", 32), updates="weight"),
 }

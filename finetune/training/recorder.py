@@ -91,7 +91,7 @@ class StepNumbers:
         return cls(read[0], read[1], int(tokens), int(positions))
 
 
-class Recorder:
+class MetricsRecorder:
     """Writes metrics.jsonl, informs listener, trackers and callbacks, and ends a run whose numbers stay non-finite."""
 
     def __init__(

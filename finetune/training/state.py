@@ -2,8 +2,8 @@
 
 A checkpoint contains the trained weights; `optimizer.safetensors`; `state.json` with the optimizer's other values, the
 schedule, the loss scaler and the random state of each rank; and `trainer_state.json` with the progress (step, epoch,
-best evaluation). Nothing is pickled. Of a sharded model, tensors are stored whole, so that any number of ranks can
-resume.
+best evaluation). Nothing is pickled. Tensors of which ranks hold parts are stored whole, so that any number of ranks
+can resume.
 """
 
 from __future__ import annotations
@@ -15,18 +15,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from bitsandbytes.optim.optimizer import Optimizer8bit
 
 from finetune.errors import ArtifactError
 from finetune.model.adapters import adapter_files, plain_peft, published
-from finetune.model.distributed import sharding, zero
-from finetune.model.distributed.sharding import Slices
+from finetune.model.distributed import optimizer_states
+from finetune.model.distributed.engine import Engine, WeightAccess, on_host
 from finetune.model.structure import linear_layers
 from finetune.runtime import ranks
 from finetune.runtime.randomness import RandomState
 from finetune.storage import checkpoint, records
 from finetune.storage.checkpoint import Contents
-from finetune.training.optimizers import BLOCK
 from finetune.training.progress import FILE as PROGRESS_FILE
 from finetune.training.progress import Progress, read_progress
 from finetune.training.step import Step
@@ -41,7 +39,7 @@ OPTIMIZER_FILE, STATE_FILE = "optimizer.safetensors", "state.json"
 
 
 def trained_weights(model: Any) -> dict[str, torch.Tensor]:
-    """The trained weights by name (not copies; maybe sharded), an adapter's by the names in PEFT's files."""
+    """The trained weights by name (not copies; maybe a rank's part), an adapter's by the names in PEFT's files."""
     if not hasattr(model, "peft_config"):
         return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     return adapter_files.weights(model)
@@ -52,33 +50,34 @@ def _weights_file(model: Any) -> str:
 
 
 def save_weights(model: Any, folder: Path, whole: dict[str, torch.Tensor] | None = None) -> None:
-    """Write the adapter, or the whole model without one, as safetensors; `whole` are the weights of a sharded model."""
+    """Write the adapter, or the whole model without one, as safetensors; `whole`: see `whole_weights`."""
     if hasattr(model, "peft_config"):
         published.write(adapter_files.weights(model, whole), plain_peft.settings(model), folder)
     else:
         model.save_pretrained(str(folder), **({"state_dict": whole} if whole else {}))
 
 
-def whole_weights(model: Any) -> dict[str, torch.Tensor]:
-    """What `save_weights` needs of a sharded model, in host memory of rank 0; every rank must call it.
+def whole_weights(engine: Engine) -> dict[str, torch.Tensor]:
+    """The weights of a model that ranks hold in parts, for `save_weights`: in host memory of rank 0.
 
-    Without an adapter that is the whole model, otherwise what is trained.
+    Without an adapter that is the whole model, otherwise what is trained. All ranks must call it.
     """
-    state = model.state_dict(keep_vars=True)
-    if hasattr(model, "peft_config"):
+    state = engine.model.state_dict(keep_vars=True)
+    if hasattr(engine.model, "peft_config"):
         state = {name: tensor for name, tensor in state.items() if tensor.requires_grad}
-    whole = _held_by_main({id(tensor): tensor for tensor in state.values()})  # tied weights once
+    whole = _copied_by_main(engine, {id(tensor): tensor for tensor in state.values()})  # tied weights once
     return {name: whole[id(tensor)] for name, tensor in state.items() if whole}
 
 
-def _held_by_main(tensors: dict[Name, torch.Tensor]) -> dict[Name, torch.Tensor]:
+def _copied_by_main(engine: Engine, tensors: dict[Name, torch.Tensor]) -> dict[Name, torch.Tensor]:
     """Whole copies of tensors in host memory, on rank 0 alone; one at a time is gathered."""
-    whole = ((name, sharding.whole(tensor)) for name, tensor in tensors.items())
-    return {name: _on_host(tensor) for name, tensor in whole if ranks.is_main()}
+    whole = ((name, engine.whole(tensor)) for name, tensor in tensors.items())
+    return {name: on_host(tensor) for name, tensor in whole if ranks.is_main()}
 
 
-def restore_weights(model: Any, folder: Path) -> None:
+def restore_weights(weights: WeightAccess, folder: Path) -> None:
     """Load the weights of the checkpoint `folder` into the model, whose dtypes must match. Raises ArtifactError."""
+    model = weights.model
     file = _weights_file(model)
     stored, live = checkpoint.read_tensors(folder, file), trained_weights(model)
     if hasattr(model, "peft_config"):  # earlier versions also put one, without effect, on these layers
@@ -87,16 +86,14 @@ def restore_weights(model: Any, folder: Path) -> None:
     _refuse_other_names(folder / file, stored, live)
     with torch.no_grad():
         for name, tensor in stored.items():
-            _copy(tensor, live[name], f"{folder / file}: `{name}`")
-
-
-def _copy(tensor: torch.Tensor, into: torch.Tensor, what: str) -> None:
-    shape = zero.shape_of(into)
-    if (tensor.shape, tensor.dtype) != (shape, into.dtype):
-        raise ArtifactError(
-            f"{what} is {tensor.dtype} of {tuple(tensor.shape)}, but this job's is {into.dtype} of {tuple(shape)}"
-        )
-    sharding.write(tensor, into)
+            into = live[name]
+            shape = weights.shape_of(into)
+            if (tensor.shape, tensor.dtype) != (shape, into.dtype):
+                raise ArtifactError(
+                    f"{folder / file}: `{name}` is {tensor.dtype} of {tuple(tensor.shape)}, but this job's is "
+                    f"{into.dtype} of {tuple(shape)}"
+                )
+            weights.write(tensor, into)
 
 
 def _refuse_other_kind(what: str, stored: Any, live: Any) -> None:
@@ -118,135 +115,28 @@ def _refuse_other_kind(what: str, stored: Any, live: Any) -> None:
         raise ValueError(f"{what} is {type(stored).__name__} instead of {type(live).__name__}")
 
 
-def _refuse_other_names(what: object, found: Iterable[str], expected: Iterable[str]) -> None:
-    if other := sorted(set(found) ^ set(expected)):
+def _refuse_other_names(what: object, stored: Iterable[str], expected: Iterable[str]) -> None:
+    if other := sorted(set(stored) ^ set(expected)):
         raise ArtifactError(f"{what} belongs to another job: it differs in {len(other)} names such as `{other[0]}`")
 
 
 # -- optimizer -------------------------------------------------------------------------------------------------------
 
 
-def optimizer_state(optimizer: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The optimizer's state as JSON values, and its tensors (not copies) by name.
-
-    A tensor shared by several weights, such as bitsandbytes' quantization map, is stored once.
-    """
-    tensors: dict[str, torch.Tensor] = {}
-    names: dict[int, str] = {}
-    weights = []
-    for number, weight in enumerate(_parameters(optimizer)):
-        values: dict[str, Any] = {}
-        for key, value in optimizer.state.get(weight, {}).items():
-            if isinstance(value, torch.Tensor):
-                name = names.setdefault(id(value), f"{number}.{key}")
-                tensors[name] = value
-                value = {"tensor": name}
-            values[key] = value
-        weights.append(values)
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    return {"weights": weights, "groups": groups}, tensors
-
-
-def whole_optimizer_state(optimizer: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """`optimizer_state` with copies of whole tensors in host memory, on rank 0 alone; all ranks of a sharded model must
-    call it.
-    """
-    described, tensors = optimizer_state(optimizer)
-    parameters = _parameters(optimizer)
-    if not any(hasattr(parameter, "sharded") for parameter in parameters):
-        return described, {name: _on_host(tensor) for name, tensor in tensors.items()}
-    # Of weights with few rows the last ranks hold none, and no state.
-    described, made = ranks.main_does(
-        lambda: (described, {name: (held.dtype, held.shape[1:]) for name, held in tensors.items()})
-    )
-    found = {}
-    for name, (dtype, row) in made.items():
-        number, _, key = name.partition(".")
-        parameter = parameters[int(number)]
-        held = tensors.get(name, torch.empty(0, *row, dtype=dtype, device=parameter.device))
-        slices = _slices(parameter, key)
-        whole = slices.whole(held) if slices else held
-        if ranks.is_main():
-            found[name] = _on_host(whole)
-    return described, found
-
-
-def _slices(parameter: Any, key: str) -> Slices | None:
-    """How a state of an optimizer is cut; None for one that all ranks have in common."""
-    weight = getattr(parameter, "sharded", None)
-    if weight is None or key.startswith(("step", "qmap")):
-        return None
-    slices = sharding.slices_of(weight)
-    return slices.by_block(weight.numel(), BLOCK) if slices and key.startswith("absmax") else slices
-
-
-def _cut(parameter: Any, key: str, whole: torch.Tensor) -> torch.Tensor:
-    slices = _slices(parameter, key)
-    return slices.mine(whole) if slices else whole
-
-
-def restore_optimizer(
-    optimizer: Any, described: dict[str, Any], tensors: dict[str, torch.Tensor], shared: zero.Zero | None = None
-) -> None:
-    """Restore what `whole_optimizer_state` returned, with each tensor's dtype, device and paging.
-
-    `shared` is the engine that steps it.
-    """
-    parameters, groups = shared.weights if shared else _parameters(optimizer), described["groups"]
-    if (len(groups), len(described["weights"])) != (len(optimizer.param_groups), len(parameters)):
+def restore_optimizer(engine: Engine, described: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Restore what `Engine.optimizer_state` returned. Raises ValueError if it does not fit."""
+    own, groups = engine.optimizer.param_groups, described["groups"]
+    if (len(groups), len(described["weights"])) != (len(own), len(engine.weights)):
         raise ValueError("different parameter groups")
-    states = [
-        {
-            key: _cut(parameter, key, tensors[value["tensor"]]) if isinstance(value, dict) else value
-            for key, value in values.items()
-        }
-        if parameter.numel() or shared
-        else {}
-        for parameter, values in zip(parameters, described["weights"], strict=True)
-    ]
-    if shared:
-        shared.restore_optimizer(states)
-    elif isinstance(optimizer, Optimizer8bit):
-        _restore_bitsandbytes(optimizer, states)
-    else:
-        _restore_torch(optimizer, states)
-    for group, stored in zip(optimizer.param_groups, groups, strict=True):
-        _refuse_other_kind("groups", stored, {key: value for key, value in group.items() if key != "params"})
+    engine.restore_optimizer(
+        [
+            {key: tensors[value["tensor"]] if isinstance(value, dict) else value for key, value in values.items()}
+            for values in described["weights"]
+        ]
+    )
+    for group, settings, stored in zip(own, optimizer_states.groups(engine.optimizer), groups, strict=True):
+        _refuse_other_kind("groups", stored, settings)
         group.update({key: tuple(value) if isinstance(value, list) else value for key, value in stored.items()})
-
-
-def _restore_bitsandbytes(optimizer: Optimizer8bit, states: list[dict[str, Any]]) -> None:
-    """Create bitsandbytes' own buffers and fill them: its `load_state_dict` would move paged states to GPU memory."""
-    stored = iter(states)
-    for group_number, group in enumerate(optimizer.param_groups):
-        for number, weight in enumerate(group["params"]):
-            if not (values := next(stored)):
-                continue
-            optimizer.init_state(group, weight, group_number, number)
-            made = optimizer.state[weight]
-            _refuse_other_names(OPTIMIZER_FILE, values, made)
-            for key, value in values.items():
-                if isinstance(value, torch.Tensor):
-                    _copy(value, made[key], f"{OPTIMIZER_FILE}: `{key}`")
-                else:
-                    _refuse_other_kind(key, value, made[key])
-                    made[key] = value
-
-
-def _restore_torch(optimizer: torch.optim.Optimizer, states: list[dict[str, Any]]) -> None:
-    """torch restores devices, but casts states to their weight's dtype, so the original dtype is restored after it."""
-    groups = optimizer.state_dict()["param_groups"]
-    held = {number: values for number, values in enumerate(states) if values}
-    optimizer.load_state_dict({"state": held, "param_groups": groups})
-    for weight, values in zip(_parameters(optimizer), states, strict=True):
-        made = optimizer.state[weight] if values else {}
-        for key, value in values.items():
-            if isinstance(value, torch.Tensor) and made[key].dtype != value.dtype:
-                made[key] = value.to(made[key].device)
-
-
-def _parameters(optimizer: Any) -> list[torch.nn.Parameter]:
-    return [weight for group in optimizer.param_groups for weight in group["params"]]
 
 
 # -- all of it -------------------------------------------------------------------------------------------------------
@@ -257,19 +147,19 @@ def snapshot(
 ) -> Contents:
     """A copy of the training state in host memory; training can continue at once.
 
-    All ranks of a sharded model must call it; only rank 0's has the tensors.
+    All ranks must call it if each holds parts of the model; only rank 0's has the tensors.
     """
-    model = step.model
+    engine, model = step.engine, step.model
     if step.device.type == "cuda":
-        torch.cuda.synchronize(
-            step.device
-        )  # paged states are read as host memory, bypassing the stream of their update
-    optimizer, optimizer_tensors = step.zero.optimizer_state() if step.zero else whole_optimizer_state(step.optimizer)
+        # Paged states are read as host memory, bypassing the stream of their update.
+        torch.cuda.synchronize(step.device)
+    optimizer, optimizer_tensors = engine.optimizer_state()
+    weights = _copied_by_main(engine, trained_weights(model))
     values = {
         STATE_FILE: {
             "optimizer": optimizer,
             "schedule": schedule.state_dict(),
-            "scaler": step.scaler.state_dict() if step.scaler else None,
+            "scaler": engine.scaler.state_dict() if engine.scaler else None,
             "random": random_states,
         },
         PROGRESS_FILE: progress.as_json(),
@@ -278,14 +168,10 @@ def snapshot(
         values["adapter_config.json"] = _adapter_config(plain_peft.settings(model))
     return Contents(
         step=progress.step,
-        tensors={_weights_file(model): _held_by_main(trained_weights(model)), OPTIMIZER_FILE: optimizer_tensors},
+        tensors={_weights_file(model): weights, OPTIMIZER_FILE: optimizer_tensors},
         values=json.loads(json.dumps(values)),  # also a copy
         provenance=provenance,
     )
-
-
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def _adapter_config(config: Any) -> dict[str, Any]:
@@ -299,14 +185,14 @@ def restore(step: Step, schedule: Any, folder: Path) -> None:
     state = records.read(folder / STATE_FILE, records.CHECKPOINT_STATE)
     tensors = checkpoint.read_tensors(folder, OPTIMIZER_FILE)
     try:
-        restore_optimizer(step.optimizer, {**state["optimizer"]}, tensors, step.zero)
+        restore_optimizer(step.engine, {**state["optimizer"]}, tensors)
         # The state of the schedule's functions is not restored: earlier versions had other functions.
         stored = {key: value for key, value in state["schedule"].items() if key != "lr_lambdas"}
         _refuse_other_kind("schedule", stored, schedule.state_dict())
         _restore_schedule(schedule, stored)
-        if state["scaler"] and step.scaler:
-            _refuse_other_kind("scaler", state["scaler"], step.scaler.state_dict())
-            step.scaler.load_state_dict(state["scaler"])
+        if state["scaler"] and (scaler := step.engine.scaler):
+            _refuse_other_kind("scaler", state["scaler"], scaler.state_dict())
+            scaler.load_state_dict(state["scaler"])
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RuntimeError) as error:
         raise ArtifactError(f"{folder}: its state does not fit this job ({error}); use --fresh to start over") from None
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from finetune.config import Config, DistributedSection, contradictions
 
@@ -11,80 +12,151 @@ if TYPE_CHECKING:
     import torch
     from torch import distributed as dist
 
-    from finetune.model.distributed.sharding import Sharding
+    from finetune.model.distributed.engine import Engine
+    from finetune.model.distributed.placement import Placement
+
+
+@dataclass(frozen=True)
+class Given:
+    """What an engine is made from: a model and its optimizer on this rank, and how they are to be shared."""
+
+    model: Any
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler | None
+    section: DistributedSection
+    max_grad_norm: float
+    device: torch.device
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """One strategy. `sharded`: ranks hold slices of the weights (`distributed.sharding`), not copies of the model.
+    """One strategy. `engine` makes the engine of a step (`model.distributed.engine`).
 
-    `deepspeed`: DeepSpeed's engine shares the model (`distributed.zero`).
-    `ignores`: keys of the section that do not apply to it, and that a config must not set.
+    `updates`: the smallest part of the model that a rank's optimizer must be able to update without the rest. `place`
+    says how a model is divided from its loading on; without it each rank loads all of the model. `alone`: a single
+    process uses it too. `check` raises MachineError for what this machine lacks. `ignores`: keys of the section that do
+    not apply to it, and that a config must not set.
     """
 
     help: str
-    sharded: bool = False
-    deepspeed: bool = False
+    engine: Callable[[Given], Engine]
+    updates: Literal["weight", "row", "number"] = "weight"
+    place: Callable[[DistributedSection, torch.device, dist.ProcessGroup | None], Placement] | None = None
+    alone: bool = False
+    check: Callable[[DistributedSection, torch.device], None] = lambda section, device: None
     ignores: tuple[str, ...] = ()
 
 
-_OF_SHARDS = ("stage", "offload", "nvme_path")
+def _replicas(given: Given) -> Engine:
+    from finetune.model.distributed.replicas import Replicas
+
+    return Replicas(given.model, given.optimizer, given.scaler, repeatable=given.section.context == 1)
+
+
+def _sharded(given: Given) -> Engine:
+    from finetune.model.distributed.sharding import Sharded
+    from finetune.runtime import ranks
+    from finetune.training.optimizers import STATES
+
+    return Sharded(given.model, given.optimizer, STATES, ranks.world_size())
+
+
+def _sharding(section: DistributedSection, device: torch.device, group: dist.ProcessGroup | None) -> Placement:
+    from finetune.model.distributed.sharding import Sharding
+
+    return Sharding.over_ranks(device, group, keep_whole=section.stage == "gradients", offload=section.offload == "cpu")
+
+
+def _deepspeed(given: Given) -> Engine:
+    from finetune.model.distributed.zero import Zero
+
+    return Zero(given.model, given.optimizer, given.section, given.max_grad_norm, given.device)
+
+
+def _check_deepspeed(section: DistributedSection, device: torch.device) -> None:
+    from finetune.model.distributed import zero
+
+    zero.check(section, device)
+
+
+_OF_PARTS = ("stage", "offload", "nvme_path")
 
 STRATEGIES: dict[str, Strategy] = {
     "auto": Strategy(
         "the first of these that the forecast says fits: `ddp`, `fsdp` with `stage: gradients`, with `stage: weights`; "
         "`ddp` without a forecast",
-        ignores=_OF_SHARDS,
+        _replicas,
+        ignores=_OF_PARTS,
     ),
     "ddp": Strategy(
         "a copy of the model on each rank, whose gradients are averaged in the last backward pass of a step",
-        ignores=_OF_SHARDS,
+        _replicas,
+        ignores=_OF_PARTS,
     ),
     "fsdp": Strategy(
         "slices of all weights, quantized ones included, of gradients and of optimizer states; layers are gathered one "
         "by one (PyTorch's FSDP2)",
-        sharded=True,
+        _sharded,
+        updates="row",
+        place=_sharding,
     ),
     "deepspeed": Strategy(
         "optimizer states, and by `stage` gradients and weights, in slices (DeepSpeed's ZeRO 1 to 3; also a single "
         "process, for `offload`); needs the package deepspeed",
-        deepspeed=True,
+        _deepspeed,
+        updates="number",
+        alone=True,
+        check=_check_deepspeed,
     ),
 }
 
 
 def least_first(config: Config) -> list[dict[str, str]]:
-    """The ways in which several ranks can share this job's model, as changes of its config: from copies to slices."""
+    """The ways in which several ranks can share this job's model, as changes of its config: from copies to shards."""
     from finetune.training.optimizers import OPTIMIZERS
 
     ways = [{"distributed.kind": "ddp"}]
-    slices = [{"distributed.kind": "fsdp", "distributed.stage": stage} for stage in ("gradients", "weights")]
-    if OPTIMIZERS[config.optimizer.kind].sharded and not contradictions(config.changed(slices[0])):
-        ways += slices
+    in_parts = [{"distributed.kind": "fsdp", "distributed.stage": stage} for stage in ("gradients", "weights")]
+    if OPTIMIZERS[config.optimizer.kind].can_update("row") and not contradictions(config.changed(in_parts[0])):
+        ways += in_parts
     return ways
 
 
-def is_sharded(section: DistributedSection, world_size: int | None = None) -> bool:
-    """Whether so many ranks, by default those of this run, hold slices of the model."""
+def applies(section: DistributedSection, world_size: int) -> bool:
+    """Whether the model of so many ranks is shared, or is in the engine of a strategy for a single process."""
+    return world_size > 1 or STRATEGIES[section.kind].alone
+
+
+def loads_parts(section: DistributedSection, world_size: int) -> bool:
+    """Whether each of so many ranks loads a part of the weights."""
+    return STRATEGIES[section.kind].place is not None and world_size > 1
+
+
+def holds_parts(section: DistributedSection, world_size: int) -> bool:
+    """Whether none of so many ranks can compute or save alone, as it holds a part of the weights or of the states."""
+    return STRATEGIES[section.kind].updates != "weight" and applies(section, world_size)
+
+
+def placement(
+    section: DistributedSection, device: torch.device, group: dist.ProcessGroup | None = None
+) -> Placement | None:
+    """How a model is divided among the ranks of `group`, by default those of this run, which must be connected.
+
+    None if each loads all of it.
+    """
     from finetune.runtime import ranks
 
-    return STRATEGIES[section.kind].sharded and (world_size or ranks.world_size()) > 1
-
-
-def cannot_run_alone(section: DistributedSection) -> bool:
-    """Whether a rank of this run cannot compute with the model by itself."""
-    return STRATEGIES[section.kind].deepspeed or is_sharded(section)
-
-
-def sharding(
-    section: DistributedSection, device: torch.device, group: dist.ProcessGroup | None = None
-) -> Sharding | None:
-    """How a model is sharded over the ranks of `group`, by default those of this run, which must be connected.
-
-    None if each holds all of it.
-    """
-    if not is_sharded(section, group.size() if group else None):
+    place = STRATEGIES[section.kind].place
+    if place is None or (group.size() if group else ranks.world_size()) == 1:
         return None
-    from finetune.model.distributed.sharding import Sharding
+    return place(section, device, group)
 
-    return Sharding.over_ranks(device, group, keep_whole=section.stage == "gradients", offload=section.offload == "cpu")
+
+def engine(given: Given) -> Engine:
+    """The engine of this rank, or of a single process."""
+    from finetune.model.distributed.engine import OneProcess
+    from finetune.runtime import ranks
+
+    if applies(given.section, ranks.world_size()):
+        return STRATEGIES[given.section.kind].engine(given)
+    return OneProcess(given.model, given.optimizer, given.scaler)

@@ -90,7 +90,7 @@ class Uses(ast.NodeVisitor):
         if isinstance(node, ast.Attribute) and _is_self(node.value):
             return self._members[-1].get(node.attr)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("fitted", "job"):
-            return Config if node.attr == "config" else None  # of forecast.fit.Fitted and training.run.Job
+            return Config if node.attr == "config" else None  # of forecast.fit.Fitted and training.job.TrainingJob
         if isinstance(node, ast.Attribute):
             return SECTIONS.get(node.attr) if self._kind(node.value) is Config else None
         if isinstance(node, ast.IfExp):

@@ -8,7 +8,6 @@ matches.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
@@ -29,11 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "configs" / "tiny_cpu.yaml"
 IMPATIENT = "FINETUNE_TESTS_IMPATIENT"
 """In the environment of a rank: it waits some seconds for a rank that is silent, not half a minute."""
-AGAIN = "FINETUNE_TESTS_AGAIN"
-"""In the environment of a rank: it may start again, as a fork that has the libraries; without its fault."""
 ROOM = "FINETUNE_TESTS_ROOM"
 """In the environment of a rank, a number: of more positions than this it runs out of memory, in each start."""
-_STARTS_AGAIN = 99
 
 
 @dataclass(frozen=True)
@@ -243,8 +239,6 @@ def _child(
     import torch
 
     code = 70
-    if AGAIN in environment:
-        arguments, fault = _starts(arguments, fault, Path(log).with_suffix(".again"))
     os.environ |= environment
     if IMPATIENT in environment:
         from finetune.runtime import rank_watch
@@ -274,30 +268,6 @@ def _child(
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
-
-
-def _starts(arguments: list[str], fault: dict[str, Any] | None, again: Path) -> tuple[list[str], dict[str, Any] | None]:
-    """Fork, also each time that the process wants to be replaced by its command line, and end as the last one ends.
-
-    Returns, in each fork, its arguments and its fault.
-    """
-    while pid := os.fork():
-        _, status = os.waitpid(pid, 0)
-        code = os.waitstatus_to_exitcode(status)
-        if code != _STARTS_AGAIN:
-            if code < 0:
-                os.kill(os.getpid(), -code)
-            os._exit(code)
-        arguments, fault = json.loads(again.read_text()), None
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: who kills the first process means this one
-
-    def replaced(path: str, command: list[str], environment: dict[str, str]) -> None:
-        again.write_text(json.dumps(command[command.index("finetune") + 1 :]))
-        os._exit(_STARTS_AGAIN)
-
-    os.execve = replaced
-    sys.orig_argv = [sys.executable, "-m", "finetune", *arguments]
-    return arguments, fault
 
 
 def leave_room(positions: int) -> None:

@@ -26,6 +26,8 @@ import finetune
 from finetune.config import OptimizerSection
 from finetune.errors import ArtifactError, ConfigError, DataError
 from finetune.lifecycle import provenance, resume
+from finetune.model.distributed import optimizer_states
+from finetune.model.distributed.engine import OneProcess
 from finetune.runtime.randomness import RandomState
 from finetune.storage import checkpoint
 from finetune.storage.files import write_lines
@@ -494,7 +496,7 @@ def test_sigterm_in_the_evaluation_that_ends_a_run_early_adds_no_step(job, tmp_p
     ("moment", "before_training"),
     [
         pytest.param("finetune.training.progress:Progress.gains", 0, id="before it is counted"),
-        pytest.param("finetune.training.recorder:Recorder.evaluated", 1, id="before it is written"),
+        pytest.param("finetune.training.recorder:MetricsRecorder.evaluated", 1, id="before it is written"),
         pytest.param("finetune.report.terminal:Terminal.evaluated", 1, id="after it was written"),
     ],
 )
@@ -712,12 +714,12 @@ def test_an_optimizers_state_comes_back_bit_for_bit(kind: str, dtype: torch.dtyp
     model, optimizer = made()
     for seed in range(3):
         step(model, optimizer, seed)
-    described, tensors = state.optimizer_state(optimizer)
+    described, tensors = optimizer_states.read(optimizer)
     described, tensors = json.loads(json.dumps(described)), {key: tensor.clone() for key, tensor in tensors.items()}
     other, again = made()
     other.load_state_dict(model.state_dict())
-    state.restore_optimizer(again, described, tensors)
-    redescribed, retensors = state.optimizer_state(again)
+    state.restore_optimizer(OneProcess(None, again), described, tensors)
+    redescribed, retensors = optimizer_states.read(again)
     assert json.loads(json.dumps(redescribed)) == described
     assert all(torch.equal(retensors[key], tensor) and retensors[key].dtype == tensor.dtype
                for key, tensor in tensors.items())  # fmt: skip
@@ -737,8 +739,8 @@ def test_a_state_of_another_job_is_refused(tmp_path: Path) -> None:
         return optimizer
 
     small, large = stepped(48), stepped(64)
-    with pytest.raises(ArtifactError, match="state1"):
-        state.restore_optimizer(large, *state.optimizer_state(small))
+    with pytest.raises(ValueError, match="state1"):
+        state.restore_optimizer(OneProcess(None, large), *optimizer_states.read(small))
 
 
 def test_random_generators_come_back(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_slices_of_a_tensor_that_ranks_cannot_share_evenly_end_in_zeros(monkeypa
     monkeypatch.setattr(zero.ranks, "world_size", lambda: 3)
     for rank in range(3):
         monkeypatch.setattr(zero.ranks, "rank", lambda rank=rank: rank)
-        slices.append(zero.slice_of(whole, 3).tolist())
+        slices.append(zero.partition_of(whole, 3).tolist())
     assert slices == [[1, 2, 3], [4, 5, 6], [7, 8, 0]]
 
 

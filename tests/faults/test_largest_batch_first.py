@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import finetune
 from finetune.config import OptimizerSection
 from finetune.data.batching import MicroBatching, Sizes, worst_batches
 from finetune.errors import DataError
+from finetune.model.distributed.engine import OneProcess
 from finetune.storage.rundir import RunDirectory
 from finetune.training import largest_batch, optimizers, run
 from finetune.training.collator import Inputs
@@ -98,7 +100,7 @@ def test_the_largest_packed_micro_batch_comes_first_to_the_last_token(quick, mon
 def as_it_stands(loop: Loop) -> dict[str, bytes]:
     """Every trained weight and optimizer state, bit by bit."""
     found = {name: weight.detach() for name, weight in loop.step.model.named_parameters() if weight.requires_grad}
-    for number, values in enumerate(loop.step.optimizer.state.values()):
+    for number, values in enumerate(loop.step.engine.optimizer.state.values()):
         found |= {f"{number}.{name}": torch.as_tensor(value) for name, value in values.items() if value is not None}
     return {name: value.cpu().contiguous().numpy().tobytes() for name, value in found.items()}
 
@@ -112,7 +114,8 @@ def test_every_optimizer_is_left_as_it_stands(quick) -> None:
         largest_batch.warm_up(loop.step, loop.steps, loop.retry, loop.evaluation)
 
     for kind in {optimizers.choose(OptimizerSection(kind=kind), "cpu")[0] for kind in optimizers.OPTIMIZERS}:
-        loop.step.optimizer = optimizers.make(kind, OptimizerSection(weight_decay=0.1), rate, loop.step.model)
+        optimizer = optimizers.make(kind, OptimizerSection(weight_decay=0.1), rate, loop.step.model)
+        loop.step = replace(loop.step, engine=OneProcess(loop.step.model, optimizer))
         before = as_it_stands(loop)
         warm_up()
         after = as_it_stands(loop)
@@ -124,7 +127,7 @@ def test_every_optimizer_is_left_as_it_stands(quick) -> None:
         before = as_it_stands(loop)
         warm_up()
         assert as_it_stands(loop) == before, kind
-        assert {group["lr"] for group in loop.step.optimizer.param_groups} == {rate}
+        assert {group["lr"] for group in loop.step.engine.optimizer.param_groups} == {rate}
         assert all(weight.grad is None for weight in trained)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,11 +10,12 @@ from steps import micro_batches, ready, spoil_losses
 
 import finetune
 from finetune.errors import NumbersError
+from finetune.model.distributed.engine import Engine, OneProcess
 from finetune.storage.rundir import RunDirectory
-from finetune.training import run as training
+from finetune.training import strategies
 from finetune.training.guards import Skips
-from finetune.training.loop import Loop
 from finetune.training.step import Step
+from finetune.training.strategies import Given
 
 FEW = ["data.eval=none", "training.eval_every=null", "optimizer.kind=adamw_torch_fused"]
 
@@ -26,19 +27,17 @@ def scaled(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     The fused optimizer is the one to which torch's scaler leaves it to skip the update.
     """
     scales: list[float] = []
-    make, rescale = training._loop, Step.rescale
+    make, rescale = strategies.engine, Step.rescale
 
-    def with_scaler(*args: Any) -> Loop:
-        loop = make(*args)
-        loop.step.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        return loop
+    def with_scaler(given: Given) -> Engine:
+        return make(replace(given, scaler=torch.amp.GradScaler("cpu", init_scale=4.0)))
 
     def recorded(self: Step) -> None:
         rescale(self)
-        assert self.scaler is not None
-        scales.append(self.scaler.get_scale())
+        assert self.engine.scaler is not None
+        scales.append(self.engine.scaler.get_scale())
 
-    monkeypatch.setattr(training, "_loop", with_scaler)
+    monkeypatch.setattr(strategies, "engine", with_scaler)
     monkeypatch.setattr(Step, "rescale", recorded)
     return scales
 
@@ -59,8 +58,8 @@ def test_the_scaler_backs_off_and_a_nan_is_never_shown_as_0(quick, scaled, monke
 def test_an_update_under_loss_scaling_is_that_of_the_gradients_without(quick) -> None:
     def updated(scaler: torch.amp.GradScaler | None) -> dict[str, torch.Tensor]:
         loop = ready(quick(*FEW, "training.max_steps=5", run=f"scaled-{scaler is not None}"))
-        loop.step.scaler = scaler
-        for group in loop.step.optimizer.param_groups:
+        loop.step = replace(loop.step, engine=OneProcess(loop.step.model, loop.step.engine.optimizer, scaler))
+        for group in loop.step.engine.optimizer.param_groups:
             group["lr"] = 1e-3
         inputs = micro_batches(loop, [0, 1], 2)
         before = {name: weight.detach().clone() for name, weight in loop.step.model.named_parameters()}

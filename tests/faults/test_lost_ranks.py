@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import shutil
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 import torch
@@ -292,62 +289,17 @@ def test_a_silence_of_rank_0_is_found_by_the_others(
     assert "has been silent" in lost.why
 
 
-def start_again_in_threads(watches: dict[int, rank_watch.Watch], record: Callable[..., None]) -> list[int]:
-    """Let the ranks start again; the list has those that have, in order."""
-    again: list[int] = []
-
-    def execute(rank: int) -> NoReturn:
-        again.append(rank)
-        for peer in watches[rank]._peers.values():
-            peer._connection.close()  # as the system does
-        sys.exit()
-
-    for rank, watch in watches.items():
-        watch.record, watch.again = record, functools.partial(execute, rank)
-    return again
-
-
-def test_ranks_start_again_once_all_know_why_and_it_is_recorded_rank_0_first(
-    watches: dict[int, rank_watch.Watch], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(threading, "excepthook", lambda error: None)  # of threads that a new start ends
-    recorded: list[dict] = []
-    again = start_again_in_threads(watches, lambda failure: (time.sleep(0.2), recorded.append(failure)))  # type: ignore[func-returns-value]
-    for rank in (1, 2):  # both have failed; one is enough
-        threading.Thread(target=watches[rank].start_again, args=({"rank": rank},), daemon=True).start()
-    until = time.monotonic() + 5
-    while len(again) < 3 and time.monotonic() < until:
-        assert len(recorded) >= bool(again)
-        time.sleep(0.01)
-    assert again[0] == 0
-    assert set(again) == {0, 1, 2}
-    assert len(recorded) == 1
-    for watch in watches.values():
-        watch._answered.set()
-
-
-def test_no_rank_starts_again_without_a_record(watches: dict[int, rank_watch.Watch]) -> None:
-    def full(failure: dict) -> None:
-        raise MachineError("the disk is full")
-
-    again = start_again_in_threads(watches, full)
-    for rank in (0, 2):
-        with pytest.raises(MachineError, match="the disk is full"):
-            watches[rank].start_again({"rank": rank})
-    assert again == []
-
-
-def test_a_rank_that_must_not_start_again_ends_with_the_record(watches: dict[int, rank_watch.Watch]) -> None:
-    """As a script that calls `finetune.train` must not be run from its top again."""
-    recorded: list[dict] = []
-    watches[0].record = recorded.append
-    watches[1].start_again({"rank": 1})
-    assert recorded == [{"rank": 1}]
-
-
 def test_out_of_memory_of_one_rank_is_the_exit_code_of_all() -> None:
     assert rank_watch.Lost(1, "ended: out of memory", out_of_memory=True).error().exit_code == 6
     assert rank_watch.Lost(1, "was killed").error().exit_code == 4
+
+
+def test_all_ranks_say_what_the_same_command_does_after_one_ran_out_of_memory() -> None:
+    lost = rank_watch.Lost(
+        1, "ended: out of memory", out_of_memory=True, next_start="Start the same again: it goes on."
+    )
+    assert "untouched: Start the same again" in str(lost.error())
+    assert "fix the cause and run the same command again" in str(rank_watch.Lost(1, "was killed").error())
 
 
 def test_a_stranger_without_the_token_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def states(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, torch.Tensor]]:
 
     def act(loop: Loop) -> None:
         tensors = {name: weight for name, weight in loop.step.model.named_parameters() if weight.requires_grad}
-        for number, values in enumerate(loop.step.optimizer.state.values()):
+        for number, values in enumerate(loop.step.engine.optimizer.state.values()):
             tensors |= {f"{number}.{name}": torch.as_tensor(value) for name, value in values.items()}
         found.append({name: tensor.detach().clone() for name, tensor in tensors.items()})
 

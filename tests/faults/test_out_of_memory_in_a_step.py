@@ -18,6 +18,7 @@ from steps import assert_gradients_close, before_each_step, gradients, micro_bat
 import finetune
 from finetune.config import Config
 from finetune.errors import MachineError, OutOfMemoryError
+from finetune.measure.out_of_memory import StepOutOfMemoryError
 from finetune.runtime import libraries
 from finetune.settings import load_config
 from finetune.storage.rundir import RunDirectory, checkpoint_step
@@ -163,7 +164,7 @@ def test_nothing_is_left_of_the_step_when_a_row_is_given_up(with_dropout: Loop, 
             raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
         return loss
 
-    monkeypatch.setattr(with_dropout.retry, "give_up", look)
+    monkeypatch.setattr(with_dropout.retry.report, "give_up", look)
     monkeypatch.setattr(Step, "micro_step", second_fails)
     with pytest.raises(torch.OutOfMemoryError):
         gradients(with_dropout, inputs)
@@ -177,14 +178,33 @@ def test_a_step_computes_with_dropout_whatever_was_done_before(with_dropout: Loo
     with_dropout.step.model.zero_grad()
 
 
-def test_of_ranks_that_cannot_catch_up_none_repeats_a_step(plain: Loop, monkeypatch) -> None:
-    """The others wait for it in the pass that failed."""
+def test_a_step_in_which_other_ranks_wait_ends_the_run_and_records_a_smaller_micro_batch(
+    plain: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain.retry.limit = Limit()
     inputs = micro_batches(plain, ROWS, 8)
-    monkeypatch.setattr(plain.step, "world_size", 2)
-    with out_of_memory(plain, "forward", 1) as refused, pytest.raises(torch.OutOfMemoryError):
+    monkeypatch.setattr(plain.step.engine, "repeatable", False)
+    with out_of_memory(plain, "forward", 1) as refused, pytest.raises(StepOutOfMemoryError) as ended:
         gradients(plain, inputs)
     assert len(refused) == 1
+    event = plain.recorder.run.events()[-1]
+    assert (event["event"], event["rows"], event["lowered"]) == ("micro_batch_lowered", 8, {"training.micro_batch": 4})
+    assert ended.value.next_start == "Start the same again: it goes on with `training.micro_batch: 4`."
+
+
+def test_a_disk_that_takes_no_such_record_is_named(plain: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it the same command would run out of memory in the same place."""
+
+    def full(run: RunDirectory, name: str, **fields: object) -> NoReturn:
+        raise MachineError("events.jsonl cannot be written: no space left")
+
+    plain.retry.limit = Limit()
+    inputs = micro_batches(plain, ROWS, 8)
+    monkeypatch.setattr(plain.step.engine, "repeatable", False)
+    monkeypatch.setattr(RunDirectory, "event", full)
+    with out_of_memory(plain, "forward", 1), pytest.raises(torch.OutOfMemoryError) as ended:
+        gradients(plain, inputs)
+    assert "cannot go on with smaller micro-batches: events.jsonl" in ended.value.__notes__[-1]
 
 
 def test_memory_that_runs_out_before_a_pass_is_not_tried_again(plain: Loop, monkeypatch) -> None:
@@ -236,7 +256,7 @@ def updated(loop: Loop) -> dict[str, torch.Tensor]:
     for weight in trained.values():
         weight.grad = torch.randn(weight.shape, generator=generator)
     loop.step.clip()
-    for group in loop.step.optimizer.param_groups:
+    for group in loop.step.engine.optimizer.param_groups:
         group["lr"] = 1e-3
     try:
         loop.retry.update(loop.step)
@@ -252,7 +272,7 @@ def test_an_update_that_changed_nothing_is_done_again(make: Callable[..., Loop],
     """PyTorch makes the states of all weights before it changes the first; one that is half made must not stay."""
     loop = make("optimizer.kind=adamw_torch_fused")
     expected = updated(loop)
-    loop.step.optimizer.state.clear()
+    loop.step.engine.optimizer.state.clear()
     zeros_like, made = torch.zeros_like, []
 
     def exhausted(*args, **kwargs) -> torch.Tensor:
@@ -287,7 +307,7 @@ def test_an_update_that_fails_otherwise_is_not_done_again(make: Callable[..., Lo
 
 def test_an_update_that_changed_some_weights_is_not_done_again(make: Callable[..., Loop], monkeypatch) -> None:
     loop = make("optimizer.kind=adamw_8bit")
-    update, calls = loop.step.optimizer.update_step, []
+    update, calls = loop.step.engine.optimizer.update_step, []
 
     def exhausted(*args) -> None:
         calls.append(args)
@@ -295,7 +315,7 @@ def test_an_update_that_changed_some_weights_is_not_done_again(make: Callable[..
             raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
         update(*args)
 
-    monkeypatch.setattr(loop.step.optimizer, "update_step", exhausted)
+    monkeypatch.setattr(loop.step.engine.optimizer, "update_step", exhausted)
     with pytest.raises(torch.OutOfMemoryError) as stopped:
         updated(loop)
     assert len(calls) == 3

@@ -95,7 +95,7 @@ def test_two_ranks_that_run_out_of_memory_in_one_step_lower_the_limit_once_for_a
 
 def test_a_row_that_does_not_fit_one_rank_ends_all_with_the_steps_before_it_saved(job: Make) -> None:
     together = job("training.micro_batch=1", "output.save_every=null")
-    fault = Fault(MLP, "backward", LAYERS + 2, "memory", after="finetune.training.recorder:Recorder.stepped")
+    fault = Fault(MLP, "backward", LAYERS + 2, "memory", after="finetune.training.recorder:MetricsRecorder.stepped")
     first, second = together.go(2, {1: fault})
     assert (first.code, second.code) == (6, 6), first.output + second.output
     assert "alone in its micro-batch, on rank 1" in said(first)
@@ -109,7 +109,7 @@ def test_a_row_that_does_not_fit_one_rank_ends_all_with_the_steps_before_it_save
 def test_a_save_that_does_not_fit_either_is_told_by_all_beside_the_row(job: Make) -> None:
     """The rank that copies the weights, alone, runs out of memory again."""
     together = job("training.micro_batch=1", "output.save_every=null")
-    stepped = "finetune.training.recorder:Recorder.stepped"
+    stepped = "finetune.training.recorder:MetricsRecorder.stepped"
     row = Fault(MLP, "backward", LAYERS + 2, "memory", after=stepped)
     copy = Fault("finetune.training.checkpoints:snapshot", "", 1, "memory")
     first, second = together.go(2, {0: copy, 1: row})

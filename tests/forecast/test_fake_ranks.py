@@ -27,6 +27,7 @@ from finetune.forecast.replay import Forecast
 from finetune.forecast.trace import Trace
 from finetune.model import build
 from finetune.model.distributed import sharding
+from finetune.model.distributed.placement import Placement
 from finetune.model.distributed.sharding import Sharding
 from finetune.model.recompute import checkpointing
 from finetune.training import strategies
@@ -60,17 +61,19 @@ def test_extrapolated_layers_take_what_traced_ones_take(changes: dict[str, Any])
     assert len(shortened.blocks) == len(traced.blocks)
 
 
-def sharded(config: Config, architecture: Any, shards: Sharding | None) -> Any:
+def sharded(config: Config, architecture: Any, shards: Placement | None) -> Any:
     """The model that is trained."""
     base = build.blueprint(config, architecture, "sdpa").load(torch.device("cpu"), shards)
-    return build.trainable(base, config.model, config.adapter, config.memory, seed=0, device_type="cpu", shards=shards)
+    return build.trainable(
+        base, config.model, config.adapter, config.memory, seed=0, device_type="cpu", placement=shards
+    )
 
 
 @pytest.mark.parametrize("kind", ["nf4", "none"])
 def test_a_rank_holds_the_slices_that_the_real_model_has(kind: str) -> None:
     config, architecture = job(quantization__kind=kind), tiny_models.architecture(layers=2)
     found = tiny_models.trace(config, architecture, world_size=4)
-    with fake_ranks.sharding(config.distributed, 4) as shards:
+    with fake_ranks.placing(config.distributed, 4) as shards:
         model = sharded(config, architecture, shards)
         storages = {
             storage._cdata: storage.nbytes()
@@ -90,7 +93,7 @@ def test_a_rank_sends_all_but_its_slice_of_what_is_gathered_and_of_the_gradients
     """Each unit once in the forward pass, layers once more in the backward pass."""
     config, architecture = job(quantization__kind="none"), tiny_models.architecture(layers=2)
     found = tiny_models.trace(config, architecture, world_size=4)
-    with fake_ranks.sharding(config.distributed, 4) as shards:
+    with fake_ranks.placing(config.distributed, 4) as shards:
         model = sharded(config, architecture, shards)
     weights = sum(weight.nbytes for weight in model.parameters())
     layers = sum(weight.nbytes for layer in checkpointing.layers(model) for weight in layer.parameters())

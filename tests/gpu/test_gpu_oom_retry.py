@@ -69,7 +69,7 @@ def test_the_worst_first_puts_everything_back(configure: Configure, device: torc
 
     def state() -> dict[str, torch.Tensor]:
         found = {name: weight.detach() for name, weight in loop.step.model.named_parameters()}
-        for number, values in enumerate(loop.step.optimizer.state.values()):
+        for number, values in enumerate(loop.step.engine.optimizer.state.values()):
             found |= {f"{number}.{name}": torch.as_tensor(value) for name, value in values.items()}
         return {name: value.cpu().clone() for name, value in found.items()}
 

@@ -16,6 +16,8 @@ from finetune.data.batching import MicroBatching
 from finetune.model.adapters import adapter
 from finetune.model.attention import backends, packing
 from finetune.model.base import load_architecture, load_base
+from finetune.model.distributed import optimizer_states
+from finetune.model.distributed.engine import OneProcess
 from finetune.model.probes import packed_rows
 from finetune.model.recompute import checkpointing
 from finetune.model.skeleton import random_base
@@ -291,11 +293,11 @@ def test_a_paged_state_comes_back_bit_for_bit_and_paged(device: torch.device) ->
 
     weight, optimizer = made()
     step(weight, optimizer)
-    described, live = state.optimizer_state(optimizer)
+    described, live = optimizer_states.read(optimizer)
     stored = {key: tensor.to("cpu", copy=True) for key, tensor in live.items()}
     other, again = made()
     other.data.copy_(weight.data)
-    state.restore_optimizer(again, described, stored)
+    state.restore_optimizer(OneProcess(None, again), described, stored)
     for key, value in optimizer.state[weight].items():
         restored = again.state[other][key]
         if isinstance(value, torch.Tensor):

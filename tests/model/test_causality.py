@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -69,7 +70,7 @@ def test_a_step_without_the_mask_is_the_step_with_it(quick) -> None:
     )
     loss, without = gradients(loop, inputs)
     assert all("attention_mask" not in names for names in given)
-    loop.step.masked = True
+    loop.step = replace(loop.step, masked=True)
     masked_loss, expected = gradients(loop, inputs)
     assert "attention_mask" in given[-1]
     assert loss == pytest.approx(masked_loss, rel=1e-6)

@@ -22,6 +22,7 @@ from finetune.doctor import run_check as run_directory
 from finetune.errors import ArtifactError
 from finetune.model.adapters import adapter, adapter_files
 from finetune.model.base import load_architecture, load_base
+from finetune.model.distributed.engine import WholeWeights
 from finetune.model.skeleton import weightless_base
 from finetune.storage import checkpoint
 from finetune.storage.rundir import RunDirectory
@@ -286,13 +287,13 @@ def test_a_resume_refuses_such_a_checkpoint(
     folder = run.complete_checkpoints()[-1]
     content = (folder / WEIGHTS).read_bytes()
     model = adapter.attach(real(), section, "builtin:tiny-llama", seed=1)
-    state.restore_weights(model, folder)
+    state.restore_weights(WholeWeights(model), folder)
     for what in FORGERIES.keys() - {"not a number", "infinite", "minus infinite"}:
         with subtests.test(what=what):
             (folder / WEIGHTS).write_bytes(content)
             forge(folder / WEIGHTS, what)
             with pytest.raises(ArtifactError):
-                state.restore_weights(model, folder)
+                state.restore_weights(WholeWeights(model), folder)
 
 
 def test_a_checkpoint_of_weights_that_are_not_finite_is_not_whole(run: RunDirectory) -> None:

@@ -11,6 +11,7 @@ import pytest
 import tiny_models
 import torch
 from torch import distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -18,8 +19,8 @@ from finetune.config import AdapterSection, MemorySection, ModelSection, Quantiz
 from finetune.errors import ConfigError
 from finetune.model import base, build
 from finetune.model.base import load_architecture
-from finetune.model.distributed import sharding
-from finetune.model.distributed.sharding import Sharding, Slices
+from finetune.model.distributed import gradient_norm, sharding
+from finetune.model.distributed.sharding import Sharding, Shards
 from finetune.objectives import log_probs
 
 RANKS = 4
@@ -39,7 +40,7 @@ def loaded(shards: Sharding | None, kind: str, weights: str) -> Any:
     section = ModelSection(weights=weights)
     return base.load_base(
         section, QuantizationSection(kind=kind), load_architecture(section),
-        attention="eager", dtype=torch.float32, device=CPU, shards=shards,
+        attention="eager", dtype=torch.float32, device=CPU, placement=shards,
     )  # fmt: skip
 
 
@@ -58,12 +59,12 @@ def test_of_a_layer_only_this_ranks_rows_stay_once_it_is_loaded(shards: Sharding
     assert cut.get_input_embeddings().weight.shape == whole.get_input_embeddings().weight.shape
 
 
-def test_every_weight_is_cut_and_counted_whole(shards: Sharding) -> None:
+def test_every_weight_is_sharded_and_has_its_whole_shape(shards: Sharding) -> None:
     model = build.trainable(
         loaded(shards, "nf4", "random"), ModelSection(), AdapterSection(rank=2), MemorySection(),
-        seed=0, device_type="cpu", shards=shards,
+        seed=0, device_type="cpu", placement=shards,
     )  # fmt: skip
-    assert sharding.is_sharded(model)
+    assert isinstance(model, FSDPModule)
     for weight in model.parameters():
         each = -(-len(weight) // RANKS)
         assert len(sharding.held(weight)) <= each
@@ -81,7 +82,7 @@ def test_embeddings_and_head_are_whole_only_where_they_are_used(tied: bool, shar
     config = tiny_models.config(quantization__kind="none", adapter__rank=4)
     unsharded = build.blueprint(config, architecture, "eager").load(CPU, shards)
     model = build.trainable(
-        unsharded, config.model, config.adapter, config.memory, seed=0, device_type="cpu", shards=shards
+        unsharded, config.model, config.adapter, config.memory, seed=0, device_type="cpu", placement=shards
     )
     log_probs.attach(model)
     whole: list[tuple[str, bool, bool]] = []
@@ -127,7 +128,7 @@ def test_a_layer_that_peft_would_copy_to_train_it_in_full_is_refused(shards: Sha
 def test_the_scales_of_blocks_are_cut_like_their_rows(
     shards: Sharding, rows: int, numbers: int, expected: tuple[int, int]
 ) -> None:
-    by_block = Slices.of(rows, shards.mesh).by_block(numbers, 256)
+    by_block = Shards.of(rows, shards.mesh).by_block(numbers, 256)
     assert (by_block.rows, by_block.each) == expected
 
 
@@ -140,7 +141,7 @@ def test_large_gradients_are_clipped_to_the_norm_also_where_torch_loses_its_digi
     gradients = [torch.clone(weight.grad) for weight in weights]
     exact = torch.stack([gradient.double().norm() for gradient in gradients]).norm()
     assert abs(torch.nn.utils.get_total_norm(gradients) / exact - 1) > 1e-6
-    norm = sharding.clip_grad_norm_(weights, 1.0)
+    norm = gradient_norm.clip(weights, 1.0)
     assert norm.dtype is torch.float32
     assert abs(norm / exact - 1) < 1e-7
     for weight, gradient in zip(weights, gradients, strict=True):
@@ -152,8 +153,8 @@ def test_the_norm_of_a_bfloat16_gradient_is_not_rounded_to_bfloat16(shape: tuple
     weight = torch.nn.Parameter(torch.empty(shape, dtype=torch.bfloat16))
     weight.grad = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
     exact = weight.grad.double().norm()
-    assert abs(sharding.clip_grad_norm_([weight], math.inf) / exact - 1) < 1e-6
+    assert abs(gradient_norm.clip([weight], math.inf) / exact - 1) < 1e-6
 
 
 def test_clipping_without_gradients_finds_no_norm() -> None:
-    assert sharding.clip_grad_norm_([torch.nn.Parameter(torch.empty(3))], 1.0) == 0
+    assert gradient_norm.clip([torch.nn.Parameter(torch.empty(3))], 1.0) == 0

@@ -1,11 +1,13 @@
 """The held-out loss: that of the model as it will be used, and a mean over tokens."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from steps import ready
 
 from finetune.model.source.tokenizer import load_tokenizer
-from finetune.training.eval_loss import DoesNotFit, Evaluation, held_out_loss
+from finetune.training.eval_loss import DoesNotFit, EvalLoss, held_out_loss
 from finetune.training.loop import Loop
 
 
@@ -52,12 +54,13 @@ def test_a_row_that_does_not_fit_costs_one_process_its_loss_and_several_the_run(
     """That cannot catch up: the others wait for this one's sums."""
     inputs, skipped = {"input_ids": torch.zeros(1, 9), "attention_mask": torch.ones(1, 9, dtype=torch.int64)}, []
 
-    def exhausted(self: Evaluation, steps: object) -> torch.Tensor:
+    def exhausted(self: EvalLoss, steps: object) -> torch.Tensor:
         raise DoesNotFit(inputs, "no memory left")
 
-    monkeypatch.setattr(Evaluation, "sums", exhausted)
-    monkeypatch.setattr(loop.evaluation, "skip", skipped.append)
-    monkeypatch.setattr(loop.step, "world_size", processes)
+    monkeypatch.setattr(EvalLoss, "sums", exhausted)
+    report = SimpleNamespace(skip=skipped.append, not_repeatable=lambda error, inputs: error)
+    monkeypatch.setattr(loop.evaluation, "report", report)
+    monkeypatch.setattr(loop.step.engine, "repeatable", processes == 1)
     if processes == 1:
         assert loop.evaluation.loss() is None
         assert skipped == [inputs]

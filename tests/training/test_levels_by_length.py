@@ -19,8 +19,8 @@ from finetune.storage.records import UpTo
 from finetune.storage.rundir import RunDirectory
 from finetune.training import oom_retry
 from finetune.training.collator import Inputs, tokens_a_row
+from finetune.training.job import TrainingJob
 from finetune.training.loop import Loop
-from finetune.training.run import Job
 from finetune.training.step import Count, Step
 
 Quick = Callable[..., Config]
@@ -32,7 +32,9 @@ JOB = ("memory.checkpointing=all", "data.eval=none", "training.eval_every=null",
 
 def shorten(patch: pytest.MonkeyPatch, table: Sequence[UpTo]) -> None:
     """Train with this table, whatever was forecast."""
-    patch.setattr(recipe.training, "Job", lambda *args, **named: Job(*args, **{**named, "by_length": table}))
+    patch.setattr(
+        recipe.training, "TrainingJob", lambda *args, **named: TrainingJob(*args, **{**named, "by_length": table})
+    )
 
 
 def computed(patch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
@@ -186,8 +188,8 @@ def test_what_another_rank_kept_too_much_for_is_given_up_on_this_one(
     expected, _ = gradients(loop, inputs)
     [short] = loop.steps.collate([min(loop.steps.rows, key=lambda row: row["length"])])
     failures = [[oom_retry._Failure(short, 1, "CUDA out of memory.")], []]
-    monkeypatch.setattr(oom_retry, "_of_all_ranks", lambda step, error: failures.pop(0))
-    monkeypatch.setattr(loop.step, "world_size", 2)
+    monkeypatch.setattr(oom_retry, "_of_all_ranks", lambda step, failure, error: failures.pop(0))
+    monkeypatch.setattr(loop.step.engine, "world_size", 2)
     found, _ = gradients(loop, inputs)
     assert (found, failures) == (2 * expected, [])
     assert loop.step.levels is not None

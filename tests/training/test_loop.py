@@ -17,6 +17,7 @@ from datasets import Dataset
 from finetune.data.batching import MicroBatching, RowOrder
 from finetune.errors import Terminated
 from finetune.measure.monitor import Monitor, meter_for
+from finetune.model.distributed.engine import OneProcess
 from finetune.objectives import Objective, trained_tokens
 from finetune.runtime import ranks
 from finetune.runtime.randomness import RandomState
@@ -24,7 +25,7 @@ from finetune.runtime.signals import Signals
 from finetune.training.batches import Steps
 from finetune.training.callbacks import Callback, Callbacks
 from finetune.training.collator import MicroBatches
-from finetune.training.loop import Loop, Rhythm
+from finetune.training.loop import Intervals, Loop
 from finetune.training.oom_retry import Retry
 from finetune.training.progress import Progress
 from finetune.training.recorder import StepNumbers
@@ -120,13 +121,13 @@ def made(
     monitor = Monitor(meter_for("cpu"))
     everything, never = cast(Any, asked), cast(Any, pytest.fail)
     loop = Loop(
-        step=Step(model, Objective("", loss, trained_tokens), optimizer, "fp32", 0.0, False, torch.device("cpu"),
-                  monitor, world_size=world_size),
+        step=Step(OneProcess(model, optimizer, world_size=world_size), Objective("", loss, trained_tokens), "fp32", 0.0,
+                  False, torch.device("cpu"), monitor),
         schedule=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
         steps=Steps(ROWS, RowOrder([2] * len(ROWS), 2, 0, False), MicroBatches(MicroBatching(2), 0), 2, on_card=False),
         progress=progress,
-        rhythm=Rhythm(evaluate_every, save_every, save_best, patience),
-        retry=Retry(split=never, give_up=never, updated_again=never, recompute_more=never, start_again=never),
+        intervals=Intervals(evaluate_every, save_every, save_best, patience),
+        retry=Retry(never),
         recorder=everything,
         checkpoints=everything,
         evaluation=everything if evaluates else None,
@@ -509,7 +510,7 @@ def test_every_rank_raises_what_a_callback_of_rank_0_raised(
 def test_of_several_ranks_none_leaves_an_evaluation_at_a_signal(other_rank: object) -> None:
     """The others learn of it at the end of the next step."""
     loop, asked = at_step(1, terminate)
-    loop.step.world_size = 2
+    loop.step.engine.world_size = 2
     run(loop)
     assert asked.notes == [
         "started at 0", *EVALUATION, *step(1), *EVALUATION, *step(2), "saved 2", "clock", "ended",
@@ -524,7 +525,7 @@ def test_a_second_interrupt_ends_the_evaluation_of_several_ranks_at_once(other_r
         signal.raise_signal(signal.SIGINT)
 
     loop, asked = at_step(1, interrupt_twice)
-    loop.step.world_size = 2
+    loop.step.engine.world_size = 2
     with pytest.raises(KeyboardInterrupt):
         run(loop)
     assert asked.of("saved") == []

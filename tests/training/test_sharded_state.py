@@ -17,15 +17,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.config import Config, DistributedSection, OptimizerSection
 from finetune.errors import ConfigError, MachineError
-from finetune.model.distributed import sharding
-from finetune.model.distributed.sharding import Sharding
+from finetune.model.distributed import optimizer_states, sharding
+from finetune.model.distributed.sharding import Sharded, Sharding
 from finetune.runtime import ranks
 from finetune.training import optimizers, state
 from finetune.training.checks import check
-from finetune.training.optimizers import OPTIMIZERS
+from finetune.training.optimizers import OPTIMIZERS, STATES
 
 RANKS = 2
-SHARDED = [name for name, optimizer in OPTIMIZERS.items() if optimizer.sharded and not optimizer.on_cpu]
+SHARDED = [name for name, optimizer in OPTIMIZERS.items() if optimizer.can_update("row") and not optimizer.on_cpu]
 
 
 class Layer(GradientCheckpointingLayer):
@@ -87,9 +87,9 @@ def test_a_slice_is_updated_as_in_the_whole_weight_bit_for_bit(rank: int, name: 
     for expected, weight in zip(whole.parameters(), sharded.parameters(), strict=True):
         assert torch.equal(sharding.held(weight), sharding.mine(expected, weight))
     # A checkpoint of whole states is cut to what this rank has.
-    described, tensors = state.optimizer_state(one)
+    described, tensors = optimizer_states.read(one)
     again = optimizers.make(name, section, 0.01, sharded)
-    state.restore_optimizer(again, described, tensors)
+    state.restore_optimizer(Sharded(sharded, again, STATES, RANKS), described, tensors)
     for before, after in zip(_parameters(other), _parameters(again), strict=True):
         assert other.state[before].keys() == again.state[after].keys()
         for key, value in other.state[before].items():
@@ -107,12 +107,12 @@ def test_a_rank_without_rows_sends_slices_of_the_shape_that_the_others_expect(
     alone, optimizer = (optimizers.make(name, section, 0.01, each) for each in (one, other))
     step(alone, list(one.parameters()), 1)
     step(optimizer, list(other.parameters()), 1)
-    described, tensors = state.optimizer_state(alone)
+    described, tensors = optimizer_states.read(alone)
     first = {key: (tensor.dtype, tensor.shape[1:]) for key, tensor in tensors.items()}
     sent: list[torch.Size] = []
     monkeypatch.setattr(ranks, "main_does", lambda work: (described, first))
-    monkeypatch.setattr(sharding.Slices, "whole", lambda slices, mine: sent.append(mine.shape[1:]) or mine)
-    state.whole_optimizer_state(optimizer)
+    monkeypatch.setattr(sharding.Shards, "whole", lambda shards, mine: sent.append(mine.shape[1:]) or mine)
+    Sharded(other, optimizer, STATES, RANKS).optimizer_state()
     cut = [key for key in tensors if "step" not in key and "qmap" not in key]
     assert sent == [tensors[key].shape[1:] for key in cut]
 
@@ -126,7 +126,7 @@ def test_an_optimizer_that_needs_whole_weights_is_refused(subtests: pytest.Subte
         with subtests.test(kind=kind, name=name):
             job = Config(distributed=DistributedSection(kind=kind)).changed({"optimizer.kind": name})
             optimizer = OPTIMIZERS[name]
-            if optimizer.sharded if kind == "fsdp" else optimizer.numberwise:
+            if optimizer.can_update("row" if kind == "fsdp" else "number"):
                 check(job, torch.device("cpu"))
             else:
                 with pytest.raises(ConfigError, match=f"{name} cannot update .*slices"):

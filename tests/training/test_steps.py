@@ -24,9 +24,9 @@ from finetune.runtime import ranks
 from finetune.storage.files import write_json
 from finetune.storage.rundir import RunDirectory, checkpoint_step
 from finetune.training import optimizers, schedules, tracking
-from finetune.training.eval_loss import Evaluation
+from finetune.training.eval_loss import EvalLoss
 from finetune.training.loop import Loop
-from finetune.training.recorder import Recorder
+from finetune.training.recorder import MetricsRecorder
 from finetune.training.tracking import Trackers
 
 
@@ -242,16 +242,16 @@ def test_early_stopping_ends_the_run_which_says_so_and_is_not_trained_again(quic
 
 @pytest.mark.slow
 def test_a_signal_after_early_stopping_names_a_step_that_is_saved(quick, monkeypatch: pytest.MonkeyPatch) -> None:
-    def ended(recorder: Recorder) -> None:
+    def ended(recorder: MetricsRecorder) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(Recorder, "ended", ended)
+    monkeypatch.setattr(MetricsRecorder, "ended", ended)
     config = quick(
         "training.max_steps=20", "training.eval_every=3", "training.early_stopping=1", "output.save_every=4",
         "output.best=false",
     )  # fmt: skip
     losses = itertools.count(1.0)
-    monkeypatch.setattr(Evaluation, "loss", lambda *_: next(losses))
+    monkeypatch.setattr(EvalLoss, "loss", lambda *_: next(losses))
     with pytest.raises(Terminated) as stopped:
         finetune.train(config)
     run = RunDirectory(config.output.dir)

@@ -1,17 +1,18 @@
-"""Sharding: each rank holds a slice of every weight, and a whole layer only while it computes it (torch's FSDP2).
+"""Sharding: each rank holds a shard of every weight, and a whole layer only while it computes it (torch's FSDP2).
 
 The weights of a unit are gathered together. Each decoder layer is one, the embeddings are one, and so is the head with
 the last norm; all else, and embeddings that are the head as well, belong to the model itself. A weight of shape
-(rows, ...) is cut into one slice of rows a rank, all of the same size but the last ones, which may be shorter or empty.
-What is computed from whole weights is the same as without sharding, at any number of ranks.
+(rows, ...) is divided into one shard of rows a rank, all of the same size but the last ones, which may be shorter or
+empty. What is computed from whole weights is the same as without sharding, at any number of ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -20,30 +21,33 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from finetune.errors import ConfigError
-from finetune.model.distributed import zero
+from finetune.model.distributed import gradient_norm, optimizer_states, placement
+from finetune.model.distributed.engine import OneProcess, on_host
+from finetune.model.distributed.optimizer_states import States
 from finetune.model.recompute import checkpointing
 from finetune.model.structure import experts, linear_layers
-from finetune.runtime import patches
+from finetune.runtime import patches, ranks
 
 
 @dataclass(frozen=True)
-class Slices:
-    """How the rows (first dimension) of a tensor are cut: `rows` in all, `each` in every slice that is full."""
+class Shards:
+    """How the rows (first dimension) of a tensor are divided: `rows` in all, `each` in every shard that is full."""
 
     rows: int
     each: int
     mesh: DeviceMesh
 
     @classmethod
-    def of(cls, rows: int, mesh: DeviceMesh) -> Slices:
-        """As FSDP2 cuts."""
+    def of(cls, rows: int, mesh: DeviceMesh) -> Shards:
+        """As FSDP2 divides them."""
         return cls(rows, -(-rows // mesh.size()), mesh)
 
-    def by_block(self, numbers: int, block: int) -> Slices:
-        """How something is cut that there is one of for each `block` of the tensor's `numbers`."""
-        return Slices(-(-numbers // block), -(-self.each * (numbers // self.rows) // block), self.mesh)
+    def by_block(self, numbers: int, block: int) -> Shards:
+        """The shards of a tensor with one number for each `block` of this one's `numbers`."""
+        return Shards(-(-numbers // block), -(-self.each * (numbers // self.rows) // block), self.mesh)
 
     def mine(self, whole: Tensor) -> Tensor:
         """This rank's rows (a view)."""
@@ -54,22 +58,28 @@ class Slices:
         """All rows, from those of each rank; every rank must call it."""
         padded = mine.new_zeros(self.each, *mine.shape[1:], device=self.mesh.device_type)
         padded[: len(mine)] = mine
-        found = padded.new_empty(self.each * self.mesh.size(), *mine.shape[1:])
-        dist.all_gather(list(found.chunk(self.mesh.size())), padded, self.mesh.get_group())
-        return found[: self.rows]
+        gathered = padded.new_empty(self.each * self.mesh.size(), *mine.shape[1:])
+        dist.all_gather(list(gathered.chunk(self.mesh.size())), padded, self.mesh.get_group())
+        return gathered[: self.rows]
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """The sharding of one model over the ranks of `mesh`, a fake process group included.
+    """The placement of one model over the ranks of `mesh`, a fake process group included.
 
-    With `keep_whole` a layer's weights stay whole from its forward to its backward pass. With `offload` slices,
+    With `keep_whole` a layer's weights stay whole from its forward to its backward pass. With `offload` shards,
     gradients and what an optimizer makes for them are in host memory.
     """
 
     mesh: DeviceMesh
     keep_whole: bool = False
     offload: bool = False
+    _loaded: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, compare=False)
+    """The `Shards` of each weight of which only this rank's is left, until `apply`."""
+    _in_layers: weakref.WeakKeyDictionary[Any, set[nn.Module]] = field(
+        default_factory=weakref.WeakKeyDictionary, compare=False
+    )
+    """The modules in the layers of each model that is loaded."""
 
     @classmethod
     def over_ranks(
@@ -83,17 +93,50 @@ class Sharding:
             mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=(group.group_name,))
         return cls(mesh, keep_whole=keep_whole, offload=offload)
 
-    def cut(self, module: nn.Module) -> None:
-        """Keep this rank's slice of a linear layer's weight, until `apply`; nothing else is changed."""
+    @contextlib.contextmanager
+    def while_loading(self) -> Iterator[None]:
+        """In the block, transformers loads weights one at a time, and each rank keeps its shard of those in layers."""
+        from transformers import core_model_loading
+
+        load = core_model_loading.set_param_for_module
+
+        def load_and_keep(model: Any, name: str, *arguments: Any) -> None:
+            linear_layers.read_directly(model)  # now, as afterwards a forward pass needs all ranks
+            load(model, name, *arguments)
+            self.keep_part(model, model.get_submodule(name.rpartition(".")[0]))
+
+        before = os.environ.get(_ONE_AT_A_TIME)
+        os.environ[_ONE_AT_A_TIME] = "1"
+        try:
+            with (
+                patches.SET_PARAMETER.by(load_and_keep),
+                patches.LOADING_WARMUP.by(lambda *_: None),
+            ):
+                yield
+        finally:
+            del os.environ[_ONE_AT_A_TIME]
+            if before is not None:
+                os.environ[_ONE_AT_A_TIME] = before
+
+    def keep_part(self, model: Any, module: nn.Module) -> None:
+        """Keep this rank's shard of the weight of a linear layer in a decoder layer, until `apply`."""
+        if model not in self._in_layers:
+            _check(model)
+            layers = checkpointing.layers(model)
+            self._in_layers[model] = {part for layer in layers for part in layer.modules()}
         weight: Any = module.weight if isinstance(module, nn.Linear) else None
-        if weight is None or hasattr(weight, "slices"):
+        if weight is None or self.is_part(weight) or module not in self._in_layers[model]:
             return
-        weight.slices = Slices.of(len(weight), self.mesh)
+        shards = self._loaded[weight] = Shards.of(len(weight), self.mesh)
         device = "cpu" if self.offload else weight.device
-        weight.data = weight.slices.mine(weight.data).to(device, copy=True)
+        weight.data = shards.mine(weight.data).to(device, copy=True)
+
+    def is_part(self, weight: Tensor) -> bool:
+        """Whether only this rank's shard of a weight is left, before `apply`."""
+        return weight in self._loaded
 
     def apply(self, model: Any) -> None:
-        """Shard all weights of `model`, of which some may have been cut before; one layer at a time is whole.
+        """Shard all weights of `model`, of some of which only shards may have been kept; one layer at a time is whole.
 
         Raises ConfigError for a model without layers that transformers can recompute, or with experts in 4 bit.
         """
@@ -110,13 +153,14 @@ class Sharding:
         for module in model.modules():
             if state := getattr(module, "quant_state", None):  # bitsandbytes gives it to gathered weights
                 module.weight.quant_state = state
+        placement.gathers(model, reshard)
 
     def _shard(self, unit: list[nn.Module], *, keep_whole: bool) -> FSDPModule:
         """Make `unit` one; with `keep_whole` its weights stay whole from its forward to its backward pass."""
         for weight in (weight for part in unit for weight in part.parameters()):
-            if slices := vars(weight).pop("slices", None):
-                weight.data = slices.whole(weight.data)
-            elif not isinstance(weight, DTensor):  # PEFT puts an adapter where it finds the slice
+            if shards := self._loaded.pop(weight, None):
+                weight.data = shards.whole(weight.data)
+            elif not isinstance(weight, DTensor):  # PEFT puts an adapter where it finds the shard
                 weight.data = weight.data.to(self.mesh.device_type)
         for part in unit:
             _refuse_copies(part)
@@ -167,7 +211,7 @@ def _check(model: Any) -> None:
 
 
 def _refuse_copies(unit: nn.Module) -> None:
-    """PEFT copies a module that is trained in full, and of a weight that was cut only the slice."""
+    """Raise ConfigError for a module that is trained in full: of its weight PEFT has copied the shard alone."""
     for name, module in unit.named_modules():
         if (
             isinstance(module, nn.Linear)
@@ -180,76 +224,22 @@ def _refuse_copies(unit: nn.Module) -> None:
             )
 
 
-@contextlib.contextmanager
-def cut_while_loading(sharding: Sharding | None) -> Iterator[None]:
-    """In the block, transformers loads weights one at a time, and each rank keeps its slice of those in layers."""
-    if sharding is None:
-        yield
-        return
-    from transformers import core_model_loading
-
-    load = core_model_loading.set_param_for_module
-    cut_layers = layer_cutter(sharding)
-
-    def load_and_cut(model: Any, name: str, *arguments: Any) -> None:
-        linear_layers.read_directly(model)  # now, as afterwards a forward pass needs all ranks
-        load(model, name, *arguments)
-        cut_layers(model, model.get_submodule(name.rpartition(".")[0]))
-
-    before = os.environ.get(_ONE_AT_A_TIME)
-    os.environ[_ONE_AT_A_TIME] = "1"
-    try:
-        with (
-            patches.SET_PARAMETER.by(load_and_cut),
-            patches.LOADING_WARMUP.by(lambda *_: None),
-        ):
-            yield
-    finally:
-        del os.environ[_ONE_AT_A_TIME]
-        if before is not None:
-            os.environ[_ONE_AT_A_TIME] = before
-
-
 _ONE_AT_A_TIME = "HF_DEACTIVATE_ASYNC_LOAD"
-
-
-def layer_cutter(sharding: Sharding | None) -> Callable[[Any, nn.Module], None]:
-    """A function that cuts a loaded module of a decoder layer; it is given the model and the module."""
-    inside: set[nn.Module] = set()
-
-    def cut(model: Any, module: nn.Module) -> None:
-        if sharding is None:
-            return
-        if not inside:
-            _check(model)
-            inside.update(part for layer in checkpointing.layers(model) for part in layer.modules())
-        if module in inside:
-            sharding.cut(module)
-
-    return cut
 
 
 # -- what a rank holds -------------------------------------------------------------------------------------------------
 
 
-def is_sharded(model: Any) -> bool:
-    """Whether ranks hold slices of this model."""
-    return isinstance(model, FSDPModule)
-
-
 def reshard(model: nn.Module) -> None:
-    """Leave this rank its slices alone; to be called after forward passes that no backward pass follows.
-
-    A unit that is not resharded after its forward pass would hold whole weights, beside which its slices are updated.
-    """
+    """Leave this rank its shards alone."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-def slices_of(weight: Tensor) -> Slices | None:
-    """How a weight is cut; None if this rank holds it whole."""
-    return Slices.of(len(weight), weight.device_mesh) if isinstance(weight, DTensor) else None
+def shards_of(weight: Tensor) -> Shards | None:
+    """How a weight is divided; None if this rank holds it whole."""
+    return Shards.of(len(weight), weight.device_mesh) if isinstance(weight, DTensor) else None
 
 
 def held(tensor: Tensor) -> Tensor:
@@ -257,107 +247,130 @@ def held(tensor: Tensor) -> Tensor:
     return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """The whole tensor; every rank must call it."""
-    if zero.is_cut(tensor):
-        with zero.gathered(tensor):
-            return tensor.detach().clone()
-    slices = slices_of(tensor)
-    return slices.whole(held(tensor)) if slices else tensor
-
-
-def write(whole: Tensor, into: Tensor) -> None:
-    """Copy a whole tensor to what this rank holds of `into`; every rank must call it."""
-    if zero.is_cut(into):
-        with zero.gathered(into, write=True):
-            into.detach().copy_(whole)
-    else:
-        held(into).copy_(mine(whole, into))
-
-
 def mine(whole: Tensor, weight: Tensor) -> Tensor:
-    """What this rank holds of a tensor that is cut like `weight`."""
-    slices = slices_of(weight)
-    return slices.mine(whole) if slices else whole
-
-
-def clip_grad_norm_(weights: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-    """torch's function of this name, also for sharded weights, and accurate on a CPU; every rank must call it."""
-    gradients = [weight.grad for weight in weights if weight.grad is not None]
-    sharded = next((gradient for gradient in gradients if isinstance(gradient, DTensor)), None)
-    if sharded is None:
-        norm = _total_norm(gradients).float()
-        torch.nn.utils.clip_grads_with_norm_(weights, max_norm, norm)
-        return norm
-    # On DTensors torch's functions would exchange a number for each weight.
-    parts = [held(gradient) for gradient in gradients]
-    square = _total_norm(parts).square().to(sharded.device_mesh.device_type)
-    dist.all_reduce(square, group=sharded.device_mesh.get_group())
-    norm = square.sqrt().float()
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).to(parts[0].device)
-    for part in parts:
-        part.mul_(factor)
-    return norm
-
-
-def adds_in_sequence(device: torch.device) -> bool:
-    """Whether this device adds up all squares of a tensor one after the other, rather than in a tree."""
-    return device.type == "cpu"
-
-
-def _total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """The norm of all gradients together; on a CPU in float64.
-
-    torch 2.13 adds up a tensor's squares on a CPU in float32, and is off by 1.4e-3 for 24 million of them. So each row
-    has its own sum, and the rows are added in float64. Ranks that hold slices of rows come to the same as one process.
-    """
-    if not (gradients and adds_in_sequence(gradients[0].device)):
-        return torch.nn.utils.get_total_norm(gradients)
-    return torch.linalg.vector_norm(torch.stack([_norm_by_rows(gradient) for gradient in gradients]))
-
-
-def _norm_by_rows(gradient: Tensor) -> Tensor:
-    """In float64, of a tensor of any shape; only one in 16 bit, whose norms would have as few digits, is copied."""
-    dtype = torch.promote_types(gradient.dtype, torch.float32)
-    parts = torch.atleast_1d(gradient).split(_LONGEST_SUM, dim=-1)
-    rows = torch.stack([torch.linalg.vector_norm(part, dim=-1, dtype=dtype) for part in parts])
-    return torch.linalg.vector_norm(rows, dtype=torch.float64)
-
-
-_LONGEST_SUM = 2**14
-"""Numbers whose norm is exact to 1e-7 if their squares are added in float32 one after the other."""
+    """What this rank holds of a tensor that is divided like `weight`."""
+    shards = shards_of(weight)
+    return shards.mine(whole) if shards else whole
 
 
 # -- what an optimizer updates -----------------------------------------------------------------------------------------
 
+_whole_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""The weight of each parameter that `updated_by_optimizer` made for its shard."""
+
 
 def updated_by_optimizer(weight: nn.Parameter) -> nn.Parameter:
-    """The parameter to give to an optimizer: the rank's slice as an ordinary one, which remembers its `sharded` weight.
+    """The parameter to give to an optimizer: of a sharded weight, this rank's shard as an ordinary one.
 
     bitsandbytes' optimizers read a tensor's memory and know no DTensor.
     """
     if not isinstance(weight, DTensor):
         return weight
-    slice_: Any = nn.Parameter(held(weight))
-    slice_.sharded = weight
-    return slice_
+    shard = nn.Parameter(held(weight))
+    _whole_of[shard] = weight
+    return shard
+
+
+def whole_of(parameter: nn.Parameter) -> nn.Parameter:
+    """The weight that an optimizer updates through `parameter`: itself, or the one whose shard it is."""
+    weight: nn.Parameter = _whole_of.get(parameter, parameter)
+    return weight
 
 
 def connect(optimizer: torch.optim.Optimizer) -> None:
-    """Give the slices that `optimizer` updates their gradients for the time of each update."""
-    slices: list[Any] = [
-        one for group in optimizer.param_groups for one in group["params"] if hasattr(one, "sharded") and one.numel()
-    ]
-    if not slices:
+    """Give the shards that `optimizer` updates their gradients for the time of each update."""
+    shards = [one for one in optimizer_states.parameters(optimizer) if one in _whole_of and one.numel()]
+    if not shards:
         return
 
     def lend(*_: Any) -> None:
-        for one in slices:
-            one.grad = None if one.sharded.grad is None else held(one.sharded.grad)
+        for one in shards:
+            gradient = whole_of(one).grad
+            one.grad = None if gradient is None else held(gradient)
 
     def take_back(*_: Any) -> None:
-        for one in slices:
+        for one in shards:
             one.grad = None
 
     optimizer.register_step_pre_hook(lend)
     optimizer.register_step_post_hook(take_back)
+
+
+# -- the engine --------------------------------------------------------------------------------------------------------
+
+
+class Sharded(OneProcess):
+    """The engine of a rank that holds shards of a model's weights, whose optimizer `connect` has prepared.
+
+    `block_of` gives, by the key of an optimizer's state, how many numbers of a weight share one of the state (of others
+    each has its own), or None for a state that is the same on all ranks.
+    """
+
+    repeatable = False
+    holds_parts = True
+
+    def __init__(
+        self, model: Any, optimizer: torch.optim.Optimizer, block_of: Mapping[str, int | None], world_size: int
+    ) -> None:
+        super().__init__(model, optimizer, world_size=world_size)
+        self._block_of = block_of
+
+    def _clip(self, max_norm: float) -> Tensor:
+        weights = self._trained()
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        sharded = next((gradient for gradient in gradients if isinstance(gradient, DTensor)), None)
+        if sharded is None:
+            return super()._clip(max_norm)
+        # On DTensors torch's functions would exchange a number for each weight.
+        parts = [held(gradient) for gradient in gradients]
+        square = gradient_norm.total(parts).square().to(sharded.device_mesh.device_type)
+        dist.all_reduce(square, group=sharded.device_mesh.get_group())
+        norm = square.sqrt().float()
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).to(parts[0].device)
+        for part in parts:
+            part.mul_(factor)
+        return norm
+
+    def whole(self, weight: Tensor) -> Tensor:
+        shards = shards_of(weight)
+        return shards.whole(held(weight)) if shards else weight
+
+    def write(self, whole: Tensor, into: Tensor) -> None:
+        held(into).copy_(mine(whole, into))
+
+    def optimizer_state(self) -> States:
+        described, tensors = optimizer_states.read(self.optimizer)
+        # Of weights with few rows the last ranks hold none, and no state.
+        described, made = ranks.main_does(
+            lambda: (described, {name: (held.dtype, held.shape[1:]) for name, held in tensors.items()})
+        )
+        on_main = {}
+        for name, (dtype, row) in made.items():
+            number, _, key = name.partition(".")
+            parameter = self.weights[int(number)]
+            part = tensors.get(name, torch.empty(0, *row, dtype=dtype, device=parameter.device))
+            shards = self._shards_of_state(parameter, key)
+            whole = shards.whole(part) if shards else part
+            if ranks.is_main():
+                on_main[name] = on_host(whole)
+        return described, on_main
+
+    def restore_optimizer(self, states: Sequence[Mapping[str, Any]]) -> None:
+        super().restore_optimizer(
+            [
+                {key: self._part(parameter, key, value) for key, value in values.items()} if parameter.numel() else {}
+                for parameter, values in zip(self.weights, states, strict=True)
+            ]
+        )
+
+    def _part(self, parameter: nn.Parameter, key: str, whole: Any) -> Any:
+        shards = self._shards_of_state(parameter, key) if isinstance(whole, Tensor) else None
+        return shards.mine(whole) if shards else whole
+
+    def _shards_of_state(self, parameter: nn.Parameter, key: str) -> Shards | None:
+        """How a state of an optimizer is divided; None for one that all ranks have in common."""
+        weight, block = whole_of(parameter), self._block_of.get(key, 1)
+        shards = shards_of(weight)
+        if shards is None or block is None:
+            return None
+        return shards.by_block(weight.numel(), block) if block > 1 else shards

@@ -1,7 +1,7 @@
-"""DeepSpeed's ZeRO: ranks share optimizer states, gradients and weights as slices of one flat buffer.
+"""DeepSpeed's ZeRO: ranks share optimizer states, gradients and weights as shards of one flat buffer.
 
-A slice cuts across weights, so only an optimizer that updates each number by itself can train it. DeepSpeed is
-optional, and imported here alone.
+A shard begins and ends within weights, so only an optimizer that updates each number by itself can train it. DeepSpeed
+is optional, and imported here alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from torch import distributed as dist
 
 from finetune.config import DistributedSection
 from finetune.errors import MachineError
+from finetune.model.distributed import optimizer_states
+from finetune.model.distributed.optimizer_states import States
 from finetune.runtime import patches, ranks
 from finetune.storage.files import amount
 
@@ -49,11 +51,15 @@ class Rates(torch.optim.Optimizer):
         super().__init__(groups, {})
 
     def step(self, closure: Any = None) -> None:
-        """Nothing: `Zero.step` has updated the weights."""
+        """Nothing: `Zero.clip` has updated the weights."""
 
 
 class Zero:
-    """A model in DeepSpeed's engine, which is called like the model; one process alone is a group of one rank."""
+    """DeepSpeed's engine, which clips and updates in one call; one process alone is a group of one rank."""
+
+    scaler: torch.amp.GradScaler | None = None
+    repeatable = False
+    holds_parts = True
 
     def __init__(
         self,
@@ -64,10 +70,11 @@ class Zero:
         device: torch.device,
     ) -> None:
         self._deepspeed = _imported(device)
-        self.module = model
+        self.model = model
+        self.world_size = ranks.world_size()
         self._device = device
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
-        self._optimizer = optimizer
+        self._updates = optimizer
         groups = list(optimizer.param_groups)
         # Replaced by itself, because DeepSpeed leaves a function of its own there.
         self._restore_linear = patches.FUNCTIONAL_LINEAR.put(nn.functional.linear)
@@ -83,13 +90,22 @@ class Zero:
                 config=_config(section, max_grad_norm, sum(map(torch.numel, self.weights)), device, self._disk),
                 dist_init_required=False,
             )
-        self.rates = Rates(groups)
+        self.optimizer: torch.optim.Optimizer = Rates(groups)
         self._make_states()
 
     @property
     def weights(self) -> list[nn.Parameter]:
         """The trained weights, group by group."""
         return [weight for group in self._groups for weight in group]
+
+    @property
+    def module(self) -> Any:
+        """The model, by DDP's name for it: an objective may read its config."""
+        return self.model
+
+    @property
+    def forward(self) -> Any:
+        return self
 
     def __call__(self, **batch: Any) -> Any:
         with patches.ENGINE_AUTOCAST.by(lambda _: contextlib.nullcontext()):
@@ -108,40 +124,74 @@ class Zero:
         """Add the gradients of `loss`, averaged over ranks."""
         self._engine.backward(loss, scale_wrt_gas=False)
 
-    def step(self) -> Tensor:
-        """Clip the gradients and update the weights; returns the norm before clipping, all ranks the same.
+    def catch_up(self, idle_pass: Callable[[], object]) -> None:
+        raise AssertionError("a step cannot be repeated")
 
-        Where it is not finite, DeepSpeed drops the gradients and updates nothing.
-        """
+    def clip(self, max_norm: float) -> Tensor:
+        """Clip to the norm of DeepSpeed's config, and update. Where it is not finite, DeepSpeed drops the gradients."""
         self._engine.step()
         # A number, not a tensor on the device, where the update was dropped.
         return torch.as_tensor(self._engine.get_global_grad_norm(), device=self._device)
 
+    def update(self) -> None:
+        """Nothing: `clip` has updated the weights."""
+
+    def warm_up_count(self, count: int) -> int:
+        """0, for DeepSpeed drops gradients only where they are not finite: those of a loss that is divided by zero."""
+        return 0
+
+    def make_states(self, max_norm: float) -> None:
+        """Nothing: they are there from the start."""
+
+    def empty_update(self, max_norm: float) -> None:
+        self.clip(max_norm)
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    def shape_of(self, weight: Tensor) -> torch.Size:
+        return shape_of(weight)
+
+    def whole(self, weight: Tensor) -> Tensor:
+        if not is_partitioned(weight):
+            return weight
+        with self._gathered(weight):
+            return weight.detach().clone()
+
+    def write(self, whole: Tensor, into: Tensor) -> None:
+        if not is_partitioned(into):
+            into.copy_(whole)
+            return
+        with self._gathered(into, write=True):
+            into.detach().copy_(whole)
+
+    @contextlib.contextmanager
+    def _gathered(self, weight: Tensor, *, write: bool = False) -> Iterator[None]:
+        """In the block the weight is whole; with `write`, what rank 0 then has is partitioned again."""
+        with self._deepspeed.zero.GatheredParameters([weight], modifier_rank=0 if write else None):
+            yield
+
     # -- state ---------------------------------------------------------------------------------------------------------
 
-    def optimizer_state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """What `training.state.optimizer_state` returns of an unshared optimizer, on rank 0; all ranks must call it."""
+    def optimizer_state(self) -> States:
         tensors: dict[str, Tensor] = {}
-        place = {weight: number for number, weight in enumerate(self.weights)}
-        for number, (flat, weights) in enumerate(self._slices()):
+        numbers = {weight: number for number, weight in enumerate(self.weights)}
+        for number, (flat, weights) in enumerate(self._partitions()):
             with self._in_memory(number, written=False):
-                for weight, (key, value) in itertools.product(weights, self._optimizer.state[flat].items()):
+                for weight, (key, value) in itertools.product(weights, self._updates.state[flat].items()):
                     whole = value if key == _STEP else self._deepspeed.utils.safe_get_full_optimizer_state(weight, key)
                     if ranks.is_main():
-                        tensors[f"{place[weight]}.{key}"] = whole.detach().to("cpu", copy=True)
-        keys: Mapping[str, Any] = next(iter(self._optimizer.state.values()), {})
-        described = [{key: {"tensor": f"{number}.{key}"} for key in keys} for number in place.values()]
-        groups = [{key: value for key, value in one.items() if key != "params"} for one in self.rates.param_groups]
-        return {"weights": described, "groups": groups}, tensors
+                        tensors[f"{numbers[weight]}.{key}"] = whole.detach().to("cpu", copy=True)
+        keys: Mapping[str, Any] = next(iter(self._updates.state.values()), {})
+        described = [{key: {"tensor": f"{number}.{key}"} for key in keys} for number in numbers.values()]
+        return {"weights": described, "groups": optimizer_states.groups(self.optimizer)}, tensors
 
     def restore_optimizer(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Restore the whole states of all weights, after the weights. Raises ValueError if they do not fit."""
         shared = self._engine.optimizer
         if not self._disk:
             shared.refresh_fp32_params()
         stored = dict(zip(self.weights, states, strict=True))
-        for number, (flat, weights) in enumerate(self._slices()):
-            own = self._optimizer.state[flat]
+        for number, (flat, weights) in enumerate(self._partitions()):
+            own = self._updates.state[flat]
             with self._in_memory(number):
                 if self._disk:
                     flat.data.copy_(shared.fp16_partitioned_groups_flat[number])
@@ -159,13 +209,15 @@ class Zero:
                         self._set_state(weight, key, value.to(weight.device))
 
     def _set_state(self, weight: nn.Parameter, key: str, whole: Tensor) -> None:
-        if is_cut(weight):  # not the function for whole states: in DeepSpeed 0.19 it fails where slices are padded
-            self._deepspeed.utils.safe_set_local_optimizer_state(weight, slice_of(whole, weight.ds_tensor.numel()), key)
+        if is_partitioned(weight):  # the function for whole states fails for padded shards (DeepSpeed 0.19)
+            self._deepspeed.utils.safe_set_local_optimizer_state(
+                weight, partition_of(whole, weight.ds_tensor.numel()), key
+            )
         else:
             self._deepspeed.utils.safe_set_full_optimizer_state(weight, whole, key)
 
-    def _slices(self) -> list[tuple[Tensor, list[nn.Parameter]]]:
-        """What the optimizer updates on this rank, each with the weights that it is cut from."""
+    def _partitions(self) -> list[tuple[Tensor, list[nn.Parameter]]]:
+        """What the optimizer updates on this rank, each with the weights that it is a shard of."""
         shared = self._engine.optimizer
         if hasattr(shared, "fp16_groups"):
             return list(zip(shared.fp32_partitioned_groups_flat, shared.fp16_groups, strict=True))
@@ -176,24 +228,24 @@ class Zero:
 
         DeepSpeed 0.19 finds those of a weight only if they are there before the first group is updated.
         """
-        groups = self._optimizer.param_groups
-        for number, (flat, weights) in enumerate(self._slices()):
+        groups = self._updates.param_groups
+        for number, (flat, weights) in enumerate(self._partitions()):
             one = nn.Parameter(torch.zeros(1, dtype=flat.dtype, device=flat.device))
             one.grad = torch.zeros_like(one)
-            self._optimizer.param_groups = [{**groups[0], "params": [one]}]
-            self._optimizer.step()
+            self._updates.param_groups = [{**groups[0], "params": [one]}]
+            self._updates.step()
             with self._in_memory(number):
-                self._optimizer.state[flat] = {
+                self._updates.state[flat] = {
                     key: torch.zeros_like(flat if value.shape == one.shape else value, requires_grad=False)
-                    for key, value in self._optimizer.state.pop(one).items()
+                    for key, value in self._updates.state.pop(one).items()
                 }
-            if not is_cut(weights[0]):
-                self._deepspeed.utils.lazy_init_hp_params_optimizer_state(weights, flat, self._optimizer.state)
-        self._optimizer.param_groups = groups
+            if not is_partitioned(weights[0]):
+                self._deepspeed.utils.lazy_init_hp_params_optimizer_state(weights, flat, self._updates.state)
+        self._updates.param_groups = groups
 
     @contextlib.contextmanager
     def _in_memory(self, number: int, *, written: bool = True) -> Iterator[None]:
-        """In the block slice `number` and its states are in memory; then on the disk, as before unless `written`."""
+        """In the block shard `number` and its states are in memory; then on the disk, as before unless `written`."""
         shared = self._engine.optimizer
         if not self._disk or not shared.optimizer_swapper.is_swappable_tensor(
             numel=shared.fp16_partitioned_groups_flat_numel[number]
@@ -210,7 +262,7 @@ class Zero:
             swapper.release_swap_buffers(flat)
 
     def close(self) -> None:
-        """End the engine, before the process group is destroyed, or with that of one process."""
+        """End the engine, and the process group of one process."""
         self._engine.destroy()
         self._restore_linear()
         if self._disk:
@@ -256,7 +308,7 @@ def _imported(device: torch.device) -> Any:
 
 @contextlib.contextmanager
 def _started() -> Iterator[None]:
-    """What DeepSpeed wants of a launcher, for a single process without one."""
+    """In the block, DeepSpeed starts as under a launcher, also in a single process without one."""
     os.environ.setdefault("LOCAL_RANK", "0")
     if not dist.is_initialized():
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
@@ -298,9 +350,9 @@ def _async_io() -> Any:
 
 
 class Disk:
-    """A directory of this rank's own below `distributed.nvme_path`, locked while its process lives.
+    """A directory of this rank below `distributed.nvme_path`, locked while its process lives.
 
-    Those of processes that were killed are removed. Raises MachineError if there is no room for what this machine's
+    Those of killed processes are removed. Raises MachineError if there is no room for what this machine's
     ranks keep of `trained` numbers: a copy, two states and the gradient of each, in float32.
     """
 
@@ -336,8 +388,8 @@ class Disk:
 # -- weights -----------------------------------------------------------------------------------------------------------
 
 
-def is_cut(weight: Tensor) -> bool:
-    """Whether this rank may hold but a slice of it (`stage: weights`)."""
+def is_partitioned(weight: Tensor) -> bool:
+    """Whether ZeRO-3 has partitioned this weight (`stage: weights`)."""
     return hasattr(weight, "ds_id")
 
 
@@ -347,15 +399,7 @@ def shape_of(weight: Tensor) -> torch.Size:
     return shape
 
 
-def slice_of(whole: Tensor, numbers: int) -> Tensor:
-    """This rank's slice (`numbers`) of a cut tensor; after the end of `whole` there are zeros."""
+def partition_of(whole: Tensor, numbers: int) -> Tensor:
+    """This rank's shard (`numbers`) of a partitioned tensor; after the end of `whole` there are zeros."""
     padded = nn.functional.pad(whole.flatten(), (0, numbers * ranks.world_size() - whole.numel()))
     return padded.narrow(0, numbers * ranks.rank(), numbers)
-
-
-@contextlib.contextmanager
-def gathered(weight: Tensor, *, write: bool = False) -> Iterator[None]:
-    """In the block the weight is whole; with `write`, what rank 0 then has is cut again. All ranks must enter it."""
-    deepspeed = importlib.import_module("deepspeed")
-    with deepspeed.zero.GatheredParameters([weight], modifier_rank=0 if write else None):
-        yield

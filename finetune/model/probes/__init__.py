@@ -10,7 +10,7 @@ import torch
 from torch import distributed as dist
 
 from finetune.errors import first_line
-from finetune.model.distributed import sharding
+from finetune.model.distributed.placement import release_gathered
 
 TOKENS = 16
 
@@ -38,14 +38,14 @@ def attempt(refusal: Callable[[Exception], Exception] = Failed) -> Iterator[None
 
 @contextlib.contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Put the model into eval mode in the block; its shards are partitioned again afterwards."""
+    """Put the model into eval mode in the block; weights that its passes gathered are freed afterwards."""
     was_training = model.training
     model.eval()
     try:
         yield
     finally:
         model.train(was_training)
-        sharding.reshard(model)
+        release_gathered(model)
 
 
 def rows(count: int, tokens: int, model: Any) -> tuple[torch.Tensor, ...]:

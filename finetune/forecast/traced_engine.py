@@ -1,0 +1,98 @@
+"""The engine of a traced step: what rank 0 computes, on fake tensors, and what a trace asks of it besides.
+
+This one is for a model of which the rank holds all. A way of sharing it has a subclass, in ENGINES of `traced_step`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from finetune.config import DistributedSection
+from finetune.forecast.trace import TraceRecorder
+from finetune.model.distributed import optimizer_states
+from finetune.model.distributed.engine import OneProcess
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A model on fake tensors, with few of its layers, and how rank 0 of `ranks` shares it.
+
+    `layer_of` gives the layer of each trained weight, and `whole` the numbers of the weights of a group in the whole
+    model. With `on_gpu` what is offloaded lies in host memory, which is not the device's.
+    """
+
+    model: Any
+    base: Any
+    optimizer: torch.optim.Optimizer
+    section: DistributedSection
+    ranks: int
+    recorder: TraceRecorder
+    layer_of: Callable[[Tensor], int | None]
+    whole: Callable[[Sequence[Tensor]], list[int]]
+    on_gpu: bool
+
+
+class TracedEngine(OneProcess):
+    """The engine of a step whose model, optimizer and autograd are real, on fake tensors."""
+
+    reusable = True
+    """Whether the model is afterwards as it was, for another step to be traced."""
+    updates_weights = True
+    """Whether the optimizer updates the weights themselves, by their gradients."""
+    keeps_gradients = True
+    """Whether weights keep whole gradients from one micro-batch to the next."""
+
+    def __init__(self, traced: Traced) -> None:
+        OneProcess.__init__(self, traced.model, traced.optimizer)
+        if self.updates_weights:
+            layers = {one: traced.layer_of(self.trained_by(one)) for one in optimizer_states.parameters(self.optimizer)}
+            self.optimizer.state = _LayerTrackingState(traced.recorder, layers)
+
+    @staticmethod
+    def around(recorder: TraceRecorder) -> contextlib.AbstractContextManager[None]:
+        """A context in which the model is loaded and the step runs."""
+        return contextlib.nullcontext()
+
+    @staticmethod
+    def held(tensor: Tensor) -> Tensor:
+        """What rank 0 holds of a tensor, sharing memory with it."""
+        return tensor
+
+    @staticmethod
+    def trained_by(parameter: torch.nn.Parameter) -> Tensor:
+        """The weight that the optimizer updates through `parameter`."""
+        return parameter
+
+    def attach(self) -> None:
+        """Allocate what the engine allocates at its start; within a recording."""
+
+    def passes(self) -> contextlib.AbstractContextManager[None]:
+        """A context for the passes and updates of the step."""
+        return contextlib.nullcontext()
+
+    def accumulate(self) -> None:
+        """Allocate what the micro-batches before the one that is traced have left; within a recording."""
+
+    def saved_bytes(self) -> dict[str, int] | None:
+        """Bytes of the trained weights and their states in a checkpoint, by category; None for those of the trace."""
+        return None
+
+
+class _LayerTrackingState(defaultdict[torch.nn.Parameter, Any]):
+    """Optimizer state that reports the layer being updated on each lookup."""
+
+    def __init__(self, recorder: TraceRecorder, layers: Mapping[torch.nn.Parameter, int | None]) -> None:
+        super().__init__(dict)
+        self._recorder = recorder
+        self._layers = layers
+
+    def __getitem__(self, parameter: torch.nn.Parameter) -> Any:
+        self._recorder.turn_to(self._layers[parameter])
+        return super().__getitem__(parameter)

@@ -1,0 +1,103 @@
+"""Puts together the loop of a job: its step, data, schedule, checkpoints, evaluation and retries."""
+
+from __future__ import annotations
+
+import torch
+
+from finetune.data.batching import RowOrder, Sizes
+from finetune.measure import snapshots
+from finetune.model.probes import causality
+from finetune.model.recompute.checkpointing import ByLength
+from finetune.model.source import identity
+from finetune.objectives import OBJECTIVES
+from finetune.runtime import ranks
+from finetune.training import optimizers, schedules, strategies
+from finetune.training.batches import Steps
+from finetune.training.callbacks import Callbacks
+from finetune.training.checkpoints import Checkpoints
+from finetune.training.collator import MicroBatches, micro_batching
+from finetune.training.eval_loss import EvalLoss
+from finetune.training.job import TrainingJob
+from finetune.training.loop import Intervals, Loop
+from finetune.training.noise import Noise
+from finetune.training.oom_report import OutOfMemoryReport
+from finetune.training.oom_retry import Retry
+from finetune.training.progress import Progress, read_progress
+from finetune.training.recorder import MetricsRecorder
+from finetune.training.step import Step
+
+
+def assemble(job: TrainingJob, callbacks: Callbacks) -> Loop:
+    """The loop of a job whose model is complete."""
+    config, training, run = job.config, job.config.training, job.run
+    profiler = snapshots.profiler(config.memory.profile_steps, run.profile, job.device)
+    recorder = MetricsRecorder(run, job.monitor, job.listener, job.trackers, profiler, callbacks)
+    steps = _steps(job)
+    step = _step(job, recorder, steps.collate)
+    progress = read_progress(job.resume_from) if job.resume_from else Progress()
+    progress.total = steps.in_all(training)
+    schedule = schedules.scheduler(training, step.engine.optimizer, progress.total)
+    checkpoints = Checkpoints(
+        step, schedule, run, job.monitor, keep=config.output.keep, provenance=job.provenance,
+        verified=[job.resume_from] if job.resume_from else [], saved=callbacks.saved,
+        confirm=identity.Mapped(config.model).check if job.device.type == "cpu" else lambda: None,
+    )  # fmt: skip
+    report = OutOfMemoryReport(config, run, job.listener, progress, checkpoints, job.data, job.device)
+    evaluation = None
+    if job.data.eval is not None:
+        evaluation = EvalLoss(step, job.data.eval, steps.collate, steps.batch_size, report.of_evaluation)
+    return Loop(
+        step=step,
+        schedule=schedule,
+        steps=steps,
+        progress=progress,
+        intervals=Intervals(
+            training.eval_every,
+            config.output.save_every,
+            config.output.best and job.data.judges,
+            training.early_stopping,
+        ),
+        retry=Retry(report),
+        recorder=recorder,
+        checkpoints=checkpoints,
+        evaluation=evaluation,
+        signals=job.signals,
+        monitor=job.monitor,
+        callbacks=callbacks,
+    )
+
+
+def _step(job: TrainingJob, recorder: MetricsRecorder, collate: MicroBatches) -> Step:
+    model, device, config, training = job.model, job.device, job.config, job.config.training
+    updated_on = next(weight.device.type for weight in model.parameters() if weight.requires_grad)
+    name, replaced = optimizers.choose(config.optimizer, updated_on)
+    if replaced:
+        job.listener.note(replaced)
+    optimizer = optimizers.make(name, config.optimizer, training.learning_rate, model)
+    scaler = torch.amp.GradScaler(device.type) if training.precision == "fp16" else None
+    return Step(
+        engine=strategies.engine(
+            strategies.Given(model, optimizer, scaler, config.distributed, training.max_grad_norm, device)
+        ),
+        objective=OBJECTIVES[training.objective],
+        precision=training.precision,
+        max_grad_norm=training.max_grad_norm,
+        masked=causality.needs_mask(model.config, training.precision, causality.capability_of(device)),
+        device=device,
+        monitor=job.monitor,
+        context=config.distributed.context,
+        noise=Noise(model, alpha, training.seed) if (alpha := training.neftune_noise_alpha) else None,
+        levels=ByLength(model, config.memory.checkpointing, job.by_length) if job.by_length else None,
+        idle=collate.idle(),
+        seen=recorder.saw,
+    )
+
+
+def _steps(job: TrainingJob) -> Steps:
+    training, rows = job.config.training, job.data.train
+    way = micro_batching(training, job.config.data)
+    collate = MicroBatches(
+        way, job.tokenizer.pad_token_id, ranks.rank(), ranks.world_size(), job.config.distributed.context
+    )
+    order = RowOrder(Sizes.of(rows, way).lengths, training.batch_size, training.seed, training.group_by_length)
+    return Steps(rows, order, collate, training.batch_size, on_card=job.device.type == "cuda")

@@ -1,0 +1,54 @@
+"""What a run trains, and how training ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetune.config import Config
+from finetune.data.prepare import Prepared
+from finetune.measure.monitor import Monitor
+from finetune.runtime.signals import Signals
+from finetune.storage.records import UpTo
+from finetune.storage.rundir import RunDirectory
+from finetune.training.callbacks import Callback
+from finetune.training.recorder import Listener
+from finetune.training.tracking import Trackers
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How training ended: the last step, and the step of the best evaluation, if any."""
+
+    steps: int
+    best_step: int | None
+
+
+@dataclass(frozen=True)
+class TrainingJob:
+    """Everything a run needs to train.
+
+    `architecture` is transformers' config of the base, which publishing needs without its files. `provenance` is
+    written into each checkpoint's manifest; `resume_from` is a verified checkpoint. `by_length`: what short
+    micro-batches recompute, where that is less than the config says.
+    """
+
+    config: Config
+    architecture: Any
+    model: Any
+    tokenizer: Any
+    data: Prepared
+    run: RunDirectory
+    monitor: Monitor
+    listener: Listener
+    trackers: Trackers
+    device: torch.device
+    signals: Signals
+    provenance: dict[str, Any]
+    resume_from: Path | None = None
+    by_length: Sequence[UpTo] = ()
+    callbacks: Iterable[Callback] = ()

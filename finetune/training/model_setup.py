@@ -1,0 +1,91 @@
+"""Completes a model for training: kernels, the loss, compiled layers and split rows, each tried on the model itself."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from finetune import kernels
+from finetune.errors import ConfigError, MachineError
+from finetune.kernels import compiled
+from finetune.model.adapters.adapter import casts_by_autocast
+from finetune.model.distributed import context
+from finetune.model.precision import autocast
+from finetune.objectives import log_probs
+from finetune.runtime import libraries, ranks
+from finetune.training import probe_table
+from finetune.training.job import TrainingJob
+from finetune.training.probe_table import Subject
+
+
+def complete(job: TrainingJob) -> bool:
+    """Complete the model of a job; return whether its loss is the fused one.
+
+    Raises ConfigError for a model that does not compute each row by itself, token by token, or whose loss is another
+    one, and for what the config asks for and the model cannot do; MachineError where nothing can be compiled.
+    """
+    config, model = job.config, job.model
+    with autocast(config.training.precision, job.device), libraries.without_cudnn_attention():
+        attached = _fuse(job)
+        probe_table.run("built", Subject(config, model))
+        if config.kernels.compile == "layers":
+            _compile(job, attached)
+        return _attach_loss(job)
+
+
+@contextlib.contextmanager
+def in_training(job: TrainingJob, *, fused_loss: bool) -> Iterator[None]:
+    """A context for all passes of the job: precision of the adapter, tiles of the loss, rows split over ranks."""
+    config = job.config
+    with (
+        libraries.without_cudnn_attention(),
+        casts_by_autocast(job.model, config.adapter, config.training.precision),
+        log_probs.tiles(config.memory.loss_tokens, fused=fused_loss),
+        _splitting(job),
+    ):
+        yield
+
+
+def _fuse(job: TrainingJob) -> kernels.Attached:
+    """Attach fused kernels where they apply."""
+    fused = job.config.kernels.fused
+    triton = job.device.type != "cuda" or libraries.triton_obstacle() is None
+    attached = kernels.attach(job.model, fused, triton=triton)
+    unlike = probe_table.run("fused", Subject(job.config, job.model, attached))
+    if fused == "on" and (unlike or not any(attached.replaced.values())):
+        raise ConfigError(f"`kernels.fused: on`: {'; '.join([*attached.lines, *unlike])}; set `auto` or `off`")
+    fused_now = ", ".join(f"{len(modules)} {name}" for name, modules in attached.replaced.items() if modules)
+    for line in (*([f"kernels: fused {fused_now}"] if fused_now else []), *attached.lines, *unlike):
+        job.listener.note(line)
+    return attached
+
+
+def _attach_loss(job: TrainingJob) -> bool:
+    """Let the model score labels; return whether the fused loss does."""
+    if unbalanced := log_probs.attach(job.model):
+        job.listener.note(unbalanced)
+    unlike = probe_table.run("scoring", Subject(job.config, job.model))
+    fused = job.config.kernels.fused
+    if unlike and fused == "on":
+        raise ConfigError(f"`kernels.fused: on`: {'; '.join(unlike)}; set `auto` or `off`")
+    for line in unlike:
+        job.listener.note(line)
+    return fused != "off" and not unlike
+
+
+def _compile(job: TrainingJob, attached: kernels.Attached) -> None:
+    """Compile the layers that are not fused."""
+    if obstacle := compiled.obstacle() if job.device.type == "cpu" else libraries.triton_obstacle():
+        raise MachineError(f"`kernels.compile: layers`: {obstacle}; install a compiler, or set `none`")
+    for line in compiled.attach(job.model, attached):
+        job.listener.note(line)
+
+
+@contextlib.contextmanager
+def _splitting(job: TrainingJob) -> Iterator[None]:
+    """In the block, rows are split over `distributed.context` ranks; then no rank refers to the group they form."""
+    group = ranks.group_of(job.config.distributed.context)
+    with autocast(job.config.training.precision, job.device):
+        probe_table.run("split", Subject(job.config, job.model, group=group))
+    with context.split(job.model, group):
+        yield
