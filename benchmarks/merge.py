@@ -41,6 +41,7 @@ from children import Children, Fault
 from finetune.config import Config, ModelSection, QuantizationSection
 from finetune.data import fingerprint
 from finetune.errors import MachineError
+from finetune.export.merging import merged_files
 from finetune.export.merging.bases import Bases
 from finetune.model.adapters import adapter, adapter_files
 from finetune.model.base import load_architecture

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import finetune
 from finetune.errors import ArtifactError, ConfigError, MachineError, NumbersError
 from finetune.export import proof
+from finetune.export.merging import merged_files
 from finetune.model.source.locate import BUILTIN_BASE
 from finetune.report.terminal import Terminal
 from finetune.storage.rundir import RunDirectory

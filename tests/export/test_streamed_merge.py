@@ -397,7 +397,7 @@ def test_a_refused_merge_leaves_no_files(run: RunDirectory, tmp_path: Path, monk
     shard.write_bytes(content)
     with pytest.raises(ConfigError, match="did you mean `quantized`"):
         finetune.merge(run, onto="quantised")
-    monkeypatch.setattr(shards.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
+    monkeypatch.setattr(merged_files.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
     with pytest.raises(MachineError, match=r"the merged weights need [\d,]+ bytes of disk, and [\d,]+ bytes are free"):
         finetune.merge(run)
     assert left(run) == []

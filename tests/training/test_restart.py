@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import finetune
 from finetune.errors import ArtifactError, ConfigError, DataError, MachineError
+from finetune.export.merging import merged_files
 from finetune.lifecycle import resume
 from finetune.model.build import Blueprint
 from finetune.storage.files import write_text
