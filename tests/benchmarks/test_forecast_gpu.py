@@ -20,7 +20,7 @@ RECORDINGS = sorted((ROOT / "benchmarks" / "results" / "recordings").glob("*.jso
 
 
 @pytest.mark.parametrize("file", [None, *RECORDINGS], ids=lambda file: file.name if file else "written here")
-def test_the_allocator_does_on_paper_what_a_gpu_did(file: Path | None, tmp_path: Path) -> None:
+def test_the_replayed_allocator_matches_the_recording(file: Path | None, tmp_path: Path) -> None:
     """Over what `make gpu-check` recorded, once a card has; and over a history of one allocation of two pages."""
     if file is None:
         history = [
@@ -171,7 +171,7 @@ class FakeCuda:
         )
 
 
-def test_what_is_done_on_a_card_around_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measuring_on_a_gpu_records_forecast_peaks_and_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lines that only a card runs, with the training and torch.cuda replaced."""
     import measured_step
 

@@ -36,7 +36,7 @@ def requires(name: str) -> list[Requirement]:
         pytest.param({"deep": "0.1"}, ["app", "lib"], id="any version will do"),
     ],
 )
-def test_what_is_carried(present: dict[str, str | None], expected: list[str]) -> None:
+def test_only_missing_or_unfit_packages_are_carried(present: dict[str, str | None], expected: list[str]) -> None:
     versions = {name: version and Version(version) for name, version in present.items()}
     found = offline_wheels.carried([Requirement("app>=1")], versions, CONSTRAINTS, requires)
     assert found == dict.fromkeys(expected, Version("2.0"))

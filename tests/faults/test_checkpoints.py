@@ -133,7 +133,7 @@ def test_a_kill_at_any_write_fsync_or_rename_of_a_save_leaves_a_whole_checkpoint
     assert nth > 1, f"a save has no {event}"
 
 
-def test_a_kill_between_the_two_renames_of_a_replacement_loses_neither(tmp_path: Path) -> None:
+def test_a_kill_between_the_two_renames_of_a_replacement_loses_nothing(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     (tmp_path / "merged.replaced").mkdir()
     (tmp_path / "merged.replaced" / "weights").write_text("old")
@@ -445,7 +445,7 @@ def test_sigterm_once_the_held_out_loss_is_known_ends_with_that_evaluation_count
     assert stopped.weights == whole.weights
 
 
-def test_an_evaluation_made_up_for_has_one_line_also_when_a_kill_follows_it(job, whole: Job) -> None:
+def test_a_postponed_evaluation_is_logged_once_even_after_a_kill(job, whole: Job) -> None:
     stopped = job()
     assert stopped.go(Fault(EVALUATION, nth=3, action="SIGTERM")).code == 143
     assert stopped.go(Fault("finetune.report.terminal:Terminal.evaluated")).code == -signal.SIGKILL
@@ -455,7 +455,7 @@ def test_an_evaluation_made_up_for_has_one_line_also_when_a_kill_follows_it(job,
     assert stopped.weights == whole.weights
 
 
-def test_how_often_a_run_is_evaluated_changes_no_bit_of_what_it_trains(job, whole: Job) -> None:
+def test_the_frequency_of_evaluation_does_not_change_the_adapter(job, whole: Job) -> None:
     never = job([*JOB, "training.eval_every=null"])
     assert never.go().code == 0
     assert never.weights == whole.weights
@@ -561,7 +561,7 @@ def test_another_micro_batch_goes_on_with_the_same_rows_and_is_logged(quick) -> 
     torch.testing.assert_close(adapter_weights(run), adapter_weights(whole), rtol=1e-5, atol=1e-7)
 
 
-def test_what_changed_since_is_refused_by_its_field(
+def test_a_change_of_data_template_or_base_on_resume_is_refused_by_its_field(
     children: Children, rows_file: Path, tiny_base: Path, tmp_path: Path
 ) -> None:
     """Rows, chat template and base weights, each changed in its file while the config stays as it is."""
