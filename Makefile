@@ -115,6 +115,7 @@ golden: $(DEV) ## Record the pinned trajectories and forecasts anew, after a rep
 sweep: $(DEV) ## Compare the forecast with real training steps and with the peers, time it, and cost a step (two hours).
 	$(BIN)/python benchmarks/forecast_cpu.py
 	$(BIN)/python benchmarks/forecast_peers.py
+	$(BIN)/python benchmarks/forecast_memtracker.py --measured benchmarks/results/forecast_cpu.json
 	$(BIN)/python benchmarks/forecast_speed.py
 	$(BIN)/python benchmarks/plan_many_gpus.py
 	$(BIN)/python benchmarks/step_cost.py

@@ -449,28 +449,37 @@ def peaks(peak_allocated_bytes: int, phases: Mapping[str, int]) -> dict[str, int
     return {"peak": peak_allocated_bytes, **{phase: phases[phase] for phase in COMPARED if phase in phases}}
 
 
-def forecast(setting: Setting) -> dict[str, int]:
-    """Forecast bytes of `setting`, as `peaks` gives them."""
+def step_setting(setting: Setting) -> Any:
+    """The step of `setting` as the forecast traces it, with its largest batches."""
     import torch
 
-    from finetune.data.batching import MicroBatching, worst_batches
-    from finetune.forecast import devices, file_sizes, replay, traced_step
+    from finetune.data.batching import Sizes, worst_batches
+    from finetune.forecast import devices
+    from finetune.forecast.traced_step import StepSetting
     from finetune.model.attention import backends
+    from finetune.training.collator import micro_batching
 
     config, architecture = setting.resolved(), setting.build_architecture()
     torch.set_num_threads(1)  # kernels have room for each thread
-    lengths, trained = zip(*setting.rows, strict=True)
-    way = MicroBatching.of(config.training, config.data)
-    [batch] = worst_batches(lengths, trained, way, len(lengths), "the setting")
-    cpu = devices.find("cpu", config.memory)
-    implementation = backends.planned(
+    way, sizes = micro_batching(config.training, config.data), Sizes(*zip(*setting.rows, strict=True))
+    [batch] = worst_batches(sizes, way, len(setting.rows), "the setting")
+    attention = backends.planned(
         config.model.attention, architecture, "cpu", config.training.precision, packed=config.data.packing
     )
     held_out = None if config.data.eval == "none" else batch
-    trace = traced_step.trace_step(traced_step.StepSetting(config, architecture, batch, held_out, cpu, implementation))
-    accumulation = config.training.batch_size // config.training.rows
+    return StepSetting(config, architecture, batch, held_out, devices.find("cpu", config.memory), attention)
+
+
+def forecast(setting: Setting) -> dict[str, int]:
+    """Forecast bytes of `setting`, as `peaks` gives them."""
+    from finetune.forecast import file_sizes, replay
+    from finetune.forecast.traced_step import trace_step
+
+    step = step_setting(setting)
+    trace = trace_step(step)
+    accumulation = step.config.training.batch_size // step.config.training.rows
     run = replay.RunSetting(micro_batches=accumulation, checkpoint_bytes=file_sizes.checkpoint_bytes(trace))
-    found = replay.make(trace, cpu, batch, implementation, run)
+    found = replay.make(trace, step.device, step.train, step.attention, run)
     phases = {name: peak["allocated_bytes"] for name, peak in found.phases.items()}
     # The instrument's peak begins with the finished model.
     return peaks(max(size for name, size in phases.items() if name != "load"), phases)

@@ -2,8 +2,9 @@
 
     python benchmarks/forecast_memtracker.py [--measured FILE] [--only NAME]
 
-The settings are some of forecast_cpu.py's, and so is the truth: the peak of live tensor bytes over two real steps. With
-`--measured benchmarks/results/forecast_cpu.json` it is taken from there instead of measured anew. MemTracker watches
+The settings are some of forecast_cpu.py's (`--only` takes any of them), and so is the truth: the peak of live tensor
+bytes over two real steps. With `--measured` it is taken from a result of forecast_cpu.py, which must come from a CPU
+like this one: what oneDNN allocates depends on its vector instructions, and so does our forecast. MemTracker watches
 our own training step (model, loss, clipping and optimizer as in training) on fake tensors: what differs is what is
 counted, not what is run. It needs help for that, which it has not in a script of one's own:
 
@@ -32,9 +33,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 MIB = 2**20
 NAMES = (
-    "llama fp32", "llama bf16", "llama nf4", "llama, no checkpointing", "llama eager, no checkpointing",
-    "qwen3-moe nf4", "small-llama, small tiles", "small-qwen2, small tiles", "110m nf4", "120m int8, no checkpointing",
-    "110m bf16, evaluated", "120m fp32, whole",
+    "llama fp32", "llama nf4", "llama, no checkpointing", "llama eager, no checkpointing", "qwen3-moe nf4",
+    "small-llama, small tiles",
 )  # fmt: skip
 
 
@@ -62,24 +62,15 @@ def tracked(setting: forecast_cpu.Setting) -> dict[str, int]:
     """MemTracker's peak in bytes over two steps (the first makes the optimizer's states) and an evaluation."""
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    from finetune.data.batching import MicroBatching, worst_batches
-    from finetune.forecast import device_paths, devices, fake, traced_step
+    from finetune.forecast import device_paths, fake, traced_step
     from finetune.forecast.extrapolate import whole
     from finetune.forecast.trace import Answers, TraceRecorder
-    from finetune.model.attention import backends
+    from finetune.model.adapters import adapter
     from finetune.objectives import log_probs
     from finetune.training.eval_loss import summed_loss
 
-    config, architecture = setting.resolved(), setting.build_architecture()
-    torch.set_num_threads(1)
-    lengths, trained = zip(*setting.rows, strict=True)
-    way = MicroBatching.of(config.training, config.data)
-    [batch] = worst_batches(lengths, trained, way, len(lengths), "the setting")
-    cpu = devices.find("cpu", config.memory)
-    attention = backends.planned(
-        config.model.attention, architecture, "cpu", config.training.precision, packed=config.data.packing
-    )
-    job = traced_step.StepSetting(config, architecture, batch, None, cpu, attention)
+    job = forecast_cpu.step_setting(setting)
+    config, cpu, batch = job.config, job.device, job.train
     recorder = TraceRecorder(cpu.operators, Answers(uneven=False, trained_tokens=0))  # records nothing here
     with (
         device_paths.undisturbed(),
@@ -98,7 +89,8 @@ def tracked(setting: forecast_cpu.Setting) -> dict[str, int]:
             if not weight.requires_grad:  # "cannot register a hook on a tensor that doesn't require gradient"
                 tracker._param_to_grad_hook_handles[weight] = unhooked, unhooked
         micro_batches = [inputs] * (config.training.batch_size // config.training.rows)
-        with mode, Answering(recorder), tracker:
+        casting = adapter.casts_by_autocast(step.model, config.adapter, config.training.precision)
+        with casting, mode, Answering(recorder), tracker:
             for _ in range(2):
                 step.forward_backward(micro_batches, batch.trained_tokens)
                 step.clip()
@@ -121,16 +113,18 @@ def main() -> None:
     libraries.quiet()
     chosen = list(_settings(options.only or NAMES))
     known = {} if options.measured is None else json.loads(options.measured.read_text(encoding="utf-8"))["settings"]
-    rows = {setting.name: _row(setting, known) for setting in chosen}
-    result = {
-        "command": harness.command_line(),
-        "environment": harness.environment(1),
-        "failed": [name for name, row in rows.items() if "error" in row],
-        "summary": _summary(rows),
-        "settings": rows,
-    }
-    harness.write_result(options.output, result)
-    print(_table(rows))
+    rows: dict[str, dict[str, Any]] = {}
+    for setting in chosen:
+        rows[setting.name] = _row(setting, known)
+        result = {
+            "command": harness.command_line(),
+            "environment": harness.environment(1),
+            "failed": [name for name, row in rows.items() if "error" in row],
+            "summary": _summary(rows),
+            "settings": rows,
+        }
+        harness.write_result(options.output, result)
+    print(table(rows))
     sys.exit(1 if result["failed"] else 0)
 
 
@@ -174,7 +168,7 @@ def _summary(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]
     return found
 
 
-def _table(rows: Mapping[str, Mapping[str, Any]]) -> str:
+def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
     lines = [
         (
             name,

@@ -79,7 +79,7 @@ def write_base(folder: Path, architecture: Any, count: int, *, empty: bool = Fal
         done += shape.numel()
     places: dict[str, str] = {}
     for number, tensors in enumerate(parts, start=1):
-        layout, file = weight_files.Layout(tensors), f"model-{number:05d}-of-{count:05d}.safetensors"
+        layout, file = weight_files.FileLayout(tensors), f"model-{number:05d}-of-{count:05d}.safetensors"
         places |= dict.fromkeys(tensors, file)
         if empty:
             with open(folder / file, "wb") as opened:
@@ -180,7 +180,7 @@ def plan(folder: Path, name: str, count: int) -> dict[str, Any]:
     adapted = adapter.attach(bare, config.adapter, config.model.name, 0)
     place = folder / "adapter"
     place.mkdir()
-    layout = weight_files.Layout(
+    layout = weight_files.FileLayout(
         {name: (torch.float32, weight.shape) for name, weight in adapter_files.weights(adapted).items()}
     )
     with open(place / "adapter_model.safetensors", "wb") as opened:

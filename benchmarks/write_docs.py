@@ -334,6 +334,17 @@ def _forecast_peers() -> str:
     )
 
 
+def _forecast_memtracker() -> str:
+    return _table(
+        "setting | measured peak | `finetune plan` | MemTracker",
+        (
+            f"{name} | {row['measured_bytes'] / MIB:.1f} MiB | {row['ours']['error']:+.2%} | "
+            f"{row['mem_tracker']['error']:+.2%}"
+            for name, row in result("forecast_memtracker")["settings"].items()
+        ),
+    )
+
+
 def _beside_trl() -> str:
     def row(name: str, job: Any) -> str:
         besides = [job["beside"][side] for side in ("trl", "trl-kept")]
@@ -527,6 +538,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "data-look": _data_look,
     "forecast-phases": _forecast_phases,
     "forecast-peers": _forecast_peers,
+    "forecast-memtracker": _forecast_memtracker,
     "beside-trl": _beside_trl,
     "layer-cost": _layer_cost,
     "by-length": _by_length,

@@ -70,7 +70,7 @@ def test_the_same_files_elsewhere_are_the_same_base(
     assert base_finding(run) == ("ok", f"as in training, {run.config().model.name}")
 
 
-def test_doctor_finds_it(run: RunDirectory, base: Path) -> None:
+def test_doctor_reports_another_base(run: RunDirectory, base: Path) -> None:
     overwrite(base)
     status, what = base_finding(run)
     assert status == "error"
@@ -79,7 +79,7 @@ def test_doctor_finds_it(run: RunDirectory, base: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("use", ["generate", "evaluate", "merge"])
-def test_a_run_of_an_earlier_version_is_used_with_a_word(
+def test_a_run_of_an_earlier_version_is_used_with_a_note(
     use: str, run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = run.adapter / "fingerprint.json"
@@ -96,7 +96,7 @@ def test_doctor_says_where_the_base_is_not_at_hand(run: RunDirectory) -> None:
     assert "not available" in what
 
 
-def test_a_fingerprint_that_is_damaged_is_no_fingerprint_that_is_missing(run: RunDirectory) -> None:
+def test_a_damaged_fingerprint_is_not_taken_for_a_missing_one(run: RunDirectory) -> None:
     file = run.adapter / "fingerprint.json"
     kept = json.loads(file.read_text())
     for damaged in (kept | {"base": 7}, kept | {"base": []}, [kept], 1):
@@ -106,7 +106,7 @@ def test_a_fingerprint_that_is_damaged_is_no_fingerprint_that_is_missing(run: Ru
 
 
 @pytest.mark.slow
-def test_of_a_whole_model_the_base_that_it_is_compared_with_is_checked(quick, base: Path) -> None:
+def test_the_base_of_a_whole_model_is_checked_before_an_evaluation(quick, base: Path) -> None:
     job = ["adapter.kind=none", "quantization.kind=none", "training.learning_rate=1e-4", "training.max_steps=1"]
     run = finetune.train(quick(*job, f"model.name={base}")).run
     assert base_finding(run)[0] == "ok"
@@ -118,7 +118,7 @@ def test_of_a_whole_model_the_base_that_it_is_compared_with_is_checked(quick, ba
 
 
 @pytest.mark.slow
-def test_random_weights_are_told_from_those_of_training(quick, capsys: pytest.CaptureFixture[str]) -> None:
+def test_new_random_weights_are_noted(quick, capsys: pytest.CaptureFixture[str]) -> None:
     run = finetune.train(quick("model.weights=random", "training.max_steps=1")).run
     finetune.generate(run, "x", max_new_tokens=2)
     assert "random weights, which were not saved" in " ".join(capsys.readouterr().err.split())

@@ -24,6 +24,7 @@ from finetune.data import formats, sources
 from finetune.data.examples import Chat
 from finetune.storage import records
 from finetune.storage.rundir import RunDirectory
+from finetune.training.progress import Progress
 
 ROOT = Path(__file__).parent.parent
 TESTS = ROOT / "tests"
@@ -168,7 +169,7 @@ def test_the_page_of_the_run_directory_names_every_key_and_file() -> None:
         for name, shape in vars(records).items()
         if inspect.isclass(shape) and shape.__module__ == records.__name__ and name not in ("Lines", "WeightIndex")
     }
-    keys = {key for annotations in shapes.values() for key in annotations}
+    keys = {key for annotations in shapes.values() for key in annotations} | Progress().as_json().keys()
     assert {"tokens_per_second", "padding_share", "lowered", "made_with", "evaluations_without_gain"} <= keys
     assert {key for key in keys if f"`{key}`" not in text} == set()
     paths = [path for name, path in vars(RunDirectory("run")).items() if name != "path"]

@@ -18,9 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from finetune import cli
-from finetune.doctor import machine
+from finetune.doctor import Examination, Finding, machine
 from finetune.doctor import run_check as run_directory
-from finetune.doctor.findings import Examination, Finding
 from finetune.errors import ArtifactError
 from finetune.storage.files import write_lines
 from finetune.storage.rundir import RunDirectory
@@ -47,7 +46,7 @@ def cut(file: Path, size: int) -> None:
 # -- a machine ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_machine_is_told_with_versions_memory_disks_and_what_would_be_used() -> None:
+def test_a_machine_is_described_by_versions_memory_disks_and_choices() -> None:
     found = {one.about: one for one in machine.examine().findings}
     assert found["torch"].what.startswith(torch.__version__)
     assert {"python", "peft", "bitsandbytes library", "host memory", "runs", "model cache", "hub", "threads"} <= set(
@@ -71,7 +70,7 @@ def test_a_version_outside_the_range_is_a_warning_and_a_missing_one_an_error(mon
     assert Examination([torch_found], 4).exit_code == 0
 
 
-def test_a_program_that_is_not_installed_is_a_warning_and_the_rest_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_installation_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine without a network, to which the checkout was carried."""
 
     def requires(name: str) -> list[str]:
@@ -98,7 +97,7 @@ def test_a_folder_for_runs_that_cannot_be_written_is_an_error(tmp_path: Path, mo
         (None, ""),
     ],
 )
-def test_the_driver_is_told_where_the_system_says_it(
+def test_the_driver_version_is_read_if_the_system_has_it(
     text: str | None, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "_DRIVER", tmp_path / "version")
@@ -127,7 +126,7 @@ def test_a_sound_run_has_nothing_wrong(trained: RunDirectory) -> None:
     assert found["adapter"] == "intact, weights finite"
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="not a run directory"):
         run_directory.examine(tmp_path)
 
@@ -190,7 +189,7 @@ def test_damage_is_named_with_its_remedy(run: RunDirectory, damage: str) -> None
     assert found[0].remedy
 
 
-def test_a_run_that_train_would_refuse_to_go_on_with_is_not_sound(run: RunDirectory) -> None:
+def test_a_run_that_cannot_be_resumed_is_not_sound(run: RunDirectory) -> None:
     """Unfinished, and of its checkpoints none is whole: first damaged, then gone."""
     events = [event for event in run.events() if event["event"] not in ("trained", "finished")]
     write_lines(run.events_file, events)
@@ -209,7 +208,7 @@ def test_a_run_that_train_would_refuse_to_go_on_with_is_not_sound(run: RunDirect
     assert "state" not in {one.about for one in wrong(run)}
 
 
-def test_looking_at_a_run_asks_no_hub(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checking_a_run_does_not_contact_the_hub(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the base is on the hub, and nothing says that there is no network."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     asked: list[object] = []
@@ -220,7 +219,7 @@ def test_looking_at_a_run_asks_no_hub(run: RunDirectory, monkeypatch: pytest.Mon
     assert asked == []
 
 
-def test_a_line_cut_off_by_a_crash_and_leftovers_of_a_write_are_no_errors(run: RunDirectory) -> None:
+def test_torn_lines_and_leftovers_are_warnings(run: RunDirectory) -> None:
     _append(run.metrics_file, '{"step": 21, "lo')
     (run.checkpoints / "step-00000021.incomplete").mkdir()
     assert [(one.about, one.status) for one in wrong(run)] == [
@@ -229,7 +228,7 @@ def test_a_line_cut_off_by_a_crash_and_leftovers_of_a_write_are_no_errors(run: R
     ]
 
 
-def test_a_run_that_another_process_trains_in_is_told_with_its_number(run: RunDirectory) -> None:
+def test_a_process_training_in_the_run_is_named(run: RunDirectory) -> None:
     with open(run.path / "lock", "w") as lock:
         lock.write("4711\n")
         lock.flush()

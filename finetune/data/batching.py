@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import Sampler
 
 from finetune.config import DataSection, TrainingSection
-from finetune.data.encoded import ONE_SEQUENCE, Layout
+from finetune.data.encoded import ONE_SEQUENCE, RowLayout
 
 # Rows are sorted by length within windows of this many batches: large enough for little padding, small enough to keep
 # the order of batches random. transformers' LengthGroupedSampler uses the same value.
@@ -60,8 +60,8 @@ class RowOrder(Sampler[int]):
             batches = [rows[at : at + self.batch_size] for at in range(0, len(rows), self.batch_size)]
             # A short batch must stay last, or every later batch would straddle two length groups.
             full = [batch for batch in batches if len(batch) == self.batch_size]
-            for place in torch.randperm(len(full), generator=generator).tolist():
-                yield full[place]
+            for number in torch.randperm(len(full), generator=generator).tolist():
+                yield full[number]
             yield from batches[len(full) :]
 
 
@@ -76,10 +76,10 @@ class MicroBatching:
     rows: int
     tokens: int | None = None
     packed: bool = False
-    layout: Layout = ONE_SEQUENCE
+    layout: RowLayout = ONE_SEQUENCE
 
     @classmethod
-    def of(cls, training: TrainingSection, data: DataSection, layout: Layout = ONE_SEQUENCE) -> MicroBatching:
+    def of(cls, training: TrainingSection, data: DataSection, layout: RowLayout = ONE_SEQUENCE) -> MicroBatching:
         """As configured, once `training.micro_batch` is a number rather than `auto`."""
         tokens = training.micro_batch_tokens
         if data.packing and not tokens:
@@ -142,12 +142,12 @@ def micro_batches(lengths: Sequence[int], way: MicroBatching) -> list[list[int]]
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     if way.packed:
         return _best_fit(order, lengths, way.tokens)
-    found = []
+    parts = []
     while order:
         rows = way.capacity(lengths[order[0]])
-        found.append(order[:rows])
+        parts.append(order[:rows])
         order = order[rows:]
-    return found
+    return parts
 
 
 def epoch(lengths: Sequence[int], order: Iterable[int], batch_size: int, way: MicroBatching) -> Iterator[list[int]]:
@@ -160,17 +160,17 @@ def epoch(lengths: Sequence[int], order: Iterable[int], batch_size: int, way: Mi
 
 
 def _best_fit(order: Sequence[int], lengths: Sequence[int], tokens: int) -> list[list[int]]:
-    found: list[list[int]] = []
+    bins: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (tokens left, micro-batch), sorted
     for row in order:
         at = bisect_left(room, (lengths[row], -1))
-        left, number = room.pop(at) if at < len(room) else (tokens, len(found))
-        if number == len(found):
-            found.append([])
-        found[number].append(row)
+        left, number = room.pop(at) if at < len(room) else (tokens, len(bins))
+        if number == len(bins):
+            bins.append([])
+        bins[number].append(row)
         if left > lengths[row]:
             insort(room, (left - lengths[row], number))
-    return found
+    return bins
 
 
 @dataclass(frozen=True)

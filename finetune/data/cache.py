@@ -44,18 +44,18 @@ _LOCKED_SECONDS = 60
 
 def folder() -> Path:
     """The folder of the entries; a temporary one, removed when the process exits, if it is not private to this user."""
-    place = cache_folder()
-    if os.path.lexists(place) and (why := not_private(place)):
-        return _temporary(place, why)
-    return place
+    path = cache_folder()
+    if os.path.lexists(path) and (why := not_private(path)):
+        return _temporary(path, why)
+    return path
 
 
 @functools.cache
-def _temporary(place: Path, why: str) -> Path:
+def _temporary(path: Path, why: str) -> Path:
     with writing(Path(tempfile.gettempdir())):
         made = Path(tempfile.mkdtemp(prefix="finetune-"))
     atexit.register(shutil.rmtree, made, ignore_errors=True)
-    _LOG.warning("%s is not used: %s. The data is prepared in %s, for this run only", place, why, made)
+    _LOG.warning("%s is not used: %s. The data is prepared in %s, for this run only", path, why, made)
     return made
 
 
@@ -67,8 +67,8 @@ def entry(key: Callable[[], str | None], fill: Callable[[Path], None]) -> Path:
     Raises MachineError if the folder cannot be written, and whatever `fill` raises, after removing the folder.
     """
     before = key()
-    if before and (found := _found(before)):
-        return found
+    if before and (cached := _cached(before)):
+        return cached
     with writing():
         folder().mkdir(parents=True, exist_ok=True, mode=0o700)
         _remove_unused()
@@ -91,32 +91,32 @@ def entry(key: Callable[[], str | None], fill: Callable[[Path], None]) -> Path:
 
 
 @contextlib.contextmanager
-def writing(place: Path | None = None) -> Iterator[None]:
+def writing(path: Path | None = None) -> Iterator[None]:
     """Convert an OSError in the block into a MachineError that says the folder cannot be written."""
     try:
         yield
     except OSError as error:
-        place = (place or folder()).absolute()
-        there = next(parent for parent in (place, *place.parents) if parent.exists())
+        path = (path or folder()).absolute()
+        there = next(parent for parent in (path, *path.parents) if parent.exists())
         raise MachineError(
-            f"{place}: the prepared data cannot be written: {cause(error, there)}. It takes 8 bytes per token: "
+            f"{path}: the prepared data cannot be written: {cause(error, there)}. It takes 8 bytes per token: "
             f"{remedy(error)}, delete that folder if other jobs have filled it, or point HF_DATASETS_CACHE "
             "elsewhere"
         ) from None
 
 
-def _found(key: str) -> Path | None:
-    found = folder() / key
-    if not_private(found):
+def _cached(key: str) -> Path | None:
+    entry = folder() / key
+    if not_private(entry):
         return None
     try:
-        if json.loads((found / _MANIFEST).read_text(encoding="utf-8")) != _manifest(found):
+        if json.loads((entry / _MANIFEST).read_text(encoding="utf-8")) != _manifest(entry):
             return None
     except (OSError, ValueError):
         return None
     with contextlib.suppress(OSError):
-        os.utime(found)
-    return found
+        os.utime(entry)
+    return entry
 
 
 def _published(made: Path, key: str) -> Path:
@@ -125,21 +125,21 @@ def _published(made: Path, key: str) -> Path:
         with contextlib.suppress(OSError):
             made.rename(target)
             return target
-        if found := _found(key):  # another process was faster
+        if cached := _cached(key):  # another process was faster
             shutil.rmtree(made, ignore_errors=True)
-            return found
+            return cached
         shutil.rmtree(target, ignore_errors=True)
     made.rename(target)
     return target
 
 
 def _remove_unused() -> None:
-    for found in folder().iterdir():
+    for entry in folder().iterdir():
         with contextlib.suppress(OSError):
-            unused_seconds = time.time() - found.stat().st_mtime
-            making = found.name.startswith(_MAKING) and unused_seconds > _LOCKED_SECONDS
-            if unused_seconds > _KEPT_SECONDS or (making and _abandoned(found)):
-                shutil.rmtree(found)
+            unused_seconds = time.time() - entry.stat().st_mtime
+            making = entry.name.startswith(_MAKING) and unused_seconds > _LOCKED_SECONDS
+            if unused_seconds > _KEPT_SECONDS or (making and _abandoned(entry)):
+                shutil.rmtree(entry)
 
 
 def _locked(made: Path) -> int:
@@ -151,7 +151,7 @@ def _locked(made: Path) -> int:
 
 
 def _abandoned(made: Path) -> bool:
-    """Whether the process that filled it is gone. Raises OSError if that cannot be determined."""
+    """Whether the process that was filling a folder has ended. Raises OSError if that cannot be determined."""
     opened = os.open(made, os.O_RDONLY)
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)

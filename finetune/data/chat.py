@@ -25,7 +25,7 @@ from finetune.data.examples import (
     in_common,
     parts,
 )
-from finetune.data.tokenizing import Asking, Found, Piece, Tokenized, answered
+from finetune.data.tokenizing import Asking, Result, TextPart, Tokenized, answered
 
 LossOn = Literal["assistant", "last", "all"]
 ControlTokens = Literal["text", "parse"]
@@ -55,11 +55,11 @@ def prompt_ids(example: Example, tokenizer: Any, control_tokens: ControlTokens =
     return _alone(_prompt(example, tokenizer, control_tokens), tokenizer)
 
 
-def _alone(work: Asking[Found], tokenizer: Any) -> Found:
-    [found] = answered([work], tokenizer)
-    if isinstance(found, RowError):
-        raise found
-    return found
+def _alone(work: Asking[Result], tokenizer: Any) -> Result:
+    [result] = answered([work], tokenizer)
+    if isinstance(result, RowError):
+        raise result
+    return result
 
 
 def system_heads(
@@ -71,14 +71,14 @@ def system_heads(
     first user message.
     """
     first = {
-        place: _head(example, tokenizer, control_tokens)
-        for place, (example, _) in enumerate(rows)
+        number: _head(example, tokenizer, control_tokens)
+        for number, (example, _) in enumerate(rows)
         if isinstance(example, Chat) and example.messages[0]["role"] == "system"
     }
     heads = [1] * len(rows)
-    for place, alone in zip(first, answered(list(first.values()), tokenizer), strict=True):
+    for number, alone in zip(first, answered(list(first.values()), tokenizer), strict=True):
         if not isinstance(alone, RowError):
-            heads[place] = max(1, in_common(rows[place][1].input_ids, alone.ids))
+            heads[number] = max(1, in_common(rows[number][1].input_ids, alone.ids))
     return heads
 
 
@@ -149,7 +149,7 @@ def _segment(example: Example, tokenizer: Any, loss_on: LossOn, control_tokens: 
         case Tokens():
             return _tokens(example, tokenizer)
         case Text(text, escaped):
-            ids = _with_end((yield Piece(text, special=True, escaped=escaped)).ids, tokenizer)
+            ids = _with_end((yield TextPart(text, special=True, escaped=escaped)).ids, tokenizer)
             return Segment(ids, list(ids), escaped=escaped)
 
 
@@ -171,14 +171,14 @@ def _prompt(example: Example, tokenizer: Any, control_tokens: ControlTokens) -> 
 def _completion(example: Completion, tokenizer: Any, loss_on: LossOn) -> Asking[Segment]:
     # Prompt and completion are tokenized separately, as in generation, so no token spans the boundary.
     prompt = yield from _opening(example.prompt, example.escaped, tokenizer)
-    completion = _with_end((yield Piece(example.completion, escaped=example.escaped)).ids, tokenizer)
+    completion = _with_end((yield TextPart(example.completion, escaped=example.escaped)).ids, tokenizer)
     ids = prompt + completion
     return Segment(ids, list(ids) if loss_on == "all" else [IGNORE] * len(prompt) + completion)
 
 
 def _opening(text: str, escaped: bool, tokenizer: Any) -> Asking[list[int]]:
     """The tokens of a text to be continued, without the EOS token that some tokenizers append."""
-    ids = (yield Piece(text, special=True, escaped=escaped)).ids
+    ids = (yield TextPart(text, special=True, escaped=escaped)).ids
     return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
 
 

@@ -29,10 +29,10 @@ _PROBE = [{"role": role, "content": "a"} for role in ("user", "assistant", "user
 # A regular expression without a match.
 _NOTHING = r"(?!)"
 
-Found = TypeVar("Found", bound=Example)
+Escapable = TypeVar("Escapable", bound=Example)
 
 
-def escaped(example: Found, tokenizer: Any) -> Found:
+def escaped(example: Escapable, tokenizer: Any) -> Escapable:
     """The example with stand-ins in the control tokens of its text; unchanged if it has none.
 
     An EOS token at the end of a text or completion is dropped, since every row gets one. Raises RowError if the
@@ -46,16 +46,16 @@ def escaped(example: Found, tokenizer: Any) -> Found:
         case Completion(_, completion):
             example = replace(example, completion=completion.removesuffix(tokenizer.eos_token))
     control = _control(tokenizer)
-    found = next(filter(None, map(control.first, texts(example))), None)
-    if found is None:
+    token = next(filter(None, map(control.first, texts(example))), None)
+    if token is None:
         return example
     if not tokenizer.is_fast:
         raise RowError(
-            f"its text contains the control token `{found}`, which this tokenizer cannot treat as text, because it is "
+            f"its text contains the control token `{token}`, which this tokenizer cannot treat as text, because it is "
             "written in Python; remove it from the row"
         )
     if any(letter in text for text in texts(example) for letter in control.stand_ins.values()):
-        raise RowError(f"its text contains the control token `{found}` and Anatolian hieroglyphs; remove either")
+        raise RowError(f"its text contains the control token `{token}` and Anatolian hieroglyphs; remove either")
     if isinstance(example, Chat):
         # Roles are validated by now, and templates compare them.
         messages = [{**control.escape(message), "role": message["role"]} for message in example.messages]
@@ -108,8 +108,8 @@ class _Control:
 
     def first(self, text: str) -> str | None:
         """The first control token in the text."""
-        if found := self.pattern.search(text) or (self.normalize and self.look_alikes.search(self.normalize(text))):
-            return found[0]
+        if match := self.pattern.search(text) or (self.normalize and self.look_alikes.search(self.normalize(text))):
+            return match[0]
         return text if text in self.bracketed else None
 
     def escape(self, value: Any) -> Any:
@@ -117,7 +117,7 @@ class _Control:
         if isinstance(value, str):
             if value in self.bracketed:
                 value = self.stand_ins[value[0]] + value[1:]
-            return self.starts.sub(lambda found: self.stand_ins[found[0]], value)
+            return self.starts.sub(lambda start: self.stand_ins[start[0]], value)
         if isinstance(value, Mapping):
             return {self.escape(key): self.escape(item) for key, item in value.items()}
         return [self.escape(item) for item in value] if isinstance(value, list) else value
@@ -177,17 +177,17 @@ def _tokens(tokenizer: Any) -> dict[str, int]:
     `<think>` and `</think>`, are part of its text.
     """
     added = {token.content: (number, token.special) for number, token in tokenizer.added_tokens_decoder.items()}
-    found = {text: number for text, (number, special) in added.items() if special}
+    tokens = {text: number for text, (number, special) in added.items() if special}
     turns = {text: number for text, (number, special) in added.items() if not special and not _is_tag(text, added)}
     if turns:
         try:
             written = chat_template.ids(tokenizer, _PROBE, prompt=True)
         except Exception:  # a template may raise anything; one that cannot be rendered writes no tokens
-            return found
+            return tokens
         # Tokens of system, tool and tool-call turns are found in the template's source.
         spelled = str(tokenizer.chat_template)
-        found |= {text: number for text, number in turns.items() if number in written or text in spelled}
-    return found
+        tokens |= {text: number for text, number in turns.items() if number in written or text in spelled}
+    return tokens
 
 
 def _is_tag(text: str, known: Collection[str]) -> bool:

@@ -27,7 +27,7 @@ def columns(rows: Any) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Layout:
+class RowLayout:
     """The parts of each row of a data set: the names of its segments and of its values.
 
     A row of a single sequence has no named segment.
@@ -46,7 +46,7 @@ class Layout:
         return f"rows of {named}" if named else "rows of one sequence"
 
 
-ONE_SEQUENCE = Layout()
+ONE_SEQUENCE = RowLayout()
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,9 @@ class Encoded:
     values: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> RowLayout:
         """The names of segments and values."""
-        return Layout(self.names, tuple(self.values))
+        return RowLayout(self.names, tuple(self.values))
 
     @property
     def input_ids(self) -> list[int]:

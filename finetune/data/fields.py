@@ -40,12 +40,12 @@ def integers(fields: Fields, name: str, length: int | None = None) -> list[int]:
 
 def objects(fields: Fields, name: str) -> list[dict[str, Any]] | None:
     """A field's list of objects, possibly as JSON text; None if empty."""
-    found = parsed(fields.get(name) or None, name)
-    if found is None:
+    objects = parsed(fields.get(name) or None, name)
+    if objects is None:
         return None
-    if not isinstance(found, list) or not all(isinstance(one, Mapping) for one in found):
-        raise RowError(f"`{name}` must be a list of objects, not {kind_of(found)}")
-    return [dict(one) for one in found]
+    if not isinstance(objects, list) or not all(isinstance(one, Mapping) for one in objects):
+        raise RowError(f"`{name}` must be a list of objects, not {kind_of(objects)}")
+    return [dict(one) for one in objects]
 
 
 def parsed(value: Any, where: str) -> Any:
@@ -64,7 +64,7 @@ def is_nothing(value: Any) -> bool:
 
 
 def check_encodable(text: str, where: str) -> None:
-    """Raise RowError for half of a surrogate pair: JSON can escape one, but it is no character to any tokenizer."""
+    """Raise RowError for half of a surrogate pair: JSON can escape one, but no tokenizer accepts it."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -125,12 +125,12 @@ def _plain(value: Any, where: str, within: tuple[int, ...]) -> Any:
         raise RowError(f"`{where[:100]}…` is nested more than {_DEEPEST} deep; leave it out")
     inside = (*within, id(value))
     if isinstance(value, Mapping):
-        found = {
+        kept = {
             _name(key, where): _plain(one, f"{where}.{key}", inside) for key, one in _items(value, f"`{where}`").items()
         }
-        if len(found) < len(value):
+        if len(kept) < len(value):
             raise RowError(f"`{where}` has two fields of one name: names are text")
-        return found
+        return kept
     if type(value) in (list, tuple):
         if all(type(one) is str or (type(one) is int and -(2**63) <= one < 2**63) for one in value):
             return list(value)  # as a list of a million ids is
@@ -161,7 +161,7 @@ def _name(key: Any, where: str) -> str:
 
 
 def _described(value: Any) -> Any:
-    """What JSON lacks: an array's numbers, or an object's text without its address."""
+    """A value that JSON lacks as JSON: the numbers of an array, or an object's text without its address."""
     try:
         if hasattr(value, "tolist"):
             return value.tolist()

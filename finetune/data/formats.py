@@ -29,7 +29,7 @@ from finetune.data.messages import conversation, read_message, read_messages, re
 
 
 @dataclass(frozen=True)
-class Format:
+class RowFormat:
     """A row format, recognised by its `required` fields (if any) and parsed by `read`.
 
     `of_answers`: the rows hold answers, so rows labelled as good or bad (KTO) are refused.
@@ -77,8 +77,8 @@ def _instruction(fields: Fields) -> list[Message]:
     for index, pair in enumerate(history):
         if not isinstance(pair, list) or len(pair) != 2:
             raise RowError(f"`history[{index}]` must be a pair of texts, a question and its answer")
-        for place, role in enumerate(("user", "assistant")):
-            messages.append(read_message({"role": role, "content": pair[place]}, f"history[{index}][{place}]"))
+        for turn, role in enumerate(("user", "assistant")):
+            messages.append(read_message({"role": role, "content": pair[turn]}, f"history[{index}][{turn}]"))
     question = row.text(fields, "instruction")
     if fields.get("input"):
         question += "\n\n" + row.text(fields, "input")
@@ -139,7 +139,7 @@ _FIELD_CHARACTERS = 60
 _COMPARED_FIELDS = 1000
 
 
-# What columns are often called that hold a format's field.
+# Common column names for a format's field.
 _OFTEN = {
     "messages": ("conversation", "dialogue", "dialog", "chat", "turns"),
     "conversations": (),
@@ -151,7 +151,7 @@ _OFTEN = {
 }
 
 
-# Words in the names of columns that hold what was asked and what was answered, and of those that hold neither.
+# Words in the names of columns that hold a question, an answer, or neither.
 _ASKING = frozenset({
     "ask", "asked", "client", "customer", "demande", "domanda", "frage", "human", "input", "instruction", "pergunta",
     "pregunta", "problem", "prompt", "query", "question", "request", "user", "vraag",
@@ -166,7 +166,7 @@ _NO_TEXT = frozenset({
 })  # fmt: skip
 _WORD = re.compile(r"[^\W\d_](?:[^\W\d_A-Z]+|[A-Z]+(?![^\W\d_A-Z]))?")
 
-# Columns of a chat export, which has a message a row: who says it, and what.
+# Columns of a chat export with one message per row: its author and its text.
 _SPEAKERS = ("sender", "speaker", "from", "role", "participant", "sender_name", "from_name", "sent_by")
 _AUTHORS = ("author", "user", "username", "name")  # of any text, unless it is called a message
 _SAID = ("message", "content", "text", "body", "value", "msg")
@@ -228,8 +228,8 @@ def detect(fields: Fields, columns: Mapping[str, str]) -> str:
         _refuse_one_message(fields)
     if name:
         return name
-    found = ", ".join(shortened(str(name), _FIELD_CHARACTERS) for name in islice(fields, _NAMED_FIELDS))
-    found += " and more" if len(fields) > _NAMED_FIELDS else ""
+    names = ", ".join(shortened(str(name), _FIELD_CHARACTERS) for name in islice(fields, _NAMED_FIELDS))
+    names += " and more" if len(fields) > _NAMED_FIELDS else ""
     if likely := likely_columns(fields):
         cure = f"set `data.columns: {inline(likely.columns)}` to read them so"
         if turns := as_chat(fields, "auto", likely.columns):
@@ -237,9 +237,9 @@ def detect(fields: Fields, columns: Mapping[str, str]) -> str:
                 f"set `data.columns: {inline(turns)}` to train them as turns of the chat template, or "
                 f"`{inline(likely.columns)}` as plain text"
             )
-        raise NoSuchField(f"no format has the fields {found}; {cure}")
+        raise NoSuchField(f"no format has the fields {names}; {cure}")
     wanted = "; ".join(f"{name} ({', '.join(form.required)})" for name, form in FORMATS.items())
-    raise NoSuchField(f"no format has the fields {found}; `data.columns` can map them. Known formats: {wanted}")
+    raise NoSuchField(f"no format has the fields {names}; `data.columns` can map them. Known formats: {wanted}")
 
 
 def _refuse_one_message(fields: Fields) -> None:
@@ -266,8 +266,8 @@ class Likely(NamedTuple):
 
 
 def likely_columns(fields: Fields) -> Likely | None:
-    """`data.columns` by what the names of a row's columns often mean, for the first format that they make; or else by
-    words in them, if those single out a question and an answer.
+    """`data.columns` from common column names, for the first format whose fields they cover; else from words in the
+    names, if those single out one question and one answer.
     """
     spelt = {name.lower(): name for name in islice(fields, _COMPARED_FIELDS)} | {name: name for name in fields}
     for form in filter(lambda form: form.required, FORMATS.values()):
@@ -292,15 +292,15 @@ def likely_columns(fields: Fields) -> Likely | None:
 def as_chat(fields: Fields, form: str, columns: Mapping[str, str]) -> dict[str, str] | None:
     """The `data.columns` that make two turns of a conversation of a plain-text prompt and its completion.
 
-    None where the row has none of both, or fields that would then be read besides. Raises RowError as `detect` does.
+    None if the row lacks either, or has fields that would then be read in addition. Raises RowError as `detect` does.
     """
     form = detect(fields, columns) if form == "auto" else form
     if form not in AS_CHAT or not isinstance(mapped(fields, columns).get("prompt"), str):
         return None
-    found = {AS_CHAT[form].get(name, name): columns.get(name, name) for name in ("prompt", *columns, *AS_CHAT[form])}
-    # Whether a column of such a name is what Alpaca means by it, nobody has said.
-    others = mapped(fields, found)
-    return None if any(name in others and name not in found for name in ("input", "history")) else found
+    turns = {AS_CHAT[form].get(name, name): columns.get(name, name) for name in ("prompt", *columns, *AS_CHAT[form])}
+    # A column of such a name need not mean what it means in Alpaca.
+    others = mapped(fields, turns)
+    return None if any(name in others and name not in turns for name in ("input", "history")) else turns
 
 
 AS_CHAT = {
@@ -331,36 +331,36 @@ def known_fields(form: str) -> list[str]:
 
 
 PREFERENCES = "of preferences only the chosen answer is trained; to train on both, as DPO does, use TRL"
-"""What is said of rows with a chosen and a rejected answer."""
+"""The note for rows with a chosen and a rejected answer."""
 
 _BESIDE_MESSAGES = ("tools", "functions", "system")
 
-FORMATS: dict[str, Format] = {
-    "messages": Format(
+FORMATS: dict[str, RowFormat] = {
+    "messages": RowFormat(
         "`messages` with role and content, optionally `tool_calls`, and `tools` of the row (OpenAI's)",
         ("messages",), lambda fields: conversation(read_messages(fields, "messages"), fields), _BESIDE_MESSAGES,
     ),
-    "sharegpt": Format(
+    "sharegpt": RowFormat(
         "`conversations` with from and value, optionally `system` and `tools`",
         ("conversations",), _sharegpt, _BESIDE_MESSAGES,
     ),
-    "preference": Format(
+    "preference": RowFormat(
         "`chosen` and `rejected`, optionally `prompt`, text or messages; the chosen answer is trained",
         ("chosen", "rejected"), _preference, ("prompt", "instruction", "input", "history", *_BESIDE_MESSAGES),
     ),
-    "prompt_completion": Format(
+    "prompt_completion": RowFormat(
         "`prompt` and `completion`, text or messages; the completion is trained",
         ("prompt", "completion"), _prompt_completion, _BESIDE_MESSAGES,
     ),
-    "alpaca": Format(
+    "alpaca": RowFormat(
         "`instruction`, `output` and optionally `input`, `system` and `history`",
         ("instruction", "output"), _alpaca, ("input", "history", *_BESIDE_MESSAGES),
     ),
-    "tokenized": Format(
+    "tokenized": RowFormat(
         "`input_ids`, optionally `labels` (default: all are trained) and `attention_mask`",
         ("input_ids",), _tokenized, ("labels", "attention_mask"), of_answers=False,
     ),
-    "text": Format(
+    "text": RowFormat(
         "`text`, all of it trained",
         ("text",), lambda fields: Text(row.text(fields, "text")), of_answers=False,
     ),
@@ -391,5 +391,5 @@ def given(rewrite: Callable[[dict[str, Any]], Mapping[str, Any]]) -> str:
         rewritten = row.plain(rewritten)
         return FORMATS[detect(rewritten, {})].read(rewritten)
 
-    FORMATS[name] = Format(rewrite.__doc__ or "given from Python", (), read, of_answers=False)
+    FORMATS[name] = RowFormat(rewrite.__doc__ or "given from Python", (), read, of_answers=False)
     return name

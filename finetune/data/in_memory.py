@@ -18,14 +18,14 @@ _DIGITS = 16
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _GivenRows:
     """Rows, and about how many bytes of text they hold."""
 
     rows: Iterable[Mapping[str, Any]]
     size_bytes: int
 
 
-_KEPT: dict[str, _Kept] = {}
+_KEPT: dict[str, _GivenRows] = {}
 
 
 def given(rows: Iterable[Any], key: str) -> str:
@@ -41,17 +41,17 @@ def given(rows: Iterable[Any], key: str) -> str:
         digest.update(text)
         size_bytes += len(text)
     name = GIVEN + digest.hexdigest()[:_DIGITS]
-    _KEPT[name] = _Kept(kept, size_bytes)
+    _KEPT[name] = _GivenRows(kept, size_bytes)
     return name
 
 
-def _copied(row: Any, place: str) -> dict[str, Any]:
+def _copied(row: Any, location: str) -> dict[str, Any]:
     if not isinstance(row, Mapping):
-        raise DataError(f"{place}: a row must be a dict of its fields by name, not {kind_of(row)}")
+        raise DataError(f"{location}: a row must be a dict of its fields by name, not {kind_of(row)}")
     try:
         return plain(row)
     except RowError as error:
-        raise DataError(f"{place}: {error}") from None
+        raise DataError(f"{location}: {error}") from None
 
 
 def is_here(name: str) -> bool:
@@ -65,7 +65,7 @@ def size_bytes(name: str) -> int:
 
 
 def records(name: str, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each row with its place, as Python would write it for the value of `key`: `data.train[0]`, `data.train[1]`, ...
+    """Each row with its location, as Python writes it for the value of `key`: `data.train[0]`, `data.train[1]`, ...
 
     Raises DataError if this process does not have them.
     """
@@ -73,7 +73,7 @@ def records(name: str, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"{key}[{index}]", dict(row)
 
 
-def _find(name: str) -> _Kept:
+def _find(name: str) -> _GivenRows:
     if not is_here(name):
         raise DataError(f"{source_name(name)} are not kept on disk: run the program that gave them again")
     return _KEPT[name]

@@ -9,14 +9,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, cast
 
-from finetune.config import DataSection, TrainingSection
+from finetune.config import Config, DataSection, TrainingSection, loaded
 from finetune.data import chat, fingerprint, formats, sources
 from finetune.data.batching import Batch, MicroBatching, RowOrder, Sizes, epoch, longest_first, worst_batches
-from finetune.data.encoded import IGNORE, Layout, Segment, segments_of
+from finetune.data.encoded import IGNORE, RowLayout, Segment, segments_of
 from finetune.data.examples import RowError
 from finetune.data.prepare import Counts, Prepared, prepare
 from finetune.errors import ArtifactError
+from finetune.model import bounds
 from finetune.model.source import chat_template as template
+from finetune.model.source.tokenizer import load_tokenizer
+from finetune.runtime import libraries
 from finetune.storage.records import DataFacts, Sample, SplitFacts, TokenText
 
 # Sample rows shown with their mask: enough to notice a wrong one.
@@ -41,7 +44,7 @@ BATCHINGS: dict[str, tuple[bool, bool, bool]] = {
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceCounts:
     """Rows and tokens of one source of training data."""
 
     name: str
@@ -97,7 +100,7 @@ class Inspection:
     train: Counts
     eval: Counts | None
     longest_place: str
-    sources: tuple[Source, ...]
+    sources: tuple[SourceCounts, ...]
     lengths: tuple[Bin, ...]
     batch_size: int
     micro_batch: int | Literal["auto"]
@@ -112,11 +115,19 @@ class Inspection:
 
     def as_dict(self) -> dict[str, Any]:
         """The same as JSON values."""
-        found = asdict(replace(self, train=Counts(), eval=None))  # their rows are summarised below
-        found["worst_batch"] = self.worst_batch.as_dict()
+        values = asdict(replace(self, train=Counts(), eval=None))  # their rows are summarised below
+        values["worst_batch"] = self.worst_batch.as_dict()
         for name, counts in (("train", self.train), ("eval", self.eval)):
-            found[name] = counts and counts.as_dict()
-        return found
+            values[name] = counts and counts.as_dict()
+        return values
+
+
+def inspect_data(config: Config) -> Inspection:
+    """Inspect the data that the job would train on (see `finetune.inspect_data`)."""
+    libraries.quiet()
+    config, _ = bounds.within_known_positions(loaded(config))
+    tokenizer = load_tokenizer(config.model, config.data.chat_template)
+    return inspect(config.data, config.training, tokenizer)
 
 
 def inspect(section: DataSection, training: TrainingSection, tokenizer: Any) -> Inspection:
@@ -124,12 +135,12 @@ def inspect(section: DataSection, training: TrainingSection, tokenizer: Any) -> 
     prepared = prepare(section, tokenizer)
     way = MicroBatching.of(_chosen(training), section, prepared.layout)
     sizes = Sizes.of(prepared.train, way)
-    lengths, places = (prepared.train[column][:] for column in ("length", "place"))
+    lengths, locations = (prepared.train[column][:] for column in ("length", "place"))
     return Inspection(
         fingerprint=fingerprint.of(tokenizer),
         train=prepared.train_counts,
         eval=prepared.eval_counts,
-        longest_place=places[longest_first(sizes.lengths)[0]],
+        longest_place=locations[longest_first(sizes.lengths)[0]],
         sources=_sources(prepared.train["source"][:], lengths),
         lengths=_bins(sizes.lengths),
         batch_size=training.batch_size,
@@ -160,43 +171,43 @@ def _samples(prepared: Prepared, tokenizer: Any, most: int | None = None) -> tup
     """The segments of the first training rows, with at most `most` tokens of each."""
     rows = prepared.train.select(range(min(_SHOWN_ROWS, len(prepared.train))))
     return tuple(
-        _sample(place, segment, tokenizer, most)
+        _sample(location, segment, tokenizer, most)
         for row in rows
-        for place, segment in zip(_places(row["place"], prepared.layout), segments_of(row), strict=True)
+        for location, segment in zip(_locations(row["place"], prepared.layout), segments_of(row), strict=True)
     )
 
 
-def _places(place: str, layout: Layout) -> list[str]:
+def _locations(location: str, layout: RowLayout) -> list[str]:
     """The position of each segment of a row."""
-    return [f"{place}, {name}" for name in layout.segments] or [place]
+    return [f"{location}, {name}" for name in layout.segments] or [location]
 
 
 def _as_chat(section: DataSection, prepared: Prepared, tokenizer: Any) -> AsChat | None:
     """The first training row as the chat template renders it; None if that is `plain`, or rows are of another kind."""
     if set(prepared.train_counts.kinds) != {"completion"} or template.is_plain(tokenizer):
         return None
-    place = prepared.train[0]["place"]
-    row = next(row for row in sources.rows(section.train, encoding=section.encoding) if row.place == place)
+    location = prepared.train[0]["place"]
+    row = next(row for row in sources.rows(section.train, encoding=section.encoding) if row.location == location)
     try:
         columns = formats.as_chat(row.fields, section.format, section.columns)
         if columns is None:
             return None
         content, _ = formats.read(row.fields, "auto", columns)
-        found = chat.encode(content, tokenizer, section.loss_on, section.control_tokens)
+        encoded = chat.encode(content, tokenizer, section.loss_on, section.control_tokens)
     except (ArtifactError, RowError):  # a template that cannot render it, which plain text does without
         return None
     other_format = {} if section.format == "auto" else {"data.format": "auto"}
-    return AsChat({"data.columns": columns, **other_format}, _sample(place, found.segments[0], tokenizer, None))
+    return AsChat({"data.columns": columns, **other_format}, _sample(location, encoded.segments[0], tokenizer, None))
 
 
-def _sources(names: Sequence[str], lengths: Sequence[int]) -> tuple[Source, ...]:
+def _sources(names: Sequence[str], lengths: Sequence[int]) -> tuple[SourceCounts, ...]:
     """Rows and tokens by source, in order of their first rows."""
     rows: Counter[str] = Counter()
     tokens: Counter[str] = Counter()
     for name, length in zip(names, lengths, strict=True):
         rows[name] += 1
         tokens[name] += length
-    return tuple(Source(name, rows[name], tokens[name]) for name in rows)
+    return tuple(SourceCounts(name, rows[name], tokens[name]) for name in rows)
 
 
 def _bins(lengths: Sequence[int]) -> tuple[Bin, ...]:
@@ -209,14 +220,14 @@ def _bins(lengths: Sequence[int]) -> tuple[Bin, ...]:
 
 
 def _batchings(
-    segments: Sequence[Sequence[int]], layout: Layout, training: TrainingSection, section: DataSection
+    segments: Sequence[Sequence[int]], layout: RowLayout, training: TrainingSection, section: DataSection
 ) -> tuple[Batching, ...]:
     """One epoch of rows with segments of these lengths, under each of BATCHINGS."""
     chosen = _chosen(training)
     largest = chosen.rows * layout.sequences * max(map(max, segments))
     tokens = MicroBatching.of(chosen, section, layout).tokens or largest
     configured = (training.group_by_length, bool(training.micro_batch_tokens))
-    found = []
+    batchings = []
     for name, (grouped, by_tokens, packed) in BATCHINGS.items():
         way = MicroBatching(1 if by_tokens else chosen.rows, tokens if by_tokens else None, packed, layout)
         lengths = [*map(way.length, segments)]
@@ -235,8 +246,8 @@ def _batchings(
             steps=math.ceil(len(segments) / training.batch_size),
             micro_batches=passes,
         )
-        found.append(batching)
-    return tuple(found)
+        batchings.append(batching)
+    return tuple(batchings)
 
 
 def _epoch(lengths: Sequence[int], rows: Iterable[int], batch_size: int, way: MicroBatching) -> tuple[int, int]:
@@ -254,10 +265,10 @@ def _chosen(training: TrainingSection) -> TrainingSection:
     return training.model_copy(update={"micro_batch": training.batch_size}) if auto else training
 
 
-def _sample(place: str, segment: Segment, tokenizer: Any, most: int | None) -> Sample:
+def _sample(location: str, segment: Segment, tokenizer: Any, most: int | None) -> Sample:
     trained = [position > 0 and label != IGNORE for position, label in enumerate(segment.labels[:most])]
     pieces = _pieces(segment.input_ids[:most], trained, tokenizer)
-    return Sample(place, len(segment.input_ids), segment.trained, tuple(pieces))
+    return Sample(location, len(segment.input_ids), segment.trained, tuple(pieces))
 
 
 def _pieces(ids: Sequence[int], trained: Sequence[bool], tokenizer: Any) -> list[TokenText]:
@@ -270,12 +281,12 @@ def _pieces(ids: Sequence[int], trained: Sequence[bool], tokenizer: Any) -> list
     def decode(start: int, end: int) -> str:
         return tokenizer.decode(ids[start:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    found = []
+    texts = []
     before = start = 0
     for end in range(1, len(ids) + 1):
         text = decode(before, end)
         if text.endswith(_INCOMPLETE) and end < len(ids) and trained[end] == trained[start]:
             continue
-        found.append(TokenText(text[len(decode(before, start)) :], trained[start]))
+        texts.append(TokenText(text[len(decode(before, start)) :], trained[start]))
         before, start = start, end
-    return found
+    return texts

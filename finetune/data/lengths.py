@@ -10,7 +10,7 @@ from finetune.data.examples import RowError
 
 
 @dataclass(frozen=True)
-class TooLong:
+class LengthPolicy:
     """A policy: `apply` takes a sequence that is too long and the limit in tokens; returns what was done, and what is
     left of it.
 
@@ -92,17 +92,17 @@ def _split(row: Segment, limit: int) -> tuple[str, list[Segment]]:
     return "split", pieces
 
 
-TOO_LONG: dict[str, TooLong] = {
-    "error": TooLong("the run stops and names the row", _error),
-    "drop": TooLong("the row is dropped", _drop, blind=True),
-    "truncate": TooLong(
+TOO_LONG: dict[str, LengthPolicy] = {
+    "error": LengthPolicy("the run stops and names the row", _error),
+    "drop": LengthPolicy("the row is dropped", _drop, blind=True),
+    "truncate": LengthPolicy(
         "the start of the prompt is cut, except a system message of moderate length, to keep the last answer; an "
         "answer over the limit loses its end",
         _truncate,
         keeps_head=True,
         cuts=True,
     ),
-    "split": TooLong(
+    "split": LengthPolicy(
         "it is split into pieces of `max_length`; those with nothing to train are dropped", _split, cuts=True
     ),
 }

@@ -121,8 +121,8 @@ def _parts(path: Path, limit: int, problems: Problems, encoding: str | None) -> 
 def _check_start(path: Path, start: bytes) -> None:
     for signature, what in _FOREIGN.items():
         if start.startswith(signature):
-            found = "".join(f"{byte:02X}" for byte in signature)
-            raise DataError(f"{path}:1: byte 1: expected UTF-8 text, but this {what} (it begins with 0x{found})")
+            hexadecimal = "".join(f"{byte:02X}" for byte in signature)
+            raise DataError(f"{path}:1: byte 1: expected UTF-8 text, but this {what} (it begins with 0x{hexadecimal})")
     # ASCII characters in UTF-16 have a zero byte each.
     for name, zeros, characters in (("UTF-16LE", start[1:8:2], start[:8:2]), ("UTF-16BE", start[:8:2], start[1:8:2])):
         if zeros and not any(zeros) and all(characters[: len(zeros)]):
@@ -139,20 +139,20 @@ def _decoded(raw: bytes, path: Path, number: int, before: int, problems: Problem
             )
         raw, before = raw.removeprefix(codecs.BOM_UTF8), len(codecs.BOM_UTF8)
     if b"\0" in raw:
-        place = f"{path}:{number}: byte {before + raw.index(0) + 1} of the line"
-        problems.add(f"{place} is NUL, not text; the file was cut off or overwritten, create or download it again")
+        location = f"{path}:{number}: byte {before + raw.index(0) + 1} of the line"
+        problems.add(f"{location} is NUL, not text; the file was cut off or overwritten, create or download it again")
         raw = raw.replace(b"\0", b" ")
     try:
         return raw.decode(encoding or "utf-8")
     except UnicodeDecodeError as error:
-        place = f"{path}:{number}: byte {before + error.start + 1} of the line"
+        location = f"{path}:{number}: byte {before + error.start + 1} of the line"
         byte = raw[error.start : error.start + 1]
         if encoding:
-            problems.add(f"{place} is neither UTF-8 nor {encoding}: 0x{byte.hex().upper()}; correct `data.encoding`")
+            problems.add(f"{location} is neither UTF-8 nor {encoding}: 0x{byte.hex().upper()}; correct `data.encoding`")
             return raw.decode(encoding, errors="replace")
         guess = byte.decode("cp1252", errors="ignore")
         cure = "convert the file"
         if guess:
             cure = f"if that is `{guess}`, set `data.encoding: cp1252` (Windows-1252), else convert the file"
-        problems.add(f"{place} is not UTF-8: 0x{byte.hex().upper()}; {cure}")
+        problems.add(f"{location} is not UTF-8: 0x{byte.hex().upper()}; {cure}")
         return raw.decode(errors="replace")

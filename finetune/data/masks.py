@@ -11,7 +11,7 @@ from typing import Any
 
 from finetune.data import control
 from finetune.data.examples import Chat, Message, RowError, in_common
-from finetune.data.tokenizing import Asking, Piece, Span, Tokenized
+from finetune.data.tokenizing import Asking, Span, TextPart, Tokenized
 from finetune.errors import FinetuneError
 from finetune.model.source import chat_template as template
 
@@ -53,14 +53,14 @@ def rendering(
 ) -> Asking[Tokenized]:
     """The tokens of the first `messages` messages; with `prompt`, including the opening of the assistant's turn."""
     try:
-        text, found = template.text(
+        text, marked = template.text(
             tokenizer, example.messages[:messages], tools=example.tools, prompt=prompt, marks=marks
         )
     except FinetuneError:
         raise
     except Exception as error:  # a template may raise anything; it is the row that it rejects
         raise RowError(f"the chat template refuses it: {error}{_remedy(str(error).lower())}") from None
-    return (yield Piece(text, marks=found, escaped=example.escaped))
+    return (yield TextPart(text, marks=marked, escaped=example.escaped))
 
 
 def _remedy(refusal: str) -> str:

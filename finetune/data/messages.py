@@ -181,5 +181,5 @@ def refuse_other_training(fields: Fields, where: str = "", *, answers: bool) -> 
 
 
 def _is_verdict(value: Any) -> bool:
-    """Whether it is a boolean, as JSON, a table or a text file spell it."""
+    """Whether a value is a boolean in JSON, in a table or as text."""
     return str(value).lower() in ("true", "false", "0", "1", "0.0", "1.0")

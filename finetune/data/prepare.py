@@ -12,11 +12,11 @@ from finetune.config import DataSection, entries, named
 from finetune.config.field_types import GIVEN, unknown
 from finetune.data import chat, formats, in_memory, sources
 from finetune.data.counts import Counts
-from finetune.data.encoded import IGNORE, Layout, columns
+from finetune.data.encoded import IGNORE, RowLayout, columns
 from finetune.data.examples import Chat, Completion, Content
 from finetune.data.problems import Problems
 from finetune.data.sources import Row
-from finetune.data.split import Job, located
+from finetune.data.split import Preparation, located
 from finetune.errors import ArtifactError, ConfigError, DataError
 
 ROWS_TO_JUDGE = 10
@@ -51,25 +51,25 @@ class Prepared:
         return max(kinds, key=kinds.__getitem__)
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> RowLayout:
         """The names of the rows' segments and values."""
         named = tuple(self.train_counts.segments)
-        return Layout(named, tuple(name for name in columns(self.train) if name not in _SEQUENCES))
+        return RowLayout(named, tuple(name for name in columns(self.train) if name not in _SEQUENCES))
 
     @property
     def judges(self) -> bool:
         """Whether the evaluation set has enough different rows to choose an adapter by."""
-        found: set[tuple[int, ...]] = set()
+        different: set[tuple[int, ...]] = set()
         for row in self.eval or ():
-            found.add(tuple(row["input_ids"]))
-            if len(found) == ROWS_TO_JUDGE:
+            different.add(tuple(row["input_ids"]))
+            if len(different) == ROWS_TO_JUDGE:
                 return True
         return False
 
     def affected(self) -> Iterator[dict[str, Any]]:
         """Dropped and changed rows of both splits, as records of data.jsonl."""
-        for split, found in (("train", self.train_counts), ("eval", self.eval_counts)):
-            for row in found.affected if found else ():
+        for split, counts in (("train", self.train_counts), ("eval", self.eval_counts)):
+            for row in counts.affected if counts else ():
                 yield {"split": split, **asdict(row)}
 
 
@@ -81,10 +81,10 @@ def prepare(section: DataSection, tokenizer: Any) -> Prepared:
     MachineError if the rows cannot be written to disk.
     """
     check_columns(section)
-    job = Job(section, tokenizer)
+    preparation = Preparation(section, tokenizer)
     problems = Problems()
-    train_rows, eval_rows = _splits(job, problems)
-    train, train_counts = job.split("train", train_rows, problems)
+    train_rows, eval_rows = _splits(preparation, problems)
+    train, train_counts = preparation.split("train", train_rows, problems)
     where = f"`data.train` ({named(section.train)})"
     if not train_counts.rows:
         raise DataError(
@@ -97,7 +97,7 @@ def prepare(section: DataSection, tokenizer: Any) -> Prepared:
     held_out, eval_counts, warning = None, None, None
     if eval_rows is not None:
         try:
-            held_out, eval_counts = _held_out(job)
+            held_out, eval_counts = _held_out(preparation)
         except _NothingHeldOut as error:
             if section.eval != "auto":
                 raise
@@ -118,9 +118,9 @@ def check_ids(data: Prepared, tokenizer: Any, size: int | None, base: str) -> No
         if size is None or rows is None or _largest_id(rows) < size:
             continue
         row = next(row for row in rows if max(row["input_ids"], default=0) >= size)
-        found = next(id for id in row["input_ids"] if id >= size)
+        token = next(id for id in row["input_ids"] if id >= size)
         raise ArtifactError(
-            f"{row['place']}: token {found} ({tokenizer.convert_ids_to_tokens(found)!r}) is not among the {size} that "
+            f"{row['place']}: token {token} ({tokenizer.convert_ids_to_tokens(token)!r}) is not among the {size} that "
             f"`{base}` has embeddings for; set `model.tokenizer` to the one the base was trained with, or choose "
             "another `data.chat_template`"
         )
@@ -137,7 +137,7 @@ def _largest_id(rows: Any) -> int:
 
 def prepare_held_out(section: DataSection, tokenizer: Any) -> tuple[Any, Counts]:
     """The held-out split alone. Raises DataError if there is none, or if all its rows were dropped."""
-    return _held_out(Job(section, tokenizer))
+    return _held_out(Preparation(section, tokenizer))
 
 
 HELD_OUT = "the evaluation set"
@@ -145,31 +145,31 @@ HELD_OUT = "the evaluation set"
 
 def held_out_ids(section: DataSection, tokenizer: Any, rows: int, tokens: int) -> list[list[int]]:
     """Token ids of the first held-out rows (else training rows), of one segment each, cut to `tokens`."""
-    found = []
+    ids = []
     for row, content in itertools.islice(_held_out_examples(section, tokenizer), rows):
         with located(row):
             encoded = chat.encode(content, tokenizer, section.loss_on, section.control_tokens)
-            found.append(encoded.segments[0].input_ids[:tokens])
-    return found
+            ids.append(encoded.segments[0].input_ids[:tokens])
+    return ids
 
 
 def compared_rows(
     section: DataSection, tokenizer: Any, rows: int, tokens: int, note: Callable[[str], None]
 ) -> tuple[list[list[int]], str]:
-    """`held_out_ids`, and what rows these are: for what any will do for, such as the proof of an export.
+    """`held_out_ids` and a name for these rows, for uses that any rows serve, such as the proof of an export.
 
-    Where only another process has what Python gave, they are built-in rows, with a note.
+    Rows that another process was given from Python are replaced by built-in ones, with a note.
     """
     if not is_here(section):
         note("the rows were given from Python and are not kept on disk: the built-in ones are compared instead")
         section = DataSection(chat_template=section.chat_template, control_tokens=section.control_tokens)
         return held_out_ids(section, tokenizer, rows, tokens), "the built-in rows"
-    found = held_out_ids(section, tokenizer, rows, tokens)
-    return found, HELD_OUT if holds_out(section, tokenizer) else "the training rows"
+    ids = held_out_ids(section, tokenizer, rows, tokens)
+    return ids, HELD_OUT if holds_out(section, tokenizer) else "the training rows"
 
 
 def is_here(section: DataSection) -> bool:
-    """Whether this process has the rows and the format, if Python gave them."""
+    """Whether this process has the rows and the format that were given from Python."""
     named = [entry.source for several in (section.train, section.eval) for entry in entries(several)]
     lost = any(source.startswith(GIVEN) and not in_memory.is_here(source) for source in named)
     return not lost and (section.format in formats.FORMATS or section.format == "auto")
@@ -177,7 +177,7 @@ def is_here(section: DataSection) -> bool:
 
 def holds_out(section: DataSection, tokenizer: Any) -> bool:
     """Whether any row is held out."""
-    _, rows = _splits(Job(section, tokenizer), Problems())
+    _, rows = _splits(Preparation(section, tokenizer), Problems())
     return next(iter(rows or ()), None) is not None
 
 
@@ -213,15 +213,15 @@ def _held_out_examples(section: DataSection, tokenizer: Any) -> Iterator[tuple[R
 
 def held_out_rows(section: DataSection, tokenizer: Any) -> Iterator[Row]:
     """The held-out rows as read from the source; the training rows if nothing is held out."""
-    train_rows, eval_rows = _splits(Job(section, tokenizer), Problems())
+    train_rows, eval_rows = _splits(Preparation(section, tokenizer), Problems())
     held_out = iter(eval_rows or ())
     first = next(held_out, None)
     yield from train_rows if first is None else itertools.chain([first], held_out)
 
 
-def _splits(job: Job, problems: Problems) -> tuple[Iterable[Row], Iterable[Row] | None]:
+def _splits(preparation: Preparation, problems: Problems) -> tuple[Iterable[Row], Iterable[Row] | None]:
     """Training and held-out rows; problems with either are added to `problems` and raised after the last row."""
-    section = job.section
+    section = preparation.section
     train = sources.rows(section.train, "train", problems, section.encoding)
     if section.eval == "none":
         return train, None
@@ -232,7 +232,7 @@ def _splits(job: Job, problems: Problems) -> tuple[Iterable[Row], Iterable[Row] 
         return train, sources.rows(section.train, "eval", problems, section.encoding)
 
     def side(rows: Iterable[Row], held_out: bool) -> Iterator[Row]:
-        below = _held_out_below(section, job.trains)
+        below = _held_out_below(section, preparation.trains)
         yield from (row for row in rows if (row.share() < below) == held_out)
 
     return side(train, False), side(sources.rows(section.train, "train", problems, section.encoding), True)
@@ -246,8 +246,8 @@ def _held_out_below(section: DataSection, trains: Callable[[Row], bool]) -> floa
 
     Of fewer than fifty different rows, ten are too many to spare; then it is `eval_share` unless that leaves one split
     empty, and the row with the smallest or largest value, and any equal to it, is moved to that split. If all rows are
-    equal, none is held out. Rows of which nothing is trained do not count, for which only the first `_TRIED_ROWS` are
-    tried.
+    equal, none is held out. Rows without trained tokens do not count; only the first `_TRIED_ROWS` are tokenized to
+    find out.
     """
     share = section.eval_share
     least: list[float] = []  # the smallest values, in order
@@ -280,12 +280,12 @@ class _NothingHeldOut(DataError):
     """The evaluation set is empty, though one was requested."""
 
 
-def _held_out(job: Job) -> tuple[Any, Counts]:
-    section, problems = job.section, Problems()
-    _, rows = _splits(job, problems)
+def _held_out(preparation: Preparation) -> tuple[Any, Counts]:
+    section, problems = preparation.section, Problems()
+    _, rows = _splits(preparation, problems)
     if rows is None:
         raise DataError("there are no held-out rows, because `data.eval` is `none`")
-    held_out, counts = job.split("eval", rows, problems)
+    held_out, counts = preparation.split("eval", rows, problems)
     if not counts.rows:
         raise _NothingHeldOut(
             f"no held-out row is left (`data.eval: {named(section.eval)}`, share {section.eval_share}, "

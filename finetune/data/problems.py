@@ -67,16 +67,16 @@ class Problems:
             raise BadRows(self.found) from None
 
 
-_PLACE = re.compile(r"(?P<before>.+?(?::|\[))(?P<number>\d+)(?P<after>\]?: .*)", re.DOTALL)
+_LOCATION = re.compile(r"(?P<before>.+?(?::|\[))(?P<number>\d+)(?P<after>\]?: .*)", re.DOTALL)
 
 
 def _together(problems: list[str]) -> list[str]:
     """The problems in order, with one for all rows of a source that have the same: `rows.jsonl:1 to 5, 7: ...`."""
     rows: dict[tuple[str, str], list[int]] = {}
     for problem in problems:
-        place = _PLACE.fullmatch(problem)
-        key = (place["before"], place["after"]) if place else (problem, "")
-        rows.setdefault(key, []).append(int(place["number"]) if place else 0)
+        location = _LOCATION.fullmatch(problem)
+        key = (location["before"], location["after"]) if location else (problem, "")
+        rows.setdefault(key, []).append(int(location["number"]) if location else 0)
     return [f"{before}{_ranges(numbers)}{after}" if after else before for (before, after), numbers in rows.items()]
 
 

@@ -53,27 +53,29 @@ def _jsonl(path: Path, problems: Problems, encoding: str | None = None) -> Recor
         line = line.rstrip("\r\n")
         if not line.strip():
             continue
-        place = f"{path}:{number}"
+        location = f"{path}:{number}"
         if not begun and (line.startswith("[") or line.rstrip() == "{"):
-            raise DataError(f"{place}: a row must be one JSON object on one line; name a file that holds a list .json")
+            raise DataError(
+                f"{location}: a row must be one JSON object on one line; name a file that holds a list .json"
+            )
         begun = True
         try:
             value = decoder.read(line)
         except JsonError as error:
-            problems.add(f"{place}:{error.at + 1}: {error}")
+            problems.add(f"{location}:{error.at + 1}: {error}")
             continue
         for wrong in decoder.wrong:
-            problems.add(f"{place}: {wrong}")
+            problems.add(f"{location}: {wrong}")
         if isinstance(value, dict):
-            yield place, value
+            yield location, value
         else:
-            problems.add(f"{place}: a row must be a JSON object in braces")
+            problems.add(f"{location}: a row must be a JSON object in braces")
 
 
 def _json(path: Path, problems: Problems, encoding: str | None = None) -> Records:
     decoder, text = Decoder(), whole(path, problems, encoding)
 
-    def place(at: int) -> str:
+    def location(at: int) -> str:
         return f"{path}:{text.count(chr(10), 0, at) + 1}:{at - text.rfind(chr(10), 0, at)}"
 
     if not re.match(r"\s*(\[|$)", text):
@@ -81,7 +83,9 @@ def _json(path: Path, problems: Problems, encoding: str | None = None) -> Record
     try:
         for index, (value, start, end) in enumerate(decoder.items(text), start=1):
             if end - start > ROW_BYTES:
-                raise DataError(f"{place(start)}: an item is longer than {ROW_BYTES // 2**20} MiB, the limit for a row")
+                raise DataError(
+                    f"{location(start)}: an item is longer than {ROW_BYTES // 2**20} MiB, the limit for a row"
+                )
             for wrong in decoder.wrong:
                 problems.add(f"{path}[{index}]: {wrong}")
             if isinstance(value, dict):
@@ -89,7 +93,7 @@ def _json(path: Path, problems: Problems, encoding: str | None = None) -> Record
             else:
                 problems.add(f"{path}: item {index} must be a JSON object")
     except JsonError as error:
-        raise DataError(f"{place(error.at)}: {error}") from None
+        raise DataError(f"{location(error.at)}: {error}") from None
 
 
 def _instead_of_a_list(text: str) -> str:
@@ -107,9 +111,9 @@ NO_HEADER = (
 """For messages about columns of files where the first line names them."""
 
 
-def has_header(place: str) -> bool:
-    """Whether the fields of the row at `place` have their names from the first line of its file."""
-    read = reader(Path(place.rpartition(":")[0]))
+def has_header(location: str) -> bool:
+    """Whether the fields of the row at `location` have their names from the first line of its file."""
+    read = reader(Path(location.rpartition(":")[0]))
     return read is not None and getattr(read, "func", read) in (_csv, _xlsx)
 
 
@@ -167,18 +171,18 @@ def _csv(path: Path, problems: Problems, encoding: str | None = None, *, delimit
         while line := kept.popleft() if kept else next(rest, ""):
             row_characters += len(line)
             if row_characters > ROW_BYTES:
-                raise DataError(f"{place}: the row that begins here is longer than {ROW_BYTES // 2**20} MiB")
+                raise DataError(f"{location}: the row that begins here is longer than {ROW_BYTES // 2**20} MiB")
             yield line
 
     cells = csv.reader(row_lines(), delimiter=delimiter, strict=True)
     names: list[str] | None = None
     while True:
         # Where the row begins; it may span several lines.
-        place, row_characters = f"{path}:{cells.line_num + skipped + 1}", 0
+        location, row_characters = f"{path}:{cells.line_num + skipped + 1}", 0
         try:
             row = next(cells, None)
         except csv.Error as error:
-            problems.add(f"{place}: not valid CSV in the row that begins here: {error}")
+            problems.add(f"{location}: not valid CSV in the row that begins here: {error}")
             continue
         if row is None:
             return
@@ -186,30 +190,30 @@ def _csv(path: Path, problems: Problems, encoding: str | None = None, *, delimit
             continue
         if names is None:
             if twice := repeated(row):
-                raise DataError(f"{place}: two columns have the name `{twice}`; rename one. {NO_HEADER}")
+                raise DataError(f"{location}: two columns have the name `{twice}`; rename one. {NO_HEADER}")
             names = row
             continue
         if len(row) != len(names):
             more = "more" if len(row) > len(names) else "fewer"
-            problems.add(f"{place}: {more} cells than the header has columns ({len(row)}, not {len(names)})")
+            problems.add(f"{location}: {more} cells than the header has columns ({len(row)}, not {len(names)})")
         else:
-            yield place, dict(zip(names, row, strict=True))
+            yield location, dict(zip(names, row, strict=True))
 
 
 def _xlsx(path: Path, problems: Problems, encoding: str | None = None) -> Records:
     names, header = None, 0
     for number, cells in xlsx.cells(path, problems):
-        place = f"{path}:{number}"
+        location = f"{path}:{number}"
         if names is None:
             if twice := repeated(list(cells.values())):
-                raise DataError(f"{place}: two columns have the name `{twice}`; rename one. {NO_HEADER}")
+                raise DataError(f"{location}: two columns have the name `{twice}`; rename one. {NO_HEADER}")
             names, header = cells, number
         elif (columns := len(cells | names)) > len(names):
             problems.add(
-                f"{place}: more cells than the header, row {header}, has columns ({columns}, not {len(names)})"
+                f"{location}: more cells than the header, row {header}, has columns ({columns}, not {len(names)})"
             )
         else:
-            yield place, {name: cells.get(column, "") for column, name in names.items()}
+            yield location, {name: cells.get(column, "") for column, name in names.items()}
 
 
 def _text(path: Path, problems: Problems, encoding: str | None = None) -> Records:
@@ -246,7 +250,7 @@ def _arrow(path: Path, problems: Problems, encoding: str | None = None) -> Recor
 
     def batches() -> Iterator[Any]:
         with pyarrow.OSFile(str(path)) as file:
-            is_file, found = file.read(6) == b"ARROW1", 0
+            is_file, batches = file.read(6) == b"ARROW1", 0
             file.seek(0)
             listed = pyarrow.ipc.open_file(file).num_record_batches if is_file else None
             file.seek(8 if is_file else 0)
@@ -255,15 +259,15 @@ def _arrow(path: Path, problems: Problems, encoding: str | None = None) -> Recor
             end = file.tell()
             for batch in stream:
                 end = file.tell()
-                found += 1
+                batches += 1
                 yield batch
             # A stream ends with a marker; without it, the file was cut off between two batches.
             if file.tell() == end:
                 raise ValueError("cut off: it has no end-of-stream marker")
             if listed is None and file.tell() < file.size():
                 raise ValueError(f"{file.size() - file.tell():,} bytes after its end-of-stream marker")
-            if listed not in (None, found):
-                raise ValueError(f"{found} batches, but its footer states {listed}")
+            if listed not in (None, batches):
+                raise ValueError(f"{batches} batches, but its footer states {listed}")
 
     return _columnar(path, batches(), "an Arrow file or stream")
 
@@ -319,7 +323,7 @@ def _size_bytes(array: Any) -> int:
     return int(array.nbytes)
 
 
-def _fields(rows: Any, place: str) -> list[dict[str, Any]]:
+def _fields(rows: Any, location: str) -> list[dict[str, Any]]:
     """The rows as Python values; dates and times that Python cannot represent, such as year 10000, as text."""
     import pyarrow
 
@@ -333,7 +337,7 @@ def _fields(rows: Any, place: str) -> list[dict[str, Any]]:
                 columns[name] = column.cast(pyarrow.string()).to_pylist()
             except pyarrow.ArrowException:
                 raise DataError(
-                    f"{place}: the column `{name}` ({column.type}) has a value here or shortly after that Python "
+                    f"{location}: the column `{name}` ({column.type}) has a value here or shortly after that Python "
                     f"cannot represent: {error}; remove or repair the column"
                 ) from None
     if not columns:  # possible in a damaged file; the number of rows must still be right

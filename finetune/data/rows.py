@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from finetune.data.cache import writing
-from finetune.data.encoded import ONE_SEQUENCE, Encoded, Layout
+from finetune.data.encoded import ONE_SEQUENCE, Encoded, RowLayout
 from finetune.data.sources import Row
 
 
@@ -36,7 +36,7 @@ def writer(path: Path) -> Iterator[Callable[[list[tuple[Row, Encoded]]], None]]:
     schema: Any = None
     stream: Any = None
 
-    def begin(layout: Layout) -> None:
+    def begin(layout: RowLayout) -> None:
         nonlocal schema, stream
         own = {"segments": ids} if layout.segments else {}
         own |= {name: pyarrow.float64() for name in layout.values}
@@ -59,7 +59,7 @@ def writer(path: Path) -> Iterator[Callable[[list[tuple[Row, Encoded]]], None]]:
             column(encoded.labels for _, encoded in rows),
             sizes,
             [encoded.trained for _, encoded in rows],
-            [row.place for row, _ in rows],
+            [row.location for row, _ in rows],
             [row.source for row, _ in rows],
             *([[encoded.lengths for _, encoded in rows]] if layout.segments else []),
             *([encoded.values[name] for _, encoded in rows] for name in layout.values),

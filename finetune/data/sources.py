@@ -30,7 +30,7 @@ from finetune.runtime import hub
 class Row(NamedTuple):
     """One record: its position (`train.jsonl:12`), its fields, and the name of its source in the config."""
 
-    place: str
+    location: str
     fields: dict[str, Any]
     source: str = ""
 
@@ -78,7 +78,7 @@ def rows(sources: Sources, split: str = "train", problems: Problems | None = Non
 
 
 def key_of(key: str, index: int) -> str:
-    """What Python would write for a source in the list that is the value of `key`."""
+    """The Python expression of a source in the list that is the value of `key`."""
     return f"{key}[{index}].source"
 
 
@@ -89,10 +89,10 @@ def first_row(source: str, encoding: str | None = None) -> Row | None:
     """
     if _is_of_hub(source):
         return None
-    found = next(rows(source, encoding=encoding), None)
-    if found is None:
+    first = next(rows(source, encoding=encoding), None)
+    if first is None:
         raise DataError(f"{source} has no rows")
-    return found
+    return first
 
 
 def foreign_word(source: str, encoding: str) -> str | None:
@@ -107,16 +107,16 @@ def foreign_word(source: str, encoding: str) -> str | None:
 
 
 def at_hand(sources: Sources) -> bool:
-    """Whether they can be read within seconds and offline: built-ins, or small local files or rows in memory."""
+    """Whether all sources are quick to read offline: built-in, small local files, or rows in memory."""
     chosen = [entry.source for entry in entries(sources) if entry.source not in BUILTIN]
     held = [source for source in chosen if source.startswith(GIVEN)]
-    found = [_files(source) for source in chosen if source not in held]
-    sizes = [file.stat().st_size for files in found for file in files] + list(map(in_memory.size_bytes, held))
-    return all(found) and sum(sizes) <= _SMALL_BYTES
+    files_by_source = [_files(source) for source in chosen if source not in held]
+    sizes = [file.stat().st_size for files in files_by_source for file in files] + list(map(in_memory.size_bytes, held))
+    return all(files_by_source) and sum(sizes) <= _SMALL_BYTES
 
 
 def missing(sources: Sources) -> list[str]:
-    """What is wrong with each source that should be on this machine and is not."""
+    """A reason for each local source that cannot be found."""
     chosen = [entry.source for entry in entries(sources)]
     local = [source for source in chosen if source not in BUILTIN and not source.startswith(GIVEN)]
     return [why for source in local if not _files(source) and (why := _no_files(source))]
@@ -128,10 +128,10 @@ def contents(sources: Sources) -> list[tuple[str, str]] | None:
     None if that is unknown. Raises as `rows` does if a data set cannot be downloaded.
     """
     try:
-        found = [_contents(entry.source) for entry in entries(sources)]
+        by_source = [_contents(entry.source) for entry in entries(sources)]
     except OSError:
         return None  # reading it will report the error
-    return [file for files in found for file in files] if all(found) else None
+    return [file for files in by_source for file in files] if all(by_source) else None
 
 
 def _contents(source: str) -> list[tuple[str, str]]:
@@ -191,8 +191,8 @@ def _refuse_twice(chosen: list[Source]) -> None:
 
 def _weighted(records: Records, entry: Source) -> Rows:
     whole, part = divmod(entry.weight, 1)
-    for place, fields in records:
-        row = Row(place, fields, entry.source)
+    for location, fields in records:
+        row = Row(location, fields, entry.source)
         more = part > 0 and row.share("weight") < part
         yield from [row] * (int(whole) + more)
 
@@ -215,7 +215,7 @@ def _records(source: str, split: str, key: str, problems: Problems, encoding: st
 
 
 def _no_files(source: str) -> str | None:
-    """What is wrong with a source that has no local files; None if it can be one of the hub."""
+    """The reason why a source has no local files; None if it may be a data set of the hub."""
     if re.match(r"\w+://", source):
         return f"{source}: addresses are not read; download the file, or name a data set of the hub as OWNER/NAME"
     if os.path.isdir(source):
@@ -228,7 +228,7 @@ def _no_files(source: str) -> str | None:
 
 
 def _is_of_hub(source: str) -> bool:
-    """Whether it can only be the name of a data set of the hub."""
+    """Whether a source can only name a data set of the hub."""
     path = Path(source)
     is_place = reader(path) or path.is_absolute() or source.startswith((".", "builtin:")) or source.endswith("/")
     return not (is_place or os.path.exists(source) or glob.has_magic(source))
@@ -242,16 +242,16 @@ def _files(source: str) -> list[Path]:
     """
     _check_path(source)
     if os.path.isdir(source):
-        found = _below(Path(source))
-        _refuse_missing_parts(found)
+        paths = _below(Path(source))
+        _refuse_missing_parts(paths)
     elif os.path.exists(source) or not glob.has_magic(source):
-        found = [Path(source)] if os.path.isfile(source) else []
+        paths = [Path(source)] if os.path.isfile(source) else []
     else:
         try:
-            found = [path for path in map(Path, glob.glob(source, recursive=True)) if reader(path)]
+            paths = [path for path in map(Path, glob.glob(source, recursive=True)) if reader(path)]
         except RecursionError:
             raise DataError(f"{source[:200]!r} cannot be read: the pattern matches too many folders") from None
-    files = sorted(file for file in found if reader(file) and not file.is_dir())
+    files = sorted(file for file in paths if reader(file) and not file.is_dir())
     for file in files:
         _check_path(str(file))
         if not file.is_file():
@@ -280,7 +280,7 @@ def _check_path(path: str) -> None:
 
 def _below(folder: Path) -> list[Path]:
     """The files below a folder, without hidden ones. Raises DataError for links that lead out of it."""
-    found: list[Path] = []
+    paths: list[Path] = []
 
     def fail(error: OSError) -> None:
         raise DataError(f"{error.filename}: cannot be read: {error.strerror}")
@@ -289,9 +289,9 @@ def _below(folder: Path) -> list[Path]:
         folders[:] = [name for name in folders if not _is_hidden(name)]
         for link in (Path(at, name) for name in folders if os.path.islink(os.path.join(at, name))):
             raise DataError(f"{link}: a link to a folder, which is not followed; remove it, or name the target folder")
-        found += [Path(at, name) for name in names if not _is_hidden(name)]
-    _refuse_links_out(folder, found)
-    return found
+        paths += [Path(at, name) for name in names if not _is_hidden(name)]
+    _refuse_links_out(folder, paths)
+    return paths
 
 
 def _refuse_missing_parts(files: list[Path]) -> None:
@@ -308,10 +308,10 @@ def _refuse_missing_parts(files: list[Path]) -> None:
             )
 
 
-def _refuse_links_out(folder: Path, found: list[Path]) -> None:
+def _refuse_links_out(folder: Path, paths: list[Path]) -> None:
     """Raise DataError for a link out of the folder: in someone else's folder it could expose a file such as a key."""
     inside = os.path.realpath(folder)
-    for file in found:
+    for file in paths:
         if not (target := Path(os.path.realpath(file))).is_relative_to(inside) and reader(file):
             raise DataError(
                 f"{file}: a link out of {folder}, to {target}; if that is intended, name the file itself, or a pattern "
@@ -386,7 +386,7 @@ def _nearest(path: Path) -> str:
         return f"; the folder {path.parent} does not exist either"
     known: list[str] = []
     with contextlib.suppress(OSError):  # the folder may not be readable
-        known = sorted(str(found) for found in path.parent.iterdir() if reader(found))
+        known = sorted(str(file) for file in path.parent.iterdir() if reader(file))
     return f"; {nearest(str(path), known)}" if known else ""
 
 

@@ -21,7 +21,7 @@ from finetune.config import DataSection
 from finetune.config.field_types import GIVEN
 from finetune.data import cache, chat, control, fingerprint, formats, lengths, sources
 from finetune.data.counts import CONTROL_TOKENS, DUPLICATE, EMPTY, TOO_LONG, UNTRAINED, Affected, Counts
-from finetune.data.encoded import Encoded, Layout
+from finetune.data.encoded import Encoded, RowLayout
 from finetune.data.examples import Chat, Completion, Content, NoSuchField, RowError, Tokens, kind, parts, system
 from finetune.data.problems import Problems
 from finetune.data.readers import NO_HEADER, has_header
@@ -48,12 +48,12 @@ def located(row: Row) -> Iterator[None]:
     try:
         yield
     except RowError as error:
-        header = f". {NO_HEADER}" if isinstance(error, NoSuchField) and has_header(row.place) else ""
-        raise DataError(f"{row.place}: {error}{header}") from None
+        header = f". {NO_HEADER}" if isinstance(error, NoSuchField) and has_header(row.location) else ""
+        raise DataError(f"{row.location}: {error}{header}") from None
 
 
 @dataclass
-class Job:
+class Preparation:
     """The settings that determine the rows of both splits."""
 
     section: DataSection
@@ -70,8 +70,8 @@ class Job:
                 (folder / _COUNTS).write_text(json.dumps(asdict(counts)), encoding="utf-8")
 
         folder = cache.entry(lambda: self._key(split), fill)
-        found = json.loads((folder / _COUNTS).read_text(encoding="utf-8"))
-        counts = Counts(**{**found, "affected": [Affected(**row) for row in found["affected"]]})
+        stored = json.loads((folder / _COUNTS).read_text(encoding="utf-8"))
+        counts = Counts(**{**stored, "affected": [Affected(**row) for row in stored["affected"]]})
         return mapped(folder / _ROWS), counts
 
     def trains(self, row: Row) -> bool:
@@ -137,7 +137,7 @@ class _Rows:
     forms: dict[str, str] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)
     last: tuple[str, bool] = ("", False)
-    layout: Layout | None = None
+    layout: RowLayout | None = None
 
     def take(self, rows: Iterable[Row]) -> None:
         """Process all rows. Raises BadRows with all problems, in the order of the rows."""
@@ -221,29 +221,29 @@ class _Rows:
 
     def _kept(self, read: _Read, encoded: Encoded | RowError | None) -> list[Encoded]:
         """The rows to train for one row of the source: itself, pieces of it, or none. Changes are counted."""
-        place, section, affected = read.row.place, self.section, self.counts.affected
+        location, section, affected = read.row.location, self.section, self.counts.affected
         if isinstance(read.content, DataError):
             raise read.content
         if encoded is None:
-            affected.append(Affected(place, "dropped", EMPTY))
+            affected.append(Affected(location, "dropped", EMPTY))
             return []
         if isinstance(encoded, TooMuchText) and lengths.TOO_LONG[section.too_long].blind:
-            affected.append(Affected(place, "dropped", TOO_LONG))
+            affected.append(Affected(location, "dropped", TOO_LONG))
             return []
         if isinstance(encoded, RowError):
-            raise DataError(f"{place}: {encoded}")
+            raise DataError(f"{location}: {encoded}")
         if encoded.layout != (self.layout or encoded.layout):
-            raise DataError(f"{place}: {self.layout} and {encoded.layout} cannot be trained together")
+            raise DataError(f"{location}: {self.layout} and {encoded.layout} cannot be trained together")
         self.layout = encoded.layout
         length = sum(encoded.lengths)
         if not all(segment.trained for segment in encoded.segments):
-            affected.append(Affected(place, "dropped", UNTRAINED, length))
+            affected.append(Affected(location, "dropped", UNTRAINED, length))
             return []
         if encoded.escaped:
-            affected.append(Affected(place, "kept", CONTROL_TOKENS, length))
-        if self._again(place, encoded):
+            affected.append(Affected(location, "kept", CONTROL_TOKENS, length))
+        if self._again(location, encoded):
             what = "dropped" if section.duplicates == "drop" else "kept"
-            affected.append(Affected(place, what, DUPLICATE, length))
+            affected.append(Affected(location, what, DUPLICATE, length))
             if what == "dropped":
                 return []
         if max(encoded.lengths) <= section.max_length:
@@ -251,18 +251,18 @@ class _Rows:
         with located(read.row):
             what, pieces = lengths.shortened(encoded, section.max_length, section.too_long)
         trained = [piece for piece in pieces if piece.trained]
-        affected.append(Affected(place, what if trained else "dropped", TOO_LONG, length))
+        affected.append(Affected(location, what if trained else "dropped", TOO_LONG, length))
         return trained
 
-    def _again(self, place: str, encoded: Encoded) -> bool:
+    def _again(self, location: str, encoded: Encoded) -> bool:
         """Whether an earlier row has the same tokens and labels, by 64-bit hash.
 
         Consecutive repetitions of a row by its weight are not duplicates.
         """
-        if place != self.last[0]:
+        if location != self.last[0]:
             content = hash((
                 tuple(encoded.input_ids), tuple(encoded.labels), encoded.lengths, tuple(encoded.values.values())
             ))  # fmt: skip
-            self.last = place, content in self.seen
+            self.last = location, content in self.seen
             self.seen.add(content)
         return self.last[1]

@@ -75,9 +75,9 @@ class Decoder:
 
 
 def _after_space(text: str, start: int) -> int:
-    found = _SPACE.match(text, start)
-    assert found is not None
-    return found.end()
+    space = _SPACE.match(text, start)
+    assert space is not None
+    return space.end()
 
 
 def _expect(text: str, at: int, wanted: str, otherwise: str) -> int:

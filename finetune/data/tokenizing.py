@@ -32,7 +32,7 @@ class TooMuchText(RowError):
         )
 
 
-class Piece(NamedTuple):
+class TextPart(NamedTuple):
     """A text to tokenize; `special` adds the tokenizer's special tokens (BOS, EOS).
 
     `marks` are character spans to be mapped to token spans. An `escaped` text contains stand-ins (control.py).
@@ -51,36 +51,36 @@ class Tokenized(NamedTuple):
     runs: list[Span] | None
 
 
-Found = TypeVar("Found")
-Asking = Generator[Piece, Tokenized, Found]
+Result = TypeVar("Result")
+Asking = Generator[TextPart, Tokenized, Result]
 """A generator that yields each piece to be tokenized and receives its tokens. Raises RowError for a bad row."""
 
 Answers = dict[int, Tokenized | RowError | None]
 """The result that each row is waiting for, by row index; None before its first piece."""
 
 
-def answered(rows: Sequence[Asking[Found]], tokenizer: Any) -> list[Found | RowError]:
+def answered(rows: Sequence[Asking[Result]], tokenizer: Any) -> list[Result | RowError]:
     """Run all generators and return their results or errors. Pieces are tokenized in batches of half the rows.
 
     The halves alternate: while the tokenizer, which releases the GIL, works on one half in another thread, templates
     are rendered for the other half in this one, since only the main thread can bound the time a template takes.
     """
-    found: dict[int, Found | RowError] = {}
+    results: dict[int, Result | RowError] = {}
 
-    def ask(answers: Answers) -> dict[int, Piece]:
+    def ask(answers: Answers) -> dict[int, TextPart]:
         asked = {}
         for row, answer in answers.items():
             try:
                 asked[row] = _step(rows[row], answer)
             except StopIteration as done:
-                found[row] = done.value
+                results[row] = done.value
             except RowError as error:
-                found[row] = error
+                results[row] = error
         return asked
 
     middle = (len(rows) + 1) // 2
     with ThreadPoolExecutor(max_workers=1) as tokenizing:
-        waiting: deque[tuple[dict[int, Piece], Future[list[Tokenized | RowError]]]] = deque()
+        waiting: deque[tuple[dict[int, TextPart], Future[list[Tokenized | RowError]]]] = deque()
         turns: deque[Answers] = deque(dict.fromkeys(half) for half in (range(middle), range(middle, len(rows))))
         while turns or waiting:
             if not turns:
@@ -88,48 +88,48 @@ def answered(rows: Sequence[Asking[Found]], tokenizer: Any) -> list[Found | RowE
                 turns.append(dict(zip(earlier, pending.result(), strict=True)))
             if asked := ask(turns.popleft()):
                 waiting.append((asked, tokenizing.submit(_tokenized, list(asked.values()), tokenizer)))
-    return [found[row] for row in range(len(rows))]
+    return [results[row] for row in range(len(rows))]
 
 
-def _step(row: Asking[Found], answer: Tokenized | RowError | None) -> Piece:
+def _step(row: Asking[Result], answer: Tokenized | RowError | None) -> TextPart:
     if answer is None:
         return next(row)
     return row.throw(answer) if isinstance(answer, RowError) else row.send(answer)
 
 
-def _tokenized(pieces: list[Piece], tokenizer: Any) -> list[Tokenized | RowError]:
+def _tokenized(pieces: list[TextPart], tokenizer: Any) -> list[Tokenized | RowError]:
     """The tokens of each piece, or the error that the tokenizer raised for it."""
-    found: dict[int, Tokenized | RowError] = {
-        place: TooMuchText(len(piece.text)) for place, piece in enumerate(pieces) if len(piece.text) > TEXT_CHARACTERS
+    results: dict[int, Tokenized | RowError] = {
+        number: TooMuchText(len(piece.text)) for number, piece in enumerate(pieces) if len(piece.text) > TEXT_CHARACTERS
     }
     for special, escaped in itertools.product((False, True), repeat=2):
-        places = [
-            place
-            for place, piece in enumerate(pieces)
-            if (piece.special, piece.escaped) == (special, escaped) and place not in found
+        numbers = [
+            number
+            for number, piece in enumerate(pieces)
+            if (piece.special, piece.escaped) == (special, escaped) and number not in results
         ]
-        if not places:
+        if not numbers:
             continue
         try:
             with tokenizing_in_parallel():
-                encodings = _encodings([pieces[place].text for place in places], tokenizer, special, escaped)
+                encodings = _encodings([pieces[number].text for number in numbers], tokenizer, special, escaped)
         except MemoryError:  # not the fault of a row
             raise
         except Exception as error:  # tokenizers raises plain Exception if one text fails; retry them one by one
-            for place in places:
-                if len(places) == 1:
-                    found[place] = RowError(f"the tokenizer rejects it: {error}")
+            for number in numbers:
+                if len(numbers) == 1:
+                    results[number] = RowError(f"the tokenizer rejects it: {error}")
                 else:
-                    [found[place]] = _tokenized([pieces[place]], tokenizer)
+                    [results[number]] = _tokenized([pieces[number]], tokenizer)
         else:
-            for place, (ids, encoding) in zip(places, encodings, strict=True):
-                found[place] = Tokenized(ids, _runs(encoding, pieces[place].marks))
+            for number, (ids, encoding) in zip(numbers, encodings, strict=True):
+                results[number] = Tokenized(ids, _runs(encoding, pieces[number].marks))
                 if escaped:
                     try:
-                        control.check(pieces[place].text, ids, tokenizer, special)
+                        control.check(pieces[number].text, ids, tokenizer, special)
                     except RowError as error:
-                        found[place] = error
-    return [found[place] for place in range(len(pieces))]
+                        results[number] = error
+    return [results[number] for number in range(len(pieces))]
 
 
 def _encodings(texts: list[str], tokenizer: Any, special: bool, escaped: bool) -> list[tuple[list[int], Any]]:

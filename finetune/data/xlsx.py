@@ -31,7 +31,7 @@ _PIECE_BYTES = 2**16
 
 _OLE = b"\xd0\xcf\x11\xe0"  # .xls, and any workbook with a password
 _ESCAPE = re.compile("_x([0-9A-Fa-f]{4})_")
-_PLACE = re.compile(r"([A-Z]{1,3})([1-9]\d{0,6})")
+_CELL = re.compile(r"([A-Z]{1,3})([1-9]\d{0,6})")
 _NUMBER = re.compile(r"-?\d{1,15}")
 # Number formats (18.8.30): those that stand for dates and times by their number, and what is literal in a code.
 _DATES = frozenset({*range(14, 23), *range(27, 37), 45, 47, *range(50, 59)})
@@ -45,8 +45,8 @@ _DAMAGE = (
 def cells(path: Path, problems: Problems) -> Iterator[tuple[int, dict[int, str]]]:
     """The number of each row and the text of its cells that are not empty, by the number of their column from 1.
 
-    A cell that has no text is added to `problems`. Raises DataError for a file that is no workbook or damaged, and for
-    a workbook with rows in several sheets.
+    A cell that has no text is added to `problems`. Raises DataError for a file that is damaged or not a workbook, and
+    for a workbook with rows in several sheets.
     """
     try:
         with open(path, "rb") as file:
@@ -99,17 +99,17 @@ class _Workbook:
     def _sheets(self, main: str) -> tuple[dict[str, str], bool]:
         """The parts of the worksheets by name, hidden ones too, and whether dates count from 1904."""
         worksheets = {id: target for kind, id, target in self._related(main) if kind == "worksheet"}
-        found, since_1904 = {}, False
+        sheets, since_1904 = {}, False
         for start, tag, attributes, _ in self._elements(main):
             if start and tag == "sheet" and attributes["id"] in worksheets:
-                found[attributes["name"]] = worksheets[attributes["id"]]
+                sheets[attributes["name"]] = worksheets[attributes["id"]]
             elif start and tag == "workbookPr":
                 since_1904 = attributes.get("date1904") in ("1", "true")
-        return found, since_1904
+        return sheets, since_1904
 
     def _strings(self, part: str) -> list[str]:
         """The texts that cells refer to by number."""
-        found: list[str] = []
+        texts: list[str] = []
         text, phonetic = "", False
         for start, tag, _, content in self._elements(part):
             if tag == "rPh":  # how a Japanese text is pronounced
@@ -117,13 +117,13 @@ class _Workbook:
             elif tag == "t" and not start and not phonetic:
                 text += content
             elif tag == "si" and not start:
-                found.append(_plain(text))
+                texts.append(_plain(text))
                 text = ""
-        return found
+        return texts
 
     def _date_styles(self, part: str) -> frozenset[int]:
         """The styles of cells whose numbers stand for dates or times."""
-        dates, found, styles, inside = set(_DATES), set(), 0, False
+        dates, date_styles, styles, inside = set(_DATES), set(), 0, False
         for start, tag, attributes, _ in self._elements(part):
             if tag == "cellXfs":
                 inside = start
@@ -135,9 +135,9 @@ class _Workbook:
                 if set(code) & set("dmyhs") and not elapsed:
                     dates.add(number)
             elif start and tag == "xf" and inside:
-                found |= {styles} if int(attributes.get("numFmtId", 0)) in dates else set()
+                date_styles |= {styles} if int(attributes.get("numFmtId", 0)) in dates else set()
                 styles += 1
-        return frozenset(found)
+        return frozenset(date_styles)
 
     def _rows_of(
         self, part: str, strings: list[str], dates: frozenset[int], since_1904: bool
@@ -167,12 +167,12 @@ class _Workbook:
             elif not start and tag == "t" and not phonetic:
                 inline += content
             elif not start and tag == "c":
-                place = f"{self.path}:{number}: the cell {cell.get('r', f'in column {column}')}"
+                location = f"{self.path}:{number}: the cell {cell.get('r', f'in column {column}')}"
                 kind = cell.get("t", "n")
                 if kind == "e":
-                    self.problems.add(f"{place} has the error {value}; repair it, or empty it")
+                    self.problems.add(f"{location} has the error {value}; repair it, or empty it")
                 elif formula and kind == "n" and not value:
-                    self.problems.add(f"{place} has a formula without a result; open and save the file in Excel")
+                    self.problems.add(f"{location} has a formula without a result; open and save the file in Excel")
                 elif kind == "s":
                     value = strings[int(value)]
                 elif kind in ("inlineStr", "str"):
@@ -197,16 +197,16 @@ class _Workbook:
         default `_PART_BYTES`.
         """
         parser = expat.ParserCreate(namespace_separator="}")
-        found: list[tuple[bool, str, Attributes, str]] = []
+        events: list[tuple[bool, str, Attributes, str]] = []
         texts: list[str] = []
 
         def start(tag: str, attributes: Attributes) -> None:
             texts.clear()
             local = {name.rpartition("}")[2]: value for name, value in attributes.items()}
-            found.append((True, tag.rpartition("}")[2], local, ""))
+            events.append((True, tag.rpartition("}")[2], local, ""))
 
         def end(tag: str) -> None:
-            found.append((False, tag.rpartition("}")[2], {}, "".join(texts)))
+            events.append((False, tag.rpartition("}")[2], {}, "".join(texts)))
             texts.clear()
 
         def refuse(*_: object) -> None:
@@ -221,17 +221,17 @@ class _Workbook:
                 if size > (limit or _PART_BYTES) or sum(map(len, texts)) > ROW_BYTES:
                     raise ValueError(f"{part} is too large")
                 parser.Parse(piece)
-                yield from found
-                found.clear()
+                yield from events
+                events.clear()
         parser.Parse(b"", True)
-        yield from found
+        yield from events
 
 
-def _column(place: str, row: int) -> int:
+def _column(cell: str, row: int) -> int:
     """The number of a column, from 1, by the name of its cell in that row, such as AB12."""
-    match = _PLACE.fullmatch(place)
+    match = _CELL.fullmatch(cell)
     if not match or int(match[2]) != row:
-        raise ValueError(f"the cell {place} in row {row}")
+        raise ValueError(f"the cell {cell} in row {row}")
     number = 0
     for letter in match[1]:
         number = 26 * number + ord(letter) - ord("A") + 1
@@ -255,5 +255,5 @@ def _date(serial: float, since_1904: bool) -> str:
         return str(datetime.timedelta(seconds=seconds)).rjust(8, "0") if seconds >= 0 else _number(str(serial))
     # To Excel 1900 was a leap year, as to Lotus 1-2-3.
     first = datetime.datetime(1904, 1, 1) if since_1904 else datetime.datetime(1899, 12, 31 if serial < 60 else 30)
-    found = first + datetime.timedelta(seconds=seconds)
-    return found.date().isoformat() if found.time() == datetime.time() else found.isoformat(" ")
+    moment = first + datetime.timedelta(seconds=seconds)
+    return moment.date().isoformat() if moment.time() == datetime.time() else moment.isoformat(" ")

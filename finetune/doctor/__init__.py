@@ -1,1 +1,49 @@
 """Diagnoses a machine before a job is started on it, or a run directory before it is used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from rich.console import Console
+
+from finetune.report import printing
+from finetune.report.view import View
+
+Status = Literal["ok", "warning", "error"]
+
+_STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
+
+
+class Finding(NamedTuple):
+    """One thing that was checked: its status, details, and what to do if something is wrong."""
+
+    about: str
+    status: Status
+    what: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Examination(View):
+    """All findings. The exit code is 0, or `fails_with`, which a job would end with, if any finding is an error."""
+
+    findings: list[Finding]
+    fails_with: int
+
+    @property
+    def exit_code(self) -> int:
+        return self.fails_with if any(finding.status == "error" for finding in self.findings) else 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """The findings as JSON values."""
+        return {"sound": self.exit_code == 0, "findings": [finding._asdict() for finding in self.findings]}
+
+    def show(self, console: Console) -> None:
+        """Print one finding a line."""
+        width = max(len(about) for about, *_ in self.findings)
+        for about, status, what, remedy in self.findings:
+            text = "; ".join(what.splitlines()) + (f" → {remedy}" if remedy else "")
+            line = printing.plain(console, f"{status:7}  {about:{width}}  {text}")
+            line.stylize(_STYLES[status], 0, 7)
+            printing.put(console, line, whole=True)

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from finetune.config import OptimizerSection
-from finetune.doctor.findings import Examination, Finding
+from finetune.doctor import Examination, Finding
 from finetune.errors import MachineError
 from finetune.forecast import devices
 from finetune.model.attention import backends

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from finetune.config import Config, load
 from finetune.data import fingerprint
-from finetune.doctor.findings import Examination, Finding
+from finetune.doctor import Examination, Finding
 from finetune.errors import ArtifactError, ConfigError, FinetuneError, MachineError
 from finetune.export import finished_run
 from finetune.model import build

@@ -92,6 +92,17 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     # The products are summed in another order; the base is rounded to the same dtype in both.
     roundoff = proof.ROUNDOFF[base_dtype(config.adapter, config.training)]
     result = job.compare("plain adapter", read, proof.logits(read, job.rows), trained, base_logits, roundoff)
+    differences = []
+    if overrides:
+        differences.append(
+            f"the base must be served with {json.dumps(overrides)} in its config.json, as the commands do; the files "
+            "of an adapter cannot say so"
+        )
+    if mistaken or any(name != renamed[name] for name in pairs):
+        differences.append(
+            "these files are for servers, which look up the names in the base's files; PEFT reads "
+            f"{job.run.adapter.name}/ instead"
+        )
     return {
         "rank": rank,
         "targets": sorted({name.rpartition(".")[2] for name in pairs}),
@@ -99,24 +110,7 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
         **asdict(result),
         "compared_with": "base plus adapter as trained, in PEFT",
         "base_overrides": overrides,
-        "known_differences": [
-            *(
-                [
-                    f"the base must be served with {json.dumps(overrides)} in its config.json, as the commands do; the "
-                    "files of an adapter cannot say so"
-                ]
-                if overrides
-                else []
-            ),
-            *(
-                [
-                    f"these files are for servers, which look up the names in the base's files; PEFT reads "
-                    f"{job.run.adapter.name}/ instead"
-                ]
-                if mistaken or any(name != renamed[name] for name in pairs)
-                else []
-            ),
-        ],
+        "known_differences": differences,
         "not_proven": [
             left_out or f"{GGUF} was not run: llama.cpp needs the base as a GGUF file",
             "vLLM and SGLang were not run; their limits are checked as of vLLM 0.33",

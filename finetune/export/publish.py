@@ -16,7 +16,7 @@ from finetune.export.conversion import Conversion
 from finetune.export.export_formats import FORMATS, ExportFormat
 from finetune.export.gguf import gguf_types
 from finetune.export.merging import merge as merging
-from finetune.measure.out_of_memory import told_of
+from finetune.measure.out_of_memory import as_out_of_memory_error
 from finetune.model.source.locate import locate
 from finetune.report.terminal import Terminal, note_beside_output
 from finetune.runtime import libraries
@@ -108,7 +108,7 @@ def merge_locked(
 
 def _out_of_memory_explained(run: RunDirectory, format: str) -> contextlib.AbstractContextManager[None]:
     """Explain out of memory in a merge or export: training is done, only the export must be repeated."""
-    return told_of(
+    return as_out_of_memory_error(
         "merging",
         f"{run.adapter} is complete and was not touched; `finetune export {run.quoted} --to {format}` exports it on a "
         "machine with more memory, or once some is free",

@@ -95,7 +95,7 @@ class _BlockKey(NamedTuple):
     number: int
 
 
-class _Event(NamedTuple):
+class _RelativeEvent(NamedTuple):
     """An event relative to the unit it happens in: +1 or -1, and how many units away the block's owner is.
 
     `distance` is None for a block outside the layers.
@@ -201,7 +201,7 @@ class _Extrapolation:
                 kept[block.category] += block.bytes
         return kept
 
-    def _done_by(self, unit: int) -> list[tuple[str, list[_Event]]]:
+    def _done_by(self, unit: int) -> list[tuple[str, list[_RelativeEvent]]]:
         """What a unit did, relative to itself: the events of each of its stretches, with the phase."""
         return [
             (stretch.phase, [self._relative(event, unit) for event in stretch.events])
@@ -209,11 +209,11 @@ class _Extrapolation:
             if owner == unit
         ]
 
-    def _relative(self, event: int, unit: int) -> _Event:
+    def _relative(self, event: int, unit: int) -> _RelativeEvent:
         number = abs(event) - 1
         block, owner = self._trace.blocks[number], self._owner[number]
         distance = None if owner is None else owner - unit
-        return _Event(1 if event > 0 else -1, distance, self._keys[number], block.bytes, block.category)
+        return _RelativeEvent(1 if event > 0 else -1, distance, self._keys[number], block.bytes, block.category)
 
     def _outside(self, stretch: Stretch) -> None:
         """Add a stretch outside the layers: what it does to a unit's blocks is done to those of each copy."""

@@ -45,7 +45,7 @@ from finetune.training import optimizers
 from finetune.training.collator import Inputs, MicroBatches, for_model, micro_batching
 from finetune.training.eval_loss import summed_loss
 from finetune.training.largest_batch import make_empty_states
-from finetune.training.noise import Noise, Row
+from finetune.training.noise import Noise, NoiseSpan
 from finetune.training.step import Step
 from finetune.training.strategies import STRATEGIES
 
@@ -585,11 +585,11 @@ class _TracedStep:
 class _TracedNoise(Noise):
     """Noise for a micro-batch without values, whose padding is not known."""
 
-    def rows(self, inputs: Inputs, step: int) -> list[Row]:
+    def rows(self, inputs: Inputs, step: int) -> list[NoiseSpan]:
         rows, tokens = inputs["input_ids"].shape
         packed = inputs.get("cu_seq_lens_q")
         starts = range(0, (rows + 1) * tokens, tokens) if packed is None else packed.tolist()
-        return [Row(start, end - start, 0) for start, end in itertools.pairwise(starts)]
+        return [NoiseSpan(start, end - start, 0) for start, end in itertools.pairwise(starts)]
 
 
 class _LayerTrackingState(defaultdict[torch.nn.Parameter, Any]):

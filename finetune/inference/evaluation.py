@@ -50,7 +50,7 @@ _INTERVAL = (
 
 
 @dataclass
-class _Results:
+class _ModelResults:
     """The results of one model by measure; `better`: which values of a measure are better."""
 
     measured: dict[str, Measured] = field(default_factory=dict)
@@ -100,7 +100,7 @@ def evaluate(
         job.tasks = Tasks(tasks, batch_size=batch_size, limit=limit, apply_chat_template=apply_chat_template)
     terminal = terminal or Terminal(quiet=True)  # a notebook shows what is returned
 
-    def measure(name: str, model: Any, tokenizer: Any) -> _Results:
+    def measure(name: str, model: Any, tokenizer: Any) -> _ModelResults:
         terminal.evaluating(name)
         with blaming_base(config.model):
             return job.measure(model, tokenizer)
@@ -119,7 +119,7 @@ def evaluate(
         "settings": settings,
     }
     scores = Scores(record)
-    terminal.scores(scores)
+    terminal.show(scores)
     # In this order, a kill leaves no answers of one evaluation beside the figures of another.
     run.eval_answers_file.unlink(missing_ok=True)
     write_json(run.eval_file, record)
@@ -162,11 +162,11 @@ class _EvaluationJob:
             )
         row, _, reference = self.questions[0]
         for metric in self.metrics:
-            metric.score(reference, reference, row.place, row.fields)
+            metric.score(reference, reference, row.location, row.fields)
 
-    def measure(self, model: Any, tokenizer: Any) -> _Results:
+    def measure(self, model: Any, tokenizer: Any) -> _ModelResults:
         """Loss, metrics and tasks of one model."""
-        results = _Results()
+        results = _ModelResults()
         if self.with_loss:
             rows, _ = prepare.prepare_held_out(self.config.data, tokenizer)
             nats, by_row = held_out_loss(model, tokenizer, rows, self.config)
@@ -186,7 +186,7 @@ class _EvaluationJob:
                 results.better[one.name] = None if better is None else "higher" if better else "lower"
         return results
 
-    def _score(self, results: _Results, model: Any, tokenizer: Any) -> None:
+    def _score(self, results: _ModelResults, model: Any, tokenizer: Any) -> None:
         control, positions = self.config.data.control_tokens, bounds.table_size(model) or math.inf
         ids = [generation.prompt_ids(one.prompt, tokenizer, control) for one in self.questions]
         # Training rows are truncated, questions are not.
@@ -201,13 +201,13 @@ class _EvaluationJob:
         self.beyond += sum(len(ids) + each.tokens > known for ids, each in zip(prompts, results.answers, strict=True))
         for metric in self.metrics:
             results.scores[metric.name] = scores = [
-                metric.score(answer.text, reference, row.place, row.fields)
+                metric.score(answer.text, reference, row.location, row.fields)
                 for (row, _, reference), answer in zip(self.questions, results.answers, strict=True)
             ]
             results.measured[metric.name] = Measured.mean(scores)
             results.better[metric.name] = "higher"
 
-    def notes(self, by_model: dict[str, _Results]) -> list[str]:
+    def notes(self, by_model: dict[str, _ModelResults]) -> list[str]:
         """Remarks for readers of the table, besides the explanation of its intervals."""
         notes = []
         if not prepare.is_here(self.config.data):
@@ -231,11 +231,11 @@ class _EvaluationJob:
             )
         return notes
 
-    def answered(self, by_model: dict[str, _Results]) -> list[dict[str, Any]]:
+    def answered(self, by_model: dict[str, _ModelResults]) -> list[dict[str, Any]]:
         """The lines of eval_answers.jsonl: each question with the answers and their scores by model."""
         return [
             {
-                "row": row.place,
+                "row": row.location,
                 "question": shown(prompt),
                 "reference": reference,
                 "answers": {name: one.answers[at].text for name, one in by_model.items()},
@@ -249,10 +249,10 @@ class _EvaluationJob:
 
 
 def _each(
-    run: RunDirectory, config: Config, chosen: list[str], measure: Callable[[str, Any, Any], _Results]
-) -> dict[str, _Results]:
+    run: RunDirectory, config: Config, chosen: list[str], measure: Callable[[str, Any, Any], _ModelResults]
+) -> dict[str, _ModelResults]:
     """Call `measure` with each model, loaded in turn. The adapter comes first, since it may be damaged."""
-    results: dict[str, _Results] = {}
+    results: dict[str, _ModelResults] = {}
     if config.adapter.kind == "lora" and {"base", "adapter"} <= {*chosen}:
         model, tokenizer = model_of(run, config, "adapter")
         results["adapter"] = measure("adapter", model, tokenizer)
@@ -265,7 +265,7 @@ def _each(
     return {name: results[name] for name in chosen}
 
 
-def _measures(by_model: dict[str, _Results]) -> list[Measure]:
+def _measures(by_model: dict[str, _ModelResults]) -> list[Measure]:
     first = next(iter(by_model.values()))
     made: list[Measure] = []
     for name, one in first.measured.items():

@@ -16,7 +16,7 @@ from typing import Any
 from finetune.errors import ConfigError, DataError, MachineError, first_line
 from finetune.inference.intervals import Measured
 from finetune.inference.metrics import needed
-from finetune.measure.out_of_memory import told_of
+from finetune.measure.out_of_memory import as_out_of_memory_error
 from finetune.runtime import patches
 from finetune.runtime.libraries import without_cudnn_attention
 
@@ -77,7 +77,7 @@ class Tasks:
         size = self._settings["batch_size"]
         with (
             without_cudnn_attention(),
-            told_of("running the tasks", f"Use a smaller `--batch-size` than {size}"),
+            as_out_of_memory_error("running the tasks", f"Use a smaller `--batch-size` than {size}"),
             patches.TIE_WEIGHTS.by(lambda: None, model),
             patches.TASK_ENVIRONMENT.by(lambda results: None),
             patches.TASK_COMMIT.by(lambda: None),

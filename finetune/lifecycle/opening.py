@@ -10,7 +10,7 @@ from finetune.data import inspection
 from finetune.forecast import comparison
 from finetune.forecast.replay import Forecast
 from finetune.lifecycle import provenance, resume
-from finetune.lifecycle.preparation import Inputs
+from finetune.lifecycle.preparation import JobInputs
 from finetune.lifecycle.resume import Start
 from finetune.lifecycle.session import Lock
 from finetune.model.source import identity
@@ -23,7 +23,7 @@ Note = Callable[[str], None]
 
 
 def open_run(
-    config: Config, run: RunDirectory, inputs: Inputs, forecast: Forecast | None, lock: Lock, note: Note,
+    config: Config, run: RunDirectory, inputs: JobInputs, forecast: Forecast | None, lock: Lock, note: Note,
     *, fresh: bool,
 ) -> tuple[RunDirectory, Start]:  # fmt: skip
     """The directory that this rank writes, and where training starts. `fresh` moves an earlier run aside."""
@@ -64,7 +64,7 @@ def open_run(
     return own, start
 
 
-def _reopen(run: RunDirectory, start: Start, inputs: Inputs, note: Note) -> None:
+def _reopen(run: RunDirectory, start: Start, inputs: JobInputs, note: Note) -> None:
     """Record where the run resumes, if it does, after checkpoints that cannot be used are set aside."""
     if not start.checkpoint:
         return
@@ -78,7 +78,7 @@ def _reopen(run: RunDirectory, start: Start, inputs: Inputs, note: Note) -> None
     note(f"resuming from {start.checkpoint}, {why}")
 
 
-def confirm_base(config: Config, run: RunDirectory, inputs: Inputs, start: Start, note: Note) -> dict[str, Any]:
+def confirm_base(config: Config, run: RunDirectory, inputs: JobInputs, start: Start, note: Note) -> dict[str, Any]:
     """The provenance with the base, whose files are only certain to be local once it is loaded.
 
     Logs what has changed since the checkpoint.
@@ -90,7 +90,7 @@ def confirm_base(config: Config, run: RunDirectory, inputs: Inputs, start: Start
     return whole
 
 
-def _provenance(config: Config, inputs: Inputs) -> dict[str, Any]:
+def _provenance(config: Config, inputs: JobInputs) -> dict[str, Any]:
     """The provenance with the fitted config."""
     return {**inputs.provenance, "config": config.model_dump(mode="json")}
 

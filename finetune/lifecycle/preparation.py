@@ -34,7 +34,7 @@ from finetune.training.checks import check
 
 
 @dataclass(frozen=True)
-class Inputs:
+class JobInputs:
     """The inputs of a job. `attention` says which implementation was chosen and why; `started_from` is the name and
     hash of the adapter that training starts from.
     """
@@ -51,7 +51,7 @@ class Inputs:
 
 def gather(
     config: Config, run: RunDirectory, device: torch.device, lock: Lock, note: Callable[[str], None], *, fresh: bool
-) -> Inputs:  # fmt: skip
+) -> JobInputs:  # fmt: skip
     """Check the machine, then load and check tokenizer, architecture and data; no weights are read.
 
     A problem of one rank is raised on all.
@@ -80,7 +80,9 @@ def gather(
         recorded = provenance.of(config, data, tokenizer, environment, note)
         started_from = _started_from(config.model, adapter, tokenizer, recorded["base"], note)
     provenance.refuse_other_ranks({**recorded, "started_from": started_from and started_from["sha256"]})
-    return Inputs(tokenizer, blueprint, f"{attention} ({reason})", mixture, data, environment, recorded, started_from)
+    return JobInputs(
+        tokenizer, blueprint, f"{attention} ({reason})", mixture, data, environment, recorded, started_from
+    )
 
 
 def _started_from(

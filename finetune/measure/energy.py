@@ -1,12 +1,8 @@
-"""The energy that a run's GPU used, as its driver counts it (NVML, from Volta on).
-
-The driver's library is called directly: its Python package would be one more dependency for three calls.
-"""
+"""The energy that a run's GPU used, as its driver counts it (NVML, from Volta on), if `nvidia-ml-py` is installed."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 from collections.abc import Iterator
 
 import torch
@@ -17,7 +13,7 @@ from finetune.storage.rundir import RunDirectory
 
 @contextlib.contextmanager
 def recorded(run: RunDirectory, device: torch.device) -> Iterator[None]:
-    """Record what the GPU, whatever runs on it, uses in the block, if its driver says so: event `energy`, `joules`."""
+    """Record the energy in joules that the GPU uses in the block, by whatever runs on it, as the event `energy`."""
     before = counted_joules(device)
     try:
         yield
@@ -29,18 +25,17 @@ def recorded(run: RunDirectory, device: torch.device) -> Iterator[None]:
 
 
 def counted_joules(device: torch.device) -> float | None:
-    """What the GPU has used since its driver was loaded; None where nothing counts it."""
+    """The energy that the GPU has used since its driver was loaded; None if that is unknown."""
     if device.type != "cuda":
         return None
-    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
-    handle, millijoules = ctypes.c_void_p(), ctypes.c_ulonglong()
     try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-        failed = (
-            nvml.nvmlInit_v2()
-            or nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(handle))
-            or nvml.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(millijoules))
-        )
-    except (OSError, AttributeError):  # no such library, or one that is too old
+        import pynvml
+    except ImportError:
         return None
-    return None if failed else millijoules.value / 1000
+    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    try:
+        pynvml.nvmlInit()
+        millijoules: int = pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGetHandleByUUID(uuid))
+    except pynvml.NVMLError:
+        return None
+    return millijoules / 1000

@@ -96,7 +96,7 @@ class Monitor:
     """Peak memory by phase, for the current step and for the whole run.
 
     One phase is open at a time: `enter` closes the previous one. A phase that is entered several times in a step (once
-    per micro-batch) keeps its largest peak. Tensors that live before it is made (a notebook's, an earlier run's) are
+    per micro-batch) keeps its largest peak. Tensors that exist before the monitor (a notebook's, an earlier run's) are
     not counted.
     """
 
@@ -146,7 +146,7 @@ class Monitor:
     def counting_tensors(self, apart_bytes: int = 0) -> Iterator[None]:
         """In the block, measure `allocated_bytes` of each phase on a CPU as well; a CUDA device always counts them.
 
-        Of the tensors that live before, `apart_bytes` are not counted.
+        `apart_bytes` of the tensors that exist before the block are not counted.
         """
         from finetune.measure import tensors  # imports torch
 

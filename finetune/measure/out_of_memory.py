@@ -1,4 +1,4 @@
-"""Recognises out-of-memory errors, and says what to do where no smaller step helps."""
+"""Recognises out-of-memory errors, and turns those that no smaller step would avoid into OutOfMemoryError."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 
 from finetune.errors import OutOfMemoryError, first_line
 
-# Texts of plain RuntimeErrors: torch's CPU allocator, torch mapping a file, C++, and CUDA outside torch's allocator.
-_SAID = (
+# Messages of plain RuntimeErrors: torch's CPU allocator, torch mapping a file, C++, and CUDA outside torch's allocator.
+_MESSAGES = (
     "DefaultCPUAllocator", "Cannot allocate memory", "std::bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDA error: out of memory", "Triton Error [CUDA]: out of memory",
 )  # fmt: skip
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error means that a device or the host ran out of memory."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(text in str(error) for text in _SAID)
+    """True if the error means that a device or the host ran out of memory."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(text in str(error) for text in _MESSAGES)
 
 
 def reason(error: BaseException) -> str:
@@ -28,8 +28,8 @@ def reason(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def told_of(doing: str, remedy: str) -> Iterator[None]:
-    """Convert out of memory in the block, in which no smaller step would help, into OutOfMemoryError."""
+def as_out_of_memory_error(doing: str, remedy: str) -> Iterator[None]:
+    """Raise OutOfMemoryError, with `remedy`, if the block runs out of memory; for work that no smaller step avoids."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -39,8 +39,8 @@ def told_of(doing: str, remedy: str) -> Iterator[None]:
 
 
 def while_writing(target: Path) -> contextlib.AbstractContextManager[None]:
-    """`told_of` for a block that writes weights."""
-    return told_of(
+    """`as_out_of_memory_error` for a block that writes weights."""
+    return as_out_of_memory_error(
         f"writing {target}",
         "What is written is copied to host memory first: free some, or use a machine with more. The same command goes "
         "on from the last checkpoint",

@@ -1,8 +1,8 @@
 """Counts the bytes of live tensors on a CPU by phase, from the profiler's account of every allocation.
 
-A CPU has no caching allocator to ask, and a process's resident size also holds libraries, heap that glibc keeps, and no
-page of a tensor that is never written. So this is what a forecast can be compared with. Threads other than the caller's
-are not seen, nor is what is allocated outside torch (bitsandbytes' kernels, Python).
+A forecast is compared with these figures. A CPU has no caching allocator to ask, and a process's resident size also
+includes libraries and heap that glibc keeps, but not the pages of a tensor that is never written. Allocations of other
+threads and outside torch (bitsandbytes' kernels, Python) are not counted.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class TensorCount:
 
     @contextlib.contextmanager
     def counting(self, apart_bytes: int = 0) -> Iterator[None]:
-        """Count in the block, for 0.2 s (2 cores, 2026-11): allocations are recorded, and operators are not.
+        """Count in the block, which takes 0.2 s more (2 cores, 2026-11): only allocations are recorded, no operators.
 
-        Of the tensors that live before, `apart_bytes` are not counted.
+        `apart_bytes` of the tensors that exist before the block are not counted.
         """
         live = live_bytes(self._others) - apart_bytes
         # torch 2.13 has no public name for a profiler of chosen scopes: one of all takes twice a small step's time.
@@ -59,29 +59,28 @@ class TensorCount:
 
     @staticmethod
     def enter(phase: str) -> None:
-        """What follows belongs to `phase`; to none if it is empty."""
+        """Count what follows as part of `phase`; of no phase if it is empty."""
         with record_function(_MARK + phase):
             pass
 
 
 def can_count() -> bool:
-    """Whether tensors can be counted.
+    """True unless the caller runs a profiler (torch allows one at a time) or there are several ranks.
 
-    Not beside a profiler of the caller's, as torch allows one at a time, nor with several ranks: the threads of gloo
-    free what this thread allocates.
+    gloo's threads free what this thread allocates.
     """
     return ranks.world_size() == 1 and not torch.autograd._profiler_enabled()  # noqa: SLF001 -- no public name
 
 
 def living() -> list[weakref.ref[torch.Tensor]]:
-    """All tensors of the process that Python holds now."""
+    """References to all tensors that Python holds."""
     return [weakref.ref(tensor) for tensor in _tensors()]
 
 
 def live_bytes(others: Sequence[weakref.ref[torch.Tensor]] = ()) -> int:
-    """The bytes of all tensors on the CPU that Python holds, each storage once; no others live between two phases.
+    """The bytes of the CPU storages of all tensors that Python holds, except those of `others`.
 
-    Storages of `others` are not counted.
+    Between two phases no other tensors exist: autograd holds none.
     """
     storages = _storage_bytes(_tensors())
     for pointer in _storage_bytes(tensor for each in others if (tensor := each()) is not None):
@@ -91,7 +90,7 @@ def live_bytes(others: Sequence[weakref.ref[torch.Tensor]] = ()) -> int:
 
 def _tensors() -> Iterator[torch.Tensor]:
     for each in gc.get_objects():
-        # Of its type: to ask a proxy for its class may run foreign code.
+        # `isinstance` may run foreign code, that of a proxy.
         if issubclass(type(each), torch.Tensor) and not is_traceable_wrapper_subclass(each):
             yield each
 

@@ -64,15 +64,15 @@ def load_architecture(section: ModelSection, *, listed: bool = False) -> Any:
     return rope.scaled(architecture, section)
 
 
-def _refuse_kernels(architecture: Any, place: str) -> None:
+def _refuse_kernels(architecture: Any, name: str) -> None:
     """Raise ArtifactError for a config.json that names a compiled kernel on the hub, which transformers 5.23 would
     download and run if the package `kernels` is installed (`hub_kernels.is_kernel`).
     """
-    for part in (architecture, *(getattr(architecture, name, None) for name in architecture.sub_configs)):
+    for part in (architecture, *(getattr(architecture, key, None) for key in architecture.sub_configs)):
         for key in ("attn_implementation", "experts_implementation"):
             if isinstance(kernel := getattr(part, f"_{key}", None), str) and "/" in kernel:
                 raise ArtifactError(
-                    f"{place}: its config.json asks for the kernel {kernel!a} (`{key}`), code from the hub that "
+                    f"{name}: its config.json asks for the kernel {kernel!a} (`{key}`), code from the hub that "
                     "no revision pins; remove that line"
                 )
 
@@ -156,26 +156,26 @@ def refuse_missing(report: dict[str, Any], what: str, remedy: str) -> None:
         raise ArtifactError(f"{what}: {len(missing)} weights are not in its files, such as `{missing[0]}`; {remedy}")
 
 
-def from_safetensors(place: str, **arguments: Any) -> Any:
-    """`AutoModelForCausalLM.from_pretrained`, restricted to safetensors files of the model in `place`.
+def from_safetensors(name: str, **arguments: Any) -> Any:
+    """`AutoModelForCausalLM.from_pretrained`, restricted to safetensors files of `name`, a folder or a hub name.
 
-    Raises ArtifactError for any other file, for one outside `place` or rejected by `weight_files.check`, and for an
+    Raises ArtifactError for any other file, for one outside its folder or rejected by `weight_files.check`, and for an
     adapter beside the model, which transformers would load as well, or load the adapter's base instead.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import find_adapter_config_file
 
-    if found := find_adapter_config_file(place, revision=arguments.get("revision")):
-        raise ArtifactError(f"{found}: an adapter next to the base is not supported; use a base without one")
+    if adapter := find_adapter_config_file(name, revision=arguments.get("revision")):
+        raise ArtifactError(f"{adapter}: an adapter next to the base is not supported; use a base without one")
     if "config" not in arguments:
-        arguments["config"] = AutoConfig.from_pretrained(place, trust_remote_code=False)
-        _refuse_kernels(arguments["config"], place)
-    with _checked_files(place):
-        return AutoModelForCausalLM.from_pretrained(place, use_safetensors=True, **arguments)
+        arguments["config"] = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        _refuse_kernels(arguments["config"], name)
+    with _checked_files(name):
+        return AutoModelForCausalLM.from_pretrained(name, use_safetensors=True, **arguments)
 
 
 @contextlib.contextmanager
-def _checked_files(place: str) -> Iterator[None]:
+def _checked_files(name: str) -> Iterator[None]:
     """Check each weight file after transformers has located it (locally or in the hub's cache) and before it is read.
 
     `use_safetensors` is not enough: an index may name pickles or other folders, and config.json an `adapter_model.bin`
@@ -188,8 +188,8 @@ def _checked_files(place: str) -> Iterator[None]:
     def find_and_check(*positional: Any, **named: Any) -> Any:
         files, index = find(*positional, **named)
         for file in map(os.path.normpath, files):
-            if os.path.isdir(place) and not Path(file).is_relative_to(os.path.normpath(place)):
-                raise ArtifactError(f"{place}: its index names {file}, outside its folder; download the model again")
+            if os.path.isdir(name) and not Path(file).is_relative_to(os.path.normpath(name)):
+                raise ArtifactError(f"{name}: its index names {file}, outside its folder; download the model again")
             if not file.endswith(weight_files.SUFFIX):
                 raise ArtifactError(
                     f"{file}: only {weight_files.SUFFIX} files are supported; convert it, or use another base"

@@ -112,9 +112,8 @@ def weightless_base(
             ),
         )
     give_layers(model)
-    not_adaptable = linear_layers.probe(
-        model
-    )  # before layers, which may depend on each other, are removed or quantized
+    # Before layers, which may depend on each other, are removed or quantized.
+    not_adaptable = linear_layers.probe(model)
     linear_layers.remember(model, not_adaptable)
     shorten(model)
     linear_layers.remember(model, not_adaptable)
@@ -150,7 +149,7 @@ def give_layers(model: Any) -> None:
 
     inner = [child for child in model.children() if isinstance(child, PreTrainedModel)]
     if model.base_model is model and len(inner) == 1:
-        vars(model)[model.base_model_prefix] = inner[0]  # not a submodule, of which there would be two
+        vars(model)[model.base_model_prefix] = inner[0]  # not a submodule, or there would be two
 
 
 def _types_as_loaded(model: Any, dtype: torch.dtype) -> None:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from finetune.config.field_types import name_of
-from finetune.data.encoded import ONE_SEQUENCE, Layout
+from finetune.data.encoded import ONE_SEQUENCE, RowLayout
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +61,7 @@ class Objective:
     help: str
     loss: Loss
     count: Callable[[Batch], torch.Tensor] = trained_tokens
-    layout: Layout = ONE_SEQUENCE
+    layout: RowLayout = ONE_SEQUENCE
     evaluated: Loss | None = None
 
     def sums(self, model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,7 +119,7 @@ OBJECTIVES: dict[str, Objective] = {
 }
 
 
-def layout_of(name: str) -> Layout:
+def layout_of(name: str) -> RowLayout:
     """The layout of the rows of an objective; of one that another process was given, that of supervised rows."""
     return OBJECTIVES[name].layout if name in OBJECTIVES else ONE_SEQUENCE
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from finetune.config.field_types import GIVEN
-from finetune.data.encoded import IGNORE, ONE_SEQUENCE, Layout
+from finetune.data.encoded import IGNORE, ONE_SEQUENCE, RowLayout
 from finetune.errors import ConfigError
 from finetune.model import probes
 from finetune.model.precision import autocast
@@ -22,7 +22,7 @@ from finetune.objectives import OBJECTIVES, Batch, Objective
 _TOLERANCE = 0.1
 
 
-def check_rows(name: str, rows: Layout, context: int) -> None:
+def check_rows(name: str, rows: RowLayout, context: int) -> None:
     """Raise ConfigError if the prepared rows do not have the segments and values that the objective `name` trains on.
 
     `context` is the number of ranks that split a row.
@@ -34,7 +34,7 @@ def check_rows(name: str, rows: Layout, context: int) -> None:
         )
     if context > 1 and wanted != ONE_SEQUENCE:
         raise ConfigError(
-            f"`distributed.context`: `{name}` needs the sum over a whole row, of which a rank has a slice; set 1"
+            f"`distributed.context`: `{name}` needs sums over whole rows, and a rank has only a slice of each; set 1"
         )
 
 
@@ -64,7 +64,7 @@ def prove(name: str, model: Any, precision: str) -> None:
             )
 
 
-def _batch(layout: Layout, ids: torch.Tensor, labels: torch.Tensor, rows: range) -> Batch:
+def _batch(layout: RowLayout, ids: torch.Tensor, labels: torch.Tensor, rows: range) -> Batch:
     """Some of the rows, as the collator makes them."""
     part = slice(rows.start * layout.sequences, rows.stop * layout.sequences)
     batch = {"input_ids": ids[part], "labels": labels[part]}
@@ -76,10 +76,10 @@ def _batch(layout: Layout, ids: torch.Tensor, labels: torch.Tensor, rows: range)
 
 def _read(name: str, objective: Objective, model: Any, batch: Batch) -> tuple[float, float]:
     """Loss and count of a batch."""
-    found = objective.loss(model, {**batch})
-    if not (isinstance(found, tuple) and len(found) == 2 and all(isinstance(one, torch.Tensor) for one in found)):
+    output = objective.loss(model, {**batch})
+    if not (isinstance(output, tuple) and len(output) == 2 and all(isinstance(one, torch.Tensor) for one in output)):
         raise ConfigError(f"`training.objective`: `{name}` must return two tensors, the summed loss and its count")
-    total, count = found
+    total, count = output
     if total.dim() or not total.requires_grad:
         raise ConfigError(
             f"`training.objective`: `{name}` must return one number with a gradient as its loss, not one of shape "

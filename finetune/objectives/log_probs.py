@@ -29,7 +29,7 @@ from finetune.model import probes
 from finetune.model.structure import experts
 from finetune.runtime import patches
 
-# Config attributes for the number of experts, of which TRL 1.16 only reads the first.
+# Config attributes for the number of experts; TRL 1.16 reads only the first.
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # Columns of logits that TRL's function takes at a time in the proof: on a CPU it makes as much of the head float32.
 _PROOF_COLUMNS = 1024
@@ -81,7 +81,7 @@ def _other_head(model: Any, how: str) -> ConfigError:
 
 
 def prove(model: Any) -> str | None:
-    """Compare the fused loss with TRL's, by the model's own head; a line if it differs by more than rounding, or fails.
+    """Compare the fused loss with TRL's on the model's own head; return a line if it fails or differs beyond rounding.
 
     Log-probabilities of a few tokens in two tiles and the gradient of their hidden states, under the autocast of a
     step. `model` must be attached.
@@ -118,10 +118,10 @@ def _results(function: Any, hidden: torch.Tensor, given: tuple[Any, ...]) -> dic
     """Log-probabilities, and the gradient of the hidden states."""
     hidden = hidden.detach().clone().requires_grad_()
     with torch.enable_grad():
-        found, *_ = function.apply(hidden, *given)
-    outer = torch.randn(found.shape, generator=torch.Generator().manual_seed(0)).to(found)
-    (gradient,) = torch.autograd.grad(found, hidden, outer)
-    return {"output": found.detach(), "gradient of the hidden states": gradient}
+        output, *_ = function.apply(hidden, *given)
+    outer = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
+    (gradient,) = torch.autograd.grad(output, hidden, outer)
+    return {"output": output.detach(), "gradient of the hidden states": gradient}
 
 
 @contextlib.contextmanager

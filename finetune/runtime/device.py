@@ -13,7 +13,7 @@ def this_device() -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     gpu = torch.cuda.current_device()
-    segments.settle(gpu)
+    segments.enable(gpu)
     if libraries.triton_obstacle():
         libraries.without_triton()
     return torch.device("cuda", gpu)

@@ -20,7 +20,7 @@ _PACKAGES = (
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Facts that a result depends on, as JSON values."""
+    """The facts that a result depends on, as JSON values."""
     return {
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",

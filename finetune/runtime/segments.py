@@ -19,36 +19,36 @@ _NEEDED_ATTRIBUTES = (102, 103)
 _get, _set = (getattr(torch._C, f"_accelerator_{verb}AllocatorSettings", None) for verb in ("get", "set"))  # noqa: SLF001
 
 
-def settle(gpu: int) -> None:
+def enable(gpu: int) -> None:
     """Turn on expandable segments; call before anything is allocated on GPU `gpu`."""
-    if _set and not asked() and supported(gpu):
+    if _set and not setting() and supported(gpu):
         _set("expandable_segments:True")
 
 
 def grow(gpu: int) -> bool:
-    """Whether this GPU has expandable segments after `settle`."""
-    return _says(asked()) if asked() else supported(gpu)
+    """True if this GPU has expandable segments after `enable`."""
+    return _is_on(setting()) if setting() else supported(gpu)
 
 
 def grow_elsewhere() -> bool:
-    """Whether to assume expandable segments for a GPU of another machine: as set here, by default True."""
-    return _says(asked()) if asked() else True
+    """The assumption for a GPU of another machine: the setting of this process, by default True."""
+    return _is_on(setting()) if setting() else True
 
 
-def asked() -> str:
+def setting() -> str:
     """The allocator's settings, from torch or, if it has no getter, from the environment; empty if there are none."""
     if _get:
         return str(_get())
     return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
 
 
-def _says(settings: str) -> bool:
+def _is_on(settings: str) -> bool:
     return "expandable_segments:true" in settings.lower().replace(" ", "")
 
 
 @functools.cache
 def supported(gpu: int) -> bool:
-    """Whether torch and the driver of this GPU support expandable segments.
+    """True if torch and the driver of this GPU support expandable segments.
 
     torch itself does not check: without support in its build (Windows) it warns, and without support in the driver
     (WSL, some virtual GPUs) the first allocation fails (CUDACachingAllocator.cpp, `ExpandableSegment::map`, which

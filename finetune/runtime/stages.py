@@ -1,4 +1,4 @@
-"""Says on a terminal what a slow stage is doing, so that nobody looks at a still screen; a log has results alone."""
+"""Announces slow stages on a terminal; a log, which is no terminal, gets results only."""
 
 from __future__ import annotations
 

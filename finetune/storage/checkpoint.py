@@ -109,7 +109,7 @@ def _safetensors(tensors: dict[str, torch.Tensor]) -> list[bytes | memoryview]:
     The library copies, and holds the GIL meanwhile (safetensors 0.8, `serialize`).
     """
     held = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))  # each aligned to its item size
-    layout = weight_files.Layout({name: (tensor.dtype, tensor.shape) for name, tensor in held})
+    layout = weight_files.FileLayout({name: (tensor.dtype, tensor.shape) for name, tensor in held})
     return [layout.header, *(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) for _, tensor in held)]
 
 

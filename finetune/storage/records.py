@@ -71,7 +71,7 @@ class StartFrom(TypedDict):
 
 
 @_dict_record
-class Event(TypedDict):
+class EventLine(TypedDict):
     """A line of events.jsonl. `memory` is by phase, except for `saved`, which has a single peak.
 
     `lowered`: the micro-batch that ranks agreed on after one ran out of memory with the `settings` (a hash).
@@ -92,7 +92,7 @@ class Event(TypedDict):
     learning_rate: NotRequired[Annotated[list[Number], Field(min_length=2, max_length=2)]]
 
 
-def _check_event(event: Event) -> Event:
+def _check_event(event: EventLine) -> EventLine:
     saved = event["event"] == "saved"
     if "step" not in event and (saved or event["event"] in ("trained", "best_loaded")):
         raise PydanticCustomError("missing", "`step` is missing")
@@ -139,7 +139,7 @@ def _kind_of_metric(value: Any) -> str:
     return "evaluation" if isinstance(value, dict) and "eval_loss" in value else "training"
 
 
-EVENT = TypeAdapter(Annotated[Event, AfterValidator(_check_event)])
+EVENT = TypeAdapter(Annotated[EventLine, AfterValidator(_check_event)])
 METRIC: TypeAdapter[Any] = TypeAdapter(
     Annotated[
         Annotated[TrainingLine, Tag("training")] | Annotated[EvaluationLine, Tag("evaluation")],

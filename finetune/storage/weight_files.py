@@ -64,7 +64,7 @@ def check(path: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """A weight file to be written: (dtype, shape) of each tensor, by name, in the order of the file."""
 
     tensors: dict[str, tuple[torch.dtype, torch.Size]]
@@ -93,7 +93,7 @@ class Layout:
         return len(self.header) + self.tensor_bytes
 
 
-def write(path: Path, layout: Layout, tensors: Iterable[torch.Tensor]) -> None:
+def write(path: Path, layout: FileLayout, tensors: Iterable[torch.Tensor]) -> None:
     """Write a file tensor by tensor, as `tensors` yields them in the order of `layout`. Raises OSError."""
     partial = path.with_name(path.name + ".part")
     with open(partial, "wb") as file:
@@ -106,7 +106,7 @@ def write(path: Path, layout: Layout, tensors: Iterable[torch.Tensor]) -> None:
     partial.rename(path)
 
 
-def is_written(path: Path, layout: Layout) -> bool:
+def is_written(path: Path, layout: FileLayout) -> bool:
     """Whether `write` has written all of this file."""
     if not path.is_file() or path.stat().st_size != layout.bytes:
         return False

@@ -56,9 +56,9 @@ class MicroBatches:
         shares = [rows[rank :: self._world_size] for rank in range(self._world_size)]
         parts = [micro_batches([self.way.length(lengths_of(row)) for row in share], self.way) for share in shares]
         mine = shares[self._rank]
-        found = [self.micro_batch([mine[row] for row in part]) for part in parts[self._rank]]
+        own = [self.micro_batch([mine[row] for row in part]) for part in parts[self._rank]]
         # Ranks synchronise in every micro-batch, so all need the same number.
-        return found + [self.idle() for _ in range(max(map(len, parts)) - len(found))]
+        return own + [self.idle() for _ in range(max(map(len, parts)) - len(own))]
 
     def micro_batch(self, rows: Sequence[dict[str, Any]]) -> Inputs:
         """Collate these rows into one micro-batch."""

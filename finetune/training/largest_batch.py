@@ -32,7 +32,7 @@ def warm_up(step: Step, steps: Steps, retry: Retry, evaluation: Evaluation | Non
     stay split for the run. Of micro-batches that recompute less because they are short, the largest are run as well.
     Raises torch's out-of-memory error, naming the row, for a single row that does not fit.
     """
-    kept, monitor = _Kept(step), step.monitor
+    kept, monitor = _BeforeWarmUp(step), step.monitor
     before = dict(monitor.run)
     with monitor.counting_tensors(kept.size_bytes):
         _run_largest(step, steps, retry, evaluation)
@@ -121,7 +121,7 @@ def _update(step: Step) -> None:
     step.model.zero_grad(set_to_none=True)
 
 
-class _Kept:
+class _BeforeWarmUp:
     """The state that the warm-up changes: optimizer states, copied to host memory, and the start of the step.
 
     `size_bytes` is the size of the copies, which other steps do not have.

@@ -1,8 +1,8 @@
 """Out-of-memory retry: the micro-batch that did not fit is split, and the step restarted.
 
-The loss of a step is a sum over its tokens divided by their number in the whole step. So micro-batches may be split
-anywhere between rows: the gradient is the same up to the order of summation. With several ranks, all learn at the end
-of a step whether memory ran out on any; then they lower the limit alike and repeat the step.
+The loss of a step is a sum divided by a count over the whole step. So micro-batches may be split anywhere between
+rows, never between the segments of one: the gradient is the same up to the order of summation. With several ranks, all
+learn at the end of a step whether memory ran out on any; then they lower the limit alike and repeat the step.
 
 Ranks that exchange more than gradients cannot: the others wait within the pass for the one that failed. They agree on
 a smaller micro-batch and start again, from the last checkpoint.
@@ -57,7 +57,7 @@ def _positions(inputs: Inputs) -> int:
 def smaller(inputs: Inputs, config: Config, shares: int) -> dict[str, int]:
     """The keys of a config whose micro-batches are at most half of `inputs`; empty for a single row.
 
-    `shares`: into so many parts the ranks divide the rows of a step.
+    `shares`: the number of parts into which the ranks divide the rows of a step.
     """
     rows = row_count(inputs)
     if rows == 1:
@@ -74,7 +74,7 @@ def named(lowered: dict[str, int]) -> str:
 
 
 def settings(config: Config) -> str:
-    """A hash of what decides, beside the micro-batch, whether a step fits."""
+    """A hash of the settings other than the micro-batch that decide whether a step fits."""
     sections = ("model", "quantization", "adapter", "optimizer", "memory", "kernels", "distributed")
     values = config.model_dump(mode="json")
     training = {key: values["training"][key] for key in ("objective", "precision")}
@@ -251,7 +251,7 @@ def _changes(tensor: torch.Tensor) -> int:
 
 
 def place_of(rows: Any, inputs: Inputs) -> str:
-    """The source position of a single-row micro-batch, found by its tokens in the data set `rows`."""
+    """The location of a single-row micro-batch, found by its tokens in the data set `rows`."""
     ids = first_row(inputs)
     for number, length in enumerate(rows["length"][:]):
         if length == len(ids) and list(rows[number]["input_ids"]) == ids:

@@ -59,7 +59,7 @@ class StepCounts:
         return cls(trained, tokens, positions)
 
     def of_all_ranks(self, device: torch.device, context: int = 1) -> StepCounts:
-        """The sums over all ranks, of which each `context` have the same rows, left on the device.
+        """The sums over all ranks, left on the device; each `context` ranks have the same rows and count once.
 
         `trained` is at least 1, to be a divisor.
         """

@@ -21,7 +21,7 @@ from finetune.data.encoded import ONE_SEQUENCE
 from finetune.data.inspection import (
     Bin,
     Inspection,
-    Source,
+    SourceCounts,
     _batchings,
     _bins,
     _pieces,
@@ -190,7 +190,7 @@ def test_bins_grow_with_the_lengths() -> None:
 
 def test_rows_and_tokens_are_counted_by_source() -> None:
     assert _sources(["corpus/", "more.csv", "corpus/"], [1, 20, 300]) == (
-        Source("corpus/", 2, 301), Source("more.csv", 1, 20)
+        SourceCounts("corpus/", 2, 301), SourceCounts("more.csv", 1, 20)
     )  # fmt: skip
 
 

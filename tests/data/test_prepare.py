@@ -17,7 +17,7 @@ from finetune.data.encoded import IGNORE
 from finetune.data.examples import Chat, Completion
 from finetune.data.prepare import _splits, compared_rows, held_out_rows, prepare, prepare_held_out, questions
 from finetune.data.problems import Problems
-from finetune.data.split import Job
+from finetune.data.split import Preparation
 from finetune.errors import ConfigError, DataError
 
 Write = Callable[..., str]
@@ -337,7 +337,7 @@ def test_the_evaluation_file_may_be_of_another_format(write: Write, tokenizer: A
 
 def sides(tokenizer: Any, source: str, **options: Any) -> tuple[list[str], list[str]]:
     """The texts of what is trained on and of what is held out, row by row."""
-    train, held_out = _splits(Job(DataSection(train=source, **options), tokenizer), Problems())
+    train, held_out = _splits(Preparation(DataSection(train=source, **options), tokenizer), Problems())
     return [row.fields["text"] for row in train], [row.fields["text"] for row in held_out or ()]
 
 
@@ -387,7 +387,7 @@ def test_ten_different_rows_are_held_out_to_judge_an_adapter_by_where_they_can_b
 
 def test_as_many_as_the_share_says_are_held_out_where_that_is_enough_to_judge_by(write: Write, tokenizer: Any) -> None:
     source = write(MANY)
-    _, held_out = _splits(Job(DataSection(train=source), tokenizer), Problems())
+    _, held_out = _splits(Preparation(DataSection(train=source), tokenizer), Problems())
     assert ids(held_out) == [row.fields["id"] for row in sources.rows(source) if row.share() < 0.02]
 
 
@@ -432,7 +432,7 @@ def test_neither_split_consists_of_untrained_rows_alone(
                 prepared = prepare(section, tokenizer)
                 assert prepared.train_counts.rows >= 1
                 assert bool(prepared.eval) == (taught > 1)
-                held_out = [row.place for row in held_out_rows(section, tokenizer)]
+                held_out = [row.location for row in held_out_rows(section, tokenizer)]
                 assert (len(held_out) == len(rows)) == (taught == 1), "all rows are trained where none is held out"
 
 
@@ -546,7 +546,7 @@ def test_several_held_out_sources_are_read_with_the_builtin_ones_own_held_out_ro
 ) -> None:
     held_out = [write([{"text": "one"}], "eval.jsonl"), "builtin:python_docs"]
     section = DataSection(train=write([{"text": "two"}]), eval=held_out)
-    places = [row.place for row in held_out_rows(section, tokenizer)]
+    places = [row.location for row in held_out_rows(section, tokenizer)]
     assert places[:2] == [f"{held_out[0]}:1", "builtin:python_docs[eval]:1"]
 
 
@@ -630,7 +630,8 @@ def test_questions_are_held_out_conversations_without_their_last_answer(write: W
     ]
     section = DataSection(train=write([chat("Hi", "one")]), eval=write(rows, "eval.jsonl"))
     found = [
-        (row.place[-1], prompt.messages[-1]["content"], answer) for row, prompt, answer in questions(section, tokenizer)
+        (row.location[-1], prompt.messages[-1]["content"], answer)
+        for row, prompt, answer in questions(section, tokenizer)
     ]
     assert found == [("3", "Why 0?", "so 0"), ("4", "Why 1?", "so 1")]
 

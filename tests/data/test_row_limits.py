@@ -109,7 +109,7 @@ def test_a_gigabyte_of_line_breaks_is_refused(name: str, blank: str, tmp_path: P
 def test_thousands_of_blank_lines_are_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("\n" * 50_000 + '{"text": "so"}' + "\n" * 50_000)
-    assert [row.place for row in sources.rows(str(path))] == [f"{path}:50001"]
+    assert [row.location for row in sources.rows(str(path))] == [f"{path}:50001"]
 
 
 def test_the_bound_of_a_row_holds_in_a_list_too(tmp_path: Path) -> None:

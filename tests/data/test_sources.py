@@ -66,7 +66,7 @@ def read(path: Path | str) -> list[dict[str, Any]]:
 
 
 def places(path: Path) -> list[str]:
-    return [row.place.removeprefix(str(path)) for row in sources.rows(str(path))]
+    return [row.location.removeprefix(str(path)) for row in sources.rows(str(path))]
 
 
 def refused(path: Path, content: bytes | str | None = None) -> str:
@@ -506,7 +506,7 @@ def test_the_builtin_keeps_its_own_held_out_rows() -> None:
     assert sources.has_held_out_split("builtin:python_docs")
     assert not sources.has_held_out_split("rows.jsonl")
     row = next(sources.rows("builtin:python_docs", "eval"))
-    assert row.place == "builtin:python_docs[eval]:1"
+    assert row.location == "builtin:python_docs[eval]:1"
 
 
 def test_a_hub_data_set_that_cannot_be_fetched_is_a_machine_error() -> None:

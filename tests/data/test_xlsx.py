@@ -69,7 +69,7 @@ def test_any_texts_come_back_with_their_rows_and_columns(table: list[list[str | 
     path = workbooks.write(tmp_path / "a.xlsx", {"Sheet1": [names, *table]})
     found = list(sources.rows(str(path)))
     expected = [(number, row) for number, row in enumerate(table, start=2) if any(row)]
-    assert [row.place for row in found] == [f"{path}:{number}" for number, _ in expected]
+    assert [row.location for row in found] == [f"{path}:{number}" for number, _ in expected]
     plain = [[xlsx._plain(cell) if cell else "" for cell in row] for _, row in expected]
     assert [list(row.fields.values()) for row in found] == plain
 

@@ -55,7 +55,7 @@ def logits(model: Any) -> torch.Tensor:
 # -- the adapter -----------------------------------------------------------------------------------------------------
 
 
-def test_the_plain_adapter_is_the_trained_one_to_peft(run: RunDirectory, tiny_base: Path) -> None:
+def test_peft_computes_the_trained_model_from_the_plain_adapter(run: RunDirectory, tiny_base: Path) -> None:
     result = export(run, "adapter")
     folder = Path(result["path"])
     settings = json.loads((folder / "adapter_config.json").read_text())
@@ -108,7 +108,7 @@ def _patterned(base: Any) -> Any:
     return model
 
 
-def test_an_adapter_that_others_misread_is_rewritten_to_one_that_they_cannot(tiny_base: Path, tmp_path: Path) -> None:
+def test_an_adapter_with_patterns_is_rewritten_to_a_plain_one(tiny_base: Path, tmp_path: Path) -> None:
     adapted = _patterned(AutoModelForCausalLM.from_pretrained(tiny_base, dtype=torch.float32))
     expected = logits(adapted)
     pairs = adapter_export.plain(adapted)
@@ -169,7 +169,7 @@ def test_an_adapter_without_a_plain_form_is_refused(trained: RunDirectory, chang
         adapter_export.check(job(trained, **changes))
 
 
-def test_targets_by_regular_expression_are_linear_layers_and_no_parameters(trained: RunDirectory) -> None:
+def test_targets_by_regular_expression_are_linear_layers(trained: RunDirectory) -> None:
     adapter_export.check(job(trained, targets=["q_proj", r".*layers\.0\.mlp.*"]))
 
 
@@ -201,7 +201,7 @@ def test_a_command_takes_the_path_of_a_run_as_one_word(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("run", "name"), [("my run", "my-run"), ("läufe=1", "l-ufe-1"), ("-x.", "x"), ("ü", "finetuned")]
 )
-def test_ollama_gets_a_name_that_it_takes(run: str, name: str) -> None:
+def test_ollama_gets_a_valid_model_name(run: str, name: str) -> None:
     made = server_commands.commands("ollama", Path(run, "ollama"), "base", {})["Ollama"]
     create, run_it = made.split(" && ")
     assert shlex.split(create) == ["ollama", "create", name, "-f", f"{run}/ollama/Modelfile"]
@@ -311,7 +311,7 @@ def test_a_type_that_llama_cpp_quantizes_needs_its_wheel(run: RunDirectory, monk
     assert not run.merged.exists()
 
 
-def test_no_export_takes_the_place_of_another_part_of_a_run(tmp_path: Path) -> None:
+def test_no_export_has_the_folder_name_of_another_part_of_a_run(tmp_path: Path) -> None:
     folders = [form.folder for form in export_formats.FORMATS.values()]
     assert len(set(folders)) == len(folders) == 4
     run = RunDirectory(tmp_path)
@@ -384,7 +384,7 @@ def test_the_template_of_ollama_renders_what_the_chat_template_does(name: str) -
     assert rendered >= 2
 
 
-def test_a_template_that_looks_at_more_than_places_is_refused() -> None:
+def test_a_template_that_depends_on_more_than_positions_of_messages_is_refused() -> None:
     def render(messages: list[dict[str, str]]) -> str:
         return "".join(f"{len(messages)}:{message['content']}" for message in messages)
 
@@ -452,14 +452,14 @@ def test_ollama_reads_each_stop_token_as_it_is_and_nothing_else(stops: list[str]
     assert commands_of(text) == expected
 
 
-def test_a_stop_token_without_a_form_in_a_modelfile_is_refused() -> None:
+def test_a_stop_token_that_a_modelfile_cannot_express_is_refused() -> None:
     assert commands_of(ollama.modelfile("f", "t", ['a"\nb']))[-1] == ("parameter stop", 'a"\nb')
     for stop in ('a"\n"""\nb', "a\u200bb"):
         with pytest.raises(ConfigError, match="no form in a Modelfile; export `gguf`"):
             ollama.modelfile("f", "t", [stop])
 
 
-def test_what_ollama_would_drop_is_escaped() -> None:
+def test_characters_that_ollama_would_drop_are_escaped() -> None:
     template = ollama.Turns("\u00a0User: ", "", "", "<｜Assistant｜>\n").go()
     text = ollama.modelfile("model.gguf", template, ["<｜end▁of▁sentence｜>"])
     assert all(line.isprintable() for line in text.splitlines())
@@ -528,7 +528,7 @@ def test_a_card_without_a_base_on_the_hub_asks_nothing_and_names_no_folder(
         ("acme/*", "*"),
     ],
 )
-def test_of_a_place_on_this_machine_others_see_the_last_part(source: str, shown: str) -> None:
+def test_a_local_path_is_published_by_its_last_part(source: str, shown: str) -> None:
     assert card.public(source) == shown
 
 
@@ -549,7 +549,7 @@ def _unreachable(*_: object, **__: object) -> None:
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(HOSTILE, HOSTILE, HOSTILE)
 @example("<script>x</script>", "a`](javascript:x)", "q|v\n\n# Proof")
-def test_names_of_others_stay_text_in_a_card(
+def test_untrusted_names_are_escaped_in_a_card(
     trained: RunDirectory, monkeypatch: pytest.MonkeyPatch, base: str, rows: str, target: str
 ) -> None:
     monkeypatch.setattr("huggingface_hub.hf_hub_download", _unreachable)
@@ -587,7 +587,7 @@ def test_the_front_matter_of_a_card_holds_what_is_in_it_and_nothing_else(name: s
 
 
 @pytest.mark.parametrize("licence", ["&a [*a]", "{a: b}", "2026-01-01", "[1]"])
-def test_a_licence_that_is_no_text_is_left_out(
+def test_a_licence_that_is_not_text_is_left_out(
     run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, licence: str
 ) -> None:
     (tmp_path / "README.md").write_text(f"---\nlicense: {licence}\nlicense_name: free\n---\n# Base\n")

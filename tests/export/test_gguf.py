@@ -80,7 +80,7 @@ def relative_error(model: Any, expected: Any) -> float:
 
 
 @pytest.mark.parametrize(("kind", "agreement"), [("f16", 0.95), ("q8_0", 0.85)])
-def test_llama_cpp_says_what_the_model_says(trained_shape: Made, kind: str, agreement: float, tmp_path: Path) -> None:
+def test_llama_cpp_gives_the_models_answers(trained_shape: Made, kind: str, agreement: float, tmp_path: Path) -> None:
     """Few positions of a model that learnt little, where one tie counts; `make exports` holds 500 to 99% and 98%."""
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed")
     file = trained_shape.export(tmp_path / "model.gguf", kind)
@@ -172,13 +172,13 @@ def test_a_family_that_llama_cpp_alone_reads_asks_for_it(tmp_path: Path, monkeyp
         gguf_export.check(job)
 
 
-def test_all_of_the_catalog_are_written() -> None:
+def test_every_model_of_the_catalog_is_written() -> None:
     for name in catalog.names():
         gguf_families.family(catalog.config(name))
     assert gguf_families.FAMILIES.keys() >= catalog.families()
 
 
-def test_vectors_stay_in_float32_and_rows_that_blocks_do_not_divide_in_float16(llama: Made, tmp_path: Path) -> None:
+def test_vectors_stay_in_float32_and_rows_of_other_lengths_than_blocks_in_float16(llama: Made, tmp_path: Path) -> None:
     kinds = {one.name: one.tensor_type.name for one in GGUFReader(llama.export(tmp_path / "a.gguf", "q8_0")).tensors}
     assert kinds["blk.0.attn_norm.weight"] == kinds["rope_freqs.weight"] == "F32"
     assert kinds["blk.0.ffn_up.weight"] == "Q8_0"
@@ -295,7 +295,7 @@ def test_a_lora_is_written_under_llama_cpp_s_names_or_refused(
     assert found == {f"{place}.weight.lora_a", f"{place}.weight.lora_b"}
 
 
-def test_a_family_that_is_not_written_names_the_converter() -> None:
+def test_an_unsupported_family_names_the_converter() -> None:
     config = bench.architecture(bench.Shape(bench.qwen, {"model_type": "olmo2"}), 600)
     with pytest.raises(ConfigError, match=r"`olmo2` model is not written here.*convert_hf_to_gguf\.py"):
         gguf_families.family(config)
@@ -390,7 +390,7 @@ def test_a_template_renders_alike_without_its_generation_marks(name: str) -> Non
 # -- the check before a file is published ----------------------------------------------------------------------------
 
 
-def test_a_file_that_llama_cpp_reads_otherwise_is_not_published(trained_shape: Made, tmp_path: Path) -> None:
+def test_a_file_that_llama_cpp_reads_differently_is_not_published(trained_shape: Made, tmp_path: Path) -> None:
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed")
     tokenizer = trained_shape.tokenizer
     example = Chat([{"role": "user", "content": "Hi"}])
@@ -447,7 +447,7 @@ def test_rows_are_compared_as_far_as_the_file_goes(room: dict[str, Any], tmp_pat
     assert facts["llama_cpp"]["positions"] == 31 + 20
 
 
-def test_what_llama_cpp_refuses_is_told_in_its_own_words(llama: Made, tmp_path: Path) -> None:
+def test_a_refusal_of_llama_cpp_is_quoted(llama: Made, tmp_path: Path) -> None:
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed")
     with (
         llama_cpp.serving(llama.export(tmp_path / "a.gguf"), 32) as server,
@@ -456,7 +456,7 @@ def test_what_llama_cpp_refuses_is_told_in_its_own_words(llama: Made, tmp_path: 
         server.next_token([5] * 999)
 
 
-def test_what_llama_cpp_fails_at_is_not_taken_for_a_disk_that_does() -> None:
+def test_a_failure_of_llama_cpp_is_not_reported_as_one_of_the_disk() -> None:
     with pytest.raises(ArtifactError, match=r"llama\.cpp fails at /apply-template: .*Nothing was published"):
         llama_cpp.Server("http://127.0.0.1:9").post("/apply-template", messages=[])
 

@@ -87,9 +87,7 @@ def test_other_tools_read_adapter_and_merged_model(run: RunDirectory, tiny_base:
     assert (run.merged / "fingerprint.json").read_bytes() == (run.adapter / "fingerprint.json").read_bytes()
 
 
-def test_a_merge_that_is_not_the_trained_model_is_not_published(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unequal_merge_is_not_published(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor of the staged files is changed before they are read back."""
 
     def damaging(merging, folder: Path) -> None:
@@ -106,7 +104,7 @@ def test_a_merge_that_is_not_the_trained_model_is_not_published(
     assert (run.adapter / "adapter_model.safetensors").exists()
 
 
-def test_a_merge_without_the_adapter_is_noticed_however_little_it_changes() -> None:
+def test_a_merge_without_the_adapter_is_detected_however_small_its_change() -> None:
     torch.manual_seed(0)
     base, noise = [torch.randn(8, 32)], 0.02 * torch.randn(8, 32)
     for mixture in (False, True):
@@ -226,7 +224,7 @@ def test_untied_embeddings_and_added_tokens_survive_the_merge(quick, tiny_base: 
     assert not torch.equal(merged.lm_head.weight, merged.get_input_embeddings().weight)
 
 
-def test_a_token_that_takes_another_expert_is_no_failure_of_a_mixture_and_one_of_a_dense_model() -> None:
+def test_a_token_routed_to_another_expert_fails_a_dense_model_but_not_a_mixture() -> None:
     generator = torch.Generator().manual_seed(0)
     trained, base = (torch.randn(20, 8, generator=generator) for _ in range(2))
     rerouted, wrong = trained.clone(), trained * 1.1

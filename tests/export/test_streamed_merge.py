@@ -189,7 +189,9 @@ def logits(model: Any) -> torch.Tensor:
 # PEFT warns of what the merge takes care of.
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`", "ignore:Input and output embeddings are no")
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_it_equals_the_merge_in_memory_bit_for_bit(variant: str, tiny_base: Path, tmp_path: Path) -> None:
+def test_the_streamed_merge_equals_the_merge_in_memory_bit_for_bit(
+    variant: str, tiny_base: Path, tmp_path: Path
+) -> None:
     name, changes, onto = VARIANTS[variant]
     base = base_at(tmp_path / "base", name, tiny_base)
     job = ["configs/tiny_cpu.yaml", f"model.name={base}", "training.precision=bf16", "data.train=x.jsonl", *changes]
@@ -243,7 +245,7 @@ def _swapped(merging: Merging, name: str, base: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_error_that_is_measured_is_distributed_as_that_of_rounding(dtype: torch.dtype) -> None:
+def test_the_random_error_is_distributed_like_rounding(dtype: torch.dtype) -> None:
     weight = torch.randn(10**6, generator=torch.Generator().manual_seed(0))
     rounding, random = weight.to(dtype).float() - weight, proof.rounded_at_random(weight, dtype, seed=1) - weight
     assert random.norm() == pytest.approx(float(rounding.norm()), rel=0.01)
@@ -252,7 +254,7 @@ def test_the_error_that_is_measured_is_distributed_as_that_of_rounding(dtype: to
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_right_merge_is_proven_and_a_wrong_one_refused(
+def test_a_correct_merge_is_proven_and_a_wrong_one_refused(
     name: str, tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = base_at(tmp_path / "base", name, tiny_base)
@@ -297,7 +299,7 @@ def left(run: RunDirectory) -> list[str]:
     return sorted(path.name for path in run.path.iterdir() if path.name.startswith("merged"))
 
 
-def test_both_merges_are_told_beside_the_trained_model(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_merges_are_compared_with_the_trained_model(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     plain = finetune.merge(run)
     said = " ".join(capsys.readouterr().out.split())
     assert "from the 16-bit base with the adapter" in said
@@ -316,7 +318,7 @@ def test_both_merges_are_told_beside_the_trained_model(run: RunDirectory, capsys
     assert plain["to_trained"]["quantized"] == pytest.approx(near["to_trained"]["quantized"])
 
 
-def test_settings_of_generation_that_contradict_each_other_are_published_as_the_base_has_them(
+def test_contradictory_generation_settings_of_the_base_are_published_unchanged(
     run: RunDirectory, tmp_path: Path
 ) -> None:
     """Llama 2 has some; transformers loads them with a warning and refuses to save them once they are changed."""
@@ -359,7 +361,7 @@ def test_an_interrupted_merge_goes_on_with_the_next_shard(run: RunDirectory, mon
 
 
 @pytest.mark.parametrize("change", ["another", "removed", "half written"])
-def test_a_base_that_moves_during_a_merge_publishes_nothing(
+def test_a_base_that_changes_during_a_merge_is_not_published(
     change: str, run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where another base stands there before the first weight is read: every logit then agrees."""
@@ -383,9 +385,7 @@ def test_a_base_that_moves_during_a_merge_publishes_nothing(
     assert left(run) == []
 
 
-def test_what_cannot_be_merged_is_refused_and_leaves_nothing(
-    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_merge_leaves_no_files(run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shard = tmp_path / "base" / "model-00002-of-00004.safetensors"
     content = shard.read_bytes()
     shard.write_bytes(content[:-100])
@@ -410,7 +410,7 @@ def test_what_cannot_be_merged_is_refused_and_leaves_nothing(
         (["adapter.init=loftq"], "16-bit", "merge onto `quantized`"),
     ],
 )
-def test_a_base_that_there_is_not_is_refused(changes: list[str], onto: str, message: str) -> None:
+def test_a_base_that_the_run_does_not_have_is_refused(changes: list[str], onto: str, message: str) -> None:
     config = load_config(Path("configs/tiny_cpu.yaml"), ["data.train=x.jsonl", *changes])
     with pytest.raises(ConfigError, match=message):
         merge._chosen(config, onto)

@@ -594,7 +594,7 @@ def other_weights(file: Path, folder: Path) -> bytes:
     return (folder / "other").read_bytes()
 
 
-def test_harmless_changes_are_found_and_told(whole: Job) -> None:
+def test_harmless_changes_since_a_checkpoint_are_returned(whole: Job) -> None:
     run = whole.run
     start = resume.find(run)
     now = checkpoint.manifest_of(run.complete_checkpoints()[-1])["made_with"]

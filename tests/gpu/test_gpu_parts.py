@@ -331,6 +331,6 @@ def test_the_loss_by_tritons_kernels_is_that_of_torchs_operators(
 
 def test_segments_grow_where_it_is_said_that_they_do(cuda: torch.device) -> None:
     gpu = torch.cuda.current_device()
-    segments.settle(gpu)
+    segments.enable(gpu)
     torch.empty(2**20, device=cuda)
     assert torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"] is segments.grow(gpu)

@@ -88,7 +88,7 @@ def test_one_prompt_is_answered_as_text_and_several_as_json(call: Call, opened: 
     assert (one["prompt"], one["answer"]) == ("Say 5", expected)
 
 
-def test_a_stop_text_and_other_settings_arrive(call: Call, opened: jobs.Ready) -> None:
+def test_options_reach_the_generation(call: Call, opened: jobs.Ready) -> None:
     whole = text_of(opened, "What is `abc`?")
     stop = whole.split()[-1]
     code, out, _ = call("generate", "--prompt", "What is `abc`?", "--stop", stop)
@@ -112,7 +112,7 @@ def test_a_stop_text_and_other_settings_arrive(call: Call, opened: jobs.Ready) -
         (("--file", "nowhere.txt"), b"", 3, "nowhere.txt: no such file"),
     ],
 )
-def test_what_cannot_be_answered_is_said(
+def test_prompts_that_cannot_be_answered_are_refused(
     call: Call, arguments: tuple[Any, ...], typed: bytes, code: int, told: str
 ) -> None:
     found, out, err = call("generate", *arguments, typed=typed)
@@ -132,7 +132,7 @@ def test_prompts_are_read_before_a_model_is_loaded(
         commands.generate(trained, [], None, "adapter", SETTINGS, as_json=False)
 
 
-def test_text_beyond_the_positions_of_a_rotary_base_is_told_once_and_before_a_long_prompt_is_answered(
+def test_exceeding_the_positions_of_a_rotary_base_is_noted_once_and_before_a_long_prompt(
     call: Call, opened: jobs.Ready, tmp_path: Path
 ) -> None:
     long = "What is this? " * 200
@@ -146,7 +146,7 @@ def test_text_beyond_the_positions_of_a_rotary_base_is_told_once_and_before_a_lo
     assert f"a prompt has {whole:,} tokens" in said
 
 
-def test_an_answer_that_leaves_the_positions_is_told_and_one_within_them_is_not() -> None:
+def test_only_an_answer_beyond_the_positions_is_noted() -> None:
     told: list[str] = []
     positions = generation.Positions(SimpleNamespace(config=LlamaConfig(max_position_embeddings=10)), told.append)
     positions.prompt(10)
@@ -160,7 +160,7 @@ def test_an_answer_that_leaves_the_positions_is_told_and_one_within_them_is_not(
     assert len(told) == 1
 
 
-def test_a_conversation_that_ends_with_an_answer_is_no_prompt(opened: jobs.Ready, tmp_path: Path) -> None:
+def test_a_conversation_that_ends_with_an_answer_is_refused_as_a_prompt(opened: jobs.Ready, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     file.write_text(json.dumps({"messages": turns}) + "\n")
@@ -185,9 +185,7 @@ def test_a_chat_compares_base_and_adapter(call: Call, opened: jobs.Ready) -> Non
         assert told in " ".join(err.split())
 
 
-def test_a_chat_asks_with_the_turns_before_until_they_are_forgotten(
-    opened: jobs.Ready, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chat_keeps_earlier_turns_until_reset(opened: jobs.Ready, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     stream = jobs.Ready.stream
 
@@ -224,7 +222,7 @@ def test_both_answer_a_line_and_the_conversation_goes_on_from_the_adapter(opened
     assert [message["content"] for message in conversation._messages] == ["Say 5", text_of(opened, "Say 5")]
 
 
-def test_the_last_line_is_answered_again_in_place_of_its_answer_at_the_temperature_that_is_set(
+def test_retry_replaces_the_last_answer_at_the_current_temperature(
     opened: jobs.Ready,
 ) -> None:
     conversation, said, noted = conversing(opened)

@@ -20,7 +20,7 @@ from finetune.data.prepare import questions
 from finetune.errors import ArtifactError, ConfigError, DataError
 from finetune.inference import jobs
 from finetune.inference.answer_settings import Settings
-from finetune.inference.evaluation import _EvaluationJob, _Results
+from finetune.inference.evaluation import _EvaluationJob, _ModelResults
 from finetune.inference.tasks import Tasks
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.report.scores import Scores
@@ -170,7 +170,7 @@ def test_a_task_on_the_model_in_memory_scores_as_lm_evals_own_command_on_the_exp
         assert ours == theirs[name][f"{metric},none"], "to the bit"
 
 
-def test_what_cannot_be_evaluated_is_refused_before_a_model_is_loaded(
+def test_an_impossible_evaluation_is_refused_before_a_model_is_loaded(
     run: RunDirectory, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
 ) -> None:
     def load(*_: object) -> None:
@@ -204,14 +204,14 @@ def test_what_cannot_be_evaluated_is_refused_before_a_model_is_loaded(
             assert not other.eval_file.exists()
 
 
-def test_an_unknown_task_is_told_with_the_nearest(task: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_task_is_reported_with_the_nearest(task: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known = TaskManager(include_path=task.parent, include_defaults=False)
     monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda include_defaults: known)
     with pytest.raises(ConfigError, match="task `sayngs` is not known; did you mean `sayings`"):
         Tasks(["sayngs"], batch_size=1, limit=None, apply_chat_template=False)
 
 
-def test_a_merged_model_of_an_earlier_adapter_is_called_that(
+def test_the_report_marks_a_merged_model_of_an_earlier_adapter(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(jobs, "model_of", lambda *_: (None, None))
@@ -248,16 +248,16 @@ def test_a_run_without_an_evaluation_set_takes_tasks_alone_and_a_damaged_adapter
     assert other.eval_file.read_bytes() == before
 
 
-def test_a_merged_model_of_an_earlier_adapter_is_told(run: RunDirectory, tmp_path: Path) -> None:
+def test_a_merged_model_of_an_earlier_adapter_is_noted(run: RunDirectory, tmp_path: Path) -> None:
     other = RunDirectory(shutil.copytree(run.path, tmp_path / "run"))
     job = _EvaluationJob(other, other.config(), Settings(), [], with_loss=True)
-    assert job.notes({"merged": _Results()}) == []
+    assert job.notes({"merged": _ModelResults()}) == []
     other.event("trained", step=21, memory={})
-    assert "of an earlier adapter" in job.notes({"merged": _Results()})[0]
+    assert "of an earlier adapter" in job.notes({"merged": _ModelResults()})[0]
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
-def test_what_an_adapter_untied_stays_untied_while_tasks_run(task: Path, tiny_base: Path) -> None:
+def test_untied_weights_stay_untied_while_tasks_run(task: Path, tiny_base: Path) -> None:
     """lm_eval ties the weights of the model that it is given."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_base)
     base = AutoModelForCausalLM.from_pretrained(tiny_base)

@@ -68,7 +68,7 @@ def test_a_model_whose_rows_are_not_independent_gets_one_prompt_at_a_time(
     ]
 
 
-def test_at_the_end_of_a_table_of_positions_a_long_prompt_does_not_shorten_the_answers_of_others(
+def test_a_long_prompt_does_not_shorten_other_answers_at_the_end_of_a_position_table(
     tokenizer: Any, prompts: list[list[int]]
 ) -> None:
     longest = max(map(len, prompts))
@@ -91,7 +91,7 @@ def test_a_prompt_with_a_token_that_has_no_embedding_is_refused(model: Any, toke
         answers(model, tokenizer, [[5], [5, size, 5]], SETTINGS)
 
 
-def test_a_stop_text_ends_an_answer_and_is_no_part_of_it(
+def test_a_stop_text_ends_an_answer_and_is_removed(
     model: Any, tokenizer: Any, prompts: list[list[int]], alone: list[generation.Answer]
 ) -> None:
     words = alone[0].text.split()
@@ -151,12 +151,12 @@ def test_a_batch_that_runs_out_of_memory_is_halved(
     assert max(sizes) == 8
 
 
-def test_all_settings_that_mean_nothing_are_told_at_once() -> None:
+def test_all_invalid_settings_are_reported_at_once() -> None:
     with pytest.raises(ConfigError, match=r"(?s)`temperature` must be 0 .*`top_p` must be above 0.*`stop`"):
         Settings(temperature=-1, top_p=0, stop=("",))
 
 
-def test_answers_come_as_soon_as_their_batches_are_made(model: Any, tokenizer: Any, monkeypatch: Any) -> None:
+def test_answers_arrive_batch_by_batch(model: Any, tokenizer: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(generation, "_SORTED_TOGETHER", 1)
     made: list[int] = []
     found: Iterator[generation.Answer] = answers(
@@ -203,7 +203,7 @@ def test_layers_with_windows_keep_no_more_than_those_whatever_the_cache(tokenize
             answers(model, tokenizer, prompt, replace(SETTINGS, cache="quantized"))
 
 
-def test_a_kv_cache_that_this_transformers_lacks_is_told(model: Any, tokenizer: Any, monkeypatch: Any) -> None:
+def test_a_kv_cache_that_this_transformers_lacks_is_refused(model: Any, tokenizer: Any, monkeypatch: Any) -> None:
     monkeypatch.delattr(cache_utils, "Fp8QuantizedLayer", raising=False)
     with pytest.raises(MachineError, match="needs a newer transformers"):
         answers(model, tokenizer, [[5]], replace(SETTINGS, cache="quantized"))

@@ -36,7 +36,7 @@ def test_a_difference_is_paired_by_row() -> None:
     assert again == found
 
 
-def test_what_is_not_known_is_none(subtests: pytest.Subtests) -> None:
+def test_unknown_bounds_are_none(subtests: pytest.Subtests) -> None:
     for name, models, expected in [
         ("a single row", {"a": Measured.mean([1.0])}, {"value": 1.0, "low": None, "high": None}),
         ("no rows", {"a": Measured(2.0)}, {"value": 2.0, "low": None, "high": None}),

@@ -90,7 +90,7 @@ def test_a_rule_of_a_user_gets_answer_reference_and_row_and_names_the_row_that_i
         score("json_equal", "1", "one")
 
 
-def test_a_metric_that_there_is_not_exits_2_with_the_nearest(tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_an_unknown_metric_exits_2_with_the_nearest(tmp_path: Path, subtests: pytest.Subtests) -> None:
     (tmp_path / "rule.py").write_text(RULE)
     (tmp_path / "broken.py").write_text("import no_such_package")
     for name, message in [

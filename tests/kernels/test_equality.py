@@ -375,7 +375,7 @@ def test_adapters_of_several_ranks_are_fused_where_they_are_not_computed_togethe
         ({"model_hidden_act": "relu"}, "another activation or another formula"),
     ],
 )
-def test_what_cannot_be_fused_runs_as_it_is_and_is_named(
+def test_modules_that_cannot_be_fused_keep_their_code_and_are_named(
     changes: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if activation := changes.pop("model_hidden_act", None):
@@ -390,7 +390,7 @@ def test_what_cannot_be_fused_runs_as_it_is_and_is_named(
     assert attached.lines[0].endswith(f"not fused: {reason}")
 
 
-def test_an_adapter_that_is_set_aside_is_left_out() -> None:
+def test_a_disabled_adapter_is_not_added() -> None:
     model, _ = made("llama")
     with model.disable_adapter():
         plain = model(input_ids=ids()).logits
@@ -450,7 +450,7 @@ def test_a_gpu_without_triton_fuses_nothing() -> None:
     assert attached.lines == ["kernels: none is fused: Triton does not run here"]
 
 
-def test_a_norm_is_known_by_what_it_computes() -> None:
+def test_a_norm_is_recognised_by_its_values() -> None:
     assert not norm.has_structure(nn.LayerNorm(8, bias=False))
 
 
@@ -504,7 +504,7 @@ def test_the_proof_takes_the_path_of_training_for_layers_of_one_input(monkeypatc
     ]
 
 
-def test_gradients_that_come_transposed_are_read_right() -> None:
+def test_transposed_gradients_give_the_same_result() -> None:
     """A transposed product hands them on so: kernels read rows whose elements stand side by side."""
     q, k = (torch.randn(2, 5, 4, 8, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
     cos, sin = torch.randn(2, 1, 5, 8).unbind()

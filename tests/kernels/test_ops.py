@@ -171,7 +171,7 @@ def test_schemas_and_shapes_are_those_of_the_results(dtype, subtests) -> None:
             torch.library.opcheck(operator, args)
 
 
-def test_what_they_are_on_a_cpu_runs_without_values_as_a_trace_runs_it(dtype, subtests) -> None:
+def test_the_cpu_programs_of_operators_run_on_fake_tensors(dtype, subtests) -> None:
     for name, (operator, args) in calls(dtype).items():
         with subtests.test(name), FakeTensorMode() as mode:
             fakes = [mode.from_tensor(arg) if isinstance(arg, Tensor) else arg for arg in args]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,69 +11,78 @@ import pytest
 import torch
 
 from finetune.measure import energy
-from finetune.report.figures import Figures
+from finetune.results.figures import Figures
 from finetune.storage.rundir import RunDirectory
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
 
-class Driver:
-    """NVML for one GPU, whose counter goes on by `step` millijoules, 90 kJ, from read to read."""
+class NVMLError(Exception):
+    pass
 
-    def __init__(self, uuid: bytes = b"GPU-1234", failing: str = "") -> None:
-        self.uuid, self.failing = uuid, failing
+
+class Driver:
+    """The module `pynvml` for one GPU, whose counter goes on by `step` millijoules, 90 kJ, from read to read."""
+
+    NVMLError = NVMLError
+
+    def __init__(self) -> None:
+        self.uuid, self.failing = "GPU-1234", ""
         self.millijoules, self.step = 200_000_000, 90_000_000
 
-    def __getattr__(self, name: str) -> Any:
-        def call(*arguments: Any) -> int:
-            if name == "nvmlDeviceGetHandleByUUID" and arguments[0] != self.uuid:
-                return 6
-            if name == "nvmlDeviceGetTotalEnergyConsumption":
-                self.millijoules += self.step
-                arguments[1]._obj.value = self.millijoules
-            return int(name == self.failing)
+    def nvmlInit(self) -> None:
+        self._fail_if("nvmlInit")
 
-        return call
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        if uuid != self.uuid:
+            raise NVMLError("not found")
+        return uuid
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:
+        self._fail_if("nvmlDeviceGetTotalEnergyConsumption")
+        self.millijoules += self.step
+        return self.millijoules
+
+    def _fail_if(self, name: str) -> None:
+        if name == self.failing:
+            raise NVMLError(name)
 
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     made = Driver()
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: made)
+    monkeypatch.setitem(sys.modules, "pynvml", made)  # type: ignore[arg-type]
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234"))
     return made
 
 
-def test_a_run_has_what_the_counter_went_on_by(driver: Driver, tmp_path: Path) -> None:
+def test_the_event_has_the_difference_of_the_counter(driver: Driver, tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     with energy.recorded(run, GPU):
         pass
     assert [(event["event"], event["joules"]) for event in run.events()] == [("energy", 90_000)]
 
 
-@pytest.mark.parametrize("failing", ["nvmlInit_v2", "nvmlDeviceGetTotalEnergyConsumption"])
+@pytest.mark.parametrize("failing", ["nvmlInit", "nvmlDeviceGetTotalEnergyConsumption"])
 def test_a_gpu_that_does_not_count_has_none(driver: Driver, tmp_path: Path, failing: str) -> None:
     driver.failing = failing
     with energy.recorded(RunDirectory(tmp_path), GPU):
         pass
-    driver.failing, driver.uuid = "", b"GPU-5678"
+    driver.failing, driver.uuid = "", "GPU-5678"
     assert energy.counted_joules(GPU) is None
     assert energy.counted_joules(CPU) is None
     assert not list(tmp_path.iterdir())
 
 
-def test_a_counter_that_started_again_says_nothing(driver: Driver, tmp_path: Path) -> None:
+def test_a_counter_that_was_reset_records_nothing(driver: Driver, tmp_path: Path) -> None:
     driver.step = -90_000_000
     with energy.recorded(RunDirectory(tmp_path), GPU):
         pass
     assert not list(tmp_path.iterdir())
 
 
-def test_a_machine_without_the_library_has_none(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> None:
-        raise OSError(name)
-
-    monkeypatch.setattr(ctypes, "CDLL", missing)
+def test_energy_is_unknown_without_the_package(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
     assert energy.counted_joules(GPU) is None
 
 

@@ -71,7 +71,7 @@ def test_a_pattern_chooses_layers_by_their_full_names() -> None:
         attach(base(), AdapterSection(targets=["layers[.]0[.]mlp"]), BASE, seed=1)
 
 
-def test_a_pattern_that_is_none_is_refused_and_a_rank_that_no_layer_has() -> None:
+def test_an_invalid_pattern_and_a_rank_for_no_layer_are_refused() -> None:
     with pytest.raises(ValueError, match=r"`\(q_proj` is not a regular expression"):
         AdapterSection(targets="(q_proj")
     check_rank(base(), AdapterSection(rank=192))
@@ -80,7 +80,7 @@ def test_a_pattern_that_is_none_is_refused_and_a_rank_that_no_layer_has() -> Non
         check_rank(base(), AdapterSection(rank=65, targets=["k_proj"]))
 
 
-def test_ranks_by_name_and_pattern_of_which_the_first_counts() -> None:
+def test_the_first_name_or_pattern_that_matches_gives_the_rank() -> None:
     section = AdapterSection(rank=4, alpha=8, ranks={"q_proj": 6, "layers[.](0|1)[.].*": 2})
     model = attach(base("nf4"), section, BASE, seed=1)
     layers = model.base_model.model.model.layers

@@ -25,7 +25,6 @@ from finetune.model.probes import causality, packed_rows
 from finetune.model.recompute import checkpointing
 from finetune.model.source import catalog
 from finetune.model.structure import linear_layers
-from finetune.report import plan_look
 from finetune.training.collator import MicroBatches
 
 WORDS = 128
@@ -146,7 +145,7 @@ def test_each_has_a_forecast(directory: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_weight_that_is_read_past_its_layer_is_not_quantized_and_has_no_adapter(name: str, directory: Path) -> None:
+def test_a_weight_that_the_code_reads_directly_is_not_quantized_and_has_no_adapter(name: str, directory: Path) -> None:
     model = built(job(directory))
     linear = {
         part.removeprefix("base_model.model."): module
@@ -287,7 +286,7 @@ def test_a_model_unlike_others_is_planned_and_trained_and_answers(known: str, tm
     assert isinstance(finetune.generate(run, "x", max_new_tokens=2), str)
 
 
-def test_what_layers_differ_in_is_read_of_each() -> None:
+def test_a_config_attribute_in_which_layers_differ_is_read_per_layer() -> None:
     """The kernel for packed rows has heads of up to 256; of Gemma 4's only those of the full layers are larger."""
     config = AutoConfig.for_model("gemma4_text", head_dim=256, global_head_dim=512)
     assert {*catalog.values(config, "head_dim")} == {256, 512}
@@ -351,7 +350,7 @@ def test_what_cannot_be_trained_is_refused_before_data_and_weights(
     assert not (tmp_path / "run").exists()
     monkeypatch.setattr(planning, "_data", lambda *args: None)
     with pytest.raises(FinetuneError, match=said) as refused:
-        plan_look.plan(config, "cpu")
+        planning.plan(config, "cpu")
     assert refused.value.exit_code == 2
     logger.removeHandler(caplog.handler)
     assert not [record for record in caplog.records if record.name == logger.name]
@@ -363,7 +362,7 @@ def test_no_more_tokens_are_tried_than_the_model_has_positions() -> None:
     planning.check_traceable(tiny_models.config(), architecture, CPU)
 
 
-def test_a_step_that_fails_is_told_as_such_before_anything_is_loaded(
+def test_a_step_that_fails_is_reported_before_weights_are_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers.models.mpt import modeling_mpt

@@ -214,7 +214,7 @@ def test_a_hub_model_without_a_network() -> None:
     assert "model.weights: random" in refusal("someone/no-such-model", MachineError)
 
 
-def test_an_architecture_that_nobody_knows(copied_base: Path) -> None:
+def test_an_unknown_architecture_is_refused(copied_base: Path) -> None:
     (copied_base / "config.json").write_text('{"model_type": "nonesuch"}')
     assert "nonesuch" in refusal(str(copied_base), ArtifactError)
 

@@ -77,7 +77,9 @@ class Notes(Terminal):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")  # peft, of GPT-2's layers
 @pytest.mark.parametrize(("kind", "values"), [("gpt2", GPT2), ("llama", LLAMA)])
-def test_the_default_length_is_what_the_base_has_and_is_said(make_base, long_rows, tmp_path, kind, values) -> None:
+def test_the_default_length_is_lowered_to_the_bases_positions_with_a_note(
+    make_base, long_rows, tmp_path, kind, values
+) -> None:
     (tmp_path / "job.yaml").write_text("training: {precision: fp32}\nquantization: {kind: none}\n")
     job = [f"model.name={make_base(kind, values)}", f"data.train={long_rows}", "data.eval_share=0.5"]
     config = load_config(tmp_path / "job.yaml", [*QUICK, *job, f"output.dir={tmp_path / 'run'}"])
@@ -100,7 +102,7 @@ def test_the_default_length_is_what_the_base_has_and_is_said(make_base, long_row
     }
 
 
-def test_a_length_that_was_set_is_refused_where_positions_are_a_table(make_base, quick) -> None:
+def test_an_explicit_length_is_refused_if_positions_are_a_table(make_base, quick) -> None:
     base = make_base("gpt2", GPT2, weights=False)
     config = quick(f"model.name={base}", f"data.max_length={POSITIONS + 1}")
     for run in (finetune.train, finetune.inspect_data, lambda config: finetune.plan(config, "cpu")):
@@ -108,7 +110,7 @@ def test_a_length_that_was_set_is_refused_where_positions_are_a_table(make_base,
             run(config)
 
 
-def test_a_length_that_was_set_is_kept_and_told_where_positions_are_computed(make_base, long_rows, quick) -> None:
+def test_an_explicit_length_is_kept_with_a_note_if_positions_are_computed(make_base, long_rows, quick) -> None:
     base, terminal = make_base("llama", LLAMA), Notes()
     job = [f"model.name={base}", f"data.train={long_rows}", "data.max_length=80", "quantization.kind=none"]
     assert finetune.train(quick(*job), terminal=terminal).run.config().data.max_length == 80
@@ -131,7 +133,7 @@ def test_a_length_that_was_set_is_kept_and_told_where_positions_are_computed(mak
         ("llama", LLAMA),
     ],
 )  # fmt: skip
-def test_a_table_is_told_by_what_happens_behind_its_end(kind: str, values: dict[str, Any]) -> None:
+def test_a_model_with_a_position_table_fails_beyond_its_end(kind: str, values: dict[str, Any]) -> None:
     config = AutoConfig.for_model(kind, vocab_size=64, **values)
     implementation, _ = backends.choose("auto", config, "cpu", "fp32")
     model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
@@ -163,7 +165,7 @@ def test_rotary_scaling_counts(rope: dict[str, Any], expected: int) -> None:
     assert bounds.positions(config) == expected
 
 
-def test_a_base_that_says_nothing_of_positions_bounds_nothing() -> None:
+def test_a_base_without_a_limit_of_positions_leaves_the_length_alone() -> None:
     architecture = AutoConfig.for_model("bloom", hidden_size=32, n_head=4, n_layer=2)
     assert bounds.within_positions(Config(), architecture) == (Config(), None)
 
@@ -179,7 +181,7 @@ def test_an_answer_ends_with_the_positions_and_a_prompt_that_takes_them_all_is_r
 # -- vocabulary --------------------------------------------------------------------------------------------------------
 
 
-def test_a_tokenizer_that_spells_more_than_the_base_embeds_is_refused_before_the_weights(
+def test_a_tokenizer_with_ids_beyond_the_embedding_is_refused_before_weights_are_loaded(
     make_base, quick, trained: RunDirectory, tmp_path: Path
 ) -> None:
     base = make_base("llama", LLAMA, more_tokens=-700, weights=False)
@@ -200,7 +202,7 @@ def test_an_embedding_with_rows_to_spare_is_fine(make_base, quick) -> None:
 
 
 @pytest.mark.parametrize("wrong", [-1, 2_048, 2**31, 10**30])
-def test_a_number_that_is_no_token_is_a_problem_of_its_row(wrong: int, quick, tmp_path: Path) -> None:
+def test_a_token_id_outside_the_vocabulary_is_a_problem_of_its_row(wrong: int, quick, tmp_path: Path) -> None:
     file = tmp_path / "tokens.jsonl"
     file.write_text(json.dumps({"input_ids": [5, wrong]}) + "\n")
     config: Config = quick(f"data.train={file}", "data.eval=none")

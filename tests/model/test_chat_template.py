@@ -47,7 +47,7 @@ def test_a_tokenizer_without_a_template_gets_the_plain_one() -> None:
     assert chat_template.choose("auto", None) == chat_template.named("plain")
 
 
-def test_a_file_that_is_not_there_is_told_with_the_names(tmp_path: Path) -> None:
+def test_a_missing_template_file_is_an_error_with_the_known_names(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"`data.chat_template`: .*gone.jinja: no such file.*chatml"):
         chat_template.choose(str(tmp_path / "gone.jinja"), None)
     (tmp_path / "latin.jinja").write_bytes(b"caf\xe9")
@@ -97,7 +97,7 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% 
 
 
 @pytest.mark.parametrize("endless", [ENDLESS, "{% macro m(n) %}{{ m(n) ~ m(n) }}{% endmacro %}" + ENDLESS])
-def test_a_template_without_end_is_stopped(
+def test_a_template_that_never_ends_is_stopped(
     endless: str, draw: Draw, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.3)
@@ -108,7 +108,7 @@ def test_a_template_without_end_is_stopped(
     assert time.monotonic() - started < 3
 
 
-def test_the_alarm_is_put_back_and_a_quick_template_never_hears_it(draw: Draw, tokenizer: Any) -> None:
+def test_the_alarm_is_restored_and_a_quick_template_never_triggers_it(draw: Draw, tokenizer: Any) -> None:
     import signal
 
     before = signal.getsignal(signal.SIGALRM)

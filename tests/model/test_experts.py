@@ -192,7 +192,7 @@ def test_a_forward_pass_that_fails_leaves_the_experts_packed(base_of: Callable[[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*ARCHITECTURES, "qwen2_moe"])
-def test_what_is_told_of_experts_is_what_is_loaded(name: str, base_of: Callable[[str], Path]) -> None:
+def test_the_described_mixture_is_the_one_that_is_loaded(name: str, base_of: Callable[[str], Path]) -> None:
     section = ModelSection(name=str(base_of(name)))
     loaded = {kind: load(base_of(name), kind) for kind in ("nf4", "int8", "none")}
     said = {}
@@ -210,7 +210,7 @@ def test_what_is_told_of_experts_is_what_is_loaded(name: str, base_of: Callable[
     assert said["none"] == "4 a layer unquantized"
 
 
-def test_experts_in_a_form_that_is_not_quantized_are_told_to_be() -> None:
+def test_experts_that_cannot_be_quantized_are_described_as_unquantized() -> None:
     """DBRX keeps all experts of a layer in matrices, one below the other."""
     config = AutoConfig.for_model(
         "dbrx", d_model=32, n_heads=4, n_layers=2, max_seq_len=64, vocab_size=64,
@@ -224,7 +224,7 @@ def test_experts_in_a_form_that_is_not_quantized_are_told_to_be() -> None:
     assert words.mixture(mixture).startswith("all unquantized (bitsandbytes has nf4 for no experts kept as")
 
 
-def test_a_dense_model_is_no_mixture(tiny_base: Path) -> None:
+def test_a_dense_model_is_not_a_mixture(tiny_base: Path) -> None:
     model = load(tiny_base)
     assert not experts.is_mixture(model)
     assert experts.routers(model) == {}

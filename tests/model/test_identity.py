@@ -104,7 +104,7 @@ def test_a_base_in_the_hubs_cache_is_known_by_its_content_and_not_by_its_names(b
     assert of(linked) != of(base)
 
 
-def test_random_weights_and_what_is_not_here_have_none(base: Path) -> None:
+def test_random_weights_and_unavailable_bases_have_no_identity(base: Path) -> None:
     assert identity.of_base(ModelSection(weights="random")) is None
     assert identity.of_base(ModelSection(name="someone/nothing")) is None
     shard(base)
@@ -145,7 +145,7 @@ def file(tmp_path: Path) -> Path:
     return file
 
 
-def test_what_is_remembered_is_its_users_alone(file: Path, memory: Path) -> None:
+def test_cached_hashes_are_private_to_their_user(file: Path, memory: Path) -> None:
     assert memory.stat().st_mode & 0o777 == 0o600
     assert [found.name for found in memory.parent.iterdir()] == [memory.name], "and nothing else is left there"
 
@@ -174,7 +174,7 @@ def test_a_file_that_may_change_within_the_same_tick_is_not_remembered(
 
 
 @pytest.mark.parametrize("spoil", ["others may write it", "its group may write it", "another's", "a link", "damaged"])
-def test_what_another_could_have_written_is_not_trusted(spoil: str, file: Path, memory: Path) -> None:
+def test_hashes_that_another_user_could_have_written_are_not_trusted(spoil: str, file: Path, memory: Path) -> None:
     if spoil == "another's":
         if os.geteuid():
             pytest.skip("only root can give a file away")
@@ -190,7 +190,7 @@ def test_what_another_could_have_written_is_not_trusted(spoil: str, file: Path, 
     assert file_hashes.sha256(file) != "remembered"
 
 
-def test_entries_that_are_none_are_read_again(file: Path, memory: Path) -> None:
+def test_malformed_entries_are_hashed_again(file: Path, memory: Path) -> None:
     key = os.path.realpath(file)
     stamp = json.loads(memory.read_text())[key]["stamp"]
     for entry in (1, [], {}, {"stamp": stamp}, {"stamp": stamp, "sha256": 7}, {"stamp": stamp[:4], "sha256": "x"}):
@@ -198,7 +198,7 @@ def test_entries_that_are_none_are_read_again(file: Path, memory: Path) -> None:
         assert len(file_hashes.sha256(file)) == 64
 
 
-def test_a_folder_that_cannot_be_written_costs_time_alone(tmp_path: Path, memory: Path) -> None:
+def test_a_cache_folder_that_cannot_be_written_only_costs_time(tmp_path: Path, memory: Path) -> None:
     memory.parent.parent.write_text("a file where the folder should be")
     (tmp_path / "weights").write_bytes(b"some weights")
     age(tmp_path / "weights")

@@ -169,7 +169,7 @@ def in_torch_2_13(*tensors: Any, enable_gqa: bool = False, **options: Any) -> An
 
 
 @torch.no_grad()
-def test_the_variable_length_kernel_is_given_what_each_torch_wants(
+def test_the_variable_length_kernel_gets_the_arguments_of_each_torch_version(
     monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
 ) -> None:
     for varlen_attn in [in_torch_2_11, in_torch_2_13]:
@@ -184,7 +184,7 @@ def test_the_variable_length_kernel_is_given_what_each_torch_wants(
                 assert float((found - expected).norm() / expected.norm()) < 4 * 2.0**-7
 
 
-def test_each_attention_has_its_way_with_packed_rows(subtests: pytest.Subtests) -> None:
+def test_each_attention_has_a_variant_for_packed_rows(subtests: pytest.Subtests) -> None:
     for implementation, device, precision, found in [
     ("sdpa", "cpu", "bf16", packing.EACH),
     ("sdpa", "cuda", "bf16", packing.VARLEN),

@@ -47,14 +47,14 @@ def changed(saved: Path, folder: Path, **settings: Any) -> AdapterSection:
     return THEIRS.model_copy(update={"start_from": str(folder)})
 
 
-def test_all_the_keys_that_an_adapter_needs_are_named_at_once(saved: Path) -> None:
+def test_all_keys_to_set_for_an_adapter_are_named_at_once(saved: Path) -> None:
     starting.check(base(), THEIRS.model_copy(update={"start_from": str(saved), "dropout": 0.1}))
     needed = r"set `adapter.rank: 4`, `adapter.alpha: 6(\.0)?`, `adapter.targets: \[q_proj, v_proj\]`$"
     with pytest.raises(ConfigError, match=needed):
         starting.check(base(), AdapterSection(start_from=str(saved)))
 
 
-def test_no_extra_modules_are_named_as_a_config_has_them(saved: Path) -> None:
+def test_pefts_null_for_extra_modules_is_an_empty_list(saved: Path) -> None:
     section = THEIRS.model_copy(update={"start_from": str(saved), "extra_modules": ["norm"]})
     with pytest.raises(ConfigError, match=r"set `adapter.extra_modules: \[\]`$"):
         starting.check(base(), section)
@@ -68,7 +68,7 @@ def test_no_extra_modules_are_named_as_a_config_has_them(saved: Path) -> None:
         ({"use_dora": True}, "set `adapter.dora: true`"),
     ],
 )
-def test_settings_that_are_not_here_are_refused(
+def test_settings_without_a_counterpart_are_refused(
     settings: dict[str, Any], why: str, saved: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=why):
@@ -112,7 +112,7 @@ def test_dora_starts_on_a_base_of_each_kind_of_quantization(kind: str, tmp_path:
     assert all(torch.equal(weight.float(), tensors[name]) for name, weight in started.items())
 
 
-def test_damage_is_told_from_another_adapter(saved: Path, tmp_path: Path) -> None:
+def test_a_damaged_adapter_and_a_different_one_are_different_errors(saved: Path, tmp_path: Path) -> None:
     section = changed(saved, tmp_path)
     (tmp_path / "adapter_model.safetensors").write_bytes(b"\x00" * 64)
     with pytest.raises(ArtifactError, match="adapter_model"):

@@ -47,7 +47,7 @@ def test_every_command_takes_the_adapter_of_a_run(kind: str, folder: Path, quick
     assert finetune.train(again).run.adapter.is_dir()
 
 
-def test_its_layers_are_named_ranked_and_bounded_like_all_linear_ones() -> None:
+def test_transposed_layers_are_targeted_ranked_and_bounded_like_linear_ones() -> None:
     def gpt2() -> Any:
         return every_architecture.model(every_architecture.config("gpt2"))
 

@@ -62,7 +62,7 @@ def test_every_adapter_of_a_composite_model_has_a_gradient(name: str) -> None:
     assert len(weights) // 2 == len(linear - left_out - routers)
 
 
-def test_composite_models_that_are_not_tried_here_are_known() -> None:
+def test_untested_composite_models_are_listed() -> None:
     assert set(COMPOSITE) >= _NOT_BUILT.keys()
 
 
@@ -95,7 +95,7 @@ def test_targets_on_a_tower_alone_are_refused(target: str) -> None:
 
 @pytest.mark.parametrize("target", ["q_proj", r".*\.q_proj"])
 @pytest.mark.parametrize("name", ["gemma3", "gemma4"])  # the latter's tower has wrapped layers of that name
-def test_a_target_on_both_goes_to_the_language_layers_alone_and_it_is_said(name: str, target: str) -> None:
+def test_a_target_in_tower_and_text_adapts_only_the_text_layers_with_a_note(name: str, target: str) -> None:
     model, chosen = base(name), section(target, ranks={target: 4})
     adapted = adapter.attach(model, chosen, "x", 0)
     layers = [part for part, _ in adapted.named_modules() if part.endswith("q_proj.lora_A")]
@@ -107,7 +107,7 @@ def test_a_target_on_both_goes_to_the_language_layers_alone_and_it_is_said(name:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"]])
-def test_what_a_run_left_out_is_in_neither_forecast_nor_file_and_is_said(
+def test_layers_left_out_are_in_neither_forecast_nor_files_and_are_reported(
     targets: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every command reads the adapter, of which the config's names alone do not tell the layers."""
@@ -152,7 +152,7 @@ def test_a_finished_run_of_an_earlier_version_that_adapted_a_tower_is_published_
     finetune.merge(run)
 
 
-def test_an_adapter_on_a_tower_is_nothing_to_start_from(tmp_path: Path) -> None:
+def test_an_adapter_on_a_tower_is_refused_as_a_start(tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
     get_peft_model(base("gemma3"), LoraConfig(r=2, target_modules="all-linear")).save_pretrained(tmp_path)

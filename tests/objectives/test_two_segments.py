@@ -16,9 +16,9 @@ import finetune
 from finetune import settings
 from finetune.config import Config
 from finetune.data import fields as row
-from finetune.data.encoded import Layout
+from finetune.data.encoded import RowLayout
 from finetune.data.examples import Completion, Several
-from finetune.data.formats import FORMATS, Format
+from finetune.data.formats import FORMATS, RowFormat
 from finetune.data.prepare import prepare
 from finetune.errors import ConfigError, DataError
 from finetune.model.source.tokenizer import load_tokenizer
@@ -29,7 +29,7 @@ from finetune.training.collator import row_count
 # -- what such an objective consists of -------------------------------------------------------------------------------
 
 BETA = 0.5
-LAYOUT = Layout(("chosen", "rejected"), ("margin",))
+LAYOUT = RowLayout(("chosen", "rejected"), ("margin",))
 
 
 def read_pair(fields: row.Fields) -> Several:
@@ -61,7 +61,7 @@ def count(batch: Any) -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    pairs = Format("pairs of answers", ("prompt", "chosen", "rejected"), read_pair, ("margin",))
+    pairs = RowFormat("pairs of answers", ("prompt", "chosen", "rejected"), read_pair, ("margin",))
     monkeypatch.setitem(FORMATS, "pairs", pairs)
     monkeypatch.setitem(OBJECTIVES, "preference", Objective("pairs", preference, count, LAYOUT, preference))
     monkeypatch.setitem(settings.CHOICES, "data.format", {**settings.CHOICES["data.format"], **FORMATS})
@@ -203,7 +203,7 @@ def test_the_look_at_the_data_has_both_answers(job, call, tmp_path: Path) -> Non
 
 def test_rows_that_do_not_suit_the_objective_are_refused(job, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="`preference` trains rows of `chosen` and `rejected` and `margin`"):
-        contract.check_rows("preference", Layout(), 1)
+        contract.check_rows("preference", RowLayout(), 1)
     with pytest.raises(ConfigError, match=r"distributed\.context"):
         contract.check_rows("preference", LAYOUT, 2)
     with pytest.raises(ConfigError, match="trains rows of one sequence"):
@@ -232,7 +232,7 @@ def test_rows_of_one_sequence_and_of_two_are_not_mixed(job, tmp_path: Path, monk
     def either(fields: row.Fields) -> Any:
         return read_pair(fields) if fields["margin"] else Completion("a", "b")
 
-    monkeypatch.setitem(FORMATS, "pairs", Format("either", ("prompt",), either))
+    monkeypatch.setitem(FORMATS, "pairs", RowFormat("either", ("prompt",), either))
     rows = pairs(3)
     rows[1]["margin"] = 0
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))

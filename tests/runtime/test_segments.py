@@ -78,12 +78,12 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
 def test_they_are_switched_on_where_the_driver_has_what_they_need(driver: Install) -> None:
     driver()
     assert segments.grow(GPU)
-    assert not segments.asked(), "asking changes nothing"
-    segments.settle(GPU)
-    assert segments.asked() == "expandable_segments:True", "what torch was given"
+    assert not segments.setting(), "asking changes nothing"
+    segments.enable(GPU)
+    assert segments.setting() == "expandable_segments:True", "what torch was given"
     assert segments.grow(GPU)
-    segments.settle(GPU)
-    assert segments.asked() == "expandable_segments:True"
+    segments.enable(GPU)
+    assert segments.setting() == "expandable_segments:True"
 
 
 def test_they_stay_off_where_something_lacks(driver: Install, subtests: pytest.Subtests) -> None:
@@ -97,8 +97,8 @@ def test_they_stay_off_where_something_lacks(driver: Install, subtests: pytest.S
     ]:
         with subtests.test(lacking=lacking):
             driver(**lacking)
-            segments.settle(GPU)
-            assert not segments.asked()
+            segments.enable(GPU)
+            assert not segments.setting()
             assert not segments.grow(GPU)
 
 
@@ -123,8 +123,8 @@ def test_what_the_user_has_set_stays(driver: Install, subtests: pytest.Subtests)
             with subtests.test(able=able, settings=settings):
                 driver({VIRTUAL_MEMORY: 1, FILE_HANDLES: 1} if able else {})
                 torch._C._accelerator_setAllocatorSettings(settings)
-                segments.settle(GPU)
-                assert segments.asked() == settings
+                segments.enable(GPU)
+                assert segments.setting() == settings
                 assert segments.grow(GPU) is grow
                 assert segments.grow_elsewhere() is grow
 
@@ -138,7 +138,7 @@ def test_settings_of_the_environment_are_the_users(variable: str, has_getter: bo
         + ("" if has_getter else "del torch._C._accelerator_getAllocatorSettings\n")
         + "from finetune.runtime import segments\n"
         "segments.supported = lambda gpu: True\n"
-        "segments.settle(0); print(segments.asked(), segments.grow(0))"
+        "segments.enable(0); print(segments.setting(), segments.grow(0))"
     )
     plain = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")}
     done = subprocess.run(
@@ -169,7 +169,7 @@ def test_run_forecast_and_run_directory_agree(driver: Install, monkeypatch: pyte
         driver(attributes)
         planned = devices.find("auto", MemorySection()), devices.here(torch.device("cuda", 0), MemorySection())
         device = this_device()
-        assert ("expandable_segments:True" in segments.asked()) is grow
+        assert ("expandable_segments:True" in segments.setting()) is grow
         assert [each.expandable_segments for each in planned] == [grow, grow]
         assert environment.describe(device)["device"]["expandable_segments"] is grow
 

@@ -109,9 +109,7 @@ def test_a_forged_config_is_refused(folder: Path, section: AdapterSection) -> No
         assert str(caught.value).isprintable()
 
 
-def test_a_config_file_without_a_config_is_refused(
-    folder: Path, section: AdapterSection, subtests: pytest.Subtests
-) -> None:
+def test_a_malformed_config_is_refused(folder: Path, section: AdapterSection, subtests: pytest.Subtests) -> None:
     for text in [
         "", "[]", "7", '"x"', "[" * 100_000, '{"a":' * 100_000, '[["peft_type", "LORA"]]', "{", "\x00",
         '{"r": ' + "9" * 5000,

@@ -28,6 +28,7 @@ from signed import sign
 
 import finetune
 from finetune import cli
+from finetune.api import compare
 from finetune.config import Config
 from finetune.data import fingerprint
 from finetune.doctor import run_check as run_directory
@@ -36,7 +37,6 @@ from finetune.lifecycle import provenance
 from finetune.lifecycle import resume as resuming
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.report import page, plots
-from finetune.report.compare import compare
 from finetune.report.result import Result
 from finetune.report.scores import Scores
 from finetune.report.terminal import Terminal
@@ -93,17 +93,16 @@ def readers(whole: RunDirectory) -> dict[str, Callable[[RunDirectory], object]]:
         terminal.finished(run)
         json.dumps(Result(run).summary())
         if scores := Scores.read(run):
-            terminal.scores(scores)
+            terminal.show(scores)
         compared = compare([whole, run])
-        terminal.side_by_side(compared)
+        terminal.show(compared)
         assert printable(console.file.getvalue())
         compared.write(run.path / "compared.html")
         assert harmless((run.path / "compared.html").read_text(encoding="utf-8"))
 
     def doctor(run: RunDirectory) -> None:
         console = Console(file=io.StringIO(), width=100)
-        findings = run_directory.examine(run.path).findings
-        Terminal(console=console).examined(findings)
+        Terminal(console=console).show(run_directory.examine(run.path))
         assert printable(console.file.getvalue())
 
     def resume(run: RunDirectory) -> None:
@@ -366,7 +365,7 @@ IN_ITS_PLACE = {"folder": _folder, "loop": _loop, "pipe": os.mkfifo, "empty file
 
 
 @pytest.mark.parametrize("kind", IN_ITS_PLACE)
-def test_what_stands_in_the_place_of_a_file_is_named_and_not_waited_for(
+def test_a_pipe_or_folder_instead_of_a_file_is_named_without_blocking(
     forger: Forger, readers: dict[str, Callable[[RunDirectory], object]], kind: str
 ) -> None:
     for name in [*forger.files, Path("lock"), Path("training.png"), Path("report.html"), Path("checkpoints/latest")]:
@@ -381,7 +380,7 @@ def test_what_stands_in_the_place_of_a_file_is_named_and_not_waited_for(
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "adapter", "merged", "profile"])
-def test_a_file_in_the_place_of_a_folder_is_refused(forger: Forger, name: str) -> None:
+def test_a_file_instead_of_a_folder_is_refused(forger: Forger, name: str) -> None:
     folder = forger.run.path / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.write_text("mine")
@@ -392,9 +391,7 @@ def test_a_file_in_the_place_of_a_folder_is_refused(forger: Forger, name: str) -
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_files_that_may_not_be_read_are_told(
-    forger: Forger, readers: dict[str, Callable[[RunDirectory], object]]
-) -> None:
+def test_unreadable_files_are_reported(forger: Forger, readers: dict[str, Callable[[RunDirectory], object]]) -> None:
     for path in [forger.run.path, *forger.run.path.rglob("*"), *[*forger.run.path.parents][:4]]:
         path.chmod(path.stat().st_mode | 0o055)
     for command in ("report", "show", "doctor"):
@@ -432,7 +429,7 @@ def unfinished(half: RunDirectory, tmp_path: Path) -> Config:
     "text",
     ["[", "[3]", '[{"question": "x", "reference": "y", "before": "z", "after": null, "messages": [{"role": 3}]}]'],
 )
-def test_forged_answers_stop_no_training_and_the_base_is_asked_again(unfinished: Config, text: str) -> None:
+def test_forged_answers_do_not_stop_training_and_are_generated_again(unfinished: Config, text: str) -> None:
     run = RunDirectory(unfinished.output.dir)
     before = run.answers()
     run.answers_file.write_text(text)
@@ -473,7 +470,7 @@ def test_a_forged_state_is_refused_before_the_first_step(unfinished: Config, for
 # -- a run that is not finished ----------------------------------------------------------------------------------------
 
 
-def test_the_report_of_an_unfinished_run_has_what_there_is_and_says_so(
+def test_the_report_of_an_unfinished_run_is_marked_unfinished(
     forger: Forger, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = forger.run

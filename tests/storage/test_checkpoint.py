@@ -37,7 +37,7 @@ def contents(step: int = 1) -> Contents:
     return Contents(step, {"a.safetensors": dict(TENSORS)}, {"state.json": {"step": step}}, {"seed": 3})
 
 
-def test_every_tensor_comes_back_and_the_bytes_were_foretold(run: RunDirectory) -> None:
+def test_tensors_round_trip_and_the_size_is_predicted(run: RunDirectory) -> None:
     folder = checkpoint.write(run, contents())
     assert checkpoint.problems_of(folder) == []
     for found in (checkpoint.read_tensors(folder, "a.safetensors"), load_file(folder / "a.safetensors")):
@@ -49,7 +49,7 @@ def test_every_tensor_comes_back_and_the_bytes_were_foretold(run: RunDirectory) 
     assert sum(tensor.nbytes for tensor in TENSORS.values()) < written <= contents().bytes
 
 
-def test_the_tensors_of_a_file_begin_at_a_multiple_of_eight_bytes(run: RunDirectory) -> None:
+def test_tensors_in_a_file_start_at_a_multiple_of_eight_bytes(run: RunDirectory) -> None:
     """So that a reader may map them; one tensor's name after the other takes the header through all remainders."""
     for length in range(8):
         file = checkpoint._safetensors({"n" * (1 + length): torch.ones(2)})[0]
@@ -57,13 +57,13 @@ def test_the_tensors_of_a_file_begin_at_a_multiple_of_eight_bytes(run: RunDirect
         assert struct.unpack("<Q", file[:8]) == (len(file) - 8,)
 
 
-def test_the_newest_is_named_only_when_it_is_there(run: RunDirectory) -> None:
+def test_latest_is_updated_only_after_the_checkpoint_is_published(run: RunDirectory) -> None:
     for step in (1, 2):
         folder = checkpoint.write(run, contents(step))
         assert (run.checkpoints / "latest").read_text() == folder.name + "\n"
 
 
-def test_all_of_each_file_is_on_disk_before_the_manifest_is_begun(
+def test_every_file_is_fsynced_before_the_manifest_is_written(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     brought: dict[str, int] = {}
@@ -97,7 +97,7 @@ def shorten(file: Path) -> None:
 
 @pytest.mark.parametrize("change", [flip, lengthen, shorten])
 @pytest.mark.parametrize("name", ["a.safetensors", "state.json", "manifest.json"])
-def test_a_disk_that_holds_something_else_than_was_written_is_found_before_anything_is_published(
+def test_data_that_reads_back_differently_is_not_published(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[Path], None]
 ) -> None:
     checkpoint.write(run, contents(1))
@@ -114,7 +114,7 @@ def test_a_disk_that_holds_something_else_than_was_written_is_found_before_anyth
     assert checkpoint.newest_valid(run) == (run.checkpoint(1), {})
 
 
-def test_a_hash_that_takes_longer_than_the_writing_is_waited_for(tmp_path: Path) -> None:
+def test_writing_waits_for_a_slow_hash(tmp_path: Path) -> None:
     class Pieces(list[bytes]):
         """Slow to go through for the thread that hashes."""
 
@@ -131,9 +131,7 @@ def test_a_hash_that_takes_longer_than_the_writing_is_waited_for(tmp_path: Path)
 
 
 @pytest.mark.parametrize("left", ["a damaged one", "one set aside", "a line that says so"])
-def test_where_there_was_a_checkpoint_and_none_is_whole_there_is_no_start_from_nothing(
-    run: RunDirectory, left: str
-) -> None:
+def test_a_run_without_a_valid_checkpoint_left_does_not_start_over(run: RunDirectory, left: str) -> None:
     assert checkpoint.newest_valid(run) == (None, {})
     folder = checkpoint.write(run, contents(4))
     if left == "a damaged one":
@@ -147,7 +145,7 @@ def test_where_there_was_a_checkpoint_and_none_is_whole_there_is_no_start_from_n
         checkpoint.newest_valid(run)
 
 
-def test_damaged_checkpoints_are_set_aside_beside_each_other(run: RunDirectory) -> None:
+def test_several_damaged_checkpoints_of_one_step_are_set_aside(run: RunDirectory) -> None:
     for name in ("step-00000004.damaged", "step-00000004.damaged.1", "step-00000004.damaged.2"):
         folder = checkpoint.write(run, contents(4))
         assert checkpoint.set_aside(folder).name == name
@@ -157,7 +155,7 @@ def test_damaged_checkpoints_are_set_aside_beside_each_other(run: RunDirectory) 
 # -- retention -------------------------------------------------------------------------------------------------------
 
 
-def test_of_whole_checkpoints_as_many_stay_as_are_kept_with_the_best_among_them(run: RunDirectory) -> None:
+def test_pruning_keeps_the_configured_number_of_intact_checkpoints_including_the_best(run: RunDirectory) -> None:
     for step in (1, 2, 3, 4, 5):
         checkpoint.write(run, contents(step))
     verified: set[Path] = set()
@@ -169,7 +167,7 @@ def test_of_whole_checkpoints_as_many_stay_as_are_kept_with_the_best_among_them(
     assert [checkpoint_step(path) for path in run.complete_checkpoints()] == [1, 4, 5], "a damaged best does not count"
 
 
-def test_nothing_is_written_to_a_disk_that_cannot_take_it_all(run: RunDirectory, monkeypatch) -> None:
+def test_nothing_is_written_to_a_disk_that_is_too_small(run: RunDirectory, monkeypatch) -> None:
     checkpoint.write(run, contents(1))
     monkeypatch.setattr(checkpoint, "_SMALL_FILES_BYTES", 2**60)
     with pytest.raises(MachineError, match=r"not enough disk space; [\d,]+ bytes are free; 1,15"):
@@ -177,7 +175,7 @@ def test_nothing_is_written_to_a_disk_that_cannot_take_it_all(run: RunDirectory,
     assert {path.name for path in run.checkpoints.iterdir()} == {"latest", "step-00000001"}
 
 
-def test_a_folder_and_a_file_that_the_disk_does_not_give_back_are_named(run: RunDirectory, monkeypatch) -> None:
+def test_unreadable_folders_and_files_are_named(run: RunDirectory, monkeypatch) -> None:
     folder = checkpoint.write(run, contents())
 
     def failing(*arguments: object) -> None:

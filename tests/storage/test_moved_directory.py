@@ -59,7 +59,7 @@ WRITES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_no_write_begins(folder: Path, write: Callable[[Path], object]) -> None:
+def test_no_write_starts_in_a_moved_directory(folder: Path, write: Callable[[Path], object]) -> None:
     move(folder)
     with pytest.raises(MachineError, match=MOVED):
         write(folder)
@@ -67,7 +67,7 @@ def test_no_write_begins(folder: Path, write: Callable[[Path], object]) -> None:
 
 
 @pytest.mark.parametrize("error", [None, ValueError])
-def test_a_directory_under_way_is_neither_published_nor_removed_there(
+def test_a_staged_directory_is_neither_published_nor_removed_in_another_run(
     folder: Path, error: type[Exception] | None
 ) -> None:
     def write() -> None:
@@ -81,14 +81,16 @@ def test_a_directory_under_way_is_neither_published_nor_removed_there(
     assert_untouched(folder)
 
 
-def test_a_file_under_way_is_neither_published_nor_removed_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partial_file_is_neither_published_nor_removed_in_another_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: move(folder))
     with pytest.raises(MachineError, match=MOVED):
         write_text(folder / "latest", "mine")
     assert_untouched(folder)
 
 
-def test_a_line_is_not_added_to_the_file_that_was_opened_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_is_not_appended_to_a_file_of_another_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def opened(path: Path, mode: str) -> IO[bytes]:
         move(folder)
         return open(path, mode)

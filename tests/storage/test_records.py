@@ -36,20 +36,18 @@ def wrong(file: Path, shape: Any, *lines: object) -> dict[int, str]:
         ({"memory": {"resident_bytes": 10**40}}, "memory"), ({"memory": [1]}, "memory"), ({"event": None}, "event"),
     ],
 )  # fmt: skip
-def test_an_event_with_a_value_that_this_program_does_not_write_is_left_out(
-    change: dict[str, Any], field: str, tmp_path: Path
-) -> None:
+def test_an_event_with_an_invalid_value_is_skipped(change: dict[str, Any], field: str, tmp_path: Path) -> None:
     assert field in wrong(tmp_path / "x", records.EVENT, SAVED, SAVED | change, SAVED)[2]
 
 
 @pytest.mark.parametrize("key", [*STEP, "event", "time"])
-def test_a_line_that_lacks_a_key_is_left_out(key: str, tmp_path: Path) -> None:
+def test_a_line_without_a_required_key_is_skipped(key: str, tmp_path: Path) -> None:
     line, shape = (STEP, records.METRIC) if key in STEP else (SAVED, records.EVENT)
     short = {name: value for name, value in line.items() if name != key}
     assert list(wrong(tmp_path / "x", shape, short, line)) == [1]
 
 
-def test_what_no_line_of_json_is_is_left_out_and_a_line_cut_off_at_the_end_is_told_apart(tmp_path: Path) -> None:
+def test_invalid_lines_are_skipped_and_a_torn_last_line_is_reported_separately(tmp_path: Path) -> None:
     deep = b'{"time":1,"event":"x","a":' + b"[" * 900 + b"]" * 900 + b"}"
     deeper = b"[" * 200_000
     digits = b'{"time":1,"event":"x","a":' + b"9" * 5000 + b"}"
@@ -67,7 +65,7 @@ def test_events_and_keys_of_a_later_version_are_kept(tmp_path: Path) -> None:
     assert records.read_lines(tmp_path / "x", records.EVENT).rows == later
 
 
-def test_a_file_that_is_not_as_written_is_named_with_the_field_in_printable_letters(tmp_path: Path) -> None:
+def test_an_invalid_file_is_named_with_its_field_in_printable_characters(tmp_path: Path) -> None:
     file = tmp_path / "manifest.json"
     manifest = {"format": 1, "step": 1, "files": {}, "made_with": {}, "sha256": ""}
     file.write_text(json.dumps(manifest))
@@ -83,7 +81,7 @@ def test_a_file_that_is_not_as_written_is_named_with_the_field_in_printable_lett
             records.read(file, records.MANIFEST)
 
 
-def test_a_file_that_is_not_there_or_none_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_and_a_folder_are_reported(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="x: cannot be read: No such file"):
         records.read(tmp_path / "x", records.OBJECT)
     (tmp_path / "x").mkdir()
@@ -92,7 +90,7 @@ def test_a_file_that_is_not_there_or_none_is_told(tmp_path: Path) -> None:
     assert records.read_lines(tmp_path / "y", records.EVENT).rows == []
 
 
-def test_a_pipe_is_told_without_waiting_for_its_writer_and_not_left_open(tmp_path: Path) -> None:
+def test_a_pipe_is_refused_without_blocking_and_closed(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "x")
     before = os.listdir("/proc/self/fd")
     with pytest.raises(ArtifactError, match="x: not a regular file") as refused:
@@ -100,14 +98,14 @@ def test_a_pipe_is_told_without_waiting_for_its_writer_and_not_left_open(tmp_pat
     assert os.listdir("/proc/self/fd") == before, refused
 
 
-def test_a_file_that_the_disk_does_not_give_back_or_cannot_look_up_is_told(tmp_path: Path) -> None:
+def test_read_errors_of_the_disk_are_reported(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="mem: cannot be read: Input/output error"):
         records.read(Path("/proc/self/mem"), records.OBJECT)  # there is nothing at its beginning
     with pytest.raises(ArtifactError, match="cannot be read: File name too long"):
         records.exists(tmp_path / ("x" * 300))
 
 
-def test_a_value_is_checked_as_a_file_is_and_the_first_thing_wrong_is_named_in_few_letters() -> None:
+def test_checking_a_value_names_its_first_invalid_field_briefly() -> None:
     records.check(SAVED, records.EVENT)
     with pytest.raises(ValueError, match=r"^`time`: "):
         records.check({**SAVED, "time": -1.0, "event": 3}, records.EVENT)

@@ -32,7 +32,7 @@ def contents(folder: Path) -> dict[str, str]:
 # -- creating and opening --------------------------------------------------------------------------------------------
 
 
-def test_a_run_directory_is_not_made_before_it_is_asked_for(tmp_path: Path) -> None:
+def test_a_run_directory_is_not_created_by_its_object(tmp_path: Path) -> None:
     RunDirectory(tmp_path / "run")
     assert list(tmp_path.iterdir()) == []
 
@@ -43,14 +43,14 @@ def test_a_run_keeps_the_config_it_was_started_with(tmp_path: Path) -> None:
     assert RunDirectory.open(tmp_path / "a" / "b").config() == config
 
 
-def test_creating_again_keeps_what_is_there(run: RunDirectory) -> None:
+def test_creating_again_keeps_existing_files(run: RunDirectory) -> None:
     run.event("started")
     run.create(Config())
     assert [line["event"] for line in run.events()] == ["started"]
 
 
 @pytest.mark.parametrize("name", ["missing", "empty"])
-def test_a_folder_without_a_config_is_no_run(name: str, tmp_path: Path) -> None:
+def test_a_folder_without_a_config_is_not_a_run(name: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ArtifactError, match=r"no config\.yaml"):
         RunDirectory.open(tmp_path / name)
@@ -99,7 +99,7 @@ def test_a_block_that_fails_publishes_nothing(error: type[BaseException], tmp_pa
     assert not target.exists()
 
 
-def test_a_block_that_fails_keeps_the_earlier_directory_and_hinders_no_later_one(tmp_path: Path) -> None:
+def test_a_failed_block_keeps_the_earlier_directory_and_does_not_block_the_next(tmp_path: Path) -> None:
     target = tmp_path / "adapter"
     with staged(target) as folder:
         (folder / "weights").write_text("old")
@@ -143,7 +143,7 @@ def test_a_rename_that_fails_leaves_the_earlier_directory_under_its_name(
     assert contents(tmp_path) == {"adapter/weights": "new"}
 
 
-def test_every_file_is_on_disk_before_the_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_fsynced_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The order of fsync and rename, as the kernel is asked for it."""
     calls = Calls(monkeypatch)
     with staged(tmp_path / "adapter") as folder:
@@ -192,7 +192,7 @@ def test_checkpoints_are_listed_oldest_first_by_step(run: RunDirectory) -> None:
     assert [checkpoint_step(path) for path in run.complete_checkpoints()] == [20, 900, 100_000]
 
 
-def test_a_checkpoint_under_way_is_not_listed(run: RunDirectory) -> None:
+def test_an_incomplete_checkpoint_is_not_listed(run: RunDirectory) -> None:
     with staged(run.checkpoint(5)) as folder:
         (folder / "weights").write_text("half")
         assert run.complete_checkpoints() == []
@@ -200,7 +200,7 @@ def test_a_checkpoint_under_way_is_not_listed(run: RunDirectory) -> None:
 
 
 @pytest.mark.parametrize("name", ["step-00000009.incomplete", "step-00000009.replaced", "step-x", "step-00000009.bak"])
-def test_what_a_crash_or_a_person_left_beside_checkpoints_is_not_listed(name: str, run: RunDirectory) -> None:
+def test_other_files_beside_checkpoints_are_not_listed(name: str, run: RunDirectory) -> None:
     with staged(run.checkpoint(5)):
         pass
     (run.checkpoints / name).mkdir()
@@ -211,7 +211,7 @@ def test_what_a_crash_or_a_person_left_beside_checkpoints_is_not_listed(name: st
 # -- lines that grow -------------------------------------------------------------------------------------------------
 
 
-def test_an_event_says_what_happened_when_and_the_facts(run: RunDirectory) -> None:
+def test_an_event_has_its_name_time_and_details(run: RunDirectory) -> None:
     run.event("saved", step=5, seconds=0.1)
     run.event("finished")
     first, second = run.events()
@@ -243,7 +243,7 @@ def test_a_run_is_finished_when_its_last_event_says_so(names: list[str], finishe
 
 
 @pytest.mark.parametrize("half", ['{"time": 5, "event": "finis', "{", '{"time": 5, "event": "saved", "step"', "\0\0\0"])
-def test_a_last_line_cut_short_is_left_out(half: str, run: RunDirectory) -> None:
+def test_a_torn_last_line_is_skipped(half: str, run: RunDirectory) -> None:
     run.event("started")
     with open(run.events_file, "a") as file:
         file.write(half)
@@ -251,7 +251,7 @@ def test_a_last_line_cut_short_is_left_out(half: str, run: RunDirectory) -> None
     assert not run.finished
 
 
-def test_what_is_written_after_a_line_cut_short_is_not_lost_with_it(run: RunDirectory) -> None:
+def test_a_line_written_after_a_torn_one_is_kept(run: RunDirectory) -> None:
     run.event("started")
     with open(run.events_file, "a") as file:
         file.write('{"time": 5, "event": "sav')
@@ -260,7 +260,7 @@ def test_what_is_written_after_a_line_cut_short_is_not_lost_with_it(run: RunDire
     assert [line["event"] for line in run.events()] == ["started", "resumed", "finished"]
 
 
-def test_the_end_of_a_run_counts_though_a_line_before_it_was_cut_short(run: RunDirectory) -> None:
+def test_a_finished_event_counts_after_a_torn_line(run: RunDirectory) -> None:
     with open(run.events_file, "a") as file:
         file.write('{"time": 5, "event": "sav')
     run.event("finished")
@@ -272,7 +272,7 @@ _LINE = st.dictionaries(st.text(max_size=5), st.text(max_size=8) | st.integers()
 
 @settings(deadline=None, derandomize=True, max_examples=60)
 @given(lines=st.lists(_LINE, max_size=5), cut=st.integers(0, 200))
-def test_lines_come_back_and_a_file_cut_anywhere_gives_its_whole_lines(
+def test_a_truncated_file_yields_its_complete_lines(
     lines: list[dict[str, Any]], cut: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "cut.jsonl"
@@ -294,7 +294,7 @@ def evaluated(step: int) -> dict[str, Any]:
     return {"step": step, "eval_loss": step / 3, "memory": {}}
 
 
-def test_metrics_of_steps_that_are_done_again_are_forgotten(run: RunDirectory) -> None:
+def test_metrics_of_repeated_steps_are_dropped(run: RunDirectory) -> None:
     for step in (1, 2, 3, 4, 2):
         append_line(run.metrics_file, evaluated(step))
     run.forget_metrics_after(2)
@@ -310,7 +310,7 @@ def test_forgetting_all_metrics_leaves_none(run: RunDirectory) -> None:
     assert run.metrics() == []
 
 
-def test_forgetting_takes_a_half_written_line_away(run: RunDirectory) -> None:
+def test_dropping_metrics_removes_a_torn_line(run: RunDirectory) -> None:
     append_line(run.metrics_file, evaluated(1))
     with open(run.metrics_file, "a") as file:
         file.write('{"step": 2, "lo')
@@ -322,7 +322,7 @@ def test_forgetting_takes_a_half_written_line_away(run: RunDirectory) -> None:
 # -- small files -----------------------------------------------------------------------------------------------------
 
 
-def test_a_small_file_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_replaced_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "answers.json"
     write_text(path, "old")
 
@@ -340,9 +340,7 @@ def test_a_small_file_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest
     assert [found.name for found in tmp_path.iterdir()] == ["answers.json"]
 
 
-def test_a_small_file_whose_writing_is_interrupted_stays_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_write_leaves_the_file_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(descriptor: int) -> None:
         raise KeyboardInterrupt
 
@@ -353,7 +351,7 @@ def test_a_small_file_whose_writing_is_interrupted_stays_as_it_was(
     assert contents(tmp_path) == {"latest": "old"}
 
 
-def test_a_pipe_is_written_to_as_it_is() -> None:
+def test_a_pipe_is_written_directly() -> None:
     out, into = os.pipe()
     with open(out) as read:
         with open(into, "w"):
@@ -361,7 +359,7 @@ def test_a_pipe_is_written_to_as_it_is() -> None:
         assert read.read() == "text"
 
 
-def test_json_without_numbers_that_json_has_not(tmp_path: Path) -> None:
+def test_json_without_nan_and_infinity(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     write_json(path, {"a": [1, 2.5, None]})
     assert json.loads(path.read_text()) == {"a": [1, 2.5, None]}
@@ -373,7 +371,7 @@ def test_json_without_numbers_that_json_has_not(tmp_path: Path) -> None:
 # -- starting over ---------------------------------------------------------------------------------------------------
 
 
-def test_an_earlier_run_is_moved_aside_with_all_it_has(run: RunDirectory) -> None:
+def test_an_earlier_run_is_moved_aside_with_all_its_files(run: RunDirectory) -> None:
     earlier = []
     for number in (1, 2, 3):
         run.create(Config())
@@ -390,7 +388,7 @@ def test_an_earlier_run_is_moved_aside_with_all_it_has(run: RunDirectory) -> Non
 # -- what a kill left ------------------------------------------------------------------------------------------------
 
 
-def test_a_directory_is_staged_anew_over_what_a_kill_left_of_it(tmp_path: Path) -> None:
+def test_staging_starts_over_after_a_kill(tmp_path: Path) -> None:
     target = tmp_path / "adapter"
     (tmp_path / "adapter.incomplete").mkdir()
     (tmp_path / "adapter.incomplete" / "half").write_text("half")
@@ -399,7 +397,7 @@ def test_a_directory_is_staged_anew_over_what_a_kill_left_of_it(tmp_path: Path) 
     assert contents(tmp_path) == {"adapter/weights": "new"}
 
 
-def test_a_replacement_that_a_kill_cut_short_is_undone_before_the_next_one_begins(tmp_path: Path) -> None:
+def test_a_killed_replacement_is_undone_before_the_next(tmp_path: Path) -> None:
     target = tmp_path / "adapter"
     (tmp_path / "adapter.replaced").mkdir()
     (tmp_path / "adapter.replaced" / "weights").write_text("old")
@@ -407,7 +405,7 @@ def test_a_replacement_that_a_kill_cut_short_is_undone_before_the_next_one_begin
         assert contents(target) == {"weights": "old"}
 
 
-def test_a_directory_is_disposed_of_over_what_a_kill_left_of_an_earlier_one(tmp_path: Path) -> None:
+def test_a_directory_is_disposed_of_despite_leftovers_of_a_kill(tmp_path: Path) -> None:
     for name in ("step-00000001", "step-00000001.incomplete"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "weights").write_text("x")
@@ -415,7 +413,7 @@ def test_a_directory_is_disposed_of_over_what_a_kill_left_of_an_earlier_one(tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_saved_steps_are_those_since_the_last_start_from_nothing(run: RunDirectory) -> None:
+def test_saved_steps_count_from_the_last_fresh_start(run: RunDirectory) -> None:
     assert run.saved_steps == []
     for name in ("started", "saved", "resumed", "saved"):
         run.event(name, step=len(run.events()))
@@ -424,9 +422,7 @@ def test_saved_steps_are_those_since_the_last_start_from_nothing(run: RunDirecto
     assert run.saved_steps == []
 
 
-def test_leftovers_are_removed_whatever_they_are_and_nothing_behind_a_link_is(
-    run: RunDirectory, tmp_path: Path
-) -> None:
+def test_leftovers_are_removed_without_following_links(run: RunDirectory, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "mine").write_text("x")
@@ -441,7 +437,7 @@ def test_leftovers_are_removed_whatever_they_are_and_nothing_behind_a_link_is(
     assert contents(elsewhere) == {"mine": "x"}
 
 
-def test_all_of_a_small_file_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_fsynced_before_its_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     brought: list[int] = []
     fsync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: (brought.append(os.fstat(file).st_size), fsync(file))[1])
@@ -449,9 +445,7 @@ def test_all_of_a_small_file_is_on_disk_before_it_has_its_name(tmp_path: Path, m
     assert brought == [14]
 
 
-def test_the_error_of_a_block_is_not_hidden_by_that_of_the_removal_after_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_cleanup_does_not_hide_that_of_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*arguments: Any, **more: Any) -> None:
         raise OSError("input/output error")
 
@@ -475,7 +469,7 @@ def test_a_block_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_replacement_that_was_cut_short_after_both_renames_is_finished(tmp_path: Path) -> None:
+def test_a_replacement_killed_after_both_renames_is_completed(tmp_path: Path) -> None:
     for name, text in (("adapter", "new"), ("adapter.replaced", "old")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "weights").write_text(text)
@@ -484,7 +478,7 @@ def test_a_replacement_that_was_cut_short_after_both_renames_is_finished(tmp_pat
     assert contents(tmp_path) == {"adapter/weights": "new"}
 
 
-def test_a_line_ends_where_the_next_begins_and_one_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_appended_lines_are_separated_and_a_failed_append_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "events.jsonl"
     for step in range(3):
         append_line(file, {"step": step})
@@ -500,7 +494,7 @@ def test_a_staged_directory_leaves_no_file_open(tmp_path: Path) -> None:
     assert os.listdir("/proc/self/fd") == before
 
 
-def test_a_link_that_leads_in_a_circle_is_refused(tmp_path: Path) -> None:
+def test_a_circular_link_is_refused(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     run.create(Config())
     (run.path / "loop").symlink_to(run.path / "loop")

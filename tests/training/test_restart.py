@@ -248,7 +248,7 @@ def test_the_built_in_held_out_split_is_not_the_training_split(quick, tmp_path: 
     config = quick("data.eval=builtin:python_docs", "training.max_steps=1")
     from finetune.data.prepare import held_out_rows
 
-    assert next(iter(held_out_rows(config.data, None))).place.startswith("builtin:python_docs[eval]")
+    assert next(iter(held_out_rows(config.data, None))).location.startswith("builtin:python_docs[eval]")
 
 
 def test_a_tokenizer_that_is_none_is_a_bad_artifact(quick, tiny_base: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from finetune.storage import weight_files
 from finetune.storage.files import amount, write_json
 
 
-def layouts(bases: Bases) -> dict[str, weight_files.Layout]:
+def layouts(bases: Bases) -> dict[str, weight_files.FileLayout]:
     """The weight files of a merged model by file name: one for each file of the base, with the same tensors."""
     order = {source: number for number, group in enumerate(bases.weights.groups) for source in group.sources}
     planned, count = {}, len(bases.files)
@@ -33,7 +33,7 @@ def layouts(bases: Bases) -> dict[str, weight_files.Layout]:
         # Large types first, so that each tensor is aligned; then what is converted together.
         ordered = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, order.get(name, len(order))))
         name = f"model-{number:05d}-of-{count:05d}" if count > 1 else "model"
-        planned[name + weight_files.SUFFIX] = weight_files.Layout({each: tensors[each] for each in ordered})
+        planned[name + weight_files.SUFFIX] = weight_files.FileLayout({each: tensors[each] for each in ordered})
     return planned
 
 

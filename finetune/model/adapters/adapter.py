@@ -163,16 +163,16 @@ def _targets(base: Any, section: AdapterSection) -> tuple[str | list[str], list[
     bypassing any adapter, and in a mixture of experts the routers; the experts are parameters, not linear layers. A
     name or a regular expression also excludes the layers that rows of text do not train.
     """
-    past, untrained = linear_layers.read_directly(base), linear_layers.untrained(base)
+    direct, untrained = linear_layers.read_directly(base), linear_layers.untrained(base)
     if section.targets == "all-linear":
-        others = [*experts.routers(base).values(), *map(base.get_submodule, past | untrained)]
+        others = [*experts.routers(base).values(), *map(base.get_submodule, direct | untrained)]
         return linear_but(base, *others) if others or experts.is_mixture(base) else "all-linear", []
     linear, parameters = _linear_names(base), _parameter_names(base)
     names = [name for name in section.targets if not is_pattern(name)]
     _check(names, [*linear, *parameters], "adapter.targets")
     matched = matching(base, section)
-    direct = {name.rpartition(".")[2] for name in past} & set(names) | set(past) & set(matched)
-    if wrong := sorted(direct):
+    refused = {name.rpartition(".")[2] for name in direct} & set(names) | set(direct) & set(matched)
+    if wrong := sorted(refused):
         raise ConfigError(
             f"`adapter.targets`: an adapter on `{'`, `'.join(wrong)}` may not be trained, because this model's code "
             "reads the weight or its dtype outside the layer; remove it, or set `all-linear`, which excludes it"
@@ -225,13 +225,13 @@ def left_out(base: Any, section: AdapterSection) -> dict[str, int]:
     """Numbers of layers that the targets match but that get no adapter, by the reason in one clause."""
     if section.kind == "none":
         return {}
-    past, untrained = linear_layers.read_directly(base), linear_layers.untrained(base)
+    direct, untrained = linear_layers.read_directly(base), linear_layers.untrained(base)
     if section.targets != "all-linear":
-        past = frozenset()
+        direct = frozenset()
         untrained = frozenset(name for name in untrained if is_target(name, section.targets))
     reasons = {
-        "whose weights the model's code reads directly": past,
-        "that rows of text do not train": untrained - past,
+        "whose weights the model's code reads directly": direct,
+        "that rows of text do not train": untrained - direct,
     }
     return {reason: len(names) for reason, names in reasons.items() if names}
 

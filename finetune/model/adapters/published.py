@@ -29,7 +29,7 @@ def write(tensors: Tensors, config: Any, folder: Path) -> None:
         values = json.loads(file.read_text(encoding="utf-8"))
         file.write_text(json.dumps({**values, "rank_pattern": config.rank_pattern}, indent=2), encoding="utf-8")
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))  # aligned in the file
-    layout = weight_files.Layout({name: (tensor.dtype, tensor.shape) for name, tensor in ordered})
+    layout = weight_files.FileLayout({name: (tensor.dtype, tensor.shape) for name, tensor in ordered})
     weight_files.write(folder / adapter_files.WEIGHTS, layout, (tensor for _, tensor in ordered))
 
 

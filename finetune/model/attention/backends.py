@@ -122,8 +122,8 @@ def shares_keys(config: Any) -> bool:
 
 def _supports(config: Any, attribute: str) -> bool:
     """Whether the model's class in transformers claims support; True for a model with its own code."""
-    found = catalog.model_class(config)
-    return found is None or catalog.says(found, attribute)
+    model_class = catalog.model_class(config)
+    return model_class is None or catalog.says(model_class, attribute)
 
 
 ATTENTIONS: dict[str, Attention] = {

@@ -61,7 +61,7 @@ def _sliding(architecture: Any, length: int) -> Any:
 
 @dataclass(frozen=True)
 class KVCache:
-    """A kind of KV cache: `make` makes one of transformers' for an architecture and rows of so many tokens."""
+    """A kind of KV cache: `make` makes one of transformers' for an architecture and rows of a length in tokens."""
 
     help: str
     make: Callable[[Any, int], Any]

@@ -78,7 +78,7 @@ def _beyond(name: str) -> int:
 
 
 def known(inputs: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
-    """In the block, transformers does not look for packed rows in the positions of the micro-batch `inputs`."""
+    """In the block, transformers takes from here whether the micro-batch `inputs` is packed, not from its positions."""
     packed = len(inputs.get("cu_seq_lens_q", ())) > 2
     return patches.PACKED_INDICES.by(_row_numbers if packed else lambda positions: None)
 
@@ -94,12 +94,14 @@ def mixes_otherwise(config: Any) -> str | None:
     A recurrent model carries a state from token to token. Older code, such as that of Bloom, MPT and Falcon, does not
     use transformers' attention registry, or looks into its own table first.
     """
-    if (found := catalog.model_class(config)) is None:
+    if (model_class := catalog.model_class(config)) is None:
         return None
-    if catalog.says(found, "_is_stateful"):
+    if catalog.says(model_class, "_is_stateful"):
         return "are recurrent"
-    beside = vars(sys.modules[found.__module__])
-    if "ALL_ATTENTION_FUNCTIONS" not in beside or any(name.endswith("ATTENTION_CLASSES") for name in beside):
+    module_globals = vars(sys.modules[model_class.__module__])
+    if "ALL_ATTENTION_FUNCTIONS" not in module_globals or any(
+        name.endswith("ATTENTION_CLASSES") for name in module_globals
+    ):
         return "have attention functions of their own"
     return None
 

@@ -2,7 +2,7 @@
 
 transformers masks the other keys, with a byte for each pair of tokens, and a number once SDPA has converted it. Here a
 long row is taken in blocks of queries, each with the keys that its queries see. The masks of all blocks are slices of
-one band (1, 1, BLOCK, window + BLOCK), which stands in the mask's place until a layer's attention takes it.
+one band (1, 1, BLOCK, window + BLOCK), which is passed as the mask to each layer's attention.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Proves that slices of a row, each on a rank, have the log-probabilities of the whole row."""
+"""Checks that a row split over ranks has the log-probabilities of the whole row."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What of a forward pass is kept, moved to the host or computed again."""
+"""Activations of a forward pass: kept, moved to the host, or computed again in the backward pass."""

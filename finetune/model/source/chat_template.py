@@ -93,7 +93,7 @@ def text(
 
     with _guarded():
         # `apply_chat_template` would return marks by token only, for one conversation at a time.
-        [rendered], found = chat_template_utils.render_jinja_template(
+        [rendered], marked = chat_template_utils.render_jinja_template(
             [[{key: value for key, value in message.items() if value is not None} for message in messages]],
             tools=tools,
             chat_template=tokenizer.get_chat_template(None, tools),
@@ -103,7 +103,7 @@ def text(
         )
         if len(rendered) > _RENDERED_CHARACTERS:
             raise MemoryError
-    return rendered, found[0] if marks else []
+    return rendered, marked[0] if marks else []
 
 
 def ids(tokenizer: Any, messages: list[dict[str, Any]], *, prompt: bool = False) -> list[int]:
@@ -215,14 +215,14 @@ def _end_of_turn(tokenizer: Any, _: str) -> int | None:
     except Exception:  # a template may raise anything, for example because it requires a system message
         return int(tokenizer.eos_token_id)
     special = special_ids(tokenizer)
-    found = None
+    ending = None
     # A template may also close the conversation (Phi 3); the first special token after the answer's text counts.
     for token in reversed(whole[len(prompt) :]):
         if token in special:
-            found = int(token)
+            ending = int(token)
         elif tokenizer.decode([token]).strip():
             break
-    return found
+    return ending
 
 
 def stop_ids(tokenizer: Any) -> list[int]:

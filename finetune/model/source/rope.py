@@ -41,7 +41,7 @@ def _obstacle(architecture: Any, rope: dict[str, Any]) -> str | None:
         return "has layers with several rotary embeddings, of which one factor cannot be right"
     if (kind := rope.get("rope_type", "default")) != "default":
         return f"has a rotary embedding that is scaled already (`{kind}`)"
-    found = catalog.model_class(architecture)
-    if not rope or found is None or "ROPE_INIT_FUNCTIONS" not in vars(sys.modules[found.__module__]):
+    model_class = catalog.model_class(architecture)
+    if not rope or model_class is None or "ROPE_INIT_FUNCTIONS" not in vars(sys.modules[model_class.__module__]):
         return "has no rotary embedding that transformers can scale"
     return None

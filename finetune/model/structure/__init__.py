@@ -1,1 +1,1 @@
-"""What a model is made of: linear layers, experts, and their quantized forms."""
+"""The parts of a model: linear layers and experts, plain or quantized, and their weights in files."""

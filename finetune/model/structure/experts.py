@@ -77,18 +77,18 @@ def routers(model: nn.Module) -> dict[str, nn.Module]:
     """
     if not is_mixture(model):
         return {}
-    found: dict[str, nn.Module] = {}
+    routing: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         if _ROUTER_CLASS.search(type(module).__name__):
-            found |= {name: part for name, part in module.named_modules(prefix=path) if _outputs(part)}
+            routing |= {name: part for name, part in module.named_modules(prefix=path) if _outputs(part)}
         experts = {count for name, child in module.named_children() if (count := _experts_in(name, child))}
         if experts:
-            found |= {
+            routing |= {
                 f"{path}.{name}": child
                 for name, child in module.named_children()
                 if isinstance(child, nn.Linear) and child.out_features in {1, *experts}
             }
-    return found
+    return routing
 
 
 def is_mixture(model: nn.Module) -> bool:

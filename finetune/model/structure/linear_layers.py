@@ -52,7 +52,7 @@ def read_directly(model: Any) -> frozenset[str]:
 
 
 def untrained(model: Any) -> frozenset[str]:
-    """Full names of the layers in `model` that rows of text do not train; none if that cannot be found out.
+    """Full names of the layers in `model` that rows of text do not train; none if the model's code fails before.
 
     The same holds as for `read_directly`.
     """
@@ -100,11 +100,11 @@ def probe(model: Any) -> NotAdaptable:
         trained = reached
     # Layers of the same kind are treated alike, including those after the one in which the pass failed.
     kinds = {_kind(weightless, name) for name, module in linear.items() if module in read}
-    found = (
+    names = (
         [name for name in linear if _kind(weightless, name) in kinds],
         [name for name, module in linear.items() if module not in trained],
     )
-    return NotAdaptable(*(frozenset(map(model.get_submodule, names)) for names in found))
+    return NotAdaptable(*(frozenset(map(model.get_submodule, kind)) for kind in names))
 
 
 def _pass(
