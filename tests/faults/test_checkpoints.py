@@ -87,6 +87,21 @@ def whole(children: Children, rows_file: Path, tmp_path_factory: pytest.TempPath
     return job
 
 
+# A learning rate at which the held-out loss soon rises, so that the run stops early.
+EARLY = [*JOB, "training.max_steps=30", "training.eval_every=1", "training.early_stopping=2",
+         "training.learning_rate=0.5", "training.schedule=constant", "output.best=false"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole_early(children: Children, rows_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """The uninterrupted run that stops early. Do not write to it."""
+    job = Job(children, rows_file, tmp_path_factory.mktemp("early") / "run", EARLY)
+    ended = job.go()
+    assert ended.code == 0, ended.output
+    assert job.run.steps_done < 30, "the job was meant to stop early"
+    return job
+
+
 def made(folder: Path) -> RunDirectory:
     """An empty run directory."""
     folder.mkdir()
@@ -397,20 +412,15 @@ def test_sigterm_in_training_saves_ends_in_143_and_a_resume_ends_with_the_same_b
     assert evaluations(stopped.run) == evaluations(whole.run)
 
 
-def test_sigterm_in_the_evaluation_that_ends_a_run_early_adds_no_step(job, tmp_path: Path) -> None:
-    early = [*JOB, "training.max_steps=30", "training.eval_every=1", "training.early_stopping=1",
-             "training.learning_rate=0.5", "training.schedule=constant", "output.best=false"]  # fmt: skip
-    whole = job(early, tmp_path / "whole")
-    assert whole.go().code == 0
-    last = whole.run.steps_done
-    assert last < 30, "the job was meant to stop early"
-    stopped = job(early)
+def test_sigterm_in_the_evaluation_that_ends_a_run_early_adds_no_step(job, whole_early: Job) -> None:
+    last = whole_early.run.steps_done
+    stopped = job(EARLY)
     assert stopped.go(Fault(EVALUATION, nth=2 + last, action="SIGTERM")).code == 143
     assert stopped.run.complete_checkpoints()[-1] == stopped.run.checkpoint(last)
-    assert len(evaluations(stopped.run)) == len(evaluations(whole.run)) - 1
+    assert len(evaluations(stopped.run)) == len(evaluations(whole_early.run)) - 1
     assert stopped.go().code == 0
-    assert evaluations(stopped.run) == evaluations(whole.run)
-    assert stopped.weights == whole.weights
+    assert evaluations(stopped.run) == evaluations(whole_early.run)
+    assert stopped.weights == whole_early.weights
 
 
 @pytest.mark.parametrize(
@@ -422,27 +432,22 @@ def test_sigterm_in_the_evaluation_that_ends_a_run_early_adds_no_step(job, tmp_p
     ],
 )
 def test_sigterm_once_the_held_out_loss_is_known_ends_with_that_evaluation_counted_once(
-    job, tmp_path: Path, moment: str, before_training: int
+    job, whole_early: Job, moment: str, before_training: int
 ) -> None:
     """In the first evaluation without a gain of a run that the second one ends: counted twice, it would end there.
 
     `before_training`: how often the moment comes in the evaluation before the first step, which is counted by nobody.
     """
-    early = [*JOB, "training.max_steps=30", "training.eval_every=1", "training.early_stopping=2",
-             "training.learning_rate=0.5", "training.schedule=constant", "output.best=false"]  # fmt: skip
-    whole = job(early, tmp_path / "whole")
-    assert whole.go().code == 0
-    last = whole.run.steps_done
-    assert last < 30, "the job was meant to stop early"
-    losses = [loss for _, loss in evaluations(whole.run)]
+    last = whole_early.run.steps_done
+    losses = [loss for _, loss in evaluations(whole_early.run)]
     assert losses[last - 1] >= min(losses[1 : last - 1]), "the evaluation before the last one has no gain"
-    stopped = job(early)
+    stopped = job(EARLY)
     assert stopped.go(Fault(moment, nth=last - 1 + before_training, action="SIGTERM")).code == 143
     assert stopped.run.complete_checkpoints()[-1] == stopped.run.checkpoint(last - 1)
-    assert evaluations(stopped.run) == evaluations(whole.run)[:last]
+    assert evaluations(stopped.run) == evaluations(whole_early.run)[:last]
     assert stopped.go().code == 0
-    assert evaluations(stopped.run) == evaluations(whole.run)
-    assert stopped.weights == whole.weights
+    assert evaluations(stopped.run) == evaluations(whole_early.run)
+    assert stopped.weights == whole_early.weights
 
 
 def test_a_postponed_evaluation_is_logged_once_even_after_a_kill(job, whole: Job) -> None:
