@@ -24,7 +24,7 @@ from signed import sign
 
 import finetune
 from finetune.config import OptimizerSection
-from finetune.errors import ArtifactError, ConfigError, DataError
+from finetune.errors import ConfigError, DataError
 from finetune.lifecycle import provenance, resume
 from finetune.model.distributed import optimizer_states
 from finetune.model.distributed.engine import OneProcess
