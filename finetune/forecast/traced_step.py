@@ -58,7 +58,7 @@ ENGINES: dict[str, type[TracedEngine]] = {"fsdp": FakeSharded, "deepspeed": Fake
 
 @dataclass(frozen=True)
 class StepSetting:
-    """A step to trace: a job on a device, its largest micro-batches, and the number of ranks, of which this is rank 0.
+    """A step to trace: a job on a device, its largest micro-batches, and the number of ranks; this is rank 0.
 
     `attention` is the name of the implementation. Without an `evaluation` batch none is traced.
     """
