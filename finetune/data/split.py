@@ -32,8 +32,9 @@ from finetune.errors import DataError
 
 Split = Literal["train", "eval"]
 
-# Increment with any change to the code that changes the prepared rows, to invalidate existing cache entries.
-_VERSION = 4
+# Increment with any change to the code that changes the prepared rows or the fields of their counts, to invalidate
+# existing cache entries: versions of this package may share a cache, and an earlier one does not know new fields.
+_VERSION = 5
 
 _ROWS, _COUNTS = "rows.arrow", "counts.json"
 

@@ -19,7 +19,7 @@ from finetune.training import strategies
 
 @contextlib.contextmanager
 def placing(section: DistributedSection, world_size: int) -> Iterator[Placement | None]:
-    """How rank 0 of so many ranks holds a model, in fake tensors on the CPU; None if it holds all of it."""
+    """The placement of rank 0 of `world_size`, in fake tensors on the CPU; None if it holds all of the model."""
     if not strategies.loads_parts(section, world_size):
         yield None
         return
@@ -29,7 +29,7 @@ def placing(section: DistributedSection, world_size: int) -> Iterator[Placement 
 
 @contextlib.contextmanager
 def splitting(section: DistributedSection, world_size: int) -> Iterator[dist.ProcessGroup | None]:
-    """The ranks with which rank 0 of so many splits rows; None if it computes whole ones."""
+    """The group of rank 0 of `world_size` for splitting rows; None if it computes whole ones."""
     if section.context == 1 or world_size == 1:
         yield None
         return

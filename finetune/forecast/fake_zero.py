@@ -1,9 +1,9 @@
 """DeepSpeed's engine in a traced step: what rank 0 allocates, sends and copies, without DeepSpeed.
 
 The step, the optimizer and autograd are real, on fake tensors. Around them stand the buffers of DeepSpeed 0.19.8 with
-the config that `model.zero` gives it, made and freed where its source does (paths below deepspeed/runtime/zero). A flat
-buffer has the size that it has for the whole model, of which fewer layers are traced. Not here: that on a card memory
-freed on one stream waits for another before it is used again.
+the config that `model.distributed.zero` gives it, made and freed where its source does (paths below
+deepspeed/runtime/zero). A flat buffer has the size that it has for the whole model, although fewer layers are traced.
+Not here: memory of a GPU that was freed on one stream waits for another before it is used again.
 """
 
 from __future__ import annotations
@@ -437,7 +437,7 @@ class FakeZero(TracedEngine):
 
 @dataclass
 class _Part:
-    """A weight of which each rank keeps a part, its `own`; `used_by` are the modules that now need it whole."""
+    """A weight that each rank keeps a part of, its `own`; `used_by` are the modules that now need it whole."""
 
     own: Tensor
     shape: torch.Size

@@ -213,8 +213,8 @@ def swapping_seconds(swapped_bytes: int, ranks: int) -> float:
 def _seconds(work: Work, device: Device) -> float:
     """Time of arithmetic, traffic and launches, none of them overlapping, or of what is sent beside them if longer.
 
-    Copies between the host and the device have a stream of their own (`model.offload`), and so have FSDP2's gathers of
-    the next layer and its reduced gradients, and DDP's averages.
+    Copies between the host and the device have a stream of their own (`model.recompute.offload`), and so have FSDP2's
+    gathers of the next layer and its reduced gradients, and DDP's averages.
     """
     computing = (
         (work.flops - work.hidden_flops) / device.flops

@@ -1,6 +1,6 @@
 """The engine of a traced step: what rank 0 computes, on fake tensors, and what a trace asks of it besides.
 
-This one is for a model of which the rank holds all. A way of sharing it has a subclass, in ENGINES of `traced_step`.
+This one is for a rank that holds all of the model. A way of sharing it has a subclass, in ENGINES of `traced_step`.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ ENGINES: dict[str, type[TracedEngine]] = {"fsdp": FakeSharded, "deepspeed": Fake
 
 @dataclass(frozen=True)
 class StepSetting:
-    """A step to trace: a job on a device, its largest micro-batches, and the number of ranks, of which this is rank 0.
+    """A step to trace: a job on a device, its largest micro-batches, and the number of ranks; this is rank 0.
 
     `attention` is the name of the implementation. Without an `evaluation` batch none is traced.
     """
@@ -131,12 +131,14 @@ class Models:
     ready: dict[Hashable, _TracedStep] = field(default_factory=dict)
     """By job and the kinds of the layers that are kept."""
     traces: dict[Hashable, Trace] = field(default_factory=dict)
-    """By setting and kept layers; not yet extrapolated."""
+    """By setting, and the kinds and levels of the layers that are kept, however many they stand for; not yet
+    extrapolated.
+    """
 
     def store(self, setting: StepSetting, traced: _TracedStep, trace: Trace) -> None:
         self.kinds[setting.job] = traced.kinds
         self.ready[setting.job, traced.kept.kinds] = traced
-        self.traces[setting.job, setting.step, traced.kept] = trace
+        self.traces[setting.job, setting.step, traced.kept.kinds, traced.kept.levels] = trace
 
 
 def trace_step(setting: StepSetting, models: Models | None = None) -> Trace:
@@ -167,7 +169,7 @@ def _trace_step(setting: StepSetting, shortening: Shortening, models: Models) ->
     config, device, ready = setting.config, setting.device, None
     if kinds := models.kinds.get(setting.job):
         kept = _KeptLayers.of(kinds, config, shortening)
-        if trace := models.traces.get((setting.job, setting.step, kept)):
+        if trace := models.traces.get((setting.job, setting.step, kept.kinds, kept.levels)):
             return extrapolate(trace, kept.shortened)
         ready = models.ready.pop((setting.job, kept.kinds), None)
     answers = Answers(uneven=False, trained_tokens=0)

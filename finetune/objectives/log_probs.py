@@ -6,7 +6,7 @@
     attach             for good: TRL's `add_fused_lm_head` takes the hidden states and calls its tiled function
     tiles              in its block: the tokens of a tile, and whether `kernels.head.LogProbs` is that tiled function
     kernels.head       `LogProbs`: the gradient together with the values, by TRL's kernels
-    libraries.without_triton, forecast.patches
+    libraries.without_triton, forecast.device_paths
                        for the process, or in a trace: what stands for TRL's kernels where Triton does not run
 
 `check` and `prove` compare the whole with the model's own logits and with TRL's own function.

@@ -1,4 +1,4 @@
-"""Callbacks: a user's own code, told of each step, evaluation and checkpoint of a run."""
+"""Callbacks: a user's own code, called after each step, evaluation and checkpoint of a run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Told = Callback | Callable[[dict[str, Any]], object]
 
 
 def checked(given: Iterable[Told] | None) -> tuple[Callback, ...]:
-    """The callbacks of a run, which begins with none if `given` is None. Raises ConfigError for what is no callback."""
+    """The callbacks of a run; none at first if `given` is None. Raises ConfigError if one is not a callback."""
     if given is None:
         return ()
     if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):

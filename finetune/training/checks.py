@@ -39,7 +39,7 @@ def check_optimizer(config: Config) -> None:
 
 
 def check_shares(config: Config, processes: int | None = None) -> None:
-    """Raise ConfigError for a batch that cannot be divided among so many processes, by default the ranks."""
+    """Raise ConfigError for a batch that cannot be divided among the `processes`, by default all ranks."""
     training, processes = config.training, processes or ranks.world_size()
     section, context = config.distributed, config.distributed.context
     if processes % context:

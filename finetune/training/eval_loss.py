@@ -114,8 +114,8 @@ class EvaluationReport(Protocol):
 class EvalLoss:
     """Evaluation during training.
 
-    `report` is told of each micro-batch that is split because it does not fit, and of a single row that does not fit,
-    in which case there is no loss.
+    `report` gets each micro-batch that is split because it does not fit, and a single row that does not fit; there is
+    then no loss.
     """
 
     step: Step

@@ -1,7 +1,7 @@
 """The training loop: optimizer steps, and what happens between them.
 
 `Loop.take_step` is one step. Everything else is passed in: out-of-memory retry, metrics with their guards, checkpoints,
-evaluation, signals (built by `training.run`).
+evaluation, signals (built by `training.assembly`).
 """
 
 from __future__ import annotations

@@ -151,7 +151,10 @@ class Retry:
             if not is_out_of_memory(error) or not begun:
                 raise
             if not step.engine.repeatable:
-                raise self.report.not_repeatable(error, begun[-1]) from error
+                ending = self.report.not_repeatable(error, begun[-1])
+                if ending is error:
+                    raise  # not from itself: whoever follows the causes would never arrive
+                raise ending from error
             return torch.empty(0), _Failure(begun[-1], ranks.rank(), reason(error)), error
 
     def _make_smaller(self, step: Step, failures: list[_Failure]) -> _Failure | None:

@@ -2,7 +2,7 @@
 
 A checkpoint contains the trained weights; `optimizer.safetensors`; `state.json` with the optimizer's other values, the
 schedule, the loss scaler and the random state of each rank; and `trainer_state.json` with the progress (step, epoch,
-best evaluation). Nothing is pickled. Tensors of which ranks hold parts are stored whole, so that any number of ranks
+best evaluation). Nothing is pickled. Tensors that ranks hold in parts are stored whole, so that any number of ranks
 can resume.
 """
 

@@ -123,17 +123,17 @@ def least_first(config: Config) -> list[dict[str, str]]:
 
 
 def applies(section: DistributedSection, world_size: int) -> bool:
-    """Whether the model of so many ranks is shared, or is in the engine of a strategy for a single process."""
+    """Whether `world_size` ranks share the model, or one process has it in the engine of a strategy."""
     return world_size > 1 or STRATEGIES[section.kind].alone
 
 
 def loads_parts(section: DistributedSection, world_size: int) -> bool:
-    """Whether each of so many ranks loads a part of the weights."""
+    """Whether each of `world_size` ranks loads a part of the weights."""
     return STRATEGIES[section.kind].place is not None and world_size > 1
 
 
 def holds_parts(section: DistributedSection, world_size: int) -> bool:
-    """Whether none of so many ranks can compute or save alone, as it holds a part of the weights or of the states."""
+    """Whether no rank of `world_size` can compute or save alone, as it holds parts of the weights or the states."""
     return STRATEGIES[section.kind].updates != "weight" and applies(section, world_size)
 
 

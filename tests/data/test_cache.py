@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ import pytest
 from finetune.config import DataSection, Source
 from finetune.data import cache, sources
 from finetune.data import split as splitting
+from finetune.data.counts import Counts
 from finetune.data.prepare import Prepared, prepare, prepare_held_out
 from finetune.errors import DataError
 from finetune.storage.private import not_private
@@ -172,6 +174,15 @@ def test_another_version_of_the_preparation_prepares_anew(
     first = prepare(section(source), tokenizer)
     monkeypatch.setattr(splitting, "_VERSION", splitting._VERSION + 1)
     assert file_of(prepare(section(source), tokenizer).train) != file_of(first.train)
+
+
+def test_counts_have_the_fields_of_this_version_of_the_preparation() -> None:
+    """An earlier version of the package, which may share the cache, fails on a field that it does not know."""
+    fields = [field.name for field in dataclasses.fields(Counts)]
+    assert (splitting._VERSION, fields) == (5, [
+        "rows", "tokens", "trained_tokens", "longest", "affected", "unused", "kinds", "run_together", "systems",
+        "segments",
+    ]), "another `_VERSION` for other fields"  # fmt: skip
 
 
 def test_a_change_of_the_held_out_file_leaves_the_training_rows(source: Path, tmp_path: Path, tokenizer: Any) -> None:

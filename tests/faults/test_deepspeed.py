@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 import signal
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -158,7 +159,18 @@ def test_the_norm_of_a_dropped_update_is_on_the_device() -> None:
     engine: Any = zero.Zero.__new__(zero.Zero)
     engine._engine = SimpleNamespace(step=lambda: None, get_global_grad_norm=lambda: math.inf)
     engine._device = torch.device("meta")
-    assert engine.step().device.type == "meta"
+    assert engine.clip(1.0).device.type == "meta"
+
+
+def test_the_schedule_knows_of_updates_that_deepspeed_makes() -> None:
+    """Or torch warns that rates change before the first one."""
+    engine: Any = zero.Zero.__new__(zero.Zero)
+    engine.optimizer = zero.Rates([{"params": [torch.nn.Parameter(torch.ones(1))], "lr": 0.1}])
+    schedule = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda done: 1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.update()
+        schedule.step()
 
 
 def test_what_another_user_left_on_a_disk_is_left_alone(tmp_path: Path) -> None:

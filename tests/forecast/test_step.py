@@ -376,6 +376,15 @@ def test_a_model_traced_before_gives_the_forecast_that_a_new_one_gives(
     assert len(models.ready) < len(models.traces) <= len(settings)
 
 
+def test_how_many_layers_stand_for_like_ones_takes_no_trace_of_its_own() -> None:
+    """The steps of a ladder of levels differ in nothing else."""
+    models, model = Models(), tiny_models.architecture(layers=12)
+    for recomputed in (6, 7):
+        job = tiny_models.config(memory__checkpointing={"all": recomputed, "none": 12 - recomputed})
+        tiny_models.trace(job, model, models=models)
+    assert len(models.traces) == 1
+
+
 def _comparable(trace: Trace) -> tuple[Any, ...]:
     """All of a trace; blocks that are freed one after the other come in any order, which no two traces share."""
     runs = [

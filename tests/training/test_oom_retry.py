@@ -1,11 +1,15 @@
-"""What can be undone of an update that memory ran out in, told from weights and optimizer states."""
+"""Steps that cannot be repeated, and what can be undone of an update that memory ran out in."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from finetune.training.oom_retry import UpdateStart
+from finetune.training.oom_retry import Retry, UpdateStart
 
 Weights = list[torch.nn.Parameter]
 
@@ -23,6 +27,23 @@ def adam(weights: Weights) -> torch.optim.Optimizer:
         weight.grad = torch.ones(2)
     optimizer.step()
     return optimizer
+
+
+def test_the_error_of_a_step_that_cannot_be_repeated_is_not_its_own_cause() -> None:
+    """Whoever follows the causes of an error, as `session.releasing` does, would never arrive."""
+
+    def run_out(parts: list[Any], count: int, number: int, begin: Any) -> None:
+        begin(parts[0])
+        raise torch.OutOfMemoryError("no room")
+
+    step: Any = SimpleNamespace(
+        forward_backward=run_out, engine=SimpleNamespace(repeatable=False, world_size=2), model=torch.nn.Module()
+    )
+    report = Mock()
+    report.not_repeatable.side_effect = lambda error, inputs: error
+    with pytest.raises(torch.OutOfMemoryError, match="no room") as caught:
+        Retry(report).forward_backward(step, [{"input_ids": torch.zeros(1, 2)}], 1)
+    assert caught.value.__cause__ is None
 
 
 def test_an_update_that_did_nothing_leaves_the_states_where_they_are(

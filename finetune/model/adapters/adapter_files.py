@@ -61,7 +61,7 @@ def scales(model: Any) -> dict[str, float]:
 def published(section: AdapterSection) -> AdapterSection:
     """The section that describes the adapter published after training with `section`.
 
-    PiSSA publishes a plain adapter of twice the rank and the same scale (see `finetune.training.run`); LoftQ's
+    PiSSA publishes a plain adapter of twice the rank and the same scale (see `training.publishing`); LoftQ's
     initialisation is contained in the weights.
     """
     if section.init != "pissa":

@@ -20,7 +20,7 @@ from finetune.runtime import patches
 
 
 class WeightAccess(Protocol):
-    """The weights of `model`, of which a rank may hold parts."""
+    """The weights of `model`; a rank may hold parts of them."""
 
     model: Any
 
@@ -101,7 +101,7 @@ class Engine(WeightAccess, Protocol):
 
 
 class WholeWeights:
-    """The weights of a model of which this process holds all."""
+    """The weights of a model that this process holds as a whole."""
 
     def __init__(self, model: Any) -> None:
         self.model = model

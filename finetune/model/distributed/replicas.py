@@ -31,8 +31,7 @@ class Replicas(OneProcess):
         self._ddp: DistributedDataParallel | None = DistributedDataParallel(model)
         patches.BROADCAST_BUFFERS.put(False, self._ddp)
         self._averaged: set[torch.Tensor] = set()
-        for weight in self._trained():
-            weight.register_post_accumulate_grad_hook(self._count)
+        self._hooks = [weight.register_post_accumulate_grad_hook(self._count) for weight in self._trained()]
 
     @property
     def forward(self) -> Any:
@@ -69,5 +68,9 @@ class Replicas(OneProcess):
     def close(self) -> None:
         """Give up DDP, which refers to the process group and must not be the last to do so: its destructor would join
         the group's threads while holding the GIL, for which they may be waiting (torch 2.13, ProcessGroupGloo).
+
+        The weights, which are published next, no longer refer to this engine and its optimizer's states.
         """
+        for hook in self._hooks:
+            hook.remove()
         self._ddp = None

@@ -75,7 +75,7 @@ class Sharding:
     keep_whole: bool = False
     offload: bool = False
     _loaded: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, compare=False)
-    """The `Shards` of each weight of which only this rank's is left, until `apply`."""
+    """The `Shards` of each weight that `keep_part` has reduced to this rank's, until `apply`."""
     _in_layers: weakref.WeakKeyDictionary[Any, set[nn.Module]] = field(
         default_factory=weakref.WeakKeyDictionary, compare=False
     )
@@ -136,7 +136,7 @@ class Sharding:
         return weight in self._loaded
 
     def apply(self, model: Any) -> None:
-        """Shard all weights of `model`, of some of which only shards may have been kept; one layer at a time is whole.
+        """Shard all weights of `model`, some of which may be shards already; one layer at a time is whole.
 
         Raises ConfigError for a model without layers that transformers can recompute, or with experts in 4 bit.
         """
@@ -173,7 +173,7 @@ def _ends(model: Any) -> tuple[nn.Module | None, list[nn.Module]]:
     """The embeddings, and the last norm with the head; nothing where the two share weights.
 
     The loss reads the head's weight without calling the head, so that it is gathered when the norm is called (torch
-    2.13, `fully_shard`: a group of which only a part runs).
+    2.13, `fully_shard`: a group that runs only in part).
     """
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     if embeddings is None or head is None or set(embeddings.parameters()) & set(head.parameters()):

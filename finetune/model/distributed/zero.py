@@ -134,7 +134,8 @@ class Zero:
         return torch.as_tensor(self._engine.get_global_grad_norm(), device=self._device)
 
     def update(self) -> None:
-        """Nothing: `clip` has updated the weights."""
+        """Let the schedule see an update: `clip` has made it, and torch warns of rates that change before one."""
+        self.optimizer.step()
 
     def warm_up_count(self, count: int) -> int:
         """0, for DeepSpeed drops gradients only where they are not finite: those of a loss that is divided by zero."""
