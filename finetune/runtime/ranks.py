@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import secrets
@@ -100,48 +99,46 @@ def _start(error: FinetuneError | None) -> Store:
 
     Raises MachineError if a rank does not come.
     """
-    said = json.dumps([secrets.token_hex(8), *([_kind(error).__name__, str(error)] if error else [])])
     try:
         store, _, _ = next(rendezvous("env://", timeout=_START))
-        agreed, roster = _roster(store, said)
+        attempt, failures = _exchanged(store, json.dumps([_kind(error).__name__, str(error)] if error else None))
     except (RuntimeError, ValueError) as failed:
         raise error or MachineError(f"the {world_size()} processes cannot connect to each other: {failed}") from None
     _raise_first(
-        [getattr(errors, failure[0])(failure[1]) if failure else None for _, *failure in map(json.loads, roster)]
+        [getattr(errors, failure[0])(failure[1]) if failure else None for failure in map(json.loads, failures)]
     )
-    return PrefixStore(agreed, store)
+    return PrefixStore(attempt, store)
 
 
-def _roster(store: Store, said: str) -> tuple[str, list[str]]:
-    """What each rank says, in rank order, and a name for it that all ranks have agreed on.
+def _exchanged(store: Store, said: str) -> tuple[str, list[str]]:
+    """The name of this attempt to start, drawn by rank 0, and what each rank says, in rank order.
 
-    torchrun keeps its store when it starts the ranks again (torch 2.13), with what those before have left there. So
-    rank 0 lists what it finds, and the list counts once each rank has found in it what it said itself.
+    When torchrun starts the ranks again it keeps its store, with the keys of earlier attempts, and nothing in the
+    environment tells attempts apart: TORCHELASTIC_RESTART_COUNT differs among nodes (torch 2.13). So each rank asks
+    under a key that it draws, which rank 0 answers with the name; the answer to an earlier attempt's key is never read.
     """
-    store.set(f"said/{rank()}", said)
-    others, until = range(world_size()), time.monotonic() + _START.total_seconds()
-    roster: list[str | None] = []
-    agreed, missing = "", list(others)
+    attempt, key = secrets.token_hex(8), f"asked/{secrets.token_hex(8)}"
+    store.set(f"asked/{rank()}", key)
+    everyone, until = range(world_size()), time.monotonic() + _START.total_seconds()
+    missing = list(everyone)
     while missing:
         if time.monotonic() > until:
             raise MachineError(f"ranks {missing} have not started within {_START.seconds // 60} minutes of this one")
         if is_main():
-            found = [store.get(key).decode() if store.check([key]) else None for key in map("said/{}".format, others)]
-            store.set("roster", json.dumps(found))
-        roster = json.loads(store.get("roster"))
-        if roster[rank()] != said:
-            missing = [0]  # or it has not listed this rank yet
-        elif not (missing := [other for other, says in enumerate(roster) if says is None]):
-            agreed = hashlib.sha256(json.dumps(roster).encode()).hexdigest()
-            store.set(f"{agreed}/{rank()}", "")
-            missing = [other for other in others if not store.check([f"{agreed}/{other}"])]
+            for asked in filter(lambda asked: store.check([asked]), map("asked/{}".format, everyone)):
+                store.set(store.get(asked).decode(), attempt)
+        missing = [0]
+        if store.check([key]):
+            attempt = store.get(key).decode()
+            store.set(f"{attempt}/said/{rank()}", said)
+            missing = [other for other in everyone if not store.check([f"{attempt}/said/{other}"])]
         time.sleep(_POLL_SECONDS)
-    if is_main():  # whose process may hold the store: it goes on once the others have seen that all agree
+    everything = [store.get(f"{attempt}/said/{other}").decode() for other in everyone]
+    store.set(f"{attempt}/read/{rank()}", "")
+    if is_main():  # its process may hold the store, which the others must have read before it ends
         with contextlib.suppress(DistError):
-            store.wait([f"{agreed}/{other}/seen" for other in others if other], timedelta(seconds=30))
-    else:
-        store.set(f"{agreed}/{rank()}/seen", "")
-    return agreed, [says for says in roster if says]
+            store.wait([f"{attempt}/read/{other}" for other in everyone], timedelta(seconds=30))
+    return attempt, everything
 
 
 def _raise_first(failures: list[FinetuneError | None]) -> None:
