@@ -2,6 +2,8 @@
 PYTHON ?= python3
 CONFIG ?= configs/tiny_cpu.yaml
 ARGS ?=
+# What is tested: all of tests/, or one of its folders, which mirror those of finetune/.
+TESTED = $(if $(FOLDER),tests/$(FOLDER))
 
 # Threads that wait sleep instead of spinning: two spinning processes on two cores slow each other tenfold.
 export OMP_WAIT_POLICY ?= passive
@@ -15,7 +17,7 @@ NEWEST := .venv-newest/bin
 TORCH ?= 2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup finetune data plan fit merge test test-fast test-oldest test-newest house check notebooks bench golden sweep many-gpus faults faults-ranks mutations exports answers gpu-check docs
+.PHONY: help setup finetune data plan fit merge test test-fast durations test-oldest test-newest house check notebooks bench golden sweep many-gpus faults faults-ranks mutations exports answers gpu-check docs
 
 help: ## Show the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s '	'
@@ -65,11 +67,15 @@ fit: $(READY) ## Write CONFIG fitted to GPU="RTX 4090".
 merge: $(READY) ## Merge RUN=runs/... into a 16-bit model and prove it.
 	$(BIN)/finetune merge $(or $(RUN),$(error give RUN=runs/NAME))
 
-test: $(DEV) ## Run the tests, notebooks included (thirteen minutes).
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+test: $(DEV) ## Run the tests, notebooks included; FOLDER=data runs those of finetune/data alone.
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(TESTED) $(ARGS)
 
-test-fast: $(DEV) ## Run all but the slow tests, for while you edit (two minutes).
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu" $(ARGS)
+test-fast: $(DEV) ## Run all but the slow tests, for while you edit; FOLDER=data as above.
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu" $(TESTED) $(ARGS)
+
+durations: $(DEV) ## Run the tests on an idle machine and write the seconds of each file to tests/durations.json.
+	report=$$(mktemp) && $(BIN)/python -m pytest -n 2 --dist worksteal --junitxml "$$report" && \
+		$(BIN)/python tests/durations.py "$$report"
 
 test-oldest: .venv-oldest/.ready ## Run the quick tests with the lowest versions that pyproject.toml allows.
 	$(OLDEST)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu" $(ARGS)

@@ -41,7 +41,7 @@ from children import Children, Fault
 from finetune.config import Config, ModelSection, QuantizationSection
 from finetune.data import fingerprint
 from finetune.errors import MachineError
-from finetune.export.merging import shards
+from finetune.export.merging import merged_files
 from finetune.export.merging.bases import Bases
 from finetune.model.adapters import adapter, adapter_files
 from finetune.model.base import load_architecture
@@ -189,14 +189,14 @@ def plan(folder: Path, name: str, count: int) -> dict[str, Any]:
     adapted.peft_config["default"].save_pretrained(str(place))
     started = time.perf_counter()
     bases = Bases(config, place, identity.loaded_files(folder / "base"), CPU)
-    planned = shards.layouts(bases)
+    planned = merged_files.layouts(bases)
     seconds = time.perf_counter() - started
     target = folder / "merged"
     target.mkdir()
     said = "fits"
     try:
         if sum(each.bytes for each in planned.values()) > shutil.disk_usage(target).free:
-            shards.write_weights(bases.merging("16-bit"), target)
+            merged_files.write_weights(bases.merging("16-bit"), target)
     except MachineError as error:
         said = harness.without_paths(str(error))
     tensors = [dtype.itemsize * shape.numel() for each in planned.values() for dtype, shape in each.tensors.values()]

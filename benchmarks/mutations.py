@@ -46,8 +46,9 @@ AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
     "masks": (
         {
             "finetune.data.tokenizing": "answered _step _tokenized _runs",
-            "finetune.data.chat": "Encoded.trained Encoded.cut system_heads is_empty trained_turns _encoding "
+            "finetune.data.chat": "system_heads is_empty trained_turns _encoding "
             "_completion _with_end _tokens _chat",
+            "finetune.data.encoded": "Encoded.trained Segment.trained Segment.cut segments_of lengths_of",
             "finetune.data.masks": "answer_turns trained_spans marks_generation check_template "
             "rendering _by_marks _by_prefixes _turn_end _closed _words",
             "finetune.data.lengths": "_error _drop _truncate _last_answer _split",
@@ -92,7 +93,7 @@ AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
             "append_line _fsync",
         },
         ["storage/test_checkpoint.py", "storage/test_rundir.py", "storage/test_records.py",
-         "storage/test_moved_directory.py", "faults/test_checkpoints.py", "security/test_pickled_checkpoints.py",
+         "storage/test_moved_directory.py", "faults/test_checkpoints.py", "security/test_damaged_checkpoints.py",
          "test_doctor.py"],
     ),
 }  # fmt: skip

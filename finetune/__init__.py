@@ -15,21 +15,22 @@ from typing import TYPE_CHECKING, Any
 from finetune.runtime import libraries
 
 if TYPE_CHECKING:
-    from finetune.api import train
-    from finetune.config import Config
-    from finetune.errors import FinetuneError
-    from finetune.export.publish import export_model, merge
-    from finetune.forecast.planning import fit
-    from finetune.inference.evaluation import evaluate
-    from finetune.inference.jobs import generate
-    from finetune.objectives import Objective
-    from finetune.report.compare import compare
-    from finetune.report.data_view import inspect_data
-    from finetune.report.plan_look import plan
-    from finetune.report.result import Result
-    from finetune.settings import load_config
-    from finetune.storage.rundir import RunDirectory
-    from finetune.training.callbacks import Callback
+    from finetune.api import compare as compare
+    from finetune.api import inspect_data as inspect_data
+    from finetune.api import plan as plan
+    from finetune.api import train as train
+    from finetune.config import Config as Config
+    from finetune.errors import FinetuneError as FinetuneError
+    from finetune.export.publish import export_model as export_model
+    from finetune.export.publish import merge as merge
+    from finetune.forecast.planning import fit as fit
+    from finetune.inference.evaluation import evaluate as evaluate
+    from finetune.inference.jobs import generate as generate
+    from finetune.objectives import Objective as Objective
+    from finetune.report.result import Result as Result
+    from finetune.settings import load_config as load_config
+    from finetune.storage.rundir import RunDirectory as RunDirectory
+    from finetune.training.callbacks import Callback as Callback
 
 libraries.before_import()
 
@@ -41,36 +42,19 @@ _HOMES = {
     "Objective": "finetune.objectives",
     "Result": "finetune.report.result",
     "RunDirectory": "finetune.storage.rundir",
-    "compare": "finetune.report.compare",
+    "compare": "finetune.api",
     "evaluate": "finetune.inference.evaluation",
     "export_model": "finetune.export.publish",
     "fit": "finetune.forecast.planning",
     "generate": "finetune.inference.jobs",
-    "inspect_data": "finetune.report.data_view",
+    "inspect_data": "finetune.api",
     "load_config": "finetune.settings",
     "merge": "finetune.export.publish",
-    "plan": "finetune.report.plan_look",
+    "plan": "finetune.api",
     "train": "finetune.api",
 }
 
-__all__ = [
-    "Callback",
-    "Config",
-    "FinetuneError",
-    "Objective",
-    "Result",
-    "RunDirectory",
-    "compare",
-    "evaluate",
-    "export_model",
-    "fit",
-    "generate",
-    "inspect_data",
-    "load_config",
-    "merge",
-    "plan",
-    "train",
-]
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,19 +1,26 @@
-"""`finetune.train` from Python: a config's sections as arguments, with rows and functions where a file has names."""
+"""The functions of the package that return something to look at: `train`, `plan`, `inspect_data` and `compare`.
+
+Each makes a view of what another folder computes. They import within the function: `compare` needs no model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from finetune import recipe
 from finetune.config import Config, loaded
 from finetune.errors import ConfigError
-from finetune.report.result import Result
-from finetune.report.terminal import Terminal
 from finetune.settings import load_config
-from finetune.training import callbacks as checks
-from finetune.training.callbacks import Told
+
+if TYPE_CHECKING:
+    from finetune.report.data_view import DataView
+    from finetune.report.forecast_view import PlanView
+    from finetune.report.result import Result
+    from finetune.report.runs_view import RunsView
+    from finetune.report.terminal import Terminal
+    from finetune.storage.rundir import Run
+    from finetune.training.callbacks import Told
 
 
 def train(
@@ -36,17 +43,20 @@ def train(
     `model` is a model's name, and `data` rows (a `datasets.Dataset` or dicts) or the name of a source; or each is a
     mapping like the other sections, as `load_config` takes them. Without a `config` both are needed.
 
-    `callbacks` are told of each step, evaluation and checkpoint; a function is called with the metrics of each step and
+    `callbacks` are called at each step, evaluation and checkpoint; a function, with the metrics of each step and
     evaluation. An exception in one ends the run once the step is saved, and is raised; the same call then goes on from
     there. `fresh` moves an earlier run in the same directory aside instead.
 
     Raises a FinetuneError for each problem that a user can solve.
     """
+    from finetune import recipe
+    from finetune.training import callbacks as checks
+
     if config is None:
         _refuse_nothing(model=model, data=data)
     else:
         loaded(config)
-    told = checks.checked(callbacks)
+    checked = checks.checked(callbacks)
     if model is not None:
         sections["model"] = model if isinstance(model, Mapping) else {"name": model}
     if data is not None:
@@ -54,7 +64,41 @@ def train(
     if sections:
         before = config.model_dump() if config else {}
         config = load_config({**before, **{name: _over(before.get(name), keys) for name, keys in sections.items()}})
-    return recipe.train(config or Config(), fresh=fresh, terminal=terminal, callbacks=told)
+    return recipe.train(config or Config(), fresh=fresh, terminal=terminal, callbacks=checked)
+
+
+def plan(config: Config, gpu: str | None = None, gpus: int = 1) -> PlanView:
+    """Forecast the job on `gpu`: a GPU's name, a size such as 24GiB, `auto` or `cpu`; by default this machine's device.
+
+    With several `gpus` the forecast is that of one of them. Settings that are `auto` are fitted first. Raises a
+    FinetuneError for an unknown model or GPU, or a batch that cannot be divided among that many.
+    """
+    from finetune.forecast import planning
+    from finetune.report.forecast_view import PlanView
+
+    return PlanView(planning.plan(config, gpu, gpus))
+
+
+def inspect_data(config: Config) -> DataView:
+    """Inspect the data that the job would train on: counts, lengths, padding, and the first rows token by token.
+
+    Raises a FinetuneError for anything the user can fix; DataError also if there is nothing to learn.
+    """
+    from finetune.data import inspection
+    from finetune.report.data_view import DataView
+
+    return DataView(inspection.inspect_data(config))
+
+
+def compare(runs: Sequence[Run]) -> RunsView:
+    """Put runs side by side; a notebook shows the result, and `write(path)` makes a page of it.
+
+    Raises ArtifactError for a path without a run, and ConfigError for fewer than two different runs.
+    """
+    from finetune.report.runs_view import RunsView
+    from finetune.results import side_by_side
+
+    return RunsView(side_by_side.compare(runs))
 
 
 def _refuse_nothing(**given: Any) -> None:

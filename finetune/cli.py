@@ -39,6 +39,7 @@ from finetune.runtime.stages import stage
 if TYPE_CHECKING:
     from finetune.config import Config
     from finetune.report.terminal import Terminal
+    from finetune.report.view import PageView, View
 
 
 app = typer.Typer(
@@ -69,9 +70,9 @@ _CHANGEABLE: set[str] = set()
 def command(
     work: Callable[..., None], name: str | None = None, shared: Mapping[str, inspect.Parameter] | None = None
 ) -> Callable[..., None]:
-    """Make `work` a command of the program, by default of its own name; all have `--debug`.
+    """Make `work` a command, by default with its own name; all commands have `--debug`.
 
-    `shared` are options that stand in place of its `**`, unless `work` has them itself.
+    `shared` are options that replace the `**` of `work`, except those that `work` declares itself.
     """
 
     @functools.wraps(work)
@@ -110,7 +111,7 @@ def _listed(entries: Any) -> str:
 
 
 def which(model: str) -> str:
-    """A model of a run; parses the option of that name."""
+    """Parse the name of a run's model."""
     if model not in ("base", "adapter", "merged"):
         raise typer.BadParameter(f"{model!r}: choose base, adapter or merged")
     return model
@@ -163,10 +164,9 @@ def train(
     with _refusing():
         job = finetune.load_config(config, overrides or [])
     with _importing(f"train {config}"):
+        from finetune import recipe
         from finetune.runtime import ranks
-
-        start = finetune.train  # which imports its module
-    result = start(job, fresh=fresh, terminal=_terminal(quiet=as_json))
+    result = recipe.train(job, fresh=fresh, terminal=_terminal(quiet=as_json))
     if as_json and ranks.is_main():
         _print_json(result.summary())
 
@@ -176,15 +176,9 @@ def data(config: ConfigFile, overrides: Overrides = None, page: Page = None, as_
     """Show the data as the model sees it. What is trained, and what is padding; no GPU or weights needed."""
     job = finetune.load_config(config, overrides or [])
     with _importing(f"data of {config}", ", then tokenizing the rows"):
-        inspect_data = finetune.inspect_data
-    found = inspect_data(job)
-    if page:
-        found.write(page)
-        _wrote(page, as_json)
-    if as_json:
-        _print_json(found.as_dict())
-    else:
-        _terminal().inspected(found.inspection)
+        from finetune.data import inspection
+        from finetune.report.data_view import DataView
+    _give_page(DataView(inspection.inspect_data(job)), as_json, page)
 
 
 @command
@@ -253,39 +247,30 @@ def plan(
 
 
 def _plan_answers(job: Config, gpu: str | None, rows: int, context: int | None, cache: str, as_json: bool) -> bool:
-    """Print the forecast of answers; whether they fit."""
+    """Print the forecast of answers, and return whether they fit."""
     with libraries.importing():
         from finetune.forecast import answer_memory
-    found = answer_memory.forecast(job, gpu, rows=rows, context=context, cache=cache)
-    if as_json:
-        _print_json(found.as_dict())
-    else:
-        _terminal().served(found)
-    return found.fits
+        from finetune.report.forecast_view import ServingView
+    forecast = answer_memory.forecast(job, gpu, rows=rows, context=context, cache=cache)
+    _give(ServingView(forecast), as_json)
+    return forecast.fits
 
 
 def _plan_training(
     job: Config, gpu: str | None, gpus: int, picture: Path | None, page: Path | None, as_json: bool
 ) -> bool:
-    """Print, draw and write the forecast of a training step; whether it fits."""
+    """Print, draw and write the forecast of a training step, and return whether it fits."""
     with libraries.importing():
-        make = finetune.plan  # which imports its module
-    found = make(job, gpu, gpus)
+        from finetune.forecast import planning
+        from finetune.report.forecast_view import PlanView
+    view = PlanView(planning.plan(job, gpu, gpus))
     if not as_json:
         _note_missing(job)
     if picture:
-        found.draw(picture)
+        view.draw(picture)
         _wrote(picture, as_json)
-    if page:
-        found.write(page)
-        _wrote(page, as_json)
-    if as_json:
-        _print_json(found.as_dict())
-    else:
-        if found.fitted:
-            _terminal().chose(found.fitted)
-        _terminal().planned(found.forecast, found.levers)
-    return found.forecast.fits
+    _give_page(view, as_json, page)
+    return view.forecast.fits
 
 
 @command
@@ -303,15 +288,13 @@ def fit(
         _announce(f"fit of {config}", job)
     with libraries.importing():
         from finetune.forecast import planning
+        from finetune.report.forecast_view import FittedView
     fitted, limits = planning.fit_with_limits(job, gpu, gpus)
     if not as_json:
         _note_missing(job)
     target = output or Path(f"{config.stem}_fitted.yaml")
     planning.write(fitted, target)
-    if as_json:
-        _print_json({**fitted.as_dict(), "limits": limits.as_dict(), "config": str(target)})
-    else:
-        _terminal().fitted(fitted, limits, target)
+    _give(FittedView(fitted, limits, target), as_json)
 
 
 @command
@@ -485,14 +468,7 @@ def compare(
 ) -> None:
     """Put runs side by side. What differs in their configs, and what came out."""
     stage("compare: importing the libraries")
-    found = finetune.compare(runs)
-    if page:
-        found.write(page)
-        _wrote(page, as_json)
-    if as_json:
-        _print_json(found.as_dict())
-    else:
-        _terminal().side_by_side(found)
+    _give_page(finetune.compare(runs), as_json, page)
 
 
 @command
@@ -505,12 +481,9 @@ def doctor(
     from finetune.doctor import machine
     from finetune.doctor import run_check as run_directory
 
-    found = run_directory.examine(run) if run else machine.examine()
-    if as_json:
-        _print_json(found.as_dict())
-    else:
-        _terminal().examined(found.findings)
-    sys.exit(found.exit_code)
+    examination = run_directory.examine(run) if run else machine.examine()
+    _give(examination, as_json)
+    sys.exit(examination.exit_code)
 
 
 @command
@@ -528,7 +501,7 @@ def schema(
 
 @contextlib.contextmanager
 def _importing(doing: str, then: str = "") -> Iterator[None]:
-    """In the block, libraries are imported, as is said on a terminal: it takes seconds."""
+    """Say on a terminal that libraries are imported, which takes seconds, and speed up the imports in the block."""
     stage(f"{doing}: importing the libraries{then}")
     with libraries.importing():
         yield
@@ -540,28 +513,44 @@ def _terminal(*, quiet: bool = False) -> Terminal:
     return Terminal(quiet=quiet)
 
 
+def _give(view: View, as_json: bool) -> None:
+    """Print a view, on the terminal or as JSON."""
+    if as_json:
+        _print_json(view.as_dict())
+    else:
+        _terminal().show(view)
+
+
+def _give_page(view: PageView, as_json: bool, page: Path | None) -> None:
+    """Write the page of a view, if one is asked for, and print the view."""
+    if page:
+        view.write(page)
+        _wrote(page, as_json)
+    _give(view, as_json)
+
+
 def _chosen(option: str, name: str, entries: Any) -> None:
-    """Refuse a command without the option that names an entry of a table, with what each is for."""
+    """Raise ConfigError where the option that names an entry of a table is missing; the message lists the entries."""
     if not name:
         raise ConfigError(f"choose with {option}: {_listed(entries)}")
 
 
 def _wrote(path: Path, as_json: bool) -> None:
-    """Say that a file was written, beside output that is JSON."""
+    """Say that a file was written, on stderr if the output is JSON."""
     typer.echo(visible(f"wrote {path}"), err=as_json)
 
 
 def _announce(title: str, job: Config) -> None:
-    """Print what is about to be forecast, as importing the libraries for it takes seconds."""
+    """Print the job to be forecast, before its libraries take seconds to import."""
     from rich.console import Console
 
     from finetune.report import printing, words
 
-    printing.say(Console(), f"{title}: {words.base(job)}; adapter: {words.adapter(job)}")
+    printing.say(Console(), f"{title}: {words.base(job)}; adapter: {words.adapter(job.adapter)}")
 
 
 def _note_missing(job: Config) -> None:
-    """Say which rows a forecast was made without; a file may be on the machine that will train."""
+    """Note the rows that were missing from a forecast; their file may be on the machine that will train."""
     from finetune.data import sources
 
     for why in sources.missing(job.data.train):
@@ -574,7 +563,7 @@ def _print_json(value: Any) -> None:
 
 @contextlib.contextmanager
 def errors_reported(debug: bool = False) -> Iterator[None]:
-    """In the block, an error becomes one paragraph and its exit code; with `debug` it is raised."""
+    """Turn an error in the block into one paragraph and its exit code; with `debug` raise it."""
     try:
         yield
     except FinetuneError as error:
@@ -592,7 +581,7 @@ def errors_reported(debug: bool = False) -> Iterator[None]:
             f"out of memory: {reason(error)}; use a machine with more, or free some of this one",
             OutOfMemoryError.exit_code,
         )
-    except BrokenPipeError:  # who reads the output has seen enough; click ends quietly
+    except BrokenPipeError:  # the reader has closed the output; click ends quietly
         raise
     except OSError as error:
         if debug:

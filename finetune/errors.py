@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 def first_line(error: BaseException, otherwise: str | None = None) -> str:
-    """The first line of what a library says, or `otherwise` (by default the error's type) where it says nothing."""
+    """The first line of a library's message, or `otherwise` (by default the error's type) where it is empty."""
     return (str(error).splitlines() or [type(error).__name__ if otherwise is None else otherwise])[0]
 
 
@@ -17,7 +17,7 @@ class FinetuneError(Exception):
 
     exit_code = 1
     shared = False
-    """Whether all processes of a run raise it alike, so that one of them says it."""
+    """Whether every rank raises this error, so that only one of them prints it."""
 
     def share(self) -> None:
         """Mark it as one that all processes of a run raise alike."""
@@ -31,7 +31,7 @@ class ConfigError(FinetuneError):
 
 
 class ForecastError(ConfigError):
-    """A model whose step fails on fake tensors, and so has no forecast; `memory.check: off` trains it all the same."""
+    """A model whose step fails on fake tensors, so that it has no forecast; `memory.check: off` trains it anyway."""
 
 
 class DataError(FinetuneError):
@@ -74,7 +74,7 @@ INTERRUPTED = 130
 
 
 class Terminated(SystemExit):
-    """SIGTERM ended the run, in good order. No Exception, so that no library takes it for a failure of its own."""
+    """SIGTERM ended the run, in good order. No library handles it, since it is not an Exception."""
 
     exit_code = 143
 

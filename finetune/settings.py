@@ -50,8 +50,8 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     a loss or an `Objective` for `training.objective`. The config then has names for them that only this process knows.
 
     Raises ConfigError with every problem, each with file:line, the nearest valid name and what to do; DataError for
-    rows that are none; ArtifactError for a run's config that asks for foreign code to run, unless an override asks for
-    it too.
+    values that are not rows; ArtifactError for a run's config that asks to run foreign code, unless an override asks
+    for it too.
     """
     if isinstance(source, Mapping):
         named = {name: _named(keys) if isinstance(keys, Mapping) else keys for name, keys in source.items()}
@@ -107,7 +107,7 @@ _GIVEN: dict[str, Callable[[Any], Any]] = {
         objectives.given(value) if callable(value) or isinstance(value, objectives.Objective) else value
     ),
 }
-"""What may be given from Python, by its key, which no other section has."""
+"""The conversion of values that may be given from Python, by key; no two sections share one of these keys."""
 
 
 def config_of(run: RunDirectory, *, trust_remote_code: bool = False) -> Config:
@@ -128,7 +128,7 @@ _TRUST = "model.trust_remote_code"
 
 
 def _is_of_run(path: Path) -> bool:
-    """Whether a run wrote this config, or has written files beside it."""
+    """Whether this config is in a run directory."""
     runs = [RunDirectory(each.parent) for each in (path, path.resolve())]
     return any(run.events_file.exists() or path.name == run.config_file.name for run in runs)
 

@@ -295,8 +295,12 @@ class House:
         return sorted({name for name in names if name in self._modules})
 
     def files_that_know(self, words: re.Pattern[str]) -> list[str]:
-        """Files with identifiers that have one of `words`."""
-        return [source.name for source in self.sources if any(map(words.search, source.identifiers))]
+        """Files with identifiers that have one of `words`; the config's tables and rules, which name all, left out."""
+        return [
+            source.name
+            for source in self.sources
+            if not source.name.startswith("finetune.config.") and any(map(words.search, source.identifiers))
+        ]
 
     # -- sizes -----------------------------------------------------------------------------------------------------
 

@@ -53,7 +53,7 @@ def test_a_path_that_the_system_refuses_is_one_line(tmp_path: Path, capsys: pyte
         ("loop/run", "not a run directory"),
     ],
 )  # fmt: skip
-def test_a_run_that_cannot_be_is_no_run(call, run: str, why: str, tmp_path: Path) -> None:
+def test_an_impossible_run_path_is_refused(call, run: str, why: str, tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     code, _, err = call("report", f"{tmp_path}/{run}")
     assert code == 7
@@ -61,7 +61,7 @@ def test_a_run_that_cannot_be_is_no_run(call, run: str, why: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("config", ["x" * 300, "a/" * 3_000, "loop", "loop/job.yaml"])
-def test_a_config_that_cannot_be_is_refused(call, config: str, tmp_path: Path) -> None:
+def test_an_impossible_config_path_is_refused(call, config: str, tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     code, _, err = call("data", f"{tmp_path}/{config}")
     assert code == 2
@@ -94,7 +94,7 @@ def test_train_as_json(call, job: list[str]) -> None:
     ("gpus", "said"),
     [(3, "cannot be split among 3 processes"), (0, "Invalid value for '--gpus'"), (1025, "Invalid value for '--gpus'")],
 )
-def test_a_number_of_gpus_that_cannot_be_is_refused(call, job: list[str], command: str, gpus: int, said: str) -> None:
+def test_an_impossible_number_of_gpus_is_refused(call, job: list[str], command: str, gpus: int, said: str) -> None:
     code, out, err = call(command, *job, "--gpu", "24GiB", "--gpus", gpus, "--json")
     assert (code, out) == (2, "")
     assert said in err
@@ -196,7 +196,7 @@ def test_a_page_that_cannot_be_written_exits_4(call, job: list[str], tmp_path: P
         (["model.name={not_json}"], "T4", 7, "not_json"),
     ],
 )
-def test_a_plan_of_what_is_not_known_is_one_clear_error(
+def test_a_plan_for_an_unknown_model_or_card_is_one_error(
     call, job: list[str], tmp_path: Path, command: str, overrides: list[str], gpu: str, code: int, words: str
 ) -> None:
     folders = {}
@@ -242,7 +242,7 @@ def test_fit_of_what_fits_nowhere_exits_6(call, job: list[str], tmp_path: Path) 
     assert not (tmp_path / "fitted.yaml").exists()
 
 
-def test_a_forecast_says_which_rows_it_was_made_without(call, job: list[str]) -> None:
+def test_a_forecast_notes_the_rows_that_were_missing(call, job: list[str]) -> None:
     code, out, _ = call("plan", *job, "data.train=nowhere.jsonl", "data.max_length=32", "--gpu", "24GiB")
     assert code == 0
     assert "nowhere.jsonl: no such file" in out
@@ -262,7 +262,7 @@ def test_a_folder_in_place_of_a_file_to_write_is_refused(call, job: list[str], p
     assert err.endswith(" could not be written: it is a folder; name a file\n")
 
 
-def test_a_config_that_is_no_utf_8_is_told_with_its_byte(call, tmp_path: Path) -> None:
+def test_a_config_that_is_not_utf_8_is_refused_with_the_wrong_byte(call, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_bytes(b"model:\n  name: caf\xe9\n")
     for command in (["data", tmp_path / "job.yaml"], ["init", "--from", tmp_path / "job.yaml"]):
         code, _, err = call(*command)
@@ -334,7 +334,7 @@ def test_a_wrong_row_is_named_by_line_and_field(call, job: list[str], tmp_path: 
 
 
 @pytest.mark.parametrize("command", ["merge", "eval", "report"])
-def test_a_directory_that_is_no_run_is_refused(call, tmp_path: Path, command: str) -> None:
+def test_a_directory_without_a_run_is_refused(call, tmp_path: Path, command: str) -> None:
     code, _, err = call(command, tmp_path)
     assert code == 7
     assert "not a run directory" in err
@@ -353,7 +353,7 @@ def test_an_unknown_export_format_is_refused_with_the_nearest_name(call, trained
         (["--push", "a/b/c"], "`--push a/b/c`"),
     ],
 )
-def test_an_export_that_cannot_be_is_refused_before_any_work(
+def test_an_impossible_export_is_refused_before_any_work(
     call, trained: RunDirectory, options: list[str], why: str
 ) -> None:
     code, _, err = call("export", trained.path, "--to", "gguf", *options)
@@ -424,7 +424,7 @@ def test_another_tokenizer_than_the_trained_one_exits_7(
 
 
 @pytest.mark.slow
-def test_a_run_with_a_key_that_its_optimizer_ignores_is_read_and_no_other_is_trained_so(
+def test_an_ignored_optimizer_key_is_accepted_in_a_run_and_refused_in_a_config(
     call, trained: RunDirectory, tmp_path: Path
 ) -> None:
     """Earlier versions accepted such keys, and wrote them into the run's config."""
@@ -502,7 +502,7 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("command", "option", "names"), [("export", "--to", FORMATS), ("launch", "--on", TARGETS)])
-def test_a_choice_that_is_not_made_is_asked_for_with_what_there_is(
+def test_a_missing_choice_is_answered_with_the_entries_of_its_table(
     command: str, option: str, names: dict[str, Any], call: Callable[..., tuple[int, str, str]]
 ) -> None:
     code, out, err = call(command, TINY)

@@ -172,7 +172,7 @@ def test_rows_are_a_source_like_others_named_by_their_content() -> None:
         (["rows.jsonl", {"source": [ROWS[0], 7]}], r"data.train\[1\].source\[1\]: a row must be a dict"),
     ],
 )
-def test_what_is_no_row_is_refused_at_once(rows: list[Any], message: str) -> None:
+def test_a_value_that_is_not_a_row_is_refused_at_once(rows: list[Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         finetune.load_config({"data": {"train": rows}})
 
@@ -484,14 +484,14 @@ def test_functions_and_objects_with_some_of_the_methods_are_callbacks_which_chan
         ([SimpleNamespace(on_step=lambda: 0)], "`on_step` must be a function that takes one argument"),
     ],
 )
-def test_what_is_no_callback_is_refused_before_anything_is_done(quick, given: Any, message: str) -> None:
+def test_a_value_that_is_not_a_callback_is_refused_first(quick, given: Any, message: str) -> None:
     config = quick()
     with pytest.raises(ConfigError, match=message):
         finetune.train(config, callbacks=given)
     assert not Path(config.output.dir).exists()
 
 
-def test_none_is_no_callback_and_neither_a_model_nor_rows(quick, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_none_is_refused_as_callback_model_and_rows(quick, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
     monkeypatch.setattr("finetune.recipe.train", lambda config, callbacks, **_: told.append(callbacks))
     finetune.train(quick(), data=None, callbacks=None)
@@ -546,7 +546,7 @@ def test_a_run_may_be_given_by_its_path_and_nothing_else(function: Callable[[Any
 
 
 @pytest.mark.parametrize("runs", ["runs/a", Path("runs/a"), finetune.RunDirectory("runs/a"), None])
-def test_one_run_is_not_compared_letter_by_letter(runs: Any) -> None:
+def test_a_single_run_in_place_of_a_list_is_refused(runs: Any) -> None:
     with pytest.raises(ConfigError, match="expected a list of runs to compare, not"):
         finetune.compare(runs)
 
@@ -559,7 +559,7 @@ def test_a_prompt_is_text(prompt: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("function", [finetune.plan, finetune.fit, finetune.inspect_data, finetune.train])
 @pytest.mark.parametrize("config", ["job.yaml", {"model": {"name": "builtin:tiny-llama"}}])
-def test_what_is_no_config_is_refused_before_anything_is_read(function: Callable[[Any], object], config: Any) -> None:
+def test_a_value_that_is_not_a_config_is_refused_first(function: Callable[[Any], object], config: Any) -> None:
     with pytest.raises(ConfigError, match=r"must be one that `finetune\.load_config` returned, not"):
         function(config)
 
@@ -577,6 +577,6 @@ def test_lists_limits_and_numbers_of_cards_are_checked(tmp_path: Path) -> None:
             make(finetune.Config(), "RTX 4090", 0)
 
 
-def test_a_model_that_no_run_has_is_refused_from_python_too() -> None:
+def test_an_unknown_model_of_a_run_is_refused_from_python_too() -> None:
     with pytest.raises(ConfigError, match="model `bas` is not known; did you mean `base`"):
         jobs.model_of(finetune.RunDirectory("runs/none"), finetune.Config(), "bas")

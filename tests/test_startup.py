@@ -85,7 +85,7 @@ def watched(folder: Path, *arguments: Any) -> Ended:
     ],
     ids=lambda value: " ".join(map(str, value)).replace(str(TINY), "CONFIG") if isinstance(value, list) else None,
 )
-def test_what_needs_no_model_ends_without_the_libraries_of_one(code: int, arguments: list[Any], tmp_path: Path) -> None:
+def test_a_command_without_a_model_imports_no_libraries(code: int, arguments: list[Any], tmp_path: Path) -> None:
     ended = watched(tmp_path, *arguments)
     assert ended.exit_code == code
     assert ended.at_the_end.isdisjoint(SLOW)
@@ -103,7 +103,7 @@ assert set(finetune.__all__) == finetune._HOMES.keys()
 
 
 @pytest.mark.parametrize(("command", "gpu", "code"), [("plan", "24GiB", 0), ("fit", "a card that is none", 2)])
-def test_a_forecast_says_what_it_is_of_before_it_loads_the_libraries(
+def test_a_forecast_prints_its_job_before_it_imports_the_libraries(
     command: str, gpu: str, code: int, tmp_path: Path
 ) -> None:
     job = ["data.train=someone/rows", "data.max_length=64", "kernels.fused=on"]
@@ -123,7 +123,7 @@ def test_a_forecast_says_what_it_is_of_before_it_loads_the_libraries(
     assert ended.at_the_end.isdisjoint(unneeded)
 
 
-def test_what_takes_seconds_to_begin_says_so_first_on_a_terminal(tmp_path: Path) -> None:
+def test_a_terminal_shows_that_libraries_are_imported(tmp_path: Path) -> None:
     ended = watched(tmp_path, "on a terminal", "train", TINY, "data.train=no.jsonl", f"output.dir={tmp_path / 'run'}")
     assert ended.exit_code == 3
     assert ended.first_line == f"train {TINY}: importing the libraries ..."

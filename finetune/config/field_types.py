@@ -26,7 +26,7 @@ from finetune.errors import ConfigError
 T = TypeVar("T")
 
 Choices = Mapping[str, Mapping[str, Any]]
-"""For each table key (`optimizer.kind`) its entries by name; an entry explains itself in `.help`."""
+"""For each table key (`optimizer.kind`) its entries by name; each entry has a text `help`."""
 
 GIVEN = "python:"
 """Begins the names of rows and functions that a Python program gave; only that program has them."""
@@ -41,7 +41,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def not_given(name: str) -> str:
-    """Say that this process does not have the function that `name` stands for."""
+    """The message for the name of a function that this process was not given."""
     return f"`{name}` was given from Python and is not kept on disk: run the program that gave it again"
 
 
@@ -52,7 +52,7 @@ def source_name(source: str) -> str:
 
 @dataclass(frozen=True)
 class Help:
-    """An entry of a table that stands for nothing but its name."""
+    """An entry of a table that has nothing but a name and its help."""
 
     help: str
 
@@ -109,12 +109,12 @@ _OF_PATTERNS = re.compile(r"[][(){}*+?|^$\\]")
 
 
 def is_pattern(target: str) -> bool:
-    """Whether a target is a regular expression: it has a character that no module's name has."""
+    """Tell a regular expression from a module's name, by characters that no name has."""
     return _OF_PATTERNS.search(target) is not None
 
 
 def _compiles(form: str) -> AfterValidator:
-    """That a target stands for a regular expression in `form`, where it has the place of `{}`."""
+    """Check that a target is a regular expression once it replaces `{}` in `form`."""
 
     def check(target: str) -> str:
         try:
@@ -159,7 +159,7 @@ _MOST_LISTED = 50
 
 
 def shortened(text: str, length: int = _LONGEST_SHOWN) -> str:
-    """`text`, of which a message repeats no more than one can take in."""
+    """`text`, truncated for an error message."""
     return text if len(text) <= length else text[: length - 3] + "..."
 
 
@@ -206,7 +206,7 @@ Size = Annotated[
 
 _EVERY = re.compile(r"every-([1-9][0-9]{0,5})")
 LEVELS = ("none", "keep-both", "keep-products", "keep-attention", "all")
-"""What a layer recomputes: nothing, all but what it keeps, everything."""
+"""Checkpointing levels of a layer, from nothing recomputed to everything."""
 _CHECKPOINTING = (*LEVELS, "auto")
 _LAYERS = 10**6
 _NUMBER = {"type": "integer", "minimum": 0, "exclusiveMaximum": _LAYERS}
@@ -262,16 +262,16 @@ def every_n(checkpointing: Any) -> int | None:
 _PATH_BYTES, _NAME_BYTES = 4095, 255
 
 
-def _check_place(place: str) -> str:
-    place = os.path.expanduser(place)
-    if place.startswith("~"):
-        raise ValueError(f"there is no such user; write ./{shortened(place)} for a folder of that name")
-    if len(place.encode()) > _PATH_BYTES or any(len(name.encode()) > _NAME_BYTES for name in place.split("/")):
+def _check_path(path: str) -> str:
+    path = os.path.expanduser(path)
+    if path.startswith("~"):
+        raise ValueError(f"there is no such user; write ./{shortened(path)} for a folder of that name")
+    if len(path.encode()) > _PATH_BYTES or any(len(name.encode()) > _NAME_BYTES for name in path.split("/")):
         raise ValueError(
-            f"longer than a path can be, {_PATH_BYTES} bytes with {_NAME_BYTES} for each name in it: {shortened(place)}"
+            f"longer than a path can be, {_PATH_BYTES} bytes with {_NAME_BYTES} for each name in it: {shortened(path)}"
         )
-    return place
+    return path
 
 
-Place = Annotated[str, Field(min_length=1), AfterValidator(_check_place)]
-"""A path, with `~` as the home directory, or a name that may stand in its place: of the hub, of a built-in."""
+PathOrName = Annotated[str, Field(min_length=1), AfterValidator(_check_path)]
+"""A path, with `~` as the home directory, or the name of something on the hub or built in."""

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from finetune.config.field_types import Choice, Choices
-from finetune.config.rules import RULES, Rule, Values, but, only
+from finetune.config.rules import RULES, Rule, ValueSet, but, only
 from finetune.config.sections import Config, Section
 
 
@@ -78,7 +78,7 @@ def _as_yaml_1_1(schema: Any) -> None:
 
 def _rule(rule: Rule) -> dict[str, Any]:
     """The schema of a rule, by which editors mark the key at fault. A key that is not there has its default."""
-    allowed = Values(rule.values.named, not rule.values.but)
+    allowed = ValueSet(rule.values.named, not rule.values.but)
     applies, then = _among(rule.others), {**_among(allowed), "errorMessage": rule.message}
     return {
         "if": _at(rule.other, applies, there=_default(rule.other) not in rule.others),
@@ -95,7 +95,7 @@ def _at(key: str, schema: dict[str, Any], *, there: bool) -> dict[str, Any]:
     return {"properties": {section: {**values, "type": "object", "required": [name]}}, "required": [section]}
 
 
-def _among(values: Values) -> dict[str, Any]:
+def _among(values: ValueSet) -> dict[str, Any]:
     named = {"enum": list(values.named)}
     return {"not": named} if values.but else named
 
@@ -106,7 +106,7 @@ def _default(key: str) -> Any:
 
 
 def _ignored_keys(choices: Choices) -> Iterator[Rule]:
-    """That the keys which a choice ignores have their defaults."""
+    """Rules by which the keys that a choice ignores keep their defaults."""
     for table, entries in choices.items():
         by_key: dict[str, list[str]] = {}
         for name, entry in entries.items():

@@ -10,7 +10,7 @@ from finetune.config.sections import Config, entries
 
 
 @dataclass(frozen=True)
-class Values:
+class ValueSet:
     """Some values of a key, or with `but` all others."""
 
     named: tuple[Any, ...]
@@ -20,12 +20,12 @@ class Values:
         return (value in self.named) is not self.but
 
 
-def only(*values: Any) -> Values:
-    return Values(values)
+def only(*values: Any) -> ValueSet:
+    return ValueSet(values)
 
 
-def but(*values: Any) -> Values:
-    return Values(values, but=True)
+def but(*values: Any) -> ValueSet:
+    return ValueSet(values, but=True)
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Rule:
     """`key` may have none of `values` while `other` has one of `others`; `message` says why, and what to do."""
 
     key: str
-    values: Values
+    values: ValueSet
     other: str
-    others: Values
+    others: ValueSet
     message: str
 
     def broken(self, config: Config) -> bool:
@@ -171,20 +171,20 @@ RULES = (
 
 
 def contradictions(config: Config) -> list[tuple[str, str]]:
-    """All rules that are broken, and what the schema cannot say: (key, what is wrong and the remedy)."""
-    found = [(rule.key, rule.message) for rule in RULES if rule.broken(config)]
+    """(key, message with remedy) of each broken rule, and of checks that a schema cannot express."""
+    broken = [(rule.key, rule.message) for rule in RULES if rule.broken(config)]
     trained = {entry.source for entry in entries(config.data.train) if not entry.source.startswith("builtin:")}
     for held_out in (entry.source for entry in entries(config.data.eval) if entry.source in trained):
         remedy = "set `data.eval: auto` to hold out a share of it by hash"
-        found.append(("data.eval", f"`{source_name(held_out)}` is training data; {remedy}"))
+        broken.append(("data.eval", f"`{source_name(held_out)}` is training data; {remedy}"))
     if config.distributed.context > 1 and config.training.objective.startswith(GIVEN):
         message = "a loss given from Python would see slices of rows; set `distributed.context: 1`"
-        found.append(("training.objective", message))
+        broken.append(("training.objective", message))
     if len(set(config.tracking.to)) < len(config.tracking.to):
-        found.append(("tracking.to", "names a tracker twice; keep `tracking.to` to one of each"))
+        broken.append(("tracking.to", "names a tracker twice; keep `tracking.to` to one of each"))
     rows, part = config.training.batch_size, config.training.micro_batch
     if part != "auto" and not config.training.micro_batch_tokens and rows % part:
         fitting = next(n for n in range(part, 0, -1) if rows % n == 0)
         remedy = f"the nearest micro-batch that divides it is {fitting}"
-        found.append(("training.batch_size", f"{rows} is not a multiple of `micro_batch` {part}; {remedy}"))
-    return list(dict.fromkeys(found))
+        broken.append(("training.batch_size", f"{rows} is not a multiple of `micro_batch` {part}; {remedy}"))
+    return list(dict.fromkeys(broken))

@@ -16,7 +16,7 @@ from finetune.config.field_types import (
     Checkpointing,
     Choice,
     OneOrMore,
-    Place,
+    PathOrName,
     Size,
     Target,
     TargetEnd,
@@ -73,14 +73,14 @@ class ModelSection(Section):
         }
     )
 
-    name: Place = "builtin:tiny-llama"
+    name: PathOrName = "builtin:tiny-llama"
     """Base model: `builtin:tiny-llama`, a local directory, or a hub name such as `meta-llama/Llama-2-7b-hf`."""
     revision: str | None = None
     """Hub branch, tag or commit. Pin a commit to make the run repeatable."""
     weights: Literal["pretrained", "random"] = "pretrained"
     """`random` builds the architecture with random weights, layer by layer, to measure a job without downloads. They
     are drawn from torch's generator as it stands; `training.seed` does not change them."""
-    tokenizer: Place | None = None
+    tokenizer: PathOrName | None = None
     """Tokenizer, if not the model's own: `builtin:tiny-llama`, a local directory or a hub name."""
     rope_scaling: RopeScaling | None = None
     """Rotary scaling for rows longer than the base was trained on: `{rope_type: yarn, factor: 4}`; types are `linear`,
@@ -142,7 +142,7 @@ class AdapterSection(Section):
     init: Literal["default", "pissa", "loftq"] = "default"
     """Initialization of the adapter: zero update; `pissa`, principal singular values of an unquantized base (arXiv
     2404.02948); `loftq`, the quantization error of a 4-bit base (arXiv 2310.08659)."""
-    start_from: Place | None = None
+    start_from: PathOrName | None = None
     """PEFT adapter whose weights this one starts from: a folder, such as `runs/faq/adapter`, or a hub name. It must be
     on the same base and have the rank, alpha, targets and variants of this section; its name and sha256 stay in the
     run, which resumes without it."""
@@ -155,7 +155,7 @@ class AdapterSection(Section):
 class Source(Section):
     """One of several sources."""
 
-    source: Place
+    source: PathOrName
     """A source, as `data.train` takes it alone."""
     weight: Annotated[float, Field(gt=0, le=_WEIGHT)] = 1.0
     """How often each of its rows is seen per epoch; for a fraction, rows are chosen by hash."""
@@ -165,7 +165,7 @@ class Source(Section):
         return name if self.weight == 1 else f"{name} (weight {self.weight:g})"
 
 
-Sources = Place | Annotated[list[Place | Source], Field(min_length=1)]
+Sources = PathOrName | Annotated[list[PathOrName | Source], Field(min_length=1)]
 
 
 def entries(sources: Sources) -> list[Source]:
@@ -204,7 +204,7 @@ class DataSection(Section):
     separator: str = ""
     """Text between a plain-text prompt and its completion, such as `"\\n"`; whoever asks the trained model writes it
     after each prompt, as `finetune generate` does. Conversations need none: the chat template separates their turns."""
-    chat_template: Annotated[Place, Choice("data.chat_template", or_file=".jinja")] = "auto"
+    chat_template: Annotated[PathOrName, Choice("data.chat_template", or_file=".jinja")] = "auto"
     """Chat template that renders a conversation for the model."""
     control_tokens: Literal["text", "parse"] = "text"
     """How to treat text in a row that spells a control token, such as `</s>`: `text` tokenizes it as ordinary text, so
@@ -349,7 +349,7 @@ class DistributedSection(Section):
     """`cpu` keeps the slices, their gradients and the optimizer states in host memory, where they are updated. `nvme`
     keeps the optimizer states, with gradients and a float32 copy of the trained weights, on a disk (`deepspeed` with
     `stage: weights`), and the weights in host memory."""
-    nvme_path: Place | None = None
+    nvme_path: PathOrName | None = None
     """The directory for `offload: nvme`, on a fast local disk of each machine. What is written there is removed at the
     end, or by the next run there."""
     context: Annotated[int, Field(ge=1, le=1024)] = 1
@@ -388,7 +388,7 @@ class TrackingSection(Section):
 class OutputSection(Section):
     """The run directory."""
 
-    dir: Place | None = None
+    dir: PathOrName | None = None
     """Run directory; `runs/` and the name of the config file by default."""
     save_every: Positive | None = 100
     """Save a checkpoint every so many steps, in addition to after the last; null: only after the last."""

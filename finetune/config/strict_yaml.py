@@ -91,7 +91,7 @@ _REMEDIES = {
     "expected alphabetic or numeric character": "; quote what begins with * or &, or write a pattern as ./*.jsonl",
     "expected <block end>": "; the lines of a section begin at the same column",
 }
-"""What to do about what PyYAML says, by a part of it."""
+"""Remedies by a part of PyYAML's message."""
 
 
 def _refused(line: int, message: str) -> Document:

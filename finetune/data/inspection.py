@@ -9,14 +9,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, cast
 
-from finetune.config import DataSection, TrainingSection
+from finetune.config import Config, DataSection, TrainingSection, loaded
 from finetune.data import chat, fingerprint, formats, sources
 from finetune.data.batching import Batch, MicroBatching, RowOrder, Sizes, epoch, longest_first, worst_batches
 from finetune.data.encoded import IGNORE, RowLayout, Segment, segments_of
 from finetune.data.examples import RowError
 from finetune.data.prepare import Counts, Prepared, prepare
 from finetune.errors import ArtifactError
+from finetune.model import bounds
 from finetune.model.source import chat_template as template
+from finetune.model.source.tokenizer import load_tokenizer
+from finetune.runtime import libraries
 from finetune.storage.records import DataFacts, Sample, SplitFacts, TokenText
 
 # Sample rows shown with their mask: enough to notice a wrong one.
@@ -117,6 +120,14 @@ class Inspection:
         for name, counts in (("train", self.train), ("eval", self.eval)):
             values[name] = counts and counts.as_dict()
         return values
+
+
+def inspect_data(config: Config) -> Inspection:
+    """Inspect the data that the job would train on (see `finetune.inspect_data`)."""
+    libraries.quiet()
+    config, _ = bounds.within_known_positions(loaded(config))
+    tokenizer = load_tokenizer(config.model, config.data.chat_template)
+    return inspect(config.data, config.training, tokenizer)
 
 
 def inspect(section: DataSection, training: TrainingSection, tokenizer: Any) -> Inspection:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from rich.console import Console
+
+from finetune.report import printing
+from finetune.report.view import View
+
 Status = Literal["ok", "warning", "error"]
+
+_STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 
 
 class Finding(NamedTuple):
@@ -18,7 +25,7 @@ class Finding(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Examination:
+class Examination(View):
     """All findings. The exit code is 0, or `fails_with`, which a job would end with, if any finding is an error."""
 
     findings: list[Finding]
@@ -31,3 +38,12 @@ class Examination:
     def as_dict(self) -> dict[str, Any]:
         """The findings as JSON values."""
         return {"sound": self.exit_code == 0, "findings": [finding._asdict() for finding in self.findings]}
+
+    def show(self, console: Console) -> None:
+        """Print one finding a line."""
+        width = max(len(about) for about, *_ in self.findings)
+        for about, status, what, remedy in self.findings:
+            text = "; ".join(what.splitlines()) + (f" → {remedy}" if remedy else "")
+            line = printing.plain(console, f"{status:7}  {about:{width}}  {text}")
+            line.stylize(_STYLES[status], 0, 7)
+            printing.put(console, line, whole=True)

@@ -275,6 +275,39 @@ def _attention(config: Config, architecture: Any, device_type: str) -> str:
     )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Plan:
+    """A job's forecast and, if it does not fit, the forecast with each lever."""
+
+    config: Config
+    forecast: Forecast
+    levers: tuple[tuple[Lever, Forecast], ...]
+    fitted: Fitted | None = None
+    """What was chosen where the job says `auto`; None where nothing was, or nothing fits."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The forecast and the levers as JSON values."""
+        levers = [
+            {
+                "changes": dict(lever.changes),
+                "cost": lever.cost,
+                "needed_bytes": after.needed_bytes,
+                "saved_bytes": self.forecast.needed_bytes - after.needed_bytes,
+                "fits": after.fits,
+            }
+            for lever, after in self.levers
+        ]
+        return {**self.forecast.as_dict(), "levers": levers}
+
+
+def plan(config: Config, gpu: str | None = None, gpus: int = 1) -> Plan:
+    """Forecast the job on `gpu`, with its `auto` settings fitted (see `finetune.plan`)."""
+    planner = planner_for(config, gpu, gpus)
+    config, fitted = planner.settle()
+    forecast = fitted.forecast if fitted else planner.forecast(config)
+    return Plan(config, forecast, () if forecast.fits else tuple(planner.levers(config, forecast)), fitted)
+
+
 def fit(config: Config, gpu: str | None = None, gpus: int = 1) -> Fitted:
     """The job fitted to `gpu`, or to several: the fastest micro-batch and checkpointing, whatever the config says, at
     the same global batch, with the least sharding.

@@ -119,7 +119,7 @@ def evaluate(
         "settings": settings,
     }
     scores = Scores(record)
-    terminal.scores(scores)
+    terminal.show(scores)
     # In this order, a kill leaves no answers of one evaluation beside the figures of another.
     run.eval_answers_file.unlink(missing_ok=True)
     write_json(run.eval_file, record)

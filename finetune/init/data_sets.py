@@ -1,4 +1,4 @@
-"""The data sets that another tool's config names, as sources of ours, and what else it says of them."""
+"""The data sets that another tool's config names, as sources of ours, and the other keys of its entries."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def sources(key: str, given: Mapping[str, Any]) -> list[str]:
 
 
 def unknown(value: Any) -> Iterator[tuple[str, Any]]:
-    """What the entries say besides their source that is not so here anyway."""
+    """The keys and values of the entries, besides their source, that do not hold here anyway."""
     for one in _entries(value) if not isinstance(value, str) else []:
         used = {_FILES} if one["path"] in _READERS else set()
         yield from ((name, said) for name, said in one.items() if name not in used and not _is_known(name, said))
@@ -57,7 +57,7 @@ _KNOWN_OF_A_SET: dict[str, tuple[Any, ...]] = {
 
 
 def _is_known(name: str, value: Any) -> bool:
-    """Whether what an entry says is so here: by itself, or because formats are recognised by the fields of rows."""
+    """Whether a key of an entry holds here without being written: formats are recognised by the fields of rows."""
     harmless = name in ("path", "ds_type", "trust_remote_code") or value is None
     return harmless or value in _KNOWN_OF_A_SET.get(name, ())
 

@@ -1,7 +1,7 @@
-"""A first config for a model, data and a card: a few values, each with its reason.
+"""Propose a first config for a model, data and a card: a few values, each with its reason.
 
-The look at the rows and the fit are those of `finetune data` and `finetune fit`. What they cannot know, the number of
-epochs and the batch, follows from the number of rows by a rule of thumb.
+The rows are inspected and the job is fitted as by `finetune data` and `finetune fit`. The number of epochs and the
+batch, which these do not give, follow from the number of rows by a rule of thumb.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from finetune.config import DataSection, MemorySection, ModelSection, inline
-from finetune.data import formats, sources
+from finetune.data import formats, inspection, sources
 from finetune.data.counts import TOO_LONG
 from finetune.data.examples import Completion, NoSuchField, RowError
 from finetune.data.prepare import Prepared, check_columns
@@ -30,7 +30,6 @@ from finetune.model.base import load_architecture
 from finetune.model.source import chat_template
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.report import words
-from finetune.report.data_view import inspect_data
 from finetune.runtime import libraries
 
 # Weights are quantized where one row with all layers checkpointed would take a larger share of the budget without it.
@@ -57,49 +56,49 @@ def propose(wanted: Wanted, say: Callable[[str], None]) -> Draft:
     libraries.quiet()
     with contextlib.suppress(MachineError):  # where the hub cannot be reached, which the tokenizer's error says below
         load_architecture(ModelSection(name=wanted.model), listed=True)  # refuses bases that cannot be trained
-    found = Draft()
-    found.take("model.name", wanted.model)
-    found.take("data.train", wanted.data)
+    draft = Draft()
+    draft.take("model.name", wanted.model)
+    draft.take("data.train", wanted.data)
     encoding, word = questions.likely_encoding(wanted.data)
     if encoding:
-        found.take("data.encoding", encoding, f"not UTF-8; is `{word}` right? Else another, such as cp1251")
+        draft.take("data.encoding", encoding, f"not UTF-8; is `{word}` right? Else another, such as cp1251")
     row, columns = _recognised(wanted, encoding)
     tokenizer = None
     try:
         tokenizer = load_tokenizer(ModelSection(name=wanted.model))  # into the hub's cache, where the planner looks
     except MachineError as error:
-        found.notes.append(str(error))
+        draft.notes.append(str(error))
     rows = "rows of the hub"
     if row:
         with located(row):
-            rows = f"rows of the format {_take_format(found, row.fields, columns, tokenizer)}"
+            rows = f"rows of the format {_take_format(draft, row.fields, columns, tokenizer)}"
     elif columns:
-        found.take("data.columns", columns, "as given: the rows were not read")
-    found.title = f"{_TITLE}: {rows}"
+        draft.take("data.columns", columns, "as given: the rows were not read")
+    draft.title = f"{_TITLE}: {rows}"
     if wanted.asks and tokenizer and sources.at_hand(wanted.data):
-        inspect_data(found.config)  # what is wrong with a row is said before more is asked
+        inspection.inspect_data(draft.config)  # what is wrong with a row is said before more is asked
     gpu = questions.card(wanted, lambda name: devices.find(name, MemorySection()))
     try:
-        planner = planner_for(found.config.changed(_AUTO), gpu)
+        planner = planner_for(draft.config.changed(_AUTO), gpu)
     except MachineError as error:
-        found.notes.append(f"Not fitted to a card: {error}")
-        return found
+        draft.notes.append(f"Not fitted to a card: {error}")
+        return draft
     if planner.data:
-        rows = _by_rows(found, planner.data, rows, planner.architecture)
-        if found.values["data.max_length"] > planner.job.data.max_length:  # rows were cut at the default
-            planner = planner_for(found.config.changed(_AUTO), gpu)
+        rows = _by_rows(draft, planner.data, rows, planner.architecture)
+        if draft.values["data.max_length"] > planner.job.data.max_length:  # rows were cut at the default
+            planner = planner_for(draft.config.changed(_AUTO), gpu)
     else:
-        found.notes.append(
+        draft.notes.append(
             "The rows were not measured (on the hub, over 16 MiB, or without a tokenizer here): all count as "
             f"{planner.job.data.max_length:,} tokens long."
         )
     say(f"fitting the job to {planner.device.name}: forecasting its training step with different settings")
     try:
-        fitted = _fitted(found, planner)
-        found.title = f"{_TITLE}: {rows}; {words.verdict(fitted.forecast)}"
+        fitted = _fitted(draft, planner)
+        draft.title = f"{_TITLE}: {rows}; {words.verdict(fitted.forecast)}"
     except ForecastError as error:
-        found.notes.append(f"Not fitted to a card: {error}")
-    return found
+        draft.notes.append(f"Not fitted to a card: {error}")
+    return draft
 
 
 def _recognised(wanted: Wanted, encoding: str | None) -> tuple[sources.Row | None, dict[str, str]]:
@@ -126,54 +125,54 @@ def _recognised(wanted: Wanted, encoding: str | None) -> tuple[sources.Row | Non
     return row, columns
 
 
-def _take_format(found: Draft, fields: Mapping[str, Any], columns: dict[str, str], tokenizer: Any) -> str:
+def _take_format(draft: Draft, fields: Mapping[str, Any], columns: dict[str, str], tokenizer: Any) -> str:
     """The rows' format; plain-text questions and answers become turns if there is a chat template to render them.
 
     Without one, a separator is taken if the first row has none.
     """
     form = formats.detect(fields, columns)
     if form == "preference":
-        found.notes.append(formats.PREFERENCES[0].upper() + formats.PREFERENCES[1:])
+        draft.notes.append(formats.PREFERENCES[0].upper() + formats.PREFERENCES[1:])
     turns = None if tokenizer and chat_template.is_plain(tokenizer) else formats.as_chat(fields, form, columns)
     if turns:
         plain = {name: turns[turned] for name, turned in formats.AS_CHAT[form].items()}
         mapped = any(name != column for name, column in plain.items())
         otherwise = f"`{inline(plain)}` would be" if mapped else "left out, they are"
-        found.take("data.columns", turns, f"turns of the chat template; {otherwise} text without it")
+        draft.take("data.columns", turns, f"turns of the chat template; {otherwise} text without it")
         return formats.detect(fields, turns)
     if columns:
-        found.take("data.columns", columns, "the fields of the format, and the columns that hold them")
+        draft.take("data.columns", columns, "the fields of the format, and the columns that hold them")
     content, _ = formats.read(fields, form, columns)
     if isinstance(content, Completion) and content.runs_together:
-        found.take("data.separator", "\n", "no white space separates prompts and completions, nor does a chat template")
+        draft.take("data.separator", "\n", "no white space separates prompts and completions, nor does a chat template")
     return form
 
 
-def _by_rows(found: Draft, data: Prepared, rows: str, architecture: Any) -> str:
-    """Length, evaluation set, batch and epochs from the rows; returns their number and format in words."""
+def _by_rows(draft: Draft, data: Prepared, rows: str, architecture: Any) -> str:
+    """Set length, evaluation set, batch and epochs from the rows; return their number and format in words."""
     counts = [each for each in (data.train_counts, data.eval_counts) if each]
     whole = [row.tokens or 0 for each in counts for row in each.affected if row.why == TOO_LONG]
     longest = max(*whole, *(each.longest for each in counts), 1)
     positions = bounds.positions(architecture)
     length = min(math.ceil(longest / _GRAIN_TOKENS) * _GRAIN_TOKENS, positions or longest)
     cut = f"; the model has {positions:,} positions" if longest > length else ""
-    found.take("data.max_length", length, f"the longest row has {_counted(longest, 'token')}{cut}")
+    draft.take("data.max_length", length, f"the longest row has {_counted(longest, 'token')}{cut}")
     if data.eval_counts:
         held = data.eval_counts.rows
         judges = "" if data.judges else f"; {words.TOO_FEW_TO_JUDGE}"
-        found.take("data.eval", "auto", f"{_counted(held, 'row')} held out by hash{judges}")
+        draft.take("data.eval", "auto", f"{_counted(held, 'row')} held out by hash{judges}")
     else:
-        found.take("data.eval", "none", "too few different rows to hold any out")
+        draft.take("data.eval", "none", "too few different rows to hold any out")
     number = data.train_counts.rows
     batch = next((size for size in _BATCHES if number >= _STEPS_AN_EPOCH * size), _BATCHES[-1])
     steps = math.ceil(number / batch)
     epochs = min(_MOST_EPOCHS, math.ceil(_STEPS / steps))
-    found.take("training.batch_size", batch, f"{_counted(number, 'row')} trained: {_counted(steps, 'step')} an epoch")
-    found.take("training.epochs", epochs, _counted(epochs * steps, "step"))
+    draft.take("training.batch_size", batch, f"{_counted(number, 'row')} trained: {_counted(steps, 'step')} an epoch")
+    draft.take("training.epochs", epochs, _counted(epochs * steps, "step"))
     if data.eval_counts and epochs > 1:
-        found.take("training.eval_every", steps, "once an epoch")
+        draft.take("training.eval_every", steps, "once an epoch")
         if data.judges:
-            found.take("output.save_every", steps, "so that the adapter of the best epoch is kept")
+            draft.take("output.save_every", steps, "so that the adapter of the best epoch is kept")
     return rows.replace("rows", _counted(sum(each.rows for each in counts), "row"), 1)
 
 
@@ -181,50 +180,50 @@ def _counted(number: int, thing: str) -> str:
     return f"{number:,} {thing}{'s' * (number != 1)}"
 
 
-def _fitted(found: Draft, planner: Planner) -> Fitted:
-    """Quantization, precision and what the fit chooses; where nothing fits with long rows, shorter ones."""
+def _fitted(draft: Draft, planner: Planner) -> Fitted:
+    """Set quantization, precision and what the fit chooses, with shorter rows where nothing fits with long ones."""
     device, hidden = planner.device, getattr(planner.architecture.get_text_config(), "hidden_size", _SMALL)
     if device.type == "cpu":
-        found.take("training.precision", "fp32", "not every CPU multiplies bfloat16 fast")
+        draft.take("training.precision", "fp32", "not every CPU multiplies bfloat16 fast")
     elif device.capability < _AMPERE:
-        found.take("training.precision", "fp16", f"{device.name} has no bfloat16")
+        draft.take("training.precision", "fp16", f"{device.name} has no bfloat16")
     if hidden < _SMALL:
-        rate = found.config.training.learning_rate
-        found.take("training.learning_rate", _SMALL_RATE, f"{rate:g} is for bases wider than {hidden}")
-    _choose_quantization(found, planner)
+        rate = draft.config.training.learning_rate
+        draft.take("training.learning_rate", _SMALL_RATE, f"{rate:g} is for bases wider than {hidden}")
+    _choose_quantization(draft, planner)
     while True:
         try:
-            fitted = _for(found, planner).fit()
+            fitted = _for(draft, planner).fit()
             break
         except NothingFits:
-            length = found.values.get("data.max_length", planner.job.data.max_length) // 2
+            length = draft.values.get("data.max_length", planner.job.data.max_length) // 2
             if length < _LEAST_LENGTH:
                 raise
-            found.take("data.max_length", length, "rows twice as long do not fit; longer ones lose their beginning")
+            draft.take("data.max_length", length, "rows twice as long do not fit; longer ones lose their beginning")
     for key, reason in fitted.reasons.items():
-        found.take(key, fitted.value(key), reason)
+        draft.take(key, fitted.value(key), reason)
     # Left to each start, which chooses by the memory that is free then, and for short rows by themselves.
     key = "memory.checkpointing"
-    found.take(key, "auto", f"`{fitted.text(key)}` as of now: {fitted.reasons[key]}")
+    draft.take(key, "auto", f"`{fitted.text(key)}` as of now: {fitted.reasons[key]}")
     return fitted
 
 
-def _choose_quantization(found: Draft, planner: Planner) -> None:
-    found.take("quantization.kind", "none")
-    whole = _for(found, planner)
+def _choose_quantization(draft: Draft, planner: Planner) -> None:
+    draft.take("quantization.kind", "none")
+    whole = _for(draft, planner)
     least = whole.forecast(
         whole.job.changed({"training.micro_batch": 1, "memory.checkpointing": "all"}), evaluates=False
     )
     usage = f"{words.size(least.needed_bytes)} of {words.size(least.budget_bytes)}"
     if least.needed_bytes <= _LARGEST_SHARE_UNQUANTIZED * least.budget_bytes:
-        found.take("quantization.kind", "none", f"with unquantized weights, a step of one row takes {usage}")
+        draft.take("quantization.kind", "none", f"with unquantized weights, a step of one row takes {usage}")
     else:
-        found.take("quantization.kind", "nf4", f"with unquantized weights, a step of one row would take {usage}")
+        draft.take("quantization.kind", "nf4", f"with unquantized weights, a step of one row would take {usage}")
 
 
-def _for(found: Draft, planner: Planner) -> Planner:
-    """The planner for what is proposed so far. Where its rows would be cut, all count as that long."""
-    job, data = planner.job.changed(found.values), planner.data
+def _for(draft: Draft, planner: Planner) -> Planner:
+    """The planner of the draft. Rows longer than its maximum all count as that long."""
+    job, data = planner.job.changed(draft.values), planner.data
     counts = [each for each in (data.train_counts, data.eval_counts) if each] if data else []
     whole = all(each.longest <= job.data.max_length for each in counts)
     return replace(planner, job=job, data=data if whole else None, _known={}, _largest={})

@@ -1,5 +1,7 @@
-"""What `finetune init` must know: the model, the data, its columns, the card and the file to write; asked for on a
-terminal. The card comes last, once the data were read."""
+"""Ask on a terminal for what `finetune init` must know: model, data, its columns, card, and file to write.
+
+The card comes last, after the data has been read.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +41,10 @@ class Wanted:
 def ask(
     model: str | None, data: str | None, gpu: str | None, output: Path | None, columns: str | None = None, *, yes: bool
 ) -> Wanted:
-    """The answers that were not given are asked for on a terminal, unless `yes`; the card is not asked for yet.
+    """Ask for the answers that were not given, unless `yes`; the card is asked for later.
 
-    Raises ConfigError where one is missing and nobody can be asked, or for a file that would be overwritten;
-    ArtifactError or DataError for a model or data that cannot be.
+    Raises ConfigError for a missing answer where nobody can be asked, or for a file that would be overwritten;
+    ArtifactError or DataError for an unusable model or data.
     """
     asks = not yes and sys.stdin.isatty()
     if not asks and not (model and data):
@@ -61,9 +63,7 @@ _WINDOWS = "cp1252"
 
 
 def likely_encoding(data: str) -> tuple[str | None, str]:
-    """`data.encoding` of files that are not UTF-8, and a word of theirs to see whether it is right; None and "" if they
-    are, or cannot be of that encoding.
-    """
+    """The likely `data.encoding` of files that are not UTF-8, and a word of theirs to check it by; else None and ""."""
     word = sources.foreign_word(data, _WINDOWS)
     return (_WINDOWS, word) if word else (None, "")
 
@@ -100,8 +100,8 @@ def card(wanted: Wanted, check: Callable[[str], object]) -> str | None:
         if name != _HERE:
             check(name)
 
-    found = _answer(_CARD, None, known, default=_HERE)
-    return None if found == _HERE else found
+    answer = _answer(_CARD, None, known, default=_HERE)
+    return None if answer == _HERE else answer
 
 
 def confirm_replacing(output: Path, *, yes: bool) -> None:

@@ -1,6 +1,6 @@
-"""What a config of another tool asks for that would be another training here, and so is refused: each with its reason.
+"""Refuse what would become another kind of training: preferences, rewards, images and the like, each with its reason.
 
-Left out with a comment, a job of preferences or images would become a supervised job on text, and nobody reads on.
+A comment in the translated config would not do: the job would run as a supervised one, and few read on.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _method(value: Any) -> str | None:
     return not_offered.cure("adapter.kind", name) or f"`{name}` is not offered: adapters are LoRA here"
 
 
-def _given(text: str) -> Callable[[Any], str | None]:
+def _given(text: str | None) -> Callable[[Any], str | None]:
     """The reason, unless the value turns the key off."""
     return lambda value: text if value not in (False, "", 0) else None
 
@@ -44,10 +44,10 @@ _KEYS: dict[str, Callable[[Any], str | None]] = {
     "diffusion": _given(_DIFFUSION),
     # Keys of TRL's trainers of preferences and of rewards, whose configs do not name the trainer.
     "beta|loss_weights|precompute_ref_log_probs|(un)?desirable_weight|max_prompt_length|ref_model|pref_(beta|loss)": (
-        _given(not_offered.PREFERENCES)
+        _given(not_offered.advice("training.objective", "dpo"))
     ),
     "reward_(funcs|weights|model\\w*)|process_reward_model|num_generations|max_completion_length|num_labels"
-    "|center_rewards_coefficient": _given(not_offered.REWARDS),
+    "|center_rewards_coefficient": _given(not_offered.advice("training.objective", "reward")),
     "processor_(type|kwargs)|image_\\w+|video_\\w+|audio_\\w+|freeze_(vision_tower|multi_modal_projector|mm_modules)"
     "|freeze_language_model": lambda value: _TEXT,
     "export_dir|do_predict|predict_with_generate|infer_backend": _given(_NO_TRAINING),
@@ -55,7 +55,7 @@ _KEYS: dict[str, Callable[[Any], str | None]] = {
 
 
 def of(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The keys that ask for something else than supervised training on text, each with what is said of it."""
+    """The keys that ask for anything but supervised training on text, each with the message."""
     for key, value in given.items():
         for pattern, reason in _KEYS.items():
             if re.fullmatch(pattern, key) and (said := reason(value)):

@@ -1,7 +1,7 @@
-"""Another tool's config in ours: what each key is called here, and a list of those without a counterpart.
+"""Translate another tool's config into ours, and list the keys without a counterpart.
 
-What a key is called stands in `finetune.config.other_names`; here is what takes several keys together: the batch, the
-data, and what the tool does where its config says nothing.
+The names of single keys are in `finetune.config.other_names`; this module translates what
+depends on several keys: the batch, the data, and the other tool's defaults.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Tool:
     full: str | None = None
     """The key without which every weight is trained."""
     own: tuple[str, ...] = ()
-    """Keys by which its config is told from that of another tool with the same key `model`."""
+    """Keys that tell its config from that of another tool with the same key `model`."""
 
 
 TOOLS = {
@@ -102,7 +102,7 @@ def translate(path: Path) -> Draft:
     others: list[str] = []
     left += [key for key in _DATA if not _take_data(draft, key, given, others)]
     _take_batch(draft, tool, given)
-    _take_what_is_said_by_silence(draft, name, given)
+    _apply_implicit_defaults(draft, name, given)
     _note_the_rest(draft, {key: given[key] for key in left if key in given}, others)
     draft.notes += [f"To be decided: `{key}`: {message}" for key, message in contradictions(draft.config)]
     return draft
@@ -118,7 +118,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 def _tool(given: Mapping[str, Any], path: Path) -> str:
-    """The tool whose config it is: of those with its key of the model, the one with most keys of its own."""
+    """The tool of a config: among those that name the model by a key it has, the one with most of its own keys."""
     names = [name for name, tool in TOOLS.items() if tool.model in given]
     if not names:
         wanted = " or ".join(
@@ -136,7 +136,7 @@ def _tool(given: Mapping[str, Any], path: Path) -> str:
 
 
 def _unusable_counts(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The keys of the batch whose value is no number of rows or steps."""
+    """The keys of the batch whose value is not a count of rows or steps, with the message."""
     for key in _BATCH:
         if key in given and (type(given[key]) is not int or not 0 < given[key] <= _MOST_ROWS):
             yield key, f"`{_shown(key, given[key])}`: a whole number above 0 is needed, such as 4"
@@ -153,39 +153,39 @@ _MOST_ROWS = 2**20
 
 
 def _take_key(draft: Draft, key: str, given: Mapping[str, Any], tool: Tool, taken: dict[str, str]) -> bool:
-    """Take a key or its default; of two that are one key here, the first. `taken` are the given keys by ours."""
+    """Set our key for a given one or its default; the first of two wins. `taken`: the given keys by ours."""
     if key not in given:
         return _take(draft, other_names.taken(key, tool.defaults[key]), "its default there")
-    found = other_names.taken(key, given[key])
-    if found is None:
+    settings = other_names.taken(key, given[key])
+    if settings is None:
         return False
     # Targets are joined in the end.
-    others = [ours for ours in found if ours in taken and ours != "adapter.targets"]
-    other = next((taken[ours] for ours in others if draft.values[ours] != found[ours]), None)
+    others = [ours for ours in settings if ours in taken and ours != "adapter.targets"]
+    other = next((taken[ours] for ours in others if draft.values[ours] != settings[ours]), None)
     if other:
         draft.notes.append(f"To be decided: {_shown(key, given[key])}, beside {_shown(other, given[other])}")
         return True
-    done = _take(draft, found, key)
-    taken |= dict.fromkeys(found, key) if done else {}
+    done = _take(draft, settings, key)
+    taken |= dict.fromkeys(settings, key) if done else {}
     return done
 
 
-def _take(draft: Draft, found: other_names.Settings | None, reason: str) -> bool:
-    """Add settings, if they are allowed here with those before; whether they were."""
-    if found is None:  # as a default may have no counterpart
+def _take(draft: Draft, settings: other_names.Settings | None, reason: str) -> bool:
+    """Add settings to the draft and return True, or return False where the config would not be valid with them."""
+    if settings is None:  # as a default may have no counterpart
         return False
-    more = Draft(values=draft.values | found)
+    more = Draft(values=draft.values | settings)
     try:
         _ = more.config
     except ValidationError:
         return False
-    for key, value in found.items():
+    for key, value in settings.items():
         draft.take(key, value, "" if reason == key.partition(".")[2] else reason)
     return True
 
 
 def _take_last(draft: Draft, key: str, value: Any) -> bool:
-    """Take a key that others must come before."""
+    """Set a key that depends on others; return whether it could be."""
     if key == "lora_target_parameters":
         targets = draft.values.get("adapter.targets", [])
         if not isinstance(value, list) or not isinstance(targets, list):
@@ -204,22 +204,22 @@ def _take_batch(draft: Draft, tool: Tool, given: Mapping[str, Any]) -> None:
 
 
 def _take_data(draft: Draft, key: str, given: Mapping[str, Any], others: list[str]) -> bool:
-    """Take the data sets that a key names; what else it says of them is added to `others`. Whether it could be read."""
+    """Set the data sets that a key names; return whether it could be read. Its other parts are added to `others`."""
     if key not in given or key == "dataset_dir":
         return True
-    found = data_sets.sources(key, given)
-    if not found:
+    sources = data_sets.sources(key, given)
+    if not sources:
         return False
     others += [f"{key}.{_shown(name, value)}" for name, value in data_sets.unknown(given[key])]
     if key == "pretraining_dataset":
         draft.take("data.format", "text", key)
         draft.take("data.too_long", "split", key)
     ours = "data.eval" if key in ("test_datasets", "eval_dataset") else "data.train"
-    return _take(draft, {ours: found[0] if len(found) == 1 else found}, key)
+    return _take(draft, {ours: sources[0] if len(sources) == 1 else sources}, key)
 
 
-def _take_what_is_said_by_silence(draft: Draft, name: str, given: Mapping[str, Any]) -> None:
-    """Apply what the tool does where its config is silent: full training, unquantized base, no evaluation set."""
+def _apply_implicit_defaults(draft: Draft, name: str, given: Mapping[str, Any]) -> None:
+    """Apply the other tool's defaults: training of all weights, unquantized base, no evaluation set."""
     full = TOOLS[name].full
     if full and full not in given:
         draft.take("adapter.kind", "none", f"{name} trains every weight without `{full}`")
@@ -256,7 +256,7 @@ def _take_what_is_said_by_silence(draft: Draft, name: str, given: Mapping[str, A
 
 
 def _note_the_rest(draft: Draft, left: Mapping[str, Any], others: list[str]) -> None:
-    """Tell apart, of what was not taken, keys with a counterpart, keys that change the result, and harmless ones."""
+    """Note the keys that were not taken: those with a counterpart, those that may change the result, harmless ones."""
     ours = {key: other_names.meant(key, left[key]) for key in left}
     harmless = [key for key in left if other_names.without_effect(key, left[key])]
     for key in left:

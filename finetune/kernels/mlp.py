@@ -3,9 +3,9 @@
 Kept for the backward pass: x with its U, gate and up. What follows them is split into two autograd functions, one that
 has all of the graph and one that has all of the values:
 
-    forward    gate, up -> _Graph -> placeholder (a shape without values) -> _Values -> y
+    forward    gate, up -> _Graph -> placeholder (a shape without values) -> _Output -> y
                            keeps gate, up                                    computes y, keeps nothing
-    backward   dgate, dup <- _Graph <----------------- dy ------------------ _Values <- dy
+    backward   dgate, dup <- _Graph <----------------- dy ------------------ _Output <- dy
 
 The recomputation of a checkpointed layer ends once everything that was kept is there again: so it ends at `_Graph`, and
 neither the activation nor the last product is computed again.
@@ -100,7 +100,7 @@ def tile(module: nn.Module) -> None:
 def _computed(formula: _Formula, *inputs: Tensor) -> Tensor:
     """The output of an MLP by `formula`, from what its backward pass keeps."""
     placeholder = _Graph.apply(formula, len(inputs), *inputs, *formula.trained)
-    output: Tensor = _Values.apply(placeholder, formula, *(tensor.detach() for tensor in inputs))
+    output: Tensor = _Output.apply(placeholder, formula, *(tensor.detach() for tensor in inputs))
     return output
 
 
@@ -120,7 +120,7 @@ class _Graph(torch.autograd.Function):
         return None, None, *ctx.formula.gradients(dy, *ctx.saved_tensors)
 
 
-class _Values(torch.autograd.Function):
+class _Output(torch.autograd.Function):
     """The values of the output: keeps nothing, and hands its gradient to `_Graph`."""
 
     @staticmethod

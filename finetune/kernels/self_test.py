@@ -52,7 +52,7 @@ def _differences(model: Any, attached: Attached) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class _Inputs:
+class _CallInputs:
     """The arguments of a module's call, and the columns of room beside its first tensor (see `kernels.room`)."""
 
     args: tuple[Any, ...]
@@ -60,20 +60,20 @@ class _Inputs:
     room: int
 
 
-def _inputs(model: Any, attached: Attached) -> dict[nn.Module, tuple[str, _Inputs]]:
+def _inputs(model: Any, attached: Attached) -> dict[nn.Module, tuple[str, _CallInputs]]:
     """One replaced module of each kind, with its kernel and the arguments of its call."""
     chosen: dict[Any, tuple[str, nn.Module]] = {}
     names = {module: name for name, module in model.named_modules()}
     for kernel, replaced in attached.replaced.items():
         for module in replaced:
             chosen.setdefault((kernel, type(module), names[module].rpartition(".")[2]), (kernel, module))
-    inputs: dict[nn.Module, tuple[str, _Inputs]] = {}
+    inputs: dict[nn.Module, tuple[str, _CallInputs]] = {}
     with contextlib.ExitStack() as stack:
         for kernel, module in chosen.values():
 
             def seen(module: nn.Module, args: Any, kwargs: Any, kernel: str = kernel) -> None:
                 first = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-                inputs.setdefault(module, (kernel, _Inputs(args, kwargs, columns_beside(first))))
+                inputs.setdefault(module, (kernel, _CallInputs(args, kwargs, columns_beside(first))))
 
             stack.callback(module.register_forward_pre_hook(seen, with_kwargs=True).remove)
         probes.logits(model, input_ids=probes.rows(1, probes.TOKENS, model)[0])
@@ -100,7 +100,7 @@ def _filled(module: nn.Module) -> Iterator[None]:
                 one.copy_(before)
 
 
-def _results(module: nn.Module, called: _Inputs) -> dict[str, Tensor]:
+def _results(module: nn.Module, called: _CallInputs) -> dict[str, Tensor]:
     """The output of `module`, and the gradients of its first input and its adapters."""
     given: dict[Any, Any] = {**dict(enumerate(called.args)), **called.kwargs}
     key, hidden = next((key, value) for key, value in given.items() if isinstance(value, Tensor))

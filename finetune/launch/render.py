@@ -68,8 +68,9 @@ def write(
 
 
 def _check_heads(job: Config) -> None:
-    """Raise ConfigError for a model whose rows so many ranks cannot share, where that model is known on this machine:
-    a cluster may have it on a disk of its own.
+    """Raise ConfigError for a model whose rows cannot be split over `distributed.context` ranks.
+
+    A model that this machine does not have passes: the cluster may have it on a disk of its own.
     """
     if job.distributed.context == 1:
         return
@@ -79,16 +80,16 @@ def _check_heads(job: Config) -> None:
 
 def _in_working_directory(config: Path) -> Path:
     """The config's path in the working directory."""
-    here, place = Path.cwd().resolve(), config.resolve()
-    if not place.is_relative_to(here):
+    here, path = Path.cwd().resolve(), config.resolve()
+    if not path.is_relative_to(here):
         raise ConfigError(
             f"{config}: not in this directory, of which alone the nodes have a copy; put the config and its data here"
         )
-    return place.relative_to(here)
+    return path.relative_to(here)
 
 
 def _refuse_unprintable(*words: object) -> None:
-    """A line break would end a comment of the file, and what follows would be run."""
+    """Raise ConfigError for a line break, which would end a comment of the file and let the rest be run."""
     for word in map(str, words):
         if not word.isprintable():
             raise ConfigError(f"{word!r} has a character that cannot be printed, which these files cannot hold; rename")

@@ -1,4 +1,4 @@
-"""What a job can be launched on. A new target is one entry in TARGETS and its template.
+"""The clusters that a job can be launched on. A new target is one entry in TARGETS and its template.
 
 Importing this module loads no library: `finetune --help` reads the table.
 """
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Target:
-    """A cluster's standard tool: what takes a file made from `templates/<template>`, and the command for that.
+    """A cluster's standard tool, the template of its file in `templates/`, and the command that submits the file.
 
     `head` is the address of the first node and `first` whether this node is it, as shell words that torchrun's
-    rendezvous gets; without `first` the node with the name `head` is. `needs` are the options without which the file
-    would not be ready. `copied`: the nodes have what is in the working directory, at another place, and nothing else.
+    rendezvous gets; without `first` the node with the name `head` is. `needs` are the options that the file
+    needs. `copied`: the nodes have only a copy of the working directory, at another path.
     """
 
     help: str

@@ -11,10 +11,12 @@ from finetune.data.prepare import Prepared
 from finetune.errors import ForecastError, OutOfMemoryError
 from finetune.forecast import devices
 from finetune.forecast.fit import Fitted
+from finetune.forecast.levers import Lever
 from finetune.forecast.planning import Planner
 from finetune.forecast.replay import Forecast
 from finetune.lifecycle import provenance, resume
-from finetune.report.plan_look import does_not_fit
+from finetune.report import words
+from finetune.report.forecast_view import ChosenView
 from finetune.report.terminal import Terminal
 from finetune.runtime import ranks
 from finetune.runtime.stages import stage
@@ -61,7 +63,7 @@ def _resolved(planner: Planner, terminal: Terminal) -> tuple[Config, Fitted | No
             raise
         return unseen, None
     if fitted:
-        terminal.chose(fitted)
+        terminal.show(ChosenView(fitted))
     return config, fitted
 
 
@@ -82,3 +84,17 @@ def _forecast(planner: Planner, config: Config, fitted: Fitted | None, terminal:
             raise OutOfMemoryError(f"{message}\nTo train anyway: memory.check=warn")
         terminal.note(message)
     return forecast
+
+
+def does_not_fit(forecast: Forecast, levers: list[tuple[Lever, Forecast]]) -> str:
+    """The message for a job that does not fit: by how much, with which batch, and what would help."""
+    batch = forecast.batch
+    lines = [
+        f"the job does not fit {forecast.device.name}: it would take {words.size(forecast.needed_bytes)} of "
+        f"{words.size(forecast.budget_bytes)}, at its largest batch ({words.batch(batch)}, from "
+        f"{batch.source}). What would help:"
+    ]
+    for lever, after in levers:
+        verdict = "fits" if after.fits else "does not fit yet"
+        lines.append(f"  {lever}: {words.size(after.needed_bytes)}, {verdict} ({lever.cost})")
+    return "\n".join(lines)

@@ -111,9 +111,8 @@ def weightless_base(
             ),
         )
     give_layers(model)
-    not_adaptable = linear_layers.probe(
-        model
-    )  # before layers, which may depend on each other, are removed or quantized
+    # Before layers, which may depend on each other, are removed or quantized.
+    not_adaptable = linear_layers.probe(model)
     linear_layers.remember(model, not_adaptable)
     shorten(model)
     linear_layers.remember(model, not_adaptable)

@@ -1,1 +1,1 @@
-"""What people look at: terminal, plots and pages."""
+"""Output for people: the terminal, views, plots and pages."""

@@ -6,18 +6,19 @@ A chart is a dict that `charts.js` draws: title, how its values are written, and
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from finetune.measure.monitor import headline
 from finetune.report import words
-from finetune.report.figures import MEASURES, Figures, measures, smooth
+from finetune.results.figures import Figures
 
 Line = dict[str, Any]
 Reduced = Callable[[Iterable[float | None]], float | None]
 
 POINTS = 800
-"""Points of a curve at most: more are not seen, and 100,000 steps would make a page of 10 MB."""
+"""The most points of a curve: a screen shows no more, and 100,000 steps would make a page of 10 MB."""
 
 _PHASES = ("forward", "backward", "optimizer")
 
@@ -26,7 +27,7 @@ def of_run(figures: Figures) -> list[dict[str, Any]]:
     """The charts of one run: loss and evaluation, learning rate, gradient norm, tokens/s, memory by phase."""
     groups = grouped(figures.training)
     peaks = figures.peaks
-    measure = "reserved_bytes" if "reserved_bytes" in measures(peaks) else "resident_bytes"
+    measure = "reserved_bytes" if "reserved_bytes" in words.measures(peaks) else "resident_bytes"
     unit = words.unit_of(max((peak.get(measure, 0) for peak in peaks.values()), default=0))
     evaluated = grouped(figures.evaluations)
     return _drawn(
@@ -36,7 +37,7 @@ def of_run(figures: Figures) -> list[dict[str, Any]]:
         _chart("Gradient norm", "before clipping", "digits", _of(groups, "grad_norm", highest)),
         _chart("Tokens per second", "", "whole", _of(groups, "tokens_per_second", mean)),
         _chart(
-            "Peak memory by phase", f"{MEASURES[measure]}, {unit}", "digits",
+            "Peak memory by phase", f"{words.MEASURES[measure]}, {unit}", "digits",
             _table(_steps(groups), *(
                 (phase, "line", [_in(unit, highest(_bytes(group, phase, measure))) for group in groups])
                 for phase in _PHASES if phase in peaks
@@ -53,19 +54,19 @@ def of_runs(runs: Mapping[str, Figures]) -> list[dict[str, Any]]:
     unit = words.unit_of(max((figures.peak_bytes for figures in runs.values()), default=0))
 
     def each(key: str, reduced: Reduced) -> list[dict[str, Any]]:
-        return [_of(found, key, reduced, name) for name, found in groups.items()]
+        return [_of(lines, key, reduced, name) for name, lines in groups.items()]
 
     return _drawn(
         _chart("Evaluation loss", "nats per trained token", "fixed", *(
             _of(grouped(figures.evaluations), "eval_loss", mean, name, "points") for name, figures in runs.items())),
         _chart("Training loss", "smoothed", "fixed", *(
-            _table(_steps(found), (name, "line", smoothed(found)[0])) for name, found in groups.items())),
+            _table(_steps(lines), (name, "line", smoothed(lines)[0])) for name, lines in groups.items())),
         _chart("Learning rate", "", "exponent", *each("learning_rate", last)),
         _chart("Gradient norm", "before clipping", "digits", *each("grad_norm", highest)),
         _chart("Tokens per second", "", "whole", *each("tokens_per_second", mean)),
         _chart("Peak memory of a step", unit, "digits", *(
-            _table(_steps(found), (name, "line", [_in(unit, highest(_headlines(group))) for group in found]))
-            for name, found in groups.items())),
+            _table(_steps(lines), (name, "line", [_in(unit, highest(_headlines(group))) for group in lines]))
+            for name, lines in groups.items())),
     )  # fmt: skip
 
 
@@ -79,8 +80,8 @@ def grouped(lines: Sequence[Line]) -> list[Sequence[Line]]:
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    found = [value for value in values if value is not None]
-    return sum(found) / len(found) if found else None
+    numbers = [value for value in values if value is not None]
+    return sum(numbers) / len(numbers) if numbers else None
 
 
 def highest(values: Iterable[float | None]) -> float | None:
@@ -96,11 +97,21 @@ def last(values: Iterable[float | None]) -> float | None:
 
 
 def smoothed(groups: Sequence[Sequence[Line]]) -> tuple[list[float], int]:
-    """The moving average of the training loss over the groups, and over how many steps it is taken."""
+    """The moving average of the training loss over the groups, and the number of steps it is taken over."""
     span = max(5, len(groups) // 20) | 1  # odd, to be centred
     means = [mean(line["loss"] for line in group) for group in groups]
     steps = max(map(len, groups), default=1)
     return smooth([math.nan if value is None else value for value in means], span), span * steps
+
+
+def smooth(losses: list[float], span_steps: int) -> list[float]:
+    """Centred moving average over `span_steps` steps, fewer at either end; NaNs are ignored."""
+    half = span_steps // 2
+    smoothed = []
+    for at in range(len(losses)):
+        window = [loss for loss in losses[max(0, at - half) : at + half + 1] if math.isfinite(loss)]
+        smoothed.append(statistics.fmean(window) if window else math.nan)
+    return smoothed
 
 
 # -- charts ------------------------------------------------------------------------------------------------------------
@@ -125,7 +136,7 @@ def _of(
 
 
 def _steps(groups: Sequence[Sequence[Line]]) -> list[Line]:
-    """The last line of each group, whose step stands for it."""
+    """The last line of each group, whose step the group is drawn at."""
     return [group[-1] for group in groups]
 
 
@@ -153,7 +164,7 @@ def _table(lines: Sequence[Line], *series: tuple[str, str, Sequence[float | None
 
 
 def _short(value: float | None) -> float | None:
-    """Five digits, which is more than is seen."""
+    """The value with five digits, more than a chart shows; None for one that JSON cannot hold."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
 
 
@@ -162,5 +173,5 @@ def _chart(title: str, unit: str, form: str, *tables: dict[str, Any]) -> dict[st
 
 
 def _drawn(*charts: dict[str, Any]) -> list[dict[str, Any]]:
-    """The charts with anything to draw."""
+    """The charts that have points."""
     return [chart for chart in charts if any(table["steps"] for table in chart["tables"])]

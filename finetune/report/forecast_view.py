@@ -5,19 +5,175 @@ The first line is the result, followed by its parts. Parts that are zero are omi
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from finetune.forecast.answer_memory import KV_CACHE, Serving
+from finetune.forecast.fit import Fitted, Limits
 from finetune.forecast.levers import Lever
 from finetune.forecast.replay import WORDS, Forecast
 from finetune.measure.monitor import Peak
-from finetune.report import pages, printing, step_curve, words
+from finetune.report import printing, step_curve, words
+from finetune.report.view import PageView, View
+from finetune.report.visible import LINES
+from finetune.storage.files import write_bytes
 from finetune.storage.records import LARGE_DIFFERENCE, Difference
 
+if TYPE_CHECKING:  # imports what builds a model, which the report of a run does not need
+    from finetune.forecast.planning import Plan
+
 LARGE = f"* more than {LARGE_DIFFERENCE:.0%} from what was measured"
+
+Levers = Sequence[tuple[Lever, Forecast]]
+"""Changes of the config, each with the forecast of the job once it is made."""
+
+
+@dataclass(frozen=True, repr=False)
+class PlanView(PageView):
+    """A job's forecast and, if it does not fit, the forecast with each lever."""
+
+    plan: Plan
+
+    template = "forecast.html.j2"
+
+    @property
+    def forecast(self) -> Forecast:
+        """The forecast of the job."""
+        return self.plan.forecast
+
+    def title(self) -> str:
+        return f"Plan of {self.plan.config.model.name}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The forecast and the levers as JSON values."""
+        return self.plan.as_dict()
+
+    def draw(self, path: Path) -> None:
+        """Write a plot of memory over the step as a PNG. Raises MachineError if it cannot be written."""
+        from finetune.report import memory_plot  # imports matplotlib, which text output does not need
+
+        write_bytes(path, memory_plot.forecast(self.forecast))
+
+    def show(self, console: Console) -> None:
+        """Print what was chosen for `auto`, whether the job fits, what uses the memory, other costs, and the levers."""
+        if self.plan.fitted:
+            ChosenView(self.plan.fitted).show(console)
+        show(self.forecast, console)
+        if self.plan.levers:
+            printing.say(console, _levers_title(self.plan.levers), style="bold")
+            printing.table(console, *_levers_table(self.plan.levers), texts=("fits", "cost"))
+
+    def values(self) -> dict[str, Any]:
+        """The same for the template."""
+        forecast, levers = self.forecast, self.plan.levers
+        return {
+            "verdict": words.verdict(forecast),
+            "facts": [*_settings(forecast).items(), *_costs(forecast).items()],
+            "categories": _bars(forecast),
+            "phases": _phases_table(forecast),
+            "levers_title": _levers_title(levers) if levers else "",
+            "levers": _levers_table(levers),
+        }
+
+    def charts(self) -> list[dict[str, Any]]:
+        """Memory over the step."""
+        return step_curve.chart(self.forecast)
+
+    def picture(self) -> bytes:
+        """Memory over the step as a PNG, if a step was traced."""
+        if not self.forecast.curve:
+            return b""
+        from finetune.report import memory_plot  # imports matplotlib, which text output does not need
+
+        return memory_plot.forecast(self.forecast)
+
+    def __repr__(self) -> str:
+        return f"<plan: {words.verdict(self.forecast)}>"
+
+
+@dataclass(frozen=True)
+class ServingView(View):
+    """A forecast of inference: whether it fits, what uses the memory, and the size of each KV cache."""
+
+    forecast: Serving
+
+    def as_dict(self) -> dict[str, Any]:
+        """The forecast as JSON values."""
+        return self.forecast.as_dict()
+
+    def show(self, console: Console) -> None:
+        """Print it."""
+        forecast = self.forecast
+        printing.say(console, words.verdict(forecast), style="bold green" if forecast.fits else "bold red")
+        on_host = f", {words.size(forecast.host_bytes)} of it in host memory" if forecast.host_bytes else ""
+        sizes = ", ".join(f"{kind} {words.size(size_bytes)}" for kind, size_bytes in forecast.caches.items())
+        prompts = f"{words.count(forecast.rows)} prompt{'s' * (forecast.rows > 1)} at a time"
+        printing.facts(
+            console,
+            {
+                "answers": f"{prompts}, up to {words.count(forecast.context)} tokens each, the prompt's included",
+                "KV cache": f"{forecast.cache}: {words.size(forecast.cache_bytes)}{on_host}",
+                "KV caches": sizes,
+                "attention": forecast.attention,
+            },
+        )
+        _parts(forecast, console)
+
+
+@dataclass(frozen=True)
+class ChosenView(View):
+    """The values chosen for `auto` settings, each with its reason."""
+
+    fitted: Fitted
+
+    def as_dict(self) -> dict[str, Any]:
+        """The reasons by config key."""
+        return dict(self.fitted.reasons)
+
+    def show(self, console: Console) -> None:
+        """Print a line for each setting."""
+        for key, reason in self.fitted.reasons.items():
+            printing.say(console, f"{key}: {self.fitted.text(key)} ({reason})", keep=LINES)
+
+
+@dataclass(frozen=True)
+class FittedView(View):
+    """A fitted job, its speed-up, and the limits of its device."""
+
+    fitted: Fitted
+    limits: Limits
+    config_file: Path
+
+    def as_dict(self) -> dict[str, Any]:
+        """The chosen values, the limits, and the file, as JSON values."""
+        return {**self.fitted.as_dict(), "limits": self.limits.as_dict(), "config": str(self.config_file)}
+
+    def show(self, console: Console) -> None:
+        """Print them."""
+        fitted, limits = self.fitted, self.limits
+        show(fitted.forecast, console)
+        printing.say(console)
+        ChosenView(fitted).show(console)
+        printing.say(
+            console,
+            f"predicted {fitted.speed_up:.2f} times as fast as the best setting that checkpoints every layer; "
+            f"{fitted.tried} settings were forecast",
+        )
+        printing.say(console)
+        printing.facts(
+            console,
+            {
+                "longest rows": f"{words.count(limits.length)} tokens, one at a time",
+                "largest micro-batch": f"{words.count(limits.micro_batch)} rows",
+                "highest rank": words.count(limits.rank) if limits.rank else "no adapter",
+                "smallest card": limits.smallest_card or "none in the table holds one row",
+                "config": str(self.config_file),
+            },
+        )
 
 
 def show(forecast: Forecast, console: Console) -> None:
@@ -30,24 +186,6 @@ def show(forecast: Forecast, console: Console) -> None:
         printing.facts(console, facts)
 
 
-def show_serving(forecast: Serving, console: Console) -> None:
-    """Print the forecast of inference: whether it fits, what uses the memory, and the size of each KV cache."""
-    printing.say(console, words.verdict(forecast), style="bold green" if forecast.fits else "bold red")
-    on_host = f", {words.size(forecast.host_bytes)} of it in host memory" if forecast.host_bytes else ""
-    sizes = ", ".join(f"{kind} {words.size(size_bytes)}" for kind, size_bytes in forecast.caches.items())
-    prompts = f"{words.count(forecast.rows)} prompt{'s' * (forecast.rows > 1)} at a time"
-    printing.facts(
-        console,
-        {
-            "answers": f"{prompts}, up to {words.count(forecast.context)} tokens each, the prompt's included",
-            "KV cache": f"{forecast.cache}: {words.size(forecast.cache_bytes)}{on_host}",
-            "KV caches": sizes,
-            "attention": forecast.attention,
-        },
-    )
-    _parts(forecast, console)
-
-
 def _parts(forecast: Forecast | Serving, console: Console) -> None:
     """Print what uses the memory at the peak, and the memory of each phase."""
     printing.say(console)
@@ -56,26 +194,19 @@ def _parts(forecast: Forecast | Serving, console: Console) -> None:
     printing.table(console, *_phases_table(forecast), texts=("",))
 
 
-def levers(found: Sequence[tuple[Lever, Forecast]], console: Console) -> None:
-    """Print each lever that would reduce the job's memory, and the forecast with it."""
-    if found:
-        printing.say(console, _levers_title(found), style="bold")
-        printing.table(console, *_levers_table(found), texts=("fits", "cost"))
-
-
 def compare(differences: Sequence[Difference], console: Console, note: str = "") -> None:
     """Print the forecast beside the measurement, with `note` below, and mark large differences."""
     if not differences:
         return
     printing.table(console, *compared(differences))
-    if any(found.measured_bytes and found.large for found in differences):
+    if any(each.measured_bytes and each.large for each in differences):
         printing.say(console, LARGE)
     if note:
         printing.say(console, note)
 
 
 def process(needed_bytes: int, peaks: dict[str, Peak]) -> str:
-    """What the table of a CPU's tensors leaves out; empty for a GPU."""
+    """The memory of the whole process, which the table of a CPU's tensors leaves out; empty for a GPU."""
     resident = max((peak.get("resident_bytes", 0) for peak in peaks.values()), default=0)
     if not resident:
         return ""
@@ -87,40 +218,12 @@ def process(needed_bytes: int, peaks: dict[str, Peak]) -> str:
 
 def compared(differences: Sequence[Difference]) -> printing.Cells:
     """The forecast beside the measurement by phase; a * marks large differences (`LARGE`)."""
-    rows, several = [], len({found.measure for found in differences}) > 1
-    for found in differences:
-        label = f"{found.phase}, {found.measure.split('_')[0]}" if several else found.phase
-        relative = f"{words.change(found.relative)} {'*' if found.large else ' '}" if found.measured_bytes else ""
-        rows.append((label, words.size(found.forecast_bytes), words.size(found.measured_bytes), relative))
+    rows, several = [], len({each.measure for each in differences}) > 1
+    for each in differences:
+        label = f"{each.phase}, {each.measure.split('_')[0]}" if several else each.phase
+        relative = f"{words.change(each.relative)} {'*' if each.large else ' '}" if each.measured_bytes else ""
+        rows.append((label, words.size(each.forecast_bytes), words.size(each.measured_bytes), relative))
     return ("phase", "forecast", "measured", "difference"), rows
-
-
-def html(forecast: Forecast) -> str:
-    """The forecast for a notebook: its tables and its plot, as HTML."""
-    plot = ""
-    if forecast.curve:
-        from finetune.report import memory_plot  # imports matplotlib, which text output does not need
-
-        plot = base64.b64encode(memory_plot.forecast(forecast)).decode()
-    return pages.fragment("forecast.html.j2", **_values(forecast, ()), curves=[], plot=plot)
-
-
-def page(forecast: Forecast, found: Sequence[tuple[Lever, Forecast]], title: str) -> str:
-    """The forecast and the levers as a self-contained HTML document."""
-    chart = step_curve.chart(forecast)
-    return pages.page(title, "forecast.html.j2", chart, **_values(forecast, found), plot="")
-
-
-def _values(forecast: Forecast, found: Sequence[tuple[Lever, Forecast]]) -> dict[str, object]:
-    """The values for the template."""
-    return {
-        "verdict": words.verdict(forecast),
-        "facts": [*_settings(forecast).items(), *_costs(forecast).items()],
-        "categories": _bars(forecast),
-        "phases": _phases_table(forecast),
-        "levers_title": _levers_title(found) if found else "",
-        "levers": _levers_table(found),
-    }
 
 
 # -- contents ----------------------------------------------------------------------------------------------------------
@@ -145,25 +248,25 @@ def _settings(forecast: Forecast) -> dict[str, str]:
 def _bars(forecast: Forecast | Serving) -> list[tuple[str, float, str, str]]:
     """(name, fraction of the longest bar, size, share) of the categories present at the peak, and of their sum."""
     names = {**WORDS, KV_CACHE: "KV cache"}
-    found = {name: size_bytes for key, name in names.items() if (size_bytes := forecast.categories.get(key, 0))}
-    total, longest = sum(found.values()), max(found.values(), default=1)
+    sizes = {name: size_bytes for key, name in names.items() if (size_bytes := forecast.categories.get(key, 0))}
+    total, longest = sum(sizes.values()), max(sizes.values(), default=1)
     bars = [
         (name, size_bytes / longest, words.size(size_bytes), words.share(size_bytes / total))
-        for name, size_bytes in found.items()
+        for name, size_bytes in sizes.items()
         if not words.is_nothing(size_bytes)
     ]
     return [*bars, ("at the peak", 0, words.size(forecast.needed_bytes), words.share(1))]
 
 
-def _levers_title(found: Sequence[tuple[Lever, Forecast]]) -> str:
-    enough = any(after.fits for _, after in found)
+def _levers_title(levers: Levers) -> str:
+    enough = any(after.fits for _, after in levers)
     return "what would make it fit" if enough else "what would make it smaller; none of these is enough"
 
 
-def _levers_table(found: Sequence[tuple[Lever, Forecast]]) -> printing.Cells:
+def _levers_table(levers: Levers) -> printing.Cells:
     rows = [
         (str(lever), words.size(after.needed_bytes), "yes" if after.fits else "no", lever.cost)
-        for lever, after in found
+        for lever, after in levers
     ]
     return ("change", "needs", "fits", "cost"), rows
 
@@ -197,7 +300,7 @@ def _over_budget(forecast: Forecast | Serving) -> set[str]:
 
 
 def _costs(forecast: Forecast) -> dict[str, str]:
-    """The job's costs other than device memory."""
+    """Host memory, disk and time of a step."""
     facts = {}
     # On a CPU the headline is about host memory.
     if forecast.device.type != "cpu" and not words.is_nothing(forecast.host_bytes):

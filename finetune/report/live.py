@@ -19,7 +19,7 @@ from finetune.report import printing, words
 
 # The trend of the loss is that of its mean over these steps to its mean over as many before.
 _TREND_STEPS = 10
-# A smaller relative change is none.
+# Smaller relative changes count as flat.
 _FLAT = 0.005
 
 STOPPING = "finishing and saving this step; press Ctrl-C again to stop without"
@@ -37,7 +37,7 @@ class LiveView:
         self._peak_bytes = 0
         self._losses: deque[float] = deque(maxlen=2 * _TREND_STEPS)
         self.stopping = False
-        """Whether a signal ends the run after this step. A signal handler may set it: it takes no lock."""
+        """True once a signal is to end the run after this step; a signal handler sets it, without a lock."""
         self._live = Live(self, console=console, refresh_per_second=4)
         self._live.start()
 

@@ -40,14 +40,14 @@ def draw(planned: Forecast) -> Figure:
     axes.set_ylabel(f"memory ({unit})")
     canvas.frame(axes)
     if planned.curve:
-        _Picture(planned, axes, words.UNITS[unit]).draw()
+        _MemoryPlot(planned, axes, words.UNITS[unit]).draw()
     else:
         axes.set_axis_off()
         canvas.say_nothing_there(axes, "no step was traced")
     return paper
 
 
-class _Picture:
+class _MemoryPlot:
     """One forecast's curve on its axes. Sizes are in bytes until they are drawn."""
 
     def __init__(self, planned: Forecast, axes: Any, unit_bytes: int) -> None:
@@ -86,7 +86,7 @@ class _Picture:
         self._axes.stackplot(
             self._edges, *map(self._drawn, layers.values()), step="post", linewidth=0,
             colors=[COLOURS[category] for category in layers],
-            labels=[self._named(category, found) for category, found in layers.items()],
+            labels=[self._named(category, heights) for category, heights in layers.items()],
         )  # fmt: skip
         if self._planned.device.type != "cpu":
             reserved = [point.reserved_bytes + self._outside_bytes for point in curve]

@@ -1,8 +1,7 @@
-"""The report of a run: one self-contained HTML file, and the part of it shown in notebooks."""
+"""The report of a run: one self-contained HTML file."""
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,23 +11,23 @@ from finetune.config import Config, dump, named
 from finetune.errors import ConfigError
 from finetune.measure.monitor import headline
 from finetune.report import curves, data_view, forecast_view, pages, words
-from finetune.report.figures import Figures, peak_table
 from finetune.report.scores import Scores
+from finetune.results.figures import Figures
 from finetune.storage import records
 from finetune.storage.files import write_text
 from finetune.storage.records import DataFacts, Difference
 from finetune.storage.rundir import RunDirectory
 
 # Events whose facts have a section of their own.
-_TOLD_ELSEWHERE = {"trained", "finished", "merged"}
+_SHOWN_ELSEWHERE = {"trained", "finished", "merged"}
 
-# What keys of events are called on the page, where they are not called as in the file.
+# The names of some keys of events on the page; the others are as in the file.
 _NAMES = {"held_seconds": "training waited", "world_size": "ranks", "learns": "rows of kind"}
 
 # A long run saves thousands of times; the page shows this many events of its start, and as many of its end.
 _EVENTS = 100
 
-# What a run may have beside its report, and what it is.
+# The files that a run may have beside its report, each with its description.
 _FILES = {
     "adapter": "the adapter, as PEFT reads it",
     "merged": "the merged model, as transformers and vLLM read it",
@@ -77,7 +76,7 @@ def write(run: RunDirectory, *, plot: bool = False) -> Path:
         compared=forecast_view.compared(differences),
         large=forecast_view.LARGE if any(one.measured_bytes and one.large for one in differences) else "",
         process=forecast_view.process(forecast["needed_bytes"], figures.peaks) if forecast and differences else "",
-        peaks=peak_table(figures.peaks),
+        peaks=words.peak_table(figures.peaks),
         scores=Scores.read(run),
         answers=run.answers(),
         samples=_samples(data),
@@ -91,24 +90,17 @@ def write(run: RunDirectory, *, plot: bool = False) -> Path:
     return run.report_file
 
 
-def results(run: RunDirectory) -> str:
-    """The results as a table, and the plot, as HTML."""
-    figures = Figures.read(run)
-    plot = base64.b64encode(records.read_bytes(run.plot_file) if run.plot_file.is_file() else b"").decode()
-    return pages.fragment("results.html.j2", trained=figures.trained, results=result_rows(run, figures), plot=plot)
-
-
 # -- the top -----------------------------------------------------------------------------------------------------------
 
 
 def _job(
     figures: Figures, config: Config | None, data: DataFacts | None, environment: Mapping[str, Any] | None
 ) -> list[tuple[str, str]]:
-    """What was trained, on what: (name, fact)."""
+    """The job, its data and its device: (name, fact)."""
     facts: dict[str, str] = {}
     rows: list[str] = []
     if config:
-        facts = {"base": words.base(config), "adapter": words.adapter(config)}
+        facts = {"base": words.base(config), "adapter": words.adapter(config.adapter)}
         rows.append(named(config.data.train))
     if data:
         train, held_out = data["train"], data["eval"]
@@ -134,31 +126,31 @@ def _job(
 
 
 def result_rows(run: RunDirectory, figures: Figures) -> list[tuple[str, str, str]]:
-    """What came out: (name, value, detail)."""
-    found = []
+    """Losses, memory, speed and time: (name, value, detail)."""
+    rows = []
     if figures.evaluations:
-        found.append(("eval loss, before and after", *_eval_loss(figures)))
+        rows.append(("eval loss, before and after", *_eval_loss(figures)))
     if figures.training:
         first, final = figures.training[0]["loss"], figures.final_loss
-        found.append(("training loss, first and last step", f"{words.loss(first)} → {words.loss(final)}",
+        rows.append(("training loss, first and last step", f"{words.loss(first)} → {words.loss(final)}",
                       f"{words.count(figures.steps)} steps"))  # fmt: skip
     if figures.peaks:
         starts = f"over {words.count(figures.starts)} starts; " if figures.starts > 1 else ""
-        found.append(("peak memory", words.size(figures.peak_bytes), starts + _forecast(run, figures)))
+        rows.append(("peak memory", words.size(figures.peak_bytes), starts + _forecast(run)))
     if figures.tokens_per_second is not None:
         padding = "" if figures.padding_share is None else f", {words.share(figures.padding_share)} padding"
-        found.append(("speed", f"{words.count(figures.tokens_per_second)} tokens/s", f"median{padding}"))
+        rows.append(("speed", f"{words.count(figures.tokens_per_second)} tokens/s", f"median{padding}"))
     if figures.training:
         kind = (run.environment() or {"device": {"type": ""}})["device"]["type"]
         cost = f"{words.hours(figures.device_hours)} of {'GPU' if kind == 'cuda' else 'CPU'} time"
         if figures.joules is not None:
             cost += f", {words.energy(figures.joules)} of the GPU"
-        found.append(("duration", words.duration(figures.seconds), cost))
-    return found
+        rows.append(("duration", words.duration(figures.seconds), cost))
+    return rows
 
 
 def _changed_schedule(event: Mapping[str, Any]) -> str:
-    """How a run was given another number of steps, and its learning rate with it."""
+    """Describe a change of the number of steps, and of the learning rate that follows from it."""
     (then, now), (before, after) = event["steps"], event["learning_rate"]
     return (
         f"of {words.count(then)} steps until step {words.count(event['step'])}, then of {words.count(now)}: the "
@@ -184,19 +176,27 @@ def _eval_loss(figures: Figures) -> tuple[str, str]:
     return value, "; ".join(remarks)
 
 
-def _forecast(run: RunDirectory, figures: Figures) -> str:
-    """The forecast of the peak beside the measured one: reserved bytes on a GPU, the whole process on a CPU."""
+def _forecast(run: RunDirectory) -> str:
+    """The forecast beside the measured peak: of reserved bytes on a GPU, of the tensors' bytes on a CPU.
+
+    What libraries keep for themselves on a CPU is part of the peak and of the forecast, but is not predicted.
+    """
     forecast = run.forecast()
     if forecast is None:
         return "no forecast was made"
     differences = _differences(run)
+    needed = words.size(forecast["needed_bytes"])
     if differences and not any(one.phase in ("forward", "backward") for one in differences):
-        return f"the last one took no step; its forecast was {words.size(forecast['needed_bytes'])}"
-    compared = [one for one in differences if one.measure == "reserved_bytes"]
-    predicted = max((one.forecast_bytes for one in compared), default=forecast["needed_bytes"])
-    measured = max((one.measured_bytes for one in compared), default=figures.peak_bytes if differences else 0)
-    relative = f" ({words.change(predicted / measured - 1)})" if measured else ""
-    return f"forecast {words.size(predicted)}{relative}, budget {words.size(forecast['budget_bytes'])}"
+        return f"the last one took no step; its forecast was {needed}"
+    budget = f"budget {words.size(forecast['budget_bytes'])}"
+    for measure in ("reserved_bytes", "allocated_bytes"):
+        compared = [one for one in differences if one.measure == measure]
+        if measured := max((one.measured_bytes for one in compared), default=0):
+            predicted = max(one.forecast_bytes for one in compared)
+            text = f"{words.size(predicted)} ({words.change(predicted / measured - 1)})"
+            tensors = measure == "allocated_bytes"
+            return f"forecast {f'{needed}, of its tensors {text}' if tensors else text}, {budget}"
+    return f"forecast {needed}, {budget}"
 
 
 def _differences(run: RunDirectory) -> list[Difference]:
@@ -208,7 +208,7 @@ def _differences(run: RunDirectory) -> list[Difference]:
 
 
 def _samples(data: DataFacts | None) -> list[tuple[str, list[tuple[str, bool]]]]:
-    """The first rows: (caption, pieces of (text, trained)); of a long row, its start."""
+    """The first rows, long ones cut: (caption, pieces of (text, trained))."""
     return [data_view.spelt(sample) for sample in (data["samples"] if data else ())]
 
 
@@ -229,7 +229,7 @@ def _events(events: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
 def _event(event: dict[str, Any]) -> tuple[str, ...]:
     """(time, event, step, details)."""
     time = datetime.fromtimestamp(event["time"], UTC).strftime("%Y-%m-%d %H:%M:%S")
-    details = () if event["event"] in _TOLD_ELSEWHERE else (_fact(key, value) for key, value in event.items() if value)
+    details = () if event["event"] in _SHOWN_ELSEWHERE else (_fact(key, value) for key, value in event.items() if value)
     return time, event["event"].replace("_", " "), str(event.get("step", "")), ", ".join(filter(None, details))
 
 
@@ -246,7 +246,7 @@ def _fact(key: str, value: Any) -> str:
 
 
 def _amount(key: str, value: Any) -> str:
-    """A value formatted according to its key; a list is what was and what is now, but for problems."""
+    """A value formatted by its key; a list holds the values before and after a change, except one of problems."""
     if isinstance(value, dict):
         return ", ".join(f"{name} {_amount(name, one)}" for name, one in value.items())
     if isinstance(value, list):

@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.ticker import MaxNLocator
 
 from finetune.report import canvas, curves, words
-from finetune.report.figures import MEASURES, Figures, measures
+from finetune.results.figures import Figures
 from finetune.storage.files import write_bytes
 from finetune.storage.rundir import RunDirectory
 
@@ -68,24 +68,24 @@ def _draw_losses(axes: Any, figures: Figures) -> None:
 
 def _draw_memory(axes: Any, figures: Figures) -> None:
     # As in monitor.headline: reserved bytes on CUDA, resident bytes on a CPU.
-    measure = "reserved_bytes" if "reserved_bytes" in measures(figures.peaks) else "resident_bytes"
+    measure = "reserved_bytes" if "reserved_bytes" in words.measures(figures.peaks) else "resident_bytes"
     lines = {phase: _series(figures.training, phase, measure) for phase in _PHASE_COLOURS}
     evaluations = _series(figures.evaluations, "evaluation", measure)
-    sizes = [size for _, found in [*lines.values(), evaluations] for size in found]
+    sizes = [size for _, series in [*lines.values(), evaluations] for size in series]
     unit = words.unit_of(max(sizes, default=0))
     unit_bytes = words.UNITS[unit]
-    axes.set_ylabel(f"peak {MEASURES[measure]} ({unit})")
+    axes.set_ylabel(f"peak {words.MEASURES[measure]} ({unit})")
     few = len(figures.training) < _FEW_STEPS
-    for phase, (steps, found) in lines.items():
+    for phase, (steps, sizes_bytes) in lines.items():
         if steps:
             axes.plot(
-                steps, [size / unit_bytes for size in found], color=_PHASE_COLOURS[phase], linewidth=1.6,
+                steps, [size / unit_bytes for size in sizes_bytes], color=_PHASE_COLOURS[phase], linewidth=1.6,
                 marker="o" if few else None, markersize=3.5, label=phase,
             )  # fmt: skip
     if evaluations[0]:
-        steps, found = evaluations
+        steps, sizes_bytes = evaluations
         axes.plot(
-            steps, [size / unit_bytes for size in found], color=_EVALUATION_COLOUR, linestyle="none", marker="D",
+            steps, [size / unit_bytes for size in sizes_bytes], color=_EVALUATION_COLOUR, linestyle="none", marker="D",
             markersize=6, label="evaluation",
         )  # fmt: skip
     if sizes:
@@ -94,9 +94,9 @@ def _draw_memory(axes: Any, figures: Figures) -> None:
 
 def _series(lines: list[dict[str, Any]], phase: str, measure: str) -> tuple[list[int], list[int]]:
     """Steps and bytes of the lines that include the phase."""
-    found = [(line["step"], line.get("memory", {}).get(phase, {}).get(measure)) for line in lines]
-    there = [(step, size_bytes) for step, size_bytes in found if size_bytes is not None]
-    return [step for step, _ in there], [size_bytes for _, size_bytes in there]
+    points = [(line["step"], line.get("memory", {}).get(phase, {}).get(measure)) for line in lines]
+    measured = [(step, size_bytes) for step, size_bytes in points if size_bytes is not None]
+    return [step for step, _ in measured], [size_bytes for _, size_bytes in measured]
 
 
 def _limits(lowest: float, highest: float) -> tuple[float, float]:

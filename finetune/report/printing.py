@@ -64,13 +64,13 @@ class LastingStream:
 
 
 def discard(stream: IO[str]) -> None:
-    """Drop what a stream that cannot be written still buffers: Python would try again at its end, and exit with 120."""
+    """Drop the buffer of a broken stream: Python would flush it again at exit, fail, and exit with code 120."""
     with contextlib.suppress(OSError):  # not every stream is a file
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def text(show: Callable[[Console], object]) -> str:
-    """What `show` prints to a console, as text."""
+    """The text that `show` prints to a console."""
     console = Console(file=io.StringIO(), width=shutil.get_terminal_size((120, 24)).columns)
     with console.capture() as captured:
         show(console)
@@ -99,14 +99,20 @@ def facts(console: Console, rows: dict[str, str]) -> None:
 
 def table(console: Console, head: Sequence[str], rows: Iterable[Sequence[str]], texts: Sequence[str] = ()) -> None:
     """Print a table (see `drawn`) of untrusted text."""
-    put(console, drawn(head, ([plain(console, cell) for cell in row] for row in rows), texts))
+
+    def written(cells: Sequence[str]) -> list[Text]:
+        return [plain(console, cell) for cell in cells]
+
+    put(console, drawn(written(head), map(written, rows), list(map(str, written(texts)))))
 
 
-def drawn(head: Sequence[str], rows: Iterable[Sequence[str | Text]], texts: Sequence[str] = (), **style: Any) -> Table:
+def drawn(
+    head: Sequence[str | Text], rows: Iterable[Sequence[str | Text]], texts: Sequence[str] = (), **style: Any
+) -> Table:
     """A table whose first column names the row; columns not in `texts` are numbers, right-aligned."""
     made = Table(**style)
     for number, name in enumerate(head):
-        is_text = number == 0 or name in texts
+        is_text = number == 0 or str(name) in texts
         made.add_column(name, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
     for row in rows:
         made.add_row(*row)
@@ -126,7 +132,7 @@ def bars(console: Console, rows: Iterable[tuple[str, float, str, str]]) -> None:
 
 
 def plain(console: Console, text: str, style: str = "", keep: str = "") -> Text:
-    """`text` without markup: see `visible` for `keep`; characters that the console cannot encode become ?."""
+    """`text` without markup and control characters (see `visible`); ? for characters the console cannot encode."""
     return Text(visible(text, keep).encode(console.encoding, "replace").decode(console.encoding), style=style)
 
 

@@ -13,15 +13,14 @@ from finetune.storage.rundir import RunDirectory
 # Drawing takes seconds of one core.
 _EVERY_SECONDS = 120
 
-# A process of its own is no rank, and takes no GPU.
+# The renewal runs outside the job: without a rank and without a GPU.
 _UNSET = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Renewal:
-    """Runs `finetune report` now and then, in a process of its own.
+    """Runs `finetune report` every two minutes, in a process of its own.
 
-    The run's memory is measured, and what the plot takes is not the run's. A report that cannot be written, such as on
-    a full disk, ends that process alone.
+    This keeps the plot's memory out of the run's measured peaks, and an error, such as a full disk, away from the run.
     """
 
     def __init__(self, run: RunDirectory) -> None:
@@ -47,7 +46,7 @@ class Renewal:
             )  # fmt: skip
 
     def stop(self) -> None:
-        """End what is under way: an older report must not replace the last one."""
+        """Kill a running renewal: its older report must not replace the last one."""
         if self._process:
             self._process.kill()
             self._process.wait()

@@ -1,18 +1,17 @@
-"""The result of a run: as a dict for programs, as a table and a plot for notebooks."""
+"""The result of a run: as a dict and a frame for programs, as a table and a plot for people."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
-from finetune.errors import MachineError
-from finetune.report import page, printing
-from finetune.report.figures import Figures, peak_table
+from finetune.report import page, printing, words
+from finetune.report.view import View
+from finetune.results.figures import Figures, flat, framed, summary
+from finetune.storage import records
 from finetune.storage.rundir import RunDirectory
 
 
@@ -27,8 +26,10 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Result:
+class Result(View):
     """The result of a run, given by its path too, read from the run directory on each access."""
+
+    template = "results.html.j2"
 
     run: RunDirectory
 
@@ -56,36 +57,16 @@ class Result:
         latest ones of a run that goes on; `device_hours` are `seconds` as hours times the ranks;
         `joules` are those of a run's one GPU, if its driver counts them and each start ended by itself.
         """
-        figures = self.figures
-        best, exported = figures.best_evaluation, figures.exported_evaluation
-        return {
-            "run": str(self.run.path),
-            "steps": figures.steps,
-            "final_train_loss": figures.final_loss,
-            "base_eval_loss": figures.base_eval_loss,
-            "final_eval_loss": figures.final_eval_loss,
-            "best_eval_loss": best and best["eval_loss"],
-            "best_step": best and best["step"],
-            "exported_step": figures.exported_step,
-            "exported_eval_loss": exported and exported["eval_loss"],
-            "relative_drop": figures.relative_drop,
-            "peaks": figures.peaks,
-            "peak_bytes": figures.peak_bytes or None,
-            "tokens_per_second": figures.tokens_per_second,
-            "padding_share": figures.padding_share,
-            "seconds": figures.seconds,
-            "device_hours": figures.device_hours,
-            "joules": figures.joules,
-            "adapter": _existing(self.run.adapter),
-            "merged": _existing(self.run.merged),
-            "report": _existing(self.run.report_file),
-            "plot": _existing(self.run.plot_file),
-        }
+        return summary(self.run)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as `summary`."""
+        return self.summary()
 
     def table(self) -> Table:
         """Peak memory by phase, with a column for each measure."""
         return printing.drawn(
-            *peak_table(self.figures.peaks), title="peak memory", title_justify="left", title_style="bold"
+            *words.peak_table(self.figures.peaks), title="peak memory", title_justify="left", title_style="bold"
         )
 
     def plot(self) -> Picture:
@@ -103,31 +84,15 @@ class Result:
             lines.setdefault(line["step"], {}).update(flat(line))
         return framed([{**lines[step]} for step in sorted(lines)])
 
-    def __str__(self) -> str:
-        rows = page.result_rows(self.run, self.figures)
-        shown = printing.text(lambda console: printing.table(console, ("", "value", ""), rows, texts=("",)))
-        return f"{self.run.path}\n{shown}"
+    def show(self, console: Console) -> None:
+        """Print the path and the results."""
+        printing.say(console, str(self.run.path))
+        printing.table(console, ("", "value", ""), page.result_rows(self.run, self.figures), texts=("",))
 
-    def _repr_html_(self) -> str:
-        return page.results(self.run)
+    def values(self) -> dict[str, Any]:
+        """The results, and whether there may be more."""
+        return {"trained": self.figures.trained, "results": page.result_rows(self.run, self.figures)}
 
-
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested values by their path, `memory.backward.resident_bytes`."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return found
-
-
-def framed(rows: Sequence[Mapping[str, Any]]) -> Any:
-    """A `pandas.DataFrame` of rows, of which each may lack some columns. Raises MachineError without pandas."""
-    try:
-        pandas = importlib.import_module("pandas")
-    except ImportError:
-        raise MachineError("a frame needs the package pandas: pip install pandas") from None
-    return pandas.DataFrame(rows)
-
-
-def _existing(path: Path) -> str | None:
-    return str(path) if path.exists() else None
+    def picture(self) -> bytes:
+        """The plot of the run, if it was drawn."""
+        return records.read_bytes(self.run.plot_file) if self.run.plot_file.is_file() else b""

@@ -5,17 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.report import pages, printing
+from rich.console import Console
+
+from finetune.report import printing
 from finetune.report.printing import Cells
+from finetune.report.view import View
+from finetune.report.visible import LINES
 from finetune.storage.records import EvaluationRecord
 from finetune.storage.rundir import RunDirectory
 
 
 @dataclass(frozen=True)
-class Scores:
+class Scores(View):
     """The contents of eval.json."""
 
     record: EvaluationRecord
+
+    template = "scores.html.j2"
 
     @classmethod
     def read(cls, run: RunDirectory) -> Scores | None:
@@ -53,11 +59,15 @@ class Scores:
         """How to read the table, in sentences."""
         return [f"Measured after step {self.record['steps']:,}. {self.record['interval']}", *self.record["notes"]]
 
-    def __str__(self) -> str:
-        return "\n".join([printing.text(lambda console: printing.table(console, *self.table)), *self.notes])
+    def show(self, console: Console) -> None:
+        """Print the table, and how to read it."""
+        printing.table(console, *self.table)
+        for note in self.notes:
+            printing.say(console, note, keep=LINES)
 
-    def _repr_html_(self) -> str:
-        return pages.fragment("scores.html.j2", scores=self)
+    def values(self) -> dict[str, Any]:
+        """The scores themselves, whose table and notes the template takes."""
+        return {"scores": self}
 
 
 def _number(value: float | None, sign: str = "") -> str:

@@ -1,4 +1,4 @@
-"""Memory by category over a forecast step: the colours of its layers and their places, for picture and page."""
+"""Memory by category over a forecast step: the colours of its layers and where they are drawn, for picture and page."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COLOURS = {
 }
 
 FAR_ABOVE = 3
-"""A budget more than this many times the need is not drawn to scale, since it would squeeze the curve."""
+"""A budget above this multiple of the need is not drawn, since it would squeeze the curve."""
 
 # The update has few allocations and would be too narrow for its label.
 _NARROWEST_PHASE = 0.15

@@ -19,32 +19,24 @@ from rich.padding import Padding
 from rich.text import Text
 
 from finetune.config import Config, DataSection
-from finetune.data.inspection import Inspection
 from finetune.data.prepare import Prepared
-from finetune.forecast.answer_memory import Serving
-from finetune.forecast.fit import Fitted, Limits
-from finetune.forecast.levers import Lever
 from finetune.forecast.replay import Forecast
 from finetune.measure.monitor import Peak, headline
 from finetune.model.structure import experts
 from finetune.model.structure.experts import Mixture
-from finetune.report import data_view, forecast_view, printing, words
-from finetune.report.compare import Comparison
-from finetune.report.figures import Figures
+from finetune.report import forecast_view, printing, words
 from finetune.report.live import STOPPING, LiveView
 from finetune.report.renewal import Renewal
 from finetune.report.result import Result
-from finetune.report.scores import Scores
+from finetune.report.view import View
 from finetune.report.visible import LINES
+from finetune.results.figures import Figures
 from finetune.storage.records import Difference
 from finetune.storage.rundir import RunDirectory
 from finetune.training.collator import micro_batching
 
 # Progress lines that a whole run prints to a log, besides its evaluations.
 _PLAIN_LINES = 10
-
-# Of a finding's status.
-_STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 
 
 class Terminal:
@@ -67,7 +59,7 @@ class Terminal:
         self._peaks_shown = False
 
     def close(self) -> None:
-        """End the live view and a renewal of the report that is under way, if there are any."""
+        """End the live view and a running renewal of the report."""
         self._trains = False
         if self._live:
             self._live.stop()
@@ -81,61 +73,14 @@ class Terminal:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def show(self, view: View) -> None:
+        """Print a view."""
+        view.show(self._console)
+
     # -- before training -------------------------------------------------------------------------------------------
 
-    def inspected(self, found: Inspection) -> None:
-        """Print an inspection of the data."""
-        data_view.show(found, self._console)
-
-    def planned(self, forecast: Forecast, levers: Sequence[tuple[Lever, Forecast]]) -> None:
-        """Print a forecast and, if it does not fit, the levers."""
-        forecast_view.show(forecast, self._console)
-        forecast_view.levers(levers, self._console)
-
-    def served(self, forecast: Serving) -> None:
-        """Print the forecast of inference."""
-        forecast_view.show_serving(forecast, self._console)
-
-    def examined(self, findings: Sequence[tuple[str, str, str, str]]) -> None:
-        """Print findings of `finetune doctor`, (about, status, what, remedy), one a line."""
-        width = max(len(about) for about, *_ in findings)
-        for about, status, what, remedy in findings:
-            text = "; ".join(what.splitlines()) + (f" → {remedy}" if remedy else "")
-            line = printing.plain(self._console, f"{status:7}  {about:{width}}  {text}")
-            line.stylize(_STYLES[status], 0, 7)
-            printing.put(self._console, line, whole=True)
-
-    def chose(self, fitted: Fitted) -> None:
-        """Print what was chosen for `auto` settings, and why."""
-        for key, reason in fitted.reasons.items():
-            self._say(f"{key}: {fitted.text(key)} ({reason})")
-
-    def fitted(self, fitted: Fitted, limits: Limits, target: Path) -> None:
-        """Print the fitted job, its speed-up, and the limits of this device."""
-        self.planned(fitted.forecast, ())
-        self._say()
-        self.chose(fitted)
-        self._say(
-            f"predicted {fitted.speed_up:.2f} times as fast as the best setting that checkpoints every layer; "
-            f"{fitted.tried} settings were forecast"
-        )
-        self._say()
-        self._facts(
-            {
-                "longest rows": f"{words.count(limits.length)} tokens, one at a time",
-                "largest micro-batch": f"{words.count(limits.micro_batch)} rows",
-                "highest rank": words.count(limits.rank) if limits.rank else "no adapter",
-                "smallest card": limits.smallest_card or "none in the table holds one row",
-                "config": str(target),
-            }
-        )
-
-    def side_by_side(self, runs: Comparison) -> None:
-        """Print runs side by side."""
-        runs.show(self._console)
-
     def compared(self, differences: Sequence[Difference], needed_bytes: int, peaks: dict[str, Peak]) -> None:
-        """Print forecast and measurement by phase; of a CPU, all that the process was to take and took as well."""
+        """Print forecast and measurement by phase; on a CPU also those of the whole process."""
         forecast_view.compare(differences, self._console, forecast_view.process(needed_bytes, peaks))
         self._peaks_shown = bool(differences)
 
@@ -150,35 +95,14 @@ class Terminal:
         processes: int = 1,
         mixture: Mixture | None = None,
     ) -> None:
-        """Print the header: the job, its data, and the device. From here on, output that nobody reads ends no run."""
+        """Print the header: the job, its data, and the device. A failing output does not end the run from here on."""
         run = RunDirectory(path)
         lasting = printing.LastingStream(self._console.file, lambda reason: run.event("output_lost", reason=reason))
         self._console.file = cast(IO[str], lasting)
         self._forecast, self._log_every = forecast, config.tracking.log_every
         if run.config_file.is_file():  # the other ranks' directories have none
             self._renewal = Renewal(run)
-        facts = {"run": str(path), "base": words.base(config)}
-        if mixture:
-            facts["experts"] = words.mixture(mixture)
-        facts["adapter"] = words.adapter(config)
-        if mixture and config.adapter.kind == "lora" and config.adapter.targets == "all-linear":
-            facts["adapter"] += ", without routers and experts"
-        facts["data"] = words.counts(data.train_counts, config.data.max_length)
-        if config.data.train == DataSection().train:  # which is also what a config without rows trains
-            facts["data"] = f"the built-in rows ({config.data.train}): {facts['data']}"
-        if data.eval_counts:
-            facts["evaluation set"] = words.counts(data.eval_counts, config.data.max_length)
-            if config.output.best and config.training.eval_every and not data.judges:
-                facts["evaluation set"] += f"; {words.TOO_FEW_TO_JUDGE}"
-                if config.training.early_stopping:
-                    facts["evaluation set"] += ", although training stops early by their loss"
-        else:
-            facts["evaluation set"] = data.warning or "none"
-        if prompts := words.prompts(config.data.separator, data.train_counts, data.eval_counts):
-            facts["prompts"] = prompts
-        facts["batch"] = _batching(config, processes)
-        facts["training"] = words.training(config)
-        facts["attention"] = attention
+        facts = {"run": str(path)} | _job(config, data, processes, mixture) | {"attention": attention}
         facts["device"] = words.device(run.environment(), str(device))
         if unused := words.unused(data.train_counts, data.eval_counts):
             facts["not used"] = f"columns {unused}"
@@ -187,7 +111,7 @@ class Terminal:
         self._facts(facts)
 
     def built(self, model: Any, left_out: Mapping[str, int]) -> None:
-        """Print the numbers of parameters and of trained ones; of layers without an adapter, `left_out` by reason."""
+        """Print the numbers of parameters, of trained ones, and of layers without an adapter: `left_out`, by reason."""
         sizes = [(math.prod(experts.shape(parameter)), parameter.requires_grad) for parameter in model.parameters()]
         total = sum(size for size, _ in sizes)
         trained = sum(size for size, requires_grad in sizes if requires_grad)
@@ -224,7 +148,7 @@ class Terminal:
         self._say(f"step {line['step']}: eval loss {words.loss(line['eval_loss'])}, peak {peak}")
 
     def stopping(self) -> None:
-        """Answer the signal that ends training after the current step. Called by its handler, and takes no lock."""
+        """Acknowledge the signal that ends training after this step. A signal handler calls it, so it takes no lock."""
         if self._live:
             self._live.stopping = True
         elif self._trains and not self._console.quiet:
@@ -274,8 +198,8 @@ class Terminal:
                 "the trained model, in KL divergence and loss in nats per token:"
             )
             rows = [
-                (f"onto {name}", f"{found['kl']:.4f}", f"{found['agreement']:.1%}", _loss_of(losses, name))
-                for name, found in likeness.items()
+                (f"onto {name}", f"{model['kl']:.4f}", f"{model['agreement']:.1%}", _loss_of(losses, name))
+                for name, model in likeness.items()
             ]
             rows += [(name, "", "", _loss_of(losses, name)) for name in ("trained", "base") if name in losses]
             printing.table(self._console, ("model", "KL", "same top token", "held-out loss"), rows)
@@ -294,7 +218,7 @@ class Terminal:
                 self._say(f"{title}: {one}")
 
     def serves(self, commands: dict[str, str], prompts: str | None) -> None:
-        """Print the command lines that serve an export, by program, and how it is asked if not in turns of a chat."""
+        """Print the command lines that serve an export, by program, and the form of its prompts if it is not a chat."""
         self._say("\nserve it with")
         self._facts(commands)
         if prompts:
@@ -327,17 +251,39 @@ class Terminal:
         """Print which model is evaluated from now on."""
         self._say(f"evaluating: {model}")
 
-    def scores(self, scores: Scores) -> None:
-        """Print the table of an evaluation, and how to read it."""
-        printing.table(self._console, *scores.table)
-        for note in scores.notes:
-            self._say(note)
-
     def _say(self, text: str = "", style: str = "") -> None:
         printing.say(self._console, text, style, keep=LINES)
 
     def _facts(self, facts: dict[str, str]) -> None:
         printing.facts(self._console, facts)
+
+
+def _job(config: Config, data: Prepared, processes: int, mixture: Mixture | None) -> dict[str, str]:
+    """The lines of the header on the base, the adapter, the data and the steps."""
+    facts = {"base": words.base(config)}
+    if mixture:
+        facts["experts"] = words.mixture(mixture)
+    facts["adapter"] = words.adapter(config.adapter)
+    if mixture and config.adapter.kind == "lora" and config.adapter.targets == "all-linear":
+        facts["adapter"] += ", without routers and experts"
+    facts["data"] = words.counts(data.train_counts, config.data.max_length)
+    if config.data.train == DataSection().train:  # which is also what a config without rows trains
+        facts["data"] = f"the built-in rows ({config.data.train}): {facts['data']}"
+    facts["evaluation set"] = _evaluation_set(config, data)
+    if prompts := words.prompts(config.data.separator, data.train_counts, data.eval_counts):
+        facts["prompts"] = prompts
+    return {**facts, "batch": _batching(config, processes), "training": words.training(config)}
+
+
+def _evaluation_set(config: Config, data: Prepared) -> str:
+    """The size of the evaluation set, and a warning where it is too small for what the config uses it for."""
+    if not data.eval_counts:
+        return data.warning or "none"
+    text = words.counts(data.eval_counts, config.data.max_length)
+    if not config.output.best or not config.training.eval_every or data.judges:
+        return text
+    stops = ", although training stops early by their loss" if config.training.early_stopping else ""
+    return f"{text}; {words.TOO_FEW_TO_JUDGE}{stops}"
 
 
 def _batching(config: Config, processes: int) -> str:

@@ -7,17 +7,27 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from finetune.config import Config
+from finetune.config import AdapterSection, Config
 from finetune.data.counts import CONTROL_TOKENS, Counts
 
 if TYPE_CHECKING:  # these import torch, which would delay the first line of a plan
     from finetune.data.batching import Batch
     from finetune.forecast.answer_memory import Serving
     from finetune.forecast.replay import Forecast
+    from finetune.measure.monitor import Peak
     from finetune.model.structure.experts import Mixture
+    from finetune.report.printing import Cells
 
 UNITS = {"GiB": 2**30, "MiB": 2**20}
 """Bytes of the units that sizes are written in."""
+
+MEASURES = {
+    "allocated_bytes": "allocated",
+    "reserved_bytes": "reserved",
+    "device_bytes": "device",
+    "resident_bytes": "resident",
+}
+"""The names of the monitor's measures."""
 
 _RECOMPUTED = {
     "none": "nothing",
@@ -27,7 +37,7 @@ _RECOMPUTED = {
 }
 
 # Limits for lists of rows and columns in a message.
-_PLACES = 3
+_LOCATIONS = 3
 _COLUMNS = 12
 
 
@@ -91,9 +101,8 @@ def base(config: Config) -> str:
     return f"{config.model.name}{weights}{stored} {config.training.precision} arithmetic"
 
 
-def adapter(config: Config) -> str:
-    """What is trained, such as `LoRA of rank 16, alpha 32, on all-linear`."""
-    section = config.adapter
+def adapter(section: AdapterSection) -> str:
+    """The trained weights, such as `LoRA of rank 16, alpha 32, on all-linear`."""
     if section.kind == "none":
         return "none: every weight is trained"
     targets = section.targets if isinstance(section.targets, str) else ", ".join(section.targets)
@@ -105,7 +114,7 @@ def adapter(config: Config) -> str:
 
 
 def training(config: Config) -> str:
-    """What is minimised, how, and for how long."""
+    """Steps, objective, optimizer and learning rate, such as `20 steps, supervised, adamw_8bit, ...`."""
     section = config.training
     number, unit = (section.max_steps, "step") if section.max_steps else (section.epochs, "epoch")
     return (
@@ -115,7 +124,7 @@ def training(config: Config) -> str:
 
 
 def verdict(planned: Forecast | Serving) -> str:
-    """Whether the job fits: needed and available memory, and the device."""
+    """The answer of a forecast: fits or not, needed and available memory, and the device."""
     needed, budget = size(planned.needed_bytes), size(planned.budget_bytes)
     if needed.split()[1] == budget.split()[1]:
         needed = needed.split()[0]
@@ -127,7 +136,7 @@ def verdict(planned: Forecast | Serving) -> str:
 
 
 def sharing(section: Mapping[str, Any]) -> str:
-    """How ranks share a model, by the values of `distributed`."""
+    """How ranks share a model, from the values of the section `distributed`."""
     context = section.get("context", 1)  # as earlier versions wrote it
     split = "" if context == 1 else f"; each row split over {context} GPUs"
     if section["kind"] != "fsdp":
@@ -146,9 +155,9 @@ def batch(shape: Batch) -> str:
 
 
 def shorter(forecast: Forecast) -> dict[str, str]:
-    """What short micro-batches recompute, such as `rows of up to 512 tokens recompute nothing`, if less than others."""
-    told = (f"of up to {count(each.tokens)} tokens recompute {_RECOMPUTED[each.level]}" for each in forecast.by_length)
-    return {"by length": f"micro-batches of rows {', '.join(told)}"} if forecast.by_length else {}
+    """The lesser recomputation of short micro-batches: `rows of up to 512 tokens recompute nothing`."""
+    parts = (f"of up to {count(each.tokens)} tokens recompute {_RECOMPUTED[each.level]}" for each in forecast.by_length)
+    return {"by length": f"micro-batches of rows {', '.join(parts)}"} if forecast.by_length else {}
 
 
 def mixture(stored: Mixture) -> str:
@@ -177,20 +186,20 @@ def device(environment: Mapping[str, Any] | None, device: str) -> str:
     return f"{device}, {cores} core{'s' * (cores != 1)}, {threads} thread{'s' * (threads != 1)}"
 
 
-def counts(found: Counts, max_length: int) -> str:
+def counts(split: Counts, max_length: int) -> str:
     """A split in one line: its size, and how many rows were changed or dropped."""
-    trained = share(found.supervised_share) if found.tokens else "nothing"
-    duplicates = "duplicates" if found.duplicates > 1 else "duplicate"
+    trained = share(split.supervised_share) if split.tokens else "nothing"
+    duplicates = "duplicates" if split.duplicates > 1 else "duplicate"
     parts = {
-        f"{count(found.rows)} row{'s' * (found.rows != 1)}, {count(found.tokens)} tokens, {trained} trained, longest "
-        f"{count(found.longest)}": 1,
-        f"{count(found.truncated)} cut to {count(max_length)}": found.truncated,
-        f"{count(found.answers_truncated)} of them in the answer": found.answers_truncated,
-        f"{count(found.split)} split": found.split,
-        f"{count(found.duplicates)} {duplicates}": found.duplicates,
-        f"{count(found.control_tokens)} with control tokens as text": found.control_tokens,
-        f"{count(found.dropped)} dropped: {dropped(found)}": found.dropped,
-        "listed in data.jsonl": len(found.affected),
+        f"{count(split.rows)} row{'s' * (split.rows != 1)}, {count(split.tokens)} tokens, {trained} trained, longest "
+        f"{count(split.longest)}": 1,
+        f"{count(split.truncated)} cut to {count(max_length)}": split.truncated,
+        f"{count(split.answers_truncated)} of them in the answer": split.answers_truncated,
+        f"{count(split.split)} split": split.split,
+        f"{count(split.duplicates)} {duplicates}": split.duplicates,
+        f"{count(split.control_tokens)} with control tokens as text": split.control_tokens,
+        f"{count(split.dropped)} dropped: {dropped(split)}": split.dropped,
+        "listed in data.jsonl": len(split.affected),
     }
     return ", ".join(part for part, rows in parts.items() if rows)
 
@@ -210,22 +219,22 @@ def prompts(separator: str, *splits: Counts | None) -> str | None:
 
 
 TOO_FEW_TO_JUDGE = "too few different rows to choose an adapter by, so the last one is published"
-"""Of an evaluation set that does not decide what is published."""
+"""Said of an evaluation set too small to choose the published weights by."""
 
 
 def dropped(counts: Counts) -> str:
-    """Why rows were dropped, and where the first are: `2 empty answer (rows.jsonl:3, rows.jsonl:9)`."""
+    """The reasons why rows were dropped, and the first locations: `2 empty answer (rows.jsonl:3, rows.jsonl:9)`."""
     why = ", ".join(f"{count(rows)} {reason}" for reason, rows in counts.dropped_why.items())
-    return f"{why} ({_places(counts.dropped_places)})"
+    return f"{why} ({_locations(counts.dropped_places)})"
 
 
 def control_tokens(counts: Counts) -> str:
-    """How many rows have control tokens in their text, where the first are, and how they are treated."""
-    places = [row.place for row in counts.affected if row.why == CONTROL_TOKENS]
-    contain = "row contains" if len(places) == 1 else "rows contain"
+    """Number and first locations of the rows with control tokens in their text, and how these are treated."""
+    locations = [row.place for row in counts.affected if row.why == CONTROL_TOKENS]
+    contain = "row contains" if len(locations) == 1 else "rows contain"
     return (
-        f"{count(len(places))} {contain} some ({_places(places)}), which stay ordinary text; if the rows were rendered "
-        "in advance, set data.control_tokens: parse"
+        f"{count(len(locations))} {contain} some ({_locations(locations)}), which stay ordinary text; if the rows were "
+        "rendered in advance, set data.control_tokens: parse"
     )
 
 
@@ -236,10 +245,24 @@ def unused(*splits: Counts | None) -> str:
     return ", ".join(names[:_COLUMNS]) + (f" and {count(more)} more" if more > 0 else "")
 
 
-def _places(places: Sequence[str]) -> str:
-    return ", ".join(places[:_PLACES]) + (", ..." if len(places) > _PLACES else "")
+def _locations(locations: Sequence[str]) -> str:
+    return ", ".join(locations[:_LOCATIONS]) + (", ..." if len(locations) > _LOCATIONS else "")
 
 
 def is_nothing(size_bytes: int) -> bool:
     """Whether a size is too small to mention."""
     return size(size_bytes) == size(0)
+
+
+def measures(peaks: dict[str, Peak]) -> list[str]:
+    """The measures that occur in `peaks`, in the order of MEASURES."""
+    return [measure for measure in MEASURES if any(measure in peak for peak in peaks.values())]
+
+
+def peak_table(peaks: dict[str, Peak]) -> Cells:
+    """The peaks by phase, with a column for each measure present."""
+    shown = measures(peaks)
+    rows = [
+        (phase, *(size(peak[measure]) if measure in peak else "" for measure in shown)) for phase, peak in peaks.items()
+    ]
+    return ("phase", *(MEASURES[measure] for measure in shown)), rows

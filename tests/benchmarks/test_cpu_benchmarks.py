@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import importlib
+import json
 from pathlib import Path
 
 import harness
@@ -69,3 +71,18 @@ def test_results_keep_no_absolute_path() -> None:
     text = "wrote /home/someone/runs/x/adapter, read configs/a.yaml and https://pytorch.org/memory_viz, 3 / 4"
     expected = "wrote adapter, read configs/a.yaml and https://pytorch.org/memory_viz, 3 / 4"
     assert harness.without_paths(text) == expected
+
+
+def test_the_mutation_campaign_knows_the_functions_and_tests_of_today(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "")  # which importing it sets
+    mutations = importlib.import_module("mutations")
+    accepted = json.loads(mutations.ACCEPTED.read_text(encoding="utf-8"))
+    names = set()
+    for functions, files in mutations.AREAS.values():
+        assert all((harness.ROOT / "tests" / file).is_file() for file in files)
+        for module, listed in functions.items():
+            names |= set(listed.split())
+            tree = ast.parse(Path(str(importlib.import_module(module).__file__)).read_text(encoding="utf-8"))
+            for name in listed.split():
+                assert mutations._found(tree, name).name == name.split(".")[-1]
+    assert set(accepted) <= names

@@ -271,7 +271,7 @@ def test_held_out_sources_that_are_also_trained_are_named(write: Write) -> None:
     assert line.startswith("job.yaml:3: `data.eval`: `b.jsonl` is training data")
 
 
-def test_infinity_is_no_setting(write: Write, subtests: pytest.Subtests) -> None:
+def test_infinity_is_refused_as_a_value(write: Write, subtests: pytest.Subtests) -> None:
     for key in [
         f"{name}.{key}"
         for name, key, field in KEYS
@@ -285,7 +285,7 @@ def test_infinity_is_no_setting(write: Write, subtests: pytest.Subtests) -> None
             assert f"`{key}`" in line
 
 
-def test_a_section_that_is_a_value_is_told_to_be_a_section(write: Write) -> None:
+def test_a_value_in_place_of_a_section_is_explained(write: Write) -> None:
     [line] = refused(write("training: 5\n"))
     assert line.startswith("job.yaml:1: `training` is a section")
 
@@ -316,11 +316,11 @@ def test_a_missing_file_names_the_nearest(write: Write, tmp_path: Path) -> None:
     assert "did you mean `llama7b.yaml`?" in line
 
 
-def test_a_missing_file_of_a_missing_folder_is_told_without_a_guess(tmp_path: Path) -> None:
+def test_a_missing_file_in_a_missing_folder_has_no_suggestion(tmp_path: Path) -> None:
     assert refused(tmp_path / "no" / "job.yaml") == ["job.yaml: no such file"]
 
 
-def test_a_folder_is_no_config(tmp_path: Path) -> None:
+def test_a_folder_is_refused_as_a_config(tmp_path: Path) -> None:
     [line] = refused(tmp_path)
     assert "is a folder, not a config" in line
 
@@ -360,7 +360,7 @@ def test_an_override_names_one_column_of_several(write: Write) -> None:
     assert load_config(write(""), ["data.columns.prompt=c"]).data.columns == {"prompt": "c"}
 
 
-def test_an_override_of_another_form_is_shown_the_form(write: Write, subtests: pytest.Subtests) -> None:
+def test_a_malformed_override_is_answered_with_the_form(write: Write, subtests: pytest.Subtests) -> None:
     for override in ["sead=3", "training.seed", "training..seed=3", "a.b.c=1", ".seed=1", "=", ""]:
         with subtests.test(override=override):
             [line] = refused(write(""), override)
@@ -368,14 +368,14 @@ def test_an_override_of_another_form_is_shown_the_form(write: Write, subtests: p
             assert "section.key=value" in line
 
 
-def test_an_override_whose_value_is_no_yaml_is_refused_by_name(write: Write, subtests: pytest.Subtests) -> None:
+def test_an_override_with_an_invalid_value_is_named(write: Write, subtests: pytest.Subtests) -> None:
     for value in ["[1", "*x", "!!python/name:os.system", "a: b", "'x"]:
         with subtests.test(value=value):
             [line] = refused(write(""), f"model.name={value}")
             assert line.startswith(f"override `model.name={value}`: ")
 
 
-def test_problems_of_overrides_and_of_the_file_are_told_together(write: Write) -> None:
+def test_problems_of_overrides_and_of_the_file_are_reported_together(write: Write) -> None:
     lines = refused(write("training:\n  seed: x\n"), "model.nmae=1", "bad", "adapter.rank=0")
     assert len(lines) == 4
     assert {line.split(": ")[0] for line in lines} == {
@@ -386,7 +386,7 @@ def test_problems_of_overrides_and_of_the_file_are_told_together(write: Write) -
     }
 
 
-def test_an_override_of_an_unknown_section_is_blamed_on_the_override(write: Write) -> None:
+def test_an_unknown_section_in_an_override_is_located_there(write: Write) -> None:
     [line] = refused(write(""), "trainning.seed=3")
     assert line.startswith("override `trainning.seed=3`: ")
     assert "did you mean `training`?" in line
@@ -569,7 +569,7 @@ def test_a_key_that_the_optimizer_ignores_is_refused_unless_it_has_its_default(w
     assert {key for optimizer in OPTIMIZERS.values() for key in optimizer.ignores} == {"beta1", "beta2", "epsilon"}
 
 
-def test_an_optimizer_ignores_just_the_keys_that_change_nothing_of_it(subtests: pytest.Subtests) -> None:
+def test_exactly_the_keys_without_effect_on_an_optimizer_are_listed_as_ignored(subtests: pytest.Subtests) -> None:
     for kind in OPTIMIZERS:
         with subtests.test(kind=kind):
             others = {"beta1": 0.5, "beta2": 0.6, "epsilon": 0.7}
@@ -585,7 +585,7 @@ def test_the_line_of_a_broken_rule_is_the_line_of_its_key(write: Write) -> None:
     assert line.startswith("job.yaml:4: `adapter.kind`: ")
 
 
-def test_all_broken_rules_between_sections_are_told_at_once(write: Write) -> None:
+def test_all_broken_rules_between_sections_are_reported_at_once(write: Write) -> None:
     lines = refused(
         write(
             """\
@@ -598,7 +598,7 @@ def test_all_broken_rules_between_sections_are_told_at_once(write: Write) -> Non
     assert [line.split("`")[1] for line in lines] == ["adapter.init", "adapter.dtype", "training.early_stopping"]
 
 
-def test_all_broken_rules_within_a_section_are_told_at_once(write: Write) -> None:
+def test_all_broken_rules_within_a_section_are_reported_at_once(write: Write) -> None:
     text = "\n".join(refused(write("training:\n  batch_size: 10\n  micro_batch: 4\n  early_stopping: 3\n")))
     assert "`micro_batch` 4" in text
     assert "`eval_every`" in text
@@ -617,7 +617,7 @@ def test_the_named_micro_batch_divides_the_batch(batch_size: int, micro_batch: i
     assert bool(found) is bool(batch_size % micro_batch)
 
 
-def test_remote_code_runs_of_a_pinned_commit_alone(subtests: pytest.Subtests) -> None:
+def test_remote_code_needs_a_pinned_commit(subtests: pytest.Subtests) -> None:
     for revision in [None, "main", "abc1234", COMMIT.upper(), COMMIT + "0", COMMIT + "\n"]:
         with subtests.test(revision=revision), pytest.raises(ValueError, match="40-digit"):
             ModelSection(trust_remote_code=True, revision=revision)

@@ -138,7 +138,7 @@ def test_a_damaged_config_loads_or_is_refused_with_its_problems(originals: list[
 
 
 @pytest.mark.slow
-def test_what_loads_goes_through_the_stages_or_is_refused_by_one(originals: list[bytes], tmp_path: Path) -> None:
+def test_a_mutated_config_that_loads_is_planned_or_refused(originals: list[bytes], tmp_path: Path) -> None:
     ended: set[int] = set()
     for number, text in enumerate(originals[len(SHIPPED) :]):
         (tmp_path / f"{number}.yaml").write_bytes(text)

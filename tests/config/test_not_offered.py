@@ -56,9 +56,7 @@ def refusal(key: str, value: object) -> str:
         ("tracking.to", ["wandb", "swanlab"], "`mlflow`"),
     ],
 )
-def test_a_value_of_other_tools_is_said_not_to_be_offered_with_what_to_use(
-    key: str, value: object, instead: str
-) -> None:
+def test_a_value_that_is_not_offered_is_refused_with_an_alternative(key: str, value: object, instead: str) -> None:
     said = refusal(key, value)
     assert f"`{value[-1] if isinstance(value, list) else value}` is not offered: " in said
     assert instead in said
@@ -85,7 +83,7 @@ def test_the_key_of_another_tool_is_answered_by_its_value(line: str, instead: st
     assert "supervised`" not in str(error.value)
 
 
-def test_what_is_the_same_by_another_name_is_still_named() -> None:
+def test_another_tools_name_for_an_offered_value_is_translated() -> None:
     for key, value, here in (
         ("training.objective", "sft", "supervised"),
         ("quantization.kind", "int4", "nf4"),

@@ -129,7 +129,7 @@ def test_of_a_duplicate_key_the_first_value_is_kept_for_the_rest_of_the_check() 
     assert parse("seed: 1\nseed: 2\n").values == {"seed": 1}
 
 
-def test_a_file_that_is_no_mapping_says_what_is_expected(subtests: pytest.Subtests) -> None:
+def test_a_file_without_a_mapping_is_refused_with_the_expected_form(subtests: pytest.Subtests) -> None:
     for text in ["- a\n- b\n", "only words\n", "5\n"]:
         with subtests.test(text=text):
             [(line, message)] = problems(text)
@@ -178,7 +178,7 @@ def test_a_surrogate_pair_is_the_character_that_json_means_by_it() -> None:
     assert values('a: "\\ud83d\\ude42"\n') == {"a": "\N{SLIGHTLY SMILING FACE}"}
 
 
-def test_a_key_that_is_no_plain_word_is_refused_and_not_repeated_as_it_is(subtests: pytest.Subtests) -> None:
+def test_an_unprintable_key_is_refused_and_escaped_in_the_message(subtests: pytest.Subtests) -> None:
     for key in ['"\\x1b[2J"', '"a\\nb"', '"\\u202e"', '"\\ud83d"', '"\\0"']:
         with subtests.test(key=key):
             [(line, message)] = problems(f"a: 1\n{key}: 2\n")

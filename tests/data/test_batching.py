@@ -83,12 +83,12 @@ def test_the_order_is_the_one_of_earlier_versions_so_that_their_runs_go_on(subte
             assert order([1] * 8, seed=seed, epoch=epoch, group=False) == expected
 
 
-def test_two_seeds_share_no_epoch() -> None:
+def test_two_seeds_order_no_epoch_alike() -> None:
     """Else a second run with the next seed would see the orders of the first, an epoch later."""
     assert order(LONG_TAILED, seed=42, epoch=1) != order(LONG_TAILED, seed=43, epoch=0)
 
 
-def test_the_global_random_state_neither_matters_nor_moves() -> None:
+def test_the_order_neither_reads_nor_changes_the_global_random_state() -> None:
     import torch
 
     torch.manual_seed(1)
@@ -134,7 +134,7 @@ def test_a_batch_of_equal_rows_still_mixes_rows_anew_each_epoch() -> None:
 
 @settings(deadline=None, derandomize=True, max_examples=40)
 @given(rows=st.integers(1, 2000), seed=st.integers(0, 1000))
-def test_the_short_batch_stands_last_and_every_other_is_of_neighbouring_lengths(rows: int, seed: int) -> None:
+def test_batches_group_similar_lengths_and_the_short_one_comes_last(rows: int, seed: int) -> None:
     """In one window the batches are the runs of the sorted lengths, so no batch straddles two groups."""
     size = 8
     lengths = random.Random(seed).sample(range(1, 10_000), rows)
@@ -266,7 +266,7 @@ def test_the_best_fit_leaves_the_least_room() -> None:
     assert micro_batches([3, 6, 2, 7, 1, 11], way) == [[5], [3, 0], [1, 2, 4]]
 
 
-def test_the_largest_packed_micro_batch_is_what_the_rows_make_together() -> None:
+def test_the_largest_packed_micro_batch_is_that_of_the_rows_together() -> None:
     def worst(lengths: list[int], tokens: int, step_rows: int = 8) -> tuple[int, tuple[int, ...]]:
         way = MicroBatching(1, tokens, packed=True)
         [batch] = worst_batches(Sizes(lengths, [length - 1 for length in lengths]), way, step_rows, "here")
@@ -286,14 +286,14 @@ def test_where_nothing_is_known_packed_rows_fill_the_tokens() -> None:
     assert (batch.tokens, batch.packed) == (800, (400, 400)), "no more rows than a step has"
 
 
-def test_a_packed_micro_batch_holds_what_its_rows_would_at_most() -> None:
+def test_a_packed_micro_batch_never_exceeds_its_rows_padded() -> None:
     data = DataSection(packing=True, max_length=100)
     assert MicroBatching.of(TrainingSection(micro_batch=4), data) == MicroBatching(1, 400, packed=True)
     assert MicroBatching.of(TrainingSection(micro_batch_tokens=90), data) == MicroBatching(1, 90, packed=True)
     assert MicroBatching.of(TrainingSection(micro_batch=4), DataSection()) == MicroBatching(4)
 
 
-def test_where_nothing_is_known_every_row_is_as_long_as_it_may_be() -> None:
+def test_without_data_every_row_is_assumed_to_have_the_maximum_length() -> None:
     assert longest_batch(4, 100) == Batch(4, 100, True, 4 * 99)
     assert longest_batch(1, 100).padded is False, "a row by itself needs no mask"
     assert longest_batch(2, 7).as_dict() == {

@@ -145,12 +145,12 @@ def refusal(source: Path, tokenizer: Any) -> list[str]:
     return str(caught.value).replace(f"{source.parent}{os.sep}", "").splitlines()
 
 
-def test_each_file_of_the_corpus_has_its_message_and_there_are_many() -> None:
+def test_every_broken_file_of_the_corpus_has_an_expected_message() -> None:
     assert {path.name for path in CORPUS.iterdir() if not path.name.startswith(".")} == set(BROKEN)
     assert len(BROKEN) > 60
 
 
-def test_a_broken_file_is_told_to_the_line_with_all_that_is_wrong(tokenizer: Any, subtests: pytest.Subtests) -> None:
+def test_all_problems_of_a_broken_file_are_reported_with_their_lines(tokenizer: Any, subtests: pytest.Subtests) -> None:
     for name in BROKEN:
         with subtests.test(name=name):
             messages = refusal(CORPUS / name, tokenizer)
@@ -175,7 +175,7 @@ SOUND = "".join(json.dumps({"text": f"Line {number}, {number**3}."}) + "\n" for 
 
 
 @pytest.mark.slow
-def test_a_compressed_file_that_is_cut_off_is_told_with_the_line_it_stops_near(
+def test_a_compressed_file_that_is_cut_off_is_reported_with_the_line_it_stops_near(
     tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
     for ending in COMPRESSIONS:
@@ -190,7 +190,9 @@ def test_a_compressed_file_that_is_cut_off_is_told_with_the_line_it_stops_near(
             assert 1000 < len(read) < 30_000
 
 
-def test_a_compressed_file_that_is_damaged_is_told(tmp_path: Path, tokenizer: Any, subtests: pytest.Subtests) -> None:
+def test_a_compressed_file_that_is_damaged_is_reported(
+    tmp_path: Path, tokenizer: Any, subtests: pytest.Subtests
+) -> None:
     for ending in COMPRESSIONS:
         with subtests.test(ending=ending):
             path = tmp_path / f"rows.txt{ending}"
@@ -203,7 +205,7 @@ def test_a_compressed_file_that_is_damaged_is_told(tmp_path: Path, tokenizer: An
 
 @pytest.mark.parametrize("damage", ["cut", "offsets", "bytes"])
 @pytest.mark.parametrize("kind", ["stream", "file"])
-def test_a_damaged_arrow_file_is_told_and_crashes_nothing(
+def test_a_damaged_arrow_file_is_reported_and_crashes_nothing(
     kind: str, damage: str, tmp_path: Path, tokenizer: Any
 ) -> None:
     import pyarrow
@@ -225,7 +227,7 @@ def test_a_damaged_arrow_file_is_told_and_crashes_nothing(
     assert line.startswith("rows.arrow: not an Arrow file or stream, or damaged")
 
 
-def test_a_folder_with_nothing_to_read_is_told_the_endings(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_folder_without_readable_files_is_refused_with_the_known_endings(tmp_path: Path, tokenizer: Any) -> None:
     folder = tmp_path / "corpus"
     folder.mkdir()
     for name in ("notes.md", ".hidden.jsonl", "dataset_info.json"):

@@ -249,7 +249,9 @@ def flip(file: Path) -> None:
 
 @pytest.mark.parametrize("damage", [cut, flip, Path.unlink])
 @pytest.mark.parametrize("name", ["rows.arrow", "counts.json", "manifest.json"])
-def test_what_is_damaged_is_prepared_anew(name: str, damage: Any, source: Path, tokenizer: Any, kept: Path) -> None:
+def test_a_damaged_cache_entry_is_prepared_again(
+    name: str, damage: Any, source: Path, tokenizer: Any, kept: Path
+) -> None:
     first = prepare(section(source), tokenizer)
     expected = everything(first)
     del first
@@ -381,7 +383,7 @@ def test_a_folder_of_the_user_is_private_and_users_do_not_share_one(kept: Path, 
     assert not_private(tmp_path / "gone") is not None
 
 
-def test_what_nothing_used_for_long_goes_when_something_new_comes(source: Path, tokenizer: Any, kept: Path) -> None:
+def test_cache_entries_unused_for_long_are_removed_when_one_is_added(source: Path, tokenizer: Any, kept: Path) -> None:
     jobs = [section(source, max_length=length) for length in (50, 60, 70)]
     unused, used = (file_of(prepare(job, tokenizer).train).parent for job in jobs[:2])
     long_ago = time.time() - 31 * 24 * 3600
@@ -422,7 +424,7 @@ def elsewhere(kept: Path, key: str | None, during: str = "pass", start: str = ""
     )
 
 
-def test_a_process_that_is_killed_leaves_nothing_that_is_taken_for_an_entry(kept: Path) -> None:
+def test_a_killed_process_leaves_no_valid_entry(kept: Path) -> None:
     done = elsewhere(kept, "key", "import os; os.kill(os.getpid(), signal.SIGKILL)")
     assert done.returncode == -signal.SIGKILL
     [left] = kept.iterdir()
@@ -435,7 +437,7 @@ def test_a_process_that_is_killed_leaves_nothing_that_is_taken_for_an_entry(kept
     assert not left.exists()
 
 
-def test_what_another_process_still_fills_is_left_to_it(kept: Path) -> None:
+def test_an_entry_that_another_process_is_filling_is_left_alone(kept: Path) -> None:
     def fill(folder: Path) -> None:
         os.utime(folder, (time.time() - 120, time.time() - 120))
         done = elsewhere(kept, "other")
@@ -446,7 +448,7 @@ def test_what_another_process_still_fills_is_left_to_it(kept: Path) -> None:
     assert (kept / "other").is_dir()
 
 
-def test_what_has_no_key_is_there_until_the_process_ends(kept: Path) -> None:
+def test_an_entry_without_a_key_is_removed_when_the_process_ends(kept: Path) -> None:
     done = elsewhere(kept, None)
     assert Path(done.stdout.strip()).parent == kept
     assert list(kept.iterdir()) == []
@@ -460,7 +462,7 @@ WRITER = """from finetune.data.rows import writer
             write([(Row("a:1", {}), Encoded((Segment([1] * 10_000, [1] * 10_000),)))])"""
 
 
-def test_a_disk_that_takes_no_more_is_told_with_what_to_do(kept: Path) -> None:
+def test_a_full_disk_is_reported_with_what_to_do(kept: Path) -> None:
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))\n"
     output = elsewhere(kept, "key", WRITER, limit).stdout
     assert output.startswith(f"4 {kept}: the prepared data cannot be written: File too large")
@@ -470,7 +472,7 @@ def test_a_disk_that_takes_no_more_is_told_with_what_to_do(kept: Path) -> None:
     assert list(kept.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_made_is_told_with_what_to_do(kept: Path) -> None:
+def test_a_cache_folder_that_cannot_be_made_is_reported_with_what_to_do(kept: Path) -> None:
     kept.parent.parent.mkdir(exist_ok=True)
     kept.parent.write_text("a file stands in its place")
     output = elsewhere(kept, "key").stdout

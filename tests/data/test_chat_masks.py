@@ -297,13 +297,15 @@ def test_the_remedy_of_that_refusal_works(word_tokenizer: Make, unmarked: str) -
     assert encoded.labels == encoded.input_ids
 
 
-def test_a_prompt_that_is_no_start_of_the_answer_is_refused(word_tokenizer: Make, unmarked: str) -> None:
+def test_a_template_whose_prompt_does_not_begin_the_conversation_is_refused(
+    word_tokenizer: Make, unmarked: str
+) -> None:
     thinks = unmarked.replace("'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\nso'")
     with pytest.raises(RowError, match="differently"):
         encode(Chat(TWO_TURNS), word_tokenizer(thinks))
 
 
-def test_what_a_template_raises_is_an_error_of_the_row(
+def test_an_exception_of_a_template_is_reported_for_its_row(
     word_tokenizer: Make, templates: dict[str, str], subtests: pytest.Subtests
 ) -> None:
     for template in ["marked", "unmarked"]:
@@ -316,7 +318,7 @@ def test_what_a_template_raises_is_an_error_of_the_row(
                 assert encode(Chat(TWO_TURNS[1:]), tokenizer, loss_on).trained
 
 
-def test_a_template_that_is_no_template_is_told_with_its_line(word_tokenizer: Make) -> None:
+def test_a_template_with_a_syntax_error_is_reported_with_its_line(word_tokenizer: Make) -> None:
     with pytest.raises(ArtifactError, match="chat template is not valid: line 1"):
         encode(Chat(TWO_TURNS), word_tokenizer("{% for message in messages %}"))
 
@@ -355,7 +357,7 @@ _CONVERSATION = st.builds(
 
 @settings(deadline=None, derandomize=True, max_examples=60)
 @given(messages=_CONVERSATION, loss_on=st.sampled_from(["assistant", "last"]))
-def test_what_is_trained_is_what_the_assistant_said(
+def test_only_what_the_assistant_said_is_trained(
     messages: list[Message], loss_on: Any, byte_tokenizer: Make, chatml: str, tight: str
 ) -> None:
     said = [message["content"] + "<|im_end|>" for message in messages if message["role"] == "assistant"]
@@ -376,7 +378,7 @@ def test_marks_and_prefixes_give_the_same_mask(
 
 @settings(deadline=None, derandomize=True, max_examples=60)
 @given(messages=_CONVERSATION)
-def test_the_mask_says_nothing_of_the_ids(messages: list[Message], byte_tokenizer: Make, chatml: str) -> None:
+def test_the_mask_does_not_change_token_ids(messages: list[Message], byte_tokenizer: Make, chatml: str) -> None:
     """Ids are those of the template's rendering, whatever is trained of them; the last turn is among the trained."""
     tokenizer = _cached(byte_tokenizer, chatml)
     whole, turns, last = (encode(Chat(messages), tokenizer, loss_on) for loss_on in ("all", "assistant", "last"))

@@ -75,7 +75,7 @@ def test_a_tokenizer_without_fast_rules_is_known_by_its_vocabulary(tmp_path: Pat
     assert fingerprint.of(Letters("$ab")) != fingerprint.of(Letters("$ba"))
 
 
-def test_what_is_kept_beside_the_weights_has_the_fingerprint_that_is_kept_with_it(trained: RunDirectory) -> None:
+def test_the_tokenizer_saved_with_the_weights_has_the_recorded_fingerprint(trained: RunDirectory) -> None:
     kept = json.loads((trained.adapter / "fingerprint.json").read_text())["tokenizer"]
     assert kept == fingerprint.of(AutoTokenizer.from_pretrained(trained.adapter))
     assert kept == fingerprint.of(load_tokenizer(trained.config().model))

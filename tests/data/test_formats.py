@@ -94,7 +94,7 @@ def test_a_row_of_two_formats_is_of_the_first_in_the_table() -> None:
     assert detect({"text": "x", "prompt": "p", "completion": "c"}, {}) == "prompt_completion"
 
 
-def test_a_row_of_no_format_is_told_its_fields_and_all_formats(subtests: pytest.Subtests) -> None:
+def test_a_row_of_unknown_format_is_reported_with_its_fields_and_all_formats(subtests: pytest.Subtests) -> None:
     for row in [{}, {"prompt": "x"}, {"instruction": "x"}]:
         with subtests.test(row=row):
             with pytest.raises(RowError) as caught:
@@ -104,7 +104,7 @@ def test_a_row_of_no_format_is_told_its_fields_and_all_formats(subtests: pytest.
             assert all(f"{name} ({', '.join(form.required)})" in message for name, form in FORMATS.items())
 
 
-def test_fields_of_telling_names_are_told_as_columns(subtests: pytest.Subtests) -> None:
+def test_fields_with_familiar_names_are_suggested_as_columns(subtests: pytest.Subtests) -> None:
     for row, columns in [
         (
             {"question": "x", "answer": "y"},
@@ -147,9 +147,7 @@ def test_columns_are_not_guessed_where_their_names_do_not_single_out_two(row: di
         ({"AuthorID": "1", "Author": "Ann", "Content": "Hi"}, "`data.columns: {text: Content}`"),
     ],
 )
-def test_a_row_of_a_chat_export_is_refused_unless_the_config_says_that_it_stands_alone(
-    row: dict[str, str], cure: str
-) -> None:
+def test_a_row_of_a_chat_export_is_refused_unless_the_config_allows_it(row: dict[str, str], cure: str) -> None:
     with pytest.raises(RowError, match="one message of a conversation") as caught:
         read(row, "auto", {})
     assert cure in str(caught.value)
@@ -173,7 +171,7 @@ def test_a_separator_follows_each_prompt_that_was_written_apart_from_its_complet
         assert read(row, "auto", {}, "\n")[0] == expected
 
 
-def test_what_runs_together_has_no_white_space_on_either_side() -> None:
+def test_texts_that_run_together_have_no_white_space_between_them() -> None:
     assert Completion("Why?", "So.").runs_together
     for prompt, completion in [("Why? ", "So."), ("Why?", " So."), ("Why?\n", "So."), ("", "So."), ("Why?", "")]:
         assert not Completion(prompt, completion).runs_together
@@ -334,7 +332,7 @@ def test_calls_of_functions_are_calls_of_tools() -> None:
     assert FORMATS["sharegpt"].read(row) == expected
 
 
-def test_what_was_thought_goes_to_the_template() -> None:
+def test_reasoning_content_is_passed_to_the_template() -> None:
     thought = {**TELL, "reasoning_content": "Hm."}
     assert FORMATS["messages"].read({"messages": [ASK, thought]}) == Chat([ASK, thought])
     turns = [DIALOGUE[0], {**DIALOGUE[1], "reasoning_content": "Hm."}]
@@ -395,7 +393,7 @@ def test_columns_give_fields_their_names() -> None:
     assert FORMATS[detect(fields, {})].read(fields) == Completion("Why?", "So.")
 
 
-def test_a_column_that_is_not_there_is_told_with_the_nearest() -> None:
+def test_a_missing_column_is_reported_with_the_nearest_name() -> None:
     with pytest.raises(RowError, match=r"`prompt`.*`qestion`.*did you mean `question`"):
         mapped({"question": "Why?"}, {"prompt": "qestion"})
 
@@ -406,7 +404,7 @@ def test_the_fields_of_a_format_are_those_it_is_known_by_and_the_others_it_reads
     assert {"messages", "prompt", "chosen", "labels", "text"} <= set(known_fields("auto"))
 
 
-def test_a_wrong_field_is_named_with_what_it_is(subtests: pytest.Subtests) -> None:
+def test_a_field_of_the_wrong_type_is_named_with_its_type(subtests: pytest.Subtests) -> None:
     for name, row, words in [
         ("messages", {}, ["`messages`", "list"]),
         ("messages", {"messages": None}, ["`messages`", "list"]),
@@ -498,7 +496,7 @@ def test_a_wrong_field_is_named_with_what_it_is(subtests: pytest.Subtests) -> No
             assert [word for word in words if word not in str(caught.value)] == []
 
 
-def test_half_of_a_surrogate_pair_is_told_by_field_and_place() -> None:
+def test_half_of_a_surrogate_pair_is_reported_by_field_and_location() -> None:
     with pytest.raises(RowError, match=r"`text` has half of a surrogate pair at character 2"):
         FORMATS["text"].read({"text": "a\ud800"})
 

@@ -64,7 +64,7 @@ def text(words: int) -> dict[str, str]:
 # -- a row as the model sees it ----------------------------------------------------------------------------------------
 
 
-def test_a_row_is_shown_token_by_token_with_special_tokens_and_what_is_trained(look) -> None:
+def test_a_row_is_shown_by_token_with_special_and_trained_tokens_marked(look) -> None:
     [row] = look([chat("Hi", "one")]).samples
     context = ["<|im_start|>", "user", "\n", "Hi", "<|im_end|>", "\n", "<|im_start|>", "assistant", "\n"]
     assert row.pieces == (
@@ -135,7 +135,7 @@ def test_both_splits_are_counted_with_their_supervised_share(look, tmp_path: Pat
     assert look([chat("Hi", "one")]).as_dict()["eval"] is None
 
 
-def test_cut_and_dropped_rows_are_told_with_their_places(look) -> None:
+def test_cut_and_dropped_rows_are_reported_with_their_locations(look) -> None:
     rows = [chat("one " * 20, "two"), chat("Hi", ""), chat("Hi", "one")]
     found = look(rows, max_length=14)
     assert (found.train.rows, found.train.truncated, found.train.dropped) == (2, 1, 1)
@@ -250,7 +250,7 @@ def test_grouping_pads_less_on_lengths_with_a_long_tail() -> None:
     assert grouped.steps == shuffled.steps == 126
 
 
-def test_rows_of_one_length_pad_nothing_and_pairs_of_two_lengths_what_is_missing() -> None:
+def test_padding_is_the_difference_of_the_lengths_in_a_micro_batch() -> None:
     assert {
         batching.padding_share
         for batching in _batchings(alone([7] * 10), ONE_SEQUENCE, TrainingSection(), DataSection())
@@ -262,7 +262,7 @@ def test_rows_of_one_length_pad_nothing_and_pairs_of_two_lengths_what_is_missing
         assert batching.steps == 1
 
 
-def test_a_micro_batch_that_is_not_chosen_yet_pads_like_the_whole_batch(look) -> None:
+def test_padding_is_that_of_the_whole_batch_while_the_micro_batch_is_auto(look) -> None:
     rows = [text(words) for words in range(1, 30)]
     auto, whole = (look(rows, TrainingSection(batch_size=8, micro_batch=micro)) for micro in ("auto", 8))
     assert auto.micro_batch == "auto"

@@ -96,7 +96,7 @@ def read(path: Path, content: bytes) -> list[dict[str, Any]] | None:
 
 
 @pytest.mark.parametrize("ending", COMPRESSIONS)
-def test_compressed_rows_are_what_was_written_or_refused(ending: str, tmp_path: Path) -> None:
+def test_compressed_rows_are_read_back_exactly_or_refused(ending: str, tmp_path: Path) -> None:
     path, whole = tmp_path / f"rows.jsonl{ending}", two_streams(ending)
     assert read(path, whole) == ROWS
     first = packed(json_lines(ROWS[:30]), ending)  # cut off right behind it, a file is whole
@@ -116,7 +116,7 @@ def test_one_damaged_byte_in_the_second_stream_is_refused_with_file_and_line(end
         list(sources.rows(str(path)))
 
 
-def test_what_is_behind_the_last_stream_and_none_is_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_bytes_after_the_last_compressed_stream_are_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
     """Zeros too: a file system leaves them where it lost the rest of a file."""
     for behind in [b"\0" * 512, b"garbage", b"\n"]:
         for ending in COMPRESSIONS:
@@ -211,7 +211,7 @@ def test_lines_that_end_in_carriage_returns_alone_are_refused(tmp_path: Path, su
             assert read(tmp_path / name, whole.replace(b"\r\n", b"\n").replace(b"\n", b"\r")) is None
 
 
-def test_a_git_lfs_pointer_is_told_apart_from_rows(tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_a_git_lfs_pointer_is_recognised(tmp_path: Path, subtests: pytest.Subtests) -> None:
     for name in ["rows.txt", "rows.jsonl", "rows.csv", "rows.json"]:
         with subtests.test(name=name):
             path = tmp_path / name

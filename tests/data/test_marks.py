@@ -62,19 +62,19 @@ def test_answers_that_are_a_token_apart_stay_apart(word_tokenizer: Make) -> None
     assert shown(encode(rows, tokenizer), tokenizer) == "####:[so][>]:[one][>]"
 
 
-def test_without_marks_such_a_template_is_refused(word_tokenizer: Make, chatml: str) -> None:
+def test_a_template_that_cannot_be_masked_without_marks_is_refused(word_tokenizer: Make, chatml: str) -> None:
     unmarked = _MARKED.replace("{%- generation -%}", "").replace("{%- endgeneration -%}", "")
     with pytest.raises(RowError, match=r"messages\[2\]: the chat template renders the conversation differently"):
         encode(Chat(TWO_TURNS), word_tokenizer(counted(chatml, unmarked)))
 
 
-def test_marks_around_nothing_are_no_mask(word_tokenizer: Make, chatml: str) -> None:
+def test_a_template_with_marks_around_nothing_is_refused(word_tokenizer: Make, chatml: str) -> None:
     tokenizer = word_tokenizer(counted(chatml, _MARKS["end of turn behind"]))
     with pytest.raises(RowError, match="differently"):
         encode(Chat([user("Hi"), assistant("")]), tokenizer)
 
 
-def test_an_assistant_that_opens_needs_marks_and_is_told_so(word_tokenizer: Make, chatml: str) -> None:
+def test_a_conversation_that_the_assistant_opens_needs_marks(word_tokenizer: Make, chatml: str) -> None:
     opened = Chat([assistant("Hello"), user("Hi"), assistant("so")])
     tokenizer = word_tokenizer(counted(chatml))
     assert trained_text(encode(opened, tokenizer), tokenizer) == "Hello<|im_end|>so<|im_end|>"
@@ -132,7 +132,7 @@ def closed(chatml: str) -> str:
 CALL = {**assistant("so"), "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
 
 
-def test_a_call_before_the_end_is_told_apart_though_the_conversation_is_closed(
+def test_a_tool_call_before_the_end_is_masked_correctly_in_a_closed_conversation(
     word_tokenizer: Make, closed: str
 ) -> None:
     tokenizer = word_tokenizer(closed, pad_token="<unk>")
@@ -292,7 +292,7 @@ def test_the_head_of_a_row_is_its_system_message_and_else_one_token(word_tokeniz
     assert heads(refuses) == [1, 1, 1, 1]
 
 
-def test_empty_is_what_would_teach_nothing(subtests: pytest.Subtests) -> None:
+def test_an_answer_that_trains_no_token_counts_as_empty(subtests: pytest.Subtests) -> None:
     for example, loss_on, empty in [
         (Completion("Why?", "so"), "assistant", False),
         (Completion("Why?", " \n"), "assistant", True),

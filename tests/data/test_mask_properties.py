@@ -106,7 +106,7 @@ def test_a_truncated_row_keeps_the_last_answer_from_its_beginning_and_no_other_i
 
 @_TRIED
 @given(messages=_CONVERSATION, data=st.data())
-def test_pieces_of_a_split_row_train_what_the_row_trains(
+def test_the_pieces_of_a_split_row_train_the_same_tokens(
     known: tuple[str, Any], messages: list[Message], data: st.DataObject
 ) -> None:
     whole, limit = too_long(known, messages, data, least=2)

@@ -209,7 +209,7 @@ def test_rows_of_both_splits_are_listed_with_their_split(write: Write, tokenizer
     ]
 
 
-def test_when_everything_is_dropped_the_count_and_the_cause_are_told(write: Write, tokenizer: Any) -> None:
+def test_dropping_every_row_is_an_error_with_count_and_cause(write: Write, tokenizer: Any) -> None:
     source = write([chat("one " * 20, "two")] * 3)
     said = message(DataSection(train=source, eval="none", max_length=16, too_long="drop"), tokenizer)
     assert "3 rows dropped (3 over data.max_length)" in said
@@ -228,7 +228,7 @@ def test_a_file_without_rows_is_refused(write: Write, tokenizer: Any) -> None:
     assert "has no rows" in message(DataSection(train=write([]), eval="none"), tokenizer)
 
 
-def test_when_every_held_out_row_is_dropped_it_is_told(write: Write, tokenizer: Any) -> None:
+def test_dropping_every_evaluation_row_is_an_error(write: Write, tokenizer: Any) -> None:
     train, held_out = write([chat("Hi", "one")]), write([chat("one " * 20, "two")], "eval.jsonl")
     said = message(DataSection(train=train, eval=held_out, max_length=16, too_long="drop"), tokenizer)
     assert "no held-out row" in said
@@ -408,7 +408,7 @@ def test_rows_that_are_all_equal_are_all_trained_with_a_warning(
                 prepare_held_out(section, tokenizer)
 
 
-def test_a_broken_file_is_told_as_ever_where_nothing_would_be_held_out(write: Write, tokenizer: Any) -> None:
+def test_a_broken_file_is_reported_also_if_no_row_would_be_held_out(write: Write, tokenizer: Any) -> None:
     source = write([{"text": "one"}, {"txt": "two"}])
     with open(source, "a") as file:
         file.write("{\n")
@@ -418,7 +418,7 @@ def test_a_broken_file_is_told_as_ever_where_nothing_would_be_held_out(write: Wr
 
 
 @pytest.mark.parametrize("taught", [1, 2, 3])
-def test_rows_of_which_nothing_is_trained_are_not_all_that_a_side_gets(
+def test_neither_split_consists_of_untrained_rows_alone(
     taught: int, write: Write, tokenizer: Any, subtests: pytest.Subtests
 ) -> None:
     silent = {"role": "assistant", "content": "no", "train": False}
@@ -436,7 +436,7 @@ def test_rows_of_which_nothing_is_trained_are_not_all_that_a_side_gets(
                 assert (len(held_out) == len(rows)) == (taught == 1), "all rows are trained where none is held out"
 
 
-def test_rows_with_errors_are_held_out_as_others_and_their_errors_are_told(write: Write, tokenizer: Any) -> None:
+def test_rows_with_errors_are_held_out_like_others_and_reported(write: Write, tokenizer: Any) -> None:
     section = DataSection(train=write([{"question": str(number)} for number in range(20)]))
     with pytest.raises(DataError, match="no format has the fields question"):
         prepare_held_out(section, tokenizer)
@@ -445,17 +445,17 @@ def test_rows_with_errors_are_held_out_as_others_and_their_errors_are_told(write
 # -- errors have a place ---------------------------------------------------------------------------------------------
 
 
-def test_a_wrong_field_is_told_with_file_line_and_field(write: Write, tokenizer: Any) -> None:
+def test_a_wrong_field_is_reported_with_file_line_and_field(write: Write, tokenizer: Any) -> None:
     source = write([chat("Hi", "one"), chat("Hi", "one"), {"messages": [{"role": "human", "content": "x"}]}])
     assert message(DataSection(train=source, eval="none"), tokenizer).startswith(f"{source}:3: `messages[0].role`")
 
 
-def test_the_first_row_decides_the_format_and_a_row_of_another_is_told(write: Write, tokenizer: Any) -> None:
+def test_a_row_of_another_format_than_the_first_is_reported(write: Write, tokenizer: Any) -> None:
     source = write([{"text": "one"}, chat("Hi", "one")])
     assert message(DataSection(train=source, eval="none"), tokenizer) == f"{source}:2: `text` is missing"
 
 
-def test_a_row_of_no_format_is_told_with_its_place(write: Write, tokenizer: Any) -> None:
+def test_a_row_of_unknown_format_is_reported_with_its_location(write: Write, tokenizer: Any) -> None:
     source = write([{"question": "x"}])
     said = message(DataSection(train=source, eval="none"), tokenizer)
     assert said.startswith(f"{source}:1: ")
@@ -469,18 +469,18 @@ def test_a_named_format_is_held_against_every_row(write: Write, tokenizer: Any) 
     assert said == f"{source}:2: `instruction` is missing"
 
 
-def test_a_conversation_that_cannot_be_masked_is_told_with_its_place(write: Write, tokenizer: Any) -> None:
+def test_a_conversation_that_cannot_be_masked_is_reported_with_its_location(write: Write, tokenizer: Any) -> None:
     source = write([chat("Hi", "one"), {"messages": [{"role": "user", "content": "Hi"}]}])
     assert message(DataSection(train=source, eval="none"), tokenizer).startswith(f"{source}:2: the conversation has no")
 
 
-def test_a_wrong_held_out_row_is_told_with_its_own_file(write: Write, tokenizer: Any) -> None:
+def test_a_wrong_evaluation_row_is_reported_with_its_own_file(write: Write, tokenizer: Any) -> None:
     section = DataSection(train=write([{"text": "one"}]), eval=write([{"text": 5}], "eval.jsonl"))
     said = message(section, tokenizer)
     assert said.startswith(f"{section.eval}:1: `text`")
 
 
-def test_all_wrong_rows_and_lines_are_told_in_their_order(write: Write, tokenizer: Any) -> None:
+def test_all_wrong_rows_and_lines_are_reported_in_order(write: Write, tokenizer: Any) -> None:
     source = write([chat("Hi", "one"), {"messages": 5}, chat("Hi", "one"), {"messages": []}])
     with open(source, "a") as file:
         file.write('{"messages": [\n' + json.dumps({"messages": [{"role": "user", "content": "Hi"}]}) + "\n")
@@ -488,7 +488,7 @@ def test_all_wrong_rows_and_lines_are_told_in_their_order(write: Write, tokenize
     assert [line.removeprefix(source).split(": ")[0] for line in problems] == [":2, 4", ":5:15", ":6"]
 
 
-def test_the_first_problems_are_told_in_the_order_of_the_rows_whoever_finds_them(
+def test_problems_are_reported_in_row_order_whichever_thread_finds_them(
     write: Write, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
 ) -> None:
     """The reader finds those of a line as it reads ahead, the format those of a field, the template those of turns."""
@@ -512,7 +512,7 @@ def test_the_first_problems_are_told_in_the_order_of_the_rows_whoever_finds_them
                 assert ("stopped after 20 problems" in problems[-1]) == (count == 9)
 
 
-def test_a_wrong_row_that_is_repeated_by_its_weight_is_told_once(write: Write, tokenizer: Any) -> None:
+def test_a_wrong_row_repeated_by_its_weight_is_reported_once(write: Write, tokenizer: Any) -> None:
     source = write([{"text": "one"}, {"text": 5}])
     said = message(DataSection(train=[Source(source=source, weight=3)], eval="none"), tokenizer)
     assert said == f"{source}:2: `text` must be text, not a number"
@@ -579,13 +579,13 @@ def test_columns_are_mapped_before_the_format_is_detected(write: Write, tokenize
     assert (prompt, reference) == (Chat([{"role": "user", "content": "Why?"}]), "so")
 
 
-def test_a_row_without_a_mapped_column_is_told_with_its_place(write: Write, tokenizer: Any) -> None:
+def test_a_row_without_a_mapped_column_is_reported_with_its_location(write: Write, tokenizer: Any) -> None:
     source = write([{"question": "x", "text": "one"}, {"text": "one"}])
     said = message(DataSection(train=source, eval="none", columns={"text": "question"}), tokenizer)
     assert said.startswith(f"{source}:2: `data.columns` takes `text` from")
 
 
-def test_a_mapped_field_that_no_format_has_is_told_with_those_there_are(
+def test_a_mapped_field_of_no_format_is_reported_with_the_known_fields(
     write: Write, tokenizer: Any, subtests: pytest.Subtests
 ) -> None:
     for form, known in [("auto", "messages"), ("alpaca", "instruction")]:
@@ -604,7 +604,7 @@ def test_tokenized_rows_are_trained_as_they_are(write: Write, tokenizer: Any) ->
     assert prepared.train["labels"][:] == [[IGNORE, 6, 7], [5, 6]]
 
 
-def test_tokens_of_another_tokenizer_and_shifted_labels_are_told(
+def test_tokens_of_another_tokenizer_and_shifted_labels_are_refused(
     write: Write, tokenizer: Any, subtests: pytest.Subtests
 ) -> None:
     for row, words in [

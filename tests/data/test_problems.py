@@ -31,7 +31,7 @@ def test_a_block_without_problems_ends_quietly() -> None:
     block()
 
 
-def test_all_problems_are_told_in_their_order_and_each_once() -> None:
+def test_all_problems_are_reported_in_their_order_and_each_once() -> None:
     assert collected("a:1: x", "a:2: y", "a:1: x") == ["a:1: x", "a:2: y"]
 
 
@@ -44,7 +44,7 @@ def test_an_error_that_ends_the_block_is_the_last_problem() -> None:
     assert collected("a:1: x", DataError("a: cut off")) == ["a:1: x", "a: cut off"]
 
 
-def test_problems_of_an_inner_block_are_told_one_by_one() -> None:
+def test_problems_of_an_inner_block_are_reported_one_by_one() -> None:
     assert collected("a:1: x", BadRows(["a:1: x", "a:2: y"])) == ["a:1: x", "a:2: y"]
 
 

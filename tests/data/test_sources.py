@@ -222,7 +222,7 @@ def test_a_file_may_name_its_delimiter_for_excel(tmp_path: Path) -> None:
     assert places(tmp_path / "a.csv") == [":3"]
 
 
-def test_text_that_is_not_utf_8_is_read_in_the_encoding_that_is_named_and_other_files_are_not(
+def test_the_named_encoding_is_used_for_its_file_only(
     tmp_path: Path,
 ) -> None:
     words = "Grüße – „so“ 5 €"
@@ -236,7 +236,7 @@ def test_text_that_is_not_utf_8_is_read_in_the_encoding_that_is_named_and_other_
     )
 
 
-def test_a_byte_that_the_encoding_has_no_character_for_is_told(tmp_path: Path) -> None:
+def test_a_byte_that_is_invalid_in_the_encoding_is_reported(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"fine\nnot \x81\n")
     with pytest.raises(DataError, match=r"a.txt:2: byte 5 of the line is neither UTF-8 nor cp1252: 0x81; correct"):
         list(sources.rows(str(tmp_path / "a.txt"), encoding="cp1252"))
@@ -269,7 +269,7 @@ def test_an_empty_file_has_no_rows(tmp_path: Path, subtests: pytest.Subtests) ->
             assert read(tmp_path / name) == []
 
 
-def test_rows_are_read_as_they_are_asked_for(tmp_path: Path) -> None:
+def test_rows_are_read_lazily(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "x"}\nnot JSON\n')
     assert next(sources.rows(str(path))).fields == {"text": "x"}
@@ -284,7 +284,7 @@ def test_a_cell_may_be_longer_than_the_csv_module_would_have_it(tmp_path: Path) 
 # -- what is wrong, to the line and column ---------------------------------------------------------------------------
 
 
-def test_a_line_that_is_no_json_is_told_to_the_column(tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_invalid_json_in_a_line_is_reported_with_its_column(tmp_path: Path, subtests: pytest.Subtests) -> None:
     for content, place in [
         ('{"text": "x"}\n{"text": "y', "a.jsonl:2:10: "),
         ('{"text": "x"}\n{"text": "y\n{"text": "z"}\n', "a.jsonl:2:10: "),
@@ -300,7 +300,7 @@ def test_a_line_that_is_no_json_is_told_to_the_column(tmp_path: Path, subtests: 
             assert "not valid JSON" in message
 
 
-def test_a_truncated_json_file_is_told_to_the_column(tmp_path: Path) -> None:
+def test_a_truncated_json_file_is_reported_with_its_column(tmp_path: Path) -> None:
     assert refused(tmp_path / "a.json", '[\n {"text": "x"},\n {"text": "y').startswith("a.json:3:11: not valid JSON")
 
 
@@ -308,7 +308,7 @@ def test_an_empty_json_file_is_no_json(tmp_path: Path) -> None:
     assert refused(tmp_path / "a.json", "").startswith("a.json:1:1: ")
 
 
-def test_what_is_not_utf_8_is_told_to_the_byte(tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_invalid_utf_8_is_reported_with_its_byte(tmp_path: Path, subtests: pytest.Subtests) -> None:
     for name, content, line, byte in [
         ("a.jsonl", b'{"text": "x"}\n{"text": "caf\xe9"}\n', 2, 14),
         ("a.json", b'[{"text": "x"},\n {"text": "caf\xe9"}]\n', 2, 15),
@@ -320,7 +320,7 @@ def test_what_is_not_utf_8_is_told_to_the_byte(tmp_path: Path, subtests: pytest.
             assert message.startswith(f"{name}:{line}: byte {byte} of the line is not UTF-8")
 
 
-def test_a_line_that_is_no_object_is_told(tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_a_line_without_an_object_is_reported(tmp_path: Path, subtests: pytest.Subtests) -> None:
     for value in ["[1, 2]", '"text"', "5", "null"]:
         with subtests.test(value=value):
             message = refused(tmp_path / "a.jsonl", '{"text": "x"}\n' + value + "\n")
@@ -328,7 +328,7 @@ def test_a_line_that_is_no_object_is_told(tmp_path: Path, subtests: pytest.Subte
             assert "JSON object" in message
 
 
-def test_an_item_that_is_no_object_is_told_by_its_number(tmp_path: Path) -> None:
+def test_a_list_item_that_is_not_an_object_is_reported_by_its_number(tmp_path: Path) -> None:
     assert "item 2 must be a JSON object" in refused(tmp_path / "a.json", '[{"text": "x"}, ["y"]]')
 
 
@@ -336,7 +336,9 @@ def test_an_object_where_a_list_belongs_is_shown_the_other_file_type(tmp_path: P
     assert ".jsonl" in refused(tmp_path / "a.json", '{"text": "x"}')
 
 
-def test_json_beyond_what_the_reader_bears_is_refused_with_its_place(tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_json_that_is_too_deep_or_too_large_is_refused_with_its_location(
+    tmp_path: Path, subtests: pytest.Subtests
+) -> None:
     for value in ["9" * 5000, "[" * 100_000, '{"a":' * 100_000]:
         for name in ["a.jsonl", "a.json"]:
             with subtests.test(value=value, name=name):
@@ -346,12 +348,12 @@ def test_json_beyond_what_the_reader_bears_is_refused_with_its_place(tmp_path: P
                 )
 
 
-def test_a_csv_row_with_too_many_cells_is_told_with_its_line(tmp_path: Path) -> None:
+def test_a_csv_row_with_too_many_cells_is_reported_with_its_line(tmp_path: Path) -> None:
     message = refused(tmp_path / "a.csv", "text,note\nx,y\nx,y,z\n")
     assert message.startswith("a.csv:3: more cells than the header")
 
 
-def test_a_csv_row_with_too_few_cells_is_told_with_its_line(tmp_path: Path) -> None:
+def test_a_csv_row_with_too_few_cells_is_reported_with_its_line(tmp_path: Path) -> None:
     message = refused(tmp_path / "a.csv", "text,note\nx,y\n\nx\n")
     assert message.startswith("a.csv:4: fewer cells than the header")
 
@@ -361,16 +363,16 @@ def test_one_column_whose_name_has_a_semicolon_is_one_column(tmp_path: Path) -> 
     assert read(tmp_path / "a.csv") == [{"note; of a visit": "Came early."}, {"note; of a visit": "Stayed; then left."}]
 
 
-def test_an_unclosed_quote_of_a_csv_is_told(tmp_path: Path) -> None:
+def test_an_unclosed_quote_of_a_csv_is_reported(tmp_path: Path) -> None:
     assert "not valid CSV" in refused(tmp_path / "a.csv", 'text\n"never closed\n')
 
 
-def test_a_parquet_file_that_is_none_is_told(tmp_path: Path) -> None:
+def test_a_file_that_is_not_parquet_is_reported(tmp_path: Path) -> None:
     for content in (b"", b"PAR1", b"PAR1" + b"\xff" * 40 + b"PAR1", b"text\nx\n"):
         assert refused(tmp_path / "a.parquet", content).startswith("a.parquet: not a Parquet file")
 
 
-def test_a_damaged_parquet_file_is_told(tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_a_damaged_parquet_file_is_reported(tmp_path: Path, subtests: pytest.Subtests) -> None:
     for cut in ["truncated", "flipped"]:
         with subtests.test(cut=cut):
             import pyarrow
@@ -396,17 +398,17 @@ def test_a_missing_file_names_the_nearest(tmp_path: Path) -> None:
     assert "train.xml" not in message
 
 
-def test_a_missing_folder_is_told(tmp_path: Path) -> None:
+def test_a_missing_folder_is_reported(tmp_path: Path) -> None:
     assert "does not exist" in refused(tmp_path / "no" / "train.jsonl")
 
 
-def test_what_can_only_be_local_is_not_looked_for_on_the_hub(subtests: pytest.Subtests) -> None:
+def test_a_path_that_can_only_be_local_is_not_looked_up_on_the_hub(subtests: pytest.Subtests) -> None:
     for source in ["no/", "./no", "/no/where", "no/*.jsonl"]:
         with subtests.test(source=source), pytest.raises(DataError, match=r"no such file or folder|matches no file"):
             sources.rows(source)
 
 
-def test_a_file_of_unknown_kind_is_told_the_kinds(tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_a_file_of_unknown_kind_is_refused_with_the_known_kinds(tmp_path: Path, subtests: pytest.Subtests) -> None:
     for name in ["train.xml", "train.jsonl.zip", "train.parquet.gz", "train"]:
         with subtests.test(name=name):
             message = refused(tmp_path / name, "x")
@@ -477,7 +479,7 @@ def two_of_three_parts(folder: Path) -> None:
         (two_of_three_parts, "2 of 3 files train-…-of-00003.jsonl are here"),
     ],
 )
-def test_what_a_folder_would_leave_out_in_silence_is_refused(make: Any, reason: str, tmp_path: Path) -> None:
+def test_a_folder_whose_rows_would_be_skipped_silently_is_refused(make: Any, reason: str, tmp_path: Path) -> None:
     folder = tmp_path / "corpus"
     folder.mkdir()
     write(folder / "a.jsonl", ROWS)
@@ -547,7 +549,7 @@ def test_a_folder_is_read_whole_in_the_order_of_names_without_hidden_and_unknown
     assert texts(str(corpus)) == texts(f"{corpus}/") == ["a.csv", "b.jsonl", "c/a.json.gz", "c/d.parquet"]
 
 
-def test_a_pattern_reads_what_it_matches(corpus: Path) -> None:
+def test_a_pattern_reads_the_matching_files(corpus: Path) -> None:
     assert texts(f"{corpus}/*.jsonl") == ["b.jsonl"]
     assert texts(f"{corpus}/**/*.*") == ["a.csv", "b.jsonl", "c/a.json.gz", "c/d.parquet"]
     assert texts(f"{corpus}/[ab].*") == ["a.csv", "b.jsonl"]
@@ -593,7 +595,7 @@ def test_a_fraction_of_a_weight_chooses_rows_by_their_content_alone(tmp_path: Pa
             assert times == {int(weight), int(weight) + 1}
 
 
-def test_what_a_weight_chooses_is_independent_of_what_is_held_out(tmp_path: Path) -> None:
+def test_rows_chosen_by_a_weight_do_not_depend_on_the_held_out_rows(tmp_path: Path) -> None:
     """One hash for both would hold out only rows that a weight keeps, or none."""
     rows = [{"text": f"row {number}"} for number in range(2000)]
     chosen = list(sources.rows([Source(source=str(write(tmp_path / "a.jsonl", rows)), weight=0.5)]))
@@ -607,7 +609,7 @@ def test_a_file_that_is_read_twice_is_refused(corpus: Path) -> None:
             sources.rows(several)
 
 
-def test_a_source_that_does_not_exist_is_told_before_the_first_is_read(corpus: Path) -> None:
+def test_a_missing_source_is_reported_before_the_first_is_read(corpus: Path) -> None:
     (corpus / "b.jsonl").write_text("no JSON\n")
     with pytest.raises(DataError, match=r"bb\.jsonl: no such file"):
         sources.rows([f"{corpus}/b.jsonl", f"{corpus}/bb.jsonl"])
@@ -653,7 +655,7 @@ def test_a_list_comes_back(rows: list[dict[str, Any]], indent: int | None, ascii
 
 @settings(deadline=None, derandomize=True, max_examples=200)
 @given(data=st.data())
-def test_a_broken_list_is_told_where_json_itself_tells_it(data: st.DataObject) -> None:
+def test_a_broken_list_is_reported_at_the_position_that_json_gives(data: st.DataObject) -> None:
     text = json.dumps([{"text": "a", "n": [1, 2.5, None, True]}, {"text": "\u00e9\\ud83d", "m": {}}], indent=1)
     at = data.draw(st.integers(1, len(text) - 1))
     broken = text[:at] + data.draw(st.sampled_from(["", '"', "{", "]", ",", "x", "\x01"])) + text[at + 1 :]
@@ -730,7 +732,7 @@ def test_files_of_200_mb_are_read_in_little_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_too_long_for_a_row_is_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_a_row_over_64_mib_is_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
     for name, start, repeated, message in [
         ("a.jsonl", '{"text": "', "x", "a.jsonl:1: the line is longer than 64 MiB"),
         ("a.txt", "one\n", "x", "a.txt:2: the line is longer than 64 MiB"),
@@ -749,7 +751,7 @@ def test_a_list_over_the_bound_is_refused_with_what_to_do(tmp_path: Path, monkey
 
 @pytest.mark.slow
 @only_linux
-def test_ten_gigabytes_that_are_no_rows_are_not_read_into_memory(tmp_path: Path) -> None:
+def test_ten_gigabytes_of_zeros_are_not_read_into_memory(tmp_path: Path) -> None:
     """A file that the file system lost is as long as before, and full of zeros."""
     for name in ("a.jsonl", "a.json", "a.csv", "a.txt"):
         with open(tmp_path / name, "wb") as file:
@@ -761,7 +763,7 @@ def test_ten_gigabytes_that_are_no_rows_are_not_read_into_memory(tmp_path: Path)
 
 
 @pytest.mark.parametrize("source", ["", "loop.jsonl"])
-def test_links_that_lead_in_a_circle_are_no_rows(source: str, tmp_path: Path) -> None:
+def test_circular_links_are_refused(source: str, tmp_path: Path) -> None:
     (tmp_path / "loop.jsonl").symlink_to(tmp_path / "loop.jsonl")
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
     with pytest.raises(DataError, match=r"loop\.jsonl"):

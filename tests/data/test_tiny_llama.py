@@ -62,7 +62,7 @@ def test_tokenizer_and_model_agree(model: Any, tokenizer: Any) -> None:
 
 
 @torch.inference_mode()
-def test_the_recorded_loss_is_what_the_weights_give(model: Any, tokenizer: Any, record: dict[str, Any]) -> None:
+def test_the_recorded_loss_is_the_loss_of_the_weights(model: Any, tokenizer: Any, record: dict[str, Any]) -> None:
     total_nats, total_tokens = 0.0, 0
     boundary = tokenizer.convert_tokens_to_ids("<|endoftext|>")
     for text in list(python_docs.documents("eval"))[::8]:

@@ -97,11 +97,11 @@ def test_the_only_sheet_with_rows_is_read_and_of_several_none(tmp_path: Path) ->
         ([["a"], [None, Xml('<c r="{}"/><c r="A2"><v>1</v></c>')]], "a.xlsx: not an Excel workbook, or damaged"),
     ],
 )
-def test_what_has_no_text_is_refused_with_its_cell(table: list[list[Cell]], said: str, tmp_path: Path) -> None:
+def test_a_cell_without_text_is_refused_by_its_address(table: list[list[Cell]], said: str, tmp_path: Path) -> None:
     assert refused(workbooks.write(tmp_path / "a.xlsx", {"Sheet1": table})).startswith(said)
 
 
-def test_several_broken_cells_are_told_at_once(tmp_path: Path) -> None:
+def test_several_broken_cells_are_reported_at_once(tmp_path: Path) -> None:
     broken = Xml('<c r="{}" t="e"><v>#N/A</v></c>')
     said = refused(workbooks.write(tmp_path / "a.xlsx", {"S": [["a"], [broken], ["x"], [broken]]}))
     assert said.splitlines()[1] == "a.xlsx:4: the cell A4 has the error #N/A; repair it, or empty it"

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import finetune
 from finetune.errors import ArtifactError, ConfigError, MachineError, NumbersError
 from finetune.export import proof
-from finetune.export.merging import shards
+from finetune.export.merging import merged_files
 from finetune.model.source.locate import BUILTIN_BASE
 from finetune.report.terminal import Terminal
 from finetune.storage.rundir import RunDirectory
@@ -96,8 +96,8 @@ def test_an_unequal_merge_is_not_published(run: RunDirectory, monkeypatch: pytes
         tensors["model.layers.1.mlp.down_proj.weight"] *= 1.5
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
-    write = shards.write_weights
-    monkeypatch.setattr(shards, "write_weights", damaging)
+    write = merged_files.write_weights
+    monkeypatch.setattr(merged_files, "write_weights", damaging)
     with pytest.raises(ArtifactError, match="the merged model is not the trained model"):
         finetune.merge(run)
     assert not run.merged.exists()
@@ -130,7 +130,7 @@ def test_disk_full_leaves_the_adapter_and_the_old_merge(run: RunDirectory, monke
     def full(*arguments) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(shards, "write_weights", full)
+    monkeypatch.setattr(merged_files, "write_weights", full)
     with pytest.raises(MachineError, match=r"No space left on device.*`finetune merge .*`"):
         finetune.merge(run)
     assert (run.merged / "model.safetensors").read_bytes() == before

@@ -21,7 +21,7 @@ import finetune
 from finetune.config import AdapterSection, Config
 from finetune.errors import ArtifactError, ConfigError, MachineError
 from finetune.export import proof
-from finetune.export.merging import merge, shards
+from finetune.export.merging import merge, merged_files
 from finetune.export.merging.bases import Bases, Merging, Onto
 from finetune.model.adapters import adapter, adapter_files
 from finetune.model.base import load_architecture
@@ -200,7 +200,7 @@ def test_the_streamed_merge_equals_the_merge_in_memory_bit_for_bit(
     write_adapter(config, folder)
     bases = Bases(config, folder, identity.loaded_files(base), CPU)
     target.mkdir()
-    shards.write_weights(bases.merging(onto), target)
+    merged_files.write_weights(bases.merging(onto), target)
     bases.merged_architecture.save_pretrained(target)
 
     expected = merged_in_memory(config, folder, onto, bases.dtype)
@@ -266,7 +266,7 @@ def test_a_correct_merge_is_proven_and_a_wrong_one_refused(
     def prove(folder: Path) -> dict[str, Any]:
         bases = Bases(config, tmp_path / "adapter", identity.loaded_files(base), CPU)
         folder.mkdir()
-        shards.write_weights(bases.merging("16-bit"), folder)
+        merged_files.write_weights(bases.merging("16-bit"), folder)
         return merge._prove(bases, "16-bit", rows, folder, held_out=False)
 
     proven = prove(tmp_path / "right")
@@ -366,7 +366,7 @@ def test_a_base_that_changes_during_a_merge_is_not_published(
 ) -> None:
     """Also where another base stands there before the first weight is read: every logit then agrees."""
     shard = tmp_path / "base" / "model-00002-of-00004.safetensors"
-    settings = shards.write_settings
+    settings = merged_files.write_settings
 
     def move(*arguments: Any) -> None:
         settings(*arguments)
@@ -379,7 +379,7 @@ def test_a_base_that_changes_during_a_merge_is_not_published(
             (tmp_path / "other").write_bytes((tmp_path / "other").read_bytes()[:-1000])
         (tmp_path / "other").rename(shard)
 
-    monkeypatch.setattr(shards, "write_settings", move)
+    monkeypatch.setattr(merged_files, "write_settings", move)
     with pytest.raises(ArtifactError, match=r"the files of \S*base were changed, |model-00002-of-00004\.\w+: damaged"):
         finetune.merge(run)
     assert left(run) == []
@@ -397,7 +397,7 @@ def test_a_refused_merge_leaves_no_files(run: RunDirectory, tmp_path: Path, monk
     shard.write_bytes(content)
     with pytest.raises(ConfigError, match="did you mean `quantized`"):
         finetune.merge(run, onto="quantised")
-    monkeypatch.setattr(shards.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
+    monkeypatch.setattr(merged_files.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
     with pytest.raises(MachineError, match=r"the merged weights need [\d,]+ bytes of disk, and [\d,]+ bytes are free"):
         finetune.merge(run)
     assert left(run) == []

@@ -48,7 +48,9 @@ def test_it_is_completed_with_the_same_files(children: Children, tmp_path: Path)
 def test_while_one_merges_no_other_process_merges_exports_or_trains_there(children: Children, tmp_path: Path) -> None:
     merging.write_base(tmp_path / "base", AutoConfig.from_pretrained(locate(BUILTIN_BASE)), 4)
     run, _ = merging.make_run(tmp_path / "run", tmp_path / "base", tokens=32)
-    first = children.start(["merge", run.path], Fault("finetune.export.merging.shards:write_weights", action="SIGSTOP"))
+    first = children.start(
+        ["merge", run.path], Fault("finetune.export.merging.merged_files:write_weights", action="SIGSTOP")
+    )
     first.wait_until_stopped()
     for command in (["merge", run.path], ["export", run.path, "--to", "adapter"], ["train", run.config_file]):
         ended = children.run(command)

@@ -144,7 +144,7 @@ def test_an_evaluation_before_the_first_update_is_not_the_best_of_training(
     )
 
 
-def test_what_to_do_is_true_of_the_precision_and_of_what_was_trained() -> None:
+def test_the_advice_fits_the_precision_and_what_was_trained() -> None:
     assert "learning_rate" not in remedy(0, scaled=True) + remedy(0, scaled=False)
     assert "fp16" not in remedy(0, scaled=False) + remedy(9, scaled=False)
     assert "fp16" in remedy(9, scaled=True)
@@ -172,7 +172,7 @@ def test_a_spike_of_the_loss_is_reported_once() -> None:
     assert spikes.see(4.0) is not None, "once more"
 
 
-def test_what_is_no_spike() -> None:
+def test_losses_that_are_not_reported_as_a_spike() -> None:
     spikes = Spikes()
     assert not any(spikes.see(loss) for loss in [9.0, 3.0, *losses(10)]), "too early to tell"
     assert not any(Spikes().see(loss) for loss in [None, math.nan, math.inf])

@@ -56,7 +56,7 @@ def test_an_evaluation_that_does_not_fit_is_split(quick, exhausted, undisturbed:
     assert same_adapter(run, undisturbed)
 
 
-def test_each_part_that_does_not_fit_is_split_and_told_and_its_memory_given_back(
+def test_a_part_that_does_not_fit_is_split_reported_and_freed(
     quick, exhausted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop = ready(quick("data.eval=none", "training.eval_every=null"))
@@ -109,7 +109,7 @@ def test_a_real_limit_in_an_evaluation_is_evaluated_through(train_apart, tmp_pat
     assert same_adapter(tight, roomy)
 
 
-def test_an_evaluation_of_which_no_row_fits_is_left_out(quick, exhausted, undisturbed: RunDirectory) -> None:
+def test_an_evaluation_in_which_no_row_fits_is_skipped(quick, exhausted, undisturbed: RunDirectory) -> None:
     run = finetune.train(quick(*JOB)).run
     assert run.finished
     assert metric(run, "eval_loss") == []
@@ -119,7 +119,7 @@ def test_an_evaluation_of_which_no_row_fits_is_left_out(quick, exhausted, undist
     assert same_adapter(run, undisturbed)
 
 
-def test_no_logits_are_made_and_nothing_of_a_batch_is_kept(quick) -> None:
+def test_evaluation_makes_no_full_logits_and_keeps_nothing_of_a_batch(quick) -> None:
     loop = ready(quick("data.eval_share=0.5"))
     outputs = []
 

@@ -142,7 +142,7 @@ def test_a_run_that_cannot_be_written_to(command: str, call: Call, disk: Path, t
     assert contents(disk) | {"run/lock": b""} == before | {"run/lock": b""}
 
 
-def test_a_file_system_without_another_inode_is_told_as_such(disk: Path) -> None:
+def test_a_file_system_out_of_inodes_is_reported_as_such(disk: Path) -> None:
     """It has space, so that no one should be told to free some because of a number of bytes."""
     subprocess.run(["mount", "-o", "remount,nr_inodes=8", disk], check=True)
     with contextlib.suppress(OSError):
@@ -157,7 +157,7 @@ def test_a_file_system_without_another_inode_is_told_as_such(disk: Path) -> None
 
 
 @pytest.mark.parametrize("number", [*DISK_ERRORS, errno.ENOENT])
-def test_what_to_do_about_a_disk_is_true_of_its_error(number: int, tmp_path: Path) -> None:
+def test_the_advice_about_a_disk_fits_its_error(number: int, tmp_path: Path) -> None:
     said = not_written(tmp_path / "file", OSError(number, os.strerror(number)))
     full = number in (errno.ENOSPC, errno.EDQUOT)
     assert os.strerror(number) in said
@@ -167,7 +167,7 @@ def test_what_to_do_about_a_disk_is_true_of_its_error(number: int, tmp_path: Pat
     )
 
 
-def test_an_output_that_is_full_is_told(tmp_path: Path) -> None:
+def test_a_full_standard_output_is_reported(tmp_path: Path) -> None:
     with open("/dev/full", "w") as full:
         ended = subprocess.run(
             [sys.executable, "-m", "finetune", "schema"], stdout=full, stderr=subprocess.PIPE, text=True, check=False

@@ -16,10 +16,10 @@ from finetune.config import Config
 from finetune.config.field_types import LEVELS
 from finetune.errors import ArtifactError, ConfigError, ForecastError, MachineError, OutOfMemoryError
 from finetune.forecast import planning, traced_step
-from finetune.forecast.planning import Planner
+from finetune.forecast.planning import Plan, Planner
 from finetune.forecast.replay import Forecast
-from finetune.report import plan_look
-from finetune.report.plan_look import Plan
+from finetune.lifecycle.plan import does_not_fit
+from finetune.report.forecast_view import PlanView
 from finetune.settings import load_config
 from finetune.storage.rundir import RunDirectory
 
@@ -100,7 +100,7 @@ def too_small(rows_file: Path) -> Plan:
         f"data.train={rows_file}", "data.eval=none", "data.max_length=64", "adapter.rank=8", "training.micro_batch=4",
         "memory.budget=1MiB", "memory.checkpointing=none", "memory.loss_tokens=512", "output.dir=unused",
     ]  # fmt: skip
-    return plan_look.plan(load_config(TINY, overrides), "RTX 4090")
+    return planning.plan(load_config(TINY, overrides), "RTX 4090")
 
 
 @pytest.mark.slow
@@ -123,7 +123,7 @@ def test_a_budget_smaller_than_the_weights_does_not_fit_and_every_lever_that_hel
 
 @pytest.mark.slow
 def test_a_job_that_does_not_fit_is_refused_with_the_batch_and_the_levers(too_small: Plan) -> None:
-    text = plan_look.does_not_fit(too_small.forecast, list(too_small.levers))
+    text = does_not_fit(too_small.forecast, list(too_small.levers))
     assert "does not fit RTX 4090" in text
     assert "from the data's rows" in text
     assert "memory.checkpointing=all" in text
@@ -132,7 +132,7 @@ def test_a_job_that_does_not_fit_is_refused_with_the_batch_and_the_levers(too_sm
 
 @pytest.mark.slow
 def test_a_plan_shows_itself_in_a_notebook(too_small: Plan) -> None:
-    html = too_small._repr_html_()
+    html = PlanView(too_small)._repr_html_()
     assert "<img" in html
     assert "RTX 4090" in html
 
@@ -152,7 +152,7 @@ def test_an_unknown_model_or_gpu_is_named(
     unknown.mkdir()
     (unknown / "config.json").write_text(json.dumps({"model_type": "no_such_architecture", "hidden_size": 8}))
     with pytest.raises(error, match=words):
-        plan_look.plan(quick(*(override.format(unknown=unknown) for override in overrides)), gpu)
+        planning.plan(quick(*(override.format(unknown=unknown) for override in overrides)), gpu)
 
 
 # -- fit ---------------------------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def test_a_fitted_config_is_read_and_planned_and_fits(quick: Quick, tmp_path: Pa
     read = load_config(file)
     assert read == fitted.config
     assert read.fitted
-    assert plan_look.plan(read, "RTX 4090").forecast.fits
+    assert planning.plan(read, "RTX 4090").forecast.fits
 
 
 def test_only_auto_settings_are_chosen(quick: Quick, monkeypatch: pytest.MonkeyPatch) -> None:

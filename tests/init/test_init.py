@@ -68,9 +68,7 @@ def test_a_short_config_is_written_with_the_values_that_fit_and_the_reason_of_ea
     assert load_config(tmp_path / "rows.yaml").training.precision == "bf16"
 
 
-def test_rows_that_do_not_differ_are_not_held_out_and_too_long_ones_are_said(
-    call: Call, tmp_path: Path, shallow_base: Path
-) -> None:
+def test_equal_rows_are_not_held_out_and_truncation_is_noted(call: Call, tmp_path: Path, shallow_base: Path) -> None:
     (tmp_path / "one.jsonl").write_text(json.dumps({"text": "word " * 3000}) + "\n")
     code, _, _ = call("init", shallow_base, "one.jsonl", "--output", "job.yaml")
     assert code == 0
@@ -84,7 +82,7 @@ def test_rows_that_do_not_differ_are_not_held_out_and_too_long_ones_are_said(
     assert f"the model has {positions:,} positions" in text
 
 
-def test_a_model_that_is_not_at_hand_gets_a_config_that_says_so(call: Call, tmp_path: Path) -> None:
+def test_the_config_for_a_model_that_is_not_cached_says_so(call: Call, tmp_path: Path) -> None:
     write(tmp_path, 3, fields=("prompt", "completion"))
     code, out, err = call("init", "someone/some-model", "rows.jsonl")
     assert (code, err) == (0, "")
@@ -102,7 +100,7 @@ def test_a_model_that_is_not_at_hand_gets_a_config_that_says_so(call: Call, tmp_
         (["builtin:tiny-llama", "empty.jsonl"], 3, "empty.jsonl has no rows"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_loaded(
+def test_unusable_arguments_are_refused_before_anything_is_loaded(
     call: Call, tmp_path: Path, arguments: list[str], code: int, cure: str
 ) -> None:
     write(tmp_path, 2)
@@ -119,9 +117,7 @@ class _Terminal(io.StringIO):
         return True
 
 
-def test_enough_rows_are_held_out_to_keep_the_best_epoch_where_there_are_fifty(
-    call: Call, tmp_path: Path, shallow_base: Path
-) -> None:
+def test_fifty_held_out_rows_suffice_to_keep_the_best_epoch(call: Call, tmp_path: Path, shallow_base: Path) -> None:
     write(tmp_path, 60)
     code, out, _ = call("init", shallow_base, "rows.jsonl")
     config = load_config(tmp_path / "rows.yaml")
@@ -242,9 +238,7 @@ def test_a_chat_export_is_refused_with_one_sentence(
     assert call("data", "job.yaml", "data.format=text")[0] == 0
 
 
-def test_a_row_that_init_cannot_read_is_told_with_its_own_option(
-    call: Call, tmp_path: Path, shallow_base: Path
-) -> None:
+def test_an_unreadable_row_is_answered_with_an_option_of_init(call: Call, tmp_path: Path, shallow_base: Path) -> None:
     for fields in [("sender", "text"), ("a", "b")]:
         write(tmp_path, 10, fields=fields)
         code, _, err = call("init", shallow_base, "rows.jsonl")
@@ -289,7 +283,7 @@ def test_a_config_of_two_keys_trains_on_any_number_of_rows(
     assert evaluated == (number > 1)
 
 
-def test_of_preferences_it_is_said_that_the_rejected_answers_are_not_trained(
+def test_a_config_for_preferences_notes_that_rejected_answers_are_not_trained(
     call: Call, tmp_path: Path, shallow_base: Path, hurried: None
 ) -> None:
     rows = [{"prompt": f"What is {one}?", "chosen": f"It is {one}.", "rejected": "No idea."} for one in range(30)]

@@ -105,7 +105,7 @@ def test_an_axolotl_config_is_translated_and_what_has_no_counterpart_is_listed(t
     assert "batch_size: 8  # 2 x 4 on one GPU" in said[-1]
 
 
-def test_what_llama_factory_does_by_default_is_written_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_defaults_of_llama_factory_are_written_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("data").mkdir()
     Path("data/dataset_info.json").write_text(json.dumps({"identity": {"file_name": "identity.json"}}))
@@ -153,7 +153,7 @@ def test_rotary_scaling_needs_a_factor(tmp_path: Path) -> None:
         assert any("rope_scaling" in note for note in draft.notes)
 
 
-def test_what_contradicts_itself_here_is_said(tmp_path: Path) -> None:
+def test_contradictions_in_the_translation_are_noted(tmp_path: Path) -> None:
     draft = translate(write(tmp_path, "base_model: x\nadapter: qlora\npissa_init: true\nval_set_size: 20\n"))
     assert any(note.startswith("To be decided: `adapter.init`: PiSSA") for note in draft.notes)
     assert "To be decided: val_set_size: 20, here `data.eval_share`" in draft.notes
@@ -168,14 +168,14 @@ def test_what_contradicts_itself_here_is_said(tmp_path: Path) -> None:
         ("- x\n", "expected `section:` lines"),
     ],
 )
-def test_a_config_of_no_tool_is_refused(text: str, why: str, tmp_path: Path) -> None:
+def test_a_config_of_an_unknown_tool_is_refused(text: str, why: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=why):
         translate(write(tmp_path, text))
     with pytest.raises(ConfigError, match=r"none\.yaml: no such file"):
         translate(tmp_path / "none.yaml")
 
 
-def test_every_key_of_the_table_becomes_keys_that_are_allowed_or_none() -> None:
+def test_every_key_of_the_table_is_translated_to_valid_keys_or_left_out() -> None:
     for key in other_names.NAMES:
         for value in (True, False, 1, 0.1, "auto", "x", ["x"], {"x": 1}):
             found = other_names.taken(key, value)
@@ -389,7 +389,7 @@ COUNTS = ("micro_batch_size", "per_device_train_batch_size", "gradient_accumulat
 
 @pytest.mark.parametrize("key", COUNTS)
 @pytest.mark.parametrize("value", ["0", "-1", "-8", "2.5", "'4'", "two", "[4]", "{rows: 4}", "true", "2147483648"])
-def test_counts_that_are_none_are_refused(key: str, value: str, tmp_path: Path) -> None:
+def test_batch_counts_that_are_not_positive_integers_are_refused(key: str, value: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"theirs\.yaml:2: `{key}.*: a whole number above 0 is needed"):
         translate(write(tmp_path, f"base_model: x\n{key}: {value}\n"))
 
@@ -409,7 +409,7 @@ def test_counts_that_are_none_are_refused(key: str, value: str, tmp_path: Path) 
         ("load_in_4bit: true\nbnb_4bit_quant_type: nf4\n", {"quantization.kind": "nf4"}, None),
     ],
 )  # fmt: skip
-def test_of_two_keys_that_are_one_here_neither_is_lost_in_silence(
+def test_two_keys_with_one_counterpart_are_both_mentioned(
     keys: str, kept: dict[str, Any], note: str | None, tmp_path: Path
 ) -> None:
     draft = translate(write(tmp_path, f"base_model: a/b\nadapter: lora\n{keys}"))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from finetune.measure import energy
-from finetune.report.figures import Figures
+from finetune.results.figures import Figures
 from finetune.storage.rundir import RunDirectory
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")

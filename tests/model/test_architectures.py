@@ -25,7 +25,6 @@ from finetune.model.probes import causality, packed_rows
 from finetune.model.recompute import checkpointing
 from finetune.model.source import catalog
 from finetune.model.structure import linear_layers
-from finetune.report import plan_look
 from finetune.training.collator import MicroBatches
 
 WORDS = 128
@@ -351,7 +350,7 @@ def test_what_cannot_be_trained_is_refused_before_data_and_weights(
     assert not (tmp_path / "run").exists()
     monkeypatch.setattr(planning, "_data", lambda *args: None)
     with pytest.raises(FinetuneError, match=said) as refused:
-        plan_look.plan(config, "cpu")
+        planning.plan(config, "cpu")
     assert refused.value.exit_code == 2
     logger.removeHandler(caplog.handler)
     assert not [record for record in caplog.records if record.name == logger.name]

@@ -13,9 +13,12 @@ from forecasts import forecast
 from report_lines import MIB, evaluation_line, training_line
 from test_data_view import inspection
 
+from finetune.api import compare
 from finetune.config import Config
-from finetune.report import data_view, forecast_view, page
-from finetune.report.compare import compare
+from finetune.forecast.planning import Plan
+from finetune.report import page
+from finetune.report.data_view import DataView
+from finetune.report.forecast_view import PlanView
 from finetune.storage.files import write_json, write_lines, write_text
 from finetune.storage.rundir import RunDirectory
 
@@ -102,8 +105,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
     runs = [make_run(folder, "short", 30), make_run(folder, "a_run_of_two-thousand-steps", 2000)]
     files = {name: folder / f"{name}.html" for name in ("data", "plan", "compare")}
-    write_text(files["data"], data_view.page(inspection()))
-    write_text(files["plan"], forecast_view.page(forecast(), (), "Plan"))
+    write_text(files["data"], DataView(inspection()).page())
+    write_text(files["plan"], PlanView(Plan(Config(), forecast(), ())).page())
     compare([run.path for run in runs]).write(files["compare"])
     return {"report": runs[1].report_file, **files}
 

@@ -8,15 +8,13 @@ import io
 import re
 from typing import Any
 
-import pytest
 from markup_reader import Reader
 from rich.console import Console
 
 from finetune.data.batching import Batch
 from finetune.data.counts import CONTROL_TOKENS, EMPTY, TOO_LONG, UNTRAINED, Affected, Counts
 from finetune.data.inspection import AsChat, Batching, Bin, Inspection, SourceCounts
-from finetune.report import data_view
-from finetune.report.data_view import DataLook
+from finetune.report.data_view import DataView
 from finetune.storage.records import Sample, TokenText
 
 # What could move a cursor, recolour a screen, or hide in a text.
@@ -59,7 +57,7 @@ def shown(found: Inspection, *, encoding: str = "utf-8", colours: bool = False) 
     console = Console(
         file=file, width=100, force_terminal=colours, color_system="standard" if colours else None, no_color=False
     )
-    data_view.show(found, console)
+    DataView(found).show(console)
     file.seek(0)
     return file.read()
 
@@ -77,7 +75,7 @@ def test_the_first_line_is_the_answer() -> None:
     assert shown(inspection()).splitlines()[0] == "1,000 rows teach 50,000 of 200,000 tokens (25.0%)"
 
 
-def test_what_of_the_rows_goes_nowhere_and_what_stays_text_is_told_in_a_line_each() -> None:
+def test_unused_columns_and_control_tokens_have_a_line_each() -> None:
     assert "not used" not in shown(inspection())
     spelt = [Affected("rows.jsonl:7", "kept", CONTROL_TOKENS, 20)]
     many = [f"column{number}" for number in range(30)]
@@ -93,12 +91,12 @@ def test_what_of_the_rows_goes_nowhere_and_what_stays_text_is_told_in_a_line_eac
     [control] = [line for line in lines if line.startswith("control tokens, training")]
     assert all(word in control for word in ("1 row ", "rows.jsonl:7", "ordinary text", "data.control_tokens: parse"))
     assert any(line.startswith("evaluation set ") and line.endswith("none: all rows are equal") for line in lines)
-    page = data_view.page(found)
+    page = DataView(found).page()
     assert "rows.jsonl:7" in page
     assert "column0" in page
 
 
-def test_splits_stand_side_by_side_and_one_alone_where_nothing_is_held_out() -> None:
+def test_training_and_evaluation_rows_are_two_columns_or_one_without_an_evaluation_set() -> None:
     text = shown(inspection())
     assert cells(text, "rows") == ["rows", "1,000", "20"]
     assert cells(text, "share trained") == ["share trained", "25.0%", "50.0%"]
@@ -119,7 +117,7 @@ def test_sources_lengths_and_batchings_are_counted_and_the_configured_one_is_mar
     assert cells(text, "shuffled") == ["shuffled", "40.0%", "63", "126", "by rows"]
 
 
-def test_batch_largest_batch_longest_row_and_fingerprint_are_told() -> None:
+def test_batch_largest_batch_longest_row_and_fingerprint_are_shown() -> None:
     lines = shown(inspection()).splitlines()
     assert "batch          16 rows a step, micro-batch 8" in lines
     assert "largest batch  8 rows x 300 tokens, padded; the longest row is rows.jsonl:17" in lines
@@ -128,7 +126,7 @@ def test_batch_largest_batch_longest_row_and_fingerprint_are_told() -> None:
     assert "16 rows a step, micro-batches of at most 4,096 tokens" in shown(inspection(micro_batch_tokens=4096))
 
 
-def test_dropped_rows_are_told_by_place_and_only_where_there_are_some() -> None:
+def test_dropped_rows_are_shown_with_their_locations_if_there_are_any() -> None:
     rows = [Affected(f"rows.jsonl:{line}", "dropped", EMPTY if line < 3 else UNTRAINED) for line in range(1, 6)]
     train = Counts(rows=1, tokens=10, trained_tokens=5, longest=10, affected=rows)
     text = shown(inspection(train=train))
@@ -137,7 +135,7 @@ def test_dropped_rows_are_told_by_place_and_only_where_there_are_some() -> None:
     assert "dropped, training" not in shown(inspection())
 
 
-def test_without_colours_brackets_say_what_is_trained() -> None:
+def test_without_colours_brackets_mark_trained_tokens() -> None:
     text = shown(inspection())
     assert "    <s>Hi↵\n    ⟦ one</s>⟧\n" in text
     assert "trained tokens in ⟦ ⟧" in text
@@ -152,24 +150,24 @@ def test_with_colours_trained_tokens_are_green_and_context_is_dim() -> None:
     assert "trained tokens in green" in text
 
 
-def test_a_console_that_knows_ascii_alone_gets_ascii() -> None:
+def test_rows_are_printed_with_ascii_marks_on_an_ascii_console() -> None:
     text = shown(inspection(samples=(sample(("é\n", False), ("日", True)),)), encoding="ascii")
     assert text.isascii()
     assert "    ?\\n\n    [[?]]" in text
 
 
-def test_unseen_characters_of_a_row_are_spelt_out_and_do_nothing() -> None:
+def test_characters_without_a_glyph_are_escaped() -> None:
     for trained in (True, False):
         text = shown(inspection(samples=(sample((UNSEEN, trained), place=UNSEEN),)))
         assert SPELT_OUT in text
         assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e\u200b]", text)
 
 
-def test_markup_of_the_terminal_in_a_row_is_text() -> None:
+def test_rich_markup_in_a_row_is_printed_as_text() -> None:
     assert "⟦[red]a[/red]⟧" in shown(inspection(samples=(sample(("[red]a[/red]", True)),)))
 
 
-def test_the_middle_of_a_long_run_is_left_out_and_its_length_told() -> None:
+def test_the_middle_of_a_long_row_is_replaced_by_its_length() -> None:
     long = [(f"<{number}>", False) for number in range(1000)]
     text = shown(inspection(samples=(sample(*long, ("answer", True), ("</s>", True)),)))
     assert "<39> ... 920 more ... <960>" in text
@@ -187,12 +185,12 @@ def test_a_row_of_plain_text_is_shown_through_the_chat_template_as_well() -> Non
         "`data.format: auto` made the rows turns of the chat template"
     )
     assert said in " ".join(shown(found).split())
-    page = data_view.page(found)
+    page = DataView(found).page()
     assert html.escape(said, quote=False) in html.unescape(page).replace("<b>", "&lt;b&gt;")
     assert "<b>" not in page
 
 
-def test_few_held_out_rows_and_prompts_without_a_template_are_told() -> None:
+def test_a_small_evaluation_set_and_prompts_without_a_template_are_pointed_out() -> None:
     text = shown(inspection(judges=False, train=Counts(rows=2, tokens=9, kinds={"completion": 2}, run_together=1)))
     assert re.search(
         r"^evaluation set +too few different rows to choose an adapter by, so the last one is ", text, re.M
@@ -200,54 +198,13 @@ def test_few_held_out_rows_and_prompts_without_a_template_are_told() -> None:
     assert re.search(r"^prompts +plain text in 2 rows, .*; no white space before the answer in 1 \(see", text, re.M)
 
 
-def test_the_page_needs_nothing_but_itself() -> None:
-    page = data_view.page(inspection())
-    reader = Reader(page)
-    assert reader.references == []
-    assert not reader.tags & {"script", "link", "iframe", "object", "form", "img"}
-    assert not re.search(r"url\(|@import|https?://", page)
-    assert "prefers-color-scheme: dark" in page
-
-
-@pytest.mark.parametrize("hostile", ["<script>alert(1)</script>", '"><img src=//example.org/x>', UNSEEN, "</pre>"])
-def test_nothing_of_a_row_acts_on_the_page(hostile: str) -> None:
-    found = inspection(
-        samples=(sample((hostile, True), (hostile, False), place=hostile),),
-        sources=(SourceCounts(hostile, 1, 1),),
-        longest_place=hostile,
-    )
-    page = data_view.page(found)
-    assert Reader(page).references == []
-    assert "script" not in Reader(page).tags
-    assert page.encode("utf-8")
-    tokens = page[page.index('<pre class="tokens">') :]
-    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e\u200b]", tokens)
-
-
 def test_each_token_has_an_element_and_the_trained_ones_are_marked() -> None:
-    page = data_view.page(inspection())
+    page = DataView(inspection()).page()
     assert "<span>&lt;s&gt;</span><span>Hi</span><span>↵\n</span><mark> one</mark><mark>&lt;/s&gt;</mark>" in page
 
 
-def test_the_page_tells_what_the_terminal_tells() -> None:
-    text = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", data_view.page(inspection()).replace("<wbr>", "")))
-    for expected in (
-        "1,000 rows teach 50,000 of 200,000 tokens (25.0%)",
-        "16 rows a step, micro-batch 8",
-        "8 rows x 300 tokens, padded; the longest row is rows.jsonl:17",
-        "0123456789abcdef",
-        "share trained 25.0% 50.0%",
-        "more.csv 400 50,000 25.0%",
-        "257 to 384 600 60.0%",
-        "shuffled 40.0% 63 126 by rows",
-        "rows.jsonl:1: 5 tokens, 2 trained",
-    ):
-        assert expected in text
-    assert "width: 66.7%" in data_view.page(inspection())
-
-
-def test_a_notebook_shows_the_same_without_the_document() -> None:
-    look = DataLook(inspection())
-    assert look._repr_html_() in data_view.page(inspection())
+def test_a_notebook_shows_the_body_of_the_page() -> None:
+    look = DataView(inspection())
+    assert look._repr_html_() in DataView(inspection()).page()
     assert not Reader(look._repr_html_()).tags & {"html", "style", "body"}
     assert repr(look) == "<data: 1,000 rows teach 50,000 of 200,000 tokens (25.0%)>"

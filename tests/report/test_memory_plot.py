@@ -69,7 +69,7 @@ def test_each_layer_is_as_thick_as_its_category() -> None:
     }
 
 
-def test_what_stays_lies_below_what_comes_and_goes_and_the_legend_reads_from_the_top() -> None:
+def test_persistent_layers_are_below_temporary_ones_and_the_legend_is_in_their_order() -> None:
     assert legend(axes_of(forecast())) == [
         "reserved, up to 7.00 GiB",
         "activations, 2.00 GiB",
@@ -107,7 +107,7 @@ def lab(colour: str, eye: Any) -> Any:
 
 
 @pytest.mark.parametrize("eye", _EYES)
-def test_colours_are_told_apart_by_every_eye(eye: str) -> None:
+def test_colours_differ_for_colour_blind_readers(eye: str) -> None:
     seen = [lab(colour, _EYES[eye]) for colour in step_curve.COLOURS.values()]
     assert min(np.linalg.norm(first - second) for first, second in combinations(seen, 2)) > 20
     assert min(np.linalg.norm(first - second) for first, second in pairwise(seen)) > 30
@@ -127,7 +127,7 @@ def test_a_sample_that_missed_the_peak_is_shown_with_the_true_one() -> None:
     assert "activations, 2.25 GiB" in legend(axes)
 
 
-def test_the_peak_stands_where_the_tensors_are_most() -> None:
+def test_the_peak_is_marked_where_most_tensors_are_alive() -> None:
     axes = axes_of(forecast())
     (marker,) = [line for line in axes.lines if line.get_marker() == "o"]
     (x,), (y,) = marker.get_data()
@@ -144,7 +144,7 @@ def test_a_budget_near_the_need_is_a_line_with_its_size() -> None:
     assert axes.get_ylim()[1] > 12
 
 
-def test_a_budget_far_above_the_need_is_told_and_does_not_press_the_picture() -> None:
+def test_a_budget_far_above_the_need_is_written_and_not_drawn() -> None:
     axes = axes_of(forecast(budget=22 * GIB))
     assert budget_lines(axes) == []
     assert "budget 22.00 GiB, more than 3 times what is shown" in texts(axes)
@@ -170,7 +170,7 @@ def test_the_title_is_the_answer_and_the_job(budget: int, title: str) -> None:
     assert memory_plot.draw(forecast(budget=budget)).get_suptitle() == title
 
 
-def test_the_title_of_a_device_with_a_long_name_stays_on_the_paper() -> None:
+def test_a_long_device_name_does_not_overflow_the_plot() -> None:
     figure = memory_plot.draw(forecast(name="a card with a name that is as long as $names of cards$ can get " * 2))
     figure.canvas.draw()
     (title,) = figure.texts
@@ -204,7 +204,7 @@ def test_reserved_memory_is_a_line_above_the_tensors_and_none_on_a_cpu() -> None
     assert not any("reserved" in name for name in legend(axes_of(forecast(type="cpu"))))
 
 
-def test_a_need_outside_the_step_is_told() -> None:
+def test_a_peak_outside_the_step_is_noted() -> None:
     seen = forecast()
     phases = {**seen.phases, "evaluation": {"allocated_bytes": 6 * GIB, "reserved_bytes": 8 * GIB}}
     planned = dataclasses.replace(seen, phases=phases, peak_allocated_bytes=6 * GIB, peak_reserved_bytes=8 * GIB)

@@ -15,8 +15,8 @@ from finetune.config import Config, dump
 from finetune.export.export_formats import FORMATS
 from finetune.report import page
 from finetune.report import words as report_words
-from finetune.report.figures import Figures
 from finetune.report.result import Result
+from finetune.results.figures import Figures
 from finetune.storage.files import write_json, write_text
 from finetune.storage.files import write_lines as write_lines_to
 from finetune.storage.rundir import RunDirectory
@@ -126,7 +126,7 @@ def test_markup_in_names_and_events_is_harmless(tmp_path) -> None:
     assert "config.yaml cannot be read: " in markup
 
 
-def test_what_the_run_says_is_told(run: RunDirectory) -> None:
+def test_the_page_shows_job_results_forecast_and_events(run: RunDirectory) -> None:
     sizes = {
         "phase": "backward",
         "measure": "allocated_bytes",
@@ -144,7 +144,8 @@ def test_what_the_run_says_is_told(run: RunDirectory) -> None:
     for text in (
         "LoRA of rank 16", "builtin:python_docs, 1,000 rows, 4,000 tokens, 25.0% of them trained, 20 rows held out",
         "4.0000 → 3.0000 -25.0% at step 2, which was published", "3.5000 → 2.0000",
-        "2.00 GiB forecast 1.80 GiB (-10.0%), budget 4.00 GiB", "backward 900 MiB 1000 MiB -10.0% *",
+        "2.00 GiB forecast 1.80 GiB, of its tensors 900 MiB (-10.0%), budget 4.00 GiB",
+        "backward 900 MiB 1000 MiB -10.0% *",
         "with libraries the process was to take 1.80 GiB and took up to 2.00 GiB",
         "2,000 tokens/s median, 14.3% padding", "of CPU time", "cpu, 2 cores, 2 threads",
         "best loaded", "cpu cores 2", "rows.jsonl:7: 600 tokens, 2 trained",
@@ -214,7 +215,7 @@ def words_of(run: RunDirectory) -> str:
     return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", run.report_file.read_text(encoding="utf-8")))
 
 
-def test_a_start_that_took_no_step_lends_its_forecast_to_no_peak_of_another(run: RunDirectory) -> None:
+def test_the_forecast_of_a_start_without_steps_is_not_compared_with_earlier_peaks(run: RunDirectory) -> None:
     """The run has done three steps; a later start asked for two of them."""
     write_text(run.config_file, dump(Config.model_validate({"training": {"max_steps": 2}})))
     run.event("resumed", step=3)
@@ -228,7 +229,7 @@ def test_a_start_that_took_no_step_lends_its_forecast_to_no_peak_of_another(run:
     assert "an earlier start had done 3 by then" in words
 
 
-def test_a_changed_schedule_is_told_with_the_jump_of_the_rate(run: RunDirectory) -> None:
+def test_a_changed_schedule_is_shown_with_both_learning_rates(run: RunDirectory) -> None:
     run.event("schedule_changed", step=3, steps=[3, 600], learning_rate=[6.1e-05, 2.2e-03])
     assert (
         "schedule of 3 steps until step 3, then of 600: the learning rate went from 6.10e-05 to 2.20e-03"

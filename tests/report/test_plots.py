@@ -23,7 +23,7 @@ def test_a_run_of_any_length_gives_a_png(empty_run: RunDirectory, steps: int, ev
     assert written.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
-def test_losses_that_are_not_finite_are_drawn_around(empty_run: RunDirectory) -> None:
+def test_losses_that_are_not_finite_leave_a_gap_in_the_plot(empty_run: RunDirectory) -> None:
     write_lines(empty_run, evaluation_line(0, None), training_line(1, None, forward=800))
     assert plots.training(empty_run).stat().st_size > 0
 

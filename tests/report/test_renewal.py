@@ -11,7 +11,7 @@ from finetune.report.renewal import Renewal
 from finetune.storage.rundir import RunDirectory
 
 
-def test_a_renewal_writes_report_and_plot_and_survives_what_it_cannot_write(
+def test_a_renewal_writes_report_and_plot_and_an_unwritable_report_does_no_harm(
     run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(renewal, "_EVERY_SECONDS", 0)

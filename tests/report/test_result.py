@@ -10,8 +10,9 @@ from report_lines import MIB, evaluation_line, training_line, write_lines
 from rich.console import Console
 
 from finetune.errors import MachineError
-from finetune.report.figures import Figures, smooth
+from finetune.report.curves import smooth
 from finetune.report.result import Result
+from finetune.results.figures import Figures
 from finetune.storage.rundir import RunDirectory
 
 
@@ -73,7 +74,7 @@ def test_the_last_weights_are_published_where_a_start_before_the_last_loaded_its
     assert Result(run).summary()["relative_drop"] == 0.125
 
 
-def test_published_weights_that_were_not_evaluated_are_not_given_the_loss_of_others(run: RunDirectory) -> None:
+def test_published_weights_that_were_not_evaluated_have_no_loss(run: RunDirectory) -> None:
     run.event("resumed", step=3)
     write_lines(run, training_line(4, 1.0))
     run.event("trained", step=4, best_step=2, memory={})
@@ -81,7 +82,7 @@ def test_published_weights_that_were_not_evaluated_are_not_given_the_loss_of_oth
     assert (summary["exported_step"], summary["exported_eval_loss"], summary["relative_drop"]) == (4, None, None)
 
 
-def test_until_weights_are_published_the_drop_is_that_of_the_last_evaluation(run: RunDirectory) -> None:
+def test_before_publication_the_drop_is_computed_from_the_last_evaluation(run: RunDirectory) -> None:
     run.event("resumed", step=3)
     summary = Result(run).summary()
     assert (summary["exported_step"], summary["relative_drop"]) == (None, 0.125)

@@ -76,7 +76,7 @@ def whole_run(terminal: Terminal, run: RunDirectory) -> None:
     terminal.merged(run.merged, _PROOF)
     terminal.finished(run)
     terminal.evaluating("base")
-    terminal.scores(Scores(_EVALUATION))
+    terminal.show(Scores(_EVALUATION))
 
 
 def test_quiet_prints_nothing(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,7 +85,7 @@ def test_quiet_prints_nothing(run: RunDirectory, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_reader_that_goes_away_ends_no_run(run: RunDirectory) -> None:
+def test_a_closed_output_does_not_end_the_run(run: RunDirectory) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as pipe:
@@ -98,7 +98,7 @@ def test_a_log_has_no_control_characters(log: Log, run: RunDirectory) -> None:
     assert not re.search(r"[\x00-\x09\x0b-\x1f]", log.text)
 
 
-def test_header_tells_the_batch_arithmetic_the_data_and_the_device(log: Log, run: RunDirectory) -> None:
+def test_the_header_shows_batch_arithmetic_data_and_device(log: Log, run: RunDirectory) -> None:
     whole_run(log.terminal, run)
     assert "16 rows = 4 micro-batches of 4" in log.text
     assert "1,000 rows, 200,000 tokens, 25.0% trained, longest 256, 7 cut to 1,024, " in log.text
@@ -108,7 +108,7 @@ def test_header_tells_the_batch_arithmetic_the_data_and_the_device(log: Log, run
     assert "fits: 7.00 of 12.00 GiB on RTX 3090" in log.text
 
 
-def test_header_tells_what_goes_nowhere_what_stays_text_and_why_nothing_is_held_out(
+def test_the_header_shows_unused_columns_control_tokens_and_a_missing_evaluation_set(
     log: Log, run: RunDirectory
 ) -> None:
     counts = Counts(rows=2, tokens=9, affected=[Affected("a:1", "kept", CONTROL_TOKENS, 5)], unused=["id", "lang"])
@@ -119,7 +119,7 @@ def test_header_tells_what_goes_nowhere_what_stays_text_and_why_nothing_is_held_
     assert re.search(r"^evaluation set +none: all rows are equal$", log.text, re.M)
 
 
-def test_header_tells_that_few_held_out_rows_choose_nothing(log: Log, run: RunDirectory) -> None:
+def test_the_header_warns_of_an_evaluation_set_too_small_to_choose_weights_by(log: Log, run: RunDirectory) -> None:
     data = Prepared(train=None, eval=[{"input_ids": [1]}] * 10, train_counts=_COUNTS, eval_counts=Counts(rows=10))
     config = Config.model_validate({"training": {"eval_every": 1, "early_stopping": 2}})
     log.terminal.opened(run.path, config, "cpu", data, "sdpa", None)
@@ -130,7 +130,7 @@ def test_header_tells_that_few_held_out_rows_choose_nothing(log: Log, run: RunDi
     assert "too few" not in log.text[before:]
 
 
-def test_header_without_a_forecast_says_nothing_of_memory(log: Log, run: RunDirectory) -> None:
+def test_the_header_without_a_forecast_has_no_line_for_memory(log: Log, run: RunDirectory) -> None:
     data = Prepared(train=None, eval=None, train_counts=_COUNTS, eval_counts=None)
     log.terminal.opened(run.path, Config(), "cpu", data, "sdpa", None)
     assert "memory" not in log.text
@@ -202,14 +202,14 @@ def test_a_loss_that_is_not_finite_is_nan(log: Log, empty_run: RunDirectory) -> 
 
 
 def test_scores_are_a_line_for_each_measure_and_model(log: Log) -> None:
-    log.terminal.scores(Scores(_EVALUATION))
+    log.terminal.show(Scores(_EVALUATION))
     assert re.search(r"value\W+interval\W+vs\. base\W+interval", log.text)
     assert re.search(r"perplexity\W+- base\W+not finite\W+- adapter\W", log.text), "and no interval"
     assert re.search(r"- adapter\W+1,234\.60\W+90\.00 to 2,000\.00\W+-1\.0000\W+-2\.0000 to \+0\.0000", log.text)
     assert "Measured after step 1,000. How. One note." in log.text.replace("\n", " ")
 
 
-def test_finished_tells_the_loss_of_what_is_published_and_where_it_is(log: Log, run: RunDirectory) -> None:
+def test_the_end_of_a_run_shows_the_published_loss_and_the_paths(log: Log, run: RunDirectory) -> None:
     log.terminal.finished(run)
     assert "eval loss of the base 4.0000 → 3.0000 (-25.0%), best 3.0000 at step 2" in log.text
     assert "2,000 tokens/s, 14.3% padding" in log.text
@@ -218,7 +218,7 @@ def test_finished_tells_the_loss_of_what_is_published_and_where_it_is(log: Log, 
     assert "next     finetune chat " in log.text
 
 
-def test_merged_tells_the_proof(log: Log, run: RunDirectory) -> None:
+def test_a_merge_prints_its_proof(log: Log, run: RunDirectory) -> None:
     log.terminal.merged(run.merged, _PROOF)
     assert all(text in log.text for text in ("0.250%", "1.100%", "31.000%", "99.51%", str(run.merged)))
 

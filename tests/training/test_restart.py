@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import finetune
 from finetune.errors import ArtifactError, ConfigError, DataError, MachineError
-from finetune.export.merging import shards
+from finetune.export.merging import merged_files
 from finetune.lifecycle import resume
 from finetune.model.build import Blueprint
 from finetune.storage.files import write_text
@@ -226,7 +226,7 @@ def test_a_merge_that_fails_at_the_end_is_done_by_the_same_command(quick, monkey
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(shards, "write_weights", full)
+        patched.setattr(merged_files, "write_weights", full)
         with pytest.raises(MachineError):
             finetune.train(config)
     run = RunDirectory(config.output.dir)

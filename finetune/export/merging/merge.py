@@ -26,7 +26,7 @@ from finetune.errors import ArtifactError, ConfigError
 from finetune.export import finished_run, proof, staging
 from finetune.export.card import model_card
 from finetune.export.export_formats import FORMATS
-from finetune.export.merging import shards
+from finetune.export.merging import merged_files
 from finetune.export.merging.bases import ONTO, Bases, Merging, Onto
 from finetune.model.source import file_hashes, identity
 from finetune.model.source.locate import weights_directory
@@ -65,8 +65,8 @@ def merge(
 
     def make(written: Path) -> dict[str, Any]:
         fingerprint.save(tokenizer, base_identity, written)
-        shards.write_settings(bases, folder, tokenizer, written)
-        shards.write_weights(bases.merging(chosen), written)
+        merged_files.write_settings(bases, folder, tokenizer, written)
+        merged_files.write_weights(bases.merging(chosen), written)
         return {
             "format": "merged",
             "onto": chosen,

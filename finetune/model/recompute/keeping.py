@@ -48,7 +48,7 @@ _OUTPUTS_PER_INPUT = 8
 _Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
 
 
-class _Results:
+class _KeptProducts:
     """Products that fused functions of one layer kept, in the order of their calls; `again`: it is being recomputed."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class _Results:
         self.again = False
 
 
-_of_layer: ContextVar[_Results | None] = ContextVar("_of_layer", default=None)
+_of_layer: ContextVar[_KeptProducts | None] = ContextVar("_of_layer", default=None)
 _in_recomputed: ContextVar[bool] = ContextVar("_in_recomputed", default=False)
 
 
@@ -86,7 +86,7 @@ def contexts(kinds: Collection[str], biased_experts: bool) -> _Contexts:
     """
     policy = functools.partial(_policy, kinds, overwritten=(_EXPERTS,) if biased_experts else ())
     first, again = checkpoint.create_selective_checkpoint_contexts(policy)
-    results = _Results() if PRODUCTS in kinds else None
+    results = _KeptProducts() if PRODUCTS in kinds else None
     return _within(first, results, again=False), _within(again, results, again=True)
 
 
@@ -107,7 +107,7 @@ def kept(compute: Callable[[], Any]) -> Any:
 
 
 @contextlib.contextmanager
-def _within(mode: Any, results: _Results | None, *, again: bool) -> Iterator[None]:
+def _within(mode: Any, results: _KeptProducts | None, *, again: bool) -> Iterator[None]:
     if results is not None:
         results.again = again
     token = _of_layer.set(results)

@@ -87,7 +87,7 @@ def test_the_files_have_the_keys_of_their_tools() -> None:
         ("slurm", {"nodes": 3}, "cannot be split among 12 processes"),
     ],
 )
-def test_what_could_not_be_trained_is_refused(here: Path, on: str, changed: dict[str, Any], message: str) -> None:
+def test_a_job_that_cannot_be_trained_is_refused(here: Path, on: str, changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         render.write(CONFIG, ["training.micro_batch=1"], on, **{**OPTIONS, **changed})
     assert list(here.iterdir()) == [here / CONFIG]
@@ -102,7 +102,7 @@ def test_attention_heads_that_the_ranks_of_a_group_cannot_share_are_refused_wher
 
 
 @pytest.mark.parametrize("on", TARGETS)
-def test_nodes_that_have_a_copy_of_this_directory_get_no_config_from_elsewhere(on: str, here: Path) -> None:
+def test_a_config_outside_the_copied_directory_is_refused(on: str, here: Path) -> None:
     overrides = ["training.micro_batch=1"]
     if not TARGETS[on].copied:  # the nodes may see other directories as well
         assert str(TINY) in render.write(TINY, overrides, on, **OPTIONS)[0].read_text()
@@ -161,7 +161,7 @@ def test_hostile_names_are_words_and_values_of_the_file_or_refused(on: str, here
             assert json.dumps(value, ensure_ascii=False)[1:-1] in written
 
 
-def test_a_job_has_a_name_that_clusters_take_whatever_the_run_is_called() -> None:
+def test_the_name_of_a_job_is_valid_for_clusters_whatever_the_run_is_called() -> None:
     """Kubernetes refuses one that ends with a hyphen."""
     for run, name in (("日本語", "finetune"), ("Ünder_20%!", "finetune-nder-20")):
         overrides = ["training.micro_batch=1", f"output.dir=runs/{run}"]

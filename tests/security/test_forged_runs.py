@@ -7,7 +7,6 @@ files. Each command's reading is called in this process, up to where weights wou
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import json
 import math
@@ -25,9 +24,11 @@ from typing import Any
 import pytest
 from jobs import QUICK, TINY
 from rich.console import Console
+from signed import sign
 
 import finetune
 from finetune import cli
+from finetune.api import compare
 from finetune.config import Config
 from finetune.data import fingerprint
 from finetune.doctor import run_check as run_directory
@@ -36,7 +37,6 @@ from finetune.lifecycle import provenance
 from finetune.lifecycle import resume as resuming
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.report import page, plots
-from finetune.report.compare import compare
 from finetune.report.result import Result
 from finetune.report.scores import Scores
 from finetune.report.terminal import Terminal
@@ -93,17 +93,16 @@ def readers(whole: RunDirectory) -> dict[str, Callable[[RunDirectory], object]]:
         terminal.finished(run)
         json.dumps(Result(run).summary())
         if scores := Scores.read(run):
-            terminal.scores(scores)
+            terminal.show(scores)
         compared = compare([whole, run])
-        terminal.side_by_side(compared)
+        terminal.show(compared)
         assert printable(console.file.getvalue())
         compared.write(run.path / "compared.html")
         assert harmless((run.path / "compared.html").read_text(encoding="utf-8"))
 
     def doctor(run: RunDirectory) -> None:
         console = Console(file=io.StringIO(), width=100)
-        findings = run_directory.examine(run.path).findings
-        Terminal(console=console).examined(findings)
+        Terminal(console=console).show(run_directory.examine(run.path))
         assert printable(console.file.getvalue())
 
     def resume(run: RunDirectory) -> None:
@@ -206,7 +205,9 @@ class Forger:
             path.write_bytes(changed)
             done = kind
         if name.parts[0] == "checkpoints" and self.chance.random() < 0.8:
-            self._sign(path.parent)
+            # Mostly with a manifest that fits, unless the change made that impossible.
+            with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError, OSError, RecursionError):
+                sign(path.parent)
         return done
 
     def _change_values(self, path: Path, content: bytes) -> str:
@@ -253,19 +254,6 @@ class Forger:
         else:
             value[steps[-1]] = self.chance.choice(ODD)
         return f"{how} at {steps}"
-
-    @staticmethod
-    def _sign(folder: Path) -> None:
-        """Give a forged checkpoint a manifest that fits, as whoever forges one would."""
-        file = folder / "manifest.json"
-        with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError, OSError, RecursionError):
-            manifest = json.loads(file.read_bytes())
-            for name in manifest["files"]:
-                content = (folder / name).read_bytes()
-                manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-            manifest.pop("sha256", None)
-            text = json.dumps(manifest, indent=1, sort_keys=True)
-            file.write_text(json.dumps({**manifest, "sha256": hashlib.sha256(text.encode()).hexdigest()}))
 
 
 def _stamp(file: Path) -> tuple[int, int]:
@@ -473,7 +461,7 @@ def test_a_forged_state_is_refused_before_the_first_step(unfinished: Config, for
     FORGERIES[forgery](*values)
     for file, value in zip(files, values, strict=True):
         file.write_text(json.dumps(value))
-    Forger._sign(newest)
+    sign(newest)
     with pytest.raises(ArtifactError, match=newest.name):
         finetune.train(unfinished)
     assert max(line["step"] for line in run.metrics()) == 2

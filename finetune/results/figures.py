@@ -1,25 +1,17 @@
-"""The figures of a run: losses, peaks by phase, speed. Used by the terminal, the plot and the page."""
+"""The figures of a run: losses, peaks by phase, speed, and its summary for programs."""
 
 from __future__ import annotations
 
-import math
+import importlib
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from finetune.errors import MachineError
 from finetune.measure.monitor import PHASES, Peak, headline
-from finetune.report import words
-from finetune.report.printing import Cells
 from finetune.storage.rundir import RunDirectory
-
-MEASURES = {
-    "allocated_bytes": "allocated",
-    "reserved_bytes": "reserved",
-    "device_bytes": "device",
-    "resident_bytes": "resident",
-}
-"""The monitor's measures, and their display names."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +54,7 @@ class Figures:
 
     @property
     def best_evaluation(self) -> dict[str, Any] | None:
-        """The evaluation with the lowest finite loss; if it is that of step 0, training did not help."""
+        """The evaluation with the lowest finite loss; that of step 0 if training did not help."""
         finite = [line for line in self.evaluations if line["eval_loss"] is not None]
         return min(finite, key=lambda line: line["eval_loss"], default=None)
 
@@ -95,7 +87,7 @@ class Figures:
 
     @property
     def starts(self) -> int:
-        """How often the run was started."""
+        """The number of starts of the run."""
         return len(self._starts())
 
     def _last_start(self) -> list[dict[str, Any]]:
@@ -150,12 +142,12 @@ class Figures:
     @property
     def peaks(self) -> dict[str, Peak]:
         """The largest bytes by phase and measure, over all starts of the run, in the order of PHASES."""
-        found: dict[str, Peak] = {}
+        peaks: dict[str, Peak] = {}
         for phase, peak in self._measured():
-            largest = found.setdefault(phase, {})
+            largest = peaks.setdefault(phase, {})
             for measure, measured_bytes in peak.items():
                 largest[measure] = max(largest.get(measure, 0), measured_bytes)
-        return {phase: found[phase] for phase in PHASES if found.get(phase)}
+        return {phase: peaks[phase] for phase in PHASES if peaks.get(phase)}
 
     @property
     def peak_bytes(self) -> int:
@@ -185,26 +177,51 @@ class Figures:
         return 1 - tokens / positions if positions else None
 
 
-def measures(peaks: dict[str, Peak]) -> list[str]:
-    """The measures that occur in `peaks`, in the order of MEASURES."""
-    return [measure for measure in MEASURES if any(measure in peak for peak in peaks.values())]
+def summary(run: RunDirectory) -> dict[str, Any]:
+    """The results of a run as JSON values (see `Result.summary`)."""
+    figures = Figures.read(run)
+    best, exported = figures.best_evaluation, figures.exported_evaluation
+    return {
+        "run": str(run.path),
+        "steps": figures.steps,
+        "final_train_loss": figures.final_loss,
+        "base_eval_loss": figures.base_eval_loss,
+        "final_eval_loss": figures.final_eval_loss,
+        "best_eval_loss": best and best["eval_loss"],
+        "best_step": best and best["step"],
+        "exported_step": figures.exported_step,
+        "exported_eval_loss": exported and exported["eval_loss"],
+        "relative_drop": figures.relative_drop,
+        "peaks": figures.peaks,
+        "peak_bytes": figures.peak_bytes or None,
+        "tokens_per_second": figures.tokens_per_second,
+        "padding_share": figures.padding_share,
+        "seconds": figures.seconds,
+        "device_hours": figures.device_hours,
+        "joules": figures.joules,
+        "adapter": _existing(run.adapter),
+        "merged": _existing(run.merged),
+        "report": _existing(run.report_file),
+        "plot": _existing(run.plot_file),
+    }
 
 
-def peak_table(peaks: dict[str, Peak]) -> Cells:
-    """The peaks by phase, with a column for each measure present."""
-    found = measures(peaks)
-    rows = [
-        (phase, *(words.size(peak[measure]) if measure in peak else "" for measure in found))
-        for phase, peak in peaks.items()
-    ]
-    return ("phase", *(MEASURES[measure] for measure in found)), rows
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested values by their path, `memory.backward.resident_bytes`."""
+    columns: dict[str, Any] = {}
+    for key, value in values.items():
+        columns |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return columns
 
 
-def smooth(losses: list[float], span_steps: int) -> list[float]:
-    """Centred moving average over `span_steps` steps, fewer at either end; NaNs are ignored."""
-    half = span_steps // 2
-    smoothed = []
-    for at in range(len(losses)):
-        window = [loss for loss in losses[max(0, at - half) : at + half + 1] if math.isfinite(loss)]
-        smoothed.append(statistics.fmean(window) if window else math.nan)
-    return smoothed
+def framed(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """A `pandas.DataFrame` of rows, each of which may lack some columns. Raises MachineError without pandas."""
+    try:
+        pandas = importlib.import_module("pandas")
+    except ImportError:
+        raise MachineError("a frame needs the package pandas: pip install pandas") from None
+    return pandas.DataFrame(rows)
+
+
+def _existing(path: Path) -> str | None:
+    return str(path) if path.exists() else None
