@@ -45,12 +45,12 @@ def rank() -> int:
 
 
 def is_main() -> bool:
-    """Whether this process is rank 0, which writes the run directory."""
+    """True on rank 0, which writes the run directory."""
     return rank() == 0
 
 
 def is_local_main() -> bool:
-    """Whether this process prints for all ranks on its machine."""
+    """True on the rank that prints for all ranks on its machine."""
     return world_size() == 1 or os.environ.get("LOCAL_RANK", "0") == "0"
 
 
@@ -85,7 +85,7 @@ def idle_gpus() -> str | None:
 
 @contextlib.contextmanager
 def refusing() -> Iterator[None]:
-    """In the block, before `together`, an error of any rank is raised by all of them, with one message."""
+    """A block before `together`: an error that any rank raises in it is raised by all ranks, with one message."""
     try:
         yield
     except FinetuneError as error:
@@ -95,7 +95,7 @@ def refusing() -> Iterator[None]:
 
 
 def _start(error: FinetuneError | None) -> Store:
-    """The ranks' store, once each rank has said whether it can start; all raise the first error, if there is one.
+    """Connect to the other ranks and return their store; if any rank has an `error`, all raise the first one.
 
     Raises MachineError if a rank does not come.
     """
@@ -150,13 +150,13 @@ def _raise_first(failures: list[FinetuneError | None]) -> None:
 
 
 def _kind(error: FinetuneError) -> type[FinetuneError]:
-    """The type of `error` in `finetune.errors`, of which it may be a special case."""
+    """The class in `finetune.errors` that `error` is an instance of; its own class may be a subclass elsewhere."""
     return next(kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
 
 
 @contextlib.contextmanager
 def agreeing() -> Iterator[None]:
-    """Work in which ranks exchange nothing; at its end, an error of any rank is raised by all, with one message."""
+    """A block in which ranks exchange nothing; an error of any rank is raised by all at its end, with one message."""
     failed: FinetuneError | None = None
     try:
         yield
@@ -169,7 +169,7 @@ def agreeing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def together(device: torch.device) -> Iterator[None]:
-    """In the block, until `leave`, ranks can exchange values; if one is lost, the others end.
+    """A block in which, until `leave`, ranks can exchange values; if one is lost, the others end.
 
     Raises MachineError naming the lost rank, or if the ranks cannot connect to each other; and what `refusing` raises
     on another rank.
@@ -201,7 +201,7 @@ def together(device: torch.device) -> Iterator[None]:
 
 
 def _connected() -> Watch:
-    """Connect this rank's watch."""
+    """Start this rank's watch over the others."""
     server = rank_watch.host() if is_main() else None
     offer = (server.getsockname()[1], secrets.token_hex(16)) if server else None
     port, token = broadcast_object_list([offer])[0]
@@ -226,13 +226,13 @@ def _lost_rank(watched: Watch, error: BaseException) -> FinetuneError | None:
 
 
 def advance() -> None:
-    """Called by each rank at the same places, where it waits for the others or they for it."""
+    """Count a sync point: every rank calls this where it waits for the others or they wait for it."""
     if _watch:
         _watch.passed += 1
 
 
 def main_does(work: Callable[[], T]) -> T:
-    """The result of `work`, which only rank 0 runs; all ranks raise what it raises."""
+    """Run `work` on rank 0 only and return its result on all ranks; all raise what it raises."""
     if world_size() == 1:
         return work()
     advance()
@@ -265,7 +265,7 @@ def summed(values: torch.Tensor) -> torch.Tensor:
 
 
 def group_of(size: int) -> torch.distributed.ProcessGroup | None:
-    """This rank's group, of so many that follow one another; None for one alone. Every rank must call it."""
+    """This rank's group of `size` consecutive ranks; None if `size` is 1. Every rank must call it."""
     return torch.distributed.new_subgroups(size, timeout=_TIMEOUT)[0] if size > 1 else None
 
 
@@ -278,7 +278,7 @@ def agree(check: Callable[[list[T]], None], value: T) -> None:
 
 
 def shared(error: E) -> E:
-    """Mark an error of ours that all ranks raise alike, so that one of them reports it."""
+    """Mark a FinetuneError that all ranks raise, so that only one of them reports it; return the error."""
     if isinstance(error, FinetuneError):
         error.share()
     return error
