@@ -48,7 +48,7 @@ AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
             "finetune.data.tokenizing": "answered _step _tokenized _runs",
             "finetune.data.chat": "system_heads is_empty trained_turns _encoding "
             "_completion _with_end _tokens _chat",
-            "finetune.data.encoded": "Encoded.trained Segment.trained Segment.cut segments_of lengths_of",
+            "finetune.data.encoded": "Encoded.trained Segment.trained Segment.cut",
             "finetune.data.masks": "answer_turns trained_spans marks_generation check_template "
             "rendering _by_marks _by_prefixes _turn_end _closed _words",
             "finetune.data.lengths": "_error _drop _truncate _last_answer _split",
@@ -61,11 +61,13 @@ AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
         {
             "finetune.data.batching": "RowOrder.__iter__ RowOrder._grouped MicroBatching.of MicroBatching.capacity "
             "micro_batches _best_fit",
+            "finetune.data.encoded": "lengths_of segments_of",
             "finetune.training.collator": "MicroBatches.__call__ MicroBatches.micro_batch split first_row _rows "
             "_packed_rows",
             "finetune.training.oom_retry": "Limit.parts Limit.lower Retry.forward_backward Retry.update "
             "StepStart.restore UpdateStart.undo",
-            "finetune.training.eval_loss": "summed_loss _sums Evaluation.loss",
+            "finetune.training.eval_loss": "summed_loss _sums EvalLoss.loss EvalLoss.sums",
+            "finetune.model.distributed.engine": "OneProcess.backward OneProcess._clip OneProcess.update",
             "finetune.training.step": "Step.forward_backward Step.micro_step Step.clip Step.update Step.rescale",
             "finetune.training.loop": "Loop.run Loop._epoch Loop.take_step Loop._after Loop.stopped_early Loop.is_over "
             "Loop._signalled Loop._evaluate_or_postpone Loop._evaluate Loop._until_a_signal Loop.evaluate_if_owed _due",

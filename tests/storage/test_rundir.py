@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -73,6 +74,26 @@ def test_a_staged_directory_appears_when_the_block_ends(tmp_path: Path) -> None:
         assert not target.exists()
     assert contents(target) == {"sub/weights": "new"}
     assert [path.name for path in target.parent.iterdir()] == ["adapter"]
+
+
+def test_an_interrupted_staged_directory_is_completed_by_the_same_inputs_only(tmp_path: Path) -> None:
+    """As by a kill or Ctrl-C; after an error, or from other inputs, it is made from nothing."""
+    target = tmp_path / "merged"
+
+    def stage(seed: int, error: BaseException | None = None) -> set[str]:
+        with contextlib.suppress(KeyboardInterrupt, OSError), staged(target, {"seed": seed}) as folder:
+            earlier = {path.name for path in folder.iterdir()} - {"made_from.json"}
+            write_text(folder / str(seed), "")
+            if error:
+                raise error
+        return earlier
+
+    assert stage(1, KeyboardInterrupt()) == set()
+    assert stage(1, KeyboardInterrupt()) == {"1"}
+    assert stage(2, KeyboardInterrupt()) == set()
+    assert stage(2, OSError()) == {"2"}
+    assert stage(2) == set()
+    assert [path.name for path in target.iterdir()] == ["2"]
 
 
 def test_a_staged_directory_replaces_the_earlier_one_whole(tmp_path: Path) -> None:
