@@ -60,20 +60,20 @@ def _refuse(make: Callable[[], Any]) -> None:
 
 
 def _ask(make: Callable[[], Any]) -> str | None:
-    """Ask the hub for anything; why there was no answer. In a thread, as looking up its address cannot be cut short."""
+    """Send the hub a request; return why it failed, or None. In a thread, as a DNS look-up cannot be interrupted."""
     from huggingface_hub import constants
 
-    found: list[str | None] = []
+    results: list[str | None] = []
 
     def ask() -> None:
         try:
             with make() as client:
                 status = client.head(constants.ENDPOINT, timeout=_SECONDS, follow_redirects=False).status_code
-            found.append(f"HTTP status {status}" if status in _UNAVAILABLE else None)
+            results.append(f"HTTP status {status}" if status in _UNAVAILABLE else None)
         except Exception as error:  # whatever the client's library, its proxy and its certificates come up with
-            found.append(str(error) or type(error).__name__)
+            results.append(str(error) or type(error).__name__)
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(_SECONDS + 1)
-    return found[0] if found else f"no answer within {_SECONDS} s"
+    return results[0] if results else f"no answer within {_SECONDS} s"

@@ -2,9 +2,12 @@
 
 Collectives do not report this: gloo does not say which rank failed, NCCL waits for hours, and both wait for a stopped
 process. So rank 0 has a connection to each other rank, over which both sides send a heartbeat every second. The
-connection of a killed process closes; that of a stopped one falls silent. A heartbeat says how many places the rank has
-passed at which ranks wait for each other: one that hangs stays behind. Rank 0 informs the others. Messages are lines of
-JSON.
+connection of a killed process closes; that of a stopped one falls silent. A heartbeat carries the number of sync points
+(calls at which ranks wait for each other) that the rank has passed: one that hangs stays behind. Rank 0 informs the
+others. Messages are lines of JSON.
+
+torch's store cannot replace the connections, because it does not report that a client is gone: torchrun ends the other
+ranks within half a second after one was killed, before missing heartbeats can tell which one it was.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 30.0
 """A rank silent for this long counts as lost. Its heartbeat thread needs the GIL for a moment each second."""
 BEHIND_SECONDS = 1800.0
-"""A rank for which others wait this long, while it passes no further place, hangs and counts as lost."""
+"""A rank for which others wait this long, while it passes no further sync point, hangs and counts as lost."""
 MAIN_BEHIND_SECONDS = 7200.0
 """The same for rank 0, which verifies checkpoints, generates the base's answers and writes to slow disks alone."""
 GRACE_SECONDS = 10.0
@@ -38,9 +41,10 @@ _CLOSED = "was killed, or its machine failed: its connection closed unexpectedly
 
 @dataclass(frozen=True)
 class Lost:
-    """A lost rank and the reason. `signalled`: a person or a launcher ended it, and may be ending all others too.
+    """A lost rank and the reason.
 
-    `out_of_memory`: it ran out of memory, which is how the run ends; `next_start` is that error's.
+    `signalled`: a person or a launcher ended it, and may be ending all others too. `out_of_memory`: it ran out of
+    memory, so all ranks end with that exit code; `next_start` is copied from its error.
     """
 
     rank: int
@@ -74,7 +78,7 @@ class _Peer:
             self._connection.send(json.dumps(message).encode() + b"\n")
 
     def heard(self) -> Iterator[dict[str, Any]]:
-        """The messages since the last call. Raises ConnectionError if the connection is closed."""
+        """Yield the messages since the last call. Raises ConnectionError if the connection is closed."""
         with contextlib.suppress(BlockingIOError):
             while content := self._connection.recv(_LINE_BYTES):
                 self.silent_seconds = 0.0
@@ -94,7 +98,7 @@ class _Peer:
 class Watch:
     """Watches the ranks in `connections`: rank 0 watches all others, and each of them watches rank 0.
 
-    `passed` is the number of places passed so far at which ranks wait for each other; all ranks pass the same ones.
+    `passed` is the number of sync points passed so far; all ranks pass the same ones.
     """
 
     def __init__(self, rank: int, connections: dict[int, socket.socket]) -> None:
@@ -102,7 +106,7 @@ class Watch:
         self._peers = {other: _Peer(connection) for other, connection in connections.items()}
         self._lost: Lost | None = None
         self.passed = 0
-        self._places: dict[int, int] = {}
+        self._sync_points: dict[int, int] = {}
         self._behind_seconds: dict[int, float] = {}
         self._known, self._left = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -128,19 +132,19 @@ class Watch:
         while not self._left.wait(BEAT_SECONDS):
             now = time.monotonic()
             # If this process was itself stopped, the gap is not the silence of the others.
-            passed, looked = min(now - looked, 2 * BEAT_SECONDS), now
+            elapsed, looked = min(now - looked, 2 * BEAT_SECONDS), now
             lost = None
             for rank, peer in list(self._peers.items()):
                 peer.say(passed=self.passed)
-                lost = lost or self._look(rank, peer, passed)
+                lost = lost or self._look(rank, peer, elapsed)
             if self._rank == 0:
-                lost = lost or self._hanging(passed)
+                lost = lost or self._hanging(elapsed)
             if lost:
                 self._end(lost)
                 return
 
-    def _look(self, rank: int, peer: _Peer, passed_seconds: float) -> Lost | None:
-        peer.silent_seconds += passed_seconds
+    def _look(self, rank: int, peer: _Peer, elapsed_seconds: float) -> Lost | None:
+        peer.silent_seconds += elapsed_seconds
         try:
             for message in peer.heard():
                 if "lost" in message:
@@ -157,17 +161,17 @@ class Watch:
             return Lost(rank, f"has been silent for {SILENCE_SECONDS:.0f} seconds: it or its machine is stopped")
         return None
 
-    def _hanging(self, passed_seconds: float) -> Lost | None:
-        """A rank that others have waited for too long."""
-        places = {self._rank: self.passed, **{rank: peer.passed for rank, peer in self._peers.items()}}
-        for rank, place in places.items():
-            if place == max(places.values()) or place != self._places.get(rank):
+    def _hanging(self, elapsed_seconds: float) -> Lost | None:
+        """The first rank that others have waited for too long, if any."""
+        sync_points = {self._rank: self.passed, **{rank: peer.passed for rank, peer in self._peers.items()}}
+        for rank, passed in sync_points.items():
+            if passed == max(sync_points.values()) or passed != self._sync_points.get(rank):
                 self._behind_seconds[rank] = 0.0
             else:
-                self._behind_seconds[rank] += passed_seconds
+                self._behind_seconds[rank] += elapsed_seconds
             if self._behind_seconds[rank] > (limit := BEHIND_SECONDS if rank else MAIN_BEHIND_SECONDS):
                 return Lost(rank, f"hangs: the others have waited for it for {limit / 60:.0f} minutes")
-        self._places = places
+        self._sync_points = sync_points
         return None
 
     def _end(self, lost: Lost) -> None:
@@ -185,14 +189,14 @@ class Watch:
 
 
 def host() -> socket.socket:
-    """The socket on which rank 0 accepts the other ranks' connections."""
+    """Open the socket on which rank 0 accepts the other ranks' connections."""
     several = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if several else socket.AF_INET
     return socket.create_server(("", 0), family=family, dualstack_ipv6=several)
 
 
 def accept(server: socket.socket, token: str, others: int) -> Watch:
-    """Rank 0's watch over the `others`, each of which sends `token`. Raises MachineError if one does not connect."""
+    """Return rank 0's watch over the `others`, which each send `token`. Raises MachineError if one does not connect."""
     connections: dict[int, socket.socket] = {}
     until = time.monotonic() + _CONNECT_SECONDS
     while len(connections) < others:
@@ -214,7 +218,7 @@ def accept(server: socket.socket, token: str, others: int) -> Watch:
 
 
 def connect(address: tuple[str, int], token: str, rank: int) -> Watch:
-    """Another rank's watch over rank 0. Raises MachineError if rank 0 cannot be reached."""
+    """Return another rank's watch over rank 0. Raises MachineError if rank 0 cannot be reached."""
     try:
         connection = socket.create_connection(address, timeout=_CONNECT_SECONDS)
         connection.sendall(json.dumps({"token": token, "rank": rank}).encode() + b"\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import secrets
@@ -46,12 +45,12 @@ def rank() -> int:
 
 
 def is_main() -> bool:
-    """Whether this process is rank 0, which writes the run directory."""
+    """True on rank 0, which writes the run directory."""
     return rank() == 0
 
 
 def is_local_main() -> bool:
-    """Whether this process prints for all ranks on its machine."""
+    """True on the rank that prints for all ranks on its machine."""
     return world_size() == 1 or os.environ.get("LOCAL_RANK", "0") == "0"
 
 
@@ -86,7 +85,7 @@ def idle_gpus() -> str | None:
 
 @contextlib.contextmanager
 def refusing() -> Iterator[None]:
-    """In the block, before `together`, an error of any rank is raised by all of them, with one message."""
+    """A block before `together`: an error that any rank raises in it is raised by all ranks, with one message."""
     try:
         yield
     except FinetuneError as error:
@@ -96,52 +95,50 @@ def refusing() -> Iterator[None]:
 
 
 def _start(error: FinetuneError | None) -> Store:
-    """The ranks' store, once each rank has said whether it can start; all raise the first error, if there is one.
+    """Connect to the other ranks and return their store; if any rank has an `error`, all raise the first one.
 
     Raises MachineError if a rank does not come.
     """
-    said = json.dumps([secrets.token_hex(8), *([_kind(error).__name__, str(error)] if error else [])])
     try:
         store, _, _ = next(rendezvous("env://", timeout=_START))
-        agreed, roster = _roster(store, said)
+        attempt, failures = _exchanged(store, json.dumps([_kind(error).__name__, str(error)] if error else None))
     except (RuntimeError, ValueError) as failed:
         raise error or MachineError(f"the {world_size()} processes cannot connect to each other: {failed}") from None
     _raise_first(
-        [getattr(errors, failure[0])(failure[1]) if failure else None for _, *failure in map(json.loads, roster)]
+        [getattr(errors, failure[0])(failure[1]) if failure else None for failure in map(json.loads, failures)]
     )
-    return PrefixStore(agreed, store)
+    return PrefixStore(attempt, store)
 
 
-def _roster(store: Store, said: str) -> tuple[str, list[str]]:
-    """What each rank says, in rank order, and a name for it that all ranks have agreed on.
+def _exchanged(store: Store, said: str) -> tuple[str, list[str]]:
+    """The name of this attempt to start, drawn by rank 0, and what each rank says, in rank order.
 
-    torchrun keeps its store when it starts the ranks again (torch 2.13), with what those before have left there. So
-    rank 0 lists what it finds, and the list counts once each rank has found in it what it said itself.
+    When torchrun starts the ranks again it keeps its store, with the keys of earlier attempts, and nothing in the
+    environment tells attempts apart: TORCHELASTIC_RESTART_COUNT differs among nodes (torch 2.13). So each rank asks
+    under a key that it draws, which rank 0 answers with the name; the answer to an earlier attempt's key is never read.
     """
-    store.set(f"said/{rank()}", said)
-    others, until = range(world_size()), time.monotonic() + _START.total_seconds()
-    roster: list[str | None] = []
-    agreed, missing = "", list(others)
+    attempt, key = secrets.token_hex(8), f"asked/{secrets.token_hex(8)}"
+    store.set(f"asked/{rank()}", key)
+    everyone, until = range(world_size()), time.monotonic() + _START.total_seconds()
+    missing = list(everyone)
     while missing:
         if time.monotonic() > until:
             raise MachineError(f"ranks {missing} have not started within {_START.seconds // 60} minutes of this one")
         if is_main():
-            found = [store.get(key).decode() if store.check([key]) else None for key in map("said/{}".format, others)]
-            store.set("roster", json.dumps(found))
-        roster = json.loads(store.get("roster"))
-        if roster[rank()] != said:
-            missing = [0]  # or it has not listed this rank yet
-        elif not (missing := [other for other, says in enumerate(roster) if says is None]):
-            agreed = hashlib.sha256(json.dumps(roster).encode()).hexdigest()
-            store.set(f"{agreed}/{rank()}", "")
-            missing = [other for other in others if not store.check([f"{agreed}/{other}"])]
+            for asked in filter(lambda asked: store.check([asked]), map("asked/{}".format, everyone)):
+                store.set(store.get(asked).decode(), attempt)
+        missing = [0]
+        if store.check([key]):
+            attempt = store.get(key).decode()
+            store.set(f"{attempt}/said/{rank()}", said)
+            missing = [other for other in everyone if not store.check([f"{attempt}/said/{other}"])]
         time.sleep(_POLL_SECONDS)
-    if is_main():  # whose process may hold the store: it goes on once the others have seen that all agree
+    everything = [store.get(f"{attempt}/said/{other}").decode() for other in everyone]
+    store.set(f"{attempt}/read/{rank()}", "")
+    if is_main():  # its process may hold the store, which the others must have read before it ends
         with contextlib.suppress(DistError):
-            store.wait([f"{agreed}/{other}/seen" for other in others if other], timedelta(seconds=30))
-    else:
-        store.set(f"{agreed}/{rank()}/seen", "")
-    return agreed, [says for says in roster if says]
+            store.wait([f"{attempt}/read/{other}" for other in everyone], timedelta(seconds=30))
+    return attempt, everything
 
 
 def _raise_first(failures: list[FinetuneError | None]) -> None:
@@ -153,13 +150,13 @@ def _raise_first(failures: list[FinetuneError | None]) -> None:
 
 
 def _kind(error: FinetuneError) -> type[FinetuneError]:
-    """The type of `error` in `finetune.errors`, of which it may be a special case."""
+    """The class in `finetune.errors` that `error` is an instance of; its own class may be a subclass elsewhere."""
     return next(kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
 
 
 @contextlib.contextmanager
 def agreeing() -> Iterator[None]:
-    """Work in which ranks exchange nothing; at its end, an error of any rank is raised by all, with one message."""
+    """A block in which ranks exchange nothing; an error of any rank is raised by all at its end, with one message."""
     failed: FinetuneError | None = None
     try:
         yield
@@ -172,7 +169,7 @@ def agreeing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def together(device: torch.device) -> Iterator[None]:
-    """In the block, until `leave`, ranks can exchange values; if one is lost, the others end.
+    """A block in which, until `leave`, ranks can exchange values; if one is lost, the others end.
 
     Raises MachineError naming the lost rank, or if the ranks cannot connect to each other; and what `refusing` raises
     on another rank.
@@ -204,7 +201,7 @@ def together(device: torch.device) -> Iterator[None]:
 
 
 def _connected() -> Watch:
-    """Connect this rank's watch."""
+    """Start this rank's watch over the others."""
     server = rank_watch.host() if is_main() else None
     offer = (server.getsockname()[1], secrets.token_hex(16)) if server else None
     port, token = broadcast_object_list([offer])[0]
@@ -229,13 +226,13 @@ def _lost_rank(watched: Watch, error: BaseException) -> FinetuneError | None:
 
 
 def advance() -> None:
-    """Called by each rank at the same places, where it waits for the others or they for it."""
+    """Count a sync point: every rank calls this where it waits for the others or they wait for it."""
     if _watch:
         _watch.passed += 1
 
 
 def main_does(work: Callable[[], T]) -> T:
-    """The result of `work`, which only rank 0 runs; all ranks raise what it raises."""
+    """Run `work` on rank 0 only and return its result on all ranks; all raise what it raises."""
     if world_size() == 1:
         return work()
     advance()
@@ -268,7 +265,7 @@ def summed(values: torch.Tensor) -> torch.Tensor:
 
 
 def group_of(size: int) -> torch.distributed.ProcessGroup | None:
-    """This rank's group, of so many that follow one another; None for one alone. Every rank must call it."""
+    """This rank's group of `size` consecutive ranks; None if `size` is 1. Every rank must call it."""
     return torch.distributed.new_subgroups(size, timeout=_TIMEOUT)[0] if size > 1 else None
 
 
@@ -281,7 +278,7 @@ def agree(check: Callable[[list[T]], None], value: T) -> None:
 
 
 def shared(error: E) -> E:
-    """Mark an error of ours that all ranks raise alike, so that one of them reports it."""
+    """Mark a FinetuneError that all ranks raise, so that only one of them reports it; return the error."""
     if isinstance(error, FinetuneError):
         error.share()
     return error

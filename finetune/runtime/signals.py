@@ -20,11 +20,11 @@ from finetune.errors import Terminated
 class Signals:
     """The signals received so far. As a context manager, installs the handlers (only in the main thread).
 
-    `told` is called by the handler of the first signal that ends the run.
+    `on_stop` is called by the handler of the first signal that ends the run.
     """
 
-    def __init__(self, told: Callable[[], None] = lambda: None) -> None:
-        self._told = told
+    def __init__(self, on_stop: Callable[[], None] = lambda: None) -> None:
+        self._on_stop = on_stop
         self._stopping: signal.Signals | None = None
         self._save_asked = False
         self._waits = False
@@ -52,7 +52,7 @@ class Signals:
         return self._stopping.name if self._stopping else None
 
     def take_save(self) -> bool:
-        """Whether a checkpoint was requested since the last call."""
+        """Return True if a checkpoint was requested since the last call."""
         asked, self._save_asked = self._save_asked, False
         return asked
 
@@ -63,7 +63,7 @@ class Signals:
 
     @contextlib.contextmanager
     def waiting(self, waits: bool = True) -> Iterator[None]:
-        """In the block, signals only set flags; inside such a block, `waits=False` makes them act at once again."""
+        """A block in which signals only set flags; inside it, `waiting(False)` makes them act at once again."""
         before, self._waits = self._waits, waits
         try:
             yield
@@ -87,7 +87,7 @@ class Signals:
         if first or again:
             self._stopping = signal.Signals(number)
         if first:
-            self._told()
+            self._on_stop()
         if again or (first and not self._waits):
             self._raise("what was saved before is untouched")
 

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -93,9 +94,7 @@ def test_a_rank_with_another_job_ends_all_with_one_message_that_names_it(
     assert not together.run.metrics()
 
 
-def test_the_same_files_in_other_places_are_the_same_job(
-    job: Make, rows_file: Path, tiny_base: Path, tmp_path: Path
-) -> None:
+def test_copies_of_the_same_files_are_the_same_job(job: Make, rows_file: Path, tiny_base: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny_base, tmp_path / "base")
     shutil.copy(rows_file, tmp_path / "copy.jsonl")
     together = job("training.max_steps=2", f"model.name={tiny_base}")
@@ -148,6 +147,29 @@ def test_a_rank_that_never_starts_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(processes, "_START", timedelta(seconds=0.5))
     with pytest.raises(MachineError, match=r"ranks \[1\] have not started"), processes.together(torch.device("cpu")):
         pass
+
+
+def test_ranks_that_start_again_ignore_what_earlier_attempts_left_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if one starts before rank 0 does, which then finds the question of the earlier attempt's rank 2."""
+    store = torch.distributed.HashStore()
+    this = threading.local()
+    monkeypatch.setattr(processes, "rank", lambda: this.rank)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+
+    def start(rank: int, said: str) -> tuple[str, list[str]]:
+        this.rank = rank
+        time.sleep({0: 0.2, 1: 0, 2: 0.4}[rank])
+        return processes._exchanged(store, said)
+
+    names = set()
+    for attempt in ("first", "second"):
+        said = [f"{attempt} {rank}" for rank in range(3)]
+        with ThreadPoolExecutor(3) as pool:
+            answers = list(pool.map(start, range(3), said))
+        assert [heard for _, heard in answers] == [said] * 3
+        [name] = {name for name, _ in answers}
+        names.add(name)
+    assert len(names) == 2
 
 
 # -- lost ranks ------------------------------------------------------------------------------------------------------
@@ -266,10 +288,10 @@ def test_a_rank_that_stays_behind_the_others_hangs(
         assert "hangs" in lost.why
 
 
-def test_ranks_that_wait_at_the_same_place_do_not_hang(
+def test_ranks_that_wait_at_the_same_sync_point_do_not_hang(
     watches: dict[int, rank_watch.Watch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor one that is behind and passes further places."""
+    """Neither does one that is behind but passes further sync points."""
     monkeypatch.setattr(rank_watch, "BEHIND_SECONDS", 0.3)
     for rank in (0, 2):
         watches[rank].passed = 20
@@ -279,7 +301,7 @@ def test_ranks_that_wait_at_the_same_place_do_not_hang(
     assert watches[0].lost(0.6) is None
 
 
-def test_a_silence_of_rank_0_is_found_by_the_others(
+def test_the_other_ranks_notice_that_rank_0_is_silent(
     watches: dict[int, rank_watch.Watch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watches[0]._peers[1], "say", lambda **message: None)
@@ -302,7 +324,7 @@ def test_all_ranks_say_what_the_same_command_does_after_one_ran_out_of_memory() 
     assert "fix the cause and run the same command again" in str(rank_watch.Lost(1, "was killed").error())
 
 
-def test_a_stranger_without_the_token_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_without_the_token_is_not_accepted_as_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_watch, "_CONNECT_SECONDS", 0.5)
     with rank_watch.host() as server:
         address = ("localhost", server.getsockname()[1])
@@ -312,8 +334,8 @@ def test_a_stranger_without_the_token_is_no_rank(monkeypatch: pytest.MonkeyPatch
                 rank_watch.accept(server, "token", 1)
 
 
-def test_an_error_that_names_gloo_is_not_of_the_group() -> None:
-    """A path may; only what torch itself raises is asked whether a rank was lost."""
+def test_only_errors_of_torch_are_taken_for_those_of_a_collective() -> None:
+    """The path of a file may contain the name of gloo."""
 
     class Asked(Exception):
         pass

@@ -115,7 +115,7 @@ def test_a_signal_in_the_evaluation_that_ends_two_ranks_early_adds_no_step(job: 
     evaluated = metric(whole.run, "eval_loss")
     assert len(evaluated) < 30, "the job was meant to stop early"
     stopped = job(*early)
-    last = Fault("finetune.training.eval_loss:Evaluation.loss", nth=len(evaluated), action="SIGTERM")
+    last = Fault("finetune.training.eval_loss:EvalLoss.loss", nth=len(evaluated), action="SIGTERM")
     assert_all(stopped.go(2, {1: last}), 143)
     assert stopped.run.saved_steps[-1] == whole.run.steps_done
     assert_all(stopped.go(2), 0)

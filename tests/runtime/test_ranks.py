@@ -16,7 +16,7 @@ Visible = Callable[[int], list[int]]
 
 @pytest.fixture
 def visible(monkeypatch: pytest.MonkeyPatch) -> Visible:
-    """Makes so many GPUs visible; the list has the devices that were chosen."""
+    """A function that makes this number of GPUs visible and returns a list, to which the chosen devices are added."""
 
     def make(count: int) -> list[int]:
         chosen: list[int] = []
@@ -31,7 +31,7 @@ def visible(monkeypatch: pytest.MonkeyPatch) -> Visible:
     return make
 
 
-def test_idle_gpus_are_told_with_the_one_that_is_used_and_the_way_to_use_all(visible: Visible) -> None:
+def test_idle_gpus_are_reported_with_the_used_one_and_the_command_that_uses_all(visible: Visible) -> None:
     chosen = visible(2)
     ranks.choose_gpu()
     assert chosen == [0], "transformers takes the first, wherever a notebook was before"
@@ -42,7 +42,7 @@ def test_idle_gpus_are_told_with_the_one_that_is_used_and_the_way_to_use_all(vis
     assert "torchrun --nproc-per-node 2 " in note
 
 
-def test_nothing_is_told_where_no_gpu_is_idle(visible: Visible, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_reported_if_no_gpu_is_idle(visible: Visible, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ranks.idle_gpus() is None
     visible(1)
     assert ranks.idle_gpus() is None
