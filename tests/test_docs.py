@@ -245,7 +245,8 @@ def test_the_example_of_an_export_format_is_written_proven_and_loaded(
 ) -> None:
     file = "finetune/export/export_formats.py"
     module, _, table, entries = applied(file, dict(EXAMPLES)[file])
-    monkeypatch.setattr(module, table, getattr(module, table) | entries)
+    for name, entry in entries.items():
+        monkeypatch.setitem(getattr(module, table), name, entry)
     [code] = re.findall(r"`finetune/export/int8_export\.py`:\n\n```python\n(.*?)^```", EXTENDING, re.M | re.S)
     example = ModuleType("finetune.export.int8_export")
     exec(compile(code, example.__name__, "exec"), vars(example))  # noqa: S102 -- our own page

@@ -401,6 +401,16 @@ def test_the_forecast_is_of_the_objective_that_is_given(quick) -> None:
     assert whole - in_tiles > rows * tokens * vocabulary * 4
 
 
+def test_a_plan_has_the_config_what_was_chosen_and_the_levers(quick) -> None:
+    plan = finetune.plan(quick("training.micro_batch=auto", "data.max_length=2048"), "24GiB")
+    assert plan.fitted
+    assert plan.config.training.micro_batch == plan.fitted.value("training.micro_batch")
+    assert plan.levers == ()
+    refused = finetune.plan(quick(), "1MiB")
+    assert refused.fitted is None
+    assert [lever.cost for lever, after in refused.levers]
+
+
 # -- callbacks ---------------------------------------------------------------------------------------------------------
 
 

@@ -235,19 +235,26 @@ def compare(
     return comparison.result(bound)
 
 
-def refuse_unless_equal(result: Proof, what: str, otherwise: str = "") -> None:
-    """Raise ArtifactError unless the proof of an export holds; `otherwise` ends the message."""
+def refuse_unless_equal(
+    result: Proof, what: str, *, compared_with: str = "the trained ones", changed_by: str = "training",
+    otherwise: str = "",
+) -> None:  # fmt: skip
+    """Raise ArtifactError unless the proof of an export holds.
+
+    In the message, `compared_with` are the expected logits, `changed_by` is what changed those of the base, and
+    `otherwise` is the end.
+    """
     if result.holds:
         return
     if result.error <= result.bound:
         raise ArtifactError(
-            f"the {what} has only {result.kept:.0%} of what training changed (by {result.effect:.2%}): its weights are "
-            f"rounded more coarsely than that. Nothing was published{otherwise}"
+            f"the {what} has only {result.kept:.0%} of what {changed_by} changed (by {result.effect:.2%}): its weights "
+            f"are rounded more coarsely than that. Nothing was published{otherwise}"
         )
     raise ArtifactError(
-        f"the {what} is not the trained model: its logits differ by {result.error:.2%} from the trained ones, but "
-        f"rounding explains only {result.bound:.2%} (training itself changed them by {result.effect:.2%}). Nothing was "
-        f"published{otherwise}"
+        f"the {what} is not the trained model: its logits differ by {result.error:.2%} from {compared_with}, but "
+        f"rounding explains only {result.bound:.2%} ({changed_by} itself changed them by {result.effect:.2%}). Nothing "
+        f"was published{otherwise}"
     )
 
 

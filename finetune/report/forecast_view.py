@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from finetune.config import Config
 from finetune.forecast.answer_memory import KV_CACHE, Serving
 from finetune.forecast.fit import Fitted, Limits
 from finetune.forecast.levers import Lever
@@ -41,9 +42,24 @@ class PlanView(PageView):
     template = "forecast.html.j2"
 
     @property
+    def config(self) -> Config:
+        """The job, with a value for each setting that was `auto` and could be fitted."""
+        return self.plan.config
+
+    @property
     def forecast(self) -> Forecast:
         """The forecast of the job."""
         return self.plan.forecast
+
+    @property
+    def levers(self) -> Levers:
+        """The changes that reduce memory, each with its forecast; empty for a job that fits."""
+        return self.plan.levers
+
+    @property
+    def fitted(self) -> Fitted | None:
+        """The values chosen for `auto` settings; None where none were, or nothing fits."""
+        return self.plan.fitted
 
     def title(self) -> str:
         return f"Plan of {self.plan.config.model.name}"

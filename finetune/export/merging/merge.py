@@ -161,7 +161,10 @@ def _prove(bases: Bases, chosen: Onto, rows: list[list[int]], folder: Path, *, h
     result = comparison.result(proof.bound(bases.layers, proof.ROUNDOFF[bases.dtype]))
     if not result.error <= result.bound:
         result = _measured(bases, runs.merging, rows, folder)
-    proof.refuse_unless_equal(result, "merged model", "; use the adapter with its base instead")
+    proof.refuse_unless_equal(
+        result, "merged model", compared_with="base plus adapter", changed_by="the adapter",
+        otherwise="; use the adapter with its base instead",
+    )  # fmt: skip
     measured = {onto: each.result() for onto, each in likeness.items()}
     record: dict[str, Any] = {**asdict(result), "computed_in": str(bases.compute_dtype).removeprefix("torch.")}
     if runs.other:
