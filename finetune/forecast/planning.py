@@ -47,6 +47,7 @@ from finetune.model.recompute import checkpointing
 from finetune.model.source import catalog
 from finetune.model.source.locate import at_hand
 from finetune.model.source.tokenizer import load_tokenizer
+from finetune.objectives import contract
 from finetune.runtime import libraries
 from finetune.storage.files import write_text
 from finetune.training import strategies
@@ -398,4 +399,6 @@ def _data(config: Config, architecture: Any) -> Prepared | None:
     except ArtifactError:
         return None  # training reports a tokenizer that cannot be used
     bounds.check_tokenizer(tokenizer, architecture, model)
-    return prepare.prepare(config.data, tokenizer)
+    data = prepare.prepare(config.data, tokenizer)
+    contract.check_rows(config.training.objective, data.layout, config.distributed.context)
+    return data
