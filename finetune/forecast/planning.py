@@ -123,7 +123,7 @@ class Planner:
             from_files=config.model.weights != "random" and not strategies.loads_parts(section, self.gpus),
             gpus=self.gpus,
             sharing=section.model_dump() if is_shared else None,
-            copied=is_shared and not strategies.holds_parts(section, self.gpus),
+            copied=strategies.replicates(section, self.gpus),
         )
         return replay.make(trace, device, batch, implementation, run)
 
