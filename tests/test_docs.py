@@ -14,14 +14,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jobs
 import pytest
 from transformers import AutoModelForCausalLM
 from typer.main import get_command
 
 import finetune
-from finetune import cli
+from finetune import cli, settings
 from finetune.data import formats, sources
 from finetune.data.examples import Chat
+from finetune.forecast import traced_step
 from finetune.storage import records
 from finetune.storage.rundir import RunDirectory
 from finetune.training.progress import Progress
@@ -197,18 +199,28 @@ def test_modules_that_the_pages_name_exist() -> None:
         for path in re.findall(r"`((?:\w+/)+\w+\.py)(?:`|::)", page.read_text(encoding="utf-8"))
     }
     assert len(named) > 50
-    written = {"finetune/export/int8_export.py"}  # by the example of a format
+    written = {f"finetune/{path}.py" for path in ("export/int8_export", "model/distributed/averaged",
+                                                  "forecast/fake_averaged")}  # by examples  # fmt: skip
     roots = (ROOT, ROOT / "finetune", TESTS)
     missing = {(page, path) for page, path in named if not any((root / path).is_file() for root in roots)}
     assert {path for _, path in missing} - written == set()
 
 
 EXTENDING = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
-EXAMPLES = re.findall(r"^`(finetune/[\w/]+\.py)`:.*?^```diff\n(.*?)^```", EXTENDING, re.MULTILINE | re.DOTALL)
+PAIRS, ENGINES = ((ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("pairs.md", "engines.md"))
+
+
+def examples(page: str) -> list[tuple[str, str]]:
+    """The files that a page adds to, each with the addition as a diff."""
+    return re.findall(r"^`(finetune/[\w/]+\.py)`:.*?^```diff\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+
+
+EXAMPLES = [example for page in (EXTENDING, PAIRS, ENGINES) for example in examples(page)]
 
 
 def test_every_addition_has_an_example() -> None:
-    assert len(EXAMPLES) == EXTENDING.count("```diff") == EXTENDING.count("\n## ") == 9
+    assert len(examples(EXTENDING)) == EXTENDING.count("```diff") == EXTENDING.count("\n## ") == 9
+    assert [len(examples(page)) for page in (PAIRS, ENGINES)] == [2, 1]
 
 
 def applied(file: str, diff: str) -> tuple[ModuleType, dict[str, Any], str, dict[str, Any]]:
@@ -239,18 +251,79 @@ def test_an_example_of_an_addition_fits_the_table_of_its_file(file: str, diff: s
     assert read - names.keys() - vars(builtins).keys() == set()
 
 
+def written(page: str, file: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module of which `page` has the text, as if it stood in `file`."""
+    [code] = re.findall(rf"`{file}`:\n\n```python\n(.*?)^```", page, re.M | re.S)
+    module = ModuleType(file.removesuffix(".py").replace("/", "."))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(compile(code, module.__name__, "exec"), vars(module))  # noqa: S102 -- our own page
+    return module
+
+
+def add(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put the entries of a page into their tables, each before the entry above which its example has it."""
+    for file, diff in examples(page):
+        module, _, table, entries = applied(file, diff)
+        entries_now = getattr(module, table)
+        before = dict(entries_now)
+        for name in before:
+            monkeypatch.delitem(entries_now, name)
+        for name, entry in (entries | before).items():
+            monkeypatch.setitem(entries_now, name, entry)
+
+
+def closeness(run: RunDirectory) -> list[float]:
+    """The relative differences of a run's peaks from their forecast."""
+    differences = json.loads((run.path / "forecast.json").read_text())["differences"]
+    return [abs(phase["relative"]) for phase in differences]
+
+
+@pytest.mark.slow
+def test_the_example_of_pairs_is_trained_as_it_was_forecast(
+    quick, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add(PAIRS, monkeypatch)
+    monkeypatch.setitem(settings.CHOICES, "data.format", {**settings.CHOICES["data.format"], **formats.FORMATS})
+    rows = [
+        {"prompt": f"To {n}. ", "chosen": "yes " * (1 + n % 5), "rejected": "no", "margin": n % 4} for n in range(40)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    job = quick(f"data.train={tmp_path / 'pairs.jsonl'}", "training.objective=hinge", "memory.check=warn")
+    run = finetune.train(job).run
+    losses = [line["eval_loss"] for line in run.metrics() if "eval_loss" in line]
+    assert losses[-1] < losses[0]
+    assert max(closeness(run)) < 0.01
+
+
+@pytest.mark.slow
+def test_the_example_of_an_engine_is_trained_as_it_was_forecast(quick, monkeypatch: pytest.MonkeyPatch) -> None:
+    add(ENGINES, monkeypatch)
+    written(ENGINES, "finetune/model/distributed/averaged.py", monkeypatch)
+    traced = written(ENGINES, "finetune/forecast/fake_averaged.py", monkeypatch)
+    monkeypatch.setitem(traced_step.ENGINES, "averaged", traced.FakeAveraged)
+    keys = ["memory.check=warn", "adapter.rank=64"]
+    plain, averaged = (
+        finetune.train(quick(*keys, f"distributed.kind={kind}", run=kind)).run for kind in ("auto", "averaged")
+    )
+    assert jobs.same_adapter(plain, averaged)
+    assert max(closeness(averaged)) < 0.01
+
+    def states(run: RunDirectory) -> float:
+        [phase] = [one for one in json.loads((run.path / "forecast.json").read_text())["differences"]
+                   if one["phase"] == "optimizer"]  # fmt: skip
+        return phase["forecast_bytes"]
+
+    assert states(averaged) > states(plain)
+
+
 @pytest.mark.slow
 def test_the_example_of_an_export_format_is_written_proven_and_loaded(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = "finetune/export/export_formats.py"
-    module, _, table, entries = applied(file, dict(EXAMPLES)[file])
-    for name, entry in entries.items():
-        monkeypatch.setitem(getattr(module, table), name, entry)
-    [code] = re.findall(r"`finetune/export/int8_export\.py`:\n\n```python\n(.*?)^```", EXTENDING, re.M | re.S)
-    example = ModuleType("finetune.export.int8_export")
-    exec(compile(code, example.__name__, "exec"), vars(example))  # noqa: S102 -- our own page
-    monkeypatch.setitem(sys.modules, example.__name__, example)
+    module, _, table, entries = applied(file, dict(examples(EXTENDING))[file])
+    monkeypatch.setitem(getattr(module, table), "int8", entries["int8"])
+    written(EXTENDING, "finetune/export/int8_export.py", monkeypatch)
     merged, exported = finetune.merge(run), finetune.export_model(run, "int8")
     assert merged["bound"] < exported["bound"] == 2 * merged["bound"]
     assert merged["error"] < exported["error"] < exported["bound"] < exported["effect"]

@@ -47,6 +47,7 @@ from finetune.model.recompute import checkpointing
 from finetune.model.source import catalog
 from finetune.model.source.locate import at_hand
 from finetune.model.source.tokenizer import load_tokenizer
+from finetune.objectives import contract
 from finetune.runtime import libraries
 from finetune.storage.files import write_text
 from finetune.training import strategies
@@ -122,7 +123,7 @@ class Planner:
             from_files=config.model.weights != "random" and not strategies.loads_parts(section, self.gpus),
             gpus=self.gpus,
             sharing=section.model_dump() if is_shared else None,
-            copied=is_shared and not strategies.holds_parts(section, self.gpus),
+            copied=strategies.replicates(section, self.gpus),
         )
         return replay.make(trace, device, batch, implementation, run)
 
@@ -398,4 +399,6 @@ def _data(config: Config, architecture: Any) -> Prepared | None:
     except ArtifactError:
         return None  # training reports a tokenizer that cannot be used
     bounds.check_tokenizer(tokenizer, architecture, model)
-    return prepare.prepare(config.data, tokenizer)
+    data = prepare.prepare(config.data, tokenizer)
+    contract.check_rows(config.training.objective, data.layout, config.distributed.context)
+    return data

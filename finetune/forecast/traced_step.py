@@ -348,8 +348,8 @@ class _TracedStep:
         )  # fmt: skip
         if setting.in_parts:
             self.recorder.phase = "attach"
-            with self._recording():
-                engine.attach()
+        with self._recording():
+            engine.attach()
         return engine
 
     def splitting(self, group: dist.ProcessGroup | None) -> contextlib.AbstractContextManager[None]:

@@ -94,6 +94,12 @@ def by_sequence(values: torch.Tensor, batch: Batch) -> torch.Tensor:
     return torch.where(batch["seq_idx"][:, 1:] == number[:, None], values, 0).sum(1)
 
 
+def trained_rows(batch: Batch, segments: int) -> torch.Tensor:
+    """Which rows (rows,) have trained tokens in each of their `segments`; the others have no loss."""
+    counts = by_sequence(batch["labels"][:, 1:] != -100, batch)
+    return (counts.view(-1, segments) > 0).all(1)
+
+
 def supervised(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Summed cross-entropy, in nats, of each trained token given the tokens before it."""
     scores = model(**batch, fused_lm_head=True)

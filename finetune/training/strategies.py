@@ -137,6 +137,11 @@ def holds_parts(section: DistributedSection, world_size: int) -> bool:
     return STRATEGIES[section.kind].updates != "weight" and applies(section, world_size)
 
 
+def replicates(section: DistributedSection, world_size: int) -> bool:
+    """Whether each of so many ranks holds a copy of the model in DistributedDataParallel."""
+    return STRATEGIES[section.kind].engine is _replicas and applies(section, world_size)
+
+
 def placement(
     section: DistributedSection, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> Placement | None:

@@ -96,10 +96,9 @@ def test_another_tools_name_for_an_offered_value_is_translated() -> None:
 
 
 def test_nothing_that_is_offered_is_in_the_table() -> None:
-    """So the table is read anew when a value is added here."""
     defaults = Config().model_dump()
     for key in not_offered._VALUES:
         section, _, name = key.partition(".")
         assert name in defaults[section]
         for offered in CHOICES.get(key, {}):
-            assert not_offered.cure(key, offered) is None, offered
+            assert not_offered.cure(key, offered) is None, f"take {offered} out of config/not_offered.json"

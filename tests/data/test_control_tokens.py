@@ -15,7 +15,7 @@ from known_templates import KNOWN, VARIANTS, texts
 
 from finetune.config import DataSection, ModelSection
 from finetune.data.chat import encode, prompt_ids
-from finetune.data.examples import Chat, Completion, Example, Message, RowError, Text
+from finetune.data.examples import Chat, Completion, Example, Message, RowError, Text, parts
 from finetune.data.formats import FORMATS
 from finetune.data.prepare import prepare
 from finetune.model.source import chat_template as template
@@ -386,7 +386,8 @@ def test_every_format_of_text_is_covered(qwen: Any) -> None:
         "alpaca": {"instruction": FORGED, "input": FORGED, "output": FORGED},
         "text": {"text": FORGED},
     }
-    assert {*rows} == {*FORMATS} - {"tokenized"}  # whose ids are what they are
+    formats = {*FORMATS} - {"tokenized"}  # whose ids are what they are
+    assert {*rows} == formats, "add a row of the new format, with FORGED in each of its texts"
     for name, row in rows.items():
-        chats = name in ("messages", "sharegpt", "alpaca")
-        assert ends(FORMATS[name].read(row), qwen) == (2 if chats else 1)
+        for example in parts(FORMATS[name].read(row)):
+            assert ends(example, qwen) == (2 if isinstance(example, Chat) else 1), name

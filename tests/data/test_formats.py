@@ -86,7 +86,7 @@ def test_a_row_is_read_in_its_format_and_by_detection(subtests: pytest.Subtests)
 
 
 def test_every_format_is_tried_above() -> None:
-    assert {name for name, _, _ in ROWS} == set(FORMATS)
+    assert {name for name, _, _ in ROWS} == set(FORMATS), "add a row of the new format to ROWS"
 
 
 def test_a_row_of_two_formats_is_of_the_first_in_the_table() -> None:

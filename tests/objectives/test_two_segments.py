@@ -22,7 +22,7 @@ from finetune.data.formats import FORMATS, RowFormat
 from finetune.data.prepare import prepare
 from finetune.errors import ConfigError, DataError
 from finetune.model.source.tokenizer import load_tokenizer
-from finetune.objectives import OBJECTIVES, Objective, by_sequence, contract, scored
+from finetune.objectives import OBJECTIVES, Objective, by_sequence, contract, scored, trained_rows
 from finetune.storage.rundir import RunDirectory
 from finetune.training.collator import row_count
 
@@ -39,21 +39,16 @@ def read_pair(fields: row.Fields) -> Several:
     return Several(answers, {"margin": float(fields.get("margin", 0))})
 
 
-def pairs_with_labels(batch: Any) -> torch.Tensor:
-    """Which rows (rows,) have trained tokens in both answers."""
-    return (by_sequence(batch["labels"][:, 1:] != -100, batch).view(-1, 2) > 0).all(1)
-
-
 def preference(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """-log sigmoid of how much more probable the chosen answer is than the rejected one, less the margin."""
     chosen, rejected = by_sequence(scored(model, batch).log_probs, batch).view(-1, 2).unbind(1)
-    kept = pairs_with_labels(batch)
+    kept = trained_rows(batch, 2)
     losses = -logsigmoid(BETA * (chosen - rejected) - batch["margin"])
     return torch.where(kept, losses, 0).sum(), kept.sum()
 
 
 def count(batch: Any) -> torch.Tensor:
-    return pairs_with_labels(batch).sum()
+    return trained_rows(batch, 2).sum()
 
 
 # -- what it gets for that --------------------------------------------------------------------------------------------
@@ -208,6 +203,8 @@ def test_rows_that_do_not_suit_the_objective_are_refused(job, tmp_path: Path) ->
         contract.check_rows("preference", LAYOUT, 2)
     with pytest.raises(ConfigError, match="trains rows of one sequence"):
         finetune.train(job("training.objective=supervised"))
+    with pytest.raises(ConfigError, match="trains rows of one sequence"):
+        finetune.plan(job("training.objective=supervised"))
 
 
 def prepared(job, *overrides: str) -> Any:

@@ -22,7 +22,9 @@ def test_target_exists_with_the_signature_it_was_read_with(name: str) -> None:
         if package in {"deepspeed", "lm_eval", "triton"} and importlib.util.find_spec(package) is None:
             pytest.skip(f"the optional package {package} is not installed")
     known = (entry.signature,) if isinstance(entry.signature, str) else entry.signature
-    assert entry.found_signature() in known
+    assert entry.found_signature() in known, (
+        f"read {entry.target} in the installed version, adapt what replaces it, then write this signature in the entry"
+    )
 
 
 def test_entries_say_why_and_until_when() -> None:

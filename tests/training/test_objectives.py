@@ -13,9 +13,22 @@ from steps import assert_gradients_close, gradients, micro_batches, ready
 from torch.nn.functional import cross_entropy
 
 import finetune
+from finetune.data.encoded import RowLayout
 from finetune.errors import ConfigError
-from finetune.objectives import OBJECTIVES, Objective, log_probs, supervised, trained_tokens, with_balancing
+from finetune.objectives import (
+    OBJECTIVES,
+    Objective,
+    by_sequence,
+    log_probs,
+    scored,
+    supervised,
+    trained_rows,
+    trained_tokens,
+    with_balancing,
+)
 from finetune.settings import load_config
+from finetune.training.collator import MicroBatches
+from finetune.training.loop import Loop
 
 EXACT = ["quantization.kind=none", "training.precision=fp32", "data.eval=none", "training.eval_every=null",
          "training.batch_size=8", "training.micro_batch=8"]  # fmt: skip
@@ -28,7 +41,17 @@ def dynamic(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return with_balancing(total, scores.label_mask.sum(), model, scores)
 
 
-NEW = Objective("tokens by their probability", dynamic, trained_tokens)
+DYNAMIC = Objective("tokens by their probability", dynamic, trained_tokens)
+
+
+def margin(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The nats by which the second answer is likelier than the first."""
+    first, second = by_sequence(scored(model, batch).log_probs, batch).view(-1, 2).unbind(1)
+    kept = trained_rows(batch, 2)
+    return torch.where(kept, second - first, 0).sum(), kept.sum()
+
+
+MARGIN = Objective("pairs", margin, lambda batch: trained_rows(batch, 2).sum(), RowLayout(("first", "second")))
 
 
 def token_losses(model: Any, batch: Any) -> torch.Tensor:
@@ -50,12 +73,26 @@ def test_sums_are_those_of_the_whole_logits_and_counts_those_of_the_labels(quick
         assert int(count) == int(trained_tokens(batch)) == len(losses)
 
 
-@pytest.mark.parametrize("objective", [*OBJECTIVES.values(), NEW], ids=[*OBJECTIVES, "new"])
+def give_rows(loop: Loop, layout: RowLayout) -> None:
+    """Let the rows of `loop` have this layout: segments are rows that it had, and values 1, 2, ..."""
+    rows, segments = list(loop.steps.rows), layout.sequences
+    joined = []
+    for number in range(len(rows)):
+        several = [rows[(number + other) % len(rows)] for other in range(segments)]
+        row = {name: [one for each in several for one in each[name]] for name in ("input_ids", "labels")}
+        row |= dict.fromkeys(layout.values, number + 1.0)
+        joined.append({**row, "segments": [len(each["input_ids"]) for each in several]} if layout.segments else row)
+    collate = MicroBatches(replace(loop.steps.collate.way, layout=layout), pad_token_id=0)
+    loop.steps = replace(loop.steps, rows=joined, collate=collate)
+
+
+@pytest.mark.parametrize("objective", [*OBJECTIVES.values(), DYNAMIC, MARGIN], ids=[*OBJECTIVES, "new", "pairs"])
 def test_the_count_and_the_gradient_of_every_objective_do_not_depend_on_the_micro_batch(
     quick, objective: Objective
 ) -> None:
     loop = ready(quick(*EXACT))
     loop.step = replace(loop.step, objective=objective)
+    give_rows(loop, objective.layout)
     (whole,) = micro_batches(loop, range(8), 8)
     with torch.no_grad():
         _, count = objective.loss(loop.step.model, whole)
@@ -81,7 +118,7 @@ def test_a_mixture_of_experts_adds_its_balancing_loss_to_that_of_each_token() ->
 
 @pytest.mark.slow
 def test_a_new_objective_is_trained_by_its_name(quick, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(OBJECTIVES, "dynamic", NEW)
+    monkeypatch.setitem(OBJECTIVES, "dynamic", DYNAMIC)
     usual = finetune.train(quick(*EXACT, run="usual")).run.metrics()[0]["loss"]
     weighted = finetune.train(quick(*EXACT, "training.objective=dynamic", run="new")).run.metrics()[0]["loss"]
     assert 0 < weighted < usual
@@ -90,7 +127,7 @@ def test_a_new_objective_is_trained_by_its_name(quick, monkeypatch: pytest.Monke
 def test_a_loss_given_from_python_is_refused_where_it_would_see_slices_of_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(OBJECTIVES, "python:mine", NEW)  # and so taken back
+    monkeypatch.setitem(OBJECTIVES, "python:mine", DYNAMIC)  # and so taken back
 
     def mine(model: Any, batch: Any) -> Any:
         """Never called."""
@@ -99,7 +136,7 @@ def test_a_loss_given_from_python_is_refused_where_it_would_see_slices_of_rows(
         load_config({"training": {"objective": mine}, "distributed": {"context": 2}})
 
 
-def scored(model_type: str, dtype: torch.dtype) -> Any:
+def scores_of(model_type: str, dtype: torch.dtype) -> Any:
     """A model that scores labels, with logits as far apart as those of a trained one."""
     model = every_architecture.model(every_architecture.config(model_type)).to(dtype)
     with torch.no_grad():
@@ -112,9 +149,9 @@ def scored(model_type: str, dtype: torch.dtype) -> Any:
 def test_a_model_whose_logits_are_not_its_head_times_its_states_is_refused(dtype: torch.dtype) -> None:
     """Its loss would be that of another model. Scales and caps of logits are known."""
     for known in ("llama", "gemma2", "granite", "cohere", "mpt", "olmoe", "mamba", "gemma3"):
-        log_probs.check(scored(known, dtype))
+        log_probs.check(scores_of(known, dtype))
     for unknown in ("bert", "modernbert-decoder", "prophetnet", "inkling_text"):
         with pytest.raises(ConfigError, match=r"`model\.name`: \w+ does not multiply .* tokens differ by \d"):
-            log_probs.check(scored(unknown, dtype))
+            log_probs.check(scores_of(unknown, dtype))
     with pytest.raises(ConfigError, match=r"RemBertForCausalLM does not multiply .* that fails \(RuntimeError: "):
-        log_probs.check(scored("rembert", dtype))
+        log_probs.check(scores_of("rembert", dtype))

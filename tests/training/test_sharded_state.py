@@ -91,6 +91,8 @@ def test_a_slice_is_updated_as_in_the_whole_weight_bit_for_bit(rank: int, name: 
     again = optimizers.make(name, section, 0.01, sharded)
     state.restore_optimizer(Sharded(sharded, again, STATES, RANKS), described, tensors)
     for before, after in zip(_parameters(other), _parameters(again), strict=True):
+        if before.numel() == 0:
+            continue  # a shard without numbers is not updated, whatever its optimizer keeps for it
         assert other.state[before].keys() == again.state[after].keys()
         for key, value in other.state[before].items():
             assert torch.equal(torch.as_tensor(again.state[after][key]), torch.as_tensor(value))
