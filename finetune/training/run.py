@@ -36,7 +36,10 @@ def train(job: TrainingJob) -> Outcome:
     with job.signals.waiting(), model_setup.in_training(job, fused_loss=fused_loss):
         fit(job, loop)
     ended = wind_down(job, loop)
-    del loop  # with the optimizer's states
+    # The DDP model references the process group and must not be the last to do so: its destructor would join the
+    # group's threads while holding the GIL, for which they may be waiting (torch 2.13, ProcessGroupGloo).
+    del loop
+    ranks.leave()  # rank 0 does the rest alone
     return finish(job, ended)
 
 
@@ -90,7 +93,7 @@ class Ended:
 
 
 def wind_down(job: TrainingJob, loop: Loop) -> Ended:
-    """Gather the weights while all ranks are there, and let them go."""
+    """Gather the weights while all ranks are there, and close the engine."""
     progress, callbacks, engine = loop.progress, loop.callbacks, loop.step.engine
     callbacks.share()
     if loop.stopped_early:
@@ -108,7 +111,6 @@ def wind_down(job: TrainingJob, loop: Loop) -> Ended:
             publishing.load_best(job, engine, best)
             whole = whole_weights(engine)
     engine.close()
-    ranks.leave()
     return Ended(progress, callbacks, whole)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from finetune.storage.rundir import RunDirectory
 from finetune.training import largest_batch, optimizers, run
 from finetune.training.collator import Inputs
 from finetune.training.loop import Loop
-from finetune.training.step import Count, Step
+from finetune.training.step import Step
 
 LONG = "data.max_length=200000"
 
@@ -61,10 +62,10 @@ def micro_batch_shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]
     """The rows and tokens of each micro-batch that is computed from now on."""
     seen: list[tuple[int, int]] = []
 
-    def micro_step(self: Step, inputs: Inputs, number: int, count: Count) -> torch.Tensor:
+    def micro_step(self: Step, inputs: Inputs, *rest: Any) -> torch.Tensor:
         rows, tokens = inputs["input_ids"].shape
         seen.append((rows, tokens))
-        return plain(self, inputs, number, count)
+        return plain(self, inputs, *rest)
 
     plain = Step.micro_step
     monkeypatch.setattr(Step, "micro_step", micro_step)

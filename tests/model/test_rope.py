@@ -109,7 +109,9 @@ def test_llama_cpp_reads_the_factors_of_llama3_for_llama_alone() -> None:
 
 
 def test_the_commands_that_serve_an_adapter_scale_the_base() -> None:
-    job = adapter_export.Job(RunDirectory("x"), Config(model=section("yarn")), None, [], "", None, "", None, None)  # type: ignore[arg-type]
+    job = adapter_export.Conversion(
+        RunDirectory("x"), Config(model=section("yarn")), None, [], "", None, "", None, None
+    )  # type: ignore[arg-type]
     overrides = adapter_export._overrides(job)
     assert overrides["rope_parameters"]["factor"] == 4
     record = {"rank": 8, "gguf": "adapter.gguf", "base_overrides": overrides}

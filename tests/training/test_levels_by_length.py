@@ -21,7 +21,7 @@ from finetune.training import oom_retry
 from finetune.training.collator import Inputs, tokens_a_row
 from finetune.training.job import TrainingJob
 from finetune.training.loop import Loop
-from finetune.training.step import Count, Step
+from finetune.training.step import Step
 
 Quick = Callable[..., Config]
 # Of the rows' 18 to 32 tokens.
@@ -45,12 +45,12 @@ def computed(patch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         if torch._C._current_graph_task_id() != -1:  # within a backward pass
             found[-1] = (found[-1][0], found[-1][1] + 1)
 
-    def micro_step(self: Step, inputs: Inputs, number: int, total: Count) -> torch.Tensor:
+    def micro_step(self: Step, inputs: Inputs, *rest: Any) -> torch.Tensor:
         found.append((tokens_a_row(inputs), 0))
         # A hook on the layer itself would stay outside of its checkpoint.
         hooks = [layer.mlp.register_forward_pre_hook(count) for layer in checkpointing.layers(self.model)]
         try:
-            return plain(self, inputs, number, total)
+            return plain(self, inputs, *rest)
         finally:
             for hook in hooks:
                 hook.remove()

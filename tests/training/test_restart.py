@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import finetune
 from finetune.errors import ArtifactError, ConfigError, DataError, MachineError
 from finetune.export.merging import merged_files
-from finetune.lifecycle import resume
+from finetune.lifecycle import provenance
 from finetune.model.build import Blueprint
 from finetune.storage.files import write_text
 from finetune.storage.rundir import RunDirectory
@@ -277,6 +277,6 @@ def test_a_key_that_its_choice_ignores_may_be_removed_from_a_run_that_an_earlier
     config = quick("quantization.kind=none", "optimizer.kind=adafactor")
     run = RunDirectory(config.output.dir)
     run.create(config.changed({"quantization.double": False, "optimizer.epsilon": 1e-6}))
-    resume.refuse_changes(config, run)
+    provenance.refuse_changes(config, run)
     with pytest.raises(ConfigError, match=r"config: optimizer.weight_decay \(0.0 → 0.1\)\."):
-        resume.refuse_changes(config.changed({"optimizer.weight_decay": 0.1}), run)
+        provenance.refuse_changes(config.changed({"optimizer.weight_decay": 0.1}), run)
