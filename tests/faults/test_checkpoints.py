@@ -327,7 +327,9 @@ def test_a_run_falls_back_to_the_newest_whole_checkpoint_and_says_so(job, whole:
     older, newest = damaged.complete_checkpoints()
     assert files_of(newest) == FILES
     file = newest / "optimizer.safetensors"
-    file.write_bytes(file.read_bytes()[:-1])
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
     again = job(folder=damaged.path)
     ended = again.go()
     assert ended.code == 0, ended.output
