@@ -57,27 +57,30 @@ class OutOfMemoryReport:
         )
 
     def not_repeatable(self, error: BaseException, inputs: Inputs) -> BaseException:
-        """Record a smaller micro-batch for the next start; returns the error with which this one ends."""
-        return self._lower(error, inputs, self.data.train)
+        return self.lower_micro_batch(error, inputs, self.data.train)
 
-    def _lower(self, error: BaseException, inputs: Inputs, data: Any) -> BaseException:
+    def lower_micro_batch(self, error: BaseException, inputs: Inputs, rows: Any) -> BaseException:
+        """Record a smaller micro-batch for the next start; returns the error with which this one ends.
+
+        `rows` is the prepared split that `inputs` are from.
+        """
         rank = {"rank": ranks.rank()} if ranks.world_size() > 1 else {}
         lowered = oom_retry.smaller(inputs, self.config, self.config.distributed.shares(ranks.world_size()))
         if not lowered:
-            self._name_row(error, data, inputs, **rank)
+            self._name_row(error, rows, inputs, **rank)
             return error
-        rows, tokens = row_count(inputs), tokens_a_row(inputs)
+        count, tokens = row_count(inputs), tokens_a_row(inputs)
         try:
             self.run.event(
                 "micro_batch_lowered", step=self.progress.step + 1, settings=oom_retry.settings(self.config),
-                rank=ranks.rank(), rows=rows, tokens=tokens, lowered=lowered,
+                rank=ranks.rank(), rows=count, tokens=tokens, lowered=lowered,
             )  # fmt: skip
         except MachineError as unrecorded:
             error.add_note(f"The same command cannot go on with smaller micro-batches: {unrecorded}.")
             return error
         where = f" on rank {ranks.rank()}" if rank else ""
         self.listener.note(
-            f"out of memory{where} at {rows} rows of {tokens} tokens: this step cannot be repeated, so the run has "
+            f"out of memory{where} at {count} rows of {tokens} tokens: this step cannot be repeated, so the run has "
             f"{oom_retry.named(lowered)} from its next start on"
         )
         next_start = f"Start the same again: it goes on with {oom_retry.named(lowered)}."
@@ -131,4 +134,4 @@ class _InEvaluation:
         report.listener.note(f"no evaluation: out of memory at {place} alone, {tokens} tokens; training continues")
 
     def not_repeatable(self, error: BaseException, inputs: Inputs) -> BaseException:
-        return self.report._lower(error, inputs, self.report.data.eval)  # noqa: SLF001
+        return self.report.lower_micro_batch(error, inputs, self.report.data.eval)

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from finetune.data import fingerprint
 from finetune.data.prepare import ROWS_TO_JUDGE
-from finetune.errors import MachineError
-from finetune.measure.out_of_memory import while_writing
+from finetune.errors import ArtifactError, MachineError, OutOfMemoryError
+from finetune.measure.out_of_memory import is_out_of_memory, reason, while_writing
 from finetune.model import build
 from finetune.model.adapters import adapter_files, plain_peft, published
 from finetune.model.distributed.engine import WeightAccess
@@ -95,4 +95,13 @@ def _write_adapter(job: TrainingJob, initial: Path | None, whole: dict[str, torc
         first = load_file(initial / adapter_files.WEIGHTS)
         tensors, settings = published.for_plain_base(tensors, first, settings, section)
     published.write(tensors, settings, folder)
-    published.prove(build.weightless(job.config.model, job.architecture), folder, tensors, adapter_files.scales(model))
+    base = build.weightless(job.config.model, job.architecture)
+    try:
+        published.prove(base, folder, tensors, adapter_files.scales(model))
+    except ArtifactError as error:
+        if error.__cause__ and is_out_of_memory(error.__cause__):
+            raise OutOfMemoryError(
+                f"out of memory while adapter/ was loaded to prove it: {reason(error.__cause__)}. Nothing was "
+                "published; with more memory, the same command goes on from the run's last checkpoint"
+            ) from None
+        raise

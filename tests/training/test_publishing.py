@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import finetune
-from finetune.errors import ArtifactError, ConfigError
+from finetune.errors import ArtifactError, ConfigError, OutOfMemoryError
 from finetune.model.adapters import adapter_files, plain_peft, published
 from finetune.storage.rundir import RunDirectory
 
@@ -146,6 +146,23 @@ def test_an_adapter_that_peft_reads_otherwise_is_not_published(
     assert not run.adapter.exists()
     assert finetune.train(config).run.finished
     assert adapter_weights(run).keys() == load_file(run.complete_checkpoints()[-1] / "adapter_model.safetensors").keys()
+
+
+def test_a_proof_for_which_memory_is_missing_does_not_blame_the_adapter(
+    quick: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("unable to mmap: Cannot allocate memory (os error 12)")
+
+    config = quick("training.max_steps=1", "data.eval=none", "training.eval_every=null", *JOB[:3])
+    with monkeypatch.context() as patched:
+        patched.setattr(PeftModel, "from_pretrained", full)
+        with pytest.raises(OutOfMemoryError, match="out of memory while adapter/ was loaded") as refused:
+            finetune.train(config)
+    run = RunDirectory(config.output.dir)
+    assert "not what was trained" not in str(refused.value)
+    assert not run.adapter.exists()
+    assert finetune.train(config).run.adapter.exists(), "the same command goes on"
 
 
 def test_the_adapter_is_published_although_the_base_is_gone_since_it_was_loaded(
