@@ -28,6 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "configs" / "tiny_cpu.yaml"
 IMPATIENT = "FINETUNE_TESTS_IMPATIENT"
 """In the environment of a rank: it waits some seconds for a rank that is silent, not half a minute."""
+PUBLISHING = "finetune.training.publishing:publish"
+"""A call at which a limit of the training's memory ends: the proof of adapter/ reads another copy of the base."""
 ROOM = "FINETUNE_TESTS_ROOM"
 """In the environment of a rank, a number: of more positions than this it runs out of memory, in each start."""
 
@@ -40,8 +42,8 @@ class Fault:
     `event`: open (for writing), read, rename, mkdir, remove (of a file or a folder), fsync, or module:function for a
     call. `path`: a regular expression that the path must contain; of a call it is `backward` in a backward pass, else
     empty. `after`: a call before which nothing is counted. `memory_bytes`: instead of an
-    action, let the child map no more than so much beyond what it has then. `file_bytes`: the largest file the child may
-    write, beyond which it is killed in the middle of the write (`dies`) or gets EFBIG.
+    action, let the child map no more than so much beyond what it has then, until the call `until`. `file_bytes`: the
+    largest file the child may write, beyond which it is killed in the middle of the write (`dies`) or gets EFBIG.
     """
 
     event: str = ""
@@ -50,6 +52,7 @@ class Fault:
     action: str | int = "SIGKILL"
     after: str = ""
     memory_bytes: int | None = None
+    until: str = ""
     file_bytes: int | None = None
     dies: bool = False
 
@@ -324,6 +327,8 @@ def _inject(fault: Fault) -> None:
     def happened(event: str, path: str) -> None:
         nonlocal seen, counts
         counts |= event == fault.after
+        if event == fault.until:
+            resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         if not counts or event != fault.event or not re.search(fault.path, path):
             return
         seen += 1
@@ -367,7 +372,7 @@ def _inject(fault: Fault) -> None:
         fsync(descriptor)
 
     os.fsync = counted
-    for call in (fault.event, fault.after):
+    for call in (fault.event, fault.after, fault.until):
         if ":" in call:
             _watch_calls(call, happened)
 

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import pytest
 import torch
-from children import Fault
+from children import PUBLISHING, Fault
 from jobs import QUICK, TINY, adapter_weights, same_adapter
 from steps import assert_gradients_close, before_each_step, gradients, micro_batches, out_of_memory, ready
 
@@ -238,7 +238,8 @@ def test_a_real_limit_on_memory_is_trained_through_to_the_same_adapter(train_apa
         return run
 
     expected = train("roomy")
-    found = train("tight", Fault("finetune.training.step:Step.forward_backward", memory_bytes=300 * 2**20))
+    little = Fault("finetune.training.step:Step.forward_backward", memory_bytes=300 * 2**20, until=PUBLISHING)
+    found = train("tight", little)
     splits = [event for event in found.events() if event["event"] == "micro_batch_split"]
     assert splits
     assert not [event for event in expected.events() if event["event"] == "micro_batch_split"]

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import pytest
 import torch
-from children import Fault
+from children import PUBLISHING, Fault
 from jobs import QUICK, TINY, adapter_weights, metric, same_adapter
 from steps import ready
 
@@ -103,7 +103,8 @@ def test_a_real_limit_in_an_evaluation_is_evaluated_through(train_apart, tmp_pat
         return run
 
     roomy = train("roomy")
-    tight = train("tight", Fault("finetune.training.eval_loss:EvalLoss.sums", memory_bytes=96 * 2**20))
+    little = Fault("finetune.training.eval_loss:EvalLoss.sums", memory_bytes=96 * 2**20, until=PUBLISHING)
+    tight = train("tight", little)
     assert [event for event in tight.events() if event["event"] == "micro_batch_split"]
     assert metric(tight, "eval_loss") == pytest.approx(metric(roomy, "eval_loss"), rel=1e-6)
     assert same_adapter(tight, roomy)
