@@ -12,7 +12,6 @@ that the ratio of tokens a second to plain padding, that of rows in the order in
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -54,20 +53,14 @@ SPEED_ROWS, SPEED_LONGEST, SPEED_MEDIAN, SPEED_TOKENS = 384, 512, 60, 1024
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="of training; with 0 the speeds in --output are kept")
-    parser.add_argument("--output", type=Path, default=harness.RESULTS / "batching.json")
+    parser = harness.parser(__doc__, "batching.json")
+    parser.add_argument("--rounds", type=int, default=3, help="of training (default 3)")
     options = parser.parse_args()
     lengths = _lengths(ROWS, MEDIAN, LONGEST)
     padding = {name: _padding(lengths, name, BATCH) for name in WAYS}
-    if options.rounds:
-        with tempfile.TemporaryDirectory(prefix="batching-") as scratch:
-            speed = _speed(Path(scratch), options.rounds)
-    else:
-        speed = json.loads(options.output.read_text(encoding="utf-8"))["training"]
+    with tempfile.TemporaryDirectory(prefix="batching-") as scratch:
+        speed = _speed(Path(scratch), options.rounds)
     result = {
-        "command": harness.command_line(),
-        "environment": harness.environment(1),
         "lengths": {"rows": ROWS, "median": MEDIAN, "sigma": SPREAD, "longest": LONGEST},
         "batch_size": BATCH,
         "micro_batch_tokens": TOKENS,
@@ -77,7 +70,7 @@ def main() -> None:
         "goal_padding_share": GOALS,
         "passed": all(padding[name]["padding_share"] <= goal for name, goal in GOALS.items()),
     }
-    harness.write_result(options.output, result)
+    harness.save(options.output, result, threads=1)
     rows = [
         [
             way,
@@ -170,16 +163,15 @@ def _train(data: Path, name: str, run: Path) -> dict[str, float]:
     way = {"training.group_by_length": grouped, "training.micro_batch": 8, "data.packing": packed}
     if by_tokens:
         way["training.micro_batch_tokens"] = SPEED_TOKENS
-    done = harness.python(
+    harness.succeeded(harness.python(
         *command, harness.ROOT / "configs" / "tiny_cpu.yaml", f"data.train={data}",
         f"data.max_length={SPEED_LONGEST}", "training.max_steps=null", "training.epochs=1",
         f"training.batch_size={BATCH}",
         *(f"{key}={json.dumps(value)}" for key, value in way.items()), f"output.dir={run}",
         "data.eval=none", "training.eval_every=null", "output.merge=false", "memory.check=off", threads=1,
-    )  # fmt: skip
-    harness.succeeded(done)
+    ))  # fmt: skip
     steps = harness.steps(run)
-    seconds = sum(step["tokens"] / step["tokens_per_second"] for step in steps)
+    seconds = sum(map(harness.seconds, steps))
     places = sum(step["tokens"] / (1 - step["padding_share"]) for step in steps)
     tokens = sum(step["tokens"] for step in steps)
     return {"tokens": tokens, "tokens_per_second": tokens / seconds, "padding_share": 1 - tokens / places}

@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import sys
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import forecast_cpu
 import harness
-from forecast_cpu import ALLOCATOR
 
 CONFIG, CARD = "configs/llama3_8b_131k.yaml", "RTX 4090"
 PICTURE = harness.ROOT / "docs" / "llama8b_131k.png"
@@ -107,17 +108,10 @@ def resident() -> dict[str, Any]:
                 "kernels.fused": "on", "memory.loss_tokens": 512, "training.precision": "fp32",
             },
         }  # fmt: skip
-        script = harness.ROOT / "benchmarks" / "measured_step.py"
-        done = harness.succeeded(harness.python(script, json.dumps(job), "--resident", threads=1, extra=ALLOCATOR))
-        found[str(tokens)] = json.loads(done.output.splitlines()[-1])["resident_bytes"]
-        print(f"{tokens:,} tokens: {harness.mib(found[str(tokens)])} MiB in {done.wall_seconds:.0f} s", flush=True)
-    sizes = list(found.values())
-    grown = [
-        round((more - less) / (longer - shorter))
-        for (shorter, less), (longer, more) in zip(
-            zip(LENGTHS, sizes, strict=True), zip(LENGTHS[1:], sizes[1:], strict=True), strict=False
-        )
-    ]
+        found[str(tokens)] = forecast_cpu.resident_bytes(job)
+        print(f"{tokens:,} tokens: {harness.mib(found[str(tokens)])} MiB", flush=True)
+    measured = itertools.pairwise(zip(LENGTHS, found.values(), strict=True))
+    grown = [round((more - less) / (longer - shorter)) for (shorter, less), (longer, more) in measured]
     return {"resident_bytes": found, "bytes_a_further_token": grown}
 
 
@@ -129,7 +123,7 @@ def main() -> None:
     found: dict[str, Any] = {"command": "python benchmarks/long_context.py", "environment": harness.environment(1)}
     if options.forecast or not options.resident:
         found["forecast"] = forecast()
-        harness.succeeded(harness.python("-m", "finetune", "plan", CONFIG, "--gpu", CARD, "--picture", str(PICTURE)))
+        harness.finetune("plan", CONFIG, "--gpu", CARD, "--picture", PICTURE)
     if options.resident or not options.forecast:
         found["resident"] = resident()
     before = json.loads(OUTPUT.read_text(encoding="utf-8")) if OUTPUT.is_file() else {}
@@ -137,7 +131,7 @@ def main() -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--forecast", action="store_true", help="only what is forecast for a card")
     parser.add_argument("--resident", action="store_true", help="only what is measured on this CPU")
     return parser.parse_args()

@@ -13,10 +13,8 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
-import os
 import random
 import shutil
 import signal
@@ -129,9 +127,8 @@ def measured(folder: Path, name: str, layers: int | None, count: int, bound_byte
     write_base(folder / "base", architecture, count)
     run, config = make_run(folder / "run", folder / "base")
     command = [sys.executable, "-m", "finetune", "merge", str(run.path)]
-    environment = {**os.environ, **harness.offline(), "PYTHONPATH": str(harness.ROOT)}
     started = time.perf_counter()
-    process = subprocess.Popen(command, env=environment, cwd=folder, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(command, env=harness.variables(), cwd=folder, stdout=subprocess.DEVNULL)
     peak, anonymous = _resident_peaks(process)
     seconds = time.perf_counter() - started
     if process.returncode:
@@ -272,11 +269,10 @@ class Kills:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__, "merge.json")
     parser.add_argument("--kills", type=int, default=20, help="kills at random moments")
     parser.add_argument("--folder", type=Path, help="on a disk with 40 GB of room; by default that of temporary files")
     parser.add_argument("--only", nargs="*", default=["1B", "70B", "plan", "kills"], help="which parts")
-    parser.add_argument("--output", type=Path, default=harness.RESULTS / "merge.json")
     options = parser.parse_args()
     result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir=options.folder) as temporary:

@@ -65,8 +65,6 @@ def main() -> None:
     ratios = [_rate(run["finetune"]) / _rate(run["trl"]) for run in runs]
     ratio = statistics.median(ratios)
     result = {
-        "command": harness.command_line(),
-        "environment": harness.environment(options.threads),
         "cores": os.cpu_count(),
         "job": {
             "rows": options.rows,
@@ -89,7 +87,7 @@ def main() -> None:
         "passed": ratio >= BOUND,
         "runs": runs,
     }
-    harness.write_result(options.output, result)
+    harness.save(options.output, result, options.threads)
     print(_table(result))
     sys.exit(0 if result["passed"] else 1)
 
@@ -154,7 +152,7 @@ def _table(result: dict[str, Any]) -> str:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__, "preparation.json")
     parser.add_argument("--rows", type=int, default=1_000_000, help="conversations (default 1,000,000)")
     parser.add_argument("--trl-rows", type=int, help="of them for TRL, whose time grows with the rows (default all)")
     parser.add_argument("--pairs", type=int, default=1, help="runs of each side, in turn (default 1)")
@@ -162,7 +160,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--scratch", type=Path, help="folder on a large disk for all files (default: the system's temporary one)"
     )
-    parser.add_argument("--output", type=Path, default=harness.RESULTS / "preparation.json")
     return parser.parse_args()
 
 

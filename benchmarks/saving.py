@@ -10,7 +10,6 @@ A job with a large adapter on the built-in base trains on the CPU and saves ever
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -18,7 +17,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import harness
 
@@ -51,11 +49,10 @@ result.run.event("waited", seconds=waited)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__, "saving.json")
     parser.add_argument("--rank", type=int, default=2048)
     parser.add_argument("--saves", type=int, default=8)
     parser.add_argument("--folder", type=Path, help="on the disk to measure; by default the one of temporary files")
-    parser.add_argument("--output", type=Path, default=harness.RESULTS / "saving.json")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
         folder = Path(temporary)
@@ -70,8 +67,7 @@ def main() -> None:
     # All waiting together is shared out: which save an update waited for is not noted.
     held = statistics.median(line["held_seconds"] for line in saved) + sum(waited) / len(saved)
     whole, raw_seconds = statistics.median(line["seconds"] for line in saved), statistics.median(raw)
-    result: dict[str, Any] = {
-        "command": harness.command_line(),
+    result = {
         "checkpoint_bytes": sum(sizes),
         "saves": len(saved),
         "held_seconds": round(held, 4),
@@ -83,10 +79,9 @@ def main() -> None:
         "whole_over_raw": round(whole / raw_seconds, 3),
         "held_bound": BOUND,
         "passed": held <= BOUND * raw_seconds,
-        "environment": harness.environment(threads=1),
     }
-    harness.write_result(options.output, result)
-    print(json.dumps({name: value for name, value in result.items() if name != "environment"}, indent=2))
+    harness.save(options.output, result, threads=1)
+    print(json.dumps(result, indent=2))
     sys.exit(not result["passed"])
 
 
