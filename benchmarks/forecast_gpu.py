@@ -208,7 +208,7 @@ def measure(setting: Setting, device: Any, recordings: Path, idle_bytes: int | N
         # The first step also compiles and loads kernels.
         "step_seconds": {
             "forecast": round(forecast.seconds, 4),
-            "measured": round(steps[-1]["tokens"] / steps[-1]["tokens_per_second"], 4),
+            "measured": round(harness.seconds(steps[-1]), 4),
         },
     }
     if on_cuda:
@@ -520,7 +520,7 @@ def main() -> None:
 
     idle_bytes = result["device"].get("idle_bytes")
     sweep(chosen, deadline, lambda setting: process_of(setting, options.on, options.recordings, idle_bytes), tell)
-    print(table(result))
+    print(json.dumps(result["summary"], indent=2))
     sys.exit(0 if result["summary"]["passed"] else 1)
 
 
@@ -557,25 +557,6 @@ def _said(row: Mapping[str, Any]) -> str:
         return f"FAILED: {row['error'][:300]}"
     errors = ", ".join(f"{measure} {100 * error:+.2f} %" for measure, error in row["relative_errors"].items())
     return f"{errors} in {row['seconds']} s"
-
-
-def table(result: Mapping[str, Any]) -> str:
-    """Every setting's peaks with the forecast's error, and the summary."""
-
-    def line(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
-        if "measured" not in row:
-            return (name, "left out" if "left_out" in row else "failed", *[""] * 5)
-        errors, seconds = row["relative_errors"], row["step_seconds"]
-        cells: list[str] = []
-        for measure in GOALS:
-            size = row["measured"].get(f"peak_{measure}_bytes")
-            cells += ["" if size is None else harness.gib(size)]
-            cells += [f"{100 * errors[measure]:+.2f} %" if measure in errors else ""]
-        return (name, *cells, f"{seconds['measured']:.3f}", f"{seconds['forecast']:.3f}")
-
-    header = ("GiB", "allocated", "forecast", "reserved", "forecast", "s a step", "forecast")
-    rows = [line(name, row) for name, row in result["settings"].items()]
-    return harness.table(header, rows) + "\n" + json.dumps(result["summary"], indent=2)
 
 
 def _options() -> argparse.Namespace:

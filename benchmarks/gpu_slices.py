@@ -29,7 +29,7 @@ from typing import Any
 
 import gpu_sides
 import harness
-from gpu_jobs import SIZES, Findings, Work, answer, job, overrides, saved_weights
+from gpu_jobs import SIZES, Findings, Work, job, overrides, saved_weights
 
 
 @dataclass(frozen=True)
@@ -243,47 +243,19 @@ def kernels(trace: Mapping[str, Any], category: str, most: int = 40) -> dict[str
 
 # -- weights in files --------------------------------------------------------------------------------------------------
 
-_LOAD = """
-import json, resource, sys, time
-import torch
-from finetune.runtime import libraries
-from finetune.config import ModelSection, QuantizationSection
-from finetune.measure.monitor import Monitor, meter_for
-from finetune.model import attention
-from finetune.model.base import load_architecture, load_base
-from finetune.runtime.device import this_device
-
-libraries.quiet()
-folder, kind = sys.argv[1:]
-section, device = ModelSection(name=folder), this_device()
-architecture = load_architecture(section)
-implementation, _ = attention.choose("auto", architecture, device.type, "bf16")
-monitor = Monitor(meter_for(device.type))
-started = time.perf_counter()
-with monitor.phase("load"):
-    model = load_base(
-        section, QuantizationSection(kind=kind), architecture, attention=implementation, dtype=torch.bfloat16,
-        device=device,
-    )
-seconds = time.perf_counter() - started
-kept = {"allocated_bytes": torch.cuda.memory_allocated(), "reserved_bytes": torch.cuda.memory_reserved()}
-types = {}
-for weight in model.parameters():
-    types[str(weight.dtype)] = types.get(str(weight.dtype), 0) + weight.nbytes
-print(json.dumps({
-    "seconds": round(seconds, 2), "peak_bytes": monitor.run["load"], "bytes_by_type": types,
-    "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    **({"kept_bytes": kept} if device.type == "cuda" else {}),
-}))
-"""
-
 
 def loads(work: Work) -> Findings:
-    """A 1B in 16-bit files, loaded by from_pretrained in each storage, each in a process of its own."""
+    """A 1B in 16-bit files, loaded in each storage and trained for a step: peaks by phase, loading among them."""
     folder, found = saved_weights(work.shared, work.sizes.small, work.on)
     yield "saved", found
+    rows = work.scratch / "rows.jsonl"
+    harness.write_long_rows(rows, rows=2, tokens=work.sizes.small_tokens)
     for kind in ("nf4", "int8", "none"):
-        yield kind, answer(harness.python("-c", _LOAD, folder, kind, log=work.kept / kind))
+        changes = {
+            **overrides(work.sizes, 1, rows), "model.name": folder, "model.weights": "pretrained",
+            "data.max_length": work.sizes.small_tokens, "quantization.kind": kind, "training.max_steps": 1,
+        }  # fmt: skip
+        yield kind, job(work, kind, changes, steps=1)
 
 
 # -- the forecast ------------------------------------------------------------------------------------------------------
