@@ -113,10 +113,7 @@ def run_slice(name: str, on: str, scratch: Path, cache: Path, kept: Path, limit:
     shutil.rmtree(kept, ignore_errors=True)
     kept.mkdir(parents=True)
     answer, log = kept / "findings.json", kept / "log.txt"
-    command = [
-        sys.executable, gpu_slices.__file__, name, "--on", on, "--answer", answer, "--scratch", scratch,
-        "--shared", cache, "--kept", kept,
-    ]  # fmt: skip
+    command = [sys.executable, gpu_slices.__file__, name, on, answer, scratch, cache, kept]
     started = time.monotonic()
     with open(log, "wb") as file:
         process = subprocess.Popen(

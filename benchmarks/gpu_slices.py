@@ -1,12 +1,10 @@
-"""The slices of gpu_check.py: what is asked of a card, each in a process of its own, the most telling first.
-
-    python benchmarks/gpu_slices.py NAME --on cuda --answer FILE --scratch FOLDER --kept FOLDER
+"""The slices of gpu_check.py: what a GPU is asked, each in a process of its own, the most telling first.
 
 A slice is a generator of named findings. Each is written as soon as it is there, so that a slice which crashes, hangs
 or runs out of time leaves what it found before. It has passed when it came to its end and no finding says otherwise.
 
-With `--on cpu` a slice runs the same code with tiny models, and takes a CPU's measures in place of CUDA's. The
-libraries are imported within the slices: an import that fails there ends one slice alone.
+On a CPU a slice runs the same code with tiny models, and takes a CPU's measures in place of CUDA's. The libraries are
+imported within the slices: an import that fails there ends one slice alone.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ import math
 import os
 import shutil
 import sys
-import tempfile
 import time
 import traceback
 import xml.etree.ElementTree as ElementTree
@@ -29,7 +26,7 @@ from typing import Any
 
 import gpu_sides
 import harness
-from gpu_jobs import SIZES, Findings, Work, job, overrides, saved_weights
+from gpu_jobs import Findings, Work, job, overrides, saved_weights
 
 
 @dataclass(frozen=True)
@@ -390,17 +387,12 @@ def _plain(value: Any) -> Any:
 
 
 def main() -> None:
-    parser = harness.parser(__doc__)
-    parser.add_argument("name", choices=SLICES)
-    parser.add_argument("--on", choices=SIZES, default="cuda")
-    parser.add_argument("--answer", type=Path, required=True)
-    for folder in ("scratch", "shared", "kept"):
-        parser.add_argument(f"--{folder}", type=Path, default=Path(tempfile.gettempdir()) / f"gpu-slices-{folder}")
-    options = parser.parse_args()
-    work = Work(options.on, options.scratch, options.shared, options.kept)
-    for folder in (work.scratch, work.shared, work.kept):
+    """`NAME ON ANSWER SCRATCH SHARED KEPT`, as gpu_check.py starts it."""
+    name, on, *paths = sys.argv[1:]
+    answer, *folders = map(Path, paths)
+    for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
-    sys.exit(0 if run(options.name, work, options.answer) else 1)
+    sys.exit(0 if run(name, Work(on, *folders), answer) else 1)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What ranks train and hold, by how they share the model: equal results at any number, and memory that falls.
 
-    python benchmarks/many_gpus.py
+    python benchmarks/many_gpus.py [--missing]
 
 Processes on one machine stand for GPUs, connected by gloo. Equality: the built-in model is trained by one process and
 by two and four ranks, as copies (DDP), in FSDP2's slices and in DeepSpeed's (ZeRO 1 to 3, which also share with a
@@ -58,16 +58,26 @@ SHARING: dict[str, dict[str, Any]] = {
 }
 STAGES = {**SHARING, "fsdp, gradients": {"distributed.kind": "fsdp", "distributed.stage": "gradients"}}
 OFF = 0.02
+_KEY = ("kind", "sharing", "ranks")
 
 
 def main() -> None:
-    options = harness.parser(__doc__, "many_gpus.json").parse_args()
-    with tempfile.TemporaryDirectory(prefix="many-gpus-") as scratch:
-        equality = _equality(Path(scratch))
-    result: dict[str, Any] = {"equality": equality, "memory": []}
-    for row in _memory():
-        result["memory"].append(row)
-        harness.save(options.output, result, threads=1)  # each takes minutes
+    parser = harness.parser(__doc__, "many_gpus.json")
+    parser.add_argument("--missing", action="store_true", help="measure only what the result lacks")
+    options = parser.parse_args()
+    result: dict[str, Any] = {name: [] for name in ("equality", "memory")}
+    if options.missing:
+        result = {name: harness.saved(options.output, name) or [] for name in result}
+    if not result["equality"]:
+        with tempfile.TemporaryDirectory(prefix="many-gpus-") as scratch:
+            result["equality"] = _equality(Path(scratch))
+    there = {tuple(row[name] for name in _KEY) for row in result["memory"]}
+    for job in _jobs():
+        if job not in there:
+            result["memory"].append(dict(zip(_KEY, job, strict=True)) | _measured(*_setting(*job)))
+            harness.save(options.output, result, threads=1)  # each takes minutes
+    for row in result["memory"]:
+        row["forecast_bytes"] = _forecast(*_setting(*(row[name] for name in _KEY)))
     result["holds"] = _verdicts(result)
     harness.save(options.output, result, threads=1)
     print(_tables(result))
@@ -153,14 +163,11 @@ def _differences(one: Path, other: Path) -> dict[str, float]:
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-def _memory() -> Iterator[dict[str, Any]]:
+def _jobs() -> Iterator[tuple[str, str, int]]:
+    """Kind, sharing and ranks of each job whose memory is measured."""
     chosen = [("ddp", 1), *((sharing, size) for sharing in STAGES for size in _sizes(sharing))]
     chosen += [(CONTEXT, size) for size in WORLD_SIZES]
-    for kind in KINDS:
-        for sharing, size in chosen:
-            setting = _setting(kind, sharing, size)
-            forecast = {"forecast_bytes": _forecast(*setting)}
-            yield {"kind": kind, "sharing": sharing, "ranks": size, **_measured(*setting), **forecast}
+    return ((kind, sharing, size) for kind in KINDS for sharing, size in chosen)
 
 
 def _setting(kind: str, sharing: str, world_size: int) -> tuple[dict[str, Any], int]:

@@ -110,7 +110,7 @@ with open(path, "w", encoding="utf-8") as file:
 
 def main() -> None:
     options = _options()
-    found, job = {}, Job(options.steps, options.threads)
+    found, job = {}, Job(steps=60, threads=1)
     with tempfile.TemporaryDirectory(prefix="overhead-") as scratch:
         bench = Bench(Path(scratch), job)
         bench.plain(), bench.finetune()  # warm-up: page cache and byte code
@@ -123,8 +123,8 @@ def main() -> None:
                 "runs": [{side: seconds(measured) for side, measured in pair.items()} for pair in runs],
             }
     settings = list(map(harness.without_paths, job.settings))
-    described = {"steps": options.steps, "threads": options.threads, "settings": settings}
-    harness.save(options.output, {"job": described, "bound": BOUND, "allocators": found}, options.threads)
+    described = {"steps": job.steps, "threads": job.threads, "settings": settings}
+    harness.save(options.output, {"job": described, "bound": BOUND, "allocators": found}, job.threads)
     for name, measured in found.items():
         print(f"\nfreed memory {name}\n{_table(measured)}")
     sys.exit(0 if found["kept"]["ratios"]["loop_seconds"]["median"] <= BOUND else 1)
@@ -165,14 +165,9 @@ class Bench:
         # A tokenized data set left by the run before would spare the plain script its work.
         cache = self.scratch / "cache"
         shutil.rmtree(cache, ignore_errors=True)
-        done = harness.succeeded(
-            harness.python(
-                Path("benchmarks") / "scripts" / script,
-                *arguments,
-                threads=self.job.threads,
-                extra={"HF_DATASETS_CACHE": str(cache), **self.allocator},
-            )
-        )
+        extra = {"HF_DATASETS_CACHE": str(cache), **self.allocator}
+        command = [Path("benchmarks") / "scripts" / script, *arguments]
+        done = harness.succeeded(harness.python(*command, threads=self.job.threads, extra=extra))
         loop = json.loads((self._directory(side) / "loop.json").read_text())
         measured = {
             "loop_seconds": loop["train_runtime"],
@@ -234,9 +229,7 @@ def _table(result: dict[str, Any]) -> str:
 
 def _options() -> argparse.Namespace:
     parser = harness.parser(__doc__, "overhead.json")
-    parser.add_argument("--steps", type=int, default=60, help="optimizer steps, a multiple of 10 (default 60)")
     parser.add_argument("--pairs", type=int, default=5, help="pairs of runs after the warm-up (default 5)")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads for arithmetic (default 1)")
     return parser.parse_args()
 
 

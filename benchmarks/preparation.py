@@ -46,18 +46,12 @@ understand explanation
 
 def main() -> None:
     options = _options()
-    trl_rows = min(options.trl_rows or options.rows, options.rows)
     runs = []
     with tempfile.TemporaryDirectory(prefix="preparation-", dir=options.scratch) as scratch:
-        bench = _Bench(Path(scratch), options.threads)
-        file, trl_file = Path(scratch) / "rows.jsonl", Path(scratch) / "rows_of_trl.jsonl"
+        bench, file = _Bench(Path(scratch)), Path(scratch) / "rows.jsonl"
         write_chats(file, options.rows)
-        if trl_rows < options.rows:
-            write_chats(trl_file, trl_rows)
-        else:
-            os.link(file, trl_file)
         for _ in range(options.pairs):
-            run = {"trl": bench.trl(trl_file), "finetune": bench.finetune(file)}
+            run = {"trl": bench.trl(file), "finetune": bench.finetune(file)}
             run["second_start"] = bench.finetune(file, again=True)
             runs.append(run)
             print(json.dumps(run), flush=True)
@@ -68,11 +62,10 @@ def main() -> None:
         "cores": os.cpu_count(),
         "job": {
             "rows": options.rows,
-            "rows_of_trl": trl_rows,
             "bytes": bytes_of_file,
             "max_length": MAX_LENGTH,
             "tokens": runs[0]["finetune"]["tokens"],
-            "threads": options.threads,
+            "threads": 1,
         },
         "bound": BOUND,
         "rows_per_second": {
@@ -87,7 +80,7 @@ def main() -> None:
         "passed": ratio >= BOUND,
         "runs": runs,
     }
-    harness.save(options.output, result, options.threads)
+    harness.save(options.output, result, threads=1)
     print(_table(result))
     sys.exit(0 if result["passed"] else 1)
 
@@ -95,8 +88,8 @@ def main() -> None:
 class _Bench:
     """Runs either side in a fresh process; a first start finds no cache, a second one that of the first."""
 
-    def __init__(self, scratch: Path, threads: int) -> None:
-        self.scratch, self.threads = scratch, threads
+    def __init__(self, scratch: Path) -> None:
+        self.scratch = scratch
 
     def trl(self, file: Path) -> dict[str, Any]:
         return self._measure("plain_trl_preparation.py", file, again=False)
@@ -110,7 +103,7 @@ class _Bench:
             shutil.rmtree(cache, ignore_errors=True)
         command = ["env", "-u", "TOKENIZERS_PARALLELISM", sys.executable, Path("benchmarks") / "scripts" / script]
         given = ["--model", MODEL, "--data", file, "--max-length", str(MAX_LENGTH)]
-        done = harness.run([*command, *given], threads=self.threads, extra={"HF_DATASETS_CACHE": str(cache)})
+        done = harness.run([*command, *given], threads=1, extra={"HF_DATASETS_CACHE": str(cache)})
         return json.loads(harness.succeeded(done).output.splitlines()[-1])
 
 
@@ -154,9 +147,7 @@ def _table(result: dict[str, Any]) -> str:
 def _options() -> argparse.Namespace:
     parser = harness.parser(__doc__, "preparation.json")
     parser.add_argument("--rows", type=int, default=1_000_000, help="conversations (default 1,000,000)")
-    parser.add_argument("--trl-rows", type=int, help="of them for TRL, whose time grows with the rows (default all)")
     parser.add_argument("--pairs", type=int, default=1, help="runs of each side, in turn (default 1)")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads for arithmetic (default 1)")
     parser.add_argument(
         "--scratch", type=Path, help="folder on a large disk for all files (default: the system's temporary one)"
     )

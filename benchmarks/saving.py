@@ -20,6 +20,7 @@ from pathlib import Path
 
 import harness
 
+SAVES = 8
 BOUND = 1.1
 """Largest time that training is held, over the raw time."""
 
@@ -50,20 +51,18 @@ result.run.event("waited", seconds=waited)
 
 def main() -> None:
     parser = harness.parser(__doc__, "saving.json")
-    parser.add_argument("--rank", type=int, default=2048)
-    parser.add_argument("--saves", type=int, default=8)
     parser.add_argument("--folder", type=Path, help="on the disk to measure; by default the one of temporary files")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
         folder = Path(temporary)
         run = folder / "run"
-        harness.succeeded(harness.python("-c", _JOB, *job(run, options.rank, options.saves), threads=1))
+        harness.succeeded(harness.python("-c", _JOB, *job(run), threads=1))
         saved = [line for line in harness.read_lines(run / "events.jsonl") if line["event"] == "saved"]
         waited = harness.event(run, "waited")["seconds"]
         newest = max((run / "checkpoints").glob("step-*"))
         sizes = [file.stat().st_size for file in newest.iterdir()]
         contents = [os.urandom(size) for size in sizes]
-        raw = [write(folder / "raw", contents) for _ in range(options.saves)]
+        raw = [write(folder / "raw", contents) for _ in range(SAVES)]
     # All waiting together is shared out: which save an update waited for is not noted.
     held = statistics.median(line["held_seconds"] for line in saved) + sum(waited) / len(saved)
     whole, raw_seconds = statistics.median(line["seconds"] for line in saved), statistics.median(raw)
@@ -85,11 +84,11 @@ def main() -> None:
     sys.exit(not result["passed"])
 
 
-def job(run: Path, rank: int, saves: int) -> list[str]:
+def job(run: Path) -> list[str]:
     return [
-        f"adapter.rank={rank}", "quantization.kind=none", "memory.checkpointing=none", "memory.check=off",
+        "adapter.rank=2048", "quantization.kind=none", "memory.checkpointing=none", "memory.check=off",
         "data.eval=none", "training.eval_every=null", "training.batch_size=32", "training.micro_batch=8",
-        f"training.max_steps={2 * saves}", "output.save_every=2", "output.merge=false", f"output.dir={run}",
+        f"training.max_steps={2 * SAVES}", "output.save_every=2", "output.merge=false", f"output.dir={run}",
     ]  # fmt: skip
 
 
