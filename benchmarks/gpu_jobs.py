@@ -122,7 +122,7 @@ def figures(run: Path, exit_code: int, errors: str, wanted: int, warm_up_steps: 
         "losses_are_finite": finite,
     }
     if exit_code:
-        found["message"] = _error(errors)
+        found["message"] = last_error(errors)
     found["peak_bytes"] = harness.peaks(run)
     if steady := steps[warm_up_steps:]:
         seconds = [harness.seconds(line) for line in steady]
@@ -192,11 +192,11 @@ def saved_weights(shared: Path, model: str, on: str) -> tuple[Path, dict[str, An
 def answer(done: harness.Finished) -> dict[str, Any]:
     """The JSON in a process's last line of output, or what it failed with."""
     if done.exit_code:
-        return {"passed": False, "exit_code": done.exit_code, "message": _error(done.errors)}
+        return {"passed": False, "exit_code": done.exit_code, "message": last_error(done.errors)}
     return {"passed": True, "process_seconds": round(done.wall_seconds, 1), **json.loads(done.output.splitlines()[-1])}
 
 
-def _error(errors: str) -> str:
+def last_error(errors: str) -> str:
     """The paragraph after `error:`, or the last line of a traceback, without the machine's paths."""
     _, marker, paragraph = f"\n{errors}".rpartition("\nerror: ")
     if not marker:

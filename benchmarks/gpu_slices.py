@@ -9,7 +9,6 @@ imported within the slices: an import that fails there ends one slice alone.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -26,7 +25,7 @@ from typing import Any
 
 import gpu_sides
 import harness
-from gpu_jobs import Findings, Work, job, overrides, saved_weights
+from gpu_jobs import Findings, Work, job, last_error, overrides, saved_weights
 
 
 @dataclass(frozen=True)
@@ -59,12 +58,14 @@ def environment(work: Work) -> Findings:
 
 
 def certificate(work: Work) -> Findings:
-    """What `finetune doctor --certify` finds on this machine; what it prints is kept as it comes."""
-    done = harness.python("-m", "finetune", "doctor", "--certify", "--json", log=work.kept / "certificate")
+    """What `finetune doctor --certify` finds on this machine; its page and its JSON, which it writes, are kept."""
+    done = harness.python("-m", "finetune", "doctor", "--certify", log=work.kept / "certify", folder=work.kept)
     if "No such option" in done.errors:
         yield "certificate", {"left_out": "this version has no `doctor --certify`"}
         return
-    yield "certificate", {"passed": done.exit_code == 0, "exit_code": done.exit_code, **_json(done.output)}
+    file = work.kept / "certificate.json"
+    found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"message": last_error(done.errors)}
+    yield "certificate", {**found, "passed": done.exit_code == 0 and file.is_file(), "exit_code": done.exit_code}
 
 
 def _machine() -> dict[str, Any]:
@@ -76,14 +77,6 @@ def _machine() -> dict[str, Any]:
         values = [value.strip() for value in (done.output.splitlines() or [""])[0].split(",")]
         found["nvidia-smi"] = dict(zip(_SMI_FIELDS.split(","), values, strict=False)) or done.errors
     return found
-
-
-def _json(text: str) -> dict[str, Any]:
-    """The JSON object in a command's output; empty if there is none."""
-    with contextlib.suppress(ValueError):
-        found = json.loads(text[text.index("{") :])
-        return found if isinstance(found, dict) else {}
-    return {}
 
 
 def _versions() -> dict[str, Any]:

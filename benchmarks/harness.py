@@ -58,8 +58,9 @@ def run(
     threads: int | None = None,
     extra: Mapping[str, str] | None = None,
     log: Path | None = None,
+    folder: Path = ROOT,
 ) -> Finished:
-    """Run `command` to its end, without network access of the libraries, `threads` CPU threads for arithmetic.
+    """Run `command` in `folder` to its end, without network access of the libraries, with `threads` for arithmetic.
 
     What it prints is in files from the start, `log` with `.out` and `.err` if given: it stays if this process dies.
     """
@@ -67,7 +68,7 @@ def run(
     with _printed(log, ".out") as output, _printed(log, ".err") as errors:
         cpu_before, started = _children_cpu_seconds(), time.perf_counter()
         done = subprocess.run(
-            [str(part) for part in command], cwd=ROOT, env=environment, stdout=output, stderr=errors, check=False
+            [str(part) for part in command], cwd=folder, env=environment, stdout=output, stderr=errors, check=False
         )
         wall, cpu = time.perf_counter() - started, _children_cpu_seconds() - cpu_before
         output.seek(0)

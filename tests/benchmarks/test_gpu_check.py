@@ -203,9 +203,14 @@ def test_the_base_is_made_once_and_again_if_it_was_not_finished(
     assert made == [folder]
 
 
-def test_a_version_without_a_certificate_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_certificate_is_kept_and_a_version_without_one_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     work = gpu_jobs.Work("cuda", tmp_path, tmp_path, tmp_path)
-    ends = [harness.Finished(2, 1.0, 1.0, "", "No such option: --certify"), harness.Finished(0, 1.0, 1.0, "{}", "")]
+    ends = [harness.Finished(2, 1.0, 1.0, "", "No such option: --certify"), harness.Finished(4, 1.0, 1.0, "", "no GPU")]
+    ends.append(harness.Finished(0, 1.0, 1.0, "", ""))
     monkeypatch.setattr(harness, "python", lambda *_, **__: ends.pop(0))
     assert dict(gpu_slices.certificate(work)) == {"certificate": {"left_out": "this version has no `doctor --certify`"}}
-    assert dict(gpu_slices.certificate(work)) == {"certificate": {"passed": True, "exit_code": 0}}
+    assert dict(gpu_slices.certificate(work)) == {"certificate": {"passed": False, "exit_code": 4, "message": "no GPU"}}
+    (tmp_path / "certificate.json").write_text('{"results": []}')
+    assert dict(gpu_slices.certificate(work)) == {"certificate": {"passed": True, "exit_code": 0, "results": []}}
