@@ -311,12 +311,16 @@ def _smi() -> tuple[str | None, int | None]:
 
 
 class Process:
-    """A fresh process of this file, which waits for a word after its imports and answers in a file."""
+    """A fresh process of this file, which waits for a word after its imports and answers in a file.
 
-    def __init__(self, arguments: Sequence[str], extra: Mapping[str, str] | None = None) -> None:
+    What it prints is in the file `log` as it comes.
+    """
+
+    def __init__(self, arguments: Sequence[str], log: Path, extra: Mapping[str, str] | None = None) -> None:
         self._scratch = tempfile.TemporaryDirectory(prefix="forecast-gpu-")
         self._answer = Path(self._scratch.name) / "answer.json"
-        self._errors = Path(self._scratch.name) / "errors"
+        self._errors = log
+        log.parent.mkdir(parents=True, exist_ok=True)
         with open(self._errors, "wb") as errors:
             self._process = subprocess.Popen(
                 [sys.executable, __file__, *arguments, "--answer", str(self._answer)],
@@ -337,8 +341,7 @@ class Process:
             self._process.wait()
         if self._answer.is_file():
             return json.loads(self._answer.read_text(encoding="utf-8"))
-        said = self._errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        last = harness.without_paths((said or ["without a word"])[-1])
+        last = harness.last_line(self._errors.read_text(encoding="utf-8", errors="replace"))
         return {"error": f"the process ended with {self._process.returncode}: {last}"[-1000:]}
 
     def stop(self) -> None:
@@ -354,7 +357,8 @@ def process_of(setting: Setting, on: str, recordings: Path, idle_bytes: int | No
     arguments = [
         "--worker", setting.name, "--on", on, "--recordings", str(recordings.resolve()), "--idle", str(idle_bytes or 0),
     ]  # fmt: skip
-    return Process(arguments, {} if setting.expandable else {"PYTORCH_ALLOC_CONF": "expandable_segments:False"})
+    extra = {} if setting.expandable else {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}
+    return Process(arguments, (recordings / setting.file_name).with_suffix("").with_suffix(".txt"), extra)
 
 
 def measure_apart(setting: Setting, on: str, recordings: Path, limit: float) -> dict[str, Any]:
@@ -510,7 +514,10 @@ def main() -> None:
         return
     chosen = forecast_cpu.named(options.only, (*SETTINGS, TINY)) if options.only else part_of(SETTINGS, options.part)
     deadline = Deadline(options.seconds)
-    result: dict[str, Any] = {"command": harness.command_line(), "device": _facts(options.on, deadline)}
+    result: dict[str, Any] = {
+        "command": harness.command_line(),
+        "device": _facts(options.on, deadline, options.recordings),
+    }
 
     def tell(rows: dict[str, dict[str, Any]]) -> None:
         result["summary"], result["settings"] = summary(rows, len(chosen)), rows
@@ -537,9 +544,9 @@ def part_of(settings: Sequence[Setting], part: str) -> list[Setting]:
     return found
 
 
-def _facts(on: str, deadline: Deadline) -> dict[str, Any]:
+def _facts(on: str, deadline: Deadline, recordings: Path) -> dict[str, Any]:
     """The device's facts, or the end where there is no device."""
-    process = Process(["--worker", "facts", "--on", on])
+    process = Process(["--worker", "facts", "--on", on], recordings / "facts.txt")
     try:
         found = process.finish(deadline.limit(_LEAST_LIMIT))
     finally:
@@ -565,7 +572,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--part", default="1/1", metavar="I/N", help="only part I of N of the settings")
     parser.add_argument("--seconds", type=float, default=SECONDS, help=f"end after so many seconds (default {SECONDS})")
     parser.add_argument("--on", choices=("cuda", "cpu"), default="cuda", help="cpu: try the path without a GPU")
-    parser.add_argument("--recordings", type=Path, default=RECORDINGS, help="folder for the allocator's histories")
+    parser.add_argument(
+        "--recordings", type=Path, default=RECORDINGS, help="folder for the allocator's histories, and what is printed"
+    )
     for hidden, kind in (("--worker", str), ("--answer", Path), ("--idle", int)):
         parser.add_argument(hidden, type=kind, help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -176,7 +176,7 @@ def summary(name: str, found: Mapping[str, Any]) -> str:
     lines = [f"{name}: {'passed' if found['passed'] else 'FAILED'} in {found.get('seconds', 0):.0f} s"]
     if "error" in found:
         lines.append(f"  {found['error']}")
-    rows = []
+    rows: dict[str, Mapping[str, int]] = {}
     for key, value in found["findings"].items():
         if key in failed:
             said = value.get("message") or value.get("failed") or ""
@@ -188,10 +188,12 @@ def summary(name: str, found: Mapping[str, Any]) -> str:
             lines.append(f"  {key}: {speed}")
         for phase, peak in value.get("peak_bytes", {}).items():
             if isinstance(peak, Mapping):
-                rows.append((f"{key}, {phase}", *(harness.gib(size) for size in peak.values())))
-                header = [measure.removesuffix("_bytes") for measure in peak]
+                rows[f"{key}, {phase}"] = peak
     if rows:
-        lines.append(harness.table(("peak, GiB", *header), rows))
+        measures = dict.fromkeys(measure for peak in rows.values() for measure in peak)
+        header = ("peak, GiB", *(measure.removesuffix("_bytes") for measure in measures))
+        sizes = ((name, *(harness.gib(peak.get(each, 0)) for each in measures)) for name, peak in rows.items())
+        lines.append(harness.table(header, list(sizes)))
     return "\n".join(lines)
 
 

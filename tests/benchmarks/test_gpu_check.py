@@ -175,6 +175,16 @@ def test_what_no_time_is_left_for_is_said_and_earlier_slices_stay(
     assert (output.with_suffix("") / "fine" / "recording").is_file()
 
 
+def test_a_summary_has_peaks_of_phases_with_different_measures() -> None:
+    peaks = {"load": {"resident_bytes": 2**30}, "forward": {"allocated_bytes": 2**29, "resident_bytes": 2**31}}
+    lines = gpu_check.summary("7b", {"passed": True, "findings": {"run": {"peak_bytes": peaks}}}).splitlines()
+    assert lines[1].split() == ["peak,", "GiB", "resident", "allocated"]
+    assert [line.split() for line in lines[3:]] == [
+        ["run,", "load", "1.00", "0.00"],
+        ["run,", "forward", "2.00", "0.50"],
+    ]
+
+
 def test_results_go_where_they_are_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu_check.py"])
     monkeypatch.delenv("OUT", raising=False)
@@ -207,8 +217,8 @@ def test_the_certificate_is_kept_and_a_version_without_one_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work = gpu_jobs.Work("cuda", tmp_path, tmp_path, tmp_path)
-    ends = [harness.Finished(2, 1.0, 1.0, "", "No such option: --certify"), harness.Finished(4, 1.0, 1.0, "", "no GPU")]
-    ends.append(harness.Finished(0, 1.0, 1.0, "", ""))
+    errors = {2: "No such option: --certify", 4: "no GPU", 0: ""}
+    ends = [harness.Finished(code, 1.0, 1.0, "", text) for code, text in errors.items()]
     monkeypatch.setattr(harness, "python", lambda *_, **__: ends.pop(0))
     assert dict(gpu_slices.certificate(work)) == {"certificate": {"left_out": "this version has no `doctor --certify`"}}
     assert dict(gpu_slices.certificate(work)) == {"certificate": {"passed": False, "exit_code": 4, "message": "no GPU"}}
