@@ -5,9 +5,8 @@
 Every setting really trains two steps (see measured_step.py) in a process of its own, and is forecast in another one.
 The first settings spread the levers over eight families of architecture, each value in several of them, with tiles of
 logits of the usual size, which decide the peak of a small model. The others have small tiles, so that the layers
-decide, and are made of many more architectures; some have long rows. Each phase's own peak is compared. The model
-above 100 million parameters is measured from outside as well, by the process's resident peak. A setting that fails is
-counted, and the sweep goes on.
+decide, and are made of many more architectures; some have long rows. Each phase's own peak is compared. A setting that
+fails is counted, and the sweep goes on.
 """
 
 from __future__ import annotations
@@ -167,7 +166,6 @@ class Setting:
     overrides: str = ""
     trained: int | None = None
     padded: bool = True
-    resident: bool = False
 
     @property
     def config(self) -> dict[str, Any]:
@@ -199,12 +197,6 @@ class Setting:
         from measured_step import architecture_of
 
         return architecture_of(ARCHITECTURES[self.architecture])
-
-    @property
-    def job(self) -> dict[str, Any]:
-        """What measured_step.py takes."""
-        architecture = ARCHITECTURES[self.architecture]
-        return {"architecture": architecture, "config": self.config, "rows": self.rows, "padded": self.padded}
 
 
 _S = Setting
@@ -299,10 +291,10 @@ SETTINGS = (
        "data.packing=true memory.checkpointing=none", padded=False),
     _S("mixtral packed, evaluated", "mixtral", 128, 2, 1, f"data.packing=true {_BF16} data.eval=rows", padded=False),
     # Above 100 million parameters.
-    _S("110m nf4", "llama-110m", 256, 2, 1, "optimizer.kind=adamw_8bit", resident=True),
-    _S("120m int8, no checkpointing", "qwen2-120m", 256, 1, 1, f"{_INT8} memory.checkpointing=none", resident=True),
-    _S("110m bf16, evaluated", "llama-110m", 128, 2, 1, f"{_BF16} data.eval=rows adapter.rank=64", resident=True),
-    _S("120m fp32, whole", "mistral-120m", 256, 1, 1, f"{_FULL} training.precision=fp32", resident=True),
+    _S("110m nf4", "llama-110m", 256, 2, 1, "optimizer.kind=adamw_8bit"),
+    _S("120m int8, no checkpointing", "qwen2-120m", 256, 1, 1, f"{_INT8} memory.checkpointing=none"),
+    _S("110m bf16, evaluated", "llama-110m", 128, 2, 1, f"{_BF16} data.eval=rows adapter.rank=64"),
+    _S("120m fp32, whole", "mistral-120m", 256, 1, 1, f"{_FULL} training.precision=fp32"),
     # Small tiles of logits: the layers decide. Each architecture once,
     *(_S(f"{name}, small tiles", name, 512, 1, 1, _SMALL_TILES) for name in SMALL if name != "small-llama-deep"),
     # every lever,
@@ -374,7 +366,6 @@ SETTINGS = (
     _S("fused llama, packed", "small-llama", 128, 4, 1, f"{_FUSED} {_SMALL_TILES} data.packing=true", padded=False),
 )  # fmt: skip
 assert len({setting.name for setting in SETTINGS}) == len(SETTINGS)
-_NEARLY_NOTHING = config_json("llama", 64, 1, (1, 1), 1024, intermediate_size=64)
 
 
 def measure(setting: Setting) -> dict[str, int]:
@@ -431,22 +422,9 @@ def main() -> None:
     chosen = named(options.only) if options.only else SETTINGS
     import measured_step  # noqa: F401  (before the first fork, so that each process has it at once)
 
-    # A job's own overhead in resident bytes: code, tokenizer, trainer.
-    nothing = None
-    if any(setting.resident for setting in chosen) and not options.measured:
-        nothing = resident_bytes({
-            **chosen[0].job, "architecture": _NEARLY_NOTHING, "rows": [[64, 32]],
-            "config": {"training.micro_batch": 1, "training.batch_size": 1, "data.eval": "none"},
-        })  # fmt: skip
-    before: dict[str, Any] = {"settings": {}}
-    if options.measured:
-        before = json.loads(options.measured.read_text(encoding="utf-8"))
-        nothing = before["nearly_no_model_resident_bytes"]
-    rows = {
-        setting.name: _row(setting, options.measure_only, nothing, before["settings"].get(setting.name))
-        for setting in chosen
-    }
-    result = {"nearly_no_model_resident_bytes": nothing, "summary": summary(rows), "settings": rows}
+    before = harness.saved(options.measured, "settings") if options.measured else {}
+    rows = {setting.name: _row(setting, options.measure_only, before.get(setting.name)) for setting in chosen}
+    result = {"summary": summary(rows), "settings": rows}
     harness.save(options.output, result, threads=1)
     print(_table(result))
     sys.exit(1 if result["summary"]["failed"] else 0)
@@ -466,7 +444,7 @@ def measured_peaks(result: Path | None) -> dict[str, int]:
     return {name: row["measured"]["peak"] for name, row in rows.items() if "measured" in row}
 
 
-def _row(setting: Setting, measure_only: bool, nothing: int | None, before: dict[str, Any] | None) -> dict[str, Any]:
+def _row(setting: Setting, measure_only: bool, before: dict[str, Any] | None) -> dict[str, Any]:
     """One setting, measured (or taken from `before`) and forecast; `error` where one of the two could not be done."""
     started = time.perf_counter()
     row: dict[str, Any] = {"architecture": setting.architecture}
@@ -475,8 +453,6 @@ def _row(setting: Setting, measure_only: bool, nothing: int | None, before: dict
             row |= {key: before[key] for key in _MEASURED if key in before}
         else:
             row["measured"] = apart(measure, setting)
-            if setting.resident and nothing is not None:
-                row["resident_bytes"] = resident_bytes(setting.job) - nothing
             row["measured_in_seconds"] = round(time.perf_counter() - started, 1)
         if not measure_only:
             row["forecast"] = apart(forecast, setting)
@@ -494,7 +470,7 @@ def relative_errors(forecast: dict[str, int], measured: dict[str, int]) -> dict[
 
 # Of what was measured: how far off a peak may be, and how far below.
 LARGEST_ERROR, UNDER_PREDICTION = 0.01, 0.005
-_MEASURED = ("measured", "measured_in_seconds", "resident_bytes")
+_MEASURED = ("measured", "measured_in_seconds")
 COMPARED = ("load", "forward", "backward", "optimizer", "evaluation", "save")
 
 
@@ -546,15 +522,6 @@ def _silence() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
-
-
-def resident_bytes(job: Mapping[str, Any]) -> int:
-    """The resident peak of `job` over what the process held before it, in a fresh process and without the profiler."""
-    script = harness.ROOT / "benchmarks" / "measured_step.py"
-    done = harness.python(script, json.dumps(job), "--resident", threads=1, extra=harness.ALLOCATOR)
-    if done.exit_code:
-        raise Failed(done.errors.strip()[-1000:])
-    return json.loads(done.output.splitlines()[-1])["resident_bytes"]
 
 
 # -- what is shown -----------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def tracked(setting: forecast_cpu.Setting) -> dict[str, int]:
         device_paths.like(cpu, recorder) as mode,
     ):
         traced = traced_step._TracedStep(job, mode, recorder, lambda kinds: whole(len(kinds)), None)
-        traced.make_step(1)
+        traced.make_step(job)
         step, tracker = traced._step, MemTracker()
         beside = [tensor for weight in step.model.parameters() for tensor in fake.quantization_state(weight)]
         inputs = traced._inputs(batch)

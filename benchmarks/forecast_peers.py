@@ -54,8 +54,9 @@ forecast_cpu.ARCHITECTURES |= {
     "mistral-200m": {**forecast_cpu.ARCHITECTURES["mistral-full"], **_1024, "num_hidden_layers": 12},
 }
 _FP32 = "quantization.kind=none training.precision=fp32 optimizer.kind=adamw_torch_fused"
+_ABOVE_100M = ("llama-110m", "qwen2-120m", "mistral-120m")
 SETTINGS = (
-    *(setting for setting in forecast_cpu.SETTINGS if setting.resident),  # those above 100 million parameters
+    *(setting for setting in forecast_cpu.SETTINGS if setting.architecture in _ABOVE_100M),
     forecast_cpu.Setting("250m nf4", "llama-250m", 512, 2),
     forecast_cpu.Setting("170m fp32, no checkpointing", "qwen2-170m", 512, 1, 1, f"{_FP32} memory.checkpointing=none"),
     forecast_cpu.Setting("200m fp32, whole", "mistral-200m", 512, 1, 1, f"{_FP32} adapter.kind=none"),

@@ -133,18 +133,9 @@ def figures(run: Path, exit_code: int, errors: str, wanted: int, warm_up_steps: 
             "padding_share": max(line["padding_share"] for line in steady),
             "steady_bytes": harness.largest([line["memory"] for line in steady]),
         }
-    if (adapter := run / "adapter" / "adapter_model.safetensors").is_file():
-        found["trained_parameters"] = stored_parameters(adapter)
     if (forecast := run / "forecast.json").is_file():
         found["differences"] = json.loads(forecast.read_text(encoding="utf-8")).get("differences", [])
     return found
-
-
-def stored_parameters(safetensors: Path) -> int:
-    """Number of parameters in a safetensors file, from its header (8 bytes of length, then JSON)."""
-    with open(safetensors, "rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
 
 
 # -- weights in files --------------------------------------------------------------------------------------------------
