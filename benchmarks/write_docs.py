@@ -195,7 +195,6 @@ FIGURES = {
     # kills, saves and tests
     "save-interval": Figure("faults", "save_interval_steps"),
     "kills": Figure("faults", _of_faults(sum, "kills", "finetune")),
-    "kills-lost": Figure("faults", _of_faults(max, "steps_lost_max", "finetune")),
     "trainer-kills": Figure("faults", _of_faults(sum, "kills", "Hugging Face Trainer")),
     "trainer-stuck": Figure("faults", _of_faults(sum, "runs_that_could_not_resume", "Hugging Face Trainer")),
     "save-held": Figure("saving", "held_over_raw", ".2f"),
@@ -296,7 +295,11 @@ def _tiny_memory() -> str:
 
 
 def _llama7b_plan() -> str:
-    return _output(_between("llama7b_plan", "fits: ", "at the peak"))
+    return _excerpt(
+        "llama7b_plan",
+        ["fits: ", "batch", "...", "base weights", "...", "layer inputs", "activations", "...", "allocator slack",
+         "at the peak"],
+    )  # fmt: skip
 
 
 def _data_look() -> str:
