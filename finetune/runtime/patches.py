@@ -595,15 +595,13 @@ def page() -> str:
     libraries: dict[str, list[str]] = {}
     for entry in entries().values():
         library, _, other = entry.read_at.partition(", ")
-        what = f"`{entry.target.replace(':', '.')}`" + (f" of {entry.objects}" if entry.objects else "")
-        why = entry.why + (f" (Read at {other}, too.)" if other else "")
-        row = f"| {what} | {why} | {entry.until[0].upper()}{entry.until[1:]} |"
-        libraries.setdefault(library, []).append(row)
+        of = ", ".join(part for part in (entry.objects, other) if part)
+        what = f"- `{entry.target.replace(':', '.')}`" + (f" ({of})" if of else "")
+        until = entry.until if entry.until.startswith("never") else f"until {entry.until}"
+        libraries.setdefault(library, []).append(f"{what}: {entry.why} *{until[0].upper()}{until[1:]}*")
     parts = [
-        "# Patches\n\nEvery attribute of a library that finetune replaces, by the version that was read. `make docs` "
-        "writes this page from `finetune/runtime/patches.py` ([how to upgrade a library](upgrading.md))."
+        "# Patches\n\nEvery attribute of a library that finetune replaces, why, and until when, by the version that "
+        "was read. `make docs` writes this page from `finetune/runtime/patches.py` ([how to upgrade](upgrading.md))."
     ]
-    for library, rows in libraries.items():
-        head = "| replaced | why | unnecessary when |\n| --- | --- | --- |"
-        parts.append("\n".join([f"## {library}\n", head, *rows]))
+    parts += ["\n".join([f"## {library}\n", *lines]) for library, lines in libraries.items()]
     return "\n\n".join(parts) + "\n"
