@@ -206,6 +206,18 @@ def test_modules_that_the_pages_name_exist() -> None:
     assert {path for _, path in missing} - written == set()
 
 
+def test_modules_and_folders_that_the_pages_name_without_a_path_exist() -> None:
+    known = {
+        file.name for root in ("finetune", "tests", "benchmarks", "examples") for file in (ROOT / root).rglob("*.py")
+    }
+    named = {name for page in PAGES for name in re.findall(r"`(\w+\.py)`", page.read_text(encoding="utf-8"))}
+    assert len(named) > 10
+    assert named - known == set()
+    table = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("## The map")[1].split("\n## ")[0]
+    folders = set(re.findall(r"`(\w+)/`", table))
+    assert folders == {path.parent.name for path in (ROOT / "finetune").glob("*/__init__.py")}
+
+
 EXTENDING = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
 PAIRS, ENGINES = ((ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("pairs.md", "engines.md"))
 
