@@ -9,7 +9,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -272,16 +272,26 @@ def written(page: str, file: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType
     return module
 
 
-def add(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put the entries of a page into their tables, each before the entry above which its example has it."""
-    for file, diff in examples(page):
-        module, _, table, entries = applied(file, diff)
-        entries_now = getattr(module, table)
-        before = dict(entries_now)
-        for name in before:
-            monkeypatch.delitem(entries_now, name)
-        for name, entry in (entries | before).items():
-            monkeypatch.setitem(entries_now, name, entry)
+@pytest.fixture
+def add() -> Iterator[Callable[[str], None]]:
+    """Put the entries of a page into their tables, above those that are there; afterwards the tables are as before."""
+    tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    def of_page(page: str) -> None:
+        for file, diff in examples(page):
+            module, _, table, entries = applied(file, diff)
+            now = getattr(module, table)
+            tables.append((now, dict(now)))
+            _become(now, entries | now)
+
+    yield of_page
+    for table, before in reversed(tables):
+        _become(table, before)
+
+
+def _become(table: dict[str, Any], entries: dict[str, Any]) -> None:
+    table.clear()
+    table.update(entries)
 
 
 def closeness(run: RunDirectory) -> list[float]:
@@ -292,9 +302,9 @@ def closeness(run: RunDirectory) -> list[float]:
 
 @pytest.mark.slow
 def test_the_example_of_pairs_is_trained_as_it_was_forecast(
-    quick, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    quick, add, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add(PAIRS, monkeypatch)
+    add(PAIRS)
     monkeypatch.setitem(settings.CHOICES, "data.format", {**settings.CHOICES["data.format"], **formats.FORMATS})
     rows = [
         {"prompt": f"To {n}. ", "chosen": "yes " * (1 + n % 5), "rejected": "no", "margin": n % 4} for n in range(40)
@@ -308,8 +318,8 @@ def test_the_example_of_pairs_is_trained_as_it_was_forecast(
 
 
 @pytest.mark.slow
-def test_the_example_of_an_engine_is_trained_as_it_was_forecast(quick, monkeypatch: pytest.MonkeyPatch) -> None:
-    add(ENGINES, monkeypatch)
+def test_the_example_of_an_engine_is_trained_as_it_was_forecast(quick, add, monkeypatch: pytest.MonkeyPatch) -> None:
+    add(ENGINES)
     written(ENGINES, "finetune/model/distributed/averaged.py", monkeypatch)
     traced = written(ENGINES, "finetune/forecast/fake_averaged.py", monkeypatch)
     monkeypatch.setitem(traced_step.ENGINES, "averaged", traced.FakeAveraged)
