@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from finetune.config import not_offered, other_names
+from finetune.config import other_names
 from finetune.config.field_types import Usual, nearest, shortened, shown
 from finetune.config.sections import Config, Section, Source
 
@@ -56,7 +56,7 @@ class _Mistake:
     @property
     def not_offered(self) -> str | None:
         """The advice for a value that other tools have and this one does not."""
-        return not_offered.cure(".".join(self.path[:2]), self.given)
+        return other_names.not_offered(".".join(self.path[:2]), self.given)
 
     def says(self, message: str, *inner: str) -> str:
         """The message with the location of this key, or of an `inner` one."""
@@ -151,7 +151,7 @@ def _in_section(path: KeyPath, value: Any) -> str:
     main = next(iter(keys))
     if meant := other_names.meant(value):
         return meant
-    if cure := not_offered.cure(f"{path[-1]}.{main}", value):
+    if cure := other_names.not_offered(f"{path[-1]}.{main}", value):
         return f"`{path[-1]}.{main}`; {cure}"
     return f"`{path[-1]}.{main}: {other_names.name_here(shortened(value, 60))}`"
 

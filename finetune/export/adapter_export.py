@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 
 from finetune.config import AdapterSection, Config
@@ -176,8 +178,6 @@ def _overrides(job: Conversion) -> dict[str, Any]:
 
 def plain(adapted: Any) -> Pairs:
     """The LoRA pairs of a PeftModel, the scale in B and all ranks padded with zeros to the largest."""
-    from peft.tuners.lora import LoraLayer
-
     layers = {
         name.removeprefix(_PREFIX): module
         for name, module in adapted.named_modules()
@@ -204,8 +204,6 @@ def write(pairs: Pairs, renamed: dict[str, str], original: Any, base: str, folde
 
     The targets are those of `original` (a LoraConfig): servers read the last part of each name.
     """
-    from peft import LoraConfig
-
     rank = len(next(iter(pairs.values()))[0])
     LoraConfig(
         r=rank, lora_alpha=rank, target_modules=original.target_modules, fan_in_fan_out=original.fan_in_fan_out,

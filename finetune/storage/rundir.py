@@ -22,14 +22,6 @@ from finetune.config import Config, dump, load
 from finetune.config.field_types import shown
 from finetune.errors import ArtifactError, MachineError
 from finetune.storage import files, records
-from finetune.storage.records import (
-    DataFacts,
-    Environment,
-    EvaluationRecord,
-    ForecastRecord,
-    MergeProof,
-    SampleAnswer,
-)
 
 _CHECKPOINT = "step-"
 
@@ -255,27 +247,27 @@ class RunDirectory:
 
     # -- files that are replaced as a whole ------------------------------------------------------------------------
 
-    def answers(self) -> list[SampleAnswer]:
+    def answers(self) -> list[records.SampleAnswer]:
         """The sample questions and their answers, if any. Raises ArtifactError."""
         return records.find(self.answers_file, records.ANSWERS) or []
 
-    def evaluation(self) -> EvaluationRecord | None:
+    def evaluation(self) -> records.EvaluationRecord | None:
         """The results of the last `finetune eval`, if any. Raises ArtifactError."""
         return records.find(self.eval_file, records.EVALUATION)
 
-    def environment(self) -> Environment | None:
+    def environment(self) -> records.Environment | None:
         """The environment of the last start, if recorded. Raises ArtifactError."""
         return records.find(self.environment_file, records.ENVIRONMENT)
 
-    def data_facts(self) -> DataFacts | None:
+    def data_facts(self) -> records.DataFacts | None:
         """The data in numbers and its first rows, if recorded. Raises ArtifactError."""
         return records.find(self.facts_file, records.DATA)
 
-    def forecast(self) -> ForecastRecord | None:
+    def forecast(self) -> records.ForecastRecord | None:
         """The forecast, and at the end what was measured, if there is one. Raises ArtifactError."""
         return records.find(self.forecast_file, records.FORECAST)
 
-    def merge_proof(self) -> MergeProof | None:
+    def merge_proof(self) -> records.MergeProof | None:
         """How closely the merged model matches the trained one, if there is one. Raises ArtifactError."""
         return records.find(self.merged / "merge.json", records.MERGE_PROOF)
 
