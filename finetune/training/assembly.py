@@ -39,7 +39,7 @@ def assemble(job: TrainingJob, callbacks: Callbacks) -> Loop:
     schedule = schedules.scheduler(training, step.engine.optimizer, progress.total)
     checkpoints = Checkpoints(
         step, schedule, run, job.monitor, keep=config.output.keep, provenance=job.provenance,
-        verified=[job.resume_from] if job.resume_from else [], saved=callbacks.saved,
+        verified={job.resume_from} if job.resume_from else set(), saved=callbacks.saved,
         confirm=identity.Mapped(config.model).check if job.device.type == "cpu" else lambda: None,
     )  # fmt: skip
     report = OutOfMemoryReport(config, run, job.listener, progress, checkpoints, job.data, job.device)

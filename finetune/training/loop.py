@@ -141,8 +141,6 @@ class Loop:
         """Whether no step is left."""
         return self.progress.step >= self.progress.total or self.stopped_early
 
-    # -- signals -------------------------------------------------------------------------------------------------------
-
     def _signalled(self) -> tuple[bool, bool]:
         """Whether a signal to any rank requests a checkpoint, or the end; all ranks act on it in the same step.
 
@@ -158,8 +156,6 @@ class Loop:
     def _failed_alone(self) -> bool:
         """Whether a callback failed and no other rank has to know it first."""
         return self.callbacks.failed and self.step.engine.world_size == 1
-
-    # -- evaluation ----------------------------------------------------------------------------------------------------
 
     def _evaluate_or_postpone(self, stop: bool) -> tuple[bool, bool]:
         """Evaluate after a step; return whether the loss is the lowest so far, and whether a signal ends the run.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
@@ -21,7 +21,7 @@ import torch
 
 from finetune.config import Config
 from finetune.measure.out_of_memory import StepOutOfMemoryError, is_out_of_memory, reason
-from finetune.model.recompute.checkpointing import ByLength
+from finetune.model.distributed import optimizer_states
 from finetune.runtime import libraries, ranks
 from finetune.runtime.randomness import RandomState
 from finetune.training.collator import Inputs, first_row, micro_batching, row_count, split, tokens_a_row
@@ -159,10 +159,11 @@ class Retry:
 
     def _make_smaller(self, step: Step, failures: list[_Failure]) -> _Failure | None:
         """Let the micro-batches of the next attempt take less memory; returns the failure of one that cannot."""
-        if step.levels and (recomputed_less := _recomputed_less(step.levels, failures)):
-            step.levels.drop()
-            self.report.recompute_more(recomputed_less.inputs, **recomputed_less.named(step))
-            return None
+        for failure in failures:
+            if step.levels and step.levels.level(tokens_a_row(failure.inputs)):  # it recomputed less, being short
+                step.levels.drop()
+                self.report.recompute_more(failure.inputs, **failure.named(step))
+                return None
         # The largest first, so that each other is at most at the limit that those before it set.
         for failure in sorted(failures, key=lambda failure: _positions(failure.inputs), reverse=True):
             if not self.limit.lower(failure.inputs):
@@ -195,11 +196,6 @@ class Retry:
         release()
         self.report.updated_again()
         step.update()
-
-
-def _recomputed_less(levels: ByLength, failures: list[_Failure]) -> _Failure | None:
-    """The first of the failures at a level that its length allowed."""
-    return next((failure for failure in failures if levels.level(tokens_a_row(failure.inputs))), None)
 
 
 def _of_all_ranks(step: Step, failure: _Failure | None, error: BaseException | None) -> list[_Failure]:
@@ -244,7 +240,7 @@ class UpdateStart:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._weights = {weight: _changes(weight) for weight in _weights(optimizer)}
+        self._weights = {weight: _changes(weight) for weight in optimizer_states.parameters(optimizer)}
         self._states = {weight: _marks(state) for weight, state in optimizer.state.items()}
 
     def undo(self) -> bool:
@@ -260,11 +256,6 @@ class UpdateStart:
             for weight in new:
                 del states[weight]
         return untouched
-
-
-def _weights(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 def _marks(state: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,11 +30,8 @@ from finetune.training.step import Step
 
 Name = TypeVar("Name")
 
-ADAPTER_FILE, MODEL_FILE = "adapter_model.safetensors", "model.safetensors"
+ADAPTER_FILE, MODEL_FILE = adapter_files.WEIGHTS, "model.safetensors"
 OPTIMIZER_FILE, STATE_FILE = "optimizer.safetensors", "state.json"
-
-
-# -- weights ---------------------------------------------------------------------------------------------------------
 
 
 def trained_weights(model: Any) -> dict[str, torch.Tensor]:
@@ -83,7 +79,10 @@ def restore_weights(weights: WeightAccess, folder: Path) -> None:
     if hasattr(model, "peft_config"):  # earlier versions also put one, without effect, on these layers
         untrained = linear_layers.untrained(model.get_base_model())
         stored = {name: tensor for name, tensor in stored.items() if adapter_files.layer_of(name) not in untrained}
-    _refuse_other_names(folder / file, stored, live)
+    if other := sorted(stored.keys() ^ live.keys()):
+        raise ArtifactError(
+            f"{folder / file} belongs to another job: it differs in {len(other)} names such as `{other[0]}`"
+        )
     with torch.no_grad():
         for name, tensor in stored.items():
             into = live[name]
@@ -115,14 +114,6 @@ def _refuse_other_kind(what: str, stored: Any, live: Any) -> None:
         raise ValueError(f"{what} is {type(stored).__name__} instead of {type(live).__name__}")
 
 
-def _refuse_other_names(what: object, stored: Iterable[str], expected: Iterable[str]) -> None:
-    if other := sorted(set(stored) ^ set(expected)):
-        raise ArtifactError(f"{what} belongs to another job: it differs in {len(other)} names such as `{other[0]}`")
-
-
-# -- optimizer -------------------------------------------------------------------------------------------------------
-
-
 def restore_optimizer(engine: Engine, described: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     """Restore what `Engine.optimizer_state` returned. Raises ValueError if it does not fit."""
     own, groups = engine.optimizer.param_groups, described["groups"]
@@ -137,9 +128,6 @@ def restore_optimizer(engine: Engine, described: dict[str, Any], tensors: dict[s
     for group, settings, stored in zip(own, optimizer_states.groups(engine.optimizer), groups, strict=True):
         _refuse_other_kind("groups", stored, settings)
         group.update({key: tuple(value) if isinstance(value, list) else value for key, value in stored.items()})
-
-
-# -- all of it -------------------------------------------------------------------------------------------------------
 
 
 def snapshot(
@@ -165,19 +153,14 @@ def snapshot(
         PROGRESS_FILE: progress.as_json(),
     }
     if hasattr(model, "peft_config"):
-        values["adapter_config.json"] = _adapter_config(plain_peft.settings(model))
+        # PEFT's own (peft 0.21, `PeftModel.save_pretrained`), so that it can load a checkpoint.
+        values[adapter_files.CONFIG] = {**adapter_files.as_json(plain_peft.settings(model)), "inference_mode": True}
     return Contents(
         step=progress.step,
         tensors={_weights_file(model): weights, OPTIMIZER_FILE: optimizer_tensors},
         values=json.loads(json.dumps(values)),  # also a copy
         provenance=provenance,
     )
-
-
-def _adapter_config(config: Any) -> dict[str, Any]:
-    """PEFT's adapter_config.json (peft 0.21, `PeftModel.save_pretrained`), so that PEFT can load a checkpoint."""
-    values = {**config.to_dict(), "inference_mode": True}
-    return {key: sorted(value) if isinstance(value, set) else value for key, value in values.items()}
 
 
 def restore(step: Step, schedule: Any, folder: Path) -> None:
