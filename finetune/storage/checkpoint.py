@@ -81,7 +81,11 @@ def write(run: RunDirectory, contents: Contents) -> Path:
             _write(folder / MANIFEST, [_json({**manifest, "sha256": _sha256(_json(manifest))})])
         write_text(run.checkpoints / LATEST, target.name + "\n")
     except OSError as error:
-        raise MachineError(_not_written(run, contents, error)) from None
+        raise MachineError(
+            f"checkpoint at step {contents.step} could not be written to {run.checkpoints}: {cause(error, run.path)}; "
+            f"{contents.bytes:,} bytes are needed. Earlier checkpoints are untouched: {remedy(error)}, or set "
+            "`output.dir` to another disk, and run the same command again"
+        ) from None
     return target
 
 
@@ -93,14 +97,6 @@ def _refuse_numbers(contents: Contents) -> None:
                     f"`{key}` is not finite at step {contents.step}, so {name} is not saved; earlier checkpoints are "
                     "intact. Lower `training.learning_rate`, lengthen `training.warmup`, or use bf16 instead of fp16"
                 )
-
-
-def _not_written(run: RunDirectory, contents: Contents, error: OSError) -> str:
-    return (
-        f"checkpoint at step {contents.step} could not be written to {run.checkpoints}: {cause(error, run.path)}; "
-        f"{contents.bytes:,} bytes are needed. Earlier checkpoints are untouched: {remedy(error)}, or set `output.dir` "
-        "to another disk, and run the same command again"
-    )
 
 
 def _safetensors(tensors: dict[str, torch.Tensor]) -> list[bytes | memoryview]:

@@ -62,13 +62,9 @@ class Zero:
     holds_parts = True
 
     def __init__(
-        self,
-        model: Any,
-        optimizer: torch.optim.Optimizer,
-        section: DistributedSection,
-        max_grad_norm: float,
+        self, model: Any, optimizer: torch.optim.Optimizer, section: DistributedSection, max_grad_norm: float,
         device: torch.device,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._deepspeed = _imported(device)
         self.model = model
         self.world_size = ranks.world_size()

@@ -76,13 +76,9 @@ def choose(choice: str, own: Any) -> Any:
 
 
 def text(
-    tokenizer: Any,
-    messages: list[dict[str, Any]],
-    *,
-    tools: list[dict[str, Any]] | None = None,
-    prompt: bool = False,
-    marks: bool = False,
-) -> tuple[str, list[tuple[int, int]]]:
+    tokenizer: Any, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None,
+    prompt: bool = False, marks: bool = False,
+) -> tuple[str, list[tuple[int, int]]]:  # fmt: skip
     """The text of a conversation; with `prompt`, including the opening of the assistant's turn.
 
     With `marks`, also the character spans that the template marks as the assistant's (`{% generation %}`). Raises
@@ -163,9 +159,8 @@ def _with_at_most(more_bytes: int) -> Iterator[None]:
     import resource
 
     try:
-        statm = os.open(
-            "/proc/self/statm", os.O_RDONLY
-        )  # runs for each row, and a file object would take six times as long
+        # Runs for each row, and a file object would take six times as long.
+        statm = os.open("/proc/self/statm", os.O_RDONLY)
     except OSError:
         yield
         return

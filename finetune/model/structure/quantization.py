@@ -23,9 +23,7 @@ class Quantization:
 
 QUANTIZATIONS: dict[str, Quantization] = {
     "nf4": Quantization(
-        "4-bit NormalFloat in blocks of 64",
-        {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
-        four_bit=True,
+        "4-bit NormalFloat in blocks of 64", {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, four_bit=True
     ),
     "fp4": Quantization(
         "4-bit float in blocks of 64", {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, four_bit=True
