@@ -49,9 +49,7 @@ def encode_all(
 
 
 def prompt_ids(example: Example, tokenizer: Any, control_tokens: ControlTokens = "text") -> list[int]:
-    """Prompt tokens for generation, as in training: the conversation up to where the assistant begins to write, a
-    prompt without its completion, or a text to continue. Raises RowError as `encode` does.
-    """
+    """Prompt tokens for generation, as in training: all up to what the assistant or the completion would write."""
     return _alone(_prompt(example, tokenizer, control_tokens), tokenizer)
 
 

@@ -107,7 +107,6 @@ class _Control:
     look_alikes: re.Pattern[str]
 
     def first(self, text: str) -> str | None:
-        """The first control token in the text."""
         if match := self.pattern.search(text) or (self.normalize and self.look_alikes.search(self.normalize(text))):
             return match[0]
         return text if text in self.bracketed else None

@@ -218,10 +218,7 @@ def _separated(example: Example, separator: str) -> Example:
 
 
 def detect(fields: Fields, columns: Mapping[str, str]) -> str:
-    """The first format whose required fields the row has.
-
-    Raises NoSuchField, with the fields found, if there is none; RowError for one message of a conversation.
-    """
+    """The first format whose required fields the row has. Raises NoSuchField, or RowError for a lone message."""
     fields = mapped(fields, columns)
     name = next((name for name, form in FORMATS.items() if form.required and form.required_in(fields)), None)
     if name in (None, "text") and not columns:
@@ -292,7 +289,7 @@ def likely_columns(fields: Fields) -> Likely | None:
 def as_chat(fields: Fields, form: str, columns: Mapping[str, str]) -> dict[str, str] | None:
     """The `data.columns` that make two turns of a conversation of a plain-text prompt and its completion.
 
-    None if the row lacks either, or has fields that would then be read in addition. Raises RowError as `detect` does.
+    None if the row lacks either, or has fields that would then be read in addition.
     """
     form = detect(fields, columns) if form == "auto" else form
     if form not in AS_CHAT or not isinstance(mapped(fields, columns).get("prompt"), str):
@@ -371,10 +368,7 @@ DETECTED = Help("the format of the first row")
 
 
 def given(rewrite: Callable[[dict[str, Any]], Mapping[str, Any]]) -> str:
-    """Add a format from Python, a function from a row to a row of another format; its name for `data.format`.
-
-    Raises ConfigError for a function without a name.
-    """
+    """Add a format from Python, a function from a row to a row of another format; its name for `data.format`."""
     name = name_of(rewrite)
 
     def read(fields: Fields) -> Content:

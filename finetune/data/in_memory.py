@@ -19,8 +19,6 @@ _DIGITS = 16
 
 @dataclass(frozen=True)
 class _GivenRows:
-    """Rows, and about how many bytes of text they hold."""
-
     rows: Iterable[Mapping[str, Any]]
     size_bytes: int
 
@@ -65,10 +63,7 @@ def size_bytes(name: str) -> int:
 
 
 def records(name: str, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each row with its location, as Python writes it for the value of `key`: `data.train[0]`, `data.train[1]`, ...
-
-    Raises DataError if this process does not have them.
-    """
+    """Each row with its location, as Python writes it for the value of `key`: `data.train[0]`, `data.train[1]`, ..."""
     for index, row in enumerate(_find(name).rows):
         yield f"{key}[{index}]", dict(row)
 

@@ -178,7 +178,6 @@ def _samples(prepared: Prepared, tokenizer: Any, most: int | None = None) -> tup
 
 
 def _locations(location: str, layout: RowLayout) -> list[str]:
-    """The position of each segment of a row."""
     return [f"{location}, {name}" for name in layout.segments] or [location]
 
 
@@ -201,7 +200,6 @@ def _as_chat(section: DataSection, prepared: Prepared, tokenizer: Any) -> AsChat
 
 
 def _sources(names: Sequence[str], lengths: Sequence[int]) -> tuple[SourceCounts, ...]:
-    """Rows and tokens by source, in order of their first rows."""
     rows: Counter[str] = Counter()
     tokens: Counter[str] = Counter()
     for name, length in zip(names, lengths, strict=True):
@@ -211,7 +209,6 @@ def _sources(names: Sequence[str], lengths: Sequence[int]) -> tuple[SourceCounts
 
 
 def _bins(lengths: Sequence[int]) -> tuple[Bin, ...]:
-    """Bins from the shortest row's to the longest row's, empty ones included."""
     counts = Counter(bisect_left(_BIN_ENDS, length) for length in lengths)
     return tuple(
         Bin(_BIN_ENDS[number - 1] + 1 if number else 1, _BIN_ENDS[number], counts[number])

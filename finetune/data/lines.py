@@ -65,10 +65,8 @@ def whole(path: Path, problems: Problems, encoding: str | None = None) -> str:
 
 
 def foreign_word(path: Path, encoding: str) -> str | None:
-    """The first word of a file that is not UTF-8, read in `encoding`, with a character beyond ASCII.
-
-    None for a file in UTF-8, or without such a word, and for one that cannot be of that encoding. Raises DataError as
-    `lines` does.
+    """The first word beyond ASCII of a file that is not UTF-8, read in `encoding`; None if there is none, or it is not
+    so.
     """
     if _is_utf8(path):
         return None

@@ -192,8 +192,7 @@ class Question(NamedTuple):
 def questions(section: DataSection, tokenizer: Any) -> Iterator[Question]:
     """The held-out rows (training rows if none are held out) that end with an answer in words.
 
-    Plain texts, conversations with tools and answers that are not trained are left out. Raises DataError for a row that
-    cannot be read.
+    Plain texts, conversations with tools and answers that are not trained are left out.
     """
     for row, example in _held_out_examples(section, tokenizer):
         match example:

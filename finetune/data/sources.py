@@ -61,9 +61,9 @@ def rows(sources: Sources, split: str = "train", problems: Problems | None = Non
     """The rows of `sources` in order, repeated according to their weights.
 
     `split` selects the rows of a source that has its own held-out split (`eval`); `encoding` is that of text files that
-    are not UTF-8. Raises DataError at once for a source
-    that does not exist, and after the last row or 20 problems for malformed rows (file:line:column) and whatever the
-    caller has added to `problems`; MachineError if a hub data set cannot be downloaded.
+    are not UTF-8. Raises DataError at once for a source that does not exist, and after the last row or 20 problems for
+    malformed rows (file:line:column) and whatever is in `problems`; MachineError if a hub data set cannot be
+    downloaded.
     """
     chosen = entries(sources)
     _refuse_twice(chosen)
@@ -83,10 +83,7 @@ def key_of(key: str, index: int) -> str:
 
 
 def first_row(source: str, encoding: str | None = None) -> Row | None:
-    """The first row of a built-in or of local files; None for a data set of the hub, which would be downloaded.
-
-    Raises as `rows` does, and DataError if there is no row.
-    """
+    """The first row of a built-in or of local files; None for a data set of the hub, which would be downloaded."""
     if _is_of_hub(source):
         return None
     first = next(rows(source, encoding=encoding), None)
@@ -123,10 +120,7 @@ def missing(sources: Sources) -> list[str]:
 
 
 def contents(sources: Sources) -> list[tuple[str, str]] | None:
-    """Each file or data set with an identifier of its content: a hash of its bytes, or the hub's commit.
-
-    None if that is unknown. Raises as `rows` does if a data set cannot be downloaded.
-    """
+    """Each file or data set with an identifier of its content, a hash or the hub's commit; None if that is unknown."""
     try:
         by_source = [_contents(entry.source) for entry in entries(sources)]
     except OSError:
@@ -237,8 +231,7 @@ def _is_of_hub(source: str) -> bool:
 def _files(source: str) -> list[Path]:
     """The local files that a source reads, sorted by name; empty if the source is not local.
 
-    Raises DataError for an invalid path, and for anything that would silently drop rows: unreadable files, broken
-    links, links to other folders, missing shards.
+    Raises DataError for an invalid path, and for anything that would silently drop rows.
     """
     _check_path(source)
     if os.path.isdir(source):

@@ -117,7 +117,6 @@ class _Read(NamedTuple):
 
     @property
     def characters(self) -> int:
-        """Approximate size in characters, or in tokens if tokenized."""
         if isinstance(self.content, DataError):
             return 0
         return sum(
@@ -128,8 +127,6 @@ class _Read(NamedTuple):
 
 @dataclass
 class _Rows:
-    """Tokenizes, counts and writes the rows of one split."""
-
     section: DataSection
     tokenizer: Any
     problems: Problems

@@ -167,7 +167,6 @@ def _is_public_name(name: str) -> bool:
 
 
 def _language_reference() -> Iterator[DocumentedObject]:
-    """The chapters shown by `help("for")` and similar."""
     with contextlib.suppress(ImportError):
         from pydoc_data.topics import topics
 

@@ -111,7 +111,6 @@ def _prompts(run: RunDirectory, config: Config, record: dict[str, Any]) -> str |
 
 
 def _start(run: RunDirectory) -> dict[str, str]:
-    """The adapter that training started from, if any."""
     starts = [event.get("start_from") for event in run.events() if event["event"] == "started"]
     one = starts[-1] if starts else None
     return {"started from": f"{_code(public(one['name']))} (sha256 {_escaped(one['sha256'])})"} if one else {}

@@ -88,10 +88,7 @@ class _Prompt:
 
 
 def _from_file(path: Path, asked: Callable[[str], Example]) -> list[_Prompt]:
-    """The prompts of a file: rows with `messages` or `prompt`, or lines of text; `asked` makes an example of a text.
-
-    Raises DataError, with every problem, for rows that are not prompts, and for an empty or missing file.
-    """
+    """The prompts of a file: rows with `messages` or `prompt`, or lines of text; `asked` makes an example of a text."""
     if not path.exists():
         raise DataError(f"{path}: no such file")
     prompts: list[_Prompt] = []
@@ -109,10 +106,7 @@ def _from_file(path: Path, asked: Callable[[str], Example]) -> list[_Prompt]:
 
 
 def _from_standard_input(asked: Callable[[str], Example]) -> list[_Prompt]:
-    """The prompts of standard input: JSON lines if it begins with a brace, otherwise lines of text.
-
-    Raises ConfigError if that is a terminal, DataError as `_from_file`.
-    """
+    """The prompts of standard input: JSON lines if it begins with a brace, otherwise lines of text."""
     if sys.stdin.isatty():
         raise ConfigError(
             "no prompt; give --prompt or --file, or pipe prompts in (`finetune chat` is for a conversation)"

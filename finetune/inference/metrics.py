@@ -63,10 +63,7 @@ class Entry:
 
 
 def find(text: str) -> Metric:
-    """The metric of a name in METRICS, `NAME:KEY`, `FILE.py:FUNCTION` or `FILE.json`, a JSON schema.
-
-    Raises ConfigError if there is none, or its file cannot be used, and MachineError if it needs a package.
-    """
+    """The metric of a name in METRICS, `NAME:KEY`, `FILE.py:FUNCTION` or `FILE.json`, a JSON schema."""
     name, _, rest = text.partition(":")
     file, _, function = text.rpartition(":")
     if file.endswith(".py"):

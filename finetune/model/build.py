@@ -41,10 +41,7 @@ class Blueprint:
     dtype: torch.dtype
 
     def load(self, device: torch.device, placement: Placement | None = None) -> Any:
-        """The base with its weights on `device`; with a `placement`, which `trainable` needs too, this rank's part.
-
-        Raises ArtifactError or MachineError if they cannot be read.
-        """
+        """The base with its weights on `device`; with a `placement`, which `trainable` needs too, this rank's part."""
         stage(f"loading the weights of {self.model.name}")
         return load_base(
             self.model, self.quantization, self.architecture,

@@ -219,7 +219,6 @@ def _materialise(model: Any, module: nn.Module, dtype: torch.dtype, device: torc
 
 
 def _initialise(model: Any, module: nn.Module) -> None:
-    """Initialise one module's own weights as the architecture does."""
     model._init_weights(module)  # noqa: SLF001 -- transformers' public `init_weights` takes whole models only
 
 

@@ -75,7 +75,6 @@ def _batch(layout: RowLayout, ids: torch.Tensor, labels: torch.Tensor, rows: ran
 
 
 def _read(name: str, objective: Objective, model: Any, batch: Batch) -> tuple[float, float]:
-    """Loss and count of a batch."""
     output = objective.loss(model, {**batch})
     if not (isinstance(output, tuple) and len(output) == 2 and all(isinstance(one, torch.Tensor) for one in output)):
         raise ConfigError(f"`training.objective`: `{name}` must return two tensors, the summed loss and its count")

@@ -102,9 +102,8 @@ class RunDirectory:
         files.write_text(self.config_file, dump(config))
 
     def claim(self) -> None:
-        """Create the directory and mark it as a run.
-
-        Raises MachineError if it cannot be written, or contains files that do not belong to a run.
+        """Create the directory and mark it as a run. Raises MachineError if it cannot be written, or is of something
+        else.
         """
         if not self.events_file.exists() and self.path.is_dir() and any(self.path.iterdir()):
             raise MachineError(f"{self.path}: not empty, and not a run; set `output.dir` to a folder of its own")
@@ -156,10 +155,7 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes from training here. The kernel releases the lock however this process ends.
-
-        Raises MachineError naming the process that holds it.
-        """
+        """Keep other processes from training here; the kernel releases the lock however this process ends."""
         try:
             file = open(self.lock_file, "a+", encoding="utf-8", errors="replace")  # noqa: SIM115 -- closed below
         except OSError as error:
@@ -295,10 +291,7 @@ class RunDirectory:
     # -- starting over ---------------------------------------------------------------------------------------------
 
     def move_aside(self) -> Path:
-        """Rename an earlier run so that a new one can take its name; nothing is deleted.
-
-        Raises MachineError if it cannot be renamed.
-        """
+        """Rename an earlier run so that a new one can take its name; nothing is deleted. Raises MachineError."""
         path = Path(os.path.realpath(self.path))
         try:
             numbered = (path.with_name(f"{path.name}.{number}") for number in range(1, 10_000))

@@ -132,7 +132,6 @@ def first_row(inputs: Inputs) -> list[int]:
 
 
 def _some(inputs: Inputs, first: int, end: int) -> Inputs:
-    """Rows `first` to `end` of a micro-batch."""
     own = {name: value for name, value in inputs.items() if name in MODEL_INPUTS}
     some = _packed_rows if "cu_seq_lens_q" in inputs else _rows
     if "row" not in inputs:

@@ -91,7 +91,6 @@ class _Failure:
     reason: str
 
     def named(self, step: Step) -> dict[str, int]:
-        """The rank, where there are several."""
         return {"rank": self.rank} if step.engine.world_size > 1 else {}
 
 
@@ -267,7 +266,6 @@ def _marks(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _changes(tensor: torch.Tensor) -> int:
-    """Number of in-place changes of a tensor."""
     return tensor._version  # noqa: SLF001 -- autograd's counter, which has no public name
 
 

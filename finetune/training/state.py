@@ -204,7 +204,6 @@ def restore_random(folder: Path, rank: int) -> None:
 
 
 def _random_states(folder: Path) -> list[RandomState]:
-    """The random state of each rank. Raises ArtifactError."""
     states = records.read(folder / STATE_FILE, records.CHECKPOINT_STATE)["random"]
     try:
         return [RandomState.from_json(state) for state in states]

@@ -73,7 +73,6 @@ class Server:
 
 
 def _reason(error: urllib.error.HTTPError) -> str:
-    """The server's message for a refused request."""
     try:
         return str(json.load(error)["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -86,9 +85,7 @@ def installed() -> bool:
 
 @contextlib.contextmanager
 def serving(file: Path, context: int, lora: Path | None = None) -> Iterator[Server]:
-    """Serve `file` on this machine with room for `context` tokens, with the LoRA adapter `lora` if given. Raises
-    ArtifactError if llama.cpp cannot load the file.
-    """
+    """Serve `file` with room for `context` tokens, with the LoRA adapter `lora` if given. Raises ArtifactError."""
     library: Any = importlib.import_module("xllamacpp")
     settings = library.CommonParams()
     settings.model.path = str(file)
@@ -178,7 +175,6 @@ def compare(
 
 
 def _prompt(server: Server, job: Conversion) -> str:
-    """The prompt that the server makes of the example."""
     if isinstance(job.example, Chat):
         return str(server.post("/apply-template", messages=job.example.messages)["prompt"])
     return str(job.example.prompt if hasattr(job.example, "prompt") else job.example.text)

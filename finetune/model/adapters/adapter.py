@@ -25,10 +25,7 @@ from finetune.storage import weight_files
 
 
 def attach(base: Any, section: AdapterSection, base_name: str, seed: int, revision: str | None = None) -> Any:
-    """Make `base` trainable: returns a PeftModel, or the base itself for `kind: none`.
-
-    The same seed gives the same adapter. Raises ConfigError naming the candidates if a target matches nothing.
-    """
+    """Make `base` trainable: a PeftModel, the same for the same seed; or the base itself for `kind: none`."""
     if section.kind == "none":
         return base.to(TRAINED_DTYPES[section.dtype]).requires_grad_(True)
     torch.manual_seed(seed)
@@ -89,10 +86,7 @@ def check_rank(base: Any, section: AdapterSection) -> None:
 
 
 def ranks(base: Any, section: AdapterSection) -> dict[str, int]:
-    """Full names of the linear layers that get an adapter, with their ranks.
-
-    Raises ConfigError for a key of `adapter.ranks` that matches none of them.
-    """
+    """Ranks of the linear layers that get an adapter, by full name. Raises ConfigError for a key that matches none."""
     from peft.utils.other import get_pattern_key
 
     targets = _targets(base, section)[0]
@@ -203,10 +197,7 @@ def _refuse_untrained(target: str, name: str, base: Any) -> NoReturn:
 
 
 def matching(base: Any, section: AdapterSection) -> list[str]:
-    """Full names of the linear layers that a regular expression among the targets fully matches and rows of text train.
-
-    Raises ConfigError for an expression that matches none.
-    """
+    """Full names of the trained linear layers that a regular expression among the targets fully matches."""
     patterns = [] if section.targets == "all-linear" else [name for name in section.targets if is_pattern(name)]
     linear = linear_but(base) if patterns else []
     untrained = linear_layers.untrained(base) if patterns else frozenset()

@@ -44,10 +44,7 @@ def read(optimizer: torch.optim.Optimizer) -> States:
 
 
 def restore(optimizer: torch.optim.Optimizer, states: Sequence[Mapping[str, Any]]) -> None:
-    """Give each weight its states, with the dtype, device and paging of each tensor.
-
-    Raises ValueError if they do not fit.
-    """
+    """Give each weight its states, with the dtype, device and paging of each. Raises ValueError if they do not fit."""
     if isinstance(optimizer, Optimizer8bit):
         _restore_bitsandbytes(optimizer, states)
     else:

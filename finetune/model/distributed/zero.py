@@ -271,7 +271,6 @@ class Zero:
 def _config(
     section: DistributedSection, max_grad_norm: float, trained: int, device: torch.device, disk: Disk | None
 ) -> dict[str, Any]:
-    """DeepSpeed's config."""
     sharing: dict[str, Any] = {
         "stage": STAGES[section.stage],
         "reduce_bucket_size": min(trained, BUCKET),
@@ -296,7 +295,6 @@ def _config(
 
 
 def _imported(device: torch.device) -> Any:
-    """The package, quiet."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     deepspeed = importlib.import_module("deepspeed")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

@@ -83,10 +83,7 @@ def families() -> set[str]:
 
 
 def config(name: str) -> PreTrainedConfig:
-    """A new configuration of a catalogued model, ready for `AutoModelForCausalLM.from_config`.
-
-    Raises `ConfigError`, with the closest names, when the catalog has no such model.
-    """
+    """A new configuration of a catalogued model. Raises ConfigError, with the closest names, if there is none."""
     entry = find(name)
     if entry is None:
         hint = ", ".join(nearest(name))

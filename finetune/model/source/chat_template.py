@@ -57,10 +57,7 @@ def is_plain(tokenizer: Any) -> bool:
 
 
 def choose(choice: str, own: Any) -> Any:
-    """The template for `choice` (a key of TEMPLATES, or a .jinja file); `own` is the tokenizer's, or None.
-
-    Raises ConfigError for a file that cannot be read.
-    """
+    """The template for `choice` (a key of TEMPLATES, or a .jinja file); `own` is the tokenizer's, or None."""
     if choice == "auto":
         return own or named("plain")
     if not choice.endswith(SUFFIX):

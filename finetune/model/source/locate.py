@@ -94,9 +94,8 @@ def card(section: ModelSection) -> Mapping[str, Any]:
 
 
 def hub_call(what: str, load: Callable[[], T]) -> T:
-    """Run a transformers loading call and convert its errors into one clear paragraph.
-
-    Raises MachineError if the hub cannot be reached or refuses, ArtifactError if the files are unusable.
+    """Run a loading call. Raises MachineError if the hub cannot be reached or refuses, ArtifactError for unusable
+    files.
     """
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
     from safetensors import SafetensorError

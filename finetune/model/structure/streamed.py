@@ -86,10 +86,7 @@ class Weights(Mapping[str, torch.Tensor]):
         return _single(converter.convert(group.targets[0], model=self._model, config=self._model.config))
 
     def reverted(self, group: ConversionGroup, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The tensors of the files from which a group's weights would be made.
-
-        Raises ArtifactError if transformers' conversion cannot be reversed.
-        """
+        """The tensors of the files from which a group's weights would be made. Raises ArtifactError."""
         if group.converter is None:
             return {group.sources[0]: tensors[group.targets[0]]}
         from transformers.core_model_loading import revert_weight_conversion
