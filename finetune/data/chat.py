@@ -13,18 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from finetune.data import control, masks
 from finetune.data.encoded import IGNORE, Encoded, Segment
-from finetune.data.examples import (
-    Chat,
-    Completion,
-    Content,
-    Example,
-    RowError,
-    Several,
-    Text,
-    Tokens,
-    in_common,
-    parts,
-)
+from finetune.data.examples import Chat, Completion, Content, Example, RowError, Several, Text, Tokens, in_common, parts
 from finetune.data.tokenizing import Asking, Result, TextPart, Tokenized, answered
 
 LossOn = Literal["assistant", "last", "all"]
@@ -39,10 +28,7 @@ def encode(
 
 
 def encode_all(
-    contents: Sequence[Content],
-    tokenizer: Any,
-    loss_on: LossOn = "assistant",
-    control_tokens: ControlTokens = "text",
+    contents: Sequence[Content], tokenizer: Any, loss_on: LossOn = "assistant", control_tokens: ControlTokens = "text"
 ) -> list[Encoded | RowError]:
     """Tokens and labels of each row, or the error that `encode` would raise for it."""
     return answered([_encoding(content, tokenizer, loss_on, control_tokens) for content in contents], tokenizer)

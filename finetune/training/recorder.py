@@ -187,11 +187,7 @@ class MetricsRecorder:
 
     def evaluated(self, progress: Progress, loss: float) -> None:
         """Called at the end of an evaluation, inside its phase. Raises NumbersError for a loss that is not finite."""
-        line = {
-            "step": progress.step,
-            "eval_loss": _number(loss),
-            "memory": {"evaluation": self.monitor.leave()},
-        }
+        line = {"step": progress.step, "eval_loss": _number(loss), "memory": {"evaluation": self.monitor.leave()}}
         self.monitor.take("evaluation")
         append_line(self.run.metrics_file, line)
         self.listener.evaluated(line)
