@@ -119,10 +119,6 @@ def _refused_value(mistake: _Mistake) -> str:
     return mistake.says(f"`{mistake.key}`: {mistake.not_offered or reason}")
 
 
-def _not_a_section(mistake: _Mistake) -> str:
-    return mistake.says(f"`{mistake.key}` is a section; write {_in_section(mistake.path, mistake.value)}")
-
-
 def _wrong_type(mistake: _Mistake) -> str:
     here = other_names.name_here(mistake.given)
     expected = " or ".join(dict.fromkeys(_expected(branch) for branch in mistake.report["branches"]))
@@ -137,7 +133,9 @@ _EXPLANATIONS: dict[str, Callable[[_Mistake], str]] = {
     "extra_forbidden": _unknown_key,
     "value_error": _refused_value,
     "missing": lambda mistake: mistake.says(f"`{mistake.key}` is missing"),
-    "model_type": _not_a_section,
+    "model_type": lambda mistake: mistake.says(
+        f"`{mistake.key}` is a section; write {_in_section(mistake.path, mistake.value)}"
+    ),
 }
 
 
