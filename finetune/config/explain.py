@@ -89,9 +89,6 @@ def section_in(path: KeyPath) -> type[Section] | None:
     return next((part for part in parts if isinstance(part, type) and issubclass(part, Section)), None)
 
 
-# -- messages by pydantic's type of error ------------------------------------------------------------------------------
-
-
 def _unknown_key(mistake: _Mistake) -> str:
     path, key, value = mistake.path, mistake.key, mistake.value
     if meant := other_names.meant(path[-1], value):
@@ -179,9 +176,6 @@ def _expected(item: Any) -> str:
     }
     words = str(item["msg"]).removeprefix("Input should be ")
     return wanted.get(item["type"], f"a number {words}" if words.startswith(("greater", "less")) else words)
-
-
-# -- reading pydantic's reports ----------------------------------------------------------------------------------------
 
 
 def _merged(reports: list[Any]) -> list[Any]:

@@ -149,9 +149,6 @@ def _prompt(example: Example, tokenizer: Any, control_tokens: ControlTokens) -> 
             return input_ids
 
 
-# -- text and tokens -------------------------------------------------------------------------------------------------
-
-
 def _completion(example: Completion, tokenizer: Any, loss_on: LossOn) -> Asking[Segment]:
     # Prompt and completion are tokenized separately, as in generation, so no token spans the boundary.
     prompt = yield from _opening(example.prompt, example.escaped, tokenizer)

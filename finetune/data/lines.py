@@ -40,10 +40,9 @@ _FOREIGN = {
 def lines(path: Path, problems: Problems, encoding: str | None = None) -> Iterator[tuple[int, str]]:
     """Numbered lines, including their line breaks, without a byte order mark at the start of the file.
 
-    The text is UTF-8, or else of `encoding`, if one is given, which has a character for each byte. Invalid bytes are
-    added to `problems` and replaced by a space or a replacement character; so is a byte order mark elsewhere. Raises
-    DataError for a file that is not text, a line over `ROW_BYTES`, over a million consecutive blank lines, and damaged
-    compression.
+    The text is UTF-8, or else of `encoding`, if one is given. Bytes that are invalid, or a byte order mark elsewhere,
+    are added to `problems` and replaced. Raises DataError for a file that is not text or damaged, and for lines beyond
+    the limits.
     """
     for number, whole, text in _parts(path, ROW_BYTES, problems, encoding):
         if not whole:

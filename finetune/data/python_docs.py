@@ -86,8 +86,8 @@ def _hash_fraction(text: str) -> float:
 def _without_repeats(objects: Iterable[DocumentedObject]) -> list[DocumentedObject]:
     """Keep one object per docstring and per answer, under its best name; sorted by name.
 
-    Most repeats are one object under several names (`asyncio.run`, `asyncio.runners.run`); the public and
-    then the shortest name wins. The rest are copied docstrings, which would leak answers across the split.
+    Most repeats are one object under several names, of which the public and then the shortest wins. The rest are copied
+    docstrings, which would leak answers across the split.
     """
     seen_texts: set[str] = set()
     kept = []
@@ -119,10 +119,10 @@ def _without_leaks(
 
 
 def _without_mentions(documented: DocumentedObject, names: set[str]) -> DocumentedObject | None:
-    """The object without those paragraphs of its docstring that spell out one of `names`.
+    """The object without those paragraphs of its docstring that spell out one of `names`; None if the first one does.
 
-    None if the first paragraph does, since the rest makes little sense without it. Dropping the text for any
-    mention would waste most of the language reference, whose chapters mention hundreds of names.
+    Dropping the text for any mention would waste most of the language reference, whose chapters mention hundreds of
+    names.
     """
     opening, *rest = re.split(r"\n\s*\n", documented.docstring)
     if _mentions(opening, names):

@@ -192,9 +192,7 @@ def _weighted(records: Records, entry: Source) -> Rows:
 
 
 def _records(source: str, split: str, key: str, problems: Problems, encoding: str | None) -> Records:
-    """The records of one source, the value of `key`: a built-in, rows from Python, a local file, folder or pattern, or
-    a hub data set.
-    """
+    """The records of one source, the value of `key`: built-in, given from Python, of local files, or of the hub."""
     if source.startswith("builtin:"):
         if source not in BUILTIN:
             raise DataError(f"data source {unknown(source, BUILTIN)}")

@@ -85,9 +85,7 @@ class Preparation:
         return counts.rows > 0
 
     def _key(self, split: Split) -> str | None:
-        """A hash of everything that determines the split's rows; None if the content of a source is unknown, or what a
-        format from Python does.
-        """
+        """A hash of everything that determines the split's rows; None if a source or a format is of unknown content."""
         if self.section.format.startswith(GIVEN):
             return None
         of_its_own = split == "eval" and self.section.eval != "auto"

@@ -76,9 +76,6 @@ def find(text: str) -> Metric:
     return Metric(text, METRICS[name].make(rest))
 
 
-# -- text ------------------------------------------------------------------------------------------------------------
-
-
 def _exact_match(answer: str, reference: str, _: dict[str, Any]) -> float:
     return float(answer.strip() == reference.strip())
 
@@ -108,9 +105,6 @@ class _Words:
 def _rouge_l(_: str) -> Rule:
     scorer = needed("rouge_score.rouge_scorer", "the metric `rouge_l`").RougeScorer(["rougeL"], tokenizer=_Words())
     return lambda answer, reference, _: float(scorer.score(reference, answer)["rougeL"].fmeasure)
-
-
-# -- structured output -----------------------------------------------------------------------------------------------
 
 
 def _parsed(text: str) -> Any:
@@ -183,9 +177,6 @@ def _schema_rule(file: Path) -> Rule:
         return float(validator.is_valid(value))
 
     return score
-
-
-# -- rules in files --------------------------------------------------------------------------------------------------
 
 
 def _python_rule(file: Path, function: str) -> Rule:

@@ -33,10 +33,7 @@ TRAINED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def base_dtype(adapter: AdapterSection, training: TrainingSection) -> torch.dtype:
-    """The dtype of unquantized base weights.
-
-    Without an adapter the base itself is trained, so it has the dtype of trained weights.
-    """
+    """The dtype of unquantized base weights; without an adapter, that of trained weights."""
     return TRAINED_DTYPES[adapter.dtype] if adapter.kind == "none" else PRECISIONS[training.precision].dtype
 
 

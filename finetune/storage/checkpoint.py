@@ -53,9 +53,6 @@ class Contents:
         return sum(sizes) + _SMALL_FILES_BYTES
 
 
-# -- writing ---------------------------------------------------------------------------------------------------------
-
-
 def write(run: RunDirectory, contents: Contents) -> Path:
     """Write, verify and publish a checkpoint; returns its directory.
 
@@ -110,10 +107,7 @@ def _safetensors(tensors: dict[str, torch.Tensor]) -> list[bytes | memoryview]:
 
 
 def _write(file: Path, pieces: Sequence[bytes | memoryview]) -> dict[str, Any]:
-    """Write and fsync a file and read it back; returns its manifest entry.
-
-    The checksum is computed in parallel, from memory.
-    """
+    """Write and fsync a file and read it back; returns its manifest entry. The checksum is computed in parallel."""
     digest = hashlib.sha256()
 
     def update() -> None:
@@ -148,9 +142,6 @@ def _json(value: Any) -> bytes:
 
 def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
-
-
-# -- verifying -------------------------------------------------------------------------------------------------------
 
 
 def problems_of(checkpoint: Path) -> list[str]:
@@ -213,9 +204,6 @@ def _problems_of_file(file: Path, expected: dict[str, Any]) -> list[str]:
     except ArtifactError as error:
         return [str(error)]
     return [f"{name}: `{key}` is not finite" for key in weight_files.not_finite(file)]
-
-
-# -- choosing --------------------------------------------------------------------------------------------------------
 
 
 def newest_valid(

@@ -398,9 +398,8 @@ CHECKPOINT_STATE = TypeAdapter(CheckpointState)
 
 @dataclass(frozen=True)
 class Lines:
-    """The valid lines of a .jsonl file, and the errors of the others by line number (from 1).
-
-    `torn`: the last line was cut off by a crash.
+    """The valid lines of a .jsonl file, the errors of others by number (from 1), and whether the last was `torn` by a
+    crash.
     """
 
     rows: list[Any]

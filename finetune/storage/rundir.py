@@ -71,10 +71,8 @@ class RunDirectory:
         return run
 
     def check_layout(self) -> None:
-        """Raise ArtifactError for anything in the directory that a run does not have:
-
-        a link out of it, through which writes would land elsewhere; a pipe or device, which would block; a
-        folder in place of a file or the other way round; or a directory that cannot be read.
+        """Raise ArtifactError for a link out of the directory, a pipe or device, which would block, or a file of the
+        wrong kind.
         """
         # `Path.resolve` fails on circular links.
         inside = os.path.realpath(self.path)

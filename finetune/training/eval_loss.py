@@ -51,15 +51,12 @@ def summed_loss(
     repeatable: bool = True,
     objective: Objective = OBJECTIVES["supervised"],
 ) -> torch.Tensor:
-    """The sum and count of `objective` over `steps`, float64 (2,), on the device.
+    """The sum and count of `objective` over `steps` (lists of micro-batches), float64 (2,), on the device.
 
-    For supervised rows, the trained tokens' losses in nats and their number.
-
-    A step is a list of micro-batches, as in training; only the two sums are kept. A micro-batch that does not fit is
-    split: `limit` remembers its size, and `on_split` is called with it, unless other ranks wait inside of a pass, so
-    that it is not `repeatable`. `precision` is that of training; with `masked` the model gets the padding mask.
-
-    `model` must have the head of `objectives.log_probs`. Raises DoesNotFit for what cannot be split.
+    For supervised rows, the trained tokens' losses in nats and their number. A micro-batch that does not fit is split:
+    `limit` remembers its size, and `on_split` is called with it, unless other ranks wait inside of a pass, so that it
+    is not `repeatable`. `precision` is that of training; with `masked` the model gets the padding mask. `model` must
+    have the head of `objectives.log_probs`. Raises DoesNotFit for what cannot be split.
     """
     limit = limit or oom_retry.Limit()
     was_training = model.training

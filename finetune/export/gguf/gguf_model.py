@@ -82,9 +82,6 @@ def write_lora(config: Any, pairs: dict[str, tuple[torch.Tensor, torch.Tensor]],
         _write_tensors(writer, file, infos, (functools.partial(torch.clone, tensor) for tensor in made.values()))
 
 
-# -- hyperparameters -------------------------------------------------------------------------------------------------
-
-
 def _add_parameters(writer: Any, config: Any, family: Family) -> list[str]:
     longest, known = context(config)
     rope, head = gguf_families.rope(config), gguf_families.head_size(config)
@@ -125,8 +122,6 @@ def context(config: Any) -> tuple[int, list[str]]:
         return window, [said]
     return longest, []
 
-
-# -- tensors ---------------------------------------------------------------------------------------------------------
 
 # Small matrices that decide much, or that llama.cpp takes in float32 alone.
 _EXACT = (".bias", ".scale", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "ssm_conv1d.weight")

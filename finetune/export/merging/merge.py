@@ -135,9 +135,7 @@ class _Runs:
 
 
 def _prove(bases: Bases, chosen: Onto, rows: list[list[int]], folder: Path, *, held_out: bool) -> dict[str, Any]:
-    """The proof of the model that was written to `folder`; for a quantized base, also how both merges compare with the
-    model that was trained.
-    """
+    """The proof of the model in `folder`; for a quantized base, also how both merges compare with the trained model."""
     bases.make_buffers()
     runs = _Runs.of(bases, chosen, rows, folder)
     comparison = proof.LogitComparison(mixture=bases.mixture)

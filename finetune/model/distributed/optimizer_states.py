@@ -24,9 +24,8 @@ def groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def read(optimizer: torch.optim.Optimizer) -> States:
-    """The states as they are, tensors not copied.
-
-    A tensor that several weights share, such as bitsandbytes' quantization map, is there once.
+    """The states as they are, tensors not copied; one that several weights share, such as a quantization map, is there
+    once.
     """
     tensors: dict[str, Tensor] = {}
     names: dict[int, str] = {}
