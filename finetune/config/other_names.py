@@ -68,10 +68,7 @@ def not_offered(key: str, value: object) -> str | None:
 
 
 def without_effect(key: str, value: Any) -> bool:
-    """Whether leaving out another tool's `key: value` does not change the trained weights.
-
-    A switch that is off asks for nothing. Any key that is not known to be harmless may change the result.
-    """
+    """Whether leaving out another tool's `key: value` is known not to change the trained weights."""
     off = value is False or value in ("", [], {})
     return off or _WITHOUT_EFFECT.fullmatch(_spelt(key)) is not None
 

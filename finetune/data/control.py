@@ -73,10 +73,7 @@ def tokenize(texts: list[str], tokenizer: Any, special: bool) -> list[Any]:
 
 
 def check(text: str, ids: list[int], tokenizer: Any, special: bool) -> None:
-    """Raise RowError if an escaped text produced more control tokens than its template wrote.
-
-    In a unigram model, `</s>` may be an ordinary piece of the vocabulary.
-    """
+    """Raise RowError if an escaped text has more control tokens than its template wrote, as in some unigram models."""
     control = _control(tokenizer)
     written = len(control.pattern.findall(text)) + (tokenizer.num_special_tokens_to_add() if special else 0)
     made = [token for token in ids if token in control.ids]

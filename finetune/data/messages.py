@@ -29,10 +29,7 @@ _NAMED = 8
 
 
 def conversation(messages: list[Message], fields: Fields, context: Iterable[int] = (), where: str = "messages") -> Chat:
-    """The conversation, with untrained turns as context and the `train` and `weight` keys removed.
-
-    A `system` field of the row becomes its first message.
-    """
+    """The conversation with untrained turns as context; a `system` field of the row becomes its first message."""
     untrained = {at for at, message in enumerate(messages) if not _is_trained(message, f"{where}[{at}]")}
     plain = [{key: value for key, value in message.items() if key not in _SWITCHES} for message in messages]
     system = None if row.is_nothing(fields.get("system")) else row.text(fields, "system")

@@ -58,10 +58,7 @@ def conversations(split: Split) -> list[dict[str, Any]]:
 
 
 def documents(split: Split) -> Iterator[str]:
-    """Plain documentation texts of one side of the split, sorted by name: name, signature and docstring.
-
-    They cover private objects and the language reference too, and hold no questions.
-    """
+    """Texts of one side of the split, sorted by name: name, signature and docstring, of private objects too."""
     for documented in _splits()[split]:
         yield f"{documented.name}{documented.signature}\n\n{documented.docstring}"
 

@@ -35,10 +35,7 @@ class Row(NamedTuple):
     source: str = ""
 
     def share(self, purpose: str = "") -> float:
-        """A number in [0, 1) that depends only on the content, so equal rows are always treated alike.
-
-        Each `purpose` gives an independent number.
-        """
+        """A number in [0, 1) for each `purpose` that depends only on the content: equal rows are treated alike."""
         return int.from_bytes(hashlib.sha256((purpose + as_json(self.fields)).encode()).digest()[:8], "big") / 2**64
 
 
@@ -93,10 +90,7 @@ def first_row(source: str, encoding: str | None = None) -> Row | None:
 
 
 def foreign_word(source: str, encoding: str) -> str | None:
-    """The first word beyond ASCII in its local text files that are not UTF-8, read in `encoding`.
-
-    None if there is none, if a file cannot be of that encoding, or if they are not read within seconds.
-    """
+    """The first word beyond ASCII in local text files that are not UTF-8, read in `encoding`; None if none is found."""
     if source in BUILTIN or source.startswith(GIVEN) or _is_of_hub(source) or not at_hand(source):
         return None
     texts = [file for file in _files(source) if file.suffix.lower() in (*TEXT_READERS, *COMPRESSIONS)]
@@ -227,7 +221,7 @@ def _is_of_hub(source: str) -> bool:
 
 
 def _files(source: str) -> list[Path]:
-    """The local files that a source reads, sorted by name; empty if the source is not local.
+    """The local files that a source reads, sorted by name; none if it is not local.
 
     Raises DataError for an invalid path, and for anything that would silently drop rows.
     """
@@ -251,10 +245,7 @@ def _files(source: str) -> list[Path]:
 
 
 def _check_path(path: str) -> None:
-    """Raise DataError for an invalid path: too long, a loop of links, or not UTF-8.
-
-    A file whose name is not UTF-8 could be read, but the name could not be printed or written to the run directory.
-    """
+    """Raise DataError for a path that is too long, a loop of links, or not UTF-8, so that it cannot be printed."""
     try:
         path.encode()
         if "\0" in path or not glob.has_magic(path):

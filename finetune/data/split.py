@@ -251,10 +251,7 @@ class _Rows:
         return trained
 
     def _again(self, location: str, encoded: Encoded) -> bool:
-        """Whether an earlier row has the same tokens and labels, by 64-bit hash.
-
-        Consecutive repetitions of a row by its weight are not duplicates.
-        """
+        """Whether an earlier row has the same tokens and labels, by 64-bit hash; repetitions by weight do not count."""
         if location != self.last[0]:
             content = hash((
                 tuple(encoded.input_ids), tuple(encoded.labels), encoded.lengths, tuple(encoded.values.values())

@@ -37,10 +37,7 @@ def tokenizer_of(run: RunDirectory, config: Config, folder: Path) -> Any:
 
 
 def base_of(run: RunDirectory, config: Config, note: Callable[[str], None] = lambda text: None) -> str | None:
-    """The identity of the base (see `identity.of_base`), after checking that the trained weights are of that base.
-
-    `note` is called if this cannot be checked, or takes a while.
-    """
+    """The identity of the base (see `identity.of_base`), after checking that the trained weights are of that base."""
     base_identity = identity.of_base(config.model, note)
     fingerprint.check_base(config.model, base_identity, weights_folder(run, config), note)
     return base_identity

@@ -81,10 +81,7 @@ class Proof:
 
 
 def bound(layers: int, roundoff: float) -> float:
-    """The relative logit error explained by a relative error of `roundoff` in each merged weight.
-
-    At most 1, the error of logits that are all zero.
-    """
+    """The relative logit error explained by one of `roundoff` in each merged weight; at most that of zeros, 1."""
     return min(1.0, SAFETY * roundoff * math.sqrt(2 * layers))
 
 

@@ -158,11 +158,9 @@ class _Generation:
             raise ConfigError("this model has no keys and values to keep, and so no other KV cache; choose dynamic")
 
     def room(self, prompt: list[int]) -> int:
-        """The largest number of tokens for the answer to `prompt`.
-
-        A tokenizer may have more added tokens than the base has embeddings; on a GPU, such an id ends the process.
-        """
+        """The largest number of tokens for the answer to `prompt`."""
         size = bounds.vocabulary(self._model.config)
+        # A tokenizer may have more added tokens than the base has embeddings; on a GPU, such an id ends the process.
         if size is not None and (foreign := next((token for token in prompt if token >= size), None)) is not None:
             name = self._tokenizer.convert_ids_to_tokens(foreign)
             raise ConfigError(
@@ -194,10 +192,7 @@ class _Generation:
             yield from (answered[at] for at in window)
 
     def _takes_batches(self) -> bool:
-        """Whether a row's logits are the same behind padding and beside another row.
-
-        A recurrent model may read padding into its state, and transformers 5.23 mixes the rows of RWKV.
-        """
+        """Whether a row's logits are the same behind padding (which recurrent models may read) and beside another."""
         tokens = min(probes.TOKENS, (self._positions or math.inf) // 2 - 1)
         [row], [other] = (one.tolist() for one in probes.rows(2, int(tokens), self._model))
         alone, beside = self._second_logits([row]), self._second_logits([row, other + other])

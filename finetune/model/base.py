@@ -144,10 +144,7 @@ def _pretrained(
 
 
 def refuse_missing(report: dict[str, Any], what: str, remedy: str) -> None:
-    """Raise ArtifactError if `from_pretrained` reports missing weights, which it initialises at random.
-
-    `what` names the model in the message, `remedy` says what to do.
-    """
+    """Raise ArtifactError for missing weights, which `from_pretrained` initialises at random."""
     if missing := sorted(report["missing_keys"]):
         raise ArtifactError(f"{what}: {len(missing)} weights are not in its files, such as `{missing[0]}`; {remedy}")
 

@@ -29,9 +29,8 @@ from finetune.runtime.stages import stage
 
 @dataclass(frozen=True)
 class Blueprint:
-    """The specification of a base. `architecture` is transformers' config, `attention` the implementation's name.
-
-    `dtype` is that of unquantized weights, and the compute dtype of quantized ones.
+    """The specification of a base: transformers' config, the name of an attention implementation, and the dtype of
+    unquantized weights, in which quantized ones compute.
     """
 
     model: ModelSection

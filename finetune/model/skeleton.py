@@ -84,10 +84,7 @@ def weightless_base(
     remote_code: str | None = None,
     shorten: Callable[[Any], None] = lambda model: None,
 ) -> Any:
-    """The base on the meta device, with bitsandbytes' linear layers and experts: all modules, but no memory.
-
-    `shorten` may remove layers first.
-    """
+    """The base on the meta device, with bitsandbytes' linear layers and experts; `shorten` may remove layers first."""
     from transformers import AutoModelForCausalLM
 
     known = catalog.model_class(architecture)

@@ -23,10 +23,7 @@ _TOLERANCE = 0.1
 
 
 def check_rows(name: str, rows: RowLayout, context: int) -> None:
-    """Raise ConfigError if the prepared rows do not have the segments and values that the objective `name` trains on.
-
-    `context` is the number of ranks that split a row.
-    """
+    """Raise ConfigError if rows lack what `name` trains on, or are split over `context` ranks and must be whole."""
     wanted = OBJECTIVES[name].layout
     if rows != wanted:
         raise ConfigError(

@@ -140,10 +140,7 @@ def _remove(path: Path) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Replace a file atomically: `content` is written to a temporary file, fsynced and renamed.
-
-    A device or pipe is written directly. Raises MachineError if writing fails; the temporary file is removed.
-    """
+    """Replace a file atomically, through a temporary one that is fsynced. Raises MachineError if writing fails."""
     refuse_another(path)
     if path.is_dir():
         raise MachineError(f"{path} could not be written: it is a folder; name a file")

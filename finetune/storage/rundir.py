@@ -129,10 +129,7 @@ class RunDirectory:
 
     @property
     def chat_template(self) -> str:
-        """The template saved with the trained weights; the config's choice if nothing was saved yet.
-
-        If the tokenizer has several templates, its own are used: the file is only one of them.
-        """
+        """The template saved with the trained weights, if the tokenizer has one alone; else the config's choice."""
         for folder in (self.adapter, self.merged):
             file = folder / "chat_template.jinja"
             if file.is_file() and not (folder / "additional_chat_templates").is_dir():
@@ -140,10 +137,7 @@ class RunDirectory:
         return self.config().data.chat_template
 
     def config(self) -> Config:
-        """The resolved config this run was started with, for comparison; use `settings.config_of` to act on it.
-
-        Raises ArtifactError if there is none, and ConfigError.
-        """
+        """The resolved config this run was started with, for comparison; use `settings.config_of` to act on it."""
         with records.open_file(self.config_file):  # rejects a pipe, on which `load` would block
             return load(self.config_file)
 

@@ -133,10 +133,7 @@ class Loop:
         return self.progress.step >= self.progress.total or self.stopped_early
 
     def _signalled(self) -> tuple[bool, bool]:
-        """Whether a signal to any rank requests a checkpoint, or the end; all ranks act on it in the same step.
-
-        A callback that failed on rank 0 after the step before requests the end as well.
-        """
+        """Whether a signal to any rank requests a checkpoint, and whether one or a failed callback requests the end."""
         came = ranks.gathered((self.signals.take_save(), self.signals.name, self.callbacks.failed))
         # Not what `signals` has by now: a signal during the exchange is this rank's alone until the next step.
         name = next((name for _, name, _ in came if name), None)

@@ -55,10 +55,7 @@ def _positions(inputs: Inputs) -> int:
 
 
 def smaller(inputs: Inputs, config: Config, shares: int) -> dict[str, int]:
-    """The keys of a config whose micro-batches are at most half of `inputs`; empty for a single row.
-
-    `shares`: the number of parts into which the ranks divide the rows of a step.
-    """
+    """The keys that make micro-batches at most half of `inputs`, for rows in `shares` parts; none for a single row."""
     rows = row_count(inputs)
     if rows == 1:
         return {}

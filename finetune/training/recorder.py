@@ -59,10 +59,7 @@ class StepCounts:
         return cls(trained, tokens, positions)
 
     def of_all_ranks(self, device: torch.device, context: int = 1) -> StepCounts:
-        """The sums over all ranks, left on the device; each `context` ranks have the same rows and count once.
-
-        `trained` is at least 1, to be a divisor.
-        """
+        """The sums over all ranks, on the device; ranks of one `context` count once, and `trained` is at least 1."""
         if ranks.world_size() == 1:
             return StepCounts(max(self.trained, 1), self.tokens, self.positions)
         counts = torch.tensor([self.trained, self.tokens, self.positions], device=device)

@@ -54,10 +54,7 @@ def save_weights(model: Any, folder: Path, whole: dict[str, torch.Tensor] | None
 
 
 def whole_weights(engine: Engine) -> dict[str, torch.Tensor]:
-    """The weights of a model that ranks hold in parts, for `save_weights`: in host memory of rank 0.
-
-    Without an adapter that is the whole model, otherwise what is trained. All ranks must call it.
-    """
+    """The weights of a divided model, for `save_weights`: in host memory of rank 0; all ranks must call it."""
     state = engine.model.state_dict(keep_vars=True)
     if hasattr(engine.model, "peft_config"):
         state = {name: tensor for name, tensor in state.items() if tensor.requires_grad}
@@ -133,10 +130,7 @@ def restore_optimizer(engine: Engine, described: dict[str, Any], tensors: dict[s
 def snapshot(
     step: Step, schedule: Any, progress: Progress, provenance: dict[str, Any], random_states: list[dict[str, Any]]
 ) -> Contents:
-    """A copy of the training state in host memory; training can continue at once.
-
-    All ranks must call it if each holds parts of the model; only rank 0's has the tensors.
-    """
+    """A copy of the training state in rank 0's memory; ranks that hold parts of the model must all call it."""
     engine, model = step.engine, step.model
     if step.device.type == "cuda":
         # Paged states are read as host memory, bypassing the stream of their update.

@@ -99,10 +99,7 @@ def _approximated(job: Conversion, model: Any, trained: list[torch.Tensor]) -> t
 
 
 def load(file: Path, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """The model in a GGUF file, by transformers' reader, with the configuration that it was written from.
-
-    The reader's own configuration lacks what a file stores in tensors, such as Llama 3's rotary scaling.
-    """
+    """The model in a GGUF file by transformers' reader, whose own configuration lacks what files store in tensors."""
     config = gguf_families.text(config)
     if config.model_type == "gemma3_text":  # its scale of attention is in the file's norms
         config = copy.deepcopy(config)

@@ -57,10 +57,7 @@ class Server:
         return [int(token) for token in ids]
 
     def log_probs(self, prompt: list[int], count: int = 1) -> dict[int, float]:
-        """The `count` most likely next tokens in order, and their log-probabilities.
-
-        Empty if the first is only a part of a character, which the server keeps back until the character is complete.
-        """
+        """The `count` most likely next tokens and their log-probabilities; empty before a part of a character."""
         answer = self.post("/completion", prompt=prompt, n_predict=1, n_probs=count, temperature=0.0)
         [first] = answer.get("completion_probabilities", [{"top_logprobs": []}])
         return {one["id"]: one["logprob"] for one in first["top_logprobs"]}

@@ -140,10 +140,7 @@ def casts_by_autocast(model: Any, section: AdapterSection, precision: str) -> co
 
 
 def set_trained_dtype(model: Any, section: AdapterSection) -> None:
-    """Cast trained weights to `section.dtype`.
-
-    DoRA's magnitudes stay in float32: their updates are smaller than bfloat16's resolution.
-    """
+    """Cast trained weights to `section.dtype`, except DoRA's magnitudes: their updates are too small for bfloat16."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             magnitude = "lora_magnitude_vector" in name

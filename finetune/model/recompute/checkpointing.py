@@ -34,10 +34,7 @@ _levels: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
 def apply(model: Any, section: MemorySection, device_type: str) -> None:
-    """Switch checkpointing on for the layers the section names; `model` is the base, wrapped or not.
-
-    On a CPU (`device_type`) layer inputs are in host memory anyway, and `offload` does nothing.
-    """
+    """Switch checkpointing on for the layers the section names; `model` is the base. On a CPU nothing is offloaded."""
     for module in model.modules():
         if hasattr(module, "recurrent_states"):
             module.register_forward_hook(_forget_state)

@@ -113,10 +113,7 @@ def says(model: type, attribute: str) -> bool:
 
 
 def nearest(name: str, limit: int = 3) -> list[str]:
-    """Up to `limit` names and aliases similar to `name`, the closest first.
-
-    Case is ignored, as is the organisation if `name` has none: `llama-3.1-8b` finds `meta-llama/Llama-3.1-8B`.
-    """
+    """Up to `limit` similar names, the closest first; without case, and without the organisation if `name` has none."""
     spelled = {}
     for known in names(aliases=True):
         spelled[(known if "/" in name else known.split("/")[1]).lower()] = known

@@ -62,10 +62,7 @@ def at_hand(name: str) -> bool:
 
 
 def weights_directory(name: str, revision: str | None, *, download: bool = False) -> Path:
-    """The folder of a model's files: a local directory, or the snapshot in the hub's cache.
-
-    `download` fetches weights and configuration that the cache lacks.
-    """
+    """The folder of a model's files, local or a snapshot in the hub's cache; `download` fetches what that lacks."""
     from huggingface_hub import snapshot_download
 
     folder = Path(locate(name))

@@ -52,9 +52,7 @@ def read_directly(model: Any) -> frozenset[str]:
 
 
 def untrained(model: Any) -> frozenset[str]:
-    """Full names of the layers that rows of text do not train; as `read_directly`. None if the model's code fails
-    before.
-    """
+    """Full names of the layers that rows of text do not train; as `read_directly`. Empty if the code fails first."""
     return _names(model)[1]
 
 

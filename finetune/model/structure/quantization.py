@@ -10,9 +10,8 @@ from finetune.config import QuantizationSection
 
 @dataclass(frozen=True)
 class Quantization:
-    """One kind of quantization with its arguments for transformers' BitsAndBytesConfig (None: unquantized).
-
-    `ignores`: keys of the section that do not apply to it, and that a config must not set.
+    """A kind of quantization with its arguments for BitsAndBytesConfig (None: unquantized), and the keys that it
+    `ignores`.
     """
 
     help: str
