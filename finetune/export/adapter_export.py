@@ -122,7 +122,7 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
 
 
 def served_names(config: Config) -> dict[str, str | None]:
-    """The name in the base's safetensors files of each weight that is one tensor there, else None; empty without any."""
+    """The name in the base's safetensors files, if any, of each weight that is one tensor there, else None."""
     if config.model.weights == "random":
         return {}
     files = identity.loaded_files(weights_directory(config.model.name, config.model.revision))

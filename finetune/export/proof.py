@@ -218,13 +218,9 @@ class LogitComparison:
 
 
 def compare(
-    merged: Iterable[torch.Tensor],
-    adapted: Iterable[torch.Tensor],
-    base: Iterable[torch.Tensor],
-    bound: float,
-    *,
+    merged: Iterable[torch.Tensor], adapted: Iterable[torch.Tensor], base: Iterable[torch.Tensor], bound: float, *,
     mixture: bool = False,
-) -> Proof:
+) -> Proof:  # fmt: skip
     """Compare the three models' centred logits on the same rows; `mixture`: whether the models have experts."""
     comparison = LogitComparison(mixture=mixture)
     for row in zip(merged, adapted, base, strict=True):

@@ -90,12 +90,9 @@ def prompt_ids(example: formats.Example, tokenizer: Any, control_tokens: chat.Co
 
 
 def answers(
-    model: Any,
-    tokenizer: Any,
-    prompts: Sequence[list[int]],
-    settings: Settings,
+    model: Any, tokenizer: Any, prompts: Sequence[list[int]], settings: Settings,
     cache_bytes: Callable[[int], None] = lambda size: None,
-) -> Iterator[Answer]:
+) -> Iterator[Answer]:  # fmt: skip
     """The answers to `prompts` (token ids, as `prompt_ids` makes them), in their order.
 
     They are generated in batches of like length, padded on the left; greedy answers are those that each prompt gets

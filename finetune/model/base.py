@@ -74,15 +74,9 @@ def _refuse_kernels(architecture: Any, name: str) -> None:
 
 
 def load_base(
-    section: ModelSection,
-    quantization: QuantizationSection,
-    architecture: Any,
-    *,
-    attention: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    placement: Placement | None = None,
-) -> Any:
+    section: ModelSection, quantization: QuantizationSection, architecture: Any, *, attention: str,
+    dtype: torch.dtype, device: torch.device, placement: Placement | None = None,
+) -> Any:  # fmt: skip
     """The base model on `device`; with a `placement`, of the decoder layers' linear weights only this rank's part.
 
     `attention` is the name of a transformers implementation; `dtype` is that of unquantized weights, and the compute
@@ -94,14 +88,9 @@ def load_base(
         if ranks.world_size() > 1:  # all make the same weights, and scales of quantized ones
             torch.manual_seed(0)
         model = random_base(
-            architecture,
-            quantization,
-            attention=attention,
-            dtype=dtype,
-            device=device,
-            remote_code=remote_code(section),
-            placement=placement,
-        )
+            architecture, quantization, attention=attention, dtype=dtype, device=device,
+            remote_code=remote_code(section), placement=placement,
+        )  # fmt: skip
     else:
         with placement.while_loading() if placement else contextlib.nullcontext():
             model = _pretrained(section, architecture, quantization, attention, dtype, device)
@@ -111,13 +100,9 @@ def load_base(
 
 
 def _pretrained(
-    section: ModelSection,
-    architecture: Any,
-    quantization: QuantizationSection,
-    attention: str,
-    dtype: torch.dtype,
+    section: ModelSection, architecture: Any, quantization: QuantizationSection, attention: str, dtype: torch.dtype,
     device: torch.device,
-) -> Any:
+) -> Any:  # fmt: skip
     from finetune.model.structure import quantizers
 
     packing.register()

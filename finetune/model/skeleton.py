@@ -23,15 +23,9 @@ from finetune.runtime import patches
 
 
 def random_base(
-    architecture: Any,
-    quantization: QuantizationSection,
-    *,
-    attention: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    remote_code: str | None = None,
-    placement: Placement | None = None,
-) -> Any:
+    architecture: Any, quantization: QuantizationSection, *, attention: str, dtype: torch.dtype, device: torch.device,
+    remote_code: str | None = None, placement: Placement | None = None,
+) -> Any:  # fmt: skip
     """The architecture with random weights, materialised and quantized one module at a time; see `base.load_base`.
 
     Peak memory is the finished model plus one module's unquantized weights. Weights have the model's own
@@ -76,14 +70,9 @@ def _owners(model: Any) -> tuple[list[Any], dict[nn.Module, Any]]:
 
 
 def weightless_base(
-    architecture: Any,
-    quantization: QuantizationSection,
-    *,
-    attention: str,
-    dtype: torch.dtype,
-    remote_code: str | None = None,
-    shorten: Callable[[Any], None] = lambda model: None,
-) -> Any:
+    architecture: Any, quantization: QuantizationSection, *, attention: str, dtype: torch.dtype,
+    remote_code: str | None = None, shorten: Callable[[Any], None] = lambda model: None,
+) -> Any:  # fmt: skip
     """The base on the meta device, with bitsandbytes' linear layers and experts; `shorten` may remove layers first."""
     from transformers import AutoModelForCausalLM
 

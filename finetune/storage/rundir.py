@@ -173,8 +173,6 @@ class RunDirectory:
                 raise MachineError(files.not_written(self.lock_file, error)) from None
             yield
 
-    # -- lines that grow -------------------------------------------------------------------------------------------
-
     def event(self, name: str, **fields: Any) -> None:
         """Append one line to events.jsonl: what happened, when, and details for people."""
         files.append_line(self.events_file, {"time": round(time.time(), 3), "event": name, **fields})
@@ -233,8 +231,6 @@ class RunDirectory:
         """Whether a run was ever started here."""
         return self.events_file.is_file() and self.config_file.is_file()
 
-    # -- files that are replaced as a whole ------------------------------------------------------------------------
-
     def answers(self) -> list[records.SampleAnswer]:
         """The sample questions and their answers, if any. Raises ArtifactError."""
         return records.find(self.answers_file, records.ANSWERS) or []
@@ -265,8 +261,6 @@ class RunDirectory:
         last = [event for event in self.events() if event["event"] in ("trained", "merged")][-1:]
         return self.merged.exists() and any(event["event"] == "merged" for event in last)
 
-    # -- checkpoints -----------------------------------------------------------------------------------------------
-
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"{_CHECKPOINT}{step:08d}"
 
@@ -279,8 +273,6 @@ class RunDirectory:
         """Remove what a kill left half-written, and restore what it left half-replaced."""
         for folder in (self.path, self.checkpoints):
             files.remove_leftovers(folder)
-
-    # -- starting over ---------------------------------------------------------------------------------------------
 
     def move_aside(self) -> Path:
         """Rename an earlier run so that a new one can take its name; nothing is deleted. Raises MachineError."""

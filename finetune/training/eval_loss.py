@@ -41,16 +41,10 @@ class DoesNotFit(OutOfMemoryError):
 
 @torch.no_grad()
 def summed_loss(
-    model: Any,
-    steps: Iterable[list[Inputs]],
-    limit: oom_retry.Limit | None = None,
-    on_split: Callable[[Inputs], None] = lambda part: None,
-    *,
-    precision: str,
-    masked: bool,
-    repeatable: bool = True,
+    model: Any, steps: Iterable[list[Inputs]], limit: oom_retry.Limit | None = None,
+    on_split: Callable[[Inputs], None] = lambda part: None, *, precision: str, masked: bool, repeatable: bool = True,
     objective: Objective = OBJECTIVES["supervised"],
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """The sum and count of `objective` over `steps` (lists of micro-batches), float64 (2,), on the device.
 
     For supervised rows, the trained tokens' losses in nats and their number. A micro-batch that does not fit is split:
@@ -144,16 +138,11 @@ class EvalLoss:
 
     def sums(self, steps: Iterable[list[Inputs]] | None = None) -> torch.Tensor:
         """See `summed_loss`."""
+        step = self.step
         return summed_loss(
-            self.step.model,
-            steps or self.batches(),
-            self.limit,
-            self.report.split,
-            precision=self.step.precision,
-            masked=self.step.masked,
-            repeatable=self.step.engine.repeatable,
-            objective=self.step.objective,
-        )
+            step.model, steps or self.batches(), self.limit, self.report.split, precision=step.precision,
+            masked=step.masked, repeatable=step.engine.repeatable, objective=step.objective,
+        )  # fmt: skip
 
 
 def held_out_loss(model: Any, tokenizer: Any, rows: Any, config: Config) -> tuple[float, torch.Tensor]:

@@ -135,13 +135,9 @@ class MetricsRecorder:
             self.listener.note(text)
 
     def stepped(
-        self,
-        progress: Progress,
-        numbers: StepNumbers,
-        learning_rate: float,
-        updated: bool,
+        self, progress: Progress, numbers: StepNumbers, learning_rate: float, updated: bool,
         scaler: torch.amp.GradScaler | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Called after a step, with or without an update. Raises NumbersError if updates keep being skipped."""
         self._steps, self._scaled = progress.step, scaler is not None
         if self.profiler:

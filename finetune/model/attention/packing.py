@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -161,7 +162,7 @@ def _by_row(
         if window is None and (attention_mask is not None or cu_seq_lens_q is None):
             return attend(query, key, value, attention_mask)
         band = windows.additive(attention_mask, value.dtype) if window else None
-        lengths = [query.shape[2]] if cu_seq_lens_q is None else cu_seq_lens_q.diff().tolist()
+        lengths = [query.shape[2]] if cu_seq_lens_q is None else _lengths(cu_seq_lens_q)
         outputs: list[torch.Tensor] = []
         for length, *row in zip(lengths, *(part.split(lengths, 2) for part in (query, key, value)), strict=True):
             if band is None or length <= window:
@@ -171,6 +172,10 @@ def _by_row(
         return torch.cat(outputs, dim=1), None
 
     return attention
+
+
+def _lengths(starts: torch.Tensor) -> list[int]:
+    return [end - start for start, end in itertools.pairwise(starts.tolist())]
 
 
 def _causal_mask(length: int, query: torch.Tensor) -> torch.Tensor:

@@ -143,8 +143,6 @@ class Zero:
     def empty_update(self, max_norm: float) -> None:
         self.clip(max_norm)
 
-    # -- weights -------------------------------------------------------------------------------------------------------
-
     def shape_of(self, weight: Tensor) -> torch.Size:
         return shape_of(weight)
 
@@ -166,8 +164,6 @@ class Zero:
         """In the block the weight is whole; with `write`, what rank 0 then has is partitioned again."""
         with self._deepspeed.zero.GatheredParameters([weight], modifier_rank=0 if write else None):
             yield
-
-    # -- state ---------------------------------------------------------------------------------------------------------
 
     def optimizer_state(self) -> States:
         tensors: dict[str, Tensor] = {}

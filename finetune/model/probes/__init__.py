@@ -24,7 +24,7 @@ class Failed(Exception):
 
 @contextlib.contextmanager
 def attempt(refusal: Callable[[Exception], Exception] = Failed) -> Iterator[None]:
-    """Raise `refusal(error)` for errors of a model's or kernel's code, except out of memory and those of other ranks."""
+    """Raise `refusal(error)` for errors of a model's or kernel's code, except those of memory and of other ranks."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, dist.DistError):
