@@ -40,9 +40,9 @@ def generate(
         raise ConfigError("--prompt and --file both name prompts; give one of them")
     ask = _asking(run, system, trust_remote_code)
     if texts:
-        asked = [_Prompt(ask(one), {"prompt": one}) for one in texts]
+        asked = [Prompt(ask(one), {"prompt": one}) for one in texts]
     else:
-        asked = _from_file(file, ask) if file else _from_standard_input(ask)
+        asked = prompts_from_file(file, ask) if file else prompts_from_standard_input(ask)
     opened = ready(run, which, system=system, cache=settings.cache, trust_remote_code=trust_remote_code)
     if len(texts) == 1 and not as_json:
         opened.stream(asked[0].example, settings, _say)
@@ -80,24 +80,24 @@ def _say(piece: str) -> None:
 
 
 @dataclass(frozen=True)
-class _Prompt:
+class Prompt:
     """A prompt as an example without an answer, and the row it came from."""
 
     example: Example
     row: dict[str, Any]
 
 
-def _from_file(path: Path, asked: Callable[[str], Example]) -> list[_Prompt]:
+def prompts_from_file(path: Path, asked: Callable[[str], Example]) -> list[Prompt]:
     """The prompts of a file: rows with `messages` or `prompt`, or lines of text; `asked` makes an example of a text."""
     if not path.exists():
         raise DataError(f"{path}: no such file")
-    prompts: list[_Prompt] = []
+    prompts: list[Prompt] = []
     with Problems() as problems:
         read = readers.reader(path) or readers.READERS[".txt"]
         for location, fields in read(path, problems):
             row = {"prompt" if name == "text" else name: value for name, value in fields.items()}
             try:
-                prompts.append(_Prompt(_example(row, asked), row))
+                prompts.append(Prompt(_example(row, asked), row))
             except RowError as error:
                 problems.add(f"{location}: {error}")
     if not prompts:
@@ -105,7 +105,7 @@ def _from_file(path: Path, asked: Callable[[str], Example]) -> list[_Prompt]:
     return prompts
 
 
-def _from_standard_input(asked: Callable[[str], Example]) -> list[_Prompt]:
+def prompts_from_standard_input(asked: Callable[[str], Example]) -> list[Prompt]:
     """The prompts of standard input: JSON lines if it begins with a brace, otherwise lines of text."""
     if sys.stdin.isatty():
         raise ConfigError(
@@ -116,7 +116,7 @@ def _from_standard_input(asked: Callable[[str], Example]) -> list[_Prompt]:
         path = Path(folder) / ("stdin.jsonl" if content.lstrip().startswith(b"{") else "stdin.txt")
         path.write_bytes(content)
         try:
-            return _from_file(path, asked)
+            return prompts_from_file(path, asked)
         except DataError as error:
             raise DataError(str(error).replace(str(path), "standard input")) from None
 
