@@ -9,14 +9,11 @@ and each is to say within 1 s what it plans; a plan that chooses what is recompu
 
 from __future__ import annotations
 
-import argparse
 import os
-import resource
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import harness
@@ -33,9 +30,8 @@ CONFIG = harness.ROOT / "configs" / "llama7b_qlora.yaml"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__, "forecast_speed.json")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=harness.RESULTS / "forecast_speed.json")
     options = parser.parse_args()
     jobs: dict[str, Any] = {}
     for job, (goal, asked) in JOBS.items():
@@ -55,8 +51,6 @@ def main() -> None:
             flush=True,
         )
     result = {
-        "command": harness.command_line(),
-        "environment": harness.environment(),
         "imports_alone_seconds": round(_imports(), 2),
         "jobs": jobs,
         "passed": all(
@@ -66,7 +60,7 @@ def main() -> None:
             for job in jobs.values()
         ),
     }
-    harness.write_result(options.output, result)
+    harness.save(options.output, result)
     sys.exit(0 if result["passed"] else 1)
 
 
@@ -100,11 +94,7 @@ def _plan(model: str, asked: list[str]) -> Planned:
     code = os.waitstatus_to_exitcode(status)
     assert code in (0, 6), f"plan ended with {code}"
     assert model.encode() in first_line, first_line
-    return Planned(seconds, said, usage.ru_utime + usage.ru_stime, _resident(usage))
-
-
-def _resident(usage: resource.struct_rusage) -> int:
-    return usage.ru_maxrss * 1024  # Linux counts KiB (getrusage(2))
+    return Planned(seconds, said, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)  # in KiB
 
 
 def _imports() -> float:
