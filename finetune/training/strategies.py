@@ -145,10 +145,7 @@ def replicates(section: DistributedSection, world_size: int) -> bool:
 def placement(
     section: DistributedSection, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> Placement | None:
-    """How a model is divided among the ranks of `group`, by default those of this run, which must be connected.
-
-    None if each loads all of it.
-    """
+    """How a model is divided among the ranks of `group`, by default those of this run; None if each loads all of it."""
     from finetune.runtime import ranks
 
     place = STRATEGIES[section.kind].place
