@@ -121,6 +121,7 @@ class _Terminal(io.StringIO):
         return True
 
 
+@pytest.mark.slow
 def test_fifty_held_out_rows_suffice_to_keep_the_best_epoch(call: Call, tmp_path: Path, shallow_base: Path) -> None:
     write(tmp_path, 60)
     code, out, _ = call("init", shallow_base, "rows.jsonl")
@@ -269,6 +270,7 @@ def test_on_a_terminal_it_asks_for_what_is_missing_and_again_after_a_mistake(
                 questions.ask("builtin:tiny-llama", "rows.jsonl", None, None, yes=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 10])
 def test_a_config_of_two_keys_trains_on_any_number_of_rows(
     number: int, tmp_path: Path, shallow_base: Path, hurried: None, monkeypatch: pytest.MonkeyPatch
@@ -283,6 +285,7 @@ def test_a_config_of_two_keys_trains_on_any_number_of_rows(
     assert evaluated == (number > 1)
 
 
+@pytest.mark.slow
 def test_a_config_for_preferences_notes_that_rejected_answers_are_not_trained(
     call: Call, tmp_path: Path, shallow_base: Path, hurried: None
 ) -> None:
