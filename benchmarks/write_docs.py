@@ -33,8 +33,26 @@ def generated() -> dict[Path, str]:
     return {
         docs / "config.md": settings.reference(),
         docs / "config.schema.json": json.dumps(settings.schema(), indent=2) + "\n",
-        docs / "patches.md": patches.page(),
+        docs / "patches.md": patches_page(),
     }
+
+
+def patches_page() -> str:
+    """The registry of patches as Markdown."""
+    libraries: dict[str, list[str]] = {}
+    for entry in patches.entries().values():
+        what = f"`{entry.target.replace(':', '.')}`" + (f", of {entry.objects}" if entry.objects else "")
+        row = f"| {what} | {entry.read_at} | {entry.why} | {entry.until[0].upper()}{entry.until[1:]} |"
+        libraries.setdefault(entry.read_at.split()[0], []).append(row)
+    parts = [
+        "# Patches\n\nEvery attribute of a library that finetune replaces. `make docs` writes this page from "
+        "`finetune/runtime/patches.py`; `make test-oldest` and `make test-newest` check the targets in the lowest and "
+        "the newest versions that `pyproject.toml` allows."
+    ]
+    for library, rows in libraries.items():
+        head = "| replaced | read at | why | unnecessary when |\n| --- | --- | --- | --- |"
+        parts.append("\n".join([f"## {library}\n", head, *rows]))
+    return "\n\n".join(parts) + "\n"
 
 
 def pages() -> list[Path]:

@@ -483,11 +483,3 @@ def _on_host(block: TracedBlock) -> int:
     CachingHostAllocator.h `allocate`; `pinned_max_round_threshold` has no limit unless it is set).
     """
     return 1 << (block.bytes - 1).bit_length() if block.category == "layer_inputs" else block.bytes
-
-
-def bands(curve: tuple[Point, ...]) -> Iterator[tuple[str, list[int]]]:
-    """(category, its bytes at each point) for the categories that appear, in the order of WORDS."""
-    for category in CATEGORIES:
-        values = [point.categories[category] for point in curve]
-        if any(values):
-            yield category, values

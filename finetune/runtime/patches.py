@@ -23,7 +23,7 @@ class Patch:
     """One replaced attribute.
 
     `target`: module, colon, attribute path. `read_at`: libraries and the versions they were read at. `signature`: as
-    `found_signature` returns it, one for each form that the allowed versions have. `until`: what makes the patch
+    the test of the registry reads it, one for each form that the allowed versions have. `until`: what makes the patch
     unnecessary. `objects`: whose attribute is replaced, if it is that of objects or classes given at run time; `target`
     is then one example.
     """
@@ -39,10 +39,6 @@ class Patch:
     def attribute(self) -> str:
         """The name of the replaced attribute."""
         return self.target.rpartition(":")[2].rpartition(".")[2]
-
-    def libraries(self) -> list[str]:
-        """The packages that it was read in, without their versions."""
-        return [one.split()[0] for one in self.read_at.split(", ")]
 
     def owner(self) -> Any:
         """The module or class of `target`; imports it."""
@@ -96,36 +92,6 @@ class Patch:
         import torch
 
         return torch.library.Library(self.target.split(":ops.")[1].split(".")[0], "IMPL", dispatch_key)
-
-    def found_signature(self) -> str:
-        """What the target is in the installed version; raises ImportError or AttributeError if there is none.
-
-        The parameters of a function (of a Triton kernel, of an autograd function's forward pass), with `=...` for
-        defaults; the schema of an operator; "of instances" for an attribute that a class gives its instances;
-        otherwise the type's name.
-        """
-        owner = self.owner()
-        if inspect.isclass(owner) and not hasattr(owner, self.attribute):
-            if f"self.{self.attribute}" not in inspect.getsource(owner):
-                raise AttributeError(f"{self.target} is not there")
-            return "of instances"
-        value = getattr(owner, self.attribute)
-        if hasattr(value, "_schema"):
-            return str(value._schema)  # noqa: SLF001 -- torch has no public name for an operator's schema
-        if hasattr(value, "save_for_backward"):
-            value = value.forward
-        value = getattr(value, "fn", value)
-        if not callable(value):
-            return type(value).__name__
-        try:
-            signature = inspect.signature(value)
-        except ValueError:
-            return "built in"
-        parameters = [
-            one.replace(annotation=one.empty, default=one.default if one.default is one.empty else ...)
-            for one in signature.parameters.values()
-        ]
-        return str(inspect.Signature(parameters)).replace("Ellipsis", "...")
 
 
 # -- torch -------------------------------------------------------------------------------------------------------------
@@ -597,21 +563,3 @@ ADDS_IN_SEQUENCE = Patch(
 def entries() -> dict[str, Patch]:
     """All entries by name."""
     return {name: value for name, value in globals().items() if isinstance(value, Patch)}
-
-
-def page() -> str:
-    """The registry as Markdown."""
-    libraries: dict[str, list[str]] = {}
-    for entry in entries().values():
-        what = f"`{entry.target.replace(':', '.')}`" + (f", of {entry.objects}" if entry.objects else "")
-        row = f"| {what} | {entry.read_at} | {entry.why} | {entry.until[0].upper()}{entry.until[1:]} |"
-        libraries.setdefault(entry.read_at.split()[0], []).append(row)
-    parts = [
-        "# Patches\n\nEvery attribute of a library that finetune replaces. `make docs` writes this page from "
-        "`finetune/runtime/patches.py`; `make test-oldest` and `make test-newest` check the targets in the lowest and "
-        "the newest versions that `pyproject.toml` allows."
-    ]
-    for library, rows in libraries.items():
-        head = "| replaced | read at | why | unnecessary when |\n| --- | --- | --- | --- |"
-        parts.append("\n".join([f"## {library}\n", head, *rows]))
-    return "\n\n".join(parts) + "\n"
