@@ -287,7 +287,6 @@ class Plan:
     """What was chosen where the job says `auto`; None where nothing was, or nothing fits."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The forecast and the levers as JSON values."""
         levers = [
             {
                 "changes": dict(lever.changes),
