@@ -46,8 +46,8 @@ def patches_page() -> str:
         libraries.setdefault(entry.read_at.split()[0], []).append(row)
     parts = [
         "# Patches\n\nEvery attribute of a library that finetune replaces. `make docs` writes this page from "
-        "`finetune/runtime/patches.py`; `make test-oldest` and `make test-newest` check the targets in the lowest and "
-        "the newest versions that `pyproject.toml` allows."
+        "`finetune/runtime/patches.toml`; `make test-oldest` and `make test-newest` check the targets in the lowest "
+        "and the newest versions that `pyproject.toml` allows."
     ]
     for library, rows in libraries.items():
         head = "| replaced | read at | why | unnecessary when |\n| --- | --- | --- | --- |"
