@@ -161,7 +161,7 @@ def measure(setting: Setting, device: Any, recordings: Path, idle_bytes: int | N
     import measured_step
     import torch
 
-    from finetune.forecast import comparison, devices
+    from finetune.forecast import devices
     from finetune.forecast.planning import Planner
     from finetune.measure.monitor import Monitor, meter_for
     from finetune.runtime import libraries
@@ -204,7 +204,7 @@ def measure(setting: Setting, device: Any, recordings: Path, idle_bytes: int | N
         },
         "measured": {f"peak_{measure}": size for measure, size in meter.peak.items()},
         "relative_errors": relative_errors(forecast, meter.peak),
-        "phases": comparison.as_dict(forecast, monitor.run)["differences"],
+        "phases": forecast.beside(monitor.run)["differences"],
         # The first step also compiles and loads kernels.
         "step_seconds": {
             "forecast": round(forecast.seconds, 4),

@@ -33,8 +33,25 @@ def generated() -> dict[Path, str]:
     return {
         docs / "config.md": settings.reference(),
         docs / "config.schema.json": json.dumps(settings.schema(), indent=2) + "\n",
-        docs / "patches.md": patches.page(),
+        docs / "patches.md": patches_page(),
     }
+
+
+def patches_page() -> str:
+    """The registry of patches as Markdown."""
+    libraries: dict[str, list[str]] = {}
+    for entry in patches.entries().values():
+        library, _, other = entry.read_at.partition(", ")
+        of = ", ".join(part for part in (entry.objects, other) if part)
+        what = f"- `{entry.target.replace(':', '.')}`" + (f" ({of})" if of else "")
+        until = entry.until if entry.until.startswith("never") else f"until {entry.until}"
+        libraries.setdefault(library, []).append(f"{what}: {entry.why} *{until[0].upper()}{until[1:]}*")
+    parts = [
+        "# Patches\n\nEvery attribute of a library that finetune replaces, why, and until when, by the version that "
+        "was read. `make docs` writes this page from `finetune/runtime/patches.toml` ([how to upgrade](upgrading.md))."
+    ]
+    parts += ["\n".join([f"## {library}\n", *lines]) for library, lines in libraries.items()]
+    return "\n\n".join(parts) + "\n"
 
 
 def pages() -> list[Path]:

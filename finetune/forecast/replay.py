@@ -18,8 +18,9 @@ from finetune.forecast import operator_costs
 from finetune.forecast.allocator import CachingAllocator, CapacityError
 from finetune.forecast.devices import DISK_READ_BYTES, DISK_WRITE_BYTES, RANKS_OF_A_MACHINE, Device
 from finetune.forecast.trace import CATEGORIES, Stretch, Trace, TracedBlock, Work
+from finetune.measure.monitor import Peak
 from finetune.model.structure.experts import Mixture
-from finetune.storage.records import UpTo
+from finetune.storage.records import Difference, UpTo
 
 PHASES = ("load", "forward", "backward", "optimizer", "evaluation", "save", "merge")
 WORDS = {**CATEGORIES, "context": "context and libraries", "allocator_slack": "allocator slack"}
@@ -119,6 +120,25 @@ class Forecast:
             **({"by_length": [asdict(each) for each in self.by_length]} if self.by_length else {}),
             **({"gpus": self.gpus, "sharding": self.sharing, **moved} if self.gpus > 1 or self.sharing else {}),
         }
+
+    def differences(self, peaks: Mapping[str, Peak]) -> list[Difference]:
+        """The phases that were both forecast and measured, in the same measure.
+
+        On CUDA these are allocated and reserved bytes as the allocator counts them. On a CPU it is the bytes of
+        tensors, where they were counted (`finetune.measure.tensors`), and not the resident size, which also holds what
+        libraries keep for themselves.
+        """
+        return [
+            Difference(phase, measure, predicted[measure], measured)
+            for phase, predicted in self.phases.items()
+            for measure, measured in peaks.get(phase, {}).items()
+            if measure in predicted
+        ]
+
+    def beside(self, peaks: Mapping[str, Peak]) -> dict[str, Any]:
+        """The contents of forecast.json: the forecast and, once there is something, what was measured."""
+        differences = [{**asdict(each), "relative": round(each.relative, 5)} for each in self.differences(peaks)]
+        return {**self.as_dict(), "measured": peaks, "differences": differences}
 
 
 @dataclass(frozen=True)
@@ -483,11 +503,3 @@ def _on_host(block: TracedBlock) -> int:
     CachingHostAllocator.h `allocate`; `pinned_max_round_threshold` has no limit unless it is set).
     """
     return 1 << (block.bytes - 1).bit_length() if block.category == "layer_inputs" else block.bytes
-
-
-def bands(curve: tuple[Point, ...]) -> Iterator[tuple[str, list[int]]]:
-    """(category, its bytes at each point) for the categories that appear, in the order of WORDS."""
-    for category in CATEGORIES:
-        values = [point.categories[category] for point in curve]
-        if any(values):
-            yield category, values
