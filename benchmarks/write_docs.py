@@ -48,7 +48,7 @@ def patches_page() -> str:
         libraries.setdefault(library, []).append(f"{what}: {entry.why} *{until[0].upper()}{until[1:]}*")
     parts = [
         "# Patches\n\nEvery attribute of a library that finetune replaces, why, and until when, by the version that "
-        "was read. `make docs` writes this page from `finetune/runtime/patches.toml` ([how to upgrade](upgrading.md))."
+        "was read. `make docs` writes this page from `finetune/runtime/patches.py` ([how to upgrade](upgrading.md))."
     ]
     parts += ["\n".join([f"## {library}\n", *lines]) for library, lines in libraries.items()]
     return "\n\n".join(parts) + "\n"

@@ -1,4 +1,4 @@
-"""Replaces attributes of libraries. `patches.toml` lists them all, with the reasons; `docs/patches.md` is made from it.
+"""Every attribute of a library that finetune replaces, with the reason: `docs/patches.md` is made from this table.
 
 An attribute is replaced only through its entry: `with patches.IS_TRACING.by(function): ...` in a block, or
 `undo = patches.MODULE_FORWARD.put(function, module)` for longer. `tests/runtime/test_patches.py` checks that each
@@ -9,13 +9,10 @@ checks that nothing is replaced without an entry.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import inspect
-import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any
 
 _ABSENT = object()
@@ -33,7 +30,7 @@ class Patch:
 
     target: str
     read_at: str
-    signature: str | list[str]
+    signature: str | tuple[str, ...]
     why: str
     until: str
     objects: str = ""
@@ -97,14 +94,463 @@ class Patch:
         return torch.library.Library(self.target.split(":ops.")[1].split(".")[0], "IMPL", dispatch_key)
 
 
-@functools.cache
+_FAKE_CUDA = "CUDA tensors can be fake on a machine without CUDA."
+_FAKE_STATE = "a fake mode covers the generator's state."
+_FAKE_4BIT = "bitsandbytes' parameters can be fake."
+_TRITON_OPERATORS = "the kernels are operators with fake implementations."
+_SWITCH = "it can be switched off."
+
+
+# -- torch -------------------------------------------------------------------------------------------------------------
+
+COMPILE = Patch(
+    "torch:compile",
+    "torch 2.13",
+    "(model=..., *, fullgraph=..., dynamic=..., backend=..., mode=..., options=..., name=..., disable=..., "
+    "recompile_limit=..., isolate_recompiles=..., shapes_spec=...)",
+    "On import bitsandbytes compiles kernels of its slowest backend, which loads inductor for a second.",
+    "bitsandbytes compiles at the first call.",
+)
+GET_RNG_STATE = Patch(
+    "torch:get_rng_state",
+    "torch 2.13",
+    "()",
+    "A trace counts the generator states that recomputation saves for each layer.",
+    _FAKE_STATE,
+)
+SET_RNG_STATE = Patch(
+    "torch:set_rng_state",
+    "torch 2.13",
+    "(new_state)",
+    "A trace would give it the fake tensors of `get_rng_state`.",
+    _FAKE_STATE,
+)
+IS_AUTOCAST_ENABLED = Patch(
+    "torch:is_autocast_enabled",
+    "torch 2.13",
+    "built in",
+    "Without an argument it answers for CUDA; a trace of CUDA runs under the CPU's autocast.",
+    _FAKE_CUDA,
+)
+FOREACH_DEVICES = Patch(
+    "torch.optim.optimizer:_get_foreach_kernels_supported_devices",
+    "torch 2.13",
+    "()",
+    "On CUDA an optimizer updates all weights at once; its trace on CPU tensors must too.",
+    _FAKE_CUDA,
+)
+FOREACH_TYPES = Patch(
+    "torch.optim.optimizer:_foreach_supported_types",
+    "torch 2.13",
+    "list",
+    "The same choice looks at a tensor's class, in a trace FakeTensor.",
+    "torch lists FakeTensor.",
+)
+FOREACH_CLIPPING = Patch(
+    "torch.nn.utils.clip_grad:_has_foreach_support",
+    "torch 2.13",
+    "(tensors, device)",
+    "On CUDA all gradients are clipped at once; a trace on CPU tensors must do so too.",
+    _FAKE_CUDA,
+)
+STORAGE_RESIZE = Patch(
+    "torch:UntypedStorage.resize_",
+    "torch 2.13",
+    "built in",
+    "FSDP2 allocates gathered weights by resizing storages, which a dispatch mode does not see.",
+    "resizing a storage is an operator.",
+)
+FUNCTIONAL_LINEAR = Patch(
+    "torch.nn.functional:linear",
+    "torch 2.13, deepspeed 0.19",
+    "built in",
+    "DeepSpeed replaces it for the whole process; it is restored at the end, and traced alike.",
+    "DeepSpeed restores it.",
+)
+LINEAR_FORWARD = Patch(
+    "torch.nn:Linear.forward",
+    "torch 2.13",
+    "(self, input)",
+    "oneDNN copies a whole bfloat16 head; the comparison of exports multiplies in parts.",
+    "the product needs no copy.",
+    objects="the output head of an export",
+)
+MODULE_FORWARD = Patch(
+    "torch.nn:Module.forward",
+    "torch 2.13",
+    "(self, *input)",
+    "Kernels compute a module in another way; for PEFT, hooks and checkpoints it stays the same.",
+    "never: it is how kernels are attached.",
+    objects="modules and layers that are fused or compiled",
+)
+LAYER_CLASS = Patch(
+    "torch.nn:Linear.weight",
+    "torch 2.13",
+    "of instances",
+    "`weight` becomes a property, to see whether code reads it without calling the layer.",
+    "torch has hooks on reading a parameter.",
+    objects="linear layers during a probe",
+)
+BROADCAST_BUFFERS = Patch(
+    "torch.nn.parallel:DistributedDataParallel.broadcast_buffers",
+    "torch 2.13",
+    "property",
+    "Buffers need not be sent; the argument is deprecated in 2.13, its successor unknown to 2.11.",
+    "torch 2.11 is no longer allowed.",
+    objects="the replica of a model",
+)
+AUTOCAST_KERNELS = Patch(
+    "torch:ops.aten.pow.Tensor_Scalar",
+    "torch 2.13",
+    "aten::pow.Tensor_Scalar(Tensor self, Scalar exponent) -> Tensor",
+    "CUDA's autocast computes some operators in float32 that the CPU's leaves in 16 bit.",
+    _FAKE_CUDA,
+    objects="operators listed in `forecast/autocast.py`",
+)
+
+# -- transformers ------------------------------------------------------------------------------------------------------
+
+IS_TRACING = Patch(
+    "transformers.masking_utils:is_tracing",
+    "transformers 5.23",
+    "(tensor=...)",
+    "A probe needs masks that do not depend on data; a trace, which passes for a graph, those of a step.",
+    "mask creation has an argument for it.",
+)
+PACKED_INDICES = Patch(
+    "transformers.masking_utils:find_packed_sequence_indices",
+    "transformers 5.23",
+    "(position_ids)",
+    "It compares positions on the device, which synchronises, and sees only the rank's part of a row.",
+    "mask creation takes the row boundaries (`cu_seq_lens_q`).",
+)
+QUANTIZERS = Patch(
+    "transformers.quantizers.auto:AUTO_QUANTIZER_MAPPING",
+    "transformers 5.23",
+    "dict",
+    "Ours quantize experts, but no routers; `register_quantizer` refuses a name that exists.",
+    "transformers quantizes experts to 4 bit, or allows a quantizer to be replaced.",
+)
+TEMPLATE_SANDBOX = Patch(
+    "transformers.utils.chat_template_utils:ImmutableSandboxedEnvironment",
+    "transformers 5.23",
+    "(*args, **kwargs)",
+    "A chat template comes from the hub: its loops and strings are bounded.",
+    "transformers bounds a template's time and memory.",
+)
+CHECKPOINT_FILES = Patch(
+    "transformers.modeling_utils:_get_resolved_checkpoint_files",
+    "transformers 5.23",
+    "(pretrained_model_name_or_path, variant, gguf_file, use_safetensors, user_agent, is_remote_code, "
+    "transformers_explicit_filename=..., download_kwargs=..., tqdm_class=...)",
+    "Located weight files are checked before they are read; an index may name pickles.",
+    "there is a hook between, or `use_safetensors` covers an index's files.",
+)
+SET_PARAMETER = Patch(
+    "transformers.core_model_loading:set_param_for_module",
+    "transformers 5.23",
+    "(model, target_name, param_value, loading_info, hf_quantizer)",
+    "A rank keeps only its shard of each weight as it is loaded.",
+    "there is a hook after a weight is loaded.",
+)
+LOADING_WARMUP = Patch(
+    "transformers.modeling_utils:caching_allocator_warmup",
+    "transformers 5.23",
+    "(model, expanded_device_map, hf_quantizer)",
+    "It would reserve memory for the whole model on each rank.",
+    _SWITCH,
+)
+BALANCING_LOSS = Patch(
+    "transformers.models.mixtral.modeling_mixtral:load_balancing_loss_func",
+    "transformers 5.23, trl 1.16",
+    "(gate_logits, num_experts=..., top_k=..., attention_mask=...)",
+    "With context parallelism the loss takes the tokens of all ranks; TRL's head imports it.",
+    "TRL's head takes the function as an argument.",
+)
+CAUSAL_MODEL_FORWARD = Patch(
+    "transformers:LlamaForCausalLM.forward",
+    "transformers 5.23",
+    "(self, input_ids=..., attention_mask=..., position_ids=..., past_key_values=..., inputs_embeds=..., labels=..., "
+    "use_cache=..., logits_to_keep=..., **kwargs)",
+    "Context parallelism splits the inputs; the comparison of exports gives a head known states.",
+    "never: it wraps a model of any architecture.",
+    objects="a causal model, or the decoder in it",
+)
+KEY_VALUE_GROUPS = Patch(
+    "transformers.models.llama.modeling_llama:LlamaAttention.num_key_value_groups",
+    "transformers 5.23",
+    "of instances",
+    "With fewer key and value heads than ranks, heads are repeated before they are exchanged.",
+    "attention functions take the ratio from the shapes.",
+    objects="attention modules",
+)
+ATTENTION_TABLE = Patch(
+    "transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS.__setitem__",
+    "transformers 5.23",
+    "(key, value)",
+    "Context parallelism exchanges tokens for heads around attention; masks get whole rows.",
+    "transformers has hooks around attention functions.",
+    objects="the tables of attention and mask functions",
+)
+ROTARY = Patch(
+    "transformers.models.llama.modeling_llama:apply_rotary_pos_emb",
+    "transformers 5.23",
+    "(q, k, cos, sin, unsqueeze_dim=...)",
+    "A fused rotary embedding: the forward pass runs with another global of this name.",
+    "transformers calls it through a table of its own for each model.",
+    objects="a copy of attention's forward pass",
+)
+ATTRIBUTE_MAP = Patch(
+    "transformers:PreTrainedConfig.attribute_map",
+    "transformers 5.23, trl 1.16",
+    "dict",
+    "TRL reads the number of experts as `num_experts`; configs name it in four ways.",
+    "TRL reads the other names.",
+    objects="the config class of a mixture of experts",
+)
+ROUTER_LOGITS = Patch(
+    "transformers:MixtralConfig.output_router_logits",
+    "transformers 5.23",
+    "bool",
+    "An answer needs no balancing loss, whose mask would have to cover the KV cache.",
+    "`generate` takes the option.",
+    objects="the config of a mixture of experts",
+)
+TIE_WEIGHTS = Patch(
+    "transformers:PreTrainedModel.tie_weights",
+    "transformers 5.23, lm_eval 0.4.13",
+    "(self, missing_keys=..., recompute_mapping=...)",
+    "lm_eval ties the weights of its model, also those that an adapter untied.",
+    "lm_eval leaves a complete model alone.",
+    objects="the model that lm_eval evaluates",
+)
+EXPERTS_FORWARD = Patch(
+    "transformers.models.mixtral.modeling_mixtral:MixtralExperts.forward",
+    "transformers 5.23",
+    "(self, hidden_states, top_k_index, top_k_weights)",
+    "Routing cannot be computed on the meta device, where a probe runs.",
+    "experts have a path for meta tensors.",
+    objects="classes of fused experts during a probe",
+)
+CHECKPOINT_FUNCTION = Patch(
+    "transformers.modeling_layers:GradientCheckpointingLayer._gradient_checkpointing_func",
+    "transformers 5.23",
+    "of instances",
+    "Each layer is recomputed by its own level.",
+    "`gradient_checkpointing_kwargs` can differ by layer.",
+    objects="decoder layers",
+)
+MODELS_LISTING = Patch(
+    "transformers.utils.import_utils:create_import_structure_from_path",
+    "transformers 5.23",
+    "(module_path)",
+    "The first model import lists 1,600 files twice: the cache is keyed by two spellings.",
+    "it is keyed by the resolved path.",
+)
+GGUF_PROGRESS = Patch(
+    "transformers.modeling_gguf_pytorch_utils:tqdm",
+    "transformers 5.23",
+    "(iterable=..., *args, **kwargs)",
+    "Its progress bar ignores `disable_progress_bar`.",
+    "it uses transformers' own `logging.tqdm`.",
+)
+
+# -- PEFT --------------------------------------------------------------------------------------------------------------
+
+CONVERT_ADAPTER_CONFIG = Patch(
+    "peft.utils.transformers_weight_conversion:convert_peft_config_for_transformers",
+    "peft 0.21",
+    "(peft_config, model, conversions)",
+    "It takes shared experts' layers for fused experts, by their names.",
+    "it looks at the modules.",
+)
+DORA_UPDATE_LAYER = Patch(
+    "peft.tuners.lora.dora:DoraLinearLayer.update_layer",
+    "peft 0.21",
+    "(self, *, base_layer, lora_A, lora_B, scaling, place_on_cpu=...)",
+    "A trace has no weights whose norms could start the magnitudes.",
+    "PEFT makes them on the meta device.",
+)
+DORA_DEQUANTIZE = Patch(
+    "peft.tuners.lora.dora:dequantize_module_weight",
+    "peft 0.21",
+    "(module)",
+    "It knows a quantized weight by its class; fake weights have another.",
+    _FAKE_4BIT,
+)
+
+# -- TRL ---------------------------------------------------------------------------------------------------------------
+
+HEAD_FUNCTION = Patch(
+    "trl.trainer.utils:_ChunkedLogProbFunction",
+    "trl 1.16",
+    "(ctx, hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping=..., logit_scale=..., "
+    "outputs=...)",
+    "The kernel `loss` computes the gradient with the log-probabilities.",
+    "`add_fused_lm_head` takes the function as an argument.",
+)
+HEAD_LABELLED_ONLY = Patch(
+    "trl.trainer.utils:_use_triton",
+    "trl 1.16",
+    "(device)",
+    "TRL selects labelled positions only with Triton; here they are selected without it too.",
+    "the selection does not depend on Triton.",
+)
+TILES_USE_TRITON = Patch(
+    "trl.kernels.chunked_logprob:_use_triton",
+    "trl 1.16",
+    "(device)",
+    "Without a C compiler the loss falls back to torch; a trace of CUDA takes Triton's path.",
+    "TRL has a setting for it.",
+)
+TILE_TOKENS = Patch(
+    "trl.kernels.chunked_logprob:TOKEN_CHUNK_SIZE",
+    "trl 1.16",
+    "int",
+    "The size of a tile is planned with the memory of a step.",
+    "`add_fused_lm_head` takes the number of tokens.",
+)
+TILES_TRITON = Patch(
+    "trl.kernels.chunked_logprob:triton",
+    "trl 1.16",
+    "module",
+    "A trace of CUDA needs `triton.cdiv` without Triton.",
+    "the grid is computed without Triton.",
+)
+TILES_FORWARD = Patch(
+    "trl.kernels.chunked_logprob:_forward_kernel",
+    "trl 1.16",
+    "(mm_ptr, mm_stride, targets_ptr, max_ptr, sum_exp_ptr, x_sum_exp_ptr, sq_sum_exp_ptr, z_sum_ptr, "
+    "max_before_target_ptr, target_logit_ptr, vocab_start, n_cols, logit_scale, softcap, inv_t, HAS_SOFTCAP, "
+    "HAS_ENTROPY, HAS_LOG_SUM_SQ_PROBS, HAS_MEAN_LOGITS, HAS_IS_TOP1, BLOCK_SIZE)",
+    "A Triton kernel cannot run on fake tensors; a trace counts its passes over the tile.",
+    _TRITON_OPERATORS,
+)
+TILES_BACKWARD = Patch(
+    "trl.kernels.chunked_logprob:_backward_kernel",
+    "trl 1.16",
+    "(mm_ptr, mm_stride, targets_ptr, log_z_ptr, entropy_ptr, grad_logprobs_ptr, grad_entropy_ptr, vocab_start, "
+    "n_cols, logit_scale, softcap, inv_t, HAS_SOFTCAP, HAS_LOGPROB_GRAD, HAS_ENTROPY_GRAD, BLOCK_SIZE)",
+    "As the forward kernel.",
+    _TRITON_OPERATORS,
+)
+TILES_ADD_PRODUCT = Patch(
+    "trl.kernels.chunked_logprob:_addmm_fp32",
+    "trl 1.16",
+    "(acc, a, b)",
+    "On a CPU it makes float32 copies that it does not make on CUDA.",
+    _FAKE_CUDA,
+)
+
+# -- bitsandbytes ------------------------------------------------------------------------------------------------------
+
+SYNC_GPU = Patch(
+    "bitsandbytes.optim.optimizer:sync_gpu",
+    "bitsandbytes 0.50",
+    "(t)",
+    "An update would wait for the GPU after each weight; `training/state.py` waits where it must.",
+    "only paged states are synchronised.",
+)
+DEQUANTIZE_4BIT = Patch(
+    "torch:ops.bitsandbytes.dequantize_4bit.default",
+    "bitsandbytes 0.50",
+    "bitsandbytes::dequantize_4bit(Tensor A, Tensor absmax, int blocksize, str quant_type, int[] shape, ScalarType "
+    "dtype) -> Tensor",
+    "Where blocks do not divide a row, AVX-512 takes other blocks' scales: 25% error, not 9%.",
+    "the kernel is corrected.",
+    objects="the CPU kernel of the operator",
+)
+LINEAR_8BIT = Patch(
+    "bitsandbytes.nn:Linear8bitLt.forward",
+    "bitsandbytes 0.50",
+    "(self, x)",
+    "The frozen weight is dequantized for each product; `MatMul8bitFp` also saves its input.",
+    "`MatMul8bitFp` saves nothing for a frozen weight.",
+    objects="8-bit layers",
+)
+CPU_LAYOUT = Patch(
+    "bitsandbytes.nn:Linear4bit.support_avx512bf16_for_cpu",
+    "bitsandbytes 0.50",
+    "of instances",
+    "In eval mode AVX512-BF16 repacks weights to a layout without a backward pass, for good.",
+    "repacking is optional.",
+    objects="4-bit layers",
+)
+RESTORE_4BIT_STATE = Patch(
+    "bitsandbytes.nn.modules:fix_4bit_weight_quant_state_from_module",
+    "bitsandbytes 0.50",
+    "(module)",
+    "It asserts the shape of a packed weight; fake weights get their state here.",
+    _FAKE_4BIT,
+)
+
+# -- DeepSpeed ---------------------------------------------------------------------------------------------------------
+
+ENGINE_AUTOCAST = Patch(
+    "deepspeed.runtime.engine:autocast_if_enabled",
+    "deepspeed 0.19",
+    "(engine)",
+    "It ends an autocast that the config does not ask for; asked for, it sends 16-bit gradients.",
+    "the type of communication can be set beside autocast.",
+)
+SWAPPABLE = Patch(
+    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._swappable_optimizer_subgroup",
+    "deepspeed 0.19",
+    "(self, sub_group_id)",
+    "States on a disk are read once for a group of weights, not for each weight.",
+    "DeepSpeed reads a group's states together.",
+    objects="DeepSpeed's optimizer",
+)
+SHARED_MEMORY = Patch(
+    "deepspeed.comm.torch:build_shm_op",
+    "deepspeed 0.19",
+    "()",
+    "On a CPU it would compile its own collectives for minutes.",
+    _SWITCH,
+)
+
+# -- other libraries ---------------------------------------------------------------------------------------------------
+
+HUB_OFFLINE = Patch(
+    "huggingface_hub.constants:HF_HUB_OFFLINE",
+    "huggingface_hub 2.4",
+    "bool",
+    "Files in the cache are read without asking the hub whether they are current.",
+    "the hub's client has a context for it.",
+)
+TASK_ENVIRONMENT = Patch(
+    "lm_eval.evaluator:add_env_info",
+    "lm_eval 0.4.13",
+    "(storage)",
+    "It runs pip and compilers for seconds; `environment.json` has what it records.",
+    _SWITCH,
+)
+TASK_COMMIT = Patch(
+    "lm_eval.evaluator:get_git_commit_hash",
+    "lm_eval 0.4.13",
+    "()",
+    "It runs git in the working directory; `environment.json` has what it records.",
+    _SWITCH,
+)
+
+# -- finetune itself, where a trace takes another path than a step -----------------------------------------------------
+
+OFFLOAD_COPIES = Patch(
+    "finetune.model.recompute.offload:copies_of",
+    "finetune",
+    "(device)",
+    "A trace marks the host's copies, which fake CPU tensors do not.",
+    "the copies are passed to `offload`.",
+)
+ADDS_IN_SEQUENCE = Patch(
+    "finetune.model.distributed.gradient_norm:adds_in_sequence",
+    "finetune",
+    "(device)",
+    "A trace of CUDA on CPU tensors needs no norms of rows for clipping.",
+    "the clipping of a step is an argument of its engine.",
+)
+
+
 def entries() -> dict[str, Patch]:
-    """All entries by name, in the order of `patches.toml`."""
-    table = resources.files(__package__).joinpath("patches.toml").read_text(encoding="utf-8")
-    return {name: Patch(**facts) for name, facts in tomllib.loads(table).items()}
-
-
-def __getattr__(name: str) -> Patch:
-    if name not in entries():
-        raise AttributeError(f"{name} is no entry of patches.toml")
-    return entries()[name]
+    """All entries by name."""
+    return {name: value for name, value in globals().items() if isinstance(value, Patch)}
