@@ -101,7 +101,6 @@ notebooks: $(DEV) ## Execute the notebooks.
 
 bench: $(DEV) ## Run the CPU benchmarks and write benchmarks/results/ (an hour).
 	$(BIN)/python benchmarks/overhead.py
-	$(BIN)/python benchmarks/memory_cpu.py
 	$(BIN)/python benchmarks/int8_cpu.py
 	$(BIN)/python benchmarks/batching.py
 	$(BIN)/python benchmarks/by_length.py
@@ -142,5 +141,5 @@ mutations: $(DEV) ## Put 1,000 faults into masks, loss normaliser and checkpoint
 	$(BIN)/python benchmarks/mutations.py
 
 # Not through $(READY): an offline GPU machine brings its own Python, with finetune's wheels on its path.
-gpu-check: ## On a CUDA machine: all that a card decides, in slices of at most four minutes; ARGS="--slices nan 7b-batch-4".
+gpu-check: ## On a CUDA machine: all that only a GPU decides, in slices, within 40 minutes; ARGS="--slices beside-7b".
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu_check.py $(ARGS)

@@ -3,7 +3,7 @@
 Two models answer 64 prompts of uneven length greedily: the built-in base, and random weights of 34M parameters. The
 answers must be the same, and a batch at least four times as fast. Then models of four architectures answer with each KV
 cache that they can have; the live bytes of the complete cache, and of all tensors at the peak, are measured by
-measured_answers.py, in a process for each, and forecast by `finetune plan --inference`.
+measured_step.py, in a process for each, and forecast by `finetune plan --inference`.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ def speed(name: str) -> dict[str, Any]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
+    from finetune.data import python_docs
     from finetune.inference.answer_settings import Settings
     from finetune.inference.generation import answers
     from finetune.model.source.locate import BUILTIN_BASE, locate
@@ -54,7 +55,7 @@ def speed(name: str) -> dict[str, Any]:
             vocab_size=len(tokenizer), hidden_size=512, intermediate_size=1536, num_hidden_layers=10,
             num_attention_heads=8, num_key_value_heads=4,
         ))  # fmt: skip
-    text = (harness.ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
+    text = "\n\n".join(python_docs.documents("eval"))
     prompts = [tokenizer(text[at * 90 : at * 90 + 20 + at * 37 % 160])["input_ids"] for at in range(PROMPTS)]
     found: dict[int, Any] = {}
     seconds = {}
@@ -81,7 +82,6 @@ def speed(name: str) -> dict[str, Any]:
 def memory(name: str, cache: str) -> dict[str, Any]:
     """Bytes of one model and KV cache, measured and forecast; empty where the model cannot have it."""
     import forecast_cpu
-    import measured_answers
     import measured_step
     import torch
 
@@ -93,10 +93,10 @@ def memory(name: str, cache: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     libraries.quiet()
     torch.manual_seed(0)
-    values = forecast_cpu._architecture(hidden=256, layers=8, heads=(4, 2), vocabulary=4096, **ARCHITECTURES[name])
+    values = forecast_cpu.config_json(hidden=256, layers=8, heads=(4, 2), vocabulary=4096, **ARCHITECTURES[name])
     config, architecture = measured_step.config_of({}), measured_step.architecture_of(values)
     try:
-        measured = measured_answers.measure(config, architecture, rows=ROWS, context=CONTEXT, cache=cache)
+        measured = measured_step.measure_answers(config, architecture, rows=ROWS, context=CONTEXT, cache=cache)
     except ConfigError:
         return {}
     device = devices.find("cpu", MemorySection())
@@ -118,19 +118,17 @@ def _asked(what: str, *names: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    if len(sys.argv) > 1:
+    if sys.argv[1:2] in (["speed"], ["memory"]):  # one measurement, in a process of its own
         what, *names = sys.argv[1:]
         print(json.dumps({"speed": speed, "memory": memory}[what](*names)))
         return
+    options = harness.parser(__doc__, "answers.json").parse_args()
     from finetune.model.attention.caches import CACHES
 
     speeds = [_asked("speed", name) for name in ("builtin", "random")]
     sizes = [row for name in ARCHITECTURES for cache in CACHES if (row := _asked("memory", name, cache))]
-    environment = harness.environment()
-    harness.write_result(
-        harness.RESULTS / "answers.json",
-        {"rows": ROWS, "context": CONTEXT, "speed": speeds, "memory": sizes, "environment": environment},
-    )
+    found = {"rows": ROWS, "context": CONTEXT, "speed": speeds, "memory": sizes}
+    harness.save(options.output, found)
     print(harness.table(
         ["model", "batch 64", "same answers"],
         [[row["model"], f"{row['times_as_fast']['batch 64']} x", row["same_answers"]] for row in speeds],

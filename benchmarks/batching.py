@@ -3,16 +3,13 @@
     python benchmarks/batching.py
 
 Two parts. Padding: the share of padded places over one epoch of 100,000 rows whose lengths are log-normal (a median
-of 200 tokens, cut at 2,048), by the order and the micro-batches that train; and over one of the built-in data. `fill`
-is the rest: the share of the computed places that hold a token. `budget_used` is the share of the micro-batches' token
-budget that holds one, where there is a budget; a step's last micro-batch is seldom full. Speed: `finetune train` on
+of 200 tokens, cut at 2,048), by the order and the micro-batches that train. Speed: `finetune train` on
 rows of such lengths, the same rows in each way, in turn for several rounds; trained tokens and steps are the same, so
 that the ratio of tokens a second to plain padding, that of rows in the order in which they come, is the speed-up.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -26,10 +23,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY"
 
 import harness
 
-from finetune.config import DataSection, ModelSection
 from finetune.data.batching import MicroBatching, RowOrder, micro_batches
-from finetune.data.prepare import prepare
-from finetune.model.source.tokenizer import load_tokenizer
 
 ROWS, LONGEST, MEDIAN, SPREAD = 100_000, 2048, 200, 0.9
 GOALS = {"grouped, by tokens": 0.02, "packed": 0.02}
@@ -54,30 +48,23 @@ SPEED_ROWS, SPEED_LONGEST, SPEED_MEDIAN, SPEED_TOKENS = 384, 512, 60, 1024
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="of training; with 0 the speeds in --output are kept")
-    parser.add_argument("--output", type=Path, default=harness.RESULTS / "batching.json")
+    parser = harness.parser(__doc__, "batching.json")
+    parser.add_argument("--rounds", type=int, default=3, help="of training (default 3)")
     options = parser.parse_args()
     lengths = _lengths(ROWS, MEDIAN, LONGEST)
-    padding = {name: _padding(lengths, name, BATCH) for name in WAYS}
-    if options.rounds:
-        with tempfile.TemporaryDirectory(prefix="batching-") as scratch:
-            speed = _speed(Path(scratch), options.rounds)
-    else:
-        speed = json.loads(options.output.read_text(encoding="utf-8"))["training"]
+    padding = {name: _padding(lengths, name) for name in WAYS}
+    with tempfile.TemporaryDirectory(prefix="batching-") as scratch:
+        speed = _speed(Path(scratch), options.rounds)
     result = {
-        "command": harness.command_line(),
-        "environment": harness.environment(1),
         "lengths": {"rows": ROWS, "median": MEDIAN, "sigma": SPREAD, "longest": LONGEST},
         "batch_size": BATCH,
         "micro_batch_tokens": TOKENS,
         "padding": padding,
-        "builtin": _builtin(),
         "training": speed,
         "goal_padding_share": GOALS,
         "passed": all(padding[name]["padding_share"] <= goal for name, goal in GOALS.items()),
     }
-    harness.write_result(options.output, result)
+    harness.save(options.output, result, threads=1)
     rows = [
         [
             way,
@@ -97,34 +84,22 @@ def _lengths(rows: int, median: int, longest: int) -> list[int]:
     return [min(longest, max(2, round(generator.lognormvariate(0, SPREAD) * median))) for _ in range(rows)]
 
 
-def _builtin() -> dict[str, Any]:
-    """The padding share of the built-in data, 16 rows a step, by rows in a micro-batch."""
-    section = DataSection(train="builtin:python_docs", eval="none", max_length=256)
-    lengths = prepare(section, load_tokenizer(ModelSection())).train["length"][:]
-    ways = (PLAIN, "sorted", "grouped")
-    return {
-        str(rows): {name: _padding(lengths, name, 16, rows)["padding_share"] for name in ways} for rows in (2, 4, 8)
-    }
-
-
-def _padding(lengths: list[int], name: str, batch: int, micro_batch: int = 8) -> dict[str, Any]:
+def _padding(lengths: list[int], name: str) -> dict[str, Any]:
     """What the micro-batches of one epoch hold."""
     grouped, by_tokens, packed = WAYS[name]
-    way = MicroBatching(1, TOKENS, packed) if by_tokens else MicroBatching(micro_batch)
-    order = list(RowOrder(lengths, batch, 0, grouped))
+    way = MicroBatching(1, TOKENS, packed) if by_tokens else MicroBatching(8)
+    order = list(RowOrder(lengths, BATCH, 0, grouped))
     cut = harness.in_order if name == PLAIN else micro_batches
     places = passes = 0
-    for start in range(0, len(order), batch):
-        step = [lengths[row] for row in order[start : start + batch]]
+    for start in range(0, len(order), BATCH):
+        step = [lengths[row] for row in order[start : start + BATCH]]
         for part in cut(step, way):
             passes += 1
             rows = [step[row] for row in part]
             places += sum(rows) if packed else len(rows) * max(rows)
     return {
         "padding_share": round(1 - sum(lengths) / places, 5),
-        "fill": round(sum(lengths) / places, 5),
         "micro_batches": passes,
-        "budget_used": round(sum(lengths) / (passes * TOKENS), 5) if by_tokens else None,
     }
 
 
@@ -170,16 +145,15 @@ def _train(data: Path, name: str, run: Path) -> dict[str, float]:
     way = {"training.group_by_length": grouped, "training.micro_batch": 8, "data.packing": packed}
     if by_tokens:
         way["training.micro_batch_tokens"] = SPEED_TOKENS
-    done = harness.python(
+    harness.succeeded(harness.python(
         *command, harness.ROOT / "configs" / "tiny_cpu.yaml", f"data.train={data}",
         f"data.max_length={SPEED_LONGEST}", "training.max_steps=null", "training.epochs=1",
         f"training.batch_size={BATCH}",
         *(f"{key}={json.dumps(value)}" for key, value in way.items()), f"output.dir={run}",
         "data.eval=none", "training.eval_every=null", "output.merge=false", "memory.check=off", threads=1,
-    )  # fmt: skip
-    harness.succeeded(done)
+    ))  # fmt: skip
     steps = harness.steps(run)
-    seconds = sum(step["tokens"] / step["tokens_per_second"] for step in steps)
+    seconds = sum(map(harness.seconds, steps))
     places = sum(step["tokens"] / (1 - step["padding_share"]) for step in steps)
     tokens = sum(step["tokens"] for step in steps)
     return {"tokens": tokens, "tokens_per_second": tokens / seconds, "padding_share": 1 - tokens / places}

@@ -1,10 +1,8 @@
-"""One fine-tuning job by finetune and by other programs: speed, peaks and losses.
+"""One fine-tuning job by finetune and by TRL on a CPU: speed, peaks and losses. On a GPU: `beside-...` of gpu_check.py.
 
-    python benchmarks/beside_peers.py [--on cpu]
+    python benchmarks/beside_peers.py [--job NAME]
 
-On a GPU it is the slices of `gpu_check.py` that gpu_sides.py defines.
-
-With `--on cpu`: LoRA on chats beside the plain TRL script of overhead.py, which recomputes everything (TRL's default)
+LoRA on chats beside the plain TRL script of overhead.py, which recomputes everything (TRL's default)
 or nothing. Ours has that run's resident peak as its `memory.budget`, and `memory.checkpointing: auto` recomputes no
 more than it must within that. Each round runs the four in turn, and ratios are taken within it. A step trains the same
 rows on both sides: ours without padding, which TRL can leave out with FlashAttention alone, with fused kernels and
@@ -24,12 +22,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import gpu_check
+import forecast_cpu
 import gpu_jobs
-import gpu_slices
 import harness
 import overhead
-from memory_cpu import ALLOCATOR
 
 from finetune import load_config
 
@@ -56,41 +52,25 @@ Round = Mapping[str, dict[str, Any]]
 """What each side's run measured, by side."""
 
 
-def on_cpu(names: Sequence[str], rounds: int, output: Path) -> bool:
-    """Run the jobs, write after each, and tell whether those in float32 keep their bounds."""
+ARCHITECTURES = {
+    "25M": forecast_cpu.config_json("llama", 512, 8, (8, 4), 2048),
+    "110M": forecast_cpu.ARCHITECTURES["llama-110m"],
+}
+"""Of random weights; the other jobs have the built-in base."""
+
+
+def main() -> None:
+    """Run the jobs and write after each; those in float32 must keep their bounds."""
+    options = _options()
     # Some jobs are measured again beside what stands in the file of the others.
-    before = (
-        json.loads(output.read_text(encoding="utf-8"))["jobs"] if output.is_file() and set(names) < set(JOBS) else {}
-    )
-    result: dict[str, Any] = {
-        "command": harness.command_line(),
-        "environment": harness.environment(1),
-        "bounds": {**BOUNDS, "losses": EQUAL},
-        "jobs": before,
-    }
-    for name in names:
+    jobs = harness.saved(options.output, "jobs") if options.job else {}
+    for name in options.job or JOBS:
         with tempfile.TemporaryDirectory(prefix="beside-") as scratch:
-            found = result["jobs"][name] = _job(JOBS[name], _architecture(name), rounds, Path(scratch))
-        harness.write_result(output, result)
-        print(f"\n{name}\n{_table(found)}", flush=True)
-    return all(
-        one[question]
-        for name, found in result["jobs"].items()
-        for one in found["beside"].values()
-        for question in QUESTIONS
-        if JOBS[name].precision == "fp32"
-    )
-
-
-def _architecture(name: str) -> dict[str, Any] | None:
-    """The config.json of random weights; None for the built-in base."""
-    import forecast_cpu  # keeps a process to one thread, so no slice on a GPU should import it
-
-    sizes = {
-        "25M": forecast_cpu._architecture("llama", 512, 8, (8, 4), 2048),
-        "110M": forecast_cpu.ARCHITECTURES["llama-110m"],
-    }
-    return sizes.get(name)
+            jobs[name] = _job(JOBS[name], ARCHITECTURES.get(name), options.rounds, Path(scratch))
+        harness.save(options.output, {"bounds": {**BOUNDS, "losses": EQUAL}, "jobs": jobs}, threads=1)
+        print(f"\n{name}\n{_table(jobs[name])}", flush=True)
+    compared = [one for name, job in jobs.items() if JOBS[name].precision == "fp32" for one in job["beside"].values()]
+    sys.exit(0 if all(one[question] for one in compared for question in QUESTIONS) else 1)
 
 
 def _job(job: overhead.Job, architecture: Mapping[str, Any] | None, rounds: int, scratch: Path) -> dict[str, Any]:
@@ -98,11 +78,11 @@ def _job(job: overhead.Job, architecture: Mapping[str, Any] | None, rounds: int,
         (scratch / "model").mkdir()
         values = {**architecture, "architectures": ["LlamaForCausalLM"]}
         (scratch / "model" / "config.json").write_text(json.dumps(values))
-        work = gpu_jobs.Work("cpu", scratch, scratch / "weights", scratch)
-        job = dataclasses.replace(job, model=gpu_jobs.saved_weights(work, str(scratch / "model"))[0])
+        weights, _ = gpu_jobs.saved_weights(scratch / "weights", str(scratch / "model"), "cpu")
+        job = dataclasses.replace(job, model=weights)
     bench = overhead.Bench(scratch, job)
     # The first round is the warm-up (page cache, byte code), and shows memory: what is freed is given back at once.
-    bench.allocator = ALLOCATOR
+    bench.allocator = harness.ALLOCATOR
     memory, chosen = _within_memory(bench)
     bench.allocator = overhead.ALLOCATORS["kept"]
     runs = [_round(bench, chosen) for _ in range(rounds)]
@@ -166,21 +146,10 @@ def _table(found: Mapping[str, Any]) -> str:
     return harness.table(header, rows)
 
 
-def main() -> None:
-    options = _options()
-    if options.on == "cpu":
-        output = options.output or harness.RESULTS / "beside_peers_cpu.json"
-        sys.exit(0 if on_cpu(options.job or list(JOBS), options.rounds, output) else 1)
-    slices = [name for name in gpu_slices.SLICES if name.startswith("beside")]
-    sys.exit(gpu_check.run(slices, options.output or harness.RESULTS / "beside_peers.json"))
-
-
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--on", choices=gpu_jobs.SIZES, default="cuda")
-    parser.add_argument("--job", action="append", choices=JOBS, help="on a CPU, only this job (may be repeated)")
-    parser.add_argument("--rounds", type=int, default=3, help="on a CPU, after a warm-up (default 3)")
-    parser.add_argument("--output", type=Path)
+    parser = harness.parser(__doc__, "beside_peers_cpu.json")
+    parser.add_argument("--job", action="append", choices=JOBS, help="only this job (may be repeated)")
+    parser.add_argument("--rounds", type=int, default=3, help="after a warm-up (default 3)")
     return parser.parse_args()
 
 

@@ -11,7 +11,6 @@ resident peaks within the budget.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -26,7 +25,7 @@ import batching
 import gpu_jobs
 import harness
 import yaml
-from forecast_cpu import ALLOCATOR, _architecture
+from forecast_cpu import config_json
 
 ROWS, BATCH, MICRO_BATCH = 64, 16, 4
 SHARES = (0.1, 0.5)
@@ -36,9 +35,8 @@ Run = dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__, "by_length.json")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=harness.RESULTS / "by_length.json")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="by-length-") as scratch:
         job = _job(Path(scratch))
@@ -46,8 +44,6 @@ def main() -> None:
         budgets = [int(least + share * (most - least)) for share in SHARES]
         found = [_compared(job, budget, options.rounds, Path(scratch)) for budget in budgets]
     result = {
-        "command": harness.command_line(),
-        "environment": harness.environment(1),
         "lengths": {
             "rows": ROWS, "median": batching.SPEED_MEDIAN, "sigma": batching.SPREAD, "longest": batching.SPEED_LONGEST,
         },
@@ -57,7 +53,7 @@ def main() -> None:
         "budgets": found,
         "passed": all(one["losses_equal"] and one["within_budget"] for one in found),
     }  # fmt: skip
-    harness.write_result(options.output, result)
+    harness.save(options.output, result, threads=1)
     sys.exit(0 if result["passed"] else 1)
 
 
@@ -65,11 +61,10 @@ def _job(scratch: Path) -> list[str]:
     """The config and its overrides."""
     folder, rows = scratch / "model", scratch / "rows.jsonl"
     folder.mkdir()
-    values = _architecture("llama", 512, 8, (8, 4), 2048)
+    values = config_json("llama", 512, 8, (8, 4), 2048)
     (folder / "config.json").write_text(json.dumps(values | {"architectures": ["LlamaForCausalLM"]}))
     # Each run starts from the same weights.
-    (scratch / "weights").mkdir()
-    weights, _ = gpu_jobs.saved_weights(gpu_jobs.Work("cpu", scratch, scratch / "weights", scratch), str(folder))
+    weights, _ = gpu_jobs.saved_weights(scratch / "weights", str(folder), "cpu")
     batching.write_rows(rows, ROWS)
     return [
         str(harness.ROOT / "configs" / "tiny_cpu.yaml"), f"model.name={weights}",
@@ -81,8 +76,8 @@ def _job(scratch: Path) -> list[str]:
 
 
 def _needed(job: list[str], level: str) -> int:
-    done = harness.python("-m", "finetune", "plan", *job, f"{KEY}={level}", "--gpu", "cpu", "--json", threads=1)
-    return int(json.loads(harness.succeeded(done).output)["needed_bytes"])
+    plan = harness.finetune("plan", *job, f"{KEY}={level}", "--gpu", "cpu", "--json", threads=1)
+    return int(json.loads(plan)["needed_bytes"])
 
 
 def _compared(job: list[str], budget: int, rounds: int, scratch: Path) -> dict[str, Any]:
@@ -119,23 +114,13 @@ def _compared(job: list[str], budget: int, rounds: int, scratch: Path) -> dict[s
 
 def _train(job: list[str], checkpointing: Any, run: Path) -> Run:
     """Training seconds of an epoch, peak and losses of one real run, and what was chosen in it."""
-    harness.succeeded(
-        harness.python(
-            "-m",
-            "finetune",
-            "train",
-            *job,
-            f"{KEY}={json.dumps(checkpointing)}",
-            f"output.dir={run}",
-            threads=1,
-            extra=ALLOCATOR,
-        )
-    )
+    changes = [f"{KEY}={json.dumps(checkpointing)}", f"output.dir={run}"]
+    harness.finetune("train", *job, *changes, threads=1, extra=harness.ALLOCATOR)
     steps = harness.steps(run)
     return {
-        "seconds": sum(step["tokens"] / step["tokens_per_second"] for step in steps),
+        "seconds": sum(map(harness.seconds, steps)),
         "losses": [step["loss"] for step in steps],
-        "resident_bytes": max(peak["resident_bytes"] for step in steps for peak in step["memory"].values()),
+        "resident_bytes": harness.resident_peak(steps),
         "checkpointing": yaml.safe_load((run / "config.yaml").read_text())["memory"]["checkpointing"],
         "by_length": json.loads((run / "forecast.json").read_text()).get("by_length", []),
     }

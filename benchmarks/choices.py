@@ -11,10 +11,7 @@ of them, on one core). When all are there, docs/choices.png is drawn.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -24,7 +21,6 @@ from typing import Any
 
 import harness
 
-RESULT = harness.RESULTS / "choices.json"
 PICTURE = harness.ROOT / "docs" / "choices.png"
 
 STEPS, EPOCHS = 40, 8
@@ -90,22 +86,14 @@ def settings() -> Iterator[Setting]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no run after so many")
-    parser.add_argument("--output", type=Path, default=RESULT)
-    options = parser.parse_args()
-    found: dict[str, Any] = {"command": harness.command_line(), "environment": harness.environment(threads=1)}
-    found["runs"] = json.loads(options.output.read_text())["runs"] if options.output.is_file() else {}
-    over = time.monotonic() + options.seconds
+    options = harness.parser(__doc__, "choices.json").parse_args()
+    runs = harness.saved(options.output, "runs")
     for setting in settings():
-        if setting.name not in found["runs"] and time.monotonic() < over:
-            found["runs"][setting.name] = asdict(setting) | trained(setting)
-            harness.write_result(options.output, found)
-            print(setting.name, found["runs"][setting.name]["eval_losses"], flush=True)
-    missing = [setting.name for setting in settings() if setting.name not in found["runs"]]
-    if missing:
-        sys.exit(f"{len(missing)} runs are missing; run this again")
-    draw(list(found["runs"].values()))
+        if setting.name not in runs:
+            runs[setting.name] = asdict(setting) | trained(setting)
+            harness.save(options.output, {"runs": runs}, threads=1)
+            print(setting.name, runs[setting.name]["eval_losses"], flush=True)
+    draw(list(runs.values()))
 
 
 def trained(setting: Setting) -> dict[str, Any]:

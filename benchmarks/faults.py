@@ -11,7 +11,6 @@ again by the same command until it ends. Its final adapter is compared, bit for 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import json
@@ -190,10 +189,9 @@ def at_failpoints(campaign: Campaign, path: str, at_most: int) -> dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__, "faults.json")
     parser.add_argument("--kills", type=int, default=200, help="random kills of each tool")
     parser.add_argument("--failpoints", type=int, default=1000, help="failpoints of each tool, at most")
-    parser.add_argument("--output", type=Path, default=harness.RESULTS / "faults.json")
     options = parser.parse_args()
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as temporary:
@@ -202,23 +200,16 @@ def main() -> None:
         write_rows(data, text)
         for number, tool in enumerate(tools(data, text)):
             with Children(folder / f"logs{number}", preload=tool.preload) as children:
+                long = Campaign(tool, children, folder / f"a{number}", STEPS)
+                short = Campaign(tool, children, folder / f"b{number}", FAILPOINT_STEPS)
                 found[tool.name] = {
-                    "random": at_random(Campaign(tool, children, folder / f"a{number}", STEPS), options.kills),
-                    "failpoints": at_failpoints(
-                        Campaign(tool, children, folder / f"b{number}", FAILPOINT_STEPS),
-                        tool.checkpoints,
-                        options.failpoints,
-                    ),
+                    "random": at_random(long, options.kills),
+                    "failpoints": at_failpoints(short, tool.checkpoints, options.failpoints),
                 }
             print(tool.name, json.dumps(found[tool.name]), flush=True)
-            result = {
-                "command": harness.command_line(),
-                "save_interval_steps": INTERVAL,
-                "steps": {"random": STEPS, "failpoints": FAILPOINT_STEPS},
-                "tools": found,
-                "environment": harness.environment(threads=1),
-            }
-            harness.write_result(options.output, result)  # after each tool: what is done in an hour is not lost
+            steps = {"random": STEPS, "failpoints": FAILPOINT_STEPS}
+            result = {"save_interval_steps": INTERVAL, "steps": steps, "tools": found}
+            harness.save(options.output, result, threads=1)  # after each tool: what is done in an hour is not lost
     rows = [
         (f"{name}, {how}", *(counts[key] for key in KEYS))
         for name, both in found.items()

@@ -6,7 +6,8 @@ until the run ends. Its adapter is compared with that of the uninterrupted run: 
 else to 1e-6, as the order of sums differs.
 
 - named: the other ranks ended with exit code 4 and named the killed one. Before the ranks are connected it is the
-  launcher that ends them, and when rank 0 does the rest alone they are done.
+  launcher that ends them, and when rank 0 does the rest alone they are done. Ranks that had run out of memory when the
+  kill came are not counted.
 - steps lost: steps that were done at the kill and had to be done again.
 
 With `--share fsdp` or `deepspeed` the ranks hold parts of the model. With `--out-of-memory` a random rank of each start
@@ -16,7 +17,6 @@ exit code 6, the same command starts again, as a launcher does, and the adapter 
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import shutil
@@ -143,7 +143,8 @@ class Campaign:
 
     def _count_named(self, killed: int, ended: list[Ended]) -> None:
         """Count the ranks that the kill left at work, and those of them that named it."""
-        others = [each for rank, each in enumerate(ended) if rank != killed and each.code not in (0, -signal.SIGKILL)]
+        before = (0, -signal.SIGKILL, OutOfMemoryError.exit_code)
+        others = [each for rank, each in enumerate(ended) if rank != killed and each.code not in before]
         self.counts["others"] += len(others)
         for each in others:
             said = " ".join(each.output.split())
@@ -194,7 +195,7 @@ class Campaign:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--share", choices=SHARING, default="ddp", help="how ranks share the model")
     parser.add_argument("--out-of-memory", action="store_true", help="ranks run out of memory as well")
@@ -211,16 +212,10 @@ def main() -> None:
             print(json.dumps(campaign.as_dict()), flush=True)
     found = campaign.as_dict()
     result = {
-        "command": harness.command_line(),
-        "save_interval_steps": INTERVAL,
-        "steps": STEPS,
-        "ranks": RANKS,
-        "other_numbers_of_ranks": OTHER_RANKS,
-        "seconds_of_an_uninterrupted_run": round(campaign.seconds, 1),
-        "found": found,
-        "environment": harness.environment(threads=1),
-    }
-    harness.write_result(options.output or harness.RESULTS / f"{name}.json", result)
+        "save_interval_steps": INTERVAL, "steps": STEPS, "ranks": RANKS, "other_numbers_of_ranks": OTHER_RANKS,
+        "seconds_of_an_uninterrupted_run": round(campaign.seconds, 1), "found": found,
+    }  # fmt: skip
+    harness.save(options.output or harness.RESULTS / f"{name}.json", result, threads=1)
     failed = found["runs_that_could_not_resume"] + found["runs_that_ended_with_other_weights"]
     if failed or found["steps_lost_max"] > INTERVAL:
         sys.exit(1)

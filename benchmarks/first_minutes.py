@@ -10,7 +10,6 @@ took is in benchmarks/results/first_minutes.json, and so is how long configs/tin
 
 from __future__ import annotations
 
-import argparse
 import csv
 import os
 import shutil
@@ -48,7 +47,7 @@ _COMMANDS = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--installed", action="store_true", help="leave the installation out")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="first-") as name:
@@ -57,15 +56,11 @@ def main() -> None:
         steps = list(_session(folder, installed=arguments.installed))
     lines = [f"$ {command}\n{output.rstrip()}\n[{seconds:.1f} s]\n" for command, output, seconds in steps]
     TRANSCRIPT.write_text("\n".join(lines), encoding="utf-8")
-    harness.write_result(
-        harness.RESULTS / "first_minutes.json",
-        {
-            "command": harness.command_line(),
-            "environment": harness.environment(),
-            "seconds": {command: round(seconds, 1) for command, _, seconds in steps},
-            "tiny_cpu_seconds_to_first_step": round(_seconds_to_first_step(), 1),
-        },
-    )
+    found = {
+        "seconds": {command: round(seconds, 1) for command, _, seconds in steps},
+        "tiny_cpu_seconds_to_first_step": round(_seconds_to_first_step(), 1),
+    }
+    harness.save(harness.RESULTS / "first_minutes.json", found)
     sys.stdout.write(TRANSCRIPT.read_text(encoding="utf-8"))
 
 
@@ -79,11 +74,11 @@ def _write_rows(path: Path) -> None:
 def _session(folder: Path, *, installed: bool) -> Iterator[tuple[str, str, float]]:
     """Each command with what it printed and its seconds; ends this script where one fails."""
     binaries = Path(sys.executable).parent if installed else folder / "env" / "bin"
-    environment = {**os.environ, **harness.offline(), "PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}"}
-    environment |= {"COLUMNS": "100", "HF_DATASETS_CACHE": str(folder / "cache")}
-    if installed:
-        environment["PYTHONPATH"] = str(harness.ROOT)
-    else:
+    path = f"{binaries}{os.pathsep}{os.environ['PATH']}"
+    extra = {"PATH": path, "COLUMNS": "100", "HF_DATASETS_CACHE": str(folder / "cache")}
+    environment = harness.variables(extra=extra)
+    if not installed:
+        del environment["PYTHONPATH"]
         (folder / "finetune").symlink_to(harness.ROOT)
     for command in _COMMANDS if installed else (_INSTALL, *_COMMANDS):
         started = time.perf_counter()
@@ -101,8 +96,9 @@ def _seconds_to_first_step() -> float:
     run = Path(tempfile.mkdtemp(prefix="first-step-"))
     command = [sys.executable, "-m", "finetune", "train", "configs/tiny_cpu.yaml", f"output.dir={run / 'run'}"]
     started = time.perf_counter()
-    environment = {**os.environ, **harness.offline(), "PYTHONPATH": str(harness.ROOT)}
-    with subprocess.Popen(command, cwd=harness.ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=harness.ROOT, env=harness.variables(), stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout
         for line in process.stdout:
             if line.startswith("step 1/"):

@@ -24,7 +24,7 @@ from typing import Any
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 
 import harness
-from forecast_cpu import ALLOCATOR, ARCHITECTURES
+from forecast_cpu import ARCHITECTURES
 
 ROWS_KEY, LAYERS_KEY, TILE_KEY = "training.micro_batch", "memory.checkpointing", "memory.loss_tokens"
 
@@ -55,33 +55,18 @@ class Space:
     layers: tuple[str | int, ...]
     overrides: tuple[str, ...]
     steps: int
-    rounds: int
 
 
 SPACES = (
+    Space("tiny", (2, 8, 16), ("none", 2, "all"), ("training.batch_size=16", "data.max_length=256"), steps=6),
     Space(
-        "tiny",
-        (2, 8, 16),
-        ("none", 2, "all"),
-        ("training.batch_size=16", "data.max_length=256"),
-        steps=6,
-        rounds=2,
-    ),
-    Space(
-        "110m",
-        (1, 4),
-        ("none", 6, "all"),
-        (
-            "training.batch_size=4",
-            "data.max_length=128",
-            "training.precision=fp32",
-            "optimizer.kind=adamw_8bit",
-            "training.micro_batch=1",
-        ),
+        "110m", (1, 4), ("none", 6, "all"),
+        ("training.batch_size=4", "data.max_length=128", "training.precision=fp32", "optimizer.kind=adamw_8bit",
+         "training.micro_batch=1"),
         steps=3,
-        rounds=2,
     ),
-)
+)  # fmt: skip
+ROUNDS = 2
 SHARES = (0.25, 0.5, 0.75)
 """Budgets: this far from what the smallest setting needs to what the largest does."""
 
@@ -90,22 +75,17 @@ def main() -> None:
     options = _options()
     spaces = [space for space in SPACES if options.only in (None, space.name)]
     # One job is measured again beside what stands in the file of the other.
-    before = json.loads(options.output.read_text())["spaces"] if options.only and options.output.exists() else {}
-    result: dict[str, Any] = {
-        "command": harness.command_line(), "environment": harness.environment(1), "spaces": before,
-    }  # fmt: skip
-    passed = True
+    measured = harness.saved(options.output, "spaces") if options.only else {}
     for space in spaces:
         with tempfile.TemporaryDirectory(prefix="fit-") as scratch:
-            found = result["spaces"][space.name] = _space(space, Path(scratch))
-        harness.write_result(options.output, result)
-        passed &= all(fitted["passed"] for fitted in found["budgets"])
-        print(_told(found), flush=True)
-    sys.exit(0 if passed else 1)
+            measured[space.name] = _space(space, Path(scratch))
+        harness.save(options.output, {"spaces": measured}, threads=1)
+        print(_told(measured[space.name]), flush=True)
+    sys.exit(0 if all(one["passed"] for found in measured.values() for one in found["budgets"]) else 1)
 
 
 def _space(space: Space, scratch: Path) -> dict[str, Any]:
-    job = [str(_config(space, scratch)), *space.overrides, *_model(space, scratch)]
+    job = [str(harness.ROOT / "configs" / "tiny_cpu.yaml"), *space.overrides, *_model(space, scratch)]
     settings = [Setting(rows, layers) for rows in space.rows for layers in space.layers]
     needed = {setting: _needed(job, setting) for setting in settings}
     least, most = min(needed.values()), max(needed.values())
@@ -114,7 +94,7 @@ def _space(space: Space, scratch: Path) -> dict[str, Any]:
         chosen[budget] = _fit([*job[1:], f"memory.budget={budget}B", "data.eval=none"], job[0])
         print(f"{space.name}, budget {harness.mib(budget)} MiB: {chosen[budget]}", flush=True)
     runs: dict[Setting, list[dict[str, float]]] = {setting: [] for setting in (*settings, *chosen.values())}
-    for turn in range(space.rounds):
+    for turn in range(ROUNDS):
         for number, setting in enumerate(runs):
             runs[setting].append(_train(space, job, setting, scratch / f"{turn}-{number}"))
             print(f"{space.name}, {setting}: {runs[setting][-1]['seconds_per_step']:.3f} s a step", flush=True)
@@ -130,15 +110,14 @@ def _space(space: Space, scratch: Path) -> dict[str, Any]:
 
 def _train(space: Space, job: Sequence[str], setting: Setting, run: Path) -> dict[str, float]:
     """Seconds a step (all but the first) and the resident peak of one real run."""
-    done = harness.python(
-        "-m", "finetune", "train", *job, *setting.overrides, f"output.dir={run}", f"training.max_steps={space.steps}",
-        "memory.check=off", "data.eval=none", "output.merge=false", threads=1, extra=ALLOCATOR,
+    harness.finetune(
+        "train", *job, *setting.overrides, f"output.dir={run}", f"training.max_steps={space.steps}",
+        "memory.check=off", "data.eval=none", "output.merge=false", threads=1, extra=harness.ALLOCATOR,
     )  # fmt: skip
-    harness.succeeded(done)
     steps = harness.steps(run)[1:]
     return {
-        "seconds_per_step": statistics.median(step["tokens"] / step["tokens_per_second"] for step in steps),
-        "resident_bytes": max(peak["resident_bytes"] for step in steps for peak in step["memory"].values()),
+        "seconds_per_step": statistics.median(map(harness.seconds, steps)),
+        "resident_bytes": harness.resident_peak(steps),
     }
 
 
@@ -153,7 +132,8 @@ def _summary(runs: Sequence[dict[str, float]]) -> dict[str, Any]:
 
 
 def _needed(job: Sequence[str], setting: Setting) -> int:
-    return _json("plan", *job, *setting.overrides, "data.eval=none")["needed_bytes"]
+    plan = harness.finetune("plan", *job, *setting.overrides, "data.eval=none", "--gpu", "cpu", "--json", threads=1)
+    return json.loads(plan)["needed_bytes"]
 
 
 def _verdict(
@@ -175,12 +155,6 @@ def _verdict(
     }
 
 
-def _json(*arguments: str) -> dict[str, Any]:
-    command, job, *rest = arguments
-    done = harness.python("-m", "finetune", command, job, *rest, "--gpu", "cpu", "--json", threads=1)
-    return json.loads(harness.succeeded(done).output)
-
-
 def _fit(overrides: Sequence[str], config: str) -> Setting:
     """What `finetune.fit` chooses, without the further questions that the command answers."""
     code = (
@@ -190,10 +164,6 @@ def _fit(overrides: Sequence[str], config: str) -> Setting:
     )
     chosen = json.loads(harness.succeeded(harness.python("-c", code, config, *overrides, threads=1)).output)
     return Setting(chosen[ROWS_KEY], chosen[LAYERS_KEY], chosen[TILE_KEY])
-
-
-def _config(space: Space, scratch: Path) -> Path:
-    return harness.ROOT / "configs" / "tiny_cpu.yaml"
 
 
 def _model(space: Space, scratch: Path) -> list[str]:
@@ -228,9 +198,8 @@ def _told(found: dict[str, Any]) -> str:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__, "fit_cpu.json")
     parser.add_argument("--only", choices=[space.name for space in SPACES], help="only this job")
-    parser.add_argument("--output", type=Path, default=harness.RESULTS / "fit_cpu.json")
     return parser.parse_args()
 
 

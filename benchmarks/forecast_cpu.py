@@ -1,13 +1,12 @@
 """How far the forecast of `finetune plan` is from what a real training step takes, over many small jobs on the CPU.
 
-    python benchmarks/forecast_cpu.py [--only NAME] [--limit N] [--measure-only] [--measured FILE]
+    python benchmarks/forecast_cpu.py [--only NAME] [--measure-only] [--measured FILE]
 
 Every setting really trains two steps (see measured_step.py) in a process of its own, and is forecast in another one.
 The first settings spread the levers over eight families of architecture, each value in several of them, with tiles of
 logits of the usual size, which decide the peak of a small model. The others have small tiles, so that the layers
-decide, and are made of many more architectures; some have long rows. Each phase's own peak is compared. The model
-above 100 million parameters is measured from outside as well, by the process's resident peak. A setting that fails is
-counted, and the sweep goes on.
+decide, and are made of many more architectures; some have long rows. Each phase's own peak is compared. A setting that
+fails is counted, and the sweep goes on.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,85 +29,62 @@ import yaml
 
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 
-# As in memory_cpu.py: a resident peak must be what is in use, not what glibc keeps.
-ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
-
 Architecture = dict[str, Any]
 
 
-def _architecture(
-    model_type: str, hidden: int, layers: int, heads: tuple[int, int], vocabulary: int, **more: Any
-) -> Any:
+def config_json(model_type: str, hidden: int, layers: int, heads: tuple[int, int], vocabulary: int, **more: Any) -> Any:
     """The values of a config.json; `heads` are query and key-value heads."""
     return {
-        "model_type": model_type,
-        "hidden_size": hidden,
-        "intermediate_size": hidden * 11 // 4,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads[0],
-        "num_key_value_heads": heads[1],
-        "vocab_size": vocabulary,
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": True,
-        "bos_token_id": 0,
-        "eos_token_id": 2,
-        "pad_token_id": 3,
-        **more,
-    }
+        "model_type": model_type, "hidden_size": hidden, "intermediate_size": hidden * 11 // 4,
+        "num_hidden_layers": layers, "num_attention_heads": heads[0], "num_key_value_heads": heads[1],
+        "vocab_size": vocabulary, "max_position_embeddings": 2048, "tie_word_embeddings": True, "bos_token_id": 0,
+        "eos_token_id": 2, "pad_token_id": 3, **more,
+    }  # fmt: skip
 
 
 UNTIED: Any = {"tie_word_embeddings": False}
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": _architecture("llama", 256, 4, (4, 2), 1024),
-    "llama-mha": _architecture("llama", 128, 8, (4, 4), 1024, **UNTIED),
-    "llama-wide": _architecture("llama", 512, 4, (8, 4), 2048),
-    "llama-32k": _architecture("llama", 256, 4, (4, 4), 32000, **UNTIED),
-    "qwen2": _architecture("qwen2", 256, 6, (4, 2), 4096),
-    "qwen3": _architecture("qwen3", 192, 6, (4, 2), 2048, head_dim=64),
-    "gemma2": _architecture("gemma2", 256, 4, (4, 2), 4096, head_dim=64, sliding_window=128),
-    "gemma3": _architecture(
+    "llama": config_json("llama", 256, 4, (4, 2), 1024),
+    "llama-mha": config_json("llama", 128, 8, (4, 4), 1024, **UNTIED),
+    "llama-wide": config_json("llama", 512, 4, (8, 4), 2048),
+    "llama-32k": config_json("llama", 256, 4, (4, 4), 32000, **UNTIED),
+    "qwen2": config_json("qwen2", 256, 6, (4, 2), 4096),
+    "qwen3": config_json("qwen3", 192, 6, (4, 2), 2048, head_dim=64),
+    "gemma2": config_json("gemma2", 256, 4, (4, 2), 4096, head_dim=64, sliding_window=128),
+    "gemma3": config_json(
         "gemma3_text", 192, 6, (4, 1), 32768, head_dim=64, sliding_window=128, sliding_window_pattern=3
     ),
-    "mistral": _architecture("mistral", 256, 4, (4, 2), 2048, sliding_window=128, **UNTIED),
-    "mistral-full": _architecture("mistral", 320, 5, (5, 5), 2048, sliding_window=None, **UNTIED),
-    "phi3": _architecture("phi3", 256, 4, (4, 4), 2048, **UNTIED),
-    "phi": _architecture("phi", 256, 4, (4, 4), 1024, **UNTIED),
-    "qwen3-moe": _architecture(
+    "mistral": config_json("mistral", 256, 4, (4, 2), 2048, sliding_window=128, **UNTIED),
+    "mistral-full": config_json("mistral", 320, 5, (5, 5), 2048, sliding_window=None, **UNTIED),
+    "phi3": config_json("phi3", 256, 4, (4, 4), 2048, **UNTIED),
+    "phi": config_json("phi", 256, 4, (4, 4), 1024, **UNTIED),
+    "qwen3-moe": config_json(
         "qwen3_moe", 192, 4, (4, 2), 1024, head_dim=48, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128
     ),
-    "mixtral": _architecture(
+    "mixtral": config_json(
         "mixtral", 128, 4, (4, 2), 1024, intermediate_size=256, num_local_experts=4, num_experts_per_tok=2, **UNTIED
     ),
-    "qwen3-moe-wide": _architecture(
+    "qwen3-moe-wide": config_json(
         "qwen3_moe", 192, 3, (4, 2), 1024, head_dim=48, num_experts=32, num_experts_per_tok=2, moe_intermediate_size=384
     ),
-    "llama-110m": _architecture("llama", 768, 12, (12, 4), 32000, intermediate_size=2048),
-    "qwen2-120m": _architecture("qwen2", 768, 12, (12, 12), 32000, intermediate_size=2304),
-    "mistral-120m": _architecture("mistral", 768, 12, (12, 4), 32000, sliding_window=None, **UNTIED),
+    "llama-110m": config_json("llama", 768, 12, (12, 4), 32000, intermediate_size=2048),
+    "qwen2-120m": config_json("qwen2", 768, 12, (12, 12), 32000, intermediate_size=2304),
+    "mistral-120m": config_json("mistral", 768, 12, (12, 4), 32000, sliding_window=None, **UNTIED),
 }
 
 
 _EXPERTS_OF_FOUR: Any = {"num_experts_per_tok": 2, "moe_intermediate_size": 128}
 _LATENT: Any = {
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 32,
-}
+    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32,
+}  # fmt: skip
 _DEEPSEEK: Any = {
-    **_EXPERTS_OF_FOUR,
-    **_LATENT,
-    "n_routed_experts": 4,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-}
+    **_EXPERTS_OF_FOUR, **_LATENT, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
 _GPT: Any = {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 2048}
 
 
 def _small(model_type: str, key_heads: int = 2, **more: Any) -> Architecture:
-    return _architecture(model_type, 128, 2, (4, key_heads), 512, **more)
+    return config_json(model_type, 128, 2, (4, key_heads), 512, **more)
 
 
 SMALL: dict[str, Architecture] = {
@@ -190,7 +166,6 @@ class Setting:
     overrides: str = ""
     trained: int | None = None
     padded: bool = True
-    resident: bool = False
 
     @property
     def config(self) -> dict[str, Any]:
@@ -222,12 +197,6 @@ class Setting:
         from measured_step import architecture_of
 
         return architecture_of(ARCHITECTURES[self.architecture])
-
-    @property
-    def job(self) -> dict[str, Any]:
-        """What measured_step.py takes."""
-        architecture = ARCHITECTURES[self.architecture]
-        return {"architecture": architecture, "config": self.config, "rows": self.rows, "padded": self.padded}
 
 
 _S = Setting
@@ -271,14 +240,8 @@ SETTINGS = (
     _S("mha, long row", "llama-mha", 1024, 1, 1, "memory.checkpointing=every-2"),
     _S("mha fp32, no checkpointing", "llama-mha", 256, 2, 1, f"{_FP32} memory.checkpointing=none optimizer.kind=sgd"),
     _S("mha int8, every second layer", "llama-mha", 512, 2, 1, f"{_INT8} memory.checkpointing=every-2"),
-    _S(
-        "mha, whole, no checkpointing",
-        "llama-mha",
-        256,
-        1,
-        4,
-        f"{_FULL} memory.checkpointing=none training.precision=fp32",
-    ),
+    _S("mha, whole, no checkpointing", "llama-mha", 256, 1, 4,
+       f"{_FULL} memory.checkpointing=none training.precision=fp32"),
     # A wide model.
     _S("wide nf4", "llama-wide", 256, 2, 1, "adapter.rank=64"),
     _S("wide, whole, sgd", "llama-wide", 64, 4, 1, f"{_FULL} optimizer.kind=sgd training.precision=fp32"),
@@ -317,34 +280,21 @@ SETTINGS = (
     _S("qwen3-moe fp32, no checkpointing", "qwen3-moe", 128, 2, 2, f"{_FP32} memory.checkpointing=none"),
     _S("qwen3-moe, experts nf4", "qwen3-moe-wide", 64, 1, 1, _EXPERTS),
     _S("qwen3-moe, experts nf4, no checkpointing", "qwen3-moe-wide", 64, 1, 1, f"{_EXPERTS} memory.checkpointing=none"),
-    _S(
-        "qwen3-moe, experts fp4 single",
-        "qwen3-moe-wide",
-        64,
-        2,
-        1,
-        f"{_EXPERTS} quantization.kind=fp4 quantization.double=false memory.checkpointing=every-2 data.eval=rows",
-    ),
+    _S("qwen3-moe, experts fp4 single", "qwen3-moe-wide", 64, 2, 1,
+       f"{_EXPERTS} quantization.kind=fp4 quantization.double=false memory.checkpointing=every-2 data.eval=rows"),
     _S("mixtral nf4", "mixtral", 256, 2, 1, "optimizer.kind=adamw_32bit"),
     _S("mixtral bf16, evaluated", "mixtral", 512, 1, 1, f"{_BF16} data.eval=rows"),
     # Packed rows: each attended to by itself, with a mask of its own where its window or plain attention needs one.
     _S("llama nf4, packed", "llama", 128, 4, 2, "data.packing=true", padded=False),
     _S("mistral window, packed", "mistral", 256, 2, 1, f"data.packing=true {_BF16}", padded=False),
-    _S(
-        "gemma2 packed, no checkpointing",
-        "gemma2",
-        256,
-        2,
-        1,
-        "data.packing=true memory.checkpointing=none",
-        padded=False,
-    ),
+    _S("gemma2 packed, no checkpointing", "gemma2", 256, 2, 1,
+       "data.packing=true memory.checkpointing=none", padded=False),
     _S("mixtral packed, evaluated", "mixtral", 128, 2, 1, f"data.packing=true {_BF16} data.eval=rows", padded=False),
     # Above 100 million parameters.
-    _S("110m nf4", "llama-110m", 256, 2, 1, "optimizer.kind=adamw_8bit", resident=True),
-    _S("120m int8, no checkpointing", "qwen2-120m", 256, 1, 1, f"{_INT8} memory.checkpointing=none", resident=True),
-    _S("110m bf16, evaluated", "llama-110m", 128, 2, 1, f"{_BF16} data.eval=rows adapter.rank=64", resident=True),
-    _S("120m fp32, whole", "mistral-120m", 256, 1, 1, f"{_FULL} training.precision=fp32", resident=True),
+    _S("110m nf4", "llama-110m", 256, 2, 1, "optimizer.kind=adamw_8bit"),
+    _S("120m int8, no checkpointing", "qwen2-120m", 256, 1, 1, f"{_INT8} memory.checkpointing=none"),
+    _S("110m bf16, evaluated", "llama-110m", 128, 2, 1, f"{_BF16} data.eval=rows adapter.rank=64"),
+    _S("120m fp32, whole", "mistral-120m", 256, 1, 1, f"{_FULL} training.precision=fp32"),
     # Small tiles of logits: the layers decide. Each architecture once,
     *(_S(f"{name}, small tiles", name, 512, 1, 1, _SMALL_TILES) for name in SMALL if name != "small-llama-deep"),
     # every lever,
@@ -370,14 +320,8 @@ SETTINGS = (
         }.items()
     ),
     _S("small tiles, deep", "small-llama-deep", 512, 1, 1, _SMALL_TILES),
-    _S(
-        "small tiles, deep, every second layer",
-        "small-llama-deep",
-        512,
-        1,
-        2,
-        f"{_SMALL_TILES} memory.checkpointing=every-2",
-    ),
+    _S("small tiles, deep, every second layer", "small-llama-deep", 512, 1, 2,
+       f"{_SMALL_TILES} memory.checkpointing=every-2"),
     _S("small tiles, uneven rows", "small-llama", 256, 4, 1, _SMALL_TILES),
     _S("small tiles, packed", "small-llama", 128, 4, 1, f"{_SMALL_TILES} data.packing=true", padded=False),
     _S("small tiles, window packed", "small-mistral", 256, 2, 1, f"{_SMALL_TILES} data.packing=true", padded=False),
@@ -386,14 +330,8 @@ SETTINGS = (
         _S(f"{name}, 2048 tokens", name, 2048, 1, 1, "memory.loss_tokens=32")
         for name in ("small-llama", "small-phi3", "small-qwen2", "olmo2", "glm4", "gpt2", "deepseek_v3")
     ),
-    _S(
-        "2048 tokens, bf16, no checkpointing",
-        "small-llama",
-        2048,
-        1,
-        1,
-        f"{_BF16} memory.checkpointing=none memory.loss_tokens=32",
-    ),
+    _S("2048 tokens, bf16, no checkpointing", "small-llama", 2048, 1, 1,
+       f"{_BF16} memory.checkpointing=none memory.loss_tokens=32"),
     _S("2048 tokens, fp32", "small-llama", 2048, 1, 1, f"{_FP32} memory.loss_tokens=32"),
     _S("2048 tokens, int8", "small-qwen2", 2048, 1, 1, f"{_INT8} memory.loss_tokens=32"),
     _S("2048 tokens, evaluated", "small-qwen3", 2048, 1, 1, "data.eval=rows memory.loss_tokens=32"),
@@ -418,22 +356,16 @@ SETTINGS = (
             ("olmo2, small tiles", "olmo2", 512, 1, _SMALL_TILES),
             ("mixtral nf4", "mixtral", 256, 2, ""),
             ("llama, small tiles", "small-llama", 512, 1, _SMALL_TILES),
-            (
-                "llama, small tiles, none, int8",
-                "small-llama",
-                512,
-                1,
-                f"{_SMALL_TILES} {_INT8} memory.checkpointing=none",
-            ),
+            ("llama, small tiles, none, int8", "small-llama", 512, 1,
+             f"{_SMALL_TILES} {_INT8} memory.checkpointing=none"),
             ("llama, 2048 tokens", "small-llama", 2048, 1, "memory.loss_tokens=32"),
             ("mistral window, 2048 tokens", "small-mistral", 2048, 1, "memory.loss_tokens=32"),
             ("llama, 8192 tokens in tiles", "small-llama", 8192, 1, "memory.loss_tokens=32"),
         )
     ),
     _S("fused llama, packed", "small-llama", 128, 4, 1, f"{_FUSED} {_SMALL_TILES} data.packing=true", padded=False),
-)
+)  # fmt: skip
 assert len({setting.name for setting in SETTINGS}) == len(SETTINGS)
-_NEARLY_NOTHING = _architecture("llama", 64, 1, (1, 1), 1024, intermediate_size=64)
 
 
 def measure(setting: Setting) -> dict[str, int]:
@@ -487,37 +419,32 @@ def forecast(setting: Setting) -> dict[str, int]:
 
 def main() -> None:
     options = _options()
-    chosen = [setting for setting in SETTINGS if options.only is None or setting.name in options.only][: options.limit]
-    if not chosen:
-        sys.exit(f"no setting of that name; there are: {', '.join(setting.name for setting in SETTINGS)}")
+    chosen = named(options.only) if options.only else SETTINGS
     import measured_step  # noqa: F401  (before the first fork, so that each process has it at once)
 
-    # A job's own overhead in resident bytes: code, tokenizer, trainer.
-    nothing = None
-    if any(setting.resident for setting in chosen) and not options.measured:
-        nothing = _resident({**chosen[0].job, "architecture": _NEARLY_NOTHING, "config": {"training.micro_batch": 1,
-            "training.batch_size": 1, "data.eval": "none"}, "rows": [[64, 32]]})  # fmt: skip
-    before: dict[str, Any] = {"settings": {}}
-    if options.measured:
-        before = json.loads(options.measured.read_text(encoding="utf-8"))
-        nothing = before["nearly_no_model_resident_bytes"]
-    rows = {
-        setting.name: _row(setting, options.measure_only, nothing, before["settings"].get(setting.name))
-        for setting in chosen
-    }
-    result: dict[str, Any] = {
-        "command": harness.command_line(),
-        "environment": harness.environment(1),
-        "nearly_no_model_resident_bytes": nothing,
-        "summary": summary(rows),
-        "settings": rows,
-    }
-    harness.write_result(options.output, result)
+    before = harness.saved(options.measured, "settings") if options.measured else {}
+    rows = {setting.name: _row(setting, options.measure_only, before.get(setting.name)) for setting in chosen}
+    result = {"summary": summary(rows), "settings": rows}
+    harness.save(options.output, result, threads=1)
     print(_table(result))
     sys.exit(1 if result["summary"]["failed"] else 0)
 
 
-def _row(setting: Setting, measure_only: bool, nothing: int | None, before: dict[str, Any] | None) -> dict[str, Any]:
+def named(names: Iterable[str], settings: Iterable[Any] = SETTINGS) -> list[Any]:
+    """The settings of these names; ends the script at a name that none has."""
+    by_name = {setting.name: setting for setting in settings}
+    if unknown := set(names) - by_name.keys():
+        sys.exit(f"no setting named {', '.join(unknown)}; there are: {', '.join(by_name)}")
+    return [by_name[name] for name in names]
+
+
+def measured_peaks(result: Path | None) -> dict[str, int]:
+    """The peaks in bytes that a result of this benchmark measured, by setting; none without a result."""
+    rows = harness.saved(result, "settings") if result else {}
+    return {name: row["measured"]["peak"] for name, row in rows.items() if "measured" in row}
+
+
+def _row(setting: Setting, measure_only: bool, before: dict[str, Any] | None) -> dict[str, Any]:
     """One setting, measured (or taken from `before`) and forecast; `error` where one of the two could not be done."""
     started = time.perf_counter()
     row: dict[str, Any] = {"architecture": setting.architecture}
@@ -526,8 +453,6 @@ def _row(setting: Setting, measure_only: bool, nothing: int | None, before: dict
             row |= {key: before[key] for key in _MEASURED if key in before}
         else:
             row["measured"] = apart(measure, setting)
-            if setting.resident and nothing is not None:
-                row["resident_bytes"] = _resident(setting.job) - nothing
             row["measured_in_seconds"] = round(time.perf_counter() - started, 1)
         if not measure_only:
             row["forecast"] = apart(forecast, setting)
@@ -545,7 +470,7 @@ def relative_errors(forecast: dict[str, int], measured: dict[str, int]) -> dict[
 
 # Of what was measured: how far off a peak may be, and how far below.
 LARGEST_ERROR, UNDER_PREDICTION = 0.01, 0.005
-_MEASURED = ("measured", "measured_in_seconds", "resident_bytes")
+_MEASURED = ("measured", "measured_in_seconds")
 COMPARED = ("load", "forward", "backward", "optimizer", "evaluation", "save")
 
 
@@ -599,15 +524,6 @@ def _silence() -> None:
     os.dup2(nowhere, 2)
 
 
-def _resident(job: dict[str, Any]) -> int:
-    """The resident peak of `job` over what the process held before it, in a fresh process and without the profiler."""
-    script = harness.ROOT / "benchmarks" / "measured_step.py"
-    done = harness.python(script, json.dumps(job), "--resident", threads=1, extra=ALLOCATOR)
-    if done.exit_code:
-        raise Failed(done.errors.strip()[-1000:])
-    return json.loads(done.output.splitlines()[-1])["resident_bytes"]
-
-
 # -- what is shown -----------------------------------------------------------------------------------------------------
 
 
@@ -638,12 +554,10 @@ def _table(result: dict[str, Any]) -> str:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__, "forecast_cpu.json")
     parser.add_argument("--only", action="append", metavar="NAME", help="only this setting (may be repeated)")
-    parser.add_argument("--limit", type=int, help="only the first so many settings")
     parser.add_argument("--measured", type=Path, help="take what was measured from an earlier result, forecast anew")
     parser.add_argument("--measure-only", action="store_true", help="measure without forecasting")
-    parser.add_argument("--output", type=Path, default=harness.RESULTS / "forecast_cpu.json")
     return parser.parse_args()
 
 

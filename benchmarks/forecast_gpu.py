@@ -24,7 +24,6 @@ import argparse
 import gc
 import gzip
 import json
-import os
 import re
 import shutil
 import statistics
@@ -34,9 +33,9 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import forecast_cpu
 import harness
@@ -57,9 +56,6 @@ RECORDING_BYTES = 2**20
 _HISTORY_ENTRIES = 4_000_000
 
 NO_DEVICE = 4
-
-# On a CPU a resident peak must be what is in use; on a GPU machine this changes nothing that is measured.
-_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 # -- the settings ------------------------------------------------------------------------------------------------------
@@ -165,7 +161,7 @@ def measure(setting: Setting, device: Any, recordings: Path, idle_bytes: int | N
     import measured_step
     import torch
 
-    from finetune.forecast import comparison, devices
+    from finetune.forecast import devices
     from finetune.forecast.planning import Planner
     from finetune.measure.monitor import Monitor, meter_for
     from finetune.runtime import libraries
@@ -208,11 +204,11 @@ def measure(setting: Setting, device: Any, recordings: Path, idle_bytes: int | N
         },
         "measured": {f"peak_{measure}": size for measure, size in meter.peak.items()},
         "relative_errors": relative_errors(forecast, meter.peak),
-        "phases": comparison.as_dict(forecast, monitor.run)["differences"],
+        "phases": forecast.beside(monitor.run)["differences"],
         # The first step also compiles and loads kernels.
         "step_seconds": {
             "forecast": round(forecast.seconds, 4),
-            "measured": round(steps[-1]["tokens"] / steps[-1]["tokens_per_second"], 4),
+            "measured": round(harness.seconds(steps[-1]), 4),
         },
     }
     if on_cuda:
@@ -283,117 +279,53 @@ def record(setting: Setting, entries: Sequence[Any], peak_allocated_bytes: int, 
 
 
 def facts(device: Any) -> dict[str, Any]:
-    """The device and what it takes besides tensors: the context and cuBLAS's workspaces, measured beside forecast."""
+    """The device, and what is in use on it before any process of ours.
+
+    What it takes besides tensors is measured by the certificate (`finetune doctor --certify`).
+    """
     import torch
 
     from finetune.runtime.environment import describe
 
     if device.type != "cuda":
         return {"name": "CPU", "torch": torch.__version__, "environment": describe(device)}
-    from finetune.forecast import operator_costs
-
     driver, idle_bytes = _smi()
-    torch.cuda.init()
-    free, total = torch.cuda.mem_get_info()
-    context = total - free
     properties = torch.cuda.get_device_properties(device)
-    capability = (properties.major, properties.minor)
-    one, both = _workspaces(device)
-    free, _ = torch.cuda.mem_get_info()
     return {
-        "name": properties.name,
-        "total_bytes": properties.total_memory,
-        "capability": list(capability),
-        "multiprocessors": properties.multi_processor_count,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "driver": driver,
-        "idle_bytes": idle_bytes,
-        "context": {
-            "before_the_first_allocation_bytes": context - (idle_bytes or 0),
-            "after_the_first_products_bytes": total - free - torch.cuda.memory_reserved() - (idle_bytes or 0),
-            "forecast_bytes": operator_costs.context_bytes(properties.multi_processor_count),
-        },
-        "workspace": {
-            "forward_bytes": one,
-            "forward_and_backward_bytes": both,
-            "reported_bytes": _reported_workspace(),
-            "forecast_bytes": operator_costs.workspace_bytes(capability),
-        },
-        "environment": describe(device),
-    }
-
-
-def _workspaces(device: Any) -> tuple[int, int]:
-    """What products leave allocated: one in this thread, then also one in autograd's."""
-    import torch
-
-    square = torch.ones(256, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
-    before = torch.cuda.memory_allocated()
-    with torch.no_grad():
-        square @ square
-    one = torch.cuda.memory_allocated() - before
-    (square @ square).sum().backward()
-    square.grad = None
-    torch.cuda.synchronize()
-    return one, torch.cuda.memory_allocated() - before
-
-
-def _reported_workspace() -> int | None:
-    """What torch says that one cuBLAS workspace takes; None before torch 2.13, which cannot be asked."""
-    import torch
-
-    try:
-        return torch.backends.cuda.cublas_workspace_size()
-    except AttributeError:
-        return None
+        "name": properties.name, "total_bytes": properties.total_memory,
+        "capability": [properties.major, properties.minor], "torch": torch.__version__, "cuda": torch.version.cuda,
+        "driver": driver, "idle_bytes": idle_bytes, "environment": describe(device),
+    }  # fmt: skip
 
 
 def _smi() -> tuple[str | None, int | None]:
-    """The driver's version and the bytes in use on the first card, by nvidia-smi; it opens no context."""
+    """The driver's version and the bytes in use on the first card, by nvidia-smi, which opens no context."""
     if not (tool := shutil.which("nvidia-smi")):
         return None, None
-    query = [tool, "--query-gpu=driver_version,memory.used", "--format=csv,noheader,nounits"]
-    done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=30)
-    return read_smi(done.stdout)
-
-
-def read_smi(text: str) -> tuple[str | None, int | None]:
-    """Driver and bytes in use from nvidia-smi's first line, such as `580.159.04, 4`; None for what is not there."""
-    fields = [part.strip() for part in (text.splitlines() or [""])[0].split(",")]
-    if len(fields) != 2:
-        return None, None
-    return fields[0], int(fields[1]) * 2**20 if fields[1].isdigit() else None
+    done = harness.run([tool, "--query-gpu=driver_version,memory.used", "--format=csv,noheader,nounits"])
+    driver, _, used = (done.output.splitlines() or [""])[0].partition(", ")
+    return driver or None, int(used) * 2**20 if used.isdigit() else None
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
-class Worker(Protocol):
-    """A process that has imported and waits."""
-
-    def finish(self, limit: float) -> dict[str, Any]:
-        """Let it work, for `limit` seconds at most; what it found, or `error`."""
-        ...
-
-    def stop(self) -> None:
-        """End it, if it is still there."""
-        ...
-
-
 class Process:
-    """A fresh process of this file, which waits for a word after its imports and answers in a file."""
+    """A fresh process of this file, which waits for a word after its imports and answers in a file.
 
-    def __init__(self, arguments: Sequence[str], extra: Mapping[str, str] | None = None) -> None:
+    What it prints is in the file `log` as it comes.
+    """
+
+    def __init__(self, arguments: Sequence[str], log: Path, extra: Mapping[str, str] | None = None) -> None:
         self._scratch = tempfile.TemporaryDirectory(prefix="forecast-gpu-")
         self._answer = Path(self._scratch.name) / "answer.json"
-        self._errors = Path(self._scratch.name) / "errors"
-        path = os.pathsep.join(filter(None, [str(harness.ROOT), os.environ.get("PYTHONPATH", "")]))
+        self._errors = log
+        log.parent.mkdir(parents=True, exist_ok=True)
         with open(self._errors, "wb") as errors:
             self._process = subprocess.Popen(
                 [sys.executable, __file__, *arguments, "--answer", str(self._answer)],
                 cwd=harness.ROOT,
-                env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": path, **(extra or {})},
+                env=harness.variables(extra=extra),
                 stdin=subprocess.PIPE,
                 stdout=errors,
                 stderr=subprocess.STDOUT,
@@ -409,8 +341,7 @@ class Process:
             self._process.wait()
         if self._answer.is_file():
             return json.loads(self._answer.read_text(encoding="utf-8"))
-        said = self._errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        last = harness.without_paths((said or ["without a word"])[-1])
+        last = harness.last_line(self._errors.read_text(encoding="utf-8", errors="replace"))
         return {"error": f"the process ended with {self._process.returncode}: {last}"[-1000:]}
 
     def stop(self) -> None:
@@ -424,16 +355,10 @@ class Process:
 def process_of(setting: Setting, on: str, recordings: Path, idle_bytes: int | None) -> Process:
     """The process that measures `setting` on `on` (cuda or cpu)."""
     arguments = [
-        "--worker",
-        setting.name,
-        "--on",
-        on,
-        "--recordings",
-        str(recordings.resolve()),
-        "--idle",
-        str(idle_bytes or 0),
-    ]
-    return Process(arguments, {} if setting.expandable else {"PYTORCH_ALLOC_CONF": "expandable_segments:False"})
+        "--worker", setting.name, "--on", on, "--recordings", str(recordings.resolve()), "--idle", str(idle_bytes or 0),
+    ]  # fmt: skip
+    extra = {} if setting.expandable else {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}
+    return Process(arguments, (recordings / setting.file_name).with_suffix("").with_suffix(".txt"), extra)
 
 
 def measure_apart(setting: Setting, on: str, recordings: Path, limit: float) -> dict[str, Any]:
@@ -479,24 +404,15 @@ def work(name: str, on: str, answer: Path, recordings: Path, idle_bytes: int) ->
 # -- the sweep ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass
 class Deadline:
     """So many seconds from now on, shared out among the settings."""
 
-    seconds: float
-    clock: Callable[[], float] = time.monotonic
-    _end: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._end = self.clock() + self.seconds
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
 
     @property
     def left(self) -> float:
-        return max(0.0, self._end - self.clock())
-
-    def has(self, seconds: float) -> bool:
-        """Whether so many seconds are left."""
-        return self.left >= seconds
+        return max(0.0, self._end - time.monotonic())
 
     def limit(self, seconds: float) -> float:
         """How long something that should take `seconds` may take."""
@@ -506,7 +422,7 @@ class Deadline:
 def sweep(
     settings: Sequence[Setting],
     deadline: Deadline,
-    start: Callable[[Setting], Worker],
+    start: Callable[[Setting], Process],
     tell: Callable[[dict[str, dict[str, Any]]], None],
 ) -> None:
     """Measure the settings one after the other; `tell` is given all rows so far after each.
@@ -515,12 +431,12 @@ def sweep(
     a later and smaller one may still be measured.
     """
     rows: dict[str, dict[str, Any]] = {}
-    waiting: Worker | None = None
+    waiting: Process | None = None
     try:
         for number, setting in enumerate(settings):
             worker, waiting = waiting, None
             try:
-                if deadline.has(setting.seconds):
+                if deadline.left >= setting.seconds:
                     worker = worker or start(setting)
                     if number + 1 < len(settings):
                         waiting = start(settings[number + 1])
@@ -536,7 +452,7 @@ def sweep(
             waiting.stop()
 
 
-def _row(setting: Setting, worker: Worker, deadline: Deadline) -> dict[str, Any]:
+def _row(setting: Setting, worker: Process, deadline: Deadline) -> dict[str, Any]:
     started = time.monotonic()
     found = worker.finish(deadline.limit(setting.seconds))
     return _description(setting) | {"seconds": round(time.monotonic() - started, 1)} | found
@@ -596,12 +512,12 @@ def main() -> None:
     if options.worker:
         work(options.worker, options.on, options.answer, options.recordings, options.idle)
         return
-    names = options.only or [setting.name for setting in part_of(SETTINGS, options.part)]
-    chosen = [setting for setting in (*SETTINGS, TINY) if setting.name in names]
-    if not chosen:
-        sys.exit(f"no setting of that name; there are: {', '.join(setting.name for setting in (*SETTINGS, TINY))}")
+    chosen = forecast_cpu.named(options.only, (*SETTINGS, TINY)) if options.only else part_of(SETTINGS, options.part)
     deadline = Deadline(options.seconds)
-    result: dict[str, Any] = {"command": harness.command_line(), "device": _facts(options.on, deadline)}
+    result: dict[str, Any] = {
+        "command": harness.command_line(),
+        "device": _facts(options.on, deadline, options.recordings),
+    }
 
     def tell(rows: dict[str, dict[str, Any]]) -> None:
         result["summary"], result["settings"] = summary(rows, len(chosen)), rows
@@ -611,7 +527,7 @@ def main() -> None:
 
     idle_bytes = result["device"].get("idle_bytes")
     sweep(chosen, deadline, lambda setting: process_of(setting, options.on, options.recordings, idle_bytes), tell)
-    print(table(result))
+    print(json.dumps(result["summary"], indent=2))
     sys.exit(0 if result["summary"]["passed"] else 1)
 
 
@@ -628,9 +544,9 @@ def part_of(settings: Sequence[Setting], part: str) -> list[Setting]:
     return found
 
 
-def _facts(on: str, deadline: Deadline) -> dict[str, Any]:
+def _facts(on: str, deadline: Deadline, recordings: Path) -> dict[str, Any]:
     """The device's facts, or the end where there is no device."""
-    process = Process(["--worker", "facts", "--on", on])
+    process = Process(["--worker", "facts", "--on", on], recordings / "facts.txt")
     try:
         found = process.finish(deadline.limit(_LEAST_LIMIT))
     finally:
@@ -650,33 +566,15 @@ def _said(row: Mapping[str, Any]) -> str:
     return f"{errors} in {row['seconds']} s"
 
 
-def table(result: Mapping[str, Any]) -> str:
-    """Every setting's peaks with the forecast's error, and the summary."""
-
-    def line(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
-        if "measured" not in row:
-            return (name, "left out" if "left_out" in row else "failed", *[""] * 5)
-        errors, seconds = row["relative_errors"], row["step_seconds"]
-        cells: list[str] = []
-        for measure in GOALS:
-            size = row["measured"].get(f"peak_{measure}_bytes")
-            cells += ["" if size is None else harness.gib(size)]
-            cells += [f"{100 * errors[measure]:+.2f} %" if measure in errors else ""]
-        return (name, *cells, f"{seconds['measured']:.3f}", f"{seconds['forecast']:.3f}")
-
-    header = ("GiB", "allocated", "forecast", "reserved", "forecast", "s a step", "forecast")
-    rows = [line(name, row) for name, row in result["settings"].items()]
-    return harness.table(header, rows) + "\n" + json.dumps(result["summary"], indent=2)
-
-
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__, "forecast_gpu.json")
     parser.add_argument("--only", action="append", metavar="NAME", help="only this setting (may be repeated)")
     parser.add_argument("--part", default="1/1", metavar="I/N", help="only part I of N of the settings")
     parser.add_argument("--seconds", type=float, default=SECONDS, help=f"end after so many seconds (default {SECONDS})")
     parser.add_argument("--on", choices=("cuda", "cpu"), default="cuda", help="cpu: try the path without a GPU")
-    parser.add_argument("--output", type=Path, default=harness.RESULTS / "forecast_gpu.json")
-    parser.add_argument("--recordings", type=Path, default=RECORDINGS, help="folder for the allocator's histories")
+    parser.add_argument(
+        "--recordings", type=Path, default=RECORDINGS, help="folder for the allocator's histories, and what is printed"
+    )
     for hidden, kind in (("--worker", str), ("--answer", Path), ("--idle", int)):
         parser.add_argument(hidden, type=kind, help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -17,10 +17,9 @@ counted, not what is run. It needs help for that, which it has not in a script o
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -78,7 +77,7 @@ def tracked(setting: forecast_cpu.Setting) -> dict[str, int]:
         device_paths.like(cpu, recorder) as mode,
     ):
         traced = traced_step._TracedStep(job, mode, recorder, lambda kinds: whole(len(kinds)), None)
-        traced.make_step(1)
+        traced.make_step(job)
         step, tracker = traced._step, MemTracker()
         beside = [tensor for weight in step.model.parameters() for tensor in fake.quantization_state(weight)]
         inputs = traced._inputs(batch)
@@ -111,42 +110,22 @@ def main() -> None:
 
     libraries.before_import()
     libraries.quiet()
-    chosen = list(_settings(options.only or NAMES))
-    known = {} if options.measured is None else json.loads(options.measured.read_text(encoding="utf-8"))["settings"]
-    rows: dict[str, dict[str, Any]] = {}
-    for setting in chosen:
-        rows[setting.name] = _row(setting, known)
-        result = {
-            "command": harness.command_line(),
-            "environment": harness.environment(1),
-            "failed": [name for name, row in rows.items() if "error" in row],
-            "summary": _summary(rows),
-            "settings": rows,
-        }
-        harness.write_result(options.output, result)
+    known = forecast_cpu.measured_peaks(options.measured)
+    rows = {setting.name: _row(setting, known) for setting in forecast_cpu.named(options.only or NAMES)}
+    failed = [name for name, row in rows.items() if "error" in row]
+    harness.save(options.output, {"failed": failed, "summary": _summary(rows), "settings": rows}, threads=1)
     print(table(rows))
-    sys.exit(1 if result["failed"] else 0)
+    sys.exit(1 if failed else 0)
 
 
-def _settings(names: Any) -> Iterator[forecast_cpu.Setting]:
-    by_name = {setting.name: setting for setting in forecast_cpu.SETTINGS}
-    for name in names:
-        if name not in by_name:
-            sys.exit(f"forecast_cpu.py has no setting `{name}`")
-        yield by_name[name]
-
-
-def _row(setting: forecast_cpu.Setting, known: Mapping[str, Any]) -> dict[str, Any]:
+def _row(setting: forecast_cpu.Setting, known: Mapping[str, int]) -> dict[str, Any]:
     row: dict[str, Any] = {}
     try:
-        row["measured_bytes"] = (
-            known[setting.name]["measured"]["peak"]
-            if setting.name in known
-            else forecast_cpu.apart(forecast_cpu.measure, setting)["peak"]
-        )
+        measured = known.get(setting.name) or forecast_cpu.apart(forecast_cpu.measure, setting)["peak"]
+        row["measured_bytes"] = measured
         for name, ask in (("ours", forecast_cpu.forecast), ("mem_tracker", tracked)):
             size = forecast_cpu.apart(ask, setting)["peak"]
-            row[name] = {"bytes": size, "error": round(size / row["measured_bytes"] - 1, 5)}
+            row[name] = {"bytes": size, "error": round(size / measured - 1, 5)}
     except forecast_cpu.Failed as failure:
         row["error"] = harness.without_paths(str(failure))
     print(f"{setting.name}: {row}", flush=True)
@@ -182,10 +161,9 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__, "forecast_memtracker.json")
     parser.add_argument("--only", action="append", metavar="NAME", help="only this setting (may be repeated)")
     parser.add_argument("--measured", type=Path, help="take what is measured from this result of forecast_cpu.py")
-    parser.add_argument("--output", type=Path, default=harness.RESULTS / "forecast_memtracker.json")
     return parser.parse_args()
 
 

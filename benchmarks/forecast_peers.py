@@ -1,6 +1,6 @@
 """The forecast beside its peers: how far each is from the memory that a real training step takes.
 
-    python benchmarks/forecast_peers.py [--environment FOLDER] [--measured FILE] [--only NAME]
+    python benchmarks/forecast_peers.py [--environment FOLDER] [--measured FILE]
 
 The peers are a package, fitcheck-llm, in a virtual environment of its own and through its command line, and two rules
 that people work with. All are asked about the same jobs above 100 million parameters, four of forecast_cpu.py's and
@@ -54,8 +54,9 @@ forecast_cpu.ARCHITECTURES |= {
     "mistral-200m": {**forecast_cpu.ARCHITECTURES["mistral-full"], **_1024, "num_hidden_layers": 12},
 }
 _FP32 = "quantization.kind=none training.precision=fp32 optimizer.kind=adamw_torch_fused"
+_ABOVE_100M = ("llama-110m", "qwen2-120m", "mistral-120m")
 SETTINGS = (
-    *(setting for setting in forecast_cpu.SETTINGS if setting.resident),  # those above 100 million parameters
+    *(setting for setting in forecast_cpu.SETTINGS if setting.architecture in _ABOVE_100M),
     forecast_cpu.Setting("250m nf4", "llama-250m", 512, 2),
     forecast_cpu.Setting("170m fp32, no checkpointing", "qwen2-170m", 512, 1, 1, f"{_FP32} memory.checkpointing=none"),
     forecast_cpu.Setting("200m fp32, whole", "mistral-200m", 512, 1, 1, f"{_FP32} adapter.kind=none"),
@@ -246,19 +247,9 @@ class Fitcheck:
             return _both(Answer(None, (self.problem,)))
         name = re.sub(r"\W+", "-", job.setting.name)
         self._lay(name, job.architecture)
-        done = harness.run(
-            [
-                self._python,
-                "-m",
-                "fitcheck",
-                f"bench/{name}",
-                *_fitcheck_options(job),
-                "--gpu",
-                _FITCHECK_GPU,
-                "--json",
-            ],
-            extra={"HF_HUB_CACHE": str(self._cache), "COLUMNS": "1000"},
-        )
+        command = [self._python, "-m", "fitcheck", f"bench/{name}", *_fitcheck_options(job)]
+        extra = {"HF_HUB_CACHE": str(self._cache), "COLUMNS": "1000"}
+        done = harness.run([*command, "--gpu", _FITCHECK_GPU, "--json"], extra=extra)
         if done.exit_code > 1:  # 1: it does not fit
             said = [line for line in done.errors.splitlines() if line.startswith("Error:")]
             reason = (said or ["Error: no answer"])[0].removeprefix("Error: ")
@@ -337,26 +328,18 @@ def main() -> None:
 
     libraries.before_import()
     libraries.quiet()
-    chosen = [setting for setting in SETTINGS if options.only is None or setting.name in options.only]
-    if not chosen:
-        sys.exit(f"no setting of that name; there are: {', '.join(setting.name for setting in SETTINGS)}")
-    known: dict[str, int] = {}
-    for file in options.measured:
-        rows = json.loads(file.read_text(encoding="utf-8"))["settings"]
-        known |= {name: row["measured"]["peak"] for name, row in rows.items() if "measured" in row}
+    known = forecast_cpu.measured_peaks(options.measured)
     with tempfile.TemporaryDirectory(prefix="peers-") as scratch:
         fitcheck = Fitcheck(options.environment, Path(scratch))
         print(f"{PACKAGE} {fitcheck.installed or 'is not there: ' + str(fitcheck.problem)}", flush=True)
-        rows = {setting.name: _row(setting, fitcheck, known) for setting in chosen}
+        rows = {setting.name: _row(setting, fitcheck, known) for setting in SETTINGS}
     result = {
-        "command": harness.command_line(),
-        "environment": harness.environment(1),
         "fitcheck": {"package": PACKAGE, "version": fitcheck.installed, "gpu": _FITCHECK_GPU},
         "failed": [name for name, row in rows.items() if "error" in row],
         "summary_above_100m_parameters": summary(rows),
         "settings": rows,
     }
-    harness.write_result(options.output, result)
+    harness.save(options.output, result, threads=1)
     print(_table(result))
     sys.exit(1 if result["failed"] else 0)
 
@@ -435,22 +418,14 @@ def _table(result: Mapping[str, Any]) -> str:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", metavar="NAME", help="only this setting (may be repeated)")
+    parser = harness.parser(__doc__, "forecast_peers.json")
     parser.add_argument(
         "--environment",
         type=Path,
         default=Path(tempfile.gettempdir()) / "finetune-peers",
         help="folder of fitcheck's virtual environment, made if it is not there (default: in the temporary folder)",
     )
-    parser.add_argument(
-        "--measured",
-        type=Path,
-        action="append",
-        default=[],
-        help="take what is measured already from this result or forecast_cpu.py's (may be repeated)",
-    )
-    parser.add_argument("--output", type=Path, default=harness.RESULTS / "forecast_peers.json")
+    parser.add_argument("--measured", type=Path, help="take what forecast_cpu.py measured from its result")
     return parser.parse_args()
 
 

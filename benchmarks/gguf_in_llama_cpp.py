@@ -8,7 +8,6 @@ positions in f16, and at 98% in q8_0; 1,000 strings split into the same tokens; 
 
 from __future__ import annotations
 
-import argparse
 import copy
 import functools
 import json
@@ -27,6 +26,7 @@ import torch
 sys.path.insert(0, str(harness.ROOT))
 
 from finetune.data import python_docs
+from finetune.errors import ArtifactError
 from finetune.export.gguf import gguf_export, gguf_model, llama_cpp
 from finetune.model.source import chat_template
 from finetune.runtime import libraries
@@ -445,17 +445,18 @@ def _prompts(server: Any, made: Any, messages: list[dict[str, str]]) -> tuple[li
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__, "gguf_in_llama_cpp.json")
     parser.add_argument("--steps", type=int, default=300, help="training steps of each model")
     parser.add_argument("--positions", type=int, default=500)
     parser.add_argument("--strings", type=int, default=1000)
-    parser.add_argument("--output", type=Path, default=harness.RESULTS / "gguf_in_llama_cpp.json")
+    parser.add_argument("--only", nargs="+", choices=SHAPES, default=list(SHAPES), help="only these families")
     options = parser.parse_args()
     libraries.quiet()
     torch.set_num_threads(1)
     models: dict[str, Any] = {}
     passed = True
-    for name, shape in SHAPES.items():
+    for name in options.only:
+        shape = SHAPES[name]
         made = shape.tokenizer()
         config = architecture(shape, len(made))
         model = train(config, made, options.steps)
@@ -466,12 +467,15 @@ def main() -> None:
             for kind, bound in BOUNDS.items():
                 file = folder / gguf_export.file_name(kind)
                 known = export(folder, made, file, kind)
-                read = gguf_export.load(file, config, torch.float32, torch.device("cpu"))
                 with llama_cpp.serving(file, 2 * CONTEXT) as server:
                     found = compare(server, model, made, options.positions, options.strings)
-                    with_read = compare(server, read, made, 100, 1)
+                    try:
+                        read = gguf_export.load(file, config, torch.float32, torch.device("cpu"))
+                    except ArtifactError as error:  # transformers reads GGUF files of fewer families
+                        found["transformers_says"] = harness.without_paths(str(error))
+                    else:
+                        found["same_top_as_transformers_reads_it"] = compare(server, read, made, 100, 1)["same_top"]
                 found |= {"bytes": file.stat().st_size, "known_differences": known}
-                found["same_top_as_transformers_reads_it"] = with_read["same_top"]
                 found["passed"] = (
                     found["same_top"] >= bound
                     and found["strings_alike"] == found["strings"]
@@ -480,12 +484,9 @@ def main() -> None:
                 passed &= found["passed"]
                 models[name][kind] = found
                 print(name, kind, json.dumps(found), flush=True)
-    result = {
-        "command": harness.command_line(), "bounds": BOUNDS, "models": models, "passed": passed,
-        "versions": {name: metadata.version(name) for name in ("gguf", "xllamacpp")},
-        "environment": harness.environment(threads=1),
-    }  # fmt: skip
-    harness.write_result(options.output, result)
+    versions = {name: metadata.version(name) for name in ("gguf", "xllamacpp")}
+    result = {"bounds": BOUNDS, "models": models, "passed": passed, "versions": versions}
+    harness.save(options.output, result, threads=1)
     sys.exit(not passed)
 
 

@@ -1,20 +1,22 @@
-"""One command for the day a GPU is there: what a card decides, in slices of at most four minutes.
+"""One command for the day a GPU is there: what only a GPU decides, in slices that end within 40 minutes together.
 
-    make gpu-check            or            python3 benchmarks/gpu_check.py [--slices NAME ...] [--seconds N]
+    make gpu-check            or            python3 benchmarks/gpu_check.py [--slices NAME ...] [--minutes N]
 
 It needs no network and no model files: architectures come from the catalog, weights are random, rows are made here.
-The slices stand in gpu_slices.py, the most telling first. Each runs in a process of its own, so that its peaks are
-clean and a crash ends it alone; running out of memory is a result. As each ends, three files are written: its findings
-into benchmarks/results/gpu_check.json, beside those of slices that ran earlier; the small files of its runs and the
-recordings of the allocator into gpu_check.tar.gz; and what it printed into gpu_check.log.
+The slices are in gpu_slices.py, the most telling first. Each runs in a process of its own, so that its peaks are clean
+and a crash ends it alone; running out of memory is a result. Everything is written as it comes, into $OUT if that is
+set, else into benchmarks/results/: gpu_check.json has the findings, beside those of slices that ran earlier, and the
+folder gpu_check has for each slice what it and its jobs print, the small files of its runs and the recordings of the
+allocator.
 
-With `--seconds N` it ends in time, and says which slices were left out. Where one command may take ten minutes, give
-it 560 and the next command the slices that were left out.
+With `--minutes N` it ends in time; a slice that is expected to take longer than what is left is left out. Where one
+command may take ten minutes, give it 9.5 and the next command the slices that were left out. The base of the 7B jobs is
+made once, in a cache folder (`--cache`) that later commands on the same machine take it from.
 
     python benchmarks/gpu_check.py --on cpu
 
 tries every slice without a GPU, on tiny models, and writes where --output says (needed, so that nothing is mistaken
-for a card's result).
+for a GPU's result).
 
 Exit code: 0 all passed, 1 a slice failed or was left out, 4 there is no CUDA device.
 """
@@ -24,16 +26,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +44,13 @@ import harness
 NO_DEVICE = 4
 """Exit code of finetune for a machine that lacks something (see finetune.errors)."""
 
-LIMIT_SECONDS = 240.0
-"""No slice takes longer."""
-LOG_BYTES = 200_000
-"""What is kept of a slice's output: its end."""
-FILE_BYTES, ARCHIVE_BYTES = 2**20, 15 * 2**20
-"""The largest file taken from a slice's runs, and what all files may take together before they are compressed."""
+MINUTES = 40.0
+"""What all slices are expected to take together, at most."""
+OVERTIME = 2.0
+"""A slice is ended after this multiple of the seconds it is expected to take."""
+CACHE = Path(tempfile.gettempdir()) / "finetune-gpu-check"
+FILE_BYTES = 2**20
+"""The largest file taken from a slice's runs."""
 
 _SMALL = frozenset({".json", ".jsonl", ".yaml", ".xml"})
 _HAS_CUDA = "import torch; raise SystemExit(0 if torch.cuda.is_available() else 4)"
@@ -57,15 +58,15 @@ _HAS_CUDA = "import torch; raise SystemExit(0 if torch.cuda.is_available() else 
 
 def main() -> None:
     options = _options()
-    sys.exit(run(options.slices, options.output, options.on, options.seconds))
+    sys.exit(run(options.slices, options.output, options.on, options.minutes, options.cache))
 
 
-def run(names: Sequence[str], output: Path, on: str = "cuda", seconds: float | None = None) -> int:
+def run(names: Sequence[str], output: Path, on: str = "cuda", minutes: float = MINUTES, cache: Path = CACHE) -> int:
     """`check`, if there is a device; the exit code."""
     if on == "cuda" and (reason := obstacle()):
         print(f"gpu-check: {reason}; nothing was run", file=sys.stderr)
         return NO_DEVICE
-    return 0 if check(names, on, output, seconds) else 1
+    return 0 if check(names, on, output, minutes, cache) else 1
 
 
 def obstacle() -> str | None:
@@ -75,48 +76,46 @@ def obstacle() -> str | None:
         return None
     if done.exit_code == NO_DEVICE:
         return "this machine has no CUDA device that torch can use"
-    return (
-        f"torch cannot be imported ({harness.without_paths((done.errors.strip().splitlines() or ['no output'])[-1])})"
-    )
+    return f"torch cannot be imported ({harness.last_line(done.errors)})"
 
 
-def check(names: Sequence[str], on: str, output: Path, seconds: float | None = None) -> bool:
-    """Run the slices `names` in order, write after each, and tell whether all of them passed."""
-    ends = time.monotonic() + (math.inf if seconds is None else seconds)
-    result: dict[str, Any] = {"command": harness.command_line(), "on": on, "left_out": [], "slices": _earlier(output)}
-    log = output.with_suffix(".log")
-    log.parent.mkdir(parents=True, exist_ok=True)
-    log.write_text("", encoding="utf-8")
-    with _folders(output) as (work, kept):
+def check(names: Sequence[str], on: str, output: Path, minutes: float = MINUTES, cache: Path = CACHE) -> bool:
+    """Run the slices `names` in order, write after each, and return True if all of them passed."""
+    ends = time.monotonic() + 60 * minutes
+    earlier = harness.saved(output, "slices")  # each with the time at which it ran
+    result: dict[str, Any] = {"command": harness.command_line(), "on": on, "left_out": [], "slices": earlier}
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as work:
         for name in names:
-            left = ends - time.monotonic()
-            if left < gpu_slices.SLICES[name].seconds:
+            left, expected = ends - time.monotonic(), gpu_slices.SLICES[name].seconds
+            result["slices"].pop(name, None)  # an earlier result would be taken for this run's
+            if left < expected:
                 result["left_out"].append(name)
-                result["slices"].pop(name, None)  # an earlier result would be taken for this run's
                 print(f"gpu-check: {name} left out, {left:.0f} s were left", flush=True)
             else:
                 print(f"gpu-check: {name} ...", flush=True)
-                found, said = run_slice(name, on, work, kept, min(LIMIT_SECONDS, left))
+                kept = output.with_suffix("") / name
+                found = run_slice(name, on, Path(work) / name, cache, kept, min(OVERTIME * expected, left))
                 result["slices"][name] = found
-                with open(log, "a", encoding="utf-8") as file:
-                    file.write(f"==== {name} ====\n{said}\n")
                 print(summary(name, found), flush=True)
-            result["not_packed"] = pack(kept, output)
             harness.write_result(output, result)
+    if result["left_out"]:
+        print(f"gpu-check: for what was left out: --slices {' '.join(result['left_out'])}")
     passed = not result["left_out"] and all(result["slices"][name]["passed"] for name in names)
     print(f"gpu-check: {'all passed' if passed else 'FAILED'}")
     return passed
 
 
-def run_slice(name: str, on: str, work: Path, kept: Path, limit: float) -> tuple[dict[str, Any], str]:
-    """One slice in a process group of its own, which is ended after `limit` seconds: what it found, and its output."""
-    scratch, answer, output = work / name, work / f"{name}.json", work / f"{name}.log"
-    command = [
-        sys.executable, gpu_slices.__file__, name, "--on", on, "--answer", answer, "--scratch", scratch,
-        "--shared", work / "shared", "--kept", kept / name,
-    ]  # fmt: skip
+def run_slice(name: str, on: str, scratch: Path, cache: Path, kept: Path, limit: float) -> dict[str, Any]:
+    """The findings of one slice, in a process group of its own, which is ended after `limit` seconds.
+
+    What it prints goes to log.txt in `kept` as it comes.
+    """
+    shutil.rmtree(kept, ignore_errors=True)
+    kept.mkdir(parents=True)
+    answer, log = kept / "findings.json", kept / "log.txt"
+    command = [sys.executable, gpu_slices.__file__, name, on, answer, scratch, cache, kept]
     started = time.monotonic()
-    with open(output, "wb") as file:
+    with open(log, "wb") as file:
         process = subprocess.Popen(
             [str(part) for part in command],
             cwd=harness.ROOT,
@@ -130,79 +129,34 @@ def run_slice(name: str, on: str, work: Path, kept: Path, limit: float) -> tuple
         except subprocess.TimeoutExpired:
             exit_code = None
         finally:
-            # Its children too: a training process would go on to hold the card.
+            # Its children too: a training process would go on to hold the GPU.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    said = output.read_bytes()[-LOG_BYTES:].decode("utf-8", "replace")
     found: dict[str, Any] = {"passed": False, "findings": {}}
     if answer.is_file():
         found = json.loads(answer.read_text(encoding="utf-8"))
     if exit_code is None:
         found |= {"passed": False, "error": f"ended after {limit:.0f} s"}
     elif exit_code and "error" not in found and not found["findings"]:
-        found["error"] = f"its process ended with {exit_code}: {harness.without_paths(said.strip()[-1000:])}"
+        said = log.read_text(encoding="utf-8", errors="replace").strip()[-1000:]
+        found["error"] = f"its process ended with {exit_code}: {harness.without_paths(said)}"
     elif exit_code not in (0, 1):
         found |= {"passed": False, "error": f"its process ended with {exit_code}"}
     found["seconds"] = round(time.monotonic() - started, 1)
     found["at"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    _take_small_files(scratch, kept / name)
+    _take_small_files(scratch, kept)
     shutil.rmtree(scratch, ignore_errors=True)
-    return found, said
-
-
-def _variables(on: str, scratch: Path) -> dict[str, str]:
-    path = os.pathsep.join(filter(None, [str(harness.ROOT), os.environ.get("PYTHONPATH", "")]))
-    found = {**os.environ, **harness.offline(), "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
-    # What is prepared from made-up rows is nobody's to keep.
-    found["HF_DATASETS_CACHE"] = str(scratch / "datasets")
-    if on == "cpu":
-        found["CUDA_VISIBLE_DEVICES"] = ""
     return found
 
 
+def _variables(on: str, scratch: Path) -> dict[str, str]:
+    # What is prepared from made-up rows is nobody's to keep.
+    extra = {"PYTHONUNBUFFERED": "1", "HF_DATASETS_CACHE": str(scratch / "datasets")}
+    return harness.variables(extra=extra | ({"CUDA_VISIBLE_DEVICES": ""} if on == "cpu" else {}))
+
+
 # -- what comes out ----------------------------------------------------------------------------------------------------
-
-
-def _earlier(output: Path) -> dict[str, Any]:
-    """The slices of an earlier run, each with the time at which it ran."""
-    if not output.is_file():
-        return {}
-    return json.loads(output.read_text(encoding="utf-8")).get("slices", {})
-
-
-@contextlib.contextmanager
-def _folders(output: Path) -> Iterator[tuple[Path, Path]]:
-    """A folder to work in and one whose files are packed, with those of an earlier archive; both go at the end."""
-    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
-        work, kept = Path(folder) / "work", Path(folder) / "kept"
-        for made in (work, kept):
-            made.mkdir()
-        if (archive := _archive(output)).is_file():
-            with tarfile.open(archive) as file:
-                file.extractall(kept, filter="data")
-        yield work, kept
-
-
-def _archive(output: Path) -> Path:
-    return output.with_suffix(".tar.gz")
-
-
-def pack(kept: Path, output: Path) -> list[str]:
-    """Write the archive beside `output`, small files first; returns what it had no room for."""
-    files = sorted((path for path in kept.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
-    left, left_out = ARCHIVE_BYTES, []
-    partly = output.with_suffix(".partly")
-    with tarfile.open(partly, "w:gz") as archive:
-        for path in files:
-            name = str(path.relative_to(kept))
-            left -= path.stat().st_size
-            if left < 0:
-                left_out.append(name)
-            else:
-                archive.add(path, name)
-    partly.replace(_archive(output))
-    return left_out
 
 
 def _take_small_files(scratch: Path, into: Path) -> None:
@@ -222,7 +176,7 @@ def summary(name: str, found: Mapping[str, Any]) -> str:
     lines = [f"{name}: {'passed' if found['passed'] else 'FAILED'} in {found.get('seconds', 0):.0f} s"]
     if "error" in found:
         lines.append(f"  {found['error']}")
-    rows = []
+    rows: dict[str, Mapping[str, int]] = {}
     for key, value in found["findings"].items():
         if key in failed:
             said = value.get("message") or value.get("failed") or ""
@@ -234,25 +188,28 @@ def summary(name: str, found: Mapping[str, Any]) -> str:
             lines.append(f"  {key}: {speed}")
         for phase, peak in value.get("peak_bytes", {}).items():
             if isinstance(peak, Mapping):
-                rows.append((f"{key}, {phase}", *(harness.gib(size) for size in peak.values())))
-                header = [measure.removesuffix("_bytes") for measure in peak]
+                rows[f"{key}, {phase}"] = peak
     if rows:
-        lines.append(harness.table(("peak, GiB", *header), rows))
+        measures = dict.fromkeys(measure for peak in rows.values() for measure in peak)
+        header = ("peak, GiB", *(measure.removesuffix("_bytes") for measure in measures))
+        sizes = ((name, *(harness.gib(peak.get(each, 0)) for each in measures)) for name, peak in rows.items())
+        lines.append(harness.table(header, list(sizes)))
     return "\n".join(lines)
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     names = list(gpu_slices.SLICES)
     parser.add_argument("--slices", nargs="+", choices=names, default=names, help="default: all, in this order")
-    parser.add_argument("--seconds", type=float, help="end after so many seconds; by default when all have run")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help=f"end after so many (default {MINUTES:.0f})")
     parser.add_argument("--on", choices=gpu_jobs.SIZES, default="cuda", help="cpu: try the slices without a GPU")
-    parser.add_argument("--output", type=Path, help="the result; archive and log stand beside it")
+    parser.add_argument("--output", type=Path, help="the result; the folder of the same name is beside it")
+    parser.add_argument("--cache", type=Path, default=CACHE, help=f"folder for the base that is made (default {CACHE})")
     options = parser.parse_args()
     if options.output is None:
         if options.on == "cpu":
             parser.error("--on cpu needs --output")
-        options.output = harness.RESULTS / "gpu_check.json"
+        options.output = Path(os.environ.get("OUT") or harness.RESULTS) / "gpu_check.json"
     return options
 
 

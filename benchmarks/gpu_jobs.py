@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -27,7 +28,6 @@ class Sizes:
     """What is run on a device: `large` and `small` are models, `tokens` and `small_tokens` the lengths of their rows.
 
     `steps` optimizer steps, of which the first `warm_up_steps` are left out of the speed and the steady peaks.
-    `heads` and `head_dim` are those of one attention layer, over `attention_tokens`.
     """
 
     large: str
@@ -36,21 +36,16 @@ class Sizes:
     small_tokens: int
     steps: int
     warm_up_steps: int
-    heads: int
-    head_dim: int
-    attention_tokens: tuple[int, ...]
-    repeats: int
     limit: str | None
 
 
 SIZES = {
     "cuda": Sizes(
         large="meta-llama/Llama-2-7b-hf", small="meta-llama/Llama-3.2-1B", tokens=2048, small_tokens=1024, steps=12,
-        warm_up_steps=3, heads=32, head_dim=128, attention_tokens=(2048, 8192), repeats=20, limit="24GiB",
+        warm_up_steps=3, limit="24GiB",
     ),
     "cpu": Sizes(
-        large=BUILTIN, small=BUILTIN, tokens=64, small_tokens=64, steps=3, warm_up_steps=1, heads=4, head_dim=32,
-        attention_tokens=(64, 128), repeats=3, limit=None,
+        large=BUILTIN, small=BUILTIN, tokens=64, small_tokens=64, steps=3, warm_up_steps=1, limit=None,
     ),
 }  # fmt: skip
 
@@ -59,8 +54,8 @@ SIZES = {
 class Work:
     """Where a slice runs (`on` is cuda or cpu), and its folders.
 
-    `scratch` is the slice's own; of what it leaves there, small text files are packed. `shared` is every slice's;
-    `kept` is packed whole.
+    `scratch` is the slice's own and goes at its end; small text files are taken from it. `shared` is a cache of all
+    slices and of later commands. `kept` is where the slice's results are.
     """
 
     on: str
@@ -100,19 +95,11 @@ def overrides(sizes: Sizes, batch: int, rows: Path) -> dict[str, Any]:
     }
 
 
-def job(
-    work: Work,
-    name: str,
-    changes: Mapping[str, Any],
-    *,
-    steps: int | None = None,
-    variables: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
-    """Train the 7B's config with `changes`, in a process with `variables`, and read its run directory."""
+def job(work: Work, name: str, changes: Mapping[str, Any], *, steps: int | None = None) -> dict[str, Any]:
+    """Train the 7B's config with `changes`, in a process of its own, and read its run directory."""
     run = work.scratch / name
     arguments = [f"{key}={value}" for key, value in {**changes, "output.dir": run}.items()]
-    done = harness.python("-m", "finetune", "train", CONFIG, *arguments, extra=variables)
-    print(done.output, done.errors, sep="\n", flush=True)
+    done = harness.python("-m", "finetune", "train", CONFIG, *arguments, log=work.kept / name)
     wanted, sizes = steps or work.sizes.steps, work.sizes
     found = figures(run, done.exit_code, done.errors.replace(str(run), "RUN"), wanted, sizes.warm_up_steps)
     return {"exit_code": done.exit_code, "process_seconds": round(done.wall_seconds, 1), **found}
@@ -135,11 +122,10 @@ def figures(run: Path, exit_code: int, errors: str, wanted: int, warm_up_steps: 
         "losses_are_finite": finite,
     }
     if exit_code:
-        found["message"] = _error(errors)
-    ended = harness.event(run, "trained") or harness.event(run, "out_of_memory")
-    found["peak_bytes"] = harness.largest([ended.get("memory", {}), *(line["memory"] for line in steps)])
+        found["message"] = last_error(errors)
+    found["peak_bytes"] = harness.peaks(run)
     if steady := steps[warm_up_steps:]:
-        seconds = [line["tokens"] / line["tokens_per_second"] for line in steady]
+        seconds = [harness.seconds(line) for line in steady]
         found |= {
             "tokens_per_second": round(sum(line["tokens"] for line in steady) / sum(seconds), 1),
             "step_seconds_median": round(statistics.median(seconds), 4),
@@ -147,18 +133,9 @@ def figures(run: Path, exit_code: int, errors: str, wanted: int, warm_up_steps: 
             "padding_share": max(line["padding_share"] for line in steady),
             "steady_bytes": harness.largest([line["memory"] for line in steady]),
         }
-    if (adapter := run / "adapter" / "adapter_model.safetensors").is_file():
-        found["trained_parameters"] = stored_parameters(adapter)
     if (forecast := run / "forecast.json").is_file():
         found["differences"] = json.loads(forecast.read_text(encoding="utf-8")).get("differences", [])
     return found
-
-
-def stored_parameters(safetensors: Path) -> int:
-    """Number of parameters in a safetensors file, from its header (8 bytes of length, then JSON)."""
-    with open(safetensors, "rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
 
 
 # -- weights in files --------------------------------------------------------------------------------------------------
@@ -183,11 +160,16 @@ print(json.dumps({"parameters": model.num_parameters(), "seconds": round(time.pe
 """
 
 
-def saved_weights(work: Work, model: str) -> tuple[Path, dict[str, Any]]:
-    """A folder with random weights of `model` in 16 bit and a tokenizer; made by the first slice that asks for it."""
-    folder, facts = (work.shared / f"{Path(model).name}{suffix}" for suffix in ("", ".json"))
+def saved_weights(shared: Path, model: str, on: str) -> tuple[Path, dict[str, Any]]:
+    """A folder below `shared` with random weights of `model` in 16 bit and a tokenizer, made on `on` if need be.
+
+    Beside it is a file of facts, written last: a folder without it was not finished.
+    """
+    shared.mkdir(parents=True, exist_ok=True)
+    folder, facts = (shared / f"{Path(model).name}{suffix}" for suffix in ("", ".json"))
     if not facts.is_file():
-        found = answer(harness.python("-c", _SAVE, model, work.on, folder))
+        shutil.rmtree(folder, ignore_errors=True)
+        found = answer(harness.python("-c", _SAVE, model, on, folder))
         if "message" in found:
             raise RuntimeError(found["message"])
         found["file_bytes"] = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
@@ -200,13 +182,12 @@ def saved_weights(work: Work, model: str) -> tuple[Path, dict[str, Any]]:
 
 def answer(done: harness.Finished) -> dict[str, Any]:
     """The JSON in a process's last line of output, or what it failed with."""
-    print(done.output, done.errors, sep="\n", flush=True)
     if done.exit_code:
-        return {"passed": False, "exit_code": done.exit_code, "message": _error(done.errors)}
+        return {"passed": False, "exit_code": done.exit_code, "message": last_error(done.errors)}
     return {"passed": True, "process_seconds": round(done.wall_seconds, 1), **json.loads(done.output.splitlines()[-1])}
 
 
-def _error(errors: str) -> str:
+def last_error(errors: str) -> str:
     """The paragraph after `error:`, or the last line of a traceback, without the machine's paths."""
     _, marker, paragraph = f"\n{errors}".rpartition("\nerror: ")
     if not marker:

@@ -1,6 +1,6 @@
 """One QLoRA job on a GPU by finetune, a plain TRL script, Unsloth and LLaMA-Factory: slices of a GPU check.
 
-A 7B and a 1B of random weights, the same files for all; NF4 with double quantization, rank 16 on all linear layers,
+A 7B of random weights, the same files for all; NF4 with double quantization, rank 16 on all linear layers,
 4 rows of 2,048 tokens a step, bf16, 8-bit paged AdamW, everything recomputed. `SIDES` lists who runs it, each in a
 process of its own. Nothing is installed: where a peer is missing, the result says so. Unsloth and LLaMA-Factory need
 other versions of the libraries than we do, so they live in environments of their own, whose interpreters
@@ -61,7 +61,8 @@ def script(file: str, module: str = "trl", checkpointing: str = "all") -> Side:
             "warm-up-steps": sizes.warm_up_steps,
         }  # fmt: skip
         named = [f"--{option}={value}" for option, value in options.items()]
-        return gpu_jobs.answer(harness.run([python, harness.ROOT / "benchmarks" / "scripts" / file, *named]))
+        command = [python, harness.ROOT / "benchmarks" / "scripts" / file, *named]
+        return gpu_jobs.answer(harness.run(command, log=work.kept / name))
 
     return run
 
@@ -78,27 +79,26 @@ SIDES: dict[str, Side] = {
 }
 
 
-def beside(work: gpu_jobs.Work, model: str, names: Sequence[str]) -> gpu_jobs.Findings:
-    """What the sides `names` (all, if empty) make of the job on the `large` or the `small` model, then the comparison.
-
-    That is with the sides of this model which ran earlier, in other slices of the same command.
-    """
-    weights, _ = gpu_jobs.saved_weights(work, getattr(work.sizes, model))
+def beside(work: gpu_jobs.Work, sides: Sequence[str]) -> gpu_jobs.Findings:
+    """The figures of each side, then the comparison with those that ran in earlier slices, as their results say."""
+    weights, made = gpu_jobs.saved_weights(work.shared, work.sizes.large, work.on)
+    yield "weights", made
     rows = work.scratch / "rows.jsonl"
     # The same rows in every step, so that their order, which is each program's own, makes no difference.
     harness.write_long_rows(rows, rows=BATCH, tokens=work.sizes.tokens)
-    earlier = work.shared / f"beside-{model}.json"
-    found = json.loads(earlier.read_text(encoding="utf-8")) if earlier.is_file() else {}
-    for name in names or SIDES:
+    found = {}
+    for file in sorted(work.kept.parent.glob("beside-*/findings.json")):
+        findings = json.loads(file.read_text(encoding="utf-8"))["findings"]
+        found |= {name: findings[name] for name in SIDES if name in findings}
+    for name in sides:
         found[name] = SIDES[name](work, name, weights, rows)
         yield name, found[name]
-        earlier.write_text(json.dumps(found), encoding="utf-8")
     yield "beside", compared(found)
 
 
 def compared(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Each side's speed as a multiple of TRL's, and how far its losses are from those of the first, at most."""
-    ran = {name: side for name, side in found.items() if side.get("passed")}
+    ran = {name: found[name] for name in SIDES if found.get(name, {}).get("passed")}
     first = next(iter(ran.values()), {})
     apart = {
         name: max(abs(one / other - 1) for one, other in zip(side["losses"], first["losses"], strict=True))

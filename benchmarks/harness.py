@@ -6,23 +6,30 @@ here imports torch: on a GPU machine the parent must not hold a CUDA context of 
 
 from __future__ import annotations
 
+import argparse
+import functools
 import json
 import os
 import random
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
 LINE = 160
 """Characters of a line of a result."""
+
+# glibc moves the size from which memory is returned to the system as soon as it is freed up to 32 MiB while a program
+# runs, and a resident peak then counts freed tensors. Held at its initial value, the peak is what is in use.
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 
 Line = dict[str, Any]
 
@@ -46,25 +53,39 @@ class Finished:
 
 
 def run(
-    command: Sequence[str | Path], *, threads: int | None = None, extra: Mapping[str, str] | None = None
+    command: Sequence[str | Path],
+    *,
+    threads: int | None = None,
+    extra: Mapping[str, str] | None = None,
+    log: Path | None = None,
+    folder: Path = ROOT,
 ) -> Finished:
-    """Run `command` to its end, without network access of the libraries, `threads` CPU threads for arithmetic."""
-    environment = {**os.environ, **offline(), **(extra or {})}
-    # finetune need not be installed: this checkout comes first.
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    if threads is not None:
-        environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    cpu_before, started = _children_cpu_seconds(), time.perf_counter()
-    done = subprocess.run(
-        [str(part) for part in command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-    wall = time.perf_counter() - started
-    return Finished(done.returncode, wall, _children_cpu_seconds() - cpu_before, done.stdout, done.stderr)
+    """Run `command` in `folder` to its end, without network access of the libraries, with `threads` for arithmetic.
+
+    What it prints is in files from the start, `log` with `.out` and `.err` if given: it stays if this process dies.
+    """
+    environment = variables(threads, extra)
+    with _printed(log, ".out") as output, _printed(log, ".err") as errors:
+        cpu_before, started = _children_cpu_seconds(), time.perf_counter()
+        done = subprocess.run(
+            [str(part) for part in command], cwd=folder, env=environment, stdout=output, stderr=errors, check=False
+        )
+        wall, cpu = time.perf_counter() - started, _children_cpu_seconds() - cpu_before
+        output.seek(0)
+        errors.seek(0)
+        return Finished(done.returncode, wall, cpu, output.read(), errors.read())
 
 
-def python(*arguments: str | Path, threads: int | None = None, extra: Mapping[str, str] | None = None) -> Finished:
-    """Run this interpreter in a fresh process."""
-    return run([sys.executable, *arguments], threads=threads, extra=extra)
+def _printed(log: Path | None, suffix: str) -> TextIO:
+    if log is None:
+        return tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    return open(f"{log}{suffix}", "w+", encoding="utf-8", errors="replace")
+
+
+def python(*arguments: str | Path, **options: Any) -> Finished:
+    """Run this interpreter in a fresh process; `options` are those of `run`."""
+    return run([sys.executable, *arguments], **options)
 
 
 def succeeded(done: Finished) -> Finished:
@@ -74,8 +95,25 @@ def succeeded(done: Finished) -> Finished:
     return done
 
 
-def offline() -> dict[str, str]:
-    return {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false"}
+def finetune(*arguments: object, **options: Any) -> str:
+    """The output of finetune's command line, which must succeed; `options` are those of `run`."""
+    return succeeded(python("-m", "finetune", *map(str, arguments), **options)).output
+
+
+def variables(threads: int | None = None, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a process whose libraries ask no network, with `threads` CPU threads for arithmetic."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    found = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": path,  # finetune need not be installed: this checkout comes first
+        **(extra or {}),
+    }
+    if threads is not None:
+        found |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    return found
 
 
 def _children_cpu_seconds() -> float:
@@ -144,12 +182,47 @@ def largest(peaks: Sequence[Mapping[str, Mapping[str, int]]]) -> dict[str, dict[
     return found
 
 
+def peaks(run_directory: Path) -> dict[str, dict[str, int]]:
+    """The largest bytes of a run by phase and measure, loading included; also of one that ran out of memory."""
+    ended = event(run_directory, "trained") or event(run_directory, "out_of_memory")
+    return largest([ended.get("memory", {}), *(line["memory"] for line in steps(run_directory))])
+
+
+def seconds(line: Line) -> float:
+    """What a step took, by its line of metrics."""
+    return line["tokens"] / line["tokens_per_second"]
+
+
+def resident_peak(lines: Sequence[Line]) -> int:
+    """The largest resident bytes of these steps."""
+    return max(peak["resident_bytes"] for line in lines for peak in line["memory"].values())
+
+
 # -- what comes out ----------------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def environment(threads: int | None = None) -> dict[str, Any]:
     """Versions, device and source revision, from a process of its own (see `finetune.runtime.environment`)."""
     return json.loads(succeeded(python("-c", _DESCRIBE, threads=threads)).output)
+
+
+def parser(description: str | None, result: str = "") -> argparse.ArgumentParser:
+    """A parser of a benchmark's options, with `--output` if it writes a file of RESULTS."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if result:
+        parser.add_argument("--output", type=Path, default=RESULTS / result, help="the result (default: that of docs)")
+    return parser
+
+
+def save(path: Path, found: Mapping[str, Any], threads: int | None = None) -> None:
+    """Write `found` as a result, with this command and the environment in which `threads` threads computed."""
+    write_result(path, {"command": command_line(), "environment": environment(threads), **found})
+
+
+def saved(path: Path, key: str) -> Any:
+    """What an earlier result has under `key`; an empty dict where there is none."""
+    return json.loads(path.read_text(encoding="utf-8")).get(key, {}) if path.is_file() else {}
 
 
 def command_line() -> str:

@@ -10,8 +10,6 @@ same integers as those for CUDA.
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from typing import Any
 
 import bitsandbytes as bnb
@@ -79,20 +77,16 @@ def layer_errors(outlier: float) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The error of int8, with inputs in 16 bit and in 8 bit.")
-    parser.add_argument("--output", type=Path, default=harness.RESULTS / "int8_cpu.json")
-    arguments = parser.parse_args()
+    options = harness.parser(__doc__, "int8_cpu.json").parse_args()
     libraries.quiet()
     result = {
-        "command": harness.command_line(),
-        "environment": harness.environment(),
         "rows": ROWS,
         "tokens_of_a_row": TOKENS,
         "logits": logit_errors(),
         "layer": layer_errors(1.0),
         "layer_with_an_outlier": {"times": OUTLIER, **layer_errors(OUTLIER)},
     }
-    harness.write_result(arguments.output, result)
+    harness.save(options.output, result)
     for name in ("logits", "layer", "layer_with_an_outlier"):
         print(name, result[name])
 

@@ -1,6 +1,6 @@
 """How long a row can be: memory by what is done for long rows, on a card by forecast and on a CPU by measurement.
 
-    python benchmarks/long_context.py [--forecast | --resident]
+    python benchmarks/long_context.py
 
 - `forecast`: configs/llama3_8b_131k.yaml (Llama-3.1-8B, rank 32, one row of 131,072 tokens) on a 24 GB card: what the
   peak is made of, and the longest row that fits, with and without fused kernels, tiles of the MLP, and layer inputs on
@@ -11,8 +11,8 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -20,11 +20,9 @@ from typing import Any
 from unittest import mock
 
 import harness
-from forecast_cpu import ALLOCATOR
 
 CONFIG, CARD = "configs/llama3_8b_131k.yaml", "RTX 4090"
 PICTURE = harness.ROOT / "docs" / "llama8b_131k.png"
-OUTPUT = harness.RESULTS / "long_context.json"
 GRAIN = 1024
 """Lengths are found to so many tokens."""
 
@@ -107,17 +105,12 @@ def resident() -> dict[str, Any]:
                 "kernels.fused": "on", "memory.loss_tokens": 512, "training.precision": "fp32",
             },
         }  # fmt: skip
-        script = harness.ROOT / "benchmarks" / "measured_step.py"
-        done = harness.succeeded(harness.python(script, json.dumps(job), "--resident", threads=1, extra=ALLOCATOR))
+        command = [harness.ROOT / "benchmarks" / "measured_step.py", json.dumps(job), "--resident"]
+        done = harness.succeeded(harness.python(*command, threads=1, extra=harness.ALLOCATOR))
         found[str(tokens)] = json.loads(done.output.splitlines()[-1])["resident_bytes"]
-        print(f"{tokens:,} tokens: {harness.mib(found[str(tokens)])} MiB in {done.wall_seconds:.0f} s", flush=True)
-    sizes = list(found.values())
-    grown = [
-        round((more - less) / (longer - shorter))
-        for (shorter, less), (longer, more) in zip(
-            zip(LENGTHS, sizes, strict=True), zip(LENGTHS[1:], sizes[1:], strict=True), strict=False
-        )
-    ]
+        print(f"{tokens:,} tokens: {harness.mib(found[str(tokens)])} MiB", flush=True)
+    measured = itertools.pairwise(zip(LENGTHS, found.values(), strict=True))
+    grown = [round((more - less) / (longer - shorter)) for (shorter, less), (longer, more) in measured]
     return {"resident_bytes": found, "bytes_a_further_token": grown}
 
 
@@ -125,22 +118,10 @@ def resident() -> dict[str, Any]:
 
 
 def main() -> None:
-    options = _options()
-    found: dict[str, Any] = {"command": "python benchmarks/long_context.py", "environment": harness.environment(1)}
-    if options.forecast or not options.resident:
-        found["forecast"] = forecast()
-        harness.succeeded(harness.python("-m", "finetune", "plan", CONFIG, "--gpu", CARD, "--picture", str(PICTURE)))
-    if options.resident or not options.forecast:
-        found["resident"] = resident()
-    before = json.loads(OUTPUT.read_text(encoding="utf-8")) if OUTPUT.is_file() else {}
-    harness.write_result(OUTPUT, before | found)
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--forecast", action="store_true", help="only what is forecast for a card")
-    parser.add_argument("--resident", action="store_true", help="only what is measured on this CPU")
-    return parser.parse_args()
+    options = harness.parser(__doc__, "long_context.json").parse_args()
+    found = {"forecast": forecast(), "resident": resident()}
+    harness.finetune("plan", CONFIG, "--gpu", CARD, "--picture", PICTURE)
+    harness.save(options.output, found, threads=1)
 
 
 if __name__ == "__main__":

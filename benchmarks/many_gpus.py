@@ -1,6 +1,6 @@
 """What ranks train and hold, by how they share the model: equal results at any number, and memory that falls.
 
-    python benchmarks/many_gpus.py [--only equality|memory|forecast] [--kind NAME ...] [--sharing NAME ...]
+    python benchmarks/many_gpus.py [--missing]
 
 Processes on one machine stand for GPUs, connected by gloo. Equality: the built-in model is trained by one process and
 by two and four ranks, as copies (DDP), in FSDP2's slices and in DeepSpeed's (ZeRO 1 to 3, which also share with a
@@ -9,26 +9,22 @@ plain descent, as AdamW's first steps turn rounding into the sign of an update. 
 parameters trains two steps on the same rows; the peaks of live tensors by phase (see measured_step.py) are compared
 with the forecast, and the resident peak is measured beside. The figures are rank 0's, which also holds a copy of a
 checkpoint until it is written.
-
-With any of these options the results keep their other rows, and say under `added` what made these. `forecast`
-measures nothing: it forecasts again beside what was measured.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import socket
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import harness
 import measured_step
 import torch
-from memory_cpu import ALLOCATOR, Llama
+from forecast_cpu import config_json
 
 from finetune.forecast import devices
 from finetune.forecast.planning import Planner
@@ -40,7 +36,7 @@ WORLD_SIZES = (1, 2, 4)
 _STEP = ("forward", "backward", "optimizer")
 STEPS, ROWS = 8, 8
 # Many thin layers, as a rank holds one or two of them whole beside its slices.
-MODEL = Llama(hidden=512, intermediate=1408, layers=32)
+MODEL = config_json("llama", 512, 32, (8, 8), 2048, max_position_embeddings=1024, pad_token_id=None)
 TOKENS, BATCH = 64, 4
 # Where ranks split rows: a single long one, of which each layer keeps more than the weights are.
 CONTEXT, LONG = "ddp, context", 512
@@ -66,35 +62,26 @@ _KEY = ("kind", "sharing", "ranks")
 
 
 def main() -> None:
-    options = _options()
-    made = {"command": harness.command_line(), "environment": harness.environment(1)}
-    result: dict[str, Any] = {**made, "equality": [], "memory": []}
-    if options.only or options.kind or options.sharing:
-        before = json.loads(options.output.read_text())
-        result = {**before, "added": [*before.get("added", []), made]}
-    kinds, sharings = options.kind or KINDS, options.sharing or [*SHARING, *STAGES, CONTEXT]
-    if options.only in (None, "equality"):
+    parser = harness.parser(__doc__, "many_gpus.json")
+    parser.add_argument("--missing", action="store_true", help="measure only what the result lacks")
+    options = parser.parse_args()
+    result: dict[str, Any] = {name: [] for name in ("equality", "memory")}
+    if options.missing:
+        result = {name: harness.saved(options.output, name) or [] for name in result}
+    if not result["equality"]:
         with tempfile.TemporaryDirectory(prefix="many-gpus-") as scratch:
-            _put(result["equality"], _equality(Path(scratch), kinds, sharings))
-    if options.only in (None, "memory"):
-        for row in _memory(kinds, sharings):
-            _put(result["memory"], [row])
-            harness.write_result(options.output, result)  # each takes minutes
+            result["equality"] = _equality(Path(scratch))
+    there = {tuple(row[name] for name in _KEY) for row in result["memory"]}
+    for job in _jobs():
+        if job not in there:
+            result["memory"].append(dict(zip(_KEY, job, strict=True)) | _measured(*_setting(*job)))
+            harness.save(options.output, result, threads=1)  # each takes minutes
     for row in result["memory"]:
-        if row["kind"] in kinds and row["sharing"] in sharings:
-            row["forecast_bytes"] = _forecast(*_setting(row["kind"], row["sharing"], row["ranks"]))
+        row["forecast_bytes"] = _forecast(*_setting(*(row[name] for name in _KEY)))
     result["holds"] = _verdicts(result)
-    harness.write_result(options.output, result)
+    harness.save(options.output, result, threads=1)
     print(_tables(result))
     sys.exit(0 if all(result["holds"].values()) else 1)
-
-
-def _put(rows: list[dict[str, Any]], made: Iterable[dict[str, Any]]) -> None:
-    """Add rows, each in the place of the one that says what it does."""
-    places = {tuple(row[name] for name in _KEY): place for place, row in enumerate(rows)}
-    for row in made:
-        place = places.get(tuple(row[name] for name in _KEY), len(rows))
-        rows[place : place + 1] = [row]
 
 
 def _sizes(sharing: str) -> tuple[int, ...]:
@@ -105,16 +92,14 @@ def _sizes(sharing: str) -> tuple[int, ...]:
 # -- equality ----------------------------------------------------------------------------------------------------------
 
 
-def _equality(scratch: Path, kinds: Iterable[str], sharings: Sequence[str]) -> list[dict[str, Any]]:
+def _equality(scratch: Path) -> list[dict[str, Any]]:
     rows = scratch / "rows.jsonl"
     harness.write_uneven_rows(rows, rows=ROWS * STEPS, tokens=512)
     with Children(scratch / "children") as children:
-        return [row for kind in kinds for row in _equality_of(kind, scratch, rows, children, sharings)]
+        return [row for kind in KINDS for row in _equality_of(kind, scratch, rows, children)]
 
 
-def _equality_of(
-    kind: str, scratch: Path, rows: Path, children: Children, sharings: Sequence[str]
-) -> list[dict[str, Any]]:
+def _equality_of(kind: str, scratch: Path, rows: Path, children: Children) -> list[dict[str, Any]]:
     fixed = {
         "data.train": rows, "data.format": "text", "data.eval": "none", "data.max_length": 128, "output.merge": "false",
         "training.batch_size": ROWS, "training.micro_batch": 1, "training.max_steps": STEPS,
@@ -140,7 +125,6 @@ def _equality_of(
     return [
         {"kind": kind, "sharing": sharing, "ranks": world_size, **_differences(alone, trained(sharing, world_size))}
         for sharing in SHARING
-        if sharing in sharings
         for world_size in _sizes(sharing)
     ]
 
@@ -179,13 +163,11 @@ def _differences(one: Path, other: Path) -> dict[str, float]:
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-def _memory(kinds: Iterable[str], sharings: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _jobs() -> Iterator[tuple[str, str, int]]:
+    """Kind, sharing and ranks of each job whose memory is measured."""
     chosen = [("ddp", 1), *((sharing, size) for sharing in STAGES for size in _sizes(sharing))]
     chosen += [(CONTEXT, size) for size in WORLD_SIZES]
-    for kind in KINDS:
-        for sharing, size in chosen:
-            if kind in kinds and sharing in sharings:
-                yield {"kind": kind, "sharing": sharing, "ranks": size, **_measured(*_setting(kind, sharing, size))}
+    return ((kind, sharing, size) for kind in KINDS for sharing, size in chosen)
 
 
 def _setting(kind: str, sharing: str, world_size: int) -> tuple[dict[str, Any], int]:
@@ -195,7 +177,7 @@ def _setting(kind: str, sharing: str, world_size: int) -> tuple[dict[str, Any], 
         tokens, batch = LONG, 1
         shared = {"distributed.kind": "ddp", "distributed.context": world_size, "memory.checkpointing": "none"}
     setting = {
-        "architecture": MODEL.config(),
+        "architecture": MODEL,
         "rows": [[tokens, tokens - 1]],
         "config": {
             "data.eval": "none", "data.max_length": tokens, "training.batch_size": batch, "training.micro_batch": 1,
@@ -212,7 +194,7 @@ def _measured(setting: dict[str, Any], world_size: int) -> dict[str, Any]:
     command = [harness.ROOT / "benchmarks" / "measured_step.py", json.dumps(setting), "--live"]
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size))
     arguments = [*(() if world_size == 1 else launcher), *command]
-    found = _of_rank_0(harness.succeeded(harness.python(*arguments, threads=1, extra=ALLOCATOR)))
+    found = _of_rank_0(harness.succeeded(harness.python(*arguments, threads=1, extra=harness.ALLOCATOR)))
     live = {phase: found["phases"][phase] for phase in _STEP}
     return {"live_bytes": live, "resident_bytes": found["resident_bytes"]}
 
@@ -290,15 +272,6 @@ def _tables(result: dict[str, Any]) -> str:
             *(f"{'yes' if holds else 'NO '}  {what}" for what, holds in result["holds"].items() if not holds),
         ]
     )
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("equality", "memory", "forecast"), help="one half, or forecasts alone")
-    parser.add_argument("--kind", nargs="+", choices=KINDS, help="these kinds of training alone")
-    parser.add_argument("--sharing", nargs="+", choices=[*STAGES, CONTEXT], help="these ways of sharing alone")
-    parser.add_argument("--output", type=Path, default=harness.RESULTS / "many_gpus.json")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

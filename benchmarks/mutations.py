@@ -12,7 +12,6 @@ those that run in this process count, not the campaign of real kills in tests/fa
 
 from __future__ import annotations
 
-import argparse
 import ast
 import importlib
 import inspect
@@ -463,12 +462,10 @@ def import_all(folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__, "mutations.json")
     parser.add_argument("--areas", nargs="+", choices=AREAS, default=list(AREAS), help="others keep their results")
     parser.add_argument("--limit", type=int, help="mutants per area, drawn at random; by default all")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--again", action="store_true", help="only what survived before: tests were added since")
-    parser.add_argument("--output", type=Path, default=harness.RESULTS / "mutations.json")
     options = parser.parse_args()
     os.chdir(harness.ROOT)
     sys.path[:0] = [str(harness.ROOT), str(harness.ROOT / "tests")]
@@ -486,7 +483,7 @@ def main() -> None:
                 chosen = sorted(line["number"] for line in [*earlier["survivors"], *earlier["accepted"]])
             else:
                 count = min(options.limit or len(found), len(found))
-                chosen = sorted(random.Random(options.seed).sample(range(len(found)), count))
+                chosen = sorted(random.Random(0).sample(range(len(found)), count))
             counted = {"mutants": earlier.get("mutants", len(chosen)), "of": len(found)}
             for result in campaign(area, {number: found[number] for number in chosen}, Path(temporary)):
                 sums = {name: earlier[name] + result[name] for name in ("killed", "timed_out")}

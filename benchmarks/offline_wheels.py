@@ -1,7 +1,7 @@
 """A folder of wheels for a machine without network: what finetune needs there and the machine does not have.
 
     python3 -m pip freeze > installed.txt                # on that machine
-    python benchmarks/offline_wheels.py --python 3.12 --have installed.txt --output .wheels --cuda 130
+    python benchmarks/offline_wheels.py --python 3.12 --have installed.txt --output .wheels
 
 Run it in this project's environment: what each package requires is read from the packages installed here, which are
 those of constraints.txt. A package of the target that fits every requirement on it is left alone; any other that is
@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -35,7 +35,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 NEVER_CARRIED = frozenset({"torch"})
 
-# The CUDA library is all that bitsandbytes loads on a CUDA machine; the CPU one is small and loads where that fails.
+CUDA = ("128", "130")
+"""CUDA versions that torch is built for today, of which the target has one."""
+
+# bitsandbytes loads the library of torch's CUDA version; the CPU one is small and is loaded where that fails.
 _NATIVE_LIBRARY = re.compile(r"bitsandbytes/libbitsandbytes_(?!cpu\.)(\w+)\.so")
 
 Versions = Mapping[str, Version | None]
@@ -52,9 +55,8 @@ def main() -> None:
     needed = carried(_runtime_requirements(), present, constraints, _installed_requires(options.python))
     print(f"{len(needed)} packages to carry: " + ", ".join(f"{name} {version}" for name, version in needed.items()))
     wheels = [_download(name, version, options) for name, version in needed.items()]
-    if options.cuda:
-        for wheel in wheels:
-            strip_cuda(wheel, options.cuda)
+    for wheel in wheels:
+        strip_cuda(wheel, options.cuda)
     print(_report(wheels, options.output))
 
 
@@ -163,19 +165,21 @@ def _wheels_of(name: str, folder: Path) -> list[Path]:
     return [wheel for wheel in folder.glob("*.whl") if canonicalize_name(wheel.name.split("-")[0]) == name]
 
 
-def strip_cuda(wheel: Path, cuda: str) -> None:
-    """Leave one CUDA library, such as `130` for CUDA 13.0, in a wheel of bitsandbytes; other wheels stay as they are.
+def strip_cuda(wheel: Path, cuda: Sequence[str]) -> None:
+    """Leave these CUDA libraries, such as `130` for CUDA 13.0, in a wheel of bitsandbytes, and no other ones.
 
-    RECORD is written anew from what is left, so that the wheel stays valid. Raises SystemExit, and leaves the wheel
-    alone, when it has no library for that CUDA.
+    Other wheels stay as they are. RECORD is written anew from what is left, so that the wheel stays valid. Raises
+    SystemExit, and leaves the wheel alone, when it has no library for one of them.
     """
     with zipfile.ZipFile(wheel) as archive:
         libraries = {name: match[1] for name in archive.namelist() if (match := _NATIVE_LIBRARY.fullmatch(name))}
-        unneeded = {name for name, platform in libraries.items() if platform != f"cuda{cuda}"}
         if not libraries:
             return
-        if unneeded == set(libraries):
-            sys.exit(f"error: {wheel.name} has no library for CUDA {cuda}; it has {', '.join(libraries.values())}")
+        wanted = {f"cuda{version}" for version in cuda}
+        if lacking := wanted - set(libraries.values()):
+            has = ", ".join(libraries.values())
+            sys.exit(f"error: {wheel.name} has no library for {', '.join(sorted(lacking))}; it has {has}")
+        unneeded = {name for name, platform in libraries.items() if platform not in wanted}
         kept = {item: archive.read(item) for item in archive.infolist() if item.filename not in unneeded}
     stripped = wheel.with_suffix(".stripped")
     with zipfile.ZipFile(stripped, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -219,7 +223,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--python", required=True, help="the target's Python, such as 3.12")
     parser.add_argument("--have", required=True, type=Path, help="`pip freeze` of the target")
     parser.add_argument("--output", type=Path, default=Path(".wheels"), help="folder for the wheels (default .wheels)")
-    parser.add_argument("--cuda", metavar="VERSION", help="keep only bitsandbytes' library for this CUDA, such as 130")
+    parser.add_argument(
+        "--cuda", nargs="+", metavar="VERSION", default=CUDA,
+        help=f"keep only bitsandbytes' libraries for these (default {' '.join(CUDA)})",
+    )  # fmt: skip
     parser.add_argument(
         "--glibc", type=int, default=35, metavar="MINOR", help="the target's glibc is 2.MINOR (default 35)"
     )

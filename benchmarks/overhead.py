@@ -101,7 +101,7 @@ path, batch, tokens = sys.argv[1], *map(int, sys.argv[2:])
 section = DataSection(train="builtin:python_docs", eval="none", max_length=tokens)
 prepared = prepare(section, load_tokenizer(ModelSection()))
 dropped = set(prepared.train_counts.dropped_places)
-rows = [row.fields for row in sources.rows(section.train) if row.place not in dropped]
+rows = [row.fields for row in sources.rows(section.train) if row.location not in dropped]
 with open(path, "w", encoding="utf-8") as file:
     for index in RowOrder(prepared.train["length"], batch, 42, False):
         file.write(json.dumps({"messages": rows[index]["messages"]}) + "\\n")
@@ -110,7 +110,7 @@ with open(path, "w", encoding="utf-8") as file:
 
 def main() -> None:
     options = _options()
-    found, job = {}, Job(options.steps, options.threads)
+    found, job = {}, Job(steps=60, threads=1)
     with tempfile.TemporaryDirectory(prefix="overhead-") as scratch:
         bench = Bench(Path(scratch), job)
         bench.plain(), bench.finetune()  # warm-up: page cache and byte code
@@ -122,18 +122,9 @@ def main() -> None:
                 "largest_loss_difference": loss_difference(*runs[-1].values()),
                 "runs": [{side: seconds(measured) for side, measured in pair.items()} for pair in runs],
             }
-    result = {
-        "command": harness.command_line(),
-        "environment": harness.environment(options.threads),
-        "job": {
-            "steps": options.steps,
-            "threads": options.threads,
-            "settings": list(map(harness.without_paths, job.settings)),
-        },
-        "bound": BOUND,
-        "allocators": found,
-    }
-    harness.write_result(options.output, result)
+    settings = list(map(harness.without_paths, job.settings))
+    described = {"steps": job.steps, "threads": job.threads, "settings": settings}
+    harness.save(options.output, {"job": described, "bound": BOUND, "allocators": found}, job.threads)
     for name, measured in found.items():
         print(f"\nfreed memory {name}\n{_table(measured)}")
     sys.exit(0 if found["kept"]["ratios"]["loop_seconds"]["median"] <= BOUND else 1)
@@ -157,9 +148,8 @@ class Bench:
     def finetune(self, *changes: str) -> dict[str, Any]:
         run, logged = self._directory("finetune"), self.job.logged
         measured = self._measure("timed_train.py", self.config, *self.job.settings, f"output.dir={run}", *changes)
-        lines = harness.steps(run)
-        losses = [line["loss"] for line in lines]
-        peaks = harness.largest([harness.event(run, "trained")["memory"], *(line["memory"] for line in lines)])
+        losses = [line["loss"] for line in harness.steps(run)]
+        peaks = harness.peaks(run)
         return {
             **measured,
             "losses": [statistics.fmean(losses[at : at + logged]) for at in range(0, len(losses), logged)],
@@ -175,14 +165,9 @@ class Bench:
         # A tokenized data set left by the run before would spare the plain script its work.
         cache = self.scratch / "cache"
         shutil.rmtree(cache, ignore_errors=True)
-        done = harness.succeeded(
-            harness.python(
-                Path("benchmarks") / "scripts" / script,
-                *arguments,
-                threads=self.job.threads,
-                extra={"HF_DATASETS_CACHE": str(cache), **self.allocator},
-            )
-        )
+        extra = {"HF_DATASETS_CACHE": str(cache), **self.allocator}
+        command = [Path("benchmarks") / "scripts" / script, *arguments]
+        done = harness.succeeded(harness.python(*command, threads=self.job.threads, extra=extra))
         loop = json.loads((self._directory(side) / "loop.json").read_text())
         measured = {
             "loop_seconds": loop["train_runtime"],
@@ -243,11 +228,8 @@ def _table(result: dict[str, Any]) -> str:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60, help="optimizer steps, a multiple of 10 (default 60)")
+    parser = harness.parser(__doc__, "overhead.json")
     parser.add_argument("--pairs", type=int, default=5, help="pairs of runs after the warm-up (default 5)")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads for arithmetic (default 1)")
-    parser.add_argument("--output", type=Path, default=harness.RESULTS / "overhead.json")
     return parser.parse_args()
 
 

@@ -7,11 +7,9 @@ Writes docs/llama7b_plan.txt, docs/llama7b_plan.png and benchmarks/results/plan_
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import harness
 
@@ -20,27 +18,19 @@ DOCS = harness.ROOT / "docs"
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    harness.parser(__doc__).parse_args()
     plan = _finetune("plan", "--picture", str(DOCS / "llama7b_plan.png"))
     (DOCS / "llama7b_plan.txt").write_text(plan, encoding="utf-8")
     with tempfile.TemporaryDirectory(prefix="plan-") as scratch:
         fitted = json.loads(_finetune("fit", "--json", "--output", str(Path(scratch) / "fitted.yaml")))
     del fitted["config"]
-    result: dict[str, Any] = {
-        "command": harness.command_line(),
-        "environment": harness.environment(),
-        "config": CONFIG,
-        "card": CARD,
-        "plan": json.loads(_finetune("plan", "--json")),
-        "fit": fitted,
-    }
-    harness.write_result(harness.RESULTS / "plan_llama7b.json", result)
+    result = {"config": CONFIG, "card": CARD, "plan": json.loads(_finetune("plan", "--json")), "fit": fitted}
+    harness.save(harness.RESULTS / "plan_llama7b.json", result)
     print(plan, json.dumps(fitted["chosen"]), fitted["predicted_speed_up"], fitted["limits"])
 
 
 def _finetune(command: str, *arguments: str) -> str:
-    done = harness.python("-m", "finetune", command, CONFIG, "--gpu", CARD, *arguments)
-    return harness.succeeded(done).output
+    return harness.finetune(command, CONFIG, "--gpu", CARD, *arguments)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ Writes benchmarks/results/plan_many_gpus.json, with the time and memory that eac
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import sys
@@ -38,11 +37,9 @@ JOBS: list[tuple[str, str, int, list[str]]] = [
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    harness.parser(__doc__).parse_args()
     plans = [_plan(*job) for job in JOBS]
     result: dict[str, Any] = {
-        "command": harness.command_line(),
-        "environment": harness.environment(),
         "config": CONFIG,
         "peak_resident_bytes": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
         "plans": plans,
@@ -51,7 +48,7 @@ def main() -> None:
         f"each plan takes at most {MOST_SECONDS} s": all(one["seconds"] <= MOST_SECONDS for one in plans),
         "and at most 4 GiB": result["peak_resident_bytes"] <= MOST_BYTES,
     }
-    harness.write_result(harness.RESULTS / "plan_many_gpus.json", result)
+    harness.save(harness.RESULTS / "plan_many_gpus.json", result)
     header = ["job", "cards", "chosen", "needs GiB", "of", "fits", "host GiB", "seconds a step", "planned in s"]
     rows = [
         [one["job"], f"{one['gpus']} x {one['card']}", " ".join(map(str, one["plan"]["sharding"].values())),

@@ -46,18 +46,12 @@ understand explanation
 
 def main() -> None:
     options = _options()
-    trl_rows = min(options.trl_rows or options.rows, options.rows)
     runs = []
     with tempfile.TemporaryDirectory(prefix="preparation-", dir=options.scratch) as scratch:
-        bench = _Bench(Path(scratch), options.threads)
-        file, trl_file = Path(scratch) / "rows.jsonl", Path(scratch) / "rows_of_trl.jsonl"
+        bench, file = _Bench(Path(scratch)), Path(scratch) / "rows.jsonl"
         write_chats(file, options.rows)
-        if trl_rows < options.rows:
-            write_chats(trl_file, trl_rows)
-        else:
-            os.link(file, trl_file)
         for _ in range(options.pairs):
-            run = {"trl": bench.trl(trl_file), "finetune": bench.finetune(file)}
+            run = {"trl": bench.trl(file), "finetune": bench.finetune(file)}
             run["second_start"] = bench.finetune(file, again=True)
             runs.append(run)
             print(json.dumps(run), flush=True)
@@ -65,23 +59,19 @@ def main() -> None:
     ratios = [_rate(run["finetune"]) / _rate(run["trl"]) for run in runs]
     ratio = statistics.median(ratios)
     result = {
-        "command": harness.command_line(),
-        "environment": harness.environment(options.threads),
         "cores": os.cpu_count(),
         "job": {
             "rows": options.rows,
-            "rows_of_trl": trl_rows,
             "bytes": bytes_of_file,
             "max_length": MAX_LENGTH,
             "tokens": runs[0]["finetune"]["tokens"],
-            "threads": options.threads,
+            "threads": 1,
         },
         "bound": BOUND,
         "rows_per_second": {
             side: round(statistics.median(_rate(run[side]) for run in runs), 1) for side in ("trl", "finetune")
         },
         "ratio": {"median": round(ratio, 3), "least": round(min(ratios), 3), "largest": round(max(ratios), 3)},
-        "cpu_ratio": round(statistics.median(_cpu_rate(run["finetune"]) / _cpu_rate(run["trl"]) for run in runs), 3),
         "peak_resident_bytes": {
             side: max(run[side]["peak_resident_bytes"] for run in runs) for side in ("trl", "finetune", "second_start")
         },
@@ -89,7 +79,7 @@ def main() -> None:
         "passed": ratio >= BOUND,
         "runs": runs,
     }
-    harness.write_result(options.output, result)
+    harness.save(options.output, result, threads=1)
     print(_table(result))
     sys.exit(0 if result["passed"] else 1)
 
@@ -97,8 +87,8 @@ def main() -> None:
 class _Bench:
     """Runs either side in a fresh process; a first start finds no cache, a second one that of the first."""
 
-    def __init__(self, scratch: Path, threads: int) -> None:
-        self.scratch, self.threads = scratch, threads
+    def __init__(self, scratch: Path) -> None:
+        self.scratch = scratch
 
     def trl(self, file: Path) -> dict[str, Any]:
         return self._measure("plain_trl_preparation.py", file, again=False)
@@ -112,7 +102,7 @@ class _Bench:
             shutil.rmtree(cache, ignore_errors=True)
         command = ["env", "-u", "TOKENIZERS_PARALLELISM", sys.executable, Path("benchmarks") / "scripts" / script]
         given = ["--model", MODEL, "--data", file, "--max-length", str(MAX_LENGTH)]
-        done = harness.run([*command, *given], threads=self.threads, extra={"HF_DATASETS_CACHE": str(cache)})
+        done = harness.run([*command, *given], threads=1, extra={"HF_DATASETS_CACHE": str(cache)})
         return json.loads(harness.succeeded(done).output.splitlines()[-1])
 
 
@@ -139,30 +129,23 @@ def _rate(measured: dict[str, Any]) -> float:
     return measured["rows"] / measured["seconds"]
 
 
-def _cpu_rate(measured: dict[str, Any]) -> float:
-    return measured["rows"] / measured["cpu_seconds"]
-
-
 def _table(result: dict[str, Any]) -> str:
     rate, peak, ratio = result["rows_per_second"], result["peak_resident_bytes"], result["ratio"]
     rows = [(side, f"{rate[side]:,.0f}", harness.mib(peak[side])) for side in ("trl", "finetune")]
     return (
         harness.table(("", "rows/s", "peak MiB"), rows)
-        + f"\nratio {ratio['median']:.2f} (of the pairs {ratio['least']:.2f} to {ratio['largest']:.2f}), by CPU time "
-        f"{result['cpu_ratio']:.2f}; second start {result['second_start_seconds']:.2f} s"
+        + f"\nratio {ratio['median']:.2f} (of the pairs {ratio['least']:.2f} to {ratio['largest']:.2f}); "
+        f"second start {result['second_start_seconds']:.2f} s"
     )
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__, "preparation.json")
     parser.add_argument("--rows", type=int, default=1_000_000, help="conversations (default 1,000,000)")
-    parser.add_argument("--trl-rows", type=int, help="of them for TRL, whose time grows with the rows (default all)")
     parser.add_argument("--pairs", type=int, default=1, help="runs of each side, in turn (default 1)")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads for arithmetic (default 1)")
     parser.add_argument(
         "--scratch", type=Path, help="folder on a large disk for all files (default: the system's temporary one)"
     )
-    parser.add_argument("--output", type=Path, default=harness.RESULTS / "preparation.json")
     return parser.parse_args()
 
 

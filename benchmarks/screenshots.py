@@ -8,7 +8,6 @@ for the data page, the plan and the comparison. Needs Chromium and the package p
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import tempfile
 from io import BytesIO
@@ -28,7 +27,7 @@ HIGHEST = 1600
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    harness.parser(__doc__).parse_args()
     with tempfile.TemporaryDirectory(prefix="screenshots-") as scratch, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"))
         for name, page in make(Path(scratch)).items():
@@ -40,11 +39,11 @@ def main() -> None:
 def make(folder: Path) -> dict[str, Path]:
     """Train, and write the pages: by name."""
     for name, changes in RUNS.items():
-        finetune("train", TINY, *SHORT, *changes, f"output.dir={folder / name}")
+        harness.finetune("train", TINY, *SHORT, *changes, f"output.dir={folder / name}")
     pages = {name: folder / f"{name}.html" for name in ("data", "plan", "compare")}
-    finetune("data", TINY, "--html", pages["data"])
-    finetune("plan", LARGE, "--gpu", CARD, "--html", pages["plan"])
-    finetune("compare", *(folder / name for name in RUNS), "--html", pages["compare"])
+    harness.finetune("data", TINY, "--html", pages["data"])
+    harness.finetune("plan", LARGE, "--gpu", CARD, "--html", pages["plan"])
+    harness.finetune("compare", *(folder / name for name in RUNS), "--html", pages["compare"])
     return {"report": folder / next(iter(RUNS)) / "report.html", **pages}
 
 
@@ -57,10 +56,6 @@ def take(browser: Browser, page: Path, width: int, picture: Path) -> None:
     shot = view.screenshot(clip={"x": 0, "y": 0, "width": width, "height": height}, full_page=True)
     Image.open(BytesIO(shot)).quantize(96).save(picture, optimize=True)
     view.close()
-
-
-def finetune(*arguments: str | Path) -> None:
-    harness.succeeded(harness.python("-m", "finetune", *arguments))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What a QLoRA step costs on a card: arithmetic, traffic and kernel launches, beside a plain TRL script.
 
-    python benchmarks/step_cost.py [--model NAME] [--card NAME]
+    python benchmarks/step_cost.py
 
 Nothing runs on a GPU and no weights are read. Both sides are traced by the same recorder on fake tensors, and timed by
 the same rule (`seconds` of `finetune plan`): operations, bytes and launches at the card's data-sheet rates, none of
@@ -8,7 +8,6 @@ them overlapping.
 
 - `layer`: the cost of one Llama-2-7B layer by part (NF4, rank 16, 4 rows of 2,048 tokens, every layer recomputed),
   computed by PEFT's modules and by fused kernels.
-- `memory`: the peak of a step of one row of 2,048 tokens, rank 16, every layer recomputed, with either.
 - `steps`: predicted seconds of an optimizer step of 16 rows of 2,048 tokens within 24 GiB. Ours is what `finetune fit`
   chooses with fused kernels. TRL's is the largest micro-batch that fits with checkpointing (its default), and the
   faster of that and the same without (its best). `least` is the time of the arithmetic that no exact step can do
@@ -21,7 +20,6 @@ length, transformers drops that mask; else it costs attention its flash kernel.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import re
@@ -52,7 +50,6 @@ from finetune.kernels import mlp
 from finetune.model.base import load_architecture
 
 MODELS = {"Llama-2-7B": "llama7b_qlora", "Llama-3.1-8B": "llama3_8b_qlora"}
-IN_MEMORY = ("meta-llama/Llama-2-7b-hf", "meta-llama/Llama-3.1-8B", "Qwen/Qwen2.5-7B")
 CARDS = ("RTX 3090", "RTX 4090", "A100 80GB", "H100")
 ROWS = {"one length": False, "uneven length": True}
 """Kinds of rows, and whether a micro-batch of it is padded."""
@@ -180,17 +177,6 @@ def _told(work: Work) -> dict[str, Any]:
     return {
         "gigabytes": round(work.moved_bytes / 1e9, 3), "calls": work.calls, "teraflop": round(work.flops / 1e12, 3),
     }  # fmt: skip
-
-
-def memory(config: Config, model: str) -> dict[str, int]:
-    """Peak allocated bytes of the step that leaves least in memory, by path."""
-    least = {"model.name": model, "training.micro_batch": 1, "memory.checkpointing": "all"}
-    found = {}
-    with rows_of(padded=False):
-        for name, path in PATHS.items():
-            forecast = planning.planner_for(config.changed({**least, **path}), "RTX 4090").forecast()
-            found[name] = forecast.peak_allocated_bytes
-    return found
 
 
 # -- a whole step beside TRL -------------------------------------------------------------------------------------------
@@ -332,7 +318,7 @@ def _step(config: Config, forecast: Forecast) -> dict[str, Any]:
 
 
 def main() -> None:
-    options = _options()
+    options = harness.parser(__doc__, "step_cost.json").parse_args()
     started = time.perf_counter()
     configs = {
         name: finetune.load_config(
@@ -341,21 +327,16 @@ def main() -> None:
         for name, file in MODELS.items()
     }
     result: dict[str, Any] = {
-        "command": harness.command_line(),
-        "environment": harness.environment(),
         "layer": {name: layer(configs["Llama-2-7B"].changed(path)) for name, path in PATHS.items()},
-        "memory": {model: memory(configs["Llama-2-7B"], model) for model in IN_MEMORY},
         "steps": {},
     }
-    for model, peaks in result["memory"].items():
-        print(model, *(f"{name} {peak / 2**30:.2f} GiB" for name, peak in peaks.items()), flush=True)
     for name, found in result["layer"].items():
         print(name, _layer_table(found), sep="\n", flush=True)
-    for model in options.model or MODELS:
-        for card in options.card or CARDS:
+    for model in MODELS:
+        for card in CARDS:
             result["steps"].setdefault(model, {})[card] = found = steps(configs[model], card)
             print(_step_line(model, card, found), f"({time.perf_counter() - started:.0f} s)", flush=True)
-            harness.write_result(options.output, result)
+            harness.save(options.output, result)
 
 
 def _layer_table(found: dict[str, Any]) -> str:
@@ -377,14 +358,6 @@ def _step_line(model: str, card: str, found: dict[str, Any]) -> str:
         for setting, value in settings.items()
     )
     return f"{model}, {card}: {found['ours']['seconds']:.2f} s, {', '.join(times)}"
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", action="append", choices=MODELS, help="only this model (may be repeated)")
-    parser.add_argument("--card", action="append", help="only this card (may be repeated)")
-    parser.add_argument("--output", type=Path, default=harness.RESULTS / "step_cost.json")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Writes benchmarks/results/tiny_cpu.json, and beside the docs the plot (docs/tiny
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import sys
@@ -19,7 +18,7 @@ DOCS = harness.ROOT / "docs"
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    harness.parser(__doc__).parse_args()
     with tempfile.TemporaryDirectory(prefix="tiny-") as scratch:
         run = Path(scratch) / "runs" / "tiny_cpu"
         done = harness.succeeded(
@@ -37,16 +36,8 @@ def main() -> None:
         name: value for name, value in summary.items() if name not in ("run", "adapter", "merged", "report", "plot")
     }
     proof = {name: merged[name] for name in ("rows", "tokens", "error", "bound", "effect", "agreement")}
-    harness.write_result(
-        harness.RESULTS / "tiny_cpu.json",
-        {
-            "command": harness.command_line(),
-            "environment": harness.environment(),
-            "process_seconds": round(done.wall_seconds, 1),
-            "summary": figures,
-            "merge": proof,
-        },
-    )
+    result = {"process_seconds": round(done.wall_seconds, 1), "summary": figures, "merge": proof}
+    harness.save(harness.RESULTS / "tiny_cpu.json", result)
     (DOCS / "tiny_cpu.txt").write_text(done.output.replace(f"{run.parent.parent}/", ""), encoding="utf-8")
     sys.stdout.write(done.output)
 

@@ -11,6 +11,7 @@ import functools
 import json
 import re
 import sys
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -191,8 +192,15 @@ class House:
     # -- patches ---------------------------------------------------------------------------------------------------
 
     def unlisted_patches(self) -> list[str]:
-        """Assignments to attributes of libraries, and other ways to replace something in them, outside the registry."""
-        return [
+        """Assignments to attributes of libraries, other ways to replace something in them, and entries that are not in
+        the registry.
+        """
+        unknown = [
+            f"{self._place(source, node)}: {ast.unparse(node)}"
+            for source, node in self._named_patches()
+            if node.attr not in self._patches
+        ]
+        return unknown + [
             f"{self._place(source, node)}: {ast.unparse(node).splitlines()[0][:90]}"
             for source in self.sources
             if source.name != "finetune.runtime.patches"
@@ -202,22 +210,19 @@ class House:
 
     def unused_patches(self) -> list[str]:
         """Entries of the registry that no code names."""
-        used = {
-            node.attr
-            for source in self.sources
-            for node in source.nodes
-            if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("patches")
-        }
-        entries = [
-            target.id
-            for node in self._modules["finetune.runtime.patches"].tree.body
-            if isinstance(node, ast.Assign)
-            and isinstance(node.value, ast.Call)
-            and ast.unparse(node.value.func) == "Patch"
-            for target in node.targets
-            if isinstance(target, ast.Name)
-        ]
-        return sorted(set(entries) - used)
+        return sorted(self._patches - {node.attr for _, node in self._named_patches()})
+
+    @cached_property
+    def _patches(self) -> set[str]:
+        """The names in the registry."""
+        return {*tomllib.loads((self.root / "finetune" / "runtime" / "patches.toml").read_text(encoding="utf-8"))}
+
+    def _named_patches(self) -> Iterator[tuple[Source, ast.Attribute]]:
+        """Where code names an entry, `patches.COMPILE`."""
+        for source in self.sources:
+            for node in source.nodes:
+                if isinstance(node, ast.Attribute) and node.attr.isupper() and ast.unparse(node.value) == "patches":
+                    yield source, node
 
     def _replaces(self, source: Source, node: ast.AST) -> bool:
         if isinstance(node, ast.Call):

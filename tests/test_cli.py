@@ -375,6 +375,7 @@ def test_an_export_prints_its_proof_what_is_not_proven_and_how_to_serve_it(
     assert json.loads(out)["serve"].keys() == {"vLLM", "SGLang", "llama.cpp"}
 
 
+@pytest.mark.slow
 def test_a_plan_of_inference_says_whether_it_will_serve(call, shallow_base: Path) -> None:
     plan = ["plan", TINY, f"model.name={shallow_base}", "--inference", "--batch", 2, "--context", 64, "--gpu", "cpu"]
     code, out, _ = call(*plan)

@@ -20,8 +20,8 @@ LIMITS = {
     "files that know DeepSpeed": 4,
     "lines of finetune/": 41_200,  # to become 34,000
     "lines of tests/": 42_500,  # to become 34,000
-    "lines of benchmarks/": 10_900,  # to become 8,500
-    "words of docs/ and the README": 28_000,  # to become 23,000
+    "lines of benchmarks/": 9_400,  # to become 8,500
+    "words of docs/ and the README": 23_000,
 }
 
 
@@ -40,11 +40,8 @@ def test_every_count_has_a_limit(house: House) -> None:
 
 
 FILES = {
-    "runtime/patches.py": """
-        class Patch: pass
-        USED = Patch("torch:compile")
-        UNUSED = Patch("torch:load")
-        """,
+    "runtime/patches.py": "class Patch: pass",
+    "runtime/patches.toml": "[USED]\n[UNUSED]",
     "rows.py": """
         class Row:
             def __init__(self):
@@ -65,6 +62,7 @@ FILES = {
             torch.library.Library("aten", "IMPL", "CPU")
             torch.library.Library("own", "DEF")
             patches.USED.put(work)
+            patches.UNKNOWN.put(work)
             rows[0].place = 2
             rows[0].shape = 2
             model.place = 2
@@ -84,7 +82,7 @@ def test_violations_are_seen(tmp_path: Path) -> None:
     made = House(tmp_path)
     assert made.classes_twice() == ["Job: finetune/jobs.py:6, finetune/rows.py:5"]
     assert made.modules_twice() == ["rows: finetune.data.rows, finetune.rows"]
-    assert [line.split(":")[1] for line in made.unlisted_patches()] == ["8", "9", "10", "11", "12"]
+    assert [line.split(":")[1] for line in made.unlisted_patches()] == ["15", "8", "9", "10", "11", "12"]
     assert made.unused_patches() == ["UNUSED"]
     hung = {line.split(": ")[1] for line in made.hung_attributes()}
     assert hung == {"rows[0].shape", "model.place", "x.room", "x.marked", "x.__class__"}

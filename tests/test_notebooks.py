@@ -14,13 +14,30 @@ from execute import PATH, Kernel  # noqa: E402
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 
-# The quickstart with fewer and smaller steps and fewer held-out rows.
+# Fewer and smaller steps, fewer rows, and of the forecasts along a row of levers the ends and the middle.
 FEWER = {
-    '"max_steps": 60': '"max_steps": 4',
-    '"eval_every": 20': '"eval_every": 4',
-    '"batch_size": 16': '"batch_size": 8',
-    '"max_length": 256}': '"max_length": 128, "eval_share": 0.002}, "memory": {"check": "off"}',
+    "choosing": {
+        "range(12)": "range(6)",
+        '"max_steps": 12': '"max_steps": 2',
+        "(1e-3, 3e-3, 1e-2, 3e-2)": "(1e-3, 3e-3)",
+        '{"dir": f"runs/sweep/{name}"}': '{"dir": f"runs/sweep/{name}", "merge": False}',
+    },
+    "quickstart": {
+        '"max_steps": 60': '"max_steps": 2',
+        '"eval_every": 20': '"eval_every": 2',
+        '"batch_size": 16': '"batch_size": 8',
+        '"builtin:python_docs"': '[{"source": "builtin:python_docs", "weight": 0.02}]',
+        '"max_length": 256}': '"max_length": 64, "eval_share": 0.05}, "memory": {"check": "off"}',
+        '{"dir": "runs/quickstart"}': '{"dir": "runs/quickstart", "merge": False}',
+        "max_new_tokens=48": "max_new_tokens=4",
+    },
+    "will_it_fit": {
+        "    forecasts[lever] = ": "    if lever not in [*levers][::4]:\n        continue\n    forecasts[lever] = ",
+        '"max_steps": 3': '"max_steps": 1',
+        '{"dir": "runs/fits"}': '{"dir": "runs/fits", "merge": False}',
+    },
 }
+SHORT_ANSWERS = "from finetune.inference import answers\nanswers._TOKENS = 2"
 
 SHOWN = {
     "choosing": ["image/png", "attention alone"],
@@ -60,9 +77,9 @@ def test_a_notebook_runs_and_shows_what_it_promises(path: Path, kernel: Kernel, 
     notebook = nbformat.read(path, as_version=4)
     for cell in notebook.cells:
         cell.pop("outputs", None)
-        if path.stem == "quickstart":
-            for before, after in FEWER.items():
-                cell.source = cell.source.replace(before, after)
+        for before, after in FEWER.get(path.stem, {}).items():
+            cell.source = cell.source.replace(before, after)
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(SHORT_ANSWERS))
     kernel.run(notebook, tmp_path)
     shown = nbformat.writes(notebook)
     assert [expected for expected in SHOWN[path.stem] if expected not in shown] == []

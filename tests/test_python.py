@@ -401,6 +401,7 @@ def test_the_forecast_is_of_the_objective_that_is_given(quick) -> None:
     assert whole - in_tiles > rows * tokens * vocabulary * 4
 
 
+@pytest.mark.slow
 def test_a_plan_has_the_config_what_was_chosen_and_the_levers(quick) -> None:
     plan = finetune.plan(quick("training.micro_batch=auto", "data.max_length=2048"), "24GiB")
     assert plan.fitted
@@ -514,6 +515,7 @@ def test_none_is_refused_as_callback_model_and_rows(quick, monkeypatch: pytest.M
         finetune.train("job.yaml")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_header_says_that_the_rows_are_the_built_in_ones(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -66,29 +66,47 @@ def watched(folder: Path, *arguments: Any) -> Ended:
     return Ended(ended.returncode, (ended.stdout or ended.stderr).splitlines()[0], **modules)
 
 
-@pytest.mark.parametrize(
-    ("code", "arguments"),
-    [
-        (0, ["--help"]),
-        (0, ["--version"]),
-        (0, ["plan", "--help"]),
-        (0, ["schema"]),
-        (0, ["schema", "--markdown"]),
-        *((2, [command, TINY, "training.steps=2"]) for command in ("train", "data", "plan", "fit")),
-        *((7, [command, "no run"]) for command in ("merge", "eval", "report")),
-        (7, ["generate", "no run", "--prompt", "?"]),
-        (7, ["export", "no run", "--to", "merged"]),
-        (2, ["init"]),
-        (3, ["init", "builtin:tiny-llama", "no/rows.jsonl"]),
-        (2, ["export", "no run", "--to", "merge"]),
-        (2, ["export", "no run", "--to", "gguf", "--type", "q4_0"]),
-    ],
-    ids=lambda value: " ".join(map(str, value)).replace(str(TINY), "CONFIG") if isinstance(value, list) else None,
-)
-def test_a_command_without_a_model_imports_no_libraries(code: int, arguments: list[Any], tmp_path: Path) -> None:
-    ended = watched(tmp_path, *arguments)
-    assert ended.exit_code == code
-    assert ended.at_the_end.isdisjoint(SLOW)
+# Commands that need no model, with their exit codes.
+WITHOUT_A_MODEL: list[tuple[int, list[str]]] = [
+    (0, ["--help"]),
+    (0, ["--version"]),
+    (0, ["plan", "--help"]),
+    (0, ["schema"]),
+    (0, ["schema", "--markdown"]),
+    *((2, [command, str(TINY), "training.steps=2"]) for command in ("train", "data", "plan", "fit")),
+    *((7, [command, "no run"]) for command in ("merge", "eval", "report")),
+    (7, ["generate", "no run", "--prompt", "?"]),
+    (7, ["export", "no run", "--to", "merged"]),
+    (2, ["init"]),
+    (3, ["init", "builtin:tiny-llama", "no/rows.jsonl"]),
+    (2, ["export", "no run", "--to", "merge"]),
+    (2, ["export", "no run", "--to", "gguf", "--type", "q4_0"]),
+]
+# One after the other in one process: what one of them imports stays.
+ONE_BY_ONE = f"""
+import json, sys
+from finetune import cli
+for arguments in json.loads(sys.argv[1]):
+    sys.argv = ["finetune", *arguments]
+    code = 0
+    try:
+        cli.main()
+    except SystemExit as ended:
+        code = ended.code or 0
+    imported = sorted(sys.modules.keys() & {set(SLOW)!r})
+    sys.stderr.write("ended " + json.dumps([code, imported]) + chr(10))
+"""
+
+
+def test_a_command_without_a_model_imports_no_libraries(tmp_path: Path) -> None:
+    arguments = json.dumps([arguments for _, arguments in WITHOUT_A_MODEL])
+    ended = subprocess.run(
+        [sys.executable, "-c", ONE_BY_ONE, arguments], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert "Traceback" not in ended.stderr
+    ends = [json.loads(line.removeprefix("ended ")) for line in ended.stderr.splitlines() if line.startswith("ended ")]
+    expected = [(arguments, [code, []]) for code, arguments in WITHOUT_A_MODEL]
+    assert list(zip([arguments for _, arguments in WITHOUT_A_MODEL], ends, strict=True)) == expected
 
 
 def test_a_config_from_python_is_checked_without_the_libraries_of_a_model() -> None:

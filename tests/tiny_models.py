@@ -37,7 +37,7 @@ _TINY: dict[str, Any] = {
 
 def architecture(name: str = "llama", layers: int = 9) -> Any:
     """A tiny architecture: 64 wide, 256 words."""
-    values = forecast_cpu._architecture(hidden=64, layers=layers, heads=(4, 2), vocabulary=256, **_TINY[name])
+    values = forecast_cpu.config_json(hidden=64, layers=layers, heads=(4, 2), vocabulary=256, **_TINY[name])
     return measured_step.architecture_of(values)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from finetune.config import not_offered, other_names
+from finetune.config import other_names
 from finetune.config.field_types import Usual, nearest, shortened, shown
 from finetune.config.sections import Config, Section, Source
 
@@ -56,7 +56,7 @@ class _Mistake:
     @property
     def not_offered(self) -> str | None:
         """The advice for a value that other tools have and this one does not."""
-        return not_offered.cure(".".join(self.path[:2]), self.given)
+        return other_names.not_offered(".".join(self.path[:2]), self.given)
 
     def says(self, message: str, *inner: str) -> str:
         """The message with the location of this key, or of an `inner` one."""
@@ -89,9 +89,6 @@ def section_in(path: KeyPath) -> type[Section] | None:
     return next((part for part in parts if isinstance(part, type) and issubclass(part, Section)), None)
 
 
-# -- messages by pydantic's type of error ------------------------------------------------------------------------------
-
-
 def _unknown_key(mistake: _Mistake) -> str:
     path, key, value = mistake.path, mistake.key, mistake.value
     if meant := other_names.meant(path[-1], value):
@@ -119,10 +116,6 @@ def _refused_value(mistake: _Mistake) -> str:
     return mistake.says(f"`{mistake.key}`: {mistake.not_offered or reason}")
 
 
-def _not_a_section(mistake: _Mistake) -> str:
-    return mistake.says(f"`{mistake.key}` is a section; write {_in_section(mistake.path, mistake.value)}")
-
-
 def _wrong_type(mistake: _Mistake) -> str:
     here = other_names.name_here(mistake.given)
     expected = " or ".join(dict.fromkeys(_expected(branch) for branch in mistake.report["branches"]))
@@ -137,7 +130,9 @@ _EXPLANATIONS: dict[str, Callable[[_Mistake], str]] = {
     "extra_forbidden": _unknown_key,
     "value_error": _refused_value,
     "missing": lambda mistake: mistake.says(f"`{mistake.key}` is missing"),
-    "model_type": _not_a_section,
+    "model_type": lambda mistake: mistake.says(
+        f"`{mistake.key}` is a section; write {_in_section(mistake.path, mistake.value)}"
+    ),
 }
 
 
@@ -151,7 +146,7 @@ def _in_section(path: KeyPath, value: Any) -> str:
     main = next(iter(keys))
     if meant := other_names.meant(value):
         return meant
-    if cure := not_offered.cure(f"{path[-1]}.{main}", value):
+    if cure := other_names.not_offered(f"{path[-1]}.{main}", value):
         return f"`{path[-1]}.{main}`; {cure}"
     return f"`{path[-1]}.{main}: {other_names.name_here(shortened(value, 60))}`"
 
@@ -181,9 +176,6 @@ def _expected(item: Any) -> str:
     }
     words = str(item["msg"]).removeprefix("Input should be ")
     return wanted.get(item["type"], f"a number {words}" if words.startswith(("greater", "less")) else words)
-
-
-# -- reading pydantic's reports ----------------------------------------------------------------------------------------
 
 
 def _merged(reports: list[Any]) -> list[Any]:

@@ -63,10 +63,7 @@ def text_of(path: Path) -> str:
 
 
 def as_written(path: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """The sections in a config of another version, with this one's defaults for what they leave out, unchecked.
-
-    Also the keys that this version does not know. Raises ConfigError for a file without readable sections.
-    """
+    """The sections in a config of another version, completed by defaults, unchecked; and the keys unknown here."""
     document = strict_yaml.parse(text_of(path))
     if document.problems:
         raise ConfigError(f"{path}:{document.problems[0].line}: {document.problems[0].message}")

@@ -1,9 +1,13 @@
-"""Our names for the keys of other tools: Axolotl, LLaMA-Factory, Unsloth, TRL, transformers and PEFT.
+"""Our names for what other tools have: Axolotl, LLaMA-Factory, Unsloth, TRL, transformers and PEFT.
 
 A key that only they have is refused with the key to write; nothing is renamed silently, since two tools may mean
 different things by one name. `finetune init --from` translates a whole config by the same table, `other_names.json`:
 what to write here, with the names that other tools have for it. Keys that need more than another name are converted by
 the functions below.
+
+`not_offered.json` lists values that other tools offer and this one does not: for each of our keys, the advice with the
+patterns of values (in lower case) that it is for. They are what people know and try first, so the nearest name that is
+offered (`fp4` for `fp8`) would mislead them.
 """
 
 from __future__ import annotations
@@ -15,9 +19,13 @@ from collections.abc import Callable, Mapping
 from importlib import resources
 from typing import Any
 
-from finetune.config import not_offered
 
-_TABLE = json.loads(resources.files(__package__).joinpath("other_names.json").read_text(encoding="utf-8"))
+def _read(name: str) -> Any:
+    return json.loads(resources.files(__package__).joinpath(name).read_text(encoding="utf-8"))
+
+
+_TABLE = _read("other_names.json")
+_NOT_OFFERED: dict[str, dict[str, list[str]]] = _read("not_offered.json")
 
 NAMES: dict[str, str] = {
     name: here for topic in _TABLE["keys"].values() for here, names in topic.items() for name in names
@@ -32,7 +40,7 @@ def meant(key: str, value: object = None) -> str | None:
     """What to write instead of another tool's `key: value`; None for an unknown key."""
     text = NAMES.get(_spelt(key))
     ours = re.findall(r"`(\w+\.\w+)", text or "")
-    cure = not_offered.cure(ours[0], value) if ours and name_here(str(value)) == value else None
+    cure = not_offered(ours[0], value) if ours and name_here(str(value)) == value else None
     return f"`{ours[0]}`; {cure}" if cure else text
 
 
@@ -45,11 +53,22 @@ def name_here(value: str) -> str:
     return _VALUES.get(value.lower(), value)
 
 
-def without_effect(key: str, value: Any) -> bool:
-    """Whether leaving out another tool's `key: value` does not change the trained weights.
+def advice(key: str, value: object) -> str | None:
+    """What to write or use instead of a `value` that `section.key` does not have; None where that is not known."""
+    if not isinstance(value, str):
+        return None
+    patterns = [(text, pattern) for text, listed in _NOT_OFFERED.get(key, {}).items() for pattern in listed]
+    return next((text for text, pattern in patterns if re.fullmatch(pattern, value.lower())), None)
 
-    A switch that is off asks for nothing. Any key that is not known to be harmless may change the result.
-    """
+
+def not_offered(key: str, value: object) -> str | None:
+    """The advice as a sentence that says that `section.key` has no such `value`; None where none is known."""
+    text = advice(key, value)
+    return text and f"`{value}` is not offered: {text}"
+
+
+def without_effect(key: str, value: Any) -> bool:
+    """Whether leaving out another tool's `key: value` is known not to change the trained weights."""
     off = value is False or value in ("", [], {})
     return off or _WITHOUT_EFFECT.fullmatch(_spelt(key)) is not None
 

@@ -97,9 +97,8 @@ class MicroBatching:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Tokens of each row: the `lengths` by which rows are batched, how many are `trained`, and those of its segments.
-
-    `segments` is empty if each row is a single sequence, of its length.
+    """Tokens of each row: the `lengths` by which rows are batched, how many are `trained`, and those of its `segments`,
+    if a row is not a single sequence.
     """
 
     lengths: Sequence[int]

@@ -1,13 +1,11 @@
 """The on-disk cache of prepared data.
 
 An entry is a folder named by its key, under `HF_DATASETS_CACHE/finetune-<user id>`. It is written under a temporary
-name and renamed atomically, so it is either complete or absent, even if two processes create it at the same time.
-Later corruption is detected by the sizes and checksums in its manifest, and the entry is rebuilt. Leftovers of a killed
-process are removed by the next process that creates an entry. Deleting the folder only means preparing the data again.
+name and renamed, so it is either complete or absent; corruption is detected by the checksums in its manifest, and the
+entry is rebuilt. Leftovers of a killed process are removed by the next that creates an entry.
 
 The cache of `datasets` is not used: its keys are hashes of pickled code, and it trusts whoever can write to it. A
-folder that another user owns or can write to is not trusted either, since nobody looks at rows before they are
-trained; each process then prepares the data for itself.
+folder that another user owns or can write to is not trusted here, since nobody looks at rows before they are trained.
 """
 
 from __future__ import annotations

@@ -13,18 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from finetune.data import control, masks
 from finetune.data.encoded import IGNORE, Encoded, Segment
-from finetune.data.examples import (
-    Chat,
-    Completion,
-    Content,
-    Example,
-    RowError,
-    Several,
-    Text,
-    Tokens,
-    in_common,
-    parts,
-)
+from finetune.data.examples import Chat, Completion, Content, Example, RowError, Several, Text, Tokens, in_common, parts
 from finetune.data.tokenizing import Asking, Result, TextPart, Tokenized, answered
 
 LossOn = Literal["assistant", "last", "all"]
@@ -39,19 +28,14 @@ def encode(
 
 
 def encode_all(
-    contents: Sequence[Content],
-    tokenizer: Any,
-    loss_on: LossOn = "assistant",
-    control_tokens: ControlTokens = "text",
+    contents: Sequence[Content], tokenizer: Any, loss_on: LossOn = "assistant", control_tokens: ControlTokens = "text"
 ) -> list[Encoded | RowError]:
     """Tokens and labels of each row, or the error that `encode` would raise for it."""
     return answered([_encoding(content, tokenizer, loss_on, control_tokens) for content in contents], tokenizer)
 
 
 def prompt_ids(example: Example, tokenizer: Any, control_tokens: ControlTokens = "text") -> list[int]:
-    """Prompt tokens for generation, as in training: the conversation up to where the assistant begins to write, a
-    prompt without its completion, or a text to continue. Raises RowError as `encode` does.
-    """
+    """Prompt tokens for generation, as in training: all up to what the assistant or the completion would write."""
     return _alone(_prompt(example, tokenizer, control_tokens), tokenizer)
 
 
@@ -163,9 +147,6 @@ def _prompt(example: Example, tokenizer: Any, control_tokens: ControlTokens) -> 
             return (yield from _opening(text, escaped, tokenizer))
         case Tokens(input_ids):
             return input_ids
-
-
-# -- text and tokens -------------------------------------------------------------------------------------------------
 
 
 def _completion(example: Completion, tokenizer: Any, loss_on: LossOn) -> Asking[Segment]:

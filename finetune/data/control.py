@@ -8,7 +8,6 @@ tokenized as usual, and nothing else changes in the others: merges still cross t
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import re
@@ -70,15 +69,11 @@ def plain(text: str, tokenizer: Any) -> str:
 
 def tokenize(texts: list[str], tokenizer: Any, special: bool) -> list[Any]:
     """The `tokenizers.Encoding` of escaped texts; `special` adds the tokenizer's special tokens (BOS, EOS)."""
-    copy = _reading_text(tokenizer, str(tokenizer.chat_template), len(tokenizer))
-    return copy.encode_batch(texts, add_special_tokens=special)
+    return _reading_text(tokenizer).encode_batch(texts, add_special_tokens=special)
 
 
 def check(text: str, ids: list[int], tokenizer: Any, special: bool) -> None:
-    """Raise RowError if an escaped text produced more control tokens than its template wrote.
-
-    In a unigram model, `</s>` may be an ordinary piece of the vocabulary.
-    """
+    """Raise RowError if an escaped text has more control tokens than its template wrote, as in some unigram models."""
     control = _control(tokenizer)
     written = len(control.pattern.findall(text)) + (tokenizer.num_special_tokens_to_add() if special else 0)
     made = [token for token in ids if token in control.ids]
@@ -107,7 +102,6 @@ class _Control:
     look_alikes: re.Pattern[str]
 
     def first(self, text: str) -> str | None:
-        """The first control token in the text."""
         if match := self.pattern.search(text) or (self.normalize and self.look_alikes.search(self.normalize(text))):
             return match[0]
         return text if text in self.bracketed else None
@@ -144,12 +138,8 @@ def texts(value: Any) -> Iterator[str]:
                 yield from texts(item)
 
 
+@chat_template.kept_by_tokenizer
 def _control(tokenizer: Any) -> _Control:
-    return _control_of(tokenizer, str(tokenizer.chat_template), len(tokenizer))
-
-
-@functools.lru_cache(maxsize=8)
-def _control_of(tokenizer: Any, _: str, __: int) -> _Control:
     tokens = _tokens(tokenizer)
     pattern = _any_of(sorted(tokens)) if tokens else _NOTHING
     bracketed = frozenset(inner for inner in (token[1:-1] for token in tokens) if re.search(r"\W", inner))
@@ -205,8 +195,8 @@ def _any_of(words: list[str]) -> str:
     return f"{re.escape(shared)}(?:{'|'.join(branches)}){'?' if '' in rests else ''}"
 
 
-@functools.lru_cache(maxsize=2)
-def _reading_text(tokenizer: Any, _: str, __: int) -> Any:
+@chat_template.kept_by_tokenizer
+def _reading_text(tokenizer: Any) -> Any:
     """A copy of the tokenizer's backend that restores the original characters after matching control tokens."""
     from tokenizers import Tokenizer
 

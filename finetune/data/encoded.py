@@ -28,10 +28,7 @@ def columns(rows: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The parts of each row of a data set: the names of its segments and of its values.
-
-    A row of a single sequence has no named segment.
-    """
+    """The names of the segments (none for a single sequence) and of the values of each row of a data set."""
 
     segments: tuple[str, ...] = ()
     values: tuple[str, ...] = ()

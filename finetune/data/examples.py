@@ -86,10 +86,7 @@ KINDS = ("chat", "completion", "text", "tokens")
 
 
 def asked(kind: str, text: str, separator: str, system: str = "") -> Example:
-    """A person's prompt as an example of a kind that was trained.
-
-    A text to be completed ends with `separator`; a conversation begins with the system message, unless it is empty.
-    """
+    """A person's prompt as an example of a kind that was trained; a text to be completed ends with `separator`."""
     if kind == "chat":
         return Chat([*opening(system), {"role": "user", "content": text}])
     return Completion(text + separator, "") if kind == "completion" else Text(text)

@@ -154,7 +154,6 @@ def _items(value: Mapping[Any, Any], where: str) -> dict[Any, Any]:
 
 
 def _name(key: Any, where: str) -> str:
-    """The name of a field of a field; a number is written as in JSON."""
     if not isinstance(key, (str, int, float, type(None))):
         raise RowError(f"`{where}`: the name of a field must be text, not {kind_of(key)}")
     return key if isinstance(key, str) else json.dumps(key)

@@ -56,10 +56,7 @@ def save(tokenizer: Any, base: str | None, folder: Path) -> None:
 
 
 def check(tokenizer: Any, folder: Path) -> None:
-    """Raise ArtifactError if the weights in `folder` were trained with another tokenizer or chat template.
-
-    A folder without a fingerprint passes: it is empty, or was written by another program.
-    """
+    """Raise ArtifactError if the weights in `folder` have the fingerprint of another tokenizer or chat template."""
     if (kept := saved_in(folder)) is None:
         return
     then, now = kept["tokenizer"], of(tokenizer)

@@ -11,19 +11,9 @@ from typing import Any, NamedTuple
 
 from finetune.config import inline
 from finetune.config.field_types import Help, name_of, not_given, shortened, unknown
+from finetune.data import examples
 from finetune.data import fields as row
-from finetune.data.examples import (
-    Completion,
-    Content,
-    Example,
-    Message,
-    NoSuchField,
-    RowError,
-    Several,
-    Text,
-    Tokens,
-    in_common,
-)
+from finetune.data.examples import Completion, Content, Example, Message, NoSuchField, RowError, Several, Text, Tokens
 from finetune.data.fields import Fields
 from finetune.data.messages import conversation, read_message, read_messages, refuse_other_training, sharegpt_messages
 
@@ -40,10 +30,6 @@ class RowFormat:
     read: Callable[[Fields], Content]
     optional: tuple[str, ...] = ()
     of_answers: bool = True
-
-    def required_in(self, fields: Fields) -> bool:
-        """Whether a row has all the fields that it is recognised by."""
-        return all(field in fields for field in self.required)
 
 
 def _sharegpt(fields: Fields) -> Example:
@@ -90,7 +76,7 @@ def _preference(fields: Fields) -> Example:
     if isinstance(fields.get("chosen"), list):
         chosen, rejected = read_messages(fields, "chosen"), read_messages(fields, "rejected")
         prompt = _prompt_messages(fields)
-        common = min(in_common(chosen, rejected), len(chosen) - 1)
+        common = min(examples.in_common(chosen, rejected), len(chosen) - 1)
         # Some data sets repeat the prompt at the start of each answer.
         if chosen[: len(prompt)] == prompt:
             return conversation(chosen, fields, range(common))
@@ -101,7 +87,7 @@ def _preference(fields: Fields) -> Example:
     if fields.get("instruction") is not None:
         asked = _instruction(fields)
         return conversation([*asked, {"role": "assistant", "content": chosen_text}], fields, range(len(asked)))
-    shared = chosen_text[: in_common(chosen_text, rejected_text)]
+    shared = chosen_text[: examples.in_common(chosen_text, rejected_text)]
     # Cut back to white space, so that the answer begins with a whole word.
     shared = shared[: len(shared.rstrip()) if shared[-1:].isspace() else max(shared.rfind(" "), shared.rfind("\n"), 0)]
     return Completion(shared, chosen_text[len(shared) :], one_text=True)
@@ -218,12 +204,9 @@ def _separated(example: Example, separator: str) -> Example:
 
 
 def detect(fields: Fields, columns: Mapping[str, str]) -> str:
-    """The first format whose required fields the row has.
-
-    Raises NoSuchField, with the fields found, if there is none; RowError for one message of a conversation.
-    """
+    """The first format whose required fields the row has. Raises NoSuchField, or RowError for a lone message."""
     fields = mapped(fields, columns)
-    name = next((name for name, form in FORMATS.items() if form.required and form.required_in(fields)), None)
+    name = next((name for name, form in FORMATS.items() if form.required and fields.keys() >= {*form.required}), None)
     if name in (None, "text") and not columns:
         _refuse_one_message(fields)
     if name:
@@ -292,7 +275,7 @@ def likely_columns(fields: Fields) -> Likely | None:
 def as_chat(fields: Fields, form: str, columns: Mapping[str, str]) -> dict[str, str] | None:
     """The `data.columns` that make two turns of a conversation of a plain-text prompt and its completion.
 
-    None if the row lacks either, or has fields that would then be read in addition. Raises RowError as `detect` does.
+    None if the row lacks either, or has fields that would then be read in addition.
     """
     form = detect(fields, columns) if form == "auto" else form
     if form not in AS_CHAT or not isinstance(mapped(fields, columns).get("prompt"), str):
@@ -371,10 +354,7 @@ DETECTED = Help("the format of the first row")
 
 
 def given(rewrite: Callable[[dict[str, Any]], Mapping[str, Any]]) -> str:
-    """Add a format from Python, a function from a row to a row of another format; its name for `data.format`.
-
-    Raises ConfigError for a function without a name.
-    """
+    """Add a format from Python, a function from a row to a row of another format; its name for `data.format`."""
     name = name_of(rewrite)
 
     def read(fields: Fields) -> Content:

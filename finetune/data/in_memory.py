@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from finetune.config.field_types import GIVEN, source_name
@@ -17,15 +16,8 @@ from finetune.errors import DataError
 _DIGITS = 16
 
 
-@dataclass(frozen=True)
-class _GivenRows:
-    """Rows, and about how many bytes of text they hold."""
-
-    rows: Iterable[Mapping[str, Any]]
-    size_bytes: int
-
-
-_KEPT: dict[str, _GivenRows] = {}
+_KEPT: dict[str, tuple[Iterable[Mapping[str, Any]], int]] = {}
+"""Rows by their name, and about how many bytes of text they hold."""
 
 
 def given(rows: Iterable[Any], key: str) -> str:
@@ -41,7 +33,7 @@ def given(rows: Iterable[Any], key: str) -> str:
         digest.update(text)
         size_bytes += len(text)
     name = GIVEN + digest.hexdigest()[:_DIGITS]
-    _KEPT[name] = _GivenRows(kept, size_bytes)
+    _KEPT[name] = kept, size_bytes
     return name
 
 
@@ -61,19 +53,16 @@ def is_here(name: str) -> bool:
 
 def size_bytes(name: str) -> int:
     """The size of the rows as JSON lines. Raises DataError if this process does not have them."""
-    return _find(name).size_bytes
+    return _find(name)[1]
 
 
 def records(name: str, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each row with its location, as Python writes it for the value of `key`: `data.train[0]`, `data.train[1]`, ...
-
-    Raises DataError if this process does not have them.
-    """
-    for index, row in enumerate(_find(name).rows):
+    """Each row with its location, as Python writes it for the value of `key`: `data.train[0]`, `data.train[1]`, ..."""
+    for index, row in enumerate(_find(name)[0]):
         yield f"{key}[{index}]", dict(row)
 
 
-def _find(name: str) -> _GivenRows:
+def _find(name: str) -> tuple[Iterable[Mapping[str, Any]], int]:
     if not is_here(name):
         raise DataError(f"{source_name(name)} are not kept on disk: run the program that gave them again")
     return _KEPT[name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, cast
 
@@ -170,16 +170,12 @@ def facts(prepared: Prepared, tokenizer: Any) -> DataFacts:
 def _samples(prepared: Prepared, tokenizer: Any, most: int | None = None) -> tuple[Sample, ...]:
     """The segments of the first training rows, with at most `most` tokens of each."""
     rows = prepared.train.select(range(min(_SHOWN_ROWS, len(prepared.train))))
+    ends = [f", {name}" for name in prepared.layout.segments] or [""]  # of the location of each segment
     return tuple(
-        _sample(location, segment, tokenizer, most)
+        _sample(row["place"] + end, segment, tokenizer, most)
         for row in rows
-        for location, segment in zip(_locations(row["place"], prepared.layout), segments_of(row), strict=True)
+        for end, segment in zip(ends, segments_of(row), strict=True)
     )
-
-
-def _locations(location: str, layout: RowLayout) -> list[str]:
-    """The position of each segment of a row."""
-    return [f"{location}, {name}" for name in layout.segments] or [location]
 
 
 def _as_chat(section: DataSection, prepared: Prepared, tokenizer: Any) -> AsChat | None:
@@ -201,7 +197,6 @@ def _as_chat(section: DataSection, prepared: Prepared, tokenizer: Any) -> AsChat
 
 
 def _sources(names: Sequence[str], lengths: Sequence[int]) -> tuple[SourceCounts, ...]:
-    """Rows and tokens by source, in order of their first rows."""
     rows: Counter[str] = Counter()
     tokens: Counter[str] = Counter()
     for name, length in zip(names, lengths, strict=True):
@@ -211,7 +206,6 @@ def _sources(names: Sequence[str], lengths: Sequence[int]) -> tuple[SourceCounts
 
 
 def _bins(lengths: Sequence[int]) -> tuple[Bin, ...]:
-    """Bins from the shortest row's to the longest row's, empty ones included."""
     counts = Counter(bisect_left(_BIN_ENDS, length) for length in lengths)
     return tuple(
         Bin(_BIN_ENDS[number - 1] + 1 if number else 1, _BIN_ENDS[number], counts[number])
@@ -232,7 +226,10 @@ def _batchings(
         way = MicroBatching(1 if by_tokens else chosen.rows, tokens if by_tokens else None, packed, layout)
         lengths = [*map(way.length, segments)]
         order = RowOrder(lengths, training.batch_size, training.seed, grouped)
-        positions, passes = _epoch(lengths, order, training.batch_size, way)
+        parts = list(epoch(lengths, order, training.batch_size, way))
+        positions = sum(
+            sum(part) if way.packed else len(part) * way.layout.sequences * max(part) for part in parts
+        )  # with padding
         batching = Batching(
             name=name,
             changes={
@@ -244,19 +241,10 @@ def _batchings(
             configured=packed == section.packing and (packed or (grouped, by_tokens) == configured),
             padding_share=1 - sum(map(sum, segments)) / positions,
             steps=math.ceil(len(segments) / training.batch_size),
-            micro_batches=passes,
+            micro_batches=len(parts),
         )
         batchings.append(batching)
     return tuple(batchings)
-
-
-def _epoch(lengths: Sequence[int], rows: Iterable[int], batch_size: int, way: MicroBatching) -> tuple[int, int]:
-    """Positions, with padding, and number of micro-batches of the first epoch, as in training."""
-    positions = passes = 0
-    for part in epoch(lengths, rows, batch_size, way):
-        passes += 1
-        positions += sum(part) if way.packed else len(part) * way.layout.sequences * max(part)
-    return positions, passes
 
 
 def _chosen(training: TrainingSection) -> TrainingSection:

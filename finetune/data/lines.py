@@ -40,10 +40,9 @@ _FOREIGN = {
 def lines(path: Path, problems: Problems, encoding: str | None = None) -> Iterator[tuple[int, str]]:
     """Numbered lines, including their line breaks, without a byte order mark at the start of the file.
 
-    The text is UTF-8, or else of `encoding`, if one is given, which has a character for each byte. Invalid bytes are
-    added to `problems` and replaced by a space or a replacement character; so is a byte order mark elsewhere. Raises
-    DataError for a file that is not text, a line over `ROW_BYTES`, over a million consecutive blank lines, and damaged
-    compression.
+    The text is UTF-8, or else of `encoding`, if one is given. Bytes that are invalid, or a byte order mark elsewhere,
+    are added to `problems` and replaced. Raises DataError for a file that is not text or damaged, and for lines beyond
+    the limits.
     """
     for number, whole, text in _parts(path, ROW_BYTES, problems, encoding):
         if not whole:
@@ -65,10 +64,8 @@ def whole(path: Path, problems: Problems, encoding: str | None = None) -> str:
 
 
 def foreign_word(path: Path, encoding: str) -> str | None:
-    """The first word of a file that is not UTF-8, read in `encoding`, with a character beyond ASCII.
-
-    None for a file in UTF-8, or without such a word, and for one that cannot be of that encoding. Raises DataError as
-    `lines` does.
+    """The first word beyond ASCII of a file that is not UTF-8, read in `encoding`; None if there is none, or it is not
+    so.
     """
     if _is_utf8(path):
         return None

@@ -160,7 +160,6 @@ def _closed(ids: list[int], start: int, end: int, turn: int, tokenizer: Any) -> 
 
 
 def _words(ids: list[int], tokenizer: Any) -> bool:
-    """Whether the tokens contain anything but special tokens and white space."""
     special = template.special_ids(tokenizer)
     words = [token for token in ids if token not in special]
     return bool(words and tokenizer.decode(words).strip())

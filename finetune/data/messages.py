@@ -21,6 +21,7 @@ _SHAREGPT_ROLES = ROLES | {
 # Fields that only other kinds of models or training can use.
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _VERDICTS = ("label", "kto_tag")
+_BOOLEANS = ("true", "false", "0", "1", "0.0", "1.0")  # in JSON, in a table or as text
 # Keys of a message that say whether it is trained: our own, and OpenAI's `weight`, which is 0 or 1.
 _SWITCHES = ("train", "weight")
 # How many keys of a message an error names.
@@ -28,10 +29,7 @@ _NAMED = 8
 
 
 def conversation(messages: list[Message], fields: Fields, context: Iterable[int] = (), where: str = "messages") -> Chat:
-    """The conversation, with untrained turns as context and the `train` and `weight` keys removed.
-
-    A `system` field of the row becomes its first message.
-    """
+    """The conversation with untrained turns as context; a `system` field of the row becomes its first message."""
     untrained = {at for at, message in enumerate(messages) if not _is_trained(message, f"{where}[{at}]")}
     plain = [{key: value for key, value in message.items() if key not in _SWITCHES} for message in messages]
     system = None if row.is_nothing(fields.get("system")) else row.text(fields, "system")
@@ -173,13 +171,8 @@ def refuse_other_training(fields: Fields, where: str = "", *, answers: bool) -> 
     for name, value in fields.items():
         if name in _MEDIA and not row.is_nothing(value):
             raise RowError(f"`{where}{name}`: only text is trained here; remove the row, or only the field if possible")
-        if name in _VERDICTS and answers and _is_verdict(value):
+        if name in _VERDICTS and answers and str(value).lower() in _BOOLEANS:
             raise RowError(
                 f"`{where}{name}` labels answers as good or bad (KTO), and bad ones would be trained too; keep the "
                 "rows with good answers, without this field"
             )
-
-
-def _is_verdict(value: Any) -> bool:
-    """Whether a value is a boolean in JSON, in a table or as text."""
-    return str(value).lower() in ("true", "false", "0", "1", "0.0", "1.0")

@@ -156,10 +156,7 @@ def held_out_ids(section: DataSection, tokenizer: Any, rows: int, tokens: int) -
 def compared_rows(
     section: DataSection, tokenizer: Any, rows: int, tokens: int, note: Callable[[str], None]
 ) -> tuple[list[list[int]], str]:
-    """`held_out_ids` and a name for these rows, for uses that any rows serve, such as the proof of an export.
-
-    Rows that another process was given from Python are replaced by built-in ones, with a note.
-    """
+    """`held_out_ids` and a name for these rows, for the proof of an export; built-in ones if the rows are not here."""
     if not is_here(section):
         note("the rows were given from Python and are not kept on disk: the built-in ones are compared instead")
         section = DataSection(chat_template=section.chat_template, control_tokens=section.control_tokens)
@@ -192,8 +189,7 @@ class Question(NamedTuple):
 def questions(section: DataSection, tokenizer: Any) -> Iterator[Question]:
     """The held-out rows (training rows if none are held out) that end with an answer in words.
 
-    Plain texts, conversations with tools and answers that are not trained are left out. Raises DataError for a row that
-    cannot be read.
+    Plain texts, conversations with tools and answers that are not trained are left out.
     """
     for row, example in _held_out_examples(section, tokenizer):
         match example:

@@ -37,10 +37,7 @@ class Problems:
         self.found: list[str] = []
 
     def add(self, problem: str | DataError, at: int | None = None) -> None:
-        """Insert a problem at index `at`, by default at the end.
-
-        Raises BadRows once the first `LIMIT` are known; until then, earlier ones may still be inserted.
-        """
+        """Insert a problem at index `at`, by default at the end; raises BadRows once the first `LIMIT` are known."""
         added = problem.problems if isinstance(problem, BadRows) else [_shortened(str(problem))]
         new = [one for one in added if one not in self.found]
         at = len(self.found) if at is None else at

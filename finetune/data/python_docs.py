@@ -58,10 +58,7 @@ def conversations(split: Split) -> list[dict[str, Any]]:
 
 
 def documents(split: Split) -> Iterator[str]:
-    """Plain documentation texts of one side of the split, sorted by name: name, signature and docstring.
-
-    They cover private objects and the language reference too, and hold no questions.
-    """
+    """Texts of one side of the split, sorted by name: name, signature and docstring, of private objects too."""
     for documented in _splits()[split]:
         yield f"{documented.name}{documented.signature}\n\n{documented.docstring}"
 
@@ -86,8 +83,8 @@ def _hash_fraction(text: str) -> float:
 def _without_repeats(objects: Iterable[DocumentedObject]) -> list[DocumentedObject]:
     """Keep one object per docstring and per answer, under its best name; sorted by name.
 
-    Most repeats are one object under several names (`asyncio.run`, `asyncio.runners.run`); the public and
-    then the shortest name wins. The rest are copied docstrings, which would leak answers across the split.
+    Most repeats are one object under several names, of which the public and then the shortest wins. The rest are copied
+    docstrings, which would leak answers across the split.
     """
     seen_texts: set[str] = set()
     kept = []
@@ -119,10 +116,10 @@ def _without_leaks(
 
 
 def _without_mentions(documented: DocumentedObject, names: set[str]) -> DocumentedObject | None:
-    """The object without those paragraphs of its docstring that spell out one of `names`.
+    """The object without those paragraphs of its docstring that spell out one of `names`; None if the first one does.
 
-    None if the first paragraph does, since the rest makes little sense without it. Dropping the text for any
-    mention would waste most of the language reference, whose chapters mention hundreds of names.
+    Dropping the text for any mention would waste most of the language reference, whose chapters mention hundreds of
+    names.
     """
     opening, *rest = re.split(r"\n\s*\n", documented.docstring)
     if _mentions(opening, names):

@@ -27,10 +27,7 @@ Records = Iterator[tuple[str, dict[str, Any]]]
 
 
 class Reader(Protocol):
-    """Yields valid records, adds a problem for each invalid one, and raises DataError if it cannot read on.
-
-    `encoding` is that of text that is not UTF-8.
-    """
+    """Yields valid records and adds a problem for each invalid one; `encoding` is that of text that is not UTF-8."""
 
     def __call__(self, path: Path, problems: Problems, encoding: str | None = None) -> Records: ...
 
@@ -124,10 +121,7 @@ _NAMED_DELIMITER = re.compile(r"sep=(.)\r?\n")
 
 
 def _delimiter(kept: deque[str], rest: Iterator[str], usual: str) -> str:
-    """The delimiter that makes most columns of the header, and as many cells of the next row; else the `usual` one.
-
-    The lines that are looked at are appended to `kept`.
-    """
+    """The delimiter that makes most columns of the header, and as many cells of the next row; else the `usual` one."""
     characters = sum(map(len, kept))
 
     def ahead() -> Iterator[str]:

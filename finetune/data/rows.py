@@ -24,10 +24,7 @@ def mapped(path: Path) -> Any:
 
 @contextlib.contextmanager
 def writer(path: Path) -> Iterator[Callable[[list[tuple[Row, Encoded]]], None]]:
-    """A function that appends tokenized rows with their positions to an Arrow file, one record batch per call.
-
-    All rows have the same layout. Raises MachineError if writing fails.
-    """
+    """A function that appends tokenized rows, all of one layout, to an Arrow file, a record batch per call."""
     import pyarrow
 
     ids = pyarrow.list_(pyarrow.int32())

@@ -35,10 +35,7 @@ class Row(NamedTuple):
     source: str = ""
 
     def share(self, purpose: str = "") -> float:
-        """A number in [0, 1) that depends only on the content, so equal rows are always treated alike.
-
-        Each `purpose` gives an independent number.
-        """
+        """A number in [0, 1) for each `purpose` that depends only on the content: equal rows are treated alike."""
         return int.from_bytes(hashlib.sha256((purpose + as_json(self.fields)).encode()).digest()[:8], "big") / 2**64
 
 
@@ -61,9 +58,9 @@ def rows(sources: Sources, split: str = "train", problems: Problems | None = Non
     """The rows of `sources` in order, repeated according to their weights.
 
     `split` selects the rows of a source that has its own held-out split (`eval`); `encoding` is that of text files that
-    are not UTF-8. Raises DataError at once for a source
-    that does not exist, and after the last row or 20 problems for malformed rows (file:line:column) and whatever the
-    caller has added to `problems`; MachineError if a hub data set cannot be downloaded.
+    are not UTF-8. Raises DataError at once for a source that does not exist, and after the last row or 20 problems for
+    malformed rows (file:line:column) and whatever is in `problems`; MachineError if a hub data set cannot be
+    downloaded.
     """
     chosen = entries(sources)
     _refuse_twice(chosen)
@@ -83,10 +80,7 @@ def key_of(key: str, index: int) -> str:
 
 
 def first_row(source: str, encoding: str | None = None) -> Row | None:
-    """The first row of a built-in or of local files; None for a data set of the hub, which would be downloaded.
-
-    Raises as `rows` does, and DataError if there is no row.
-    """
+    """The first row of a built-in or of local files; None for a data set of the hub, which would be downloaded."""
     if _is_of_hub(source):
         return None
     first = next(rows(source, encoding=encoding), None)
@@ -96,10 +90,7 @@ def first_row(source: str, encoding: str | None = None) -> Row | None:
 
 
 def foreign_word(source: str, encoding: str) -> str | None:
-    """The first word beyond ASCII in its local text files that are not UTF-8, read in `encoding`.
-
-    None if there is none, if a file cannot be of that encoding, or if they are not read within seconds.
-    """
+    """The first word beyond ASCII in local text files that are not UTF-8, read in `encoding`; None if none is found."""
     if source in BUILTIN or source.startswith(GIVEN) or _is_of_hub(source) or not at_hand(source):
         return None
     texts = [file for file in _files(source) if file.suffix.lower() in (*TEXT_READERS, *COMPRESSIONS)]
@@ -123,10 +114,7 @@ def missing(sources: Sources) -> list[str]:
 
 
 def contents(sources: Sources) -> list[tuple[str, str]] | None:
-    """Each file or data set with an identifier of its content: a hash of its bytes, or the hub's commit.
-
-    None if that is unknown. Raises as `rows` does if a data set cannot be downloaded.
-    """
+    """Each file or data set with an identifier of its content, a hash or the hub's commit; None if that is unknown."""
     try:
         by_source = [_contents(entry.source) for entry in entries(sources)]
     except OSError:
@@ -198,9 +186,7 @@ def _weighted(records: Records, entry: Source) -> Rows:
 
 
 def _records(source: str, split: str, key: str, problems: Problems, encoding: str | None) -> Records:
-    """The records of one source, the value of `key`: a built-in, rows from Python, a local file, folder or pattern, or
-    a hub data set.
-    """
+    """The records of one source, the value of `key`: built-in, given from Python, of local files, or of the hub."""
     if source.startswith("builtin:"):
         if source not in BUILTIN:
             raise DataError(f"data source {unknown(source, BUILTIN)}")
@@ -235,10 +221,9 @@ def _is_of_hub(source: str) -> bool:
 
 
 def _files(source: str) -> list[Path]:
-    """The local files that a source reads, sorted by name; empty if the source is not local.
+    """The local files that a source reads, sorted by name; none if it is not local.
 
-    Raises DataError for an invalid path, and for anything that would silently drop rows: unreadable files, broken
-    links, links to other folders, missing shards.
+    Raises DataError for an invalid path, and for anything that would silently drop rows.
     """
     _check_path(source)
     if os.path.isdir(source):
@@ -260,10 +245,7 @@ def _files(source: str) -> list[Path]:
 
 
 def _check_path(path: str) -> None:
-    """Raise DataError for an invalid path: too long, a loop of links, or not UTF-8.
-
-    A file whose name is not UTF-8 could be read, but the name could not be printed or written to the run directory.
-    """
+    """Raise DataError for a path that is too long, a loop of links, or not UTF-8, so that it cannot be printed."""
     try:
         path.encode()
         if "\0" in path or not glob.has_magic(path):

@@ -85,9 +85,7 @@ class Preparation:
         return counts.rows > 0
 
     def _key(self, split: Split) -> str | None:
-        """A hash of everything that determines the split's rows; None if the content of a source is unknown, or what a
-        format from Python does.
-        """
+        """A hash of everything that determines the split's rows; None if a source or a format is of unknown content."""
         if self.section.format.startswith(GIVEN):
             return None
         of_its_own = split == "eval" and self.section.eval != "auto"
@@ -117,7 +115,6 @@ class _Read(NamedTuple):
 
     @property
     def characters(self) -> int:
-        """Approximate size in characters, or in tokens if tokenized."""
         if isinstance(self.content, DataError):
             return 0
         return sum(
@@ -128,8 +125,6 @@ class _Read(NamedTuple):
 
 @dataclass
 class _Rows:
-    """Tokenizes, counts and writes the rows of one split."""
-
     section: DataSection
     tokenizer: Any
     problems: Problems
@@ -256,10 +251,7 @@ class _Rows:
         return trained
 
     def _again(self, location: str, encoded: Encoded) -> bool:
-        """Whether an earlier row has the same tokens and labels, by 64-bit hash.
-
-        Consecutive repetitions of a row by its weight are not duplicates.
-        """
+        """Whether an earlier row has the same tokens and labels, by 64-bit hash; repetitions by weight do not count."""
         if location != self.last[0]:
             content = hash((
                 tuple(encoded.input_ids), tuple(encoded.labels), encoded.lengths, tuple(encoded.values.values())

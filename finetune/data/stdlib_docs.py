@@ -82,15 +82,11 @@ def objects() -> list[DocumentedObject]:
 
 
 def _collect() -> Iterator[DocumentedObject]:
-    for module_name in _top_level_module_names():
+    # os.path is an attribute rather than a submodule, so no package lists it.
+    for module_name in sorted((sys.stdlib_module_names | {"os.path"}) - set().union(*SKIPPED_MODULES.values())):
         for name, module in _import_tree(module_name):
             yield from _documented_in_module(name, module)
     yield from _language_reference()
-
-
-def _top_level_module_names() -> list[str]:
-    # os.path is an attribute rather than a submodule, so no package lists it.
-    return sorted((sys.stdlib_module_names | {"os.path"}) - set().union(*SKIPPED_MODULES.values()))
 
 
 def _import_tree(name: str) -> Iterator[tuple[str, ModuleType]]:
@@ -167,7 +163,6 @@ def _is_public_name(name: str) -> bool:
 
 
 def _language_reference() -> Iterator[DocumentedObject]:
-    """The chapters shown by `help("for")` and similar."""
     with contextlib.suppress(ImportError):
         from pydoc_data.topics import topics
 

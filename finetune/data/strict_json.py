@@ -49,7 +49,6 @@ class Decoder:
         _expect_end(text, at)
 
     def _read_at(self, text: str, start: int) -> tuple[Any, int]:
-        """The value that begins at `start`, and where it ends."""
         self.wrong = []
         try:
             value, end = self._decoder.raw_decode(text, start)

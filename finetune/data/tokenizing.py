@@ -98,7 +98,6 @@ def _step(row: Asking[Result], answer: Tokenized | RowError | None) -> TextPart:
 
 
 def _tokenized(pieces: list[TextPart], tokenizer: Any) -> list[Tokenized | RowError]:
-    """The tokens of each piece, or the error that the tokenizer raised for it."""
     results: dict[int, Tokenized | RowError] = {
         number: TooMuchText(len(piece.text)) for number, piece in enumerate(pieces) if len(piece.text) > TEXT_CHARACTERS
     }

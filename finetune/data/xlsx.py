@@ -108,7 +108,6 @@ class _Workbook:
         return sheets, since_1904
 
     def _strings(self, part: str) -> list[str]:
-        """The texts that cells refer to by number."""
         texts: list[str] = []
         text, phonetic = "", False
         for start, tag, _, content in self._elements(part):

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 
 from finetune.config import AdapterSection, Config
@@ -120,10 +122,7 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
 
 
 def served_names(config: Config) -> dict[str, str | None]:
-    """The name in the base's files of each of its weights, or None where it is made of several or parts of them.
-
-    Empty if the base has no safetensors files.
-    """
+    """The name in the base's safetensors files, if any, of each weight that is one tensor there, else None."""
     if config.model.weights == "random":
         return {}
     files = identity.loaded_files(weights_directory(config.model.name, config.model.revision))
@@ -176,8 +175,6 @@ def _overrides(job: Conversion) -> dict[str, Any]:
 
 def plain(adapted: Any) -> Pairs:
     """The LoRA pairs of a PeftModel, the scale in B and all ranks padded with zeros to the largest."""
-    from peft.tuners.lora import LoraLayer
-
     layers = {
         name.removeprefix(_PREFIX): module
         for name, module in adapted.named_modules()
@@ -200,12 +197,7 @@ def _padded(matrix: torch.Tensor, rows: int = 0, columns: int = 0) -> torch.Tens
 
 
 def write(pairs: Pairs, renamed: dict[str, str], original: Any, base: str, folder: Path) -> int:
-    """Write `pairs` under their new names as a PEFT adapter; returns the rank.
-
-    The targets are those of `original` (a LoraConfig): servers read the last part of each name.
-    """
-    from peft import LoraConfig
-
+    """Write `pairs` under their new names with the targets of `original`, a LoraConfig; returns the rank."""
     rank = len(next(iter(pairs.values()))[0])
     LoraConfig(
         r=rank, lora_alpha=rank, target_modules=original.target_modules, fan_in_fan_out=original.fan_in_fan_out,

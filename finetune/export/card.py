@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from finetune.config.field_types import GIVEN
 from finetune.data.examples import learnt
 from finetune.data.readers import reader
 from finetune.export import server_commands
-from finetune.export.markdown import cell, code, escaped
 from finetune.model.source.locate import card as card_of
 from finetune.storage.rundir import RunDirectory
 
@@ -40,7 +40,7 @@ def model_card(run: RunDirectory, config: Config, record: dict[str, Any], writte
     )
     sections = [
         f"---\n{data.to_yaml()}\n---",
-        f"# {'Llama: ' if llama else ''}{escaped(public(model.name))}, fine-tuned",
+        f"# {'Llama: ' if llama else ''}{_escaped(public(model.name))}, fine-tuned",
         *(["Built with Llama."] if llama else []),
         f"{_made(config)} It is written as {written_as}.",
         *([f"## Prompts\n\nThe model was {prompts}."] if (prompts := _prompts(run, config, record)) else []),
@@ -84,8 +84,8 @@ def _made(config: Config) -> str:
 
 def _source(one: Source) -> str:
     if one.source.startswith(GIVEN):
-        return escaped(str(one))
-    return code(str(one.model_copy(update={"source": public(one.source)})))
+        return _escaped(str(one))
+    return _code(str(one.model_copy(update={"source": public(one.source)})))
 
 
 def _settings(config: Config) -> dict[str, str]:
@@ -100,8 +100,8 @@ def _settings(config: Config) -> dict[str, str]:
         **({"rotary scaling": f"{rope.rope_type}, factor {rope.factor:g}"} if rope else {}),
         "precision": training.precision,
         "longest row": f"{config.data.max_length} tokens",
-        **({} if adapter.targets == "all-linear" else {"adapter targets": ", ".join(map(code, adapter.targets))}),
-        **({"other ranks": code(str(adapter.ranks))} if adapter.ranks else {}),
+        **({} if adapter.targets == "all-linear" else {"adapter targets": ", ".join(map(_code, adapter.targets))}),
+        **({"other ranks": _code(str(adapter.ranks))} if adapter.ranks else {}),
         **({"adapter variants": ", ".join(variants)} if variants else {}),
     }
 
@@ -111,10 +111,9 @@ def _prompts(run: RunDirectory, config: Config, record: dict[str, Any]) -> str |
 
 
 def _start(run: RunDirectory) -> dict[str, str]:
-    """The adapter that training started from, if any."""
     starts = [event.get("start_from") for event in run.events() if event["event"] == "started"]
     one = starts[-1] if starts else None
-    return {"started from": f"{code(public(one['name']))} (sha256 {escaped(one['sha256'])})"} if one else {}
+    return {"started from": f"{_code(public(one['name']))} (sha256 {_escaped(one['sha256'])})"} if one else {}
 
 
 def _measured(run: RunDirectory) -> dict[str, str]:
@@ -154,4 +153,31 @@ def _proof(record: dict[str, Any]) -> str:
 
 
 def _table(facts: dict[str, str]) -> str:
-    return "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {cell(fact)} |" for name, fact in facts.items())])
+    return "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {_cell(fact)} |" for name, fact in facts.items())])
+
+
+# Text that is not trusted, in Markdown: on one line, without markup or HTML, and without ending a table's cell.
+
+
+def _escaped(text: str) -> str:
+    """`text` within a paragraph."""
+    return re.sub(r"([\\`*_\[\]<>&|~$#])", r"\\\1", _line(text))
+
+
+def _code(text: str) -> str:
+    """`text` as a code span (CommonMark 6.1): its fences are longer than any in the text, which cannot be escaped."""
+    text = _line(text)
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    # One space is taken off at each end, unless the text is nothing but spaces.
+    space = " " if text.strip(" ") and (text[0] in "` " or text[-1] in "` ") else ""
+    return f"{fence}{space}{text}{space}{fence}"
+
+
+def _cell(text: str) -> str:
+    """`text`, already Markdown, for a cell of a table, which a | ends even within code."""
+    return text.replace("|", r"\|")
+
+
+def _line(text: str) -> str:
+    """`text` with line breaks and other unprintable characters replaced."""
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)

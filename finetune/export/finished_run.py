@@ -19,8 +19,6 @@ from finetune.model.source.locate import hub_call, pinned_code
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.storage.rundir import RunDirectory
 
-_CLASS = "AutoModelForCausalLM"
-
 
 def weights_folder(run: RunDirectory, config: Config) -> Path:
     """The folder of the trained weights: the adapter, or the model of a run that trained every weight."""
@@ -37,10 +35,7 @@ def tokenizer_of(run: RunDirectory, config: Config, folder: Path) -> Any:
 
 
 def base_of(run: RunDirectory, config: Config, note: Callable[[str], None] = lambda text: None) -> str | None:
-    """The identity of the base (see `identity.of_base`), after checking that the trained weights are of that base.
-
-    `note` is called if this cannot be checked, or takes a while.
-    """
+    """The identity of the base (see `identity.of_base`), after checking that the trained weights are of that base."""
     base_identity = identity.of_base(config.model, note)
     fingerprint.check_base(config.model, base_identity, weights_folder(run, config), note)
     return base_identity
@@ -62,9 +57,9 @@ def load_merged(
             # transformers 5.23 loads a class without a repository prefix from the folder itself, and runs the folder's
             # `custom_generate/generate.py` when it reads the generation config; neither is the pinned code.
             code["config"] = architecture = load_architecture(section)
-            reference = getattr(architecture, "auto_map", {}).get(_CLASS)
+            reference = getattr(architecture, "auto_map", {}).get("AutoModelForCausalLM")
             if reference and "--" not in reference:
-                architecture.auto_map[_CLASS] = f"{section.name}--{reference}"
+                architecture.auto_map["AutoModelForCausalLM"] = f"{section.name}--{reference}"
             code["generation_config"] = GenerationConfig.from_pretrained(str(folder))
         return from_safetensors(
             str(folder), dtype=dtype or "auto", device_map={"": device}, output_loading_info=True, **code

@@ -81,10 +81,7 @@ class Proof:
 
 
 def bound(layers: int, roundoff: float) -> float:
-    """The relative logit error explained by a relative error of `roundoff` in each merged weight.
-
-    At most 1, the error of logits that are all zero.
-    """
+    """The relative logit error explained by one of `roundoff` in each merged weight; at most that of zeros, 1."""
     return min(1.0, SAFETY * roundoff * math.sqrt(2 * layers))
 
 
@@ -221,13 +218,9 @@ class LogitComparison:
 
 
 def compare(
-    merged: Iterable[torch.Tensor],
-    adapted: Iterable[torch.Tensor],
-    base: Iterable[torch.Tensor],
-    bound: float,
-    *,
+    merged: Iterable[torch.Tensor], adapted: Iterable[torch.Tensor], base: Iterable[torch.Tensor], bound: float, *,
     mixture: bool = False,
-) -> Proof:
+) -> Proof:  # fmt: skip
     """Compare the three models' centred logits on the same rows; `mixture`: whether the models have experts."""
     comparison = LogitComparison(mixture=mixture)
     for row in zip(merged, adapted, base, strict=True):

@@ -131,7 +131,6 @@ def _conversion(run: RunDirectory, config: Config, form: ExportFormat, kind: str
 
 
 def _convert(job: Conversion, name: str, form: ExportFormat) -> dict[str, Any]:
-    """Publish the export `name`; returns its export.json."""
     make = _module(form).make
     return staging.publish(
         job.run, job.config, job.run.path / form.folder,

@@ -57,16 +57,10 @@ def _of_adapter(called: str, folder: Path, base: str, record: dict[str, Any]) ->
         ),
     }  # fmt: skip
     if record["gguf"] and rope.get("rope_type") != "llama3":  # llama.cpp has no option for llama3
+        scaling = ["--rope-scaling", rope["rope_type"], "--rope-scale", f"{rope['factor']:g}"] if rope else []
+        lora = folder / record["gguf"]
         lines["llama.cpp"] = _line(
-            "llama-server",
-            "-m",
-            "BASE.gguf",
-            "--lora",
-            folder / record["gguf"],
-            "--jinja",
-            "--alias",
-            called,
-            *(["--rope-scaling", rope["rope_type"], "--rope-scale", f"{rope['factor']:g}"] if rope else []),
+            "llama-server", "-m", "BASE.gguf", "--lora", lora, "--jinja", "--alias", called, *scaling
         )
     return lines
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
 
 BLOCK_BYTES = 512
 """kMinBlockSize: every block is a multiple of it."""
@@ -58,23 +57,7 @@ def _round_up(number: int, grain: int) -> int:
 
 
 class CapacityError(Exception):
-    """A request that does not fit, even after all cached memory was released. All numbers are bytes."""
-
-    def __init__(self, requested_bytes: int, reserved_bytes: int, allocated_bytes: int) -> None:
-        super().__init__(
-            f"{requested_bytes} bytes do not fit: {reserved_bytes} are reserved, {allocated_bytes} of them allocated"
-        )
-        self.requested_bytes = requested_bytes
-        self.reserved_bytes = reserved_bytes
-        self.allocated_bytes = allocated_bytes
-
-
-class Span(NamedTuple):
-    """A block as seen from outside: `state` is "allocated", "free" or, in an expandable segment, "unmapped"."""
-
-    address: int
-    size_bytes: int
-    state: str
+    """A request that does not fit, even after all cached memory was released."""
 
 
 class _Pool:
@@ -109,8 +92,7 @@ class CachingAllocator:
     """Allocates and frees as torch does on one stream and counts as torch.cuda.memory_stats does.
 
     `allocated_bytes` is torch.cuda.memory_allocated: whole blocks, with what was too little to split off.
-    `reserved_bytes` is torch.cuda.memory_reserved: segments, or mapped pages where segments are expandable. The
-    peaks are since the last `reset_peaks`.
+    `reserved_bytes` is torch.cuda.memory_reserved: segments, or mapped pages where segments are expandable.
     """
 
     def __init__(self, capacity_bytes: int | None = None, *, expandable_segments: bool = False) -> None:
@@ -132,8 +114,6 @@ class CachingAllocator:
 
         Raises CapacityError where torch raises OutOfMemoryError; what was released on the way stays released.
         """
-        if size_bytes < 0:
-            raise ValueError(f"a size cannot be negative: {size_bytes}")
         if size_bytes == 0:
             return _NULL
         size = block_bytes(size_bytes)
@@ -143,7 +123,7 @@ class CachingAllocator:
             self.empty_cache()
             block = self._obtain(pool, size)
         if block is None:
-            raise CapacityError(size_bytes, self.reserved_bytes, self.allocated_bytes)
+            raise CapacityError(f"{size_bytes} bytes do not fit beside {self.reserved_bytes} that are reserved")
         if self._splits(pool, block.size - size):
             self._put_free(self._cut(block, size))
         block.allocated = True
@@ -152,15 +132,11 @@ class CachingAllocator:
         return block.address
 
     def free(self, handle: int) -> None:
-        """Give a block back to its pool, one with its free neighbours [free, free_block].
-
-        Raises ValueError for a handle that no allocation holds.
-        """
+        """Give a block back to its pool, one with its free neighbours [free, free_block]."""
         if handle == _NULL:
             return
-        block = self._blocks.get(handle)
-        if block is None or not block.allocated:
-            raise ValueError(f"no allocation has the handle {handle}")
+        block = self._blocks[handle]
+        assert block.allocated, handle
         block.allocated = False
         self.allocated_bytes -= block.size
         self._join_neighbours(block)
@@ -180,24 +156,6 @@ class CachingAllocator:
                     self._take_free(block)
                     del self._blocks[address]
                     self.reserved_bytes -= block.size
-
-    def reset_peaks(self) -> None:
-        """As torch.cuda.reset_peak_memory_stats: the peaks start anew from what is held now."""
-        self.peak_allocated_bytes = self.allocated_bytes
-        self.peak_reserved_bytes = self.reserved_bytes
-
-    def segments(self) -> list[list[Span]]:
-        """Every segment's blocks in the order of their addresses, as torch.cuda.memory_snapshot shows them."""
-        segments = []
-        for first in [block for _, block in sorted(self._blocks.items()) if block.before is None]:
-            spans: list[Span] = []
-            block: _Block | None = first
-            while block is not None:
-                state = "allocated" if block.allocated else "free" if block.mapped else "unmapped"
-                spans.append(Span(block.address, block.size, state))
-                block = block.after
-            segments.append(spans)
-        return segments
 
     def _best_fit(self, pool: _Pool, size: int) -> _Block | None:
         """Take the smallest free block that holds `size` [get_free_block].

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from finetune.config import Config
 from finetune.forecast.trace import Trace
 
@@ -37,15 +39,6 @@ def _bytes(trace: Trace, category: str) -> int:
     """
     if trace.saved_bytes:
         return trace.saved_bytes[category]
-    live: dict[int, int] = {}
-    for stretch in trace.stretches:
-        if stretch.phase == "forward":
-            break
-        for event in stretch.events:
-            block = trace.blocks[abs(event) - 1]
-            if block.category == category:
-                if event > 0:
-                    live[event] = block.bytes
-                else:
-                    live.pop(-event, None)
-    return round(sum(live.values()) / trace.trained_share)
+    before = itertools.takewhile(lambda entry: entry[0].phase != "forward", trace.timeline())
+    live = sum(sign * block.bytes for _, block, sign in before if block.category == category)
+    return round(live / trace.trained_share)

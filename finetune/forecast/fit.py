@@ -29,12 +29,8 @@ _SMALL_TILE = 512
 # The share of the budget that is not spent on speed, for what a forecast may miss: it missed 2.07% at most in the sweep
 # (benchmarks/results/forecast_cpu.json), and what does not fit after all costs more than a layer recomputed.
 SPARE = 0.02
-_ROWS, _RECOMPUTED, _OFFLOAD, _TILE = (
-    "training.micro_batch",
-    "memory.checkpointing",
-    "memory.offload",
-    "memory.loss_tokens",
-)
+_ROWS, _RECOMPUTED = "training.micro_batch", "memory.checkpointing"
+_OFFLOAD, _TILE = "memory.offload", "memory.loss_tokens"
 
 
 class NothingFits(OutOfMemoryError):
@@ -333,21 +329,15 @@ def limits(config: Config, forecast: Forecaster, *, length: int, rows: int, rank
     least = config.changed({_RECOMPUTED: "all"})
     one = least.changed({_ROWS: 1, "training.batch_size": 1})
     card = devices.smallest_fitting(forecast(one).peak_reserved_bytes)
-    return Limits(
-        smallest_card=card.name if card else None,
-        length=largest(
-            lambda value: forecast(one.changed({"data.max_length": value})), config.data.max_length, 64, length
-        ),
-        micro_batch=largest(
-            lambda value: forecast(least.changed({_ROWS: value, "training.batch_size": value})),
-            config.training.rows,
-            1,
-            rows,
-        ),
-        rank=0
-        if config.adapter.kind == "none"
-        else largest(lambda value: forecast(least.changed({"adapter.rank": value})), config.adapter.rank, 1, rank),
-    )
+
+    def with_value(job: Config, *keys: str) -> Callable[[int], Forecast]:
+        return lambda value: forecast(job.changed(dict.fromkeys(keys, value)))
+
+    longest = largest(with_value(one, "data.max_length"), config.data.max_length, 64, length)
+    most = largest(with_value(least, _ROWS, "training.batch_size"), config.training.rows, 1, rows)
+    trained = config.adapter.kind != "none"
+    highest = largest(with_value(least, "adapter.rank"), config.adapter.rank, 1, rank) if trained else 0
+    return Limits(longest, most, highest, card.name if card else None)
 
 
 def largest(

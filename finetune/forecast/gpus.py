@@ -80,12 +80,6 @@ def _key(name: str) -> str:
 
 
 @cache
-def _gpus() -> dict[str, Gpu]:
-    """Every card by its name, in the file's order."""
-    return {gpu.name: gpu for gpu, _ in _spellings().values()}
-
-
-@cache
 def _spellings() -> dict[str, tuple[Gpu, str]]:
     """Each card and the spelling that finds it, by the spelling's key.
 
@@ -122,7 +116,7 @@ def names() -> list[str]:
 
 def smallest_first() -> list[Gpu]:
     """Every card, by the memory that it reports."""
-    return sorted(_gpus().values(), key=lambda gpu: (gpu.total_bytes, gpu.name))
+    return sorted({gpu for gpu, _ in _spellings().values()}, key=lambda gpu: (gpu.total_bytes, gpu.name))
 
 
 def find(name: str) -> Gpu:
@@ -139,8 +133,8 @@ def find(name: str) -> Gpu:
         return spelling[0]
 
     words = set(_words(name))
-    fitting = [gpu.name for gpu in smallest_first() if words and any(words <= own for own in _word_sets()[gpu.name])]
-    if fitting:
+    fits = {gpu for gpu, spelling in _spellings().values() if words and words <= set(_words(spelling))}
+    if fitting := [gpu.name for gpu in smallest_first() if gpu in fits]:
         raise ConfigError(f"`{name}` does not say which GPU; write {_either(fitting)}, or give a size such as 24GiB")
 
     near = nearest(name)
@@ -148,19 +142,10 @@ def find(name: str) -> Gpu:
     raise ConfigError(f"`{name}` is not a GPU this tool knows; {remedy} give a size such as 24GiB, `auto` or `cpu`")
 
 
-def nearest(name: str, limit: int = 3) -> list[str]:
-    """Up to `limit` names of cards that look like `name`, the closest first."""
+def nearest(name: str) -> list[str]:
+    """Up to three names of cards that look like `name`, the closest first."""
     matches = difflib.get_close_matches(_key(name), _spellings(), n=len(_spellings()))
-    return list(dict.fromkeys(_spellings()[match][0].name for match in matches))[:limit]
-
-
-@cache
-def _word_sets() -> dict[str, list[set[str]]]:
-    """The words of each spelling of each card, by the card's name."""
-    sets: dict[str, list[set[str]]] = {}
-    for gpu, spelling in _spellings().values():
-        sets.setdefault(gpu.name, []).append(set(_words(spelling)))
-    return sets
+    return list(dict.fromkeys(_spellings()[match][0].name for match in matches))[:3]
 
 
 def _either(choices: list[str]) -> str:

@@ -18,23 +18,15 @@ import torch
 
 from finetune.config import Config, dump, explained, loaded
 from finetune.config.field_types import LEVELS
-from finetune.data import prepare, sources
-from finetune.data.batching import (
-    Batch,
-    MicroBatching,
-    RowOrder,
-    Sizes,
-    epoch,
-    longest_batches,
-    per_step,
-    worst_batches,
-)
+from finetune.data import batching, prepare, sources
+from finetune.data.batching import Batch, MicroBatching, RowOrder, Sizes
 from finetune.data.prepare import Prepared
 from finetune.errors import ArtifactError, ConfigError, ForecastError
 from finetune.forecast import by_length, devices, file_sizes, replay
 from finetune.forecast import fit as fitting
 from finetune.forecast.devices import Device
 from finetune.forecast.fit import Fitted, Limits, NothingFits
+from finetune.forecast.kept import Kept
 from finetune.forecast.levers import Lever, levers
 from finetune.forecast.replay import Forecast, RunSetting
 from finetune.forecast.traced_step import Models, StepSetting, trace_step
@@ -93,9 +85,13 @@ class Planner:
         batches, evaluation = self._largest_batches(config, most_tokens)
         key = config.model_dump_json(), evaluates, tuple(batches)
         if key not in self._known:
-            each = [self._forecast(config, batch, evaluation if evaluates else None) for batch in batches]
+            each = [self._kept_or_traced(config, batch, evaluation if evaluates else None) for batch in batches]
             self._known[key] = max(each, key=lambda one: one.needed_bytes)
         return self._known[key]
+
+    def _kept_or_traced(self, config: Config, batch: Batch, evaluation: Batch | None) -> Forecast:
+        kept = Kept(self.architecture, self.device, self.gpus)
+        return kept.get(config, batch, evaluation, lambda: self._forecast(config, batch, evaluation))
 
     def _forecast(self, config: Config, batch: Batch, evaluation: Batch | None) -> Forecast:
         device = self.device
@@ -112,7 +108,7 @@ class Planner:
         setting = StepSetting(config, self.architecture, batch, evaluation, device, implementation, self.gpus)
         trace = trace_step(setting, self._models)
         way = micro_batching(config.training, config.data)
-        per_rank = per_step(config.training.batch_size, way, batch) // section.shares(self.gpus)
+        per_rank = batching.per_step(config.training.batch_size, way, batch) // section.shares(self.gpus)
         run = RunSetting(
             micro_batches=max(1, per_rank),
             merge_bytes=file_sizes.merge_bytes(config, trace),
@@ -194,7 +190,7 @@ class Planner:
             return fitted
         lengths, training = Sizes.of(self.data.train, way).lengths, config.training
         order = RowOrder(lengths, training.batch_size, training.seed, training.group_by_length)
-        seen = epoch(lengths, itertools.islice(order, _ROWS_SEEN), training.batch_size, way)
+        seen = batching.epoch(lengths, itertools.islice(order, _ROWS_SEEN), training.batch_size, way)
 
         def at(level: str, most_tokens: int | None = None) -> Forecast:
             return self.forecast(config.changed({"memory.checkpointing": level}), most_tokens=most_tokens)
@@ -241,12 +237,12 @@ class Planner:
         """
         way, step_rows = micro_batching(config.training, config.data), self._share(config)
         if self.data is None or config.data.max_length != self.job.data.max_length:
-            longest = longest_batches(way, step_rows, config.data.max_length)
+            longest = batching.longest_batches(way, step_rows, config.data.max_length)
             return longest, None if config.data.eval == "none" else longest[0]
 
         def largest(rows: Any, most_tokens: int | None) -> list[Batch]:
             sizes = Sizes.of(rows, way).no_longer(most_tokens)
-            return worst_batches(sizes, way, step_rows, "the data's rows")
+            return batching.worst_batches(sizes, way, step_rows, "the data's rows")
 
         key, data = (way, step_rows, most_tokens), self.data
         if key not in self._largest:
@@ -287,7 +283,6 @@ class Plan:
     """What was chosen where the job says `auto`; None where nothing was, or nothing fits."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The forecast and the levers as JSON values."""
         levers = [
             {
                 "changes": dict(lever.changes),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ from finetune.forecast import operator_costs
 from finetune.forecast.allocator import CachingAllocator, CapacityError
 from finetune.forecast.devices import DISK_READ_BYTES, DISK_WRITE_BYTES, RANKS_OF_A_MACHINE, Device
 from finetune.forecast.trace import CATEGORIES, Stretch, Trace, TracedBlock, Work
+from finetune.measure.monitor import Peak
 from finetune.model.structure.experts import Mixture
-from finetune.storage.records import UpTo
+from finetune.storage.records import Difference, UpTo
 
 PHASES = ("load", "forward", "backward", "optimizer", "evaluation", "save", "merge")
 WORDS = {**CATEGORIES, "context": "context and libraries", "allocator_slack": "allocator slack"}
@@ -51,6 +52,8 @@ class Forecast:
     but for `disk_bytes`; `sharing` is the config's section `distributed`. In a step `sent_bytes` go to the others,
     `copied_bytes` between host and device, and `swapped_bytes`, which a disk keeps, are read from it and written back.
     `by_length`: what short micro-batches recompute, where less than the config says; memory is then the most of any.
+    `hidden_flops` of `flops` take no time; with `returns_segments` the job fits only as the caching allocator gives
+    idle segments back.
     """
 
     device: Device
@@ -75,6 +78,8 @@ class Forecast:
     copied_bytes: int = 0
     swapped_bytes: int = 0
     by_length: tuple[UpTo, ...] = ()
+    hidden_flops: int = 0
+    returns_segments: bool = False
 
     @property
     def needed_bytes(self) -> int:
@@ -115,6 +120,25 @@ class Forecast:
             **({"by_length": [asdict(each) for each in self.by_length]} if self.by_length else {}),
             **({"gpus": self.gpus, "sharding": self.sharing, **moved} if self.gpus > 1 or self.sharing else {}),
         }
+
+    def differences(self, peaks: Mapping[str, Peak]) -> list[Difference]:
+        """The phases that were both forecast and measured, in the same measure.
+
+        On CUDA these are allocated and reserved bytes as the allocator counts them. On a CPU it is the bytes of
+        tensors, where they were counted (`finetune.measure.tensors`), and not the resident size, which also holds what
+        libraries keep for themselves.
+        """
+        return [
+            Difference(phase, measure, predicted[measure], measured)
+            for phase, predicted in self.phases.items()
+            for measure, measured in peaks.get(phase, {}).items()
+            if measure in predicted
+        ]
+
+    def beside(self, peaks: Mapping[str, Peak]) -> dict[str, Any]:
+        """The contents of forecast.json: the forecast and, once there is something, what was measured."""
+        differences = [{**asdict(each), "relative": round(each.relative, 5)} for each in self.differences(peaks)]
+        return {**self.as_dict(), "measured": peaks, "differences": differences}
 
 
 @dataclass(frozen=True)
@@ -178,6 +202,21 @@ def make(trace: Trace, device: Device, batch: Batch, attention: str, run: RunSet
         sent_bytes=step.sent_bytes,
         copied_bytes=step.copied_bytes,
         swapped_bytes=step.swapped_bytes,
+        hidden_flops=step.hidden_flops,
+        returns_segments=replay.is_limited,
+    )
+
+
+def on(forecast: Forecast, device: Device) -> Forecast:
+    """The forecast on its device as that is now: with other memory free and, on a CPU, other rates and memory held."""
+    held = forecast.device.outside_bytes if device.type == "cpu" else 0
+    step = Work(**{each.name: getattr(forecast, each.name) for each in fields(Work)})
+    return replace(
+        forecast,
+        device=device,
+        categories={**forecast.categories, "context": device.outside_bytes},
+        host_bytes=forecast.host_bytes - held + (device.outside_bytes if device.type == "cpu" else 0),
+        seconds=_seconds(step, device) + swapping_seconds(step.swapped_bytes, forecast.gpus),
     )
 
 
@@ -274,6 +313,7 @@ class Replay:
         )
         self._handles: dict[int, int] = {}
         self._live = dict.fromkeys(categories, 0)
+        self.is_limited = capacity_bytes is not None
         self._managed = 0
         self._allocated = 0
         self._peak_live: dict[str, int] = dict(self._live)
@@ -463,11 +503,3 @@ def _on_host(block: TracedBlock) -> int:
     CachingHostAllocator.h `allocate`; `pinned_max_round_threshold` has no limit unless it is set).
     """
     return 1 << (block.bytes - 1).bit_length() if block.category == "layer_inputs" else block.bytes
-
-
-def bands(curve: tuple[Point, ...]) -> Iterator[tuple[str, list[int]]]:
-    """(category, its bytes at each point) for the categories that appear, in the order of WORDS."""
-    for category in CATEGORIES:
-        values = [point.categories[category] for point in curve]
-        if any(values):
-            yield category, values

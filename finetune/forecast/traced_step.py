@@ -266,13 +266,13 @@ class _TracedStep:
         """Everything before the first step: load, make the step, and the optimizer's states."""
         self.load("attach" if setting.in_parts else "optimizer")
         self.make_step(setting)
-        with self.splitting(group), self.engine.passes():
+        with context.split(self._model, group), self.engine.passes():
             self.make_optimizer_states()
         self._start = self.recorder.state()  # each step that is traced begins here
 
     def run(self, setting: StepSetting, group: dist.ProcessGroup | None) -> Trace:
         """The trace of a step and an evaluation."""
-        with self.splitting(group), self.engine.passes():
+        with context.split(self._model, group), self.engine.passes():
             self.step(setting.train)
             if setting.evaluation:
                 self.evaluate(setting.evaluation, setting.train)
@@ -351,10 +351,6 @@ class _TracedStep:
         with self._recording():
             engine.attach()
         return engine
-
-    def splitting(self, group: dist.ProcessGroup | None) -> contextlib.AbstractContextManager[None]:
-        """A context in which rows are split over `group`, as in training."""
-        return context.split(self._model, group)
 
     # -- which layer an allocation belongs to ----------------------------------------------------------------------
 

@@ -158,10 +158,7 @@ class Conversation:
 
 
 def converse(ready: Ready, settings: Settings, say: Callable[[str], None], note: Callable[[str], None]) -> None:
-    """Answer the lines of a terminal, or of standard input, until it ends or a command says to leave.
-
-    Raises DataError for input that is not text.
-    """
+    """Answer the lines of a terminal, or of standard input, until it ends or a command says to leave."""
     interactive = sys.stdin.isatty()
     conversation = Conversation(ready, settings, say, note)
     if interactive:

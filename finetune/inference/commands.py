@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from finetune.config.field_types import shortened
-from finetune.data import examples
-from finetune.errors import ConfigError
-from finetune.inference import chat_session as conversation
-from finetune.inference import prompts
+from finetune.data import examples, readers
+from finetune.data.examples import Example, RowError
+from finetune.data.fields import text
+from finetune.data.messages import conversation, read_messages
+from finetune.data.problems import Problems
+from finetune.errors import ConfigError, DataError
+from finetune.inference import chat_session
 from finetune.inference.answer_settings import Settings
 from finetune.inference.jobs import UNRECORDED, ready, system_of
 from finetune.report import words
@@ -34,9 +40,9 @@ def generate(
         raise ConfigError("--prompt and --file both name prompts; give one of them")
     ask = _asking(run, system, trust_remote_code)
     if texts:
-        asked = [prompts.Prompt(ask(text), {"prompt": text}) for text in texts]
+        asked = [Prompt(ask(one), {"prompt": one}) for one in texts]
     else:
-        asked = prompts.from_file(file, ask) if file else prompts.from_standard_input(ask)
+        asked = prompts_from_file(file, ask) if file else prompts_from_standard_input(ask)
     opened = ready(run, which, system=system, cache=settings.cache, trust_remote_code=trust_remote_code)
     if len(texts) == 1 and not as_json:
         opened.stream(asked[0].example, settings, _say)
@@ -56,10 +62,10 @@ def chat(
 ) -> None:
     """A conversation with a model of the run; see `finetune.inference.chat_session`."""
     opened = ready(run, which, system=system, cache=settings.cache, trust_remote_code=trust_remote_code)
-    conversation.converse(opened, settings, _say, note_beside_output)
+    chat_session.converse(opened, settings, _say, note_beside_output)
 
 
-def _asking(run: RunDirectory, system: str | None, trust_remote_code: bool) -> Callable[[str], examples.Example]:
+def _asking(run: RunDirectory, system: str | None, trust_remote_code: bool) -> Callable[[str], Example]:
     """A function from a prompt to an example; prints the system message if it is that of the run's rows."""
     used, kind = system_of(run, system), examples.learnt(run.events()) or UNRECORDED
     if used and system is None:
@@ -71,3 +77,55 @@ def _asking(run: RunDirectory, system: str | None, trust_remote_code: bool) -> C
 def _say(piece: str) -> None:
     sys.stdout.write(visible(piece, LINES))
     sys.stdout.flush()
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as an example without an answer, and the row it came from."""
+
+    example: Example
+    row: dict[str, Any]
+
+
+def prompts_from_file(path: Path, asked: Callable[[str], Example]) -> list[Prompt]:
+    """The prompts of a file: rows with `messages` or `prompt`, or lines of text; `asked` makes an example of a text."""
+    if not path.exists():
+        raise DataError(f"{path}: no such file")
+    prompts: list[Prompt] = []
+    with Problems() as problems:
+        read = readers.reader(path) or readers.READERS[".txt"]
+        for location, fields in read(path, problems):
+            row = {"prompt" if name == "text" else name: value for name, value in fields.items()}
+            try:
+                prompts.append(Prompt(_example(row, asked), row))
+            except RowError as error:
+                problems.add(f"{location}: {error}")
+    if not prompts:
+        raise DataError(f"{path}: no prompts; write one a line, or JSON lines with `prompt` or `messages`")
+    return prompts
+
+
+def prompts_from_standard_input(asked: Callable[[str], Example]) -> list[Prompt]:
+    """The prompts of standard input: JSON lines if it begins with a brace, otherwise lines of text."""
+    if sys.stdin.isatty():
+        raise ConfigError(
+            "no prompt; give --prompt or --file, or pipe prompts in (`finetune chat` is for a conversation)"
+        )
+    content = sys.stdin.buffer.read()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / ("stdin.jsonl" if content.lstrip().startswith(b"{") else "stdin.txt")
+        path.write_bytes(content)
+        try:
+            return prompts_from_file(path, asked)
+        except DataError as error:
+            raise DataError(str(error).replace(str(path), "standard input")) from None
+
+
+def _example(row: dict[str, Any], asked: Callable[[str], Example]) -> Example:
+    name = "messages" if "messages" in row else "prompt"
+    if name == "prompt" and not isinstance(row.get("prompt"), list):
+        return asked(text(row, "prompt"))
+    example = conversation(read_messages(row, name), row, where=name)
+    if example.messages[-1]["role"] == "assistant":
+        raise RowError(f"`{name}` ends with the assistant's answer; remove that message")
+    return example

@@ -165,7 +165,6 @@ class _EvaluationJob:
             metric.score(reference, reference, row.location, row.fields)
 
     def measure(self, model: Any, tokenizer: Any) -> _ModelResults:
-        """Loss, metrics and tasks of one model."""
         results = _ModelResults()
         if self.with_loss:
             rows, _ = prepare.prepare_held_out(self.config.data, tokenizer)

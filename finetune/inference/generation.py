@@ -14,11 +14,11 @@ from itertools import groupby
 from typing import Any
 
 import torch
+from transformers import LogitsProcessorList, TextStreamer
 
 from finetune.data import chat, formats
 from finetune.errors import ArtifactError, ConfigError, NumbersError
 from finetune.inference.answer_settings import Settings
-from finetune.inference.streaming import Streamer, before_stop
 from finetune.measure.out_of_memory import is_out_of_memory
 from finetune.model import bounds, probes
 from finetune.model.attention import caches
@@ -90,12 +90,9 @@ def prompt_ids(example: formats.Example, tokenizer: Any, control_tokens: chat.Co
 
 
 def answers(
-    model: Any,
-    tokenizer: Any,
-    prompts: Sequence[list[int]],
-    settings: Settings,
+    model: Any, tokenizer: Any, prompts: Sequence[list[int]], settings: Settings,
     cache_bytes: Callable[[int], None] = lambda size: None,
-) -> Iterator[Answer]:
+) -> Iterator[Answer]:  # fmt: skip
     """The answers to `prompts` (token ids, as `prompt_ids` makes them), in their order.
 
     They are generated in batches of like length, padded on the left; greedy answers are those that each prompt gets
@@ -112,9 +109,39 @@ def stream(model: Any, tokenizer: Any, prompt: list[int], settings: Settings, sa
     """The answer to one prompt, passed to `say` in pieces as soon as they are certain."""
     generation = _Generation(model, tokenizer, settings, lambda size: None)
     [answer] = generation.generate(
-        [prompt], generation.room(prompt), settings.seed, Streamer(tokenizer, say, settings.stop)
+        [prompt], generation.room(prompt), settings.seed, _Streamer(tokenizer, say, settings.stop)
     )
     return answer
+
+
+class _Streamer(TextStreamer):
+    """Passes the text to `say` word by word, on the thread that generates, so that an interrupt ends both."""
+
+    def __init__(self, tokenizer: Any, say: Callable[[str], None], stop: Sequence[str] = ()) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._say, self._stop = say, stop
+        self._text, self._said = "", 0
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self._text = (self._text + text).lstrip()
+        whole = _before_stop(self._text, self._stop)
+        if len(whole) == len(self._text) and not stream_end:
+            whole = whole[: len(whole) - max((_begun(whole, stop) for stop in self._stop), default=0)]
+        # Hold back white space until a word follows, since answers are stripped.
+        whole = whole.rstrip()
+        if len(whole) > self._said:
+            self._say(whole[self._said :])
+            self._said = len(whole)
+
+
+def _before_stop(text: str, stop: Sequence[str]) -> str:
+    """`text` up to the first of the texts in `stop`."""
+    return text[: min((at for one in stop if (at := text.find(one)) >= 0), default=len(text))]
+
+
+def _begun(text: str, stop: str) -> int:
+    """The number of characters at the end of `text` that may begin `stop`."""
+    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
 
 
 class _Generation:
@@ -128,11 +155,9 @@ class _Generation:
             raise ConfigError("this model has no keys and values to keep, and so no other KV cache; choose dynamic")
 
     def room(self, prompt: list[int]) -> int:
-        """The largest number of tokens for the answer to `prompt`.
-
-        A tokenizer may have more added tokens than the base has embeddings; on a GPU, such an id ends the process.
-        """
+        """The largest number of tokens for the answer to `prompt`."""
         size = bounds.vocabulary(self._model.config)
+        # A tokenizer may have more added tokens than the base has embeddings; on a GPU, such an id ends the process.
         if size is not None and (foreign := next((token for token in prompt if token >= size), None)) is not None:
             name = self._tokenizer.convert_ids_to_tokens(foreign)
             raise ConfigError(
@@ -164,10 +189,7 @@ class _Generation:
             yield from (answered[at] for at in window)
 
     def _takes_batches(self) -> bool:
-        """Whether a row's logits are the same behind padding and beside another row.
-
-        A recurrent model may read padding into its state, and transformers 5.23 mixes the rows of RWKV.
-        """
+        """Whether a row's logits are the same behind padding (which recurrent models may read) and beside another."""
         tokens = min(probes.TOKENS, (self._positions or math.inf) // 2 - 1)
         [row], [other] = (one.tolist() for one in probes.rows(2, int(tokens), self._model))
         alone, beside = self._second_logits([row]), self._second_logits([row, other + other])
@@ -178,8 +200,6 @@ class _Generation:
 
         The first is the same whatever the model says, as rounding may decide between two.
         """
-        from transformers import LogitsProcessorList
-
         with _evaluating(self._model):
             output = self._model.generate(
                 **self._padded(rows), min_new_tokens=2, max_new_tokens=2, do_sample=False, use_cache=self._cached,
@@ -199,10 +219,8 @@ class _Generation:
         half = len(rows) // 2
         return [*self._halving(rows[:half], room, seed), *self._halving(rows[half:], room, seed)]
 
-    def generate(self, rows: list[list[int]], room: int, seed: int, streamer: Streamer | None = None) -> list[Answer]:
+    def generate(self, rows: list[list[int]], room: int, seed: int, streamer: _Streamer | None = None) -> list[Answer]:
         """The answers of one batch, of at most `room` tokens each."""
-        from transformers import LogitsProcessorList
-
         settings, before = self._settings, RandomState()
         inputs = self._padded(rows)
         with _evaluating(self._model):
@@ -248,7 +266,7 @@ class _Generation:
         """From a row's new tokens, with padding behind those of an answer that ended before others."""
         end = next((at for at, token in enumerate(ids, 1) if token in self._stop_ids), None)
         whole = self._tokenizer.decode(ids[:end], skip_special_tokens=True)
-        text = before_stop(whole, self._settings.stop)
+        text = _before_stop(whole, self._settings.stop)
         tokens = len(ids[:end])
         if end is None or len(text) < len(whole):  # else the last token is an end, and may be the one that pads
             while tokens and ids[tokens - 1] == self._tokenizer.pad_token_id:

@@ -63,10 +63,7 @@ class Entry:
 
 
 def find(text: str) -> Metric:
-    """The metric of a name in METRICS, `NAME:KEY`, `FILE.py:FUNCTION` or `FILE.json`, a JSON schema.
-
-    Raises ConfigError if there is none, or its file cannot be used, and MachineError if it needs a package.
-    """
+    """The metric of a name in METRICS, `NAME:KEY`, `FILE.py:FUNCTION` or `FILE.json`, a JSON schema."""
     name, _, rest = text.partition(":")
     file, _, function = text.rpartition(":")
     if file.endswith(".py"):
@@ -77,9 +74,6 @@ def find(text: str) -> Metric:
         known = [f"{name}:{entry.takes}" if entry.takes else name for name, entry in METRICS.items()]
         raise ConfigError(f"metric {unknown(text, [*known, 'FILE.py:FUNCTION', 'SCHEMA.json'])}")
     return Metric(text, METRICS[name].make(rest))
-
-
-# -- text ------------------------------------------------------------------------------------------------------------
 
 
 def _exact_match(answer: str, reference: str, _: dict[str, Any]) -> float:
@@ -111,9 +105,6 @@ class _Words:
 def _rouge_l(_: str) -> Rule:
     scorer = needed("rouge_score.rouge_scorer", "the metric `rouge_l`").RougeScorer(["rougeL"], tokenizer=_Words())
     return lambda answer, reference, _: float(scorer.score(reference, answer)["rougeL"].fmeasure)
-
-
-# -- structured output -----------------------------------------------------------------------------------------------
 
 
 def _parsed(text: str) -> Any:
@@ -186,9 +177,6 @@ def _schema_rule(file: Path) -> Rule:
         return float(validator.is_valid(value))
 
     return score
-
-
-# -- rules in files --------------------------------------------------------------------------------------------------
 
 
 def _python_rule(file: Path, function: str) -> Rule:

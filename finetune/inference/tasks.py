@@ -34,10 +34,7 @@ class Scored:
 
 
 class Tasks:
-    """Tasks by name, or by path of a YAML file.
-
-    `limit` is the number of rows of each task (None: all).
-    """
+    """Tasks by name, or by path of a YAML file. `limit` is the number of rows of each task (None: all)."""
 
     def __init__(self, names: Sequence[str], *, batch_size: int, limit: int | None, apply_chat_template: bool) -> None:
         modules = ("lm_eval.evaluator", "lm_eval.tasks", "lm_eval.models.huggingface")

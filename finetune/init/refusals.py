@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from finetune.config import not_offered
+from finetune.config import other_names
 
 _TEXT = "images, video and sound are not trained on here; if the rows are of text alone, remove the key"
 _NO_TRAINING = "that is no training; to merge an adapter or to test it, see `finetune merge` and `finetune eval`"
@@ -21,14 +21,16 @@ def _objective(value: Any) -> str | None:
     name = str(value).lower()
     if not value or name in ("none", "sft", "pt"):
         return None
-    return not_offered.cure("training.objective", name) or f"`{name}` is not offered: training is supervised here"
+    return (
+        other_names.not_offered("training.objective", name) or f"`{name}` is not offered: training is supervised here"
+    )
 
 
 def _method(value: Any) -> str | None:
     name = str(value).lower()
     if name in ("lora", "qlora", "full", "none"):
         return None
-    return not_offered.cure("adapter.kind", name) or f"`{name}` is not offered: adapters are LoRA here"
+    return other_names.not_offered("adapter.kind", name) or f"`{name}` is not offered: adapters are LoRA here"
 
 
 def _given(text: str | None) -> Callable[[Any], str | None]:
@@ -44,10 +46,10 @@ _KEYS: dict[str, Callable[[Any], str | None]] = {
     "diffusion": _given(_DIFFUSION),
     # Keys of TRL's trainers of preferences and of rewards, whose configs do not name the trainer.
     "beta|loss_weights|precompute_ref_log_probs|(un)?desirable_weight|max_prompt_length|ref_model|pref_(beta|loss)": (
-        _given(not_offered.advice("training.objective", "dpo"))
+        _given(other_names.advice("training.objective", "dpo"))
     ),
     "reward_(funcs|weights|model\\w*)|process_reward_model|num_generations|max_completion_length|num_labels"
-    "|center_rewards_coefficient": _given(not_offered.advice("training.objective", "reward")),
+    "|center_rewards_coefficient": _given(other_names.advice("training.objective", "reward")),
     "processor_(type|kwargs)|image_\\w+|video_\\w+|audio_\\w+|freeze_(vision_tower|multi_modal_projector|mm_modules)"
     "|freeze_language_model": lambda value: _TEXT,
     "export_dir|do_predict|predict_with_generate|infer_backend": _given(_NO_TRAINING),

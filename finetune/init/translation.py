@@ -7,8 +7,9 @@ depends on several keys: the batch, the data, and the other tool's defaults.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -29,56 +30,27 @@ _LAST = ("lora_target_parameters", "dataset_train_split", "dataset_test_split")
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool whose config has the key `model`; `defaults` are the values of its keys that differ from ours."""
+    """A tool whose config has the key `model`. The facts of each are in `tools.json`, with where they were read.
 
+    `rows`: of a micro-batch by default. `defaults`: the values of its keys that differ from ours. `full`: the key
+    without which every weight is trained. `own`: keys that tell its config from that of another tool with the same key
+    `model`.
+    """
+
+    read_in: str
     model: str
     rows: int
-    """Rows of a micro-batch by default."""
     defaults: Mapping[str, Any]
-    full: str | None = None
-    """The key without which every weight is trained."""
-    own: tuple[str, ...] = ()
-    """Keys that tell its config from that of another tool with the same key `model`."""
+    full: str | None
+    own: Sequence[str]
 
 
 TOOLS = {
-    # src/axolotl/utils/schemas/
-    "Axolotl": Tool(
-        "base_model", 1,
-        {"sequence_len": 512, "optimizer": "adamw_torch_fused", "excess_length_strategy": "drop"},
-        full="adapter",
-    ),
-    # src/llamafactory/hparams/ and transformers' TrainingArguments
-    "LLaMA-Factory": Tool(
-        "model_name_or_path",
-        8,
-        {
-            "lora_rank": 8, "cutoff_len": 2048, "learning_rate": 5e-5, "num_train_epochs": 3, "warmup_ratio": 0,
-            "lr_scheduler_type": "linear", "optim": "adamw_torch",
-        },
-        own=(
-            "stage", "finetuning_type", "template", "cutoff_len", "lora_rank", "lora_target", "dataset", "dataset_dir",
-            "quantization_bit", "val_size", "neat_packing", "adapter_name_or_path", "enable_liger_kernel", "flash_attn",
-            "rope_scaling", "pissa_init", "pure_bf16",
-        ),
-    ),
-    # trl/scripts/utils.py, trl/trainer/model_config.py and sft_config.py
-    "TRL": Tool(
-        "model_name_or_path",
-        8,
-        {
-            "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "max_length": 1024, "learning_rate": 2e-5,
-            "num_train_epochs": 3, "warmup_steps": 0, "lr_scheduler_type": "linear", "optim": "adamw_torch_fused",
-        },
-        full="use_peft",
-        own=(
-            "use_peft", "lora_r", "lora_target_modules", "lora_target_parameters", "dataset_name", "dataset_config",
-            "dataset_train_split", "dataset_test_split", "datasets", "max_length", "max_seq_length", "load_in_4bit",
-            "load_in_8bit", "attn_implementation", "dtype", "torch_dtype", "assistant_only_loss",
-            "completion_only_loss", "dataset_text_field", "padding_free", "eos_token",
-        ),
-    ),
-}  # fmt: skip
+    name: Tool(**facts)
+    for name, facts in json.loads(
+        resources.files(__package__).joinpath("tools.json").read_text(encoding="utf-8")
+    ).items()
+}
 """The tools whose configs are translated."""
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from finetune.config import Config
 from finetune.data import inspection
-from finetune.forecast import comparison
 from finetune.forecast.replay import Forecast
 from finetune.lifecycle import provenance, resume
 from finetune.lifecycle.preparation import JobInputs
@@ -42,7 +41,7 @@ def open_run(
         run.create(config)
         run.remove_leftovers()
         if forecast:
-            write_json(run.forecast_file, comparison.as_dict(forecast, {}))
+            write_json(run.forecast_file, forecast.beside({}))
         write_json(run.environment_file, {"seed": config.training.seed, **inputs.environment})
         write_lines(run.data_file, inputs.data.affected())
         write_json(run.facts_file, inspection.facts(inputs.data, inputs.tokenizer))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from finetune.forecast import comparison
 from finetune.forecast.replay import Forecast
 from finetune.measure.monitor import Peak
 from finetune.report.terminal import Terminal
@@ -19,5 +18,5 @@ def record(
     terminal.answers(run)
     run.event("trained", **facts, memory=peaks)
     if forecast:
-        write_json(run.forecast_file, comparison.as_dict(forecast, peaks))
-        terminal.compared(comparison.compare(forecast, peaks), forecast.needed_bytes, peaks)
+        write_json(run.forecast_file, forecast.beside(peaks))
+        terminal.compared(forecast.differences(peaks), forecast.needed_bytes, peaks)

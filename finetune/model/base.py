@@ -33,10 +33,7 @@ TRAINED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def base_dtype(adapter: AdapterSection, training: TrainingSection) -> torch.dtype:
-    """The dtype of unquantized base weights.
-
-    Without an adapter the base itself is trained, so it has the dtype of trained weights.
-    """
+    """The dtype of unquantized base weights; without an adapter, that of trained weights."""
     return TRAINED_DTYPES[adapter.dtype] if adapter.kind == "none" else PRECISIONS[training.precision].dtype
 
 
@@ -77,15 +74,9 @@ def _refuse_kernels(architecture: Any, name: str) -> None:
 
 
 def load_base(
-    section: ModelSection,
-    quantization: QuantizationSection,
-    architecture: Any,
-    *,
-    attention: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    placement: Placement | None = None,
-) -> Any:
+    section: ModelSection, quantization: QuantizationSection, architecture: Any, *, attention: str,
+    dtype: torch.dtype, device: torch.device, placement: Placement | None = None,
+) -> Any:  # fmt: skip
     """The base model on `device`; with a `placement`, of the decoder layers' linear weights only this rank's part.
 
     `attention` is the name of a transformers implementation; `dtype` is that of unquantized weights, and the compute
@@ -97,14 +88,9 @@ def load_base(
         if ranks.world_size() > 1:  # all make the same weights, and scales of quantized ones
             torch.manual_seed(0)
         model = random_base(
-            architecture,
-            quantization,
-            attention=attention,
-            dtype=dtype,
-            device=device,
-            remote_code=remote_code(section),
-            placement=placement,
-        )
+            architecture, quantization, attention=attention, dtype=dtype, device=device,
+            remote_code=remote_code(section), placement=placement,
+        )  # fmt: skip
     else:
         with placement.while_loading() if placement else contextlib.nullcontext():
             model = _pretrained(section, architecture, quantization, attention, dtype, device)
@@ -114,13 +100,9 @@ def load_base(
 
 
 def _pretrained(
-    section: ModelSection,
-    architecture: Any,
-    quantization: QuantizationSection,
-    attention: str,
-    dtype: torch.dtype,
+    section: ModelSection, architecture: Any, quantization: QuantizationSection, attention: str, dtype: torch.dtype,
     device: torch.device,
-) -> Any:
+) -> Any:  # fmt: skip
     from finetune.model.structure import quantizers
 
     packing.register()
@@ -147,10 +129,7 @@ def _pretrained(
 
 
 def refuse_missing(report: dict[str, Any], what: str, remedy: str) -> None:
-    """Raise ArtifactError if `from_pretrained` reports missing weights, which it initialises at random.
-
-    `what` names the model in the message, `remedy` says what to do.
-    """
+    """Raise ArtifactError for missing weights, which `from_pretrained` initialises at random."""
     if missing := sorted(report["missing_keys"]):
         raise ArtifactError(f"{what}: {len(missing)} weights are not in its files, such as `{missing[0]}`; {remedy}")
 

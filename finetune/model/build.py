@@ -29,9 +29,8 @@ from finetune.runtime.stages import stage
 
 @dataclass(frozen=True)
 class Blueprint:
-    """The specification of a base. `architecture` is transformers' config, `attention` the implementation's name.
-
-    `dtype` is that of unquantized weights, and the compute dtype of quantized ones.
+    """The specification of a base: transformers' config, the name of an attention implementation, and the dtype of
+    unquantized weights, in which quantized ones compute.
     """
 
     model: ModelSection
@@ -41,10 +40,7 @@ class Blueprint:
     dtype: torch.dtype
 
     def load(self, device: torch.device, placement: Placement | None = None) -> Any:
-        """The base with its weights on `device`; with a `placement`, which `trainable` needs too, this rank's part.
-
-        Raises ArtifactError or MachineError if they cannot be read.
-        """
+        """The base with its weights on `device`; with a `placement`, which `trainable` needs too, this rank's part."""
         stage(f"loading the weights of {self.model.name}")
         return load_base(
             self.model, self.quantization, self.architecture,

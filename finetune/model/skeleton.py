@@ -23,15 +23,9 @@ from finetune.runtime import patches
 
 
 def random_base(
-    architecture: Any,
-    quantization: QuantizationSection,
-    *,
-    attention: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    remote_code: str | None = None,
-    placement: Placement | None = None,
-) -> Any:
+    architecture: Any, quantization: QuantizationSection, *, attention: str, dtype: torch.dtype, device: torch.device,
+    remote_code: str | None = None, placement: Placement | None = None,
+) -> Any:  # fmt: skip
     """The architecture with random weights, materialised and quantized one module at a time; see `base.load_base`.
 
     Peak memory is the finished model plus one module's unquantized weights. Weights have the model's own
@@ -76,18 +70,10 @@ def _owners(model: Any) -> tuple[list[Any], dict[nn.Module, Any]]:
 
 
 def weightless_base(
-    architecture: Any,
-    quantization: QuantizationSection,
-    *,
-    attention: str,
-    dtype: torch.dtype,
-    remote_code: str | None = None,
-    shorten: Callable[[Any], None] = lambda model: None,
-) -> Any:
-    """The base on the meta device, with bitsandbytes' linear layers and experts: all modules, but no memory.
-
-    `shorten` may remove layers first.
-    """
+    architecture: Any, quantization: QuantizationSection, *, attention: str, dtype: torch.dtype,
+    remote_code: str | None = None, shorten: Callable[[Any], None] = lambda model: None,
+) -> Any:  # fmt: skip
+    """The base on the meta device, with bitsandbytes' linear layers and experts; `shorten` may remove layers first."""
     from transformers import AutoModelForCausalLM
 
     known = catalog.model_class(architecture)
@@ -219,7 +205,6 @@ def _materialise(model: Any, module: nn.Module, dtype: torch.dtype, device: torc
 
 
 def _initialise(model: Any, module: nn.Module) -> None:
-    """Initialise one module's own weights as the architecture does."""
     model._init_weights(module)  # noqa: SLF001 -- transformers' public `init_weights` takes whole models only
 
 

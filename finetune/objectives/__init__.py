@@ -131,10 +131,7 @@ def layout_of(name: str) -> RowLayout:
 
 
 def given(objective: Loss | Objective) -> str:
-    """Add an objective from Python; its name for `training.objective`. A loss alone counts the trained tokens.
-
-    Raises ConfigError for a function without a name.
-    """
+    """Add an objective from Python; its name for `training.objective`. A loss alone counts the trained tokens."""
     if not isinstance(objective, Objective):
         objective = Objective(objective.__doc__ or "given from Python", objective)
     name = name_of(objective.loss)

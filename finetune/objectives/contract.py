@@ -23,10 +23,7 @@ _TOLERANCE = 0.1
 
 
 def check_rows(name: str, rows: RowLayout, context: int) -> None:
-    """Raise ConfigError if the prepared rows do not have the segments and values that the objective `name` trains on.
-
-    `context` is the number of ranks that split a row.
-    """
+    """Raise ConfigError if rows lack what `name` trains on, or are split over `context` ranks and must be whole."""
     wanted = OBJECTIVES[name].layout
     if rows != wanted:
         raise ConfigError(
@@ -75,7 +72,6 @@ def _batch(layout: RowLayout, ids: torch.Tensor, labels: torch.Tensor, rows: ran
 
 
 def _read(name: str, objective: Objective, model: Any, batch: Batch) -> tuple[float, float]:
-    """Loss and count of a batch."""
     output = objective.loss(model, {**batch})
     if not (isinstance(output, tuple) and len(output) == 2 and all(isinstance(one, torch.Tensor) for one in output)):
         raise ConfigError(f"`training.objective`: `{name}` must return two tensors, the summed loss and its count")

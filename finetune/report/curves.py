@@ -26,25 +26,34 @@ _PHASES = ("forward", "backward", "optimizer")
 def of_run(figures: Figures) -> list[dict[str, Any]]:
     """The charts of one run: loss and evaluation, learning rate, gradient norm, tokens/s, memory by phase."""
     groups = grouped(figures.training)
-    peaks = figures.peaks
-    measure = "reserved_bytes" if "reserved_bytes" in words.measures(peaks) else "resident_bytes"
-    unit = words.unit_of(max((peak.get(measure, 0) for peak in peaks.values()), default=0))
-    evaluated = grouped(figures.evaluations)
     return _drawn(
-        _chart("Loss", "nats per trained token", "fixed", *_losses(groups),
-               _of(evaluated, "eval_loss", mean, "evaluation", "points")),
+        loss(figures),
         _chart("Learning rate", "", "exponent", _of(groups, "learning_rate", last)),
         _chart("Gradient norm", "before clipping", "digits", _of(groups, "grad_norm", highest)),
         _chart("Tokens per second", "", "whole", _of(groups, "tokens_per_second", mean)),
-        _chart(
-            "Peak memory by phase", f"{words.MEASURES[measure]}, {unit}", "digits",
-            _table(_steps(groups), *(
-                (phase, "line", [_in(unit, highest(_bytes(group, phase, measure))) for group in groups])
-                for phase in _PHASES if phase in peaks
-            )),
-            _table(_steps(evaluated), ("evaluation", "points", [
-                _in(unit, highest(_bytes(group, "evaluation", measure))) for group in evaluated])),
-        ),
+        memory(figures),
+    )
+
+
+def loss(figures: Figures) -> dict[str, Any]:
+    """The chart of the training loss and of the evaluations."""
+    evaluations = _of(grouped(figures.evaluations), "eval_loss", mean, "evaluation", "points")
+    return _chart("Loss", "nats per trained token", "fixed", *_losses(grouped(figures.training)), evaluations)
+
+
+def memory(figures: Figures) -> dict[str, Any]:
+    """The chart of peak memory by phase: reserved bytes on CUDA, resident ones on a CPU, as in `headline`."""
+    peaks, groups, evaluated = figures.peaks, grouped(figures.training), grouped(figures.evaluations)
+    measure = "reserved_bytes" if "reserved_bytes" in words.measures(peaks) else "resident_bytes"
+    unit = words.unit_of(max((peak.get(measure, 0) for peak in peaks.values()), default=0))
+
+    def series(phase: str, style: str, groups: Sequence[Sequence[Line]]) -> tuple[str, str, list[float | None]]:
+        return phase, style, [_in(unit, highest(_bytes(group, phase, measure))) for group in groups]
+
+    return _chart(
+        "Peak memory by phase", f"{words.MEASURES[measure]}, {unit}", "digits",
+        _table(_steps(groups), *(series(phase, "line", groups) for phase in _PHASES if phase in peaks)),
+        _table(_steps(evaluated), series("evaluation", "points", evaluated)),
     )  # fmt: skip
 
 

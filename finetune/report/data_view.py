@@ -39,7 +39,6 @@ class DataView(PageView):
         return "A look at the data"
 
     def as_dict(self) -> dict[str, Any]:
-        """The inspection as JSON values."""
         return self.inspection.as_dict()
 
     @property

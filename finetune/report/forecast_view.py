@@ -65,7 +65,6 @@ class PlanView(PageView):
         return f"Plan of {self.plan.config.model.name}"
 
     def as_dict(self) -> dict[str, Any]:
-        """The forecast and the levers as JSON values."""
         return self.plan.as_dict()
 
     def draw(self, path: Path) -> None:
@@ -84,7 +83,6 @@ class PlanView(PageView):
             printing.table(console, *_levers_table(self.plan.levers), texts=("fits", "cost"))
 
     def values(self) -> dict[str, Any]:
-        """The same for the template."""
         forecast, levers = self.forecast, self.plan.levers
         return {
             "verdict": words.verdict(forecast),
@@ -96,7 +94,6 @@ class PlanView(PageView):
         }
 
     def charts(self) -> list[dict[str, Any]]:
-        """Memory over the step."""
         return step_curve.chart(self.forecast)
 
     def picture(self) -> bytes:
@@ -118,11 +115,9 @@ class ServingView(View):
     forecast: Serving
 
     def as_dict(self) -> dict[str, Any]:
-        """The forecast as JSON values."""
         return self.forecast.as_dict()
 
     def show(self, console: Console) -> None:
-        """Print it."""
         forecast = self.forecast
         printing.say(console, words.verdict(forecast), style="bold green" if forecast.fits else "bold red")
         on_host = f", {words.size(forecast.host_bytes)} of it in host memory" if forecast.host_bytes else ""
@@ -151,7 +146,6 @@ class ChosenView(View):
         return dict(self.fitted.reasons)
 
     def show(self, console: Console) -> None:
-        """Print a line for each setting."""
         for key, reason in self.fitted.reasons.items():
             printing.say(console, f"{key}: {self.fitted.text(key)} ({reason})", keep=LINES)
 
@@ -169,7 +163,6 @@ class FittedView(View):
         return {**self.fitted.as_dict(), "limits": self.limits.as_dict(), "config": str(self.config_file)}
 
     def show(self, console: Console) -> None:
-        """Print them."""
         fitted, limits = self.fitted, self.limits
         show(fitted.forecast, console)
         printing.say(console)

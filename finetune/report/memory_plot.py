@@ -6,15 +6,15 @@ settings can reduce stands out.
 
 from __future__ import annotations
 
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 
-from finetune.forecast.replay import WORDS, Forecast, bands
+from finetune.forecast.replay import WORDS, Forecast
 from finetune.report import canvas, words
-from finetune.report.step_curve import COLOURS, FAR_ABOVE, edges
+from finetune.report.step_curve import COLOURS, FAR_ABOVE, edges, layers, phases
 
 _INK, _WARNING = "#20262C", "#B00020"
 
@@ -54,13 +54,13 @@ class _MemoryPlot:
         self._planned, self._axes, self._unit_bytes = planned, axes, unit_bytes
         self._outside_bytes = planned.device.outside_bytes
         curve = planned.curve
-        self._phases = [(phase, len(list(points))) for phase, points in groupby(point.phase for point in curve)]
-        self._edges = list(edges([count for _, count in self._phases]))
+        self._phases = phases(planned)
+        self._edges = list(edges(list(self._phases.values())))
         self._peak_at = max(range(len(curve)), key=lambda at: sum(curve[at].categories.values()))
         self._peak_x = (self._edges[self._peak_at] + self._edges[self._peak_at + 1]) / 2
         # The exact peaks within the step; the curve is sampled and may miss them.
         self._step_peak_bytes, self._reserved_peak_bytes = (
-            max(planned.phases[phase][measure] for phase, _ in self._phases) + self._outside_bytes
+            max(planned.phases[phase][measure] for phase in self._phases) + self._outside_bytes
             for measure in ("allocated_bytes", "reserved_bytes")
         )
         self._highest_bytes = max(self._step_peak_bytes, self._reserved_peak_bytes)
@@ -80,16 +80,14 @@ class _MemoryPlot:
 
     def _draw_areas(self) -> None:
         """Draw live memory as layers, and on CUDA reserved memory as a line."""
-        curve = self._planned.curve
-        sizes = {"context": [self._outside_bytes] * len(curve), **dict(bands(curve))}
-        layers = {category: sizes[category] for category in COLOURS if any(sizes.get(category, []))}
+        sizes = layers(self._planned)
         self._axes.stackplot(
-            self._edges, *map(self._drawn, layers.values()), step="post", linewidth=0,
-            colors=[COLOURS[category] for category in layers],
-            labels=[self._named(category, heights) for category, heights in layers.items()],
+            self._edges, *map(self._drawn, sizes.values()), step="post", linewidth=0,
+            colors=[COLOURS[category] for category in sizes],
+            labels=[self._named(category, heights) for category, heights in sizes.items()],
         )  # fmt: skip
         if self._planned.device.type != "cpu":
-            reserved = [point.reserved_bytes + self._outside_bytes for point in curve]
+            reserved = [point.reserved_bytes + self._outside_bytes for point in self._planned.curve]
             self._axes.plot(
                 self._edges, self._drawn(reserved), color=_INK, linewidth=1.1, drawstyle="steps-post", zorder=4,
                 label=f"reserved, up to {words.size(self._reserved_peak_bytes)}",
@@ -106,12 +104,11 @@ class _MemoryPlot:
 
     def _draw_phases(self) -> None:
         """Draw phase names below the axis, and thin lines between the phases."""
-        ends = list(accumulate(count for _, count in self._phases))
-        borders = [0.0, *(self._edges[end] for end in ends)]
+        borders = [self._edges[end] for end in accumulate(self._phases.values(), initial=0)]
         for border in borders[1:-1]:
             self._axes.axvline(border, color="0.35", linewidth=0.7, linestyle=":")
         middles = [(left + right) / 2 for left, right in pairwise(borders)]
-        self._axes.set_xticks(middles, [phase for phase, _ in self._phases])
+        self._axes.set_xticks(middles, list(self._phases))
         self._axes.tick_params(axis="x", length=0, labelsize=11)
         label = "one micro-batch and the update, in the order of allocations (not to the scale of time)"
         planned = self._planned

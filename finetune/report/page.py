@@ -82,7 +82,11 @@ def write(run: RunDirectory, *, plot: bool = False) -> Path:
         samples=_samples(data),
         proof=run.merge_proof(),
         settings=dump(config, defaults=False) if config else settings,
-        files=[(_linked(run, name), what) for name, what in _FILES.items() if (run.path / name).exists()],
+        files=[
+            (f"{name}/" if (run.path / name).is_dir() else name, what)
+            for name, what in _FILES.items()
+            if (run.path / name).exists()
+        ],
         events=list(_events(figures.events)),
         environment=list(_flat(environment or {})),
     )
@@ -210,10 +214,6 @@ def _differences(run: RunDirectory) -> list[Difference]:
 def _samples(data: DataFacts | None) -> list[tuple[str, list[tuple[str, bool]]]]:
     """The first rows, long ones cut: (caption, pieces of (text, trained))."""
     return [data_view.spelt(sample) for sample in (data["samples"] if data else ())]
-
-
-def _linked(run: RunDirectory, name: str) -> str:
-    return f"{name}/" if (run.path / name).is_dir() else name
 
 
 def _events(events: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:

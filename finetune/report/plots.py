@@ -1,8 +1,8 @@
-"""The plot of a run: loss by step and, below it, peak memory by phase."""
+"""The plot of a run: the curves of its page (`curves`) of loss and, below it, of peak memory by phase."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +13,34 @@ from finetune.results.figures import Figures
 from finetune.storage.files import write_bytes
 from finetune.storage.rundir import RunDirectory
 
-# Okabe and Ito's palette (jfly.uni-koeln.de/color), which colour-blind readers can tell apart.
-_BLUE, _SKY, _GREEN, _ORANGE, _PINK = "#0072B2", "#56B4E9", "#009E73", "#D55E00", "#CC79A7"
-_PHASE_COLOURS = {"forward": _SKY, "backward": _PINK, "optimizer": _GREEN}
-_EVALUATION_COLOUR = _ORANGE
+# Okabe and Ito's palette (jfly.uni-koeln.de/color), which colour-blind readers can tell apart; the loss is blue.
+_BLUE = "#0072B2"
+_COLOURS = {"forward": "#56B4E9", "backward": "#CC79A7", "optimizer": "#009E73", "evaluation": "#D55E00"}
+_FAINT = {"linewidth": 0.8, "alpha": 0.35}
+_STYLES: dict[str, dict[str, Any]] = {
+    "line": {"linewidth": 1.8},
+    "points": {"linewidth": 1, "linestyle": ":", "marker": "o", "markersize": 7, "zorder": 3},
+    **dict.fromkeys(("faint", "high", "low"), _FAINT),
+}
 
-# With fewer steps, each is drawn as a point, and there is no smoothed line.
+# With fewer steps, each is drawn as a point.
 _FEW_STEPS = 20
 
 
 def training(run: RunDirectory) -> Path:
     """Plot the run as currently on disk, finished or not; return the PNG's path."""
     figures = Figures.read(run)
+    loss, memory = curves.loss(figures), curves.memory(figures)
     paper = canvas.new(9, 6.6)
     upper, lower = paper.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    _draw_losses(upper, figures)
-    _draw_memory(lower, figures)
+    best = figures.best_evaluation
+    named = {"evaluation": f"eval loss, best {words.loss(best['eval_loss'])} at step {best['step']}"} if best else {}
+    _draw(upper, loss, "loss", named)
+    _draw(lower, memory, "peak memory", {})
+    if broken := [line["step"] for line in figures.training if line["loss"] is None]:
+        upper.axvline(broken[0], color="crimson", linestyle="--", linewidth=1.2, label="loss is not finite")
+    if sizes := [size for _, _, sizes in _series(memory) for size in sizes if size is not None]:
+        lower.set_ylim(*_limits(min(sizes), max(sizes)))
     lower.set_xlabel("optimizer step")
     lower.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in (upper, lower):
@@ -38,65 +50,21 @@ def training(run: RunDirectory) -> Path:
     return run.plot_file
 
 
-def _draw_losses(axes: Any, figures: Figures) -> None:
-    steps = [line["step"] for line in figures.training]
-    losses = [_number(line["loss"]) for line in figures.training]
-    axes.set_ylabel("loss (nats per trained token)")
-    few = len(steps) < _FEW_STEPS
-    if steps:
-        axes.plot(
-            steps, losses, color=_BLUE, linewidth=1.2 if few else 0.8, alpha=1 if few else 0.35,
-            marker="o" if few else None, markersize=3.5, label="training loss",
-        )  # fmt: skip
-    if not few:
-        groups = curves.grouped(figures.training)
-        means, span_steps = curves.smoothed(groups)
-        label = f"mean over {span_steps} steps"
-        axes.plot([group[-1]["step"] for group in groups], means, color=_BLUE, linewidth=2, label=label)
-    if figures.evaluations:
-        best = figures.best_evaluation
-        axes.plot(
-            [line["step"] for line in figures.evaluations],
-            [_number(line["eval_loss"]) for line in figures.evaluations],
-            color=_EVALUATION_COLOUR, linestyle=":", linewidth=1, marker="o", markersize=7, zorder=3,
-            label=f"eval loss, best {words.loss(best['eval_loss'])} at step {best['step']}" if best else "eval loss",
-        )  # fmt: skip
-    broken = [step for step, loss in zip(steps, losses, strict=True) if not math.isfinite(loss)]
-    if broken:
-        axes.axvline(broken[0], color="crimson", linestyle="--", linewidth=1.2, label="loss is not finite")
+def _series(chart: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[int], list[float | None]]]:
+    """(series, its steps, its values) of a chart."""
+    return ((series, table["steps"], series["values"]) for table in chart["tables"] for series in table["series"])
 
 
-def _draw_memory(axes: Any, figures: Figures) -> None:
-    # As in monitor.headline: reserved bytes on CUDA, resident bytes on a CPU.
-    measure = "reserved_bytes" if "reserved_bytes" in words.measures(figures.peaks) else "resident_bytes"
-    lines = {phase: _series(figures.training, phase, measure) for phase in _PHASE_COLOURS}
-    evaluations = _series(figures.evaluations, "evaluation", measure)
-    sizes = [size for _, series in [*lines.values(), evaluations] for size in series]
-    unit = words.unit_of(max(sizes, default=0))
-    unit_bytes = words.UNITS[unit]
-    axes.set_ylabel(f"peak {words.MEASURES[measure]} ({unit})")
-    few = len(figures.training) < _FEW_STEPS
-    for phase, (steps, sizes_bytes) in lines.items():
+def _draw(axes: Any, chart: dict[str, Any], title: str, named: dict[str, str]) -> None:
+    """Draw the series of a chart that have points; `named` are other names for the legend."""
+    axes.set_ylabel(f"{title} ({chart['unit']})")
+    for series, steps, values in _series(chart):
+        few = {"marker": "o", "markersize": 3.5} if len(steps) < _FEW_STEPS else {}
         if steps:
             axes.plot(
-                steps, [size / unit_bytes for size in sizes_bytes], color=_PHASE_COLOURS[phase], linewidth=1.6,
-                marker="o" if few else None, markersize=3.5, label=phase,
+                steps, values, color=_COLOURS.get(series["name"], _BLUE),
+                label=named.get(series["name"], series["name"]), **{**few, **_STYLES[series["style"]]},
             )  # fmt: skip
-    if evaluations[0]:
-        steps, sizes_bytes = evaluations
-        axes.plot(
-            steps, [size / unit_bytes for size in sizes_bytes], color=_EVALUATION_COLOUR, linestyle="none", marker="D",
-            markersize=6, label="evaluation",
-        )  # fmt: skip
-    if sizes:
-        axes.set_ylim(*_limits(min(sizes) / unit_bytes, max(sizes) / unit_bytes))
-
-
-def _series(lines: list[dict[str, Any]], phase: str, measure: str) -> tuple[list[int], list[int]]:
-    """Steps and bytes of the lines that include the phase."""
-    points = [(line["step"], line.get("memory", {}).get(phase, {}).get(measure)) for line in lines]
-    measured = [(step, size_bytes) for step, size_bytes in points if size_bytes is not None]
-    return [step for step, _ in measured], [size_bytes for _, size_bytes in measured]
 
 
 def _limits(lowest: float, highest: float) -> tuple[float, float]:
@@ -115,7 +83,3 @@ def _finish(axes: Any) -> None:
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False, fontsize=10, borderaxespad=0.2)
     else:
         canvas.say_nothing_there(axes, "nothing recorded yet")
-
-
-def _number(loss: float | None) -> float:
-    return math.nan if loss is None else loss

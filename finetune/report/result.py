@@ -60,7 +60,6 @@ class Result(View):
         return summary(self.run)
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as `summary`."""
         return self.summary()
 
     def table(self) -> Table:

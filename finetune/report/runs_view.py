@@ -70,7 +70,6 @@ class RunsView(PageView):
         )
 
     def show(self, console: Console) -> None:
-        """Print the table of results and that of settings."""
         tables = self.values()
         printing.table(console, *tables["results"])
         printing.say(console)
@@ -83,7 +82,6 @@ class RunsView(PageView):
             printing.say(console, line)
 
     def charts(self) -> list[dict[str, Any]]:
-        """The curves of the runs over each other."""
         return curves.of_runs({name: Figures.read(run) for name, run in self.runs.items()})
 
     def values(self) -> dict[str, Any]:

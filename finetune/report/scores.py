@@ -36,7 +36,6 @@ class Scores(View):
         return {name: figure["value"] for measure in measures for name, figure in measure["models"].items()}
 
     def as_dict(self) -> dict[str, Any]:
-        """As in eval.json."""
         return {**self.record}
 
     @property
@@ -60,7 +59,6 @@ class Scores(View):
         return [f"Measured after step {self.record['steps']:,}. {self.record['interval']}", *self.record["notes"]]
 
     def show(self, console: Console) -> None:
-        """Print the table, and how to read it."""
         printing.table(console, *self.table)
         for note in self.notes:
             printing.say(console, note, keep=LINES)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from itertools import accumulate, groupby
+from itertools import accumulate
 from typing import Any
 
-from finetune.forecast.replay import WORDS, Forecast, bands
+from finetune.forecast.replay import WORDS, Forecast
 from finetune.report import words
 
 # From bottom to top. Any two differ by 20 in CIE Lab and neighbours by 30, also for protanopia, deuteranopia and
@@ -41,14 +42,11 @@ def chart(planned: Forecast) -> list[dict[str, Any]]:
     if not curve:
         return []
     unit = words.unit_of(planned.needed_bytes)
-    phases = [(phase, len(list(points))) for phase, points in groupby(point.phase for point in curve)]
-    steps = list(edges([count for _, count in phases]))[:-1]
-    sizes = {"context": [outside_bytes] * len(curve), **dict(bands(curve))}
-    layers = [category for category in COLOURS if any(sizes.get(category, []))]
-    sums = accumulate(([0] * len(curve), *(sizes[category] for category in layers)), _added)
+    counts, heights = phases(planned), layers(planned)
+    steps = list(edges(list(counts.values())))[:-1]
     series = [
         {"name": WORDS[category], "style": "layer", "colour": COLOURS[category], "values": _in(unit, total)}
-        for category, total in zip(layers, list(sums)[1:], strict=True)
+        for category, total in zip(heights, accumulate(heights.values(), _added), strict=True)
     ][::-1]
     lines = {}
     if planned.budget_bytes <= FAR_ABOVE * planned.needed_bytes:
@@ -56,12 +54,26 @@ def chart(planned: Forecast) -> list[dict[str, Any]]:
     if planned.device.type != "cpu":
         lines["reserved"] = [point.reserved_bytes + outside_bytes for point in curve]
     series += [{"name": name, "style": "limit", "values": _in(unit, values)} for name, values in lines.items()]
-    starts = accumulate((count for _, count in phases[:-1]), initial=0)
+    starts = accumulate(counts.values(), initial=0)
     return [{
         "title": "Memory over a step", "unit": f"{unit}, in the order of allocations", "form": "digits",
-        "marks": [[steps[start], phase] for start, (phase, _) in zip(starts, phases, strict=True)],
+        "marks": [[steps[start], phase] for start, phase in zip(starts, counts, strict=False)],
         "tables": [{"steps": steps, "series": series}],
     }]  # fmt: skip
+
+
+def phases(planned: Forecast) -> dict[str, int]:
+    """The number of the curve's points in each phase, in order."""
+    return dict(Counter(point.phase for point in planned.curve))
+
+
+def layers(planned: Forecast) -> dict[str, list[int]]:
+    """Bytes by category at each point of the curve, from the lowest layer; without categories that have none."""
+    outside_bytes = planned.device.outside_bytes
+    sizes = {
+        category: [point.categories.get(category, outside_bytes) for point in planned.curve] for category in COLOURS
+    }
+    return {category: heights for category, heights in sizes.items() if any(heights)}
 
 
 def edges(counts: list[int]) -> Iterator[float]:

@@ -184,13 +184,7 @@ class Terminal:
     def merged(self, folder: Path, proof: dict[str, Any]) -> None:
         """Print the proof of the merged model, and its folder."""
         self.close()
-        at_median = "at the median token " if proof.get("median") else ""
-        self._say(
-            f"\nmerged and proven: on {words.count(proof['tokens'])} tokens of {proof['rows_of']} its logits differ "
-            f"{at_median}by {proof['error']:.3%} from {proof['compared_with']} (rounding explains "
-            f"{proof['bound']:.3%}; the adapter moved the base by {proof['effect']:.3%}), and {proof['agreement']:.2%} "
-            f"of the most likely tokens are the same. It is in {folder}"
-        )
+        self._say(f"\nmerged and {_proven(proof, 'the adapter')}. It is in {folder}")
         if likeness := proof.get("to_trained"):
             losses = proof.get("losses", {})
             self._say(
@@ -207,12 +201,7 @@ class Terminal:
     def exported(self, folder: Path, record: dict[str, Any]) -> None:
         """Print the proof of an export for other programs, and what it does not prove."""
         self.close()
-        self._say(
-            f"\nexported and proven: on {words.count(record['tokens'])} tokens of {record['rows_of']} its logits "
-            f"differ by {record['error']:.3%} from {record['compared_with']} (rounding explains {record['bound']:.3%}; "
-            f"training moved the base by {record['effect']:.3%}), and {record['agreement']:.2%} of the most likely "
-            f"tokens are the same. It is in {folder}"
-        )
+        self._say(f"\nexported and {_proven(record, 'training')}. It is in {folder}")
         for title, key in (("known difference", "known_differences"), ("not proven here", "not_proven")):
             for one in record.get(key, ()):
                 self._say(f"{title}: {one}")
@@ -256,6 +245,16 @@ class Terminal:
 
     def _facts(self, facts: dict[str, str]) -> None:
         printing.facts(self._console, facts)
+
+
+def _proven(proof: dict[str, Any], mover: str) -> str:
+    """What a proof compared, and how far its logits are apart; `mover` is what moved the base."""
+    at_median = "at the median token " if proof.get("median") else ""
+    return (
+        f"proven: on {words.count(proof['tokens'])} tokens of {proof['rows_of']} its logits differ {at_median}by "
+        f"{proof['error']:.3%} from {proof['compared_with']} (rounding explains {proof['bound']:.3%}; {mover} moved "
+        f"the base by {proof['effect']:.3%}), and {proof['agreement']:.2%} of the most likely tokens are the same"
+    )
 
 
 def _job(config: Config, data: Prepared, processes: int, mixture: Mixture | None) -> dict[str, str]:

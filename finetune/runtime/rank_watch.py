@@ -35,6 +35,7 @@ MAIN_BEHIND_SECONDS = 7200.0
 GRACE_SECONDS = 10.0
 """Time for the main thread to end by itself before the process, which may be stuck in a collective, is ended."""
 _CONNECT_SECONDS = 60.0
+_CLOSE_SECONDS = 2.0
 _LINE_BYTES = 4096
 _CLOSED = "was killed, or its machine failed: its connection closed unexpectedly"
 
@@ -90,7 +91,7 @@ class _Peer:
         """Close after the peer has closed: closing a socket with unread heartbeats discards the last message sent."""
         with self._connection as connection, contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_WR)
-            connection.settimeout(2 * BEAT_SECONDS)
+            connection.settimeout(_CLOSE_SECONDS)
             while connection.recv(_LINE_BYTES):
                 pass
 

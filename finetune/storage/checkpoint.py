@@ -53,9 +53,6 @@ class Contents:
         return sum(sizes) + _SMALL_FILES_BYTES
 
 
-# -- writing ---------------------------------------------------------------------------------------------------------
-
-
 def write(run: RunDirectory, contents: Contents) -> Path:
     """Write, verify and publish a checkpoint; returns its directory.
 
@@ -81,7 +78,11 @@ def write(run: RunDirectory, contents: Contents) -> Path:
             _write(folder / MANIFEST, [_json({**manifest, "sha256": _sha256(_json(manifest))})])
         write_text(run.checkpoints / LATEST, target.name + "\n")
     except OSError as error:
-        raise MachineError(_not_written(run, contents, error)) from None
+        raise MachineError(
+            f"checkpoint at step {contents.step} could not be written to {run.checkpoints}: {cause(error, run.path)}; "
+            f"{contents.bytes:,} bytes are needed. Earlier checkpoints are untouched: {remedy(error)}, or set "
+            "`output.dir` to another disk, and run the same command again"
+        ) from None
     return target
 
 
@@ -95,14 +96,6 @@ def _refuse_numbers(contents: Contents) -> None:
                 )
 
 
-def _not_written(run: RunDirectory, contents: Contents, error: OSError) -> str:
-    return (
-        f"checkpoint at step {contents.step} could not be written to {run.checkpoints}: {cause(error, run.path)}; "
-        f"{contents.bytes:,} bytes are needed. Earlier checkpoints are untouched: {remedy(error)}, or set `output.dir` "
-        "to another disk, and run the same command again"
-    )
-
-
 def _safetensors(tensors: dict[str, torch.Tensor]) -> list[bytes | memoryview]:
     """A safetensors file as a list of buffers that share memory with the tensors: two copies may not fit in memory.
 
@@ -114,10 +107,7 @@ def _safetensors(tensors: dict[str, torch.Tensor]) -> list[bytes | memoryview]:
 
 
 def _write(file: Path, pieces: Sequence[bytes | memoryview]) -> dict[str, Any]:
-    """Write and fsync a file and read it back; returns its manifest entry.
-
-    The checksum is computed in parallel, from memory.
-    """
+    """Write and fsync a file and read it back; returns its manifest entry. The checksum is computed in parallel."""
     digest = hashlib.sha256()
 
     def update() -> None:
@@ -152,9 +142,6 @@ def _json(value: Any) -> bytes:
 
 def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
-
-
-# -- verifying -------------------------------------------------------------------------------------------------------
 
 
 def problems_of(checkpoint: Path) -> list[str]:
@@ -217,9 +204,6 @@ def _problems_of_file(file: Path, expected: dict[str, Any]) -> list[str]:
     except ArtifactError as error:
         return [str(error)]
     return [f"{name}: `{key}` is not finite" for key in weight_files.not_finite(file)]
-
-
-# -- choosing --------------------------------------------------------------------------------------------------------
 
 
 def newest_valid(

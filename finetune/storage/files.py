@@ -110,11 +110,10 @@ def _publish(partial: Path, target: Path) -> None:
 def _put_back(target: Path) -> None:
     """Undo or finish a replacement of `target` that was interrupted between its two renames."""
     replaced = target.with_name(target.name + _REPLACED)
-    if replaced.exists():
-        if target.exists():
-            _remove(replaced)
-        else:
-            replaced.rename(target)
+    if replaced.exists() and target.exists():
+        _remove(replaced)
+    elif replaced.exists():
+        replaced.rename(target)
 
 
 def dispose(folder: Path) -> None:
@@ -141,10 +140,7 @@ def _remove(path: Path) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Replace a file atomically: `content` is written to a temporary file, fsynced and renamed.
-
-    A device or pipe is written directly. Raises MachineError if writing fails; the temporary file is removed.
-    """
+    """Replace a file atomically, through a temporary one that is fsynced. Raises MachineError if writing fails."""
     refuse_another(path)
     if path.is_dir():
         raise MachineError(f"{path} could not be written: it is a folder; name a file")
@@ -200,7 +196,6 @@ def append_line(path: Path, value: dict[str, Any]) -> None:
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM)
 """errno values of a disk that is full, failing or not writable."""
-
 
 _REMEDIES = {
     errno.EROFS: "make its file system writable",

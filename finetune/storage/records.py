@@ -247,10 +247,7 @@ class UpTo:
 
 @_dict_record
 class ForecastRecord(TypedDict):
-    """forecast.json; `differences` from the measurements are written at the end of training.
-
-    `by_length`: the levels of micro-batches with short rows, where they recompute less than those with the longest.
-    """
+    """forecast.json, with `differences` from the measurements at the end, and the levels of short rows `by_length`."""
 
     device: str
     needed_bytes: Bytes
@@ -289,10 +286,7 @@ class Sample:
 
 @_dict_record
 class DataFacts(TypedDict):
-    """data.json: the splits in numbers, and the first training rows with their label masks.
-
-    `system` is the system message that all training rows have in common, if there is one.
-    """
+    """data.json: the splits in numbers, the first rows with their label masks, and the system message of all rows."""
 
     train: SplitFacts
     eval: SplitFacts | None
@@ -398,9 +392,8 @@ CHECKPOINT_STATE = TypeAdapter(CheckpointState)
 
 @dataclass(frozen=True)
 class Lines:
-    """The valid lines of a .jsonl file, and the errors of the others by line number (from 1).
-
-    `torn`: the last line was cut off by a crash.
+    """The valid lines of a .jsonl file, the errors of others by number (from 1), and whether the last was `torn` by a
+    crash.
     """
 
     rows: list[Any]

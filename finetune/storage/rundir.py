@@ -22,14 +22,6 @@ from finetune.config import Config, dump, load
 from finetune.config.field_types import shown
 from finetune.errors import ArtifactError, MachineError
 from finetune.storage import files, records
-from finetune.storage.records import (
-    DataFacts,
-    Environment,
-    EvaluationRecord,
-    ForecastRecord,
-    MergeProof,
-    SampleAnswer,
-)
 
 _CHECKPOINT = "step-"
 
@@ -79,10 +71,8 @@ class RunDirectory:
         return run
 
     def check_layout(self) -> None:
-        """Raise ArtifactError for anything in the directory that a run does not have:
-
-        a link out of it, through which writes would land elsewhere; a pipe or device, which would block; a
-        folder in place of a file or the other way round; or a directory that cannot be read.
+        """Raise ArtifactError for a link out of the directory, a pipe or device, which would block, or a file of the
+        wrong kind.
         """
         # `Path.resolve` fails on circular links.
         inside = os.path.realpath(self.path)
@@ -110,9 +100,8 @@ class RunDirectory:
         files.write_text(self.config_file, dump(config))
 
     def claim(self) -> None:
-        """Create the directory and mark it as a run.
-
-        Raises MachineError if it cannot be written, or contains files that do not belong to a run.
+        """Create the directory and mark it as a run. Raises MachineError if it cannot be written, or is of something
+        else.
         """
         if not self.events_file.exists() and self.path.is_dir() and any(self.path.iterdir()):
             raise MachineError(f"{self.path}: not empty, and not a run; set `output.dir` to a folder of its own")
@@ -140,10 +129,7 @@ class RunDirectory:
 
     @property
     def chat_template(self) -> str:
-        """The template saved with the trained weights; the config's choice if nothing was saved yet.
-
-        If the tokenizer has several templates, its own are used: the file is only one of them.
-        """
+        """The template saved with the trained weights, if the tokenizer has one alone; else the config's choice."""
         for folder in (self.adapter, self.merged):
             file = folder / "chat_template.jinja"
             if file.is_file() and not (folder / "additional_chat_templates").is_dir():
@@ -151,10 +137,7 @@ class RunDirectory:
         return self.config().data.chat_template
 
     def config(self) -> Config:
-        """The resolved config this run was started with, for comparison; use `settings.config_of` to act on it.
-
-        Raises ArtifactError if there is none, and ConfigError.
-        """
+        """The resolved config this run was started with, for comparison; use `settings.config_of` to act on it."""
         with records.open_file(self.config_file):  # rejects a pipe, on which `load` would block
             return load(self.config_file)
 
@@ -164,10 +147,7 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes from training here. The kernel releases the lock however this process ends.
-
-        Raises MachineError naming the process that holds it.
-        """
+        """Keep other processes from training here; the kernel releases the lock however this process ends."""
         try:
             file = open(self.lock_file, "a+", encoding="utf-8", errors="replace")  # noqa: SIM115 -- closed below
         except OSError as error:
@@ -192,8 +172,6 @@ class RunDirectory:
             except OSError as error:
                 raise MachineError(files.not_written(self.lock_file, error)) from None
             yield
-
-    # -- lines that grow -------------------------------------------------------------------------------------------
 
     def event(self, name: str, **fields: Any) -> None:
         """Append one line to events.jsonl: what happened, when, and details for people."""
@@ -253,29 +231,27 @@ class RunDirectory:
         """Whether a run was ever started here."""
         return self.events_file.is_file() and self.config_file.is_file()
 
-    # -- files that are replaced as a whole ------------------------------------------------------------------------
-
-    def answers(self) -> list[SampleAnswer]:
+    def answers(self) -> list[records.SampleAnswer]:
         """The sample questions and their answers, if any. Raises ArtifactError."""
         return records.find(self.answers_file, records.ANSWERS) or []
 
-    def evaluation(self) -> EvaluationRecord | None:
+    def evaluation(self) -> records.EvaluationRecord | None:
         """The results of the last `finetune eval`, if any. Raises ArtifactError."""
         return records.find(self.eval_file, records.EVALUATION)
 
-    def environment(self) -> Environment | None:
+    def environment(self) -> records.Environment | None:
         """The environment of the last start, if recorded. Raises ArtifactError."""
         return records.find(self.environment_file, records.ENVIRONMENT)
 
-    def data_facts(self) -> DataFacts | None:
+    def data_facts(self) -> records.DataFacts | None:
         """The data in numbers and its first rows, if recorded. Raises ArtifactError."""
         return records.find(self.facts_file, records.DATA)
 
-    def forecast(self) -> ForecastRecord | None:
+    def forecast(self) -> records.ForecastRecord | None:
         """The forecast, and at the end what was measured, if there is one. Raises ArtifactError."""
         return records.find(self.forecast_file, records.FORECAST)
 
-    def merge_proof(self) -> MergeProof | None:
+    def merge_proof(self) -> records.MergeProof | None:
         """How closely the merged model matches the trained one, if there is one. Raises ArtifactError."""
         return records.find(self.merged / "merge.json", records.MERGE_PROOF)
 
@@ -284,8 +260,6 @@ class RunDirectory:
         """Whether the merged model was made from the current adapter."""
         last = [event for event in self.events() if event["event"] in ("trained", "merged")][-1:]
         return self.merged.exists() and any(event["event"] == "merged" for event in last)
-
-    # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"{_CHECKPOINT}{step:08d}"
@@ -300,13 +274,8 @@ class RunDirectory:
         for folder in (self.path, self.checkpoints):
             files.remove_leftovers(folder)
 
-    # -- starting over ---------------------------------------------------------------------------------------------
-
     def move_aside(self) -> Path:
-        """Rename an earlier run so that a new one can take its name; nothing is deleted.
-
-        Raises MachineError if it cannot be renamed.
-        """
+        """Rename an earlier run so that a new one can take its name; nothing is deleted. Raises MachineError."""
         path = Path(os.path.realpath(self.path))
         try:
             numbered = (path.with_name(f"{path.name}.{number}") for number in range(1, 10_000))

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from finetune.errors import ArtifactError
 from finetune.storage import records
@@ -41,8 +42,6 @@ def check(path: Path) -> None:
     Rejected are a header that exceeds `HEADER_BYTES` or the file or is not JSON, and tensors that overlap, leave gaps
     or do not end at the end of the file.
     """
-    from safetensors import SafetensorError, safe_open
-
     start = records.read_bytes(path, 8)
     size = path.stat().st_size
     if len(start) < 8:
@@ -116,8 +115,6 @@ def is_written(path: Path, layout: FileLayout) -> bool:
 
 def layout_of(path: Path) -> dict[str, tuple[torch.dtype, torch.Size]]:
     """(dtype, shape) of the tensors in a file that passed `check`, by name. Raises ArtifactError for other dtypes."""
-    from safetensors import safe_open
-
     tensors = {}
     with safe_open(path, framework="pt") as stored:
         for name in stored.keys():  # noqa: SIM118 -- not a dict
@@ -130,16 +127,12 @@ def layout_of(path: Path) -> dict[str, tuple[torch.dtype, torch.Size]]:
 
 def shapes(path: Path) -> dict[str, list[int]]:
     """Shapes of the tensors in a file that passed `check`, by name."""
-    from safetensors import safe_open
-
     with safe_open(path, framework="np") as stored:
         return {name: stored.get_slice(name).get_shape() for name in stored.keys()}  # noqa: SIM118 -- not a dict
 
 
 def not_finite(path: Path) -> list[str]:
     """Names of the tensors with NaN or infinity, in a file that passed `check`."""
-    from safetensors import safe_open
-
     with safe_open(path, framework="pt") as stored:
         return [name for name in stored.keys() if not is_finite(stored.get_tensor(name))]  # noqa: SIM118 -- not a dict
 

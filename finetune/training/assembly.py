@@ -18,7 +18,7 @@ from finetune.training.checkpoints import Checkpoints
 from finetune.training.collator import MicroBatches, micro_batching
 from finetune.training.eval_loss import EvalLoss
 from finetune.training.job import TrainingJob
-from finetune.training.loop import Intervals, Loop
+from finetune.training.loop import Loop
 from finetune.training.noise import Noise
 from finetune.training.oom_report import OutOfMemoryReport
 from finetune.training.oom_retry import Retry
@@ -39,7 +39,7 @@ def assemble(job: TrainingJob, callbacks: Callbacks) -> Loop:
     schedule = schedules.scheduler(training, step.engine.optimizer, progress.total)
     checkpoints = Checkpoints(
         step, schedule, run, job.monitor, keep=config.output.keep, provenance=job.provenance,
-        verified=[job.resume_from] if job.resume_from else [], saved=callbacks.saved,
+        verified={job.resume_from} if job.resume_from else set(), saved=callbacks.saved,
         confirm=identity.Mapped(config.model).check if job.device.type == "cpu" else lambda: None,
     )  # fmt: skip
     report = OutOfMemoryReport(config, run, job.listener, progress, checkpoints, job.data, job.device)
@@ -51,12 +51,10 @@ def assemble(job: TrainingJob, callbacks: Callbacks) -> Loop:
         schedule=schedule,
         steps=steps,
         progress=progress,
-        intervals=Intervals(
-            training.eval_every,
-            config.output.save_every,
-            config.output.best and job.data.judges,
-            training.early_stopping,
-        ),
+        evaluate_every=training.eval_every,
+        save_every=config.output.save_every,
+        save_best=config.output.best and job.data.judges,
+        patience=training.early_stopping,
         retry=Retry(report),
         recorder=recorder,
         checkpoints=checkpoints,

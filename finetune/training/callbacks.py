@@ -7,7 +7,8 @@ import inspect
 import pickle
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from types import SimpleNamespace
+from typing import Any, NoReturn, Protocol, cast
 
 from finetune.config.field_types import nearest, shown
 from finetune.errors import ConfigError
@@ -58,7 +59,7 @@ def _checked(given: Any, where: str) -> Callback:
     named = [name for name in dir(given) if name.startswith("on_") and callable(getattr(given, name, None))]
     if not named and callable(given):
         _takes_one(given, where)
-        return _Function(given)
+        return cast(Callback, SimpleNamespace(on_step=given, on_evaluation=given))
     if not set(named) & set(METHODS):
         raise ConfigError(
             f"{where} is {shown(given)}: a callback is a function of a dict of metrics, or has some of the methods "
@@ -68,8 +69,7 @@ def _checked(given: Any, where: str) -> Callback:
         if name not in METHODS:  # a typing error, or another library's callback
             raise ConfigError(f"{where}: `{name}` would never be called; {nearest(name, METHODS)}")
         _takes_one(getattr(given, name), f"{where}: `{name}`")
-    callback: Callback = given
-    return callback
+    return cast(Callback, given)
 
 
 def _takes_one(function: Any, where: str) -> None:
@@ -80,22 +80,6 @@ def _takes_one(function: Any, where: str) -> None:
     except TypeError:
         raise ConfigError(f"{where} must be a function that takes one argument") from None
     except ValueError:  # some builtins do not say what they take
-        pass
-
-
-class _Function(Callback):
-    """A function as a callback."""
-
-    def __init__(self, function: Callable[[dict[str, Any]], object]) -> None:
-        self._function = function
-
-    def on_step(self, metrics: dict[str, Any]) -> None:
-        self._function(metrics)
-
-    def on_evaluation(self, metrics: dict[str, Any]) -> None:
-        self._function(metrics)
-
-    def on_save(self, checkpoint: Path) -> None:
         pass
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from finetune.training.state import snapshot
 from finetune.training.step import Step
 
 
+@dataclass
 class Checkpoints:
     """Saves the training state while training continues: one checkpoint at a time is written in a thread.
 
@@ -30,31 +32,18 @@ class Checkpoints:
     `confirm` before each is begun, and an error that it raises ends the run with the one before.
     """
 
-    def __init__(
-        self,
-        step: Step,
-        schedule: Any,
-        run: RunDirectory,
-        monitor: Monitor,
-        *,
-        keep: int,
-        provenance: dict[str, Any],
-        verified: Iterable[Path] = (),
-        saved: Callable[[Path], None] = lambda path: None,
-        confirm: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._step = step
-        self._schedule = schedule
-        self._run = run
-        self._monitor = monitor
-        self._keep = keep
-        self._provenance = provenance
-        self._verified = set(verified)
-        self._saved = saved
-        self._confirm = confirm
-        self._thread: threading.Thread | None = None
-        self._written: Path | None = None
-        self._error: BaseException | None = None
+    step: Step
+    schedule: Any
+    run: RunDirectory
+    monitor: Monitor
+    keep: int
+    provenance: dict[str, Any]
+    verified: set[Path]
+    saved: Callable[[Path], None]
+    confirm: Callable[[], None]
+    _thread: threading.Thread | None = field(default=None, init=False)
+    _written: Path | None = field(default=None, init=False)
+    _error: BaseException | None = field(default=None, init=False)
 
     def wait(self) -> None:
         """Wait until nothing is being written. Raises MachineError or NumbersError if writing failed."""
@@ -66,27 +55,27 @@ class Checkpoints:
         if error:
             raise error
         if written:
-            self._saved(written)
+            self.saved(written)
 
     def save(self, progress: Progress) -> None:
         """Copy the state to host memory; it is written, verified and published while training continues."""
         self.wait()
-        self._confirm()
+        self.confirm()
         started = time.perf_counter()
-        first = "save" not in self._monitor.run
-        with self._monitor.counting_tensors() if first else contextlib.nullcontext():
-            self._monitor.enter("save")
+        first = "save" not in self.monitor.run
+        with self.monitor.counting_tensors() if first else contextlib.nullcontext():
+            self.monitor.enter("save")
             try:
                 random_states = ranks.gathered(RandomState().as_json())
-                with while_writing(self._run.checkpoint(progress.step)):
+                with while_writing(self.run.checkpoint(progress.step)):
                     contents = (
-                        snapshot(self._step, self._schedule, progress, self._provenance, random_states)
-                        if ranks.is_main() or self._step.engine.holds_parts
+                        snapshot(self.step, self.schedule, progress, self.provenance, random_states)
+                        if ranks.is_main() or self.step.engine.holds_parts
                         else None
                     )
             finally:
-                peak = self._monitor.leave()
-        self._monitor.take("save")
+                peak = self.monitor.leave()
+        self.monitor.take("save")
         if contents and ranks.is_main():
             # A daemon thread, so that a second Ctrl-C ends the process at once; an unfinished save does no harm.
             arguments = contents, progress.best_step, time.perf_counter() - started, peak
@@ -96,20 +85,20 @@ class Checkpoints:
     def _write(self, contents: Contents, best_step: int | None, held_seconds: float, peak: Peak) -> None:
         started = time.perf_counter()
         try:
-            with while_writing(self._run.checkpoint(contents.step)):
-                written = checkpoint.write(self._run, contents)
-            self._verified.add(written)
+            with while_writing(self.run.checkpoint(contents.step)):
+                written = checkpoint.write(self.run, contents)
+            self.verified.add(written)
             seconds = held_seconds + time.perf_counter() - started
-            self._run.event(
+            self.run.event(
                 "saved", step=contents.step, seconds=round(seconds, 3), held_seconds=round(held_seconds, 3), memory=peak
             )
-            checkpoint.prune(self._run, self._keep, best_step, self._verified)
+            checkpoint.prune(self.run, self.keep, best_step, self.verified)
             self._written = written
         except OSError as error:
-            self._error = MachineError(f"checkpoints in {self._run.checkpoints}: {error}")
+            self._error = MachineError(f"checkpoints in {self.run.checkpoints}: {error}")
         except BaseException as error:
             self._error = error
 
     def holds(self, progress: Progress) -> bool:
         """Whether this step is saved."""
-        return self._run.checkpoint(progress.step) in self._run.complete_checkpoints()
+        return self.run.checkpoint(progress.step) in self.run.complete_checkpoints()

@@ -16,7 +16,11 @@ def check(config: Config, device: torch.device) -> None:
     """Raise MachineError for an unsupported precision or a tracker that is not installed, ConfigError for a batch
     that cannot be divided among the ranks, or an optimizer that needs whole weights where a rank holds parts.
     """
-    _check_precision(config.training.precision, device)
+    precision, on_gpu = config.training.precision, device.type == "cuda"
+    if precision == "fp16" and not on_gpu:
+        raise MachineError("`training.precision: fp16` needs a CUDA device for its loss scaling; set bf16 or fp32")
+    if precision == "bf16" and on_gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise MachineError(f"{torch.cuda.get_device_name()} does not support bfloat16; set `training.precision: fp16`")
     tracking.check(config.tracking)
     STRATEGIES[config.distributed.kind].check(config.distributed, device)
     check_shares(config)
@@ -62,10 +66,3 @@ def check_shares(config: Config, processes: int | None = None) -> None:
             f"`training.batch_size` {training.batch_size} cannot be split among {section.named(processes)}{each}; "
             f"{remedy}"
         )
-
-
-def _check_precision(precision: str, device: torch.device) -> None:
-    if precision == "fp16" and device.type != "cuda":
-        raise MachineError("`training.precision: fp16` needs a CUDA device for its loss scaling; set bf16 or fp32")
-    if precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise MachineError(f"{torch.cuda.get_device_name()} does not support bfloat16; set `training.precision: fp16`")

@@ -97,10 +97,7 @@ def split(inputs: Inputs) -> tuple[Inputs, Inputs] | None:
 
 
 def for_model(inputs: Inputs, *, masked: bool) -> Inputs:
-    """The keyword arguments of the model's forward pass for a micro-batch; the padding mask is included if `masked`.
-
-    See `finetune.model.probes.causality.needs_mask`.
-    """
+    """The keyword arguments of the model's forward pass for a micro-batch, the padding mask included if `masked`."""
     return inputs if masked else {name: value for name, value in inputs.items() if name != "attention_mask"}
 
 
@@ -132,7 +129,6 @@ def first_row(inputs: Inputs) -> list[int]:
 
 
 def _some(inputs: Inputs, first: int, end: int) -> Inputs:
-    """Rows `first` to `end` of a micro-batch."""
     own = {name: value for name, value in inputs.items() if name in MODEL_INPUTS}
     some = _packed_rows if "cu_seq_lens_q" in inputs else _rows
     if "row" not in inputs:

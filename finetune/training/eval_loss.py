@@ -41,25 +41,16 @@ class DoesNotFit(OutOfMemoryError):
 
 @torch.no_grad()
 def summed_loss(
-    model: Any,
-    steps: Iterable[list[Inputs]],
-    limit: oom_retry.Limit | None = None,
-    on_split: Callable[[Inputs], None] = lambda part: None,
-    *,
-    precision: str,
-    masked: bool,
-    repeatable: bool = True,
+    model: Any, steps: Iterable[list[Inputs]], limit: oom_retry.Limit | None = None,
+    on_split: Callable[[Inputs], None] = lambda part: None, *, precision: str, masked: bool, repeatable: bool = True,
     objective: Objective = OBJECTIVES["supervised"],
-) -> torch.Tensor:
-    """The sum and count of `objective` over `steps`, float64 (2,), on the device.
+) -> torch.Tensor:  # fmt: skip
+    """The sum and count of `objective` over `steps` (lists of micro-batches), float64 (2,), on the device.
 
-    For supervised rows, the trained tokens' losses in nats and their number.
-
-    A step is a list of micro-batches, as in training; only the two sums are kept. A micro-batch that does not fit is
-    split: `limit` remembers its size, and `on_split` is called with it, unless other ranks wait inside of a pass, so
-    that it is not `repeatable`. `precision` is that of training; with `masked` the model gets the padding mask.
-
-    `model` must have the head of `objectives.log_probs`. Raises DoesNotFit for what cannot be split.
+    For supervised rows, the trained tokens' losses in nats and their number. A micro-batch that does not fit is split:
+    `limit` remembers its size, and `on_split` is called with it, unless other ranks wait inside of a pass, so that it
+    is not `repeatable`. `precision` is that of training; with `masked` the model gets the padding mask. `model` must
+    have the head of `objectives.log_probs`. Raises DoesNotFit for what cannot be split.
     """
     limit = limit or oom_retry.Limit()
     was_training = model.training
@@ -147,16 +138,11 @@ class EvalLoss:
 
     def sums(self, steps: Iterable[list[Inputs]] | None = None) -> torch.Tensor:
         """See `summed_loss`."""
+        step = self.step
         return summed_loss(
-            self.step.model,
-            steps or self.batches(),
-            self.limit,
-            self.report.split,
-            precision=self.step.precision,
-            masked=self.step.masked,
-            repeatable=self.step.engine.repeatable,
-            objective=self.step.objective,
-        )
+            step.model, steps or self.batches(), self.limit, self.report.split, precision=step.precision,
+            masked=step.masked, repeatable=step.engine.repeatable, objective=step.objective,
+        )  # fmt: skip
 
 
 def held_out_loss(model: Any, tokenizer: Any, rows: Any, config: Config) -> tuple[float, torch.Tensor]:

@@ -95,10 +95,7 @@ def _without_effect(step: Step, update: Callable[[float], None]) -> None:
 
 
 class _BeforeWarmUp:
-    """The state that the warm-up changes: optimizer states, copied to host memory, and the start of the step.
-
-    `size_bytes` is the size of the copies, which other steps do not have.
-    """
+    """The state that the warm-up changes: optimizer states, `size_bytes` of copies on the host, and the start."""
 
     def __init__(self, step: Step) -> None:
         self._model = step.model

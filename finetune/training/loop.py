@@ -31,32 +31,23 @@ from finetune.training.state import restore_random
 from finetune.training.step import Step
 
 
-@dataclass(frozen=True)
-class Intervals:
-    """The intervals in steps at which a run evaluates and saves (None: only at its end), and when it stops early.
-
-    `save_best` saves after each evaluation with the lowest loss so far; `patience` is the number of evaluations without
-    improvement that end the run.
-    """
-
-    evaluate_every: int | None
-    save_every: int | None
-    save_best: bool
-    patience: int | None
-
-
 @dataclass
 class Loop:
     """A run's training, from `progress` to its last step.
 
-    `steps` are the training data; `evaluation` is None without an evaluation set.
+    `steps` are the training data; `evaluation` is None without an evaluation set. The run evaluates every
+    `evaluate_every` and saves every `save_every` steps (None: only at its end), with `save_best` also after each
+    evaluation with the lowest loss so far; `patience` evaluations without improvement end it.
     """
 
     step: Step
     schedule: torch.optim.lr_scheduler.LRScheduler
     steps: Steps
     progress: Progress
-    intervals: Intervals
+    evaluate_every: int | None
+    save_every: int | None
+    save_best: bool
+    patience: int | None
     retry: Retry
     recorder: MetricsRecorder
     checkpoints: Checkpoints
@@ -118,15 +109,15 @@ class Loop:
 
     def _after(self, save: bool, stop: bool) -> bool:
         """Evaluate and save if due; return whether the run is over."""
-        progress, intervals = self.progress, self.intervals
+        progress = self.progress
         last = progress.step >= progress.total
         stop |= self._failed_alone
-        if self.evaluation and (last or _due(progress.step, intervals.evaluate_every)):
+        if self.evaluation and (last or _due(progress.step, self.evaluate_every)):
             best, ended = self._evaluate_or_postpone(stop)
-            save |= best and intervals.save_best
+            save |= best and self.save_best
             stop |= ended
         over = stop or last or self.stopped_early
-        if save or over or _due(progress.step, intervals.save_every):
+        if save or over or _due(progress.step, self.save_every):
             self.checkpoints.save(progress)
             self.recorder.restart_clock()
         return over
@@ -134,20 +125,15 @@ class Loop:
     @property
     def stopped_early(self) -> bool:
         """Whether the evaluation loss has not improved for `patience` evaluations."""
-        return bool(self.intervals.patience and self.progress.without_gain >= self.intervals.patience)
+        return bool(self.patience and self.progress.without_gain >= self.patience)
 
     @property
     def is_over(self) -> bool:
         """Whether no step is left."""
         return self.progress.step >= self.progress.total or self.stopped_early
 
-    # -- signals -------------------------------------------------------------------------------------------------------
-
     def _signalled(self) -> tuple[bool, bool]:
-        """Whether a signal to any rank requests a checkpoint, or the end; all ranks act on it in the same step.
-
-        A callback that failed on rank 0 after the step before requests the end as well.
-        """
+        """Whether a signal to any rank requests a checkpoint, and whether one or a failed callback requests the end."""
         came = ranks.gathered((self.signals.take_save(), self.signals.name, self.callbacks.failed))
         # Not what `signals` has by now: a signal during the exchange is this rank's alone until the next step.
         name = next((name for _, name, _ in came if name), None)
@@ -158,8 +144,6 @@ class Loop:
     def _failed_alone(self) -> bool:
         """Whether a callback failed and no other rank has to know it first."""
         return self.callbacks.failed and self.step.engine.world_size == 1
-
-    # -- evaluation ----------------------------------------------------------------------------------------------------
 
     def _evaluate_or_postpone(self, stop: bool) -> tuple[bool, bool]:
         """Evaluate after a step; return whether the loss is the lowest so far, and whether a signal ends the run.

@@ -19,11 +19,7 @@ from finetune.training.probe_table import Subject
 
 
 def complete(job: TrainingJob) -> bool:
-    """Complete the model of a job; return whether its loss is the fused one.
-
-    Raises ConfigError for a model that does not compute each row by itself, token by token, or whose loss is another
-    one, and for what the config asks for and the model cannot do; MachineError where nothing can be compiled.
-    """
+    """Complete the model of a job; return whether its loss is the fused one. Raises ConfigError or MachineError."""
     config, model = job.config, job.model
     with autocast(config.training.precision, job.device), libraries.without_cudnn_attention():
         attached = _fuse(job)
@@ -47,7 +43,6 @@ def in_training(job: TrainingJob, *, fused_loss: bool) -> Iterator[None]:
 
 
 def _fuse(job: TrainingJob) -> kernels.Attached:
-    """Attach fused kernels where they apply."""
     fused = job.config.kernels.fused
     triton = job.device.type != "cuda" or libraries.triton_obstacle() is None
     attached = kernels.attach(job.model, fused, triton=triton)
@@ -74,7 +69,6 @@ def _attach_loss(job: TrainingJob) -> bool:
 
 
 def _compile(job: TrainingJob, attached: kernels.Attached) -> None:
-    """Compile the layers that are not fused."""
     if obstacle := compiled.obstacle() if job.device.type == "cpu" else libraries.triton_obstacle():
         raise MachineError(f"`kernels.compile: layers`: {obstacle}; install a compiler, or set `none`")
     for line in compiled.attach(job.model, attached):

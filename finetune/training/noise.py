@@ -42,10 +42,7 @@ class Noise:
 
     @contextlib.contextmanager
     def added(self, inputs: Inputs, step: int) -> Iterator[None]:
-        """In the block, a forward pass over the micro-batch `inputs` has the noise of `step`.
-
-        `inputs` is in host memory. Raises ConfigError for a model that does not call its input embeddings.
-        """
+        """In the block, a forward pass over the micro-batch `inputs`, in host memory, has the noise of `step`."""
         rows = self.rows(inputs, step)
         added = False
 

@@ -60,10 +60,7 @@ class OutOfMemoryReport:
         return self.lower_micro_batch(error, inputs, self.data.train)
 
     def lower_micro_batch(self, error: BaseException, inputs: Inputs, rows: Any) -> BaseException:
-        """Record a smaller micro-batch for the next start; returns the error with which this one ends.
-
-        `rows` is the prepared split that `inputs` are from.
-        """
+        """Record a smaller micro-batch than `inputs`, of `rows`, for the next start; return the error to end with."""
         rank = {"rank": ranks.rank()} if ranks.world_size() > 1 else {}
         lowered = oom_retry.smaller(inputs, self.config, self.config.distributed.shares(ranks.world_size()))
         if not lowered:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
@@ -21,7 +21,7 @@ import torch
 
 from finetune.config import Config
 from finetune.measure.out_of_memory import StepOutOfMemoryError, is_out_of_memory, reason
-from finetune.model.recompute.checkpointing import ByLength
+from finetune.model.distributed import optimizer_states
 from finetune.runtime import libraries, ranks
 from finetune.runtime.randomness import RandomState
 from finetune.training.collator import Inputs, first_row, micro_batching, row_count, split, tokens_a_row
@@ -55,10 +55,7 @@ def _positions(inputs: Inputs) -> int:
 
 
 def smaller(inputs: Inputs, config: Config, shares: int) -> dict[str, int]:
-    """The keys of a config whose micro-batches are at most half of `inputs`; empty for a single row.
-
-    `shares`: the number of parts into which the ranks divide the rows of a step.
-    """
+    """The keys that make micro-batches at most half of `inputs`, for rows in `shares` parts; none for a single row."""
     rows = row_count(inputs)
     if rows == 1:
         return {}
@@ -91,7 +88,6 @@ class _Failure:
     reason: str
 
     def named(self, step: Step) -> dict[str, int]:
-        """The rank, where there are several."""
         return {"rank": self.rank} if step.engine.world_size > 1 else {}
 
 
@@ -159,10 +155,11 @@ class Retry:
 
     def _make_smaller(self, step: Step, failures: list[_Failure]) -> _Failure | None:
         """Let the micro-batches of the next attempt take less memory; returns the failure of one that cannot."""
-        if step.levels and (recomputed_less := _recomputed_less(step.levels, failures)):
-            step.levels.drop()
-            self.report.recompute_more(recomputed_less.inputs, **recomputed_less.named(step))
-            return None
+        for failure in failures:
+            if step.levels and step.levels.level(tokens_a_row(failure.inputs)):  # it recomputed less, being short
+                step.levels.drop()
+                self.report.recompute_more(failure.inputs, **failure.named(step))
+                return None
         # The largest first, so that each other is at most at the limit that those before it set.
         for failure in sorted(failures, key=lambda failure: _positions(failure.inputs), reverse=True):
             if not self.limit.lower(failure.inputs):
@@ -195,11 +192,6 @@ class Retry:
         release()
         self.report.updated_again()
         step.update()
-
-
-def _recomputed_less(levels: ByLength, failures: list[_Failure]) -> _Failure | None:
-    """The first of the failures at a level that its length allowed."""
-    return next((failure for failure in failures if levels.level(tokens_a_row(failure.inputs))), None)
 
 
 def _of_all_ranks(step: Step, failure: _Failure | None, error: BaseException | None) -> list[_Failure]:
@@ -244,7 +236,7 @@ class UpdateStart:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._weights = {weight: _changes(weight) for weight in _weights(optimizer)}
+        self._weights = {weight: _changes(weight) for weight in optimizer_states.parameters(optimizer)}
         self._states = {weight: _marks(state) for weight, state in optimizer.state.items()}
 
     def undo(self) -> bool:
@@ -262,11 +254,6 @@ class UpdateStart:
         return untouched
 
 
-def _weights(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
 def _marks(state: dict[str, Any]) -> dict[str, Any]:
     """A value for each entry of a weight's state that differs after the entry was changed."""
     return {
@@ -276,7 +263,6 @@ def _marks(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _changes(tensor: torch.Tensor) -> int:
-    """Number of in-place changes of a tensor."""
     return tensor._version  # noqa: SLF001 -- autograd's counter, which has no public name
 
 

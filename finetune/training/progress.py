@@ -39,10 +39,7 @@ class Progress:
         return values
 
     def gains(self, loss: float) -> bool:
-        """Record an evaluation loss; return whether it is the lowest so far.
-
-        Before the first update it is the base's, which is not a result of training.
-        """
+        """Record an evaluation loss; return whether it is the lowest since the first update."""
         if not self.updates:
             return False
         if self.best_loss is not None and loss >= self.best_loss:

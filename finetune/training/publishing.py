@@ -64,10 +64,7 @@ def _initial_adapter(job: TrainingJob) -> Path | None:
 
 
 def publish(job: TrainingJob, whole: dict[str, torch.Tensor] | None) -> None:
-    """Write the trained weights where other tools look for them, as an atomically published directory.
-
-    `whole`: see `state.whole_weights`.
-    """
+    """Write the trained weights (`whole`: see `state.whole_weights`) as an atomically published directory."""
     target, initial = job.run.adapter, _initial_adapter(job)
     if job.config.adapter.kind == "none":
         target = job.run.merged

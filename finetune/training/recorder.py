@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -59,10 +59,7 @@ class StepCounts:
         return cls(trained, tokens, positions)
 
     def of_all_ranks(self, device: torch.device, context: int = 1) -> StepCounts:
-        """The sums over all ranks, left on the device; each `context` ranks have the same rows and count once.
-
-        `trained` is at least 1, to be a divisor.
-        """
+        """The sums over all ranks, on the device; ranks of one `context` count once, and `trained` is at least 1."""
         if ranks.world_size() == 1:
             return StepCounts(max(self.trained, 1), self.tokens, self.positions)
         counts = torch.tensor([self.trained, self.tokens, self.positions], device=device)
@@ -91,38 +88,30 @@ class StepNumbers:
         return cls(read[0], read[1], int(tokens), int(positions))
 
 
+@dataclass
 class MetricsRecorder:
     """Writes metrics.jsonl, informs listener, trackers and callbacks, and ends a run whose numbers stay non-finite."""
 
-    def __init__(
-        self,
-        run: RunDirectory,
-        monitor: Monitor,
-        listener: Listener,
-        trackers: Trackers,
-        profiler: Any | None = None,
-        callbacks: Callbacks | None = None,
-    ) -> None:
-        self.run = run
-        self._monitor = monitor
-        self._listener = listener
-        self._trackers = trackers
-        self._profiler = profiler
-        self._callbacks = callbacks or Callbacks()
-        self._skips = Skips()
-        self._spikes = Spikes()
-        self._leaks = LeakWatch()
-        self._steps = 0
-        self._scaled = False
-        self._started = time.perf_counter()
+    run: RunDirectory
+    monitor: Monitor
+    listener: Listener
+    trackers: Trackers
+    profiler: Any | None = None
+    callbacks: Callbacks = field(default_factory=Callbacks)
+    _skips: Skips = field(default_factory=Skips, init=False)
+    _spikes: Spikes = field(default_factory=Spikes, init=False)
+    _leaks: LeakWatch = field(default_factory=LeakWatch, init=False)
+    _steps: int = field(default=0, init=False)
+    _scaled: bool = field(default=False, init=False)
+    _started: float = field(default_factory=time.perf_counter, init=False)
 
     def started(self, progress: Progress) -> None:
         """Called when training starts, or continues after `progress`."""
-        self._listener.started(progress.step, progress.total)
+        self.listener.started(progress.step, progress.total)
         self._steps = progress.step
         self.restart_clock()
-        if self._profiler:
-            self._profiler.start()
+        if self.profiler:
+            self.profiler.start()
 
     def restart_clock(self) -> None:
         """Exclude an evaluation or a save from the next step's time."""
@@ -130,8 +119,8 @@ class MetricsRecorder:
 
     def ended(self) -> None:
         """Called after the last step."""
-        if self._profiler:
-            self._profiler.stop()
+        if self.profiler:
+            self.profiler.stop()
 
     def saw(self, inputs: Inputs, number: int, peak: Peak) -> None:
         """Watch the peaks of micro-batches for growing memory; `number` is the index within the step."""
@@ -143,20 +132,16 @@ class MetricsRecorder:
         if grown := self._leaks.see((rows, length, number), peak):
             text = f"peak memory at {rows} rows of {length} tokens keeps growing: {grown / 2**20:.0f} MiB so far"
             self.run.event("leak", step=self._steps, rows=rows, length=length, grown_bytes=grown)
-            self._listener.note(text)
+            self.listener.note(text)
 
     def stepped(
-        self,
-        progress: Progress,
-        numbers: StepNumbers,
-        learning_rate: float,
-        updated: bool,
+        self, progress: Progress, numbers: StepNumbers, learning_rate: float, updated: bool,
         scaler: torch.amp.GradScaler | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Called after a step, with or without an update. Raises NumbersError if updates keep being skipped."""
         self._steps, self._scaled = progress.step, scaler is not None
-        if self._profiler:
-            self._profiler.step()
+        if self.profiler:
+            self.profiler.step()
         # Measured between reads of the results: the device has yet to run this step's update.
         seconds = time.perf_counter() - self._started
         line = {
@@ -168,14 +153,14 @@ class MetricsRecorder:
             "tokens": numbers.tokens,
             "tokens_per_second": round(numbers.tokens / seconds, 1),
             "padding_share": round(1 - numbers.tokens / numbers.positions, 4) if numbers.positions else 0.0,
-            "memory": self._monitor.take_step(),
+            "memory": self.monitor.take_step(),
             **({} if updated else {"skipped": True}),
         }
         self._started += seconds
         append_line(self.run.metrics_file, line)
-        self._listener.stepped(line)
-        self._trackers.log("train", line)
-        self._callbacks.stepped(line)
+        self.listener.stepped(line)
+        self.trackers.log("train", line)
+        self.callbacks.stepped(line)
         self._watch(line, progress.updates, scaler)
 
     def _watch(self, line: dict[str, Any], updates: int, scaler: torch.amp.GradScaler | None) -> None:
@@ -186,25 +171,21 @@ class MetricsRecorder:
             name = "loss" if line["loss"] is None else "grad_norm"
             in_a_row, total = self._skips.in_a_row, self._skips.total
             self.run.event("update_skipped", step=step, reason=f"{name} is not finite", in_a_row=in_a_row, total=total)
-            self._listener.note(f"step {step}: {name} is not finite; the update is skipped, {total} so far")
+            self.listener.note(f"step {step}: {name} is not finite; the update is skipped, {total} so far")
             if for_good:
                 self._stop(name, step, updates)
         if (median := self._spikes.see(line["loss"])) is not None:
             self.run.event("loss_spike", step=step, loss=line["loss"], median=median)
-            self._listener.note(f"step {step}: the loss of {line['loss']:.3f} is far above the previous {median:.3f}")
+            self.listener.note(f"step {step}: the loss of {line['loss']:.3f} is far above the previous {median:.3f}")
 
     def evaluated(self, progress: Progress, loss: float) -> None:
         """Called at the end of an evaluation, inside its phase. Raises NumbersError for a loss that is not finite."""
-        line = {
-            "step": progress.step,
-            "eval_loss": _number(loss),
-            "memory": {"evaluation": self._monitor.leave()},
-        }
-        self._monitor.take("evaluation")
+        line = {"step": progress.step, "eval_loss": _number(loss), "memory": {"evaluation": self.monitor.leave()}}
+        self.monitor.take("evaluation")
         append_line(self.run.metrics_file, line)
-        self._listener.evaluated(line)
-        self._trackers.log("eval", line)
-        self._callbacks.evaluated(line)
+        self.listener.evaluated(line)
+        self.trackers.log("eval", line)
+        self.callbacks.evaluated(line)
         if line["eval_loss"] is None:
             self._stop("eval_loss", progress.step, progress.updates)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,11 +30,8 @@ from finetune.training.step import Step
 
 Name = TypeVar("Name")
 
-ADAPTER_FILE, MODEL_FILE = "adapter_model.safetensors", "model.safetensors"
+ADAPTER_FILE, MODEL_FILE = adapter_files.WEIGHTS, "model.safetensors"
 OPTIMIZER_FILE, STATE_FILE = "optimizer.safetensors", "state.json"
-
-
-# -- weights ---------------------------------------------------------------------------------------------------------
 
 
 def trained_weights(model: Any) -> dict[str, torch.Tensor]:
@@ -58,10 +54,7 @@ def save_weights(model: Any, folder: Path, whole: dict[str, torch.Tensor] | None
 
 
 def whole_weights(engine: Engine) -> dict[str, torch.Tensor]:
-    """The weights of a model that ranks hold in parts, for `save_weights`: in host memory of rank 0.
-
-    Without an adapter that is the whole model, otherwise what is trained. All ranks must call it.
-    """
+    """The weights of a divided model, for `save_weights`: in host memory of rank 0; all ranks must call it."""
     state = engine.model.state_dict(keep_vars=True)
     if hasattr(engine.model, "peft_config"):
         state = {name: tensor for name, tensor in state.items() if tensor.requires_grad}
@@ -83,7 +76,10 @@ def restore_weights(weights: WeightAccess, folder: Path) -> None:
     if hasattr(model, "peft_config"):  # earlier versions also put one, without effect, on these layers
         untrained = linear_layers.untrained(model.get_base_model())
         stored = {name: tensor for name, tensor in stored.items() if adapter_files.layer_of(name) not in untrained}
-    _refuse_other_names(folder / file, stored, live)
+    if other := sorted(stored.keys() ^ live.keys()):
+        raise ArtifactError(
+            f"{folder / file} belongs to another job: it differs in {len(other)} names such as `{other[0]}`"
+        )
     with torch.no_grad():
         for name, tensor in stored.items():
             into = live[name]
@@ -115,14 +111,6 @@ def _refuse_other_kind(what: str, stored: Any, live: Any) -> None:
         raise ValueError(f"{what} is {type(stored).__name__} instead of {type(live).__name__}")
 
 
-def _refuse_other_names(what: object, stored: Iterable[str], expected: Iterable[str]) -> None:
-    if other := sorted(set(stored) ^ set(expected)):
-        raise ArtifactError(f"{what} belongs to another job: it differs in {len(other)} names such as `{other[0]}`")
-
-
-# -- optimizer -------------------------------------------------------------------------------------------------------
-
-
 def restore_optimizer(engine: Engine, described: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     """Restore what `Engine.optimizer_state` returned. Raises ValueError if it does not fit."""
     own, groups = engine.optimizer.param_groups, described["groups"]
@@ -139,16 +127,10 @@ def restore_optimizer(engine: Engine, described: dict[str, Any], tensors: dict[s
         group.update({key: tuple(value) if isinstance(value, list) else value for key, value in stored.items()})
 
 
-# -- all of it -------------------------------------------------------------------------------------------------------
-
-
 def snapshot(
     step: Step, schedule: Any, progress: Progress, provenance: dict[str, Any], random_states: list[dict[str, Any]]
 ) -> Contents:
-    """A copy of the training state in host memory; training can continue at once.
-
-    All ranks must call it if each holds parts of the model; only rank 0's has the tensors.
-    """
+    """A copy of the training state in rank 0's memory; ranks that hold parts of the model must all call it."""
     engine, model = step.engine, step.model
     if step.device.type == "cuda":
         # Paged states are read as host memory, bypassing the stream of their update.
@@ -165,19 +147,14 @@ def snapshot(
         PROGRESS_FILE: progress.as_json(),
     }
     if hasattr(model, "peft_config"):
-        values["adapter_config.json"] = _adapter_config(plain_peft.settings(model))
+        # PEFT's own (peft 0.21, `PeftModel.save_pretrained`), so that it can load a checkpoint.
+        values[adapter_files.CONFIG] = {**adapter_files.as_json(plain_peft.settings(model)), "inference_mode": True}
     return Contents(
         step=progress.step,
         tensors={_weights_file(model): weights, OPTIMIZER_FILE: optimizer_tensors},
         values=json.loads(json.dumps(values)),  # also a copy
         provenance=provenance,
     )
-
-
-def _adapter_config(config: Any) -> dict[str, Any]:
-    """PEFT's adapter_config.json (peft 0.21, `PeftModel.save_pretrained`), so that PEFT can load a checkpoint."""
-    values = {**config.to_dict(), "inference_mode": True}
-    return {key: sorted(value) if isinstance(value, set) else value for key, value in values.items()}
 
 
 def restore(step: Step, schedule: Any, folder: Path) -> None:
@@ -221,7 +198,6 @@ def restore_random(folder: Path, rank: int) -> None:
 
 
 def _random_states(folder: Path) -> list[RandomState]:
-    """The random state of each rank. Raises ArtifactError."""
     states = records.read(folder / STATE_FILE, records.CHECKPOINT_STATE)["random"]
     try:
         return [RandomState.from_json(state) for state in states]

@@ -94,14 +94,14 @@ STRATEGIES: dict[str, Strategy] = {
         ignores=_OF_PARTS,
     ),
     "fsdp": Strategy(
-        "slices of all weights, quantized ones included, of gradients and of optimizer states; layers are gathered one "
+        "shards of all weights, quantized ones included, of gradients and of optimizer states; layers are gathered one "
         "by one (PyTorch's FSDP2)",
         _sharded,
         updates="row",
         place=_sharding,
     ),
     "deepspeed": Strategy(
-        "optimizer states, and by `stage` gradients and weights, in slices (DeepSpeed's ZeRO 1 to 3; also a single "
+        "optimizer states, and by `stage` gradients and weights, in shards (DeepSpeed's ZeRO 1 to 3; also a single "
         "process, for `offload`); needs the package deepspeed",
         _deepspeed,
         updates="number",
@@ -145,10 +145,7 @@ def replicates(section: DistributedSection, world_size: int) -> bool:
 def placement(
     section: DistributedSection, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> Placement | None:
-    """How a model is divided among the ranks of `group`, by default those of this run, which must be connected.
-
-    None if each loads all of it.
-    """
+    """How a model is divided among the ranks of `group`, by default those of this run; None if each loads all of it."""
     from finetune.runtime import ranks
 
     place = STRATEGIES[section.kind].place

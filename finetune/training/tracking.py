@@ -53,11 +53,7 @@ class Trackers(contextlib.AbstractContextManager["Trackers"]):
     """
 
     def __init__(
-        self,
-        section: TrackingSection,
-        run: RunDirectory,
-        config: Config,
-        note: Callable[[str], None],
+        self, section: TrackingSection, run: RunDirectory, config: Config, note: Callable[[str], None]
     ) -> None:
         from finetune.runtime import ranks  # with accelerate, which the table of trackers does without
 

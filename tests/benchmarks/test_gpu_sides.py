@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,22 @@ import pytest
 from finetune.settings import load_config
 
 
-def test_every_side_runs_both_models_in_one_slice() -> None:
-    chosen: dict[str, list[str]] = {"large": [], "small": []}
-    for name, one in gpu_slices.SLICES.items():
-        if name.startswith("beside"):
-            chosen[one.run.keywords["model"]] += one.run.keywords["sides"] or gpu_sides.SIDES
-    assert sorted(chosen["large"]) == sorted(chosen["small"]) == sorted(gpu_sides.SIDES)
+def test_every_side_runs_in_one_slice() -> None:
+    slices = (one for name, one in gpu_slices.SLICES.items() if name.startswith("beside"))
+    assert sorted(side for one in slices for side in one.run.keywords["sides"]) == sorted(gpu_sides.SIDES)
+
+
+def test_sides_are_compared_with_those_of_earlier_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_jobs, "saved_weights", lambda *_: (tmp_path, {}))
+    figures = {"passed": True, "losses": [2.0], "tokens_per_second": 100.0}
+    monkeypatch.setitem(gpu_sides.SIDES, "trl", lambda *_: figures)
+    monkeypatch.setitem(gpu_sides.SIDES, "trl-kept", lambda *_: {**figures, "tokens_per_second": 150.0})
+    for name, sides in {"beside-7b": ["trl"], "beside-7b-settings": ["trl-kept"]}.items():
+        kept = tmp_path / name
+        kept.mkdir()
+        findings = dict(gpu_sides.beside(gpu_jobs.Work("cpu", kept, tmp_path, kept), sides))
+        (kept / "findings.json").write_text(json.dumps({"findings": findings}))
+    assert findings["beside"]["times_as_fast_as_trl"] == {"trl": 1.0, "trl-kept": 1.5}
 
 
 @pytest.mark.parametrize("side", ["finetune", "finetune-unfused", "finetune-kept"])

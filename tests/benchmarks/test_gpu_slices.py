@@ -59,16 +59,14 @@ def test_running_out_of_memory_is_a_result(tmp_path: Path) -> None:
 def test_slices_run_without_a_gpu(tmp_path: Path) -> None:
     """Those that take the least; `python benchmarks/gpu_check.py --on cpu` runs all of them."""
     slices = {}
-    for name in ("nan", "7b-profile", "attention"):
+    for name in ("nan", "7b-profile"):
         work = gpu_jobs.Work("cpu", *(tmp_path / name / folder for folder in ("scratch", "shared", "kept")))
-        work.scratch.mkdir(parents=True)
+        for folder in (work.scratch, work.kept):
+            folder.mkdir(parents=True)
         passed = gpu_slices.run(name, work, tmp_path / f"{name}.json")
         slices[name] = json.loads((tmp_path / f"{name}.json").read_text())
         assert passed, slices[name]
-    # The case of pytorch/pytorch#196678 is met in our own steps, whose mask is left out.
-    steps = slices["nan"]["findings"]["steps as we train"]
-    assert steps["logsumexp"] < -88.7
-    assert steps["tokens"] == [192]
-    assert steps["masks"] == [False]
+    # The case of pytorch/pytorch#196678.
+    assert all(one["logsumexp"] < -88.7 for one in slices["nan"]["findings"].values())
     kernels = slices["7b-profile"]["findings"]["kernels"]["by_name"]
     assert kernels[0]["microseconds"] >= kernels[-1]["microseconds"] > 0

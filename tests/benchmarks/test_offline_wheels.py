@@ -71,6 +71,7 @@ FILES = {
     "bitsandbytes/__init__.py": b"",
     "bitsandbytes/libbitsandbytes_cpu.so": b"cpu",
     "bitsandbytes/libbitsandbytes_cuda130.so": b"cuda 13.0",
+    "bitsandbytes/libbitsandbytes_cuda128.so": b"cuda 12.8",
     "bitsandbytes/libbitsandbytes_cuda118.so": b"cuda 11.8",
     "bitsandbytes/libbitsandbytes_rocm72.so": b"rocm",
     "example-1.dist-info/METADATA": b"Name: example\n",
@@ -80,7 +81,11 @@ FILES = {
 def test_a_stripped_wheel_is_still_a_valid_wheel(tmp_path: Path) -> None:
     wheel = tmp_path / "example-1-py3-none-any.whl"
     write_wheel(wheel, FILES)
-    offline_wheels.strip_cuda(wheel, "130")
+    before = wheel.read_bytes()
+    with pytest.raises(SystemExit, match=r"no library for cuda126; it has cuda130, cuda128, cuda118, rocm72"):
+        offline_wheels.strip_cuda(wheel, ["130", "126"])
+    assert wheel.read_bytes() == before
+    offline_wheels.strip_cuda(wheel, ["128", "130"])
     assert [path.name for path in tmp_path.iterdir()] == [wheel.name]
     with zipfile.ZipFile(wheel) as archive:
         contents = {name: archive.read(name) for name in archive.namelist()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from finetune.config import not_offered
+from finetune.config import other_names
 from finetune.config.sections import Config
 from finetune.errors import ConfigError
 from finetune.settings import CHOICES, load_config
@@ -97,8 +97,8 @@ def test_another_tools_name_for_an_offered_value_is_translated() -> None:
 
 def test_nothing_that_is_offered_is_in_the_table() -> None:
     defaults = Config().model_dump()
-    for key in not_offered._VALUES:
+    for key in other_names._NOT_OFFERED:
         section, _, name = key.partition(".")
         assert name in defaults[section]
         for offered in CHOICES.get(key, {}):
-            assert not_offered.cure(key, offered) is None, f"take {offered} out of config/not_offered.json"
+            assert other_names.not_offered(key, offered) is None, f"take {offered} out of config/not_offered.json"

@@ -41,9 +41,10 @@ class Fault:
 
     `event`: open (for writing), read, rename, mkdir, remove (of a file or a folder), fsync, or module:function for a
     call. `path`: a regular expression that the path must contain; of a call it is `backward` in a backward pass, else
-    empty. `after`: a call before which nothing is counted. `memory_bytes`: instead of an
-    action, let the child map no more than so much beyond what it has then, until the call `until`. `file_bytes`: the
-    largest file the child may write, beyond which it is killed in the middle of the write (`dies`) or gets EFBIG.
+    empty. `after`: a call before which nothing is counted. `once`: a file or folder that the action waits for, such as
+    a checkpoint, which is written beside the steps. `memory_bytes`: instead of an action, let the child map no more
+    than so much beyond what it has then, until the call `until`. `file_bytes`: the largest file the child may write,
+    beyond which it is killed in the middle of the write (`dies`) or gets EFBIG.
     """
 
     event: str = ""
@@ -51,6 +52,7 @@ class Fault:
     nth: int = 1
     action: str | int = "SIGKILL"
     after: str = ""
+    once: str = ""
     memory_bytes: int | None = None
     until: str = ""
     file_bytes: int | None = None
@@ -243,10 +245,11 @@ def _child(
 
     code = 70
     os.environ |= environment
-    if IMPATIENT in environment:
-        from finetune.runtime import rank_watch
+    from finetune.runtime import rank_watch
 
-        rank_watch.BEAT_SECONDS, rank_watch.SILENCE_SECONDS, rank_watch.GRACE_SECONDS = 0.25, 6.0, 2.0
+    rank_watch.BEAT_SECONDS = 0.2  # a lost rank is noticed at the next beat
+    if IMPATIENT in environment:
+        rank_watch.SILENCE_SECONDS, rank_watch.GRACE_SECONDS = 6.0, 1.0
         rank_watch.BEHIND_SECONDS = rank_watch.MAIN_BEHIND_SECONDS = 6.0
     try:
         # torch makes its pool anew at the first use in a fork, and fails where several threads come to that at once.
@@ -303,6 +306,13 @@ def _limit_memory(extra_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (mapped + extra_bytes, resource.RLIM_INFINITY))
 
 
+def _wait_for(path: str) -> None:
+    until = time.monotonic() + 60
+    while path and not os.path.exists(path):
+        assert time.monotonic() < until, f"{path} does not come"
+        time.sleep(0.01)
+
+
 def _flip(path: Path) -> None:
     """One bit of a file, as a failing disk does."""
     content = bytearray(path.read_bytes())
@@ -334,6 +344,7 @@ def _inject(fault: Fault) -> None:
         seen += 1
         if seen != fault.nth:
             return
+        _wait_for(fault.once)
         if fault.memory_bytes is not None:
             _limit_memory(fault.memory_bytes)
             return

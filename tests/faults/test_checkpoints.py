@@ -164,7 +164,7 @@ def test_killed_three_times_a_run_ends_with_the_same_bits(job, whole: Job) -> No
     """In the middle of a step, in the middle of a write, and at a publication: in both epochs."""
     killed = job()
     for fault in (
-        Fault(STEP, nth=4),
+        Fault(STEP, nth=4, once=str(killed.run.checkpoint(2))),
         Fault(file_bytes=150_000, dies=True),
         Fault("rename", "step-00000008.incomplete$"),
     ):
@@ -580,7 +580,7 @@ def test_a_change_of_data_template_or_base_on_resume_is_refused_by_its_field(
     shutil.copytree(tiny_base, base)
     overrides = [*JOB, f"model.name={base}", f"data.chat_template={template}"]
     job = Job(children, rows, tmp_path / "run", overrides)
-    assert job.go(Fault(STEP, nth=4)).code == -signal.SIGKILL
+    assert job.go(Fault(STEP, nth=4, once=str(job.run.checkpoint(2)))).code == -signal.SIGKILL
     before = job.run.metrics_file.read_bytes()
     weights = base / "model.safetensors"
     for file, changed, code, field in (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import signal
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from children import Children, Fault
+from children import Children
 from safetensors.torch import load_file
 from steps import before_each_step
-from test_sharded_ranks import EXACT, ROWS, STEP, assert_close, weights
+from test_sharded_ranks import EXACT, ROWS, assert_close, weights
 from together import Together, assert_all
 from torch.utils import cpp_extension
 
@@ -85,7 +84,7 @@ def test_killed_ranks_resume_and_one_process_goes_on(job: Make) -> None:
     full += KINDS["full"]
     alone, killed = job(*full, run="one"), job(*full, *ZERO, run="killed")
     assert_all(alone.go(1), 0)
-    assert_all(killed.go(2, dict.fromkeys((0, 1), Fault(STEP, nth=4))), -signal.SIGKILL)
+    killed.kill(2, step=4, saved=2)
     fewer = job(*full, run="fewer")
     shutil.copytree(killed.run.path, fewer.run.path)
     assert_all(killed.go(2), 0)
@@ -194,7 +193,7 @@ def test_optimizer_states_on_a_disk_are_updated_saved_and_resumed(job: Make, tmp
     disk = [*ZERO, "distributed.offload=nvme", f"distributed.nvme_path={tmp_path}"]
     alone, killed = job(*full, run=f"memory {processes}"), job(*full, *disk, run=f"disk {processes}")
     assert_all(alone.go(1), 0)
-    assert_all(killed.go(processes, dict.fromkeys(range(processes), Fault(STEP, nth=4))), -signal.SIGKILL)
+    killed.kill(processes, step=4, saved=2)
     assert list(tmp_path.glob("finetune-*/**/*.swp"))
     assert_all(killed.go(processes), 0)
     assert_close(killed.run, alone.run)

@@ -59,11 +59,10 @@ def assert_close(found: RunDirectory, expected: RunDirectory) -> None:
     torch.testing.assert_close(adapter_weights(found), adapter_weights(expected), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("processes", [2, 3])
-def test_several_processes_train_what_one_trains(job: Make, alone: RunDirectory, processes: int) -> None:
+def test_several_processes_train_what_one_trains(job: Make, alone: RunDirectory) -> None:
     """Also in an epoch's last step, which has one row for all of them, and with two held-out rows."""
     together = job(*EXACT)
-    assert_all(together.go(processes), 0)
+    assert_all(together.go(3), 0)
     assert_close(together.run, alone)
     assert metric(together.run, "tokens") == metric(alone, "tokens")
     for name in ("loss", "grad_norm", "eval_loss"):
@@ -74,32 +73,30 @@ def test_killed_processes_resume_to_the_same_bits(job: Make) -> None:
     """With the random numbers of each, 8-bit states and packed rows."""
     whole, killed = job(*RANDOM, run="whole"), job(*RANDOM, run="killed")
     assert_all(whole.go(2), 0)
-    assert_all(killed.go(2, dict.fromkeys((0, 1), Fault(STEP, nth=4))), -signal.SIGKILL)
+    killed.kill(2, step=4, saved=2)
     assert not killed.run.adapter.exists()
     assert_all(killed.go(2), 0)
     assert [event["step"] for event in killed.run.events() if event["event"] == "resumed"] == [2]
     assert same_adapter(killed.run, whole.run)
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 3)])
-def test_another_number_of_processes_goes_on_with_the_same_rows_and_is_logged(
-    job: Make, alone: RunDirectory, before: int, after: int
-) -> None:
+def test_another_number_of_processes_goes_on_with_the_same_rows_and_is_logged(job: Make, alone: RunDirectory) -> None:
+    """Fewer, and then more."""
     changed = job(*EXACT)
-    assert_all(changed.go(before, dict.fromkeys(range(before), Fault(STEP, nth=4))), -signal.SIGKILL)
-    assert_all(changed.go(after), 0)
-    (event,) = [event for event in changed.run.events() if event["event"] == "changed"]
-    assert event["processes"] == [before, after]
+    changed.kill(2, step=4, saved=2)
+    changed.kill(1, step=3, saved=4)
+    assert_all(changed.go(3), 0)
+    events = [event for event in changed.run.events() if event["event"] == "changed"]
+    assert [event["processes"] for event in events] == [[2, 1], [1, 3]]
     assert_close(changed.run, alone)
     assert metric(changed.run, "loss") == pytest.approx(metric(alone, "loss"), rel=1e-5)
 
 
-@pytest.mark.parametrize(("signalled", "step"), [(0, 3), (1, 4)])
-def test_a_signal_to_one_process_saves_and_ends_all(job: Make, alone: RunDirectory, signalled: int, step: int) -> None:
+def test_a_signal_to_one_process_saves_and_ends_all(job: Make, alone: RunDirectory) -> None:
     """Before the evaluation that step 4 owes, which a resume makes up for."""
     stopped = job(*EXACT)
-    assert_all(stopped.go(2, {signalled: Fault(STEP, nth=step, action="SIGTERM")}), 143)
-    assert stopped.run.saved_steps == [2, step]
+    assert_all(stopped.go(2, {1: Fault(STEP, nth=4, action="SIGTERM")}), 143)
+    assert stopped.run.saved_steps == [2, 4]
     assert len(metric(stopped.run, "eval_loss")) == 2
     assert not stopped.run.adapter.exists()
     assert_all(stopped.go(2), 0)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from children import Children, Fault
+from children import Children
 from jobs import QUICK, metric
 from safetensors.torch import load_file, save_file
 from together import Together, assert_all
 
-from finetune.model.source.locate import locate
 from finetune.storage.rundir import RunDirectory
 
 STEP = "finetune.training.step:Step.clip"
@@ -37,10 +35,10 @@ Make = Callable[..., Together]
 
 
 @pytest.fixture(scope="module")
-def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built-in model with a head of its own."""
+def untied(shallow_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The base with a head of its own."""
     folder = tmp_path_factory.mktemp("untied") / "model"
-    shutil.copytree(locate("builtin:tiny-llama"), folder)
+    shutil.copytree(shallow_base, folder)
     tensors = load_file(folder / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0).contiguous()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
@@ -95,7 +93,7 @@ def test_killed_ranks_resume_to_the_same_bits_and_one_process_goes_on(job: Make)
     assert_all(alone.go(1), 0)
     assert_all(whole.go(2), 0)
     assert_close(whole.run, alone.run, rounded=True)
-    assert_all(killed.go(2, dict.fromkeys((0, 1), Fault(STEP, nth=4))), -signal.SIGKILL)
+    killed.kill(2, step=4, saved=2)
     shutil.copytree(killed.run.path, killed.run.path.with_name("fewer"))
     assert_all(killed.go(2), 0)
     assert all(torch.equal(weights(killed.run)[name], tensor) for name, tensor in weights(whole.run).items())

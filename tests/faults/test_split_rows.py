@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from children import Children, Fault
+from children import Children
 from jobs import QUICK, metric
 from test_sharded_ranks import assert_close
 from together import Together, assert_all
@@ -80,7 +79,7 @@ def test_ranks_that_split_rows_train_what_one_process_trains(
 
 def test_one_process_goes_on_with_the_same_rows(make: Make, alone: Callable[..., RunDirectory]) -> None:
     killed = make("distributed.context=2")
-    assert_all(killed.go(2, dict.fromkeys((0, 1), Fault(STEP, nth=3))), -signal.SIGKILL)
+    killed.kill(2, step=3, saved=2)
     killed.arguments.append("distributed.context=1")
     assert_all(killed.go(1), 0)
     assert [event["step"] for event in killed.run.events() if event["event"] == "resumed"] == [2]

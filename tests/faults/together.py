@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 
 from children import Child, Children, Ended, Fault
@@ -44,6 +45,11 @@ class Together:
     ) -> list[Ended]:
         """Start them and wait for the end of each."""
         return [child.wait() for child in self.start(processes, faults, own)]
+
+    def kill(self, processes: int, *, step: int, saved: int) -> None:
+        """Start them and kill all in their n-th `step`, once the checkpoint `saved` is complete."""
+        fault = Fault("finetune.training.step:Step.clip", nth=step, once=str(self.run.checkpoint(saved)))
+        assert_all(self.go(processes, dict.fromkeys(range(processes), fault)), -signal.SIGKILL)
 
 
 def assert_all(ended: list[Ended], code: int) -> None:

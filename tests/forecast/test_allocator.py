@@ -2,6 +2,7 @@
 
 import time
 from itertools import pairwise
+from typing import NamedTuple
 
 import pytest
 from allocator_recording import RELEASE, Peaks, Recording, replay
@@ -14,7 +15,6 @@ from finetune.forecast.allocator import (
     SMALL_SEGMENT_BYTES,
     CachingAllocator,
     CapacityError,
-    Span,
     block_bytes,
     segment_bytes,
 )
@@ -27,11 +27,32 @@ def expandable(capacity_bytes: int | None = None) -> CachingAllocator:
     return CachingAllocator(capacity_bytes, expandable_segments=True)
 
 
+class Span(NamedTuple):
+    """A block as seen from outside: `state` is "allocated", "free" or, in an expandable segment, "unmapped"."""
+
+    address: int
+    size_bytes: int
+    state: str
+
+
+def segments(allocator: CachingAllocator) -> list[list[Span]]:
+    """Every segment's blocks in the order of their addresses, as torch.cuda.memory_snapshot shows them."""
+    made = []
+    for block in [block for _, block in sorted(allocator._blocks.items()) if block.before is None]:
+        spans = []
+        while block:
+            state = "allocated" if block.allocated else "free" if block.mapped else "unmapped"
+            spans.append(Span(block.address, block.size, state))
+            block = block.after
+        made.append(spans)
+    return made
+
+
 def states(allocator: CachingAllocator) -> list[list[tuple[int, str]]]:
     """Sizes and states of every segment's blocks, the endless unmapped end of an expandable one left out."""
     return [
         [(span.size_bytes, span.state) for span in segment if span.state != "unmapped" or span is not segment[-1]]
-        for segment in allocator.segments()
+        for segment in segments(allocator)
     ]
 
 
@@ -66,19 +87,6 @@ def test_a_request_of_zero_bytes_takes_no_block(subtests: pytest.Subtests) -> No
             allocator.free(handle)
             allocator.free(handle)
             assert counts(allocator) == (0, 0)
-
-
-def test_a_second_free_and_a_negative_size_are_refused() -> None:
-    allocator = CachingAllocator()
-    handle = allocator.allocate(512)
-    for wrong in (handle + 512, handle + 1):
-        with pytest.raises(ValueError, match="no allocation has the handle"):
-            allocator.free(wrong)
-    allocator.free(handle)
-    with pytest.raises(ValueError, match="no allocation has the handle"):
-        allocator.free(handle)
-    with pytest.raises(ValueError, match="cannot be negative"):
-        allocator.allocate(-1)
 
 
 def test_small_requests_share_a_segment_of_2_mib() -> None:
@@ -191,7 +199,7 @@ def test_empty_cache_releases_whole_segments_alone() -> None:
     allocator.free(kept)
     allocator.empty_cache()
     assert counts(allocator) == (0, 0)
-    assert allocator.segments() == []
+    assert segments(allocator) == []
 
 
 def test_cached_memory_is_released_before_a_request_fails() -> None:
@@ -208,12 +216,10 @@ def test_a_request_that_does_not_fit_is_out_of_memory() -> None:
     allocator.allocate(4 * MIB)
     cached = allocator.allocate(12 * MIB)
     allocator.free(cached)
-    with pytest.raises(CapacityError) as caught:
+    with pytest.raises(CapacityError):
         allocator.allocate(22 * MIB)
-    error = caught.value
     # The 16 free MiB of the first segment cannot be released, the 12 cached ones were.
-    assert (error.requested_bytes, error.reserved_bytes, error.allocated_bytes) == (22 * MIB, 20 * MIB, 4 * MIB)
-    assert "23068672 bytes" in str(error)
+    assert counts(allocator) == (4 * MIB, 20 * MIB)
     allocator.allocate(20 * MIB)
     assert counts(allocator) == (24 * MIB, 40 * MIB)
 
@@ -223,17 +229,6 @@ def test_a_segment_and_not_the_request_must_fit() -> None:
     with pytest.raises(CapacityError):
         allocator.allocate(2 * MIB)
     allocator.allocate(18 * MIB)
-
-
-def test_peaks_are_since_the_last_reset() -> None:
-    allocator = CachingAllocator()
-    handle = allocator.allocate(30 * MIB)
-    allocator.allocate(3 * MIB)
-    allocator.free(handle)
-    allocator.empty_cache()
-    assert (allocator.peak_allocated_bytes, allocator.peak_reserved_bytes) == (33 * MIB, 50 * MIB)
-    allocator.reset_peaks()
-    assert (allocator.peak_allocated_bytes, allocator.peak_reserved_bytes) == (3 * MIB, 20 * MIB)
 
 
 def test_expandable_segments_grow_by_pages_of_2_and_20_mib() -> None:
@@ -332,9 +327,9 @@ def test_expandable_pages_of_one_pool_are_released_for_the_other() -> None:
     for _ in range(20):
         allocator.allocate(MIB)
     assert counts(allocator) == (20 * MIB, 20 * MIB)
-    with pytest.raises(CapacityError) as caught:
+    with pytest.raises(CapacityError):
         allocator.allocate(5 * MIB)
-    assert caught.value.reserved_bytes == 20 * MIB
+    assert allocator.reserved_bytes == 20 * MIB
 
 
 def test_expandable_growth_maps_all_pages_of_a_gap_or_none() -> None:
@@ -353,12 +348,12 @@ def test_a_gap_may_be_mapped_for_a_request_that_then_fails() -> None:
     allocator.free(gap)
     allocator.empty_cache()
     allocator.free(behind)
-    allocator.reset_peaks()
     assert counts(allocator) == (0, 40 * MIB)
+    allocator.peak_reserved_bytes = 0
     # The gap is mapped and makes 60 MiB of one block, the end is refused, all is released, and 80 MiB are refused.
-    with pytest.raises(CapacityError) as caught:
+    with pytest.raises(CapacityError):
         allocator.allocate(70 * MIB)
-    assert (allocator.peak_reserved_bytes, caught.value.reserved_bytes) == (60 * MIB, 0)
+    assert (allocator.peak_reserved_bytes, allocator.reserved_bytes) == (60 * MIB, 0)
 
 
 SIZES = st.one_of(
@@ -376,7 +371,7 @@ def fitting(allocator: CachingAllocator, size_bytes: int) -> list[Span]:
     block = block_bytes(size_bytes)
     free = [
         span
-        for segment in allocator.segments()
+        for segment in segments(allocator)
         if (sum(other.size_bytes for other in segment) == SMALL_SEGMENT_BYTES) == (block <= SMALL_BYTES)
         for span in segment
         if span.state == "free" and span.size_bytes >= block
@@ -384,23 +379,23 @@ def fitting(allocator: CachingAllocator, size_bytes: int) -> list[Span]:
     return sorted(free, key=lambda span: (span.size_bytes, span.address))
 
 
-def check_failure(allocator: CachingAllocator, error: CapacityError) -> None:
+def check_failure(allocator: CachingAllocator, size_bytes: int) -> None:
     """Nothing was left that the driver could have taken back or given."""
-    block = block_bytes(error.requested_bytes)
+    block = block_bytes(size_bytes)
     assert allocator.capacity_bytes is not None
     if allocator.expandable_segments:
         page = SMALL_SEGMENT_BYTES if block <= SMALL_BYTES else LARGE_SEGMENT_BYTES
         needed = -(-block // page) * page
     else:
         needed = segment_bytes(block)
-        assert not fitting(allocator, error.requested_bytes)
-        assert all(len(segment) > 1 or segment[0].state == "allocated" for segment in allocator.segments())
+        assert not fitting(allocator, size_bytes)
+        assert all(len(segment) > 1 or segment[0].state == "allocated" for segment in segments(allocator))
     assert allocator.reserved_bytes + needed > allocator.capacity_bytes
 
 
 def check_state(allocator: CachingAllocator, live: list[tuple[int, int]]) -> None:
-    spans = [span for segment in allocator.segments() for span in segment]
-    for segment in allocator.segments():
+    spans = [span for segment in segments(allocator) for span in segment]
+    for segment in segments(allocator):
         for one, other in pairwise(segment):
             assert one.address + one.size_bytes == other.address
             assert one.state != other.state or one.state == "allocated", "free neighbours are one block"
@@ -428,8 +423,8 @@ def test_any_sequence(expandable_segments: bool, capacity_bytes: int | None, ste
             best = fitting(allocator, size) if size else []
             try:
                 live.append((allocator.allocate(size), size))
-            except CapacityError as error:
-                check_failure(allocator, error)
+            except CapacityError:
+                check_failure(allocator, size)
             else:
                 assert expandable_segments or not best or live[-1][0] == best[0].address
         check_state(allocator, live)

@@ -7,7 +7,6 @@ import json
 import pytest
 from forecasts import GIB, MIB, forecast
 
-from finetune.forecast.comparison import as_dict, compare
 from finetune.storage.records import LARGE_DIFFERENCE, Difference
 
 
@@ -16,7 +15,7 @@ def test_on_a_card_allocated_and_reserved_are_compared_and_the_device_is_not() -
         "backward": {"allocated_bytes": 5000 * MIB, "reserved_bytes": 6144 * MIB, "device_bytes": 9000 * MIB},
         "save": {"allocated_bytes": MIB},
     }
-    found = compare(forecast(), measured)
+    found = forecast().differences(measured)
     assert [(each.phase, each.measure, each.forecast_bytes) for each in found] == [
         ("backward", "allocated_bytes", 5632 * MIB),
         ("backward", "reserved_bytes", 6144 * MIB),
@@ -27,7 +26,7 @@ def test_on_a_card_allocated_and_reserved_are_compared_and_the_device_is_not() -
 
 def test_on_a_cpu_tensors_are_compared_and_the_resident_size_is_not() -> None:
     peaks = {"backward": {"resident_bytes": 7 * GIB, "allocated_bytes": 5700 * MIB}, "load": {"resident_bytes": GIB}}
-    [found] = compare(forecast(type="cpu"), peaks)
+    [found] = forecast(type="cpu").differences(peaks)
     assert found == Difference("backward", "allocated_bytes", 5632 * MIB, 5700 * MIB)
     assert found.relative < 0, "too little was forecast"
 
@@ -40,11 +39,11 @@ def test_a_difference_above_the_threshold_is_large_in_either_direction(subtests:
 
 
 def test_forecast_json_has_the_forecast_and_later_the_measurements() -> None:
-    before = json.loads(json.dumps(as_dict(forecast(), {})))
+    before = json.loads(json.dumps(forecast().beside({})))
     assert before["measured"] == {}
     assert before["differences"] == []
     assert before["peak_allocated_bytes"] == 5632 * MIB
-    after = as_dict(forecast(), {"load": {"allocated_bytes": 3000 * MIB}})
+    after = forecast().beside({"load": {"allocated_bytes": 3000 * MIB}})
     assert after["measured"] == {"load": {"allocated_bytes": 3000 * MIB}}
     assert after["differences"] == [
         {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import measured_answers
+import measured_step
 import pytest
 import tiny_models
 import torch
@@ -33,7 +33,7 @@ def forecast(model: str = "llama", *, cache: str = "dynamic", layers: int = 4, *
 def test_the_forecast_is_what_answers_take(model: str, cache: str, rows: int) -> None:
     architecture = tiny_models.architecture(model, 4)
     torch.manual_seed(0)
-    measured = measured_answers.measure(tiny_models.config(), architecture, rows=rows, context=96, cache=cache)
+    measured = measured_step.measure_answers(tiny_models.config(), architecture, rows=rows, context=96, cache=cache)
     found = forecast(model, cache=cache, rows=rows)
     assert found.cache_bytes == pytest.approx(measured["cache_bytes"], rel=0.03)
     assert found.phases["prompt"]["allocated_bytes"] == pytest.approx(measured["peak_bytes"], rel=0.02)

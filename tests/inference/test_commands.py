@@ -20,7 +20,7 @@ from transformers import BloomConfig, LlamaConfig
 import finetune
 from finetune.data import formats, sources
 from finetune.errors import ConfigError, DataError
-from finetune.inference import chat_session, commands, generation, jobs, prompts
+from finetune.inference import chat_session, commands, generation, jobs
 from finetune.inference.answer_settings import Settings
 from finetune.storage.rundir import RunDirectory
 
@@ -165,7 +165,7 @@ def test_a_conversation_that_ends_with_an_answer_is_refused_as_a_prompt(opened: 
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     file.write_text(json.dumps({"messages": turns}) + "\n")
     with pytest.raises(DataError, match=r"rows\.jsonl:1: `messages` ends with the assistant's answer"):
-        prompts.from_file(file, opened.asked)
+        commands.prompts_from_file(file, opened.asked)
 
 
 def test_an_answer_cannot_steer_the_terminal(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,7 +366,7 @@ def test_at_a_terminal_an_interrupt_drops_the_line_and_the_end_leaves(
     assert "/base" in noted[0]
     assert noted[1:] == ["the conversation begins anew"]
     with pytest.raises(ConfigError, match="`finetune chat` is for a conversation"):
-        prompts.from_standard_input(opened.asked)
+        commands.prompts_from_standard_input(opened.asked)
 
 
 def test_a_run_of_plain_text_is_continued_line_by_line(opened: jobs.Ready) -> None:

@@ -112,11 +112,16 @@ def test_unusable_arguments_are_refused_before_anything_is_loaded(
     assert not list(tmp_path.glob("*.yaml"))
 
 
+# Of no model at hand, so that nothing is forecast, which takes most of the time of `init`.
+ELSEWHERE = "someone/some-model"
+
+
 class _Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
 
 
+@pytest.mark.slow
 def test_fifty_held_out_rows_suffice_to_keep_the_best_epoch(call: Call, tmp_path: Path, shallow_base: Path) -> None:
     write(tmp_path, 60)
     code, out, _ = call("init", shallow_base, "rows.jsonl")
@@ -164,7 +169,7 @@ def test_columns_that_are_guessed_are_confirmed_or_named(
     write(tmp_path, 10, fields=GUESSED)
     if answer:
         monkeypatch.setattr(sys, "stdin", _Terminal(answer))
-    found, out, err = call("init", shallow_base, "rows.jsonl", *arguments)
+    found, out, err = call("init", ELSEWHERE, "rows.jsonl", *arguments)
     assert found == code
     assert ("Is `agent_reply` the answer to `customer_message`?" in out) == (answer is not None)
     if code:
@@ -174,7 +179,7 @@ def test_columns_that_are_guessed_are_confirmed_or_named(
         assert load_config(tmp_path / "rows.yaml").data.columns == {
             "instruction": "customer_message", "output": "agent_reply"
         }  # fmt: skip
-        assert call("data", "rows.yaml")[0] == 0
+        assert call("data", "rows.yaml", f"model.name={shallow_base}")[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -186,11 +191,9 @@ def test_columns_that_are_guessed_are_confirmed_or_named(
         ("promt=Frage, lang", 2, "did you mean `prompt`?"),
     ],
 )
-def test_columns_may_be_named(
-    columns: str, code: int, said: str, call: Call, tmp_path: Path, shallow_base: Path
-) -> None:
+def test_columns_may_be_named(columns: str, code: int, said: str, call: Call, tmp_path: Path) -> None:
     write(tmp_path, 10, fields=("Frage, lang", "Antwort"))
-    found, _, err = call("init", shallow_base, "rows.jsonl", "--columns", columns)
+    found, _, err = call("init", ELSEWHERE, "rows.jsonl", "--columns", columns)
     assert found == code
     assert said in err
 
@@ -207,19 +210,17 @@ def test_a_european_spreadsheet_becomes_a_config_that_reads_it(
             else:
                 workbooks.write(tmp_path / name, {"Tabelle1": table})
             columns = ["--columns", "prompt=Frage,completion=Antwort"]
-            code, out, err = call("init", shallow_base, name, "--output", f"{name}.yaml", *columns)
+            code, out, err = call("init", ELSEWHERE, name, "--output", f"{name}.yaml", *columns)
             assert (code, err) == (0, "")
             assert ("encoding: cp1252  # not UTF-8; is `Schöne` right? Else another" in out) == (encoding == "cp1252")
-            code, out, _ = call("data", f"{name}.yaml")
+            code, out, _ = call("data", f"{name}.yaml", f"model.name={shallow_base}")
             assert code == 0
             assert "Schöne Grüße; 0?" in out
             assert "„0“" in out
 
 
-def test_columns_of_rows_on_the_hub_are_written_as_they_are_named(
-    call: Call, tmp_path: Path, shallow_base: Path
-) -> None:
-    code, _, _ = call("init", shallow_base, "someone/rows", "--columns", "instruction=q,output=a", "--output", "j.yaml")
+def test_columns_of_rows_on_the_hub_are_written_as_they_are_named(call: Call, tmp_path: Path) -> None:
+    code, _, _ = call("init", ELSEWHERE, "someone/rows", "--columns", "instruction=q,output=a", "--output", "j.yaml")
     assert code == 0
     assert load_config(tmp_path / "j.yaml").data.columns == {"instruction": "q", "output": "a"}
 
@@ -244,7 +245,7 @@ def test_an_unreadable_row_is_answered_with_an_option_of_init(call: Call, tmp_pa
         code, _, err = call("init", shallow_base, "rows.jsonl")
         assert code == 3
         assert "columns are named by --columns FIELD=COLUMN" in err
-    assert call("init", shallow_base, "rows.jsonl", "--columns", "text=b", "--output", "job.yaml")[0] == 0
+    assert call("init", ELSEWHERE, "rows.jsonl", "--columns", "text=b", "--output", "job.yaml")[0] == 0
 
 
 def test_on_a_terminal_it_asks_for_what_is_missing_and_again_after_a_mistake(
@@ -269,6 +270,7 @@ def test_on_a_terminal_it_asks_for_what_is_missing_and_again_after_a_mistake(
                 questions.ask("builtin:tiny-llama", "rows.jsonl", None, None, yes=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 10])
 def test_a_config_of_two_keys_trains_on_any_number_of_rows(
     number: int, tmp_path: Path, shallow_base: Path, hurried: None, monkeypatch: pytest.MonkeyPatch
@@ -283,6 +285,7 @@ def test_a_config_of_two_keys_trains_on_any_number_of_rows(
     assert evaluated == (number > 1)
 
 
+@pytest.mark.slow
 def test_a_config_for_preferences_notes_that_rejected_answers_are_not_trained(
     call: Call, tmp_path: Path, shallow_base: Path, hurried: None
 ) -> None:

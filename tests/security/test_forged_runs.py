@@ -411,15 +411,16 @@ def test_unreadable_files_are_reported(forger: Forger, readers: dict[str, Callab
 
 
 @pytest.fixture(scope="module")
-def half(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> RunDirectory:
+def half(tmp_path_factory: pytest.TempPathFactory, rows_file: Path, shallow_base: Path) -> RunDirectory:
     """Two steps of a job of four. Do not write to it."""
-    job = ["output.save_every=1", "training.max_steps=2", "output.best=false", f"data.train={rows_file}"]
+    job = ["output.save_every=1", "training.max_steps=2", "output.best=false", f"data.train={rows_file}",
+           f"model.name={shallow_base}"]  # fmt: skip
     directory = tmp_path_factory.mktemp("half") / "run"
     return finetune.train(load_config(TINY, [*QUICK, *job, "data.eval_share=0.2", f"output.dir={directory}"])).run
 
 
 @pytest.fixture
-def unfinished(half: RunDirectory, tmp_path: Path) -> Config:
+def unfinished(half: RunDirectory, tmp_path: Path, hurried: None) -> Config:
     """The job of four steps, two of which are done."""
     directory = shutil.copytree(half.path, tmp_path / "run")
     return half.config().changed({"training.max_steps": 4, "output.dir": str(directory)})

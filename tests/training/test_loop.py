@@ -25,7 +25,7 @@ from finetune.runtime.signals import Signals
 from finetune.training.batches import Steps
 from finetune.training.callbacks import Callback, Callbacks
 from finetune.training.collator import MicroBatches
-from finetune.training.loop import Intervals, Loop
+from finetune.training.loop import Loop
 from finetune.training.oom_retry import Retry
 from finetune.training.progress import Progress
 from finetune.training.recorder import StepNumbers
@@ -126,7 +126,7 @@ def made(
         schedule=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
         steps=Steps(ROWS, RowOrder([2] * len(ROWS), 2, 0, False), MicroBatches(MicroBatching(2), 0), 2, on_card=False),
         progress=progress,
-        intervals=Intervals(evaluate_every, save_every, save_best, patience),
+        evaluate_every=evaluate_every, save_every=save_every, save_best=save_best, patience=patience,
         retry=Retry(never),
         recorder=everything,
         checkpoints=everything,

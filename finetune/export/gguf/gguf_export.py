@@ -9,12 +9,14 @@ from typing import Any
 
 import psutil
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.errors import MachineError
 from finetune.export import proof
 from finetune.export.conversion import Conversion
 from finetune.export.gguf import gguf_families, gguf_model, gguf_recipes, gguf_vocabulary, llama_cpp
 from finetune.export.gguf.gguf_types import TYPES
+from finetune.model.source.locate import hub_call
 from finetune.model.structure import experts
 from finetune.runtime import libraries, patches
 
@@ -97,14 +99,7 @@ def _approximated(job: Conversion, model: Any, trained: list[torch.Tensor]) -> t
 
 
 def load(file: Path, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """The model in a GGUF file, by transformers' reader, with the configuration that it was written from.
-
-    The reader's own configuration lacks what a file stores in tensors, such as Llama 3's rotary scaling.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from finetune.model.source.locate import hub_call
-
+    """The model in a GGUF file by transformers' reader, whose own configuration lacks what files store in tensors."""
     config = gguf_families.text(config)
     if config.model_type == "gemma3_text":  # its scale of attention is in the file's norms
         config = copy.deepcopy(config)

@@ -196,22 +196,22 @@ def _add_gemma4(writer: Any, config: Any) -> None:
     writer.add_shared_kv_layers(config.num_kv_shared_layers)
     writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input or 0)
     if config.enable_moe_block:
-        writer.add_expert_count(config.num_experts)
-        writer.add_expert_used_count(config.top_k_experts)
-        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        _add_experts(writer, config.num_experts, config.top_k_experts, config.moe_intermediate_size)
+
+
+_GEMMA4_NAMES = {
+    "layer_scalar": "layer_scalar.weight",
+    ".experts.gate_up_proj": ".experts.gate_up_proj.weight",
+    ".experts.down_proj": ".experts.down_proj.weight",
+    "router.scale": "router.proj.scale",
+    "router.per_expert_scale": "experts.down_proj.scale",
+}
+"""Ends of the names of Gemma 4's tensors, and those by which `gguf` knows them."""
 
 
 def _gemma4_parts(name: str, tensor: torch.Tensor, config: Any) -> Parts:
-    if name.endswith("layer_scalar"):
-        return {f"{name}.weight": tensor}
-    if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
-        return {f"{name}.weight": tensor}
-    layer = name.removesuffix("router.scale").removesuffix("router.per_expert_scale")
-    if name.endswith("router.scale"):
-        return {f"{layer}router.proj.scale": tensor}
-    if name.endswith("router.per_expert_scale"):
-        return {f"{layer}experts.down_proj.scale": tensor}
-    return {name: tensor}
+    end = next((end for end in _GEMMA4_NAMES if name.endswith(end)), None)
+    return {name.removesuffix(end) + _GEMMA4_NAMES[end] if end else name: tensor}
 
 
 # -- mixtures --------------------------------------------------------------------------------------------------------
@@ -225,10 +225,14 @@ def _refuse_qwen3_moe(config: Any) -> str | None:
     return _refuse_windows(config)
 
 
+def _add_experts(writer: Any, count: int, used: int, inside: int) -> None:
+    writer.add_expert_count(count)
+    writer.add_expert_used_count(used)
+    writer.add_expert_feed_forward_length(inside)
+
+
 def _add_qwen3_moe(writer: Any, config: Any) -> None:
-    writer.add_expert_count(config.num_experts)
-    writer.add_expert_used_count(config.num_experts_per_tok)
-    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    _add_experts(writer, config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size)
 
 
 def _qwen3_moe_parts(name: str, tensor: torch.Tensor, config: Any) -> Parts:
@@ -250,9 +254,7 @@ def _refuse_gpt_oss(config: Any) -> str | None:
 
 def _add_gpt_oss(writer: Any, config: Any) -> None:
     writer.add_sliding_window(config.sliding_window)
-    writer.add_expert_count(config.num_local_experts)
-    writer.add_expert_used_count(config.num_experts_per_tok)
-    writer.add_expert_feed_forward_length(config.intermediate_size)
+    _add_experts(writer, config.num_local_experts, config.num_experts_per_tok, config.intermediate_size)
 
 
 def _gpt_oss_parts(name: str, tensor: torch.Tensor, config: Any) -> Parts:
@@ -318,10 +320,8 @@ def _qwen35_parts(name: str, tensor: torch.Tensor, config: Any) -> Parts:
         return {name: -_tiled(tensor, 1, config).float().exp()}
     if last == "dt_bias":
         return {f"{start}.linear_attn.dt_proj.bias": _tiled(tensor, 1, config)}
-    if last == "conv1d.weight":
-        tensor = tensor.squeeze(1)
-        return {name: torch.cat([tensor[: 2 * keys], _tiled(tensor[2 * keys :], size, config)])}
-    if last == "in_proj_qkv.weight":
+    if last in ("conv1d.weight", "in_proj_qkv.weight"):
+        tensor = tensor.squeeze(1) if last == "conv1d.weight" else tensor
         return {name: torch.cat([tensor[: 2 * keys], _tiled(tensor[2 * keys :], size, config)])}
     if last == "in_proj_z.weight":
         return {name: _tiled(tensor, size, config)}

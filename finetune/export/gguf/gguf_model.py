@@ -15,8 +15,10 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from finetune.config import QuantizationSection
 from finetune.errors import ConfigError
@@ -40,8 +42,6 @@ def write(
     Takes the memory of one tensor. Returns the known differences of llama.cpp, as sentences. Raises ConfigError for a
     model that llama.cpp cannot express, OSError if the disk lacks room.
     """
-    import gguf
-
     family, text = gguf_families.family(config), gguf_families.text(config)
     with _written(gguf.GGUFWriter(file, family.arch)) as writer:
         writer.add_type("model")
@@ -61,8 +61,6 @@ def write(
 
 def write_lora(config: Any, pairs: dict[str, tuple[torch.Tensor, torch.Tensor]], rank: int, file: Path) -> None:
     """Write a LoRA adapter for llama.cpp; `pairs`: A (rank, in) and B (out, rank) with the scale, by module name."""
-    import gguf
-
     family, text = gguf_families.family(config), gguf_families.text(config)
     with _written(gguf.GGUFWriter(file, family.arch)) as writer:
         writer.add_type("adapter")
@@ -84,12 +82,7 @@ def write_lora(config: Any, pairs: dict[str, tuple[torch.Tensor, torch.Tensor]],
         _write_tensors(writer, file, infos, (functools.partial(torch.clone, tensor) for tensor in made.values()))
 
 
-# -- hyperparameters -------------------------------------------------------------------------------------------------
-
-
 def _add_parameters(writer: Any, config: Any, family: Family) -> list[str]:
-    import gguf
-
     longest, known = context(config)
     rope, head = gguf_families.rope(config), gguf_families.head_size(config)
     # Layers of one model may differ in these (Gemma 4).
@@ -129,8 +122,6 @@ def context(config: Any) -> tuple[int, list[str]]:
         return window, [said]
     return longest, []
 
-
-# -- tensors ---------------------------------------------------------------------------------------------------------
 
 # Small matrices that decide much, or that llama.cpp takes in float32 alone.
 _EXACT = (".bias", ".scale", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "ssm_conv1d.weight")
@@ -172,8 +163,6 @@ def _own_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def _names(config: Any, family: Family) -> Any:
-    import gguf
-
     [arch] = [key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == family.arch]
     return gguf.get_tensor_name_map(arch, config.num_hidden_layers)
 
@@ -197,8 +186,6 @@ def _stored(name: str, tensor: torch.Tensor, config: Any, family: Family) -> ggu
 
 def _frequency_factors(config: Any) -> torch.Tensor | None:
     """The divisors of the rotary frequencies for a scaling that is stored as a tensor: (head size / 2,), else None."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     rope, head = gguf_families.rope(config), gguf_families.head_size(config)
     if rope["rope_type"] == "proportional":
         rotated = int(rope["partial_rotary_factor"] * head // 2)
@@ -211,8 +198,6 @@ def _frequency_factors(config: Any) -> torch.Tensor | None:
 
 def _type(name: str, shape: list[int], kind: str, config: Any) -> Any:
     """The type of a tensor: vectors and `_EXACT` stay in float32, and rows that blocks do not divide in float16."""
-    import gguf
-
     if len(shape) < 2 or name.endswith(_EXACT):
         return gguf.GGMLQuantizationType.F32
     wanted = gguf_recipes.type_of(name, kind, config) if TYPES[kind].recipe else gguf.GGMLQuantizationType[kind.upper()]
@@ -234,8 +219,6 @@ def _write_tensors(
     writer: Any, file: Path, infos: list[tuple[str, Any, list[int]]], tensors: Iterator[Callable[[], torch.Tensor]]
 ) -> None:
     """Write header, keys and then each tensor, one in memory at a time."""
-    import gguf
-
     total = 0
     for name, kind, shape in infos:
         stored = gguf.quant_shape_to_byte_shape(shape, kind)
@@ -253,8 +236,6 @@ def _write_tensors(
 
 def _encoded(name: str, tensor: torch.Tensor, kind: Any) -> np.ndarray:
     """The bytes of a tensor in a GGUF type, converted a few rows at a time."""
-    import gguf
-
     matrix = tensor.reshape(-1, tensor.shape[-1])
     encoded = np.empty(gguf.quant_shape_to_byte_shape(matrix.shape, kind), dtype=np.uint8)
     rows = max(1, _CHUNK // matrix.shape[-1])

@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from gguf import GGMLQuantizationType as Types
+from gguf import quant_shape_to_byte_shape
 
 from finetune.errors import MachineError
 
@@ -33,8 +35,6 @@ def check(kind: str) -> None:
 
 def type_of(name: str, kind: str, config: Any) -> Any:
     """The type of the matrix `name` in a file of the K-quant `kind`; `config` is transformers' of the model."""
-    from gguf import GGMLQuantizationType as Types
-
     main = Types[kind.upper().removesuffix("_M")]
     if name == "output.weight" or (name == "token_embd.weight" and config.tie_word_embeddings):
         return Types.Q6_K
@@ -54,15 +54,11 @@ def type_of(name: str, kind: str, config: Any) -> Any:
 
 def fallback(kind: Any) -> Any:
     """The type that replaces a K-quant if rows are not divisible by 256; None for other types."""
-    from gguf import GGMLQuantizationType as Types
-
     return {Types.Q4_K: Types.Q5_0, Types.Q5_K: Types.Q5_1, Types.Q6_K: Types.Q8_0}.get(kind)
 
 
 def quantize(matrix: np.ndarray, kind: Any) -> np.ndarray:
     """The bytes of a float32 matrix as a K-quant: (rows, bytes of a row)."""
-    from gguf import quant_shape_to_byte_shape
-
     matrix = np.ascontiguousarray(matrix, dtype=np.float32)
     quantized = np.empty(quant_shape_to_byte_shape(matrix.shape, kind), dtype=np.uint8)
     rows, width = matrix.shape

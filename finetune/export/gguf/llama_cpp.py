@@ -57,10 +57,7 @@ class Server:
         return [int(token) for token in ids]
 
     def log_probs(self, prompt: list[int], count: int = 1) -> dict[int, float]:
-        """The `count` most likely next tokens in order, and their log-probabilities.
-
-        Empty if the first is only a part of a character, which the server keeps back until the character is complete.
-        """
+        """The `count` most likely next tokens and their log-probabilities; empty before a part of a character."""
         answer = self.post("/completion", prompt=prompt, n_predict=1, n_probs=count, temperature=0.0)
         [first] = answer.get("completion_probabilities", [{"top_logprobs": []}])
         return {one["id"]: one["logprob"] for one in first["top_logprobs"]}
@@ -73,7 +70,6 @@ class Server:
 
 
 def _reason(error: urllib.error.HTTPError) -> str:
-    """The server's message for a refused request."""
     try:
         return str(json.load(error)["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -86,9 +82,7 @@ def installed() -> bool:
 
 @contextlib.contextmanager
 def serving(file: Path, context: int, lora: Path | None = None) -> Iterator[Server]:
-    """Serve `file` on this machine with room for `context` tokens, with the LoRA adapter `lora` if given. Raises
-    ArtifactError if llama.cpp cannot load the file.
-    """
+    """Serve `file` with room for `context` tokens, with the LoRA adapter `lora` if given. Raises ArtifactError."""
     library: Any = importlib.import_module("xllamacpp")
     settings = library.CommonParams()
     settings.model.path = str(file)
@@ -178,7 +172,6 @@ def compare(
 
 
 def _prompt(server: Server, job: Conversion) -> str:
-    """The prompt that the server makes of the example."""
     if isinstance(job.example, Chat):
         return str(server.post("/apply-template", messages=job.example.messages)["prompt"])
     return str(job.example.prompt if hasattr(job.example, "prompt") else job.example.text)

@@ -105,17 +105,14 @@ def _value(text: str) -> str:
     if all(letter.isprintable() or letter in "\t\r\n" for letter in text):
         for quotes in ('"', '"""'):
             ends = [end for end, letter in enumerate(text) if letter in "\r\n"]
-            ended = (_is_whole((quotes + text[:end]).strip(), quotes) for end in ends)
-            if not any(ended) and (quotes != '"' or not text.startswith('""')):
+            starts = [(quotes + text[:end]).strip() for end in ends]
+            ended = any(len(start) >= 2 * len(quotes) and start.endswith(quotes) for start in starts)
+            if not ended and (quotes != '"' or not text.startswith('""')):
                 return quotes + text + quotes
     raise ConfigError(
         f"the stop token {text!r} has no form in a Modelfile; export `gguf` for llama.cpp's server, which reads the "
         "token itself"
     )
-
-
-def _is_whole(text: str, quotes: str) -> bool:
-    return len(text) >= 2 * len(quotes) and text.endswith(quotes)
 
 
 def _stops(job: Conversion) -> list[str]:

@@ -106,7 +106,6 @@ class Bases:
         return Blueprint(config.model, quantization, architecture, implementation, self.dtype).weightless()
 
     def _merged_architecture(self) -> Any:
-        """The transformers config of the merged model."""
         architecture = deepcopy(self.architecture)
         architecture.dtype = self.dtype
         architecture.architectures = architecture.architectures or [type(self.bare).__name__]

@@ -40,9 +40,8 @@ def merge(
 ) -> dict[str, Any]:
     """Publish the merged model and return its proof (see `proof.Proof`) with the identity of the base.
 
-    `onto` is a key of ONTO, by default the 16-bit base (the quantized one for LoftQ). `note` is called if tokenizer or
-    base cannot be verified, or the rows are not here. A failure leaves the adapter and an earlier merged model
-    untouched. Raises as `publish.merge`, the public function.
+    `onto` is a key of ONTO, by default the 16-bit base (the quantized one for LoftQ). A failure leaves the adapter and
+    an earlier merged model untouched.
     """
     if config.adapter.kind == "none":
         raise ConfigError(
@@ -93,7 +92,6 @@ def whole(run: RunDirectory, config: Config) -> dict[str, Any]:
 
 
 def _chosen(config: Config, onto: str | None) -> Onto:
-    """The base to merge into."""
     # LoftQ's adapter corrects the error of one quantization.
     needed: Onto | None = "quantized" if config.adapter.init == "loftq" else None
     if onto is None:
@@ -137,9 +135,7 @@ class _Runs:
 
 
 def _prove(bases: Bases, chosen: Onto, rows: list[list[int]], folder: Path, *, held_out: bool) -> dict[str, Any]:
-    """The proof of the model that was written to `folder`; for a quantized base, also how both merges compare with the
-    model that was trained.
-    """
+    """The proof of the model in `folder`; for a quantized base, also how both merges compare with the trained model."""
     bases.make_buffers()
     runs = _Runs.of(bases, chosen, rows, folder)
     comparison = proof.LogitComparison(mixture=bases.mixture)

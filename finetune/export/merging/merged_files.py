@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from finetune.errors import MachineError
 from finetune.export.merging.bases import Bases, Merging
@@ -78,8 +79,6 @@ def _tensors(merging: Merging, of: dict[str, streamed.ConversionGroup], names: l
 
 def write_settings(bases: Bases, base: Path, tokenizer: Any, folder: Path) -> None:
     """Write config.json and generation_config.json; generation stops at the end of a turn as it was trained."""
-    from transformers import GenerationConfig
-
     bases.merged_architecture.save_pretrained(str(folder))
     settings = bases.bare.generation_config
     if (base / "generation_config.json").is_file():

@@ -25,10 +25,7 @@ from finetune.storage import weight_files
 
 
 def attach(base: Any, section: AdapterSection, base_name: str, seed: int, revision: str | None = None) -> Any:
-    """Make `base` trainable: returns a PeftModel, or the base itself for `kind: none`.
-
-    The same seed gives the same adapter. Raises ConfigError naming the candidates if a target matches nothing.
-    """
+    """Make `base` trainable: a PeftModel, the same for the same seed; or the base itself for `kind: none`."""
     if section.kind == "none":
         return base.to(TRAINED_DTYPES[section.dtype]).requires_grad_(True)
     torch.manual_seed(seed)
@@ -45,7 +42,9 @@ def adapted(base: Any, section: AdapterSection, *, inference_mode: bool = False,
 
     config = lora_config(base, section)
     config.inference_mode = inference_mode
-    with _targets_as_named(), warnings.catch_warnings():
+    # PEFT would take linear layers of a mixture of experts for transformers 4's experts of the same names.
+    as_named = patches.CONVERT_ADAPTER_CONFIG.by(lambda *args, **kwargs: None)
+    with as_named, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to")  # PEFT sets it by the class of each layer
         try:
             return get_peft_model(base, config, **options)
@@ -74,7 +73,10 @@ def check_rank(base: Any, section: AdapterSection) -> None:
     lora_config(base, section)
     largest: dict[int, int] = {}
     for name, rank in ranks(base, section).items():
-        largest[rank] = max(largest.get(rank, 0), min(_sides(base.get_submodule(name))))
+        layer = base.get_submodule(name)
+        # GPT-2's layers have other names for their input and output features.
+        sides = (layer.nx, layer.nf) if hasattr(layer, "nf") else (layer.in_features, layer.out_features)
+        largest[rank] = max(largest.get(rank, 0), min(sides))
     for rank, side in largest.items():
         if rank > side:
             raise ConfigError(
@@ -83,16 +85,8 @@ def check_rank(base: Any, section: AdapterSection) -> None:
             )
 
 
-def _sides(layer: Any) -> tuple[int, int]:
-    """Input and output features; those of GPT-2's layers have other names."""
-    return (layer.nx, layer.nf) if hasattr(layer, "nf") else (layer.in_features, layer.out_features)
-
-
 def ranks(base: Any, section: AdapterSection) -> dict[str, int]:
-    """Full names of the linear layers that get an adapter, with their ranks.
-
-    Raises ConfigError for a key of `adapter.ranks` that matches none of them.
-    """
+    """Ranks of the linear layers that get an adapter, by full name. Raises ConfigError for a key that matches none."""
     from peft.utils.other import get_pattern_key
 
     targets = _targets(base, section)[0]
@@ -112,7 +106,7 @@ def _refuse_rank_of_none(key: str, layers: list[str]) -> None:
     if is_pattern(key):
         near = f", such as `{layers[0]}`" if layers else ""
         raise ConfigError(f"`adapter.ranks`: `{key}` matches the full name, or an end of it, of no adapted layer{near}")
-    _check([key], list(dict.fromkeys(name.rpartition(".")[2] for name in layers)), "adapter.ranks")
+    _check([key], list(dict.fromkeys(map(_last, layers))), "adapter.ranks")
 
 
 def lora_settings(section: AdapterSection, **more: Any) -> Any:
@@ -146,10 +140,7 @@ def casts_by_autocast(model: Any, section: AdapterSection, precision: str) -> co
 
 
 def set_trained_dtype(model: Any, section: AdapterSection) -> None:
-    """Cast trained weights to `section.dtype`.
-
-    DoRA's magnitudes stay in float32: their updates are smaller than bfloat16's resolution.
-    """
+    """Cast trained weights to `section.dtype`, except DoRA's magnitudes: their updates are too small for bfloat16."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             magnitude = "lora_magnitude_vector" in name
@@ -167,11 +158,11 @@ def _targets(base: Any, section: AdapterSection) -> tuple[str | list[str], list[
     if section.targets == "all-linear":
         others = [*experts.routers(base).values(), *map(base.get_submodule, direct | untrained)]
         return linear_but(base, *others) if others or experts.is_mixture(base) else "all-linear", []
-    linear, parameters = _linear_names(base), _parameter_names(base)
+    parameters = _parameter_names(base)
     names = [name for name in section.targets if not is_pattern(name)]
-    _check(names, [*linear, *parameters], "adapter.targets")
+    _check(names, [*dict.fromkeys(map(_last, linear_but(base))), *parameters], "adapter.targets")
     matched = matching(base, section)
-    refused = {name.rpartition(".")[2] for name in direct} & set(names) | set(direct) & set(matched)
+    refused = set(map(_last, direct)) & set(names) | set(direct) & set(matched)
     if wrong := sorted(refused):
         raise ConfigError(
             f"`adapter.targets`: an adapter on `{'`, `'.join(wrong)}` may not be trained, because this model's code "
@@ -203,10 +194,7 @@ def _refuse_untrained(target: str, name: str, base: Any) -> NoReturn:
 
 
 def matching(base: Any, section: AdapterSection) -> list[str]:
-    """Full names of the linear layers that a regular expression among the targets fully matches and rows of text train.
-
-    Raises ConfigError for an expression that matches none.
-    """
+    """Full names of the trained linear layers that a regular expression among the targets fully matches."""
     patterns = [] if section.targets == "all-linear" else [name for name in section.targets if is_pattern(name)]
     linear = linear_but(base) if patterns else []
     untrained = linear_layers.untrained(base) if patterns else frozenset()
@@ -272,22 +260,13 @@ def _refuse_on_parameters(chosen: dict[str, Any], section: AdapterSection) -> No
                 f"`adapter.targets`: `{name}` is quantized to 4 bit, and such experts cannot have an adapter; remove "
                 "it, or set `quantization.kind` to `int8` or `none`, which keep experts in 16 bit"
             )
-        wrong = {
-            "dropout": section.dropout,
-            "dora": section.dora,
-            "init": section.init == "pissa",
-            "ranks": section.ranks,
-        }
+        init = section.init == "pissa"
+        wrong = {"dropout": section.dropout, "dora": section.dora, "init": init, "ranks": section.ranks}
         if asked := [f"`adapter.{key}`" for key, value in wrong.items() if value]:
             raise ConfigError(
                 f"`adapter.targets`: `{name}` is a parameter, not a linear layer, so its adapter cannot use "
                 f"{', '.join(asked)}; remove one or the other"
             )
-
-
-def _targets_as_named() -> contextlib.AbstractContextManager[None]:
-    """Keep PEFT from mistaking linear layers of a mixture of experts for transformers 4's experts of the same names."""
-    return patches.CONVERT_ADAPTER_CONFIG.by(lambda *args, **kwargs: None)
 
 
 def _check_extra_modules(base: Any, section: AdapterSection) -> None:
@@ -296,8 +275,7 @@ def _check_extra_modules(base: Any, section: AdapterSection) -> None:
         for name, module in base.named_modules()
         if (own := list(module.parameters(recurse=False))) and all(tensor.is_floating_point() for tensor in own)
     )
-    names = {name.rpartition(".")[2] for name in trainable}
-    _check(section.extra_modules, sorted(names), "adapter.extra_modules")
+    _check(section.extra_modules, sorted(set(map(_last, trainable))), "adapter.extra_modules")
 
 
 def _check(wanted: list[str], candidates: list[str], key: str) -> None:
@@ -307,11 +285,6 @@ def _check(wanted: list[str], candidates: list[str], key: str) -> None:
             if len(several) > 1 and set(several) <= set(candidates):
                 raise ConfigError(f"`{key}`: write several as a list: [{', '.join(several)}]")
             raise ConfigError(f"`{key}`: {unknown(name, candidates)}")
-
-
-def _linear_names(base: Any) -> list[str]:
-    """Last name components of all linear layers, including quantized ones, except the output head."""
-    return list(dict.fromkeys(name.rpartition(".")[2] for name in linear_but(base)))
 
 
 def _start_from_quantization_error(model: Any, base_name: str, revision: str | None) -> None:

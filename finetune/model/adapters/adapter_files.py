@@ -72,10 +72,8 @@ def published(section: AdapterSection) -> AdapterSection:
 
 
 def check_files(directory: Path, section: AdapterSection) -> None:
-    """Check, without the base, that `directory` has the adapter that training with `section` publishes.
-
-    Raises ArtifactError naming a file that is missing or damaged, has weights that are not finite, or, for
-    adapter_config.json, differs from `section`.
+    """Raise ArtifactError unless `directory` has, complete and finite, the adapter that training with `section`
+    publishes.
     """
     file = directory / CONFIG
     values = stored_config(directory)
@@ -127,10 +125,7 @@ class Stored:
 
 
 def weightless_adapter(base: Any, directory: Path, section: AdapterSection) -> Any:
-    """`base` (on the meta device) with the adapter saved in `directory`, whose weights stay there.
-
-    Raises ArtifactError for an adapter whose targets, tensors or shapes do not fit `base` and `section`.
-    """
+    """`base` (on the meta device) with the adapter in `directory`, whose weights stay there. Raises ArtifactError."""
     return _built(base, directory, section, low_cpu_mem_usage=True)
 
 

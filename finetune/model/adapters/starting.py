@@ -116,7 +116,6 @@ def _shown(value: Any) -> str:
 
 
 def _layers(names: Iterable[str]) -> set[str]:
-    """Full names of the layers that tensors of these names adapt."""
     return {adapter_files.layer_of(name) for name in names if ".lora_" in name}
 
 

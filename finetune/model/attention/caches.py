@@ -77,11 +77,7 @@ CACHES: dict[str, KVCache] = {
 
 
 def make(name: str, architecture: Any, length: int) -> Any:
-    """An empty KV cache `name` for rows of `length` tokens.
-
-    Raises ConfigError for an unknown kind or one that the model cannot have, MachineError for one that needs another
-    version of transformers.
-    """
+    """An empty KV cache `name` for rows of `length` tokens. Raises ConfigError or MachineError if it cannot be had."""
     return pick(CACHES, name, "KV cache").make(architecture, length)
 
 

@@ -151,13 +151,9 @@ def _over_slices(values: Tensor, group: ProcessGroup) -> Tensor:
     return _Exchange.apply(values.expand(group.size(), -1), group).sum(0)
 
 
-# -- tokens for heads --------------------------------------------------------------------------------------------------
-
-
 def _exchanging(attend: Callable[..., Any] | None) -> Callable[..., Any]:
-    """An attention function that, in a pass over slices (`row_group`), calls `attend` with whole rows and fewer heads.
-
-    `attend` is by default the module's own eager attention.
+    """An attention function that in a pass over slices calls `attend`, or eager attention, with whole rows and fewer
+    heads.
     """
 
     def attention(

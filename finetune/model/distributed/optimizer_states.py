@@ -24,9 +24,8 @@ def groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def read(optimizer: torch.optim.Optimizer) -> States:
-    """The states as they are, tensors not copied.
-
-    A tensor that several weights share, such as bitsandbytes' quantization map, is there once.
+    """The states as they are, tensors not copied; one that several weights share, such as a quantization map, is there
+    once.
     """
     tensors: dict[str, Tensor] = {}
     names: dict[int, str] = {}
@@ -44,10 +43,7 @@ def read(optimizer: torch.optim.Optimizer) -> States:
 
 
 def restore(optimizer: torch.optim.Optimizer, states: Sequence[Mapping[str, Any]]) -> None:
-    """Give each weight its states, with the dtype, device and paging of each tensor.
-
-    Raises ValueError if they do not fit.
-    """
+    """Give each weight its states, with the dtype, device and paging of each. Raises ValueError if they do not fit."""
     if isinstance(optimizer, Optimizer8bit):
         _restore_bitsandbytes(optimizer, states)
     else:

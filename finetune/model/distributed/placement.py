@@ -39,10 +39,7 @@ def gathers(model: nn.Module, release: Callable[[nn.Module], None]) -> None:
 
 
 def release_gathered(model: nn.Module) -> None:
-    """Free weights that forward passes gathered; to be called after those that no backward pass follows.
-
-    A rank would otherwise hold whole weights, beside which its own part is updated.
-    """
+    """Free weights that forward passes gathered, beside which this rank's part would be updated."""
     if model in _gathered:
         _gathered[model](model)
 

@@ -108,10 +108,7 @@ class Sharding:
         before = os.environ.get(_ONE_AT_A_TIME)
         os.environ[_ONE_AT_A_TIME] = "1"
         try:
-            with (
-                patches.SET_PARAMETER.by(load_and_keep),
-                patches.LOADING_WARMUP.by(lambda *_: None),
-            ):
+            with patches.SET_PARAMETER.by(load_and_keep), patches.LOADING_WARMUP.by(lambda *_: None):
                 yield
         finally:
             del os.environ[_ONE_AT_A_TIME]

@@ -62,13 +62,9 @@ class Zero:
     holds_parts = True
 
     def __init__(
-        self,
-        model: Any,
-        optimizer: torch.optim.Optimizer,
-        section: DistributedSection,
-        max_grad_norm: float,
+        self, model: Any, optimizer: torch.optim.Optimizer, section: DistributedSection, max_grad_norm: float,
         device: torch.device,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._deepspeed = _imported(device)
         self.model = model
         self.world_size = ranks.world_size()
@@ -147,8 +143,6 @@ class Zero:
     def empty_update(self, max_norm: float) -> None:
         self.clip(max_norm)
 
-    # -- weights -------------------------------------------------------------------------------------------------------
-
     def shape_of(self, weight: Tensor) -> torch.Size:
         return shape_of(weight)
 
@@ -170,8 +164,6 @@ class Zero:
         """In the block the weight is whole; with `write`, what rank 0 then has is partitioned again."""
         with self._deepspeed.zero.GatheredParameters([weight], modifier_rank=0 if write else None):
             yield
-
-    # -- state ---------------------------------------------------------------------------------------------------------
 
     def optimizer_state(self) -> States:
         tensors: dict[str, Tensor] = {}
@@ -275,7 +267,6 @@ class Zero:
 def _config(
     section: DistributedSection, max_grad_norm: float, trained: int, device: torch.device, disk: Disk | None
 ) -> dict[str, Any]:
-    """DeepSpeed's config."""
     sharing: dict[str, Any] = {
         "stage": STAGES[section.stage],
         "reduce_bucket_size": min(trained, BUCKET),
@@ -300,7 +291,6 @@ def _config(
 
 
 def _imported(device: torch.device) -> Any:
-    """The package, quiet."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     deepspeed = importlib.import_module("deepspeed")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

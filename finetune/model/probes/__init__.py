@@ -24,10 +24,7 @@ class Failed(Exception):
 
 @contextlib.contextmanager
 def attempt(refusal: Callable[[Exception], Exception] = Failed) -> Iterator[None]:
-    """Raise `refusal(error)` for any error of a model's or a kernel's code in the block.
-
-    Out-of-memory errors and those of other ranks are raised as they are.
-    """
+    """Raise `refusal(error)` for errors of a model's or kernel's code, except those of memory and of other ranks."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, dist.DistError):

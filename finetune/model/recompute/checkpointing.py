@@ -34,10 +34,7 @@ _levels: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
 def apply(model: Any, section: MemorySection, device_type: str) -> None:
-    """Switch checkpointing on for the layers the section names; `model` is the base, wrapped or not.
-
-    On a CPU (`device_type`) layer inputs are in host memory anyway, and `offload` does nothing.
-    """
+    """Switch checkpointing on for the layers the section names; `model` is the base. On a CPU nothing is offloaded."""
     for module in model.modules():
         if hasattr(module, "recurrent_states"):
             module.register_forward_hook(_forget_state)
@@ -67,9 +64,7 @@ def apply(model: Any, section: MemorySection, device_type: str) -> None:
 def _checkpoint(
     layer: nn.Module, biased_experts: bool, copies: offload.Offload | None, function: Callable[..., Any], *inputs: Any
 ) -> Any:
-    """Run `function`, the forward pass of `layer`; the backward pass recomputes all that the layer's level does not
-    keep.
-    """
+    """Run `function`, the forward pass of `layer`; the backward pass recomputes all that its level does not keep."""
     kept = KEPT[_levels[layer]]
     # torch 2.13 cannot compile such contexts, even if they keep nothing, nor context variables.
     contexts = {"context_fn": functools.partial(keeping.contexts, kept, biased_experts)} if kept else {}

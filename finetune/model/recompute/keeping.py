@@ -127,7 +127,10 @@ def _policy(
     elif name in _ATTENTION:
         keeps = ATTENTION in kinds and not _drops_out(_ATTENTION[name], args, named)
     else:
-        keeps = PRODUCTS in kinds and name in _PRODUCTS and _is_large(*_PRODUCTS[name](args))
+        keeps = PRODUCTS in kinds and name in _PRODUCTS
+        if keeps:
+            inputs, outputs = _PRODUCTS[name](args)
+            keeps = inputs * _OUTPUTS_PER_INPUT >= outputs
     return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -136,7 +139,3 @@ def _drops_out(index: int | None, args: Any, named: Any) -> bool:
     if index is None:
         return False
     return bool(args[index] if len(args) > index else named.get("dropout_p", 0.0))
-
-
-def _is_large(inputs: int, outputs: int) -> bool:
-    return inputs * _OUTPUTS_PER_INPUT >= outputs

@@ -1,17 +1,10 @@
 """The architecture facts of well-known models, so that building and forecasting them needs no network.
 
-`catalog.json` holds, for each hub name, the fields of the hub's `config.json` that define the architecture,
-and the published number of parameters with tied weights counted once. The fields have the form transformers 5
-expects (`rope_parameters` in place of `rope_theta` and `rope_scaling`; see
-https://huggingface.co/docs/transformers/main/en/main_classes/configuration). The number comes from what was
-published (the hub's safetensors metadata, Keras Hub presets; each entry's `source` says which), never from
-building the model: the tests compare the two.
-
-An alias is another checkpoint of the same shapes, such as the instruct variant. It lists only the facts in
-which its own `config.json` differs: the end-of-text token and, for Qwen, the context length and the norms'
-epsilon.
-
-Initializer, dropout, cache settings and dtype are left to the library.
+`catalog.json` holds, by hub name, the fields of the hub's `config.json` that define the architecture, in the form of
+transformers 5, and the published number of parameters with its source; the tests compare that with the built model. An
+alias is another checkpoint of the same shapes, such as the instruct variant, and lists the facts in which it differs:
+the end-of-text token and, for Qwen, the context length and the norms' epsilon. Initializer, dropout, cache settings and
+dtype are left to the library.
 """
 
 from __future__ import annotations
@@ -33,12 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CatalogEntry:
-    """The facts of one model.
+    """The facts of one model: keyword arguments of the transformers configuration, to be treated as read-only.
 
-    `parameters` counts tied weights once; `source` says where that number was published. `facts` are keyword
-    arguments of the transformers configuration, including `model_type` and `architectures`; treat them as
-    read-only. `note` is for readers: the larger Gemma 3 checkpoints, for example, are multimodal, and their
-    entries describe only the text model.
+    `parameters` counts tied weights once; `source` says where that number was published. `note` is for readers: the
+    entries of the larger Gemma 3 checkpoints, which are multimodal, describe only the text model.
     """
 
     name: str
@@ -83,10 +74,7 @@ def families() -> set[str]:
 
 
 def config(name: str) -> PreTrainedConfig:
-    """A new configuration of a catalogued model, ready for `AutoModelForCausalLM.from_config`.
-
-    Raises `ConfigError`, with the closest names, when the catalog has no such model.
-    """
+    """A new configuration of a catalogued model. Raises ConfigError, with the closest names, if there is none."""
     entry = find(name)
     if entry is None:
         hint = ", ".join(nearest(name))
@@ -125,10 +113,7 @@ def says(model: type, attribute: str) -> bool:
 
 
 def nearest(name: str, limit: int = 3) -> list[str]:
-    """Up to `limit` names and aliases similar to `name`, the closest first.
-
-    Case is ignored, as is the organisation if `name` has none: `llama-3.1-8b` finds `meta-llama/Llama-3.1-8B`.
-    """
+    """Up to `limit` similar names, the closest first; without case, and without the organisation if `name` has none."""
     spelled = {}
     for known in names(aliases=True):
         spelled[(known if "/" in name else known.split("/")[1]).lower()] = known

@@ -13,9 +13,9 @@ import functools
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from finetune.config.field_types import Help
 from finetune.errors import ArtifactError, ConfigError
@@ -27,6 +27,8 @@ RENDER_SECONDS = 5.0
 # Limits on the memory and the result of rendering; the longest row that is read has 64 MiB of text.
 RENDER_BYTES = 2**30
 _RENDERED_CHARACTERS = 2**27
+
+T = TypeVar("T")
 
 SUFFIX = ".jinja"
 
@@ -57,10 +59,7 @@ def is_plain(tokenizer: Any) -> bool:
 
 
 def choose(choice: str, own: Any) -> Any:
-    """The template for `choice` (a key of TEMPLATES, or a .jinja file); `own` is the tokenizer's, or None.
-
-    Raises ConfigError for a file that cannot be read.
-    """
+    """The template for `choice` (a key of TEMPLATES, or a .jinja file); `own` is the tokenizer's, or None."""
     if choice == "auto":
         return own or named("plain")
     if not choice.endswith(SUFFIX):
@@ -76,13 +75,9 @@ def choose(choice: str, own: Any) -> Any:
 
 
 def text(
-    tokenizer: Any,
-    messages: list[dict[str, Any]],
-    *,
-    tools: list[dict[str, Any]] | None = None,
-    prompt: bool = False,
-    marks: bool = False,
-) -> tuple[str, list[tuple[int, int]]]:
+    tokenizer: Any, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None,
+    prompt: bool = False, marks: bool = False,
+) -> tuple[str, list[tuple[int, int]]]:  # fmt: skip
     """The text of a conversation; with `prompt`, including the opening of the assistant's turn.
 
     With `marks`, also the character spans that the template marks as the assistant's (`{% generation %}`). Raises
@@ -163,9 +158,8 @@ def _with_at_most(more_bytes: int) -> Iterator[None]:
     import resource
 
     try:
-        statm = os.open(
-            "/proc/self/statm", os.O_RDONLY
-        )  # runs for each row, and a file object would take six times as long
+        # Runs for each row, and a file object would take six times as long.
+        statm = os.open("/proc/self/statm", os.O_RDONLY)
     except OSError:
         yield
         return
@@ -198,16 +192,18 @@ def _for_at_most(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, earlier)
 
 
+def kept_by_tokenizer(compute: Callable[[Any], T]) -> Callable[[Any], T]:
+    """A function of a tokenizer that is computed once for each one with its chat template and number of tokens."""
+    kept = functools.lru_cache(maxsize=8)(lambda tokenizer, template, size: compute(tokenizer))
+    return functools.wraps(compute)(lambda tokenizer: kept(tokenizer, str(tokenizer.chat_template), len(tokenizer)))
+
+
+@kept_by_tokenizer
 def end_of_turn(tokenizer: Any) -> int | None:
     """The token that closes an assistant turn, found by rendering one; EOS if the template fails to render it.
 
     None if no special token closes a turn, so that a model could not learn to stop.
     """
-    return _end_of_turn(tokenizer, str(tokenizer.chat_template))
-
-
-@functools.lru_cache(maxsize=8)
-def _end_of_turn(tokenizer: Any, _: str) -> int | None:
     try:
         prompt, whole = ids(tokenizer, _PROBE[:1], prompt=True), ids(tokenizer, _PROBE)
     except ArtifactError:
@@ -239,12 +235,8 @@ def write_generation_config(settings: Any, tokenizer: Any, folder: Path) -> None
     settings.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
 
 
+@kept_by_tokenizer
 def special_ids(tokenizer: Any) -> frozenset[int]:
     """Ids of special tokens except the unknown token, which ordinary text may contain."""
-    return _special_ids(tokenizer, len(tokenizer))
-
-
-@functools.lru_cache(maxsize=8)
-def _special_ids(tokenizer: Any, _: int) -> frozenset[int]:
     added = (token for token, added in tokenizer.added_tokens_decoder.items() if added.special)
     return frozenset({*added, *tokenizer.all_special_ids} - {tokenizer.unk_token_id})

@@ -38,7 +38,9 @@ def locate(name: str) -> str:
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ArtifactError(f"{name}: a model directory needs config.json; this one has none")
-        _refuse_huge_json(path)
+        for file in path.glob("*.json"):
+            if (size := file.stat().st_size) > _JSON_BYTES:
+                raise ArtifactError(f"{file}: {size} bytes of JSON, more than any model has; download the model again")
         return str(path)
     if name.startswith(_HUB):
         raise ArtifactError(f"{name}: give the model's name on the hub: {name.removeprefix(_HUB)}")
@@ -47,12 +49,6 @@ def locate(name: str) -> str:
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ArtifactError(f"{name}: no such model directory")
     return name
-
-
-def _refuse_huge_json(folder: Path) -> None:
-    for file in folder.glob("*.json"):
-        if (size := file.stat().st_size) > _JSON_BYTES:
-            raise ArtifactError(f"{file}: {size} bytes of JSON, more than any model has; download the model again")
 
 
 def at_hand(name: str) -> bool:
@@ -66,10 +62,7 @@ def at_hand(name: str) -> bool:
 
 
 def weights_directory(name: str, revision: str | None, *, download: bool = False) -> Path:
-    """The folder of a model's files: a local directory, or the snapshot in the hub's cache.
-
-    `download` fetches weights and configuration that the cache lacks.
-    """
+    """The folder of a model's files, local or a snapshot in the hub's cache; `download` fetches what that lacks."""
     from huggingface_hub import snapshot_download
 
     folder = Path(locate(name))
@@ -98,9 +91,8 @@ def card(section: ModelSection) -> Mapping[str, Any]:
 
 
 def hub_call(what: str, load: Callable[[], T]) -> T:
-    """Run a transformers loading call and convert its errors into one clear paragraph.
-
-    Raises MachineError if the hub cannot be reached or refuses, ArtifactError if the files are unusable.
+    """Run a loading call. Raises MachineError if the hub cannot be reached or refuses, ArtifactError for unusable
+    files.
     """
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
     from safetensors import SafetensorError
@@ -129,12 +121,9 @@ def hub_call(what: str, load: Callable[[], T]) -> T:
             raise
         if "Couldn't instantiate the backend tokenizer" in str(error):
             raise ArtifactError(f"{what}: it has no tokenizer files; set `model.tokenizer`") from None
-        raise ArtifactError(f"{what}: its files cannot be read: {_first(error)}{_nearest(what)}") from None
-
-
-def _nearest(what: str) -> str:
-    near = catalog.nearest(what)
-    return f" Known architectures: {', '.join(near)}." if near else ""
+        near = catalog.nearest(what)
+        known = f" Known architectures: {', '.join(near)}." if near else ""
+        raise ArtifactError(f"{what}: its files cannot be read: {_first(error)}{known}") from None
 
 
 def _first(error: BaseException) -> str:

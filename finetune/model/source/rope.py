@@ -14,10 +14,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 def scaled(architecture: Any, section: ModelSection) -> Any:
-    """The transformers config, changed in place to the scaling of `section`, if it has one.
-
-    Raises ConfigError for a base whose rotary embedding is scaled already, or cannot be.
-    """
+    """The transformers config, changed in place to the scaling of `section`. Raises ConfigError if it cannot be."""
     if (scaling := section.rope_scaling) is None:
         return architecture
     text = architecture.get_text_config()

@@ -27,8 +27,7 @@ def load_tokenizer(section: ModelSection, chat_template: str = "auto") -> Any:
     revision = section.revision if own else None
     code = pinned_code(section) if own else {"trust_remote_code": False}
     tokenizer = hub_call(
-        f"the tokenizer of `{name}`",
-        lambda: AutoTokenizer.from_pretrained(locate(name), revision=revision, **code),
+        f"the tokenizer of `{name}`", lambda: AutoTokenizer.from_pretrained(locate(name), revision=revision, **code)
     )
     if tokenizer.eos_token_id is None:
         raise ArtifactError(f"the tokenizer of `{name}` has no end-of-text token; set `eos_token` in its config")

@@ -58,9 +58,8 @@ def mixture(model: nn.Module, kind: str, quantized: Set[str]) -> Mixture:
 
 
 def weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield (name in the model, module, name in the module) of each parameter that holds all experts of a layer.
-
-    Such a parameter has three dimensions and belongs to a class whose name contains `Expert`.
+    """Yield (name in the model, module, name in the module) of each parameter that holds all experts of a layer: of
+    three dimensions, in a class whose name contains `Expert`.
     """
     for path, module in model.named_modules():
         if "Expert" in type(module).__name__:

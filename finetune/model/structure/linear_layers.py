@@ -52,10 +52,7 @@ def read_directly(model: Any) -> frozenset[str]:
 
 
 def untrained(model: Any) -> frozenset[str]:
-    """Full names of the layers in `model` that rows of text do not train; none if the model's code fails before.
-
-    The same holds as for `read_directly`.
-    """
+    """Full names of the layers that rows of text do not train; as `read_directly`. Empty if the code fails first."""
     return _names(model)[1]
 
 
@@ -110,9 +107,7 @@ def probe(model: Any) -> NotAdaptable:
 def _pass(
     model: Any, layers: list[nn.Linear], read: set[nn.Linear], tokens: int, *, training: bool = True
 ) -> set[nn.Linear]:
-    """The `layers` to whose weight the logits of a row have a gradient; adds to `read` those whose weight is read
-    directly.
-    """
+    """The `layers` to whose weight the logits of a row have a gradient; those read directly are added to `read`."""
     was_training = model.training
     with (
         torch.random.fork_rng([]),

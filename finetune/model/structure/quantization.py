@@ -10,9 +10,8 @@ from finetune.config import QuantizationSection
 
 @dataclass(frozen=True)
 class Quantization:
-    """One kind of quantization with its arguments for transformers' BitsAndBytesConfig (None: unquantized).
-
-    `ignores`: keys of the section that do not apply to it, and that a config must not set.
+    """A kind of quantization with its arguments for BitsAndBytesConfig (None: unquantized), and the keys that it
+    `ignores`.
     """
 
     help: str
@@ -23,9 +22,7 @@ class Quantization:
 
 QUANTIZATIONS: dict[str, Quantization] = {
     "nf4": Quantization(
-        "4-bit NormalFloat in blocks of 64",
-        {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
-        four_bit=True,
+        "4-bit NormalFloat in blocks of 64", {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, four_bit=True
     ),
     "fp4": Quantization(
         "4-bit float in blocks of 64", {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, four_bit=True

@@ -86,23 +86,18 @@ class Weights(Mapping[str, torch.Tensor]):
         return _single(converter.convert(group.targets[0], model=self._model, config=self._model.config))
 
     def reverted(self, group: ConversionGroup, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The tensors of the files from which a group's weights would be made.
-
-        Raises ArtifactError if transformers' conversion cannot be reversed.
-        """
+        """The tensors of the files from which a group's weights would be made. Raises ArtifactError."""
         if group.converter is None:
             return {group.sources[0]: tensors[group.targets[0]]}
         from transformers.core_model_loading import revert_weight_conversion
 
         # As `from_pretrained` leaves it on a model that it has loaded, for `save_pretrained`.
         self._model._weight_conversions = [one for one in self._conversions if one.was_used()]  # noqa: SLF001
+        reverted, reason = dict[str, torch.Tensor](), ""
         try:
             reverted = _single(revert_weight_conversion(self._model, tensors))
         except Exception as error:  # a conversion without a reverse may raise anything
-            reverted = {}
             reason = f" ({error})"
-        else:
-            reason = ""
         shapes = {source: list(self.stored(source).shape) for source in group.sources}
         if {name: list(tensor.shape) for name, tensor in reverted.items()} != shapes:
             raise ArtifactError(
@@ -117,27 +112,22 @@ class Weights(Mapping[str, torch.Tensor]):
         The loop repeats that of transformers' loader (5.23, `convert_and_load_state_dict_in_model`): a source is
         renamed and matched to a pattern; all sources that get the same name are one group.
         """
+        from transformers import core_model_loading as loading
         from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import (
-            WeightConverter,
-            WeightRenaming,
-            dot_natural_key,
-            rename_source_key,
-        )
 
         self._conversions = get_model_conversion_mapping(self._model)
-        renamings = [one for one in self._conversions if isinstance(one, WeightRenaming)]
-        converters = [one for one in self._conversions if isinstance(one, WeightConverter)]
+        renamings = [one for one in self._conversions if isinstance(one, loading.WeightRenaming)]
+        converters = [one for one in self._conversions if isinstance(one, loading.WeightConverter)]
         converter_of = {pattern: one for one in converters for pattern in one.source_patterns}
         names, prefix = self._model.state_dict(), self._model.base_model_prefix
         by_name: dict[str, list[tuple[str, str | None]]] = {}
-        for source in sorted(self._file_of, key=dot_natural_key):
-            name, pattern = rename_source_key(source, renamings, converters, prefix, names)
+        for source in sorted(self._file_of, key=loading.dot_natural_key):
+            name, pattern = loading.rename_source_key(source, renamings, converters, prefix, names)
             if name not in names and source in names:
-                name, pattern = rename_source_key(source, [], [], prefix, names)
+                name, pattern = loading.rename_source_key(source, [], [], prefix, names)
             by_name.setdefault(name, []).append((source, pattern))
         groups = []
-        for name, parts in sorted(by_name.items(), key=lambda item: dot_natural_key(item[0])):
+        for name, parts in sorted(by_name.items(), key=lambda item: loading.dot_natural_key(item[0])):
             sources, patterns = tuple(source for source, _ in parts), tuple(str(pattern) for _, pattern in parts)
             converter = converter_of.get(patterns[0])
             if name not in names:

@@ -1,0 +1,169 @@
+"""Commands on a job, given by its config: train, plan, and what prepares them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+import finetune
+from finetune.cli import options
+from finetune.cli.output import announce, give, give_page, importing, new_terminal, note_missing, print_json, wrote
+from finetune.cli.program import command, refusing
+from finetune.errors import ConfigError, OutOfMemoryError
+from finetune.report.visible import LINES, visible
+from finetune.runtime import libraries
+
+if TYPE_CHECKING:
+    from finetune.config import Config
+
+
+@command
+def train(
+    config: options.ConfigFile,
+    overrides: options.Overrides = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Move an earlier run aside and start over.")] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Train as the config says, or resume an interrupted run."""
+    with refusing():
+        job = finetune.load_config(config, overrides or [])
+    with importing(f"train {config}"):
+        from finetune import recipe
+        from finetune.runtime import ranks
+    result = recipe.train(job, fresh=fresh, terminal=new_terminal(quiet=as_json))
+    if as_json and ranks.is_main():
+        print_json(result.summary())
+
+
+@command
+def data(
+    config: options.ConfigFile,
+    overrides: options.Overrides = None,
+    page: options.Page = None,
+    as_json: options.Json = False,
+) -> None:
+    """Show the data as the model sees it. What is trained, and what is padding; no GPU or weights needed."""
+    job = finetune.load_config(config, overrides or [])
+    with importing(f"data of {config}", ", then tokenizing the rows"):
+        from finetune.data import inspection
+        from finetune.report.data_view import DataView
+    give_page(DataView(inspection.inspect_data(job)), as_json, page)
+
+
+@command
+def init(
+    model: Annotated[
+        str | None, typer.Argument(help="The base: a directory, a hub name or builtin:tiny-llama.")
+    ] = None,
+    rows: Annotated[
+        str | None, typer.Argument(metavar="[DATA]", help="A file, a folder or a data set of the hub.")
+    ] = None,
+    gpu: options.Gpu = None,
+    other: Annotated[
+        Path | None, options.file("--from", "Translate this config of Axolotl, LLaMA-Factory or TRL instead.")
+    ] = None,
+    columns: Annotated[
+        str | None, typer.Option(help="What the data's columns hold: prompt=Question,completion=Answer.")
+    ] = None,
+    output: Annotated[Path | None, options.file("--output", "Where to write the config.")] = None,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Ask nothing, take guessed columns, and replace a file that is there.")
+    ] = False,
+) -> None:
+    """Write a first config. It fits the model and the data to the card; what is missing is asked for."""
+    from finetune.init import first_config
+
+    first_config.create(
+        model, rows, gpu, other, output, columns, yes=yes, say=lambda text: typer.echo(visible(text, LINES))
+    )
+
+
+@command
+def plan(
+    config: options.ConfigFile,
+    overrides: options.Overrides = None,
+    gpu: options.Gpu = None,
+    gpus: options.Gpus = 1,
+    picture: Annotated[Path | None, options.file("--picture", "Draw memory over the step as a PNG.")] = None,
+    page: options.Page = None,
+    inference: Annotated[
+        bool, typer.Option("--inference", help="Forecast answers instead: weights, KV cache, working memory.")
+    ] = False,
+    batch: Annotated[int, typer.Option(min=1, help="With --inference: prompts at a time.")] = 1,
+    context: Annotated[
+        int | None,
+        typer.Option(min=2, help="With --inference: tokens of a prompt and its answer; by default data.max_length."),
+    ] = None,
+    cache: options.CacheName = "dynamic",
+    as_json: options.Json = False,
+) -> None:
+    """Forecast the memory of a training step, or of answers. By phase and purpose; no GPU or weights needed."""
+    if not inference and (batch, context, cache) != (1, None, "dynamic"):
+        raise ConfigError("--batch, --context and --cache are for a forecast of answers: add --inference")
+    if inference and (picture or page):
+        raise ConfigError("--picture and --html show a training step; leave out --inference")
+    if inference and gpus > 1:
+        raise ConfigError("--gpus share a training step, while one GPU generates answers; leave one of both out")
+    job = finetune.load_config(config, overrides or [])
+    if not as_json:
+        announce(f"plan of {config}", job)
+    if inference:
+        fits = _plan_answers(job, gpu, batch, context, cache, as_json)
+    else:
+        fits = _plan_training(job, gpu, gpus, picture, page, as_json)
+    if not fits:
+        sys.exit(OutOfMemoryError.exit_code)
+
+
+def _plan_answers(job: Config, gpu: str | None, rows: int, context: int | None, cache: str, as_json: bool) -> bool:
+    """Print the forecast of answers, and return whether they fit."""
+    with libraries.importing():
+        from finetune.forecast import answer_memory
+        from finetune.report.forecast_view import ServingView
+    forecast = answer_memory.forecast(job, gpu, rows=rows, context=context, cache=cache)
+    give(ServingView(forecast), as_json)
+    return forecast.fits
+
+
+def _plan_training(
+    job: Config, gpu: str | None, gpus: int, picture: Path | None, page: Path | None, as_json: bool
+) -> bool:
+    """Print, draw and write the forecast of a training step, and return whether it fits."""
+    with libraries.importing():
+        from finetune.forecast import planning
+        from finetune.report.forecast_view import PlanView
+    view = PlanView(planning.plan(job, gpu, gpus))
+    if not as_json:
+        note_missing(job)
+    if picture:
+        view.draw(picture)
+        wrote(picture, as_json)
+    give_page(view, as_json, page)
+    return view.forecast.fits
+
+
+@command
+def fit(
+    config: options.ConfigFile,
+    overrides: options.Overrides = None,
+    gpu: options.Gpu = None,
+    gpus: options.Gpus = 1,
+    output: Annotated[Path | None, options.file("--output", "Where to write the fitted config.")] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Find the fastest setting that fits. At the same global batch; written as a config."""
+    job = finetune.load_config(config, overrides or [])
+    if not as_json:
+        announce(f"fit of {config}", job)
+    with libraries.importing():
+        from finetune.forecast import planning
+        from finetune.report.forecast_view import FittedView
+    fitted, limits = planning.fit_with_limits(job, gpu, gpus)
+    if not as_json:
+        note_missing(job)
+    target = output or Path(f"{config.stem}_fitted.yaml")
+    planning.write(fitted, target)
+    give(FittedView(fitted, limits, target), as_json)

@@ -1,0 +1,77 @@
+"""What commands print: progress while libraries are imported, views, JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from finetune.report.visible import visible
+from finetune.runtime import libraries
+from finetune.runtime.stages import stage
+
+if TYPE_CHECKING:
+    from finetune.config import Config
+    from finetune.report.terminal import Terminal
+    from finetune.report.view import PageView, View
+
+
+@contextlib.contextmanager
+def importing(doing: str, then: str = "") -> Iterator[None]:
+    """Say on a terminal that libraries are imported, which takes seconds, and speed up the imports in the block."""
+    stage(f"{doing}: importing the libraries{then}")
+    with libraries.importing():
+        yield
+
+
+def new_terminal(*, quiet: bool = False) -> Terminal:
+    """A terminal; its module takes long to import."""
+    from finetune.report.terminal import Terminal
+
+    return Terminal(quiet=quiet)
+
+
+def give(view: View, as_json: bool) -> None:
+    """Print a view, on the terminal or as JSON."""
+    if as_json:
+        print_json(view.as_dict())
+    else:
+        new_terminal().show(view)
+
+
+def give_page(view: PageView, as_json: bool, page: Path | None) -> None:
+    """Write the page of a view, if one is asked for, and print the view."""
+    if page:
+        view.write(page)
+        wrote(page, as_json)
+    give(view, as_json)
+
+
+def wrote(path: Path, as_json: bool) -> None:
+    """Say that a file was written, on stderr if the output is JSON."""
+    typer.echo(visible(f"wrote {path}"), err=as_json)
+
+
+def announce(title: str, job: Config) -> None:
+    """Print the job to be forecast, before its libraries take seconds to import."""
+    from rich.console import Console
+
+    from finetune.report import printing, words
+
+    printing.say(Console(), f"{title}: {words.base(job)}; adapter: {words.adapter(job.adapter)}")
+
+
+def note_missing(job: Config) -> None:
+    """Note the rows that were missing from a forecast; their file may be on the machine that will train."""
+    from finetune.data import sources
+
+    for why in sources.missing(job.data.train):
+        new_terminal().note(f"{why}; without it every row counts as `data.max_length` long")
+
+
+def print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=2))

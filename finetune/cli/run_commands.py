@@ -1,0 +1,88 @@
+"""Commands that start a job elsewhere, look at runs and machines, or print the schema."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import finetune
+from finetune.cli import options
+from finetune.cli.output import give, give_page
+from finetune.cli.program import command
+from finetune.launch.targets import TARGETS
+from finetune.report.visible import LINES, visible
+from finetune.runtime.stages import stage
+
+
+@command
+def launch(
+    config: options.ConfigFile,
+    on: Annotated[str, typer.Option(help=options.listed(TARGETS))] = "",
+    overrides: options.Overrides = None,
+    nodes: Annotated[int, typer.Option(min=1)] = 1,
+    gpus: Annotated[int, typer.Option("--gpus-per-node", min=1)] = 8,
+    gpu: Annotated[str | None, typer.Option(help="The card's name for SkyPilot, such as H100.")] = None,
+    image: Annotated[str | None, typer.Option(help="A container image that has finetune.")] = None,
+    volume: Annotated[str, typer.Option(help="A volume that all nodes can write.")] = "finetune",
+    output: Annotated[Path | None, options.file("--output", "Where to write the file.")] = None,
+) -> None:
+    """Write the file that starts a job on a cluster. Its standard tool then starts the nodes, and restarts them."""
+    from finetune.launch import render
+
+    options.chosen("--on", on, TARGETS)
+    file, submit = render.write(
+        config, overrides or [], on, nodes=nodes, gpus=gpus, gpu=gpu, image=image, volume=volume, output=output
+    )
+    typer.echo(visible(f"{file} starts the job: {submit}", LINES))
+
+
+@command
+def report(run: options.Run) -> None:
+    """Redraw the plot and report.html of a run."""
+    opened = finetune.RunDirectory.open(run)
+    stage(f"report of {run}: importing the libraries")
+    from finetune.report.page import write
+
+    typer.echo(visible(str(write(opened, plot=True))))
+    if not opened.finished:
+        typer.echo(f"{run} is not finished: the report has what there is so far", err=True)
+
+
+@command
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Run directories, two or more.")],
+    page: options.Page = None,
+    as_json: options.Json = False,
+) -> None:
+    """Put runs side by side. What differs in their configs, and what came out."""
+    stage("compare: importing the libraries")
+    give_page(finetune.compare(runs), as_json, page)
+
+
+@command
+def doctor(
+    run: Annotated[Path | None, typer.Argument(help="A run directory to check instead of the machine.")] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Check this machine, or a run directory. Says what is wrong and what to do, and connects to nothing."""
+    stage(f"doctor of {run or 'this machine'}: importing the libraries")
+    from finetune.doctor import machine
+    from finetune.doctor import run_check as run_directory
+
+    examination = run_directory.examine(run) if run else machine.examine()
+    give(examination, as_json)
+    sys.exit(examination.exit_code)
+
+
+@command
+def schema(
+    markdown: Annotated[bool, typer.Option("--markdown", help="The reference as Markdown instead.")] = False,
+) -> None:
+    """Print the JSON schema of a config file."""
+    from finetune import settings
+
+    typer.echo(settings.reference().rstrip("\n") if markdown else json.dumps(settings.schema(), indent=2))
