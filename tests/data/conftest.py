@@ -9,24 +9,9 @@ import pytest
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|pad|>", "<unk>"]
 WORDS = [
-    *(
-        "system",
-        "user",
-        "assistant",
-        "tool",
-        "Be",
-        "brief",
-        "Hi",
-        "Hello",
-        "there",
-        "Why",
-        "Because",
-        "so",
-        "one",
-        "two",
-    ),
-    *(" ", "\n", ".", "?", "!", "#", ":"),
-]
+    "system", "user", "assistant", "tool", "Be", "brief", "Hi", "Hello", "there", "Why", "Because", "so", "one", "two",
+    *" \n.?!#:",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="session")

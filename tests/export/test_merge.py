@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,9 +28,16 @@ def logits(model) -> torch.Tensor:
     return model.eval()(input_ids=torch.arange(100, 164)[None]).logits.float()
 
 
-def test_merged_weights_are_base_plus_scaled_update(run: RunDirectory, tiny_base: Path) -> None:
+@pytest.fixture(scope="module")
+def merged_run(trained: RunDirectory, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, dict[str, Any]]:
+    """The trained run, merged, and what the merge returned. Do not write to it."""
+    run = RunDirectory(shutil.copytree(trained.path, tmp_path_factory.mktemp("merged") / "run"))
+    return run, finetune.merge(run)
+
+
+def test_merged_weights_are_base_plus_scaled_update(merged_run, tiny_base: Path) -> None:
     """W + alpha / rank · BA, computed here from the files alone, rounded once to bfloat16."""
-    finetune.merge(run)
+    run, _ = merged_run
     base = load_file(tiny_base / "model.safetensors")
     merged = load_file(run.merged / "model.safetensors")
     update = load_file(run.adapter / "adapter_model.safetensors")
@@ -48,8 +56,8 @@ def test_merged_weights_are_base_plus_scaled_update(run: RunDirectory, tiny_base
     assert adapted == 28
 
 
-def test_proof_is_recorded_and_within_the_bound(run: RunDirectory) -> None:
-    result = finetune.merge(run)
+def test_proof_is_recorded_and_within_the_bound(merged_run) -> None:
+    run, result = merged_run
     recorded = json.loads((run.merged / "merge.json").read_text())
     assert result["error"] <= result["bound"] == proof.bound(4, proof.ROUNDOFF[torch.bfloat16])
     assert result["effect"] > 3 * result["bound"], "the adapter must matter for the proof to mean something"
@@ -59,24 +67,22 @@ def test_proof_is_recorded_and_within_the_bound(run: RunDirectory) -> None:
     assert run.events()[-1]["event"] == "merged"
 
 
-def test_the_merged_model_answers(run: RunDirectory) -> None:
-    finetune.merge(run)
+def test_the_merged_model_answers(merged_run) -> None:
+    run, _ = merged_run
     question = "What does `textwrap.fill` do?"
     merged, base = (finetune.generate(run, question, which=which, max_new_tokens=24) for which in ("merged", "base"))
     assert merged
     assert merged != base
 
 
-@pytest.mark.slow
-def test_merging_twice_gives_the_same_files(run: RunDirectory) -> None:
+def test_merging_again_gives_the_same_files(run: RunDirectory, merged_run) -> None:
     finetune.merge(run)
-    first = (run.merged / "model.safetensors").read_bytes()
-    finetune.merge(run)
-    assert (run.merged / "model.safetensors").read_bytes() == first
+    first, again = ((each.merged / "model.safetensors").read_bytes() for each in (merged_run[0], run))
+    assert again == first
 
 
-def test_other_tools_read_adapter_and_merged_model(run: RunDirectory, tiny_base: Path) -> None:
-    finetune.merge(run)
+def test_other_tools_read_adapter_and_merged_model(merged_run, tiny_base: Path) -> None:
+    run, _ = merged_run
     base = AutoModelForCausalLM.from_pretrained(tiny_base, dtype=torch.float32)
     adapted = logits(PeftModel.from_pretrained(base, str(run.adapter)))
     merged_model = AutoModelForCausalLM.from_pretrained(run.merged, dtype=torch.float32)
@@ -157,12 +163,10 @@ def test_a_run_without_adapter_is_refused(run: RunDirectory) -> None:
     "overrides",
     [
         ["adapter.dora=true"],
-        ["adapter.rslora=true", "adapter.targets=[q_proj, v_proj]"],
+        ["adapter.rslora=true", "adapter.targets=[q_proj, v_proj]", "adapter.extra_modules=[norm]"],
         ["adapter.init=loftq", f"model.name={BUILTIN_BASE}"],  # near its base, as a cut one is not
         ["adapter.init=pissa", "quantization.kind=none"],
-        ["quantization.kind=int8"],
-        ["adapter.dtype=bfloat16", "training.precision=bf16"],
-        ["adapter.extra_modules=[norm]"],
+        ["quantization.kind=int8", "adapter.dtype=bfloat16", "training.precision=bf16"],
     ],
     ids=lambda overrides: overrides[0],
 )

@@ -244,6 +244,11 @@ def _swapped(merging: Merging, name: str, base: torch.Tensor) -> torch.Tensor:
     return base.float() + updates.apply(other, weights[other]) - weights[other].float()
 
 
+WRONG = (_scaled, _dropped, _swapped)
+# Those whose merges or proofs differ in kind: plain, of experts, transposed, and compared in float32.
+DIFFERENT = ("llama", "mixtral", "gpt2", "gemma4_text")
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_random_error_is_distributed_like_rounding(dtype: torch.dtype) -> None:
     weight = torch.randn(10**6, generator=torch.Generator().manual_seed(0))
@@ -273,7 +278,7 @@ def test_a_correct_merge_is_proven_and_a_wrong_one_refused(
     assert proven["error"] <= proven["bound"] < proven["effect"] / 10
     # Where the depth does not explain the error, the measured effect of rounding does.
     assert proven["computed_in"] == ("float32" if "gemma4" in name else "bfloat16")
-    for wrong in (_dropped, _swapped, _scaled):
+    for wrong in WRONG if name in DIFFERENT else WRONG[:1]:
 
         def merged(merging: Merging, name: str, weight: torch.Tensor, wrong: Any = wrong) -> torch.Tensor:
             return merging._rounded(wrong(merging, name, merging._base(name, weight)))

@@ -140,7 +140,7 @@ def test_a_cpus_budget_is_available_memory_and_what_this_process_holds() -> None
     assert found.outside_bytes < found.budget_bytes <= memory.total
     assert found.flops > 1e8
     assert found.bandwidth_bytes > 1e8
-    assert 0 < found.call_seconds < 1e-3
+    assert 0 < found.call_seconds < 0.1
     assert device.find("cpu", MemorySection(budget=GIB)).budget_bytes == GIB
     assert device.find("cpu", MemorySection(limit=1024)).budget_bytes > GIB, "a limit is a card's"
     assert device.here(torch.device("cpu"), NONE).type == "cpu"

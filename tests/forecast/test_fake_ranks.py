@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,6 @@ import finetune
 from finetune.config import Config
 from finetune.errors import ConfigError
 from finetune.forecast import fake_ranks, planning
-from finetune.forecast.devices import Device
 from finetune.forecast.extrapolate import whole
 from finetune.forecast.levers import levers
 from finetune.forecast.planning import Planner
@@ -249,13 +249,16 @@ def test_a_batch_that_ranks_cannot_share_is_refused_before_anything_is_forecast(
         planning.planner_for(quick("training.batch_size=4"), "cpu", 4)
 
 
-def zero(stage: str, ranks: int, device: Device | None = None, **changes: Any) -> Forecast:
+@functools.cache
+def zero(stage: str, ranks: int, card: str | None = None, **changes: Any) -> Forecast:
     config = job(
         distributed__kind="deepspeed", distributed__stage=stage, optimizer__kind="adamw_torch_fused", **changes
     )
-    return Planner(config, tiny_models.architecture(layers=LAYERS), device or tiny_models.cpu(), None, ranks).forecast()
+    device = tiny_models.card(card) if card else tiny_models.cpu()
+    return Planner(config, tiny_models.architecture(layers=LAYERS), device, None, ranks).forecast()
 
 
+CARD = "RTX 4090"
 FULL = {"quantization__kind": "none", "adapter__kind": "none"}
 
 
@@ -283,8 +286,7 @@ def test_zero_sends_reduced_gradients_and_gathered_weights() -> None:
 
 
 def test_zero_offloads_to_the_host_and_to_a_disk() -> None:
-    card = tiny_models.card()
-    plain, host = zero("weights", 2, card, **FULL), zero("weights", 2, card, **FULL, distributed__offload="cpu")
+    plain, host = zero("weights", 2, CARD, **FULL), zero("weights", 2, CARD, **FULL, distributed__offload="cpu")
     assert host.needed_bytes < plain.needed_bytes
     assert host.host_bytes > plain.host_bytes
     assert host.copied_bytes > plain.copied_bytes == 0
@@ -295,8 +297,8 @@ def test_the_time_of_a_disk_is_its_bytes_over_its_bandwidth() -> None:
     architecture = tiny_models.architecture(layers=LAYERS)
     changes = {**FULL, "distributed__nvme_path": "/tmp", "optimizer__kind": "adamw_torch_fused"}
     config = job(distributed__kind="deepspeed", distributed__offload="nvme", **changes)
-    disk = Planner(config, architecture, tiny_models.card(), None, 1).forecast()
-    memory = zero("weights", 1, tiny_models.card(), **FULL, distributed__offload="cpu")
+    disk = Planner(config, architecture, tiny_models.card(CARD), None, 1).forecast()
+    memory = zero("weights", 1, CARD, **FULL, distributed__offload="cpu")
     trained = zero("optimizer", 1, **FULL).categories["adapter"]
     assert 0.99 * 4 * trained < disk.swapped_bytes < 4 * trained
     assert disk.seconds - memory.seconds == pytest.approx(disk.swapped_bytes * (1 / 7e9 + 1 / 5e9), rel=0.01)
@@ -304,8 +306,8 @@ def test_the_time_of_a_disk_is_its_bytes_over_its_bandwidth() -> None:
 
 
 def test_more_ranks_than_this_machine_will_ever_have() -> None:
-    found = zero("weights", 1024, training__batch_size=2048)
-    assert found.phases["backward"]["allocated_bytes"] < zero("weights", 4).phases["backward"]["allocated_bytes"]
+    many, four = zero("weights", 1024, **FULL, training__batch_size=2048), zero("weights", 4, **FULL)
+    assert many.phases["backward"]["allocated_bytes"] < four.phases["backward"]["allocated_bytes"]
 
 
 def test_an_optimizer_that_deepspeed_cannot_use_is_refused_before_anything_is_forecast(quick: Quick) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import tiny_models
@@ -24,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 
 def train(rank):
     os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    torch.distributed.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
     accelerator = Accelerator(cpu=True)
     model = torch.nn.Sequential(*(torch.nn.Linear(300, 300, bias=False) for _ in range(100)))
     model[0].requires_grad_(False)
@@ -49,13 +50,10 @@ sys.exit(any(rank.exitcode for rank in ranks))
 
 
 @pytest.mark.slow
-def test_each_of_two_processes_keeps_a_copy_of_all_gradients() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def test_each_of_two_processes_keeps_a_copy_of_all_gradients(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", MEASURE],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+        [sys.executable, "-c", MEASURE, str(tmp_path / "store")],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=200,

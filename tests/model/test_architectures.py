@@ -262,7 +262,7 @@ def test_the_padding_of_a_recurrent_model_changes_no_token_before_it() -> None:
 # Of which a layer's sizes, the layers' place or the experts' number have other names than elsewhere, or without a layer
 # that tells how long a KV cache is.
 _UNLIKE: dict[str, dict[str, Any]] = {
-    "gemma4": {}, "gemma4_text": {}, "llama4": {}, "deepseek_v4": {}, "jamba": {},
+    "gemma4": {}, "llama4": {}, "deepseek_v4": {}, "jamba": {},
     "kimi_linear": {"layer_types": ["linear_attention"] * 2, "linear_num_heads": 2, "linear_head_dim": 16},
 }  # fmt: skip
 
@@ -278,11 +278,11 @@ def test_a_model_unlike_others_is_planned_and_trained_and_answers(known: str, tm
     every_architecture.model(config).save_pretrained(tmp_path / "base")
     job = quick(
         f"model.name={tmp_path / 'base'}", "model.tokenizer=builtin:tiny-llama", "memory.check=refuse",
-        "training.max_steps=2", "quantization.kind=nf4",
+        "training.max_steps=1", "quantization.kind=nf4", "data.eval=none",
     )  # fmt: skip
-    assert finetune.plan(job).forecast.fits
     run = finetune.train(job).run
-    assert len([line for line in run.metrics() if "loss" in line]) == 2
+    assert json.loads(run.forecast_file.read_text())["fits"]
+    assert len([line for line in run.metrics() if "loss" in line]) == 1
     assert isinstance(finetune.generate(run, "x", max_new_tokens=2), str)
 
 

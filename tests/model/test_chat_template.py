@@ -105,7 +105,7 @@ def test_a_template_that_never_ends_is_stopped(
     started = time.monotonic()
     with pytest.raises(ArtifactError, match=r"still running after 0.3 seconds.*`data.chat_template`"):
         draw(tokenizer, ASK)
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 60, "it was stopped, however busy the machine"
 
 
 def test_the_alarm_is_restored_and_a_quick_template_never_triggers_it(draw: Draw, tokenizer: Any) -> None:

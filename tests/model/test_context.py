@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -56,7 +55,7 @@ def compare(model, packed, masked, group):
 
 def work(rank, jobs):
     os.environ |= dict(RANK=str(rank), WORLD_SIZE=str(RANKS))
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=RANKS)
     for architecture, attention, packed, masked in jobs:
         model = model_of(architecture, attention).train()
         for part in model.modules():
@@ -97,13 +96,10 @@ JOBS = [
 
 
 @pytest.mark.slow
-def test_split_rows_have_the_loss_and_the_gradients_of_whole_ones() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def test_split_rows_have_the_loss_and_the_gradients_of_whole_ones(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps(JOBS)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+        [sys.executable, "-c", SCRIPT, json.dumps(JOBS), str(tmp_path / "store")],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=300,

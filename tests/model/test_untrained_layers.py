@@ -15,12 +15,11 @@ from torch.nn.functional import cross_entropy
 from transformers import CONFIG_MAPPING
 
 import finetune
-from finetune.config import AdapterSection, Config
+from finetune.config import AdapterSection
 from finetune.errors import ArtifactError, ConfigError
 from finetune.model.adapters import adapter, starting
 from finetune.model.structure import linear_layers
 from finetune.storage import weight_files
-from finetune.storage.rundir import RunDirectory
 
 _ROW = 150  # tokens: more than DeepSeek V4 compresses into one
 # Not composite, but with attention to an encoder, or to keys that an indexer selects.
@@ -108,19 +107,15 @@ def test_a_target_in_tower_and_text_adapts_only_the_text_layers_with_a_note(name
 @pytest.mark.slow
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"]])
 def test_layers_left_out_are_in_neither_forecast_nor_files_and_are_reported(
-    targets: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    targets: Any, tmp_path: Path, quick: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every command reads the adapter, of which the config's names alone do not tell the layers."""
-    folder, run = tmp_path / "base", RunDirectory(tmp_path / "run")
-    base("gemma3").save_pretrained(folder)
-    config = Config().changed(
-        {
-            "model.name": str(folder), "model.tokenizer": "builtin:tiny-llama", "adapter.rank": 2,
-            "adapter.targets": targets, "quantization.kind": "nf4", "data.eval": "none", "data.max_length": 64,
-            "training.max_steps": 2, "training.batch_size": 2, "training.micro_batch": 1, "output.dir": str(run.path),
-        }
-    )  # fmt: skip
-    finetune.train(config)
+    base("gemma3").save_pretrained(tmp_path / "base")
+    config = quick(
+        f"model.name={tmp_path / 'base'}", "model.tokenizer=builtin:tiny-llama", "adapter.rank=2", "data.eval=none",
+        "training.max_steps=2", "memory.check=warn",
+    ).changed({"adapter.targets": targets})  # fmt: skip
+    run = finetune.train(config).run
     said = " ".join(capsys.readouterr().out.split())
     assert f"on {15 if targets == 'all-linear' else 2} layers that rows of text do not train" in said
     shapes = weight_files.shapes(run.adapter / "adapter_model.safetensors")

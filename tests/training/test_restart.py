@@ -3,6 +3,7 @@
 import gc
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -129,16 +130,16 @@ def test_a_run_that_goes_on_as_it_was_says_nothing_of_its_schedule(quick) -> Non
     assert not [event for event in run.events() if event["event"] == "schedule_changed"]
 
 
-@pytest.mark.parametrize("end", ["finished", "interrupted"])
-def test_another_config_is_refused_by_name_and_changes_nothing(quick, end: str) -> None:
+def test_another_config_is_refused_by_name_and_changes_nothing(quick) -> None:
     run = finetune.train(quick()).run
-    if end == "interrupted":
-        forget_the_end(run)
     before = run.config_file.read_bytes()
-    with pytest.raises(ConfigError, match=r"adapter.rank \(16 → 8\), training.seed \(42 → 7\).*--fresh") as refused:
-        finetune.train(quick("adapter.rank=8", "training.seed=7"))
-    assert refused.value.exit_code == 2
-    assert run.config_file.read_bytes() == before
+    for interrupted in (False, True):
+        if interrupted:
+            forget_the_end(run)
+        with pytest.raises(ConfigError, match=r"adapter.rank \(16 → 8\), training.seed \(42 → 7\).*--fresh") as refused:
+            finetune.train(quick("adapter.rank=8", "training.seed=7"))
+        assert refused.value.exit_code == 2
+        assert run.config_file.read_bytes() == before
 
 
 def test_a_base_that_is_replaced_while_it_is_loaded_is_not_trained(
@@ -159,9 +160,8 @@ def test_a_base_that_is_replaced_while_it_is_loaded_is_not_trained(
         finetune.train(quick(f"model.name={base}"))
 
 
-@pytest.mark.parametrize("change", ["written to", "replaced", "touched"])
 def test_no_step_is_saved_that_was_trained_on_a_base_that_was_written_to(
-    quick, shallow_base: Path, tmp_path: Path, change: str
+    quick, shallow_base: Path, tmp_path: Path
 ) -> None:
     """On a CPU, weights in the type of their file are its pages. A file that is replaced stays mapped."""
     base = Path(shutil.copytree(shallow_base, tmp_path / "base"))
@@ -169,28 +169,33 @@ def test_no_step_is_saved_that_was_trained_on_a_base_that_was_written_to(
     common = [f"model.name={base}", "training.precision=bf16", "quantization.kind=none", "output.save_every=1"]
     whole = finetune.train(quick(*common, run="whole")).run
     original = file.read_bytes()
-    save_file({name: tensor * 3 for name, tensor in load_file(file).items()}, tmp_path / "other", {"format": "pt"})
+    tripled = {name: tensor * 3 for name, tensor in load_file(file).items()}
 
     class Change(finetune.Callback):
+        def __init__(self, act: Callable[[], object]) -> None:
+            self.act = act
+
         def on_step(self, metrics: dict[str, Any]) -> None:
             if metrics["step"] == 3:
-                if change == "written to":
-                    shutil.copyfile(tmp_path / "other", file)
-                elif change == "replaced":
-                    (tmp_path / "other").rename(file)
-                else:
-                    file.touch()
+                self.act()
 
-    if change == "written to":
-        with pytest.raises(ArtifactError, match=r"model\.safetensors was written to while this run trained on it"):
-            finetune.train(quick(*common), callbacks=[Change()])
-        run = RunDirectory(tmp_path / "run")
-        assert run.saved_steps[-1] == 2
-        file.write_bytes(original)
-        finetune.train(quick(*common))
-    else:
-        run = finetune.train(quick(*common), callbacks=[Change()]).run
+    def replace() -> None:
+        save_file(tripled, tmp_path / "other", {"format": "pt"})
+        (tmp_path / "other").rename(file)
+
+    def write_to() -> None:
+        save_file(tripled, tmp_path / "other", {"format": "pt"})
+        shutil.copyfile(tmp_path / "other", file)
+
+    assert same_adapter(finetune.train(quick(*common, run="touched"), callbacks=[Change(file.touch)]).run, whole)
+    with pytest.raises(ArtifactError, match=r"model\.safetensors was written to while this run trained on it"):
+        finetune.train(quick(*common), callbacks=[Change(write_to)])
+    run = RunDirectory(tmp_path / "run")
+    assert run.saved_steps[-1] == 2
+    file.write_bytes(original)
+    finetune.train(quick(*common))
     assert same_adapter(run, whole)
+    assert same_adapter(finetune.train(quick(*common, run="replaced"), callbacks=[Change(replace)]).run, whole)
 
 
 def test_a_start_that_came_to_nothing_may_be_tried_with_another_config(quick) -> None:
