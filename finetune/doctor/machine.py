@@ -21,7 +21,7 @@ from finetune.errors import MachineError
 from finetune.forecast import devices
 from finetune.model.attention import backends
 from finetune.report import words
-from finetune.runtime import libraries
+from finetune.runtime import driver, libraries
 from finetune.training import optimizers
 
 # A 7B model in 16 bit has 13 GiB, and merging writes it once more.
@@ -152,7 +152,8 @@ def _precision(device: str) -> str:
 
 
 def _optimizer(device: str) -> Finding:
-    name, replaced = optimizers.choose(OptimizerSection(), device)
+    managed = device == "cuda" and driver.shares_managed_memory(torch.cuda.current_device())
+    name, replaced = optimizers.choose(OptimizerSection(), device, managed_memory=managed)
     return Finding("optimizer", "ok", replaced or f"{name}, the default")
 
 

@@ -19,7 +19,7 @@ from finetune.config.field_types import parse_size
 from finetune.errors import ConfigError, MachineError, OutOfMemoryError
 from finetune.forecast import gpus, operator_costs
 from finetune.forecast.operator_costs import DeviceOperators
-from finetune.runtime import libraries, segments
+from finetune.runtime import driver, libraries, segments
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,8 @@ class Device:
     """Whether the caching allocator's segments grow there (`segments`)."""
     cublas_workspace: str = ""
     """`CUBLAS_WORKSPACE_CONFIG` there."""
+    managed_memory: bool = True
+    """Whether paged optimizer states work there (`runtime.driver`)."""
     triton: bool = True
     """Whether Triton's kernels run there; where not, the loss takes torch's own operators (`libraries`)."""
 
@@ -185,6 +187,7 @@ def _present(budget: int | None) -> Device:
         capability=(properties.major, properties.minor),
         expandable_segments=segments.grow(torch.cuda.current_device()),
         cublas_workspace=os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""),
+        managed_memory=driver.shares_managed_memory(torch.cuda.current_device()),
         triton=libraries.triton_obstacle() is None,
     )
 

@@ -10,7 +10,7 @@ from finetune.model.probes import causality
 from finetune.model.recompute.checkpointing import ByLength
 from finetune.model.source import identity
 from finetune.objectives import OBJECTIVES
-from finetune.runtime import ranks
+from finetune.runtime import driver, ranks
 from finetune.training import optimizers, schedules, strategies
 from finetune.training.batches import Steps
 from finetune.training.callbacks import Callbacks
@@ -70,7 +70,8 @@ def assemble(job: TrainingJob, callbacks: Callbacks) -> Loop:
 def _step(job: TrainingJob, recorder: MetricsRecorder, collate: MicroBatches) -> Step:
     model, device, config, training = job.model, job.device, job.config, job.config.training
     updated_on = next(weight.device.type for weight in model.parameters() if weight.requires_grad)
-    name, replaced = optimizers.choose(config.optimizer, updated_on)
+    managed = updated_on == "cuda" and driver.shares_managed_memory(torch.cuda.current_device())
+    name, replaced = optimizers.choose(config.optimizer, updated_on, managed_memory=managed)
     if replaced:
         job.listener.note(replaced)
     optimizer = optimizers.make(name, config.optimizer, training.learning_rate, model)

@@ -48,12 +48,16 @@ _LEAST_8_BIT = 4096
 """How many numbers a weight must have for 8-bit states (bitsandbytes 0.50, `min_8bit_size`)."""
 
 
-def choose(section: OptimizerSection, device_type: str) -> tuple[str, str | None]:
-    """The optimizer for this device, and a one-line note if it is not the configured one."""
+def choose(section: OptimizerSection, device_type: str, *, managed_memory: bool = True) -> tuple[str, str | None]:
+    """The optimizer for this device, and a one-line note if it is not the configured one.
+
+    `managed_memory`: whether host and GPU can share memory (`runtime.driver.shares_managed_memory`).
+    """
     replacement = OPTIMIZERS[section.kind].unpaged
-    if device_type == "cuda" or replacement is None:
+    if replacement is None or (device_type == "cuda" and managed_memory):
         return section.kind, None
-    return replacement, f"optimizer {section.kind}: paging is unnecessary on a CPU; using {replacement}"
+    reason = "this GPU's driver cannot page" if device_type == "cuda" else "paging is unnecessary on a CPU"
+    return replacement, f"optimizer {section.kind}: {reason}; using {replacement}"
 
 
 def make(name: str, section: OptimizerSection, learning_rate: float, model: Any) -> torch.optim.Optimizer:
