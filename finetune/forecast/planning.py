@@ -42,7 +42,6 @@ from finetune.model import bounds, build
 from finetune.model.attention import backends, packing
 from finetune.model.base import load_architecture
 from finetune.model.distributed import context
-from finetune.model.probes.causality import has_flash
 from finetune.model.recompute import checkpointing
 from finetune.model.source import catalog
 from finetune.model.source.locate import at_hand
@@ -103,7 +102,7 @@ class Planner:
             device = replace(device, cublas_workspace=libraries.DETERMINISTIC_CUBLAS)
         implementation = _attention(config, self.architecture, device.type)
         capability = device.capability if device.type == "cuda" else None
-        flash = has_flash(config.training.precision, capability)
+        flash = backends.has_flash(config.training.precision, capability)
         if not batch.padded and not flash and backends.shares_keys(self.architecture):
             # Without flash attention, heads that share keys take PyTorch's plain products, scores and all.
             implementation = packing.eager_like(implementation)

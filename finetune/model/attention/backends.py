@@ -11,6 +11,9 @@ from finetune.errors import MachineError
 from finetune.model.source import catalog
 from finetune.runtime import libraries
 
+# The compute capability from which SDPA has a flash kernel.
+_FLASH = (8, 0)
+
 
 @dataclass(frozen=True)
 class Attention:
@@ -98,6 +101,11 @@ def _flash(
         return "this model has no flash attention in transformers"
     installed = getattr(utils, f"is_flash_attn_{version}_available")()
     return None if installed else f"the package {package} is not installed"
+
+
+def has_flash(precision: str, capability: tuple[int, int] | None) -> bool:
+    """Whether SDPA has a flash kernel, which supports grouped-query attention, on a GPU or (None) a CPU."""
+    return capability is None or (capability >= _FLASH and precision != "fp32")
 
 
 def _sdpa(config: Any, device: str, precision: str) -> str | None:
