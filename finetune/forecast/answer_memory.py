@@ -128,11 +128,8 @@ def _attention(config: Config, architecture: Any, device: Device, rows: int) -> 
     """The attention implementation: several rows need a mask for their padding, a single one does not."""
     implementation = backends.planned(config.model.attention, architecture, device.type, config.training.precision)
     capability = device.capability if device.type == "cuda" else None
-    if (
-        rows == 1
-        and backends.shares_keys(architecture)
-        and not backends.has_flash(config.training.precision, capability)
-    ):
+    flash = backends.has_flash(config.training.precision, capability)
+    if rows == 1 and backends.shares_keys(architecture) and not flash:
         return "eager"  # PyTorch's plain products, scores and all
     return implementation if implementation.startswith("eager") else "sdpa"
 

@@ -100,7 +100,7 @@ class Planner:
         device = self.device
         if config.training.deterministic and not device.cublas_workspace:
             device = replace(device, cublas_workspace=libraries.DETERMINISTIC_CUBLAS)
-        implementation = _attention(config, self.architecture, device.type)
+        implementation = _attention(config, self.architecture, device)
         capability = device.capability if device.type == "cuda" else None
         flash = backends.has_flash(config.training.precision, capability)
         if not batch.padded and not flash and backends.shares_keys(self.architecture):
@@ -268,9 +268,10 @@ def _saves_between(config: Config) -> bool:
     return every is not None and (steps is None or steps > every)
 
 
-def _attention(config: Config, architecture: Any, device_type: str) -> str:
+def _attention(config: Config, architecture: Any, device: Device) -> str:
     return backends.planned(
-        config.model.attention, architecture, device_type, config.training.precision,
+        config.model.attention, architecture, device.type, config.training.precision,
+        capability=device.capability if device.type == "cuda" else None,
         packed=config.data.packing, longest=config.data.max_length,
     )  # fmt: skip
 
@@ -355,9 +356,9 @@ def check_traceable(config: Config, architecture: Any, device: torch.device) -> 
     tokens = min(_TRACED_TOKENS, bounds.positions(architecture) or _TRACED_TOKENS)
     rows = (tokens // 2,) * 2 if config.data.packing else ()
     batch = Batch(rows=1, tokens=tokens, padded=False, trained_tokens=tokens - max(1, len(rows)), packed=rows)
-    where, attention = devices.here(device, config.memory), _attention(config, architecture, device.type)
+    where = devices.here(device, config.memory)
     try:
-        trace_step(StepSetting(config, architecture, batch, None, where, attention))
+        trace_step(StepSetting(config, architecture, batch, None, where, _attention(config, architecture, where)))
     except ForecastError:
         if config.memory.check == "refuse":
             raise
@@ -382,7 +383,7 @@ def planner_for(config: Config, gpu: str | None = None, gpus: int = 1) -> Planne
     above = rank > getattr(architecture.get_text_config(), "hidden_size", rank)  # what most layers have
     named = adapter.targets != "all-linear" or adapter.extra_modules or adapter.ranks
     if above or named or adapter.start_from:  # what may be wrong is reported before the data is read, as in training
-        build.blueprint(config, architecture, _attention(config, architecture, device.type)).check(adapter)
+        build.blueprint(config, architecture, _attention(config, architecture, device)).check(adapter)
     return Planner(config, architecture, device, _data(config, architecture), gpus)
 
 
