@@ -99,7 +99,12 @@ def resources(cubin: bytes, file: Path) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("compiled", "dtype"),
-    [*((card, torch.bfloat16) for card in (80, 86, 89, 90, 120)), (80, torch.float32)],
+    [
+        *((card, torch.bfloat16) for card in (80, 86, 89, 90, 100, 120)),
+        (75, torch.float16),
+        (80, torch.float16),
+        (80, torch.float32),
+    ],  # fmt: skip
     indirect=["compiled"],
 )
 def test_they_compile_without_spills_and_move_rows_in_large_pieces(compiled, dtype, tmp_path, subtests) -> None:
