@@ -104,7 +104,7 @@ def resources(cubin: bytes, file: Path) -> dict[str, int]:
         (75, torch.float16),
         (80, torch.float16),
         (80, torch.float32),
-    ],  # fmt: skip
+    ],
     indirect=["compiled"],
 )
 def test_they_compile_without_spills_and_move_rows_in_large_pieces(compiled, dtype, tmp_path, subtests) -> None:
