@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import finetune
 from finetune import kernels
 from finetune.config import Config
-from finetune.errors import ConfigError
+from finetune.errors import ConfigError, MachineError
 from finetune.kernels import fused_attention, head, lora, mlp, norm, ops, self_test
 from finetune.model import build
 from finetune.model.precision import autocast
@@ -628,6 +628,41 @@ def test_the_proof_of_the_loss_passes_for_the_head_as_it_is_in_a_step(name: str,
     with autocast(precision, CPU):
         assert log_probs.prove(model) is None
     assert model.training
+
+
+class _DeadGpu:
+    """torch.cuda of a process whose context a kernel has ended, once `broken`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.broken = False
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "synchronize", self.raise_if_broken)
+
+    def raise_if_broken(self) -> None:
+        if self.broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be ...")
+
+    def break_in(self, *args: Any) -> None:
+        self.broken = True  # seen by a later call only
+
+
+def test_a_kernel_that_ends_the_context_is_the_machines_error_and_not_the_next_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = _DeadGpu(monkeypatch)
+    model, _ = made("llama")
+    attached = kernels.attach(model, "on")
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "rope_", gpu.break_in)
+        with pytest.raises(MachineError, match=r"set `kernels\.fused: off`") as dead:
+            self_test.prove(model, attached)
+    assert "illegal memory access" in str(dead.value)
+    assert "\n" not in str(dead.value)
+    gpu.broken = False
+    log_probs.attach(model)
+    monkeypatch.setattr(head, "_unfold_", gpu.break_in)
+    with pytest.raises(MachineError, match=r"set `kernels\.fused: off`"):
+        log_probs.prove(model)
 
 
 def wrong_by_a_fifth(*given: Any, right: Callable[..., None] = head._unfold_) -> None:
