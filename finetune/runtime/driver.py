@@ -1,11 +1,13 @@
-"""Asks NVIDIA's driver (libcuda) about a GPU what torch has no function for."""
+"""Asks NVIDIA's driver about GPUs what torch has no function for."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +16,28 @@ import torch
 MANAGED_MEMORY, CONCURRENT_MANAGED_ACCESS = 83, 89
 VIRTUAL_MEMORY_MANAGEMENT, POSIX_FILE_DESCRIPTORS = 102, 103
 GPU_DIRECT_RDMA_WITH_VMM = 110
+
+
+VERSION_FILE = Path("/proc/driver/nvidia/version")
+"""Exists where the driver is loaded, but not under WSL2."""
+_DEVICE_FILE = Path("/dev/nvidia0")
+
+
+def unused_gpu() -> tuple[str, str] | None:
+    """Why torch cannot use the GPU of this machine, and what to do; None if there is no GPU, or torch can use it."""
+    if torch.cuda.is_available() or not (_DEVICE_FILE.exists() or VERSION_FILE.exists()):
+        return None
+    if torch.version.cuda is None:
+        return "this torch was built without CUDA", "install torch with CUDA (pytorch.org)"
+    return (
+        f"torch for CUDA {torch.version.cuda} cannot use it",
+        "update the driver, or give this container or job the device (nvidia-smi, CUDA_VISIBLE_DEVICES)",
+    )
+
+
+def is_hidden() -> bool:
+    """Whether the user has hidden all GPUs from this process."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
 
 
 def library() -> Any:
