@@ -107,6 +107,7 @@ class Planner:
             # Without flash attention, heads that share keys take PyTorch's plain products, scores and all.
             implementation = packing.eager_like(implementation)
         section = config.distributed
+        device = devices.of_ranks(device, strategies.groups(section, self.gpus), section.context)
         is_shared = strategies.applies(section, self.gpus)
         setting = StepSetting(config, self.architecture, batch, evaluation, device, implementation, self.gpus)
         trace = trace_step(setting, self._models)
