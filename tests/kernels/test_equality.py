@@ -25,6 +25,7 @@ from finetune import kernels
 from finetune.config import Config
 from finetune.errors import ConfigError, MachineError
 from finetune.kernels import fused_attention, head, lora, mlp, norm, ops, self_test
+from finetune.kernels.room import with_room
 from finetune.model import build
 from finetune.model.precision import autocast
 from finetune.model.recompute import checkpointing
@@ -569,6 +570,48 @@ def test_a_rotation_reads_angles_side_by_side_and_leaves_other_queries_to_the_mo
         assert (seen, plain) == ([[1, 1, 1, 1]], [])
         rotate(q.transpose(1, 3).contiguous().transpose(1, 3), k, cos, sin)
     assert len(seen) == len(plain) == 1
+
+
+@pytest.mark.parametrize("rank", [3, 4, 8])
+def test_joined_products_have_aligned_factors_and_nothing_beside_them_counts(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For cuBLAS, whose fast kernels take inner dimensions that are multiples of 8; what stands in the room is NaN."""
+    model, job = made("llama", adapter__rank=rank)
+    plain = step(model, job)
+    shapes, right = set(), ops.multiply_
+
+    def multiply_(out: torch.Tensor, left: torch.Tensor, right_factor: torch.Tensor, *rest: Any) -> None:
+        if right_factor.shape[0] > _SIZES["hidden_size"] or left.shape[1] % _SIZES["hidden_size"]:
+            shapes.add(left.shape[1])
+        right(out, left, right_factor, *rest)
+
+    def room(like: torch.Tensor, columns: int, right: Any = with_room) -> torch.Tensor:
+        return right(like, columns).fill_(torch.nan)
+
+    monkeypatch.setattr(lora.ops, "multiply_", multiply_)
+    monkeypatch.setattr(ops, "with_room", room)
+    kernels.attach(model, "on")
+    assert_close(step(model, job), plain)
+    joined = {width for width in shapes if width > _SIZES["hidden_size"]}
+    assert joined
+    assert all(width % 8 == 0 for width in joined)
+
+
+def test_factors_are_copied_in_one_launch_where_all_are_contiguous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one strided tensor among them CUDA's `_foreach_copy_` would copy all one by one."""
+    model, job = made("llama")
+    kernels.attach(model, "on")
+    copies, right = [], torch._foreach_copy_
+
+    def copy(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+        copies.append([each.is_contiguous() for each in into])
+        right(into, values)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", copy)
+    step(model, job)
+    assert copies
+    assert all(all(each) for each in copies)
 
 
 def test_the_proof_takes_the_path_of_training_for_layers_of_one_input(monkeypatch: pytest.MonkeyPatch) -> None:
