@@ -11,6 +11,7 @@ from finetune.model.recompute.checkpointing import ByLength
 from finetune.model.source import identity
 from finetune.objectives import OBJECTIVES
 from finetune.runtime import driver, ranks
+from finetune.runtime.device import require_default_stream
 from finetune.training import optimizers, schedules, strategies
 from finetune.training.batches import Steps
 from finetune.training.callbacks import Callbacks
@@ -75,6 +76,7 @@ def _step(job: TrainingJob, recorder: MetricsRecorder, collate: MicroBatches) ->
     if replaced:
         job.listener.note(replaced)
     optimizer = optimizers.make(name, config.optimizer, training.learning_rate, model)
+    require_default_stream(device)
     scaler = torch.amp.GradScaler(device.type) if training.precision == "fp16" else None
     return Step(
         engine=strategies.engine(

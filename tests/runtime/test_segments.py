@@ -17,10 +17,11 @@ import pytest
 import torch
 
 from finetune.config import MemorySection
+from finetune.errors import MachineError
 from finetune.forecast import devices
 from finetune.runtime import driver as nvidia
 from finetune.runtime import environment, libraries, segments
-from finetune.runtime.device import this_device
+from finetune.runtime.device import require_default_stream, this_device
 
 GPU = 3
 VIRTUAL_MEMORY, FILE_HANDLES, RDMA = 102, 103, 110
@@ -290,6 +291,17 @@ def test_a_plan_for_this_gpu_knows_whether_optimizer_states_are_paged(
     for attributes, paged in (({83: 1, 89: 1}, True), ({83: 1}, False)):
         driver(attributes)
         assert devices.here(torch.device("cuda", 0), MemorySection()).managed_memory is paged
+
+
+def test_training_in_another_stream_than_the_default_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_default_stream(torch.device("cpu"))
+    gpu, streams = torch.device("cuda", 0), ["default", "own"]
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: streams[0])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[-1])
+    with pytest.raises(MachineError, match="default stream"):
+        require_default_stream(gpu)
+    streams.pop()
+    require_default_stream(gpu)
 
 
 def test_a_card_elsewhere_is_planned_for_with_them_and_a_cpu_without(driver: Install) -> None:
