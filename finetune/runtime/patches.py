@@ -258,6 +258,14 @@ PACKED_INDICES = Patch(
     "of a row does not show how the whole row is packed.",
     "mask creation takes the row boundaries (`cu_seq_lens_q`).",
 )
+PACKED_SEQUENCE = Patch(
+    "transformers.modeling_flash_attention_utils:_is_packed_sequence",
+    "transformers 5.23",
+    "(position_ids, batch_size)",
+    "For a micro-batch of one row it reads positions from the device in each layer, which synchronises; packed rows "
+    "come with their boundaries (`cu_seq_lens_q`), so it is never true here.",
+    "it is called once a pass, or takes a hint.",
+)
 QUANTIZERS = Patch(
     "transformers.quantizers.auto:AUTO_QUANTIZER_MAPPING",
     "transformers 5.23",
@@ -488,8 +496,8 @@ SYNC_GPU = Patch(
     "bitsandbytes.optim.optimizer:sync_gpu",
     "bitsandbytes 0.50",
     "(t)",
-    "An update would wait for the GPU after each weight. The stream keeps the order; only reading paged states from "
-    "the host needs to wait, and `training/state.py` does.",
+    "An update would wait for the GPU after each weight. The stream keeps the order; only touching paged states from "
+    "the host needs to wait, and `training/state.py` and `training/largest_batch.py` do.",
     "bitsandbytes synchronises paged states only.",
 )
 DEQUANTIZE_4BIT = Patch(

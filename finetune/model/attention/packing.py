@@ -16,7 +16,7 @@ import functools
 import inspect
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -76,10 +76,15 @@ def _beyond(name: str) -> int:
     return 0 if name == VARLEN else windows.BLOCK
 
 
-def known(inputs: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def known(inputs: dict[str, Any]) -> Iterator[None]:
     """In the block, transformers takes from here whether the micro-batch `inputs` is packed, not from its positions."""
     packed = len(inputs.get("cu_seq_lens_q", ())) > 2
-    return patches.PACKED_INDICES.by(_row_numbers if packed else lambda positions: None)
+    with (
+        patches.PACKED_INDICES.by(_row_numbers if packed else lambda positions: None),
+        patches.PACKED_SEQUENCE.by(lambda position_ids, batch_size: False),
+    ):
+        yield
 
 
 def _row_numbers(positions: torch.Tensor) -> torch.Tensor:
