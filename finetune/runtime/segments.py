@@ -61,19 +61,19 @@ def supported(gpu: int) -> bool:
     return driver.has(gpu, (driver.VIRTUAL_MEMORY_MANAGEMENT, driver.POSIX_FILE_DESCRIPTORS)) and trial(gpu)
 
 
-class _Location(ctypes.Structure):
+class _MemoryLocation(ctypes.Structure):
     """cuda.h, CUmemLocation."""
 
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
 
 
-class _Allocation(ctypes.Structure):
+class _AllocationProperties(ctypes.Structure):
     """cuda.h, CUmemAllocationProp, with CUmemAllocationProp.allocFlags as its last four fields."""
 
     _fields_ = (
         ("type", ctypes.c_int),
         ("handle_types", ctypes.c_int),
-        ("location", _Location),
+        ("location", _MemoryLocation),
         ("windows", ctypes.c_void_p),
         ("compression", ctypes.c_ubyte),
         ("gpu_direct_rdma", ctypes.c_ubyte),
@@ -82,22 +82,22 @@ class _Allocation(ctypes.Structure):
     )
 
 
-class _Access(ctypes.Structure):
+class _MemoryAccess(ctypes.Structure):
     """cuda.h, CUmemAccessDesc."""
 
-    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+    _fields_ = (("location", _MemoryLocation), ("flags", ctypes.c_int))
 
 
 _PINNED, _ON_DEVICE, _FILE_DESCRIPTOR, _READ_AND_WRITE = 1, 1, 1, 3
 
 
-class _Refused(Exception):
+class _DriverRefused(Exception):
     """The driver refused a call."""
 
 
 def _check(result: int) -> None:
     if result:
-        raise _Refused(result)
+        raise _DriverRefused(result)
 
 
 def trial(gpu: int) -> bool:
@@ -114,7 +114,7 @@ def trial(gpu: int) -> bool:
         return False
     try:
         _map_segment(library, device, rdma=driver.has(gpu, (driver.GPU_DIRECT_RDMA_WITH_VMM,)))
-    except _Refused:
+    except _DriverRefused:
         return False
     finally:
         library.cuCtxPopCurrent_v2(ctypes.byref(context))
@@ -122,12 +122,12 @@ def trial(gpu: int) -> bool:
 
 
 def _map_segment(library: Any, device: ctypes.c_int, *, rdma: bool) -> None:
-    """Reserve, create, map and make accessible; raise `_Refused` where the driver does not. Undone in any case."""
-    location, size = _Location(_ON_DEVICE, device.value), ctypes.c_size_t(_TRIED_BYTES)
+    """Reserve, create, map and make accessible, and undo it; raise `_DriverRefused` where the driver does not."""
+    location, size = _MemoryLocation(_ON_DEVICE, device.value), ctypes.c_size_t(_TRIED_BYTES)
     address, handle = ctypes.c_uint64(), ctypes.c_uint64()
     nowhere = ctypes.c_uint64(0)
-    allocation = _Allocation(_PINNED, _FILE_DESCRIPTOR, location, None, 0, int(rdma))
-    access = _Access(location, _READ_AND_WRITE)
+    allocation = _AllocationProperties(_PINNED, _FILE_DESCRIPTOR, location, None, 0, int(rdma))
+    access = _MemoryAccess(location, _READ_AND_WRITE)
     with contextlib.ExitStack() as undone:
         _check(library.cuMemAddressReserve(ctypes.byref(address), size, ctypes.c_size_t(0), nowhere, nowhere))
         undone.callback(library.cuMemAddressFree, address, size)
