@@ -98,11 +98,16 @@ class Planner:
         return self._known[key]
 
     def _kept_or_traced(self, config: Config, batch: Batch, evaluation: Batch | None) -> Forecast:
-        kept = Kept(self.architecture, self.device, self.gpus)
+        kept = Kept(self.architecture, self._device(config), self.gpus)
         return kept.get(config, batch, evaluation, lambda: self._forecast(config, batch, evaluation))
 
+    def _device(self, config: Config) -> Device:
+        """The device as one of the ranks uses it."""
+        section = config.distributed
+        return devices.of_ranks(self.device, strategies.groups(section, self.gpus), section.context)
+
     def _forecast(self, config: Config, batch: Batch, evaluation: Batch | None) -> Forecast:
-        device = self.device
+        device = self._device(config)
         if config.training.deterministic and not device.cublas_workspace:
             device = replace(device, cublas_workspace=libraries.DETERMINISTIC_CUBLAS)
         implementation = _attention(config, self.architecture, device)
@@ -112,7 +117,6 @@ class Planner:
             # Without flash attention, heads that share keys take PyTorch's plain products, scores and all.
             implementation = packing.eager_like(implementation)
         section = config.distributed
-        device = devices.of_ranks(device, strategies.groups(section, self.gpus), section.context)
         is_shared = strategies.applies(section, self.gpus)
         setting = StepSetting(config, self.architecture, batch, evaluation, device, implementation, self.gpus)
         trace = trace_step(setting, self._models)

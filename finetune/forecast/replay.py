@@ -199,7 +199,7 @@ def on(forecast: Forecast, device: Device) -> Forecast:
     return replace(
         forecast,
         device=device,
-        categories={**forecast.categories, "context": device.outside_bytes},
+        categories={**forecast.categories, **_outside(device)},
         host_bytes=forecast.host_bytes - held + (device.outside_bytes if device.type == "cpu" else 0),
         seconds=_seconds(step, device) + swapping_seconds(step.swapped_bytes, forecast.gpus),
     )
