@@ -18,9 +18,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from finetune import cli
+from finetune.config import Config
 from finetune.doctor import Examination, Finding, machine
 from finetune.doctor import run_check as run_directory
 from finetune.errors import ArtifactError
+from finetune.lifecycle import preparation
+from finetune.runtime import driver
 from finetune.storage.files import write_lines
 from finetune.storage.rundir import RunDirectory
 
@@ -100,10 +103,39 @@ def test_a_folder_for_runs_that_cannot_be_written_is_an_error(tmp_path: Path, mo
 def test_the_driver_version_is_read_if_the_system_has_it(
     text: str | None, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "_DRIVER", tmp_path / "version")
+    monkeypatch.setattr(driver, "VERSION_FILE", tmp_path / "version")
     if text:
-        machine._DRIVER.write_text(text)
+        driver.VERSION_FILE.write_text(text)
     assert machine._driver() == (f", driver {version}" if version else "")
+
+
+def test_a_gpu_that_torch_cannot_use_is_an_error_for_the_doctor_and_a_line_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+) -> None:
+    monkeypatch.setattr(driver, "VERSION_FILE", tmp_path / "version")
+    monkeypatch.setattr(driver, "_DEVICE_FILE", tmp_path / "nvidia0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    config, cpu = Config(), torch.device("cpu")
+
+    def notes() -> list[str]:
+        lines: list[str] = []
+        preparation._check_machine(config, cpu, lines.append)
+        return lines
+
+    assert [one.status for one in machine._no_card()] == ["warning"]
+    assert notes() == []
+    driver.VERSION_FILE.touch()
+    for cuda, reason in ((None, "this torch was built without CUDA"), ("13.0", "torch for CUDA 13.0 cannot use it")):
+        with subtests.test(cuda=cuda):
+            monkeypatch.setattr(torch.version, "cuda", cuda)
+            [gpu] = machine._no_card()
+            assert (gpu.status, gpu.what) == ("error", f"there is one, but {reason}")
+            [line] = notes()
+            assert reason in line
+            assert gpu.remedy in line
+            assert "\n" not in line
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert notes() == [], "it is hidden on purpose"
 
 
 def test_no_token_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:

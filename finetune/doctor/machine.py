@@ -21,14 +21,11 @@ from finetune.errors import MachineError
 from finetune.forecast import devices
 from finetune.model.attention import backends
 from finetune.report import words
-from finetune.runtime import libraries
+from finetune.runtime import driver, libraries
 from finetune.training import optimizers
 
 # A 7B model in 16 bit has 13 GiB, and merging writes it once more.
 _LITTLE_DISK = 16 * 2**30
-
-# The driver's version: torch has no public function for it, and NVML's package is not a dependency.
-_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def examine() -> Examination:
@@ -97,21 +94,21 @@ def _cards() -> Iterator[Finding]:
 
 
 def _driver() -> str:
-    """The driver's version, if its file exists (not on WSL)."""
-    match = re.search(r"Kernel Module.*?(\d+(?:\.\d+)+)", _DRIVER.read_text()) if _DRIVER.is_file() else None
+    """The driver's version, for which torch has no function, if its file exists."""
+    match = (
+        re.search(r"Kernel Module.*?(\d+(?:\.\d+)+)", driver.VERSION_FILE.read_text())
+        if driver.VERSION_FILE.is_file()
+        else None
+    )
     return f", driver {match[1]}" if match else ""
 
 
 def _no_card() -> Iterator[Finding]:
-    cuda = torch.version.cuda
-    if not any(Path(path).exists() for path in ("/dev/nvidia0", _DRIVER)):
-        yield Finding("GPU", "warning", "none: jobs run on the CPU", "enough for small models; use a machine with one")
-    elif cuda is None:
-        state = "there is one, but this torch was built without CUDA"
-        yield Finding("GPU", "error", state, "install torch with CUDA (pytorch.org)")
+    if unused := driver.unused_gpu():
+        reason, remedy = unused
+        yield Finding("GPU", "error", f"there is one, but {reason}", remedy)
     else:
-        remedy = "update the driver, or give this container or job the device (nvidia-smi, CUDA_VISIBLE_DEVICES)"
-        yield Finding("GPU", "error", f"there is one, but torch for CUDA {cuda} cannot use it", remedy)
+        yield Finding("GPU", "warning", "none: jobs run on the CPU", "enough for small models; use a machine with one")
 
 
 def _host_memory() -> Finding:
@@ -152,7 +149,8 @@ def _precision(device: str) -> str:
 
 
 def _optimizer(device: str) -> Finding:
-    name, replaced = optimizers.choose(OptimizerSection(), device)
+    managed = device == "cuda" and driver.shares_managed_memory(torch.cuda.current_device())
+    name, replaced = optimizers.choose(OptimizerSection(), device, managed_memory=managed)
     return Finding("optimizer", "ok", replaced or f"{name}, the default")
 
 

@@ -27,7 +27,6 @@ from finetune.model import bounds
 from finetune.model.adapters.adapter import attach
 from finetune.model.attention import backends, caches
 from finetune.model.base import load_architecture
-from finetune.model.probes.causality import has_flash
 from finetune.runtime import libraries
 
 KV_CACHE = "kv_cache"
@@ -129,7 +128,8 @@ def _attention(config: Config, architecture: Any, device: Device, rows: int) -> 
     """The attention implementation: several rows need a mask for their padding, a single one does not."""
     implementation = backends.planned(config.model.attention, architecture, device.type, config.training.precision)
     capability = device.capability if device.type == "cuda" else None
-    if rows == 1 and backends.shares_keys(architecture) and not has_flash(config.training.precision, capability):
+    flash = backends.has_flash(config.training.precision, capability)
+    if rows == 1 and backends.shares_keys(architecture) and not flash:
         return "eager"  # PyTorch's plain products, scores and all
     return implementation if implementation.startswith("eager") else "sdpa"
 

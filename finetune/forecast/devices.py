@@ -6,7 +6,7 @@ import math
 import os
 import re
 import timeit
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -19,7 +19,7 @@ from finetune.config.field_types import parse_size
 from finetune.errors import ConfigError, MachineError, OutOfMemoryError
 from finetune.forecast import gpus, operator_costs
 from finetune.forecast.operator_costs import DeviceOperators
-from finetune.runtime import libraries, segments
+from finetune.runtime import driver, libraries, segments
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Device:
     """The hardware that a job would run on.
 
     `budget_bytes` is what it may take there, context included. `outside_bytes` is what it takes besides tensors: the
-    CUDA context, or on a CPU what the process holds before it begins. The rates are those of 16-bit products
-    (operations a second), of memory, of PCI Express and of NVLink (bytes a second, 0 where there is none),
-    `call_seconds` the least time of one operator; they rank settings, and bound a time from below.
+    CUDA context and `communicator_bytes` of NCCL, or on a CPU what the process holds before it begins. The rates are
+    those of 16-bit products (operations a second), of memory, of PCI Express and of NVLink (bytes a second, 0 where
+    there is none), `call_seconds` the least time of one operator; they rank settings, and bound a time from below.
     """
 
     type: str
@@ -41,11 +41,14 @@ class Device:
     call_seconds: float
     pcie_bytes: float = math.inf
     nvlink_bytes: float = 0.0
+    communicator_bytes: int = 0
     capability: tuple[int, int] = (0, 0)
     expandable_segments: bool = False
     """Whether the caching allocator's segments grow there (`segments`)."""
     cublas_workspace: str = ""
     """`CUBLAS_WORKSPACE_CONFIG` there."""
+    managed_memory: bool = True
+    """Whether paged optimizer states work there (`runtime.driver`)."""
     triton: bool = True
     """Whether Triton's kernels run there; where not, the loss takes torch's own operators (`libraries`)."""
 
@@ -105,6 +108,19 @@ def find(name: str, memory: MemorySection) -> Device:
 def here(device: torch.device, memory: MemorySection) -> Device:
     """The device that a run is about to use."""
     return _present(_budget(memory)) if device.type == "cuda" else _cpu(memory.budget)
+
+
+def of_ranks(device: Device, groups: Sequence[int], context: int) -> Device:
+    """`device` as one of several ranks uses it, with NCCL's communicators, one for each of the `groups` (their sizes).
+
+    `context` ranks exchange the slices of a row.
+    """
+    if device.type != "cuda" or not groups:
+        return device
+    size = sum(map(operator_costs.communicator_bytes, groups))
+    if device.nvlink_bytes:
+        size += operator_costs.exchange_bytes(context)
+    return replace(device, outside_bytes=device.outside_bytes + size, communicator_bytes=size)
 
 
 def cap(limit_bytes: int | None, device: torch.device) -> None:
@@ -185,6 +201,7 @@ def _present(budget: int | None) -> Device:
         capability=(properties.major, properties.minor),
         expandable_segments=segments.grow(torch.cuda.current_device()),
         cublas_workspace=os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""),
+        managed_memory=driver.shares_managed_memory(torch.cuda.current_device()),
         triton=libraries.triton_obstacle() is None,
     )
 

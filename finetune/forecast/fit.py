@@ -328,7 +328,8 @@ def limits(config: Config, forecast: Forecaster, *, length: int, rows: int, rank
     """
     least = config.changed({_RECOMPUTED: "all"})
     one = least.changed({_ROWS: 1, "training.batch_size": 1})
-    card = devices.smallest_fitting(forecast(one).peak_reserved_bytes)
+    smallest = forecast(one)
+    card = devices.smallest_fitting(smallest.peak_reserved_bytes + smallest.device.communicator_bytes)
 
     def with_value(job: Config, *keys: str) -> Callable[[int], Forecast]:
         return lambda value: forecast(job.changed(dict.fromkeys(keys, value)))

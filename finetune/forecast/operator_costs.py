@@ -113,6 +113,23 @@ def context_bytes(multiprocessors: int) -> int:
     return 5 * 2**20 * max(multiprocessors, 40)
 
 
+def communicator_bytes(ranks: int) -> int:
+    """What NCCL takes on a GPU, outside the caching allocator, for one communicator of `ranks`: an estimate.
+
+    Until it is measured here: 544 MiB for two A100s and 688 for more (NVIDIA/nccl#964, NVLink, all-reduce of 4 MB). The
+    buffers grow with the number of channels, so with less bandwidth between the GPUs they are smaller (#986).
+    """
+    return (544 if ranks == 2 else 688) * 2**20
+
+
+def exchange_bytes(ranks: int) -> int:
+    """What NCCL takes on a GPU in addition for an all-to-all of `ranks` over NVLink: an estimate.
+
+    Its buffers are those of each pair of GPUs: with 8 H100s, 3.28 GB (NVIDIA/nccl#1685).
+    """
+    return int(3.28e9) * (ranks - 1) // 7
+
+
 def gradient_buckets(sizes: Sequence[int]) -> list[int]:
     """The flat copies of the gradients that DistributedDataParallel keeps, from the trained weights' sizes in bytes.
 

@@ -34,7 +34,6 @@ from finetune.model import bounds, build
 from finetune.model.attention import backends, packing
 from finetune.model.base import load_architecture
 from finetune.model.distributed import context
-from finetune.model.probes.causality import has_flash
 from finetune.model.recompute import checkpointing
 from finetune.model.source import catalog
 from finetune.model.source.locate import at_hand
@@ -90,16 +89,21 @@ class Planner:
         return self._known[key]
 
     def _kept_or_traced(self, config: Config, batch: Batch, evaluation: Batch | None) -> Forecast:
-        kept = Kept(self.architecture, self.device, self.gpus)
+        kept = Kept(self.architecture, self._device(config), self.gpus)
         return kept.get(config, batch, evaluation, lambda: self._forecast(config, batch, evaluation))
 
+    def _device(self, config: Config) -> Device:
+        """The device as one of the ranks uses it."""
+        section = config.distributed
+        return devices.of_ranks(self.device, strategies.groups(section, self.gpus), section.context)
+
     def _forecast(self, config: Config, batch: Batch, evaluation: Batch | None) -> Forecast:
-        device = self.device
+        device = self._device(config)
         if config.training.deterministic and not device.cublas_workspace:
             device = replace(device, cublas_workspace=libraries.DETERMINISTIC_CUBLAS)
-        implementation = _attention(config, self.architecture, device.type)
+        implementation = _attention(config, self.architecture, device)
         capability = device.capability if device.type == "cuda" else None
-        flash = has_flash(config.training.precision, capability)
+        flash = backends.has_flash(config.training.precision, capability)
         if not batch.padded and not flash and backends.shares_keys(self.architecture):
             # Without flash attention, heads that share keys take PyTorch's plain products, scores and all.
             implementation = packing.eager_like(implementation)
@@ -265,9 +269,10 @@ def _saves_between(config: Config) -> bool:
     return every is not None and (steps is None or steps > every)
 
 
-def _attention(config: Config, architecture: Any, device_type: str) -> str:
+def _attention(config: Config, architecture: Any, device: Device) -> str:
     return backends.planned(
-        config.model.attention, architecture, device_type, config.training.precision,
+        config.model.attention, architecture, device.type, config.training.precision,
+        capability=device.capability if device.type == "cuda" else None,
         packed=config.data.packing, longest=config.data.max_length,
     )  # fmt: skip
 
@@ -351,9 +356,9 @@ def check_traceable(config: Config, architecture: Any, device: torch.device) -> 
     tokens = min(_TRACED_TOKENS, bounds.positions(architecture) or _TRACED_TOKENS)
     rows = (tokens // 2,) * 2 if config.data.packing else ()
     batch = Batch(rows=1, tokens=tokens, padded=False, trained_tokens=tokens - max(1, len(rows)), packed=rows)
-    where, attention = devices.here(device, config.memory), _attention(config, architecture, device.type)
+    where = devices.here(device, config.memory)
     try:
-        trace_step(StepSetting(config, architecture, batch, None, where, attention))
+        trace_step(StepSetting(config, architecture, batch, None, where, _attention(config, architecture, where)))
     except ForecastError:
         if config.memory.check == "refuse":
             raise
@@ -378,7 +383,7 @@ def planner_for(config: Config, gpu: str | None = None, gpus: int = 1) -> Planne
     above = rank > getattr(architecture.get_text_config(), "hidden_size", rank)  # what most layers have
     named = adapter.targets != "all-linear" or adapter.extra_modules or adapter.ranks
     if above or named or adapter.start_from:  # what may be wrong is reported before the data is read, as in training
-        build.blueprint(config, architecture, _attention(config, architecture, device.type)).check(adapter)
+        build.blueprint(config, architecture, _attention(config, architecture, device)).check(adapter)
     return Planner(config, architecture, device, _data(config, architecture), gpus)
 
 

@@ -23,7 +23,12 @@ from finetune.model.structure.experts import Mixture
 from finetune.storage.records import Difference, UpTo
 
 PHASES = ("load", "forward", "backward", "optimizer", "evaluation", "save", "merge")
-WORDS = {**CATEGORIES, "context": "context and libraries", "allocator_slack": "allocator slack"}
+WORDS = {
+    **CATEGORIES,
+    "context": "context and libraries",
+    "communicators": "NCCL communicators",
+    "allocator_slack": "allocator slack",
+}
 """Categories of the forecast: the key in JSON and the words for a person, in the order of a picture's layers."""
 
 _CURVE_POINTS = 600
@@ -178,7 +183,7 @@ def make(trace: Trace, device: Device, batch: Batch, attention: str, run: RunSet
         phases["merge"] = {"allocated_bytes": run.merge_bytes, "reserved_bytes": run.merge_bytes}
     categories, least = replay.at_peak(), run.merge_bytes if run.merges else 0
     if least > replay.peak_reserved_bytes:  # by then the job's own memory is given back
-        categories = {**dict.fromkeys(categories, 0), "base_weights": least, "context": device.outside_bytes}
+        categories = {**dict.fromkeys(categories, 0), "base_weights": least, **_outside(device)}
     outside = device.outside_bytes if device.type == "cpu" else run.checkpoint_bytes
     return Forecast(
         device=device,
@@ -214,7 +219,7 @@ def on(forecast: Forecast, device: Device) -> Forecast:
     return replace(
         forecast,
         device=device,
-        categories={**forecast.categories, "context": device.outside_bytes},
+        categories={**forecast.categories, **_outside(device)},
         host_bytes=forecast.host_bytes - held + (device.outside_bytes if device.type == "cpu" else 0),
         seconds=_seconds(step, device) + swapping_seconds(step.swapped_bytes, forecast.gpus),
     )
@@ -414,7 +419,7 @@ class Replay:
     def at_peak(self) -> dict[str, int]:
         """Bytes by category at the moment of the most live tensors; the slack is what is reserved beyond them."""
         slack = self.peak_reserved_bytes - sum(self._peak_live.values())
-        return {**self._peak_live, "context": self._device.outside_bytes, "allocator_slack": slack}
+        return {**self._peak_live, **_outside(self._device), "allocator_slack": slack}
 
     def play(self, stretches: list[Stretch]) -> None:
         """Play these stretches of the trace, in order."""
@@ -494,6 +499,12 @@ class Replay:
         peak["reserved_bytes"] = max(peak["reserved_bytes"], self.reserved_bytes)
         if self._allocated > self._peak_allocated:
             self._peak_allocated, self._peak_live = self._allocated, dict(self._live)
+
+
+def _outside(device: Device) -> dict[str, int]:
+    """Bytes by category of what lies outside the allocator."""
+    sizes = {"context": device.outside_bytes - device.communicator_bytes}
+    return {**sizes, "communicators": device.communicator_bytes} if device.communicator_bytes else sizes
 
 
 def _on_host(block: TracedBlock) -> int:

@@ -308,7 +308,8 @@ class _TracedStep:
         config, card = self._config, self._device
         log_probs.attach(self._model)
         kernels.attach(self._model, config.kernels.fused, triton=card.type != "cuda" or card.triton)
-        name, _ = optimizers.choose(config.optimizer, "cpu" if self.recorder.slices_on_host else card.type)
+        updated_on = "cpu" if self.recorder.slices_on_host else card.type
+        name, _ = optimizers.choose(config.optimizer, updated_on, managed_memory=card.managed_memory)
         with warnings.catch_warnings():
             # bitsandbytes looks embeddings up by their addresses, and fake ones have none.
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")

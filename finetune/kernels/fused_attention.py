@@ -105,6 +105,7 @@ class _Rotate(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         # Detached, because values lie in the same block, and autograd would take them as changed too.
         q, k = (q.clone(), k.clone()) if keeping.keeps_products() else (q.data, k.data)
+        cos, sin = ops.along_rows(cos), ops.along_rows(sin)
         ops.rope_(q, k, cos, sin)
         ctx.save_for_backward(cos, sin)
         return q, k
@@ -121,7 +122,9 @@ def _rotary(plain: Callable[..., Any]) -> Callable[..., Any]:
     """`plain`, computed here for q and k (rows, heads, tokens, head_dim), cos and sin (rows or 1, tokens, rotated)."""
 
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs or q.dim() != 4 or cos.dim() != 3:
+        # Rotated in place, so that a copy with its elements side by side would not do.
+        side_by_side = q.stride(-1) == k.stride(-1) == 1
+        if args or kwargs or q.dim() != 4 or cos.dim() != 3 or not side_by_side:
             return plain(q, k, cos, sin, *args, **kwargs)
         rotated = _Rotate.apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
         return tuple(each.transpose(1, 2) for each in rotated)

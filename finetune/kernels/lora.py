@@ -207,9 +207,9 @@ def rank(layers: Layers) -> int:
 def products(x: Tensor, layers: Layers, out: Tensor | None = None) -> tuple[tuple[Tensor, ...], Tensor]:
     """Y of each layer (n, O), all in one block (`out` if given), and U (n, R).
 
-    `x` is (n, H), or (n, H + R or more) with room for U.
+    `x` is (n, H), or (n, H + R rounded up to a multiple of 8, or more) with room for U.
     """
-    inputs, columns = layers[0].inputs, layers[0].inputs + rank(layers)
+    inputs, columns = layers[0].inputs, _aligned(layers[0].inputs + rank(layers))
     if x.shape[1] >= columns > inputs and any(layer.weight.dtype is not x.dtype for layer in layers):
         return _joined_products(x[:, :columns], layers, out)
     x = x[:, :inputs]
@@ -233,12 +233,16 @@ def _joined_products(x: Tensor, layers: Layers, out: Tensor | None) -> tuple[tup
 
         [ W_q | B_q B_q  0  ]
         [ W_k |  0   0  B_k ]
+
+    and a column of zeros for each that aligns X's.
     """
-    inputs = layers[0].inputs
+    inputs, end_of_ranks = layers[0].inputs, layers[0].inputs + rank(layers)
     weight = x.new_empty(sum(layer.outputs for layer in layers), x.shape[1])
     upward = weight[:, inputs:]
-    if len(layers) > 1:
+    if len(layers) > 1 or end_of_ranks < x.shape[1]:
         upward.zero_()
+    if end_of_ranks < x.shape[1]:
+        x[:, end_of_ranks:].zero_()
     at, b = 0, []
     for layer, own in zip(layers, _columns(layers), strict=True):
         end = at + layer.outputs
@@ -246,7 +250,7 @@ def _joined_products(x: Tensor, layers: Layers, out: Tensor | None) -> tuple[tup
         b.append(upward[at:end, own])
         at = end
     a, _ = _factors(x, layers, b)
-    low = low_rank(x[:, :inputs], a, layers, x[:, inputs:])
+    low = low_rank(x[:, :inputs], a, layers, x[:, inputs:end_of_ranks])
     bias = None
     if any(layer.bias is not None for layer in layers):
         bias = torch.cat([x.new_zeros(one.outputs) if one.bias is None else one.bias.to(x.dtype) for one in layers])
@@ -321,12 +325,26 @@ def _factors(like: Tensor, layers: Layers, out: Sequence[Tensor] | None = None) 
     b: list[Any] = [None] * len(layers)
     for _, own, number in adapted:
         b[number] = torch.empty_like(own, dtype=like.dtype) if out is None else out[number]
-    if adapted:  # in one launch, for which torch 2.13 has no public name (and ruff does not see it as private)
-        torch._foreach_copy_(
-            [*a.split([len(down) for down, _, _ in adapted]), *(b[number] for _, _, number in adapted)],
-            [*(down for down, _, _ in adapted), *(up for _, up, _ in adapted)],
-        )
+    if adapted:
+        into, values = list(a.split([len(down) for down, _, _ in adapted])), [down for down, _, _ in adapted]
+        ups = [(b[number], up) for _, up, number in adapted]
+        if out is None:
+            into += [place for place, _ in ups]
+            values += [up for _, up in ups]
+        # In one launch, for which torch 2.13 has no public name (and ruff does not see it as private). A tensor with
+        # other strides would have it copy them all one by one (ForeachUtils.h, `can_use_fast_route`).
+        torch._foreach_copy_(into, values)
+        if out is not None:
+            for beside, up in ups:
+                beside.copy_(up)
     return a, b
+
+
+def _aligned(columns: int) -> int:
+    """`columns` rounded up to a multiple of 8: 16 bytes in 16 bit, which cuBLAS reads at once (its documentation,
+    "Tensor Core Usage").
+    """
+    return -(-columns // 8) * 8
 
 
 def _scale(layers: Layers) -> float:

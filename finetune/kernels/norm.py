@@ -69,6 +69,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, formula: NormFormula, room: int) -> Tensor:
+        x = ops.along_rows(x)
         y, rstd = ops.rms_norm(x, weight, eps, formula.offset, formula.cast_first, room)
         ctx.offset = formula.offset
         ctx.save_for_backward(x, weight, rstd)

@@ -5,7 +5,7 @@ counts it as one call. On a CPU it is made of torch's operators, rounded where t
 CUDA it is a Triton kernel of `triton_kernels`, which computes in float32 and rounds once. They have no derivatives:
 autograd functions call them.
 
-Tensors are of 16 or 32 bits; each may be strided in all dimensions but its last.
+Tensors are of 16 or 32 bits; each may be strided in all dimensions but its last (`along_rows`).
 """
 
 from __future__ import annotations

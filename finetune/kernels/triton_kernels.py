@@ -132,6 +132,7 @@ def _rope(
 
 
 def rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool = False) -> None:
+    _assert_along_rows(q, k, cos, sin)
     rows, tokens, q_heads, _ = q.shape
     k_heads, half = k.shape[2], cos.shape[-1] // 2
     cos, sin = cos.expand(rows, -1, -1), sin.expand(rows, -1, -1)
@@ -295,11 +296,17 @@ def _code(quant_type: str, device: torch.device) -> Tensor:
 
 def _rows(*tensors: Tensor) -> list[int]:
     """How `_start` finds the rows of tensors (..., width) of one shape: middle, inner, and each tensor's strides."""
+    _assert_along_rows(*tensors)
     try:  # rows at one distance
         views = [tensor.view(-1, 1, 1, tensor.shape[-1]) for tensor in tensors]
     except RuntimeError:
         views = [tensor[(None,) * (4 - tensor.dim())] for tensor in tensors]
     return [*views[0].shape[1:3], *(stride for view in views for stride in view.stride()[:3])]
+
+
+def _assert_along_rows(*tensors: Tensor) -> None:
+    """The kernels read and write elements of a row side by side; other strides would give other numbers."""
+    assert all(tensor.stride(-1) == 1 for tensor in tensors)
 
 
 def _tiles_of_rows(rows: int, width: int) -> tuple[tuple[int], dict[str, int]]:

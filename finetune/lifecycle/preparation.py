@@ -26,7 +26,7 @@ from finetune.model.distributed import context
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.model.structure.experts import Mixture
 from finetune.objectives import contract
-from finetune.runtime import libraries, ranks
+from finetune.runtime import driver, libraries, ranks
 from finetune.runtime.environment import describe
 from finetune.runtime.stages import stage
 from finetune.storage.rundir import RunDirectory
@@ -112,6 +112,11 @@ def _check_machine(config: Config, device: torch.device, note: Callable[[str], N
     """Check the machine; return the contents of environment.json. Raises if it cannot run the job, or ranks differ."""
     if idle := ranks.idle_gpus():
         note(idle)
+    if device.type == "cpu" and not driver.is_hidden() and (unused := driver.unused_gpu()):
+        reason, remedy = unused
+        note(
+            f"training on the CPU, though there is a GPU: {reason}; {remedy}, or set CUDA_VISIBLE_DEVICES= for the CPU"
+        )
     if device.type == "cuda" and (obstacle := libraries.triton_obstacle()):
         note(
             f"Triton cannot run its kernels ({obstacle}): torch's own operators are used instead, and the loss takes "

@@ -10,10 +10,14 @@ import torch
 
 from finetune.errors import OutOfMemoryError, first_line
 
-# Messages of plain RuntimeErrors: torch's CPU allocator, torch mapping a file, C++, and CUDA outside torch's allocator.
+# Messages of plain RuntimeErrors: torch's CPU allocator, torch mapping a file, C++, and CUDA outside torch's allocator:
+# runtime, driver (c10/cuda/driver_api.h: expandable segments), Triton, cuBLAS in a product and for its handle (which
+# needs memory of its own), and NCCL, whose message torch puts into a DistBackendError.
 _MESSAGES = (
-    "DefaultCPUAllocator", "Cannot allocate memory", "std::bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDA error: out of memory", "Triton Error [CUDA]: out of memory",
+    "DefaultCPUAllocator", "Cannot allocate memory", "std::bad_alloc",
+    "CUDA error: out of memory", "CUDA driver error: out of memory", "Triton Error [CUDA]: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate",
+    "Cuda failure 2 'out of memory'",
 )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from finetune.errors import MachineError
 from finetune.runtime import libraries, ranks, segments
 
 
@@ -17,3 +18,12 @@ def this_device() -> torch.device:
     if libraries.triton_obstacle():
         libraries.without_triton()
     return torch.device("cuda", gpu)
+
+
+def require_default_stream(device: torch.device) -> None:
+    """Raise MachineError if the caller has chosen another stream than CUDA's default one.
+
+    bitsandbytes 0.50 updates weights on the default stream, for which torch's other streams do not wait.
+    """
+    if device.type == "cuda" and torch.cuda.current_stream(device) != torch.cuda.default_stream(device):
+        raise MachineError("training needs CUDA's default stream; call it outside of `with torch.cuda.stream(...)`")

@@ -224,6 +224,13 @@ PACKED_INDICES = Patch(
     "It compares positions on the device, which synchronises, and sees only the rank's part of a row.",
     "mask creation takes the row boundaries (`cu_seq_lens_q`).",
 )
+PACKED_SEQUENCE = Patch(
+    "transformers.modeling_flash_attention_utils:_is_packed_sequence",
+    "transformers 5.23",
+    "(position_ids, batch_size)",
+    "For one row it reads positions from the device in each layer; packed rows bring their boundaries.",
+    "it is called once a pass.",
+)
 QUANTIZERS = Patch(
     "transformers.quantizers.auto:AUTO_QUANTIZER_MAPPING",
     "transformers 5.23",
@@ -448,7 +455,8 @@ SYNC_GPU = Patch(
     "bitsandbytes.optim.optimizer:sync_gpu",
     "bitsandbytes 0.50",
     "(t)",
-    "An update would wait for the GPU after each weight; `training/state.py` waits where it must.",
+    "An update would wait for the GPU after each weight; `training/state.py` and `training/largest_batch.py` wait "
+    "where they must.",
     "only paged states are synchronised.",
 )
 DEQUANTIZE_4BIT = Patch(

@@ -10,7 +10,8 @@ from finetune.model.probes import causality
 from finetune.model.recompute.checkpointing import ByLength
 from finetune.model.source import identity
 from finetune.objectives import OBJECTIVES
-from finetune.runtime import ranks
+from finetune.runtime import driver, ranks
+from finetune.runtime.device import require_default_stream
 from finetune.training import optimizers, schedules, strategies
 from finetune.training.batches import Steps
 from finetune.training.callbacks import Callbacks
@@ -68,10 +69,12 @@ def assemble(job: TrainingJob, callbacks: Callbacks) -> Loop:
 def _step(job: TrainingJob, recorder: MetricsRecorder, collate: MicroBatches) -> Step:
     model, device, config, training = job.model, job.device, job.config, job.config.training
     updated_on = next(weight.device.type for weight in model.parameters() if weight.requires_grad)
-    name, replaced = optimizers.choose(config.optimizer, updated_on)
+    managed = updated_on == "cuda" and driver.shares_managed_memory(torch.cuda.current_device())
+    name, replaced = optimizers.choose(config.optimizer, updated_on, managed_memory=managed)
     if replaced:
         job.listener.note(replaced)
     optimizer = optimizers.make(name, config.optimizer, training.learning_rate, model)
+    require_default_stream(device)
     scaler = torch.amp.GradScaler(device.type) if training.precision == "fp16" else None
     return Step(
         engine=strategies.engine(

@@ -99,6 +99,7 @@ class _BeforeWarmUp:
 
     def __init__(self, step: Step) -> None:
         self._model = step.model
+        self._device = step.device
         self._was_training = step.model.training
         self._start = StepStart(step)
         self._optimizer = step.engine.optimizer
@@ -119,6 +120,9 @@ class _BeforeWarmUp:
     @torch.no_grad()
     def put_back(self) -> None:
         """Restore in place, so that paged states stay paged; states that did not exist before are removed."""
+        if self._device.type == "cuda":
+            # Paged states are written as host memory, bypassing the stream of their update (`patches.SYNC_GPU`).
+            torch.cuda.synchronize(self._device)
         states = self._optimizer.state
         for weight in list(states):
             if weight not in self._states:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
 import torch
+from torch.distributed import DistError
 
 from finetune.config import Config
 from finetune.measure.out_of_memory import StepOutOfMemoryError, is_out_of_memory, reason
@@ -144,7 +145,8 @@ class Retry:
         try:
             return step.forward_backward(self.limit.parts(micro_batches), count, number, begun.append), None, None
         except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error) or not begun:
+            # A failed collective cannot be repeated: its communicator is lost, and the other ranks wait in it.
+            if not is_out_of_memory(error) or not begun or isinstance(error, DistError):
                 raise
             if not step.engine.repeatable:
                 ending = self.report.not_repeatable(error, begun[-1])

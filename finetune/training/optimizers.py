@@ -23,13 +23,13 @@ _NOT_DECAYED = ["bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm
 
 @dataclass(frozen=True)
 class Optimizer:
-    """One optimizer: `build` returns its class and arguments, `on_cpu` names its replacement on a CPU, and `ignores`
+    """One optimizer: `build` returns its class and arguments, `unpaged` names the one without paging, and `ignores`
     are the keys of the section that do not apply to it, and that a config must not set. `updates`: the smallest part of
     a weight that it can update without the rest: rows, or any number by itself, with states in torch's form."""
 
     help: str
     build: Callable[[OptimizerSection], Built]
-    on_cpu: str | None = None
+    unpaged: str | None = None
     ignores: tuple[str, ...] = ()
     updates: Literal["weight", "row", "number"] = "row"
 
@@ -48,12 +48,16 @@ _LEAST_8_BIT = 4096
 """How many numbers a weight must have for 8-bit states (bitsandbytes 0.50, `min_8bit_size`)."""
 
 
-def choose(section: OptimizerSection, device_type: str) -> tuple[str, str | None]:
-    """The optimizer for this device, and a one-line note if it is not the configured one."""
-    replacement = OPTIMIZERS[section.kind].on_cpu
-    if device_type == "cuda" or replacement is None:
+def choose(section: OptimizerSection, device_type: str, *, managed_memory: bool = True) -> tuple[str, str | None]:
+    """The optimizer for this device, and a one-line note if it is not the configured one.
+
+    `managed_memory`: whether host and GPU can share memory (`runtime.driver.shares_managed_memory`).
+    """
+    replacement = OPTIMIZERS[section.kind].unpaged
+    if replacement is None or (device_type == "cuda" and managed_memory):
         return section.kind, None
-    return replacement, f"optimizer {section.kind}: paging is unnecessary on a CPU; using {replacement}"
+    reason = "this GPU's driver cannot page" if device_type == "cuda" else "paging is unnecessary on a CPU"
+    return replacement, f"optimizer {section.kind}: {reason}; using {replacement}"
 
 
 def make(name: str, section: OptimizerSection, learning_rate: float, model: Any) -> torch.optim.Optimizer:

@@ -111,6 +111,15 @@ STRATEGIES: dict[str, Strategy] = {
 }
 
 
+def groups(section: DistributedSection, ranks: int) -> list[int]:
+    """The sizes of the process groups in which a rank communicates; none for a single process."""
+    if ranks == 1:
+        return []
+    of_rows = [section.context] if section.context > 1 else []
+    of_library = [ranks] if section.kind == "deepspeed" else []  # its copy of the world (0.19, `_clone_world_group`)
+    return [ranks, *of_rows, *of_library]
+
+
 def least_first(config: Config) -> list[dict[str, str]]:
     """The ways in which several ranks can share this job's model, as changes of its config: from copies to shards."""
     from finetune.training.optimizers import OPTIMIZERS

@@ -132,6 +132,18 @@ def test_every_optimizer_is_left_as_it_stands(quick) -> None:
         assert all(weight.grad is None for weight in trained)
 
 
+def test_states_are_put_back_once_the_gpu_has_updated_them(quick, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paged ones are written as host memory, and an update is only queued when it returns."""
+    loop = ready(quick("data.eval=none", "training.eval_every=null"))
+    kept = largest_batch._BeforeWarmUp(loop.step)
+    state = next(iter(loop.step.engine.optimizer.state.values()))["state1"]
+    kept._device = torch.device("cuda")
+    # The update takes effect as the GPU is waited for.
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: state.fill_(1))
+    kept.put_back()
+    assert not state.any()
+
+
 @pytest.mark.parametrize("kind", ["adamw_8bit", "adamw_torch_fused"])
 def test_everything_is_put_back_bit_by_bit(quick, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """A run ends with the weights of one that does not try the worst first, with dropout."""

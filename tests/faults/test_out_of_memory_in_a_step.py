@@ -14,11 +14,13 @@ import torch
 from children import PUBLISHING, Fault
 from jobs import QUICK, TINY, adapter_weights, same_adapter
 from steps import assert_gradients_close, before_each_step, gradients, micro_batches, out_of_memory, ready
+from torch import distributed as dist
 
 import finetune
 from finetune.config import Config
 from finetune.errors import MachineError, OutOfMemoryError
 from finetune.measure.out_of_memory import StepOutOfMemoryError
+from finetune.model.recompute import checkpointing
 from finetune.runtime import libraries
 from finetune.settings import load_config
 from finetune.storage.rundir import RunDirectory, checkpoint_step
@@ -100,6 +102,23 @@ def test_nothing_of_the_failed_pass_remains(with_dropout: Loop, where: str) -> N
     assert len(refused) == 1
     assert loss == expected_loss
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_collective_that_ran_out_of_memory_is_not_repeated(plain: Loop) -> None:
+    """The other ranks still wait in it."""
+    plain.retry.limit = Limit()
+    (batch,) = micro_batches(plain, ROWS, 8)
+
+    def collective(module: object, args: object) -> None:
+        raise dist.DistBackendError("ncclUnhandledCudaError: ...\nLast error:\nCuda failure 2 'out of memory'")
+
+    hook = checkpointing.layers(plain.step.model)[2].mlp.register_forward_pre_hook(collective)
+    try:
+        with pytest.raises(dist.DistBackendError):
+            gradients(plain, [batch])
+    finally:
+        hook.remove()
+    assert plain.retry.limit.positions is None
 
 
 def test_it_is_remembered_for_micro_batches_of_that_size(plain: Loop) -> None:

@@ -258,6 +258,30 @@ def zero(stage: str, ranks: int, card: str | None = None, **changes: Any) -> For
     return Planner(config, tiny_models.architecture(layers=LAYERS), device, None, ranks).forecast()
 
 
+def test_nccl_has_a_term_for_several_gpus_and_for_nothing_else() -> None:
+    """544 MiB for two GPUs, 688 for more (NVIDIA/nccl#964), once for each group that a rank is in."""
+    mib = 2**20
+    card, nvlink = tiny_models.card(), dataclasses.replace(tiny_models.card(), nvlink_bytes=1e11)
+
+    def made(ranks: int, device: Device, **changes: Any) -> Forecast:
+        config = job(**{"distributed__kind": "ddp", **changes})
+        return Planner(config, tiny_models.architecture(layers=2), device, None, ranks).forecast()
+
+    assert "communicators" not in made(1, card).categories
+    assert "communicators" not in made(2, tiny_models.cpu()).categories
+    two, eight = made(2, card), made(8, card)
+    assert two.categories["communicators"] == 544 * mib
+    assert eight.categories["communicators"] == 688 * mib
+    assert two.categories["context"] == made(1, card).categories["context"]
+    assert two.needed_bytes == two.peak_reserved_bytes + card.outside_bytes + 544 * mib
+    assert sum(two.categories.values()) == two.needed_bytes
+    split = {"distributed__context": 2}
+    assert made(8, card, **split).categories["communicators"] == (688 + 544) * mib
+    assert made(8, nvlink, **split).categories["communicators"] == (688 + 544) * mib + int(3.28e9) // 7
+    assert zero("optimizer", 2, CARD).categories["communicators"] == 2 * 544 * mib
+    assert made(2, card) == two, "also where it is kept"
+
+
 CARD = "RTX 4090"
 FULL = {"quantization__kind": "none", "adapter__kind": "none"}
 

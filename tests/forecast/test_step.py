@@ -232,7 +232,7 @@ def test_memory_and_work_grow_in_proportion_to_a_row_longer_than_its_windows(whe
 
     def traced(tokens: int) -> tuple[int, int, float]:
         batch = Batch(rows=1, tokens=tokens, padded=False, trained_tokens=64)
-        attention = packing.windowed("sdpa", base, device.type, "bf16", tokens)
+        attention = packing.windowed("sdpa", base, tokens, varlen=device.type == "cuda")
         assert attention.startswith(packing.WINDOWED)
         trace = tiny_models.trace(job, base, where=device, batch=batch, attention=attention)
         live = itertools.accumulate(

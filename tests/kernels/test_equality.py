@@ -23,8 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import finetune
 from finetune import kernels
 from finetune.config import Config
-from finetune.errors import ConfigError
+from finetune.errors import ConfigError, MachineError
 from finetune.kernels import fused_attention, head, lora, mlp, norm, ops, self_test
+from finetune.kernels.room import with_room
 from finetune.model import build
 from finetune.model.precision import autocast
 from finetune.model.recompute import checkpointing
@@ -487,6 +488,131 @@ def test_a_kernel_that_computes_something_else_is_turned_off_and_named(monkeypat
     assert_close(step(model, job), plain)
 
 
+def test_one_element_that_is_not_written_turns_its_kernel_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its share of the norm is below what rounding explains."""
+    right = norm.ops.rms_norm
+
+    def incomplete(x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        y, rstd = right(x, *args)
+        if x.dim() == 3:  # a model's rows, and not the values by which a norm is recognised
+            row = y.view(-1, y.shape[-1])[-1, : x.shape[-1]]
+            row[row.abs().argmax()] = 0
+        return y, rstd
+
+    for precision in ("fp32", "bf16"):
+        model, _ = made("llama", precision=precision)
+        attached = kernels.attach(model, "on")
+        with monkeypatch.context() as patch, autocast(precision, CPU):
+            patch.setattr(norm.ops, "rms_norm", incomplete)
+            lines = self_test.prove(model, attached)
+        assert any(line.startswith("kernels: `norm` is off: in LlamaRMSNorm") for line in lines)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3_text"])
+def test_the_proof_sees_two_rows_of_uneven_length_with_the_strides_of_the_model(name: str) -> None:
+    model, _ = made(name)
+    attached = kernels.attach(model, "on")
+    strides: dict[str, set[tuple[int, ...]]] = {"in the model": set(), "in the proof": set()}
+    shapes = set()
+    plain_norm = norm.ops.rms_norm
+
+    def seen(x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        strides["in the proof" if proving else "in the model"].add((*x.shape[2:], *x.stride()))
+        shapes.add(x.shape[:2])
+        return plain_norm(x, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(norm.ops, "rms_norm", seen)
+        proving = False
+        calls = self_test._inputs(model, attached)
+        proving = True
+        for module, (_, call) in calls.items():
+            if isinstance(module, type(model.get_submodule("base_model.model.model.norm"))):
+                self_test._results(module, call)
+    assert {shape[0] for shape in shapes} == {2}
+    assert strides["in the proof"]
+    assert strides["in the proof"] <= strides["in the model"]
+    masks = [call.kwargs["attention_mask"] for _, call in calls.values() if "attention_mask" in call.kwargs]
+    assert masks
+    assert all(len(mask) == 2 for mask in masks)
+
+
+def test_inputs_whose_rows_do_not_stand_side_by_side_give_the_same_norm() -> None:
+    x, weight = torch.randn(8, 3, 2).transpose(0, 2), torch.randn(8)
+    assert x.stride(-1) != 1
+    seen = []
+
+    def rms_norm(x: torch.Tensor, *args: Any, right: Any = norm.ops.rms_norm) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append(x.stride(-1))
+        return right(x, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(norm.ops, "rms_norm", rms_norm)
+        y = norm._RmsNorm.apply(x, weight, 1e-6, norm.NormFormula(0.0, True), 0)
+    assert seen == [1]
+    torch.testing.assert_close(y, norm._RmsNorm.apply(x.contiguous(), weight, 1e-6, norm.NormFormula(0.0, True), 0))
+
+
+def test_a_rotation_reads_angles_side_by_side_and_leaves_other_queries_to_the_model() -> None:
+    q, k = (torch.randn(2, 4, 5, 8, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    cos, sin = torch.randn(2, 8, 5, 2).permute(0, 3, 2, 1).unbind()
+    assert cos.stride(-1) != 1
+    seen, plain = [], []
+
+    def rope_(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backward: bool = False) -> None:
+        seen.append([each.stride(-1) for each in (q, k, cos, sin)])
+
+    rotate = fused_attention._rotary(lambda *args: plain.append(args))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "rope_", rope_)
+        rotate(q.clone(), k.clone(), cos, sin)
+        assert (seen, plain) == ([[1, 1, 1, 1]], [])
+        rotate(q.transpose(1, 3).contiguous().transpose(1, 3), k, cos, sin)
+    assert len(seen) == len(plain) == 1
+
+
+@pytest.mark.parametrize("rank", [3, 4, 8])
+def test_joined_products_have_aligned_factors_and_nothing_beside_them_counts(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For cuBLAS, whose fast kernels take inner dimensions that are multiples of 8; what stands in the room is NaN."""
+    model, job = made("llama", adapter__rank=rank)
+    plain = step(model, job)
+    shapes, right = set(), ops.multiply_
+
+    def multiply_(out: torch.Tensor, left: torch.Tensor, right_factor: torch.Tensor, *rest: Any) -> None:
+        if right_factor.shape[0] > _SIZES["hidden_size"] or left.shape[1] % _SIZES["hidden_size"]:
+            shapes.add(left.shape[1])
+        right(out, left, right_factor, *rest)
+
+    def room(like: torch.Tensor, columns: int, right: Any = with_room) -> torch.Tensor:
+        return right(like, columns).fill_(torch.nan)
+
+    monkeypatch.setattr(lora.ops, "multiply_", multiply_)
+    monkeypatch.setattr(ops, "with_room", room)
+    kernels.attach(model, "on")
+    assert_close(step(model, job), plain)
+    joined = {width for width in shapes if width > _SIZES["hidden_size"]}
+    assert joined
+    assert all(width % 8 == 0 for width in joined)
+
+
+def test_factors_are_copied_in_one_launch_where_all_are_contiguous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one strided tensor among them CUDA's `_foreach_copy_` would copy all one by one."""
+    model, job = made("llama")
+    kernels.attach(model, "on")
+    copies, right = [], torch._foreach_copy_
+
+    def copy(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+        copies.append([each.is_contiguous() for each in into])
+        right(into, values)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", copy)
+    step(model, job)
+    assert copies
+    assert all(all(each) for each in copies)
+
+
 def test_the_proof_takes_the_path_of_training_for_layers_of_one_input(monkeypatch: pytest.MonkeyPatch) -> None:
     right = lora._joined_products
 
@@ -544,6 +670,41 @@ def test_the_proof_of_the_loss_passes_for_the_head_as_it_is_in_a_step(name: str,
     with autocast(precision, CPU):
         assert log_probs.prove(model) is None
     assert model.training
+
+
+class _DeadGpu:
+    """torch.cuda of a process whose context a kernel has ended, once `broken`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.broken = False
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "synchronize", self.raise_if_broken)
+
+    def raise_if_broken(self) -> None:
+        if self.broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be ...")
+
+    def break_in(self, *args: Any) -> None:
+        self.broken = True  # seen by a later call only
+
+
+def test_a_kernel_that_ends_the_context_is_the_machines_error_and_not_the_next_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = _DeadGpu(monkeypatch)
+    model, _ = made("llama")
+    attached = kernels.attach(model, "on")
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "rope_", gpu.break_in)
+        with pytest.raises(MachineError, match=r"set `kernels\.fused: off`") as dead:
+            self_test.prove(model, attached)
+    assert "illegal memory access" in str(dead.value)
+    assert "\n" not in str(dead.value)
+    gpu.broken = False
+    log_probs.attach(model)
+    monkeypatch.setattr(head, "_unfold_", gpu.break_in)
+    with pytest.raises(MachineError, match=r"set `kernels\.fused: off`"):
+        log_probs.prove(model)
 
 
 def wrong_by_a_fifth(*given: Any, right: Callable[..., None] = head._unfold_) -> None:

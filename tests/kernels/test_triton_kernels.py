@@ -99,7 +99,11 @@ def resources(cubin: bytes, file: Path) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("compiled", "dtype"),
-    [(80, torch.float32), *((card, torch.bfloat16) for card in (89, 90, 120))],
+    [
+        *((card, torch.bfloat16) for card in (86, 89, 90, 100, 120)),
+        *((card, torch.float16) for card in (75, 80)),
+        (80, torch.float32),
+    ],
     indirect=["compiled"],
 )
 def test_they_compile_without_spills_and_move_rows_in_large_pieces(compiled, dtype, tmp_path, subtests) -> None:

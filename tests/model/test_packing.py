@@ -185,17 +185,32 @@ def test_the_variable_length_kernel_gets_the_arguments_of_each_torch_version(
 
 
 def test_each_attention_has_a_variant_for_packed_rows(subtests: pytest.Subtests) -> None:
-    for implementation, device, precision, found in [
-    ("sdpa", "cpu", "bf16", packing.EACH),
-    ("sdpa", "cuda", "bf16", packing.VARLEN),
-    ("sdpa", "cuda", "fp32", packing.EACH),
-    ("eager", "cuda", "bf16", packing.EAGER),
-    ("flash_attention_2", "cuda", "bf16", "flash_attention_2"),
-    ("flex_attention", "cuda", "bf16", "flex_attention"),
-]:  # fmt: skip
+    config = AutoConfig.for_model("llama", **SHARED)
+    for implementation, packed in [
+        ("sdpa", packing.VARLEN), ("eager", packing.EAGER), ("flash_attention_2", "flash_attention_2"),
+        ("flex_attention", "flex_attention"),
+    ]:  # fmt: skip
         with subtests.test(implementation=implementation):
-            config = AutoConfig.for_model("llama", **SHARED)
-            assert packing.variant(implementation, config, device, precision) == found
+            assert packing.variant(implementation, config, varlen=True) == packed
+    assert packing.variant("sdpa", config, varlen=False) == packing.EACH
+
+
+def test_a_gpu_without_flash_kernel_takes_packed_and_windowed_rows_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+) -> None:
+    """PyTorch's variable-length kernel is the flash kernel, which exists from compute capability 8 on."""
+    mistral = AutoConfig.for_model("mistral", sliding_window=4, **SHARED)
+    for capability, precision, varlen in [
+        ((7, 5), "fp16", False), ((8, 0), "fp16", True), ((8, 0), "bf16", True), ((12, 0), "bf16", True),
+        ((9, 0), "fp32", False),
+    ]:  # fmt: skip
+        with subtests.test(capability=capability, precision=precision):
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+            for rows in ({"packed": True}, {"longest": 100}):
+                chosen, _ = backends.choose("sdpa", mistral, "cuda", precision, **rows)
+                planned = backends.planned("sdpa", mistral, "cuda", precision, capability=capability, **rows)
+                assert chosen == planned
+                assert chosen.endswith("varlen") is varlen
 
 
 # Models that have their attention in a table of their own, and one that has no implementation but its own.

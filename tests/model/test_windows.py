@@ -130,7 +130,7 @@ def test_only_rows_that_exceed_a_window_are_taken_apart(subtests: pytest.Subtest
     ]:
         with subtests.test(architecture=architecture, given=given, device=device, longest=longest):
             config = AutoConfig.for_model(architecture, **{**SHARED, **ARCHITECTURES[architecture]})
-            assert packing.windowed(given, config, device, "bf16", longest) == found
+            assert packing.windowed(given, config, longest, varlen=device == "cuda") == found
 
 
 @pytest.mark.parametrize(

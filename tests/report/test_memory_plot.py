@@ -82,7 +82,7 @@ def test_persistent_layers_are_below_temporary_ones_and_the_legend_is_in_their_o
 
 def test_every_category_has_a_colour_of_its_own() -> None:
     colours = step_curve.COLOURS
-    assert set(colours) == set(WORDS) - {"allocator_slack"}
+    assert set(colours) == set(WORDS) - {"communicators", "allocator_slack"}
     assert len(set(colours.values())) == len(colours)
 
 

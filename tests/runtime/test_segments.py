@@ -17,20 +17,84 @@ import pytest
 import torch
 
 from finetune.config import MemorySection
+from finetune.errors import MachineError
 from finetune.forecast import devices
+from finetune.runtime import driver as nvidia
 from finetune.runtime import environment, libraries, segments
-from finetune.runtime.device import this_device
+from finetune.runtime.device import require_default_stream, this_device
 
 GPU = 3
-VIRTUAL_MEMORY, FILE_HANDLES = 102, 103
-Install = Callable[..., None]
+VIRTUAL_MEMORY, FILE_HANDLES, RDMA = 102, 103, 110
+UNKNOWN, OUT_OF_MEMORY = 999, 2
+Install = Callable[..., Any]
 
 
 class Driver:
-    """libcuda.so.1 of a machine with four GPUs, whose attributes are given."""
+    """libcuda.so.1 of a machine with four GPUs, whose attributes are given; `held` is what was not given back.
 
-    def __init__(self, attributes: dict[int, int], fails: str = "") -> None:
-        self._attributes, self._fails = attributes, fails
+    With `refuses_rdma` memory that a network card may read cannot be made accessible, as under WSL2.
+    """
+
+    def __init__(self, attributes: dict[int, int], fails: str = "", refuses_rdma: bool = False) -> None:
+        self._attributes, self._fails, self._refuses_rdma = attributes, fails, refuses_rdma
+        self._rdma = False
+        self.held: list[str] = []
+
+    def _take(self, call: str, what: str, pointer: Any, value: int) -> int:
+        if self._fails == call:
+            return OUT_OF_MEMORY
+        pointer._obj.value = value
+        self.held.append(what)
+        return 0
+
+    def _give_back(self, what: str) -> int:
+        self.held.remove(what)
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, context: Any, device: ctypes.c_int) -> int:
+        context._obj.value = 7
+        return OUT_OF_MEMORY if self._fails == "cuDevicePrimaryCtxRetain" else 0
+
+    def cuCtxPushCurrent_v2(self, context: Any) -> int:
+        assert context.value == 7
+        self.held.append("context")
+        return 0
+
+    def cuCtxPopCurrent_v2(self, context: Any) -> int:
+        return self._give_back("context")
+
+    def cuMemAddressReserve(self, address: Any, size: Any, alignment: Any, at: Any, flags: Any) -> int:
+        return self._take("cuMemAddressReserve", "address", address, 2**40)
+
+    def cuMemAddressFree(self, address: Any, size: Any) -> int:
+        assert "mapped" not in self.held
+        return self._give_back("address")
+
+    def cuMemCreate(self, handle: Any, size: Any, properties: Any, flags: Any) -> int:
+        assert size.value == 4 * 2**20
+        # cuda.h: pinned memory, exported to a file descriptor, on the device; then a pointer and the flags.
+        raw = bytes(properties._obj)
+        assert [int.from_bytes(raw[at : at + 4], "little") for at in (0, 4, 8)] == [1, 1, 1]
+        assert len(raw) == 32
+        self._rdma = raw[25] == 1
+        return self._take("cuMemCreate", "memory", handle, 11)
+
+    def cuMemRelease(self, handle: Any) -> int:
+        return self._give_back("memory")
+
+    def cuMemMap(self, address: Any, size: Any, offset: Any, handle: Any, flags: Any) -> int:
+        assert (address.value, handle.value) == (2**40, 11)
+        if self._fails == "cuMemMap":
+            return UNKNOWN
+        self.held.append("mapped")
+        return 0
+
+    def cuMemUnmap(self, address: Any, size: Any) -> int:
+        return self._give_back("mapped")
+
+    def cuMemSetAccess(self, address: Any, size: Any, access: Any, count: Any) -> int:
+        assert [int.from_bytes(bytes(access._obj)[at : at + 4], "little") for at in (0, 8)] == [1, 3]
+        return UNKNOWN if self._fails == "cuMemSetAccess" or (self._refuses_rdma and self._rdma) else 0
 
     def cuInit(self, flags: int) -> int:
         return 100 if self._fails == "cuInit" else 0
@@ -49,18 +113,23 @@ class Driver:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
     """Puts a driver here under a torch with CUDA; by default one that can do everything, on Linux."""
 
-    def install(attributes: dict[int, int] | None = None, fails: str = "", platform: str = "linux") -> None:
-        found = Driver({VIRTUAL_MEMORY: 1, FILE_HANDLES: 1} if attributes is None else attributes, fails)
+    def install(
+        attributes: dict[int, int] | None = None, fails: str = "", platform: str = "linux", refuses_rdma: bool = False
+    ) -> Driver:
+        able = {VIRTUAL_MEMORY: 1, FILE_HANDLES: 1} if attributes is None else attributes
+        libcuda = Driver(able, fails, refuses_rdma)
 
         def load(name: str) -> Driver:
             if name != "libcuda.so.1" or fails == "library":
                 raise OSError(name)
-            return found
+            return libcuda
 
-        monkeypatch.setattr(segments, "ctypes", SimpleNamespace(CDLL=load, c_int=ctypes.c_int, byref=ctypes.byref))
-        monkeypatch.setattr(segments, "sys", SimpleNamespace(platform=platform))
+        monkeypatch.setattr(nvidia, "ctypes", SimpleNamespace(CDLL=load, c_int=ctypes.c_int, byref=ctypes.byref))
+        monkeypatch.setattr(nvidia, "sys", SimpleNamespace(platform=platform))
         monkeypatch.setattr(torch.version, "cuda", "13.0")
         segments.supported.cache_clear()
+        nvidia.shares_managed_memory.cache_clear()
+        return libcuda
 
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
@@ -70,6 +139,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
     torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
     torch._C._accelerator_setAllocatorSettings("")
     segments.supported.cache_clear()
+    nvidia.shares_managed_memory.cache_clear()
 
 
 # -- where they are on -------------------------------------------------------------------------------------------------
@@ -94,12 +164,47 @@ def test_they_stay_off_where_something_lacks(driver: Install, subtests: pytest.S
         {"fails": "cuDeviceGetAttribute"},
         {"fails": "library"},
         {"platform": "win32"},
+        {"fails": "cuDevicePrimaryCtxRetain"},
+        {"fails": "cuMemAddressReserve"},
+        {"fails": "cuMemCreate"},
+        {"fails": "cuMemMap"},
+        {"fails": "cuMemSetAccess"},
     ]:
         with subtests.test(lacking=lacking):
-            driver(**lacking)
+            libcuda = driver(**lacking)
             segments.enable(GPU)
             assert not segments.setting()
             assert not segments.grow(GPU)
+            assert not libcuda.held, "what the trial took"
+
+
+def test_they_stay_off_where_the_driver_claims_support_and_the_first_tensor_would_fail(driver: Install) -> None:
+    """Under WSL2 memory for GPUDirect RDMA can be mapped and not be used (pytorch/pytorch#192330)."""
+    attributes = {VIRTUAL_MEMORY: 1, FILE_HANDLES: 1, RDMA: 1}
+    libcuda = driver(attributes, refuses_rdma=True)
+    segments.enable(GPU)
+    assert not segments.setting()
+    assert not segments.grow(GPU)
+    assert not libcuda.held
+    driver({**attributes, RDMA: 0}, refuses_rdma=True)
+    assert segments.grow(GPU), "torch does not ask for RDMA there"
+    driver(attributes)
+    assert segments.grow(GPU)
+
+
+def test_a_trial_gives_back_what_it_took(driver: Install) -> None:
+    libcuda = driver()
+    assert segments.trial(GPU)
+    assert not libcuda.held
+
+
+def test_managed_memory_is_shared_where_the_driver_has_both_attributes(
+    driver: Install, subtests: pytest.Subtests
+) -> None:
+    for attributes, shared in (({83: 1, 89: 1}, True), ({83: 1}, False), ({89: 1}, False), ({}, False)):
+        with subtests.test(attributes=attributes):
+            driver(attributes)
+            assert nvidia.shares_managed_memory(GPU) is shared
 
 
 def test_they_stay_off_on_a_gpu_that_is_not_there_and_without_cuda(
@@ -172,6 +277,31 @@ def test_run_forecast_and_run_directory_agree(driver: Install, monkeypatch: pyte
         assert ("expandable_segments:True" in segments.setting()) is grow
         assert [each.expandable_segments for each in planned] == [grow, grow]
         assert environment.describe(device)["device"]["expandable_segments"] is grow
+
+
+def test_a_plan_for_this_gpu_knows_whether_optimizer_states_are_paged(
+    driver: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    properties = SimpleNamespace(name="NVIDIA L4", total_memory=2**34, multi_processor_count=58, major=8, minor=9)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**34, 2**34))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
+    monkeypatch.setattr(libraries, "triton_obstacle", lambda: None)
+    for attributes, paged in (({83: 1, 89: 1}, True), ({83: 1}, False)):
+        driver(attributes)
+        assert devices.here(torch.device("cuda", 0), MemorySection()).managed_memory is paged
+
+
+def test_training_in_another_stream_than_the_default_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_default_stream(torch.device("cpu"))
+    gpu, streams = torch.device("cuda", 0), ["default", "own"]
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: streams[0])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[-1])
+    with pytest.raises(MachineError, match="default stream"):
+        require_default_stream(gpu)
+    streams.pop()
+    require_default_stream(gpu)
 
 
 def test_a_card_elsewhere_is_planned_for_with_them_and_a_cpu_without(driver: Install) -> None:

@@ -6,6 +6,9 @@ import pytest
 import steps
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import modeling_flash_attention_utils
+
+from finetune.model.attention import packing
 
 
 class Reads(TorchDispatchMode):
@@ -38,6 +41,14 @@ def test_a_step_reads_no_value_back(quick, job: list[str]) -> None:
         loop.step.update()
     assert reads.found == []
     assert any(weight.grad.any() for weight in loop.step.trained())
+
+
+def test_flash_attention_of_one_row_reads_no_position_back() -> None:
+    """transformers would compute in each layer whether positions begin anew, and branch on the tensor."""
+    positions = torch.arange(5)[None]
+    assert isinstance(modeling_flash_attention_utils._is_packed_sequence(positions, 1), torch.Tensor)
+    with packing.known({"input_ids": positions}):
+        assert modeling_flash_attention_utils._is_packed_sequence(positions, 1) is False
 
 
 def test_the_instrument_sees_a_read() -> None:

@@ -25,7 +25,7 @@ from finetune.training.checks import check
 from finetune.training.optimizers import OPTIMIZERS, STATES
 
 RANKS = 2
-SHARDED = [name for name, optimizer in OPTIMIZERS.items() if optimizer.can_update("row") and not optimizer.on_cpu]
+SHARDED = [name for name, optimizer in OPTIMIZERS.items() if optimizer.can_update("row") and not optimizer.unpaged]
 
 
 class Layer(GradientCheckpointingLayer):

@@ -109,6 +109,14 @@ def test_a_replaced_optimizer_is_said_in_one_line() -> None:
     assert optimizers.choose(OptimizerSection(kind="paged_adamw_8bit"), "cuda") == ("paged_adamw_8bit", None)
 
 
+def test_a_gpu_that_cannot_share_memory_with_the_host_gets_the_unpaged_optimizer() -> None:
+    for kind, optimizer in optimizers.OPTIMIZERS.items():
+        name, line = optimizers.choose(OptimizerSection(kind=kind), "cuda", managed_memory=False)
+        assert not optimizers.OPTIMIZERS[name].unpaged
+        assert name == (optimizer.unpaged or kind)
+        assert (line is None) == (name == kind)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "packing"), [("lora", "false"), ("none", "true")])
 def test_resumed_run_ends_bit_equal(quick, monkeypatch: pytest.MonkeyPatch, kind: str, packing: str) -> None:

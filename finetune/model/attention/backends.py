@@ -11,6 +11,9 @@ from finetune.errors import MachineError
 from finetune.model.source import catalog
 from finetune.runtime import libraries
 
+# The compute capability from which SDPA has a flash kernel.
+_FLASH = (8, 0)
+
 
 @dataclass(frozen=True)
 class Attention:
@@ -35,7 +38,8 @@ def choose(
     device.
     """
     implementation, reason = _choose(name, config, device, precision)
-    return _for_rows(implementation, config, device, precision, packed, longest), reason
+    capability = _capability() if device == "cuda" else None
+    return _for_rows(implementation, config, precision, capability, packed, longest), reason
 
 
 def _choose(name: str, config: Any, device: str, precision: str) -> tuple[str, str]:
@@ -53,12 +57,18 @@ def _choose(name: str, config: Any, device: str, precision: str) -> tuple[str, s
     raise AssertionError("eager attention has no requirement")
 
 
-def planned(name: str, config: Any, device: str, precision: str, *, packed: bool = False, longest: int = 0) -> str:
-    """The implementation assumed for a device that may be absent; all fused kernels save the same tensors."""
+def planned(
+    name: str, config: Any, device: str, precision: str, *, capability: tuple[int, int] | None = None,
+    packed: bool = False, longest: int = 0,
+) -> str:  # fmt: skip
+    """The implementation assumed for a device that may be absent; all fused kernels save the same tensors.
+
+    `capability` is that of the GPU, None for a CPU.
+    """
     if name == "auto":
         name = "eager" if _sdpa(config, device, precision) else "sdpa"
     fused = "eager" if name == "eager" else "sdpa"
-    variant = _for_rows(fused, config, device, precision, packed, longest)
+    variant = _for_rows(fused, config, precision, capability, packed, longest)
     return variant if variant != fused else ATTENTIONS[name].implementation
 
 
@@ -72,18 +82,26 @@ def of_parts(implementation: str, config: Any) -> str | dict[str, str]:
     return {"": implementation, part: implementation} if part else implementation
 
 
-def _for_rows(implementation: str, config: Any, device: str, precision: str, packed: bool, longest: int) -> str:
+def _for_rows(
+    implementation: str, config: Any, precision: str, capability: tuple[int, int] | None, packed: bool, longest: int
+) -> str:
     from finetune.model.attention import packing  # imports torch, which checking a config does not need
 
+    varlen = capability is not None and has_flash(precision, capability)
     if packed:
-        return packing.variant(implementation, config, device, precision)
-    return packing.windowed(implementation, config, device, precision, longest) if longest else implementation
+        return packing.variant(implementation, config, varlen=varlen)
+    return packing.windowed(implementation, config, longest, varlen=varlen) if longest else implementation
+
+
+def _capability() -> tuple[int, int]:
+    import torch
+
+    return torch.cuda.get_device_capability()
 
 
 def _flash(
     config: Any, device: str, precision: str, *, version: int, package: str, capability: tuple[int, int]
 ) -> str | None:
-    import torch
     from transformers import utils
 
     from finetune.model.precision import PRECISIONS
@@ -92,12 +110,17 @@ def _flash(
         return "it needs a CUDA device"
     if not PRECISIONS[precision].autocasts:
         return "it computes in 16 bit, but `training.precision` is fp32"
-    if torch.cuda.get_device_capability() < capability:
+    if _capability() < capability:
         return f"the GPU is below compute capability {capability[0]}.{capability[1]}"
     if not _supports(config, "_supports_flash_attn"):
         return "this model has no flash attention in transformers"
     installed = getattr(utils, f"is_flash_attn_{version}_available")()
     return None if installed else f"the package {package} is not installed"
+
+
+def has_flash(precision: str, capability: tuple[int, int] | None) -> bool:
+    """Whether SDPA has a flash kernel, which supports grouped-query attention, on a GPU or (None) a CPU."""
+    return capability is None or (capability >= _FLASH and precision != "fp32")
 
 
 def _sdpa(config: Any, device: str, precision: str) -> str | None:

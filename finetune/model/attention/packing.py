@@ -16,14 +16,13 @@ import functools
 import inspect
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from finetune.errors import MachineError
 from finetune.model.attention import windows
-from finetune.model.precision import PRECISIONS
 from finetune.model.source import catalog
 from finetune.runtime import patches
 
@@ -35,8 +34,8 @@ _PACKED, WINDOWED = "packed", "windowed"
 REMEDY = "set `data.packing: false`, and `training.micro_batch_tokens` to keep padding low"
 
 
-def variant(implementation: str, config: Any, device: str, precision: str) -> str:
-    """The variant of `implementation` for packed rows.
+def variant(implementation: str, config: Any, *, varlen: bool) -> str:
+    """The variant of `implementation` for packed rows; `varlen`: the device has a variable-length flash kernel.
 
     Raises MachineError for an architecture that mixes tokens by other means than the attention replaced here.
     """
@@ -44,7 +43,7 @@ def variant(implementation: str, config: Any, device: str, precision: str) -> st
         raise MachineError(f"`data.packing`: {config.model_type} models {how}, which would mix packed rows; {REMEDY}")
     if implementation != "sdpa":
         return EAGER if implementation == "eager" else implementation
-    return VARLEN if device == "cuda" and PRECISIONS[precision].autocasts and _largest_head(config) <= 256 else EACH
+    return VARLEN if varlen and _largest_head(config) <= 256 else EACH
 
 
 def _largest_head(config: Any) -> int:
@@ -55,12 +54,12 @@ def _largest_head(config: Any) -> int:
     return max(size // count for size, count in zip(hidden, heads, strict=True))
 
 
-def windowed(implementation: str, config: Any, device: str, precision: str, longest: int) -> str:
+def windowed(implementation: str, config: Any, longest: int, *, varlen: bool) -> str:
     """The variant of `implementation` for rows of up to `longest` tokens, not packed, if they exceed a window."""
     window = windows.of(config)
     if window is None or catalog.model_class(config) is None or mixes_otherwise(config):
         return implementation
-    packed = variant(implementation, config, device, precision)
+    packed = variant(implementation, config, varlen=varlen)
     exceeds = packed.startswith(_PACKED) and longest > window + _beyond(packed)
     return packed.replace(_PACKED, WINDOWED) if exceeds else implementation
 
@@ -77,10 +76,15 @@ def _beyond(name: str) -> int:
     return 0 if name == VARLEN else windows.BLOCK
 
 
-def known(inputs: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def known(inputs: dict[str, Any]) -> Iterator[None]:
     """In the block, transformers takes from here whether the micro-batch `inputs` is packed, not from its positions."""
     packed = len(inputs.get("cu_seq_lens_q", ())) > 2
-    return patches.PACKED_INDICES.by(_row_numbers if packed else lambda positions: None)
+    with (
+        patches.PACKED_INDICES.by(_row_numbers if packed else lambda positions: None),
+        patches.PACKED_SEQUENCE.by(lambda position_ids, batch_size: False),
+    ):
+        yield
 
 
 def _row_numbers(positions: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from finetune.errors import first_line
+from finetune.errors import MachineError, first_line
 from finetune.model.distributed.placement import release_gathered
 
 TOKENS = 16
@@ -24,13 +24,35 @@ class Failed(Exception):
 
 @contextlib.contextmanager
 def attempt(refusal: Callable[[Exception], Exception] = Failed) -> Iterator[None]:
-    """Raise `refusal(error)` for errors of a model's or kernel's code, except those of memory and of other ranks."""
+    """Raise `refusal(error)` for errors of a model's or kernel's code, except those of memory and of other ranks.
+
+    Raises MachineError if the block has left a GPU that this process can no longer use.
+    """
     try:
         yield
+        _wait_for_gpu()
     except (torch.OutOfMemoryError, MemoryError, dist.DistError):
         raise
     except Exception as error:  # foreign code may raise anything
+        _refuse_dead_gpu(error)
         raise refusal(error) from error
+
+
+def _wait_for_gpu() -> None:
+    """Wait for what was queued in the GPU, if one is in use: an error of a kernel is raised by a later call only."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def _refuse_dead_gpu(error: Exception) -> None:
+    """Raise MachineError if `error` has ended this process's CUDA context: then every call raises it once more."""
+    try:
+        _wait_for_gpu()
+    except RuntimeError:
+        raise MachineError(
+            f"the GPU failed in a short pass of this model ({Failed(error)}), and this process cannot use it any "
+            "more; set `kernels.fused: off` or, where it is off, `model.attention: sdpa`"
+        ) from error
 
 
 @contextlib.contextmanager

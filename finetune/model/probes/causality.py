@@ -15,9 +15,7 @@ import torch
 
 from finetune.errors import ArtifactError, ConfigError, NumbersError
 from finetune.model import bounds, probes
-
-# The compute capability from which SDPA has a flash kernel.
-_FLASH = (8, 0)
+from finetune.model.attention.backends import has_flash
 
 # Allowed relative change of a row's logits when later tokens change. In a causal model it is zero, except for rounding
 # in a mixture of experts, whose matrix products then have other shapes.
@@ -34,11 +32,6 @@ def needs_mask(config: Any, precision: str, capability: tuple[int, int] | None) 
     """
     routed = bool(getattr(config.get_text_config(), "output_router_logits", False))
     return routed or not has_flash(precision, capability)
-
-
-def has_flash(precision: str, capability: tuple[int, int] | None) -> bool:
-    """Whether SDPA has a flash kernel, which supports grouped-query attention, on a GPU or (None) a CPU."""
-    return capability is None or (capability >= _FLASH and precision != "fp32")
 
 
 def capability_of(device: torch.device) -> tuple[int, int] | None:

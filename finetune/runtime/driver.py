@@ -1,0 +1,79 @@
+"""Asks NVIDIA's driver about GPUs what torch has no function for."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# cuda.h, CUdevice_attribute
+MANAGED_MEMORY, CONCURRENT_MANAGED_ACCESS = 83, 89
+VIRTUAL_MEMORY_MANAGEMENT, POSIX_FILE_DESCRIPTORS = 102, 103
+GPU_DIRECT_RDMA_WITH_VMM = 110
+
+
+VERSION_FILE = Path("/proc/driver/nvidia/version")
+"""Exists where the driver is loaded, but not under WSL2."""
+_DEVICE_FILE = Path("/dev/nvidia0")
+
+
+def unused_gpu() -> tuple[str, str] | None:
+    """Why torch cannot use the GPU of this machine, and what to do; None if there is no GPU, or torch can use it."""
+    if torch.cuda.is_available() or not (_DEVICE_FILE.exists() or VERSION_FILE.exists()):
+        return None
+    if torch.version.cuda is None:
+        return "this torch was built without CUDA", "install torch with CUDA (pytorch.org)"
+    return (
+        f"torch for CUDA {torch.version.cuda} cannot use it",
+        "update the driver, or give this container or job the device (nvidia-smi, CUDA_VISIBLE_DEVICES)",
+    )
+
+
+def is_hidden() -> bool:
+    """Whether the user has hidden all GPUs from this process."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+
+
+def library() -> Any:
+    """The driver's library, initialised; None where there is none, or torch was built without CUDA."""
+    if sys.platform != "linux" or torch.version.cuda is None:
+        return None
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    return None if driver.cuInit(0) else driver
+
+
+def device_of(driver: Any, gpu: int) -> ctypes.c_int | None:
+    """The driver's own number of GPU `gpu`; None if there is no such GPU."""
+    device = ctypes.c_int()
+    return None if driver.cuDeviceGet(ctypes.byref(device), gpu) else device
+
+
+def has(gpu: int, attributes: Sequence[int]) -> bool:
+    """Whether the driver answers that GPU `gpu` has all of these attributes."""
+    if (driver := library()) is None or (device := device_of(driver, gpu)) is None:
+        return False
+    value = ctypes.c_int()
+    return all(
+        driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device) == 0 and value.value != 0
+        for attribute in attributes
+    )
+
+
+@functools.cache
+def shares_managed_memory(gpu: int) -> bool:
+    """Whether host and GPU `gpu` may use managed memory in turn, while the GPU works, as paged optimizer states need.
+
+    Without attribute 89 (WSL2, Windows) the host must not touch any managed memory while a kernel runs (CUDA C++
+    programming guide, "Unified memory on Windows, WSL, and Tegra"). Without attribute 83 (some virtual GPUs) there is
+    none, and bitsandbytes 0.50 ends the process where it cannot be allocated.
+    """
+    return has(gpu, (MANAGED_MEMORY, CONCURRENT_MANAGED_ACCESS))
