@@ -48,6 +48,8 @@ class Device:
     """`CUBLAS_WORKSPACE_CONFIG` there."""
     triton: bool = True
     """Whether Triton's kernels run there; where not, the loss takes torch's own operators (`libraries`)."""
+    kernels_off: frozenset[str] = frozenset()
+    """Fused kernels, or `loss`, that are not used there (`certificate`)."""
 
     @property
     def room_bytes(self) -> int:

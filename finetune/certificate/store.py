@@ -1,0 +1,149 @@
+"""Certificates in the user's cache: a file for each device, driver, set of versions, code and kind of job.
+
+The folder and its files belong to this user alone; anything else there is not trusted and made anew. A file is replaced
+atomically. Deleting it only means that the trials run again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetune.errors import ArtifactError
+from finetune.storage import records
+from finetune.storage.files import cause
+from finetune.storage.private import cache_folder, not_private
+from finetune.storage.records import CertificateRecord, TrialResult
+
+_PACKAGES = ("torch", "bitsandbytes", "triton", "transformers", "peft", "trl")
+# What the trials run and what they are made of.
+_TRIED_CODE = ("certificate", "kernels", "model", "objectives", "training")
+_DRIVER = Path("/proc/driver/nvidia/version")
+# Longer than the trials of another process take.
+_WAIT_SECONDS = 120
+
+
+def made_for(request: dict[str, Any]) -> dict[str, Any]:
+    """Everything that the results of a request depend on, as JSON values."""
+    job = {name: value for name, value in request.items() if name not in ("device", "free_bytes")}
+    return {"device": _device(torch.device(request["device"])), "versions": _versions(), "code": _code(), "job": job}
+
+
+def read(made_for: dict[str, Any]) -> list[TrialResult] | None:
+    """The results that were kept for this, or None: there are none, or they are damaged, or not only this user's."""
+    path = _path(made_for)
+    if any(map(not_private, (cache_folder(), path.parent, path))):
+        return None
+    try:
+        record = records.read(path, records.CERTIFICATE)
+    except ArtifactError:
+        return None
+    with contextlib.suppress(OSError):
+        os.utime(path.parent)  # entries of the cache that are not used for a month are removed
+    return record["results"] if record["made_for"] == made_for else None
+
+
+def write(made_for: dict[str, Any], results: list[TrialResult]) -> str | None:
+    """Keep results; returns why they are not kept, in one clause, where they cannot be."""
+    path = _path(made_for)
+    record = CertificateRecord(format=1, made_for=made_for, results=results)
+    partial = ""
+    try:
+        _make_folder(path.parent)
+        if why := next(filter(None, map(not_private, (cache_folder(), path.parent))), None):
+            return why
+        descriptor, partial = tempfile.mkstemp(prefix=path.name, dir=path.parent)
+        with open(descriptor, "wb") as file:
+            file.write(records.CERTIFICATE.dump_json(record))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+        return cause(error, next(parent for parent in path.parents if parent.exists()))
+    return None
+
+
+@contextlib.contextmanager
+def one_process() -> Iterator[None]:
+    """In the block, no other process of this user runs trials, which two at once would disturb.
+
+    Where no lock is possible, or another process holds it for too long, the block runs all the same.
+    """
+    try:
+        _make_folder(cache_folder() / "certificates")
+        lock = os.open(cache_folder() / "certificates", os.O_RDONLY)
+    except OSError:
+        yield
+        return
+    try:
+        until = time.monotonic() + _WAIT_SECONDS
+        while time.monotonic() < until:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.1)
+            except OSError:  # some network file systems have no locks
+                break
+        yield
+    finally:
+        os.close(lock)
+
+
+def _make_folder(folder: Path) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder.mkdir(exist_ok=True, mode=0o700)
+
+
+def _path(made_for: dict[str, Any]) -> Path:
+    digest = hashlib.sha256(json.dumps(made_for, sort_keys=True).encode()).hexdigest()
+    return cache_folder() / "certificates" / f"{digest[:32]}.json"
+
+
+def _device(device: torch.device) -> dict[str, Any]:
+    if device.type == "cpu":
+        return {"type": "cpu", "name": platform.machine(), "capability": torch.backends.cpu.get_cpu_capability()}
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "type": device.type,
+        "name": properties.name,
+        "uuid": str(getattr(properties, "uuid", "")),
+        "total_bytes": properties.total_memory,
+        "driver": _DRIVER.read_text().splitlines()[0] if _DRIVER.is_file() else "",
+        "cuda": torch.version.cuda,
+    }
+
+
+@cache
+def _versions() -> dict[str, str | None]:
+    def installed(package: str) -> str | None:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return None
+
+    return {package: installed(package) for package in _PACKAGES}
+
+
+@cache
+def _code() -> str:
+    """The hash of the code that the trials run."""
+    root, digest = Path(__file__).resolve().parents[1], hashlib.sha256()
+    for file in sorted(file for folder in _TRIED_CODE for file in (root / folder).rglob("*.py")):
+        digest.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()
