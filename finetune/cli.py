@@ -473,11 +473,22 @@ def compare(
 
 @command
 def doctor(
-    run: Annotated[Path | None, typer.Argument(help="A run directory to check instead of the machine.")] = None,
+    run: Annotated[
+        Path | None, typer.Argument(help="A run directory to check instead of the machine; the config of --certify.")
+    ] = None,
+    certify: Annotated[
+        bool, typer.Option("--certify", help="Try everything on the device anew; writes certificate.html and .json.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Check this machine, or a run directory. Says what is wrong and what to do, and connects to nothing."""
-    stage(f"doctor of {run or 'this machine'}: importing the libraries")
+    stage(f"doctor of {'this machine' if certify or not run else run}: importing the libraries")
+    if certify:
+        from finetune.doctor.certify import certify as certified
+        from finetune.settings import load_config
+
+        _give(certified(load_config(run, []) if run else None, _terminal(quiet=as_json)), as_json)
+        return
     from finetune.doctor import machine
     from finetune.doctor import run_check as run_directory
 

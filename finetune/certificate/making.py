@@ -54,7 +54,7 @@ def make(request: dict[str, Any], began: Callable[[str], None], *, complete: boo
             child.kill()
             child.wait()
             child.results.close()
-            child.errors.close()
+            child.printed.close()
         over = time.monotonic() >= until
         lost = waiting if over or (len(results) == before and not trying) else [trying] if trying else []
         results += [TrialResult(name, "failed", ended) for name in lost]
@@ -63,17 +63,17 @@ def make(request: dict[str, Any], began: Callable[[str], None], *, complete: boo
 
 
 class Child(subprocess.Popen):
-    """A process that runs trials; `results` is where it writes, `errors` what it prints."""
+    """A process that runs trials; `results` is where it writes, `printed` what it says."""
 
     def __init__(self, request: dict[str, Any]) -> None:
         read, write = os.pipe()
-        self.results, self.errors = open(read, "rb", buffering=0), tempfile.TemporaryFile()  # noqa: SIM115
+        self.results, self.printed = open(read, "rb", buffering=0), tempfile.TemporaryFile()  # noqa: SIM115
         left_out = {*_RANK_VARIABLES, *_SECRETS}
         environment = {name: value for name, value in os.environ.items() if name not in left_out}
         try:
             super().__init__(
                 [sys.executable, "-m", "finetune.certificate.child", str(write)], stdin=subprocess.PIPE,
-                stdout=self.errors, stderr=self.errors, pass_fds=[write], start_new_session=True,
+                stdout=self.printed, stderr=self.printed, pass_fds=[write], start_new_session=True,
                 env={**environment, "HF_HUB_OFFLINE": "1"},
             )  # fmt: skip
         finally:
@@ -84,7 +84,7 @@ class Child(subprocess.Popen):
 
 
 start: Callable[[dict[str, Any]], Any] = Child
-"""Starts a process for a request; it has `results`, `errors`, `kill`, `wait` and `returncode`."""
+"""Starts a process for a request; it has `results`, `printed`, `kill`, `wait` and `returncode`."""
 
 
 def _seconds(trying: str) -> float:
@@ -112,11 +112,11 @@ def _ending(child: Any) -> str:
     """How a child ended, and the last line that it printed."""
     code = child.wait()
     how = f"signal {-code}" if code < 0 else f"exit code {code}"
-    return f"{how}{_last_line(child.errors)}"
+    return f"{how}{_last_line(child.printed)}"
 
 
-def _last_line(errors: IO[bytes]) -> str:
-    errors.seek(0)
-    lines = errors.read()[-2000:].decode(errors="replace").split("\n")
+def _last_line(printed: IO[bytes]) -> str:
+    printed.seek(0)
+    lines = printed.read()[-2000:].decode(errors="replace").split("\n")
     last = next((line for line in reversed(lines) if line.strip()), "")
     return f": {last.strip()[:160]}" if last else ""

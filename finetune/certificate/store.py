@@ -56,6 +56,21 @@ def read(made_for: dict[str, Any]) -> list[TrialResult] | None:
     return record["results"] if record["made_for"] == made_for else None
 
 
+def of_device(device: torch.device) -> list[list[TrialResult]]:
+    """The results of all kinds of job that are kept for a device with these versions and this code."""
+    if not_private(cache_folder()) or not_private(folder := cache_folder() / "certificates"):
+        return []
+    kept = []
+    for path in sorted(folder.glob("*.json")):
+        with contextlib.suppress(ArtifactError, KeyError):
+            record = records.read(path, records.CERTIFICATE)
+            made_for = record["made_for"]
+            now = {"device": _device(device), "versions": _versions(), "code": _code(), "job": made_for["job"]}
+            if not not_private(path) and made_for == now:
+                kept.append(record["results"])
+    return kept
+
+
 def write(made_for: dict[str, Any], results: list[TrialResult]) -> str | None:
     """Keep results; returns why they are not kept, in one clause, where they cannot be."""
     path = _path(made_for)

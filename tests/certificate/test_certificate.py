@@ -25,6 +25,7 @@ from jobs import TINY, metric
 import finetune
 from finetune.certificate import child, making, small_model, store, trials, verdict
 from finetune.config import Config
+from finetune.doctor import machine
 from finetune.kernels import ops
 from finetune.model.base import load_architecture
 from finetune.settings import load_config
@@ -42,7 +43,7 @@ class Forked:
 
     def __init__(self, request: dict[str, Any]) -> None:
         read, write = os.pipe()
-        self.results, self.errors = os.fdopen(read, "rb", buffering=0), tempfile.TemporaryFile()  # noqa: SIM115
+        self.results, self.printed = os.fdopen(read, "rb", buffering=0), tempfile.TemporaryFile()  # noqa: SIM115
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid:
@@ -52,7 +53,7 @@ class Forked:
         try:
             torch.set_num_threads(1)
             faulthandler.disable()
-            os.dup2(self.errors.fileno(), 2)
+            os.dup2(self.printed.fileno(), 2)
             child.main(write, json.loads(json.dumps(request)))
             code = 0
         except SystemExit as end:
@@ -326,3 +327,35 @@ def test_the_small_model_has_a_layer_of_each_kind_and_a_forecast() -> None:
     assert short.adapter.rank == config.adapter.rank
     forecast = trials.forecast_of_small_model(job, tiny_models.card())
     assert forecast.phases["backward"]["allocated_bytes"] > 0
+
+
+@pytest.mark.slow
+def test_trials_run_in_a_process_of_their_own(monkeypatch) -> None:
+    monkeypatch.setattr(making, "start", making.Child)
+    monkeypatch.setattr(making, "for_device", lambda device_type: ["optimizer"])
+    monkeypatch.setitem(trials.TRIALS, "optimizer", SimpleNamespace(tries="an optimizer", limit_seconds=300.0))
+    began: list[str] = []
+    assert making.make(requested(), began.append) == [TrialResult("optimizer", "held")]
+    assert began == ["an optimizer"]
+
+
+@pytest.mark.slow
+def test_doctor_tries_a_device_writes_a_page_and_shows_what_stands(call, tmp_path, monkeypatch, shallow_base) -> None:
+    monkeypatch.chdir(tmp_path)
+    job = tmp_path / "job.yaml"
+    job.write_text(f"model: {{name: {shallow_base}}}\ndata: {{train: rows.jsonl, max_length: 24}}\n")
+    assert "none for this device" in machine._certificate("cpu").what
+    code, out, err = call("doctor", job, "--certify", "--json")
+    assert code == 0, err
+    record = json.loads(out)
+    assert record == json.loads((tmp_path / "certificate.json").read_text())
+    assert [one["trial"] for one in record["results"]] == [name for name in trials.TRIALS if name in KEPT]
+    page = (tmp_path / "certificate.html").read_text()
+    assert "kernel `mlp`" in page
+    assert str(tmp_path) not in page
+    standing = machine._certificate("cpu")
+    assert "1 kind of job" in standing.what
+    monkeypatch.setattr(ops, "gated", wrong_element(ops.gated, None))
+    monkeypatch.setitem(ops.ON_CPU, "finetune::gated", wrong_element(ops.ON_CPU["finetune::gated"], None))
+    call("doctor", job, "--certify")
+    assert machine._certificate("cpu").status == "warning"
