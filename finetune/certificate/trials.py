@@ -193,7 +193,7 @@ def _memory(job: TriedJob, off: Collection[str]) -> dict[str, float]:
     _steps(job, job.config.memory, off, paged=True)
     measured = torch.cuda.max_memory_allocated(job.device), torch.cuda.max_memory_reserved(job.device)
     forecast = forecast_of_small_model(
-        job, replace(devices.here(job.device, job.config.memory), kernels_off=frozenset(off))
+        job, replace(devices.here(job.device, job.config.memory), kernels_off=tuple(off))
     )
     return {
         "allocated_bytes": measured[0], "reserved_bytes": measured[1],

@@ -60,7 +60,7 @@ class Certificate:
         figures = {name: value for result in self.results for name, value in result.figures.items()}
         return replace(
             device,
-            kernels_off=self.kernels_off,
+            kernels_off=tuple(sorted(self.kernels_off)),
             outside_bytes=int(figures.get("context_bytes", device.outside_bytes)),
             flops=figures.get("flops", device.flops),
             bandwidth_bytes=figures.get("bandwidth_bytes", device.bandwidth_bytes),

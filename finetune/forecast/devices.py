@@ -48,7 +48,7 @@ class Device:
     """`CUBLAS_WORKSPACE_CONFIG` there."""
     triton: bool = True
     """Whether Triton's kernels run there; where not, the loss takes torch's own operators (`libraries`)."""
-    kernels_off: frozenset[str] = frozenset()
+    kernels_off: tuple[str, ...] = ()
     """Fused kernels, or `loss`, that are not used there (`certificate`)."""
 
     @property
