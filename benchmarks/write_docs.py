@@ -123,28 +123,6 @@ def _of_seeds(found: Any) -> list[float]:
     return [_losses(found)[16, "all-linear", 3e-3, seed] for seed in (42, 43, 44)]
 
 
-def _of_epochs(rate: float, choose: Callable[[Any, str], float]) -> Callable[[Any], float]:
-    """`choose` from the run over many epochs at a rate, and its step with the lowest loss."""
-
-    def value(found: Any) -> float:
-        run = next(run for run in found["runs"].values() if run["epochs"] and run["rate"] == rate)
-        return choose(run, min(run["eval_losses"], key=run["eval_losses"].get))
-
-    return value
-
-
-def _lowest(run: Any, best: str) -> float:
-    return run["eval_losses"][best]
-
-
-def _epochs_of_lowest(run: Any, best: str) -> float:
-    return int(best) / run["steps"] * run["epochs_done"]
-
-
-def _last(run: Any, best: str) -> float:
-    return run["eval_losses"][str(run["steps"])]
-
-
 _LOOP = "ratios/loop_seconds/median"
 _LONG = "forecast/ways/fused kernels, tiles, inputs on the host"
 _QUANTIZED_INPUTS = "int8, inputs in 8 bit"
@@ -170,12 +148,10 @@ FIGURES = {
     "forecast-seconds-70b": Figure("forecast_speed", _forecast_seconds("meta-llama/Llama-2-70b-hf"), ".1f"),
     "forecast-seconds-chosen": Figure("forecast_speed", _forecast_seconds("meta-llama/Llama-2-7b-hf, chosen"), ".0f"),
     "fit-slower": Figure("fit_cpu", lambda found: max(_slower(found)), ".1%"),
-    "fit-faster": Figure("fit_cpu", lambda found: -min(_slower(found)), ".1%"),
     "fit-noise-tiny": Figure("fit_cpu", "spaces/tiny/noise", ".1%"),
     "fit-noise-110m": Figure("fit_cpu", "spaces/110m/noise", ".1%"),
     "fit-7b-batch": Figure("plan_llama7b", "fit/chosen/training.micro_batch"),
     "fit-7b-speed-up": Figure("plan_llama7b", "fit/predicted_speed_up", ".2f"),
-    "fit-7b-largest": Figure("plan_llama7b", "fit/limits/micro_batch"),
     # speed
     "loop": Figure("overhead", f"allocators/kept/{_LOOP}", ".3f"),
     "loop-default": Figure("overhead", f"allocators/default/{_LOOP}", ".3f"),
@@ -185,21 +161,15 @@ FIGURES = {
     "step-least": Figure("step_cost", lambda found: min(_times_as_fast(found)), ".2f"),
     "step-most": Figure("step_cost", lambda found: max(_times_as_fast(found)), ".2f"),
     "preparation-rows": Figure("preparation", "job/rows", ","),
-    "preparation-gib": Figure("preparation", "job/bytes", ".1f", GIB),
     "preparation-ours": Figure("preparation", "rows_per_second/finetune", ",.0f"),
-    "preparation-trl": Figure("preparation", "rows_per_second/trl", ",.0f"),
     "preparation-ratio": Figure("preparation", "ratio/median", ".2f"),
     "preparation-mib": Figure("preparation", "peak_resident_bytes/finetune", ",.0f", MIB),
     "preparation-trl-mib": Figure("preparation", "peak_resident_bytes/trl", ",.0f", MIB),
-    "preparation-second": Figure("preparation", "second_start_seconds", ".1f"),
     # kills, saves and tests
     "save-interval": Figure("faults", "save_interval_steps"),
     "kills": Figure("faults", _of_faults(sum, "kills", "finetune")),
-    "kills-lost": Figure("faults", _of_faults(max, "steps_lost_max", "finetune")),
     "trainer-kills": Figure("faults", _of_faults(sum, "kills", "Hugging Face Trainer")),
     "trainer-stuck": Figure("faults", _of_faults(sum, "runs_that_could_not_resume", "Hugging Face Trainer")),
-    "save-held": Figure("saving", "held_over_raw", ".2f"),
-    "save-whole": Figure("saving", "whole_over_raw", ".1f"),
     "mutants": Figure("mutations", _of_mutants(lambda area: area["mutants"]), ","),
     "mutants-found": Figure("mutations", _of_mutants(lambda area: area["killed"] + area["timed_out"]), ","),
     "mutants-accepted": Figure("mutations", _of_mutants(lambda area: len(area["accepted"]))),
@@ -208,22 +178,12 @@ FIGURES = {
     "int8-inputs": Figure("int8_cpu", f"logits/{_QUANTIZED_INPUTS}", ".1%"),
     "int8": Figure("int8_cpu", "logits/int8", ".1%"),
     "int8-nf4": Figure("int8_cpu", "logits/nf4", ".1%"),
-    "outlier": Figure("int8_cpu", "layer_with_an_outlier/times", ".0f"),
-    "outlier-times": Figure(
-        "int8_cpu",
-        lambda found: found["layer_with_an_outlier"][_QUANTIZED_INPUTS] / found["layer_with_an_outlier"]["int8"],
-        ".1f",
-    ),
     "long-card": Figure("long_context", f"{_LONG}/needed_bytes", ".1f", GIB),
     "long-host": Figure("long_context", f"{_LONG}/host_bytes", ".1f", GIB),
-    "long-activations": Figure("long_context", f"{_LONG}/categories/activations", ".1f", GIB),
     "swapped-seconds": Figure("plan_many_gpus", _swapped_seconds, ".0f"),
     # merge, exports, answers
     "merge-kills": Figure("merge", "kills_at_random/kills"),
     "merge-failpoints": Figure("merge", "kills_at_each_change_of_a_file/kills"),
-    "merge-gib": Figure("merge", "merge_1B/peak_resident_bytes", ".2f", GIB),
-    "merge-70b-gib": Figure("merge", "plan_70B/weights_bytes", ".1f", GIB),
-    "merge-70b-seconds": Figure("merge", "plan_70B/planning_seconds"),
     "gguf-families": Figure("gguf_in_llama_cpp", lambda found: len(found["models"])),
     "gguf-answers": Figure("gguf_in_llama_cpp", _of_gguf(lambda each: True)),
     "gguf-same-answers": Figure(
@@ -236,13 +196,6 @@ FIGURES = {
     "choices-before": Figure("choices", lambda found: next(iter(found["runs"].values()))["eval_losses"]["0"], ".3f"),
     "seeds-least": Figure("choices", lambda found: min(_of_seeds(found)), ".3f"),
     "seeds-most": Figure("choices", lambda found: max(_of_seeds(found)), ".3f"),
-    "epochs": Figure("choices", _of_epochs(1e-3, lambda run, best: run["epochs"]), "g"),
-    "epochs-low-rate-lowest": Figure("choices", _of_epochs(1e-3, _lowest), ".3f"),
-    "epochs-low-rate-after": Figure("choices", _of_epochs(1e-3, _epochs_of_lowest), ".1f"),
-    "epochs-low-rate-last": Figure("choices", _of_epochs(1e-3, _last), ".3f"),
-    "epochs-high-rate-lowest": Figure("choices", _of_epochs(1e-2, _lowest), ".3f"),
-    "epochs-high-rate-after": Figure("choices", _of_epochs(1e-2, _epochs_of_lowest), ".1f"),
-    "epochs-high-rate-last": Figure("choices", _of_epochs(1e-2, _last), ".3f"),
 }
 """Figures by their names in the pages."""
 
@@ -296,7 +249,11 @@ def _tiny_memory() -> str:
 
 
 def _llama7b_plan() -> str:
-    return _output(_between("llama7b_plan", "fits: ", "at the peak"))
+    return _excerpt(
+        "llama7b_plan",
+        ["fits: ", "batch", "...", "base weights", "...", "layer inputs", "activations", "...", "allocator slack",
+         "at the peak"],
+    )  # fmt: skip
 
 
 def _data_look() -> str:
@@ -364,27 +321,6 @@ def _beside_trl() -> str:
     return _table(heads, (row(name, job) for name, job in result("beside_peers_cpu")["jobs"].items()))
 
 
-def _layer_cost() -> str:
-    return _table(
-        "a layer | TFLOP | GB | launches",
-        (
-            f"{name} | {whole['teraflop']:.2f} | {whole['gigabytes']:.2f} | {whole['calls']}"
-            for name, layer in result("step_cost")["layer"].items()
-            for whole in [layer["whole"]]
-        ),
-    )
-
-
-def _by_length() -> str:
-    def row(one: Any) -> str:
-        longest = str(one["checkpointing"]).strip("{}").replace("'", "")
-        [shorter] = one["by_length"][0]
-        return f"{one['budget_bytes'] / MIB:,.0f} MiB | {longest} | {shorter['tokens']} tokens | {one['ratio']:.2f}"
-
-    heads = "budget | for the longest | nothing recomputed up to | time"
-    return _table(heads, (row(one) for one in result("by_length")["budgets"]))
-
-
 def _batching() -> str:
     found = result("batching")
 
@@ -427,30 +363,6 @@ def _rank_kills() -> str:
     return _table(heads, (row(share, file) for share, file in files.items()))
 
 
-def _gguf() -> str:
-    models = result("gguf_in_llama_cpp")["models"].values()
-    return _table(
-        "type | same top token | log-probability",
-        (
-            f"{kind} | {min(model[kind]['same_top'] for model in models):.1%} | "
-            f"{max(model[kind]['largest_log_prob_difference'] for model in models):.2f}"
-            for kind in result("gguf_in_llama_cpp")["bounds"]
-        ),
-    )
-
-
-def _answers() -> str:
-    return _table(
-        "model | parameters | one by one | batches of 16 | one batch of 64 | times as fast",
-        (
-            f"{row['model']} | {row['parameters'] / 1e6:.0f}M | {seconds['batch 1']:.2f} s | "
-            f"{seconds['batch 16']:.2f} s | {seconds['batch 64']:.2f} s | {row['times_as_fast']['batch 64']:.2f}"
-            for row in result("answers")["speed"]
-            for seconds in [row["seconds"]]
-        ),
-    )
-
-
 _RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 
 
@@ -465,11 +377,6 @@ def _ranks_and_rates() -> str:
         f"rate | {' | '.join(f'{rate:g}' for rate in _RATES)}",
         (_row_of_losses(name, rank, "all-linear", _RATES) for name, rank in ranks.items()),
     )
-
-
-def _targets() -> str:
-    targets, rates = ("all-linear", "attention", "mlp"), _RATES[3:5]
-    return _table("rank 16 at | 0.003 | 0.01", (_row_of_losses(each, 16, each, rates) for each in targets))
 
 
 _WAYS = (
@@ -543,15 +450,10 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "forecast-peers": _forecast_peers,
     "forecast-memtracker": _forecast_memtracker,
     "beside-trl": _beside_trl,
-    "layer-cost": _layer_cost,
-    "by-length": _by_length,
     "batching": _batching,
     "kills": _kill_table,
     "rank-kills": _rank_kills,
-    "gguf": _gguf,
-    "answers": _answers,
     "ranks-and-rates": _ranks_and_rates,
-    "targets": _targets,
     "long-rows": _long_rows,
     "long-rows-measured": _long_rows_measured,
     "plans": _plans,

@@ -9,7 +9,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -126,7 +126,7 @@ def test_the_page_of_troubleshooting_quotes_messages_of_the_program() -> None:
     """A quoted message is part of a text in the code; where it says `…`, the program may fill in something."""
     text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     quoted = [line for block in re.findall(r"^```text\n(.*?)^```", text, re.M | re.S) for line in block.splitlines()]
-    assert len(quoted) > 40
+    assert len(quoted) > 30
     texts = "\0".join(said())
     pattern = {line: "[^\0]*".join(map(re.escape, line.split("…"))) for line in quoted}
     assert [line for line in quoted if not re.search(pattern[line], texts)] == []
@@ -206,6 +206,18 @@ def test_modules_that_the_pages_name_exist() -> None:
     assert {path for _, path in missing} - written == set()
 
 
+def test_modules_and_folders_that_the_pages_name_without_a_path_exist() -> None:
+    known = {
+        file.name for root in ("finetune", "tests", "benchmarks", "examples") for file in (ROOT / root).rglob("*.py")
+    }
+    named = {name for page in PAGES for name in re.findall(r"`(\w+\.py)`", page.read_text(encoding="utf-8"))}
+    assert len(named) > 10
+    assert named - known == set()
+    table = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("## The map")[1].split("\n## ")[0]
+    folders = set(re.findall(r"`(\w+)/`", table))
+    assert folders == {path.parent.name for path in (ROOT / "finetune").glob("*/__init__.py")}
+
+
 EXTENDING = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
 PAIRS, ENGINES = ((ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("pairs.md", "engines.md"))
 
@@ -260,16 +272,26 @@ def written(page: str, file: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType
     return module
 
 
-def add(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put the entries of a page into their tables, each before the entry above which its example has it."""
-    for file, diff in examples(page):
-        module, _, table, entries = applied(file, diff)
-        entries_now = getattr(module, table)
-        before = dict(entries_now)
-        for name in before:
-            monkeypatch.delitem(entries_now, name)
-        for name, entry in (entries | before).items():
-            monkeypatch.setitem(entries_now, name, entry)
+@pytest.fixture
+def add() -> Iterator[Callable[[str], None]]:
+    """Put the entries of a page into their tables, above those that are there; afterwards the tables are as before."""
+    tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    def of_page(page: str) -> None:
+        for file, diff in examples(page):
+            module, _, table, entries = applied(file, diff)
+            now = getattr(module, table)
+            tables.append((now, dict(now)))
+            _become(now, entries | now)
+
+    yield of_page
+    for table, before in reversed(tables):
+        _become(table, before)
+
+
+def _become(table: dict[str, Any], entries: dict[str, Any]) -> None:
+    table.clear()
+    table.update(entries)
 
 
 def closeness(run: RunDirectory) -> list[float]:
@@ -280,9 +302,9 @@ def closeness(run: RunDirectory) -> list[float]:
 
 @pytest.mark.slow
 def test_the_example_of_pairs_is_trained_as_it_was_forecast(
-    quick, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    quick, add, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add(PAIRS, monkeypatch)
+    add(PAIRS)
     monkeypatch.setitem(settings.CHOICES, "data.format", {**settings.CHOICES["data.format"], **formats.FORMATS})
     rows = [
         {"prompt": f"To {n}. ", "chosen": "yes " * (1 + n % 5), "rejected": "no", "margin": n % 4} for n in range(40)
@@ -296,8 +318,8 @@ def test_the_example_of_pairs_is_trained_as_it_was_forecast(
 
 
 @pytest.mark.slow
-def test_the_example_of_an_engine_is_trained_as_it_was_forecast(quick, monkeypatch: pytest.MonkeyPatch) -> None:
-    add(ENGINES, monkeypatch)
+def test_the_example_of_an_engine_is_trained_as_it_was_forecast(quick, add, monkeypatch: pytest.MonkeyPatch) -> None:
+    add(ENGINES)
     written(ENGINES, "finetune/model/distributed/averaged.py", monkeypatch)
     traced = written(ENGINES, "finetune/forecast/fake_averaged.py", monkeypatch)
     monkeypatch.setitem(traced_step.ENGINES, "averaged", traced.FakeAveraged)

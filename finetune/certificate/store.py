@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import platform
-import tempfile
 import time
 from collections.abc import Iterator
 from functools import cache
@@ -21,16 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
-from finetune.errors import ArtifactError
-from finetune.storage import records
+from finetune.runtime.environment import code_hash
+from finetune.storage import private, records
 from finetune.storage.files import cause
 from finetune.storage.private import cache_folder, not_private
 from finetune.storage.records import CertificateRecord, TrialResult
 
 _PACKAGES = ("torch", "bitsandbytes", "triton", "transformers", "peft", "trl")
-# What the trials run and what they are made of.
-_TRIED_CODE = ("certificate", "kernels", "model", "objectives", "training")
 _DRIVER = Path("/proc/driver/nvidia/version")
 # Longer than the trials of another process take.
 _WAIT_SECONDS = 120
@@ -39,56 +37,49 @@ _WAIT_SECONDS = 120
 def made_for(request: dict[str, Any]) -> dict[str, Any]:
     """Everything that the results of a request depend on, as JSON values."""
     job = {name: value for name, value in request.items() if name not in ("device", "free_bytes")}
-    return {"device": _device(torch.device(request["device"])), "versions": _versions(), "code": _code(), "job": job}
+    return {**_here(torch.device(request["device"])), "job": job}
+
+
+def _here(device: torch.device) -> dict[str, Any]:
+    return {"device": _device(device), "versions": _versions(), "code": code_hash()}
 
 
 def read(made_for: dict[str, Any]) -> list[TrialResult] | None:
     """The results that were kept for this, or None: there are none, or they are damaged, or not only this user's."""
     path = _path(made_for)
-    if any(map(not_private, (cache_folder(), path.parent, path))):
-        return None
-    try:
-        record = records.read(path, records.CERTIFICATE)
-    except ArtifactError:
+    record = _record(path)
+    if record is None or record["made_for"] != made_for:
         return None
     with contextlib.suppress(OSError):
         os.utime(path.parent)  # entries of the cache that are not used for a month are removed
-    return record["results"] if record["made_for"] == made_for else None
+    return record["results"]
+
+
+def _record(path: Path) -> CertificateRecord | None:
+    content = None if not_private(cache_folder()) else private.read(path)
+    try:
+        return records.CERTIFICATE.validate_json(content) if content else None
+    except ValidationError:
+        return None
 
 
 def of_device(device: torch.device) -> list[list[TrialResult]]:
     """The results of all kinds of job that are kept for a device with these versions and this code."""
-    if not_private(cache_folder()) or not_private(folder := cache_folder() / "certificates"):
-        return []
-    kept = []
-    for path in sorted(folder.glob("*.json")):
-        with contextlib.suppress(ArtifactError, KeyError):
-            record = records.read(path, records.CERTIFICATE)
-            made_for = record["made_for"]
-            now = {"device": _device(device), "versions": _versions(), "code": _code(), "job": made_for["job"]}
-            if not not_private(path) and made_for == now:
-                kept.append(record["results"])
-    return kept
+    here = _here(device)
+    kept = map(_record, sorted((cache_folder() / "certificates").glob("*.json")))
+    return [one["results"] for one in kept if one and {**one["made_for"], **here} == one["made_for"]]
 
 
 def write(made_for: dict[str, Any], results: list[TrialResult]) -> str | None:
     """Keep results; returns why they are not kept, in one clause, where they cannot be."""
     path = _path(made_for)
     record = CertificateRecord(format=1, made_for=made_for, results=results)
-    partial = ""
     try:
         _make_folder(path.parent)
-        if why := next(filter(None, map(not_private, (cache_folder(), path.parent))), None):
+        if why := not_private(cache_folder()):
             return why
-        descriptor, partial = tempfile.mkstemp(prefix=path.name, dir=path.parent)
-        with open(descriptor, "wb") as file:
-            file.write(records.CERTIFICATE.dump_json(record))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
+        private.write(path, records.CERTIFICATE.dump_json(record))
     except OSError as error:
-        with contextlib.suppress(OSError):
-            os.unlink(partial)
         return cause(error, next(parent for parent in path.parents if parent.exists()))
     return None
 
@@ -153,12 +144,3 @@ def _versions() -> dict[str, str | None]:
             return None
 
     return {package: installed(package) for package in _PACKAGES}
-
-
-@cache
-def _code() -> str:
-    """The hash of the code that the trials run."""
-    root, digest = Path(__file__).resolve().parents[1], hashlib.sha256()
-    for file in sorted(file for folder in _TRIED_CODE for file in (root / folder).rglob("*.py")):
-        digest.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
-    return digest.hexdigest()

@@ -78,15 +78,14 @@ class ModelSection(Section):
     revision: str | None = None
     """Hub branch, tag or commit. Pin a commit to make the run repeatable."""
     weights: Literal["pretrained", "random"] = "pretrained"
-    """`random` builds the architecture with random weights, layer by layer, to measure a job without downloads. They
-    are drawn from torch's generator as it stands; `training.seed` does not change them."""
+    """`random` builds the architecture with random weights, layer by layer, to measure a job without downloads.
+    `training.seed` does not change them."""
     tokenizer: PathOrName | None = None
     """Tokenizer, if not the model's own: `builtin:tiny-llama`, a local directory or a hub name."""
     rope_scaling: RopeScaling | None = None
     """Rotary scaling for rows longer than the base was trained on: `{rope_type: yarn, factor: 4}`; types are `linear`,
-    `yarn` and `llama3`. It is part of the base from then on: in training, evaluation and generation, in the files of a
-    merged model, and in the commands that serve an adapter. `dynamic` is not among them: it scales by the longest row
-    of a micro-batch, so the gradient would depend on how a step is split."""
+    `yarn` and `llama3`. It is part of the base from then on, in a merged model and in the commands that serve an
+    adapter as well."""
     attention: Annotated[str, Choice("model.attention")] = "auto"
     """Attention implementation; `auto` takes the fastest available on this machine and logs why."""
     trust_remote_code: bool = False
@@ -108,7 +107,7 @@ class QuantizationSection(Section):
 
     kind: Annotated[str, Choice("quantization.kind")] = "nf4"
     """Storage of the frozen linear weights (QLoRA, arXiv 2305.14314, section 3). They are quantized while the base is
-    loaded from files in 16 or 32 bit; a base that is published in quantized form is refused."""
+    loaded from files in 16 or 32 bit."""
     double: bool = True
     """Quantize the quantization constants as well: 4.127 instead of 4.5 bits per parameter (4-bit kinds only)."""
 
@@ -123,18 +122,15 @@ class AdapterSection(Section):
     ranks: Annotated[dict[TargetEnd, Positive], Usual(RANKS)] = {}
     """Other ranks for some linear layers: `{q_proj: 32, "layers[.][0-3][.].*": 8}`. A key is a layer's name, or a
     regular expression for its full name or an end of it, as in PEFT's `rank_pattern`; the first that matches counts.
-    `alpha` is the same for all, so each update is scaled by alpha over its own rank, and one learning rate suits all
-    ranks."""
+    `alpha` is the same for all."""
     alpha: Above0 = 32
     """The update is scaled by alpha / rank, or by alpha / sqrt(rank) with `rslora`."""
     dropout: Annotated[Share, Usual("0 to 0.1")] = 0.0
     """Dropout probability on the adapter's input."""
     targets: Literal["all-linear"] | Annotated[list[Target], Field(min_length=1), OneOrMore()] = "all-linear"
     """Modules that get an adapter: `all-linear` (every linear layer that rows of text train, except the output head and
-    the routers of a mixture of experts; not vision and audio towers, attention to an encoder that is absent, or the
-    indexers of sparse attention) or a list of names, or of regular expressions that match full names, such as
-    `.*layers[.][0-7][.]mlp.*`. The fused experts of a mixture are not linear layers; unless they are held in 4 bit they
-    can be named, as `experts.gate_up_proj` and `experts.down_proj`."""
+    routers) or a list of names, or of regular expressions that match full names, such as `.*layers[.][0-7][.]mlp.*`.
+    Fused experts can be named, as `experts.gate_up_proj`, unless they are held in 4 bit."""
     rslora: bool = False
     """Rank-stabilised scaling (arXiv 2312.03732)."""
     dora: bool = False
@@ -144,8 +140,7 @@ class AdapterSection(Section):
     2404.02948); `loftq`, the quantization error of a 4-bit base (arXiv 2310.08659)."""
     start_from: PathOrName | None = None
     """PEFT adapter whose weights this one starts from: a folder, such as `runs/faq/adapter`, or a hub name. It must be
-    on the same base and have the rank, alpha, targets and variants of this section; its name and sha256 stay in the
-    run, which resumes without it."""
+    on the same base and have the rank, alpha, targets and variants of this section."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the trained weights. bfloat16 halves adapter and gradients, but loses updates below 2^-9 of a weight."""
     extra_modules: Annotated[list[str], OneOrMore()] = []
@@ -203,7 +198,7 @@ class DataSection(Section):
     column `question`."""
     separator: str = ""
     """Text between a plain-text prompt and its completion, such as `"\\n"`; whoever asks the trained model writes it
-    after each prompt, as `finetune generate` does. Conversations need none: the chat template separates their turns."""
+    after each prompt, as `finetune generate` does."""
     chat_template: Annotated[PathOrName, Choice("data.chat_template", or_file=".jinja")] = "auto"
     """Chat template that renders a conversation for the model."""
     control_tokens: Literal["text", "parse"] = "text"
@@ -216,9 +211,8 @@ class DataSection(Section):
     duplicates: Literal["keep", "drop"] = "keep"
     """How to treat rows with the tokens and labels of an earlier one; they are counted and listed as well."""
     packing: bool = False
-    """Concatenate the rows of a micro-batch instead of padding them. No row attends to another and each has its own
-    positions, so the gradient is the same. A micro-batch holds `training.micro_batch_tokens`, or as many
-    tokens as `micro_batch` rows of `max_length`."""
+    """Concatenate the rows of a micro-batch instead of padding them. No row attends to another, so the gradient is the
+    same. A micro-batch holds `training.micro_batch_tokens`, or as many tokens as `micro_batch` rows of `max_length`."""
     loss_on: Literal["assistant", "last", "all"] = "assistant"
     """Tokens in the loss: the assistant's turns with their end-of-turn, only the last of them, or all. For a prompt
     and completion it is the completion, for tokenized rows their labels. Messages with `train: false` or `weight: 0`
@@ -231,9 +225,8 @@ class TrainingSection(Section):
     batch_size: Rows = 16
     """Global batch size: rows per optimizer step, over all ranks."""
     micro_batch: Rows | Literal["auto"] = 4
-    """Rows per forward pass; gradient accumulation follows from it and does not change the gradient, but for that of a
-    mixture's balancing loss, which is taken over each micro-batch. `auto` takes the fastest one that fits, by the
-    forecast."""
+    """Rows per forward pass; gradient accumulation follows from it and does not change the gradient. `auto` takes the
+    fastest one that fits, by the forecast."""
     micro_batch_tokens: Positive | None = None
     """Tokens per forward pass, padding included, instead of `micro_batch`: many short rows or few long ones."""
     epochs: Annotated[Above0, Usual("1 to 5")] = 1.0
@@ -248,15 +241,14 @@ class TrainingSection(Section):
     """Learning-rate schedule after warm-up."""
     warmup: AtLeast0 = 0.03
     """Warm-up: a share of all steps if below 1, otherwise a number of steps. The rate rises linearly to the peak at the
-    last warm-up step; the first step is already above 0. With 0 training starts at the peak."""
+    last warm-up step."""
     max_grad_norm: AtLeast0 = 1.0
     """Gradient clipping: gradients are scaled down to this norm; 0 disables it."""
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Precision of the forward and backward pass; fp16 uses loss scaling."""
     neftune_noise_alpha: Annotated[Above0, Usual("5 to 15")] | None = None
-    """Uniform noise on the input embeddings in training: in [-1, 1] times this, over sqrt(L d) for a row of L tokens,
-    each of d channels (NEFTune, arXiv 2310.05914). L is the length without padding, so the gradient does not depend on
-    how a step is split."""
+    """Uniform noise on the input embeddings in training: in [-1, 1] times this, over sqrt(L d) for a row of L tokens
+    without padding, each of d channels (NEFTune, arXiv 2310.05914)."""
     group_by_length: bool = True
     """Batch rows of similar length together to reduce padding; the order of batches stays random."""
     eval_every: Positive | None = None
@@ -297,11 +289,10 @@ class MemorySection(Section):
     """Memory: what lowers it, what limits it, and how to inspect it."""
 
     checkpointing: Checkpointing = "auto"
-    """Activation checkpointing, by which layers recompute in the backward pass what they do not keep: `none`, `all`,
-    `every-2` (every n-th layer), or a number of layers. `keep-attention` recomputes all but attention,
-    `keep-products` all but the large matrix products, `keep-both` all but these. Or numbers of layers, those
-    that recompute most first: `{all: 20, keep-products: 12}`. `auto` takes the fastest that fits, by the forecast,
-    which in short micro-batches may be less than in long ones, and `all` without one."""
+    """Activation checkpointing, by which layers recompute what they do not keep: `none`, `all`, `every-2` (every n-th
+    layer), or a number of layers. `keep-attention` recomputes all but attention, `keep-products` all but the large
+    matrix products, `keep-both` all but these. Or numbers of layers, those that recompute most first: `{all: 20,
+    keep-products: 12}`. `auto` takes the fastest that fits, by the forecast, and `all` without one."""
     offload: Literal["none", "checkpoints"] = "none"
     """`checkpoints` keeps the layer inputs that checkpointing saves in pinned host memory; copies run beside the
     arithmetic."""
@@ -346,12 +337,11 @@ class DistributedSection(Section):
     kind: Annotated[str, Choice("distributed.kind")] = "auto"
     """What each rank holds. The result does not depend on it, nor on the number of ranks."""
     stage: Literal["weights", "gradients", "optimizer"] = "weights"
-    """What a rank holds in slices. `weights`: a layer's weights are whole only while it computes. `gradients`: with
-    `fsdp` they stay whole from the forward to the backward pass, which saves gathering them again; with `deepspeed` for
-    good, and gradients and optimizer states are cut (ZeRO 2). `optimizer`: only optimizer states are cut (`deepspeed`,
-    ZeRO 1)."""
+    """What a rank holds in shards. `weights`: also weights, which are whole only while a layer computes. `gradients`:
+    gradients and optimizer states; weights are whole from the forward to the backward pass (`fsdp`) or always
+    (`deepspeed`, ZeRO 2). `optimizer`: only optimizer states (`deepspeed`, ZeRO 1)."""
     offload: Literal["none", "cpu", "nvme"] = "none"
-    """`cpu` keeps the slices, their gradients and the optimizer states in host memory, where they are updated. `nvme`
+    """`cpu` keeps the shards, their gradients and the optimizer states in host memory, where they are updated. `nvme`
     keeps the optimizer states, with gradients and a float32 copy of the trained weights, on a disk (`deepspeed` with
     `stage: weights`), and the weights in host memory."""
     nvme_path: PathOrName | None = None
@@ -400,8 +390,8 @@ class OutputSection(Section):
     keep: Annotated[int, Field(ge=2, le=_COUNT)] = 2
     """Number of checkpoints to keep, including the one with the lowest evaluation loss."""
     best: bool = True
-    """Export the adapter with the lowest evaluation loss instead of the last one, if it was saved and the evaluation
-    set has ten different rows or more; fewer say too little of an adapter."""
+    """Publish the adapter with the lowest evaluation loss instead of the last one, if it was saved and the evaluation
+    set has ten different rows or more."""
     merge: bool = False
     """Merge after training, as `finetune merge` does."""
 

@@ -35,6 +35,7 @@ from finetune.forecast import by_length, devices, file_sizes, replay
 from finetune.forecast import fit as fitting
 from finetune.forecast.devices import Device
 from finetune.forecast.fit import Fitted, Limits, NothingFits
+from finetune.forecast.kept import Kept
 from finetune.forecast.levers import Lever, levers
 from finetune.forecast.replay import Forecast, RunSetting
 from finetune.forecast.traced_step import Models, StepSetting, trace_step
@@ -93,9 +94,13 @@ class Planner:
         batches, evaluation = self._largest_batches(config, most_tokens)
         key = config.model_dump_json(), evaluates, tuple(batches)
         if key not in self._known:
-            each = [self._forecast(config, batch, evaluation if evaluates else None) for batch in batches]
+            each = [self._kept_or_traced(config, batch, evaluation if evaluates else None) for batch in batches]
             self._known[key] = max(each, key=lambda one: one.needed_bytes)
         return self._known[key]
+
+    def _kept_or_traced(self, config: Config, batch: Batch, evaluation: Batch | None) -> Forecast:
+        kept = Kept(self.architecture, self.device, self.gpus)
+        return kept.get(config, batch, evaluation, lambda: self._forecast(config, batch, evaluation))
 
     def _forecast(self, config: Config, batch: Batch, evaluation: Batch | None) -> Forecast:
         device = self.device

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -51,6 +51,8 @@ class Forecast:
     but for `disk_bytes`; `sharing` is the config's section `distributed`. In a step `sent_bytes` go to the others,
     `copied_bytes` between host and device, and `swapped_bytes`, which a disk keeps, are read from it and written back.
     `by_length`: what short micro-batches recompute, where less than the config says; memory is then the most of any.
+    `hidden_flops` of `flops` take no time; with `returns_segments` the job fits only as the caching allocator gives
+    idle segments back.
     """
 
     device: Device
@@ -75,6 +77,8 @@ class Forecast:
     copied_bytes: int = 0
     swapped_bytes: int = 0
     by_length: tuple[UpTo, ...] = ()
+    hidden_flops: int = 0
+    returns_segments: bool = False
 
     @property
     def needed_bytes(self) -> int:
@@ -178,6 +182,21 @@ def make(trace: Trace, device: Device, batch: Batch, attention: str, run: RunSet
         sent_bytes=step.sent_bytes,
         copied_bytes=step.copied_bytes,
         swapped_bytes=step.swapped_bytes,
+        hidden_flops=step.hidden_flops,
+        returns_segments=replay.is_limited,
+    )
+
+
+def on(forecast: Forecast, device: Device) -> Forecast:
+    """The forecast on its device as that is now: with other memory free and, on a CPU, other rates and memory held."""
+    held = forecast.device.outside_bytes if device.type == "cpu" else 0
+    step = Work(**{each.name: getattr(forecast, each.name) for each in fields(Work)})
+    return replace(
+        forecast,
+        device=device,
+        categories={**forecast.categories, "context": device.outside_bytes},
+        host_bytes=forecast.host_bytes - held + (device.outside_bytes if device.type == "cpu" else 0),
+        seconds=_seconds(step, device) + swapping_seconds(step.swapped_bytes, forecast.gpus),
     )
 
 
@@ -274,6 +293,7 @@ class Replay:
         )
         self._handles: dict[int, int] = {}
         self._live = dict.fromkeys(categories, 0)
+        self.is_limited = capacity_bytes is not None
         self._managed = 0
         self._allocated = 0
         self._peak_live: dict[str, int] = dict(self._live)

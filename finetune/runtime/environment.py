@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
 import platform
 import subprocess
@@ -24,12 +26,26 @@ def describe(device: torch.device) -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": packages(),
         "device": _device(device),
         "cpu_cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "source_revision": _revision(),
     }
+
+
+def packages() -> dict[str, str | None]:
+    """The versions of this package and of the libraries that its results depend on; None for one that is missing."""
+    return {name: _version(name) for name in _PACKAGES}
+
+
+@functools.cache
+def code_hash() -> str:
+    """A hash (sha256, hex) of this package's own files, which may be edited without a new version."""
+    digest, root = hashlib.sha256(), Path(__file__).resolve().parents[1]
+    for file in sorted(file for file in root.rglob("*") if file.suffix in (".py", ".json")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def _device(device: torch.device) -> dict[str, Any]:

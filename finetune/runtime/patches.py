@@ -128,6 +128,13 @@ class Patch:
         return str(inspect.Signature(parameters)).replace("Ellipsis", "...")
 
 
+_FAKE_CUDA = "CUDA tensors can be fake on a machine without CUDA."
+_FAKE_STATE = "a fake mode covers the generator's state."
+_FAKE_4BIT = "bitsandbytes' parameters can be fake."
+_TRITON_OPERATORS = "the kernels are operators with fake implementations."
+_SWITCH = "it can be switched off."
+
+
 # -- torch -------------------------------------------------------------------------------------------------------------
 
 COMPILE = Patch(
@@ -135,98 +142,94 @@ COMPILE = Patch(
     "torch 2.13",
     "(model=..., *, fullgraph=..., dynamic=..., backend=..., mode=..., options=..., name=..., disable=..., "
     "recompile_limit=..., isolate_recompiles=..., shapes_spec=...)",
-    "bitsandbytes compiles kernels of its slowest backend on import, which loads inductor for a second.",
+    "On import bitsandbytes compiles kernels of its slowest backend, which loads inductor for a second.",
     "bitsandbytes compiles at the first call.",
 )
 GET_RNG_STATE = Patch(
     "torch:get_rng_state",
     "torch 2.13",
     "()",
-    "A trace must count the generator states that recomputation saves for each layer.",
-    "the generator's state is a tensor under a fake mode.",
+    "A trace counts the generator states that recomputation saves for each layer.",
+    _FAKE_STATE,
 )
 SET_RNG_STATE = Patch(
     "torch:set_rng_state",
     "torch 2.13",
     "(new_state)",
-    "In a trace it would be given the fake tensors of `get_rng_state`.",
-    "the generator's state is a tensor under a fake mode.",
+    "A trace would give it the fake tensors of `get_rng_state`.",
+    _FAKE_STATE,
 )
 IS_AUTOCAST_ENABLED = Patch(
     "torch:is_autocast_enabled",
     "torch 2.13",
     "built in",
-    "Without an argument it answers for CUDA; a trace of CUDA runs under the autocast of the CPU.",
-    "fake tensors can be traced as CUDA tensors on a machine without CUDA.",
+    "Without an argument it answers for CUDA; a trace of CUDA runs under the CPU's autocast.",
+    _FAKE_CUDA,
 )
 FOREACH_DEVICES = Patch(
     "torch.optim.optimizer:_get_foreach_kernels_supported_devices",
     "torch 2.13",
     "()",
-    "On CUDA an optimizer updates all weights at once; a trace with CPU tensors must too.",
-    "fake tensors can be traced as CUDA tensors on a machine without CUDA.",
+    "On CUDA an optimizer updates all weights at once; its trace on CPU tensors must too.",
+    _FAKE_CUDA,
 )
 FOREACH_TYPES = Patch(
     "torch.optim.optimizer:_foreach_supported_types",
     "torch 2.13",
     "list",
-    "The same choice looks at the class of a tensor, which is FakeTensor in a trace.",
-    "torch counts FakeTensor among these types.",
+    "The same choice looks at a tensor's class, in a trace FakeTensor.",
+    "torch lists FakeTensor.",
 )
 FOREACH_CLIPPING = Patch(
     "torch.nn.utils.clip_grad:_has_foreach_support",
     "torch 2.13",
     "(tensors, device)",
-    "On CUDA gradients are clipped all at once; a trace with CPU tensors must too.",
-    "fake tensors can be traced as CUDA tensors on a machine without CUDA.",
+    "On CUDA all gradients are clipped at once; a trace on CPU tensors must do so too.",
+    _FAKE_CUDA,
 )
 STORAGE_RESIZE = Patch(
     "torch:UntypedStorage.resize_",
     "torch 2.13",
     "built in",
-    "FSDP2 allocates and frees gathered weights by resizing their storage, which a dispatch mode does not see.",
-    "resizing a storage is dispatched as an operator.",
+    "FSDP2 allocates gathered weights by resizing storages, which a dispatch mode does not see.",
+    "resizing a storage is an operator.",
 )
 FUNCTIONAL_LINEAR = Patch(
     "torch.nn.functional:linear",
     "torch 2.13, deepspeed 0.19",
     "built in",
-    "DeepSpeed replaces it for the whole process: it is restored when an engine closes, and a trace of DeepSpeed "
-    "replaces it by the same algorithm.",
+    "DeepSpeed replaces it for the whole process; it is restored at the end, and traced alike.",
     "DeepSpeed restores it.",
 )
 LINEAR_FORWARD = Patch(
     "torch.nn:Linear.forward",
     "torch 2.13",
     "(self, input)",
-    "On a CPU oneDNN copies a whole bfloat16 head to another layout; the comparison of exports multiplies in parts.",
+    "oneDNN copies a whole bfloat16 head; the comparison of exports multiplies in parts.",
     "the product needs no copy.",
-    objects="the output head of a model that is compared with its export",
+    objects="the output head of an export",
 )
 MODULE_FORWARD = Patch(
     "torch.nn:Module.forward",
     "torch 2.13",
     "(self, *input)",
-    "Fused kernels and compiled layers compute modules of any architecture in another way; the module stays the same "
-    "for PEFT, hooks and checkpoints.",
+    "Kernels compute a module in another way; for PEFT, hooks and checkpoints it stays the same.",
     "never: it is how kernels are attached.",
-    objects="norms, MLPs, attention, adapted linear layers and decoder layers for which a kernel is on",
+    objects="modules and layers that are fused or compiled",
 )
 LAYER_CLASS = Patch(
     "torch.nn:Linear.weight",
     "torch 2.13",
     "of instances",
-    "To see whether a model's code reads the weight of a linear layer without calling the layer, `weight` becomes a "
-    "property for one pass.",
-    "torch has hooks on the reading of a parameter.",
+    "`weight` becomes a property, to see whether code reads it without calling the layer.",
+    "torch has hooks on reading a parameter.",
     objects="linear layers during a probe",
 )
 BROADCAST_BUFFERS = Patch(
     "torch.nn.parallel:DistributedDataParallel.broadcast_buffers",
     "torch 2.13",
     "property",
-    "Buffers are constants and need not be sent; the argument is deprecated in 2.13, and its successor unknown to "
-    "2.11.",
+    "Buffers need not be sent; the argument is deprecated in 2.13, its successor unknown to 2.11.",
     "torch 2.11 is no longer allowed.",
     objects="the replica of a model",
 )
@@ -234,10 +237,9 @@ AUTOCAST_KERNELS = Patch(
     "torch:ops.aten.pow.Tensor_Scalar",
     "torch 2.13",
     "aten::pow.Tensor_Scalar(Tensor self, Scalar exponent) -> Tensor",
-    "CUDA's autocast computes some operators in float32 that the CPU's leaves in 16 bit; a trace of CUDA runs under "
-    "the CPU's.",
-    "fake tensors can be traced as CUDA tensors on a machine without CUDA.",
-    objects="AutocastCPU kernels of the operators listed in `forecast/autocast.py`",
+    "CUDA's autocast computes some operators in float32 that the CPU's leaves in 16 bit.",
+    _FAKE_CUDA,
+    objects="operators listed in `forecast/autocast.py`",
 )
 
 # -- transformers ------------------------------------------------------------------------------------------------------
@@ -246,24 +248,21 @@ IS_TRACING = Patch(
     "transformers.masking_utils:is_tracing",
     "transformers 5.23",
     "(tensor=...)",
-    "Masks depend on the data unless a graph is traced: a probe on meta tensors needs masks that do not, and a trace "
-    "of a step the masks of a real one, though transformers takes fake tensors for a traced graph.",
+    "A probe needs masks that do not depend on data; a trace, which passes for a graph, those of a step.",
     "mask creation has an argument for it.",
 )
 PACKED_INDICES = Patch(
     "transformers.masking_utils:find_packed_sequence_indices",
     "transformers 5.23",
     "(position_ids)",
-    "It finds packed rows by comparing positions on the device, which synchronises in each pass; and the rank's part "
-    "of a row does not show how the whole row is packed.",
+    "It compares positions on the device, which synchronises, and sees only the rank's part of a row.",
     "mask creation takes the row boundaries (`cu_seq_lens_q`).",
 )
 QUANTIZERS = Patch(
     "transformers.quantizers.auto:AUTO_QUANTIZER_MAPPING",
     "transformers 5.23",
     "dict",
-    "bitsandbytes quantizers extended to experts, without routers and weights that are read directly; "
-    "`register_quantizer` refuses a name that exists.",
+    "Ours quantize experts, but no routers; `register_quantizer` refuses a name that exists.",
     "transformers quantizes experts to 4 bit, or allows a quantizer to be replaced.",
 )
 TEMPLATE_SANDBOX = Patch(
@@ -278,29 +277,28 @@ CHECKPOINT_FILES = Patch(
     "transformers 5.23",
     "(pretrained_model_name_or_path, variant, gguf_file, use_safetensors, user_agent, is_remote_code, "
     "transformers_explicit_filename=..., download_kwargs=..., tqdm_class=...)",
-    "Weight files are checked after they are located and before they are read; an index may name pickles or other "
-    "folders.",
-    "there is a hook between the two, or `use_safetensors=True` also covers files named by an index.",
+    "Located weight files are checked before they are read; an index may name pickles.",
+    "there is a hook between, or `use_safetensors` covers an index's files.",
 )
 SET_PARAMETER = Patch(
     "transformers.core_model_loading:set_param_for_module",
     "transformers 5.23",
     "(model, target_name, param_value, loading_info, hf_quantizer)",
     "A rank keeps only its shard of each weight as it is loaded.",
-    "there is a hook after a weight is loaded, or loading shards by FSDP2 also when quantized.",
+    "there is a hook after a weight is loaded.",
 )
 LOADING_WARMUP = Patch(
     "transformers.modeling_utils:caching_allocator_warmup",
     "transformers 5.23",
     "(model, expanded_device_map, hf_quantizer)",
-    "It would reserve memory for the whole model on each rank of a sharded one.",
-    "it can be switched off.",
+    "It would reserve memory for the whole model on each rank.",
+    _SWITCH,
 )
 BALANCING_LOSS = Patch(
     "transformers.models.mixtral.modeling_mixtral:load_balancing_loss_func",
     "transformers 5.23, trl 1.16",
     "(gate_logits, num_experts=..., top_k=..., attention_mask=...)",
-    "With context parallelism the loss is computed over the tokens of all ranks; TRL's head imports this function.",
+    "With context parallelism the loss takes the tokens of all ranks; TRL's head imports it.",
     "TRL's head takes the function as an argument.",
 )
 CAUSAL_MODEL_FORWARD = Patch(
@@ -308,9 +306,8 @@ CAUSAL_MODEL_FORWARD = Patch(
     "transformers 5.23",
     "(self, input_ids=..., attention_mask=..., position_ids=..., past_key_values=..., inputs_embeds=..., labels=..., "
     "use_cache=..., logits_to_keep=..., **kwargs)",
-    "Context parallelism splits a model's inputs over ranks; the comparison of exports gives a head states that are "
-    "known already.",
-    "never: these are wrappers around a model of any architecture.",
+    "Context parallelism splits the inputs; the comparison of exports gives a head known states.",
+    "never: it wraps a model of any architecture.",
     objects="a causal model, or the decoder in it",
 )
 KEY_VALUE_GROUPS = Patch(
@@ -318,15 +315,14 @@ KEY_VALUE_GROUPS = Patch(
     "transformers 5.23",
     "of instances",
     "With fewer key and value heads than ranks, heads are repeated before they are exchanged.",
-    "transformers' attention functions take the ratio from the shapes.",
-    objects="attention modules while context parallelism exchanges heads",
+    "attention functions take the ratio from the shapes.",
+    objects="attention modules",
 )
 ATTENTION_TABLE = Patch(
     "transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS.__setitem__",
     "transformers 5.23",
     "(key, value)",
-    "Context parallelism exchanges tokens for heads around the attention function, and gives the mask function whole "
-    "rows.",
+    "Context parallelism exchanges tokens for heads around attention; masks get whole rows.",
     "transformers has hooks around attention functions.",
     objects="the tables of attention and mask functions",
 )
@@ -334,15 +330,15 @@ ROTARY = Patch(
     "transformers.models.llama.modeling_llama:apply_rotary_pos_emb",
     "transformers 5.23",
     "(q, k, cos, sin, unsqueeze_dim=...)",
-    "A fused rotary embedding: the attention's forward pass runs with another global of this name.",
-    "transformers calls the rotary embedding through a table (its kernel functions, if they can be local).",
-    objects="a copy of the forward pass of an attention class",
+    "A fused rotary embedding: the forward pass runs with another global of this name.",
+    "transformers calls it through a table of its own for each model.",
+    objects="a copy of attention's forward pass",
 )
 ATTRIBUTE_MAP = Patch(
     "transformers:PreTrainedConfig.attribute_map",
     "transformers 5.23, trl 1.16",
     "dict",
-    "TRL reads the number of experts as `num_experts` only; configs name it in four ways.",
+    "TRL reads the number of experts as `num_experts`; configs name it in four ways.",
     "TRL reads the other names.",
     objects="the config class of a mixture of experts",
 )
@@ -350,15 +346,15 @@ ROUTER_LOGITS = Patch(
     "transformers:MixtralConfig.output_router_logits",
     "transformers 5.23",
     "bool",
-    "An answer needs no load-balancing loss, whose mask would have to cover the KV cache.",
+    "An answer needs no balancing loss, whose mask would have to cover the KV cache.",
     "`generate` takes the option.",
-    objects="the config of a mixture of experts that generates",
+    objects="the config of a mixture of experts",
 )
 TIE_WEIGHTS = Patch(
     "transformers:PreTrainedModel.tie_weights",
     "transformers 5.23, lm_eval 0.4.13",
     "(self, missing_keys=..., recompute_mapping=...)",
-    "lm_eval ties the weights of the model it is given, also those that an adapter untied.",
+    "lm_eval ties the weights of its model, also those that an adapter untied.",
     "lm_eval leaves a complete model alone.",
     objects="the model that lm_eval evaluates",
 )
@@ -374,17 +370,16 @@ CHECKPOINT_FUNCTION = Patch(
     "transformers.modeling_layers:GradientCheckpointingLayer._gradient_checkpointing_func",
     "transformers 5.23",
     "of instances",
-    "Recomputation of a layer by its own level, with what it keeps.",
-    "`gradient_checkpointing_kwargs` can differ between layers.",
+    "Each layer is recomputed by its own level.",
+    "`gradient_checkpointing_kwargs` can differ by layer.",
     objects="decoder layers",
 )
 MODELS_LISTING = Patch(
     "transformers.utils.import_utils:create_import_structure_from_path",
     "transformers 5.23",
     "(module_path)",
-    "The first model import lists 1,600 files a second time, because the cache is keyed by another spelling of the "
-    "path.",
-    "transformers caches the listing by the resolved path.",
+    "The first model import lists 1,600 files twice: the cache is keyed by two spellings.",
+    "it is keyed by the resolved path.",
 )
 GGUF_PROGRESS = Patch(
     "transformers.modeling_gguf_pytorch_utils:tqdm",
@@ -400,23 +395,22 @@ CONVERT_ADAPTER_CONFIG = Patch(
     "peft.utils.transformers_weight_conversion:convert_peft_config_for_transformers",
     "peft 0.21",
     "(peft_config, model, conversions)",
-    "It mistakes linear layers of shared experts for the experts of transformers 4 of the same names, and would move "
-    "adapters to the fused experts at twice the rank.",
-    "it looks at the modules and not only at their names.",
+    "It takes shared experts' layers for fused experts, by their names.",
+    "it looks at the modules.",
 )
 DORA_UPDATE_LAYER = Patch(
     "peft.tuners.lora.dora:DoraLinearLayer.update_layer",
     "peft 0.21",
     "(self, *, base_layer, lora_A, lora_B, scaling, place_on_cpu=...)",
-    "A trace has no weights whose norms could start DoRA's magnitudes.",
-    "PEFT creates DoRA's magnitudes on the meta device.",
+    "A trace has no weights whose norms could start the magnitudes.",
+    "PEFT makes them on the meta device.",
 )
 DORA_DEQUANTIZE = Patch(
     "peft.tuners.lora.dora:dequantize_module_weight",
     "peft 0.21",
     "(module)",
-    "It knows a quantized weight by its class, which fake weights do not have.",
-    "bitsandbytes' parameters can be made of fake tensors.",
+    "It knows a quantized weight by its class; fake weights have another.",
+    _FAKE_4BIT,
 )
 
 # -- TRL ---------------------------------------------------------------------------------------------------------------
@@ -426,35 +420,35 @@ HEAD_FUNCTION = Patch(
     "trl 1.16",
     "(ctx, hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping=..., logit_scale=..., "
     "outputs=...)",
-    "The kernel `loss` computes the gradient with the log-probabilities; a proof compares it with TRL's.",
+    "The kernel `loss` computes the gradient with the log-probabilities.",
     "`add_fused_lm_head` takes the function as an argument.",
 )
 HEAD_LABELLED_ONLY = Patch(
     "trl.trainer.utils:_use_triton",
     "trl 1.16",
     "(device)",
-    "TRL selects labelled positions only where it uses Triton; without Triton and on a CPU they are selected as well.",
+    "TRL selects labelled positions only with Triton; here they are selected without it too.",
     "the selection does not depend on Triton.",
 )
 TILES_USE_TRITON = Patch(
     "trl.kernels.chunked_logprob:_use_triton",
     "trl 1.16",
     "(device)",
-    "Without a C compiler the loss falls back to torch; a trace of CUDA takes the path of Triton.",
+    "Without a C compiler the loss falls back to torch; a trace of CUDA takes Triton's path.",
     "TRL has a setting for it.",
 )
 TILE_TOKENS = Patch(
     "trl.kernels.chunked_logprob:TOKEN_CHUNK_SIZE",
     "trl 1.16",
     "int",
-    "The tile of a step is planned with its memory.",
+    "The size of a tile is planned with the memory of a step.",
     "`add_fused_lm_head` takes the number of tokens.",
 )
 TILES_TRITON = Patch(
     "trl.kernels.chunked_logprob:triton",
     "trl 1.16",
     "module",
-    "A trace of CUDA needs `triton.cdiv` on machines without Triton.",
+    "A trace of CUDA needs `triton.cdiv` without Triton.",
     "the grid is computed without Triton.",
 )
 TILES_FORWARD = Patch(
@@ -464,22 +458,22 @@ TILES_FORWARD = Patch(
     "max_before_target_ptr, target_logit_ptr, vocab_start, n_cols, logit_scale, softcap, inv_t, HAS_SOFTCAP, "
     "HAS_ENTROPY, HAS_LOG_SUM_SQ_PROBS, HAS_MEAN_LOGITS, HAS_IS_TOP1, BLOCK_SIZE)",
     "A Triton kernel cannot run on fake tensors; a trace counts its passes over the tile.",
-    "the kernels are operators with fake implementations.",
+    _TRITON_OPERATORS,
 )
 TILES_BACKWARD = Patch(
     "trl.kernels.chunked_logprob:_backward_kernel",
     "trl 1.16",
     "(mm_ptr, mm_stride, targets_ptr, log_z_ptr, entropy_ptr, grad_logprobs_ptr, grad_entropy_ptr, vocab_start, "
     "n_cols, logit_scale, softcap, inv_t, HAS_SOFTCAP, HAS_LOGPROB_GRAD, HAS_ENTROPY_GRAD, BLOCK_SIZE)",
-    "A Triton kernel cannot run on fake tensors; a trace counts its passes over the tile.",
-    "the kernels are operators with fake implementations.",
+    "As the forward kernel.",
+    _TRITON_OPERATORS,
 )
 TILES_ADD_PRODUCT = Patch(
     "trl.kernels.chunked_logprob:_addmm_fp32",
     "trl 1.16",
     "(acc, a, b)",
     "On a CPU it makes float32 copies that it does not make on CUDA.",
-    "fake tensors can be traced as CUDA tensors on a machine without CUDA.",
+    _FAKE_CUDA,
 )
 
 # -- bitsandbytes ------------------------------------------------------------------------------------------------------
@@ -488,17 +482,15 @@ SYNC_GPU = Patch(
     "bitsandbytes.optim.optimizer:sync_gpu",
     "bitsandbytes 0.50",
     "(t)",
-    "An update would wait for the GPU after each weight. The stream keeps the order; only reading paged states from "
-    "the host needs to wait, and `training/state.py` does.",
-    "bitsandbytes synchronises paged states only.",
+    "An update would wait for the GPU after each weight; `training/state.py` waits where it must.",
+    "only paged states are synchronised.",
 )
 DEQUANTIZE_4BIT = Patch(
     "torch:ops.bitsandbytes.dequantize_4bit.default",
     "bitsandbytes 0.50",
     "bitsandbytes::dequantize_4bit(Tensor A, Tensor absmax, int blocksize, str quant_type, int[] shape, ScalarType "
     "dtype) -> Tensor",
-    "Its AVX-512 kernel uses the scales of other blocks if the row length is not a multiple of the block size: an "
-    "error of 25% instead of 9% with rows of 96.",
+    "Where blocks do not divide a row, AVX-512 takes other blocks' scales: 25% error, not 9%.",
     "the kernel is corrected.",
     objects="the CPU kernel of the operator",
 )
@@ -506,8 +498,7 @@ LINEAR_8BIT = Patch(
     "bitsandbytes.nn:Linear8bitLt.forward",
     "bitsandbytes 0.50",
     "(self, x)",
-    "The frozen 8-bit weight is dequantized for each product; `MatMul8bitFp` also saves its input for the backward "
-    "pass.",
+    "The frozen weight is dequantized for each product; `MatMul8bitFp` also saves its input.",
     "`MatMul8bitFp` saves nothing for a frozen weight.",
     objects="8-bit layers",
 )
@@ -515,7 +506,7 @@ CPU_LAYOUT = Patch(
     "bitsandbytes.nn:Linear4bit.support_avx512bf16_for_cpu",
     "bitsandbytes 0.50",
     "of instances",
-    "In eval mode a CPU with AVX512-BF16 repacks weights for good, to a layout without a backward pass.",
+    "In eval mode AVX512-BF16 repacks weights to a layout without a backward pass, for good.",
     "repacking is optional.",
     objects="4-bit layers",
 )
@@ -523,8 +514,8 @@ RESTORE_4BIT_STATE = Patch(
     "bitsandbytes.nn.modules:fix_4bit_weight_quant_state_from_module",
     "bitsandbytes 0.50",
     "(module)",
-    "It asserts the shape of a packed weight; fake weights get their state from the module.",
-    "bitsandbytes' parameters can be made of fake tensors.",
+    "It asserts the shape of a packed weight; fake weights get their state here.",
+    _FAKE_4BIT,
 )
 
 # -- DeepSpeed ---------------------------------------------------------------------------------------------------------
@@ -533,14 +524,14 @@ ENGINE_AUTOCAST = Patch(
     "deepspeed.runtime.engine:autocast_if_enabled",
     "deepspeed 0.19",
     "(engine)",
-    "It ends an autocast that DeepSpeed's config does not ask for; if the config does, gradients are sent in 16 bit.",
+    "It ends an autocast that the config does not ask for; asked for, it sends 16-bit gradients.",
     "the type of communication can be set beside autocast.",
 )
 SWAPPABLE = Patch(
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._swappable_optimizer_subgroup",
     "deepspeed 0.19",
     "(self, sub_group_id)",
-    "States on a disk are read once per group of weights, not once per weight.",
+    "States on a disk are read once for a group of weights, not for each weight.",
     "DeepSpeed reads a group's states together.",
     objects="DeepSpeed's optimizer",
 )
@@ -549,7 +540,7 @@ SHARED_MEMORY = Patch(
     "deepspeed 0.19",
     "()",
     "On a CPU it would compile its own collectives for minutes.",
-    "it can be switched off.",
+    _SWITCH,
 )
 
 # -- other libraries ---------------------------------------------------------------------------------------------------
@@ -558,22 +549,22 @@ HUB_OFFLINE = Patch(
     "huggingface_hub.constants:HF_HUB_OFFLINE",
     "huggingface_hub 2.4",
     "bool",
-    "Files that are in the cache are read without asking the hub whether they are current.",
-    "the hub's client has a context for it; the environment variable is read only on import.",
+    "Files in the cache are read without asking the hub whether they are current.",
+    "the hub's client has a context for it.",
 )
 TASK_ENVIRONMENT = Patch(
     "lm_eval.evaluator:add_env_info",
     "lm_eval 0.4.13",
     "(storage)",
-    "It runs pip and compilers for seconds to record what `environment.json` has.",
-    "it can be switched off.",
+    "It runs pip and compilers for seconds; `environment.json` has what it records.",
+    _SWITCH,
 )
 TASK_COMMIT = Patch(
     "lm_eval.evaluator:get_git_commit_hash",
     "lm_eval 0.4.13",
     "()",
-    "It runs git in the working directory, to record what `environment.json` has.",
-    "it can be switched off.",
+    "It runs git in the working directory; `environment.json` has what it records.",
+    _SWITCH,
 )
 
 # -- finetune itself, where a trace takes another path than a step -----------------------------------------------------
@@ -582,7 +573,7 @@ OFFLOAD_COPIES = Patch(
     "finetune.model.recompute.offload:copies_of",
     "finetune",
     "(device)",
-    "A trace marks the host's copies, which fake CPU tensors do not tell from the device's.",
+    "A trace marks the host's copies, which fake CPU tensors do not.",
     "the copies are passed to `offload`.",
 )
 ADDS_IN_SEQUENCE = Patch(
@@ -603,15 +594,14 @@ def page() -> str:
     """The registry as Markdown."""
     libraries: dict[str, list[str]] = {}
     for entry in entries().values():
-        what = f"`{entry.target.replace(':', '.')}`" + (f", of {entry.objects}" if entry.objects else "")
-        row = f"| {what} | {entry.read_at} | {entry.why} | {entry.until[0].upper()}{entry.until[1:]} |"
-        libraries.setdefault(entry.read_at.split()[0], []).append(row)
+        library, _, other = entry.read_at.partition(", ")
+        of = ", ".join(part for part in (entry.objects, other) if part)
+        what = f"- `{entry.target.replace(':', '.')}`" + (f" ({of})" if of else "")
+        until = entry.until if entry.until.startswith("never") else f"until {entry.until}"
+        libraries.setdefault(library, []).append(f"{what}: {entry.why} *{until[0].upper()}{until[1:]}*")
     parts = [
-        "# Patches\n\nEvery attribute of a library that finetune replaces. `make docs` writes this page from "
-        "`finetune/runtime/patches.py`; `make test-oldest` and `make test-newest` check the targets in the lowest and "
-        "the newest versions that `pyproject.toml` allows."
+        "# Patches\n\nEvery attribute of a library that finetune replaces, why, and until when, by the version that "
+        "was read. `make docs` writes this page from `finetune/runtime/patches.py` ([how to upgrade](upgrading.md))."
     ]
-    for library, rows in libraries.items():
-        head = "| replaced | read at | why | unnecessary when |\n| --- | --- | --- | --- |"
-        parts.append("\n".join([f"## {library}\n", head, *rows]))
+    parts += ["\n".join([f"## {library}\n", *lines]) for library, lines in libraries.items()]
     return "\n\n".join(parts) + "\n"

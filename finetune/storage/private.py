@@ -1,10 +1,14 @@
-"""Checks that only this user can write to a file: anything that others could have written is not trusted."""
+"""The files of this user's cache, and the check that nobody else can write them: what others could is not trusted."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
+import tempfile
 from pathlib import Path
+
+_MOST_BYTES = 2**24
 
 
 def cache_folder() -> Path:
@@ -30,3 +34,30 @@ def not_private(path: Path) -> str | None:
     if statuses[-1].st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return f"other users can write to it (fix with `chmod go-w {path}`)"
     return None
+
+
+def read(path: Path) -> bytes | None:
+    """The content of a file of the cache; None if it is missing, over 16 MiB, or others could have written it."""
+    with contextlib.suppress(OSError):
+        if not_private(path.parent):
+            return None
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(descriptor, "rb") as opened:
+            status = os.fstat(descriptor)
+            ours = status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            if ours and stat.S_ISREG(status.st_mode) and status.st_size <= _MOST_BYTES:
+                return opened.read()
+    return None
+
+
+def write(path: Path, content: bytes) -> None:
+    """Replace a file of the cache. Raises OSError; PermissionError if others could write to its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if why := not_private(path.parent):
+        raise PermissionError(f"{path.parent}: {why}")
+    # A temporary folder is private to its owner, and nothing half-written is left behind.
+    with tempfile.TemporaryDirectory(prefix=path.name, dir=path.parent) as folder:
+        written = Path(folder, path.name)
+        written.touch(mode=0o600)
+        written.write_bytes(content)
+        written.replace(path)

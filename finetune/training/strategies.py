@@ -94,14 +94,14 @@ STRATEGIES: dict[str, Strategy] = {
         ignores=_OF_PARTS,
     ),
     "fsdp": Strategy(
-        "slices of all weights, quantized ones included, of gradients and of optimizer states; layers are gathered one "
+        "shards of all weights, quantized ones included, of gradients and of optimizer states; layers are gathered one "
         "by one (PyTorch's FSDP2)",
         _sharded,
         updates="row",
         place=_sharding,
     ),
     "deepspeed": Strategy(
-        "optimizer states, and by `stage` gradients and weights, in slices (DeepSpeed's ZeRO 1 to 3; also a single "
+        "optimizer states, and by `stage` gradients and weights, in shards (DeepSpeed's ZeRO 1 to 3; also a single "
         "process, for `offload`); needs the package deepspeed",
         _deepspeed,
         updates="number",

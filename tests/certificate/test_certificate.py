@@ -29,6 +29,7 @@ from finetune.doctor import machine
 from finetune.kernels import ops
 from finetune.model.base import load_architecture
 from finetune.settings import load_config
+from finetune.storage import private
 from finetune.storage.records import TrialResult
 
 JOB = ("training.max_steps=2", "kernels.fused=auto", "kernels.certificate=on")
@@ -259,7 +260,7 @@ def test_a_cache_that_cannot_be_written_is_one_line_and_the_results_are_used(num
     def refuse(**named: Any) -> Any:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(store, "tempfile", SimpleNamespace(mkstemp=refuse))
+    monkeypatch.setattr(private, "tempfile", SimpleNamespace(TemporaryDirectory=refuse))
     results, (note,) = obtained(requested())
     assert results == RESULTS
     assert os.strerror(number) in note

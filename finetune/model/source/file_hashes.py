@@ -10,17 +10,14 @@ import contextlib
 import hashlib
 import json
 import os
-import stat
-import tempfile
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
-from finetune.storage.private import cache_folder, not_private
+from finetune.storage import private
 
 _MEMORY = "file_hashes.json"
-_MEMORY_BYTES = 2**24
 # File systems have timestamps as coarse as 2 seconds, within which a file may change again unnoticed.
 _COARSEST_TIMESTAMP_NANOSECONDS = 2 * 10**9
 _writing = threading.Lock()
@@ -28,7 +25,7 @@ _writing = threading.Lock()
 
 def memory() -> Path:
     """The file of cached hashes, beside the prepared data."""
-    return cache_folder() / _MEMORY
+    return private.cache_folder() / _MEMORY
 
 
 def sha256(file: Path) -> str:
@@ -63,16 +60,9 @@ def _remembered(key: str, stamp: list[int]) -> str | None:
 
 def _all() -> dict[str, Any]:
     """All cached hashes; none if the file is damaged, or if another user owns or can write it."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        if not_private(memory().parent):
-            return {}
-        descriptor = os.open(memory(), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with open(descriptor, "rb") as opened:
-            status = os.fstat(descriptor)
-            ours = status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-            if ours and stat.S_ISREG(status.st_mode) and status.st_size <= _MEMORY_BYTES:
-                entries = json.loads(opened.read())
-                return entries if isinstance(entries, dict) else {}
+    with contextlib.suppress(ValueError, RecursionError):
+        entries = json.loads(private.read(memory()) or b"{}")
+        return entries if isinstance(entries, dict) else {}
     return {}
 
 
@@ -81,12 +71,4 @@ def _remember(key: str, stamp: list[int], digest: str) -> None:
     with _writing, contextlib.suppress(OSError):
         entries = {path: entry for path, entry in _all().items() if os.path.exists(path)}
         entries[key] = {"stamp": stamp, "sha256": digest}
-        memory().parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if not_private(memory().parent):
-            return
-        # A temporary folder is private to its owner, and nothing half-written is left behind.
-        with tempfile.TemporaryDirectory(prefix=_MEMORY, dir=memory().parent) as folder:
-            written = Path(folder, _MEMORY)
-            written.touch(mode=0o600)
-            written.write_text(json.dumps(entries), encoding="utf-8")
-            written.replace(memory())
+        private.write(memory(), json.dumps(entries).encode())

@@ -1,0 +1,120 @@
+"""Forecasts kept in this user's cache: tracing a step takes seconds, and the next start of a job asks for the same.
+
+A file for each, named by a hash of everything that a forecast follows from but the memory that is free at the moment.
+Deleting the folder only means tracing again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import pydantic_core
+import torch
+
+from finetune.config import Config
+from finetune.data.batching import Batch
+from finetune.forecast import replay
+from finetune.forecast.devices import Device
+from finetune.forecast.replay import Forecast
+from finetune.runtime import environment
+from finetune.storage import private
+
+_FOLDER = "forecasts"
+_MOST_FILES = 500
+# Sections and keys that no forecast depends on: where a job's files are, and who watches it.
+_IRRELEVANT: Any = {"tracking": True, "output": {"dir"}, "data": {"train", "eval"}}
+_MEMORY = ("budget_bytes", "outside_bytes")
+_RATES = ("flops", "bandwidth_bytes", "call_seconds")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The kept forecasts of a model on `gpus` devices of a kind."""
+
+    architecture: Any
+    device: Device
+    gpus: int
+
+    def get(self, config: Config, batch: Batch, evaluation: Batch | None, trace: Callable[[], Forecast]) -> Forecast:
+        """The kept forecast of a step, or the one that `trace` makes, which is then kept."""
+        if config.model.trust_remote_code or config.adapter.start_from:
+            return trace()  # follows from files that the key does not know
+        file = private.cache_folder() / _FOLDER / f"{self._key(config, [batch, evaluation])}.json"
+        if kept := self._read(file):
+            return kept
+        made = trace()
+        with contextlib.suppress(OSError):
+            _remove_oldest(file.parent)
+            private.write(file, _dumped(made))
+        return made
+
+    def _read(self, file: Path) -> Forecast | None:
+        """The forecast in a file, on the device as it is now; None if it would be another one there."""
+        if not (content := private.read(file)):
+            return None
+        try:
+            values = pydantic_core.from_json(content)
+            then = replace(self.device, **values.pop("memory"))
+            forecast = _adapter().validate_python({**values, "device": then})
+        except (ValueError, TypeError, AttributeError):
+            return None
+        return replay.on(forecast, self.device) if _holds(forecast, self.device) else None
+
+    def _key(self, config: Config, batches: Sequence[Batch | None]) -> str:
+        varying = (*_MEMORY, *(_RATES if self.device.type == "cpu" else ()))
+        parts = [
+            config.model_dump_json(exclude=_IRRELEVANT),
+            type(self.architecture).__name__,
+            self.architecture.to_dict(),
+            [batch and asdict(batch) for batch in batches],
+            {key: value for key, value in asdict(self.device).items() if key not in varying},
+            self.gpus,
+            _software(),
+        ]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _holds(forecast: Forecast, now: Device) -> bool:
+    """Whether a forecast is the same with the memory that is free now: it follows from that if it is short."""
+    room, peak = forecast.device.room_bytes, forecast.peak_reserved_bytes
+    if now.type == "cpu" or room == now.room_bytes:
+        return True
+    if peak > room:  # did not fit, even with idle segments given back
+        return now.room_bytes < room
+    return not forecast.returns_segments and peak <= now.room_bytes
+
+
+def _dumped(forecast: Forecast) -> bytes:
+    memory = {name: getattr(forecast.device, name) for name in _MEMORY}
+    return pydantic_core.to_json(
+        {"memory": memory, **_adapter().dump_python(forecast, mode="json", exclude={"device"})}
+    )
+
+
+@functools.cache
+def _adapter() -> pydantic.TypeAdapter[Forecast]:
+    return pydantic.TypeAdapter(Forecast)
+
+
+@functools.cache
+def _software() -> list[Any]:
+    """What decides which operators run, and what they take: versions, this package's own code, and the processor."""
+    processor = [platform.machine(), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
+    return [environment.packages(), environment.code_hash(), *processor]
+
+
+def _remove_oldest(folder: Path) -> None:
+    """Make room for another file."""
+    if folder.is_dir():
+        files = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
+        for file in files[_MOST_FILES - 1 :]:
+            file.unlink(missing_ok=True)

@@ -1,0 +1,184 @@
+"""A forecast is kept in the user's cache, and made again where anything that it follows from is another."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import forecasts
+import pytest
+
+from finetune.config import Config
+from finetune.data.batching import Batch
+from finetune.forecast import devices, kept, planning, replay
+from finetune.forecast.kept import Kept
+from finetune.forecast.planning import Planner
+from finetune.forecast.replay import Forecast
+from finetune.forecast.traced_step import trace_step
+from finetune.settings import load_config
+from finetune.storage import private
+
+TINY = Path(__file__).parents[2] / "configs" / "tiny_cpu.yaml"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache; returns the folder of its forecasts."""
+    monkeypatch.setattr(private, "cache_folder", lambda: tmp_path / "cache")
+    return tmp_path / "cache" / "forecasts"
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The settings that were traced."""
+    settings: list[Any] = []
+
+    def counted(setting: Any, *models: Any) -> Any:
+        settings.append(setting)
+        return trace_step(setting, *models)
+
+    monkeypatch.setattr(planning, "trace_step", counted)
+    return settings
+
+
+def config(*overrides: str) -> Config:
+    return load_config(TINY, ["data.train=builtin:short-answers", "data.eval=none", "training.micro_batch=2",
+                              "memory.checkpointing=none", *overrides])  # fmt: skip
+
+
+def planner(job: Config, **changes: Any) -> Planner:
+    made = planning.planner_for(job, "RTX 3090")
+    device = dataclasses.replace(made.device, **changes)
+    return Planner(job, made.architecture, device, None)
+
+
+def test_a_second_process_traces_nothing_and_has_the_same_forecast(traced: list[Any]) -> None:
+    first, second = (planner(config()).forecast() for _ in range(2))
+    assert len(traced) == 1
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    "changes", [{"training.micro_batch": 4}, {"adapter.rank": 4}, {"optimizer.kind": "sgd"}], ids=str
+)
+def test_another_job_is_traced(traced: list[Any], changes: dict[str, Any]) -> None:
+    before = planner(config()).forecast()
+    after = planner(config().changed(changes)).forecast()
+    assert len(traced) == 2
+    assert before != after
+
+
+def test_another_folder_or_tracker_is_the_same_job(traced: list[Any], tmp_path: Path) -> None:
+    planner(config()).forecast()
+    planner(config(f"output.dir={tmp_path}/other", "tracking.project=other")).forecast()
+    assert len(traced) == 1
+
+
+def test_another_version_of_a_library_or_of_the_code_is_traced_again(
+    traced: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planner(config()).forecast()
+    for name, value in (("packages", {"torch": "99"}), ("code_hash", "another")):
+        kept._software.cache_clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(kept.environment, name, lambda value=value: value)
+            planner(config()).forecast()
+    kept._software.cache_clear()
+    assert len(traced) == 3
+
+
+@pytest.mark.parametrize(
+    "damage", [b"", b"{", b"[]", b'{"memory": {}}', b'{"memory": {"budget_bytes": 1}, "flops": 2}']
+)
+def test_a_damaged_file_is_made_again(traced: list[Any], cache: Path, damage: bytes) -> None:
+    expected = planner(config()).forecast()
+    (file,) = cache.iterdir()
+    file.write_bytes(damage)
+    assert planner(config()).forecast() == expected
+    assert len(traced) == 2
+    assert planner(config()).forecast() == expected
+    assert len(traced) == 2
+
+
+def test_a_file_that_others_could_have_written_is_not_read(traced: list[Any], cache: Path) -> None:
+    planner(config()).forecast()
+    (file,) = cache.iterdir()
+    file.chmod(0o666)
+    planner(config()).forecast()
+    assert len(traced) == 2
+
+
+def test_a_full_disk_costs_only_time(traced: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(private, "write", full)
+    assert planner(config()).forecast() == planner(config()).forecast()
+    assert len(traced) == 2
+
+
+def test_the_oldest_files_make_room(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "_MOST_FILES", 2)
+    for rank in (4, 8, 16):
+        planner(config(f"adapter.rank={rank}")).forecast()
+        for file in cache.iterdir():
+            os.utime(file, (file.stat().st_mtime - 60,) * 2)
+    assert len(list(cache.iterdir())) == 2
+
+
+# -- the memory that is free -------------------------------------------------------------------------------------------
+
+
+def forecast_of(device: devices.Device, *, peak: int, returns_segments: bool = False) -> Forecast:
+    return dataclasses.replace(
+        forecasts.forecast(), device=device, peak_reserved_bytes=peak, returns_segments=returns_segments
+    )
+
+
+@pytest.mark.parametrize(
+    ("peak", "returns_segments", "room_now", "is_traced"),
+    [
+        (70, False, 100, False),
+        (70, False, 71, False),
+        (70, False, 69, True),  # idle segments must be given back now
+        (99, True, 100, False),
+        (99, True, 101, True),
+        (99, True, 99, True),
+        (120, False, 90, False),  # did not fit with more
+        (120, False, 110, True),
+    ],
+)
+def test_with_other_memory_free_a_forecast_holds_unless_the_allocator_would_act_otherwise(
+    peak: int, returns_segments: bool, room_now: int, is_traced: bool
+) -> None:
+    job = planner(config())
+    then = dataclasses.replace(job.device, budget_bytes=100, outside_bytes=0)
+    now = dataclasses.replace(then, budget_bytes=room_now)
+    batch, made = Batch(1, 8, padded=False, trained_tokens=8), []
+
+    def trace_on(device: devices.Device) -> Forecast:
+        made.append(device)
+        return forecast_of(device, peak=peak, returns_segments=returns_segments)
+
+    Kept(job.architecture, then, 1).get(job.job, batch, None, lambda: trace_on(then))
+    given = Kept(job.architecture, now, 1).get(job.job, batch, None, lambda: trace_on(now))
+    assert given.device == now
+    assert (len(made) == 2) == is_traced
+
+
+def test_on_a_cpu_the_kept_forecast_takes_the_rates_and_the_memory_of_now(traced: list[Any]) -> None:
+    job = config()
+    then = planning.planner_for(job, "cpu").device
+    half = {"flops": then.flops / 2, "bandwidth_bytes": then.bandwidth_bytes / 2}
+    now = dataclasses.replace(then, **half, outside_bytes=then.outside_bytes + 2**20, budget_bytes=2**40)
+    architecture = planner(job).architecture
+    first = Planner(job, architecture, then, None).forecast()
+    second = Planner(job, architecture, now, None).forecast()
+    assert len(traced) == 1
+    planner_of_now = Planner(job, architecture, now, None)
+    batch = planner_of_now._largest_batches(job)[0][0]
+    assert second == planner_of_now._forecast(job, batch, None), "as if traced"
+    assert second.seconds > first.seconds
+    assert replay.on(second, then) == first
