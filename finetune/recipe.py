@@ -9,7 +9,7 @@ from __future__ import annotations
 from finetune.config import Config
 from finetune.export import publish
 from finetune.inference import answers
-from finetune.lifecycle import opening, outcome, preparation, resume, session
+from finetune.lifecycle import certification, opening, outcome, preparation, resume, session
 from finetune.lifecycle.plan import plan
 from finetune.measure.monitor import Monitor, meter_for
 from finetune.model import bounds, build
@@ -50,9 +50,14 @@ def train(
         # Prepare: the machine, the tokenizer, the architecture, the data.
         inputs = preparation.gather(config, run, device, lock, terminal.note, fresh=fresh)
 
+        # Try on the device what the job relies on there; what failed is left out.
+        config, inputs, certificate = certification.certify(config, inputs, device, terminal)
+
         # Plan: `auto` settings get values, and a job that does not fit is refused.
         earlier = None if fresh else run
-        config, forecast = plan(config, inputs.blueprint.architecture, inputs.data, device, terminal, earlier)
+        config, forecast = plan(
+            config, inputs.blueprint.architecture, inputs.data, device, terminal, earlier, certificate
+        )
 
         # Open: a new run directory, or an earlier one and its last checkpoint. Ranks have one each, below rank 0's.
         own, start = opening.open_run(config, run, inputs, forecast, lock, terminal.note, fresh=fresh)
@@ -82,6 +87,7 @@ def train(
                 config, inputs.blueprint.architecture, model, inputs.tokenizer, inputs.data, own, monitor,
                 terminal, tracked, device=device, signals=signals, provenance=provenance, resume_from=start.checkpoint,
                 by_length=forecast.by_length if forecast else (), callbacks=callbacks,
+                kernels_off=certificate.kernels_off,
             )  # fmt: skip
             ended = training.train(job)
             answers.after(model, inputs.tokenizer, config, own, asked)

@@ -11,7 +11,7 @@ import typer
 
 import finetune
 from finetune.cli import options
-from finetune.cli.output import give, give_page
+from finetune.cli.output import give, give_page, new_terminal
 from finetune.cli.program import command
 from finetune.launch.targets import TARGETS
 from finetune.report.visible import LINES, visible
@@ -65,11 +65,22 @@ def compare(
 
 @command
 def doctor(
-    run: Annotated[Path | None, typer.Argument(help="A run directory to check instead of the machine.")] = None,
+    run: Annotated[
+        Path | None, typer.Argument(help="A run directory to check instead of the machine; the config of --certify.")
+    ] = None,
+    certify: Annotated[
+        bool, typer.Option("--certify", help="Try everything on the device anew; writes certificate.html and .json.")
+    ] = False,
     as_json: options.Json = False,
 ) -> None:
     """Check this machine, or a run directory. Says what is wrong and what to do, and connects to nothing."""
-    stage(f"doctor of {run or 'this machine'}: importing the libraries")
+    stage(f"doctor of {'this machine' if certify or not run else run}: importing the libraries")
+    if certify:
+        from finetune.doctor.certify import certify as certified
+        from finetune.settings import load_config
+
+        give(certified(load_config(run, []) if run else None, new_terminal(quiet=as_json)), as_json)
+        return
     from finetune.doctor import machine
     from finetune.doctor import run_check as run_directory
 

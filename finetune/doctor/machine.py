@@ -15,6 +15,8 @@ import psutil
 import torch
 from transformers import PreTrainedConfig
 
+from finetune.certificate import store
+from finetune.certificate.trials import TRIALS
 from finetune.config import OptimizerSection
 from finetune.doctor import Examination, Finding
 from finetune.errors import MachineError
@@ -42,6 +44,7 @@ def examine() -> Examination:
             _optimizer(device),
             _bitsandbytes(device),
             *([_triton()] if device == "cuda" else []),
+            _certificate(device),
             _hub(),
             _threads(),
             _text(),
@@ -177,6 +180,24 @@ def _triton() -> Finding:
         "install Triton, a C compiler and Python's headers (Debian, Ubuntu: apt install gcc python3-dev), or set CC"
     )
     return Finding("Triton", "warning", state, remedy)
+
+
+def _certificate(device: str) -> Finding:
+    """What earlier trials of this device have shown."""
+    kept = store.of_device(
+        torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+    )
+    if not kept:
+        state = "none for this device and these versions; a run on a GPU makes one before it starts"
+        return Finding("certificate", "ok", f"{state}, and `finetune doctor --certify` at any time")
+    failed = {result.trial: result.reason for results in kept for result in results if result.status != "held"}
+    state = f"this device was tried for {len(kept)} kind{'s' * (len(kept) > 1)} of job"
+    if not failed:
+        return Finding("certificate", "ok", f"{state}: everything held")
+    off = "; ".join(f"{TRIALS[name].tries} is off: {reason}" for name, reason in failed.items() if name in TRIALS)
+    return Finding(
+        "certificate", "warning", f"{state}: {off}", "jobs leave that out; `finetune doctor --certify` again"
+    )
 
 
 def _hub() -> Finding:

@@ -51,6 +51,8 @@ class Device:
     """Whether paged optimizer states work there (`runtime.driver`)."""
     triton: bool = True
     """Whether Triton's kernels run there; where not, the loss takes torch's own operators (`libraries`)."""
+    kernels_off: tuple[str, ...] = ()
+    """Fused kernels, or `loss`, that are not used there (`certificate`)."""
 
     @property
     def room_bytes(self) -> int:

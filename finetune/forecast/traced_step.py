@@ -164,6 +164,10 @@ def trace_step(setting: StepSetting, models: Models | None = None) -> Trace:
         ) from error
 
 
+def _loss_is_fused(config: Config, device: Device) -> bool:
+    return config.kernels.fused != "off" and "loss" not in device.kernels_off
+
+
 def _trace_step(setting: StepSetting, shortening: Shortening, models: Models) -> Trace:
     """Look the trace up, or run the step on a model that is ready or made for it, and keep both."""
     config, device, ready = setting.config, setting.device, None
@@ -180,7 +184,7 @@ def _trace_step(setting: StepSetting, shortening: Shortening, models: Models) ->
         fake_ranks.placing(config.distributed, setting.world_size) as placement,
         fake_ranks.splitting(config.distributed, setting.world_size) as group,
         device_paths.undisturbed(),
-        log_probs.tiles(config.memory.loss_tokens, fused=config.kernels.fused != "off"),
+        log_probs.tiles(config.memory.loss_tokens, fused=_loss_is_fused(config, device)),
         device_paths.like(device, recorder, ready.mode if ready else None) as mode,
         setting.engine.around(recorder),
     ):
@@ -307,7 +311,8 @@ class _TracedStep:
         """The step, as `training.assembly` makes it."""
         config, card = self._config, self._device
         log_probs.attach(self._model)
-        kernels.attach(self._model, config.kernels.fused, triton=card.type != "cuda" or card.triton)
+        triton = card.type != "cuda" or card.triton
+        kernels.attach(self._model, config.kernels.fused, triton=triton, without=card.kernels_off)
         updated_on = "cpu" if self.recorder.slices_on_host else card.type
         name, _ = optimizers.choose(config.optimizer, updated_on, managed_memory=card.managed_memory)
         with warnings.catch_warnings():

@@ -6,7 +6,7 @@ name, says why it cannot compute some of them, and replaces the forward pass of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,14 +63,15 @@ class Attached:
             self.replaced[name].clear()
 
 
-def attach(model: Any, fused: str, *, triton: bool = True) -> Attached:
+def attach(model: Any, fused: str, *, triton: bool = True, without: Collection[str] = ()) -> Attached:
     """Replace the modules of `model`, wrapped by PEFT or not, that kernels can compute; none if `fused` is `off`.
 
-    An MLP that is not replaced still takes long inputs in tiles. `triton`: whether Triton kernels run on the device.
+    An MLP that is not replaced still takes long inputs in tiles. `triton`: whether Triton kernels run on the device;
+    `without`: the kernels that do not replace any.
     """
     attached = Attached()
     if fused != "off" and triton:
-        _replace(model, attached)
+        _replace(model, attached, without)
     elif fused != "off":
         attached.lines.append("kernels: none is fused: Triton does not run here")
     for layer in checkpointing.layers(model):
@@ -80,10 +81,12 @@ def attach(model: Any, fused: str, *, triton: bool = True) -> Attached:
     return attached
 
 
-def _replace(model: Any, attached: Attached) -> None:
+def _replace(model: Any, attached: Attached, without: Collection[str]) -> None:
     covered: set[nn.Module] = set()
     reasons: dict[str, list[str]] = {}
     for kind, kernel in KERNELS.items():
+        if kind in without:
+            continue
         for name, module in model.named_modules():
             if module in covered or not kernel.has_structure(module):
                 continue

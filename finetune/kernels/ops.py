@@ -25,6 +25,7 @@ _aten = torch.ops.aten
 
 ON_CPU: dict[str, Callable[..., Any]] = {}
 """Each operator's program of torch's operators for a CPU, by full name such as `finetune::rms_norm`."""
+_ON_CUDA: dict[str, Callable[..., Any]] = {}
 
 
 def _operator(schema: str) -> Callable[[Callable[..., Any]], Any]:
@@ -49,9 +50,15 @@ def _operator(schema: str) -> Callable[[Callable[..., Any]], Any]:
         _library.impl(name, program, "CPU")
         _library.impl(name, on_cuda, "CUDA")
         ON_CPU[f"finetune::{name}"] = program
+        _ON_CUDA[f"finetune::{name}"] = on_cuda
         return getattr(torch.ops.finetune, name).default
 
     return define
+
+
+def program(name: str, device_type: str) -> Callable[..., Any]:
+    """The function that an operator, by full name, calls on such a device."""
+    return ON_CPU[name] if device_type == "cpu" else _ON_CUDA[name]
 
 
 def along_rows(tensor: Tensor) -> Tensor:

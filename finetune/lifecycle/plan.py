@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from finetune.certificate.verdict import Certificate
 from finetune.config import Config
 from finetune.data.prepare import Prepared
 from finetune.errors import ForecastError, OutOfMemoryError
@@ -27,7 +28,7 @@ from finetune.training.oom_retry import named
 
 def plan(
     config: Config, architecture: Any, data: Prepared, device: torch.device, terminal: Terminal,
-    earlier: RunDirectory | None,
+    earlier: RunDirectory | None, certificate: Certificate,
 ) -> tuple[Config, Forecast | None]:  # fmt: skip
     """The config with its `auto` settings fitted to the device, and the forecast of its step; the same on all ranks.
 
@@ -38,7 +39,8 @@ def plan(
     def of_first_rank() -> tuple[Config, Forecast | None]:
         if config.memory.check != "off" or not config.fitted:
             stage("forecasting the memory of a training step")
-        planner = Planner(config, architecture, devices.here(device, config.memory), data, ranks.world_size())
+        card = certificate.measured(devices.here(device, config.memory))
+        planner = Planner(config, architecture, card, data, ranks.world_size())
         resolved, fitted = _resolved(planner, terminal)
         if earlier and (lowered := resume.lowered(resolved, earlier)):
             terminal.note(f"{named(lowered)}: in an earlier start of this run, memory ran out with more")

@@ -29,6 +29,12 @@ def enable(gpu: int) -> None:
         _set("expandable_segments:True")
 
 
+def disable() -> None:
+    """Turn off expandable segments for what is allocated from now on."""
+    if _set:
+        _set("expandable_segments:False")
+
+
 def grow(gpu: int) -> bool:
     """True if this GPU has expandable segments after `enable`."""
     return _is_on(setting()) if setting() else supported(gpu)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal, NotRequired, TypeVar
 
@@ -256,6 +256,26 @@ class ForecastRecord(TypedDict):
     by_length: NotRequired[list[UpTo]]
 
 
+@_class_record
+@dataclass(frozen=True)
+class TrialResult:
+    """What a trial of a device showed (`finetune.certificate.trials`): `reason` why it did not hold, and figures."""
+
+    trial: str
+    status: Literal["held", "failed", "slower"]
+    reason: str = ""
+    figures: dict[str, Positive] = field(default_factory=dict)
+
+
+@_dict_record
+class CertificateRecord(TypedDict):
+    """A certificate in the user's cache. `made_for`: device, driver, versions, code and job, which must be equal."""
+
+    format: Literal[1]
+    made_for: dict[str, Any]
+    results: list[TrialResult]
+
+
 @_dict_record
 class SplitFacts(TypedDict):
     rows: Count
@@ -378,6 +398,7 @@ ANSWERS = TypeAdapter(list[SampleAnswer])
 ENVIRONMENT = TypeAdapter(Environment)
 EVALUATION = TypeAdapter(EvaluationRecord)
 FORECAST = TypeAdapter(ForecastRecord)
+CERTIFICATE = TypeAdapter(CertificateRecord)
 DATA = TypeAdapter(DataFacts)
 OBJECT = TypeAdapter(dict[str, Any])
 WEIGHT_INDEX = TypeAdapter(WeightIndex)

@@ -45,7 +45,13 @@ def in_training(job: TrainingJob, *, fused_loss: bool) -> Iterator[None]:
 def _fuse(job: TrainingJob) -> kernels.Attached:
     fused = job.config.kernels.fused
     triton = job.device.type != "cuda" or libraries.triton_obstacle() is None
-    attached = kernels.attach(job.model, fused, triton=triton)
+    off = sorted(job.kernels_off)
+    if off and fused == "on":
+        raise ConfigError(
+            f"`kernels.fused: on`: this device's certificate rules out {', '.join(f'`{name}`' for name in off)}; set "
+            "`auto` or `off`"
+        )
+    attached = kernels.attach(job.model, fused, triton=triton, without=off)
     unlike = probe_table.run("fused", Subject(job.config, job.model, attached))
     if fused == "on" and (unlike or not any(attached.replaced.values())):
         raise ConfigError(f"`kernels.fused: on`: {'; '.join([*attached.lines, *unlike])}; set `auto` or `off`")
@@ -60,7 +66,7 @@ def _attach_loss(job: TrainingJob) -> bool:
     if unbalanced := log_probs.attach(job.model):
         job.listener.note(unbalanced)
     unlike = probe_table.run("scoring", Subject(job.config, job.model))
-    fused = job.config.kernels.fused
+    fused = "off" if "loss" in job.kernels_off else job.config.kernels.fused
     if unlike and fused == "on":
         raise ConfigError(f"`kernels.fused: on`: {'; '.join(unlike)}; set `auto` or `off`")
     for line in unlike:

@@ -20,6 +20,7 @@ import finetune
 from finetune.config import Config
 from finetune.errors import ConfigError
 from finetune.forecast import fake_ranks, planning
+from finetune.forecast.devices import Device
 from finetune.forecast.extrapolate import whole
 from finetune.forecast.levers import levers
 from finetune.forecast.planning import Planner

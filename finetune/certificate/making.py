@@ -1,0 +1,122 @@
+"""Runs the trials of a job in child processes, another one after each that crashes or hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import IO, Any
+
+from finetune.certificate.trials import TRIALS, for_device
+from finetune.storage.records import TrialResult
+
+# For all trials together; a run does not wait longer for its certificate. `complete` gives each its own limit alone.
+_LIMIT_SECONDS = 60.0
+_START_SECONDS = 60.0  # of a child until its first trial: it imports the libraries
+# Not passed on: the child is no rank, contacts no hub and needs no secrets.
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")
+
+
+def make(request: dict[str, Any], began: Callable[[str], None], *, complete: bool = False) -> list[TrialResult]:
+    """The results of all trials of a device for `request`, in their order; calls `began` with what is tried next.
+
+    A trial that ends its process or takes too long has failed. With `complete`, there is no limit on all together.
+    """
+    waiting = for_device(request["device"].partition(":")[0])
+    limit_seconds = sum(TRIALS[name].limit_seconds + _START_SECONDS for name in waiting) if complete else _LIMIT_SECONDS
+    until = time.monotonic() + limit_seconds
+    results: list[TrialResult] = []
+    while waiting:
+        off = [result.trial for result in results if result.status != "held"]
+        child = start({**request, "parent": os.getpid(), "trials": waiting, "off": off})
+        trying, before = "", len(results)
+        try:
+            for line in _lines(child, lambda: min(until, time.monotonic() + _seconds(trying))):  # noqa: B023
+                if "began" in line:
+                    trying = line["began"]
+                    began(TRIALS[trying].tries)
+                else:
+                    results.append(TrialResult(**line))
+                    waiting.remove(trying)
+                    trying = ""
+            ended = f"its process ended ({_ending(child)})"
+        except TimeoutError:
+            ended = f"it was not done after {_seconds(trying):.0f} s"
+            if time.monotonic() >= until:
+                ended = f"there was no time for it within the {limit_seconds:.0f} s of all trials"
+        finally:
+            child.kill()
+            child.wait()
+            child.results.close()
+            child.printed.close()
+        over = time.monotonic() >= until
+        lost = waiting if over or (len(results) == before and not trying) else [trying] if trying else []
+        results += [TrialResult(name, "failed", ended) for name in lost]
+        waiting = [name for name in waiting if name not in lost]
+    return results
+
+
+class Child(subprocess.Popen):
+    """A process that runs trials; `results` is where it writes, `printed` what it says."""
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        read, write = os.pipe()
+        self.results, self.printed = open(read, "rb", buffering=0), tempfile.TemporaryFile()  # noqa: SIM115
+        left_out = {*_RANK_VARIABLES, *_SECRETS}
+        environment = {name: value for name, value in os.environ.items() if name not in left_out}
+        try:
+            super().__init__(
+                [sys.executable, "-m", "finetune.certificate.child", str(write)], stdin=subprocess.PIPE,
+                stdout=self.printed, stderr=self.printed, pass_fds=[write], start_new_session=True,
+                env={**environment, "HF_HUB_OFFLINE": "1"},
+            )  # fmt: skip
+        finally:
+            os.close(write)
+        assert self.stdin
+        self.stdin.write(json.dumps(request).encode())
+        self.stdin.close()
+
+
+start: Callable[[dict[str, Any]], Any] = Child
+"""Starts a process for a request; it has `results`, `printed`, `kill`, `wait` and `returncode`."""
+
+
+def _seconds(trying: str) -> float:
+    return TRIALS[trying].limit_seconds if trying else _START_SECONDS
+
+
+def _lines(child: Any, until: Callable[[], float]) -> Iterator[dict[str, Any]]:
+    """The lines that `child` writes until it ends. Raises TimeoutError for one that does not come by `until()`."""
+    received, deadline = b"", until()
+    with selectors.DefaultSelector() as selector:
+        selector.register(child.results, selectors.EVENT_READ)
+        while True:
+            if not selector.select(max(deadline - time.monotonic(), 0)):
+                raise TimeoutError
+            part = child.results.read(2**16)
+            if not part:
+                return
+            *lines, received = (received + part).split(b"\n")
+            for line in lines:
+                yield json.loads(line)
+            deadline = until() if lines else deadline
+
+
+def _ending(child: Any) -> str:
+    """How a child ended, and the last line that it printed."""
+    code = child.wait()
+    how = f"signal {-code}" if code < 0 else f"exit code {code}"
+    return f"{how}{_last_line(child.printed)}"
+
+
+def _last_line(printed: IO[bytes]) -> str:
+    printed.seek(0)
+    lines = printed.read()[-2000:].decode(errors="replace").split("\n")
+    last = next((line for line in reversed(lines) if line.strip()), "")
+    return f": {last.strip()[:160]}" if last else ""

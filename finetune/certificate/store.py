@@ -1,0 +1,146 @@
+"""Certificates in the user's cache: a file for each device, driver, set of versions, code and kind of job.
+
+The folder and its files belong to this user alone; anything else there is not trusted and made anew. A file is replaced
+atomically. Deleting it only means that the trials run again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import time
+from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from finetune.runtime.environment import code_hash
+from finetune.storage import private, records
+from finetune.storage.files import cause
+from finetune.storage.private import cache_folder, not_private
+from finetune.storage.records import CertificateRecord, TrialResult
+
+_PACKAGES = ("torch", "bitsandbytes", "triton", "transformers", "peft", "trl")
+_DRIVER = Path("/proc/driver/nvidia/version")
+# Longer than the trials of another process take.
+_WAIT_SECONDS = 120
+
+
+def made_for(request: dict[str, Any]) -> dict[str, Any]:
+    """Everything that the results of a request depend on, as JSON values."""
+    job = {name: value for name, value in request.items() if name not in ("device", "free_bytes")}
+    return {**_here(torch.device(request["device"])), "job": job}
+
+
+def _here(device: torch.device) -> dict[str, Any]:
+    return {"device": _device(device), "versions": _versions(), "code": code_hash()}
+
+
+def read(made_for: dict[str, Any]) -> list[TrialResult] | None:
+    """The results that were kept for this, or None: there are none, or they are damaged, or not only this user's."""
+    path = _path(made_for)
+    record = _record(path)
+    if record is None or record["made_for"] != made_for:
+        return None
+    with contextlib.suppress(OSError):
+        os.utime(path.parent)  # entries of the cache that are not used for a month are removed
+    return record["results"]
+
+
+def _record(path: Path) -> CertificateRecord | None:
+    content = None if not_private(cache_folder()) else private.read(path)
+    try:
+        return records.CERTIFICATE.validate_json(content) if content else None
+    except ValidationError:
+        return None
+
+
+def of_device(device: torch.device) -> list[list[TrialResult]]:
+    """The results of all kinds of job that are kept for a device with these versions and this code."""
+    here = _here(device)
+    kept = map(_record, sorted((cache_folder() / "certificates").glob("*.json")))
+    return [one["results"] for one in kept if one and {**one["made_for"], **here} == one["made_for"]]
+
+
+def write(made_for: dict[str, Any], results: list[TrialResult]) -> str | None:
+    """Keep results; returns why they are not kept, in one clause, where they cannot be."""
+    path = _path(made_for)
+    record = CertificateRecord(format=1, made_for=made_for, results=results)
+    try:
+        _make_folder(path.parent)
+        if why := not_private(cache_folder()):
+            return why
+        private.write(path, records.CERTIFICATE.dump_json(record))
+    except OSError as error:
+        return cause(error, next(parent for parent in path.parents if parent.exists()))
+    return None
+
+
+@contextlib.contextmanager
+def one_process() -> Iterator[None]:
+    """In the block, no other process of this user runs trials, which two at once would disturb.
+
+    Where no lock is possible, or another process holds it for too long, the block runs all the same.
+    """
+    try:
+        _make_folder(cache_folder() / "certificates")
+        lock = os.open(cache_folder() / "certificates", os.O_RDONLY)
+    except OSError:
+        yield
+        return
+    try:
+        until = time.monotonic() + _WAIT_SECONDS
+        while time.monotonic() < until:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.1)
+            except OSError:  # some network file systems have no locks
+                break
+        yield
+    finally:
+        os.close(lock)
+
+
+def _make_folder(folder: Path) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder.mkdir(exist_ok=True, mode=0o700)
+
+
+def _path(made_for: dict[str, Any]) -> Path:
+    digest = hashlib.sha256(json.dumps(made_for, sort_keys=True).encode()).hexdigest()
+    return cache_folder() / "certificates" / f"{digest[:32]}.json"
+
+
+def _device(device: torch.device) -> dict[str, Any]:
+    if device.type == "cpu":
+        return {"type": "cpu", "name": platform.machine(), "capability": torch.backends.cpu.get_cpu_capability()}
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "type": device.type,
+        "name": properties.name,
+        "uuid": str(getattr(properties, "uuid", "")),
+        "total_bytes": properties.total_memory,
+        "driver": _DRIVER.read_text().splitlines()[0] if _DRIVER.is_file() else "",
+        "cuda": torch.version.cuda,
+    }
+
+
+@cache
+def _versions() -> dict[str, str | None]:
+    def installed(package: str) -> str | None:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return None
+
+    return {package: installed(package) for package in _PACKAGES}

@@ -1,0 +1,266 @@
+"""What is tried on a device, one entry of TRIALS each. A trial runs in the child process and raises Refuted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from finetune import kernels
+from finetune.certificate.comparing import Comparing
+from finetune.certificate.small_model import TriedJob
+from finetune.config import MemorySection
+from finetune.data.batching import Batch
+from finetune.forecast import devices, replay
+from finetune.forecast.replay import RunSetting
+from finetune.forecast.traced_step import StepSetting, trace_step
+from finetune.kernels import KERNELS, self_test
+from finetune.model.precision import PRECISIONS
+from finetune.model.probes import packed_rows
+from finetune.runtime import driver
+from finetune.training import optimizers
+
+LOSS = "loss"
+FUSED = (*KERNELS, LOSS)
+"""What `kernels.fused` turns on, by the names of their trials."""
+
+# A kernel is off if it takes this many times as long as the modules it replaces; less is within the noise.
+_SLOWER = 1.1
+# Tokens of the calls that are compared element by element, and rows: ragged ends, and several programs of a grid.
+_COMPARED = ((1, 16), (3, 17), (1, 1000))
+_STEPS = 10
+# The largest relative difference of a loss in ten steps by two ways of computing the same.
+_LOSS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.01}
+
+
+class Refuted(Exception):
+    """The trial shows that something is wrong; the message completes "X is off: ...". `slower` if only its time is."""
+
+    def __init__(self, reason: str, *, slower: bool = False) -> None:
+        super().__init__(reason)
+        self.slower = slower
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One trial: what it `tries`, the time it may take, and what it `costs` to do without.
+
+    `run` returns figures by name; it is given the names of kernels that earlier trials turned off.
+    """
+
+    tries: str
+    run: Callable[[TriedJob, Collection[str]], dict[str, float]]
+    costs: str = ""
+    limit_seconds: float = 20.0
+    on: Collection[str] = field(default=("cpu", "cuda"))
+
+
+# -- memory and optimizer ----------------------------------------------------------------------------------------------
+
+
+def _segments(job: TriedJob, off: Collection[str]) -> dict[str, float]:
+    """Grow a segment; a driver may announce the calls for it and refuse them (pytorch#192330, under WSL2)."""
+    blocks = [torch.full((2**count,), 7, dtype=torch.uint8, device=job.device) for count in (22, 23, 26)]
+    if any(int(block.sum(dtype=torch.int64)) != 7 * block.numel() for block in blocks):
+        raise Refuted("what was written to a growing segment was read back as other values")
+    return {}
+
+
+def _chosen_optimizer(job: TriedJob) -> str:
+    """The optimizer that a run would use on this device."""
+    managed = job.device.type == "cuda" and driver.shares_managed_memory(torch.cuda.current_device())
+    return optimizers.choose(job.config.optimizer, job.device.type, managed_memory=managed)[0]
+
+
+def _optimizer(job: TriedJob, off: Collection[str]) -> dict[str, float]:
+    """Two updates by the job's optimizer beside its twin without paging, with the states read on the host between."""
+    section = job.config.optimizer
+    name = _chosen_optimizer(job)
+    twin = optimizers.OPTIMIZERS[name].unpaged or name
+    updated = [_updated(job, kind) for kind in (name, twin)]
+    if not all(map(torch.equal, *updated)):
+        raise Refuted(f"its updates differ from those of `{twin}`")
+    return {}
+
+
+def _updated(job: TriedJob, kind: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(512, 128, bias=False).to(job.device)
+    optimizer = optimizers.make(kind, job.config.optimizer, 1e-3, model)
+    for _ in range(2):
+        model.weight.grad = torch.sin(torch.arange(model.weight.numel(), device=job.device).view_as(model.weight))
+        optimizer.step()
+        job.wait()
+        states = [state for state in optimizer.state[model.weight].values() if isinstance(state, Tensor)]
+        on_host = [state.cpu().clone() for state in states]
+    return [model.weight.detach(), *on_host]
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
+
+def _attention_implementation(job: TriedJob, off: Collection[str]) -> dict[str, float]:
+    """Rows of uneven lengths, some longer than a window, beside eager attention; packed rows beside single ones."""
+    text = job.architecture.get_text_config()
+    window = getattr(text, "sliding_window", None) or 0
+    inputs = job.inputs(3, min(max(64, window + 17), 4200))
+    tokens = inputs["input_ids"].shape[1]
+    lengths = torch.tensor([tokens, tokens - 17, 16], device=job.device)[:, None]
+    inside = torch.arange(tokens, device=job.device) < lengths
+    inputs |= {"attention_mask": inside.long(), "labels": inputs["labels"].masked_fill(~inside, -100)}
+    model = job.model()
+    chosen = job.results(model, inputs)
+    if job.config.data.packing:
+        with job.passes(model):
+            packed_rows.prove(model)
+    del model
+    _compare(chosen, job.results(job.model("eager"), inputs), job, "the eager computation gives")
+    return {}
+
+
+def _kernel(name: str) -> Callable[[TriedJob, Collection[str]], dict[str, float]]:
+    """The trial of one entry of KERNELS, alone: each of its operators, the gradients, and the time."""
+
+    def run(job: TriedJob, off: Collection[str]) -> dict[str, float]:
+        model, others = job.model(), set(KERNELS) - {name}
+        attached = kernels.attach(model, "auto", without=others)
+        if not any(attached.replaced.values()):
+            return {}
+        for rows, tokens in (*_COMPARED, (job.rows, job.tokens)):
+            with Comparing() as compared:
+                fused = job.results(model, job.inputs(rows, tokens))
+            if compared.problem:
+                raise Refuted(f"{compared.problem} ({rows} rows of {tokens} tokens)")
+        inputs = job.inputs(job.rows, job.tokens)
+        attached.detach()
+        _compare(fused, job.results(model, inputs), job, "the modules compute")
+
+        def seconds(fused: bool) -> float:
+            attached = kernels.attach(model, "auto" if fused else "off", without=others)
+            least = job.seconds(lambda: job.results(model, inputs))
+            attached.detach()
+            return least
+
+        return _times(seconds)
+
+    return run
+
+
+def _loss(job: TriedJob, off: Collection[str]) -> dict[str, float]:
+    """The fused loss beside TRL's, in several tiles."""
+    model = job.model()
+    for rows, tokens in (*_COMPARED, (job.rows, job.tokens)):
+        inputs = job.inputs(rows, tokens)
+        first, again = (job.results(model, inputs, fused_loss=True) for _ in range(2))
+        _compare(first, job.results(model, inputs), job, "TRL computes")
+        if not all(torch.equal(again[key], value) for key, value in first.items()):
+            raise Refuted("it gives another result the second time")
+    return _times(lambda fused: job.seconds(lambda: job.results(model, inputs, fused_loss=fused)))
+
+
+def _model(job: TriedJob, off: Collection[str]) -> dict[str, float]:
+    """Ten steps by the path of the config, beside the plain modules with nothing recomputed and nothing paged."""
+    plain, plain_seconds = _steps(job, MemorySection(checkpointing="none"), FUSED, paged=False)
+    losses, seconds = _steps(job, job.config.memory, off, paged=True)
+    tolerance = _LOSS_TOLERANCE[PRECISIONS[job.config.training.precision].dtype]
+    for step, (loss, expected) in enumerate(zip(losses, plain, strict=True), start=1):
+        if not abs(loss - expected) <= tolerance * abs(expected):
+            raise Refuted(f"the loss of step {step} of a small model is {loss:.5g} instead of {expected:.5g}")
+    return {"seconds": seconds, "plain_seconds": plain_seconds}
+
+
+def _steps(job: TriedJob, memory: MemorySection, off: Collection[str], *, paged: bool) -> tuple[list[float], float]:
+    """The losses of ten optimizer steps, and the seconds of the fastest."""
+    model = job.model(memory=memory)
+    kernels.attach(model, "auto", without=off)
+    section, training = job.config.optimizer, job.config.training
+    name = _chosen_optimizer(job)
+    name = name if paged else optimizers.OPTIMIZERS[name].unpaged or name
+    optimizer = optimizers.make(name, section, training.learning_rate, model)
+    inputs, losses, seconds = job.inputs(job.rows, job.tokens), [], []
+
+    def step() -> None:
+        with job.passes(model, fused_loss=LOSS not in off):
+            loss = job.loss(model, inputs)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), training.max_grad_norm or 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+
+    for _ in range(_STEPS):
+        seconds.append(job.timed(step))
+    return losses, min(seconds)
+
+
+def _memory(job: TriedJob, off: Collection[str]) -> dict[str, float]:
+    """The peak of the small model's steps beside the forecast's, and the CUDA context, by what is not free any more."""
+    torch.cuda.reset_peak_memory_stats(job.device)
+    _steps(job, job.config.memory, off, paged=True)
+    measured = torch.cuda.max_memory_allocated(job.device), torch.cuda.max_memory_reserved(job.device)
+    forecast = forecast_of_small_model(
+        job, replace(devices.here(job.device, job.config.memory), kernels_off=tuple(off))
+    )
+    return {
+        "allocated_bytes": measured[0], "reserved_bytes": measured[1],
+        "forecast_allocated_bytes": forecast.peak_allocated_bytes,
+        "forecast_reserved_bytes": forecast.peak_reserved_bytes,
+    }  # fmt: skip
+
+
+def forecast_of_small_model(job: TriedJob, device: devices.Device) -> replay.Forecast:
+    """The forecast of the steps of the small model on `device`."""
+    config, architecture = job.shortened
+    batch = Batch(job.rows, job.tokens, padded=False, trained_tokens=job.rows * (job.tokens - 1))
+    trace = trace_step(StepSetting(config, architecture, batch, None, device, job.attention, 1))
+    return replay.make(trace, device, batch, job.attention, RunSetting(micro_batches=1, from_files=False))
+
+
+def _rates(job: TriedJob, off: Collection[str]) -> dict[str, float]:
+    """Operations and bytes a second, which rank the settings of a plan."""
+    dtype = PRECISIONS[job.config.training.precision].dtype
+    left = torch.randn(4096, 4096, device=job.device).to(torch.bfloat16 if dtype is torch.float32 else dtype)
+    wide = torch.ones(2**26, device=job.device)
+    products, copies = job.seconds(lambda: left @ left), job.seconds(lambda: wide.clone())
+    return {"flops": 2 * 4096**3 / products, "bandwidth_bytes": 2 * wide.numel() * 4 / copies}
+
+
+def _compare(tried: dict[str, Tensor], plain: dict[str, Tensor], job: TriedJob, origin: str) -> None:
+    if unlike := self_test.difference(tried, plain, PRECISIONS[job.config.training.precision].dtype, origin):
+        raise Refuted(unlike)
+
+
+def _times(seconds: Callable[[bool], float]) -> dict[str, float]:
+    """The seconds of a step with and without a kernel; what is slower twice is not noise."""
+    for _ in range(2):
+        fused, plain = seconds(True), seconds(False)
+        if fused <= _SLOWER * plain:
+            return {"seconds": fused, "plain_seconds": plain}
+    raise Refuted(f"a step takes {fused / plain:.2f} times as long with it", slower=True)
+
+
+_MODULES = "the model's own modules compute it, with more memory traffic and time"
+
+TRIALS: dict[str, Trial] = {
+    "segments": Trial(
+        "growing segments", _segments, "the allocator reserves more than the tensors need", on=("cuda",)
+    ),
+    "optimizer": Trial(
+        "a paged optimizer", _optimizer, "its states stay in the GPU's memory, where a long row may not fit beside them"
+    ),
+    "attention_implementation": Trial(
+        "the chosen attention", _attention_implementation, "eager attention keeps all scores, in memory and time"
+    ),
+    **{name: Trial(f"kernel `{name}`", _kernel(name), _MODULES) for name in KERNELS},
+    LOSS: Trial("the fused loss", _loss, "TRL's function computes the logits once more"),
+    "model": Trial("a model of two layers", _model, f"no kernel is fused: {_MODULES}", limit_seconds=30.0),
+    "memory": Trial("the forecast beside the measured peak", _memory, limit_seconds=30.0, on=("cuda",)),
+    "rates": Trial("the rates of the GPU", _rates, limit_seconds=10.0, on=("cuda",)),
+}  # fmt: skip
+
+
+def for_device(device_type: str) -> list[str]:
+    """The names of the trials that such a device has, in their order."""
+    return [name for name, trial in TRIALS.items() if device_type in trial.on]

@@ -1,0 +1,134 @@
+"""The certificate of a job on a device: read or made, and what follows from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from finetune.certificate import making, store
+from finetune.certificate.trials import FUSED, TRIALS
+from finetune.config import Config
+from finetune.forecast.devices import Device
+from finetune.storage.records import TrialResult
+from finetune.training import optimizers
+
+# Of a micro-batch, whose size is still open before the plan, or differs from one data set to the next.
+_LEAST_TOKENS, _MOST_TOKENS = 256, 2**15
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The results of the trials; without any, nothing is off and nothing was measured."""
+
+    results: Sequence[TrialResult] = ()
+
+    def failed(self, trial: str) -> bool:
+        """Whether a trial was made and did not hold."""
+        return any(result.trial == trial and result.status != "held" for result in self.results)
+
+    @property
+    def kernels_off(self) -> frozenset[str]:
+        """Kernels, or `loss`, that are not used: those whose trial did not hold; all if that of `model` did not."""
+        off = {result.trial for result in self.results if result.status != "held"}
+        return frozenset(FUSED) if "model" in off else frozenset(off & set(FUSED))
+
+    def lines(self, config: Config) -> list[str]:
+        """One line for each trial that did not hold: what is off, why, and what that costs."""
+        concerned = {name for name in TRIALS if name not in FUSED or config.kernels.fused != "off"}
+        return [
+            f"certificate: {TRIALS[result.trial].tries} is off: {result.reason}; {TRIALS[result.trial].costs}"
+            for result in self.results
+            if result.status != "held" and result.trial in concerned and TRIALS[result.trial].costs
+        ]
+
+    def applied(self, config: Config, device_type: str) -> Config:
+        """`config` without the optimizer or the attention that failed."""
+        changes = {}
+        twin = optimizers.OPTIMIZERS[config.optimizer.kind].unpaged
+        if self.failed("optimizer") and twin and device_type == "cuda":
+            changes["optimizer.kind"] = twin
+        if self.failed("attention_implementation") and not config.data.packing:
+            changes["model.attention"] = "eager"
+        return config.changed(changes)
+
+    def measured(self, device: Device) -> Device:
+        """`device` with what was measured there instead of its data sheet, and without the kernels that are off."""
+        figures = {name: value for result in self.results for name, value in result.figures.items()}
+        return replace(
+            device,
+            kernels_off=tuple(sorted(self.kernels_off)),
+            outside_bytes=int(figures.get("context_bytes", device.outside_bytes)),
+            flops=figures.get("flops", device.flops),
+            bandwidth_bytes=figures.get("bandwidth_bytes", device.bandwidth_bytes),
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """The results for environment.json: what did not hold, and the figures."""
+        return {
+            "held": [result.trial for result in self.results if result.status == "held"],
+            "off": {result.trial: result.reason for result in self.results if result.status != "held"},
+            "figures": {result.trial: result.figures for result in self.results if result.figures},
+        }
+
+
+def request(
+    config: Config, architecture: Any, attention: str, device: torch.device, rows: int, tokens: int
+) -> dict[str, Any]:  # fmt: skip
+    """What `making.make` is asked to try for a job, as JSON values. `rows` of `tokens` are a micro-batch."""
+    given = config.model_dump(mode="json")
+    sections = {
+        "model": {"name": "tried", "weights": "random", "attention": config.model.attention},
+        "quantization": given["quantization"],
+        "adapter": {**given["adapter"], "init": "default", "start_from": None},
+        "data": {"train": "tried", "packing": config.data.packing},
+        "optimizer": given["optimizer"],
+        "memory": {name: given["memory"][name] for name in ("checkpointing", "offload", "loss_tokens", "limit")},
+        "training": {name: given["training"][name] for name in ("precision", "learning_rate", "max_grad_norm")},
+    }
+    values = json.loads(architecture.to_json_string(use_diff=False))
+    for name in ("_name_or_path", "transformers_version", "architectures"):
+        values.pop(name, None)
+    free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    return {
+        "config": sections, "architecture": values, "attention": attention, "device": str(device),
+        "rows": rows, "tokens": tokens, "free_bytes": free_bytes,
+    }  # fmt: skip
+
+
+def micro_batch(config: Config, longest: int) -> tuple[int, int]:
+    """Rows and tokens of the micro-batch to try, a little less than a power of two, so that data of about the same
+    length has the same certificate.
+    """
+    rows = config.training.micro_batch if isinstance(config.training.micro_batch, int) else 1
+    rows = min(rows, 8)
+    positions = min(max(rows * longest, _LEAST_TOKENS), _MOST_TOKENS)
+    return rows, max(2 ** (positions - 1).bit_length() // rows - 3, 8)
+
+
+def standing(request: dict[str, Any]) -> Certificate | None:
+    """The certificate that is kept for a request, if there is one."""
+    results = store.read(store.made_for(request))
+    return None if results is None else Certificate(results)
+
+
+def obtain(
+    request: dict[str, Any], note: Callable[[str], None], began: Callable[[str], None], *, anew: bool = False
+) -> Certificate:
+    """The certificate that is kept, or made now (`anew`: in any case, and in full).
+
+    Calls `began` with what is tried, and `note` where the results cannot be kept.
+    """
+    key = store.made_for(request)
+    if not anew and (kept := store.read(key)) is not None:
+        return Certificate(kept)
+    with store.one_process():
+        if not anew and (kept := store.read(key)) is not None:  # another process has made it meanwhile
+            return Certificate(kept)
+        results = making.make(request, began, complete=anew)
+        if why := store.write(key, results):
+            note(f"certificate: the results are used for this run and not kept: {why}")
+    return Certificate(results)

@@ -1,0 +1,362 @@
+"""The certificate of a device: each way in which a trial may fail ends as one line, and a training that is right."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import faulthandler
+import json
+import os
+import re
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from jobs import TINY, metric
+
+import finetune
+from finetune.certificate import child, making, small_model, store, trials, verdict
+from finetune.config import Config
+from finetune.doctor import machine
+from finetune.kernels import ops
+from finetune.model.base import load_architecture
+from finetune.settings import load_config
+from finetune.storage import private
+from finetune.storage.records import TrialResult
+
+JOB = ("training.max_steps=2", "kernels.fused=auto", "kernels.certificate=on")
+KEPT = ("mlp", "norm", "model")
+"""The trials of these tests: one that is to fail, one after it, and the model that is trained without the first."""
+
+Program = Callable[..., Any]
+
+
+class Forked:
+    """The child as a fork of this process, with the kernels that a test put into it."""
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        read, write = os.pipe()
+        self.results, self.printed = os.fdopen(read, "rb", buffering=0), tempfile.TemporaryFile()  # noqa: SIM115
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid:
+            os.close(write)
+            return
+        code = 1
+        try:
+            torch.set_num_threads(1)
+            faulthandler.disable()
+            os.dup2(self.printed.fileno(), 2)
+            child.main(write, json.loads(json.dumps(request)))
+            code = 0
+        except SystemExit as end:
+            code = int(end.code or 0)
+        except BaseException:
+            os.write(2, traceback.format_exc().encode())
+        finally:
+            os._exit(code)
+
+    def kill(self) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The clock of trials: a second passes between two looks at it, and what a test adds to `now`."""
+    clock = SimpleNamespace(now=0.0)
+
+    def perf_counter() -> float:
+        clock.now += 1
+        return clock.now
+
+    monkeypatch.setattr(small_model, "time", SimpleNamespace(perf_counter=perf_counter))
+    return clock
+
+
+@pytest.fixture(autouse=True)
+def few_trials(monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace, tmp_path: Path) -> None:
+    """Few trials of few tokens in a fork, a cache of its own, and only the hang runs into a limit."""
+    kept = {name: dataclasses.replace(trials.TRIALS[name], limit_seconds=300.0) for name in KEPT}
+    monkeypatch.setattr(making, "start", Forked)
+    monkeypatch.setattr(making, "_LIMIT_SECONDS", 600.0)
+    monkeypatch.setattr(trials, "_COMPARED", ((1, 16), (3, 17)))
+    monkeypatch.setattr(verdict, "_LEAST_TOKENS", 32)
+    for name in set(trials.TRIALS) - set(KEPT):
+        monkeypatch.delitem(trials.TRIALS, name)
+    for name, trial in kept.items():
+        monkeypatch.setitem(trials.TRIALS, name, trial)
+    monkeypatch.setattr(store, "cache_folder", lambda: tmp_path / "cache")
+
+
+# -- kernels that fail -------------------------------------------------------------------------------------------------
+
+
+def wrong_element(plain: Program, clock: Any) -> Program:
+    def program(*args: Any, **named: Any) -> Any:
+        result = plain(*args, **named)
+        result.view(-1)[result.numel() // 2] += 1
+        return result
+
+    return program
+
+
+def writes_beside(plain: Program, clock: Any) -> Program:
+    def program(*args: Any, **named: Any) -> Any:
+        result = plain(*args, **named)
+        beside = (result.storage_offset() + result.numel() + 1) * result.element_size()
+        if result.untyped_storage().nbytes() >= beside:
+            result.as_strided((1,), (1,), result.storage_offset() + result.numel()).zero_()
+        return result
+
+    return program
+
+
+def another_result(plain: Program, clock: Any) -> Program:
+    calls = iter(range(10**9))
+    return lambda *args, **named: plain(*args, **named) * (1 + 1e-6 * (next(calls) % 2))
+
+
+def slower(plain: Program, clock: Any) -> Program:
+    def program(*args: Any, **named: Any) -> Any:
+        clock.now += 1
+        return plain(*args, **named)
+
+    return program
+
+
+def ends(how: Callable[[], object]) -> Callable[[Program, Any], Program]:
+    return lambda plain, clock: lambda *args, **named: how()
+
+
+def raising(error: Exception) -> Callable[[], None]:
+    def fail() -> None:
+        raise error
+
+    return fail
+
+
+FAULTS: dict[str, tuple[Callable[[Program, Any], Program], str]] = {
+    "one wrong element": (wrong_element, "`gated` computes 1 of "),
+    "a write beside the result": (writes_beside, "`gated` writes beside its result"),
+    "another result the second time": (another_result, "`gated` gives another result the second time"),
+    "slower": (slower, "times as long"),
+    "SIGSEGV": (ends(lambda: os.kill(os.getpid(), signal.SIGSEGV)), "its process ended (signal 11"),
+    "exit": (ends(lambda: os._exit(1)), "its process ended (exit code 1"),
+    "a hang": (ends(lambda: time.sleep(3600)), "it was not done after"),
+    "out of memory": (ends(raising(torch.OutOfMemoryError("CUDA out of memory."))), "it ran out of memory"),
+    "an error": (ends(raising(RuntimeError("no such kernel"))), "it raised RuntimeError: no such kernel"),
+}
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[float]:
+    """The losses by the plain path, filled by the first test that trains it."""
+    return []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_kernel_that_fails_is_off_with_one_line_and_the_training_is_right(
+    fault, quick, capsys, monkeypatch, clock, expected
+) -> None:
+    if not expected:
+        expected += metric(finetune.train(quick("training.max_steps=2", "kernels.fused=off", run="plain")).run, "loss")
+    replaced, reason = FAULTS[fault]
+    if fault == "a hang":
+        monkeypatch.setitem(trials.TRIALS, "mlp", dataclasses.replace(trials.TRIALS["mlp"], limit_seconds=1.0))
+    monkeypatch.setitem(ops.ON_CPU, "finetune::gated", replaced(ops.ON_CPU["finetune::gated"], clock))
+    monkeypatch.setattr(ops, "gated", replaced(ops.gated, clock))  # in this process as well: it must not be called
+    capsys.readouterr()
+    losses = metric(finetune.train(quick(*JOB)).run, "loss")
+    printed = " ".join("".join(capsys.readouterr()).split())
+    (line,) = re.findall(r"certificate: (.*? is off: .*?; .*?time)", printed)
+    assert line.startswith("kernel `mlp` is off: ")
+    assert reason in line
+    assert "kernels: fused" in printed, "the others"
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
+# -- what is kept ------------------------------------------------------------------------------------------------------
+
+RESULTS = [TrialResult("norm", "held", "", {"seconds": 1.0}), TrialResult("mlp", "failed", "it ran out of memory")]
+
+
+def requested(**changes: Any) -> dict[str, Any]:
+    config: Config = load_config(TINY, [])
+    given = verdict.request(config, load_architecture(config.model), "sdpa", torch.device("cpu"), 2, 13)
+    return {**given, **changes}
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The requests that were tried; each has the same results."""
+    seen: list[dict[str, Any]] = []
+
+    def make(request: dict[str, Any], began: Any, *, complete: bool = False) -> list[TrialResult]:
+        seen.append(request)
+        return RESULTS
+
+    monkeypatch.setattr(making, "make", make)
+    return seen
+
+
+def obtained(request: dict[str, Any], **named: Any) -> tuple[list[TrialResult], list[str]]:
+    notes: list[str] = []
+    return list(verdict.obtain(request, notes.append, lambda tries: None, **named).results), notes
+
+
+def test_results_are_kept_for_a_device_and_a_kind_of_job(made) -> None:
+    for request in (requested(), requested(), requested(free_bytes=5), requested(tokens=29), requested(rows=1)):
+        assert obtained(request) == (RESULTS, [])
+    assert [(one["rows"], one["tokens"]) for one in made] == [(2, 13), (2, 29), (1, 13)]
+    assert obtained(requested(), anew=True) == (RESULTS, [])
+    assert len(made) == 4
+    (file, *_) = (store.cache_folder() / "certificates").iterdir()
+    assert file.stat().st_mode & 0o077 == 0
+
+
+def _other_job(file: Path) -> None:
+    record = json.loads(file.read_text())
+    record["made_for"]["device"]["name"] = "another"
+    file.write_text(json.dumps(record))
+
+
+FORGED: dict[str, Callable[[Path], object]] = {
+    "cut off": lambda file: file.write_text(file.read_text()[:100]),
+    "other values": lambda file: file.write_text(file.read_text().replace('"held"', '"praised"')),
+    "another device's": _other_job,
+    "others can write it": lambda file: file.chmod(0o666),
+    "others can write its folder": lambda file: file.parent.chmod(0o777),
+    "a folder": lambda file: (file.unlink(), file.mkdir()),
+}
+
+
+@pytest.mark.parametrize("how", FORGED)
+def test_a_damaged_or_forged_certificate_is_made_anew(how, made) -> None:
+    obtained(requested())
+    (file,) = (store.cache_folder() / "certificates").iterdir()
+    FORGED[how](file)
+    results, _ = obtained(requested())
+    assert results == RESULTS
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+def test_a_cache_that_cannot_be_written_is_one_line_and_the_results_are_used(number, made, monkeypatch) -> None:
+    def refuse(**named: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(private, "tempfile", SimpleNamespace(TemporaryDirectory=refuse))
+    results, (note,) = obtained(requested())
+    assert results == RESULTS
+    assert os.strerror(number) in note
+    assert "\n" not in note
+
+
+def test_two_runs_at_once_try_one_after_the_other_and_the_second_reads(made, tmp_path, monkeypatch) -> None:
+    log = tmp_path / "made"
+
+    def make(request: dict[str, Any], began: Any, *, complete: bool = False) -> list[TrialResult]:
+        with open(log, "a") as file:
+            file.write("made\n")
+        time.sleep(0.5)  # in which the other one comes
+        return RESULTS
+
+    monkeypatch.setattr(making, "make", make)
+    request, pids = requested(), []
+    for _ in range(2):
+        pids.append(os.fork())
+        if not pids[-1]:
+            os._exit(0 if obtained(request) == (RESULTS, []) else 1)
+    assert [os.waitpid(pid, 0)[1] for pid in pids] == [0, 0]
+    assert log.read_text() == "made\n"
+
+
+def test_a_child_ends_with_its_parent() -> None:
+    read, write = os.pipe()
+    parent = os.fork()
+    if not parent:
+        grandchild = os.fork()
+        if not grandchild:
+            child._end_with(os.getppid())
+            os.write(write, b"%d\n" % os.getpid())
+            time.sleep(3600)
+            os._exit(0)
+        time.sleep(3600)
+        os._exit(0)
+    pid = int(os.read(read, 20))
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    until = time.monotonic() + 60
+    while Path(f"/proc/{pid}").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+# -- what follows ------------------------------------------------------------------------------------------------------
+
+
+def test_what_failed_is_taken_out_of_the_job_and_of_its_plan() -> None:
+    failed = [TrialResult(name, "failed", "it differs") for name in ("optimizer", "attention_implementation", "lora")]
+    certificate = verdict.Certificate(failed)
+    config = certificate.applied(load_config(TINY, []), "cuda")
+    assert (config.optimizer.kind, config.model.attention) == ("adamw_8bit", "eager")
+    assert certificate.applied(load_config(TINY, []), "cpu").optimizer.kind == "paged_adamw_8bit"
+    assert certificate.kernels_off == {"lora"}
+    assert verdict.Certificate([TrialResult("model", "failed", "its losses differ")]).kernels_off == set(trials.FUSED)
+
+
+def test_the_small_model_has_a_layer_of_each_kind_and_a_forecast() -> None:
+    config = tiny_models.config(adapter__targets=["q_proj", r"model\.layers\.(2|5)\.mlp\.up_proj"])
+    job = small_model.TriedJob(config, tiny_models.architecture("windows"), "sdpa", torch.device("cpu"), 2, 24)
+    short, architecture = job.shortened
+    assert sorted(architecture.layer_types) == ["full_attention", "sliding_attention"]
+    assert short.adapter.rank == config.adapter.rank
+    forecast = trials.forecast_of_small_model(job, tiny_models.card())
+    assert forecast.phases["backward"]["allocated_bytes"] > 0
+
+
+@pytest.mark.slow
+def test_trials_run_in_a_process_of_their_own(monkeypatch) -> None:
+    monkeypatch.setattr(making, "start", making.Child)
+    monkeypatch.setattr(making, "for_device", lambda device_type: ["optimizer"])
+    monkeypatch.setitem(trials.TRIALS, "optimizer", SimpleNamespace(tries="an optimizer", limit_seconds=300.0))
+    began: list[str] = []
+    assert making.make(requested(), began.append) == [TrialResult("optimizer", "held")]
+    assert began == ["an optimizer"]
+
+
+@pytest.mark.slow
+def test_doctor_tries_a_device_writes_a_page_and_shows_what_stands(call, tmp_path, monkeypatch, shallow_base) -> None:
+    monkeypatch.chdir(tmp_path)
+    job = tmp_path / "job.yaml"
+    job.write_text(f"model: {{name: {shallow_base}}}\ndata: {{train: rows.jsonl, max_length: 24}}\n")
+    assert "none for this device" in machine._certificate("cpu").what
+    code, out, err = call("doctor", job, "--certify", "--json")
+    assert code == 0, err
+    record = json.loads(out)
+    assert record == json.loads((tmp_path / "certificate.json").read_text())
+    assert [one["trial"] for one in record["results"]] == [name for name in trials.TRIALS if name in KEPT]
+    page = (tmp_path / "certificate.html").read_text()
+    assert "kernel `mlp`" in page
+    assert str(tmp_path) not in page
+    standing = machine._certificate("cpu")
+    assert "1 kind of job" in standing.what
+    monkeypatch.setattr(ops, "gated", wrong_element(ops.gated, None))
+    monkeypatch.setitem(ops.ON_CPU, "finetune::gated", wrong_element(ops.ON_CPU["finetune::gated"], None))
+    call("doctor", job, "--certify")
+    assert machine._certificate("cpu").status == "warning"
