@@ -76,7 +76,6 @@ def _chosen_optimizer(job: TriedJob) -> str:
 
 def _optimizer(job: TriedJob, off: Collection[str]) -> dict[str, float]:
     """Two updates by the job's optimizer beside its twin without paging, with the states read on the host between."""
-    section = job.config.optimizer
     name = _chosen_optimizer(job)
     twin = optimizers.OPTIMIZERS[name].unpaged or name
     updated = [_updated(job, kind) for kind in (name, twin)]
