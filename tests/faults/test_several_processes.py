@@ -92,11 +92,12 @@ def test_another_number_of_processes_goes_on_with_the_same_rows_and_is_logged(jo
     assert metric(changed.run, "loss") == pytest.approx(metric(alone, "loss"), rel=1e-5)
 
 
-def test_a_signal_to_one_process_saves_and_ends_all(job: Make, alone: RunDirectory) -> None:
+@pytest.mark.parametrize(("signalled", "step"), [(0, 3), (1, 4)])
+def test_a_signal_to_one_process_saves_and_ends_all(job: Make, alone: RunDirectory, signalled: int, step: int) -> None:
     """Before the evaluation that step 4 owes, which a resume makes up for."""
     stopped = job(*EXACT)
-    assert_all(stopped.go(2, {1: Fault(STEP, nth=4, action="SIGTERM")}), 143)
-    assert stopped.run.saved_steps == [2, 4]
+    assert_all(stopped.go(2, {signalled: Fault(STEP, nth=step, action="SIGTERM")}), 143)
+    assert stopped.run.saved_steps == [2, step]
     assert len(metric(stopped.run, "eval_loss")) == 2
     assert not stopped.run.adapter.exists()
     assert_all(stopped.go(2), 0)
