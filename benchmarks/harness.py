@@ -7,6 +7,7 @@ here imports torch: on a GPU machine the parent must not hold a CUDA context of 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import os
@@ -16,10 +17,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -114,6 +116,15 @@ def variables(threads: int | None = None, extra: Mapping[str, str] | None = None
     if threads is not None:
         found |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     return found
+
+
+@contextlib.contextmanager
+def nothing_kept() -> Iterator[None]:
+    """In the block, forecasts are made: their cache does not know of functions that a benchmark replaces."""
+    from finetune.forecast.kept import Kept
+
+    with mock.patch.object(Kept, "get", lambda self, config, batch, evaluation, trace: trace()):
+        yield
 
 
 def _children_cpu_seconds() -> float:

@@ -75,7 +75,7 @@ def _tiles(tiled: bool) -> Iterator[None]:
     """Within the block an MLP takes a long input in tiles, or none."""
     from finetune.kernels import mlp
 
-    with contextlib.nullcontext() if tiled else mock.patch.object(mlp, "_MANY", sys.maxsize):
+    with harness.nothing_kept(), contextlib.nullcontext() if tiled else mock.patch.object(mlp, "_MANY", sys.maxsize):
         yield
 
 

@@ -41,6 +41,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 import finetune
 from finetune.config import Config
+from finetune.data import batching
 from finetune.data.batching import Batch, MicroBatching
 from finetune.forecast import gpus, planning, traced_step
 from finetune.forecast.fit import divisors
@@ -191,7 +192,8 @@ def rows_of(*, padded: bool) -> Iterator[None]:
         return [Batch(rows, length, padded and rows > 1, rows * (length - 1))]
 
     with (
-        mock.patch.object(planning, "longest_batches", longest),
+        harness.nothing_kept(),
+        mock.patch.object(batching, "longest_batches", longest),
         mock.patch.object(planning, "_data", lambda *args: None),
     ):
         yield

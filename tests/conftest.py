@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 import finetune
 from finetune import cli
 from finetune.config import Config
+from finetune.forecast.kept import Kept
 from finetune.inference import answers
 from finetune.model.source.locate import BUILTIN_BASE, locate
 from finetune.report import plots
@@ -49,6 +50,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if _SLOW & {item.path.name, item.path.parent.name}:
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: item.path.name not in _FIRST)
+
+
+@pytest.fixture(autouse=True)
+def _traced_anew(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test of forecasts makes its own, and reads none that another test has kept with other functions in place."""
+    if request.path.parent.name in {"forecast", "golden"} and request.path.name != "test_kept.py":
+        monkeypatch.setattr(Kept, "get", lambda self, config, batch, evaluation, trace: trace())
 
 
 _modules_at_freeze = 0

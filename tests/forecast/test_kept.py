@@ -60,6 +60,14 @@ def test_a_second_process_traces_nothing_and_has_the_same_forecast(traced: list[
     assert first == second
 
 
+def test_the_kept_forecast_of_several_gpus_has_the_communicators(traced: list[Any]) -> None:
+    one = planner(config("distributed.kind=ddp", "training.batch_size=4"))
+    first, second = (Planner(one.job, one.architecture, one.device, None, 2).forecast() for _ in range(2))
+    assert len(traced) == 1
+    assert first == second
+    assert second.categories["communicators"] > 0
+
+
 @pytest.mark.parametrize(
     "changes", [{"training.micro_batch": 4}, {"adapter.rank": 4}, {"optimizer.kind": "sgd"}], ids=str
 )
