@@ -320,6 +320,16 @@ def test_what_failed_is_taken_out_of_the_job_and_of_its_plan() -> None:
     assert verdict.Certificate([TrialResult("model", "failed", "its losses differ")]).kernels_off == set(trials.FUSED)
 
 
+@pytest.mark.slow
+def test_a_run_whose_attention_failed_goes_on_and_so_does_one_in_which_it_fails_later(quick, monkeypatch) -> None:
+    failed = [TrialResult("attention_implementation", "failed", "it differs")]
+    for steps, results in enumerate((failed, [], failed), start=1):
+        monkeypatch.setattr(verdict, "obtain", lambda *args, results=results: verdict.Certificate(results))
+        run = finetune.train(quick("kernels.certificate=on", f"training.max_steps={steps}")).run
+        assert run.config().model.attention == "auto"
+        assert run.steps_done == steps
+
+
 def test_the_small_model_has_a_layer_of_each_kind_and_a_forecast() -> None:
     config = tiny_models.config(adapter__targets=["q_proj", r"model\.layers\.(2|5)\.mlp\.up_proj"])
     job = small_model.TriedJob(config, tiny_models.architecture("windows"), "sdpa", torch.device("cpu"), 2, 24)
