@@ -88,6 +88,8 @@ def _bound_memory(job: TriedJob, off: Collection[str]) -> None:
         if "segments" not in off:
             segments.enable(torch.cuda.current_device())
         devices.cap(job.config.memory.limit, job.device)
+        if not job.has_triton:
+            libraries.without_triton()
         return
     free_bytes = min(psutil.virtual_memory().available, devices.left_by_control_groups())
     mapped_bytes = psutil.Process().memory_info().vms

@@ -126,6 +126,11 @@ class TriedJob:
         self.wait()
         return time.perf_counter() - started
 
+    @property
+    def has_triton(self) -> bool:
+        """Whether kernels of Triton, where the device takes those, run there."""
+        return self.device.type != "cuda" or libraries.triton_obstacle() is None
+
     def wait(self) -> None:
         """Wait for the device. Raises what its kernels have raised meanwhile."""
         if self.device.type == "cuda":

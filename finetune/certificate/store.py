@@ -23,6 +23,7 @@ import torch
 from pydantic import ValidationError
 
 from finetune.runtime.environment import code_hash
+from finetune.runtime.libraries import triton_obstacle
 from finetune.storage import private, records
 from finetune.storage.files import cause
 from finetune.storage.private import cache_folder, not_private
@@ -132,6 +133,7 @@ def _device(device: torch.device) -> dict[str, Any]:
         "total_bytes": properties.total_memory,
         "driver": _DRIVER.read_text().splitlines()[0] if _DRIVER.is_file() else "",
         "cuda": torch.version.cuda,
+        "triton": triton_obstacle() is None,
     }
 
 

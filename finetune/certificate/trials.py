@@ -115,7 +115,11 @@ def _attention_implementation(job: TriedJob, off: Collection[str]) -> dict[str, 
         with job.passes(model):
             packed_rows.prove(model)
     del model
-    _compare(chosen, job.results(job.model("eager"), inputs), job, "the eager computation gives")
+    try:
+        eager = job.results(job.model("eager"), inputs)
+    except torch.OutOfMemoryError:  # it keeps all scores: no reason to train with it
+        return {}
+    _compare(chosen, eager, job, "the eager computation gives")
     return {}
 
 
@@ -124,7 +128,7 @@ def _kernel(name: str) -> Callable[[TriedJob, Collection[str]], dict[str, float]
 
     def run(job: TriedJob, off: Collection[str]) -> dict[str, float]:
         model, others = job.model(), set(KERNELS) - {name}
-        attached = kernels.attach(model, "auto", without=others)
+        attached = kernels.attach(model, "auto", triton=job.has_triton, without=others)
         if not any(attached.replaced.values()):
             return {}
         for rows, tokens in (*_COMPARED, (job.rows, job.tokens)):
@@ -137,7 +141,7 @@ def _kernel(name: str) -> Callable[[TriedJob, Collection[str]], dict[str, float]
         _compare(fused, job.results(model, inputs), job, "the modules compute")
 
         def seconds(fused: bool) -> float:
-            attached = kernels.attach(model, "auto" if fused else "off", without=others)
+            attached = kernels.attach(model, "auto" if fused else "off", triton=job.has_triton, without=others)
             least = job.seconds(lambda: job.results(model, inputs))
             attached.detach()
             return least
@@ -173,7 +177,7 @@ def _model(job: TriedJob, off: Collection[str]) -> dict[str, float]:
 def _steps(job: TriedJob, memory: MemorySection, off: Collection[str], *, paged: bool) -> tuple[list[float], float]:
     """The losses of ten optimizer steps, and the seconds of the fastest."""
     model = job.model(memory=memory)
-    kernels.attach(model, "auto", without=off)
+    kernels.attach(model, "auto", triton=job.has_triton, without=off)
     section, training = job.config.optimizer, job.config.training
     name = _chosen_optimizer(job)
     name = name if paged else optimizers.OPTIMIZERS[name].unpaged or name

@@ -41,6 +41,7 @@ def certify(
         terminal.note(line)
     if device.type == "cuda" and certificate.failed("segments"):
         segments.disable()
+    asked = {"optimizer.kind": config.optimizer.kind, "model.attention": config.model.attention}
     config = certificate.applied(config, device.type)
     attention, reason = build.choose_attention(config, blueprint.architecture, device.type)
     return (
@@ -50,6 +51,7 @@ def certify(
             blueprint=build.blueprint(config, blueprint.architecture, attention),
             attention=f"{attention} ({reason})",
             environment={**inputs.environment, "certificate": certificate.summary()},
+            asked=asked,
         ),
         certificate,
     )

@@ -38,7 +38,7 @@ def open_run(
         # A reopened run says so before its new config is saved: a finished run with a config that asks for more steps
         # would otherwise be taken for finished with all of them.
         _reopen(run, start, inputs, note)
-        run.create(config)
+        run.create(config.changed(inputs.asked))
         run.remove_leftovers()
         if forecast:
             write_json(run.forecast_file, forecast.beside({}))
@@ -90,8 +90,8 @@ def confirm_base(config: Config, run: RunDirectory, inputs: JobInputs, start: St
 
 
 def _provenance(config: Config, inputs: JobInputs) -> dict[str, Any]:
-    """The provenance with the fitted config."""
-    return {**inputs.provenance, "config": config.model_dump(mode="json")}
+    """The provenance with the fitted config, but for what a certificate replaced."""
+    return {**inputs.provenance, "config": config.changed(inputs.asked).model_dump(mode="json")}
 
 
 def _log_changes(config: Config, run: RunDirectory, start: Start, now: dict[str, Any], note: Note) -> None:

@@ -6,7 +6,7 @@ Cheap checks come first, and ranks with different inputs fail before they wait f
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,7 +36,8 @@ from finetune.training.checks import check
 @dataclass(frozen=True)
 class JobInputs:
     """The inputs of a job. `attention` says which implementation was chosen and why; `started_from` is the name and
-    hash of the adapter that training starts from.
+    hash of the adapter that training starts from. `asked`: the keys that a certificate may have replaced, as the user's
+    config has them; they are what is recorded, so that the same command goes on when another certificate stands.
     """
 
     tokenizer: Any
@@ -47,6 +48,7 @@ class JobInputs:
     environment: dict[str, Any]
     provenance: dict[str, Any]
     started_from: dict[str, Any] | None
+    asked: dict[str, Any] = field(default_factory=dict)
 
 
 def gather(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import faulthandler
@@ -26,8 +27,10 @@ import finetune
 from finetune.certificate import child, making, small_model, store, trials, verdict
 from finetune.config import Config
 from finetune.doctor import machine
+from finetune.forecast import devices
 from finetune.kernels import ops
 from finetune.model.base import load_architecture
+from finetune.runtime import libraries
 from finetune.settings import load_config
 from finetune.storage import private
 from finetune.storage.records import TrialResult
@@ -320,6 +323,16 @@ def test_what_failed_is_taken_out_of_the_job_and_of_its_plan() -> None:
     assert verdict.Certificate([TrialResult("model", "failed", "its losses differ")]).kernels_off == set(trials.FUSED)
 
 
+@pytest.mark.slow
+def test_a_run_whose_attention_failed_goes_on_and_so_does_one_in_which_it_fails_later(quick, monkeypatch) -> None:
+    failed = [TrialResult("attention_implementation", "failed", "it differs")]
+    for steps, results in enumerate((failed, [], failed), start=1):
+        monkeypatch.setattr(verdict, "obtain", lambda *args, results=results: verdict.Certificate(results))
+        run = finetune.train(quick("kernels.certificate=on", f"training.max_steps={steps}")).run
+        assert run.config().model.attention == "auto"
+        assert run.steps_done == steps
+
+
 def test_the_small_model_has_a_layer_of_each_kind_and_a_forecast() -> None:
     config = tiny_models.config(adapter__targets=["q_proj", r"model\.layers\.(2|5)\.mlp\.up_proj"])
     job = small_model.TriedJob(config, tiny_models.architecture("windows"), "sdpa", torch.device("cpu"), 2, 24)
@@ -328,6 +341,33 @@ def test_the_small_model_has_a_layer_of_each_kind_and_a_forecast() -> None:
     assert short.adapter.rank == config.adapter.rank
     forecast = trials.forecast_of_small_model(job, tiny_models.card())
     assert forecast.phases["backward"]["allocated_bytes"] > 0
+
+
+def test_where_triton_does_not_run_the_trials_do_without_as_the_run_does(monkeypatch) -> None:
+    without: list[bool] = []
+    monkeypatch.setattr(libraries, "triton_obstacle", lambda: "no C compiler")
+    monkeypatch.setattr(libraries, "without_triton", lambda: without.append(True))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(devices, "cap", lambda limit, device: None)
+    job = small_model.TriedJob(load_config(TINY, []), None, "sdpa", torch.device("cuda"), 2, 13)
+    child._bound_memory(job, {"segments"})
+    assert without == [True]
+    assert not job.has_triton
+
+
+@pytest.mark.parametrize("fails", ["sdpa", "eager"])
+def test_attention_is_not_refuted_by_the_memory_of_the_eager_computation(fails, monkeypatch) -> None:
+    def results(job: Any, model: str, inputs: Any) -> dict[str, torch.Tensor]:
+        if model == fails:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return {"output": torch.ones(1)}
+
+    monkeypatch.setattr(small_model.TriedJob, "model", lambda job, attention="": attention or job.attention)
+    monkeypatch.setattr(small_model.TriedJob, "results", results)
+    job = child._job({**requested(), "free_bytes": 0})
+    outcome = contextlib.nullcontext() if fails == "eager" else pytest.raises(torch.OutOfMemoryError)
+    with outcome:
+        assert trials._attention_implementation(job, ()) == {}
 
 
 @pytest.mark.slow
