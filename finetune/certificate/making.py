@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import tempfile
@@ -34,7 +36,11 @@ def make(request: dict[str, Any], began: Callable[[str], None], *, complete: boo
     results: list[TrialResult] = []
     while waiting:
         off = [result.trial for result in results if result.status != "held"]
-        child = start({**request, "parent": os.getpid(), "trials": waiting, "off": off})
+        try:
+            child = start({**request, "parent": os.getpid(), "trials": waiting, "off": off})
+        except OSError as error:
+            why = f"no process could be started for it: {error.strerror}"
+            return results + [TrialResult(name, "failed", why) for name in waiting]
         trying, before = "", len(results)
         try:
             for line in _lines(child, lambda: min(until, time.monotonic() + _seconds(trying))):  # noqa: B023
@@ -70,17 +76,24 @@ class Child(subprocess.Popen):
         self.results, self.printed = open(read, "rb", buffering=0), tempfile.TemporaryFile()  # noqa: SIM115
         left_out = {*_RANK_VARIABLES, *_SECRETS}
         environment = {name: value for name, value in os.environ.items() if name not in left_out}
+        # This process's modules, and none of the current directory (-P).
+        environment |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         try:
-            super().__init__(
-                [sys.executable, "-m", "finetune.certificate.child", str(write)], stdin=subprocess.PIPE,
-                stdout=self.printed, stderr=self.printed, pass_fds=[write], start_new_session=True,
-                env={**environment, "HF_HUB_OFFLINE": "1"},
-            )  # fmt: skip
+            with tempfile.TemporaryFile() as asked:  # a pipe would wait for a child that does not read it
+                asked.write(json.dumps(request).encode())
+                asked.seek(0)
+                super().__init__(
+                    [sys.executable, "-P", "-m", "finetune.certificate.child", str(write)], stdin=asked,
+                    stdout=self.printed, stderr=self.printed, pass_fds=[write], start_new_session=True,
+                    env=environment,
+                )  # fmt: skip
         finally:
             os.close(write)
-        assert self.stdin
-        self.stdin.write(json.dumps(request).encode())
-        self.stdin.close()
+
+    def kill(self) -> None:
+        """Kill the child, and what it has started, such as a compiler that does not end."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
 
 
 start: Callable[[dict[str, Any]], Any] = Child

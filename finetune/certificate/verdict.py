@@ -129,6 +129,8 @@ def obtain(
         if not anew and (kept := store.read(key)) is not None:  # another process has made it meanwhile
             return Certificate(kept)
         results = making.make(request, began, complete=anew)
+        if not any(result.status == "held" for result in results):  # the trials could not run at this moment
+            return Certificate(results)
         if why := store.write(key, results):
             note(f"certificate: the results are used for this run and not kept: {why}")
     return Certificate(results)

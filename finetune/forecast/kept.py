@@ -65,7 +65,7 @@ class Kept:
             values = pydantic_core.from_json(content)
             then = replace(self.device, **values.pop("memory"))
             forecast = _adapter().validate_python({**values, "device": then})
-        except (ValueError, TypeError, AttributeError):
+        except (ValueError, TypeError, AttributeError, LookupError):
             return None
         return replay.on(forecast, self.device) if _holds(forecast, self.device) else None
 

@@ -52,6 +52,7 @@ def read(path: Path) -> bytes | None:
 
 def write(path: Path, content: bytes) -> None:
     """Replace a file of the cache. Raises OSError; PermissionError if others could write to its folder."""
+    cache_folder().mkdir(parents=True, exist_ok=True, mode=0o700)
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     if why := not_private(path.parent):
         raise PermissionError(f"{path.parent}: {why}")

@@ -98,7 +98,7 @@ def test_another_version_of_a_library_or_of_the_code_is_traced_again(
 
 
 @pytest.mark.parametrize(
-    "damage", [b"", b"{", b"[]", b'{"memory": {}}', b'{"memory": {"budget_bytes": 1}, "flops": 2}']
+    "damage", [b"", b"{", b"{}", b"[]", b'{"memory": {}}', b'{"memory": {"budget_bytes": 1}, "flops": 2}']
 )
 def test_a_damaged_file_is_made_again(traced: list[Any], cache: Path, damage: bytes) -> None:
     expected = planner(config()).forecast()
