@@ -87,6 +87,10 @@ class Child(subprocess.Popen):
                     stdout=self.printed, stderr=self.printed, pass_fds=[write], start_new_session=True,
                     env=environment,
                 )  # fmt: skip
+        except OSError:
+            self.results.close()
+            self.printed.close()
+            raise
         finally:
             os.close(write)
 

@@ -14,23 +14,19 @@ import os
 import platform
 import time
 from collections.abc import Iterator
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import ValidationError
 
-from finetune.runtime.environment import code_hash
+from finetune.runtime import driver, environment
 from finetune.runtime.libraries import triton_obstacle
 from finetune.storage import private, records
 from finetune.storage.files import cause
 from finetune.storage.private import cache_folder, not_private
 from finetune.storage.records import CertificateRecord, TrialResult
 
-_PACKAGES = ("torch", "bitsandbytes", "triton", "transformers", "peft", "trl")
-_DRIVER = Path("/proc/driver/nvidia/version")
 # Longer than the trials of another process take.
 _WAIT_SECONDS = 120
 
@@ -42,7 +38,8 @@ def made_for(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _here(device: torch.device) -> dict[str, Any]:
-    return {"device": _device(device), "versions": _versions(), "code": code_hash()}
+    versions = {**environment.packages(), "triton": environment.version_of("triton")}
+    return {"device": _device(device), "versions": versions, "code": environment.code_hash()}
 
 
 def read(made_for: dict[str, Any]) -> list[TrialResult] | None:
@@ -76,7 +73,7 @@ def write(made_for: dict[str, Any], results: list[TrialResult]) -> str | None:
     path = _path(made_for)
     record = CertificateRecord(format=1, made_for=made_for, results=results)
     try:
-        _make_folder(path.parent)
+        private.make_folder(path.parent)
         if why := not_private(cache_folder()):
             return why
         private.write(path, records.CERTIFICATE.dump_json(record))
@@ -92,7 +89,7 @@ def one_process() -> Iterator[None]:
     Where no lock is possible, or another process holds it for too long, the block runs all the same.
     """
     try:
-        _make_folder(cache_folder() / "certificates")
+        private.make_folder(cache_folder() / "certificates")
         lock = os.open(cache_folder() / "certificates", os.O_RDONLY)
     except OSError:
         yield
@@ -112,11 +109,6 @@ def one_process() -> Iterator[None]:
         os.close(lock)
 
 
-def _make_folder(folder: Path) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    folder.mkdir(exist_ok=True, mode=0o700)
-
-
 def _path(made_for: dict[str, Any]) -> Path:
     digest = hashlib.sha256(json.dumps(made_for, sort_keys=True).encode()).hexdigest()
     return cache_folder() / "certificates" / f"{digest[:32]}.json"
@@ -131,18 +123,7 @@ def _device(device: torch.device) -> dict[str, Any]:
         "name": properties.name,
         "uuid": str(getattr(properties, "uuid", "")),
         "total_bytes": properties.total_memory,
-        "driver": _DRIVER.read_text().splitlines()[0] if _DRIVER.is_file() else "",
+        "driver": driver.VERSION_FILE.read_text().splitlines()[0] if driver.VERSION_FILE.is_file() else "",
         "cuda": torch.version.cuda,
         "triton": triton_obstacle() is None,
     }
-
-
-@cache
-def _versions() -> dict[str, str | None]:
-    def installed(package: str) -> str | None:
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            return None
-
-    return {package: installed(package) for package in _PACKAGES}

@@ -36,7 +36,7 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 def packages() -> dict[str, str | None]:
     """The versions of this package and of the libraries that its results depend on; None for one that is missing."""
-    return {name: _version(name) for name in _PACKAGES}
+    return {name: version_of(name) for name in _PACKAGES}
 
 
 @functools.cache
@@ -62,7 +62,8 @@ def _device(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """The installed version of a package; None if it is missing."""
     try:
         return version(package)
     except PackageNotFoundError:

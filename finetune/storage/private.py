@@ -36,6 +36,12 @@ def not_private(path: Path) -> str | None:
     return None
 
 
+def make_folder(folder: Path) -> None:
+    """Make the cache, or a folder of it, for this user alone, whatever the umask says. Raises OSError."""
+    cache_folder().mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+
 def read(path: Path) -> bytes | None:
     """The content of a file of the cache; None if it is missing, over 16 MiB, or others could have written it."""
     with contextlib.suppress(OSError):
@@ -52,8 +58,7 @@ def read(path: Path) -> bytes | None:
 
 def write(path: Path, content: bytes) -> None:
     """Replace a file of the cache. Raises OSError; PermissionError if others could write to its folder."""
-    cache_folder().mkdir(parents=True, exist_ok=True, mode=0o700)
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_folder(path.parent)
     if why := not_private(path.parent):
         raise PermissionError(f"{path.parent}: {why}")
     # A temporary folder is private to its owner, and nothing half-written is left behind.

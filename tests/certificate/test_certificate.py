@@ -270,6 +270,19 @@ def test_a_cache_that_cannot_be_written_is_one_line_and_the_results_are_used(num
     assert "\n" not in note
 
 
+def test_trials_that_could_not_begin_are_a_reason_and_not_kept(monkeypatch) -> None:
+    def fail(request: dict[str, Any]) -> Any:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(making, "start", fail)
+    results, notes = obtained(requested())
+    assert {(one.status, one.reason) for one in results} == {
+        ("failed", "no process could be started for it: Resource temporarily unavailable")
+    }
+    assert notes == []
+    assert store.read(store.made_for(requested())) is None
+
+
 def test_two_runs_at_once_try_one_after_the_other_and_the_second_reads(made, tmp_path, monkeypatch) -> None:
     log = tmp_path / "made"
 
