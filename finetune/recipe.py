@@ -44,6 +44,7 @@ def train(
         terminal.note(note)
     run = RunDirectory(config.output.dir or "runs/unnamed")
     with session.opened(config, run, terminal) as (device, signals, lock):
+        config = resume.keep_experts(config, run, fresh=fresh)
         if resume.is_finished(config, run, terminal.note, fresh=fresh):
             return Result(run)
 

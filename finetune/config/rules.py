@@ -58,11 +58,12 @@ RULES = (
     *(
         Rule(
             "adapter.kind", only("none"), other, others,
-            "`ranks`, `dora`, `rslora`, `init` and `start_from` are LoRA's; remove them or set `kind: lora`",
+            "`ranks`, `expert_rank`, `dora`, `rslora`, `init` and `start_from` are LoRA's; remove them or set "
+            "`kind: lora`",
         )
         for other, others in (
-            ("adapter.ranks", but({})), ("adapter.dora", only(True)), ("adapter.rslora", only(True)),
-            ("adapter.init", but("default")), ("adapter.start_from", but(None)),
+            ("adapter.ranks", but({})), ("adapter.expert_rank", but("auto", 0)), ("adapter.dora", only(True)),
+            ("adapter.rslora", only(True)), ("adapter.init", but("default")), ("adapter.start_from", but(None)),
         )
     ),
     Rule(

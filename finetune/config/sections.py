@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 
 from finetune.config.field_types import (
     Checkpointing,
@@ -123,14 +123,18 @@ class AdapterSection(Section):
     """Other ranks for some linear layers: `{q_proj: 32, "layers[.][0-3][.].*": 8}`. A key is a layer's name, or a
     regular expression for its full name or an end of it, as in PEFT's `rank_pattern`; the first that matches counts.
     `alpha` is the same for all."""
+    expert_rank: Literal["auto"] | Annotated[int, Field(ge=0, le=_COUNT)] = "auto"
+    """Rank of the update of each expert of a mixture. `auto` is `rank` divided by the number of experts that a token
+    visits, and at least 1: a token then meets as many trained parameters as in a dense layer of the same width. 0
+    leaves experts out of `all-linear`."""
     alpha: Above0 = 32
     """The update is scaled by alpha / rank, or by alpha / sqrt(rank) with `rslora`."""
     dropout: Annotated[Share, Usual("0 to 0.1")] = 0.0
     """Dropout probability on the adapter's input."""
     targets: Literal["all-linear"] | Annotated[list[Target], Field(min_length=1), OneOrMore()] = "all-linear"
-    """Modules that get an adapter: `all-linear` (every linear layer that rows of text train, except the output head and
-    routers) or a list of names, or of regular expressions that match full names, such as `.*layers[.][0-7][.]mlp.*`.
-    Fused experts can be named, as `experts.gate_up_proj`, unless they are held in 4 bit."""
+    """Modules that get an adapter: `all-linear` (every linear layer that rows of text train, and experts, except the
+    output head and routers) or a list of names, or of regular expressions that match full names, such as
+    `.*layers[.][0-7][.]mlp.*`. Fused experts are named as `experts.gate_up_proj`."""
     rslora: bool = False
     """Rank-stabilised scaling (arXiv 2312.03732)."""
     dora: bool = False
@@ -145,6 +149,19 @@ class AdapterSection(Section):
     """Type of the trained weights. bfloat16 halves adapter and gradients, but loses updates below 2^-9 of a weight."""
     extra_modules: Annotated[list[str], OneOrMore()] = []
     """Modules trained in full and saved with the adapter, such as `embed_tokens` or `lm_head`."""
+
+    def rank_of_experts(self, active: int) -> int:
+        """The rank of the update of each expert where a token visits `active` of them; 0 for none."""
+        return max(self.rank // active, 1) if self.expert_rank == "auto" else self.expert_rank
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_trained(cls, values: Any, info: ValidationInfo) -> Any:
+        """The keys of a run that was started before `expert_rank` existed, when experts had a rank only by name."""
+        if (info.context or {}).get("trained") and isinstance(values, dict) and "expert_rank" not in values:
+            named = values.get("targets", "all-linear") != "all-linear"
+            return {**values, "expert_rank": values.get("rank", "auto") if named else 0}
+        return values
 
 
 class Source(Section):

@@ -62,6 +62,21 @@ def _is_finished(config: Config, run: RunDirectory, note: Callable[[str], None],
     return True
 
 
+def keep_experts(config: Config, run: RunDirectory, *, fresh: bool) -> Config:
+    """`config` with the `adapter.expert_rank` that `run` was started with, where it says `auto`.
+
+    Runs of versions before that key left experts out of `all-linear`.
+    """
+    return ranks.main_does(lambda: _keep_experts(config, run, fresh))
+
+
+def _keep_experts(config: Config, run: RunDirectory, fresh: bool) -> Config:
+    if fresh or config.adapter.kind == "none" or config.adapter.expert_rank != "auto" or not run.has_results:
+        return config
+    started_with = run.config().adapter.expert_rank
+    return config if started_with == "auto" else config.changed({"adapter.expert_rank": started_with})
+
+
 def _unlike_trained(config: Config, run: RunDirectory) -> str | None:
     """The problem of a finished run's adapter, as some were published by earlier versions; reads no weights."""
     if config.adapter.kind == "none":

@@ -264,7 +264,8 @@ def _job(config: Config, data: Prepared, processes: int, mixture: Mixture | None
         facts["experts"] = words.mixture(mixture)
     facts["adapter"] = words.adapter(config.adapter)
     if mixture and config.adapter.kind == "lora" and config.adapter.targets == "all-linear":
-        facts["adapter"] += ", without routers and experts"
+        rank = config.adapter.rank_of_experts(mixture.active) if mixture.experts else 0
+        facts["adapter"] += f", without routers{f'; rank {rank} for each expert' if rank else ' and experts'}"
     facts["data"] = words.counts(data.train_counts, config.data.max_length)
     if config.data.train == DataSection().train:  # which is also what a config without rows trains
         facts["data"] = f"the built-in rows ({config.data.train}): {facts['data']}"

@@ -371,6 +371,13 @@ CONVERT_ADAPTER_CONFIG = Patch(
     "It takes shared experts' layers for fused experts, by their names.",
     "it looks at the modules.",
 )
+PARAM_WRAPPER = Patch(
+    "peft.tuners.lora.layer:ParamWrapper",
+    "peft 0.21",
+    "(base_layer, adapter_name, parameter_name, config, r=..., lora_alpha=..., is_target_conv_1d_layer=..., **kwargs)",
+    "It adds the update to the weights of all experts, another copy of them and of their gradient, and reads no 4 bit.",
+    "it adds the low-rank terms to the products of experts.",
+)
 DORA_UPDATE_LAYER = Patch(
     "peft.tuners.lora.dora:DoraLinearLayer.update_layer",
     "peft 0.21",

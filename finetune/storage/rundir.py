@@ -139,7 +139,7 @@ class RunDirectory:
     def config(self) -> Config:
         """The resolved config this run was started with, for comparison; use `settings.config_of` to act on it."""
         with records.open_file(self.config_file):  # rejects a pipe, on which `load` would block
-            return load(self.config_file)
+            return load(self.config_file, trained=True)
 
     def held(self) -> contextlib.AbstractContextManager[None]:
         """In the block, writes below this directory raise MachineError once it has been moved or replaced."""

@@ -18,6 +18,7 @@ from finetune.config import AdapterSection, MemorySection, ModelSection, Quantiz
 from finetune.doctor import run_check as run_directory
 from finetune.errors import ConfigError
 from finetune.model.adapters.adapter import attach
+from finetune.model.adapters.expert_adapter import ParamWrapper
 from finetune.model.attention import backends
 from finetune.model.base import load_architecture, load_base
 from finetune.model.build import Blueprint
@@ -138,7 +139,7 @@ def test_gradients_through_experts_in_four_bit_are_those_through_dequantized_one
     layers: str, base_of: Callable[[str], Path]
 ) -> None:
     def gradients(model: Any, chosen: str) -> list[torch.Tensor]:
-        adapted = attach(model, AdapterSection(rank=4, targets=["q_proj"]), "", seed=1)
+        adapted = attach(model, AdapterSection(rank=4), "", seed=1)
         checkpointing.apply(model, MemorySection(checkpointing=chosen), "cpu")
         for name, parameter in adapted.named_parameters():
             if "lora_B" in name:
@@ -187,6 +188,46 @@ def test_a_forward_pass_that_fails_leaves_the_experts_packed(base_of: Callable[[
         module(torch.zeros(2, 7, dtype=torch.bfloat16), torch.zeros(2, 2, dtype=torch.long), torch.zeros(2, 2))
     assert all(experts.is_packed(getattr(one, part)) for _, one, part in experts.weights(model))
     assert torch.equal(logits(model), before)
+
+
+# -- their low-rank terms ----------------------------------------------------------------------------------------------
+
+
+def in_float32(folder: Path, section: AdapterSection, implementation: str) -> Any:
+    """The model with an adapter whose B is not zero."""
+    model = load(folder, "none").float()
+    model.set_experts_implementation(implementation)
+    peft = attach(model, section, "", seed=1)
+    torch.manual_seed(2)
+    for name, parameter in peft.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return peft.train()
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("implementation", ["grouped_mm", "eager", "batched_mm"])
+def test_losses_and_gradients_are_those_of_peft(name: str, implementation: str, base_of: Callable[[str], Path]) -> None:
+    """In float32, with a rank that is no multiple of 16 bytes; PEFT adds BA to the weights."""
+
+    def loss_and_gradients(model: Any) -> dict[str, torch.Tensor]:
+        loss = model(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        return {"loss": loss.detach()} | {
+            name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad
+        }
+
+    section = AdapterSection(rank=4, expert_rank=3, targets=["q_proj", "experts.gate_up_proj", "experts.down_proj"])
+    model = in_float32(base_of(name), section, implementation)
+    found = loss_and_gradients(model)
+    model.zero_grad()
+    for module in model.modules():
+        if isinstance(module, ParamWrapper):
+            module.__class__ = ParamWrapper.__base__
+    expected = loss_and_gradients(model)
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert (found[key] - value).abs().max() <= 1e-5 * value.abs().max(), key
 
 
 # -- what is said of them ----------------------------------------------------------------------------------------------
@@ -248,7 +289,7 @@ def adapted(model: Any, **section: Any) -> set[str]:
     ("name", "kind"),
     [*((name, "nf4") for name in [*ARCHITECTURES, "qwen2_moe"]), ("qwen2_moe", "int8"), ("qwen2_moe", "none")],
 )
-def test_all_linear_takes_every_linear_layer_but_head_and_routers(
+def test_all_linear_takes_experts_and_every_linear_layer_but_head_and_routers(
     name: str, kind: str, base_of: Callable[[str], Path]
 ) -> None:
     model = load(base_of(name), kind)
@@ -258,7 +299,10 @@ def test_all_linear_takes_every_linear_layer_but_head_and_routers(
         for path, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and path not in routers and module is not head
     }
-    assert adapted(model) == expected
+    fused = {path.rpartition(".")[0] for path, _, _ in experts.weights(model)}
+    of_experts = {f"base_model.model.{path}{end}" for path in fused for end in ("", ".base_layer")}
+    assert adapted(model) == expected | of_experts
+    assert adapted(load(base_of(name), kind), expert_rank=0) == expected
     names = {path.rpartition(".")[2] for path in expected}
     assert {"gate", "router", "shared_expert_gate"} & names == set()
     assert ("gate_proj" in names) == (name in ("deepseek_v3", "qwen2_moe")), "shared experts and dense layers"
@@ -278,10 +322,16 @@ def test_the_candidates_name_experts_and_routers(base_of: Callable[[str], Path])
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ([], r"`experts\.down_proj` is quantized to 4 bit.*`int8` or `none`"),
-        (["quantization.kind=none", "adapter.dropout=0.1"], r"cannot use `adapter\.dropout`"),
-        (["quantization.kind=int8", "adapter.dora=true"], r"cannot use `adapter\.dora`"),
+        (["adapter.targets=[experts.down_proj]", "adapter.dora=true"], r"cannot use `adapter\.dora`; remove one"),
+        (["adapter.dora=true"], r"cannot use `adapter\.dora`; remove that, or set `adapter\.expert_rank: 0`"),
         (["quantization.kind=none", "adapter.init=pissa"], r"cannot use `adapter\.init`"),
+        (["adapter.init=loftq"], r"cannot use `adapter\.init`"),
+        (["adapter.targets=[gate.weight]", "adapter.dropout=0.1"], r"cannot use `adapter\.dropout`; remove one"),
+        (["adapter.targets=[experts.up_proj]"], r"`experts\.up_proj`.*experts\.gate_up_proj"),
+        (["adapter.targets=[experts.down_proj]", "adapter.expert_rank=0"], r"0 leaves out experts.*remove one of them"),
+        (["adapter.targets=[q_proj]", "adapter.expert_rank=4"], r"no fused experts among the targets; remove it"),
+        (["model.name=builtin:tiny-llama", "adapter.expert_rank=4"], r"LlamaForCausalLM has no experts; remove it"),
+        (["adapter.expert_rank=64"], r"`adapter\.expert_rank`: 64 is more than the smaller side.*32"),
     ],
 )
 def test_an_adapter_that_experts_cannot_have_is_refused_before_weights_are_loaded(
@@ -291,7 +341,7 @@ def test_an_adapter_that_experts_cannot_have_is_refused_before_weights_are_loade
         raise AssertionError("weights were loaded")
 
     monkeypatch.setattr("finetune.model.build.load_base", load_base)
-    job = quick(f"model.name={base_of('mixtral')}", "adapter.targets=[q_proj,experts.down_proj]", *overrides)
+    job = quick(f"model.name={base_of('mixtral')}", *overrides)
     with pytest.raises(ConfigError, match=message):
         finetune.train(job)
 
@@ -322,11 +372,12 @@ def test_what_was_trained_generates_evaluates_merges_and_is_whole(
 ) -> None:
     # At 0.01 rounding sends half of GPT-OSS's tokens to another expert, and the proof refuses its merged model.
     run = finetune.train(quick(f"model.name={base_of(name)}", *STEPS, "training.learning_rate=0.009")).run
-    assert "experts" in capsys.readouterr().out
+    assert "without routers; rank 8 for each expert" in " ".join(capsys.readouterr().out.split())
     said = json.loads((run.adapter / "adapter_config.json").read_text())
-    # Never the routed experts; weights of linear layers where PEFT would mistake their names for those of experts.
-    assert not [name for name in said["target_parameters"] or [] if ".experts." in name]
-    assert bool(said["target_parameters"]) == (name == "deepseek_v3")
+    assert said["rank_pattern"] == {"experts.gate_up_proj": 8, "experts.down_proj": 8}
+    # Weights of linear layers where PEFT would mistake their names for those of experts.
+    mistaken = {name for name in said["target_parameters"] if not name.startswith("experts.")}
+    assert bool(mistaken) == (name == "deepseek_v3")
     use(run)
 
 

@@ -45,6 +45,7 @@ def test_every_adapter_of_a_composite_model_has_a_gradient(name: str) -> None:
     head = model.get_output_embeddings()
     layers = ((each, module) for each, module in model.named_modules() if isinstance(module, torch.nn.Linear))
     linear = {each for each, module in layers if module is not head}
+    fused = {path for path, _, _ in adapter.experts.weights(model)}
     section = AdapterSection(rank=2)
     left_out = linear_layers.read_directly(model) | linear_layers.untrained(model)
     assert sum(adapter.left_out(model, section).values()) == len(left_out)
@@ -58,7 +59,8 @@ def test_every_adapter_of_a_composite_model_has_a_gradient(name: str) -> None:
     logits = adapted(input_ids=ids, use_cache=False).logits[:, -_ROW:-1]
     cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
     assert not [part for part, weight in weights.items() if weight.grad is None or not weight.grad.any()]
-    assert len(weights) // 2 == len(linear - left_out - routers)
+    fused = {path for path in fused if path.rpartition(".")[0] not in left_out}
+    assert len(weights) // 2 == len(linear - left_out - routers) + len(fused)
 
 
 def test_untested_composite_models_are_listed() -> None:

@@ -195,10 +195,10 @@ def test_html_of_a_forecast_without_a_curve_has_no_picture() -> None:
 
 def test_the_storage_of_experts_is_shown() -> None:
     assert "experts" not in shown(forecast())
-    held = forecast(mixture=Mixture(128, "nf4", 1.0, 1_500_000_000, 30_500_000_000))
+    held = forecast(mixture=Mixture(128, 8, "nf4", 1.0, 1_500_000_000, 30_500_000_000))
     line = "experts    128 a layer in nf4; 1,500,000,000 of all 30,500,000,000 parameters stay unquantized"
     assert line in shown(held).splitlines()
     assert "128 a layer in nf4" in html(held)
     assert held.as_dict()["mixture"]["quantized_experts"] == 1.0
-    partly = forecast(mixture=Mixture(8, "fp4", 0.5, 10, 20))
+    partly = forecast(mixture=Mixture(8, 2, "fp4", 0.5, 10, 20))
     assert "experts    8 a layer, 50.0% of their parameters in fp4; 10 of all 20 parameters" in shown(partly)

@@ -40,12 +40,16 @@ def adapted(base: Any, section: AdapterSection, *, inference_mode: bool = False,
     """`base` with a new adapter as `section` describes it; see `attach`."""
     from peft import get_peft_model
 
+    from finetune.model.adapters.expert_adapter import ParamWrapper
+
     config = lora_config(base, section)
     config.inference_mode = inference_mode
     # PEFT would take linear layers of a mixture of experts for transformers 4's experts of the same names.
     as_named = patches.CONVERT_ADAPTER_CONFIG.by(lambda *args, **kwargs: None)
-    with as_named, warnings.catch_warnings():
+    with as_named, patches.PARAM_WRAPPER.by(ParamWrapper), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to")  # PEFT sets it by the class of each layer
+        # It compares the keys with modules alone, and those of experts name parameters; `ranks` checks the others.
+        warnings.filterwarnings("ignore", "The following rank_pattern keys did not match any targeted module")
         try:
             return get_peft_model(base, config, **options)
         except (ValueError, NotImplementedError) as error:
@@ -63,7 +67,15 @@ def lora_config(base: Any, section: AdapterSection) -> Any:
         ranks(base, section)  # that each key has its layers
     # The PiSSA paper's fast initialisation by randomised SVD, with 16 iterations.
     start = "pissa_niter_16" if section.init == "pissa" else True
-    return lora_settings(section, target_modules=modules, target_parameters=parameters or None, init_lora_weights=start)
+    config = lora_settings(
+        section, target_modules=modules, target_parameters=list(parameters) or None, init_lora_weights=start
+    )
+    # PEFT takes the first pattern that matches, and patterns of `ranks` are meant for linear layers.
+    rank = section.rank_of_experts(experts.active(base))
+    of_experts = {name: rank for name, weight in parameters.items() if _is_of_experts(weight)}
+    if section.ranks or {*of_experts.values()} - {section.rank}:
+        config.rank_pattern = {**of_experts, **section.ranks}
+    return config
 
 
 def check_rank(base: Any, section: AdapterSection) -> None:
@@ -71,18 +83,29 @@ def check_rank(base: Any, section: AdapterSection) -> None:
     if section.kind == "none":
         return
     lora_config(base, section)
-    largest: dict[int, int] = {}
+    largest: dict[tuple[str, int], int] = {}
     for name, rank in ranks(base, section).items():
         layer = base.get_submodule(name)
         # GPT-2's layers have other names for their input and output features.
         sides = (layer.nx, layer.nf) if hasattr(layer, "nf") else (layer.in_features, layer.out_features)
-        largest[rank] = max(largest.get(rank, 0), min(sides))
-    for rank, side in largest.items():
+        key = "rank" if rank == section.rank else "ranks", rank
+        largest[key] = max(largest.get(key, 0), min(sides))
+    for weight in adapted_experts(base, section).values():
+        key = "expert_rank", section.rank_of_experts(experts.active(base))
+        largest[key] = max(largest.get(key, 0), min(experts.shape(weight)[1:]))
+    for (name, rank), side in largest.items():
         if rank > side:
             raise ConfigError(
-                f"`adapter.rank{'' if rank == section.rank else 's'}`: {rank} is more than the smaller side of each "
-                f"layer it would adapt, {side} at most, where nothing is saved; {RANKS} is usual"
+                f"`adapter.{name}`: {rank} is more than the smaller side of each layer it would adapt, {side} at most, "
+                f"where nothing is saved; {RANKS} is usual"
             )
+
+
+def adapted_experts(base: Any, section: AdapterSection) -> dict[str, Any]:
+    """The weights of experts that get an adapter, by the last two parts of their names."""
+    if section.kind == "none":
+        return {}
+    return {name: weight for name, weight in _targets(base, section)[1].items() if _is_of_experts(weight)}
 
 
 def ranks(base: Any, section: AdapterSection) -> dict[str, int]:
@@ -147,18 +170,21 @@ def set_trained_dtype(model: Any, section: AdapterSection) -> None:
             parameter.data = parameter.data.to(torch.float32 if magnitude else TRAINED_DTYPES[section.dtype])
 
 
-def _targets(base: Any, section: AdapterSection) -> tuple[str | list[str], list[str]]:
-    """PEFT's `target_modules` and `target_parameters`.
+def _targets(base: Any, section: AdapterSection) -> tuple[str | list[str], dict[str, Any]]:
+    """PEFT's `target_modules`, and its `target_parameters` with an example of each.
 
     `all-linear` excludes the layers that rows of text do not train, those whose weight the model's code reads directly,
-    bypassing any adapter, and in a mixture of experts the routers; the experts are parameters, not linear layers. A
+    bypassing any adapter, and in a mixture of experts the routers; fused experts are parameters, not linear layers. A
     name or a regular expression also excludes the layers that rows of text do not train.
     """
     direct, untrained = linear_layers.read_directly(base), linear_layers.untrained(base)
+    parameters = _parameter_names(base)
     if section.targets == "all-linear":
         others = [*experts.routers(base).values(), *map(base.get_submodule, direct | untrained)]
-        return linear_but(base, *others) if others or experts.is_mixture(base) else "all-linear", []
-    parameters = _parameter_names(base)
+        modules = linear_but(base, *others) if others or experts.is_mixture(base) else "all-linear"
+        chosen = {name: weight for name, weight in parameters.items() if section.expert_rank and _is_of_experts(weight)}
+        _refuse_on_parameters(base, chosen, section)
+        return modules, chosen
     names = [name for name in section.targets if not is_pattern(name)]
     _check(names, [*dict.fromkeys(map(_last, linear_but(base))), *parameters], "adapter.targets")
     matched = matching(base, section)
@@ -169,9 +195,9 @@ def _targets(base: Any, section: AdapterSection) -> tuple[str | list[str], list[
             "reads the weight or its dtype outside the layer; remove it, or set `all-linear`, which excludes it"
         )
     chosen = {name: parameters[name] for name in names if name in parameters}
-    _refuse_on_parameters(chosen, section)
+    _refuse_on_parameters(base, chosen, section)
     plain = [full for name in names if name not in chosen for full in _trained_named(base, name)]
-    return [*plain, *matched], list(chosen)
+    return [*plain, *matched], chosen
 
 
 def _trained_named(base: Any, target: str) -> list[str]:
@@ -242,30 +268,56 @@ def linear_but(base: Any, *others: nn.Module) -> list[str]:
 
 
 def _parameter_names(base: Any) -> dict[str, Any]:
-    """Expert and router weights outside linear layers, by the last two parts of their names (`gate.weight`)."""
-    weights = {name: getattr(module, part) for name, module, part in experts.weights(base)}
-    weights |= {
-        f"{name}.weight": module.weight
+    """Expert and router weights outside linear layers, by the last two parts of their names (`gate.weight`).
+
+    Without the experts that rows of text do not train; those of another layer with such a name have their full names.
+    """
+    untrained = linear_layers.untrained(base)
+    fused = {name: getattr(module, part) for name, module, part in experts.weights(base)}
+    left_out = {_last_two(name) for name in fused if name.rpartition(".")[0] in untrained}
+    weights = {
+        name if _last_two(name) in left_out else _last_two(name): weight
+        for name, weight in fused.items()
+        if name.rpartition(".")[0] not in untrained
+    }
+    return weights | {
+        _last_two(f"{name}.weight"): module.weight
         for name, module in experts.routers(base).items()
         if not isinstance(module, nn.Linear)
     }
-    return {".".join(name.split(".")[-2:]): parameter for name, parameter in weights.items()}
 
 
-def _refuse_on_parameters(chosen: dict[str, Any], section: AdapterSection) -> None:
-    """Raise ConfigError for options that PEFT does not support on parameters (peft 0.21, `ParamWrapper`)."""
-    for name, parameter in chosen.items():
-        if not parameter.is_floating_point() or hasattr(parameter, "quant_state"):
-            raise ConfigError(
-                f"`adapter.targets`: `{name}` is quantized to 4 bit, and such experts cannot have an adapter; remove "
-                "it, or set `quantization.kind` to `int8` or `none`, which keep experts in 16 bit"
-            )
-        init = section.init == "pissa"
-        wrong = {"dropout": section.dropout, "dora": section.dora, "init": init, "ranks": section.ranks}
-        if asked := [f"`adapter.{key}`" for key, value in wrong.items() if value]:
+def _last_two(name: str) -> str:
+    return ".".join(name.split(".")[-2:])
+
+
+def _is_of_experts(weight: Any) -> bool:
+    return len(experts.shape(weight)) == 3
+
+
+def _refuse_on_parameters(base: Any, chosen: dict[str, Any], section: AdapterSection) -> None:
+    """Raise ConfigError for options that adapters on the `chosen` parameters cannot have, and for an `expert_rank`
+    without experts.
+    """
+    fused = [name for name, weight in chosen.items() if _is_of_experts(weight)]
+    if section.expert_rank not in ("auto", 0) and not fused:
+        what = "no experts" if not experts.is_mixture(base) else "no fused experts among the targets"
+        raise ConfigError(f"`adapter.expert_rank`: {type(base).__name__} has {what}; remove it")
+    if fused and section.expert_rank == 0:
+        raise ConfigError(
+            f"`adapter.expert_rank`: 0 leaves out experts, and `adapter.targets` names `{fused[0]}`; remove one of them"
+        )
+    for name in chosen:
+        unsupported: dict[str, Any] = {"dora": section.dora, "init": section.init != "default"}
+        if name not in fused:
+            unsupported |= {"dropout": section.dropout, "ranks": section.ranks}
+        if asked := [f"`adapter.{key}`" for key, value in unsupported.items() if value]:
+            cure = "remove one or the other"
+            if section.targets == "all-linear":
+                cure = "remove that, or set `adapter.expert_rank: 0`, which leaves out experts"
             raise ConfigError(
                 f"`adapter.targets`: `{name}` is a parameter, not a linear layer, so its adapter cannot use "
-                f"{', '.join(asked)}; remove one or the other"
+                f"{', '.join(asked)}; {cure}"
             )
 
 

@@ -29,7 +29,9 @@ ORIGIN = {
     "revision": str | None,
 }
 # Keys that depend on the modules of the base. PEFT sets `fan_in_fan_out` for those of GPT-2, unless they are quantized.
-_OF_BASE = {"target_modules": list, "target_parameters": list | None, "fan_in_fan_out": bool}
+_OF_BASE = {
+    "target_modules": list, "target_parameters": list | None, "rank_pattern": dict, "fan_in_fan_out": bool,
+}  # fmt: skip
 _NEEDED = ("peft_type", "r", "lora_alpha", "target_modules", "use_dora", "use_rslora")
 _TYPES = ("F32", "BF16")
 _AGAIN = "run `finetune train` again, which publishes this run's adapter from its last checkpoint, or restore it"

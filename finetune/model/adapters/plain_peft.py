@@ -11,8 +11,8 @@ def settings(adapted: Any) -> Any:
     """The LoraConfig from which PEFT puts the adapter of `adapted` on the same layers again.
 
     Layers that it would mistake (see `mistaken`) are named by their weights, which PEFT can adapt too: the tensors have
-    the same names and shapes, and W + BA is the same. PEFT has no dropout there, which only training needs. On a
-    quantized base it treats such a name like any other target.
+    the same names and shapes, and W + BA is the same. PEFT has no dropout there, nor on experts, which only training
+    needs. On a quantized base it treats such a name like any other target.
     """
     from peft.tuners.lora import LoraLayer, ParamWrapper
 
@@ -26,6 +26,7 @@ def settings(adapted: Any) -> Any:
         taken = _taken(adapted.get_base_model(), config.target_modules)
         config.target_modules = {target for target in config.target_modules if target not in taken}
         config.target_parameters = sorted([*(config.target_parameters or []), *weights])
+    if config.target_parameters:
         config.lora_dropout = 0.0
     return config
 

@@ -19,18 +19,21 @@ import torch
 from torch import nn
 
 _ROUTER_CLASS = re.compile("Router|TopKGating")
+# Config attributes for the number of experts that a token visits (transformers 5.23).
+_ACTIVE = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
 
 
 @dataclass(frozen=True)
 class Mixture:
     """How a mixture of experts is stored.
 
-    `experts`: number per layer, the maximum if layers differ. `kind`: the quantization of its linear layers.
-    `quantized_experts`: the share of expert parameters quantized to that kind. `unquantized`: how many of the model's
-    `parameters` are not.
+    `experts`: number per layer, the maximum if layers differ; a token visits `active` of them. `kind`: the quantization
+    of its linear layers. `quantized_experts`: the share of expert parameters quantized to that kind. `unquantized`: how
+    many of the model's `parameters` are not.
     """
 
     experts: int
+    active: int
     kind: str
     quantized_experts: float
     unquantized: int
@@ -50,6 +53,7 @@ def mixture(model: nn.Module, kind: str, quantized: Set[str]) -> Mixture:
     }
     return Mixture(
         experts=max((_experts_in(path, module) for path, module in model.named_modules()), default=0),
+        active=active(model),
         kind=kind,
         quantized_experts=sum(sizes[name] for name in inside & quantized) / sum(sizes[name] for name in inside),
         unquantized=sum(size for name, size in sizes.items() if name not in quantized),
@@ -88,6 +92,13 @@ def routers(model: nn.Module) -> dict[str, nn.Module]:
                 if isinstance(child, nn.Linear) and child.out_features in {1, *experts}
             }
     return routing
+
+
+def active(model: nn.Module) -> int:
+    """The number of experts that each token visits; 1 if the config names it otherwise."""
+    config: Any = model.config
+    text = config.get_text_config()
+    return max(next((int(count) for name in _ACTIVE if (count := getattr(text, name, None))), 1), 1)
 
 
 def is_mixture(model: nn.Module) -> bool:

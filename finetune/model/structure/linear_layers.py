@@ -8,7 +8,7 @@ the grouped projection of DeepSeek V4.
 
 Layers to whose weight the logits of text have no gradient: the towers and projectors for images and sound of a
 composite model, attention to an encoder that is not there, the indexers of sparse attention (DeepSeek V3.2, GLM-5),
-whose output only selects keys.
+whose output only selects keys. Likewise the experts that rows of text do not visit.
 """
 
 from __future__ import annotations
@@ -86,8 +86,9 @@ def probe(model: Any) -> NotAdaptable:
         for name, module in weightless.named_modules()
         if isinstance(module, nn.Linear) and module is not head
     }
-    layers, read = list(linear.values()), set[nn.Linear]()
-    trained = set(layers)
+    layers, read = list(linear.values()), set[nn.Module]()
+    fused = {name.rpartition(".")[0]: module for name, module, _ in experts.weights(weightless)}
+    trained: set[nn.Module] = {*layers, *fused.values()}
     # Data-dependent code fails on the meta device; reads in the layers before it have been recorded.
     with contextlib.suppress(Exception):
         reached = _pass(weightless, layers, read, _FEW_TOKENS)
@@ -99,22 +100,24 @@ def probe(model: Any) -> NotAdaptable:
     kinds = {_kind(weightless, name) for name, module in linear.items() if module in read}
     names = (
         [name for name in linear if _kind(weightless, name) in kinds],
-        [name for name, module in linear.items() if module not in trained],
+        [name for name, module in [*linear.items(), *fused.items()] if module not in trained],
     )
     return NotAdaptable(*(frozenset(map(model.get_submodule, kind)) for kind in names))
 
 
 def _pass(
-    model: Any, layers: list[nn.Linear], read: set[nn.Linear], tokens: int, *, training: bool = True
-) -> set[nn.Linear]:
-    """The `layers` to whose weight the logits of a row have a gradient; those read directly are added to `read`."""
+    model: Any, layers: list[nn.Linear], read: set[nn.Module], tokens: int, *, training: bool = True
+) -> set[nn.Module]:
+    """The `layers` to whose weight the logits of a row have a gradient, and the experts that computed; layers that are
+    read directly are added to `read`.
+    """
     was_training = model.training
     with (
         torch.random.fork_rng([]),
         torch.enable_grad(),
         patches.IS_TRACING.by(lambda tensor=None: True),
         _watched(layers, read),
-        _without_experts(model),
+        _without_experts(model) as computed,
     ):
         model.train(training)
         try:
@@ -123,7 +126,7 @@ def _pass(
         finally:
             model.train(was_training)
     reached = _leaves(logits)
-    return {layer for layer in layers if layer.weight in reached}
+    return {layer for layer in layers if layer.weight in reached} | computed
 
 
 def _leaves(output: torch.Tensor) -> set[torch.Tensor]:
@@ -149,7 +152,7 @@ def _kind(model: nn.Module, name: str) -> tuple[type, str]:
 
 
 @contextlib.contextmanager
-def _watched(layers: list[nn.Linear], read: set[nn.Linear]) -> Iterator[None]:
+def _watched(layers: list[nn.Linear], read: set[nn.Module]) -> Iterator[None]:
     """In the block, add to `read` each layer whose weight is read outside its own forward pass, or whose output does
     not have the shape of a linear layer's.
     """
@@ -185,15 +188,19 @@ def _watched(layers: list[nn.Linear], read: set[nn.Linear]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_experts(model: nn.Module) -> Iterator[None]:
-    """In the block, experts return zeros, because routing cannot be computed on the meta device."""
+def _without_experts(model: nn.Module) -> Iterator[set[nn.Module]]:
+    """In the block, experts return zeros, because routing cannot be computed on the meta device. Yields those that did.
+
+    The zeros have a gradient to all inputs of the experts, so that their router counts as trained.
+    """
+    computed = set[nn.Module]()
+
+    def zeros(module: nn.Module, hidden_states: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
+        computed.add(module)
+        given = [value for value in (*arguments, *named.values()) if isinstance(value, torch.Tensor)]
+        return hidden_states * 0 + sum(value.sum() * 0 for value in given if value.is_floating_point())
+
     with contextlib.ExitStack() as stack:
         for known in {type(module) for _, module, _ in experts.weights(model)}:
-            stack.enter_context(patches.EXPERTS_FORWARD.by(_zeros, known))
-        yield
-
-
-def _zeros(module: nn.Module, hidden_states: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
-    """Zeros with a gradient to all inputs of the experts, so that their router counts as trained."""
-    given = [value for value in (*arguments, *named.values()) if isinstance(value, torch.Tensor)]
-    return hidden_states * 0 + sum(value.sum() * 0 for value in given if value.is_floating_point())
+            stack.enter_context(patches.EXPERTS_FORWARD.by(zeros, known))
+        yield computed
