@@ -54,8 +54,10 @@ def check(job: Conversion) -> None:
         )
     published = adapter_files.published(section)
     rank = max([published.rank, *published.ranks.values()])
-    names = [] if section.targets == "all-linear" else section.targets
-    parameters = [name for name in names if "." in name and not is_pattern(name)]
+    if section.targets == "all-linear":
+        parameters = list(adapter.adapted_experts(build.weightless(job.config.model, job.architecture), section))
+    else:
+        parameters = [name for name in section.targets if "." in name and not is_pattern(name)]
     why = None
     if section.dora:
         why = "`adapter.dora` rescales whole weights, which no plain LoRA adapter expresses"

@@ -238,7 +238,7 @@ class _TracedStep:
 
     def _measure(self, base: Any) -> None:
         """Keep the figures of the whole base before it is shortened."""
-        head, targets = base.get_output_embeddings(), self._config.adapter.targets
+        head, adapted = base.get_output_embeddings(), adapter.adapted_experts(base, self._config.adapter)
         linear = [
             module.weight.numel()
             for module in base.modules()
@@ -247,7 +247,7 @@ class _TracedStep:
         fused = [
             getattr(module, name).numel()
             for path, module, name in experts.weights(base)
-            if path.endswith(tuple(f".{target}" for target in targets if targets != "all-linear"))
+            if path.endswith(tuple(adapted))
         ]
         parts = [head, *checkpointing.layers(base)]
         self._of_base = {

@@ -20,6 +20,7 @@ from finetune.lifecycle import provenance, resume
 from finetune.lifecycle.session import Lock
 from finetune.model import bounds, build
 from finetune.model.adapters import starting
+from finetune.model.adapters.adapter import adapted_experts
 from finetune.model.base import load_architecture
 from finetune.model.build import Blueprint
 from finetune.model.distributed import context
@@ -71,6 +72,8 @@ def gather(
         blueprint = build.blueprint(config, architecture, attention)
         adapter = resume.to_build(config.adapter, resumed=bool(run.saved_steps) and not fresh)
         mixture = blueprint.check(adapter)
+        if mixture and config.distributed.kind == "deepspeed" and config.distributed.stage == "weights":
+            _refuse_on_experts(build.weightless(config.model, architecture), adapter)
     ranks.main_does(lambda: check_traceable(config, architecture, device))
     stage(f"reading {named(config.data.train)}")
     with ranks.agreeing():
@@ -85,6 +88,15 @@ def gather(
     return JobInputs(
         tokenizer, blueprint, f"{attention} ({reason})", mixture, data, environment, recorded, started_from
     )
+
+
+def _refuse_on_experts(base: Any, section: AdapterSection) -> None:
+    """Raise ConfigError for adapters on experts, which DeepSpeed does not gather, as no layer of theirs is called."""
+    if adapted_experts(base, section):
+        raise ConfigError(
+            "`distributed.stage: weights` does not gather adapters on experts; set `stage: gradients`, or "
+            "`adapter.expert_rank: 0`, which leaves out experts"
+        )
 
 
 def _started_from(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -416,6 +417,23 @@ def test_a_mixture_resumes_where_it_stopped(base_of: Callable[[str], Path], quic
     assert [event["event"] for event in resumed.events()].count("resumed") == 1
     one, other = ((run.adapter / "adapter_model.safetensors").read_bytes() for run in (resumed, at_once))
     assert one == other
+
+
+def test_a_run_from_before_ranks_of_experts_goes_on_without_them(base_of: Callable[[str], Path], quick: Any) -> None:
+    job = [f"model.name={base_of('mixtral')}", "data.eval=none", *STEPS, "training.schedule=constant"]
+    run = finetune.train(quick(*job, "training.max_steps=1", "adapter.expert_rank=0")).run
+    for file in (run.config_file, *run.checkpoints.glob("*/manifest.json")):
+        if file.suffix == ".yaml":  # as versions without the key wrote it
+            file.write_text(file.read_text().replace("  expert_rank: 0\n", ""))
+        else:
+            manifest = json.loads(file.read_text())
+            del manifest["made_with"]["config"]["adapter"]["expert_rank"], manifest["sha256"]
+            content = json.dumps(manifest, sort_keys=True, indent=1).encode()
+            file.write_text(json.dumps({**manifest, "sha256": hashlib.sha256(content).hexdigest()}))
+    assert run.config().adapter.expert_rank == 0
+    resumed = finetune.train(quick(*job)).run
+    assert [event["event"] for event in resumed.events()].count("resumed") == 1
+    assert "experts" not in str(json.loads((run.adapter / "adapter_config.json").read_text())["target_parameters"])
 
 
 # -- what mixtures brought to light ------------------------------------------------------------------------------------
