@@ -25,6 +25,7 @@ from finetune.model.precision import PRECISIONS
 from finetune.model.skeleton import give_layers, keep_training_layout, random_base
 from finetune.model.source import catalog, prequantized, rope
 from finetune.model.source.locate import hub_call, locate, pinned_code, remote_code, weights_directory
+from finetune.model.structure import composite
 from finetune.model.structure.quantization import QUANTIZATIONS, bitsandbytes_config
 from finetune.runtime import libraries, patches, ranks
 from finetune.storage import weight_files
@@ -135,12 +136,12 @@ def refuse_missing(report: dict[str, Any], what: str, remedy: str) -> None:
 
 
 def from_safetensors(name: str, **arguments: Any) -> Any:
-    """`AutoModelForCausalLM.from_pretrained`, restricted to safetensors files of `name`, a folder or a hub name.
+    """`from_pretrained` of `composite.loader`, restricted to safetensors files of `name`, a folder or a hub name.
 
     Raises ArtifactError for any other file, for one outside its folder or rejected by `weight_files.check`, and for an
     adapter beside the model, which transformers would load as well, or load the adapter's base instead.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
     from transformers.utils import find_adapter_config_file
 
     if adapter := find_adapter_config_file(name, revision=arguments.get("revision")):
@@ -149,7 +150,7 @@ def from_safetensors(name: str, **arguments: Any) -> Any:
         arguments["config"] = AutoConfig.from_pretrained(name, trust_remote_code=False)
         _refuse_kernels(arguments["config"], name)
     with _checked_files(name):
-        return AutoModelForCausalLM.from_pretrained(name, use_safetensors=True, **arguments)
+        return composite.loader(arguments["config"]).from_pretrained(name, use_safetensors=True, **arguments)
 
 
 @contextlib.contextmanager

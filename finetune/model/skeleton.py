@@ -16,7 +16,7 @@ from finetune.model.attention import packing
 from finetune.model.distributed.placement import Placement
 from finetune.model.source import catalog
 from finetune.model.source.locate import hub_call
-from finetune.model.structure import experts, linear_layers
+from finetune.model.structure import composite, experts, linear_layers
 from finetune.model.structure.experts import Mixture
 from finetune.model.structure.quantization import QUANTIZATIONS, bitsandbytes_config
 from finetune.runtime import patches
@@ -74,8 +74,6 @@ def weightless_base(
     remote_code: str | None = None, shorten: Callable[[Any], None] = lambda model: None,
 ) -> Any:  # fmt: skip
     """The base on the meta device, with bitsandbytes' linear layers and experts; `shorten` may remove layers first."""
-    from transformers import AutoModelForCausalLM
-
     known = catalog.model_class(architecture)
     if not remote_code and known is None:
         raise ConfigError(_not_a_language_model(architecture))
@@ -88,7 +86,7 @@ def weightless_base(
     with torch.device("meta"):
         model = hub_call(
             f"the architecture `{architecture.model_type}`",
-            lambda: AutoModelForCausalLM.from_config(
+            lambda: composite.from_config(
                 deepcopy(architecture),
                 attn_implementation=attentions.of_parts(attention, architecture),
                 dtype=dtype,
