@@ -14,6 +14,8 @@ from typing import Any
 
 from finetune.model.source import catalog
 
+_MARK = "_without_the_models_beside_its_language_model"
+
 
 def loader(architecture: Any) -> Any:
     """The class whose `from_pretrained` makes the model of `architecture`."""
@@ -32,6 +34,11 @@ def from_config(architecture: Any, **arguments: Any) -> Any:
     return made_by._from_config(architecture, **arguments)  # noqa: SLF001 -- the Auto classes call this
 
 
+def is_language_alone(model: Any) -> bool:
+    """Whether models beside the language model of `model` were left out."""
+    return hasattr(type(model), _MARK)
+
+
 @functools.cache
 def _language_alone(known: type) -> type:
     """`known`, a class of composite models, made without the models beside its language model."""
@@ -41,7 +48,7 @@ def _language_alone(known: type) -> type:
         _leave_out(model)
 
     # The name and the module decide how transformers names the weights of its files.
-    return type(known.__name__, (known,), {"__init__": init, "__module__": known.__module__})
+    return type(known.__name__, (known,), {"__init__": init, "__module__": known.__module__, _MARK: True})
 
 
 def _leave_out(model: Any) -> None:
