@@ -14,6 +14,7 @@ from finetune.lifecycle.plan import plan
 from finetune.measure.monitor import Monitor, meter_for
 from finetune.model import bounds, build
 from finetune.model.adapters import adapter
+from finetune.model.attention import backends as attentions
 from finetune.report import page
 from finetune.report.result import Result
 from finetune.report.terminal import Terminal
@@ -81,6 +82,8 @@ def train(
                 seed=config.training.seed, device_type=device.type, placement=placement,
             )  # fmt: skip
             terminal.built(model, adapter.left_out(base, config.adapter))
+            if slow := attentions.without_fla(inputs.blueprint.architecture, device.type):
+                terminal.note(slow)
 
             # Train: the optimizer steps, evaluations and checkpoints, and at the end the adapter on disk.
             job = training.TrainingJob(

@@ -116,8 +116,10 @@ def _linear(model: Any) -> dict[str, Any]:
 
 
 def _gradients(model: Any) -> Gradients:
-    return {
-        f"{name}.{matrix}": getattr(part, matrix)["default"].weight.grad
+    """Of the layers that the rows reach: some of DeepSeek V4's wait for longer ones."""
+    weights = {
+        f"{name}.{matrix}": getattr(part, matrix)["default"].weight
         for name, part in _linear(model).items()
         for matrix in ("lora_A", "lora_B")
     }
+    return {name: weight.grad for name, weight in weights.items() if weight.grad is not None}

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from finetune.config import AdapterSection, ModelSection, QuantizationSection, TrainingSection
+from finetune.config.field_types import shortened
 from finetune.errors import ArtifactError
 from finetune.model.attention import backends as attentions
 from finetune.model.attention import packing
@@ -50,7 +52,7 @@ def load_architecture(section: ModelSection, *, listed: bool = False) -> Any:
         return rope.scaled(catalog.config(section.name), section)
     architecture = hub_call(
         f"model `{section.name}`",
-        lambda: AutoConfig.from_pretrained(locate(section.name), revision=section.revision, **pinned_code(section)),
+        lambda: _known(section, AutoConfig.from_pretrained),
     )
     _refuse_kernels(architecture, section.name)
     if section.weights == "pretrained":
@@ -59,6 +61,30 @@ def load_architecture(section: ModelSection, *, listed: bool = False) -> Any:
         # RWKV rescales weights in place between training and evaluation, for fp16; this breaks quantization and LoRA.
         architecture.rescale_every = 0
     return rope.scaled(architecture, section)
+
+
+def _known(section: ModelSection, load: Callable[..., Any]) -> Any:
+    """transformers' config by `load`. Raises ArtifactError for a model type that the installed transformers lacks."""
+    import transformers
+
+    where: dict[str, Any] = {"revision": section.revision}
+    try:
+        return load(locate(section.name), **where, **pinned_code(section))
+    except ValueError as error:
+        if "does not recognize this architecture" not in str(error):
+            raise
+    values, _ = transformers.PreTrainedConfig.get_config_dict(locate(section.name), **where)
+    saved_by, installed = re.match(r"\d+\.\d+", str(values.get("transformers_version"))), transformers.__version__
+    newer = saved_by[0] if saved_by and _numbers(saved_by[0]) > _numbers(installed) else None
+    raise ArtifactError(
+        f"model `{section.name}`: transformers {installed} does not know models of type "
+        f"`{shortened(str(values.get('model_type')), 60)}`; install "
+        + (f"transformers {newer}, which wrote its config.json, or newer" if newer else "a newer transformers")
+    )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in version.split(".")[:2])
 
 
 def _refuse_kernels(architecture: Any, name: str) -> None:
