@@ -56,10 +56,10 @@ def _leave_out(model: Any) -> None:
     from transformers import PreTrainedModel
 
     decoder = model.get_decoder()
-    inside, ignored = set(decoder.modules()), set(model._keys_to_ignore_on_load_unexpected or ())  # noqa: SLF001
+    inside, ignored = set(decoder.modules()), set[str]()
     for path, module in list(model.named_modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, PreTrainedModel) and child not in inside and decoder not in set(child.modules()):
                 setattr(module, name, None)
                 ignored.add(re.escape(f"{path}.{name}.".lstrip(".")))
-    model._keys_to_ignore_on_load_unexpected = ignored  # noqa: SLF001
+    model._keys_to_ignore_on_load_unexpected.update(ignored)  # noqa: SLF001 -- each model's own set
