@@ -33,7 +33,8 @@ def load_tokenizer(section: ModelSection, data: DataSection | None = None) -> An
         raise ArtifactError(f"the tokenizer of `{name}` has no end-of-text token; set `eos_token` in its config")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    data = data or DataSection()
-    tokenizer.chat_template = template.choose(data.chat_template, tokenizer.chat_template)
+    data = DataSection() if data is None else data
+    chosen = template.choose(data.chat_template, tokenizer.chat_template)
+    tokenizer.chat_template = template.with_defaults(chosen, data.template_arguments)
     tokenizer.padding_side = "right"
     return tokenizer
