@@ -201,6 +201,9 @@ class DataSection(Section):
     after each prompt, as `finetune generate` does."""
     chat_template: Annotated[PathOrName, Choice("data.chat_template", or_file=".jinja")] = "auto"
     """Chat template that renders a conversation for the model."""
+    template_arguments: dict[str, bool | int | str] = {}
+    """Arguments of the chat template, such as `{enable_thinking: false}`. They become its defaults, also where the
+    trained model is asked, exported and served."""
     control_tokens: Literal["text", "parse"] = "text"
     """How to treat text in a row that spells a control token, such as `</s>`: `text` tokenizes it as ordinary text, so
     that no row can forge a turn; `parse` makes it the token, for rows that are already rendered."""

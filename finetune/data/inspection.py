@@ -126,7 +126,7 @@ def inspect_data(config: Config) -> Inspection:
     """Inspect the data that the job would train on (see `finetune.inspect_data`)."""
     libraries.quiet()
     config, _ = bounds.within_known_positions(loaded(config))
-    tokenizer = load_tokenizer(config.model, config.data.chat_template)
+    tokenizer = load_tokenizer(config.model, config.data)
     return inspect(config.data, config.training, tokenizer)
 
 

@@ -395,7 +395,7 @@ def _data(config: Config, architecture: Any) -> Prepared | None:
     if not all(map(sources.at_hand, files)) or not (builtin or at_hand(model.tokenizer or model.name)):
         return None
     try:
-        tokenizer = load_tokenizer(model, config.data.chat_template)
+        tokenizer = load_tokenizer(model, config.data)
     except ArtifactError:
         return None  # training reports a tokenizer that cannot be used
     bounds.check_tokenizer(tokenizer, architecture, model)

@@ -110,7 +110,7 @@ def stages(config: Config) -> None:
     cpu = torch.device("cpu")
     check(config, cpu)
     config, _ = bounds.within_known_positions(config)
-    tokenizer = load_tokenizer(config.model, config.data.chat_template)
+    tokenizer = load_tokenizer(config.model, config.data)
     architecture = load_architecture(config.model)
     bounds.check_tokenizer(tokenizer, architecture, config.model)
     build.choose_attention(config, architecture, cpu.type)
