@@ -38,7 +38,7 @@ class Certificate:
 
     def lines(self, config: Config) -> list[str]:
         """One line for each trial that did not hold: what is off, why, and what that costs."""
-        concerned = {name for name in TRIALS if name not in FUSED or config.kernels.fused != "off"}
+        concerned = {name for name in TRIALS if name not in FUSED or config.fused != "off"}
         return [
             f"certificate: {TRIALS[result.trial].tries} is off: {result.reason}; {TRIALS[result.trial].costs}"
             for result in self.results

@@ -114,7 +114,7 @@ RULES = (
                 "training.precision", only("fp16"),
                 "fp16's loss scale would differ between ranks with sharded gradients", "bf16",
             ),
-            ("kernels.fused", but("off"), f"trying a kernel on a layer {_WHOLE}", "off"),
+            ("kernels.fused", only("on"), f"trying a kernel on a layer {_WHOLE}", "auto"),
             ("kernels.compile", but("none"), "sharded layers are not compiled", "none"),
         )
     ),
