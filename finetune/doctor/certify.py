@@ -47,6 +47,7 @@ def certify(config: Config | None, terminal: Terminal) -> CertificateView:
 
 def _default(device_type: str) -> Config:
     name, length = _DEFAULT[device_type]
-    return Config.model_validate(
-        {"model": {"name": name, "weights": "random"}, "data": {"max_length": length}}, context={"choices": CHOICES}
-    )
+    sections = {
+        "model": {"name": name, "weights": "random"}, "data": {"max_length": length}, "kernels": {"fused": "auto"},
+    }  # fmt: skip
+    return Config.model_validate(sections, context={"choices": CHOICES})
