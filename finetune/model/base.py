@@ -28,7 +28,7 @@ from finetune.model.skeleton import give_layers, keep_training_layout, random_ba
 from finetune.model.source import catalog, prequantized, rope
 from finetune.model.source.locate import hub_call, locate, pinned_code, remote_code, weights_directory
 from finetune.model.structure import composite
-from finetune.model.structure.quantization import QUANTIZATIONS, bitsandbytes_config
+from finetune.model.structure.quantization import QUANTIZATIONS, library_config
 from finetune.runtime import libraries, patches, ranks
 from finetune.storage import weight_files
 
@@ -44,7 +44,7 @@ def load_architecture(section: ModelSection, *, listed: bool = False) -> Any:
     """The transformers config of the base, with its rotary scaling.
 
     It is from the catalog, if that has the name, where weights are random, or always with `listed`: a plan then needs
-    neither network nor a licence. Raises ConfigError for a base whose files are quantized already.
+    neither network nor a licence. Raises ConfigError for a base whose files are quantized in a form that is not kept.
     """
     from transformers import AutoConfig
 
@@ -133,6 +133,7 @@ def _pretrained(
     from finetune.model.structure import quantizers
 
     packing.register()
+    published = prequantized.stated(architecture, quantization)
     with quantizers.used():
         model, report = hub_call(
             f"model `{section.name}`",
@@ -141,7 +142,7 @@ def _pretrained(
                 config=deepcopy(architecture),  # loading writes the quantization into it
                 revision=section.revision,
                 **pinned_code(section),
-                quantization_config=bitsandbytes_config(quantization, dtype),
+                quantization_config=library_config(quantization, dtype, published),
                 attn_implementation=attentions.of_parts(attention, architecture),
                 dtype=dtype,
                 device_map={"": device},
