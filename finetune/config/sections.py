@@ -321,8 +321,8 @@ class KernelsSection(Section):
 
     fused: Literal["auto", "on", "off"] = "auto"
     """Compute layers with adapters, gated MLPs, norms and rotary embeddings with fused kernels, to the same results:
-    `auto` wherever they apply and agree with the model's own code on a few tokens at start, but not in layers that ranks
-    hold in shards or that `compile` compiles; `on` refuses a model where none applies or one disagrees; `off` uses
+    `auto` wherever they apply and agree with the model's own code on a few tokens at start, but not in layers that are
+    sharded or that `compile` compiles; `on` refuses a model where none applies or one disagrees; `off` uses
     PEFT's and transformers' modules. Unless it is `off`, a frozen head's logits are computed once instead of twice, if
     that agrees as well."""
     certificate: Literal["auto", "on", "off"] = "auto"

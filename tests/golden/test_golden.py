@@ -51,7 +51,7 @@ def test_default_kernels_give_the_losses_of_plain_modules(name):
 
 
 def _moved(recorded, name, found):
-    """The numbers of a trajectory that are not as recorded; the weights are compared where the processor is the same."""
+    """The numbers of a trajectory that are not as recorded; weights are compared on the same processor alone."""
     same = recorded["machine"] == machine()
     pinned, found = dict(recorded["trajectories"][name]), dict(found)
     if not same:
