@@ -14,7 +14,6 @@ from finetune.lifecycle.plan import plan
 from finetune.measure.monitor import Monitor, meter_for
 from finetune.model import bounds, build
 from finetune.model.adapters import adapter
-from finetune.model.attention import backends as attentions
 from finetune.report import page
 from finetune.report.result import Result
 from finetune.report.terminal import Terminal
@@ -39,7 +38,7 @@ def train(
     libraries.quiet()
     terminal = (terminal or Terminal()) if ranks.is_main() else Terminal(quiet=True)
     with ranks.refusing():
-        config, note = bounds.as_known_base_allows(config)
+        config, note = bounds.within_known_positions(config)
         check_shares(config)
     if note:
         terminal.note(note)
@@ -47,7 +46,6 @@ def train(
     with session.opened(config, run, terminal) as (device, signals, lock):
         if resume.is_finished(config, run, terminal.note, fresh=fresh):
             return Result(run)
-        config = resume.with_own_kernels(config, run, terminal.note, fresh=fresh)
 
         # Prepare: the machine, the tokenizer, the architecture, the data.
         inputs = preparation.gather(config, run, device, lock, terminal.note, fresh=fresh)
@@ -83,8 +81,6 @@ def train(
                 seed=config.training.seed, device_type=device.type, placement=placement,
             )  # fmt: skip
             terminal.built(model, adapter.left_out(base, config.adapter))
-            if slow := attentions.without_fla(inputs.blueprint.architecture, device.type):
-                terminal.note(slow)
 
             # Train: the optimizer steps, evaluations and checkpoints, and at the end the adapter on disk.
             job = training.TrainingJob(

@@ -47,7 +47,7 @@ class Certificate:
 
     def applied(self, config: Config, device_type: str) -> Config:
         """`config` without the optimizer, the attention or the packing that failed."""
-        changes = {}
+        changes: dict[str, Any] = {}
         twin = optimizers.OPTIMIZERS[config.optimizer.kind].unpaged
         if self.failed("optimizer") and twin and device_type == "cuda":
             changes["optimizer.kind"] = twin

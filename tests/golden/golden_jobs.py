@@ -110,7 +110,7 @@ JOBS: dict[str, tuple[str, list[str]]] = {
         ["optimizer.kind=ademamix_8bit", "data.too_long=split", "data.max_length=48", "training.schedule=constant"],
     ),
 }
-# The same for jobs with the default of `kernels.fused`, in float32, beside the losses of PEFT's modules. FAMILY stands
+# The same for jobs with `kernels.fused: auto`, in float32, beside the losses of PEFT's modules. FAMILY stands
 # for the folder of a base of another family, which has norms of queries and keys, and joint heads of keys.
 FAMILY = {
     "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 64, "intermediate_size": 192,
@@ -185,7 +185,8 @@ def trajectory(name: str, folder: Path) -> dict[str, Any]:
 
 def fused_trajectory(name: str, folder: Path) -> dict[str, Any]:
     """The same for the job `name` of FUSED."""
-    return _train(*FUSED[name], folder)
+    format, changes = FUSED[name]
+    return _train(format, ["kernels.fused=auto", *changes], folder)
 
 
 def _with_plain_steps(name: str, folder: Path) -> dict[str, Any]:

@@ -37,13 +37,13 @@ def test_a_trajectory_is_what_it_was(name, tmp_path: Path):
 
 @pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("name", FUSED)
-def test_a_trajectory_with_default_kernels_is_what_it_was(name, tmp_path: Path):
+def test_a_trajectory_with_fused_kernels_is_what_it_was(name, tmp_path: Path):
     found = fused_trajectory(name, tmp_path)
     assert not _moved(_FUSED, name, found | {"plain_steps": _FUSED["trajectories"][name]["plain_steps"]})
 
 
 @pytest.mark.parametrize("name", FUSED)
-def test_default_kernels_give_the_losses_of_plain_modules(name):
+def test_fused_kernels_give_the_losses_of_plain_modules(name):
     job = _FUSED["trajectories"][name]
     fused, plain = ([loss for loss, _ in job[steps]] for steps in ("steps", "plain_steps"))
     assert job["steps"] != job["plain_steps"], "another program"
