@@ -83,7 +83,7 @@ def packed(codes: torch.Tensor, how: Packing) -> nn.Parameter:
     """A frozen parameter of these bytes."""
     parameter: Any = nn.Parameter(codes, requires_grad=False)
     parameter.packing = how
-    return parameter  # type: ignore[no-any-return]
+    return parameter
 
 
 def pack(form: str, weight: torch.Tensor, *, transposed: bool = False) -> nn.Parameter:
@@ -289,7 +289,7 @@ class PackedLinear(nn.Linear):
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        return _PackedProduct.apply(x, self.weight.data, packing_of(self.weight), bias)  # type: ignore[no-any-return]
+        return _PackedProduct.apply(x, self.weight.data, packing_of(self.weight), bias)
 
 
 class _PackedProduct(torch.autograd.Function):

@@ -197,7 +197,7 @@ def _packed_linear(module: Any, form: str) -> packed.PackedLinear:
     layer: Any = packed.PackedLinear(inputs, outputs, module.bias is not None, "meta", module.weight.dtype)
     layer.weight = packed.pack(form, layer.weight.data)
     layer.source_cls = type(module)
-    return layer.requires_grad_(False)  # type: ignore[no-any-return]
+    return layer.requires_grad_(False)
 
 
 class _Encode(ConversionOps):
