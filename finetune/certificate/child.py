@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import torch
 
-from finetune.certificate.small_model import TriedJob
+from finetune.certificate.small_model import TriedJob, is_shared
 from finetune.certificate.trials import TRIALS, Refuted
 from finetune.config import Config
 from finetune.errors import FinetuneError, first_line
@@ -60,7 +60,8 @@ def _attempt(name: str, job: TriedJob, off: Collection[str]) -> dict[str, Any]:
     except Refuted as refuted:
         return {"status": "slower" if refuted.slower else "failed", "reason": str(refuted)}
     except (torch.OutOfMemoryError, MemoryError):
-        return {"status": "failed", "reason": "it ran out of memory"}
+        shared = job.device.type == "cpu" or is_shared(job.free_bytes, job.total_bytes)
+        return {"status": "failed", "reason": "it ran out of memory", "transient": shared}
     except FinetuneError as error:
         return {"status": "failed", "reason": first_line(error)}
     except Exception as error:  # kernels and models may raise anything
@@ -78,6 +79,7 @@ def _job(request: dict[str, Any]) -> TriedJob:
         request["rows"],
         request["tokens"],
         request["free_bytes"],
+        request["total_bytes"],
     )
 
 

@@ -33,7 +33,7 @@ _WAIT_SECONDS = 120
 
 def made_for(request: dict[str, Any]) -> dict[str, Any]:
     """Everything that the results of a request depend on, as JSON values."""
-    job = {name: value for name, value in request.items() if name not in ("device", "free_bytes")}
+    job = {name: value for name, value in request.items() if name not in ("device", "free_bytes", "total_bytes")}
     return {**_here(torch.device(request["device"])), "job": job}
 
 
@@ -123,7 +123,7 @@ def _device(device: torch.device) -> dict[str, Any]:
         "name": properties.name,
         "uuid": str(getattr(properties, "uuid", "")),
         "total_bytes": properties.total_memory,
-        "driver": driver.VERSION_FILE.read_text().splitlines()[0] if driver.VERSION_FILE.is_file() else "",
+        "driver": driver.version(),
         "cuda": torch.version.cuda,
         "triton": triton_obstacle() is None,
     }

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from finetune.kernels import KERNELS, self_test
 from finetune.model.precision import PRECISIONS
 from finetune.model.probes import packed_rows
 from finetune.runtime import driver
+from finetune.storage.records import TrialResult
 from finetune.training import optimizers
 
 LOSS = "loss"
@@ -47,7 +49,8 @@ class Refuted(Exception):
 class Trial:
     """One trial: what it `tries`, the time it may take, and what it `costs` to do without.
 
-    `run` returns figures by name; it is given the names of kernels that earlier trials turned off.
+    `run` returns figures by name; it is given the names of the trials that did not hold. `applies`: the configs, as
+    JSON values, for which it is made. `of_others`: its result follows from those of the other trials as well.
     """
 
     tries: str
@@ -55,6 +58,8 @@ class Trial:
     costs: str = ""
     limit_seconds: float = 20.0
     on: Collection[str] = field(default=("cpu", "cuda"))
+    applies: Callable[[dict[str, Any]], bool] = lambda config: True
+    of_others: bool = False
 
 
 # -- memory and optimizer ----------------------------------------------------------------------------------------------
@@ -101,7 +106,7 @@ def _updated(job: TriedJob, kind: str) -> list[Tensor]:
 
 
 def _attention_implementation(job: TriedJob, off: Collection[str]) -> dict[str, float]:
-    """Rows of uneven lengths, some longer than a window, beside eager attention; packed rows beside single ones."""
+    """Rows of uneven lengths, some longer than a window, beside eager attention."""
     text = job.architecture.get_text_config()
     window = getattr(text, "sliding_window", None) or 0
     inputs = job.inputs(3, min(max(64, window + 17), 4200))
@@ -109,17 +114,20 @@ def _attention_implementation(job: TriedJob, off: Collection[str]) -> dict[str, 
     lengths = torch.tensor([tokens, tokens - 17, 16], device=job.device)[:, None]
     inside = torch.arange(tokens, device=job.device) < lengths
     inputs |= {"attention_mask": inside.long(), "labels": inputs["labels"].masked_fill(~inside, -100)}
-    model = job.model()
-    chosen = job.results(model, inputs)
-    if job.config.data.packing:
-        with job.passes(model):
-            packed_rows.prove(model)
-    del model
+    chosen = job.results(job.model(), inputs)
     try:
         eager = job.results(job.model("eager"), inputs)
     except torch.OutOfMemoryError:  # it keeps all scores: no reason to train with it
         return {}
     _compare(chosen, eager, job, "the eager computation gives")
+    return {}
+
+
+def _packing(job: TriedJob, off: Collection[str]) -> dict[str, float]:
+    """Packed rows beside single ones."""
+    model = job.model()
+    with job.passes(model):
+        packed_rows.prove(model)
     return {}
 
 
@@ -246,6 +254,11 @@ def _times(seconds: Callable[[bool], float]) -> dict[str, float]:
 
 _MODULES = "the model's own modules compute it, with more memory traffic and time"
 
+
+def _fuses(config: dict[str, Any]) -> bool:
+    return bool(config["kernels"]["fused"] != "off")
+
+
 TRIALS: dict[str, Trial] = {
     "segments": Trial(
         "growing segments", _segments, "the allocator reserves more than the tensors need", on=("cuda",)
@@ -254,16 +267,38 @@ TRIALS: dict[str, Trial] = {
         "a paged optimizer", _optimizer, "its states stay in the GPU's memory, where a long row may not fit beside them"
     ),
     "attention_implementation": Trial(
-        "the chosen attention", _attention_implementation, "eager attention keeps all scores, in memory and time"
+        "the chosen attention", _attention_implementation,
+        "eager attention keeps all scores, in memory and time, and packs no rows",
     ),
-    **{name: Trial(f"kernel `{name}`", _kernel(name), _MODULES) for name in KERNELS},
-    LOSS: Trial("the fused loss", _loss, "TRL's function computes the logits once more"),
-    "model": Trial("a model of two layers", _model, f"no kernel is fused: {_MODULES}", limit_seconds=30.0),
-    "memory": Trial("the forecast beside the measured peak", _memory, limit_seconds=30.0, on=("cuda",)),
+    "packing": Trial(
+        "packing", _packing, "rows are padded instead, and what is computed for padding is lost",
+        applies=lambda config: bool(config["data"]["packing"]),
+    ),
+    **{name: Trial(f"kernel `{name}`", _kernel(name), _MODULES, applies=_fuses) for name in KERNELS},
+    LOSS: Trial("the fused loss", _loss, "TRL's function computes the logits once more", applies=_fuses),
+    "model": Trial(
+        "a model of two layers", _model, f"no kernel is fused: {_MODULES}", limit_seconds=30.0, of_others=True
+    ),
+    "memory": Trial(
+        "the forecast beside the measured peak", _memory, limit_seconds=30.0, on=("cuda",), of_others=True
+    ),
     "rates": Trial("the rates of the GPU", _rates, limit_seconds=10.0, on=("cuda",)),
 }  # fmt: skip
 
 
-def for_device(device_type: str) -> list[str]:
-    """The names of the trials that such a device has, in their order."""
-    return [name for name, trial in TRIALS.items() if device_type in trial.on]
+def missing(request: dict[str, Any], kept: Iterable[TrialResult]) -> list[str]:
+    """The names of the trials of a request, in their order, without those whose results are kept."""
+    there = {result.trial for result in kept}
+    device_type = request["device"].partition(":")[0]
+    return [
+        name
+        for name, trial in TRIALS.items()
+        if name not in there and device_type in trial.on and trial.applies(request["config"])
+    ]
+
+
+def lasting(results: Iterable[TrialResult]) -> list[TrialResult]:
+    """The results to keep: none that are transient, and with such among them none that follow from the others."""
+    results = list(results)
+    passing = any(result.transient for result in results)
+    return [one for one in results if not (one.transient or (passing and TRIALS[one.trial].of_others))]

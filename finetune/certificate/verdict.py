@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from finetune.certificate import making, store
+from finetune.certificate import making, store, trials
 from finetune.certificate.trials import FUSED, TRIALS
 from finetune.config import Config
 from finetune.forecast.devices import Device
@@ -37,22 +37,24 @@ class Certificate:
         return frozenset(FUSED) if "model" in off else frozenset(off & set(FUSED))
 
     def lines(self, config: Config) -> list[str]:
-        """One line for each trial that did not hold: what is off, why, and what that costs."""
-        concerned = {name for name in TRIALS if name not in FUSED or config.kernels.fused != "off"}
+        """One line for each trial that did not hold: what is off, why, what that costs, and whether it is kept."""
         return [
-            f"certificate: {TRIALS[result.trial].tries} is off: {result.reason}; {TRIALS[result.trial].costs}"
+            f"certificate: {TRIALS[result.trial].tries} is off: {result.reason}; {_costs(result.trial, config)}"
+            + ("; it is tried again at the next start" if result.transient else "")
             for result in self.results
-            if result.status != "held" and result.trial in concerned and TRIALS[result.trial].costs
+            if result.status != "held" and result.trial in TRIALS and TRIALS[result.trial].costs
         ]
 
     def applied(self, config: Config, device_type: str) -> Config:
-        """`config` without the optimizer or the attention that failed."""
-        changes = {}
+        """`config` without the optimizer, the attention or the packing that failed."""
+        changes: dict[str, Any] = {}
         twin = optimizers.OPTIMIZERS[config.optimizer.kind].unpaged
         if self.failed("optimizer") and twin and device_type == "cuda":
             changes["optimizer.kind"] = twin
-        if self.failed("attention_implementation") and not config.data.packing:
+        if self.failed("attention_implementation"):
             changes["model.attention"] = "eager"
+        if config.data.packing and (self.failed("packing") or self.failed("attention_implementation")):
+            changes["data.packing"] = False
         return config.changed(changes)
 
     def measured(self, device: Device) -> Device:
@@ -75,6 +77,12 @@ class Certificate:
         }
 
 
+def _costs(trial: str, config: Config) -> str:
+    if trial == "model" and config.fused == "off":
+        return "the run goes on; `memory.checkpointing=none` leaves out what may differ"
+    return TRIALS[trial].costs
+
+
 def request(
     config: Config, architecture: Any, attention: str, device: torch.device, rows: int, tokens: int
 ) -> dict[str, Any]:  # fmt: skip
@@ -83,19 +91,20 @@ def request(
     sections = {
         "model": {"name": "tried", "weights": "random", "attention": config.model.attention},
         "quantization": given["quantization"],
-        "adapter": {**given["adapter"], "init": "default", "start_from": None},
+        "adapter": {**given["adapter"], "init": "default", "start_from": None, "dropout": 0.0},
         "data": {"train": "tried", "packing": config.data.packing},
         "optimizer": given["optimizer"],
         "memory": {name: given["memory"][name] for name in ("checkpointing", "offload", "loss_tokens", "limit")},
-        "training": {name: given["training"][name] for name in ("precision", "learning_rate", "max_grad_norm")},
+        "training": {"precision": given["training"]["precision"]},
+        "kernels": {"fused": "off" if config.fused == "off" else "auto"},
     }
     values = json.loads(architecture.to_json_string(use_diff=False))
     for name in ("_name_or_path", "transformers_version", "architectures"):
         values.pop(name, None)
-    free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device) if device.type == "cuda" else (0, 0)
     return {
         "config": sections, "architecture": values, "attention": attention, "device": str(device),
-        "rows": rows, "tokens": tokens, "free_bytes": free_bytes,
+        "rows": rows, "tokens": tokens, "free_bytes": free_bytes, "total_bytes": total_bytes,
     }  # fmt: skip
 
 
@@ -118,19 +127,24 @@ def standing(request: dict[str, Any]) -> Certificate | None:
 def obtain(
     request: dict[str, Any], note: Callable[[str], None], began: Callable[[str], None], *, anew: bool = False
 ) -> Certificate:
-    """The certificate that is kept, or made now (`anew`: in any case, and in full).
+    """The certificate that is kept, with the trials that it lacks made now (`anew`: all of them, without a limit).
 
     Calls `began` with what is tried, and `note` where the results cannot be kept.
     """
     key = store.made_for(request)
-    if not anew and (kept := store.read(key)) is not None:
-        return Certificate(kept)
+
+    def kept() -> list[TrialResult]:
+        return [] if anew else store.read(key) or []
+
+    if not trials.missing(request, kept()):
+        return Certificate(kept())
     with store.one_process():
-        if not anew and (kept := store.read(key)) is not None:  # another process has made it meanwhile
-            return Certificate(kept)
-        results = making.make(request, began, complete=anew)
+        earlier = kept()
+        if not trials.missing(request, earlier):  # another process has made them meanwhile
+            return Certificate(earlier)
+        results = making.make(request, began, earlier, complete=anew)
         if not any(result.status == "held" for result in results):  # the trials could not run at this moment
             return Certificate(results)
-        if why := store.write(key, results):
+        if why := store.write(key, trials.lasting(results)):
             note(f"certificate: the results are used for this run and not kept: {why}")
     return Certificate(results)

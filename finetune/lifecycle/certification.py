@@ -41,7 +41,11 @@ def certify(
         terminal.note(line)
     if device.type == "cuda" and certificate.failed("segments"):
         segments.disable()
-    asked = {"optimizer.kind": config.optimizer.kind, "model.attention": config.model.attention}
+    asked = {
+        "optimizer.kind": config.optimizer.kind,
+        "model.attention": config.model.attention,
+        "data.packing": config.data.packing,
+    }
     config = certificate.applied(config, device.type)
     attention, reason = build.choose_attention(config, blueprint.architecture, device.type)
     return (
