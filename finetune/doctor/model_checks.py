@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,7 +32,9 @@ from finetune.model import base as bases
 from finetune.model import build
 from finetune.model.attention.caches import CACHES
 from finetune.model.probes import causality, packed_rows
+from finetune.model.recompute import checkpointing
 from finetune.model.source.tokenizer import load_tokenizer
+from finetune.objectives import log_probs
 from finetune.report.terminal import Terminal
 from finetune.settings import load_config
 from finetune.storage.rundir import RunDirectory
@@ -92,7 +95,7 @@ class Copy:
             "training": {
                 "max_steps": _STEPS, "batch_size": 4, "micro_batch": 2, "learning_rate": 3e-3, "precision": precision,
             },
-            "memory": {"check": "off"},
+            "memory": {"check": "off", "checkpointing": "none"},
             "output": {"dir": str(self.run(kind).path), "merge": False},
         }  # fmt: skip
         for section, values in sections.items():
@@ -115,11 +118,11 @@ class Copy:
     @cached_property
     def padded(self) -> dict[str, Tensor]:
         """Two rows of unequal length, padded."""
-        inputs = self.tried(self.job()).inputs(2, max(_LENGTHS))
-        mask = torch.arange(inputs["input_ids"].shape[1]) < torch.tensor(_LENGTHS)[:, None]
-        return {
-            **inputs, "attention_mask": mask.long(), "labels": inputs["labels"].masked_fill(~mask, -100)
-        }  # fmt: skip
+        ids = torch.randint(
+            small_copy.WORDS, (len(_LENGTHS), max(_LENGTHS)), generator=torch.Generator().manual_seed(1)
+        )
+        inside = torch.arange(max(_LENGTHS)) < torch.tensor(_LENGTHS)[:, None]
+        return {"input_ids": ids, "attention_mask": inside.long(), "labels": ids.masked_fill(~inside, -100)}
 
 
 class _Tried(TriedJob):
@@ -155,7 +158,7 @@ def _structure(copy: Copy) -> str:
     attention, _ = build.choose_attention(config, copy.whole, "cpu")
     mixture = build.blueprint(config, copy.whole, attention).check(config.adapter)
     name = copy.whole.architectures[0] if copy.whole.architectures else copy.whole.model_type
-    return f"{name}, {copy.whole.get_text_config().num_hidden_layers} layers" + ("; a mixture" if mixture else "")
+    return f"{name}, a mixture of experts" if mixture else name
 
 
 def _weights(copy: Copy) -> str:
@@ -165,8 +168,9 @@ def _weights(copy: Copy) -> str:
         model.save_pretrained(copy.base)
         rows = [{"text": f"{'Once more: ' * number}{number} times 7 makes {number * 7}."} for number in range(4)]
         (copy.folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    layers = copy.architecture.get_text_config().num_hidden_layers
-    return f"a copy of {layers} layers with random weights"
+    layers = checkpointing.layers(build.weightless(ModelSection(name=str(copy.base)), copy.architecture))
+    kinds = Counter(type(layer).__name__ for layer in layers)
+    return ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "made"
 
 
 def _sixteen_bit(copy: Copy) -> str:
@@ -215,6 +219,8 @@ def _loss(copy: Copy) -> str:
     """The loss and the gradients of a step beside those of transformers and PEFT."""
     tried = copy.tried(copy.job())
     model = tried.model()
+    with tried.passes(model):
+        log_probs.check(model)
     ours = tried.results(model, copy.padded)
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     labels = copy.padded["labels"]
@@ -233,9 +239,10 @@ def _fused(copy: Copy) -> str:
     model = tried.model()
     plain = tried.results(model, copy.padded)
     attached = kernels.attach(model, "auto", triton=True)
+    off = self_test.prove(model, attached)
     fused = tried.results(model, copy.padded, fused_loss=True)
     counts = ", ".join(f"{len(modules)} {name}" for name, modules in attached.replaced.items() if modules)
-    return _same(fused, plain, "the modules compute", f"fused: {counts or 'the loss alone'}")
+    return _same(fused, plain, "the modules compute", "; ".join([counts or "the loss alone", *off]))
 
 
 def _recomputed(copy: Copy) -> str:
@@ -366,7 +373,7 @@ def attempt(name: str, copy: Copy) -> tuple[Status, str, int]:
     except Differs as differs:
         return "error", str(differs), 0
     except FinetuneError as error:
-        failed = isinstance(error, (ArtifactError, NumbersError)) and name != "structure"
+        failed = isinstance(error, (ArtifactError, NumbersError)) and name not in ("structure", "causal")
         return "error" if failed else "refused", str(error), error.exit_code
     except Exception as error:  # models and libraries may raise anything
         return "error", f"{type(error).__name__}: {str(error).strip()[:300]}", 0

@@ -10,7 +10,7 @@ from finetune.config import QuantizationSection
 from finetune.model import skeleton
 
 WORDS = 4096
-"""The vocabulary of a copy: that of builtin:tiny-llama."""
+"""The largest vocabulary of a copy, more than builtin:tiny-llama has."""
 _LAYERS = 2
 _OF_LAYERS = {"num_hidden_layers", "n_layer", "n_layers", "num_layers"}
 # Sizes by what a config may call them.
@@ -52,7 +52,10 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1},
     "nemotron": {"num_key_value_heads": 2},
     "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 1},
-    "zamba2": {"n_mamba_heads": 4, "mamba_headdim": 16, "mamba_ngroups": 1},
+    "zamba2": {
+        "n_mamba_heads": 4, "mamba_headdim": 16, "mamba_ngroups": 1, "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+    },
 }  # fmt: skip
 
 
