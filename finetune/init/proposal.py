@@ -27,7 +27,7 @@ from finetune.init.draft import Draft
 from finetune.init.questions import Wanted
 from finetune.model import bounds
 from finetune.model.base import load_architecture
-from finetune.model.source import chat_template
+from finetune.model.source import chat_template, prequantized
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.report import words
 from finetune.runtime import libraries
@@ -209,6 +209,9 @@ def _fitted(draft: Draft, planner: Planner) -> Fitted:
 
 
 def _choose_quantization(draft: Draft, planner: Planner) -> None:
+    if form := prequantized.form(planner.architecture):
+        draft.take("quantization.kind", "published", f"the base is published in {form}, which is kept")
+        return
     draft.take("quantization.kind", "none")
     whole = _for(draft, planner)
     least = whole.forecast(
