@@ -133,9 +133,10 @@ def _plan_training(
 ) -> bool:
     """Print, draw and write the forecast of a training step, and return whether it fits."""
     with libraries.importing():
+        from finetune.certificate import verdict
         from finetune.forecast import planning
         from finetune.report.forecast_view import PlanView
-    view = PlanView(planning.plan(job, gpu, gpus))
+    view = PlanView(planning.plan(job, gpu, gpus, verdict.follow))
     if not as_json:
         note_missing(job)
     if picture:
@@ -159,9 +160,10 @@ def fit(
     if not as_json:
         announce(f"fit of {config}", job)
     with libraries.importing():
+        from finetune.certificate import verdict
         from finetune.forecast import planning
         from finetune.report.forecast_view import FittedView
-    fitted, limits = planning.fit_with_limits(job, gpu, gpus)
+    fitted, limits = planning.fit_with_limits(job, gpu, gpus, verdict.follow)
     if not as_json:
         note_missing(job)
     target = output or Path(f"{config.stem}_fitted.yaml")
