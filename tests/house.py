@@ -51,6 +51,8 @@ OF_LIBRARIES = {
     "quant_state": "bitsandbytes.nn.Params4bit and Linear4bit",
     "quant_storage": "bitsandbytes.nn.Params4bit",
     "quant_type": "bitsandbytes.nn.Params4bit",
+    "operations": "transformers: WeightConverter",
+    "packing": "of ours, on packed parameters, as bitsandbytes keeps `quant_state`",
     "chat_template": "transformers: tokenizer",
     "encode_special_tokens": "tokenizers.Tokenizer",
     "pad_token": "transformers: tokenizer",

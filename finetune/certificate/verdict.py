@@ -92,7 +92,7 @@ class Certificate:
 
 
 def _costs(trial: str, config: Config) -> str:
-    if trial == "model" and config.kernels.fused == "off":
+    if trial == "model" and config.fused == "off":
         return "the run goes on; `memory.checkpointing=none` leaves out what may differ"
     return TRIALS[trial].costs
 
@@ -110,7 +110,7 @@ def request(
         "optimizer": given["optimizer"],
         "memory": {name: given["memory"][name] for name in ("checkpointing", "offload", "loss_tokens", "limit")},
         "training": {"precision": given["training"]["precision"]},
-        "kernels": {"fused": "off" if config.kernels.fused == "off" else "auto"},
+        "kernels": {"fused": "off" if config.fused == "off" else "auto"},
     }
     values = json.loads(architecture.to_json_string(use_diff=False))
     for name in ("_name_or_path", "transformers_version", "architectures"):

@@ -136,9 +136,12 @@ def _plan_training(
         from finetune.certificate import verdict
         from finetune.forecast import planning
         from finetune.report.forecast_view import PlanView
-    view = PlanView(planning.plan(job, gpu, gpus, verdict.follow))
+    planned = planning.plan(job, gpu, gpus, verdict.follow)
+    view = PlanView(planned)
     if not as_json:
         note_missing(job)
+        if (kind := planned.config.quantization.kind) != job.quantization.kind:
+            new_terminal().note(f"quantization.kind: {kind}, the form that `{job.model.name}` is published in")
     if picture:
         view.draw(picture)
         wrote(picture, as_json)

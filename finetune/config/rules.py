@@ -107,14 +107,17 @@ RULES = (
             f"{reason}; set `{remedy}`, or `distributed.kind: ddp`",
         )
         for key, values, reason, remedy in (
-            ("quantization.kind", only("int8"), "the scales of int8 weights cannot be sharded", "nf4` or `none"),
+            *(
+                ("quantization.kind", only(kind), f"the scales of {kind} weights cannot be sharded", "nf4` or `none")
+                for kind in ("int8", "mxfp4", "fp8")
+            ),
             ("adapter.init", but("default"), f"an initialization from the weights {_WHOLE}", "default"),
             ("adapter.dora", only(True), f"DoRA {_WHOLE}", "false"),
             (
                 "training.precision", only("fp16"),
                 "fp16's loss scale would differ between ranks with sharded gradients", "bf16",
             ),
-            ("kernels.fused", but("off"), f"trying a kernel on a layer {_WHOLE}", "off"),
+            ("kernels.fused", only("on"), f"trying a kernel on a layer {_WHOLE}", "auto"),
             ("kernels.compile", but("none"), "sharded layers are not compiled", "none"),
         )
     ),

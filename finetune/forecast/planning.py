@@ -387,7 +387,7 @@ def planner_for(
     device = devices.find(gpu or ("auto" if torch.cuda.is_available() else "cpu"), config.memory)
     architecture = load_architecture(config.model, listed=True)
     context.check(architecture, config.distributed.context)
-    config, _ = bounds.within_positions(config, architecture)
+    config, _ = bounds.as_base_allows(config, architecture)
     adapter = config.adapter
     rank = max([adapter.rank, *adapter.ranks.values()])
     above = rank > getattr(architecture.get_text_config(), "hidden_size", rank)  # what most layers have
@@ -406,7 +406,7 @@ def _data(config: Config, architecture: Any) -> Prepared | None:
     if not all(map(sources.at_hand, files)) or not (builtin or at_hand(model.tokenizer or model.name)):
         return None
     try:
-        tokenizer = load_tokenizer(model, config.data.chat_template)
+        tokenizer = load_tokenizer(model, config.data)
     except ArtifactError:
         return None  # training reports a tokenizer that cannot be used
     bounds.check_tokenizer(tokenizer, architecture, model)

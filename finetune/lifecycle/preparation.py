@@ -62,7 +62,7 @@ def gather(
     ranks.main_does(lambda: lock.take() if run.exists else None)  # before anything slow
     with ranks.agreeing():
         architecture = load_architecture(config.model)  # first, as it refuses bases that cannot be trained
-        tokenizer = load_tokenizer(config.model, config.data.chat_template)
+        tokenizer = load_tokenizer(config.model, config.data)
     provenance.refuse_other_ranks({"tokenizer": fingerprint.of(tokenizer)})
     with ranks.agreeing():
         bounds.check_tokenizer(tokenizer, architecture, config.model)

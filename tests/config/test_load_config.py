@@ -493,7 +493,7 @@ RULES: list[tuple[str, list[str], tuple[str, ...], list[str]]] = [
             ("adapter.init", "loftq", "adapter.init=default"),
             ("adapter.dora", "true", "adapter.dora=false"),
             ("training.precision", "fp16", "distributed.kind=ddp"),
-            ("kernels.fused", "auto", "kernels.fused=off"),
+            ("kernels.fused", "on", "kernels.fused=auto"),
             ("kernels.compile", "layers", "kernels.compile=none"),
         )
     ),
