@@ -8,7 +8,9 @@ from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from finetune.doctor import small_copy
-from finetune.doctor.small_copy import WORDS as WORDS
+
+WORDS = small_copy.WORDS
+model = small_copy.model_of
 
 
 def types() -> list[str]:

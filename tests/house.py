@@ -312,7 +312,11 @@ class House:
 
     def docs_words(self) -> int:
         """Words of the pages, but for those that are made from the source, and of the README."""
-        pages = [page for page in (self.root / "docs").glob("*.md") if page.name not in {"config.md", "patches.md"}]
+        pages = [
+            page
+            for page in (self.root / "docs").glob("*.md")
+            if page.name not in {"architectures.md", "config.md", "patches.md"}
+        ]
         return sum(len(page.read_text(encoding="utf-8").split()) for page in [*pages, self.root / "README.md"])
 
     # -- all -------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ LIMITS = {
     "files that know DeepSpeed": 4,
     "lines of finetune/": 44_000,  # to become 34,000
     "lines of tests/": 44_200,  # to become 34,000
-    "lines of benchmarks/": 9_520,  # to become 8,500
+    "lines of benchmarks/": 9_580,  # to become 8,500
     "words of docs/ and the README": 23_000,
 }
 

@@ -118,9 +118,8 @@ class Copy:
     @cached_property
     def padded(self) -> dict[str, Tensor]:
         """Two rows of unequal length, padded."""
-        ids = torch.randint(
-            small_copy.WORDS, (len(_LENGTHS), max(_LENGTHS)), generator=torch.Generator().manual_seed(1)
-        )
+        words = self.architecture.get_text_config().vocab_size
+        ids = torch.randint(words, (len(_LENGTHS), max(_LENGTHS)), generator=torch.Generator().manual_seed(1))
         inside = torch.arange(max(_LENGTHS)) < torch.tensor(_LENGTHS)[:, None]
         return {"input_ids": ids, "attention_mask": inside.long(), "labels": ids.masked_fill(~inside, -100)}
 

@@ -28,8 +28,6 @@ def refusal(key: str, value: object) -> str:
         ("training.objective", "ppo", "TRL"),
         ("training.objective", "reward", "TRL"),
         ("training.objective", "pt", "`data.format: text`"),
-        ("quantization.kind", "fp8", "`int8`"),
-        ("quantization.kind", "mxfp4", "`nf4`"),
         ("quantization.kind", "nvfp4", "`nf4`"),
         ("quantization.kind", "gptq", "`nf4`"),
         ("quantization.kind", "awq", "`nf4`"),
