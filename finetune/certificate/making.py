@@ -44,7 +44,7 @@ def make(
     until = time.monotonic() + limit_seconds
     results = list(kept)
     while waiting:
-        off = [result.trial for result in results if result.status != "held"]
+        off = [result.trial for result in results if result.is_off]
         try:
             child = start({**request, "parent": os.getpid(), "trials": waiting, "off": off})
         except OSError as error:

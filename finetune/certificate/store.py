@@ -61,11 +61,12 @@ def _record(path: Path) -> CertificateRecord | None:
         return None
 
 
-def of_device(device: torch.device) -> list[list[TrialResult]]:
-    """The results of all kinds of job that are kept for a device with these versions and this code."""
+def of_device(device: torch.device) -> list[CertificateRecord]:
+    """The certificates that are kept for a device with these versions and this code, the newest first."""
     here = _here(device)
-    kept = map(_record, sorted((cache_folder() / "certificates").glob("*.json")))
-    return [one["results"] for one in kept if one and {**one["made_for"], **here} == one["made_for"]]
+    files = [(path.stat().st_mtime, path) for path in (cache_folder() / "certificates").glob("*.json")]
+    kept = (_record(path) for _, path in sorted(files, reverse=True))
+    return [one for one in kept if one and {**one["made_for"], **here} == one["made_for"]]
 
 
 def write(made_for: dict[str, Any], results: list[TrialResult]) -> str | None:

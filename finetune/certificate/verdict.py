@@ -10,9 +10,13 @@ from typing import Any
 import torch
 
 from finetune.certificate import making, store, trials
-from finetune.certificate.trials import FUSED, TRIALS
-from finetune.config import Config
+from finetune.certificate.trials import FUSED, LARGE, TRIALS
+from finetune.config import Config, MemorySection
+from finetune.forecast import devices
 from finetune.forecast.devices import Device
+from finetune.forecast.planning import Planner
+from finetune.model import build
+from finetune.model.source.locate import remote_code
 from finetune.storage.records import TrialResult
 from finetune.training import optimizers
 
@@ -28,12 +32,14 @@ class Certificate:
 
     def failed(self, trial: str) -> bool:
         """Whether a trial was made and did not hold."""
-        return any(result.trial == trial and result.status != "held" for result in self.results)
+        return any(result.trial == trial and result.is_off for result in self.results)
 
     @property
     def kernels_off(self) -> frozenset[str]:
         """Kernels, or `loss`, that are not used: those whose trial did not hold; all if that of `model` did not."""
-        off = {result.trial for result in self.results if result.status != "held"}
+        off = {result.trial for result in self.results if result.is_off}
+        if "large" in off:
+            off.update(LARGE)
         return frozenset(FUSED) if "model" in off else frozenset(off & set(FUSED))
 
     def lines(self, config: Config) -> list[str]:
@@ -42,11 +48,11 @@ class Certificate:
             f"certificate: {TRIALS[result.trial].tries} is off: {result.reason}; {_costs(result.trial, config)}"
             + ("; it is tried again at the next start" if result.transient else "")
             for result in self.results
-            if result.status != "held" and result.trial in TRIALS and TRIALS[result.trial].costs
+            if result.is_off and result.trial in TRIALS and TRIALS[result.trial].costs
         ]
 
-    def applied(self, config: Config, device_type: str) -> Config:
-        """`config` without the optimizer, the attention or the packing that failed."""
+    def changes(self, config: Config, device_type: str) -> dict[str, Any]:
+        """Values of `section.key` without the optimizer, attention, packing or offload of `config` that failed."""
         changes: dict[str, Any] = {}
         twin = optimizers.OPTIMIZERS[config.optimizer.kind].unpaged
         if self.failed("optimizer") and twin and device_type == "cuda":
@@ -55,24 +61,32 @@ class Certificate:
             changes["model.attention"] = "eager"
         if config.data.packing and (self.failed("packing") or self.failed("attention_implementation")):
             changes["data.packing"] = False
-        return config.changed(changes)
+        if config.memory.offload != "none" and self.failed("offload"):
+            changes["memory.offload"] = "none"
+        return changes
 
-    def measured(self, device: Device) -> Device:
-        """`device` with what was measured there instead of its data sheet, and without the kernels that are off."""
-        figures = {name: value for result in self.results for name, value in result.figures.items()}
+    def here(self, device: torch.device, memory: MemorySection) -> Device:
+        """`device` for a plan: with what was measured there instead of its data sheet, and without what failed."""
+        figures = {(result.trial, name): value for result in self.results for name, value in result.figures.items()}
+        plain = devices.here(device, memory, int(figures.get(("memory", "context_bytes"), 0)))
+        reserved, forecast = (figures.get(("reserved", f"{of}reserved_bytes"), 0) for of in ("", "forecast_"))
         return replace(
-            device,
+            plain,
             kernels_off=tuple(sorted(self.kernels_off)),
-            outside_bytes=int(figures.get("context_bytes", device.outside_bytes)),
-            flops=figures.get("flops", device.flops),
-            bandwidth_bytes=figures.get("bandwidth_bytes", device.bandwidth_bytes),
+            expandable_segments=plain.expandable_segments and not self.failed("segments"),
+            managed_memory=plain.managed_memory and not self.failed("optimizer"),
+            offloads=not self.failed("offload"),
+            flops=figures.get(("rates", "flops"), plain.flops),
+            bandwidth_bytes=figures.get(("rates", "bandwidth_bytes"), plain.bandwidth_bytes),
+            measured_workspace_bytes=int(figures.get(("rates", "workspace_bytes"), 0)),
+            reserved_share=reserved / forecast if 0 < forecast < reserved else 1.0,
         )
 
     def summary(self) -> dict[str, Any]:
         """The results for environment.json: what did not hold, and the figures."""
         return {
             "held": [result.trial for result in self.results if result.status == "held"],
-            "off": {result.trial: result.reason for result in self.results if result.status != "held"},
+            "off": {result.trial: result.reason for result in self.results if result.is_off},
             "figures": {result.trial: result.figures for result in self.results if result.figures},
         }
 
@@ -118,10 +132,47 @@ def micro_batch(config: Config, longest: int) -> tuple[int, int]:
     return rows, max(2 ** (positions - 1).bit_length() // rows - 3, 8)
 
 
-def standing(request: dict[str, Any]) -> Certificate | None:
-    """The certificate that is kept for a request, if there is one."""
-    results = store.read(store.made_for(request))
-    return None if results is None else Certificate(results)
+def is_tried(config: Config, device_type: str) -> bool:
+    """Whether the config asks for a certificate on a device, and its model can be made without foreign code."""
+    wanted = config.kernels.certificate
+    return (wanted == "on" or (wanted == "auto" and device_type == "cuda")) and remote_code(config.model) is None
+
+
+def standing(request: dict[str, Any]) -> Certificate:
+    """What is known of the device before anything is tried.
+
+    That is the certificate of this kind of job; or else that of the same model with other rows or memory settings; or
+    else what was measured for any job.
+    """
+    key = store.made_for(request)
+    if kept := store.read(key):
+        return Certificate(kept)
+    others = store.of_device(torch.device(request["device"]))
+    for other in others:
+        if _model_of(other["made_for"]["job"]) == _model_of(key["job"]):
+            return Certificate(other["results"])
+    newest = others[0]["results"] if others else []
+    return Certificate([one for one in newest if one.trial in TRIALS and TRIALS[one.trial].of_device])
+
+
+def _model_of(job: dict[str, Any]) -> dict[str, Any]:
+    """The part of a request that kernels compute."""
+    sections = {name: keys for name, keys in job["config"].items() if name not in ("memory", "optimizer")}
+    return {"config": sections, "architecture": job["architecture"], "attention": job["attention"]}
+
+
+def follow(planner: Planner) -> Planner:
+    """`planner` for what will be run on this machine, by what is known of its device."""
+    config, device = planner.job, torch.device(planner.device.type)
+    if not is_tried(config, device.type):
+        return planner
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    longest = max(planner.data.train["length"]) if planner.data else config.data.max_length
+    attention, _ = build.choose_attention(config, planner.architecture, device.type)
+    certificate = standing(request(config, planner.architecture, attention, device, *micro_batch(config, longest)))
+    changes = certificate.changes(config, device.type)
+    return replace(planner, job=config.changed(changes), device=certificate.here(device, config.memory))
 
 
 def obtain(

@@ -133,9 +133,10 @@ def _plan_training(
 ) -> bool:
     """Print, draw and write the forecast of a training step, and return whether it fits."""
     with libraries.importing():
+        from finetune.certificate import verdict
         from finetune.forecast import planning
         from finetune.report.forecast_view import PlanView
-    planned = planning.plan(job, gpu, gpus)
+    planned = planning.plan(job, gpu, gpus, verdict.follow)
     view = PlanView(planned)
     if not as_json:
         note_missing(job)
@@ -162,9 +163,10 @@ def fit(
     if not as_json:
         announce(f"fit of {config}", job)
     with libraries.importing():
+        from finetune.certificate import verdict
         from finetune.forecast import planning
         from finetune.report.forecast_view import FittedView
-    fitted, limits = planning.fit_with_limits(job, gpu, gpus)
+    fitted, limits = planning.fit_with_limits(job, gpu, gpus, verdict.follow)
     if not as_json:
         note_missing(job)
     target = output or Path(f"{config.stem}_fitted.yaml")

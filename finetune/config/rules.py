@@ -82,6 +82,10 @@ RULES = (
         "LoftQ starts from a 4-bit base's error; set `quantization.kind: nf4`",
     ),
     Rule(
+        "adapter.dora", only(True), "quantization.kind", only("mxfp4", "fp8", "published"),
+        "DoRA needs the norms of weights that are held packed; set `dora: false`, or `quantization.kind: none`",
+    ),
+    Rule(
         "adapter.init", only("loftq"), "model.weights", only("random"),
         "LoftQ compares with the weights on disk, and random weights have none; set `adapter.init: default`",
     ),

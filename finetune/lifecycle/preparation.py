@@ -36,7 +36,7 @@ from finetune.training.checks import check
 @dataclass(frozen=True)
 class JobInputs:
     """The inputs of a job. `attention` says which implementation was chosen and why; `started_from` is the name and
-    hash of the adapter that training starts from. `asked`: the keys that a certificate may have replaced, as the user's
+    hash of the adapter that training starts from. `asked`: the keys that a certificate has replaced, as the user's
     config has them; they are what is recorded, so that the same command goes on when another certificate stands.
     """
 

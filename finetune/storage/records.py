@@ -265,10 +265,15 @@ class TrialResult:
     """
 
     trial: str
-    status: Literal["held", "failed", "slower"]
+    status: Literal["held", "failed", "slower", "skipped"]
     reason: str = ""
     figures: dict[str, Positive] = field(default_factory=dict)
     transient: bool = False
+
+    @property
+    def is_off(self) -> bool:
+        """Whether what was tried is not to be used."""
+        return self.status in ("failed", "slower")
 
 
 @_dict_record

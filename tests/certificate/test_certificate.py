@@ -29,7 +29,7 @@ import finetune
 from finetune.certificate import child, making, small_model, store, trials, verdict
 from finetune.config import Config
 from finetune.doctor import machine
-from finetune.forecast import devices
+from finetune.forecast import devices, planning, traced_step
 from finetune.kernels import ops
 from finetune.model.base import load_architecture
 from finetune.runtime import libraries
@@ -404,16 +404,53 @@ def test_a_child_ends_with_its_parent() -> None:
 
 def test_what_failed_is_taken_out_of_the_job_and_of_its_plan() -> None:
     failed = [TrialResult(name, "failed", "it differs") for name in ("optimizer", "attention_implementation", "lora")]
-    certificate = verdict.Certificate(failed)
-    config = certificate.applied(load_config(TINY, []), "cuda")
-    assert (config.optimizer.kind, config.model.attention) == ("adamw_8bit", "eager")
+    certificate, tiny = verdict.Certificate(failed), load_config(TINY, [])
+    assert certificate.changes(tiny, "cuda") == {"optimizer.kind": "adamw_8bit", "model.attention": "eager"}
     packed = load_config(TINY, ["data.packing=true"])
-    without = verdict.Certificate([TrialResult("packing", "failed", "a row sees another")]).applied(packed, "cuda")
-    assert (without.data.packing, without.model.attention) == (False, packed.model.attention)
-    assert not certificate.applied(packed, "cuda").data.packing, "eager attention packs no rows"
-    assert certificate.applied(load_config(TINY, []), "cpu").optimizer.kind == "paged_adamw_8bit"
+    without = verdict.Certificate([TrialResult("packing", "failed", "a row sees another")])
+    assert without.changes(packed, "cuda") == {"data.packing": False}
+    assert certificate.changes(packed, "cpu") == {"model.attention": "eager", "data.packing": False}, "not in eager"
+    offloaded = load_config(TINY, ["memory.offload=checkpoints"])
+    assert verdict.Certificate([TrialResult("offload", "failed", "")]).changes(offloaded, "cuda") == {
+        "memory.offload": "none"
+    }
     assert certificate.kernels_off == {"lora"}
     assert verdict.Certificate([TrialResult("model", "failed", "its losses differ")]).kernels_off == set(trials.FUSED)
+
+
+def planned_without(config: Config, gpu: str = "cpu") -> tuple[str, ...]:
+    """The kernels that a plan of `config` leaves out."""
+    return planning.planner_for(config, gpu, follow=verdict.follow).device.kernels_off
+
+
+@pytest.mark.slow
+def test_a_plan_follows_the_certificate_that_stands_as_the_run_does(quick, monkeypatch) -> None:
+    results = [TrialResult("mlp", "failed", "one element differs"), *RESULTS[::2]]
+    monkeypatch.setattr(making, "make", lambda *given, **named: results)
+    traced: list[tuple[str, ...]] = []
+
+    def trace_step(setting: Any, *models: Any) -> Any:
+        traced.append(setting.device.kernels_off)
+        return traced_step.trace_step(setting, *models)
+
+    monkeypatch.setattr(planning, "trace_step", trace_step)
+    job = quick(*JOB, "memory.check=refuse")
+    assert planned_without(job) == ()
+    finetune.train(job)
+    assert set(traced) == {("mlp",)}, "the plan is made after the trials"
+    for alike in (
+        "training.max_steps=9",
+        "training.micro_batch=2",
+        "memory.checkpointing=all",
+        "optimizer.kind=adamw_8bit",
+    ):
+        assert planned_without(quick(*JOB, alike)) == ("mlp",)
+    for other in ("adapter.rank=2", "kernels.certificate=off"):
+        assert planned_without(quick(*JOB, other)) == ()
+    assert planned_without(job, "RTX 4090") == ()
+    finetune.plan(job)
+    finetune.fit(job)
+    assert set(traced) == {("mlp",)}
 
 
 @pytest.mark.slow

@@ -434,6 +434,12 @@ RULES: list[tuple[str, list[str], tuple[str, ...], list[str]]] = [
         ("`model.weights: pretrained`", "`weights: pretrained`", "`adapter.init: default`"),
         ["model.weights=pretrained"],
     ),
+    (
+        "adapter.dora",
+        ["adapter.dora=true", "quantization.kind=mxfp4"],
+        ("`dora: false`", "`quantization.kind: none`"),
+        ["adapter.dora=false"],
+    ),
     ("output.merge", ["output.merge=true", "model.weights=random"], ("`output.merge: false`",), ["output.merge=false"]),
     (
         "adapter.dtype",
