@@ -111,7 +111,7 @@ def make_run(folder: Path, base: Path, *overrides: str, tokens: int = 256) -> tu
     save_file(weights, run.adapter / "adapter_model.safetensors", {"format": "pt"})
     adapted.peft_config["default"].inference_mode = True
     adapted.peft_config["default"].save_pretrained(str(run.adapter))
-    tokenizer = load_tokenizer(config.model, config.data.chat_template)
+    tokenizer = load_tokenizer(config.model, config.data)
     fingerprint.save(tokenizer, identity.of_base(config.model), run.adapter)
     return run, config
 

@@ -48,7 +48,7 @@ AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
             "finetune.data.chat": "system_heads is_empty trained_turns _encoding "
             "_completion _with_end _tokens _chat",
             "finetune.data.encoded": "Encoded.trained Segment.trained Segment.cut",
-            "finetune.data.masks": "answer_turns trained_spans marks_generation check_template "
+            "finetune.data.masks": "answer_turns mask marks_generation check_template "
             "rendering _by_marks _by_prefixes _turn_end _closed _words",
             "finetune.data.lengths": "_error _drop _truncate _last_answer _split",
         },

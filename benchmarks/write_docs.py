@@ -34,6 +34,7 @@ def generated() -> dict[Path, str]:
         docs / "config.md": settings.reference(),
         docs / "config.schema.json": json.dumps(settings.schema(), indent=2) + "\n",
         docs / "patches.md": patches_page(),
+        docs / "architectures.md": architectures_page(),
     }
 
 
@@ -52,6 +53,69 @@ def patches_page() -> str:
     ]
     parts += ["\n".join([f"## {library}\n", *lines]) for library, lines in libraries.items()]
     return "\n\n".join(parts) + "\n"
+
+
+_COLUMNS = {
+    "trained": ("trained 16 bit", "trained nf4"),
+    "merged": ("merged 16 bit", "merged nf4"),
+    "forecast": ("forecast 16 bit", "forecast nf4"),
+    "packed": ("packed",),
+    "recomputed": ("recomputed",),
+    "fused": ("fused",),
+    "servers": ("served", "adapter"),
+    "GGUF": ("gguf",),
+    "answers": ("answers",),
+}
+"""Columns of the table of architectures, each with the checks of `finetune doctor MODEL` that it stands for."""
+_SIGNS = {"error": "fails", "refused": "refused", "skipped": "–", "ok": "yes"}
+
+
+def architectures_page() -> str:
+    """What `finetune doctor` says of every architecture as Markdown."""
+    tried = result("architectures")["architectures"]
+    rows, reasons = [], []
+    for name, entry in tried.items():
+        statuses = {check: one["status"] for check, one in entry["checks"].items()}
+        said = [[statuses.get(check, "skipped") for check in checks] for checks in _COLUMNS.values()]
+        signs = [next(sign for status, sign in _SIGNS.items() if status in each) for each in said]
+        rows.append(f"| `{name}` | {' | '.join(signs)} |")
+        about = ("structure", "weights", "causal", "loss", *(check for checks in _COLUMNS.values() for check in checks))
+        wrong = [check for check in about if statuses.get(check) == "error"]
+        wrong = [check for check in ("trained 16 bit",) if statuses.get(check) == "refused"] or wrong
+        if wrong:
+            reasons.append(f"- `{name}`, {wrong[0]}: {_one_line(entry['checks'][wrong[0]]['what'])}")
+    exact = sum(row.split(" | ")[1:3] == ["yes", "yes"] for row in rows)
+    version = result("architectures")["environment"]["packages"]["transformers"]
+    return "\n".join(
+        [
+            "# Architectures",
+            "",
+            f"What `finetune doctor MODEL` says of the {len(tried)} architectures of transformers "
+            f"{version} with a causal language model: "
+            f"{exact} train and merge exactly. Each is tried as a small copy with random weights, of transformers' own "
+            "default config, on a CPU: loaded in 16 bit and NF4, traced, trained for three steps, merged, exported, "
+            "and answered from with each KV cache. For a published model, run `finetune doctor NAME`: it reads its "
+            "config.json alone.",
+            "",
+            "`yes`: works, and equals what it is compared with. `refused`: a command says why, and what to do. "
+            "`fails`: a defect here or in a library, listed below. `–`: not reached. `make docs` writes this page from "
+            "`benchmarks/results/architectures.json`, and `python benchmarks/architectures.py` records that.",
+            "",
+            f"| architecture | {' | '.join(_COLUMNS)} |",
+            f"| --- |{' --- |' * len(_COLUMNS)}",
+            *rows,
+            "",
+            "## What fails, and what is refused as a whole",
+            "",
+            *reasons,
+            "",
+        ]
+    )
+
+
+def _one_line(text: str) -> str:
+    """A message on one line, without signs that Markdown reads."""
+    return re.sub(r"([<>|\\*_])", r"\\\1", " ".join(text.replace("`", "").split()))[:300]
 
 
 def pages() -> list[Path]:

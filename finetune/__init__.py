@@ -16,6 +16,7 @@ from finetune.runtime import libraries
 
 if TYPE_CHECKING:
     from finetune.api import compare as compare
+    from finetune.api import fit as fit
     from finetune.api import inspect_data as inspect_data
     from finetune.api import plan as plan
     from finetune.api import train as train
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from finetune.errors import FinetuneError as FinetuneError
     from finetune.export.publish import export_model as export_model
     from finetune.export.publish import merge as merge
-    from finetune.forecast.planning import fit as fit
     from finetune.inference.evaluation import evaluate as evaluate
     from finetune.inference.jobs import generate as generate
     from finetune.objectives import Objective as Objective
@@ -45,7 +45,7 @@ _HOMES = {
     "compare": "finetune.api",
     "evaluate": "finetune.inference.evaluation",
     "export_model": "finetune.export.publish",
-    "fit": "finetune.forecast.planning",
+    "fit": "finetune.api",
     "generate": "finetune.inference.jobs",
     "inspect_data": "finetune.api",
     "load_config": "finetune.settings",

@@ -1,4 +1,4 @@
-"""The functions of the package that return something to look at: `train`, `plan`, `inspect_data` and `compare`.
+"""The functions of the package that return something to look at: `train`, `plan`, `fit`, `inspect_data` and `compare`.
 
 Each makes a view of what another folder computes. They import within the function: `compare` needs no model.
 """
@@ -14,6 +14,7 @@ from finetune.errors import ConfigError
 from finetune.settings import load_config
 
 if TYPE_CHECKING:
+    from finetune.forecast.fit import Fitted
     from finetune.report.data_view import DataView
     from finetune.report.forecast_view import PlanView
     from finetune.report.result import Result
@@ -73,10 +74,24 @@ def plan(config: Config, gpu: str | None = None, gpus: int = 1) -> PlanView:
     With several `gpus` the forecast is that of one of them. Settings that are `auto` are fitted first. Raises a
     FinetuneError for an unknown model or GPU, or a batch that cannot be divided among that many.
     """
+    from finetune.certificate import verdict
     from finetune.forecast import planning
     from finetune.report.forecast_view import PlanView
 
-    return PlanView(planning.plan(config, gpu, gpus))
+    return PlanView(planning.plan(config, gpu, gpus, verdict.follow))
+
+
+def fit(config: Config, gpu: str | None = None, gpus: int = 1) -> Fitted:
+    """The job fitted to `gpu`, or to several: the fastest micro-batch and checkpointing, whatever the config says, at
+    the same global batch, with the least sharding.
+
+    What it recomputes is for all lengths: the config that names it is trained so. Raises OutOfMemoryError when nothing
+    fits, ConfigError for a batch that `gpus` cannot share.
+    """
+    from finetune.certificate import verdict
+    from finetune.forecast import planning
+
+    return planning.fit(config, gpu, gpus, verdict.follow)
 
 
 def inspect_data(config: Config) -> DataView:

@@ -38,7 +38,7 @@ def train(
     libraries.quiet()
     terminal = (terminal or Terminal()) if ranks.is_main() else Terminal(quiet=True)
     with ranks.refusing():
-        config, note = bounds.within_known_positions(config)
+        config, note = bounds.as_known_base_allows(config)
         check_shares(config)
     if note:
         terminal.note(note)

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from children import Children
 from jobs import QUICK, TINY
 from safetensors.torch import load_file, save_file
 
@@ -195,3 +196,13 @@ def shallow_base(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     kept = {name: value for name, value in tensors.items() if not re.match(r"model\.layers\.[^01]\.", name)}
     save_file(kept, folder / "model.safetensors", {"format": "pt"})
     return folder
+
+
+@pytest.fixture(scope="session")
+def children(tmp_path_factory: pytest.TempPathFactory, shallow_base: Path) -> Iterator[Children]:
+    """Starts processes forked from one that has imported the libraries; jobs in them train two layers of the base."""
+    folder = tmp_path_factory.mktemp("children")
+    config = folder / "shallow_cpu.yaml"
+    config.write_text(TINY.read_text().replace("builtin:tiny-llama", str(shallow_base)))
+    with Children(folder, config=config) as started:
+        yield started

@@ -51,6 +51,8 @@ OF_LIBRARIES = {
     "quant_state": "bitsandbytes.nn.Params4bit and Linear4bit",
     "quant_storage": "bitsandbytes.nn.Params4bit",
     "quant_type": "bitsandbytes.nn.Params4bit",
+    "operations": "transformers: WeightConverter",
+    "packing": "of ours, on packed parameters, as bitsandbytes keeps `quant_state`",
     "chat_template": "transformers: tokenizer",
     "encode_special_tokens": "tokenizers.Tokenizer",
     "pad_token": "transformers: tokenizer",
@@ -310,7 +312,11 @@ class House:
 
     def docs_words(self) -> int:
         """Words of the pages, but for those that are made from the source, and of the README."""
-        pages = [page for page in (self.root / "docs").glob("*.md") if page.name not in {"config.md", "patches.md"}]
+        pages = [
+            page
+            for page in (self.root / "docs").glob("*.md")
+            if page.name not in {"architectures.md", "config.md", "patches.md"}
+        ]
         return sum(len(page.read_text(encoding="utf-8").split()) for page in [*pages, self.root / "README.md"])
 
     # -- all -------------------------------------------------------------------------------------------------------

@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 import torch
 
-from finetune.certificate.small_model import TriedJob
-from finetune.certificate.trials import TRIALS, Refuted
+from finetune.certificate.small_model import TriedJob, is_shared
+from finetune.certificate.trials import FUSED, TRIALS, Refuted, Skipped
 from finetune.config import Config
 from finetune.errors import FinetuneError, first_line
 from finetune.forecast import devices
@@ -34,7 +34,7 @@ def main(results: int, request: dict[str, Any]) -> None:
     _end_with(request["parent"])
     libraries.quiet()
     job = _job(request)
-    off = set(request["off"])
+    off = {*request["off"], *(FUSED if job.config.kernels.fused == "off" else ())}
     _bound_memory(job, off)
 
     def write(line: dict[str, Any]) -> None:
@@ -44,7 +44,7 @@ def main(results: int, request: dict[str, Any]) -> None:
         write({"began": name})
         result = _attempt(name, job, off)
         write({"trial": name, **result})
-        if result["status"] != "held":
+        if result["status"] in ("failed", "slower"):
             off |= {name}
             if name == "segments":
                 segments.disable()
@@ -57,10 +57,13 @@ def _attempt(name: str, job: TriedJob, off: Collection[str]) -> dict[str, Any]:
     """The result of one trial as JSON values."""
     try:
         return {"status": "held", "figures": TRIALS[name].run(job, off)}
+    except Skipped as skipped:
+        return {"status": "skipped", "reason": str(skipped)}
     except Refuted as refuted:
         return {"status": "slower" if refuted.slower else "failed", "reason": str(refuted)}
     except (torch.OutOfMemoryError, MemoryError):
-        return {"status": "failed", "reason": "it ran out of memory"}
+        shared = job.device.type == "cpu" or is_shared(job.free_bytes, job.total_bytes)
+        return {"status": "failed", "reason": "it ran out of memory", "transient": shared}
     except FinetuneError as error:
         return {"status": "failed", "reason": first_line(error)}
     except Exception as error:  # kernels and models may raise anything
@@ -78,6 +81,7 @@ def _job(request: dict[str, Any]) -> TriedJob:
         request["rows"],
         request["tokens"],
         request["free_bytes"],
+        request["total_bytes"],
     )
 
 

@@ -5,42 +5,51 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import selectors
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any
 
-from finetune.certificate.trials import TRIALS, for_device
+from finetune.certificate.small_model import is_shared
+from finetune.certificate.trials import TRIALS, missing
 from finetune.storage.records import TrialResult
 
 # For all trials together; a run does not wait longer for its certificate. `complete` gives each its own limit alone.
 _LIMIT_SECONDS = 60.0
 _START_SECONDS = 60.0  # of a child until its first trial: it imports the libraries
-# Not passed on: the child is no rank, contacts no hub and needs no secrets.
+# Not passed on: the child is no rank, contacts no service and needs no secrets.
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")
+_SECRET = re.compile(
+    r"(^|_)(TOKENS?|(API)?KEYS?|SECRETS?|PASSWORD|PASSWD|CREDENTIALS?|PROXY)(_|$)|^(AWS|AZURE|GOOGLE|WANDB)_",
+    re.IGNORECASE,
+)
+# The kernel's out-of-memory killer, and a batch system that ends a job.
+_SIGNALS_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
 
 
-def make(request: dict[str, Any], began: Callable[[str], None], *, complete: bool = False) -> list[TrialResult]:
-    """The results of all trials of a device for `request`, in their order; calls `began` with what is tried next.
+def make(
+    request: dict[str, Any], began: Callable[[str], None], kept: Sequence[TrialResult] = (), *, complete: bool = False
+) -> list[TrialResult]:  # fmt: skip
+    """The results of all trials of `request`, those that are `kept` first; calls `began` with what is tried next.
 
     A trial that ends its process or takes too long has failed. With `complete`, there is no limit on all together.
     """
-    waiting = for_device(request["device"].partition(":")[0])
+    waiting = missing(request, kept)
     limit_seconds = sum(TRIALS[name].limit_seconds + _START_SECONDS for name in waiting) if complete else _LIMIT_SECONDS
     until = time.monotonic() + limit_seconds
-    results: list[TrialResult] = []
+    results = list(kept)
     while waiting:
-        off = [result.trial for result in results if result.status != "held"]
+        off = [result.trial for result in results if result.is_off]
         try:
             child = start({**request, "parent": os.getpid(), "trials": waiting, "off": off})
         except OSError as error:
             why = f"no process could be started for it: {error.strerror}"
-            return results + [TrialResult(name, "failed", why) for name in waiting]
+            return results + [TrialResult(name, "failed", why, transient=True) for name in waiting]
         trying, before = "", len(results)
         try:
             for line in _lines(child, lambda: min(until, time.monotonic() + _seconds(trying))):  # noqa: B023
@@ -52,8 +61,10 @@ def make(request: dict[str, Any], began: Callable[[str], None], *, complete: boo
                     waiting.remove(trying)
                     trying = ""
             ended = f"its process ended ({_ending(child)})"
+            transient = not trying or child.returncode in _SIGNALS_FROM_OUTSIDE
         except TimeoutError:
             ended = f"it was not done after {_seconds(trying):.0f} s"
+            transient = not trying or time.monotonic() >= until or _is_busy(request)
             if time.monotonic() >= until:
                 ended = f"there was no time for it within the {limit_seconds:.0f} s of all trials"
         finally:
@@ -63,7 +74,7 @@ def make(request: dict[str, Any], began: Callable[[str], None], *, complete: boo
             child.printed.close()
         over = time.monotonic() >= until
         lost = waiting if over or (len(results) == before and not trying) else [trying] if trying else []
-        results += [TrialResult(name, "failed", ended) for name in lost]
+        results += [TrialResult(name, "failed", ended, transient=transient) for name in lost]
         waiting = [name for name in waiting if name not in lost]
     return results
 
@@ -74,8 +85,11 @@ class Child(subprocess.Popen):
     def __init__(self, request: dict[str, Any]) -> None:
         read, write = os.pipe()
         self.results, self.printed = open(read, "rb", buffering=0), tempfile.TemporaryFile()  # noqa: SIM115
-        left_out = {*_RANK_VARIABLES, *_SECRETS}
-        environment = {name: value for name, value in os.environ.items() if name not in left_out}
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in _RANK_VARIABLES and not _SECRET.search(name)
+        }
         # This process's modules, and none of the current directory (-P).
         environment |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         try:
@@ -102,6 +116,14 @@ class Child(subprocess.Popen):
 
 start: Callable[[dict[str, Any]], Any] = Child
 """Starts a process for a request; it has `results`, `printed`, `kill`, `wait` and `returncode`."""
+
+
+def _is_busy(request: dict[str, Any]) -> bool:
+    """Whether other processes take the processor or the GPU, so that a trial may take longer than it does alone."""
+    with contextlib.suppress(OSError):  # the system does not tell its load
+        if os.getloadavg()[0] > (os.cpu_count() or 1):
+            return True
+    return is_shared(request["free_bytes"], request["total_bytes"])
 
 
 def _seconds(trying: str) -> float:

@@ -26,11 +26,20 @@ _LOSS_SCALE = 1024
 _NOTHING_SAVED = MemorySection(checkpointing="none")
 
 
+# Of a GPU's memory; this process's own context takes a part of the rest.
+_FREE_IF_ALONE = 0.85
+
+
+def is_shared(free_bytes: int, total_bytes: int) -> bool:
+    """Whether other processes hold memory of a GPU that has `free_bytes`; False for a CPU, which has none of either."""
+    return free_bytes < _FREE_IF_ALONE * total_bytes
+
+
 @dataclass(frozen=True)
 class TriedJob:
     """What a certificate is made for: a job's config and architecture, and `rows` of `tokens` in a micro-batch.
 
-    `free_bytes`: what was free on the GPU before the child started.
+    `free_bytes` of the GPU's `total_bytes` were free before the child started.
     """
 
     config: Config
@@ -40,6 +49,7 @@ class TriedJob:
     rows: int
     tokens: int
     free_bytes: int = 0
+    total_bytes: int = 0
 
     @cached_property
     def shortened(self) -> tuple[Config, Any]:

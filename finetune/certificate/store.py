@@ -33,7 +33,7 @@ _WAIT_SECONDS = 120
 
 def made_for(request: dict[str, Any]) -> dict[str, Any]:
     """Everything that the results of a request depend on, as JSON values."""
-    job = {name: value for name, value in request.items() if name not in ("device", "free_bytes")}
+    job = {name: value for name, value in request.items() if name not in ("device", "free_bytes", "total_bytes")}
     return {**_here(torch.device(request["device"])), "job": job}
 
 
@@ -61,11 +61,12 @@ def _record(path: Path) -> CertificateRecord | None:
         return None
 
 
-def of_device(device: torch.device) -> list[list[TrialResult]]:
-    """The results of all kinds of job that are kept for a device with these versions and this code."""
+def of_device(device: torch.device) -> list[CertificateRecord]:
+    """The certificates that are kept for a device with these versions and this code, the newest first."""
     here = _here(device)
-    kept = map(_record, sorted((cache_folder() / "certificates").glob("*.json")))
-    return [one["results"] for one in kept if one and {**one["made_for"], **here} == one["made_for"]]
+    files = [(path.stat().st_mtime, path) for path in (cache_folder() / "certificates").glob("*.json")]
+    kept = (_record(path) for _, path in sorted(files, reverse=True))
+    return [one for one in kept if one and {**one["made_for"], **here} == one["made_for"]]
 
 
 def write(made_for: dict[str, Any], results: list[TrialResult]) -> str | None:
@@ -123,7 +124,7 @@ def _device(device: torch.device) -> dict[str, Any]:
         "name": properties.name,
         "uuid": str(getattr(properties, "uuid", "")),
         "total_bytes": properties.total_memory,
-        "driver": driver.VERSION_FILE.read_text().splitlines()[0] if driver.VERSION_FILE.is_file() else "",
+        "driver": driver.version(),
         "cuda": torch.version.cuda,
         "triton": triton_obstacle() is None,
     }

@@ -133,11 +133,15 @@ def _plan_training(
 ) -> bool:
     """Print, draw and write the forecast of a training step, and return whether it fits."""
     with libraries.importing():
+        from finetune.certificate import verdict
         from finetune.forecast import planning
         from finetune.report.forecast_view import PlanView
-    view = PlanView(planning.plan(job, gpu, gpus))
+    planned = planning.plan(job, gpu, gpus, verdict.follow)
+    view = PlanView(planned)
     if not as_json:
         note_missing(job)
+        if (kind := planned.config.quantization.kind) != job.quantization.kind:
+            new_terminal().note(f"quantization.kind: {kind}, the form that `{job.model.name}` is published in")
     if picture:
         view.draw(picture)
         wrote(picture, as_json)
@@ -159,9 +163,10 @@ def fit(
     if not as_json:
         announce(f"fit of {config}", job)
     with libraries.importing():
+        from finetune.certificate import verdict
         from finetune.forecast import planning
         from finetune.report.forecast_view import FittedView
-    fitted, limits = planning.fit_with_limits(job, gpu, gpus)
+    fitted, limits = planning.fit_with_limits(job, gpu, gpus, verdict.follow)
     if not as_json:
         note_missing(job)
     target = output or Path(f"{config.stem}_fitted.yaml")

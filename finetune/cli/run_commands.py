@@ -65,26 +65,40 @@ def compare(
 
 @command
 def doctor(
-    run: Annotated[
-        Path | None, typer.Argument(help="A run directory to check instead of the machine; the config of --certify.")
+    about: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[RUN|MODEL]",
+            help="What to check instead of the machine: a run directory, or a model by its name, its folder or its "
+            "config.json; the config of --certify.",
+        ),
     ] = None,
     certify: Annotated[
         bool, typer.Option("--certify", help="Try everything on the device anew; writes certificate.html and .json.")
     ] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Check this machine, or a run directory. Says what is wrong and what to do, and connects to nothing."""
-    stage(f"doctor of {'this machine' if certify or not run else run}: importing the libraries")
+    """Check this machine, a run directory, or a model. Says what is wrong and what to do.
+
+    Of a model it reads config.json alone, makes a small copy with random weights, and tries all that is done with one.
+    """
+    stage(f"doctor of {'this machine' if certify or not about else about}: importing the libraries")
     if certify:
         from finetune.doctor.certify import certify as certified
         from finetune.settings import load_config
 
-        give(certified(load_config(run, []) if run else None, new_terminal(quiet=as_json)), as_json)
+        given = load_config(Path(about), []) if about else None
+        give(certified(given, new_terminal(quiet=as_json)), as_json)
         return
-    from finetune.doctor import machine
+    from finetune.doctor import machine, model_check
     from finetune.doctor import run_check as run_directory
 
-    examination = run_directory.examine(run) if run else machine.examine()
+    if not about:
+        examination = machine.examine()
+    elif model_check.is_model(about):
+        examination = model_check.examine(about, lambda tries: stage(f"doctor of {about}: {tries}"))
+    else:
+        examination = run_directory.examine(Path(about))
     give(examination, as_json)
     sys.exit(examination.exit_code)
 

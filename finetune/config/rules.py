@@ -83,6 +83,10 @@ RULES = (
         "LoftQ starts from a 4-bit base's error; set `quantization.kind: nf4`",
     ),
     Rule(
+        "adapter.dora", only(True), "quantization.kind", only("mxfp4", "fp8", "published"),
+        "DoRA needs the norms of weights that are held packed; set `dora: false`, or `quantization.kind: none`",
+    ),
+    Rule(
         "adapter.init", only("loftq"), "model.weights", only("random"),
         "LoftQ compares with the weights on disk, and random weights have none; set `adapter.init: default`",
     ),
@@ -108,14 +112,17 @@ RULES = (
             f"{reason}; set `{remedy}`, or `distributed.kind: ddp`",
         )
         for key, values, reason, remedy in (
-            ("quantization.kind", only("int8"), "the scales of int8 weights cannot be sharded", "nf4` or `none"),
+            *(
+                ("quantization.kind", only(kind), f"the scales of {kind} weights cannot be sharded", "nf4` or `none")
+                for kind in ("int8", "mxfp4", "fp8")
+            ),
             ("adapter.init", but("default"), f"an initialization from the weights {_WHOLE}", "default"),
             ("adapter.dora", only(True), f"DoRA {_WHOLE}", "false"),
             (
                 "training.precision", only("fp16"),
                 "fp16's loss scale would differ between ranks with sharded gradients", "bf16",
             ),
-            ("kernels.fused", but("off"), f"trying a kernel on a layer {_WHOLE}", "off"),
+            ("kernels.fused", only("on"), f"trying a kernel on a layer {_WHOLE}", "auto"),
             ("kernels.compile", but("none"), "sharded layers are not compiled", "none"),
         )
     ),

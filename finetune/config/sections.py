@@ -218,6 +218,9 @@ class DataSection(Section):
     after each prompt, as `finetune generate` does."""
     chat_template: Annotated[PathOrName, Choice("data.chat_template", or_file=".jinja")] = "auto"
     """Chat template that renders a conversation for the model."""
+    template_arguments: dict[str, bool | int | str] = {}
+    """Arguments of the chat template, such as `{enable_thinking: false}`. They become its defaults, also where the
+    trained model is asked, exported and served."""
     control_tokens: Literal["text", "parse"] = "text"
     """How to treat text in a row that spells a control token, such as `</s>`: `text` tokenizes it as ordinary text, so
     that no row can forge a turn; `parse` makes it the token, for rows that are already rendered."""
@@ -335,9 +338,10 @@ class KernelsSection(Section):
 
     fused: Literal["auto", "on", "off"] = "off"
     """Compute layers with adapters, gated MLPs, norms and rotary embeddings with fused kernels, to the same results:
-    `auto` wherever they apply and agree with the model's own code on a few tokens at start; `on` refuses a model where
-    none applies or one disagrees; `off` uses PEFT's and transformers' modules. Unless it is `off`, a frozen head's
-    logits are computed once instead of twice, if that agrees as well."""
+    `auto` wherever they apply and agree with the model's own code on a few tokens at start, but not in layers that are
+    sharded or that `compile` compiles; `on` refuses a model where none applies or one disagrees; `off` uses
+    PEFT's and transformers' modules. Unless it is `off`, a frozen head's logits are computed once instead of twice, if
+    that agrees as well."""
     certificate: Literal["auto", "on", "off"] = "auto"
     """Try on this machine's device, in a process of its own, what the job relies on there: allocator, optimizer,
     attention, each fused kernel at the job's sizes, and a small model of its kind. What fails, or is slower than
@@ -432,6 +436,12 @@ class Config(Section):
     def fitted(self) -> bool:
         """Whether nothing is left for the forecast to choose."""
         return self.training.micro_batch != "auto" and self.memory.checkpointing != "auto"
+
+    @property
+    def fused(self) -> Literal["auto", "on", "off"]:
+        """`kernels.fused`, where `auto` is `off` for sharded and for compiled layers."""
+        left_alone = self.distributed.kind in ("fsdp", "deepspeed") or self.kernels.compile != "none"
+        return "off" if self.kernels.fused == "auto" and left_alone else self.kernels.fused
 
     def changed(self, changes: Mapping[str, Any]) -> Self:
         """This config with other values of some `section.key`; they are taken as they are."""

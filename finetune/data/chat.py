@@ -73,7 +73,10 @@ def _head(example: Chat, tokenizer: Any, control_tokens: ControlTokens) -> Askin
 def unused(example: Chat, tokenizer: Any) -> list[str]:
     """Fields of its messages that the chat template does not use."""
     names = {name for message in example.messages for name in message} - {"role", "content", "tool_calls"}
-    return sorted(names - _names_in(str(tokenizer.chat_template)))
+    read = _names_in(str(tokenizer.chat_template))
+    if read & masks.THOUGHTS:  # transformers passes a thought under all of these names
+        read |= masks.THOUGHTS
+    return sorted(names - read)
 
 
 @functools.lru_cache(maxsize=8)
@@ -188,8 +191,8 @@ def _chat(example: Chat, tokenizer: Any, loss_on: LossOn) -> Asking[Segment]:
         return Segment(whole.ids, list(whole.ids))
     if not masks.answer_turns(example.messages):
         raise RowError("the conversation has no assistant turn, so there is nothing to train")
-    ids, spans = yield from masks.trained_spans(example, trained_turns(example, loss_on), tokenizer)
+    ids, spans, lost_thoughts = yield from masks.mask(example, trained_turns(example, loss_on), tokenizer)
     labels = [IGNORE] * len(ids)
     for start, end in spans:
         labels[start:end] = ids[start:end]
-    return Segment(ids, labels)
+    return Segment(ids, labels, lost_thoughts=lost_thoughts)

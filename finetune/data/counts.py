@@ -11,13 +11,14 @@ from finetune.data.encoded import Encoded
 CONTROL_TOKENS = "control tokens as text"
 DUPLICATE = "duplicate"
 EMPTY = "empty answer"
+LOST_THOUGHTS = "thoughts of earlier turns"
 TOO_LONG = "over data.max_length"
 UNTRAINED = "nothing to train"
 
 
 @dataclass(frozen=True, slots=True)
 class Affected:
-    """A row that was dropped or changed, is a duplicate, or has control tokens in its text.
+    """A row that was dropped or changed, is a duplicate, has control tokens in its text, or untrained turns.
 
     `what` was done (dropped, truncated, answer truncated, split, kept), and `why`; `tokens` is the row's original
     length, None if it was never tokenized.
@@ -92,6 +93,11 @@ class Counts:
         return self._count(why=CONTROL_TOKENS)
 
     @property
+    def lost_thoughts(self) -> int:
+        """Rows with turns that are not trained, because the chat template leaves out their thoughts."""
+        return self._count(why=LOST_THOUGHTS)
+
+    @property
     def dropped(self) -> int:
         """Number of dropped rows."""
         return self._count(what="dropped")
@@ -114,7 +120,8 @@ class Counts:
     def as_dict(self) -> dict[str, Any]:
         """The statistics as JSON values, with the dropped rows by reason."""
         own = ("rows", "tokens", "trained_tokens", "longest", "unused", "supervised_share")
-        derived = ("truncated", "answers_truncated", "split", "duplicates", "control_tokens", "run_together", "dropped")
+        cut = ("truncated", "answers_truncated", "split")
+        derived = (*cut, "duplicates", "control_tokens", "lost_thoughts", "run_together", "dropped")
         names = (*own, *derived, "segments") if self.segments else (*own, *derived)
         return {name: getattr(self, name) for name in names} | {"dropped_why": dict(self.dropped_why)}
 

@@ -51,13 +51,14 @@ class Segment:
     """Token ids and labels of one sequence, of the same length.
 
     Truncation keeps the first `head` tokens if possible. In an `escaped` segment, control tokens in its text were
-    tokenized as ordinary text.
+    tokenized as ordinary text. `lost_thoughts`: turns are not trained because the chat template drops their thoughts.
     """
 
     input_ids: list[int]
     labels: list[int]
     head: int = 1
     escaped: bool = False
+    lost_thoughts: bool = False
 
     @property
     def trained(self) -> int:
@@ -107,6 +108,11 @@ class Encoded:
     def escaped(self) -> bool:
         """Whether control tokens in the text of any segment were tokenized as ordinary text."""
         return any(segment.escaped for segment in self.segments)
+
+    @property
+    def lost_thoughts(self) -> bool:
+        """Whether turns of any segment are not trained because the chat template drops their thoughts."""
+        return any(segment.lost_thoughts for segment in self.segments)
 
 
 def lengths_of(row: Mapping[str, Any]) -> Sequence[int]:

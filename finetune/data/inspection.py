@@ -125,8 +125,8 @@ class Inspection:
 def inspect_data(config: Config) -> Inspection:
     """Inspect the data that the job would train on (see `finetune.inspect_data`)."""
     libraries.quiet()
-    config, _ = bounds.within_known_positions(loaded(config))
-    tokenizer = load_tokenizer(config.model, config.data.chat_template)
+    config, _ = bounds.as_known_base_allows(loaded(config))
+    tokenizer = load_tokenizer(config.model, config.data)
     return inspect(config.data, config.training, tokenizer)
 
 

@@ -7,13 +7,35 @@ the mask is accepted only if the shorter rendering is a token prefix of the long
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import Any, NamedTuple
 
 from finetune.data import control
 from finetune.data.examples import Chat, Message, RowError, in_common
 from finetune.data.tokenizing import Asking, Span, TextPart, Tokenized
 from finetune.errors import FinetuneError
 from finetune.model.source import chat_template as template
+
+# A thought that a template opens in the prompt, or opens and closes; and one without content, in any answer.
+_OPENED = re.compile(r"\s*<think>\s*(</think>\s*)?")
+_EMPTY = re.compile(r"\s*<think>\s*</think>\n*")
+# Most tokens of either, where the tags are no tokens of their own.
+_THOUGHT_TOKENS = 16
+
+# Fields of a message that templates take a thought from, besides its content.
+THOUGHTS = frozenset({"reasoning_content", "reasoning", "thinking"})
+
+
+class Mask(NamedTuple):
+    """The tokens of a conversation, the spans to be trained, and whether turns are not trained for lack of a thought.
+
+    Templates of reasoning models leave out the thoughts of earlier turns, as inference does. Such a turn is not
+    trained, because a model would learn to answer without the thought that led to the answer.
+    """
+
+    ids: list[int]
+    spans: list[Span]
+    lost_thoughts: bool
 
 
 def answer_turns(messages: list[Message]) -> list[int]:
@@ -26,14 +48,57 @@ def marks_generation(tokenizer: Any) -> bool:
     return "generation" in (tokenizer.chat_template or "") and "endgeneration" in tokenizer.chat_template
 
 
-def trained_spans(example: Chat, turns: list[int], tokenizer: Any) -> Asking[tuple[list[int], list[Span]]]:
-    """The tokens of the conversation, and the span of each of `turns`, including its end-of-turn token."""
+def mask(example: Chat, turns: list[int], tokenizer: Any) -> Asking[Mask]:
+    """The tokens of the conversation, and the span of each of `turns`, including its end-of-turn token.
+
+    A span does not include an empty thought at its start, which templates write for an answer without one.
+    """
     marked = marks_generation(tokenizer)
     whole = yield from rendering(example, len(example.messages), tokenizer, marks=marked)
+    if example.messages[-1]["role"] == "assistant":
+        whole = whole._replace(ids=whole.ids + template.unwritten_end(tokenizer))
     spans = _by_marks(example, turns, whole, tokenizer) if marked else None
     if spans is None:
         spans = yield from _by_prefixes(example, turns, whole.ids, tokenizer)
-    return whole.ids, spans
+    if not _thinks(tokenizer):
+        return Mask(whole.ids, spans, lost_thoughts=False)
+    kept = [
+        (_after_empty_thought(whole.ids, start, end, tokenizer), end)
+        for turn, (start, end) in zip(turns, spans, strict=True)
+        if _thought(example, turn, tokenizer) in _letters(tokenizer.decode(whole.ids[start:end]))
+    ]
+    return Mask(whole.ids, kept, lost_thoughts=len(kept) < len(spans))
+
+
+def _thinks(tokenizer: Any) -> bool:
+    return bool(re.search("think|thought|analysis", str(tokenizer.chat_template)))
+
+
+def _thought(example: Chat, turn: int, tokenizer: Any) -> str:
+    """The letters of a message's thought, in a field that the template reads or in its content; empty without one."""
+    message, chat_template = example.messages[turn], str(tokenizer.chat_template)
+    inline, closed, _ = message["content"].rpartition("</think>")
+    read = any(name in chat_template for name in THOUGHTS)  # transformers passes each of them under all names
+    thoughts = [str(message.get(name) or "") for name in THOUGHTS if read]
+    thought = max([*thoughts, inline.rpartition("<think>")[2] if closed else ""], key=len)
+    return _letters(control.plain(thought, tokenizer) if example.escaped else thought)
+
+
+def _letters(text: str) -> str:
+    """The text without white space, which templates trim and some tokenizers change."""
+    return "".join(text.split())
+
+
+def _after_empty_thought(ids: list[int], start: int, end: int, tokenizer: Any) -> int:
+    """Where a turn begins after an empty thought at its start, of which the prompt may have a part."""
+    before = max(0, start - _THOUGHT_TOKENS)
+    if not _EMPTY.search(tokenizer.decode(ids[before : start + _THOUGHT_TOKENS])):
+        return start
+    for first in range(start, before, -1):
+        for after in range(min(end, start + _THOUGHT_TOKENS), start, -1):
+            if _EMPTY.fullmatch(tokenizer.decode(ids[first:after])):
+                return after
+    return start
 
 
 def check_template(example: Chat, tokenizer: Any) -> None:
@@ -96,16 +161,41 @@ def _by_prefixes(example: Chat, turns: list[int], ids: list[int], tokenizer: Any
                 "put a user or system message first, or set `data.loss_on: all`"
             )
         before = (yield from rendering(example, turn, tokenizer, prompt=True)).ids
-        end = None
-        if ids[: len(before)] == before:
-            end = yield from _turn_end(example, turn, ids, len(before), tokenizer)
-        if end is None:
+        end, start = None, _start(ids, before, tokenizer)
+        if start is not None:
+            end = yield from _turn_end(example, turn, ids, start, tokenizer)
+            _refuse_closed_thought(example, turn, before[start:], ids[start:end], tokenizer)
+        if start is None or end is None:
             raise RowError(
                 f"messages[{turn}]: the chat template renders the conversation differently up to this turn, so its "
                 "tokens cannot be told apart; use a template with {% generation %} marks, or `data.loss_on: all`"
             )
-        spans.append(_closed(ids, len(before), end, turn, tokenizer))
+        spans.append(_closed(ids, start, end, turn, tokenizer))
     return spans
+
+
+def _start(ids: list[int], before: list[int], tokenizer: Any) -> int | None:
+    """Where the turn begins whose prompt is `before`; None if the conversation has another prompt.
+
+    A template may open a thought in the prompt, and leave it out or fill it in a conversation.
+    """
+    shared = in_common(ids, before)
+    if shared == len(before):
+        return shared
+    for start in range(shared, max(0, shared - _THOUGHT_TOKENS), -1):
+        if _OPENED.fullmatch(tokenizer.decode(before[start:])):
+            return start
+    return None
+
+
+def _refuse_closed_thought(example: Chat, turn: int, opened: list[int], ids: list[int], tokenizer: Any) -> None:
+    """Raise RowError for a turn with a thought that its prompt, which ends with `opened`, would not let it write."""
+    thought = _thought(example, turn, tokenizer)
+    if thought and "</think>" in tokenizer.decode(opened) and thought in _letters(tokenizer.decode(ids)):
+        raise RowError(
+            f"messages[{turn}] has a thought, but the chat template's prompt ends with an empty one; remove the "
+            "thought, or what turns thoughts off in `data.template_arguments`"
+        )
 
 
 def _turn_end(example: Chat, turn: int, ids: list[int], start: int, tokenizer: Any) -> Asking[int | None]:
@@ -122,12 +212,13 @@ def _turn_end(example: Chat, turn: int, ids: list[int], start: int, tokenizer: A
     ends = template.end_of_turn(tokenizer)
     if ends not in ids[start:] or example.messages[turn].get("tool_calls"):
         return None
-    end = ids.index(ends, start)
-    rendered = tokenizer.decode(ids[start:end], clean_up_tokenization_spaces=False).strip()
     content = example.messages[turn]["content"]
     text = (control.plain(content, tokenizer) if example.escaped else content).strip()
-    if rendered == text or (rendered and text and (rendered.endswith(text) or text.endswith(rendered))):
-        return end + 1
+    special = template.special_ids(tokenizer)
+    for end in (at for at in range(start, ids.index(ends, start) + 1) if ids[at] in special):
+        rendered = tokenizer.decode(ids[start:end], clean_up_tokenization_spaces=False).strip()
+        if rendered == text or (rendered and text and (rendered.endswith(text) or text.endswith(rendered))):
+            return end + (ids[end] == ends)
     return None
 
 
@@ -148,6 +239,8 @@ def _closed(ids: list[int], start: int, end: int, turn: int, tokenizer: Any) -> 
         return start, positions[0] + 1
     if ids[end : end + 1] == [ends]:
         return start, end + 1
+    if ids[end : end + 1] and ids[end] in template.special_ids(tokenizer) and ends in ids[end:]:
+        return start, end  # an earlier turn, closed by a token that does not end an answer (gpt-oss)
     # A tool call may end with another token than an answer.
     while end > start and not _words(ids[end - 1 : end], tokenizer):
         end -= 1

@@ -20,7 +20,16 @@ from typing import Any, Literal, NamedTuple
 from finetune.config import DataSection
 from finetune.config.field_types import GIVEN
 from finetune.data import cache, chat, control, fingerprint, formats, lengths, sources
-from finetune.data.counts import CONTROL_TOKENS, DUPLICATE, EMPTY, TOO_LONG, UNTRAINED, Affected, Counts
+from finetune.data.counts import (
+    CONTROL_TOKENS,
+    DUPLICATE,
+    EMPTY,
+    LOST_THOUGHTS,
+    TOO_LONG,
+    UNTRAINED,
+    Affected,
+    Counts,
+)  # fmt: skip
 from finetune.data.encoded import Encoded, RowLayout
 from finetune.data.examples import Chat, Completion, Content, NoSuchField, RowError, Tokens, kind, parts, system
 from finetune.data.problems import Problems
@@ -34,7 +43,7 @@ Split = Literal["train", "eval"]
 
 # Increment with any change to the code that changes the prepared rows or the fields of their counts, to invalidate
 # existing cache entries: versions of this package may share a cache, and an earlier one does not know new fields.
-_VERSION = 5
+_VERSION = 6
 
 _ROWS, _COUNTS = "rows.arrow", "counts.json"
 
@@ -237,6 +246,8 @@ class _Rows:
             return []
         if encoded.escaped:
             affected.append(Affected(location, "kept", CONTROL_TOKENS, length))
+        if encoded.lost_thoughts:
+            affected.append(Affected(location, "kept", LOST_THOUGHTS, length))
         if self._again(location, encoded):
             what = "dropped" if section.duplicates == "drop" else "kept"
             affected.append(Affected(location, what, DUPLICATE, length))

@@ -1,4 +1,4 @@
-"""Diagnoses a machine before a job is started on it, or a run directory before it is used."""
+"""Diagnoses a machine before a job starts on it, a run directory before it is used, or a model before it is chosen."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from rich.console import Console
 from finetune.report import printing
 from finetune.report.view import View
 
-Status = Literal["ok", "warning", "error"]
+Status = Literal["ok", "warning", "refused", "skipped", "error"]
 
-_STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
+_STYLES = {"ok": "green", "warning": "yellow", "refused": "yellow", "skipped": "dim", "error": "bold red"}
 
 
 class Finding(NamedTuple):

@@ -32,7 +32,7 @@ def certify(config: Config | None, terminal: Terminal) -> CertificateView:
     libraries.quiet()
     device = this_device()
     config = config or _default(device.type)
-    config, _ = bounds.within_known_positions(config)
+    config, _ = bounds.as_known_base_allows(config)
     architecture = load_architecture(config.model, listed=config.model.weights == "random")
     attention, _ = build.choose_attention(config, architecture, device.type)
     rows, tokens = verdict.micro_batch(config, config.data.max_length)
@@ -47,6 +47,7 @@ def certify(config: Config | None, terminal: Terminal) -> CertificateView:
 
 def _default(device_type: str) -> Config:
     name, length = _DEFAULT[device_type]
-    return Config.model_validate(
-        {"model": {"name": name, "weights": "random"}, "data": {"max_length": length}}, context={"choices": CHOICES}
-    )
+    sections = {
+        "model": {"name": name, "weights": "random"}, "data": {"max_length": length}, "kernels": {"fused": "auto"},
+    }  # fmt: skip
+    return Config.model_validate(sections, context={"choices": CHOICES})

@@ -190,7 +190,7 @@ def _certificate(device: str) -> Finding:
     if not kept:
         state = "none for this device and these versions; a run on a GPU makes one before it starts"
         return Finding("certificate", "ok", f"{state}, and `finetune doctor --certify` at any time")
-    failed = {result.trial: result.reason for results in kept for result in results if result.status != "held"}
+    failed = {result.trial: result.reason for one in kept for result in one["results"] if result.is_off}
     state = f"this device was tried for {len(kept)} kind{'s' * (len(kept) > 1)} of job"
     if not failed:
         return Finding("certificate", "ok", f"{state}: everything held")

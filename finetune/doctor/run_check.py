@@ -210,7 +210,7 @@ def _tokenizer(run: RunDirectory, config: Config, foreign: bool) -> Finding:
     try:
         with libraries.offline():
             try:
-                tokenizer = load_tokenizer(config.model, run.chat_template)
+                tokenizer = load_tokenizer(config.model, run.data(config))
             except ArtifactError as error:
                 if not foreign:
                     raise

@@ -4,10 +4,10 @@ vLLM and SGLang read `r`, `lora_alpha` and `use_rslora` of adapter_config.json a
 converter reads `lora_alpha` alone. So the scale of each layer is folded into its B, every rank is padded with zeros to
 one, and `lora_alpha` is the rank: a plain adapter of scale 1, which computes the same.
 
-vLLM maps an adapter's names like those of the base's files (`hf_to_vllm_mapper`, vLLM 0.32), and serves the bare base
-without a word where no layer has such a name (vllm#34186). So the names are those of the base's files, which
-differ from the trained model's where a text model is loaded from the files of a composite one, as in Qwen3.5
-(vllm#48019, vllm#49354).
+vLLM maps an adapter's names like those of the base's files, and serves the bare base without a word where no layer has
+such a name (vllm#34186, vllm#48019, vllm#49354). So the names are those of the base's files; for a composite checkpoint
+those of transformers' class for the whole of it, with which PEFT reads the files too, if vLLM maps both alike. The
+layers that a server would find are counted (`server_names`), and fewer than trained are refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from finetune.config import AdapterSection, Config
 from finetune.config.field_types import is_pattern
 from finetune.data import fingerprint
 from finetune.errors import ConfigError
-from finetune.export import proof, server_commands
+from finetune.export import proof, server_commands, server_names
 from finetune.export.card import public
 from finetune.export.conversion import Conversion
 from finetune.export.gguf import gguf_model
@@ -36,6 +36,7 @@ from finetune.model.base import base_dtype
 from finetune.model.source import identity
 from finetune.model.source.locate import weights_directory
 from finetune.model.structure import streamed
+from finetune.storage import weight_files
 
 Pairs = dict[str, tuple[torch.Tensor, torch.Tensor]]
 """A (rank, in) and B (out, rank) of each adapted layer in float32, by its name in the base."""
@@ -88,6 +89,7 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     pairs = plain(adapted)
     renamed = {name: _served(names, name) for name in pairs}
     rank = write(pairs, renamed, adapted.peft_config["default"], public(config.model.name), folder)
+    activated = _activated(job, folder) if names else None
     fingerprint.save(job.tokenizer, job.base_identity, folder)
     overrides = _overrides(job)
     left_out = _write_gguf(architecture, pairs, rank, folder)
@@ -103,13 +105,17 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
             "of an adapter cannot say so"
         )
     if mistaken or any(name != renamed[name] for name in pairs):
+        on = " on AutoModelForCausalLM" if activated else ""
         differences.append(
-            "these files are for servers, which look up the names in the base's files; PEFT reads "
+            f"these files are for servers, which look up the names in the base's files; PEFT{on} reads "
             f"{job.run.adapter.name}/ instead"
         )
+    unknown = names and activated is None and "text_config" in job.architecture.sub_configs
     return {
         "rank": rank,
         "targets": sorted({name.rpartition(".")[2] for name in pairs}),
+        "layers": len(pairs),
+        "layers_served": activated,
         "gguf": None if left_out else GGUF,
         **asdict(result),
         "compared_with": "base plus adapter as trained, in PEFT",
@@ -119,16 +125,21 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
             left_out or f"{GGUF} was not run: llama.cpp needs the base as a GGUF file",
             "vLLM and SGLang were not run; their limits are checked as of vLLM 0.33",
             *([] if names else ["whether the base's files have layers of these names: they are not safetensors files"]),
+            *(
+                ["whether vLLM finds these layers, whose names in this type of checkpoint are unknown here"]
+                if unknown
+                else []
+            ),
         ],
     }
 
 
 def served_names(config: Config) -> dict[str, str | None]:
-    """The name in the base's safetensors files, if any, of each weight that is one tensor there, else None."""
-    if config.model.weights == "random":
-        return {}
-    files = identity.loaded_files(weights_directory(config.model.name, config.model.revision))
-    if not files:
+    """The name for a server of each weight of the model that is one tensor in the base's safetensors files, else None.
+
+    Empty if the base has no such files.
+    """
+    if not (files := _files(config)):
         return {}
     base = build.weightless(config.model)
     groups = streamed.Weights(base, files).groups
@@ -141,7 +152,30 @@ def served_names(config: Config) -> dict[str, str | None]:
     if all(target in (source, f"{prefix}{source}") for target, source in alone.items() if source):
         # The names are the same, or the files are of a model without its head: every program adds the prefix to those.
         return {target: source and target for target, source in alone.items()}
-    return alone
+    kind = base.config.model_type  # of the composite model, if the class is of the whole
+    alike = {target for target, source in alone.items() if source and server_names.alike(target, source, kind)}
+    return {target: target if target in alike else source for target, source in alone.items()}
+
+
+def _files(config: Config) -> list[Path]:
+    """The safetensors files that the base's weights are loaded from; none for random weights."""
+    if config.model.weights == "random":
+        return []
+    return identity.loaded_files(weights_directory(config.model.name, config.model.revision))
+
+
+def _activated(job: Conversion, folder: Path) -> int | None:
+    """The number of layers that a server would apply the adapter in `folder` to; None if its names are not known here.
+
+    Raises ConfigError if these are fewer than the adapter has.
+    """
+    kind = job.architecture.model_type
+    if kind not in server_names.RULES:
+        return None
+    stored = weight_files.shapes(folder / adapter_files.WEIGHTS)
+    layers = {name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in stored}
+    names = [name for file in _files(job.config) for name in weight_files.shapes(file)]
+    return server_names.served(sorted(layers), names, kind)
 
 
 def _served(names: dict[str, str | None], layer: str) -> str:
@@ -199,10 +233,15 @@ def _padded(matrix: torch.Tensor, rows: int = 0, columns: int = 0) -> torch.Tens
 
 
 def write(pairs: Pairs, renamed: dict[str, str], original: Any, base: str, folder: Path) -> int:
-    """Write `pairs` under their new names with the targets of `original`, a LoraConfig; returns the rank."""
+    """Write `pairs` under their new names with the targets of `original`, a LoraConfig; returns the rank.
+
+    Where names differ from the model's, the targets are the new names.
+    """
     rank = len(next(iter(pairs.values()))[0])
+    same = all(name == new for name, new in renamed.items())
+    targets = original.target_modules if same else set(renamed.values())
     LoraConfig(
-        r=rank, lora_alpha=rank, target_modules=original.target_modules, fan_in_fan_out=original.fan_in_fan_out,
+        r=rank, lora_alpha=rank, target_modules=targets, fan_in_fan_out=original.fan_in_fan_out,
         task_type="CAUSAL_LM", base_model_name_or_path=base, inference_mode=True,
     ).save_pretrained(str(folder))  # fmt: skip
     tensors = {}

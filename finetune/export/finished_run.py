@@ -27,7 +27,7 @@ def weights_folder(run: RunDirectory, config: Config) -> Path:
 
 def tokenizer_of(run: RunDirectory, config: Config, folder: Path) -> Any:
     """The run's tokenizer, after checking that the weights in `folder` were trained with it, and an adapter's files."""
-    tokenizer = load_tokenizer(config.model, run.chat_template)
+    tokenizer = load_tokenizer(config.model, run.data(config))
     if folder == run.adapter:
         check_files(folder, config.adapter)
     fingerprint.check(tokenizer, folder)

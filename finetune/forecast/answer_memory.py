@@ -27,6 +27,7 @@ from finetune.model import bounds
 from finetune.model.adapters.adapter import attach
 from finetune.model.attention import backends, caches
 from finetune.model.base import load_architecture
+from finetune.model.source import prequantized
 from finetune.runtime import libraries
 
 KV_CACHE = "kv_cache"
@@ -92,6 +93,7 @@ def forecast(
     device = devices.find(gpu or ("auto" if torch.cuda.is_available() else "cpu"), config.memory)
     name = config.model.name
     architecture = load_architecture(config.model, listed=True)
+    config, _ = prequantized.resolved(config, architecture)
     known = bounds.positions(architecture)
     context = context or min(config.data.max_length, known or config.data.max_length)
     if known and context > known:

@@ -53,6 +53,12 @@ class Device:
     """Whether Triton's kernels run there; where not, the loss takes torch's own operators (`libraries`)."""
     kernels_off: tuple[str, ...] = ()
     """Fused kernels, or `loss`, that are not used there (`certificate`)."""
+    offloads: bool = True
+    """Whether layer inputs may be copied to the host beside the arithmetic there (`certificate`)."""
+    measured_workspace_bytes: int = 0
+    """What `workspace_bytes` is there by measurement; 0 where nothing was measured."""
+    reserved_share: float = 1.0
+    """What the caching allocator reserves there over what its model does."""
 
     @property
     def room_bytes(self) -> int:
@@ -69,6 +75,8 @@ class Device:
     @property
     def workspace_bytes(self) -> int:
         """Library workspaces inside the caching allocator."""
+        if self.measured_workspace_bytes:
+            return self.measured_workspace_bytes
         return operator_costs.workspace_bytes(self.capability, self.cublas_workspace) if self.type == "cuda" else 0
 
 
@@ -107,9 +115,9 @@ def find(name: str, memory: MemorySection) -> Device:
     return _card(gpu, gpu.total_bytes, budget_bytes, gpu.name)
 
 
-def here(device: torch.device, memory: MemorySection) -> Device:
-    """The device that a run is about to use."""
-    return _present(_budget(memory)) if device.type == "cuda" else _cpu(memory.budget)
+def here(device: torch.device, memory: MemorySection, context_bytes: int | None = None) -> Device:
+    """The device that a run is about to use; `context_bytes` of its CUDA context, where that was measured."""
+    return _present(_budget(memory), context_bytes) if device.type == "cuda" else _cpu(memory.budget)
 
 
 def of_ranks(device: Device, groups: Sequence[int], context: int) -> Device:
@@ -184,13 +192,13 @@ def _nearest(total_bytes: int) -> gpus.Gpu:
     return min(gpus.smallest_first(), key=lambda gpu: abs(gpu.total_bytes - total_bytes))
 
 
-def _present(budget: int | None) -> Device:
+def _present(budget: int | None, context_bytes: int | None = None) -> Device:
     """The GPU of this machine, with what other processes leave free on it."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     free, _ = torch.cuda.mem_get_info()
     free += torch.cuda.memory_reserved()
     # Part of what is taken is this process's own context, and torch loads more of it later.
-    context = operator_costs.context_bytes(properties.multi_processor_count)
+    context = context_bytes or operator_costs.context_bytes(properties.multi_processor_count)
     usable = free + min(properties.total_memory - free, context)
     try:
         known = gpus.find(properties.name)

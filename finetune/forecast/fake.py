@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from finetune.config import QuantizationSection
+from finetune.model.structure import packed
+from finetune.model.structure.packed import packing_of
 from finetune.runtime import patches
 
 # bitsandbytes 0.50, `functional.quantize_4bit` and `functional.quantize_blockwise`: values under one absolute maximum
@@ -48,11 +51,16 @@ def quantization_state(parameter: nn.Parameter) -> Iterator[torch.Tensor]:
             yield from (state.offset, state.state2.absmax, state.state2.code)
     if getattr(parameter, "SCB", None) is not None:
         yield parameter.SCB
+    if how := packing_of(parameter):
+        yield how.scales
 
 
 def _fake(parameter: Any, section: QuantizationSection) -> nn.Parameter:
     import bitsandbytes as bnb
 
+    if how := packing_of(parameter):
+        scales = torch.empty(how.scales.shape, dtype=how.scales.dtype)
+        return packed.packed(torch.empty(parameter.shape, dtype=torch.uint8), replace(how, scales=scales))
     if isinstance(parameter, bnb.nn.Params4bit):
         return _four_bit(parameter, section)
     if isinstance(parameter, bnb.nn.Int8Params):
@@ -95,19 +103,17 @@ def give_quantization_state(module: Any) -> None:
 
 def is_quantized(weight: Any) -> bool:
     """Whether `fill` quantized a weight."""
-    return getattr(weight, "quant_state", None) is not None or getattr(weight, "SCB", None) is not None
+    states = (getattr(weight, "quant_state", None), getattr(weight, "SCB", None), packing_of(weight))
+    return any(state is not None for state in states)
 
 
-def shape(weight: Any) -> torch.Size:
-    """The shape of a quantized weight before it was packed."""
-    return weight.quant_state.shape if hasattr(weight, "quant_state") else weight.shape
-
-
-def quantize(full: torch.Tensor, section: QuantizationSection) -> None:
-    """Quantize `full`, so that the memory which this takes is recorded; the result is discarded."""
+def quantize(full: torch.Tensor, section: QuantizationSection, weight: Any) -> None:
+    """Quantize `full` like `weight`, so that the memory which this takes is recorded; the result is discarded."""
     from bitsandbytes import functional
 
-    if section.kind == "int8":
+    if how := packing_of(weight):
+        packed.pack(how.form, full, transposed=how.transposed)
+    elif section.kind == "int8":
         functional.int8_vectorwise_quant(full.to(torch.float16))
     else:
         torch.ops.bitsandbytes.quantize_4bit.default(full, _BLOCK, section.kind, torch.uint8)
@@ -131,6 +137,8 @@ def for_dora() -> Iterator[None]:
         weight = module.weight
         if (state := getattr(weight, "quant_state", None)) is not None:
             return dequantize_4bit(weight.data, state)
+        if packing_of(weight):
+            return packed.values(weight)
         if (scales := getattr(weight, "SCB", None)) is not None:
             return int8_vectorwise_dequant(weight.data, scales)
         return plain(module)

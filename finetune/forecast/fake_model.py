@@ -19,6 +19,8 @@ from finetune.forecast.trace import TraceRecorder
 from finetune.model import build
 from finetune.model.base import base_dtype
 from finetune.model.recompute import checkpointing
+from finetune.model.source import prequantized
+from finetune.model.structure import experts
 
 Shortening = Callable[[Sequence[Hashable]], Shortened]
 """From the kinds of the layers to those that are kept."""
@@ -38,6 +40,8 @@ class FakeModel:
     ) -> None:  # fmt: skip
         self._config, self._mode, self._recorder = config, mode, recorder
         section = config.adapter
+        files = config.model.weights == "pretrained"
+        self._published = files and bool(prequantized.stated(architecture, config.quantization))
 
         def shorten(base: Any) -> None:
             nonlocal section
@@ -57,15 +61,16 @@ class FakeModel:
         fake.fill(self.model, config.quantization, mode)
 
     def load(self, module: nn.Module) -> None:
-        """Record that a module's own weights are read in 16 bit, quantized if they are so in training, and kept."""
-        if quantized := [weight for weight in module.parameters(recurse=False) if fake.is_quantized(weight)]:
+        """Record that a module's own weights are read, in 16 bit and quantized if training does that, and kept."""
+        quantized = [weight for weight in module.parameters(recurse=False) if fake.is_quantized(weight)]
+        if quantized and not self._published:
             self._recorder.layer, self._recorder.category = self._layer_of.get(id(module)), "workspace"
             dtype = base_dtype(self._config.adapter, self._config.training)
             with self._mode, self._recorder:
-                full = [torch.empty(fake.shape(weight), dtype=dtype) for weight in quantized]
-                for weight in full:
-                    fake.quantize(weight, self._config.quantization)
-                del weight, full  # while it is still this layer's
+                full = [torch.empty(experts.shape(weight), dtype=dtype) for weight in quantized]
+                for values, weight in zip(full, quantized, strict=True):
+                    fake.quantize(values, self._config.quantization, weight)
+                del values, full  # while it is still this layer's
         self.keep(module)
 
     def keep(self, module: nn.Module) -> None:

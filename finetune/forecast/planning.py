@@ -100,7 +100,7 @@ class Planner:
     def _forecast(self, config: Config, batch: Batch, evaluation: Batch | None) -> Forecast:
         device = self._device(config)
         if config.training.deterministic and not device.cublas_workspace:
-            device = replace(device, cublas_workspace=libraries.DETERMINISTIC_CUBLAS)
+            device = replace(device, cublas_workspace=libraries.DETERMINISTIC_CUBLAS, measured_workspace_bytes=0)
         implementation = _attention(config, self.architecture, device)
         capability = device.capability if device.type == "cuda" else None
         flash = backends.has_flash(config.training.precision, capability)
@@ -133,6 +133,8 @@ class Planner:
         below = before.needed_bytes - before.peak_reserved_bytes * _LEAST_SAVED
         pulled: list[tuple[Lever, Forecast]] = []
         for lever in levers(config, self.gpus):
+            if "memory.offload" in lever.changes and not self.device.offloads:
+                continue
             with contextlib.suppress(ConfigError):  # a model that cannot be sharded
                 pulled.append((lever, self.forecast(config.changed(lever.changes))))
         return [(lever, after) for lever, after in pulled if after.needed_bytes < below]
@@ -156,7 +158,7 @@ class Planner:
         """
         training, memory = self.job.training, self.job.memory
         compiled = self.job.kernels.compile == "layers"  # such a layer keeps all or nothing, and offloads nothing
-        offloads = self.device.type == "cuda" and not compiled
+        offloads = self.device.type == "cuda" and self.device.offloads and not compiled
         each = self._share(self.job)
         rows = fitting.divisors(each) if training.micro_batch == "auto" else [training.rows]
         recomputed = None if memory.checkpointing == "auto" else memory.checkpointing
@@ -301,35 +303,41 @@ class Plan:
         return {**self.forecast.as_dict(), "levers": levers}
 
 
-def plan(config: Config, gpu: str | None = None, gpus: int = 1) -> Plan:
+Follow = Callable[[Planner], Planner]
+"""Gives a planner of this machine's own device what is known about that (`certificate.verdict.follow`)."""
+
+
+def _as_it_is(planner: Planner) -> Planner:
+    return planner
+
+
+def plan(config: Config, gpu: str | None = None, gpus: int = 1, follow: Follow = _as_it_is) -> Plan:
     """Forecast the job on `gpu`, with its `auto` settings fitted (see `finetune.plan`)."""
-    planner = planner_for(config, gpu, gpus)
+    planner = planner_for(config, gpu, gpus, follow)
     config, fitted = planner.settle()
     forecast = fitted.forecast if fitted else planner.forecast(config)
     return Plan(config, forecast, () if forecast.fits else tuple(planner.levers(config, forecast)), fitted)
 
 
-def fit(config: Config, gpu: str | None = None, gpus: int = 1) -> Fitted:
-    """The job fitted to `gpu`, or to several: the fastest micro-batch and checkpointing, whatever the config says, at
-    the same global batch, with the least sharding.
-
-    What it recomputes is for all lengths: the config that names it is trained so. Raises OutOfMemoryError when nothing
-    fits, ConfigError for a batch that `gpus` cannot share.
-    """
-    return _free_planner(config, gpu, gpus).fit()
+def fit(config: Config, gpu: str | None = None, gpus: int = 1, follow: Follow = _as_it_is) -> Fitted:
+    """The job fitted to `gpu`, whatever micro-batch and checkpointing it names (see `finetune.fit`)."""
+    return _free_planner(config, gpu, gpus, follow).fit()
 
 
-def fit_with_limits(config: Config, gpu: str | None = None, gpus: int = 1) -> tuple[Fitted, Limits]:
+def fit_with_limits(
+    config: Config, gpu: str | None = None, gpus: int = 1, follow: Follow = _as_it_is
+) -> tuple[Fitted, Limits]:  # fmt: skip
     """`fit`, and the limits of the fitted job on that device."""
-    planner = _free_planner(config, gpu, gpus)
+    planner = _free_planner(config, gpu, gpus, follow)
     fitted = planner.fit()
     return fitted, planner.limits(fitted.config)
 
 
-def _free_planner(config: Config, gpu: str | None, gpus: int) -> Planner:
+def _free_planner(config: Config, gpu: str | None, gpus: int, follow: Follow) -> Planner:
     """A planner that chooses micro-batch and checkpointing, whatever the config says."""
     rows = {} if loaded(config).training.micro_batch_tokens else {"training.micro_batch": "auto"}
-    return planner_for(config.changed({**rows, "memory.checkpointing": "auto", "memory.offload": "none"}), gpu, gpus)
+    free = config.changed({**rows, "memory.checkpointing": "auto", "memory.offload": "none"})
+    return planner_for(free, gpu, gpus, follow)
 
 
 def write(fitted: Fitted, path: Path) -> None:
@@ -364,7 +372,9 @@ def check_traceable(config: Config, architecture: Any, device: torch.device) -> 
             raise
 
 
-def planner_for(config: Config, gpu: str | None = None, gpus: int = 1) -> Planner:
+def planner_for(
+    config: Config, gpu: str | None = None, gpus: int = 1, follow: Follow = _as_it_is
+) -> Planner:  # fmt: skip
     """The planner of a job, for one device or several alike, which need not be in this machine.
 
     Raises ConfigError for an unknown device, and for a batch that `gpus` cannot share.
@@ -377,14 +387,15 @@ def planner_for(config: Config, gpu: str | None = None, gpus: int = 1) -> Planne
     device = devices.find(gpu or ("auto" if torch.cuda.is_available() else "cpu"), config.memory)
     architecture = load_architecture(config.model, listed=True)
     context.check(architecture, config.distributed.context)
-    config, _ = bounds.within_positions(config, architecture)
+    config, _ = bounds.as_base_allows(config, architecture)
     adapter = config.adapter
     rank = max([adapter.rank, *adapter.ranks.values()])
     above = rank > getattr(architecture.get_text_config(), "hidden_size", rank)  # what most layers have
     named = adapter.targets != "all-linear" or adapter.extra_modules or adapter.ranks
     if above or named or adapter.start_from:  # what may be wrong is reported before the data is read, as in training
         build.blueprint(config, architecture, _attention(config, architecture, device)).check(adapter)
-    return Planner(config, architecture, device, _data(config, architecture), gpus)
+    planner = Planner(config, architecture, device, _data(config, architecture), gpus)
+    return follow(planner) if gpu in (None, "auto", "cpu") else planner
 
 
 def _data(config: Config, architecture: Any) -> Prepared | None:
@@ -395,7 +406,7 @@ def _data(config: Config, architecture: Any) -> Prepared | None:
     if not all(map(sources.at_hand, files)) or not (builtin or at_hand(model.tokenizer or model.name)):
         return None
     try:
-        tokenizer = load_tokenizer(model, config.data.chat_template)
+        tokenizer = load_tokenizer(model, config.data)
     except ArtifactError:
         return None  # training reports a tokenizer that cannot be used
     bounds.check_tokenizer(tokenizer, architecture, model)

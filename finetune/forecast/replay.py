@@ -296,7 +296,7 @@ def replayed(
     replay = Replay(trace, device, categories)
     run(replay)
     if device.type == "cuda" and replay.peak_reserved_bytes > device.room_bytes:
-        tight = Replay(trace, device, categories, device.room_bytes)
+        tight = Replay(trace, device, categories, int(device.room_bytes / device.reserved_share))
         with contextlib.suppress(CapacityError):
             run(tight)
             return tight
@@ -406,7 +406,9 @@ class Replay:
 
     @property
     def reserved_bytes(self) -> int:
-        return self._allocator.reserved_bytes if self._allocator else self._allocated
+        if self._allocator is None:
+            return self._allocated
+        return int(self._allocator.reserved_bytes * self._device.reserved_share)
 
     @property
     def peak_allocated_bytes(self) -> int:

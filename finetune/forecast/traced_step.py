@@ -165,7 +165,7 @@ def trace_step(setting: StepSetting, models: Models | None = None) -> Trace:
 
 
 def _loss_is_fused(config: Config, device: Device) -> bool:
-    return config.kernels.fused != "off" and "loss" not in device.kernels_off
+    return config.fused != "off" and "loss" not in device.kernels_off
 
 
 def _trace_step(setting: StepSetting, shortening: Shortening, models: Models) -> Trace:
@@ -312,7 +312,7 @@ class _TracedStep:
         config, card = self._config, self._device
         log_probs.attach(self._model)
         triton = card.type != "cuda" or card.triton
-        kernels.attach(self._model, config.kernels.fused, triton=triton, without=card.kernels_off)
+        kernels.attach(self._model, config.fused, triton=triton, without=card.kernels_off)
         updated_on = "cpu" if self.recorder.slices_on_host else card.type
         name, _ = optimizers.choose(config.optimizer, updated_on, managed_memory=card.managed_memory)
         with warnings.catch_warnings():

@@ -85,7 +85,7 @@ def evaluate(
     config = config_of(run, trust_remote_code=trust_remote_code)
     chosen = _chosen(run, config, models)
     asks = bool(metrics) or not tasks  # tasks alone need no rows
-    tokenizer = load_tokenizer(config.model, run.chat_template)
+    tokenizer = load_tokenizer(config.model, run.data(config))
     with_loss = (asks or prepare.is_here(config.data)) and prepare.holds_out(config.data, tokenizer)
     settled = Settings(max_new_tokens, batch_size=batch_size)
     job = _EvaluationJob(run, config, settled, [find(name) for name in metrics], with_loss)

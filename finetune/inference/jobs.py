@@ -153,7 +153,7 @@ def model_of(run: RunDirectory, config: Config, which: str) -> tuple[Any, Any]:
     if which == "adapter":
         tokenizer = finished_run.tokenizer_of(run, config, run.adapter)
     else:
-        tokenizer = load_tokenizer(config.model, run.chat_template)
+        tokenizer = load_tokenizer(config.model, run.data(config))
     architecture = load_architecture(config.model)
     bounds.check_tokenizer(tokenizer, architecture, config.model)
     base = build.load(config, architecture, device)

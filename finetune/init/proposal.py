@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from finetune.certificate import verdict
 from finetune.config import DataSection, MemorySection, ModelSection, inline
 from finetune.data import formats, inspection, sources
 from finetune.data.counts import TOO_LONG
@@ -27,7 +28,7 @@ from finetune.init.draft import Draft
 from finetune.init.questions import Wanted
 from finetune.model import bounds
 from finetune.model.base import load_architecture
-from finetune.model.source import chat_template
+from finetune.model.source import chat_template, prequantized
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.report import words
 from finetune.runtime import libraries
@@ -79,14 +80,14 @@ def propose(wanted: Wanted, say: Callable[[str], None]) -> Draft:
         inspection.inspect_data(draft.config)  # what is wrong with a row is said before more is asked
     gpu = questions.card(wanted, lambda name: devices.find(name, MemorySection()))
     try:
-        planner = planner_for(draft.config.changed(_AUTO), gpu)
+        planner = planner_for(draft.config.changed(_AUTO), gpu, follow=verdict.follow)
     except MachineError as error:
         draft.notes.append(f"Not fitted to a card: {error}")
         return draft
     if planner.data:
         rows = _by_rows(draft, planner.data, rows, planner.architecture)
         if draft.values["data.max_length"] > planner.job.data.max_length:  # rows were cut at the default
-            planner = planner_for(draft.config.changed(_AUTO), gpu)
+            planner = planner_for(draft.config.changed(_AUTO), gpu, follow=verdict.follow)
     else:
         draft.notes.append(
             "The rows were not measured (on the hub, over 16 MiB, or without a tokenizer here): all count as "
@@ -209,6 +210,9 @@ def _fitted(draft: Draft, planner: Planner) -> Fitted:
 
 
 def _choose_quantization(draft: Draft, planner: Planner) -> None:
+    if form := prequantized.form(planner.architecture):
+        draft.take("quantization.kind", "published", f"the base is published in {form}, which is kept")
+        return
     draft.take("quantization.kind", "none")
     whole = _for(draft, planner)
     least = whole.forecast(

@@ -126,7 +126,10 @@ class _Output(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, placeholder: Tensor, formula: _Formula, *inputs: Tensor) -> Tensor:
         ctx.inputs = len(inputs)
-        return formula.values(*inputs)
+        output = formula.values(*inputs)
+        # Not as a view, to which autograd would let no model add in place, as Llama 4 does.
+        alias: Tensor = torch.ops.aten._unsafe_view(output, output.shape)  # noqa: SLF001 -- an operator's name
+        return alias
 
     @staticmethod
     @once_differentiable

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -32,9 +33,12 @@ _FORMULAS = (NormFormula(0.0, True), NormFormula(0.0, False), NormFormula(1.0, F
 
 
 def has_structure(module: nn.Module) -> bool:
-    """Whether the only parameter of `module` is a vector, with which it computes a root-mean-square normalization."""
-    own = dict(module.named_parameters())
-    return set(own) == {"weight"} and own["weight"].dim() == 1 and _formula(module) is not None
+    """Whether the only parameter of `module` is a vector, with which it computes a root-mean-square normalization.
+
+    Some take a gate as well (Mamba 2's), and have another structure.
+    """
+    own, taken = dict(module.named_parameters()), inspect.signature(module.forward).parameters
+    return set(own) == {"weight"} and own["weight"].dim() == 1 and len(taken) == 1 and _formula(module) is not None
 
 
 def obstacle(module: Any) -> str | None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from finetune.kernels.room import with_room
+from finetune.model.structure.packed import packing_of
 
 _library = torch.library.Library("finetune", "DEF")
 _aten = torch.ops.aten
@@ -292,8 +293,10 @@ def _is_native(dtype: torch.dtype) -> bool:
 
 
 def decode_(out: Tensor, weight: Tensor) -> None:
-    """Write the values of a weight in 4 (NF4, FP4), 8 (`Int8Params`), 16 or 32 bits into `out` (outputs, inputs)."""
-    if (scales := getattr(weight, "SCB", None)) is not None:
+    """Write the values of a weight, quantized or not, into `out` (outputs, inputs)."""
+    if (how := packing_of(weight)) is not None:
+        how.decode(weight.data, out)
+    elif (scales := getattr(weight, "SCB", None)) is not None:
         decode_int8_(out, weight.data, scales)
     elif (state := getattr(weight, "quant_state", None)) is not None:
         nested = []

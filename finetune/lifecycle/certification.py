@@ -12,7 +12,6 @@ from finetune.certificate.verdict import Certificate
 from finetune.config import Config
 from finetune.lifecycle.preparation import JobInputs
 from finetune.model import build
-from finetune.model.source.locate import remote_code
 from finetune.report.terminal import Terminal
 from finetune.runtime import ranks, segments
 from finetune.runtime.stages import stage
@@ -25,7 +24,7 @@ def certify(
 
     The first rank of each machine tries its GPU, and the others take its word.
     """
-    if not _is_tried(config, device):
+    if not verdict.is_tried(config, device.type):
         return config, inputs, Certificate()
     blueprint = inputs.blueprint
     rows, tokens = verdict.micro_batch(config, max(inputs.data.train["length"]))
@@ -41,8 +40,9 @@ def certify(
         terminal.note(line)
     if device.type == "cuda" and certificate.failed("segments"):
         segments.disable()
-    asked = {"optimizer.kind": config.optimizer.kind, "model.attention": config.model.attention}
-    config = certificate.applied(config, device.type)
+    changes = certificate.changes(config, device.type)
+    asked = {key: getattr(getattr(config, section), name) for key in changes for section, name in [key.split(".")]}
+    config = config.changed(changes)
     attention, reason = build.choose_attention(config, blueprint.architecture, device.type)
     return (
         config,
@@ -55,9 +55,3 @@ def certify(
         ),
         certificate,
     )
-
-
-def _is_tried(config: Config, device: torch.device) -> bool:
-    """Whether the config asks for a certificate on this device, and its model can be made without foreign code."""
-    wanted = config.kernels.certificate
-    return (wanted == "on" or (wanted == "auto" and device.type == "cuda")) and remote_code(config.model) is None

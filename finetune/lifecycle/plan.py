@@ -10,7 +10,6 @@ from finetune.certificate.verdict import Certificate
 from finetune.config import Config
 from finetune.data.prepare import Prepared
 from finetune.errors import ForecastError, OutOfMemoryError
-from finetune.forecast import devices
 from finetune.forecast.fit import Fitted
 from finetune.forecast.levers import Lever
 from finetune.forecast.planning import Planner
@@ -39,7 +38,7 @@ def plan(
     def of_first_rank() -> tuple[Config, Forecast | None]:
         if config.memory.check != "off" or not config.fitted:
             stage("forecasting the memory of a training step")
-        card = certificate.measured(devices.here(device, config.memory))
+        card = certificate.here(device, config.memory)
         planner = Planner(config, architecture, card, data, ranks.world_size())
         resolved, fitted = _resolved(planner, terminal)
         if earlier and (lowered := resume.lowered(resolved, earlier)):

@@ -37,7 +37,7 @@ from finetune.training.checks import check
 @dataclass(frozen=True)
 class JobInputs:
     """The inputs of a job. `attention` says which implementation was chosen and why; `started_from` is the name and
-    hash of the adapter that training starts from. `asked`: the keys that a certificate may have replaced, as the user's
+    hash of the adapter that training starts from. `asked`: the keys that a certificate has replaced, as the user's
     config has them; they are what is recorded, so that the same command goes on when another certificate stands.
     """
 
@@ -63,7 +63,7 @@ def gather(
     ranks.main_does(lambda: lock.take() if run.exists else None)  # before anything slow
     with ranks.agreeing():
         architecture = load_architecture(config.model)  # first, as it refuses bases that cannot be trained
-        tokenizer = load_tokenizer(config.model, config.data.chat_template)
+        tokenizer = load_tokenizer(config.model, config.data)
     provenance.refuse_other_ranks({"tokenizer": fingerprint.of(tokenizer)})
     with ranks.agreeing():
         bounds.check_tokenizer(tokenizer, architecture, config.model)

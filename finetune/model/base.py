@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from finetune.config import AdapterSection, ModelSection, QuantizationSection, TrainingSection
+from finetune.config.field_types import shortened
 from finetune.errors import ArtifactError
 from finetune.model.attention import backends as attentions
 from finetune.model.attention import packing
@@ -25,7 +27,8 @@ from finetune.model.precision import PRECISIONS
 from finetune.model.skeleton import give_layers, keep_training_layout, random_base
 from finetune.model.source import catalog, prequantized, rope
 from finetune.model.source.locate import hub_call, locate, pinned_code, remote_code, weights_directory
-from finetune.model.structure.quantization import QUANTIZATIONS, bitsandbytes_config
+from finetune.model.structure import composite
+from finetune.model.structure.quantization import QUANTIZATIONS, library_config
 from finetune.runtime import libraries, patches, ranks
 from finetune.storage import weight_files
 
@@ -41,7 +44,7 @@ def load_architecture(section: ModelSection, *, listed: bool = False) -> Any:
     """The transformers config of the base, with its rotary scaling.
 
     It is from the catalog, if that has the name, where weights are random, or always with `listed`: a plan then needs
-    neither network nor a licence. Raises ConfigError for a base whose files are quantized already.
+    neither network nor a licence. Raises ConfigError for a base whose files are quantized in a form that is not kept.
     """
     from transformers import AutoConfig
 
@@ -49,7 +52,7 @@ def load_architecture(section: ModelSection, *, listed: bool = False) -> Any:
         return rope.scaled(catalog.config(section.name), section)
     architecture = hub_call(
         f"model `{section.name}`",
-        lambda: AutoConfig.from_pretrained(locate(section.name), revision=section.revision, **pinned_code(section)),
+        lambda: _known(section, AutoConfig.from_pretrained),
     )
     _refuse_kernels(architecture, section.name)
     if section.weights == "pretrained":
@@ -58,6 +61,30 @@ def load_architecture(section: ModelSection, *, listed: bool = False) -> Any:
         # RWKV rescales weights in place between training and evaluation, for fp16; this breaks quantization and LoRA.
         architecture.rescale_every = 0
     return rope.scaled(architecture, section)
+
+
+def _known(section: ModelSection, load: Callable[..., Any]) -> Any:
+    """transformers' config by `load`. Raises ArtifactError for a model type that the installed transformers lacks."""
+    import transformers
+
+    where: dict[str, Any] = {"revision": section.revision}
+    try:
+        return load(locate(section.name), **where, **pinned_code(section))
+    except ValueError as error:
+        if "does not recognize this architecture" not in str(error):
+            raise
+    values, _ = transformers.PreTrainedConfig.get_config_dict(locate(section.name), **where)
+    saved_by, installed = re.match(r"\d+\.\d+", str(values.get("transformers_version"))), transformers.__version__
+    newer = saved_by[0] if saved_by and _numbers(saved_by[0]) > _numbers(installed) else None
+    raise ArtifactError(
+        f"model `{section.name}`: transformers {installed} does not know models of type "
+        f"`{shortened(str(values.get('model_type')), 60)}`; install "
+        + (f"transformers {newer}, which wrote its config.json, or newer" if newer else "a newer transformers")
+    )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in version.split(".")[:2])
 
 
 def _refuse_kernels(architecture: Any, name: str) -> None:
@@ -106,6 +133,7 @@ def _pretrained(
     from finetune.model.structure import quantizers
 
     packing.register()
+    published = prequantized.stated(architecture, quantization)
     with quantizers.used():
         model, report = hub_call(
             f"model `{section.name}`",
@@ -114,7 +142,7 @@ def _pretrained(
                 config=deepcopy(architecture),  # loading writes the quantization into it
                 revision=section.revision,
                 **pinned_code(section),
-                quantization_config=bitsandbytes_config(quantization, dtype),
+                quantization_config=library_config(quantization, dtype, published),
                 attn_implementation=attentions.of_parts(attention, architecture),
                 dtype=dtype,
                 device_map={"": device},
@@ -135,12 +163,12 @@ def refuse_missing(report: dict[str, Any], what: str, remedy: str) -> None:
 
 
 def from_safetensors(name: str, **arguments: Any) -> Any:
-    """`AutoModelForCausalLM.from_pretrained`, restricted to safetensors files of `name`, a folder or a hub name.
+    """`from_pretrained` of `composite.loader`, restricted to safetensors files of `name`, a folder or a hub name.
 
     Raises ArtifactError for any other file, for one outside its folder or rejected by `weight_files.check`, and for an
     adapter beside the model, which transformers would load as well, or load the adapter's base instead.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
     from transformers.utils import find_adapter_config_file
 
     if adapter := find_adapter_config_file(name, revision=arguments.get("revision")):
@@ -149,7 +177,7 @@ def from_safetensors(name: str, **arguments: Any) -> Any:
         arguments["config"] = AutoConfig.from_pretrained(name, trust_remote_code=False)
         _refuse_kernels(arguments["config"], name)
     with _checked_files(name):
-        return AutoModelForCausalLM.from_pretrained(name, use_safetensors=True, **arguments)
+        return composite.loader(arguments["config"]).from_pretrained(name, use_safetensors=True, **arguments)
 
 
 @contextlib.contextmanager

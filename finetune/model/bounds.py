@@ -11,6 +11,7 @@ from finetune.config import Config, ModelSection
 from finetune.errors import ArtifactError, ConfigError, FinetuneError
 from finetune.model.base import load_architecture
 from finetune.model.build import weightless
+from finetune.model.source import prequantized
 
 # Rotary scaling types that extend the context beyond `max_position_embeddings`; for others (llama3, longrope) that
 # value already includes the scaling.
@@ -55,6 +56,13 @@ def positions(architecture: Any) -> int | None:
     return count
 
 
+def as_base_allows(config: Config, architecture: Any) -> tuple[Config, str | None]:
+    """`within_positions`, and `quantization.kind` as `prequantized.resolved`; with a line for each note."""
+    config, kind = prequantized.resolved(config, architecture)
+    config, length = within_positions(config, architecture)
+    return config, "\n".join(filter(None, (kind, length))) or None
+
+
 def within_positions(config: Config, architecture: Any) -> tuple[Config, str | None]:
     """`config` with `data.max_length` within the base's limit, and a one-line note if there is something to say.
 
@@ -78,13 +86,13 @@ def within_positions(config: Config, architecture: Any) -> tuple[Config, str | N
     )
 
 
-def within_known_positions(config: Config) -> tuple[Config, str | None]:
-    """`within_positions` if the base's config can be loaded, else `config` unchanged."""
+def as_known_base_allows(config: Config) -> tuple[Config, str | None]:
+    """`as_base_allows` if the base's config can be loaded, else `config` unchanged."""
     try:
         architecture = load_architecture(config.model)
     except FinetuneError:
         return config, None
-    return within_positions(config, architecture)
+    return as_base_allows(config, architecture)
 
 
 def _is_bounded(model: ModelSection, architecture: Any) -> bool:

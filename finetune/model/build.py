@@ -23,6 +23,7 @@ from finetune.model.distributed.placement import Placement
 from finetune.model.recompute import checkpointing
 from finetune.model.skeleton import mixture, weightless_base
 from finetune.model.source.locate import remote_code
+from finetune.model.structure import linear_layers
 from finetune.model.structure.experts import Mixture
 from finetune.runtime.stages import stage
 
@@ -66,6 +67,11 @@ class Blueprint:
             raise ConfigError(
                 f"`model.name`: {type(base).__name__} cannot be trained here: transformers gives no access to its "
                 "layers without the head, which the loss needs"
+            )
+        if between := linear_layers.after_layers(base):
+            raise ConfigError(
+                f"`model.name`: {type(base).__name__} does not multiply the states of its last layer by its head "
+                f"alone, as the loss does here: `{between[0]}` is between them; use another base"
             )
         check_rank(base, adapter)
         published.check(base, lambda: weightless(self.model, self.architecture), adapter)

@@ -14,11 +14,12 @@ from finetune.errors import ConfigError
 from finetune.model.attention import backends as attentions
 from finetune.model.attention import packing
 from finetune.model.distributed.placement import Placement
-from finetune.model.source import catalog
+from finetune.model.source import catalog, prequantized
 from finetune.model.source.locate import hub_call
-from finetune.model.structure import experts, linear_layers
+from finetune.model.structure import composite, experts, linear_layers
 from finetune.model.structure.experts import Mixture
-from finetune.model.structure.quantization import QUANTIZATIONS, bitsandbytes_config
+from finetune.model.structure.packed import pack, packing_of
+from finetune.model.structure.quantization import QUANTIZATIONS, library_config
 from finetune.runtime import patches
 
 
@@ -73,9 +74,7 @@ def weightless_base(
     architecture: Any, quantization: QuantizationSection, *, attention: str, dtype: torch.dtype,
     remote_code: str | None = None, shorten: Callable[[Any], None] = lambda model: None,
 ) -> Any:  # fmt: skip
-    """The base on the meta device, with bitsandbytes' linear layers and experts; `shorten` may remove layers first."""
-    from transformers import AutoModelForCausalLM
-
+    """The base on the meta device, with quantized linear layers and experts; `shorten` may remove layers first."""
     known = catalog.model_class(architecture)
     if not remote_code and known is None:
         raise ConfigError(_not_a_language_model(architecture))
@@ -88,7 +87,7 @@ def weightless_base(
     with torch.device("meta"):
         model = hub_call(
             f"the architecture `{architecture.model_type}`",
-            lambda: AutoModelForCausalLM.from_config(
+            lambda: composite.from_config(
                 deepcopy(architecture),
                 attn_implementation=attentions.of_parts(attention, architecture),
                 dtype=dtype,
@@ -102,11 +101,12 @@ def weightless_base(
     linear_layers.remember(model, not_adaptable)
     shorten(model)
     linear_layers.remember(model, not_adaptable)
-    quantization_config = bitsandbytes_config(quantization, dtype)
+    published = prequantized.stated(architecture, quantization)
+    quantization_config = library_config(quantization, dtype, published)
     if quantization_config is not None:
         from finetune.model.structure import quantizers
 
-        quantizers.prepare(model, quantization_config)
+        quantizers.prepare(model, quantization_config, published)
         _types_as_loaded(model, dtype)
         keep_training_layout(model)
     model.config.use_cache = False
@@ -161,13 +161,18 @@ def mixture(model: Any, quantization: QuantizationSection) -> Mixture | None:
     if not experts.is_mixture(model):
         return None
     kept, names = quantizers.kept_modules(model), set()
-    if quantization.kind != "none":
+    kind = QUANTIZATIONS[quantization.kind]
+    if kind.packed:
+        published = prequantized.stated(model.config, quantization)
+        config = library_config(quantization, model.dtype, published)
+        names = quantizers.packed_names(model, config, published)
+    elif quantization.kind != "none":
         names = {
             f"{name}.weight"
             for name, module in model.named_modules()
             if type(module) in (nn.Linear, Conv1D) and should_convert_module(name, kept)
         }
-    if QUANTIZATIONS[quantization.kind].four_bit:
+    if kind.four_bit:
         names |= {name for name, _, _ in experts.weights(model)}
     return experts.mixture(model, quantization.kind, names)
 
@@ -190,18 +195,25 @@ def _materialise(model: Any, module: nn.Module, dtype: torch.dtype, device: torc
             module.bias = nn.Parameter(full.bias.data, requires_grad=False)
         return
     own = dict(module.named_parameters(recurse=False))
-    packed = {name: one for name, one in own.items() if isinstance(one, bnb.nn.Params4bit)}
+    packed = {name: one for name, one in own.items() if isinstance(one, bnb.nn.Params4bit) or packing_of(one)}
     if not (own or list(module.buffers(recurse=False))):
         return
     for name, parameter in packed.items():
-        setattr(module, name, nn.Parameter(parameter.data, requires_grad=False))
+        values = parameter.data
+        if how := packing_of(parameter):
+            values = torch.empty(how.shape, dtype=how.dtype, device="meta")
+        setattr(module, name, nn.Parameter(values, requires_grad=False))
     module.to_empty(device=device, recurse=False)
     with torch.no_grad():
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             tensor.zero_()
     _initialise(model, module)
     for name, parameter in packed.items():
-        setattr(module, name, type(parameter)(getattr(module, name).data, **parameter.__dict__).to(device))
+        values = getattr(module, name).data
+        if how := packing_of(parameter):
+            setattr(module, name, pack(how.form, values, transposed=how.transposed))
+        else:
+            setattr(module, name, type(parameter)(values, **parameter.__dict__).to(device))
 
 
 def _initialise(model: Any, module: nn.Module) -> None:

@@ -198,6 +198,9 @@ def counts(split: Counts, max_length: int) -> str:
         f"{count(split.split)} split": split.split,
         f"{count(split.duplicates)} {duplicates}": split.duplicates,
         f"{count(split.control_tokens)} with control tokens as text": split.control_tokens,
+        f"{count(split.lost_thoughts)} with earlier turns untrained, whose thoughts the template drops": (
+            split.lost_thoughts
+        ),
         f"{count(split.dropped)} dropped: {dropped(split)}": split.dropped,
         "listed in data.jsonl": len(split.affected),
     }

@@ -21,6 +21,7 @@ GPU_DIRECT_RDMA_WITH_VMM = 110
 VERSION_FILE = Path("/proc/driver/nvidia/version")
 """Exists where the driver is loaded, but not under WSL2."""
 _DEVICE_FILE = Path("/dev/nvidia0")
+_VERSION_BYTES = 80  # nvml.h, NVML_SYSTEM_DRIVER_VERSION_BUFFER_SIZE
 
 
 def unused_gpu() -> tuple[str, str] | None:
@@ -33,6 +34,20 @@ def unused_gpu() -> tuple[str, str] | None:
         f"torch for CUDA {torch.version.cuda} cannot use it",
         "update the driver, or give this container or job the device (nvidia-smi, CUDA_VISIBLE_DEVICES)",
     )
+
+
+def version() -> str:
+    """The driver's version, from the file that Linux has, or else (WSL2) from NVML; empty if neither is there."""
+    if VERSION_FILE.is_file():
+        return VERSION_FILE.read_text().splitlines()[0]
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return ""
+    text = ctypes.create_string_buffer(_VERSION_BYTES)
+    if nvml.nvmlInit_v2() or nvml.nvmlSystemGetDriverVersion(text, _VERSION_BYTES):
+        return ""
+    return text.value.decode()
 
 
 def is_hidden() -> bool:

@@ -18,6 +18,7 @@ from finetune.runtime import driver
 
 # torch 2.13 has no public names for these; 2.11 has no getter.
 _get, _set = (getattr(torch._C, f"_accelerator_{verb}AllocatorSettings", None) for verb in ("get", "set"))  # noqa: SLF001
+_disabled = False  # since `disable`; torch 2.11 does not tell
 
 _TRIED_BYTES = 2 * 2**21
 """What `trial` maps: two of the allocator's small pieces, of 2 MiB, which is also the granularity of every GPU."""
@@ -31,12 +32,16 @@ def enable(gpu: int) -> None:
 
 def disable() -> None:
     """Turn off expandable segments for what is allocated from now on."""
+    global _disabled
     if _set:
         _set("expandable_segments:False")
+        _disabled = True
 
 
 def grow(gpu: int) -> bool:
-    """True if this GPU has expandable segments after `enable`."""
+    """True if this GPU has expandable segments after `enable`, and no `disable`."""
+    if _disabled:
+        return False
     return _is_on(setting()) if setting() else supported(gpu)
 
 

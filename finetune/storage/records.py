@@ -259,12 +259,21 @@ class ForecastRecord(TypedDict):
 @_class_record
 @dataclass(frozen=True)
 class TrialResult:
-    """What a trial of a device showed (`finetune.certificate.trials`): `reason` why it did not hold, and figures."""
+    """What a trial of a device showed (`finetune.certificate.trials`): `reason` why it did not hold, and figures.
+
+    `transient`: the reason may lie with what else the machine did at that moment, so the result is not kept.
+    """
 
     trial: str
-    status: Literal["held", "failed", "slower"]
+    status: Literal["held", "failed", "slower", "skipped"]
     reason: str = ""
     figures: dict[str, Positive] = field(default_factory=dict)
+    transient: bool = False
+
+    @property
+    def is_off(self) -> bool:
+        """Whether what was tried is not to be used."""
+        return self.status in ("failed", "slower")
 
 
 @_dict_record

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from finetune.config import Config, dump, load
+from finetune.config import Config, DataSection, dump, load
 from finetune.config.field_types import shown
 from finetune.errors import ArtifactError, MachineError
 from finetune.storage import files, records
@@ -127,14 +127,13 @@ class RunDirectory:
         events = (self.path / "processes").glob("*/events.jsonl")
         return [self, *(RunDirectory(file.parent) for file in sorted(events))]
 
-    @property
-    def chat_template(self) -> str:
-        """The template saved with the trained weights, if the tokenizer has one alone; else the config's choice."""
+    def data(self, config: Config) -> DataSection:
+        """The data section of `config`, with the chat template saved beside the trained weights, if it is one."""
         for folder in (self.adapter, self.merged):
             file = folder / "chat_template.jinja"
             if file.is_file() and not (folder / "additional_chat_templates").is_dir():
-                return str(file)
-        return self.config().data.chat_template
+                return config.data.model_copy(update={"chat_template": str(file)})
+        return config.data
 
     def config(self) -> Config:
         """The resolved config this run was started with, for comparison; use `settings.config_of` to act on it."""

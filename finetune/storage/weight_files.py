@@ -32,6 +32,7 @@ HEADER_BYTES = 32 * 2**20
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
@@ -138,7 +139,9 @@ def not_finite(path: Path) -> list[str]:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all values of `tensor` are finite; does not copy it."""
+    """Whether all values of `tensor` are finite; copies only one of 8 bits, for which torch has no `aminmax`."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
+    if tensor.itemsize == 1:
+        tensor = tensor.float()
     return all(math.isfinite(end) for end in torch.aminmax(tensor))  # aminmax propagates NaN

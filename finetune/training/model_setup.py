@@ -43,7 +43,7 @@ def in_training(job: TrainingJob, *, fused_loss: bool) -> Iterator[None]:
 
 
 def _fuse(job: TrainingJob) -> kernels.Attached:
-    fused = job.config.kernels.fused
+    fused = job.config.fused
     triton = job.device.type != "cuda" or libraries.triton_obstacle() is None
     off = sorted(job.kernels_off)
     if off and fused == "on":
@@ -66,7 +66,7 @@ def _attach_loss(job: TrainingJob) -> bool:
     if unbalanced := log_probs.attach(job.model):
         job.listener.note(unbalanced)
     unlike = probe_table.run("scoring", Subject(job.config, job.model))
-    fused = "off" if "loss" in job.kernels_off else job.config.kernels.fused
+    fused = "off" if "loss" in job.kernels_off else job.config.fused
     if unlike and fused == "on":
         raise ConfigError(f"`kernels.fused: on`: {'; '.join(unlike)}; set `auto` or `off`")
     for line in unlike:

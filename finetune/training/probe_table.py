@@ -67,7 +67,7 @@ PROBES: dict[str, Probe] = {
         "labels are scored as by the model's own logits", "scoring", lambda subject: log_probs.check(subject.model)
     ),
     "loss": Probe(
-        "the fused loss is TRL's", "scoring", _fused_loss, lambda config: config.kernels.fused != "off"
+        "the fused loss is TRL's", "scoring", _fused_loss, lambda config: config.fused != "off"
     ),
     "objective": Probe("sums of the objective add up over rows", "scoring", _objective),
     "context": Probe(

@@ -6,14 +6,16 @@ import contextlib
 import dataclasses
 import errno
 import faulthandler
+import io
 import json
 import os
 import re
 import signal
+import subprocess
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +29,7 @@ import finetune
 from finetune.certificate import child, making, small_model, store, trials, verdict
 from finetune.config import Config
 from finetune.doctor import machine
-from finetune.forecast import devices
+from finetune.forecast import devices, planning, traced_step
 from finetune.kernels import ops
 from finetune.model.base import load_architecture
 from finetune.runtime import libraries
@@ -195,11 +197,15 @@ def test_a_kernel_that_fails_is_off_with_one_line_and_the_training_is_right(
 
 # -- what is kept ------------------------------------------------------------------------------------------------------
 
-RESULTS = [TrialResult("norm", "held", "", {"seconds": 1.0}), TrialResult("mlp", "failed", "it ran out of memory")]
+RESULTS = [
+    TrialResult("norm", "held", "", {"seconds": 1.0}),
+    TrialResult("mlp", "failed", "one element differs"),
+    TrialResult("model", "held"),
+]
 
 
 def requested(**changes: Any) -> dict[str, Any]:
-    config: Config = load_config(TINY, [])
+    config: Config = load_config(TINY, ["kernels.fused=auto"])
     given = verdict.request(config, load_architecture(config.model), "sdpa", torch.device("cpu"), 2, 13)
     return {**given, **changes}
 
@@ -209,7 +215,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The requests that were tried; each has the same results."""
     seen: list[dict[str, Any]] = []
 
-    def make(request: dict[str, Any], began: Any, *, complete: bool = False) -> list[TrialResult]:
+    def make(request: dict[str, Any], *given: Any, complete: bool = False) -> list[TrialResult]:
         seen.append(request)
         return RESULTS
 
@@ -283,10 +289,80 @@ def test_trials_that_could_not_begin_are_a_reason_and_not_kept(monkeypatch) -> N
     assert store.read(store.made_for(requested())) is None
 
 
+class Ended:
+    """A child that has ended with `returncode`, after it began a trial and, unless None, wrote a result."""
+
+    def __init__(self, returncode: int, trial: str, result: dict[str, Any] | None) -> None:
+        self.returncode, self.printed, self.results = returncode, io.BytesIO(), io.BytesIO()
+        self.lines = [{"began": trial}] if trial else []
+        self.lines += [{"trial": trial, **result}] if result else []
+
+    def kill(self) -> None: ...
+
+    def wait(self) -> int:
+        return self.returncode
+
+
+OUT_OF_MEMORY = {"status": "failed", "reason": "it ran out of memory", "transient": True}
+MOMENTARY: dict[str, Callable[[], Ended]] = {
+    "memory that others hold": lambda: Ended(0, "mlp", OUT_OF_MEMORY),
+    "the out-of-memory killer": lambda: Ended(-signal.SIGKILL, "mlp", None),
+    "a child that does not begin": lambda: Ended(1, "", None),
+}
+
+
+@pytest.mark.parametrize("why", MOMENTARY)
+def test_what_fails_for_the_moment_is_told_and_tried_again_at_the_next_start(why, monkeypatch) -> None:
+    tried: list[str] = []
+
+    def start(request: dict[str, Any]) -> Ended:
+        tried.append(request["trials"][0])
+        return MOMENTARY[why]() if tried == ["norm", "mlp"] else Ended(0, tried[-1], {"status": "held"})
+
+    monkeypatch.setattr(making, "start", start)
+    monkeypatch.setattr(making, "_lines", lambda child, until: iter(child.lines))
+    first = verdict.obtain(requested(), print, str)
+    assert first.failed("mlp")
+    (line, *_) = first.lines(load_config(TINY, []))
+    assert line.endswith("it is tried again at the next start")
+    del tried[:]
+    assert not verdict.obtain(requested(), print, str).kernels_off
+    assert tried == ["mlp", "model"], "what held alone is not tried again, and the model with the kernel"
+    assert verdict.obtain(requested(), print, str).results == verdict.standing(requested()).results
+    assert tried == ["mlp", "model"]
+
+
+@pytest.mark.parametrize(("free", "load", "transient"), [(23, 0.5, False), (12, 0.5, True), (23, 1000.0, True)])
+def test_a_trial_that_takes_too_long_is_a_verdict_on_a_device_that_nothing_else_uses(
+    free, load, transient, monkeypatch
+) -> None:
+    def lines(child: Ended, until: Any) -> Iterator[dict[str, Any]]:
+        yield from child.lines
+        raise TimeoutError
+
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
+    monkeypatch.setattr(making, "start", lambda request: Ended(0, request["trials"][0], None))
+    monkeypatch.setattr(making, "_lines", lines)
+    for result in making.make(requested(free_bytes=free, total_bytes=24), str):
+        assert (result.status, result.transient) == ("failed", transient)
+
+
+def test_secrets_do_not_reach_the_child(monkeypatch) -> None:
+    for name in ("HF_TOKEN", "WANDB_API_KEY", "AWS_PROFILE", "my_secret", "HTTPS_PROXY", "TOKENIZERS_PARALLELISM"):
+        monkeypatch.setenv(name, "value")
+    passed: dict[str, str] = {}
+    monkeypatch.setattr(subprocess.Popen, "__init__", lambda self, *args, env, **named: passed.update(env))
+    made = making.Child({})
+    made.results.close()
+    made.printed.close()
+    assert {"HF_TOKEN", "WANDB_API_KEY", "AWS_PROFILE", "my_secret", "HTTPS_PROXY"}.isdisjoint(passed)
+    assert {"PATH", "TOKENIZERS_PARALLELISM"} <= passed.keys()
+
+
 def test_two_runs_at_once_try_one_after_the_other_and_the_second_reads(made, tmp_path, monkeypatch) -> None:
     log = tmp_path / "made"
 
-    def make(request: dict[str, Any], began: Any, *, complete: bool = False) -> list[TrialResult]:
+    def make(request: dict[str, Any], *given: Any, complete: bool = False) -> list[TrialResult]:
         with open(log, "a") as file:
             file.write("made\n")
         time.sleep(0.5)  # in which the other one comes
@@ -328,12 +404,53 @@ def test_a_child_ends_with_its_parent() -> None:
 
 def test_what_failed_is_taken_out_of_the_job_and_of_its_plan() -> None:
     failed = [TrialResult(name, "failed", "it differs") for name in ("optimizer", "attention_implementation", "lora")]
-    certificate = verdict.Certificate(failed)
-    config = certificate.applied(load_config(TINY, []), "cuda")
-    assert (config.optimizer.kind, config.model.attention) == ("adamw_8bit", "eager")
-    assert certificate.applied(load_config(TINY, []), "cpu").optimizer.kind == "paged_adamw_8bit"
+    certificate, tiny = verdict.Certificate(failed), load_config(TINY, [])
+    assert certificate.changes(tiny, "cuda") == {"optimizer.kind": "adamw_8bit", "model.attention": "eager"}
+    packed = load_config(TINY, ["data.packing=true"])
+    without = verdict.Certificate([TrialResult("packing", "failed", "a row sees another")])
+    assert without.changes(packed, "cuda") == {"data.packing": False}
+    assert certificate.changes(packed, "cpu") == {"model.attention": "eager", "data.packing": False}, "not in eager"
+    offloaded = load_config(TINY, ["memory.offload=checkpoints"])
+    assert verdict.Certificate([TrialResult("offload", "failed", "")]).changes(offloaded, "cuda") == {
+        "memory.offload": "none"
+    }
     assert certificate.kernels_off == {"lora"}
     assert verdict.Certificate([TrialResult("model", "failed", "its losses differ")]).kernels_off == set(trials.FUSED)
+
+
+def planned_without(config: Config, gpu: str = "cpu") -> tuple[str, ...]:
+    """The kernels that a plan of `config` leaves out."""
+    return planning.planner_for(config, gpu, follow=verdict.follow).device.kernels_off
+
+
+@pytest.mark.slow
+def test_a_plan_follows_the_certificate_that_stands_as_the_run_does(quick, monkeypatch) -> None:
+    results = [TrialResult("mlp", "failed", "one element differs"), *RESULTS[::2]]
+    monkeypatch.setattr(making, "make", lambda *given, **named: results)
+    traced: list[tuple[str, ...]] = []
+
+    def trace_step(setting: Any, *models: Any) -> Any:
+        traced.append(setting.device.kernels_off)
+        return traced_step.trace_step(setting, *models)
+
+    monkeypatch.setattr(planning, "trace_step", trace_step)
+    job = quick(*JOB, "memory.check=refuse")
+    assert planned_without(job) == ()
+    finetune.train(job)
+    assert set(traced) == {("mlp",)}, "the plan is made after the trials"
+    for alike in (
+        "training.max_steps=9",
+        "training.micro_batch=2",
+        "memory.checkpointing=all",
+        "optimizer.kind=adamw_8bit",
+    ):
+        assert planned_without(quick(*JOB, alike)) == ("mlp",)
+    for other in ("adapter.rank=2", "kernels.certificate=off"):
+        assert planned_without(quick(*JOB, other)) == ()
+    assert planned_without(job, "RTX 4090") == ()
+    finetune.plan(job)
+    finetune.fit(job)
+    assert set(traced) == {("mlp",)}
 
 
 @pytest.mark.slow
@@ -377,7 +494,7 @@ def test_attention_is_not_refuted_by_the_memory_of_the_eager_computation(fails, 
 
     monkeypatch.setattr(small_model.TriedJob, "model", lambda job, attention="": attention or job.attention)
     monkeypatch.setattr(small_model.TriedJob, "results", results)
-    job = child._job({**requested(), "free_bytes": 0})
+    job = child._job(requested())
     outcome = contextlib.nullcontext() if fails == "eager" else pytest.raises(torch.OutOfMemoryError)
     with outcome:
         assert trials._attention_implementation(job, ()) == {}
@@ -386,7 +503,7 @@ def test_attention_is_not_refuted_by_the_memory_of_the_eager_computation(fails, 
 @pytest.mark.slow
 def test_trials_run_in_a_process_of_their_own(monkeypatch) -> None:
     monkeypatch.setattr(making, "start", making.Child)
-    monkeypatch.setattr(making, "for_device", lambda device_type: ["optimizer"])
+    monkeypatch.setattr(making, "missing", lambda request, kept: ["optimizer"])
     monkeypatch.setitem(trials.TRIALS, "optimizer", SimpleNamespace(tries="an optimizer", limit_seconds=300.0))
     began: list[str] = []
     assert making.make(requested(), began.append) == [TrialResult("optimizer", "held")]
@@ -397,7 +514,9 @@ def test_trials_run_in_a_process_of_their_own(monkeypatch) -> None:
 def test_doctor_tries_a_device_writes_a_page_and_shows_what_stands(call, tmp_path, monkeypatch, shallow_base) -> None:
     monkeypatch.chdir(tmp_path)
     job = tmp_path / "job.yaml"
-    job.write_text(f"model: {{name: {shallow_base}}}\ndata: {{train: rows.jsonl, max_length: 24}}\n")
+    job.write_text(
+        f"model: {{name: {shallow_base}}}\ndata: {{train: rows.jsonl, max_length: 24}}\nkernels: {{fused: auto}}\n"
+    )
     assert "none for this device" in machine._certificate("cpu").what
     code, out, err = call("doctor", job, "--certify", "--json")
     assert code == 0, err

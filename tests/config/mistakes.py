@@ -96,7 +96,7 @@ def _message(mistake: Mistake) -> str:
 def _check(job: Config, gpu: str | None) -> None:
     """What `finetune train` checks before the weights are loaded."""
     devices.find(gpu or "cpu", job.memory)
-    tokenizer = load_tokenizer(job.model, job.data.chat_template)
+    tokenizer = load_tokenizer(job.model, job.data)
     build.blueprint(job, load_architecture(job.model), "eager").check(job.adapter)
     prepare(job.data, tokenizer)
 

@@ -434,6 +434,12 @@ RULES: list[tuple[str, list[str], tuple[str, ...], list[str]]] = [
         ("`model.weights: pretrained`", "`weights: pretrained`", "`adapter.init: default`"),
         ["model.weights=pretrained"],
     ),
+    (
+        "adapter.dora",
+        ["adapter.dora=true", "quantization.kind=mxfp4"],
+        ("`dora: false`", "`quantization.kind: none`"),
+        ["adapter.dora=false"],
+    ),
     ("output.merge", ["output.merge=true", "model.weights=random"], ("`output.merge: false`",), ["output.merge=false"]),
     (
         "adapter.dtype",
@@ -493,7 +499,7 @@ RULES: list[tuple[str, list[str], tuple[str, ...], list[str]]] = [
             ("adapter.init", "loftq", "adapter.init=default"),
             ("adapter.dora", "true", "adapter.dora=false"),
             ("training.precision", "fp16", "distributed.kind=ddp"),
-            ("kernels.fused", "auto", "kernels.fused=off"),
+            ("kernels.fused", "on", "kernels.fused=auto"),
             ("kernels.compile", "layers", "kernels.compile=none"),
         )
     ),

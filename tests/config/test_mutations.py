@@ -109,8 +109,8 @@ def stages(config: Config) -> None:
     """What `train` does before the forecast, on a CPU."""
     cpu = torch.device("cpu")
     check(config, cpu)
-    config, _ = bounds.within_known_positions(config)
-    tokenizer = load_tokenizer(config.model, config.data.chat_template)
+    config, _ = bounds.as_known_base_allows(config)
+    tokenizer = load_tokenizer(config.model, config.data)
     architecture = load_architecture(config.model)
     bounds.check_tokenizer(tokenizer, architecture, config.model)
     build.choose_attention(config, architecture, cpu.type)

@@ -70,7 +70,7 @@ KNOWN = {
         "<|im_end|>",
         "<|im_end|>",
         _CHATML,
-        lambda said, last: ("<think>\n\n</think>\n\n" + said.lstrip("\n") if last else said) + "<|im_end|>",
+        lambda said, last: (said.lstrip("\n") if last else said) + "<|im_end|>",
         added=("<think>", "</think>", "<tool_call>", "</tool_call>"),
     ),
     "plain": Known("</s>", "</s>", (), lambda said, last: said + "</s>"),

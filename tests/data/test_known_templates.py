@@ -32,7 +32,7 @@ TRAINED = {
     "gemma": [*HELLO, "<end_of_turn>", *BECAUSE, "<end_of_turn>"],
     "phi3": [*HELLO, "<|end|>", *BECAUSE, "<|end|>"],
     "qwen2_5": [*HELLO, "<|im_end|>", *BECAUSE, "<|im_end|>"],
-    "qwen3": [*HELLO, "<|im_end|>", "<think>", "\n", "\n", "</think>", "\n", "\n", *BECAUSE, "<|im_end|>"],
+    "qwen3": [*HELLO, "<|im_end|>", *BECAUSE, "<|im_end|>"],
     "plain": [*HELLO, "</s>", *BECAUSE, "</s>"],
 }
 
@@ -118,11 +118,11 @@ def test_a_template_that_wants_turns_to_alternate_says_what_to_do(
 
 
 def test_thoughts_are_learnt_in_the_last_turn_as_the_template_renders_them(tokenizer_of: Make) -> None:
-    """Qwen 3 leaves out what was thought in earlier turns, and so they are rendered otherwise up to their own end."""
+    """Qwen 3 leaves out what was thought in earlier turns, so these are not trained."""
     tokenizer = tokenizer_of("qwen3", "shipped")
     messages = [user("Hi"), assistant("<think>\none\n</think>\n\nHello"), user("Why?")]
     text = trained_text(encode(Chat([*messages, assistant("<think>\ntwo\n</think>\n\nso")]), tokenizer), tokenizer)
-    assert text == "Hello<|im_end|><think>\ntwo\n</think>\n\nso<|im_end|>"
+    assert text == "<think>\ntwo\n</think>\n\nso<|im_end|>"
 
 
 # -- tools -----------------------------------------------------------------------------------------------------------

@@ -8,17 +8,19 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import every_architecture
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 import finetune
-from finetune.config import Config
+from finetune.config import AdapterSection, Config, ModelSection, QuantizationSection
 from finetune.errors import ConfigError
-from finetune.export import adapter_export
-from finetune.model.adapters import adapter_files
+from finetune.export import adapter_export, server_names
+from finetune.model import base as model_base
+from finetune.model.adapters import adapter, adapter_files
 from finetune.report.terminal import Terminal
 from finetune.storage import weight_files
 
@@ -102,6 +104,61 @@ def test_servers_find_every_layer_and_peft_reads_the_run(
     torch.testing.assert_close(logits(alone), logits(trained), rtol=1e-4, atol=1e-4)
     assert (logits(alone) - before).norm() > 1e-3 * before.norm()
     assert len(adapter_files.weights(alone)) == len(served) == len(load_file(run.adapter / adapter_files.WEIGHTS))
+
+
+_WHOLE = ["qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "mistral3", "llama4", "qwen3_vl"]
+
+
+@pytest.mark.parametrize(
+    ("name", "published"), [*((name, "today") for name in _WHOLE), ("gemma3", "earlier"), ("mistral3", "earlier")]
+)
+def test_the_exported_adapter_is_found_in_the_whole_of_a_composite_checkpoint(
+    name: str, published: str, tmp_path: Path
+) -> None:
+    """By PEFT on transformers' class for all of it, to the logits, and by vLLM's rules; whatever the files' names."""
+    torch.manual_seed(0)
+    config = every_architecture.config(name)
+    if name == "mistral3":
+        config.text_config.num_hidden_layers = 3  # so many layers that PEFT looks for shorter names of them
+    made = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    made.save_pretrained(tmp_path / "base")
+    if published == "earlier":
+        file = tmp_path / "base" / "model.safetensors"
+        old = {"model.language_model.": "language_model.model.", "lm_head": "language_model.lm_head", "model.": ""}
+        save_file({_renamed(key, old): tensor for key, tensor in load_file(file).items()}, file, {"format": "pt"})
+    section = ModelSection(name=str(tmp_path / "base"))
+    architecture = model_base.load_architecture(section)
+    base = model_base.load_base(
+        section, QuantizationSection(kind="none"), architecture, attention="eager", dtype=torch.float32,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    adapted = adapter.attach(base, AdapterSection(rank=2), section.name, seed=0)
+    for weight in adapter_files.weights(adapted).values():
+        torch.nn.init.normal_(weight, std=0.1)
+    job = Config().changed({"model.name": section.name, "model.weights": "pretrained"})
+    names, pairs = adapter_export.served_names(job), adapter_export.plain(adapted)
+    renamed = {layer: adapter_export._served(names, layer) for layer in pairs}
+    adapter_export.write(pairs, renamed, adapted.peft_config["default"], section.name, tmp_path / "adapter")
+    files = weight_files.shapes(tmp_path / "base" / "model.safetensors")
+    assert server_names.served(renamed.values(), files, architecture.model_type) == len(pairs) > 0
+    whole = AutoModelForImageTextToText.from_pretrained(section.name, dtype=torch.float32)
+    before = logits(whole)
+    loaded = PeftModel.from_pretrained(whole, str(tmp_path / "adapter"))
+    torch.testing.assert_close(logits(loaded), logits(adapted), rtol=1e-4, atol=1e-4)
+    assert (logits(loaded) - before).norm() > 1e-3 * before.norm()
+
+
+def _renamed(name: str, prefixes: dict[str, str]) -> str:
+    prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
+    return prefixes.get(prefix, "") + name.removeprefix(prefix)
+
+
+def test_an_adapter_that_a_server_would_ignore_is_refused() -> None:
+    """As PEFT saves it for the text model of Qwen3.5 (vllm#48019)."""
+    files = [f"model.language_model.layers.{layer}.mlp.up_proj.weight" for layer in range(2)]
+    trained = [f"model.layers.{layer}.mlp.up_proj" for layer in range(2)]
+    with pytest.raises(ConfigError, match=r"of the 2 layers .* would find 0, .* `model\.layers\.0\.mlp\.up_proj`"):
+        server_names.served(trained, files, "qwen3_5")
 
 
 def test_a_prefix_that_files_lack_is_kept_and_a_layer_without_a_weight_in_the_files_is_refused(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -151,6 +151,26 @@ class Children:
         """Start it and wait for its end."""
         return self.start(arguments, fault).wait()
 
+    def call(self, function: Callable[..., Any], *arguments: object, ranks: int = 1) -> list[Any]:
+        """What a function of a test's module returns in each of `ranks` children; arguments and result as in JSON."""
+        outputs = [self._folder / f"{self._count}-{rank}.json" for rank in range(ranks)]
+        where = [sys.path, function.__module__, function.__name__]
+        started = [
+            self.start(
+                ["call", json.dumps([str(output), *where, *arguments])],
+                environment=_as_rank(rank, ranks) if ranks > 1 else {},
+            )
+            for rank, output in enumerate(outputs)
+        ]
+        for ended in [child.wait() for child in started]:
+            assert ended.code == 0, ended.output
+        return [json.loads(output.read_text()) for output in outputs]
+
+
+def _as_rank(rank: int, ranks: int) -> dict[str, str]:
+    size = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    return {**size, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+
 
 # -- in the process that forks, and in its children ------------------------------------------------------------------
 
@@ -199,13 +219,29 @@ def _finetune() -> Any:
     plots.training = lambda run: write_bytes(run.plot_file, b"")
 
     def main(arguments: list[str]) -> None:
-        if arguments[0] == "save":
+        if arguments[0] == "call":
+            _call(*json.loads(arguments[1]))
+        elif arguments[0] == "save":
             with cli.errors_reported():
                 _save(*arguments[1:])
         else:
             cli.app(arguments, prog_name="finetune")
 
     return main
+
+
+def _call(output: str, path: list[str], module: str, function: str, *arguments: Any) -> None:
+    sys.path[:] = path
+    returned = getattr(importlib.import_module(module), function)(*arguments)
+    Path(output).write_text(json.dumps(returned))
+
+
+def connect(store: str) -> None:
+    """Join the other ranks of `Children.call` by a file."""
+    from torch import distributed
+
+    rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
 
 
 def contents(step: int) -> Any:

@@ -1,6 +1,6 @@
 """Processes of their own for the tests that inject a fault into the whole of one."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,16 +8,6 @@ from children import Children, Ended, Fault
 from jobs import QUICK, TINY
 
 from finetune.storage.rundir import RunDirectory
-
-
-@pytest.fixture(scope="session")
-def children(tmp_path_factory: pytest.TempPathFactory, shallow_base: Path) -> Iterator[Children]:
-    """On two layers of the built-in base, which take half as long."""
-    folder = tmp_path_factory.mktemp("children")
-    config = folder / "shallow_cpu.yaml"
-    config.write_text(TINY.read_text().replace("builtin:tiny-llama", str(shallow_base)))
-    with Children(folder, config=config) as started:
-        yield started
 
 
 @pytest.fixture

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+import collections
 from pathlib import Path
 
+import measured_step
 import pytest
-import tiny_models
+import torch
+from accelerate import Accelerator
+from children import Children, connect
+from torch.profiler import ProfilerActivity, profile
 
 from finetune.forecast import operator_costs
 
-# Two processes, forked once the libraries are there, take a model with frozen and trained weights as the trainer does,
-# and step three times (the buckets are made anew after the first). Each prints how many blocks of each size are left.
-MEASURE = f"""
-import collections, json, multiprocessing, os, sys
-sys.path += {[str(tiny_models.ROOT / "tests"), str(tiny_models.ROOT / "benchmarks")]}
-import measured_step, torch
-from accelerate import Accelerator
-from torch.profiler import ProfilerActivity, profile
 
-def train(rank):
-    os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-    torch.distributed.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
+def train(store: str) -> dict[int, int]:
+    """Take a model with frozen and trained weights as the trainer does, and step three times, since the buckets are
+    made anew after the first. Returns how many blocks of each size are left."""
+    connect(store)
     accelerator = Accelerator(cpu=True)
     model = torch.nn.Sequential(*(torch.nn.Linear(300, 300, bias=False) for _ in range(100)))
     model[0].requires_grad_(False)
@@ -34,34 +28,16 @@ def train(rank):
         for _ in range(3):
             shared.zero_grad()
             shared(rows).sum().backward()
-    left = collections.Counter()
+    left: collections.Counter[int] = collections.Counter()
     for event in measured_step._events(profiler):
         left[abs(event.size_bytes)] += 1 if event.size_bytes > 0 else -1
-    print(json.dumps(left) + "\\n", end="", flush=True)  # in one write: two processes share the pipe
     accelerator.end_training()
-
-ranks = [multiprocessing.get_context("fork").Process(target=train, args=(rank,)) for rank in range(2)]
-for rank in ranks:
-    rank.start()
-for rank in ranks:
-    rank.join()
-sys.exit(any(rank.exitcode for rank in ranks))
-"""
+    return left
 
 
 @pytest.mark.slow
-def test_each_of_two_processes_keeps_a_copy_of_all_gradients(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(tmp_path / "store")],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_each_of_two_processes_keeps_a_copy_of_all_gradients(children: Children, tmp_path: Path) -> None:
     buckets = operator_costs.gradient_buckets([4 * 300 * 300] * 99)
     assert len(set(buckets)) == 3, "a small one at first, and none as large as a gradient"
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(found) == 2
-    for left in found:
+    for left in children.call(train, str(tmp_path / "store"), ranks=2):
         assert {size: left.get(str(size)) for size in buckets} == dict.fromkeys(buckets, 1)

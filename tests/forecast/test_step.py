@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +12,8 @@ import pytest
 import tiny_models
 import torch
 from accelerate.state import GradientState
-from forecast_cpu import LARGEST_ERROR, SETTINGS, UNDER_PREDICTION, Setting, forecast, relative_errors
+from children import Children
+from forecast_cpu import LARGEST_ERROR, SETTINGS, UNDER_PREDICTION, Setting, apart, forecast, measure, relative_errors
 from traces import peaks
 
 from finetune.config.field_types import LEVELS
@@ -40,27 +37,22 @@ CHOSEN = {
 }
 
 
+def measure_chosen() -> dict[str, dict[str, int]]:
+    return {setting.name: apart(measure, setting) for setting in SETTINGS if setting.name in CHOSEN}
+
+
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def measured(children: Children) -> dict[str, dict[str, int]]:
     """What the profiler counts while each of the settings trains, in processes of their own."""
-    output = tmp_path_factory.mktemp("measured") / "measured.json"
-    only = [word for name in CHOSEN for word in ("--only", name)]
-    done = subprocess.run(
-        [sys.executable, "benchmarks/forecast_cpu.py", "--measure-only", "--output", str(output), *only],
-        cwd=tiny_models.ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(output.read_text())["settings"]
+    [peaks] = children.call(measure_chosen)
+    return peaks
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", [each for each in SETTINGS if each.name in CHOSEN], ids=lambda each: each.name)
-def test_the_forecast_holds_against_a_trained_step(setting: Setting, measured: dict[str, Any]) -> None:
+def test_the_forecast_holds_against_a_trained_step(setting: Setting, measured: dict[str, dict[str, int]]) -> None:
     """Each phase by itself."""
-    errors = relative_errors(forecast(setting), measured[setting.name]["measured"])
+    errors = relative_errors(forecast(setting), measured[setting.name])
     assert {"load", "forward", "backward", "optimizer"} < errors.keys()
     outside = {phase: error for phase, error in errors.items() if not -UNDER_PREDICTION <= error <= LARGEST_ERROR}
     assert not outside, "forecast " + ", ".join(f"{phase} {100 * error:+.2f} %" for phase, error in outside.items())

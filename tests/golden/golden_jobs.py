@@ -12,7 +12,7 @@ import os
 import platform
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ import finetune
 HERE = Path(__file__).parent
 CONFIGS = HERE.parent.parent / "configs"
 TRAJECTORIES, FORECASTS = HERE / "trajectories.json", HERE / "forecasts.json"
+FUSED_TRAJECTORIES = HERE / "fused_trajectories.json"
 # What a number's last bits depend on, besides this repository.
 _PACKAGES = ("torch", "transformers", "peft", "trl", "bitsandbytes", "accelerate", "datasets", "tokenizers")
 
@@ -36,6 +37,7 @@ _SHORT = [
     "training.batch_size=4", "training.micro_batch=2", "training.learning_rate=1e-3", "memory.check=off",
     "output.merge=false",
 ]  # fmt: skip
+_PLAIN = "kernels.fused=off"
 
 
 def _number_rows(make: Callable[[str, str], dict[str, Any]]) -> list[dict[str, Any]]:
@@ -108,10 +110,28 @@ JOBS: dict[str, tuple[str, list[str]]] = {
         ["optimizer.kind=ademamix_8bit", "data.too_long=split", "data.max_length=48", "training.schedule=constant"],
     ),
 }
+# The same for jobs with `kernels.fused: auto`, in float32, beside the losses of PEFT's modules. FAMILY stands
+# for the folder of a base of another family, which has norms of queries and keys, and joint heads of keys.
+FAMILY = {
+    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 64, "intermediate_size": 192,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 2048,
+    "max_position_embeddings": 512, "tie_word_embeddings": True,
+}  # fmt: skip
+FUSED: dict[str, tuple[str, list[str]]] = {
+    "nf4 on conversations": ("messages", []),
+    "base not quantized, packed": (
+        "prompt_completion",
+        ["quantization.kind=none", "data.packing=true", "memory.checkpointing=none", "optimizer.kind=adamw_32bit"],
+    ),
+    "another family, random weights": (
+        "sharegpt",
+        ["model.name=FAMILY", "model.weights=random", "model.tokenizer=builtin:tiny-llama", "memory.loss_tokens=64"],
+    ),
+}
 RESUMED = "nf4, resumed after three steps"
 _RESUMED_AFTER = 3
 
-# Name: config file, card, and overrides; every layer is recomputed where these say nothing of it.
+# Name: config file, card, and overrides; every layer is recomputed where these say nothing of it, and none is fused.
 PLANS: dict[str, tuple[str, str, list[str]]] = {
     "tiny here": ("tiny_cpu", "cpu", []),
     "tiny, packed": ("tiny_cpu", "cpu", ["data.packing=true"]),
@@ -135,6 +155,8 @@ PLANS: dict[str, tuple[str, str, list[str]]] = {
     "7B in 16 bits": ("llama7b_lora_16bit", "RTX 3090", []),
     "8B, offloaded": ("llama3_8b_qlora", "RTX 4090", ["memory.offload=checkpoints"]),
     "9B with capped logits": ("gemma2_9b_qlora", "A100 80GB", ["data.max_length=1024"]),
+    "tiny here, fused": ("tiny_cpu", "cpu", ["kernels.fused=auto"]),
+    "7B, fused": ("llama7b_qlora", "RTX 3090", ["kernels.fused=auto"]),
 }  # fmt: skip
 
 
@@ -155,14 +177,38 @@ def _processor() -> str:
 def trajectory(name: str, folder: Path) -> dict[str, Any]:
     """Train the job `name` in `folder`: every step's and evaluation's numbers, and a hash of the adapter's weights."""
     if name == RESUMED:
-        _train("messages", ["training.schedule=constant", f"training.max_steps={_RESUMED_AFTER}"], folder)
-        return _train("messages", ["training.schedule=constant"], folder)
-    return _train(*JOBS[name], folder)
+        _train("messages", [_PLAIN, "training.schedule=constant", f"training.max_steps={_RESUMED_AFTER}"], folder)
+        return _train("messages", [_PLAIN, "training.schedule=constant"], folder)
+    format, changes = JOBS[name]
+    return _train(format, [_PLAIN, *changes], folder)
+
+
+def fused_trajectory(name: str, folder: Path) -> dict[str, Any]:
+    """The same for the job `name` of FUSED."""
+    format, changes = FUSED[name]
+    return _train(format, ["kernels.fused=auto", *changes], folder)
+
+
+def _with_plain_steps(name: str, folder: Path) -> dict[str, Any]:
+    """A trajectory of FUSED, and the steps of that job with PEFT's modules."""
+    format, changes = FUSED[name]
+    plain = folder / "plain"
+    plain.mkdir()
+    return {
+        **fused_trajectory(name, folder),
+        "plain_steps": _train(format, [_PLAIN, *changes], plain)["steps"],
+    }
 
 
 def _train(format: str, changes: list[str], folder: Path) -> dict[str, Any]:
     rows = folder / f"{format}.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in _number_rows(ROWS[format])))
+    if "model.name=FAMILY" in changes:
+        base = folder / "base"
+        base.mkdir()
+        (base / "config.json").write_text(json.dumps(FAMILY))
+        changes = [change.replace("FAMILY", str(base)) for change in changes]
+        torch.manual_seed(0)  # of the base's weights
     job = [*_SHORT, f"data.train={rows}", f"data.format={format}", f"output.dir={folder / 'run'}", *changes]
     run = finetune.train(finetune.load_config(CONFIGS / "tiny_cpu.yaml", job)).run
     lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
@@ -184,7 +230,7 @@ def _tensors(file: Path) -> bytes:
 def plan(name: str) -> dict[str, Any]:
     """The forecast of `name` as `plan --json` prints it; for a CPU without what is this process's or machine's."""
     config, card, changes = PLANS[name]
-    changes = ["memory.checkpointing=all", *changes]
+    changes = ["memory.checkpointing=all", _PLAIN, *changes]
     budget = ["memory.budget=4GiB"] if card == "cpu" else []
     made = finetune.plan(finetune.load_config(CONFIGS / f"{config}.yaml", [*changes, *budget]), card).as_dict()
     if card == "cpu":
@@ -194,16 +240,19 @@ def plan(name: str) -> dict[str, Any]:
 
 
 def record() -> None:
-    """Write both files of pinned numbers."""
+    """Write the files of pinned numbers."""
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        trajectories = {}
-        for number, name in enumerate([*JOBS, RESUMED]):
-            place = Path(folder, str(number))
-            place.mkdir()
-            trajectories[name] = trajectory(name, place)
-    _write(TRAJECTORIES, "trajectories", trajectories)
+    _write(TRAJECTORIES, "trajectories", _each([*JOBS, RESUMED], trajectory))
+    _write(FUSED_TRAJECTORIES, "trajectories", _each(FUSED, _with_plain_steps))
     _write(FORECASTS, "forecasts", {name: plan(name) for name in PLANS})
+
+
+def _each(names: Iterable[str], train: Callable[[str, Path], dict[str, Any]]) -> dict[str, Any]:
+    trajectories = {}
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            trajectories[name] = train(name, Path(folder))
+    return trajectories
 
 
 def _write(file: Path, what: str, found: dict[str, Any]) -> None:

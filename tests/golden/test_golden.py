@@ -4,23 +4,59 @@ import json
 from pathlib import Path
 
 import pytest
-from golden_jobs import FORECASTS, JOBS, PLANS, RESUMED, TRAJECTORIES, differences, machine, plan, trajectory
+from golden_jobs import (
+    FORECASTS,
+    FUSED,
+    FUSED_TRAJECTORIES,
+    JOBS,
+    PLANS,
+    RESUMED,
+    TRAJECTORIES,
+    differences,
+    fused_trajectory,
+    machine,
+    plan,
+    trajectory,
+)
 
 _PINNED = json.loads(TRAJECTORIES.read_text())
+_FUSED = json.loads(FUSED_TRAJECTORIES.read_text())
 _FORECASTS = json.loads(FORECASTS.read_text())
 # Another processor or library rounds elsewhere; then the course is the same and its last bits are not.
-_SAME_MACHINE = _PINNED["machine"] == machine()
 _SAME_VERSIONS = _FORECASTS["machine"] | {"cpu": None} == machine() | {"cpu": None}
 _ELSEWHERE = 1e-2
+_KERNELS = 1e-5
+"""How far losses in float32 may be, relative, from those of PEFT's modules."""
 
 
 @pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("name", [*JOBS, RESUMED])
 def test_a_trajectory_is_what_it_was(name, tmp_path: Path):
-    pinned, found = dict(_PINNED["trajectories"][name]), trajectory(name, tmp_path)
-    if not _SAME_MACHINE:
+    assert not _moved(_PINNED, name, trajectory(name, tmp_path))
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize("name", FUSED)
+def test_a_trajectory_with_fused_kernels_is_what_it_was(name, tmp_path: Path):
+    found = fused_trajectory(name, tmp_path)
+    assert not _moved(_FUSED, name, found | {"plain_steps": _FUSED["trajectories"][name]["plain_steps"]})
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_kernels_give_the_losses_of_plain_modules(name):
+    job = _FUSED["trajectories"][name]
+    fused, plain = ([loss for loss, _ in job[steps]] for steps in ("steps", "plain_steps"))
+    assert job["steps"] != job["plain_steps"], "another program"
+    assert not list(differences(plain, fused, _KERNELS))
+
+
+def _moved(recorded, name, found):
+    """The numbers of a trajectory that are not as recorded; weights are compared on the same processor alone."""
+    same = recorded["machine"] == machine()
+    pinned, found = dict(recorded["trajectories"][name]), dict(found)
+    if not same:
         del pinned["weights"], found["weights"]
-    assert not list(differences(pinned, found, 0 if _SAME_MACHINE else _ELSEWHERE))
+    return list(differences(pinned, found, 0 if same else _ELSEWHERE))
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -31,6 +67,7 @@ def test_a_forecast_is_what_it_was(name):
 
 def test_every_pinned_number_is_asked_for():
     assert list(_PINNED["trajectories"]) == [*JOBS, RESUMED]
+    assert list(_FUSED["trajectories"]) == list(FUSED)
     assert list(_FORECASTS["forecasts"]) == list(PLANS)
 
 

@@ -115,6 +115,7 @@ def configure(request: pytest.FixtureRequest, tmp_path: Path, rows: Path) -> Cal
         }
         if DEVICE.type != "cuda":
             request.getfixturevalue("hurried")
+            settings["model.name"] = request.getfixturevalue("shallow_base")
             settings = on_cpu.smaller(settings, a_card_decides="cuda" in request.fixturenames)
         return load_config(file, [f"{key}={_yaml(value)}" for key, value in settings.items()])
 

@@ -186,20 +186,18 @@ def train_here(file: Path) -> subprocess.CompletedProcess[str]:
 
 
 def run_all() -> dict[str, str]:
-    """Run all GPU tests on the CPU: each test, and `passed`, how far it came, or what it failed with."""
+    """Run all GPU tests on the CPU: each test, and `passed`, how far it came, or what it failed with.
+
+    In this process, which has not imported them before (and assertions stay as they are: what pytest would rewrite
+    may have been imported).
+    """
+    os.environ["FINETUNE_GPU_TESTS_ON"] = "cpu"
     with tempfile.TemporaryDirectory(prefix="gpu-tests-") as scratch:
         report = Path(scratch) / "report.xml"
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "-q", "-p", "no:cacheprovider", "-p", "no:xdist",
-             f"--junitxml={report}", f"--basetemp={scratch}/tmp"],
-            cwd=ROOT,
-            env={**os.environ, "FINETUNE_GPU_TESTS_ON": "cpu", "PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            check=False,
+        pytest.main(
+            [str(ROOT / "tests" / "gpu"), "-m", "gpu", "-q", "-p", "no:cacheprovider", "-p", "no:xdist",
+             "--assert=plain", f"--rootdir={ROOT}", f"--junitxml={report}", f"--basetemp={scratch}/tmp"]
         )  # fmt: skip
-        assert report.is_file(), done.stdout + done.stderr
         cases = ElementTree.parse(report).getroot().iter("testcase")
         return {f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}": _outcome(case) for case in cases}
 

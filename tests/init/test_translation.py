@@ -266,7 +266,7 @@ def test_axolotl_keys_of_ranks_kernels_experts_and_data_have_counterparts(tmp_pa
     assert (config.optimizer.kind, config.training.precision) == ("adamw_8bit", "fp16")
     shares = config.distributed
     assert (shares.kind, shares.stage, shares.offload) == ("fsdp", "weights", "cpu")
-    assert config.kernels.fused == "off"  # which slices of layers exclude
+    assert config.fused == "off"  # as layers are in slices
     [template, changing, harmless, contradicting] = draft.notes
     assert template == (
         'To be decided: chat_template: "qwen3", here `data.chat_template`; `qwen3` is not offered: write `auto` for '

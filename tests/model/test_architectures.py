@@ -323,9 +323,9 @@ _REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "no causal language model of type `t5`",
     ),
     "a composite model without a language model of its own": (
-        {"model_type": "mistral3"},
+        {"model_type": "qwen2_audio"},
         {"memory.check": "off"},
-        "type `mistral3`, which is for more than text, and its text model, of type `mistral`, .* for text alone$",
+        "type `qwen2_audio`, which is for more than text, and its text model, of type `qwen2`, .* for text alone$",
     ),
 }  # fmt: skip
 

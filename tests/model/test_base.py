@@ -20,6 +20,8 @@ from finetune.model.source.tokenizer import load_tokenizer
 from finetune.model.structure.quantization import QUANTIZATIONS
 
 CPU = torch.device("cpu")
+# In 16 bit, as the built-in base is published.
+SHARES_OF_16_BIT = {"nf4": 0.25, "fp4": 0.25, "int8": 0.5, "mxfp4": 0.25, "fp8": 0.5, "none": 1.0, "published": 1.0}
 
 
 def load(kind: str = "nf4", *, name: str = "builtin:tiny-llama", weights: str = "pretrained", dtype=torch.bfloat16):
@@ -39,7 +41,7 @@ def weight_bytes(module: torch.nn.Module) -> int:
 
 
 @pytest.mark.parametrize("weights", ["pretrained", "random"])
-@pytest.mark.parametrize(("kind", "share_of_16_bit"), [("nf4", 0.25), ("fp4", 0.25), ("int8", 0.5), ("none", 1.0)])
+@pytest.mark.parametrize(("kind", "share_of_16_bit"), SHARES_OF_16_BIT.items())
 def test_linear_layers_take_the_bytes_of_their_kind(kind: str, share_of_16_bit: float, weights: str) -> None:
     model = load(kind, weights=weights)
     projection = model.model.layers[0].mlp.up_proj
@@ -50,7 +52,7 @@ def test_linear_layers_take_the_bytes_of_their_kind(kind: str, share_of_16_bit: 
 
 
 def test_every_kind_has_a_case_above() -> None:
-    assert set(QUANTIZATIONS) == {"nf4", "fp4", "int8", "none"}
+    assert set(QUANTIZATIONS) == SHARES_OF_16_BIT.keys()
 
 
 @pytest.mark.parametrize("kind", ["nf4", "none"])

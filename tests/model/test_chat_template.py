@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import finetune
-from finetune.config import ModelSection
+from finetune.config import DataSection, ModelSection
 from finetune.errors import ArtifactError, ConfigError
 from finetune.inference import jobs
 from finetune.model.source import chat_template
@@ -36,10 +36,11 @@ def test_each_named_template_has_its_file_and_each_file_its_name() -> None:
 def test_the_tokenizer_keeps_its_own_template_unless_another_is_chosen(tmp_path: Path) -> None:
     own = load_tokenizer(ModelSection()).chat_template
     assert "<|im_start|>" in own
-    assert load_tokenizer(ModelSection(), "llama3").chat_template == chat_template.named("llama3") != own
+    llama3 = load_tokenizer(ModelSection(), DataSection(chat_template="llama3")).chat_template
+    assert llama3 == chat_template.named("llama3") != own
     file = tmp_path / "mine.jinja"
     file.write_text("{{ messages[0]['content'] }}", encoding="utf-8")
-    chosen = load_tokenizer(ModelSection(), str(file))
+    chosen = load_tokenizer(ModelSection(), DataSection(chat_template=str(file)))
     assert chosen.apply_chat_template(ASK, tokenize=False) == "Hi"
 
 

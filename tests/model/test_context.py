@@ -2,61 +2,56 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_models
+import torch
+from children import Children, connect
+from test_packing import model_of
+from torch import distributed as dist
 from transformers import AutoConfig
 
-from finetune.errors import ConfigError
-from finetune.model.distributed import context
-
-# Four processes, forked once the libraries are there, compute two padded rows and two packed ones of each model, whole
-# and split, and print the largest differences of losses and of summed gradients, relative to their size.
-SCRIPT = f"""
-import contextlib, json, multiprocessing, os, sys
-sys.path += {[str(tiny_models.ROOT / "tests"), str(tiny_models.ROOT / "tests" / "model")]}
-import torch
-from torch import distributed as dist
-from test_packing import model_of
 from finetune.data.batching import MicroBatching
+from finetune.errors import ConfigError
 from finetune.model.attention import packing
 from finetune.model.distributed import context
 from finetune.model.probes import split_rows
-from finetune.model.recompute import checkpointing
 from finetune.objectives import log_probs, supervised
 from finetune.training.collator import MicroBatches, for_model
 
 RANKS, ROWS = 4, [list(range(1, 31)), list(range(20, 40))]
-torch.set_num_threads(1)
 
-def computed(model, batch, group):
+
+def computed(model: Any, batch: dict[str, Any], group: Any) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     model.zero_grad()
     with context.split(model, group), packing.known(batch):
         total, count = supervised(model, dict(batch))
         total.backward()
     return total.detach(), count, [weight.grad.clone() for weight in model.parameters()]
 
-def compare(model, packed, masked, group):
+
+def compare(model: Any, packed: bool, masked: bool, group: Any) -> tuple[float, float]:
+    """The largest differences of losses and of summed gradients, whole and split, relative to their size."""
     collate = MicroBatches(MicroBatching(2, 1000, packed=packed), 0, context=RANKS)
-    batch = for_model(collate.micro_batch([dict(input_ids=row, labels=row) for row in ROWS]), masked=masked)
+    batch = for_model(collate.micro_batch([{"input_ids": row, "labels": row} for row in ROWS]), masked=masked)
     total, count, gradients = computed(model, batch, None)
     mine, counted, parts = computed(model, batch, group)
     for part in (mine, counted, *parts):
         dist.all_reduce(part)
     assert counted == count
-    off = [float((one - other).abs().max() / other.abs().max().clamp(min=1e-3)) for one, other in zip(parts, gradients)]
-    return float((mine - total).abs() / count), max(off)
+    off = max(
+        float((one - other).abs().max() / other.abs().max().clamp(min=1e-3))
+        for one, other in zip(parts, gradients, strict=True)
+    )
+    return float((mine - total).abs() / count), off
 
-def work(rank, jobs):
-    os.environ |= dict(RANK=str(rank), WORLD_SIZE=str(RANKS))
-    dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=RANKS)
-    for architecture, attention, packed, masked in jobs:
+
+def as_rank(store: str) -> list[tuple[float, float]]:
+    """Compute two padded rows or two packed ones of each model, whole and split."""
+    connect(store)
+    found = []
+    for architecture, attention, packed, masked in JOBS:
         model = model_of(architecture, attention).train()
         for part in model.modules():
             if isinstance(part, torch.nn.Dropout):
@@ -64,21 +59,12 @@ def work(rank, jobs):
         if hasattr(model.config, "router_aux_loss_coef"):
             model.config.router_aux_loss_coef = 1.0  # the load-balancing loss is as large as the other
         log_probs.attach(model)
-        model.gradient_checkpointing_enable(dict(use_reentrant=False))
+        model.gradient_checkpointing_enable({"use_reentrant": False})
         split_rows.prove(model, dist.group.WORLD)
-        found = compare(model, packed, masked, dist.group.WORLD)
-        if rank == 0:
-            print(json.dumps([architecture, attention, packed, masked, *found]), flush=True)
+        found.append(compare(model, packed, masked, dist.group.WORLD))
     dist.destroy_process_group()
+    return found
 
-jobs, fork = json.loads(sys.argv[1]), multiprocessing.get_context("fork")
-ranks = [fork.Process(target=work, args=(rank, jobs)) for rank in range(RANKS)]
-for rank in ranks:
-    rank.start()
-for rank in ranks:
-    rank.join()
-sys.exit(any(rank.exitcode for rank in ranks))
-"""
 
 # (architecture, attention, packed, with a padding mask)
 JOBS = [
@@ -96,19 +82,9 @@ JOBS = [
 
 
 @pytest.mark.slow
-def test_split_rows_have_the_loss_and_the_gradients_of_whole_ones(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps(JOBS), str(tmp_path / "store")],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=Path(__file__).resolve().parents[2],
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-    assert [tuple(row[:4]) for row in found] == JOBS
-    for *job, loss, gradients in found:
+def test_split_rows_have_the_loss_and_the_gradients_of_whole_ones(children: Children, tmp_path: Path) -> None:
+    first, *_ = children.call(as_rank, str(tmp_path / "store"), ranks=RANKS)
+    for job, (loss, gradients) in zip(JOBS, first, strict=True):
         assert loss < 1e-5, job
         assert gradients < 1e-4, job
 

@@ -13,17 +13,19 @@ import pytest
 from finetune.config import ModelSection
 from finetune.data import fingerprint
 from finetune.errors import ConfigError
+from finetune.model import bounds
 from finetune.model.base import load_architecture
 from finetune.model.source import identity
 from finetune.model.source.tokenizer import load_tokenizer
+from finetune.settings import load_config
 from finetune.storage.rundir import RunDirectory
 
 Call = Callable[..., tuple[int, str, str]]
 
 # As in the config.json of published models.
 PUBLISHED: dict[str, tuple[dict[str, Any], str]] = {
-    "mxfp4": ({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, "MXFP4"),
-    "fp8": ({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}, "FP8"),
+    "one scale a weight": ({"quant_method": "fp8", "weight_block_size": None}, "FP8"),
+    "4-bit experts": ({"quant_method": "fp8", "weight_block_size": [128, 128], "expert_dtype": "fp4"}, "FP8"),
     "fbgemm_fp8": ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, "FP8 by FBGEMM"),
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}, "GPTQ, 4 bit"),
     "awq": ({"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True}, "AWQ, 4 bit"),
@@ -74,17 +76,56 @@ def test_a_quantized_base_is_refused_by_the_name_of_its_quantization(
     assert len(err.splitlines()) == 1
 
 
+KEPT = {
+    "MXFP4": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+    "FP8": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+}
+
+
+@pytest.mark.parametrize("form", KEPT)
+@pytest.mark.parametrize("kind", ["nf4", "fp4", "int8", "mxfp4", "fp8"])
+def test_a_published_form_is_not_quantized_to_another(
+    form: str, kind: str, packed: Callable[..., Path], call: Call, tmp_path: Path
+) -> None:
+    config = tmp_path / "job.yaml"
+    config.write_text(f"model: {{name: {packed(KEPT[form])}}}\nquantization: {{kind: {kind}}}\n")
+    code, _, err = call("train", config)
+    if kind == form.lower():
+        assert "not quantized again" not in err
+        return
+    assert code == 2
+    assert f"is published in {form}, which is not quantized again to {kind}; set `published` to keep that form" in err
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"adapter": {"init": "loftq"}},
+        {"distributed": {"kind": "fsdp"}},
+    ],
+    ids=str,
+)
+def test_a_key_that_excludes_the_published_form_is_refused(
+    changed: dict[str, Any], packed: Callable[..., Path]
+) -> None:
+    config = load_config(
+        {"model": {"name": str(packed(KEPT["FP8"]))}, "data": {"train": "builtin:python_docs"}} | changed
+    )
+    with pytest.raises(ConfigError, match="is published in FP8"):
+        bounds.as_known_base_allows(config)
+
+
 def test_every_command_refuses_a_quantized_base_before_it_reads_rows(
     packed: Callable[..., Path], call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    place = packed(PUBLISHED["mxfp4"][0])
+    place = packed(PUBLISHED["gptq"][0])
     (place / "tokenizer.json").write_text("damaged")
     Path("rows.jsonl").write_text('{"no": "format"}\n')
     Path("job.yaml").write_text(f"model: {{name: {place}}}\ndata: {{train: rows.jsonl}}\noutput: {{dir: run}}\n")
     for command in (["plan", "job.yaml"], ["fit", "job.yaml"], ["train", "job.yaml"], ["init", place, "rows.jsonl"]):
         code, _, err = call(*command)
-        assert (code, "published with quantized weights (MXFP4)" in err) == (2, True), command
+        assert (code, "published with quantized weights (GPTQ, 4 bit)" in err) == (2, True), command
     assert not Path("run").exists()
     assert not Path("rows.yaml").exists()
 
@@ -113,9 +154,9 @@ def test_other_keys_that_mean_the_same_are_known(key: str, packed: Callable[...,
 
 
 def test_a_quantized_part_of_a_composite_base_is_found(tmp_path: Path) -> None:
-    text = {"model_type": "gemma3_text", "quantization_config": PUBLISHED["fp8"][0]}
+    text = {"model_type": "gemma3_text", "quantization_config": PUBLISHED["awq"][0]}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
-    assert "published with quantized weights (FP8)" in refusal(tmp_path)
+    assert "published with quantized weights (AWQ, 4 bit)" in refusal(tmp_path)
 
 
 def test_a_base_that_says_it_is_not_quantized_is_not_refused(packed: Callable[..., Path]) -> None:
@@ -124,7 +165,7 @@ def test_a_base_that_says_it_is_not_quantized_is_not_refused(packed: Callable[..
 
 
 def test_random_weights_measure_the_architecture_of_a_quantized_base(packed: Callable[..., Path]) -> None:
-    place = packed(PUBLISHED["fp8"][0])
+    place = packed(PUBLISHED["gptq"][0])
     assert load_architecture(ModelSection(name=str(place), weights="random")).model_type == "llama"
 
 

@@ -74,10 +74,10 @@ def _towers(model_type: str) -> int:
 def test_what_rows_of_text_do_not_train_is_found_without_weights() -> None:
     """And not taken for more than it is: a Llama has none."""
     assert _towers("llama") == _towers("qwen3_moe") == 0
-    assert linear_layers.untrained(base("gemma3")) == {
+    assert linear_layers.untrained(base("mistral3")) == {
         name
-        for name, module in base("gemma3").named_modules()
-        if isinstance(module, torch.nn.Linear) and "vision_tower" in name
+        for name, module in base("mistral3").named_modules()
+        if isinstance(module, torch.nn.Linear) and "multi_modal_projector" in name
     }
     indexers = linear_layers.untrained(base("glm_moe_dsa"))
     assert indexers
@@ -88,38 +88,40 @@ def section(*targets: str, **more: Any) -> AdapterSection:
     return AdapterSection(rank=2, targets=list(targets), **more)
 
 
-@pytest.mark.parametrize("target", ["fc1", r".*vision_tower.*\.q_proj"])
-def test_targets_on_a_tower_alone_are_refused(target: str) -> None:
-    with pytest.raises(ConfigError, match=r"rows of text train no layer of Gemma3For\w+ that `.*` matches, such as `m"):
-        adapter.lora_config(base("gemma3"), section(target))
+@pytest.mark.parametrize("target", ["linear_1", r".*projector.*\.linear_2"])
+def test_targets_beside_the_text_alone_are_refused(target: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"rows of text train no layer of Mistral3For\w+ that `.*` matches, such as `m"
+    ):
+        adapter.lora_config(base("mistral3"), section(target))
 
 
 @pytest.mark.parametrize("target", ["q_proj", r".*\.q_proj"])
-@pytest.mark.parametrize("name", ["gemma3", "gemma4"])  # the latter's tower has wrapped layers of that name
-def test_a_target_in_tower_and_text_adapts_only_the_text_layers_with_a_note(name: str, target: str) -> None:
+@pytest.mark.parametrize("name", ["bart", "gemma4"])  # attention to an encoder; a tower's wrapped layers of that name
+def test_a_target_in_both_adapts_only_the_text_layers_with_a_note(name: str, target: str) -> None:
     model, chosen = base(name), section(target, ranks={target: 4})
     adapted = adapter.attach(model, chosen, "x", 0)
     layers = [part for part, _ in adapted.named_modules() if part.endswith("q_proj.lora_A")]
     assert layers
-    assert all("language_model" in part for part in layers)
+    assert all("self_attn" in part and "tower" not in part for part in layers)
     skipped = adapter.left_out(model, chosen)
-    assert skipped == {"that rows of text do not train": 2} if name == "gemma3" else skipped == {}
+    assert skipped == {"that rows of text do not train": 2} if name == "bart" else skipped == {}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"]])
+@pytest.mark.parametrize("targets", ["all-linear", [r".*(q_proj|linear_1)"]])
 def test_layers_left_out_are_in_neither_forecast_nor_files_and_are_reported(
     targets: Any, tmp_path: Path, quick: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every command reads the adapter, of which the config's names alone do not tell the layers."""
-    base("gemma3").save_pretrained(tmp_path / "base")
+    base("mistral3").save_pretrained(tmp_path / "base")
     config = quick(
         f"model.name={tmp_path / 'base'}", "model.tokenizer=builtin:tiny-llama", "adapter.rank=2", "data.eval=none",
         "training.max_steps=2", "memory.check=warn",
     ).changed({"adapter.targets": targets})  # fmt: skip
     run = finetune.train(config).run
     said = " ".join(capsys.readouterr().out.split())
-    assert f"on {15 if targets == 'all-linear' else 2} layers that rows of text do not train" in said
+    assert f"on {'3 layers' if targets == 'all-linear' else '1 layers'} that rows of text do not train" in said
     shapes = weight_files.shapes(run.adapter / "adapter_model.safetensors")
     assert all("language_model" in name for name in shapes)
     forecast = json.loads((run.path / "forecast.json").read_text())
@@ -127,14 +129,14 @@ def test_layers_left_out_are_in_neither_forecast_nor_files_and_are_reported(
     finetune.merge(run)
     again = config.adapter.model_copy(update={"start_from": str(run.adapter), "alpha": 1.0})
     with pytest.raises(ConfigError, match=r"set `adapter.alpha: 32(\.0)?`$"):
-        starting.check(base("gemma3"), again)
+        starting.check(base("mistral3"), again)
 
 
 @pytest.mark.slow
 def test_a_finished_run_of_an_earlier_version_that_adapted_a_tower_is_published_without_it(
     tmp_path: Path, quick: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base("gemma3").save_pretrained(tmp_path / "base")
+    base("mistral3").save_pretrained(tmp_path / "base")
     config = quick(f"model.name={tmp_path / 'base'}", "model.tokenizer=builtin:tiny-llama")
     with monkeypatch.context() as earlier:
         earlier.setattr(linear_layers, "untrained", lambda model: frozenset())
@@ -144,14 +146,20 @@ def test_a_finished_run_of_an_earlier_version_that_adapted_a_tower_is_published_
         finetune.merge(run)
     finetune.train(config)
     after = adapter_weights(run)
-    assert after.keys() == {name for name in before if "vision_tower" not in name} != before.keys()
+    assert after.keys() == {name for name in before if "projector" not in name} != before.keys()
     assert all(torch.equal(after[name], before[name]) for name in after)
     finetune.merge(run)
 
 
-def test_an_adapter_on_a_tower_is_refused_as_a_start(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("mistral3", r"`model\.multi_modal_projector\.\S+`, which rows of text do"), ("gemma3", r"vision_tower")],
+)
+def test_an_adapter_beside_the_text_is_refused_as_a_start(name: str, said: str, tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForImageTextToText
 
-    get_peft_model(base("gemma3"), LoraConfig(r=2, target_modules="all-linear")).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"adapts `model\.vision_tower\.\S+`, which rows of text do not train"):
-        starting.check(base("gemma3"), AdapterSection(rank=2, alpha=8, start_from=str(tmp_path)))
+    whole = AutoModelForImageTextToText.from_config(every_architecture.config(name))
+    get_peft_model(whole, LoraConfig(r=2, target_modules="all-linear")).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=said):
+        starting.check(base(name), AdapterSection(rank=2, alpha=8, start_from=str(tmp_path)))

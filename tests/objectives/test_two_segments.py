@@ -209,7 +209,7 @@ def test_rows_that_do_not_suit_the_objective_are_refused(job, tmp_path: Path) ->
 
 def prepared(job, *overrides: str) -> Any:
     config = job(*overrides)
-    return prepare(config.data, load_tokenizer(config.model, config.data.chat_template))
+    return prepare(config.data, load_tokenizer(config.model, config.data))
 
 
 def test_a_pair_with_one_answer_too_long_is_dropped_and_never_cut(job) -> None:

@@ -192,6 +192,34 @@ def test_they_stay_off_where_the_driver_claims_support_and_the_first_tensor_woul
     assert segments.grow(GPU)
 
 
+def test_a_torch_that_does_not_tell_its_settings_is_believed_to_have_none_after_they_are_disabled(
+    driver: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver()
+    monkeypatch.setattr(segments, "_get", None)  # torch 2.11
+    monkeypatch.setattr(segments, "_disabled", False)
+    segments.enable(GPU)
+    assert segments.grow(GPU)
+    segments.disable()
+    assert not segments.grow(GPU)
+
+
+def test_under_wsl2_the_drivers_version_is_that_of_its_management_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Nvml:
+        def nvmlInit_v2(self) -> int:
+            return 0
+
+        def nvmlSystemGetDriverVersion(self, text: Any, size: int) -> int:
+            assert size == len(text)
+            text.value = b"581.80"
+            return 0
+
+    libraries_here = {"libnvidia-ml.so.1": Nvml()}
+    monkeypatch.setattr(nvidia, "VERSION_FILE", nvidia.Path("/nowhere"))
+    monkeypatch.setattr(nvidia.ctypes, "CDLL", libraries_here.__getitem__)
+    assert nvidia.version() == "581.80"
+
+
 def test_a_trial_gives_back_what_it_took(driver: Install) -> None:
     libcuda = driver()
     assert segments.trial(GPU)

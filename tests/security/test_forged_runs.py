@@ -79,7 +79,7 @@ def readers(whole: RunDirectory) -> dict[str, Callable[[RunDirectory], object]]:
     """What the commands read of a run before they load weights or train, by command."""
     config = whole.config()
     made_with = checkpoint.manifest_of(whole.complete_checkpoints()[-1])["made_with"]
-    tokenizer = load_tokenizer(config.model, config.data.chat_template)
+    tokenizer = load_tokenizer(config.model, config.data)
 
     def report(run: RunDirectory) -> None:
         RunDirectory.open(run.path)
@@ -121,8 +121,7 @@ def readers(whole: RunDirectory) -> dict[str, Callable[[RunDirectory], object]]:
 
     def answer(run: RunDirectory) -> None:
         """As merge, generate and eval do."""
-        RunDirectory.open(run.path).config()
-        _ = run.chat_template
+        _ = run.data(RunDirectory.open(run.path).config())
         with run.locked():
             fingerprint.check(tokenizer, run.adapter)
             fingerprint.check(tokenizer, run.merged)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from finetune.errors import ConfigError
+from finetune.model.source import chat_template
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -83,17 +84,8 @@ def add(writer: Any, tokenizer: Any, size: int, *, starts_with_bos: bool, end_of
     writer.add_add_bos_token(starts_with_bos)
     writer.add_add_eos_token(False)
     if isinstance(tokenizer.chat_template, str):
-        writer.add_chat_template(without_generation_marks(tokenizer.chat_template))
+        writer.add_chat_template(chat_template.without_generation_marks(tokenizer.chat_template))
     return differences
-
-
-def without_generation_marks(template: str) -> str:
-    """A chat template without the `{% generation %}` blocks that transformers adds to Jinja, with the same output.
-
-    They become blocks that are always taken, since they may trim the white space around them.
-    """
-    opened = re.sub(r"(\{%-?\s*)generation(\s*-?%\})", r"\1if true\2", template)
-    return re.sub(r"(\{%-?\s*)endgeneration(\s*-?%\})", r"\1endif\2", opened)
 
 
 def _byte_level(writer: Any, tokenizer: Any, rules: dict[str, Any], size: int) -> list[str]:

@@ -25,6 +25,7 @@ from finetune.model.base import load_architecture, refuse_not_finite
 from finetune.model.build import Blueprint
 from finetune.model.precision import PRECISIONS
 from finetune.model.skeleton import make_buffers
+from finetune.model.source import prequantized
 from finetune.model.structure import experts, streamed
 from finetune.runtime import libraries
 from finetune.storage import weight_files
@@ -51,10 +52,11 @@ class Bases:
         self.config, self.adapter, self.files, self.device = config, adapter, files, device
         self.dtype = self.compute_dtype = PRECISIONS[config.training.precision].merged
         self.architecture = load_architecture(config.model)
+        self.requantized = prequantized.requantizes(config.quantization, self.architecture)
         text = self.architecture.get_text_config()
         self.layers, self.stride = text.num_hidden_layers, proof.stride(text.vocab_size, proof.ROW_TOKENS)
         self.bare = self._weightless(self.architecture)
-        self.weights = streamed.Weights(self.bare, files)
+        self.weights = streamed.Weights(self.bare, files, PRECISIONS[config.training.precision].dtype)
         self.adapted = weightless_adapter(self._weightless(self.architecture), adapter, config.adapter)
         self.updates = Updates(self.adapted, adapter, device)
         self.mixture = experts.is_mixture(self.bare)
@@ -108,6 +110,8 @@ class Bases:
     def _merged_architecture(self) -> Any:
         architecture = deepcopy(self.architecture)
         architecture.dtype = self.dtype
+        for part in (architecture, architecture.get_text_config()):
+            vars(part).pop("quantization_config", None)
         architecture.architectures = architecture.architectures or [type(self.bare).__name__]
         # The KV cache was off for training, but is needed for generation.
         architecture.use_cache = True

@@ -28,7 +28,8 @@ from finetune.export.card import model_card
 from finetune.export.export_formats import FORMATS
 from finetune.export.merging import merged_files
 from finetune.export.merging.bases import ONTO, Bases, Merging, Onto
-from finetune.model.source import file_hashes, identity
+from finetune.model.base import load_architecture
+from finetune.model.source import file_hashes, identity, prequantized
 from finetune.model.source.locate import weights_directory
 from finetune.runtime import libraries
 from finetune.storage.files import write_text
@@ -97,8 +98,8 @@ def _chosen(config: Config, onto: str | None) -> Onto:
     if onto is None:
         return needed or "16-bit"
     pick(ONTO, onto, "base")
-    if onto == "quantized" and config.quantization.kind == "none":
-        raise ConfigError("`quantized`: the base of this run was not quantized; merge onto `16-bit`")
+    if onto == "quantized" and not prequantized.requantizes(config.quantization, load_architecture(config.model)):
+        raise ConfigError("`quantized`: the base of this run was not quantized for training; merge onto `16-bit`")
     if onto == "16-bit" and needed:
         raise ConfigError("`16-bit`: an adapter of LoftQ corrects the quantized base; merge onto `quantized`")
     return "quantized" if onto == "quantized" else "16-bit"
@@ -124,7 +125,7 @@ class _Runs:
         written, merging = bases.run_of_files(folder, rows), bases.merging(chosen)
         adapted = trained = bases.run(bases.adapted, merging.adapted, rows)
         base = bases.run(bases.bare, merging.base, rows)
-        if bases.config.quantization.kind == "none":
+        if not bases.requantized:
             return cls(merging, written, adapted, base, trained, {})
         name: Onto = "16-bit" if chosen == "quantized" else "quantized"
         onto_other = bases.merging(name)

@@ -26,7 +26,7 @@ def layouts(bases: Bases) -> dict[str, weight_files.FileLayout]:
     for number, file in enumerate(bases.files, start=1):
         tensors = {
             name: (bases.dtype if dtype.is_floating_point else dtype, shape)
-            for name, (dtype, shape) in weight_files.layout_of(file).items()
+            for name, (dtype, shape) in bases.weights.layout_of(file).items()
         }
         if number == count:
             names = bases.bare.state_dict()

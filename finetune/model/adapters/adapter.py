@@ -19,7 +19,7 @@ from finetune.errors import ArtifactError, ConfigError, first_line
 from finetune.model.base import TRAINED_DTYPES
 from finetune.model.precision import PRECISIONS
 from finetune.model.source.locate import weights_directory
-from finetune.model.structure import experts, linear_layers
+from finetune.model.structure import composite, experts, linear_layers
 from finetune.runtime import patches
 from finetune.storage import weight_files
 
@@ -51,12 +51,23 @@ def adapted(base: Any, section: AdapterSection, *, inference_mode: bool = False,
         # It compares the keys with modules alone, and those of experts name parameters; `ranks` checks the others.
         warnings.filterwarnings("ignore", "The following rank_pattern keys did not match any targeted module")
         try:
-            return get_peft_model(base, config, **options)
+            model = get_peft_model(base, config, **options)
         except (ValueError, NotImplementedError) as error:
             raise ConfigError(
                 f"`adapter.targets`: PEFT cannot adapt these layers of {type(base).__name__} ({first_line(error)}); "
                 "choose others"
             ) from error
+    if composite.is_language_alone(base):  # a part of a name may mean layers of the models that were left out as well
+        config.target_modules = _layers_adapted(model)
+    return model
+
+
+def _layers_adapted(model: Any) -> set[str]:
+    """Full names in the base of the linear layers that a PeftModel adapts."""
+    from peft.tuners.lora import LoraLayer, ParamWrapper
+
+    modules = model.get_base_model().named_modules()
+    return {name for name, part in modules if isinstance(part, LoraLayer) and not isinstance(part, ParamWrapper)}
 
 
 def lora_config(base: Any, section: AdapterSection) -> Any:

@@ -102,10 +102,8 @@ def mixes_otherwise(config: Any) -> str | None:
         return None
     if catalog.says(model_class, "_is_stateful"):
         return "are recurrent"
-    module_globals = vars(sys.modules[model_class.__module__])
-    if "ALL_ATTENTION_FUNCTIONS" not in module_globals or any(
-        name.endswith("ATTENTION_CLASSES") for name in module_globals
-    ):
+    names = catalog.text_code(config) or {}
+    if "ALL_ATTENTION_FUNCTIONS" not in names or any(name.endswith("ATTENTION_CLASSES") for name in names):
         return "have attention functions of their own"
     return None
 

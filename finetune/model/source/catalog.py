@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import sys
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -87,13 +88,36 @@ def config(name: str) -> PreTrainedConfig:
 
 
 def model_class(config: Any) -> Any | None:
-    """transformers' causal language model class for a configuration; None for a model with its own code."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    """transformers' class for the language model of a configuration; None for a model with its own code.
 
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return None
-    known = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    return known[0] if isinstance(known, tuple) else known
+    That of a composite model is its causal language model or, without one, the class that answers about images.
+    """
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    )
+
+    sees = "text_config" in config.sub_configs and not config.get_text_config().is_encoder_decoder
+    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, *([MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING] if sees else [])):
+        if type(config) in mapping:
+            known = mapping[type(config)]
+            return known[0] if isinstance(known, tuple) else known
+    return None
+
+
+def is_whole(config: Any, known: Any) -> bool:
+    """Whether `known`, the `model_class` of a composite configuration, is a class of the whole composite model."""
+    return known is not None and "text_config" in config.sub_configs and known.config_class is type(config)
+
+
+def text_code(config: Any) -> Mapping[str, Any] | None:
+    """The global names of transformers' code for the text model of a configuration; None for a model with its own."""
+    from transformers import MODEL_MAPPING
+
+    known, text = model_class(config), config.get_text_config()
+    if is_whole(config, known) and type(text) in MODEL_MAPPING:
+        known = MODEL_MAPPING[type(text)]
+    return None if known is None else vars(sys.modules[known.__module__])
 
 
 def values(config: Any, name: str) -> list[Any]:

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
+import re
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from finetune.config.field_types import Help
+from finetune.config.field_types import Help, unknown
 from finetune.errors import ArtifactError, ConfigError
 from finetune.runtime import patches
 
@@ -33,6 +35,10 @@ T = TypeVar("T")
 SUFFIX = ".jinja"
 
 _FOLDER = Path(__file__).parent / "templates"
+# Variables that rendering sets itself, and functions that transformers gives to every template.
+_SET_BY_CALLS = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
+)
 _PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
@@ -72,6 +78,48 @@ def choose(choice: str, own: Any) -> Any:
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"`data.chat_template`: {choice}: cannot be read: {error}") from None
+
+
+def with_defaults(chosen: Any, arguments: Mapping[str, Any]) -> Any:
+    """The template (or templates by name) with `arguments` as defaults of its variables, which a caller can override.
+
+    Raises ConfigError for an argument that the template has no variable for.
+    """
+    if isinstance(chosen, dict):
+        return {name: with_defaults(one, arguments) for name, one in chosen.items()}
+    values = {name: json.dumps(value, ensure_ascii=False) for name, value in arguments.items()}
+    lines = "".join(
+        f"{{%- if {name} is not defined %}}{{%- set {name} = {value} %}}{{%- endif %}}\n"
+        for name, value in values.items()
+    )
+    if not lines or chosen.startswith(lines):  # the template of a trained run has them already
+        return chosen
+    known = _variables(chosen)
+    for name in arguments:
+        if name not in known:
+            near = unknown(name, known) if known else "it has no argument"
+            raise ConfigError(f"`data.template_arguments`: the chat template has no variable `{name}`: {near}")
+    return lines + chosen
+
+
+def without_generation_marks(template: str) -> str:
+    """A chat template without the `{% generation %}` blocks that transformers adds to Jinja, with the same output.
+
+    They become blocks that are always taken, since they may trim the white space around them.
+    """
+    opened = re.sub(r"(\{%-?\s*)generation(\s*-?%\})", r"\1if true\2", template)
+    return re.sub(r"(\{%-?\s*)endgeneration(\s*-?%\})", r"\1endif\2", opened)
+
+
+def _variables(chosen: str) -> list[str]:
+    """The variables of a template that its caller may set, other than those that each call sets."""
+    from jinja2 import Environment, meta
+
+    with _guarded():
+        plain = without_generation_marks(chosen)
+        parsed = Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=True).parse(plain)
+        used = meta.find_undeclared_variables(parsed)
+    return sorted(name for name in used if name not in _SET_BY_CALLS and not name.endswith("_token"))
 
 
 def text(
@@ -204,12 +252,24 @@ def end_of_turn(tokenizer: Any) -> int | None:
 
     None if no special token closes a turn, so that a model could not learn to stop.
     """
+    return _ending(tokenizer)[0]
+
+
+@kept_by_tokenizer
+def unwritten_end(tokenizer: Any) -> list[int]:
+    """The end of a last answer, where that is the token with which the user's next message begins (GLM); else none."""
+    return _ending(tokenizer)[1]
+
+
+def _ending(tokenizer: Any) -> tuple[int | None, list[int]]:
+    """What `end_of_turn` and `unwritten_end` return."""
     try:
         prompt, whole = ids(tokenizer, _PROBE[:1], prompt=True), ids(tokenizer, _PROBE)
+        longer = ids(tokenizer, [*_PROBE, _PROBE[0]])
     except ArtifactError:
         raise
     except Exception:  # a template may raise anything, for example because it requires a system message
-        return int(tokenizer.eos_token_id)
+        return int(tokenizer.eos_token_id), []
     special = special_ids(tokenizer)
     ending = None
     # A template may also close the conversation (Phi 3); the first special token after the answer's text counts.
@@ -218,7 +278,10 @@ def end_of_turn(tokenizer: Any) -> int | None:
             ending = int(token)
         elif tokenizer.decode([token]).strip():
             break
-    return ending
+    answered = tokenizer.decode(whole[len(prompt) :]).endswith(_PROBE[1]["content"])
+    if answered and longer[: len(whole)] == whole and longer[len(whole)] in special:
+        return int(longer[len(whole)]), [int(longer[len(whole)])]
+    return ending, []
 
 
 def stop_ids(tokenizer: Any) -> list[int]:

@@ -1,7 +1,7 @@
-"""Refuses bases that are published with quantized weights, before anything else is read.
+"""Bases that are published with quantized weights: which are kept in that form, and which are refused.
 
-A job quantizes the 16-bit weights of its base while loading them. It can neither train on weights that are packed
-already nor merge into them.
+A job keeps MXFP4 and block-wise FP8 as they are (`structure.packed`), and refuses other forms before anything else is
+read: it can neither train on such weights nor merge into them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune.config import ModelSection
+from finetune.config import Config, ModelSection, QuantizationSection, contradictions
 from finetune.config.field_types import shortened
 from finetune.errors import ConfigError
 from finetune.model.source.locate import card
@@ -44,17 +44,69 @@ _ENDING = re.compile(
 )
 
 
+def form(architecture: Any) -> str | None:
+    """The `quantization.kind` that weights are published in; None if in 16 bit, or in a form that is refused."""
+    given = _given(architecture)
+    if not isinstance(given, Mapping):
+        return None
+    method, block = given.get("quant_method"), list(given.get("weight_block_size") or ())
+    # FP8 has other forms: one scale for each weight, experts in 4 bit (DeepSeek V4), quantized embeddings.
+    blocks = block == [128, 128] and given.get("expert_dtype", "fp8") == "fp8" and not given.get("modules_to_convert")
+    return method if method == "mxfp4" or (method == "fp8" and blocks) else None
+
+
+def stated(architecture: Any, quantization: QuantizationSection) -> Mapping[str, Any] | None:
+    """What config.json says of the form that weights are published in, if the job keeps it or decodes it to 16 bit."""
+    return _given(architecture) if (known := form(architecture)) and quantization.kind in (known, "none") else None
+
+
+def requantizes(quantization: QuantizationSection, architecture: Any) -> bool:
+    """Whether a job trains on other values than the published ones."""
+    return quantization.kind != "none" and stated(architecture, quantization) is None
+
+
+def resolved(config: Config, architecture: Any) -> tuple[Config, str | None]:
+    """`config` with the `quantization.kind` of its base in place of `published` or a default, and a note if that is
+    not what it says.
+
+    Raises ConfigError for a kind that needs the base in 16 bit, and for a key that excludes the published form.
+    """
+    name, published, kind = config.model.name, form(architecture), config.quantization.kind
+    default = "kind" not in config.quantization.model_fields_set
+    if kind != "published" and (published is None or kind in (published, "none")):
+        return config, None
+    if kind != "published" and not default:
+        if config.model.weights == "random":
+            return config, None
+        raise ConfigError(
+            f"`quantization.kind`: {name} is published in {METHODS[str(published)]}, which is not quantized again to "
+            f"{kind}; set `published` to keep that form, or `none` to train on its values in 16 bit"
+        )
+    config = config.changed({"quantization.kind": published or "none", "quantization.double": True})
+    for key, message in contradictions(config):
+        if "quantization.kind" in f"{key} {message}":
+            raise ConfigError(f"`{key}`: {name} is published in {METHODS[str(published)]}: {message}")
+    if not default:
+        return config, None
+    return config, f"quantization.kind: {published}, the form that `{name}` is published in"
+
+
 def refuse(section: ModelSection, architecture: Any) -> None:
-    """Raise ConfigError if the config.json of the base, or a part of it, says that its weights are quantized."""
-    parts = (architecture, *(getattr(architecture, name, None) for name in architecture.sub_configs))
-    given = next((value for part in parts for key in _KEYS if (value := getattr(part, key, None))), None)
-    if not given:
+    """Raise ConfigError if config.json, or a part of it, says that weights are quantized in a form that is not kept."""
+    given = _given(architecture)
+    if not given or form(architecture):
         return
     remedy = "; ".join(_remedies(section))
     raise ConfigError(
         f"`model.name`: {section.name} is published with quantized weights{_described(given)}, which cannot be trained "
         f"on or merged into here; name its 16-bit original, which `quantization.kind` then quantizes: {remedy}"
     )
+
+
+def _given(architecture: Any) -> Any:
+    """What config.json, or a part of it, says about the quantization of the weights."""
+    parts = (architecture, *(getattr(architecture, name, None) for name in architecture.sub_configs))
+    return next((value for part in parts for key in _KEYS if (value := getattr(part, key, None))), None)
 
 
 def _described(given: Any) -> str:

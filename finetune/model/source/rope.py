@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from finetune.config import ModelSection
@@ -38,7 +37,6 @@ def _obstacle(architecture: Any, rope: dict[str, Any]) -> str | None:
         return "has layers with several rotary embeddings, of which one factor cannot be right"
     if (kind := rope.get("rope_type", "default")) != "default":
         return f"has a rotary embedding that is scaled already (`{kind}`)"
-    model_class = catalog.model_class(architecture)
-    if not rope or model_class is None or "ROPE_INIT_FUNCTIONS" not in vars(sys.modules[model_class.__module__]):
+    if not rope or "ROPE_INIT_FUNCTIONS" not in (catalog.text_code(architecture) or {}):
         return "has no rotary embedding that transformers can scale"
     return None

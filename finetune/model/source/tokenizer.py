@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from finetune.config import ModelSection
+from finetune.config import DataSection, ModelSection
 from finetune.errors import ArtifactError
 from finetune.model.source import catalog
 from finetune.model.source import chat_template as template
 from finetune.model.source.locate import BUILTIN_BASE, hub_call, locate, pinned_code
 
 
-def load_tokenizer(section: ModelSection, chat_template: str = "auto") -> Any:
-    """The tokenizer of the base, or the one named by `model.tokenizer`, with the template chosen by `chat_template`.
+def load_tokenizer(section: ModelSection, data: DataSection | None = None) -> Any:
+    """The tokenizer of the base, or the one named by `model.tokenizer`, with the chat template that `data` chooses.
 
     A catalog model with random weights uses the built-in tokenizer: its ids are valid in any larger vocabulary. EOS is
     the pad token if none is set; labels and attention mask do not depend on its id.
@@ -33,6 +33,8 @@ def load_tokenizer(section: ModelSection, chat_template: str = "auto") -> Any:
         raise ArtifactError(f"the tokenizer of `{name}` has no end-of-text token; set `eos_token` in its config")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    tokenizer.chat_template = template.choose(chat_template, tokenizer.chat_template)
+    data = DataSection() if data is None else data
+    chosen = template.choose(data.chat_template, tokenizer.chat_template)
+    tokenizer.chat_template = template.with_defaults(chosen, data.template_arguments)
     tokenizer.padding_side = "right"
     return tokenizer

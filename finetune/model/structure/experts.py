@@ -18,6 +18,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from finetune.model.structure.packed import packing_of
+
 _ROUTER_CLASS = re.compile("Router|TopKGating")
 # Config attributes for the number of experts that a token visits (transformers 5.23).
 _ACTIVE = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
@@ -122,13 +124,17 @@ def quantize(model: nn.Module, config: Any) -> None:
             quant_type=config.bnb_4bit_quant_type,
         )
         setattr(module, name, packed)
-        if module not in _unpacking:
-            held: Any = module
-            held.source_cls = type(module)  # transformers reads this from quantized modules
-            _unpacking[module] = unpacking = _Unpacking()
-            module.register_forward_pre_hook(unpacking.enter)
-            # Also if the pass ends early, as in recomputation by activation checkpointing.
-            module.register_forward_hook(unpacking.leave, always_call=True)
+        unpack_in_forward(module)
+
+
+def unpack_in_forward(module: Any) -> None:
+    """Dequantize the packed parameters of `module` for the time of its forward pass."""
+    if module not in _unpacking:
+        module.source_cls = type(module)  # transformers reads this from quantized modules
+        _unpacking[module] = unpacking = _Unpacking()
+        module.register_forward_pre_hook(unpacking.enter)
+        # Also if the pass ends early, as in recomputation by activation checkpointing.
+        module.register_forward_hook(unpacking.leave, always_call=True)
 
 
 def are_4_bit(model: nn.Module) -> bool:
@@ -149,8 +155,8 @@ def have_biases(layer: nn.Module) -> bool:
 
 
 def is_packed(parameter: Any) -> bool:
-    """Whether a parameter holds 4-bit values."""
-    return getattr(parameter, "quant_state", None) is not None
+    """Whether a parameter holds 4-bit values, or others in the form of a published base."""
+    return getattr(parameter, "quant_state", None) is not None or packing_of(parameter) is not None
 
 
 def checkpointed(layer: nn.Module, on: bool) -> None:
@@ -208,6 +214,8 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _dequantized(parameter: Any) -> torch.Tensor:
+    if how := packing_of(parameter):
+        return how.decoded(parameter.data)
     from bitsandbytes.functional import dequantize_4bit
 
     return dequantize_4bit(parameter.data, parameter.quant_state)
@@ -215,7 +223,8 @@ def _dequantized(parameter: Any) -> torch.Tensor:
 
 def shape(parameter: Any) -> torch.Size:
     """The logical shape of a parameter, packed or not."""
-    return parameter.quant_state.shape if is_packed(parameter) else parameter.shape
+    state = packing_of(parameter) or getattr(parameter, "quant_state", None)
+    return parameter.shape if state is None else state.shape
 
 
 def _holds_experts(path: str, module: nn.Module) -> bool:

@@ -56,6 +56,16 @@ def untrained(model: Any) -> frozenset[str]:
     return _names(model)[1]
 
 
+def after_layers(model: Any) -> list[str]:
+    """Full names of the layers that text passes between the model's last decoder layer and its head, such as BERT's."""
+    inside, head, beside = set(model.base_model.modules()), model.get_output_embeddings(), untrained(model)
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and module not in inside and name not in beside
+    ]
+
+
 def _names(model: Any) -> tuple[frozenset[str], frozenset[str]]:
     if model not in _names_of:
         remember(model, probe(model))

@@ -10,13 +10,16 @@ from finetune.config import QuantizationSection
 
 @dataclass(frozen=True)
 class Quantization:
-    """A kind of quantization with its arguments for BitsAndBytesConfig (None: unquantized), and the keys that it
-    `ignores`.
+    """A kind of quantization with its arguments for BitsAndBytesConfig (None: another library's, or unquantized), and
+    the keys that it `ignores`.
+
+    `packed`: the weights are a form of `packed.FORMS`.
     """
 
     help: str
     arguments: dict[str, Any] | None
     four_bit: bool = False
+    packed: bool = False
     ignores: tuple[str, ...] = ()
 
 
@@ -32,19 +35,36 @@ QUANTIZATIONS: dict[str, Quantization] = {
     "int8": Quantization(
         "8-bit integers, one scale per row", {"load_in_8bit": True, "llm_int8_threshold": 0.0}, ignores=("double",)
     ),
+    "mxfp4": Quantization(
+        "4-bit floats in blocks of 32 with a power of two as scale (OCP MX), as gpt-oss is published", None,
+        packed=True, ignores=("double",),
+    ),
+    "fp8": Quantization(
+        "8-bit floats in blocks of 128 x 128, as DeepSeek and Qwen's FP8 models are published", None,
+        packed=True, ignores=("double",),
+    ),
+    "published": Quantization("as in the base's files: `mxfp4`, `fp8` or `none`", None, ignores=("double",)),
     "none": Quantization("the training precision", None, ignores=("double",)),
-}
+}  # fmt: skip
 
 
-def bitsandbytes_config(section: QuantizationSection, compute_dtype: Any) -> Any | None:
-    """The BitsAndBytesConfig for transformers, or None if the base is not quantized."""
-    from transformers import BitsAndBytesConfig
+def library_config(section: QuantizationSection, compute_dtype: Any, published: Any = None) -> Any | None:
+    """transformers' quantization config, or None if weights are neither quantized nor `published` in a packed form.
+
+    `published` is what config.json says of that form, which `quantization.kind: none` decodes (`prequantized.stated`).
+    """
+    import transformers
+
+    from finetune.model.structure import packed
 
     kind = QUANTIZATIONS[section.kind]
+    if kind.packed or published:
+        form = packed.FORMS[published["quant_method"] if published else section.kind]
+        return getattr(transformers, form.config)(dequantize=not kind.packed)
     if kind.arguments is None:
         return None
     if not kind.four_bit:
-        return BitsAndBytesConfig(**kind.arguments)
-    return BitsAndBytesConfig(
+        return transformers.BitsAndBytesConfig(**kind.arguments)
+    return transformers.BitsAndBytesConfig(
         **kind.arguments, bnb_4bit_use_double_quant=section.double, bnb_4bit_compute_dtype=compute_dtype
     )

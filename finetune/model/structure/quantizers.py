@@ -1,23 +1,31 @@
 """transformers' quantizers, extended to experts, but excluding routers and weights that are read directly.
 
+Those of packed weights (`structure.packed`) keep the bytes of a base that is published so, or make them from its
+16-bit weights.
+
 This module imports transformers, so import it only where weights are loaded.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import bitsandbytes as bnb
 import torch
+from transformers.core_model_loading import ConversionOps
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import auto
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
+from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
 
-from finetune.model.structure import eight_bit, experts, linear_layers
+from finetune.model.structure import eight_bit, experts, linear_layers, packed
 from finetune.runtime import libraries, patches
 
 
@@ -26,13 +34,27 @@ def used() -> contextlib.AbstractContextManager[None]:
     return patches.QUANTIZERS.by({**auto.AUTO_QUANTIZER_MAPPING, **_QUANTIZERS})
 
 
-def prepare(model: Any, config: Any) -> None:
-    """Replace layers of a model on the meta device as a BitsAndBytesConfig says, like transformers before loading."""
-    model.hf_quantizer = _QUANTIZERS["bitsandbytes_4bit" if config.load_in_4bit else "bitsandbytes_8bit"](
-        config, pre_quantized=False
-    )
+def prepare(model: Any, config: Any, published: Any = None) -> None:
+    """Replace layers of a model on the meta device as a quantization config says, like transformers before loading.
+
+    `published` is what config.json says of a base that is published in the form of `config`.
+    """
+    model.hf_quantizer = _quantizer(config, published)
     model.hf_quantizer.preprocess_model(model, device_map=None)
     model.hf_quantizer.postprocess_model(model)
+
+
+def packed_names(model: Any, config: Any, published: Any = None) -> set[str]:
+    """Names of the parameters that `prepare` packs; none for bitsandbytes."""
+    quantizer = _quantizer(config, published)
+    return {name for name, _, _ in quantizer.targets(model)} if isinstance(quantizer, _Packed) else set()
+
+
+def _quantizer(config: Any, published: Any) -> Any:
+    with used():
+        if published:
+            config = auto.AutoHfQuantizer.merge_quantization_configs(published, config)
+        return auto.AutoHfQuantizer.from_config(config, pre_quantized=bool(published))
 
 
 def kept_modules(model: Any) -> list[str]:
@@ -57,12 +79,14 @@ class Rounding:
         """`weight` quantized and dequantized again, in its own type: what an adapter on it is trained against."""
         if self.transposed:
             return replace(self, transposed=False).trained_against(weight.T.contiguous()).T.contiguous()
+        if how := packed.packing_of(self.parameter):
+            return packed.values(packed.pack(how.form, weight, transposed=how.transposed))
         if isinstance(self.parameter, bnb.nn.Int8Params):
             return eight_bit.dequantized(*eight_bit.quantize(weight), weight.dtype)
         libraries.correct_dequantization()
         kind: Any = type(self.parameter)
-        packed = kind(weight, requires_grad=False, **self.parameter.__dict__).to(weight.device)
-        return bnb.functional.dequantize_4bit(packed.data, packed.quant_state)
+        four_bit = kind(weight, requires_grad=False, **self.parameter.__dict__).to(weight.device)
+        return bnb.functional.dequantize_4bit(four_bit.data, four_bit.quant_state)
 
 
 def roundings(model: Any) -> dict[str, Rounding]:
@@ -72,7 +96,7 @@ def roundings(model: Any) -> dict[str, Rounding]:
         f"{path}.{name}".removeprefix("."): Rounding(parameter, getattr(module, "source_cls", None) is Conv1D)
         for path, module in model.named_modules()
         for name, parameter in module.named_parameters(recurse=False)
-        if isinstance(parameter, kinds)
+        if isinstance(parameter, kinds) or packed.packing_of(parameter)
     }
 
 
@@ -102,4 +126,138 @@ class _EightBit(_Quantizer, Bnb8BitHfQuantizer):
     pass
 
 
-_QUANTIZERS: dict[str, Any] = {"bitsandbytes_4bit": _FourBit, "bitsandbytes_8bit": _EightBit}
+class _Packed:
+    """Replaces the weights of linear layers and experts by packed ones, and loads them from either form of files."""
+
+    form: str
+    pre_quantized: bool
+    quantization_config: Any
+
+    def validate_environment(self, **named: Any) -> None:
+        """Raise nothing: packed weights need neither a GPU nor kernels."""
+
+    def targets(self, model: Any) -> Iterator[tuple[str, Any, str]]:
+        """(name in the model, module, name in the module) of each parameter to be packed."""
+        config, kept = self.quantization_config, kept_modules(model)
+        if config.dequantize:
+            return
+        if self.pre_quantized:
+            if isinstance(self, FineGrainedFP8HfQuantizer):
+                self._normalize_modules_to_not_convert(model)
+            skipped = config.modules_to_not_convert
+            kept += Bnb4BitHfQuantizer.get_modules_to_not_convert(model, skipped, model._keep_in_fp32_modules)  # noqa: SLF001
+        if not (self.pre_quantized and self.form == "mxfp4"):  # gpt-oss is published with experts alone in MXFP4
+            for name, module in list(model.named_modules()):
+                if type(module) in (torch.nn.Linear, Conv1D) and should_convert_module(name, kept):
+                    yield f"{name}.weight", module, "weight"
+        for name, module, own in list(experts.weights(model)):
+            if should_convert_module(name.rpartition(".")[0], kept):
+                yield name, module, own
+
+    def _process_model_before_weight_loading(self, model: Any, **named: Any) -> None:
+        for name, module, own in self.targets(model):
+            if isinstance(module, (torch.nn.Linear, Conv1D)):
+                model.set_submodule(name.removesuffix(".weight"), _packed_linear(module, self.form))
+            else:
+                transposed = getattr(module, "is_transposed", False)
+                setattr(module, own, packed.pack(self.form, getattr(module, own).data, transposed=transposed))
+                experts.unpack_in_forward(module)
+
+    def _process_model_after_weight_loading(self, model: Any, **named: Any) -> Any:
+        return model
+
+    def param_needs_quantization(self, model: Any, param_name: str, **named: Any) -> bool:
+        return packed.packing_of(model.get_parameter_or_buffer(param_name)) is not None
+
+    def get_quantize_ops(self) -> Any:
+        return _Encode()
+
+    def get_load_operations(self) -> dict[str, Any]:
+        return {"deserialize": _Keep, "dequantize": _Keep}
+
+    def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
+        updated = super().update_weight_conversions(weight_conversions, model)  # type: ignore[misc]
+        for conversion in updated:
+            operations = getattr(conversion, "operations", ())
+            if operations and isinstance(operations[0], _Keep):
+                conversion.operations = [_Keep(self, operations[1:])]
+        return updated
+
+
+class _Mxfp4(_Packed, Mxfp4HfQuantizer):
+    form = "mxfp4"
+
+
+class _Fp8(_Packed, FineGrainedFP8HfQuantizer):
+    form = "fp8"
+
+
+def _packed_linear(module: Any, form: str) -> packed.PackedLinear:
+    outputs, inputs = (module.nf, module.nx) if isinstance(module, Conv1D) else module.weight.shape
+    layer: Any = packed.PackedLinear(inputs, outputs, module.bias is not None, "meta", module.weight.dtype)
+    layer.weight = packed.pack(form, layer.weight.data)
+    layer.source_cls = type(module)
+    return layer.requires_grad_(False)
+
+
+class _Encode(ConversionOps):
+    """Packs a weight that was loaded in 16 or 32 bit."""
+
+    @torch.no_grad()
+    def convert(self, input_dict: dict[str, Any], *, model: Any, **named: Any) -> dict[str, Any]:
+        ((name, value),) = input_dict.items()
+        value = value[0] if isinstance(value, list) else value
+        module, last = get_module_from_name(model, name)
+        if module.source_cls is Conv1D:
+            value = value.T
+        how = packed.packing_of(getattr(module, last))
+        assert how is not None
+        return {name: packed.pack(how.form, value, transposed=how.transposed)}
+
+
+class _Keep(ConversionOps):
+    """Makes a packed parameter of published bytes and scales, or their values if the model's parameter is not packed.
+
+    `after` are the model's own conversions, such as the fusion of experts, which both tensors go through.
+    """
+
+    def __init__(self, hf_quantizer: Any, after: Sequence[Any] = ()) -> None:
+        self.hf_quantizer, self.after = hf_quantizer, after
+
+    @torch.no_grad()
+    def convert(self, input_dict: dict[str, Any], *, full_layer_name: str, model: Any, **named: Any) -> dict[str, Any]:
+        form = self.hf_quantizer.form
+        codes_end, scales_end = packed.FORMS[form].published
+        scales = {
+            name.removesuffix(scales_end) + codes_end: value
+            for name, value in input_dict.items()
+            if name.endswith(scales_end)
+        }
+        codes = {
+            name: value
+            for name, value in input_dict.items()
+            if name.endswith(codes_end) and not name.endswith((scales_end, "activation_scale"))
+        }
+        module, last = get_module_from_name(model, full_layer_name)
+        parameter = getattr(module, last)
+        wanted = packed.packing_of(parameter)
+        if not scales:  # of a module that the base's authors left in 16 bit
+            plain = self._after(codes, full_layer_name, model, named)
+            return {name: value.to(parameter.dtype) for name, value in plain.items()}
+        (stored,), (factors,) = (self._after(part, full_layer_name, model, named).values() for part in (codes, scales))
+        dtype = wanted.dtype if wanted else parameter.dtype
+        made = packed.from_published(form, stored, factors, experts.shape(parameter), dtype)
+        return {full_layer_name: made if wanted else packed.values(made).contiguous()}
+
+    def _after(self, tensors: dict[str, Any], name: str, model: Any, named: dict[str, Any]) -> dict[str, Any]:
+        for operation in self.after:
+            tensors = operation.convert(tensors, full_layer_name=name, model=model, **named)
+        return {key: value[0] if isinstance(value, list) else value for key, value in tensors.items()}
+
+
+_QUANTIZERS: dict[str, Any] = {
+    "bitsandbytes_4bit": _FourBit,
+    "bitsandbytes_8bit": _EightBit,
+    "mxfp4": _Mxfp4,
+    "fp8": _Fp8,
+}

@@ -18,6 +18,8 @@ from safetensors import safe_open
 from torch import nn
 
 from finetune.errors import ArtifactError
+from finetune.model.structure import packed
+from finetune.storage import weight_files
 
 
 @dataclass(frozen=True)
@@ -36,16 +38,18 @@ class ConversionGroup:
 class Weights(Mapping[str, torch.Tensor]):
     """The weights of `model` (on the meta device), by their names in it, read from safetensors files when asked for.
 
-    A tensor is a view of its mapped file, in the type it is stored in. Tied weights are those they are tied to.
+    A tensor is a view of its mapped file, in the type it is stored in; or the values, in `dtype`, of two tensors that
+    a packed weight is published as. Tied weights are those they are tied to.
     """
 
-    def __init__(self, model: Any, files: list[Path]) -> None:
-        self._model = model
+    def __init__(self, model: Any, files: list[Path], dtype: torch.dtype = torch.bfloat16) -> None:
+        self._model, self._dtype = model, dtype
         self._alias: dict[str, str] = {}
         self._file_of: dict[str, Path] = {}
         for file in files:
             with safe_open(file, framework="pt") as stored:
                 self._file_of.update(dict.fromkeys(stored.keys(), file))
+        self._packed = packed.published_pairs(self._file_of)
         self.groups = self._conversion_groups()
         self._of = {target: group for group in self.groups for target in group.targets}
         tied = model.all_tied_weights_keys
@@ -70,10 +74,29 @@ class Weights(Mapping[str, torch.Tensor]):
         return len(self._of)
 
     def stored(self, source: str) -> torch.Tensor:
-        """A tensor as the files hold it."""
+        """A tensor as the files hold it, or the values of a packed one."""
+        if source not in self._packed:
+            return self._read(source)
+        form, *names = self._packed[source]
+        codes, scales = map(self._read, names)
+        shape = packed.published_shape(form, codes.shape, scales.shape)
+        return packed.values(packed.from_published(form, codes, scales, shape, self._dtype)).contiguous()
+
+    def layout_of(self, file: Path) -> dict[str, tuple[torch.dtype, torch.Size]]:
+        """(dtype, shape) of the tensors of a file as `stored` returns them, by name. Raises ArtifactError."""
+        layout = weight_files.layout_of(file)
+        for name, (form, codes, scales) in self._packed.items():
+            if self._file_of[codes] == file:
+                of_scales = weight_files.layout_of(self._file_of[scales])[scales]
+                shape = packed.published_shape(form, layout[codes][1], of_scales[1])
+                layout[name] = self._dtype, shape
+        hidden = packed.hidden(self._packed)
+        return {name: one for name, one in layout.items() if name not in hidden}
+
+    def _read(self, name: str) -> torch.Tensor:
         # Opened each time: a file that stays open keeps in memory what was read of it.
-        with safe_open(self._file_of[source], framework="pt") as opened:
-            tensor: torch.Tensor = opened.get_tensor(source)
+        with safe_open(self._file_of[name], framework="pt") as opened:
+            tensor: torch.Tensor = opened.get_tensor(name)
         return tensor
 
     def converted(self, group: ConversionGroup) -> dict[str, torch.Tensor]:
@@ -121,7 +144,8 @@ class Weights(Mapping[str, torch.Tensor]):
         converter_of = {pattern: one for one in converters for pattern in one.source_patterns}
         names, prefix = self._model.state_dict(), self._model.base_model_prefix
         by_name: dict[str, list[tuple[str, str | None]]] = {}
-        for source in sorted(self._file_of, key=loading.dot_natural_key):
+        hidden = packed.hidden(self._packed)
+        for source in sorted((self._file_of.keys() | self._packed) - hidden, key=loading.dot_natural_key):
             name, pattern = loading.rename_source_key(source, renamings, converters, prefix, names)
             if name not in names and source in names:
                 name, pattern = loading.rename_source_key(source, [], [], prefix, names)

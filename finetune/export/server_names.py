@@ -1,0 +1,56 @@
+"""Which modules of a server the tensors of an adapter reach, by the server's own rules.
+
+vLLM gives a tensor of an adapter the name that it gives one of the base's files: each rule of the class's
+`hf_to_vllm_mapper` replaces the prefix of the name, if it has it, one rule after the other. It applies the tensor to
+the module of that name, or to the part of a packed module (`packed_modules_mapping`), and ignores it without a word if
+there is none; SGLang does the same. So a layer is served if its adapter's name becomes that of its weight.
+
+Read at vllm-project/vllm: lora/utils.py (001e63a, `parse_fine_tuned_lora_name`), lora/lora_model.py (0306474), and of
+model_executor/models: qwen3_5.py (00def4f, which has the rules of qwen3_vl.py), mistral3.py (02677fd), gemma4_mm.py
+(01bae21) and mllama4.py (00dd549, without rules: the names are those of the files).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from finetune.errors import ConfigError
+
+_NESTED = {"model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
+RULES: dict[str, dict[str, str]] = {
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "gemma3", "mistral3"), _NESTED),
+    **{name: {**_NESTED, "model.": "language_model.model."} for name in ("qwen2_vl", "qwen2_5_vl")},
+    "gemma4": {**_NESTED, "model": "language_model.model"},
+    "llama4": {},
+}
+"""Prefixes that vLLM replaces in names of the language model, by the `model_type` of composite checkpoints."""
+
+
+def of_module(name: str, model_type: str) -> str:
+    """The module of vLLM's class for `model_type` that a name in files or in an adapter stands for."""
+    for prefix, new in RULES.get(model_type, {}).items():
+        if name.startswith(prefix):
+            name = name.replace(prefix, new, 1)
+    return name
+
+
+def alike(name: str, other: str, model_type: str) -> bool:
+    """Whether vLLM's class for `model_type` takes both names for the same module."""
+    return of_module(name, model_type) == of_module(other, model_type)
+
+
+def served(adapted: Iterable[str], files: Iterable[str], model_type: str) -> int:
+    """How many of the layers `adapted` a server finds, from their names and those of the tensors in the base's files.
+
+    Raises ConfigError unless it finds all of them.
+    """
+    adapted = list(adapted)
+    modules = {of_module(name.removesuffix(".weight"), model_type) for name in files}
+    lost = [name for name in adapted if of_module(name, model_type) not in modules]
+    if lost:
+        raise ConfigError(
+            f"of the {len(adapted)} layers that this adapter is on, a server of the base's files would find "
+            f"{len(adapted) - len(lost)}, and ignore the rest without a word, such as `{lost[0]}`; export `merged` "
+            "instead"
+        )
+    return len(adapted)

@@ -1,0 +1,65 @@
+"""The language part of a composite checkpoint: the model of text inside one that also sees or hears.
+
+Such a checkpoint is loaded with transformers' class for it, so that its modules have the names that PEFT looks up in
+the checkpoint as published, but without the models beside the language model: their weights are neither read nor held.
+The layers between these models and the language model stay, as the code of some reads them for text alone (Gemma 3n).
+Of a few types, such as Qwen3.5 and Llama 4, transformers has a causal language model of the text alone; it is used.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+from finetune.model.source import catalog
+
+_MARK = "_without_the_models_beside_its_language_model"
+
+
+def loader(architecture: Any) -> Any:
+    """The class whose `from_pretrained` makes the model of `architecture`."""
+    from transformers import AutoModelForCausalLM
+
+    known = catalog.model_class(architecture)
+    return _language_alone(known) if catalog.is_whole(architecture, known) else AutoModelForCausalLM
+
+
+def from_config(architecture: Any, **arguments: Any) -> Any:
+    """A model of `architecture` with the weights of its own initialisation; `arguments` as for `from_pretrained`."""
+    made_by = loader(architecture)
+    if made_by.__name__.startswith("Auto"):
+        return made_by.from_config(architecture, **arguments)
+    arguments.pop("trust_remote_code", None)
+    return made_by._from_config(architecture, **arguments)  # noqa: SLF001 -- the Auto classes call this
+
+
+def is_language_alone(model: Any) -> bool:
+    """Whether models beside the language model of `model` were left out."""
+    return hasattr(type(model), _MARK)
+
+
+@functools.cache
+def _language_alone(known: type) -> type:
+    """`known`, a class of composite models, made without the models beside its language model."""
+
+    def init(model: Any, config: Any, *arguments: Any, **named: Any) -> None:
+        known.__init__(model, config, *arguments, **named)  # type: ignore[misc]
+        _leave_out(model)
+
+    # The name and the module decide how transformers names the weights of its files.
+    return type(known.__name__, (known,), {"__init__": init, "__module__": known.__module__, _MARK: True})
+
+
+def _leave_out(model: Any) -> None:
+    """Set the models in `model` that neither are part of its decoder nor contain it to None, and ignore their files."""
+    from transformers import PreTrainedModel
+
+    decoder = model.get_decoder()
+    inside, ignored = set(decoder.modules()), set[str]()
+    for path, module in list(model.named_modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, PreTrainedModel) and child not in inside and decoder not in set(child.modules()):
+                setattr(module, name, None)
+                ignored.add(re.escape(f"{path}.{name}.".lstrip(".")))
+    model._keys_to_ignore_on_load_unexpected.update(ignored)  # noqa: SLF001 -- each model's own set

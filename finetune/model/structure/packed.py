@@ -1,0 +1,309 @@
+"""Frozen weights in the bytes that models are published in (MXFP4, FP8), on every device.
+
+A packed parameter holds bytes, and its `Packing` how they become values. A layer decodes its weight for each product
+and again in the backward pass, and keeps only the bytes between. Decoding is plain torch, equal to the bit to
+transformers' own (5.23, `Mxfp4Dequantize` and `Fp8Dequantize`).
+
+Shapes: weights are (..., rows, columns); products sum over columns, along which blocks lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+# Values that are converted at a time, so that intermediate results stay small beside the weights.
+_PART = 2**24
+
+
+@dataclass(frozen=True)
+class PackedForm:
+    """A form of packed weights.
+
+    `shapes`: from a weight's shape to those of its bytes and its scales. `encode`: writes a weight's bytes and scales.
+    `decode`: writes the values of bytes and scales into a tensor of any floating type. `published`: the endings of the
+    two tensors in the files of a base that is published in this form, and `transposed` whether the model reads the
+    values transposed (gpt-oss). `config`: transformers' class for its config.json.
+    """
+
+    shapes: Callable[[torch.Size], tuple[torch.Size, torch.Size]]
+    scale_dtype: torch.dtype
+    encode: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+    decode: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+    published: tuple[str, str]
+    transposed: bool
+    config: str
+
+
+@dataclass
+class Packing:
+    """How the bytes of a packed parameter become its values.
+
+    `shape` is the shape of the values as the model's code reads them, and `dtype` their type unless another is asked
+    for. `transposed`: the bytes are those of the values with the last two dimensions exchanged.
+    """
+
+    form: str
+    scales: torch.Tensor
+    shape: torch.Size
+    dtype: torch.dtype
+    transposed: bool = False
+
+    def decode(self, codes: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the values into `out` (`shape`)."""
+        decode(self.form, codes, self.scales, out.mT if self.transposed else out)
+
+    def decoded(self, codes: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The values (`shape`); for transposed ones a view of the transposed tensor."""
+        shape = (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.transposed else self.shape
+        values = torch.empty(shape, dtype=dtype or self.dtype, device=codes.device)
+        decode(self.form, codes, self.scales, values)
+        return values.mT if self.transposed else values
+
+
+def packing_of(parameter: Any) -> Packing | None:
+    """How a parameter is packed; None if it is not."""
+    return getattr(parameter, "packing", None)
+
+
+def values(parameter: nn.Parameter) -> torch.Tensor:
+    """The values of a packed parameter."""
+    how = packing_of(parameter)
+    assert how is not None
+    return how.decoded(parameter.data)
+
+
+def packed(codes: torch.Tensor, how: Packing) -> nn.Parameter:
+    """A frozen parameter of these bytes."""
+    parameter: Any = nn.Parameter(codes, requires_grad=False)
+    parameter.packing = how
+    return parameter
+
+
+def pack(form: str, weight: torch.Tensor, *, transposed: bool = False) -> nn.Parameter:
+    """`weight` as a packed parameter on its device, which may be the meta device."""
+    rows_first = weight.mT if transposed else weight
+    shapes = FORMS[form].shapes(rows_first.shape)
+    codes = torch.empty(shapes[0], dtype=torch.uint8, device=weight.device)
+    scales = torch.empty(shapes[1], dtype=FORMS[form].scale_dtype, device=weight.device)
+    if not weight.is_meta:
+        encode(form, rows_first, codes, scales)
+    return packed(codes, Packing(form, scales, weight.shape, weight.dtype, transposed))
+
+
+def published_pairs(names: Iterable[str]) -> dict[str, tuple[str, str, str]]:
+    """(form, name of the bytes, name of the scales) of each packed weight in files with tensors of these `names`, by
+    the name that it has in files in 16 bit.
+    """
+    known, pairs = set(names), {}
+    for form, (codes, scales) in ((form, each.published) for form, each in FORMS.items()):
+        for name in known:
+            plain = name.removesuffix(scales)
+            if plain != name and plain + codes in known:
+                pairs[plain] = form, plain + codes, name
+    return pairs
+
+
+def hidden(pairs: Mapping[str, tuple[str, str, str]]) -> set[str]:
+    """The tensors of files that only packed weights need, among them scales for activations, which are not rounded."""
+    parts = {part for _, *both in pairs.values() for part in both}
+    activations = {plain.removesuffix("weight") + "activation_scale" for plain in pairs}
+    return (parts | activations) - pairs.keys()
+
+
+def published_shape(form: str, codes: Sequence[int], scales: Sequence[int]) -> torch.Size:
+    """The shape of the values of two tensors of a file, by their shapes, as the model reads them."""
+    if not FORMS[form].transposed:
+        return torch.Size(codes)
+    *others, rows, blocks = scales
+    return torch.Size((*others, blocks * _BLOCK, rows))
+
+
+def from_published(
+    form: str, codes: torch.Tensor, scales: torch.Tensor, shape: torch.Size, dtype: torch.dtype
+) -> nn.Parameter:
+    """A packed parameter of the tensors of a file. Raises ValueError if they do not make a weight of this shape."""
+    transposed = FORMS[form].transposed
+    rows_first = torch.Size((*shape[:-2], shape[-1], shape[-2])) if transposed else shape
+    expected = FORMS[form].shapes(rows_first)
+    codes = codes.view(torch.uint8)
+    if scales.dtype is torch.float8_e8m0fnu:
+        scales = scales.view(torch.uint8)
+    if FORMS[form].scale_dtype is torch.float32:
+        scales = _power_of_two(scales) if scales.dtype is torch.uint8 else scales.float()
+    if codes.numel() != expected[0].numel() or scales.shape != expected[1]:
+        raise ValueError(
+            f"codes {list(codes.shape)} and scales {list(scales.shape)} do not make a weight {list(rows_first)} in "
+            f"{form}, which takes {list(expected[0])} and {list(expected[1])}"
+        )
+    return packed(codes.reshape(expected[0]), Packing(form, scales, shape, dtype, transposed))
+
+
+def encode(form: str, weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    """Write the bytes and scales of `weight` in a form of FORMS."""
+    for part in _parts(weight.shape, FORMS[form].shapes, codes, scales, weight):
+        FORMS[form].encode(part[2], part[0], part[1])
+
+
+def decode(form: str, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the values of bytes and scales into `out`, which is exact in float32 and rounded once to other types."""
+    for part in _parts(out.shape, FORMS[form].shapes, codes, scales, out):
+        FORMS[form].decode(*part)
+
+
+def _parts(
+    shape: torch.Size, shapes: Callable[[torch.Size], tuple[torch.Size, torch.Size]], *tensors: torch.Tensor
+) -> Iterator[Sequence[torch.Tensor]]:
+    """Bytes, scales and values of at most `_PART` values, or 128 rows: some experts, and some rows of each."""
+    *experts, rows, columns = shape
+    tensors = tuple(tensor if experts else tensor.unsqueeze(0) for tensor in tensors)
+    rows_each = max(_PART // columns // _ROWS, 1) * _ROWS
+    scale_rows = shapes(torch.Size((min(rows, rows_each), columns)))[1][0]
+    experts_each = max(_PART // (min(rows, rows_each) * columns), 1)
+    codes, scales, values = tensors
+    for some in zip(*(tensor.split(experts_each) for tensor in (codes, scales, values)), strict=True):
+        yield from zip(
+            some[0].split(rows_each, 1), some[1].split(scale_rows, 1), some[2].split(rows_each, 1), strict=True
+        )
+
+
+# -- MXFP4 (OCP Microscaling Formats v1.0) -----------------------------------------------------------------------------
+
+_BLOCK = 32
+"""Values with one scale."""
+
+
+def _mxfp4_shapes(shape: torch.Size) -> tuple[torch.Size, torch.Size]:
+    *others, columns = shape
+    blocks = -(-columns // _BLOCK)
+    return torch.Size((*others, blocks * _BLOCK // 2)), torch.Size((*others, blocks))
+
+
+def _decode_mxfp4(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+    """Codes: two e2m1 values a byte, the first in the lower four bits. Scales: e8m0, 2^(byte - 127)."""
+    # Products of float16 would overflow where a scale does.
+    dtype = torch.float32 if out.dtype is torch.float16 else out.dtype
+    pair = {2: torch.int32, 4: torch.int64}[dtype.itemsize]
+    # Twice the values and half the scales, since the largest scale, 2^128, is infinite in float32.
+    table = (2 * _pairs(codes.device)).to(dtype).view(pair).view(-1)
+    values = table.index_select(0, codes.flatten().int()).view(dtype).view(*scales.shape, _BLOCK)
+    values *= _power_of_two(scales.int() - 1).to(dtype).unsqueeze(-1)
+    out.copy_(values.view(*codes.shape[:-1], -1)[..., : out.shape[-1]])
+
+
+def _pairs(device: torch.device) -> torch.Tensor:
+    """The two values of each byte (256, 2)."""
+    byte = torch.arange(256, device=device)
+    nibbles = torch.stack((byte & 15, byte >> 4), dim=1)
+    exponent, mantissa = nibbles >> 1 & 3, nibbles & 1
+    normal = exponent.clamp(max=1)
+    halves = (2 * normal + mantissa) << (exponent - normal)
+    return halves * (0.5 - (nibbles >> 3))  # the sign also of 0
+
+
+def _power_of_two(exponents: torch.Tensor) -> torch.Tensor:
+    """2^(e - 127) in float32 for e from -1 to 255 (infinite), built from its bits; those up to 0 are subnormal."""
+    exponents = exponents.int()
+    return torch.maximum(exponents << 23, 1 << 21 << (exponents + 1).clamp_(0, 1)).view(torch.float32)
+
+
+def _encode_mxfp4(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    """Section 6.3: a block's scale is the power of two of its largest value over that of e2m1, 4; values are rounded
+    to nearest, ties to even, and those above 6 to 6.
+    """
+    columns = weight.shape[-1]
+    blocks = functional.pad(weight.float(), (0, -columns % _BLOCK)).unflatten(-1, (-1, _BLOCK))
+    exponent = torch.frexp(blocks.abs().amax(-1)).exponent - 3  # frexp's mantissa is below 1
+    scales.copy_(exponent.clamp_(-127, 127) + 127)
+    values = blocks / _power_of_two(scales).unsqueeze(-1)
+    size = values.abs()
+    code = torch.where(size < 2, (size * 2).round(), torch.where(size < 4, size.round() + 2, (size / 2).round() + 4))
+    code = code.clamp_(max=7).to(torch.uint8) + values.signbit() * 8
+    code = code.flatten(-2)
+    codes.copy_(code[..., ::2] | code[..., 1::2] << 4)
+
+
+# -- FP8 (DeepSeek-V3, arXiv 2412.19437, section 3.3.2) ----------------------------------------------------------------
+
+_ROWS = 128
+"""Rows, and columns, of a block with one scale."""
+_LARGEST = torch.finfo(torch.float8_e4m3fn).max
+
+
+def _fp8_shapes(shape: torch.Size) -> tuple[torch.Size, torch.Size]:
+    *experts, rows, columns = shape
+    return shape, torch.Size((*experts, -(-rows // _ROWS), -(-columns // _ROWS)))
+
+
+def _decode_fp8(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+    """Codes: e4m3. Scales: factors in float32."""
+    values = codes.view(torch.float8_e4m3fn).float()
+    values *= _each(scales, codes.shape)
+    out.copy_(values)
+
+
+def _encode_fp8(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    """The largest value of a block becomes the largest of e4m3, 448."""
+    rows, columns = weight.shape[-2:]
+    padded = functional.pad(weight.float(), (0, -columns % _ROWS, 0, -rows % _ROWS))
+    blocks = padded.unflatten(-1, (-1, _ROWS)).unflatten(-3, (-1, _ROWS))
+    largest = blocks.abs().amax(dim=(-3, -1))
+    scales.copy_(torch.where(largest > 0, largest / _LARGEST, 1.0))
+    values = weight / _each(scales, weight.shape)
+    codes.copy_(values.clamp_(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn).view(torch.uint8))
+
+
+def _each(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """The scale of each value of a weight."""
+    rows = scales.repeat_interleave(_ROWS, dim=-1)[..., : shape[-1]]
+    return rows.repeat_interleave(_ROWS, dim=-2)[..., : shape[-2], :]
+
+
+FORMS: dict[str, PackedForm] = {
+    "mxfp4": PackedForm(
+        _mxfp4_shapes, torch.uint8, _encode_mxfp4, _decode_mxfp4,
+        published=("_blocks", "_scales"), transposed=True, config="Mxfp4Config",
+    ),
+    "fp8": PackedForm(
+        _fp8_shapes, torch.float32, _encode_fp8, _decode_fp8,
+        published=("", "_scale_inv"), transposed=False, config="FineGrainedFP8Config",
+    ),
+}  # fmt: skip
+"""Forms by the kind of `quantization.kind`, which is also the `quant_method` of a config.json."""
+
+
+# -- layers ------------------------------------------------------------------------------------------------------------
+
+
+class PackedLinear(nn.Linear):
+    """A linear layer whose frozen, packed weight is decoded to the compute dtype for each product."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (..., in_features) to (..., out_features)."""
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return _PackedProduct.apply(x, self.weight.data, packing_of(self.weight), bias)
+
+
+class _PackedProduct(torch.autograd.Function):
+    """Saves neither its input nor the decoded weight, which is decoded again in the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, codes: torch.Tensor, how: Packing, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.weight = codes, how
+        return functional.linear(x, how.decoded(codes, x.dtype), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        codes, how = ctx.weight
+        return gradient @ how.decoded(codes, gradient.dtype), None, None, None

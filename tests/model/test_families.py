@@ -1,0 +1,62 @@
+"""This year's architectures compute the loss and the gradients of plain transformers and PEFT, or refuse to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import families
+import pytest
+
+from finetune.config import ModelSection
+from finetune.errors import ArtifactError, MachineError
+from finetune.model.attention import backends
+from finetune.model.base import load_architecture
+
+_UNPACKED = {  # what carries a state from row to row, or makes masks without the positions that tell rows apart
+    "qwen3_5", "qwen3_5_moe", "glm_moe_dsa", "deepseek_v4", "gpt_oss", "granitemoehybrid", "nemotron", "nemotron_h",
+    "minimax",
+}  # fmt: skip
+_ROUNDING = {"gemma4": 1e-4}  # its attention does not scale its scores, which multiplies the error of a sum
+
+
+def _error(found: families.Gradients, expected: families.Gradients) -> float:
+    assert found.keys() == expected.keys()
+    squares = sum(float((found[name] - gradient).square().sum()) for name, gradient in expected.items())
+    return (squares / sum(float(gradient.square().sum()) for gradient in expected.values())) ** 0.5
+
+
+@pytest.mark.filterwarnings("ignore:.*falling back to its reference")
+@pytest.mark.parametrize("model_type", families.FAMILIES.values())
+def test_a_step_is_that_of_plain_transformers_and_peft(model_type: str) -> None:
+    """Rows padded and packed, layers recomputed and not, beside each row by itself."""
+    config = families.architecture(model_type)
+    model = families.adapted(config, packed=False, recomputed=False)
+    loss, gradients = families.plain_step(config, model)
+    assert gradients
+    for packed in (False, True):
+        if packed and model_type in _UNPACKED:
+            with pytest.raises(MachineError, match=r"^`data\.packing`: .*; set `data\.packing: false`"):
+                families.adapted(config, packed=True, recomputed=False)
+            continue
+        for recomputed in (False, True):
+            model = families.adapted(config, packed=packed, recomputed=recomputed)
+            own_loss, own_gradients = families.step(model, packed=packed)
+            assert own_loss == pytest.approx(loss, rel=1e-5)
+            assert _error(own_gradients, gradients) < _ROUNDING.get(model_type, 1e-5)
+
+
+def test_gated_linear_attention_without_its_kernels_is_reported_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "1.7 times" in (backends.without_fla(families.architecture("qwen3_5"), "cuda") or "")
+    assert backends.without_fla(families.architecture("qwen3_5"), "cpu") is None
+    assert backends.without_fla(families.architecture("gemma3"), "cuda") is None
+
+
+@pytest.mark.parametrize(("wrote", "cure"), [("99.2.0.dev0", "transformers 99.2, which"), ("5.1.0", "a newer transf")])
+def test_a_model_type_newer_than_transformers_names_the_version_that_has_it(
+    wrote: str, cure: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen9", "transformers_version": wrote}))
+    with pytest.raises(ArtifactError, match=rf"does not know models of type `qwen9`; install {cure}"):
+        load_architecture(ModelSection(name=str(tmp_path)))

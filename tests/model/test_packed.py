@@ -1,0 +1,144 @@
+"""Packed weights: decoded to the published values, and trained on like the same values in 16 or 32 bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config, GptOssConfig, Mxfp4Config, Qwen3MoeConfig
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from finetune.config import ModelSection, QuantizationSection
+from finetune.model import base
+from finetune.model.skeleton import weightless_base
+from finetune.model.structure import packed, streamed
+
+CPU = torch.device("cpu")
+IDS = torch.arange(20)[None]
+_SIZES = {
+    "vocab_size": 64, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "num_experts_per_tok": 2,
+}  # fmt: skip
+CONFIGS = {
+    "mxfp4": GptOssConfig(**_SIZES, num_local_experts=4),
+    "fp8": Qwen3MoeConfig(**_SIZES, num_experts=4, moe_intermediate_size=128),
+}
+STATED = {
+    "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+}
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one.contiguous().view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.fixture(scope="module", params=["mxfp4", "fp8"])
+def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """A form, and a base in files of that form with random bytes."""
+    form, folder = request.param, tmp_path_factory.mktemp("published")
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(CONFIGS[form], dtype=torch.bfloat16).save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name, weight in list(tensors.items()):
+        if form == "mxfp4" and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, columns, rows = tensors.pop(name).shape
+            blocks = (experts, rows, columns // 32)
+            tensors[f"{name}_blocks"] = torch.randint(0, 256, (*blocks, 16), dtype=torch.uint8)
+            tensors[f"{name}_scales"] = torch.randint(118, 123, blocks, dtype=torch.uint8)
+        elif form == "fp8" and "_proj" in name:
+            tensors[name] = weight.mul(1000).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = torch.rand(-(-weight.shape[0] // 128), -(-weight.shape[1] // 128)) / 1000
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"quantization_config": STATED[form]}))
+    return form, folder
+
+
+def load(folder: Path, kind: str) -> Any:
+    section = ModelSection(name=str(folder))
+    return base.load_base(
+        section, QuantizationSection(kind=kind), base.load_architecture(section), attention="eager",
+        dtype=torch.float32, device=CPU,
+    )  # fmt: skip
+
+
+def plain(form: str, folder: Path) -> Any:
+    """The base as transformers itself dequantizes it."""
+    config = {"mxfp4": Mxfp4Config, "fp8": FineGrainedFP8Config}[form](dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=config, dtype=torch.float32, attn_implementation="eager"
+    )
+    return model.float()  # transformers 5.23 leaves in bfloat16 what is not packed
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_every_byte_decodes_as_in_transformers(dtype: torch.dtype) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(1, 16, 1, 16).repeat(256, 1, 1, 1)
+    scales = torch.arange(256, dtype=torch.uint8).view(256, 1, 1).repeat(1, 16, 1)
+    expected = convert_moe_packed_tensors(codes, scales, dtype=dtype)
+    assert same_bits(packed.values(packed.from_published("mxfp4", codes, scales, expected.shape, dtype)), expected)
+    bytes_ = torch.arange(256, dtype=torch.uint8).repeat(256, 1)
+    codes, scales = bytes_.view(torch.float8_e4m3fn), torch.rand(2, 2)
+    expected = Fp8Dequantize(None)._dequantize_one(codes, scales, dtype)
+    decoded = packed.values(packed.from_published("fp8", codes, scales, expected.shape, dtype))
+    assert torch.equal(decoded.nan_to_num(nan=-1.0), expected.nan_to_num(nan=-1.0))
+
+
+def test_mxfp4_rounds_to_nearest_and_ties_to_even() -> None:
+    """The scale is 2^(2 - 2) for a largest value from 4 to below 8 (OCP MX v1.0, section 6.3)."""
+    values = torch.tensor([7.9, 5.0, 3.5, 2.5, 1.75, 1.25, 0.75, 0.25, -0.26, -5.1, 0.0, 6.0])
+    rounded = packed.values(packed.pack("mxfp4", values[None]))[0]
+    assert rounded.tolist() == [6.0, 4.0, 4.0, 2.0, 2.0, 1.0, 1.0, 0.0, -0.5, -6.0, 0.0, 6.0]
+
+
+@pytest.mark.parametrize(("form", "error"), [("mxfp4", 0.12), ("fp8", 0.03)])
+def test_a_weight_is_packed_with_the_error_of_its_form_once(form: str, error: float) -> None:
+    weight = torch.randn(3, 130, 100, generator=torch.Generator().manual_seed(0))
+    once = packed.values(packed.pack(form, weight))
+    assert (once - weight).norm() < error * weight.norm()
+    assert torch.equal(packed.values(packed.pack(form, once)), once)
+
+
+def test_a_published_base_trains_like_its_dequantized_values(published: tuple[str, Path]) -> None:
+    form, folder = published
+    models = load(folder, form), plain(form, folder)
+    assert sum(weight.dtype is torch.uint8 for weight in models[0].parameters()) == (4 if form == "mxfp4" else 12)
+    results = []
+    for model in models:
+        torch.manual_seed(1)
+        adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj", "o_proj"], init_lora_weights=False))
+        output = adapted(input_ids=IDS, labels=IDS)
+        output.loss.backward()
+        gradients = [weight.grad for weight in adapted.parameters() if weight.requires_grad]
+        results.append([output.logits, output.loss, *gradients])
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_published_base_is_read_in_16_bit_by_a_merge_and_without_quantization(published: tuple[str, Path]) -> None:
+    form, folder = published
+    expected = plain(form, folder).state_dict()
+    decoded = load(folder, "none").state_dict()
+    architecture = base.load_architecture(ModelSection(name=str(folder)))
+    bare = weightless_base(architecture, QuantizationSection(kind="none"), attention="eager", dtype=torch.float32)
+    files = streamed.Weights(bare, [folder / "model.safetensors"], torch.float32)
+    for name, weight in expected.items():
+        assert torch.equal(decoded[name], weight), name
+        assert torch.equal(files[name].float(), weight), name
+
+
+@pytest.mark.parametrize("form", ["mxfp4", "fp8"])
+def test_random_weights_are_packed_where_a_16_bit_base_has_linear_layers_and_experts(form: str) -> None:
+    section = ModelSection(weights="random")
+    model = base.load_base(
+        section, QuantizationSection(kind=form), CONFIGS["fp8"], attention="eager", dtype=torch.float32, device=CPU
+    )
+    assert sum(packed.packing_of(weight) is not None for weight in model.parameters()) == 2 * (4 + 2)
+    assert model(IDS).logits.isfinite().all()
