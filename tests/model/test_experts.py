@@ -135,9 +135,11 @@ def test_routers_are_not_quantized(kind: str, base_of: Callable[[str], Path]) ->
             assert {module.weight.dtype for module in routers.values()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("layers", ["all", "none", "every-2"])
-def test_gradients_through_experts_in_four_bit_are_those_through_dequantized_ones(
-    layers: str, base_of: Callable[[str], Path]
+@pytest.mark.parametrize(
+    ("layers", "kind"), [("all", "nf4"), ("none", "nf4"), ("every-2", "nf4"), ("all", "mxfp4"), ("none", "fp8")]
+)
+def test_gradients_through_packed_experts_are_those_through_dequantized_ones(
+    layers: str, kind: str, base_of: Callable[[str], Path]
 ) -> None:
     def gradients(model: Any, chosen: str) -> list[torch.Tensor]:
         adapted = attach(model, AdapterSection(rank=4), "", seed=1)
@@ -152,9 +154,9 @@ def test_gradients_through_experts_in_four_bit_are_those_through_dequantized_one
         )
         return [parameter.grad for parameter in adapted.parameters() if parameter.requires_grad]
 
-    reference = whole(load(base_of("mixtral")))
+    reference = whole(load(base_of("mixtral"), kind))
     expected = gradients(reference, "none")
-    found = gradients(load(base_of("mixtral")), layers)
+    found = gradients(load(base_of("mixtral"), kind), layers)
     assert sum(gradient.abs().sum() for gradient in expected) > 0
     assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
 
