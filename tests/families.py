@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -74,7 +75,7 @@ def adapted(config: Any, *, packed: bool, recomputed: bool) -> Any:
     probe_table.run("built", Subject(config_, model))
     log_probs.attach(model)
     probe_table.run("scoring", Subject(config_, model))
-    for part in _linear(model).values():
+    for part in _adapted(model).values():
         torch.nn.init.normal_(part.lora_B["default"].weight, std=0.02)
     return model.train()
 
@@ -95,8 +96,17 @@ def plain_step(config: Any, model: Any) -> tuple[float, Gradients]:
         AutoModelForImageTextToText if catalog.is_whole(config, catalog.model_class(config)) else AutoModelForCausalLM
     )
     plain = known.from_config(config, attn_implementation="eager", dtype=torch.float32)
-    settings = LoraConfig(r=2, lora_alpha=model.peft_config["default"].lora_alpha, target_modules=[*_linear(model)])
-    with patches.CONVERT_ADAPTER_CONFIG.by(lambda *args, **kwargs: None):  # takes a linear layer's name for experts
+    ours = model.peft_config["default"]
+    linear = [name for name, part in _adapted(model).items() if not isinstance(part, ParamWrapper)]
+    settings = LoraConfig(
+        r=2, lora_alpha=ours.lora_alpha, target_modules=linear, target_parameters=ours.target_parameters,
+        rank_pattern=ours.rank_pattern,
+    )  # fmt: skip
+    with (
+        patches.CONVERT_ADAPTER_CONFIG.by(lambda *args, **kwargs: None),  # takes a linear layer's name for experts
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("ignore", "The following rank_pattern keys did not match")  # parameters do
         theirs = get_peft_model(plain, settings)
     theirs.load_state_dict(model.state_dict(), strict=False)  # a whole composite model has towers as well
     total, count = torch.zeros(()), 0
@@ -109,17 +119,16 @@ def plain_step(config: Any, model: Any) -> tuple[float, Gradients]:
     return float(total.detach() / count), _gradients(theirs)
 
 
-def _linear(model: Any) -> dict[str, Any]:
-    """The adapted linear layers by their names in the base; experts, which are parameters, have no update here."""
-    modules = model.get_base_model().named_modules()
-    return {name: part for name, part in modules if isinstance(part, LoraLayer) and not isinstance(part, ParamWrapper)}
+def _adapted(model: Any) -> dict[str, Any]:
+    """The adapted layers, linear or of experts, by their names in the base."""
+    return {name: part for name, part in model.get_base_model().named_modules() if isinstance(part, LoraLayer)}
 
 
 def _gradients(model: Any) -> Gradients:
     """Of the layers that the rows reach: some of DeepSeek V4's wait for longer ones."""
     weights = {
         f"{name}.{matrix}": getattr(part, matrix)["default"].weight
-        for name, part in _linear(model).items()
+        for name, part in _adapted(model).items()
         for matrix in ("lora_A", "lora_B")
     }
     return {name: weight.grad for name, weight in weights.items() if weight.grad is not None}

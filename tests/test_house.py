@@ -21,7 +21,7 @@ LIMITS = {
     "lines of finetune/": 44_600,  # to become 34,000
     "lines of tests/": 44_500,  # to become 34,000
     "lines of benchmarks/": 9_580,  # to become 8,500
-    "words of docs/ and the README": 23_000,
+    "words of docs/ and the README": 23_100,
 }
 
 
