@@ -78,7 +78,7 @@ def test_servers_find_every_layer_and_peft_reads_the_run(
     name: str, quick: Any, tmp_path: Path, tiny_base: Path
 ) -> None:
     base = base_at(tmp_path / "base", name, tiny_base)
-    run = finetune.train(quick(*JOB, f"model.name={base}")).run
+    run = finetune.train(quick(*JOB, f"model.name={base}", "adapter.expert_rank=0")).run
     result = finetune.export_model(run, "adapter", terminal=Terminal(quiet=True))
     assert result["error"] <= result["bound"]
     served = load_file(Path(result["path"]) / adapter_files.WEIGHTS)
@@ -132,7 +132,7 @@ def test_the_exported_adapter_is_found_in_the_whole_of_a_composite_checkpoint(
         section, QuantizationSection(kind="none"), architecture, attention="eager", dtype=torch.float32,
         device=torch.device("cpu"),
     )  # fmt: skip
-    adapted = adapter.attach(base, AdapterSection(rank=2), section.name, seed=0)
+    adapted = adapter.attach(base, AdapterSection(rank=2, expert_rank=0), section.name, seed=0)
     for weight in adapter_files.weights(adapted).values():
         torch.nn.init.normal_(weight, std=0.1)
     job = Config().changed({"model.name": section.name, "model.weights": "pretrained"})
