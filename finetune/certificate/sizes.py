@@ -10,6 +10,7 @@ import torch
 
 from finetune.forecast import operator_costs
 from finetune.forecast.allocator import CachingAllocator
+from finetune.runtime import driver
 
 # Of the recording: enough to split, join and leave blocks of both pools, and no more than a few hundred MiB.
 _REQUESTS, _MOST_LIVE = 300, 20
@@ -32,17 +33,8 @@ def context_bytes(free_before: int, device: torch.device) -> int | None:
 
 
 def _used_by_this_process(device: torch.device) -> int | None:
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    try:
-        pynvml.nvmlInit()
-        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(pynvml.nvmlDeviceGetHandleByUUID(uuid))
-    except pynvml.NVMLError:
-        return None
-    used: int | None = next((process.usedGpuMemory for process in processes if process.pid == os.getpid()), None)
+    processes = driver.by_nvml(device, lambda nvml, handle: nvml.nvmlDeviceGetComputeRunningProcesses(handle))
+    used: int | None = next((process.usedGpuMemory for process in processes or () if process.pid == os.getpid()), None)
     return used
 
 

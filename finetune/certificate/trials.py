@@ -191,6 +191,8 @@ def _large(job: TriedJob, off: Collection[str]) -> dict[str, float]:
     needed = 2 * rows * width * dtype.itemsize
     if job.device.type == "cuda" and needed > job.total_bytes:
         raise Skipped(f"it takes {needed / 2**30:.0f} GiB, and this GPU has {job.total_bytes / 2**30:.0f}")
+    if job.device.type == "cuda" and needed > torch.cuda.mem_get_info(job.device)[0]:
+        raise Skipped(f"it takes {needed / 2**30:.0f} GiB, which are not free")
     row = torch.randn(1, width, generator=torch.Generator().manual_seed(0)).to(job.device, dtype)
     for name, compute in (
         ("rms_norm", lambda x: ops.rms_norm(x, row[0], 1e-6)[0]),

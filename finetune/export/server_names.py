@@ -3,11 +3,11 @@
 vLLM gives a tensor of an adapter the name that it gives one of the base's files: each rule of the class's
 `hf_to_vllm_mapper` replaces the prefix of the name, if it has it, one rule after the other. It applies the tensor to
 the module of that name, or to the part of a packed module (`packed_modules_mapping`), and ignores it without a word if
-there is none; SGLang does the same. So a layer is served if its adapter's name becomes that of its weight.
+there is none. So a layer is served if its adapter's name becomes that of its weight.
 
 Read at vllm-project/vllm: lora/utils.py (001e63a, `parse_fine_tuned_lora_name`), lora/lora_model.py (0306474), and of
-model_executor/models: qwen3_5.py (00def4f, which has the rules of qwen3_vl.py), mistral3.py (02677fd), gemma4_mm.py
-(01bae21) and mllama4.py (00dd549, without rules: the names are those of the files).
+model_executor/models: mistral3.py (02677fd), mllama4.py (00dd549, without rules: the names are those of the files) and
+parts of qwen3_5.py (00def4f). The rules of Gemma 3 and 4 and of Qwen's VL models are from excerpts; vLLM was not run.
 """
 
 from __future__ import annotations

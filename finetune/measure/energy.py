@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from finetune.errors import MachineError
+from finetune.runtime import driver
 from finetune.storage.rundir import RunDirectory
 
 
@@ -28,14 +29,7 @@ def counted_joules(device: torch.device) -> float | None:
     """The energy that the GPU has used since its driver was loaded; None if that is unknown."""
     if device.type != "cuda":
         return None
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    try:
-        pynvml.nvmlInit()
-        millijoules: int = pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGetHandleByUUID(uuid))
-    except pynvml.NVMLError:
-        return None
-    return millijoules / 1000
+    millijoules: int | None = driver.by_nvml(
+        device, lambda nvml, handle: nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+    )
+    return None if millijoules is None else millijoules / 1000

@@ -6,11 +6,13 @@ import ctypes
 import functools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 # cuda.h, CUdevice_attribute
 MANAGED_MEMORY, CONCURRENT_MANAGED_ACCESS = 83, 89
@@ -48,6 +50,20 @@ def version() -> str:
     if nvml.nvmlInit_v2() or nvml.nvmlSystemGetDriverVersion(text, _VERSION_BYTES):
         return ""
     return text.value.decode()
+
+
+def by_nvml(device: torch.device, read: Callable[[Any, Any], T]) -> T | None:
+    """What `read` returns for the module `pynvml` and its handle of a GPU; None without that module or an answer."""
+    try:
+        import pynvml
+    except ImportError:  # nvidia-ml-py, an extra
+        return None
+    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    try:
+        pynvml.nvmlInit()
+        return read(pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid))
+    except pynvml.NVMLError:
+        return None
 
 
 def is_hidden() -> bool:

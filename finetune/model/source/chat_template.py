@@ -279,8 +279,9 @@ def _ending(tokenizer: Any) -> tuple[int | None, list[int]]:
         elif tokenizer.decode([token]).strip():
             break
     answered = tokenizer.decode(whole[len(prompt) :]).endswith(_PROBE[1]["content"])
-    if answered and longer[: len(whole)] == whole and longer[len(whole)] in special:
-        return int(longer[len(whole)]), [int(longer[len(whole)])]
+    after = longer[len(whole) :] if longer[: len(whole)] == whole else []
+    if answered and after and after[0] in special:
+        return int(after[0]), [int(after[0])]
     return ending, []
 
 
