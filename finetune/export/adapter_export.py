@@ -7,7 +7,8 @@ one, and `lora_alpha` is the rank: a plain adapter of scale 1, which computes th
 vLLM maps an adapter's names like those of the base's files, and serves the bare base without a word where no layer has
 such a name (vllm#34186, vllm#48019, vllm#49354). So the names are those of the base's files; for a composite checkpoint
 those of transformers' class for the whole of it, with which PEFT reads the files too, if vLLM maps both alike. The
-layers that a server would find are counted (`server_names`), and fewer than trained are refused.
+layers that a server would find are counted (`server_names`), and fewer than trained are refused. Experts are written
+as vLLM reads them (`server_experts`), with a rank of their own.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import LoraLayer, ParamWrapper
 from safetensors.torch import load_file, save_file
 
 from finetune.config import AdapterSection, Config
@@ -30,12 +31,13 @@ from finetune.export import proof, server_commands, server_names
 from finetune.export.card import public
 from finetune.export.conversion import Conversion
 from finetune.export.gguf import gguf_model
+from finetune.export.server_experts import PROJECTIONS, Experts, refusal
 from finetune.model import build
 from finetune.model.adapters import adapter, adapter_files, plain_peft
 from finetune.model.base import base_dtype
 from finetune.model.source import identity
 from finetune.model.source.locate import weights_directory
-from finetune.model.structure import streamed
+from finetune.model.structure import experts, streamed
 from finetune.storage import weight_files
 
 Pairs = dict[str, tuple[torch.Tensor, torch.Tensor]]
@@ -55,10 +57,13 @@ def check(job: Conversion) -> None:
         )
     published = adapter_files.published(section)
     rank = max([published.rank, *published.ranks.values()])
-    if section.targets == "all-linear":
-        parameters = list(adapter.adapted_experts(build.weightless(job.config.model, job.architecture), section))
-    else:
-        parameters = [name for name in section.targets if "." in name and not is_pattern(name)]
+    base = build.weightless(job.config.model, job.architecture)
+    on_experts = adapter.adapted_experts(base, section)
+    if on_experts:
+        rank = max(rank, section.rank_of_experts(experts.active(base)))
+    refused = refusal(job.architecture.model_type, on_experts, stored=bool(_files(job.config)))
+    targets = [] if section.targets == "all-linear" else section.targets
+    parameters = [name for name in targets if "." in name and not is_pattern(name) and name not in on_experts]
     why = None
     if section.dora:
         why = "`adapter.dora` rescales whole weights, which no plain LoRA adapter expresses"
@@ -66,6 +71,8 @@ def check(job: Conversion) -> None:
         why = f"`adapter.extra_modules` trained {', '.join(section.extra_modules)} as well, which these programs refuse"
     elif parameters:
         why = f"it is on parameters that are no linear layers, {', '.join(parameters)}"
+    elif refused:
+        why = refused
     elif section.init == "loftq":
         why = "an adapter started by LoftQ belongs to the quantized base, which these programs do not load"
     elif rank > server_commands.VLLM_RANKS[-1]:
@@ -81,20 +88,27 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     """Write the plain adapter to `folder` and prove it with PEFT's layers. Returns the facts of export.json."""
     config = job.config
     architecture = job.architecture
-    names = served_names(config)
+    groups = file_groups(config)
+    names = served_names(*groups) if groups else {}
     base = build.load(config, architecture, job.device)
     base_logits = proof.logits(base, job.rows)
     adapted = adapter_files.load_adapter(base, job.run.adapter, config.adapter)
     trained = proof.logits(adapted, job.rows)
     pairs = plain(adapted)
     renamed = {name: _served(names, name) for name in pairs}
-    rank = write(pairs, renamed, adapted.peft_config["default"], public(config.model.name), folder)
-    activated = _activated(job, folder) if names else None
+    on_experts = Experts(adapted, groups[1] if groups else [], architecture.model_type)
+    rank = write(pairs, renamed, adapted.peft_config["default"], public(config.model.name), folder, on_experts)
+    activated = None
+    if names and (on_experts or architecture.model_type in server_names.RULES):
+        _check_names(job, folder)
+        activated = len(pairs) + len(on_experts)
     fingerprint.save(job.tokenizer, job.base_identity, folder)
     overrides = _overrides(job)
-    left_out = _write_gguf(architecture, pairs, rank, folder)
+    left_out: str | None = f"no {GGUF}: it has no form here for experts"
+    if not on_experts:
+        left_out = _write_gguf(architecture, pairs, rank, folder)
     mistaken = plain_peft.mistaken(adapted.get_base_model(), pairs)
-    read = _read(adapted.unload(), config.adapter, renamed, rank, folder)
+    read = _read(adapted.unload(), config.adapter, renamed, rank, folder, on_experts)
     # The products are summed in another order; the base is rounded to the same dtype in both.
     roundoff = proof.ROUNDOFF[base_dtype(config.adapter, config.training)]
     result = job.compare("plain adapter", read, proof.logits(read, job.rows), trained, base_logits, roundoff)
@@ -104,7 +118,7 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
             f"the base must be served with {json.dumps(overrides)} in its config.json, as the commands do; the files "
             "of an adapter cannot say so"
         )
-    if mistaken or any(name != renamed[name] for name in pairs):
+    if mistaken or any(name != renamed[name] for name in pairs) or not on_experts.as_in_peft:
         on = " on AutoModelForCausalLM" if activated else ""
         differences.append(
             f"these files are for servers, which look up the names in the base's files; PEFT{on} reads "
@@ -113,8 +127,9 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     unknown = names and activated is None and "text_config" in job.architecture.sub_configs
     return {
         "rank": rank,
-        "targets": sorted({name.rpartition(".")[2] for name in pairs}),
-        "layers": len(pairs),
+        "expert_rank": on_experts.rank or None,
+        "targets": sorted({name.rpartition(".")[2] for name in pairs} | (PROJECTIONS if on_experts else set())),
+        "layers": len(pairs) + len(on_experts),
         "layers_served": activated,
         "gguf": None if left_out else GGUF,
         **asdict(result),
@@ -124,6 +139,7 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
         "not_proven": [
             left_out or f"{GGUF} was not run: llama.cpp needs the base as a GGUF file",
             "vLLM and SGLang were not run; their limits are checked as of vLLM 0.33",
+            *(["SGLang's names for experts, so that no command for it is given"] if on_experts else []),
             *([] if names else ["whether the base's files have layers of these names: they are not safetensors files"]),
             *(
                 ["whether vLLM finds these layers, whose names in this type of checkpoint are unknown here"]
@@ -134,15 +150,16 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     }
 
 
-def served_names(config: Config) -> dict[str, str | None]:
-    """The name for a server of each weight of the model that is one tensor in the base's safetensors files, else None.
-
-    Empty if the base has no such files.
-    """
+def file_groups(config: Config) -> tuple[Any, list[streamed.ConversionGroup]] | None:
+    """The base without weights, and how the tensors of its safetensors files become its weights; None without them."""
     if not (files := _files(config)):
-        return {}
+        return None
     base = build.weightless(config.model)
-    groups = streamed.Weights(base, files).groups
+    return base, streamed.Weights(base, files).groups
+
+
+def served_names(base: Any, groups: list[streamed.ConversionGroup]) -> dict[str, str | None]:
+    """The name for a server of each weight of the model that is one tensor in the base's files, else None."""
     alone = {
         target: group.sources[0] if group.converter is None and len(group.sources) == 1 else None
         for group in groups
@@ -164,18 +181,13 @@ def _files(config: Config) -> list[Path]:
     return identity.loaded_files(weights_directory(config.model.name, config.model.revision))
 
 
-def _activated(job: Conversion, folder: Path) -> int | None:
-    """The number of layers that a server would apply the adapter in `folder` to; None if its names are not known here.
-
-    Raises ConfigError if these are fewer than the adapter has.
-    """
+def _check_names(job: Conversion, folder: Path) -> None:
+    """Raise ConfigError if a server would not find all layers of the adapter in `folder`."""
     kind = job.architecture.model_type
-    if kind not in server_names.RULES:
-        return None
     stored = weight_files.shapes(folder / adapter_files.WEIGHTS)
     layers = {name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in stored}
     names = [name for file in _files(job.config) for name in weight_files.shapes(file)]
-    return server_names.served(sorted(layers), names, kind)
+    server_names.served(sorted(layers), names, kind)
 
 
 def _served(names: dict[str, str | None], layer: str) -> str:
@@ -190,15 +202,29 @@ def _served(names: dict[str, str | None], layer: str) -> str:
     return name.removesuffix(".weight")
 
 
-def _read(base: Any, section: AdapterSection, renamed: dict[str, str], rank: int, folder: Path) -> Any:
+def _read(
+    base: Any, section: AdapterSection, renamed: dict[str, str], rank: int, folder: Path, on_experts: Experts
+) -> Any:
     """`base` with the plain adapter as it was written to `folder`."""
     plain = {"rank": rank, "alpha": rank, "ranks": {}, "rslora": False, "init": "default"}
+    if on_experts:
+        plain["expert_rank"] = on_experts.rank
     read = adapter.adapted(base, section.model_copy(update=plain), inference_mode=True)
     stored = load_file(folder / adapter_files.WEIGHTS)
+    pairs = {
+        name.removeprefix(_PREFIX).removesuffix(".lora_A.weight"): (down, stored[name.replace(".lora_A.", ".lora_B.")])
+        for name, down in stored.items()
+        if name.endswith(".lora_A.weight")
+    }
     with torch.no_grad():
-        for name, weight in adapter_files.weights(read).items():
-            layer, _, matrix = name.removeprefix(_PREFIX).partition(".lora_")
-            weight.copy_(stored[f"{_PREFIX}{renamed[layer]}.lora_{matrix}"])
+        for name, layer in _layers(read).items():
+            if isinstance(layer, ParamWrapper):
+                down, up = on_experts.joined(name, pairs)
+                layer.scaling["default"] = 1.0
+            else:
+                down, up = pairs[renamed[name]]
+            layer.lora_A["default"].weight.copy_(down)
+            layer.lora_B["default"].weight.copy_(up)
     return read.eval()
 
 
@@ -210,17 +236,17 @@ def _overrides(job: Conversion) -> dict[str, Any]:
 
 
 def plain(adapted: Any) -> Pairs:
-    """The LoRA pairs of a PeftModel, the scale in B and all ranks padded with zeros to the largest."""
-    layers = {
-        name.removeprefix(_PREFIX): module
-        for name, module in adapted.named_modules()
-        if isinstance(module, LoraLayer) and module.lora_A
-    }
+    """The LoRA pairs of the linear layers of a PeftModel, the scale in B and all ranks padded with zeros to the largest
+    of any layer.
+    """
+    layers = _layers(adapted)
     if unusual := [name for name, layer in layers.items() if not isinstance(layer.lora_A["default"], torch.nn.Linear)]:
         raise ConfigError(f"the adapter on `{unusual[0]}` is not on a linear layer; export `merged` instead")
     rank = max(layer.r["default"] for layer in layers.values())
     pairs = {}
     for name, layer in layers.items():
+        if isinstance(layer, ParamWrapper):
+            continue
         missing = rank - layer.r["default"]
         down = layer.lora_A["default"].weight.detach().float().cpu()
         up = layer.lora_B["default"].weight.detach().float().cpu() * layer.scaling["default"]
@@ -228,26 +254,42 @@ def plain(adapted: Any) -> Pairs:
     return pairs
 
 
+def _layers(adapted: Any) -> dict[str, Any]:
+    """The adapted layers of a PeftModel by their names in its base."""
+    modules = adapted.get_base_model().named_modules()
+    return {name: module for name, module in modules if isinstance(module, LoraLayer) and module.lora_A}
+
+
 def _padded(matrix: torch.Tensor, rows: int = 0, columns: int = 0) -> torch.Tensor:
     return torch.nn.functional.pad(matrix, (0, columns, 0, rows)).contiguous()
 
 
-def write(pairs: Pairs, renamed: dict[str, str], original: Any, base: str, folder: Path) -> int:
-    """Write `pairs` under their new names with the targets of `original`, a LoraConfig; returns the rank.
+def write(
+    pairs: Pairs, renamed: dict[str, str], original: Any, base: str, folder: Path, on_experts: Experts | None = None
+) -> int:
+    """Write `pairs` under their new names, and adapters on experts, with the targets of `original`, a LoraConfig.
+    Returns the rank.
 
     Where names differ from the model's, the targets are the new names.
     """
-    rank = len(next(iter(pairs.values()))[0])
+    of_experts = on_experts.tensors() if on_experts else {}
+    rank = max([*(len(down) for down, _ in pairs.values()), *([on_experts.rank] if on_experts else [])])
     same = all(name == new for name, new in renamed.items())
     targets = original.target_modules if same else set(renamed.values())
+    options: dict[str, Any] = {}
+    if on_experts and on_experts.as_in_peft:
+        ranks = dict.fromkeys(original.target_parameters, on_experts.rank)
+        options = {"target_parameters": original.target_parameters, "rank_pattern": ranks, "alpha_pattern": ranks}
+    elif on_experts:
+        targets = {*targets, *(name.rpartition(".")[2] for name in of_experts)}
     LoraConfig(
         r=rank, lora_alpha=rank, target_modules=targets, fan_in_fan_out=original.fan_in_fan_out,
-        task_type="CAUSAL_LM", base_model_name_or_path=base, inference_mode=True,
+        task_type="CAUSAL_LM", base_model_name_or_path=base, inference_mode=True, **options,
     ).save_pretrained(str(folder))  # fmt: skip
     tensors = {}
-    for name, (down, up) in pairs.items():
-        tensors[f"{_PREFIX}{renamed[name]}.lora_A.weight"] = down
-        tensors[f"{_PREFIX}{renamed[name]}.lora_B.weight"] = up
+    for name, (down, up) in [*((renamed[name], pair) for name, pair in pairs.items()), *of_experts.items()]:
+        tensors[f"{_PREFIX}{name}.lora_A.weight"] = down
+        tensors[f"{_PREFIX}{name}.lora_B.weight"] = up
     save_file(tensors, folder / adapter_files.WEIGHTS, metadata={"format": "pt"})
     return rank
 

@@ -51,11 +51,12 @@ def _of_adapter(called: str, folder: Path, base: str, record: dict[str, Any]) ->
             "vllm", "serve", base, "--enable-lora", "--max-lora-rank", allowed, "--lora-modules", f"{called}={folder}",
             *(["--hf-overrides", text] if rope else []),
         ),
-        "SGLang": _line(
+    }  # fmt: skip
+    if not record.get("expert_rank"):
+        lines["SGLang"] = _line(
             "python", "-m", "sglang.launch_server", "--model-path", base, "--lora-paths", f"{called}={folder}",
             "--max-loras-per-batch", 1, *(["--json-model-override-args", text] if rope else []),
-        ),
-    }  # fmt: skip
+        )  # fmt: skip
     if record["gguf"] and rope.get("rope_type") != "llama3":  # llama.cpp has no option for llama3
         scaling = ["--rope-scaling", rope["rope_type"], "--rope-scale", f"{rope['factor']:g}"] if rope else []
         lora = folder / record["gguf"]

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from finetune.errors import ConfigError
+from finetune.export.server_experts import FUSED
 
 _NESTED = {"model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
 RULES: dict[str, dict[str, str]] = {
@@ -46,6 +47,9 @@ def served(adapted: Iterable[str], files: Iterable[str], model_type: str) -> int
     """
     adapted = list(adapted)
     modules = {of_module(name.removesuffix(".weight"), model_type) for name in files}
+    if model_type in FUSED:
+        mixtures = {name.partition(".experts.")[0] + ".experts" for name in modules if ".experts." in name}
+        modules |= mixtures | {f"{name}.base_layer" for name in mixtures}
     lost = [name for name in adapted if of_module(name, model_type) not in modules]
     if lost:
         raise ConfigError(

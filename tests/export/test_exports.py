@@ -157,7 +157,6 @@ def job(run: RunDirectory, **changes: Any) -> Conversion:
     [
         ({"dora": True}, "`adapter.dora` rescales whole weights"),
         ({"extra_modules": ["norm"]}, "`adapter.extra_modules` trained norm as well"),
-        ({"targets": ["q_proj", "experts.down_proj"]}, "no linear layers, experts.down_proj"),
         ({"init": "loftq"}, "LoftQ belongs to the quantized base"),
         ({"rank": 600}, "its rank is 600, and vLLM takes at most 512"),
         ({"rank": 300, "init": "pissa"}, "its rank is 600"),
