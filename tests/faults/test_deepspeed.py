@@ -19,10 +19,11 @@ from steps import before_each_step
 from test_sharded_ranks import EXACT, ROWS, assert_close, weights
 from together import Together, assert_all
 from torch.utils import cpp_extension
+from transformers import AutoConfig
 
 import finetune
 from finetune.config import Config, DistributedSection
-from finetune.errors import MachineError, NumbersError
+from finetune.errors import ConfigError, MachineError, NumbersError
 from finetune.model.distributed import zero
 from finetune.storage.rundir import RunDirectory
 from finetune.training.loop import Loop
@@ -75,6 +76,16 @@ def test_ranks_train_what_one_process_trains(
     shared = job(*GENTLE, *KINDS[kind], *ZERO, f"distributed.stage={stage}", run=f"{kind} {stage}")
     assert_all(shared.go(2), 0)
     assert_close(shared.run, alone(kind))
+
+
+def test_adapters_on_experts_are_refused_where_they_would_not_be_gathered(
+    quick: Callable[..., Config], tiny_base: Path, tmp_path: Path
+) -> None:
+    base = shutil.copytree(tiny_base, tmp_path / "base", ignore=shutil.ignore_patterns("*.safetensors"))
+    AutoConfig.for_model("mixtral", vocab_size=2048, hidden_size=32, num_attention_heads=4).save_pretrained(base)
+    mixture = [f"model.name={base}", "model.weights=random", "quantization.kind=none", "optimizer.kind=sgd", *ZERO]
+    with pytest.raises(ConfigError, match=r"`distributed\.stage: weights` does not gather adapters on experts; set"):
+        finetune.train(quick(*mixture))
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from children import Children
 from jobs import QUICK, metric
 from safetensors.torch import load_file, save_file
 from together import Together, assert_all
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.storage.rundir import RunDirectory
 
@@ -84,6 +85,38 @@ def test_sharded_ranks_train_what_one_process_trains(job: Make, kind: str, untie
     assert_all(alone.go(1), 0)
     assert_all(sharded.go(2), 0)
     assert_close(sharded.run, alone.run)
+
+
+@pytest.fixture(scope="module")
+def mixture(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture of experts of two layers, whose router sends tokens to all of them."""
+    folder = tmp_path_factory.mktemp("mixture") / "model"
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "qwen3_moe", vocab_size=2048, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
+        num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, max_position_embeddings=256,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.1)
+    model.save_pretrained(folder)
+    for file in tiny_base.iterdir():
+        if "token" in file.name or file.suffix == ".jinja":
+            shutil.copy(file, folder)
+    return folder
+
+
+def test_ranks_train_adapters_on_experts_as_one_process_does(job: Make, mixture: Path) -> None:
+    """Also with slices of the experts, which the layer that holds them gathers."""
+    shared = [*EXACT, f"model.name={mixture}", "quantization.kind=none", "adapter.dropout=0"]
+    jobs = {run: job(*shared, *more, run=run) for run, more in {"alone": [], "ddp": [], "fsdp": [FSDP]}.items()}
+    assert_all(jobs["alone"].go(1), 0)
+    assert any(".experts." in name for name in weights(jobs["alone"].run))
+    for name in ("ddp", "fsdp"):
+        assert_all(jobs[name].go(2), 0)
+        assert_close(jobs[name].run, jobs["alone"].run)
 
 
 def test_killed_ranks_resume_to_the_same_bits_and_one_process_goes_on(job: Make) -> None:
