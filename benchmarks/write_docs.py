@@ -191,6 +191,14 @@ def _swapped_seconds(found: Any) -> float:
     return swapped / DISK_READ_BYTES + swapped / DISK_WRITE_BYTES
 
 
+def _beside_experts(found: Any) -> float:
+    """Bytes that adapters on experts in 16 bit add to a job."""
+    with_them, without = (
+        one["plan"]["needed_bytes"] for one in found["plans"] if "quantization.kind=none" in one["changes"]
+    )
+    return with_them - without
+
+
 def _losses(found: Any) -> dict[tuple[Any, ...], float]:
     """The last evaluation loss of each short run, by rank, targets, rate and seed."""
     return {
@@ -259,6 +267,7 @@ FIGURES = {
     "int8-inputs": Figure("int8_cpu", f"logits/{_QUANTIZED_INPUTS}", ".1%"),
     "int8": Figure("int8_cpu", "logits/int8", ".1%"),
     "int8-nf4": Figure("int8_cpu", "logits/nf4", ".1%"),
+    "beside-experts": Figure("plan_mixtures", _beside_experts, ".2f", GIB),
     "long-card": Figure("long_context", f"{_LONG}/needed_bytes", ".1f", GIB),
     "long-host": Figure("long_context", f"{_LONG}/host_bytes", ".1f", GIB),
     "swapped-seconds": Figure("plan_many_gpus", _swapped_seconds, ".0f"),
@@ -517,6 +526,23 @@ def _ranks_memory() -> str:
     )
 
 
+def _mixtures() -> str:
+    """Plans of adapters on experts."""
+    changed = {
+        "quantization.kind=none": "16 bit", "quantization.kind=published": "MXFP4, as published",
+        "adapter.expert_rank=0": "no adapter on experts", "adapter.expert_rank=1": "`expert_rank: 1`",
+    }  # fmt: skip
+
+    def row(one: Any) -> str:
+        stored = [] if any("quantization" in change for change in one["changes"]) else ["NF4"]
+        how = "; ".join([*stored, *(changed[change] for change in one["changes"])])
+        needs, budget = (f"{one['plan'][key] / GIB:.2f}" for key in ("needed_bytes", "budget_bytes"))
+        fits = f"{needs} of {budget} GiB" + ("" if one["plan"]["fits"] else ", does not fit")
+        return f"{one['model']} | {how} | {one['rows']} x {one['tokens']:,} | {one['gpu']} | {fits}"
+
+    return _table("base | experts | tokens | GPU | needs", map(row, result("plan_mixtures")["plans"]))
+
+
 def _own_loss() -> str:
     code = (ROOT / "examples" / "own_loss.py").read_text(encoding="utf-8").split('"""\n\n')[1]
     return f"```python\n{code}```"
@@ -539,6 +565,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "long-rows-measured": _long_rows_measured,
     "plans": _plans,
     "ranks-memory": _ranks_memory,
+    "mixtures": _mixtures,
     "own-loss": _own_loss,
 }
 """Blocks by their names in the pages."""

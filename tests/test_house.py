@@ -20,8 +20,8 @@ LIMITS = {
     "files that know DeepSpeed": 4,
     "lines of finetune/": 44_760,  # to become 34,000
     "lines of tests/": 44_640,  # to become 34,000
-    "lines of benchmarks/": 9_580,  # to become 8,500
-    "words of docs/ and the README": 23_250,
+    "lines of benchmarks/": 9_700,  # to become 8,500
+    "words of docs/ and the README": 23_400,
 }
 
 
