@@ -66,10 +66,11 @@ Layers = Sequence[FrozenLinear]
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether `module` is PEFT's wrapper of a layer with a LoRA adapter, of any kind."""
+    """Whether `module` is PEFT's wrapper of a layer with a LoRA adapter; not that of experts, held in one parameter."""
     from peft.tuners.lora import LoraLayer
+    from peft.tuners.lora.layer import ParamWrapper
 
-    return isinstance(module, LoraLayer)
+    return isinstance(module, LoraLayer) and not isinstance(module, ParamWrapper)
 
 
 def obstacle(module: nn.Module) -> str | None:

@@ -67,13 +67,10 @@ def keep_experts(config: Config, run: RunDirectory, *, fresh: bool) -> Config:
 
     Runs of versions before that key left experts out of `all-linear`.
     """
-    return ranks.main_does(lambda: _keep_experts(config, run, fresh))
-
-
-def _keep_experts(config: Config, run: RunDirectory, fresh: bool) -> Config:
-    if fresh or config.adapter.kind == "none" or config.adapter.expert_rank != "auto" or not run.has_results:
+    if fresh or config.adapter.kind == "none" or config.adapter.expert_rank != "auto":
         return config
-    started_with = run.config().adapter.expert_rank
+    # Each rank keeps the config of its own, which is compared with the others' afterwards.
+    started_with = ranks.main_does(lambda: run.config().adapter.expert_rank if run.has_results else "auto")
     return config if started_with == "auto" else config.changed({"adapter.expert_rank": started_with})
 
 

@@ -114,7 +114,7 @@ def in_float32(model: Any) -> Any:
     """The same model with the values of its weights in float32."""
     wide = copy.deepcopy(model)
     for module in wide.modules():
-        if (held := getattr(module, "base_layer", None)) is not None:
+        if isinstance(held := getattr(module, "base_layer", None), nn.Linear):
             linear = nn.Linear(held.in_features, held.out_features, held.bias is not None).requires_grad_(False)
             values = torch.empty(held.out_features, held.in_features, dtype=torch.bfloat16)
             ops.decode_(values, held.weight)

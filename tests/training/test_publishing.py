@@ -65,8 +65,8 @@ def eval_loss(run: RunDirectory) -> float:
         ["adapter.extra_modules=[norm]"],
         ["adapter.dora=true", "adapter.extra_modules=[norm]", "adapter.ranks={q_proj: 2}"],
         ["adapter.rslora=true", "adapter.ranks={q_proj: 2, up_proj: 8}"],
-        ["deepseek"],
-        ["deepseek", "adapter.extra_modules=[norm, embed_tokens]"],
+        ["deepseek", "adapter.expert_rank=0"],
+        ["deepseek", "adapter.expert_rank=0", "adapter.extra_modules=[norm, embed_tokens]"],
     ],
     ids=" ".join,
 )
