@@ -14,7 +14,7 @@ from safetensors import safe_open
 from finetune.config import AdapterSection
 from finetune.config.field_types import is_pattern
 from finetune.errors import ArtifactError
-from finetune.model.adapters import plain_peft
+from finetune.model.adapters import new_rows, plain_peft
 from finetune.model.adapters.adapter import adapted, lora_settings
 from finetune.model.source.locate import hub_call
 from finetune.storage import weight_files
@@ -29,7 +29,12 @@ ORIGIN = {
     "revision": str | None,
 }
 # Keys that depend on the modules of the base. PEFT sets `fan_in_fan_out` for those of GPT-2, unless they are quantized.
-_OF_BASE = {"target_modules": list, "target_parameters": list | None, "fan_in_fan_out": bool}
+_OF_BASE = {
+    "target_modules": list,
+    "target_parameters": list | None,
+    "trainable_token_indices": dict | None,
+    "fan_in_fan_out": bool,
+}
 _NEEDED = ("peft_type", "r", "lora_alpha", "target_modules", "use_dora", "use_rslora")
 _TYPES = ("F32", "BF16")
 _AGAIN = "run `finetune train` again, which publishes this run's adapter from its last checkpoint, or restore it"
@@ -115,6 +120,10 @@ class Stored:
     def name(self, parameter: str) -> str:
         """The name in the file of a parameter of the model with the adapter."""
         name = parameter.replace(".modules_to_save.default.", ".").replace(".default.", ".")
+        if name.endswith(new_rows.TRAINED):
+            name = name.removesuffix(".default")
+            # A tied head has the rows of the embedding.
+            return name if name in self._names else next(own for own in self._names if own.endswith("_tokens_delta"))
         return name if name in self._names else name.removesuffix(".weight")  # a magnitude of DoRA
 
     def read(self, name: str) -> torch.Tensor:
