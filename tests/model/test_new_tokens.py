@@ -100,7 +100,6 @@ def test_a_run_that_trains_every_weight_gets_them_too(job) -> None:
         (["the"], {}, "'the' is a token of this tokenizer already"),
         (["<a>", "<a>"], {}, "takes some of them for one"),
         (["<a>"], {"vocab_size_per_layer_input": 2048}, "a second embedding for each layer"),
-        (["<a>"], {"vocab_size": None}, "has no vocabulary size"),
     ],
 )
 def test_tokens_that_cannot_be_added_are_refused(tokens: list[str], changes: dict[str, Any], why: str) -> None:

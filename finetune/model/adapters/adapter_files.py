@@ -84,7 +84,12 @@ def check_files(directory: Path, section: AdapterSection) -> None:
     values = stored_config(directory)
     # All other options of PEFT must be unset. Some import a named module, read a named pickle or copy any number of
     # layers (peft 0.21: `megatron_core`, `corda_config`, `layer_replication`).
-    free, expected = {**ORIGIN, **_OF_BASE}, as_json(lora_settings(published(section)))
+    free = {name: kind for name, kind in {**ORIGIN, **_OF_BASE}.items() if name != "trainable_token_indices"}
+    expected = as_json(lora_settings(published(section)))
+    if section.new_rows:  # in which modules: see `_built`
+        numbers, stored = [row[0] for row in section.new_rows], values["trainable_token_indices"]
+        if isinstance(stored, dict) and stored and all(each == numbers for each in stored.values()):
+            expected["trainable_token_indices"] = stored
     if values["target_parameters"]:
         expected["lora_dropout"] = 0.0  # see `plain_peft.settings`
     wrong = [name for name, kind in free.items() if not isinstance(values[name], kind)]
