@@ -68,6 +68,7 @@ OF_LIBRARIES = {
     "rope_parameters": "transformers: config",
     "tie_word_embeddings": "transformers: config",
     "use_cache": "transformers: config",
+    "vocab_size": "transformers: config",
     "_weight_conversions": "transformers: model, as loading leaves it",
     "gradient_checkpointing": "transformers: layer",
     "hf_device_map": "transformers: model, as loading leaves it",

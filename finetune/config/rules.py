@@ -118,6 +118,7 @@ RULES = (
             ),
             ("adapter.init", but("default"), f"an initialization from the weights {_WHOLE}", "default"),
             ("adapter.dora", only(True), f"DoRA {_WHOLE}", "false"),
+            ("data.new_tokens", but([]), f"training rows of the embedding and the head {_WHOLE}", "[]"),
             (
                 "training.precision", only("fp16"),
                 "fp16's loss scale would differ between ranks with sharded gradients", "bf16",

@@ -35,6 +35,7 @@ _COMMIT = "[0-9a-f]{40}"
 
 Positive = Annotated[int, Field(gt=0, le=_COUNT)]
 Rows = Annotated[int, Field(gt=0, le=_ROWS)]
+TokenId = Annotated[int, Field(ge=0, le=_COUNT)]
 Above0 = Annotated[float, Field(gt=0, le=_NUMBER)]
 AtLeast0 = Annotated[float, Field(ge=0, le=_NUMBER)]
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -86,6 +87,8 @@ class ModelSection(Section):
     """Rotary scaling for rows longer than the base was trained on: `{rope_type: yarn, factor: 4}`; types are `linear`,
     `yarn` and `llama3`. It is part of the base from then on, in a merged model and in the commands that serve an
     adapter as well."""
+    vocabulary: Positive | None = None
+    """Rows of the embedding and the head where the base has fewer, as `data.new_tokens` needs; it sets this itself."""
     attention: Annotated[str, Choice("model.attention")] = "auto"
     """Attention implementation; `auto` takes the fastest available on this machine and logs why."""
     trust_remote_code: bool = False
@@ -149,6 +152,9 @@ class AdapterSection(Section):
     """Type of the trained weights. bfloat16 halves adapter and gradients, but loses updates below 2^-9 of a weight."""
     extra_modules: Annotated[list[str], OneOrMore()] = []
     """Modules trained in full and saved with the adapter, such as `embed_tokens` or `lm_head`."""
+    new_rows: list[Annotated[list[TokenId], Field(min_length=2)]] = []
+    """Rows of the embedding and the head that are trained alone, each followed by the rows whose mean it starts from;
+    `data.new_tokens` sets this itself."""
 
     def rank_of_experts(self, active: int) -> int:
         """The rank of the update of each expert where a token visits `active` of them; 0 for none."""
@@ -221,6 +227,9 @@ class DataSection(Section):
     template_arguments: dict[str, bool | int | str] = {}
     """Arguments of the chat template, such as `{enable_thinking: false}`. They become its defaults, also where the
     trained model is asked, exported and served."""
+    new_tokens: Annotated[list[Annotated[str, Field(min_length=1)]], OneOrMore()] = []
+    """Tokens to add to the tokenizer, such as `<tool>`: their rows of the embedding and the head are trained, and start
+    from the mean of the tokens that spelled them."""
     control_tokens: Literal["text", "parse"] = "text"
     """How to treat text in a row that spells a control token, such as `</s>`: `text` tokenizes it as ordinary text, so
     that no row can forge a turn; `parse` makes it the token, for rows that are already rendered."""

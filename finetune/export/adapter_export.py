@@ -69,6 +69,8 @@ def check(job: Conversion) -> None:
         why = "`adapter.dora` rescales whole weights, which no plain LoRA adapter expresses"
     elif section.extra_modules:
         why = f"`adapter.extra_modules` trained {', '.join(section.extra_modules)} as well, which these programs refuse"
+    elif section.new_rows:
+        why = "`data.new_tokens` trained rows of the embedding and the head as well, which these programs refuse"
     elif parameters:
         why = f"it is on parameters that are no linear layers, {', '.join(parameters)}"
     elif refused:

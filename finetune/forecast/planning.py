@@ -388,6 +388,8 @@ def planner_for(
     architecture = load_architecture(config.model, listed=True)
     context.check(architecture, config.distributed.context)
     config, _ = bounds.as_base_allows(config, architecture)
+    if config.model.vocabulary:
+        architecture = load_architecture(config.model, listed=True)
     adapter = config.adapter
     rank = max([adapter.rank, *adapter.ranks.values()])
     above = rank > getattr(architecture.get_text_config(), "hidden_size", rank)  # what most layers have

@@ -19,7 +19,7 @@ import torch
 
 from finetune.config import AdapterSection, ModelSection, QuantizationSection, TrainingSection
 from finetune.config.field_types import shortened
-from finetune.errors import ArtifactError
+from finetune.errors import ArtifactError, ConfigError
 from finetune.model.attention import backends as attentions
 from finetune.model.attention import packing
 from finetune.model.distributed.placement import Placement
@@ -49,7 +49,7 @@ def load_architecture(section: ModelSection, *, listed: bool = False) -> Any:
     from transformers import AutoConfig
 
     if (listed or section.weights == "random") and catalog.find(section.name):
-        return rope.scaled(catalog.config(section.name), section)
+        return _as_configured(catalog.config(section.name), section)
     architecture = hub_call(
         f"model `{section.name}`",
         lambda: _known(section, AutoConfig.from_pretrained),
@@ -60,6 +60,16 @@ def load_architecture(section: ModelSection, *, listed: bool = False) -> Any:
     if getattr(architecture, "rescale_every", 0):
         # RWKV rescales weights in place between training and evaluation, for fp16; this breaks quantization and LoRA.
         architecture.rescale_every = 0
+    return _as_configured(architecture, section)
+
+
+def _as_configured(architecture: Any, section: ModelSection) -> Any:
+    """The transformers config, changed in place to the rotary scaling and the vocabulary of `section`."""
+    if section.vocabulary:
+        text = architecture.get_text_config()
+        if section.vocabulary < (size := getattr(text, "vocab_size", 0)):
+            raise ConfigError(f"`model.vocabulary`: {section.vocabulary} is less than the {size} rows of the base")
+        text.vocab_size = section.vocabulary
     return rope.scaled(architecture, section)
 
 
@@ -134,12 +144,16 @@ def _pretrained(
 
     packing.register()
     published = prequantized.stated(architecture, quantization)
+    in_files = deepcopy(architecture)  # loading writes the quantization into it
+    if section.vocabulary:
+        stored = load_architecture(section.model_copy(update={"vocabulary": None}))
+        in_files.get_text_config().vocab_size = stored.get_text_config().vocab_size
     with quantizers.used():
         model, report = hub_call(
             f"model `{section.name}`",
             lambda: from_safetensors(
                 locate(section.name),
-                config=deepcopy(architecture),  # loading writes the quantization into it
+                config=in_files,
                 revision=section.revision,
                 **pinned_code(section),
                 quantization_config=library_config(quantization, dtype, published),
@@ -151,6 +165,8 @@ def _pretrained(
         )
     remedy = "the download is incomplete, or the files belong to another architecture"
     refuse_missing(report, f"model `{section.name}`", remedy)
+    if section.vocabulary:
+        model.resize_token_embeddings(section.vocabulary, mean_resizing=False)
     give_layers(model)
     model.config.use_cache = False
     return model

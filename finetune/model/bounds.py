@@ -12,6 +12,7 @@ from finetune.errors import ArtifactError, ConfigError, FinetuneError
 from finetune.model.base import load_architecture
 from finetune.model.build import weightless
 from finetune.model.source import prequantized
+from finetune.model.source.tokenizer import new_rows
 
 # Rotary scaling types that extend the context beyond `max_position_embeddings`; for others (llama3, longrope) that
 # value already includes the scaling.
@@ -57,10 +58,34 @@ def positions(architecture: Any) -> int | None:
 
 
 def as_base_allows(config: Config, architecture: Any) -> tuple[Config, str | None]:
-    """`within_positions`, and `quantization.kind` as `prequantized.resolved`; with a line for each note."""
+    """`within_positions`, `with_new_rows` and `prequantized.resolved`; with a line for each note."""
     config, kind = prequantized.resolved(config, architecture)
     config, length = within_positions(config, architecture)
-    return config, "\n".join(filter(None, (kind, length))) or None
+    config, rows = with_new_rows(config, architecture)
+    return config, "\n".join(filter(None, (kind, length, rows))) or None
+
+
+def with_new_rows(config: Config, architecture: Any) -> tuple[Config, str | None]:
+    """`config` with the rows of `data.new_tokens`, for which `model.vocabulary` is raised if need be; and a note."""
+    if not config.data.new_tokens:
+        return config, None
+    rows, size = new_rows(config.model, config.data), vocabulary(architecture)
+    if size is None:
+        raise ConfigError(f"`data.new_tokens`: the config of {config.model.name} has no vocabulary size; remove them")
+    largest = 1 + max(row[0] for row in rows)
+    changes: dict[str, Any] = {"adapter.new_rows": rows}
+    if largest > size:
+        if hasattr(architecture.get_text_config(), "vocab_size_per_layer_input"):  # Gemma 3n and 4
+            raise ConfigError(
+                f"`data.new_tokens`: {config.model.name} has a second embedding for each layer, to which no rows can "
+                "be added; remove them, or spell them in known tokens"
+            )
+        changes["model.vocabulary"] = largest
+    note = (
+        f"data.new_tokens: {len(rows)} rows of the embedding and the head are trained, each from the mean of the "
+        "tokens that spelled it; as the head is trained, the loss is not fused"
+    )
+    return config.changed(changes), note
 
 
 def within_positions(config: Config, architecture: Any) -> tuple[Config, str | None]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.model.adapters import adapter_files
+from finetune.model.adapters import adapter_files, new_rows
 
 
 class Updates:
@@ -28,6 +28,10 @@ class Updates:
         self._layers: dict[str, tuple[str, Any, str]] = {}
         self.replaced: dict[str, str] = {}
         """Weights that were trained in full, and their names in the adapter's file."""
+        self._rows: dict[str, tuple[list[int], str]] = {}
+        for path, wrapper in new_rows.wrappers(adapted):
+            stored = self._stored.name(f"{path}.token_adapter{new_rows.TRAINED}")
+            self._rows[f"{base_name(path)}.weight"] = wrapper.token_adapter.token_indices["default"], stored
         for path, module in adapted.named_modules():
             if isinstance(module, LoraLayer):
                 part = module.parameter_name if isinstance(module, ParamWrapper) else "weight"
@@ -38,12 +42,15 @@ class Updates:
                     self.replaced[f"{base_name(path)}.{name}"] = self._stored.name(full)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._layers or name in self.replaced
+        return name in self._layers or name in self.replaced or name in self._rows
 
     def apply(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         """The merged weight in float32 on the device; `weight` itself where the adapter does not touch it."""
         if name in self.replaced:
             return self._stored.read(self.replaced[name])
+        if name in self._rows:
+            numbers, stored = self._rows[name]
+            return weight.float().index_copy(0, torch.tensor(numbers), self._stored.read(stored).float())
         if name not in self._layers:
             return weight
         path, layer, part = self._layers[name]
@@ -60,7 +67,8 @@ class Updates:
 
     def fetch(self, name: str) -> torch.Tensor | None:
         """The adapter's own weight of this name in the PeftModel; None for a weight of the base."""
-        return self._stored.read(self._stored.name(name)) if ".default." in name else None
+        trained = ".default." in name or name.endswith(new_rows.TRAINED)
+        return self._stored.read(self._stored.name(name)) if trained else None
 
     def _parameter(self, tensor: torch.Tensor) -> nn.Parameter:
         return nn.Parameter(tensor.to(self._device, torch.float32, copy=True), requires_grad=False)
@@ -68,4 +76,4 @@ class Updates:
 
 def base_name(name: str) -> str:
     """The name in the base of a module or weight of a PeftModel."""
-    return re.sub(r"\.(base_layer|original_module)(?=\.|$)", "", name).removeprefix("base_model.model.")
+    return re.sub(r"\.(token_adapter|base_layer|original_module)(?=\.|$)", "", name).removeprefix("base_model.model.")

@@ -16,6 +16,7 @@ from finetune.config import AdapterSection
 from finetune.config.field_types import is_pattern, unknown
 from finetune.config.sections import RANKS
 from finetune.errors import ArtifactError, ConfigError, first_line
+from finetune.model.adapters import new_rows
 from finetune.model.base import TRAINED_DTYPES
 from finetune.model.precision import PRECISIONS
 from finetune.model.source.locate import weights_directory
@@ -27,9 +28,11 @@ from finetune.storage import weight_files
 def attach(base: Any, section: AdapterSection, base_name: str, seed: int, revision: str | None = None) -> Any:
     """Make `base` trainable: a PeftModel, the same for the same seed; or the base itself for `kind: none`."""
     if section.kind == "none":
+        new_rows.start(base, section.new_rows)
         return base.to(TRAINED_DTYPES[section.dtype]).requires_grad_(True)
     torch.manual_seed(seed)
     model = adapted(base, section)
+    new_rows.start(model, section.new_rows)
     if section.init == "loftq":
         _start_from_quantization_error(model, base_name, revision)
     set_trained_dtype(model, section)
@@ -57,6 +60,7 @@ def adapted(base: Any, section: AdapterSection, *, inference_mode: bool = False,
                 f"`adapter.targets`: PEFT cannot adapt these layers of {type(base).__name__} ({first_line(error)}); "
                 "choose others"
             ) from error
+    new_rows.complete(model)
     if composite.is_language_alone(base):  # a part of a name may mean layers of the models that were left out as well
         config.target_modules = _layers_adapted(model)
     return model
@@ -79,8 +83,9 @@ def lora_config(base: Any, section: AdapterSection) -> Any:
     # The PiSSA paper's fast initialisation by randomised SVD, with 16 iterations.
     start = "pissa_niter_16" if section.init == "pissa" else True
     config = lora_settings(
-        section, target_modules=modules, target_parameters=list(parameters) or None, init_lora_weights=start
-    )
+        section, target_modules=modules, target_parameters=list(parameters) or None, init_lora_weights=start,
+        trainable_token_indices=new_rows.by_module(base, section.new_rows),
+    )  # fmt: skip
     # PEFT takes the first pattern that matches, and patterns of `ranks` are meant for linear layers.
     rank = section.rank_of_experts(experts.active(base))
     of_experts = {name: rank for name, weight in parameters.items() if _is_of_experts(weight)}

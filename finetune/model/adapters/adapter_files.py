@@ -14,7 +14,7 @@ from safetensors import safe_open
 from finetune.config import AdapterSection
 from finetune.config.field_types import is_pattern
 from finetune.errors import ArtifactError
-from finetune.model.adapters import plain_peft
+from finetune.model.adapters import new_rows, plain_peft
 from finetune.model.adapters.adapter import adapted, lora_settings
 from finetune.model.source.locate import hub_call
 from finetune.storage import weight_files
@@ -30,7 +30,8 @@ ORIGIN = {
 }
 # Keys that depend on the modules of the base. PEFT sets `fan_in_fan_out` for those of GPT-2, unless they are quantized.
 _OF_BASE = {
-    "target_modules": list, "target_parameters": list | None, "rank_pattern": dict, "fan_in_fan_out": bool,
+    "target_modules": list, "target_parameters": list | None, "rank_pattern": dict,
+    "trainable_token_indices": dict | None, "fan_in_fan_out": bool,
 }  # fmt: skip
 _NEEDED = ("peft_type", "r", "lora_alpha", "target_modules", "use_dora", "use_rslora")
 _TYPES = ("F32", "BF16")
@@ -81,7 +82,12 @@ def check_files(directory: Path, section: AdapterSection) -> None:
     values = stored_config(directory)
     # All other options of PEFT must be unset. Some import a named module, read a named pickle or copy any number of
     # layers (peft 0.21: `megatron_core`, `corda_config`, `layer_replication`).
-    free, expected = {**ORIGIN, **_OF_BASE}, as_json(lora_settings(published(section)))
+    free = {name: kind for name, kind in {**ORIGIN, **_OF_BASE}.items() if name != "trainable_token_indices"}
+    expected = as_json(lora_settings(published(section)))
+    if section.new_rows:  # in which modules: see `_built`
+        numbers, stored = [row[0] for row in section.new_rows], values["trainable_token_indices"]
+        if isinstance(stored, dict) and stored and all(each == numbers for each in stored.values()):
+            expected["trainable_token_indices"] = stored
     if values["target_parameters"]:
         expected["lora_dropout"] = 0.0  # see `plain_peft.settings`
     wrong = [name for name, kind in free.items() if not isinstance(values[name], kind)]
@@ -117,6 +123,10 @@ class Stored:
     def name(self, parameter: str) -> str:
         """The name in the file of a parameter of the model with the adapter."""
         name = parameter.replace(".modules_to_save.default.", ".").replace(".default.", ".")
+        if name.endswith(new_rows.TRAINED):
+            name = name.removesuffix(".default")
+            # A tied head has the rows of the embedding.
+            return name if name in self._names else next(own for own in self._names if own.endswith("_tokens_delta"))
         return name if name in self._names else name.removesuffix(".weight")  # a magnitude of DoRA
 
     def read(self, name: str) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from finetune.config import DataSection, ModelSection
-from finetune.errors import ArtifactError
+from finetune.errors import ArtifactError, ConfigError
 from finetune.model.source import catalog
 from finetune.model.source import chat_template as template
 from finetune.model.source.locate import BUILTIN_BASE, hub_call, locate, pinned_code
@@ -37,4 +37,25 @@ def load_tokenizer(section: ModelSection, data: DataSection | None = None) -> An
     chosen = template.choose(data.chat_template, tokenizer.chat_template)
     tokenizer.chat_template = template.with_defaults(chosen, data.template_arguments)
     tokenizer.padding_side = "right"
+    _add(tokenizer, data.new_tokens)
     return tokenizer
+
+
+def _add(tokenizer: Any, tokens: list[str]) -> None:
+    """Add `tokens`, whole in any text. Raises ConfigError for one that is a token already, or cannot be added."""
+    if known := [token for token in tokens if token in tokenizer.get_vocab()]:
+        raise ConfigError(f"`data.new_tokens`: {known[0]!a} is a token of this tokenizer already; remove it")
+    if tokenizer.add_tokens(tokens) != len(tokens):
+        raise ConfigError("`data.new_tokens`: the tokenizer takes some of them for one token; remove duplicates")
+
+
+def new_rows(section: ModelSection, data: DataSection) -> list[list[int]]:
+    """For each of `data.new_tokens` its id, followed by those of the tokens that spelled it. Raises ConfigError."""
+    before, after = load_tokenizer(section), load_tokenizer(section, data)
+    rows = [
+        [after.convert_tokens_to_ids(token), *before.encode(token, add_special_tokens=False)]
+        for token in data.new_tokens
+    ]
+    if empty := [token for token, row in zip(data.new_tokens, rows, strict=True) if len(row) == 1]:
+        raise ConfigError(f"`data.new_tokens`: the tokenizer drops {empty[0]!a}, so its row has no start; remove it")
+    return rows

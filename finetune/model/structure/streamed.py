@@ -39,7 +39,8 @@ class Weights(Mapping[str, torch.Tensor]):
     """The weights of `model` (on the meta device), by their names in it, read from safetensors files when asked for.
 
     A tensor is a view of its mapped file, in the type it is stored in; or the values, in `dtype`, of two tensors that
-    a packed weight is published as. Tied weights are those they are tied to.
+    a packed weight is published as. Tied weights are those they are tied to. An embedding and a head of fewer rows than
+    the model's (`model.vocabulary`) end in zeros.
     """
 
     def __init__(self, model: Any, files: list[Path], dtype: torch.dtype = torch.bfloat16) -> None:
@@ -52,6 +53,9 @@ class Weights(Mapping[str, torch.Tensor]):
         self._packed = packed.published_pairs(self._file_of)
         self.groups = self._conversion_groups()
         self._of = {target: group for group in self.groups for target in group.targets}
+        self._rows = {
+            self._of[name].sources[0]: len(weight) for name, weight in _tables(model).items() if name in self._of
+        }
         tied = model.all_tied_weights_keys
         # Files may hold either of two tied weights.
         for name, other in [*tied.items(), *((other, name) for name, other in tied.items())]:
@@ -75,6 +79,9 @@ class Weights(Mapping[str, torch.Tensor]):
 
     def stored(self, source: str) -> torch.Tensor:
         """A tensor as the files hold it, or the values of a packed one."""
+        if source in self._rows:
+            table = self._read(source)
+            return nn.functional.pad(table, (0, 0, 0, max(self._rows[source] - len(table), 0)))
         if source not in self._packed:
             return self._read(source)
         form, *names = self._packed[source]
@@ -90,6 +97,9 @@ class Weights(Mapping[str, torch.Tensor]):
                 of_scales = weight_files.layout_of(self._file_of[scales])[scales]
                 shape = packed.published_shape(form, layout[codes][1], of_scales[1])
                 layout[name] = self._dtype, shape
+        for name in layout.keys() & self._rows.keys():
+            dtype, (rows, *others) = layout[name]
+            layout[name] = dtype, torch.Size([max(rows, self._rows[name]), *others])
         hidden = packed.hidden(self._packed)
         return {name: one for name, one in layout.items() if name not in hidden}
 
@@ -164,6 +174,16 @@ class Weights(Mapping[str, torch.Tensor]):
         return groups
 
 
+def _tables(model: Any) -> dict[str, torch.Tensor]:
+    """The weights of the embedding and the head, by their names in the model."""
+    tables = [model.get_input_embeddings(), model.get_output_embeddings()]
+    return {
+        f"{name}.weight": module.weight
+        for name, module in model.named_modules()
+        if any(module is table for table in tables) and getattr(module, "weight", None) is not None
+    }
+
+
 def _single(tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """`tensors` without the lists of one in which some of transformers' conversions return a tensor."""
     return {name: each[0] if isinstance(each, list) else each for name, each in tensors.items()}
@@ -212,6 +232,9 @@ def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
             for name, layer in module.named_children():
                 inside.update(layer.modules())
                 yield f"{path}.{name}", layer, list(layer.state_dict())
+        elif hasattr(module, "token_adapter"):  # PEFT's wrapper of an embedding computes with all weights inside it
+            inside.update(module.modules())
+            yield path, module, list(module.state_dict())
         elif own := [name for name in module.state_dict() if "." not in name]:
             yield path, module, own
 
