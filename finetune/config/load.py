@@ -196,7 +196,7 @@ def ignored_keys(config: dict[str, dict[str, Any]], choices: Choices) -> dict[st
     for table, entries in choices.items():
         name, _, key = table.partition(".")
         ignored = getattr(entries.get(str(config[name][key])), "ignores", ())
-        by_key.update(dict.fromkeys((f"{name}.{one}" for one in ignored), table))
+        by_key.update(dict.fromkeys((one if "." in one else f"{name}.{one}" for one in ignored), table))
     return by_key
 
 
@@ -206,10 +206,10 @@ def _ignored(config: Config, choices: Choices) -> list[tuple[str, str]]:
     messages = []
     for key, table in ignored_keys(values, choices).items():
         name, one = key.split(".")
-        choice = table.partition(".")[2]
+        part, _, choice = table.partition(".")
         if values[name][one] != defaults[name][one]:
             remedy = f"remove it, or choose another {choice}"
-            messages.append((key, f"`{table}: {values[name][choice]}` ignores it; {remedy}"))
+            messages.append((key, f"`{table}: {values[part][choice]}` ignores it; {remedy}"))
     return messages
 
 

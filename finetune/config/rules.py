@@ -163,6 +163,23 @@ RULES = (
         "each rank would draw the noise of whole rows, of which it has a slice; remove it, or set "
         "`distributed.context: 1`",
     ),
+    *(
+        Rule("preference.reference", only("in_step"), other, others, f"{reason}; set `cached`, or `{remedy}`")
+        for other, others, reason, remedy in (
+            ("adapter.kind", only("none"), "there is no adapter to switch off", "adapter.kind: lora"),
+            *(
+                (key, values, "the model without its adapter is not the one that training starts from", remedy)
+                for key, values, remedy in (
+                    ("adapter.init", but("default"), "adapter.init: default"),
+                    ("adapter.start_from", but(None), "adapter.start_from: null"),
+                )
+            ),
+            (
+                "distributed.kind", only("deepspeed"), "DeepSpeed computes one pass of a model at a time",
+                "distributed.kind: fsdp",
+            ),
+        )
+    ),
     Rule(
         "output.merge", only(True), "model.weights", only("random"),
         "random weights are not kept, so nothing can be merged; set `output.merge: false`",

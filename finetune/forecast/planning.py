@@ -111,7 +111,7 @@ class Planner:
         is_shared = strategies.applies(section, self.gpus)
         setting = StepSetting(config, self.architecture, batch, evaluation, device, implementation, self.gpus)
         trace = trace_step(setting, self._models)
-        way = micro_batching(config.training, config.data)
+        way = micro_batching(config)
         per_rank = batching.per_step(config.training.batch_size, way, batch) // section.shares(self.gpus)
         run = RunSetting(
             micro_batches=max(1, per_rank),
@@ -189,7 +189,7 @@ class Planner:
         """
         config = fitted.config
         levels = _less_recomputed(fitted, self.architecture.get_text_config().num_hidden_layers)
-        way, shares = micro_batching(config.training, config.data), config.distributed
+        way, shares = micro_batching(config), config.distributed
         in_parts = strategies.holds_parts(shares, self.gpus)
         plain = config.kernels.compile == config.memory.offload == "none"
         if not levels or self.data is None or way.tokens or in_parts or shares.context > 1 or not plain:
@@ -241,7 +241,7 @@ class Planner:
 
         Training rows are at most `most_tokens` long.
         """
-        way, step_rows = micro_batching(config.training, config.data), self._share(config)
+        way, step_rows = micro_batching(config), self._share(config)
         if self.data is None or config.data.max_length != self.job.data.max_length:
             longest = batching.longest_batches(way, step_rows, config.data.max_length)
             return longest, None if config.data.eval == "none" else longest[0]

@@ -19,7 +19,7 @@ from bitsandbytes.optim.optimizer import Optimizer8bit
 from torch import distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from finetune import kernels
+from finetune import kernels, objectives
 from finetune.config import AdapterSection, Config
 from finetune.data.batching import Batch, per_step
 from finetune.errors import FinetuneError, ForecastError, first_line
@@ -40,7 +40,7 @@ from finetune.model.probes.causality import needs_mask
 from finetune.model.recompute import checkpointing
 from finetune.model.skeleton import mixture
 from finetune.model.structure import experts
-from finetune.objectives import OBJECTIVES, log_probs
+from finetune.objectives import log_probs
 from finetune.training import optimizers, strategies
 from finetune.training.collator import Inputs, MicroBatches, for_model, micro_batching
 from finetune.training.eval_loss import summed_loss
@@ -233,7 +233,7 @@ class _TracedStep:
             # Sizes are those of bfloat16, and there is no loss scaling on a CPU, where this runs.
             config = config.changed({"training.precision": "bf16"})
         self._config = config
-        self._way = micro_batching(config.training, config.data)
+        self._way = micro_batching(config)
         self._collator = MicroBatches(self._way, pad_token_id=0, context=config.distributed.context)
 
     def _measure(self, base: Any) -> None:
@@ -323,7 +323,7 @@ class _TracedStep:
         capability = card.capability if card.type == "cuda" else None
         self._step = Step(
             engine=self.engine,
-            objective=OBJECTIVES[config.training.objective],
+            objective=objectives.of(config),
             precision=config.training.precision,
             max_grad_norm=config.training.max_grad_norm,
             masked=needs_mask(self._model.config, config.training.precision, capability),

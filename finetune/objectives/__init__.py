@@ -20,15 +20,19 @@ either sum.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from finetune.config import Config
 from finetune.config.field_types import name_of
 from finetune.data.encoded import ONE_SEQUENCE, RowLayout
+from finetune.objectives import preference
 from finetune.objectives.objective import (
     MODEL_INPUTS,
     Batch,
     Loss,
     Objective,
+    Statistics,
     by_sequence,
     cross_entropy,
     scored,
@@ -41,8 +45,8 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "MODEL_INPUTS", "OBJECTIVES", "Batch", "Loss", "Objective", "by_sequence", "cross_entropy", "given", "layout_of",
-    "scored", "supervised", "trained_rows", "trained_tokens", "with_balancing",
+    "MODEL_INPUTS", "OBJECTIVES", "Batch", "Loss", "Objective", "Statistics", "by_sequence", "cross_entropy", "given",
+    "layout_of", "of", "scored", "supervised", "trained_rows", "trained_tokens", "with_balancing",
 ]  # fmt: skip
 
 
@@ -54,12 +58,28 @@ def supervised(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
 
 OBJECTIVES: dict[str, Objective] = {
     "supervised": Objective("next-token cross-entropy of the trained tokens", supervised, trained_tokens),
+    **preference.FAMILY,
 }
 
 
-def layout_of(name: str) -> RowLayout:
-    """The layout of the rows of an objective; of one that another process was given, that of supervised rows."""
-    return OBJECTIVES[name].layout if name in OBJECTIVES else ONE_SEQUENCE
+def of(config: Config) -> Objective:
+    """The objective of a job, with the numbers of its section; its layout is that of batches.
+
+    Where the log-probabilities of the starting model are cached, they are values of the rows: `reference_chosen` for
+    the segment `chosen`.
+    """
+    objective = OBJECTIVES[config.training.objective]
+    if objective.bind:
+        objective = objective.bind(config.preference)
+    if not (objective.reference and config.caches_reference):
+        return objective
+    columns = tuple(map(preference.reference_column, objective.layout.segments))
+    return replace(objective, layout=replace(objective.layout, values=(*objective.layout.values, *columns)))
+
+
+def layout_of(config: Config) -> RowLayout:
+    """The layout of a job's batches; of an objective that another process was given, that of supervised rows."""
+    return of(config).layout if config.training.objective in OBJECTIVES else ONE_SEQUENCE
 
 
 def given(objective: Loss | Objective) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from finetune.config import PreferenceSection
 from finetune.data.encoded import ONE_SEQUENCE, RowLayout
 
 if TYPE_CHECKING:
@@ -23,7 +24,14 @@ MODEL_INPUTS = frozenset({
 """The entries of a batch that are the model's."""
 
 
-Loss: TypeAlias = "Callable[[Any, Batch], tuple[torch.Tensor, torch.Tensor]]"
+Loss: TypeAlias = "Callable[[Any, Batch], Any]"
+"""Returns (sum, count), or (sum, count, statistics)."""
+
+Statistics: TypeAlias = "dict[str, tuple[torch.Tensor, torch.Tensor]]"
+"""Sums over the rows of a batch that metrics.jsonl has the means of, each with its count."""
+
+SETTINGS = tuple(PreferenceSection.model_fields)
+"""The keys of the section `preference`."""
 
 
 def trained_tokens(batch: Batch) -> torch.Tensor:
@@ -36,7 +44,9 @@ class Objective:
     """A loss function returning a sum with its graph and its count, both on the device; and the count alone.
 
     `layout`: the segments and values of the rows that it trains on. `evaluated`: what an evaluation sums, both float64,
-    where that is not the cross-entropy of trained tokens.
+    where that is not the cross-entropy of trained tokens. `settings`: the keys of the section `preference` that it
+    reads, by `bind`, which returns it with their values. `reference`: it needs the log-probabilities of the starting
+    model. `statistics`: the names of those that the loss returns besides, in order.
     """
 
     help: str
@@ -44,10 +54,20 @@ class Objective:
     count: Callable[[Batch], torch.Tensor] = trained_tokens
     layout: RowLayout = ONE_SEQUENCE
     evaluated: Loss | None = None
+    settings: tuple[str, ...] = ()
+    bind: Callable[[PreferenceSection], Objective] | None = None
+    reference: bool = False
+    statistics: tuple[str, ...] = ()
+
+    @property
+    def ignores(self) -> tuple[str, ...]:
+        """The keys of the config that change nothing here."""
+        ignored = tuple(f"preference.{key}" for key in SETTINGS if key not in self.settings)
+        return (*ignored, "neftune_noise_alpha") if self.settings else ignored
 
     def sums(self, model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """The sum and the count of an evaluation, float64, on the device."""
-        total, count = (self.evaluated or cross_entropy)(model, batch)
+        total, count, *_ = (self.evaluated or cross_entropy)(model, batch)
         return total.double(), count.double()
 
 

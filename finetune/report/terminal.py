@@ -288,7 +288,7 @@ def _evaluation_set(config: Config, data: Prepared) -> str:
 def _batching(config: Config, processes: int) -> str:
     """How the rows of a step are divided among ranks and micro-batches."""
     rows = config.training.batch_size // config.distributed.shares(processes)
-    if tokens := micro_batching(config.training, config.data).tokens:
+    if tokens := micro_batching(config).tokens:
         packed = "packed into" if config.data.packing else "in"
         text = f"{rows} rows {packed} micro-batches of at most {words.count(tokens)} tokens"
     else:

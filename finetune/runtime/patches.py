@@ -371,6 +371,14 @@ CONVERT_ADAPTER_CONFIG = Patch(
     "It takes shared experts' layers for fused experts, by their names.",
     "it looks at the modules.",
 )
+DISABLED_ADAPTER = Patch(
+    "peft.tuners.tuners_utils:BaseTunerLayer._disable_adapters",
+    "peft 0.21",
+    "bool",
+    "PEFT's `disable_adapter` also clears `requires_grad` of the weights, by which ranks register their gradients.",
+    "`disable_adapter` leaves the weights alone.",
+    objects="PEFT's layers",
+)
 DORA_UPDATE_LAYER = Patch(
     "peft.tuners.lora.dora:DoraLinearLayer.update_layer",
     "peft 0.21",

@@ -153,7 +153,7 @@ def held_out_loss(model: Any, tokenizer: Any, rows: Any, config: Config) -> tupl
     """
     training = config.training
     log_probs.attach(model)
-    collate = MicroBatches(micro_batching(training, config.data), tokenizer.pad_token_id)
+    collate = MicroBatches(micro_batching(config), tokenizer.pad_token_id)
     by_row: list[torch.Tensor] = []
     watching = model.register_forward_hook(
         lambda model, _, batch, outputs: by_row.append(_sums_by_row(batch, outputs)), with_kwargs=True

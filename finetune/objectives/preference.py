@@ -1,0 +1,160 @@
+"""Training on preferences between answers: direct preference optimization (DPO) and its family.
+
+A row of `chosen` and `rejected` has one loss, made of L, the summed log-probability of an answer's trained tokens (its
+end of turn included), of n, their number, and of R = L - L', where L' is that under the reference: the starting model.
+Losses are averaged over pairs, so that they depend neither on the micro-batch nor on the other pairs in it.
+
+A member of the family is a function from both answers to the loss of each pair, and its entry in FAMILY.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from finetune.config import PreferenceSection
+from finetune.data.encoded import RowLayout
+from finetune.objectives.objective import (
+    Batch,
+    Objective,
+    Statistics,
+    by_sequence,
+    scored,
+    trained_rows,
+    with_balancing,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+PAIRS = RowLayout(("chosen", "rejected"))
+
+STATISTICS = (
+    "rewards_chosen", "rewards_rejected", "rewards_margins", "rewards_accuracies", "logps_chosen", "logps_rejected",
+)  # fmt: skip
+"""What is recorded of pairs: `reward` is what a method makes of an answer, `logps` is L."""
+
+
+def reference_column(segment: str) -> str:
+    """The value of a row that has the log-probability of a segment under the reference."""
+    return f"reference_{segment}"
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The numbers of the section `preference` that an objective reads, with its own defaults where they are null."""
+
+    beta: float = 0.0
+    label_smoothing: float = 0.0
+    target_margin: float = 0.0
+    nll_weight: float = 0.0
+    desirable_weight: float = 0.0
+    undesirable_weight: float = 0.0
+
+    @classmethod
+    def of(cls, section: PreferenceSection, defaults: Mapping[str, float]) -> Numbers:
+        """The keys of `defaults`, which are taken where `section` has null."""
+        given = {key: getattr(section, key) for key in defaults}
+        return cls(**{key: defaults[key] if value is None else value for key, value in given.items()})
+
+
+@dataclass(frozen=True)
+class Answers:
+    """One answer of each row: L, n and L' (rows,), float32; no L' without a reference."""
+
+    log_prob: Tensor
+    tokens: Tensor
+    reference: Tensor | None = None
+
+    @property
+    def mean(self) -> Tensor:
+        """L / n: the mean log-probability of a token."""
+        return self.log_prob / self.tokens
+
+    @property
+    def ratio(self) -> Tensor:
+        """R: the logarithm of how much likelier the answer is than under the reference."""
+        assert self.reference is not None
+        return self.log_prob - self.reference
+
+
+PairLoss = Callable[[Answers, Answers, Numbers], "Tensor"]
+Reward = Callable[[Answers, Numbers], "Tensor"]
+
+
+def _by_reference(answer: Answers, numbers: Numbers) -> Tensor:
+    """The implicit reward of DPO (arXiv 2305.18290, section 4)."""
+    return numbers.beta * answer.ratio
+
+
+def _dpo(chosen: Answers, rejected: Answers, numbers: Numbers) -> Tensor:
+    """Equation 7 of arXiv 2305.18290; with label smoothing conservative DPO (section 3 of its authors' cdpo.pdf)."""
+    from torch.nn.functional import logsigmoid
+
+    h, flipped = numbers.beta * (chosen.ratio - rejected.ratio), numbers.label_smoothing
+    return -(1 - flipped) * logsigmoid(h) - flipped * logsigmoid(-h)
+
+
+def answers(model: Any, batch: Batch, segments: tuple[str, ...], *, reference: bool) -> tuple[list[Answers], Any]:
+    """The answers in each of the `segments` of a batch, and what the model returned for it."""
+    import torch
+
+    from finetune.objectives.reference import reference_log_probs
+
+    scores = scored(model, batch)
+    columns = [by_sequence(scores.log_probs, batch), by_sequence(scores.label_mask, batch).clamp(min=1)]
+    if reference:
+        cached = [reference_column(segment) for segment in segments]
+        if cached[0] in batch:
+            columns.append(torch.stack([batch[name] for name in cached], 1))
+        else:
+            columns.append(reference_log_probs(model, batch))
+    of_segments = (column.view(-1, len(segments)).unbind(1) for column in columns)
+    return [Answers(*values) for values in zip(*of_segments, strict=True)], scores
+
+
+def _loss(
+    losses: PairLoss, reward: Reward, reference: bool, numbers: Numbers, model: Any, batch: Batch
+) -> tuple[Tensor, Tensor, Statistics]:
+    """The summed loss of the pairs in a batch, their number, and the sums of STATISTICS."""
+    import torch
+
+    (chosen, rejected), scores = answers(model, batch, PAIRS.segments, reference=reference)
+    kept = trained_rows(batch, 2)
+    loss = losses(chosen, rejected, numbers)
+    if numbers.nll_weight:
+        loss = loss - numbers.nll_weight * chosen.mean
+    count = kept.sum()
+    total, _ = with_balancing(torch.where(kept, loss, 0).sum(), count, model, scores)
+    with torch.no_grad():
+        better, worse = reward(chosen, numbers), reward(rejected, numbers)
+        of_pairs = (better, worse, better - worse, (better > worse).float(), chosen.log_prob, rejected.log_prob)
+        sums = [torch.where(kept, values.detach(), 0).sum() for values in of_pairs]
+    return total, count, {name: (value, count) for name, value in zip(STATISTICS, sums, strict=True)}
+
+
+def _count(batch: Batch) -> torch.Tensor:
+    return trained_rows(batch, 2).sum()
+
+
+def _pairs(help: str, losses: PairLoss, reward: Reward, *, reference: bool = True, **defaults: float) -> Objective:
+    """The entry of a loss of pairs that reads the keys of `defaults`; a key that is null has its default."""
+
+    settings = (*defaults, *(("reference",) if reference else ()))
+
+    def bind(section: PreferenceSection) -> Objective:
+        loss = functools.partial(_loss, losses, reward, reference, Numbers.of(section, defaults))
+        return Objective(help, loss, _count, PAIRS, loss, settings, bind, reference, STATISTICS)
+
+    return bind(PreferenceSection())
+
+
+FAMILY: dict[str, Objective] = {
+    "dpo": _pairs(
+        "direct preference optimization (arXiv 2305.18290), with `preference.label_smoothing` conservative",
+        _dpo, _by_reference, beta=0.1, label_smoothing=0.0, nll_weight=0.0,
+    ),
+}  # fmt: skip
