@@ -10,6 +10,7 @@ A member of the family is a function from both answers to the loss of each pair,
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -90,12 +91,59 @@ def _by_reference(answer: Answers, numbers: Numbers) -> Tensor:
     return numbers.beta * answer.ratio
 
 
+def _by_mean(answer: Answers, numbers: Numbers) -> Tensor:
+    """The implicit reward without a reference (arXiv 2405.14734, section 2.2)."""
+    return numbers.beta * answer.mean
+
+
 def _dpo(chosen: Answers, rejected: Answers, numbers: Numbers) -> Tensor:
     """Equation 7 of arXiv 2305.18290; with label smoothing conservative DPO (section 3 of its authors' cdpo.pdf)."""
     from torch.nn.functional import logsigmoid
 
     h, flipped = numbers.beta * (chosen.ratio - rejected.ratio), numbers.label_smoothing
     return -(1 - flipped) * logsigmoid(h) - flipped * logsigmoid(-h)
+
+
+def _robust(chosen: Answers, rejected: Answers, numbers: Numbers) -> Tensor:
+    """Equation 12 of arXiv 2403.00409: unbiased where that share of pairs is labelled the wrong way round."""
+    from torch.nn.functional import logsigmoid
+
+    h, flipped = numbers.beta * (chosen.ratio - rejected.ratio), numbers.label_smoothing
+    return (-(1 - flipped) * logsigmoid(h) + flipped * logsigmoid(-h)) / (1 - 2 * flipped)
+
+
+def _ipo(chosen: Answers, rejected: Answers, numbers: Numbers) -> Tensor:
+    """Equation 17 of arXiv 2310.12036, tau being `beta`, of means over tokens."""
+    gap = chosen.ratio / chosen.tokens - rejected.ratio / rejected.tokens
+    return (gap - 1 / (2 * numbers.beta)) ** 2
+
+
+def _simpo(chosen: Answers, rejected: Answers, numbers: Numbers) -> Tensor:
+    """Equation 6 of arXiv 2405.14734."""
+    from torch.nn.functional import logsigmoid
+
+    return -logsigmoid(numbers.beta * (chosen.mean - rejected.mean) - numbers.target_margin)
+
+
+def _orpo(chosen: Answers, rejected: Answers, numbers: Numbers) -> Tensor:
+    """Equations 6 and 7 of arXiv 2403.07691, the cross-entropy being that of the chosen answer alone."""
+    from torch.nn.functional import logsigmoid
+
+    return -chosen.mean - numbers.beta * logsigmoid(log_odds(chosen.mean) - log_odds(rejected.mean))
+
+
+def log_odds(log_prob: Tensor) -> Tensor:
+    """The logarithm of p / (1 - p), from that of p, which counts as -1e-6 at most.
+
+    log(1 - p) has two forms, each exact on its side of p = 1/2 (M. Mächler, "Accurately computing log(1 - exp(-|a|))").
+    """
+    import torch
+
+    log_prob = log_prob.clamp(max=-1e-6)  # before `where`, through which both forms have a gradient
+    near_one = log_prob > -math.log(2)
+    of_large = torch.log(-torch.expm1(torch.where(near_one, log_prob, -1.0)))
+    of_small = torch.log1p(-torch.exp(torch.where(near_one, -1.0, log_prob)))
+    return log_prob - torch.where(near_one, of_large, of_small)
 
 
 def answers(model: Any, batch: Batch, segments: tuple[str, ...], *, reference: bool) -> tuple[list[Answers], Any]:
@@ -156,5 +204,22 @@ FAMILY: dict[str, Objective] = {
     "dpo": _pairs(
         "direct preference optimization (arXiv 2305.18290), with `preference.label_smoothing` conservative",
         _dpo, _by_reference, beta=0.1, label_smoothing=0.0, nll_weight=0.0,
+    ),
+    "robust_dpo": _pairs(
+        "DPO without bias where a share of pairs, `preference.label_smoothing`, is labelled the wrong way round (arXiv "
+        "2403.00409)",
+        _robust, _by_reference, beta=0.1, label_smoothing=0.1, nll_weight=0.0,
+    ),
+    "ipo": _pairs(
+        "identity preference optimization: a squared distance to a margin of 1 / (2 beta) (arXiv 2310.12036)",
+        _ipo, _by_reference, beta=0.1, nll_weight=0.0,
+    ),
+    "simpo": _pairs(
+        "mean log-probabilities with a target margin, without a reference (arXiv 2405.14734)",
+        _simpo, _by_mean, reference=False, beta=2.0, target_margin=1.0, nll_weight=0.0,
+    ),
+    "orpo": _pairs(
+        "cross-entropy of the chosen answer and an odds ratio, without a reference (arXiv 2403.07691)",
+        _orpo, _by_mean, reference=False, beta=0.1,
     ),
 }  # fmt: skip
