@@ -54,17 +54,27 @@ class Numbers:
     nll_weight: float = 0.0
     desirable_weight: float = 0.0
     undesirable_weight: float = 0.0
+    reward_centering: float = 0.0
 
     @classmethod
     def of(cls, section: PreferenceSection, defaults: Mapping[str, float]) -> Numbers:
         """The keys of `defaults`, which are taken where `section` has null."""
-        given = {key: getattr(section, key) for key in defaults}
-        return cls(**{key: defaults[key] if value is None else value for key, value in given.items()})
+        given = {
+            "beta": section.beta,
+            "label_smoothing": section.label_smoothing,
+            "target_margin": section.target_margin,
+            "nll_weight": section.nll_weight,
+            "desirable_weight": section.desirable_weight,
+            "undesirable_weight": section.undesirable_weight,
+            "reward_centering": section.reward_centering,
+        }
+        values = {key: value for key in defaults if (value := given[key]) is not None}
+        return cls(**{**defaults, **values})
 
 
 @dataclass(frozen=True)
-class Answers:
-    """One answer of each row: L, n and L' (rows,), float32; no L' without a reference."""
+class AnswerScores:
+    """How likely one answer of each row is: L, n and L' (rows,), float32; no L' without a reference."""
 
     log_prob: Tensor
     tokens: Tensor
@@ -82,21 +92,21 @@ class Answers:
         return self.log_prob - self.reference
 
 
-PairLoss = Callable[[Answers, Answers, Numbers], "Tensor"]
-Reward = Callable[[Answers, Numbers], "Tensor"]
+PairLoss = Callable[[AnswerScores, AnswerScores, Numbers], "Tensor"]
+Reward = Callable[[AnswerScores, Numbers], "Tensor"]
 
 
-def _by_reference(answer: Answers, numbers: Numbers) -> Tensor:
+def _by_reference(answer: AnswerScores, numbers: Numbers) -> Tensor:
     """The implicit reward of DPO (arXiv 2305.18290, section 4)."""
     return numbers.beta * answer.ratio
 
 
-def _by_mean(answer: Answers, numbers: Numbers) -> Tensor:
+def _by_mean(answer: AnswerScores, numbers: Numbers) -> Tensor:
     """The implicit reward without a reference (arXiv 2405.14734, section 2.2)."""
     return numbers.beta * answer.mean
 
 
-def _dpo(chosen: Answers, rejected: Answers, numbers: Numbers) -> Tensor:
+def _dpo(chosen: AnswerScores, rejected: AnswerScores, numbers: Numbers) -> Tensor:
     """Equation 7 of arXiv 2305.18290; with label smoothing conservative DPO (section 3 of its authors' cdpo.pdf)."""
     from torch.nn.functional import logsigmoid
 
@@ -104,7 +114,7 @@ def _dpo(chosen: Answers, rejected: Answers, numbers: Numbers) -> Tensor:
     return -(1 - flipped) * logsigmoid(h) - flipped * logsigmoid(-h)
 
 
-def _robust(chosen: Answers, rejected: Answers, numbers: Numbers) -> Tensor:
+def _robust(chosen: AnswerScores, rejected: AnswerScores, numbers: Numbers) -> Tensor:
     """Equation 12 of arXiv 2403.00409: unbiased where that share of pairs is labelled the wrong way round."""
     from torch.nn.functional import logsigmoid
 
@@ -112,20 +122,20 @@ def _robust(chosen: Answers, rejected: Answers, numbers: Numbers) -> Tensor:
     return (-(1 - flipped) * logsigmoid(h) + flipped * logsigmoid(-h)) / (1 - 2 * flipped)
 
 
-def _ipo(chosen: Answers, rejected: Answers, numbers: Numbers) -> Tensor:
+def _ipo(chosen: AnswerScores, rejected: AnswerScores, numbers: Numbers) -> Tensor:
     """Equation 17 of arXiv 2310.12036, tau being `beta`, of means over tokens."""
     gap = chosen.ratio / chosen.tokens - rejected.ratio / rejected.tokens
     return (gap - 1 / (2 * numbers.beta)) ** 2
 
 
-def _simpo(chosen: Answers, rejected: Answers, numbers: Numbers) -> Tensor:
+def _simpo(chosen: AnswerScores, rejected: AnswerScores, numbers: Numbers) -> Tensor:
     """Equation 6 of arXiv 2405.14734."""
     from torch.nn.functional import logsigmoid
 
     return -logsigmoid(numbers.beta * (chosen.mean - rejected.mean) - numbers.target_margin)
 
 
-def _orpo(chosen: Answers, rejected: Answers, numbers: Numbers) -> Tensor:
+def _orpo(chosen: AnswerScores, rejected: AnswerScores, numbers: Numbers) -> Tensor:
     """Equations 6 and 7 of arXiv 2403.07691, the cross-entropy being that of the chosen answer alone."""
     from torch.nn.functional import logsigmoid
 
@@ -146,11 +156,13 @@ def log_odds(log_prob: Tensor) -> Tensor:
     return log_prob - torch.where(near_one, of_large, of_small)
 
 
-def answers(model: Any, batch: Batch, segments: tuple[str, ...], *, reference: bool) -> tuple[list[Answers], Any]:
+def score_answers(
+    model: Any, batch: Batch, segments: tuple[str, ...], *, reference: bool
+) -> tuple[list[AnswerScores], Any]:
     """The answers in each of the `segments` of a batch, and what the model returned for it."""
     import torch
 
-    from finetune.objectives.reference import reference_log_probs
+    from finetune.objectives.starting_model import reference_log_probs
 
     scores = scored(model, batch)
     columns = [by_sequence(scores.log_probs, batch), by_sequence(scores.label_mask, batch).clamp(min=1)]
@@ -161,7 +173,7 @@ def answers(model: Any, batch: Batch, segments: tuple[str, ...], *, reference: b
         else:
             columns.append(reference_log_probs(model, batch))
     of_segments = (column.view(-1, len(segments)).unbind(1) for column in columns)
-    return [Answers(*values) for values in zip(*of_segments, strict=True)], scores
+    return [AnswerScores(*values) for values in zip(*of_segments, strict=True)], scores
 
 
 def _loss(
@@ -170,7 +182,7 @@ def _loss(
     """The summed loss of the pairs in a batch, their number, and the sums of STATISTICS."""
     import torch
 
-    (chosen, rejected), scores = answers(model, batch, PAIRS.segments, reference=reference)
+    (chosen, rejected), scores = score_answers(model, batch, PAIRS.segments, reference=reference)
     kept = trained_rows(batch, 2)
     loss = losses(chosen, rejected, numbers)
     if numbers.nll_weight:

@@ -17,15 +17,15 @@ from finetune import settings
 from finetune.data.formats import FORMATS, RowFormat
 from finetune.errors import ConfigError
 from finetune.objectives import preference
-from finetune.objectives.preference import Answers, Numbers
+from finetune.objectives.preference import AnswerScores, Numbers
 from finetune.settings import load_config
 from finetune.storage.rundir import RunDirectory
 
 
-def answer(ratio: float, tokens: float = 1) -> Answers:
+def answer(ratio: float, tokens: float = 1) -> AnswerScores:
     """An answer of this L / n and, with a reference of zero, this R / n."""
     total = torch.tensor([ratio * tokens], dtype=torch.float32)
-    return Answers(total, torch.tensor([tokens]), torch.zeros(1))
+    return AnswerScores(total, torch.tensor([tokens]), torch.zeros(1))
 
 
 @pytest.mark.parametrize(
