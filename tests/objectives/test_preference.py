@@ -140,3 +140,19 @@ def test_a_step_that_runs_out_of_memory_in_its_reference_is_split(job) -> None:
     assert loop.step.model.training
     assert other == pytest.approx(loss, rel=1e-6)
     assert_gradients_close(found, expected)
+
+
+@pytest.mark.parametrize("packing", ["false", "true"])
+def test_a_run_on_pairs_takes_the_memory_of_its_forecast(job, tmp_path: Path, packing: str) -> None:
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(json.dumps({**each, "prompt": "Or " + each["prompt"]}) + "\n" for each in pairs(6)))
+    finetune.train(
+        job(f"data.eval={held_out}", "training.max_steps=2", "training.eval_every=1", "data.max_length=64",
+            f"data.packing={packing}", "memory.check=warn")
+    )  # fmt: skip
+    lines = RunDirectory(tmp_path / "run").metrics()
+    assert next(line["eval_loss"] for line in lines if "eval_loss" in line) == pytest.approx(math.log(2), abs=1e-7)
+    forecast = json.loads((tmp_path / "run" / "forecast.json").read_text())
+    assert forecast["differences"]
+    for difference in forecast["differences"]:
+        assert abs(difference["relative"]) < 0.01, difference
