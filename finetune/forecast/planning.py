@@ -41,7 +41,7 @@ from finetune.model.source.tokenizer import load_tokenizer
 from finetune.objectives import contract
 from finetune.runtime import libraries
 from finetune.storage.files import write_text
-from finetune.training import strategies
+from finetune.training import reference, strategies
 from finetune.training.checks import check_optimizer, check_shares
 from finetune.training.collator import micro_batching
 
@@ -126,6 +126,15 @@ class Planner:
             copied=strategies.replicates(section, self.gpus),
         )
         return replay.make(trace, device, batch, implementation, run)
+
+    def with_reference(self, config: Config, forecast: Forecast) -> Forecast:
+        """`forecast` with the seconds of the pass that scores the reference, if there is one."""
+        shares, data = config.distributed.shares(self.gpus), self.data
+        if forecast.scoring is None or data is None:
+            return replay.with_reference(forecast, shares, None, 0, 0)
+        batches = reference.positions(config, data) / forecast.batch.positions
+        rows = len(data.train) + len(data.eval or ())
+        return replay.with_reference(forecast, shares, rows, batches, reference.in_step_share(config, data))
 
     def levers(self, config: Config, before: Forecast) -> list[tuple[Lever, Forecast]]:
         """Each lever that would reduce the forecast `before`, with the forecast after it is pulled."""
@@ -315,7 +324,7 @@ def plan(config: Config, gpu: str | None = None, gpus: int = 1, follow: Follow =
     """Forecast the job on `gpu`, with its `auto` settings fitted (see `finetune.plan`)."""
     planner = planner_for(config, gpu, gpus, follow)
     config, fitted = planner.settle()
-    forecast = fitted.forecast if fitted else planner.forecast(config)
+    forecast = planner.with_reference(config, fitted.forecast if fitted else planner.forecast(config))
     return Plan(config, forecast, () if forecast.fits else tuple(planner.levers(config, forecast)), fitted)
 
 
@@ -394,7 +403,8 @@ def planner_for(
     named = adapter.targets != "all-linear" or adapter.extra_modules or adapter.ranks
     if above or named or adapter.start_from:  # what may be wrong is reported before the data is read, as in training
         build.blueprint(config, architecture, _attention(config, architecture, device)).check(adapter)
-    planner = Planner(config, architecture, device, _data(config, architecture), gpus)
+    data = _data(config, architecture)
+    planner = Planner(reference.decided(config, data), architecture, device, data, gpus)
     return follow(planner) if gpu in (None, "auto", "cpu") else planner
 
 

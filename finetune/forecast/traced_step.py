@@ -41,7 +41,7 @@ from finetune.model.recompute import checkpointing
 from finetune.model.skeleton import mixture
 from finetune.model.structure import experts
 from finetune.objectives import log_probs
-from finetune.training import optimizers, strategies
+from finetune.training import optimizers, reference, strategies
 from finetune.training.collator import Inputs, MicroBatches, for_model, micro_batching
 from finetune.training.eval_loss import summed_loss
 from finetune.training.noise import Noise, NoiseSpan
@@ -268,7 +268,7 @@ class _TracedStep:
 
     def prepare(self, setting: StepSetting, group: dist.ProcessGroup | None) -> None:
         """Everything before the first step: load, make the step, and the optimizer's states."""
-        self.load("attach" if setting.in_parts else "optimizer")
+        self.load("attach" if setting.in_parts else "adapter")
         self.make_step(setting)
         with context.split(self._model, group), self.engine.passes():
             self.make_optimizer_states()
@@ -280,6 +280,8 @@ class _TracedStep:
             self.step(setting.train)
             if setting.evaluation:
                 self.evaluate(setting.evaluation, setting.train)
+            if self._step.objective.reference and self._config.caches_reference:
+                self.score(setting.train)
         return replace(
             self.recorder.trace(), trained_share=self.trained_share, saved_bytes=self.engine.saved_bytes(),
             **self._of_base,
@@ -522,6 +524,22 @@ class _TracedStep:
                 objective=self._step.objective,
             )  # fmt: skip
         del waiting, start
+
+    def score(self, batch: Batch) -> None:
+        """A batch of the pass that scores the reference, which is as large as a micro-batch."""
+        layers = tuple(level != "none" for level in self.kept.levels)
+        self._once(("reference", batch, self._config.memory.loss_tokens, layers), functools.partial(self._score, batch))
+
+    def _score(self, batch: Batch) -> None:
+        self.recorder.phase = "reference"
+        start = self._random_state()
+        inputs = self._inputs(batch)
+        with self._recording(), reference.starting(self._model, self._config.adapter):
+            summed_loss(
+                self._model, [[inputs]], precision=self._config.training.precision, masked=self._step.masked,
+                objective=reference.scoring([]),
+            )  # fmt: skip
+        del start
 
     @contextlib.contextmanager
     def _recording(self) -> Iterator[None]:

@@ -108,6 +108,7 @@ class Terminal:
             facts["not used"] = f"columns {unused}"
         if forecast:
             facts |= words.shorter(forecast) | {"memory": words.verdict(forecast)}
+        facts |= words.reference(config, forecast)
         self._facts(facts)
 
     def built(self, model: Any, left_out: Mapping[str, int]) -> None:
