@@ -41,7 +41,7 @@ from finetune.model.source.tokenizer import load_tokenizer
 from finetune.objectives import contract
 from finetune.runtime import libraries
 from finetune.storage.files import write_text
-from finetune.training import reference, strategies
+from finetune.training import reference_scores, strategies
 from finetune.training.checks import check_optimizer, check_shares
 from finetune.training.collator import micro_batching
 
@@ -132,9 +132,9 @@ class Planner:
         shares, data = config.distributed.shares(self.gpus), self.data
         if forecast.scoring is None or data is None:
             return replay.with_reference(forecast, shares, None, 0, 0)
-        batches = reference.positions(config, data) / forecast.batch.positions
+        batches = reference_scores.positions(config, data) / forecast.batch.positions
         rows = len(data.train) + len(data.eval or ())
-        return replay.with_reference(forecast, shares, rows, batches, reference.in_step_share(config, data))
+        return replay.with_reference(forecast, shares, rows, batches, reference_scores.in_step_share(config, data))
 
     def levers(self, config: Config, before: Forecast) -> list[tuple[Lever, Forecast]]:
         """Each lever that would reduce the forecast `before`, with the forecast after it is pulled."""
@@ -404,7 +404,7 @@ def planner_for(
     if above or named or adapter.start_from:  # what may be wrong is reported before the data is read, as in training
         build.blueprint(config, architecture, _attention(config, architecture, device)).check(adapter)
     data = _data(config, architecture)
-    planner = Planner(reference.decided(config, data), architecture, device, data, gpus)
+    planner = Planner(reference_scores.decided(config, data), architecture, device, data, gpus)
     return follow(planner) if gpu in (None, "auto", "cpu") else planner
 
 

@@ -393,7 +393,7 @@ class Replay:
         loaded = self.load(from_files=run.from_files)
         if run.copied:
             self._join_processes()
-        made = phases.index("optimizer", loaded)
+        made = next((index for index in range(loaded, first) if phases[index] == "optimizer"), first)
         self.play(stretches[loaded:made])
         self.play([stretch for stretch in self._trace.stretches if stretch.phase == "reference"])
         self.play(stretches[made:first])

@@ -41,7 +41,7 @@ from finetune.model.recompute import checkpointing
 from finetune.model.skeleton import mixture
 from finetune.model.structure import experts
 from finetune.objectives import log_probs
-from finetune.training import optimizers, reference, strategies
+from finetune.training import optimizers, reference_scores, strategies
 from finetune.training.collator import Inputs, MicroBatches, for_model, micro_batching
 from finetune.training.eval_loss import summed_loss
 from finetune.training.noise import Noise, NoiseSpan
@@ -534,10 +534,10 @@ class _TracedStep:
         self.recorder.phase = "reference"
         start = self._random_state()
         inputs = self._inputs(batch)
-        with self._recording(), reference.starting(self._model, self._config.adapter):
+        with self._recording(), reference_scores.starting(self._model, self._config.adapter):
             summed_loss(
                 self._model, [[inputs]], precision=self._config.training.precision, masked=self._step.masked,
-                objective=reference.scoring([]),
+                objective=reference_scores.scoring([]),
             )  # fmt: skip
         del start
 

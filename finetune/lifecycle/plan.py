@@ -21,7 +21,7 @@ from finetune.report.terminal import Terminal
 from finetune.runtime import ranks
 from finetune.runtime.stages import stage
 from finetune.storage.rundir import RunDirectory
-from finetune.training import reference
+from finetune.training import reference_scores
 from finetune.training.checks import check
 from finetune.training.oom_retry import named
 
@@ -40,7 +40,7 @@ def plan(
         if config.memory.check != "off" or not config.fitted:
             stage("forecasting the memory of a training step")
         card = certificate.here(device, config.memory)
-        planner = Planner(reference.decided(config, data), architecture, card, data, ranks.world_size())
+        planner = Planner(reference_scores.decided(config, data), architecture, card, data, ranks.world_size())
         resolved, fitted = _resolved(planner, terminal)
         if earlier and (lowered := resume.lowered(resolved, earlier)):
             terminal.note(f"{named(lowered)}: in an earlier start of this run, memory ran out with more")

@@ -22,7 +22,7 @@ from finetune.data.prepare import prepare
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.storage import private
 from finetune.storage.rundir import RunDirectory
-from finetune.training import reference
+from finetune.training import reference_scores
 
 SEGMENTS = ("chosen", "rejected")
 
@@ -104,9 +104,9 @@ def test_a_pass_that_was_killed_goes_on_to_the_same_bits(job, tmp_path: Path, mo
         left.pop()
         return plain(*arguments)
 
-    plain = reference._one
-    monkeypatch.setattr(reference, "_KEPT_EVERY_SECONDS", 0)
-    monkeypatch.setattr(reference, "_one", one)
+    plain = reference_scores._one
+    monkeypatch.setattr(reference_scores, "_KEPT_EVERY_SECONDS", 0)
+    monkeypatch.setattr(reference_scores, "_one", one)
     for batches in (2, 0, 3):
         left[:] = [None] * batches
         with pytest.raises(Killed):
@@ -126,8 +126,8 @@ def begun(config: Config) -> tuple[Any, Any]:
     """A job and its loop after the pass, as they stand before the first step."""
     with pytest.MonkeyPatch.context() as patch:
         seen: list[Any] = []
-        add = reference.add
-        patch.setattr(reference, "add", lambda *both: (seen.extend(both), add(*both)))
+        add = reference_scores.add
+        patch.setattr(reference_scores, "add", lambda *both: (seen.extend(both), add(*both)))
         ready(config)
     return seen[0], seen[1]
 
@@ -135,8 +135,8 @@ def begun(config: Config) -> tuple[Any, Any]:
 def scored(job: Any, loop: Any) -> np.ndarray[Any, Any]:
     """The scores of all rows, scored anew."""
     scores = np.full((24, 2), np.nan, np.float32)
-    with reference.starting(loop.step.model, job.config.adapter):
-        for rows, values in reference._passes(job, loop, scores):
+    with reference_scores.starting(loop.step.model, job.config.adapter):
+        for rows, values in reference_scores._passes(job, loop, scores):
             scores[rows] = values
     return scores
 
@@ -150,10 +150,10 @@ def test_batches_that_do_not_fit_and_ranks_change_nothing(job, monkeypatch) -> N
         assert scored(begun_job, loop) == pytest.approx(whole, abs=1e-5)
     assert refused
     parts = []
-    monkeypatch.setattr(reference.ranks, "world_size", lambda: 3)
+    monkeypatch.setattr(reference_scores.ranks, "world_size", lambda: 3)
     for rank in range(3):
-        monkeypatch.setattr(reference.ranks, "rank", lambda rank=rank: rank)
-        monkeypatch.setattr(reference.ranks, "gathered", lambda value: [value])
+        monkeypatch.setattr(reference_scores.ranks, "rank", lambda rank=rank: rank)
+        monkeypatch.setattr(reference_scores.ranks, "gathered", lambda value: [value])
         parts.append(scored(begun_job, loop))
     assert all(np.isnan(part).any() for part in parts)
     np.testing.assert_array_equal(np.nanmax(parts, axis=0), whole)
@@ -168,9 +168,9 @@ def test_a_damaged_file_is_computed_again(job, tmp_path: Path) -> None:
     own.unlink()
     for damaged in (content[:-4], content[:-1] + b"x", b"", content[:40]):
         file.write_bytes(damaged)
-        assert np.isnan(reference._Files(begun_job, (24, 2)).read()).all()
+        assert np.isnan(reference_scores._Files(begun_job, (24, 2)).read()).all()
     file.write_bytes(content)
-    assert np.isfinite(reference._Files(begun_job, (24, 2)).read()).all()
+    assert np.isfinite(reference_scores._Files(begun_job, (24, 2)).read()).all()
     assert own.read_bytes() == content, "a run keeps its own, which a resume finds without a cache"
 
 
@@ -185,7 +185,7 @@ def test_auto_scores_once_what_steps_would_score_as_often(job) -> None:
         (["training.max_steps=3", "training.objective=supervised"], "auto"),
     ):
         config = job("training.max_steps=null", "training.epochs=1", *overrides)
-        assert reference.decided(config, data).preference.reference == chosen
+        assert reference_scores.decided(config, data).preference.reference == chosen
 
 
 def test_the_forecast_has_the_pass(job, tmp_path: Path) -> None:
