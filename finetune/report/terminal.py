@@ -34,6 +34,7 @@ from finetune.results.figures import Figures
 from finetune.storage.records import Difference
 from finetune.storage.rundir import RunDirectory
 from finetune.training.collator import micro_batching
+from finetune.training.reference_scores import in_step_share
 
 # Progress lines that a whole run prints to a log, besides its evaluations.
 _PLAIN_LINES = 10
@@ -108,7 +109,7 @@ class Terminal:
             facts["not used"] = f"columns {unused}"
         if forecast:
             facts |= words.shorter(forecast) | {"memory": words.verdict(forecast)}
-        facts |= words.reference(config, forecast)
+        facts |= words.reference(config, forecast, in_step_share(config, data))
         self._facts(facts)
 
     def built(self, model: Any, left_out: Mapping[str, int]) -> None:

@@ -36,7 +36,7 @@ from finetune.storage import private
 from finetune.storage.files import write_bytes
 from finetune.training import oom_retry
 from finetune.training.collator import Inputs, MicroBatches, micro_batching, row_count
-from finetune.training.eval_loss import DoesNotFit, summed_loss
+from finetune.training.eval_loss import DoesNotFit, EvaluationReport, summed_loss
 
 if TYPE_CHECKING:
     from finetune.training.job import TrainingJob
@@ -48,7 +48,7 @@ Scores: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
 _FOLDER = "references"
 _KEPT_EVERY_SECONDS = 10  # what a kill may cost
 _SHOWN_EVERY_SECONDS = 60
-_WINDOW_ROWS = 4096  # of the rows sorted by length, so many are divided into batches at a time
+_WINDOW_ROWS = 4096  # sorted by length, rows are divided into batches one window at a time
 _HASH = hashlib.sha256().digest_size
 _MOST_BYTES = 2**32
 
@@ -118,7 +118,7 @@ def in_step_share(config: Config, data: Prepared | None) -> float:
     training = config.training
     if data is None:
         return 0.0 if training.max_steps else training.epochs
-    trained, held_out = len(data.train), len(data.eval or ())
+    trained, held_out = data.train_counts.rows, data.eval_counts.rows if data.eval_counts else 0
     steps = training.max_steps or math.ceil(training.epochs * math.ceil(trained / training.batch_size))
     evaluations = 2 + (steps - 1) // (training.eval_every or steps)
     rows = steps * min(training.batch_size, trained) + evaluations * held_out
@@ -167,13 +167,15 @@ def _score(job: TrainingJob, loop: Loop, scores: Scores, files: _Files) -> None:
     job.listener.note(f"scoring {missing:,} rows with the starting model, once before the first step")
     kept = shown = started
     with starting(loop.step.model, job.config.adapter):
-        for rows, values in _passes(job, loop, scores):
+        for rows, values, signal in _passes(job, loop, scores):
             scores[rows] = values
             now = time.perf_counter()
-            if now - kept > _KEPT_EVERY_SECONDS or job.signals.name:
+            if now - kept > _KEPT_EVERY_SECONDS or signal:
                 files.keep(scores)
                 kept = now
-            job.signals.end("the rows scored so far are kept")
+            if signal:
+                job.signals.take_stop(signal)
+                job.signals.end("the rows scored so far are kept")
             if now - shown > _SHOWN_EVERY_SECONDS:
                 left = _unscored(scores)
                 minutes = (now - started) / (missing - left) * left / 60
@@ -185,12 +187,18 @@ def _score(job: TrainingJob, loop: Loop, scores: Scores, files: _Files) -> None:
     job.run.event("reference_scored", rows=missing, seconds=seconds, memory={"reference": peak})
 
 
-def _passes(job: TrainingJob, loop: Loop, scores: Scores) -> Iterator[tuple[list[int], Scores]]:
-    """The rows of each batch with a NaN, and their scores. Ranks take a batch each, and all get those of all."""
+def _passes(job: TrainingJob, loop: Loop, scores: Scores) -> Iterator[tuple[list[int], Scores, str | None]]:
+    """Rows that have a NaN, their scores, and the signal that a rank has received, if any; a batch for each rank.
+
+    All ranks get the scores of all.
+    """
     way = loop.steps.collate.way
     way = batching(way, Sizes.of(job.data.train, way).lengths)
     collate, limit, first = MicroBatches(way, job.tokenizer.pad_token_id), oom_retry.Limit(), 0
-    reports = [loop.retry.report, *([loop.evaluation.report] if loop.evaluation else [])]
+    reports: list[EvaluationReport | oom_retry.Report] = [
+        loop.retry.report,
+        *([loop.evaluation.report] if loop.evaluation else []),
+    ]
     for rows, report in zip((job.data.train, job.data.eval), reports, strict=False):
         inputs, lengths = rows.select_columns(columns(rows)), Sizes.of(rows, way).lengths
         left = [batch for batch in batches(lengths, way) if np.isnan(scores[first:][batch]).any()]
@@ -198,14 +206,22 @@ def _passes(job: TrainingJob, loop: Loop, scores: Scores) -> Iterator[tuple[list
             # A rank without a batch repeats the last one, as ranks that share a model pass through it together.
             mine = left[min(at + ranks.rank(), len(left) - 1)]
             own = _one(job, loop, collate.micro_batch([inputs[row] for row in mine]), limit, report)
-            of_ranks = ranks.gathered((mine, own, job.signals.name))
-            job.signals.take_stop(next((name for *_, name in of_ranks if name), None))
-            for batch, values, _ in of_ranks:
-                yield [first + row for row in batch], values
+            taken, values, signals = zip(*ranks.gathered((mine, own, job.signals.name)), strict=True)
+            yield (
+                [first + row for batch in taken for row in batch],
+                np.concatenate(values),
+                next(filter(None, signals), None),
+            )
         first += len(rows)
 
 
-def _one(job: TrainingJob, loop: Loop, micro_batch: Inputs, limit: oom_retry.Limit, report: Any) -> Scores:
+def _one(
+    job: TrainingJob,
+    loop: Loop,
+    micro_batch: Inputs,
+    limit: oom_retry.Limit,
+    report: EvaluationReport | oom_retry.Report,
+) -> Scores:
     """The scores (rows, segments) of a micro-batch, which is split if it does not fit."""
     step, monitor, sums = loop.step, job.monitor, list[torch.Tensor]()
     # Tensors are counted in the first batch, which is the largest.
@@ -261,9 +277,9 @@ class _Files:
             write_bytes(self.job.run.reference_file, self._content(scores))
 
     def finish(self, scores: Scores) -> None:
-        """Write the scores of all rows into the run directory, and into the cache if that can be written."""
+        """Write the scores of all rows into the run directory and, if they are finite, into the cache if possible."""
         self.keep(scores)
-        if ranks.is_main() and self._cached:
+        if ranks.is_main() and self._cached and np.isfinite(scores).all():
             with contextlib.suppress(OSError):
                 private.write(self._cached, self._content(scores))
 

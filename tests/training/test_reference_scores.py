@@ -136,7 +136,7 @@ def scored(job: Any, loop: Any) -> np.ndarray[Any, Any]:
     """The scores of all rows, scored anew."""
     scores = np.full((24, 2), np.nan, np.float32)
     with reference_scores.starting(loop.step.model, job.config.adapter):
-        for rows, values in reference_scores._passes(job, loop, scores):
+        for rows, values, _ in reference_scores._passes(job, loop, scores):
             scores[rows] = values
     return scores
 
