@@ -29,7 +29,7 @@ from finetune.errors import ArtifactError, NumbersError
 from finetune.model.base import base_dtype
 from finetune.objectives import OBJECTIVES, Batch, Objective, by_sequence, scored
 from finetune.objectives.preference import reference_column
-from finetune.objectives.reference import adapter_off
+from finetune.objectives.starting_model import adapter_off
 from finetune.runtime import ranks
 from finetune.runtime.randomness import RandomState
 from finetune.storage import private

@@ -90,11 +90,12 @@ def job(tmp_path: Path, quick, monkeypatch: pytest.MonkeyPatch):
     file = tmp_path / "pairs.jsonl"
     file.write_text("".join(json.dumps(each) + "\n" for each in pairs(24)))
 
-    def make(*overrides: str, run: str = "run") -> Any:
+    def make(*overrides: str, run: str = "run", objective: str = "dpo") -> Any:
+        in_step = ["preference.reference=in_step"] if preference.FAMILY[objective].reference else []
         return quick(
-            f"data.train={file}", "data.format=pairs", "training.objective=dpo", "quantization.kind=none",
+            f"data.train={file}", "data.format=pairs", f"training.objective={objective}", "quantization.kind=none",
             "training.precision=fp32", "training.batch_size=8", "training.micro_batch=8", "data.eval=none",
-            "training.eval_every=null", *overrides, run=run,
+            "training.eval_every=null", *in_step, *overrides, run=run,
         )  # fmt: skip
 
     return make
@@ -119,7 +120,7 @@ def test_the_first_loss_is_ln_2_to_the_bit_for_the_base_is_its_own_reference(job
 
 @pytest.mark.parametrize("objective", preference.FAMILY)
 def test_the_gradient_does_not_depend_on_how_a_step_is_split(job, objective: str) -> None:
-    loop = ready(job("data.max_length=64", "adapter.rank=4", f"training.objective={objective}"))
+    loop = ready(job("data.max_length=64", "adapter.rank=4", objective=objective))
     (whole,) = micro_batches(loop, range(8), 8)
     loss, expected = gradients(loop, [whole])
     sums = loop.step.sums
