@@ -186,8 +186,17 @@ def _validate(
         config = Config.model_validate(values, context={"choices": choices or {}, "trained": trained})
     except ValidationError as error:
         return None, explain.mistakes(error, locations)
+    config = _with_head(config)
     broken = [*contradictions(config), *([] if trained else _ignored(config, choices or {}))]
     return config, [f"{locations.of(tuple(key.split('.')))}: `{key}`: {message}" for key, message in broken]
+
+
+def _with_head(config: Config) -> Config:
+    """`config`, for a reward model with what its objective implies: a head with one label, trained in full."""
+    if config.training.objective != "reward":
+        return config
+    modules = list(dict.fromkeys([*config.adapter.extra_modules, "score"]))
+    return config.changed({"model.labels": ["reward"], "adapter.extra_modules": modules})
 
 
 def ignored_keys(config: dict[str, dict[str, Any]], choices: Choices) -> dict[str, str]:

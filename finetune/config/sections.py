@@ -86,6 +86,8 @@ class ModelSection(Section):
     """Rotary scaling for rows longer than the base was trained on: `{rope_type: yarn, factor: 4}`; types are `linear`,
     `yarn` and `llama3`. It is part of the base from then on, in a merged model and in the commands that serve an
     adapter as well."""
+    labels: list[str] = []
+    """What a sequence classifier's head scores, in place of the next token. The objective `reward` sets it."""
     attention: Annotated[str, Choice("model.attention")] = "auto"
     """Attention implementation; `auto` takes the fastest available on this machine and logs why."""
     trust_remote_code: bool = False

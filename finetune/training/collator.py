@@ -72,7 +72,7 @@ class MicroBatches:
         inputs = self._collate(arrays)
         if layout != ONE_SEQUENCE:
             inputs["row"] = torch.arange(len(rows)).repeat_interleave(layout.sequences)
-        for name in layout.values:
+        for name in (*layout.values, *(one for one in layout.optional if one in rows[0])):
             inputs[name] = torch.tensor([row[name] for row in rows], dtype=torch.float32)
         return inputs
 
