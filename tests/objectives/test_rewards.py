@@ -10,13 +10,18 @@ from typing import Any
 import pytest
 import torch
 from jobs import metric, same_adapter
+from peft import PeftModel
 from steps import assert_gradients_close, before_each_step, gradients, micro_batches, ready
 from test_two_segments import pairs, read_pair
+from transformers import AutoModelForSequenceClassification
 
 import finetune
 from finetune import settings
 from finetune.data.encoded import segments_of
 from finetune.data.formats import FORMATS, RowFormat
+from finetune.model import build
+from finetune.model.adapters import adapter_files
+from finetune.model.base import load_architecture
 from finetune.objectives import rewards
 from finetune.storage.rundir import RunDirectory
 
@@ -43,9 +48,8 @@ EIGHT = ["training.batch_size=8", "training.micro_batch=8", "data.eval=none", "t
 
 def test_the_loss_has_the_values_of_its_formula() -> None:
     def of(chosen: float, rejected: float, margin: float = 0, centering: float = 0) -> float:
-        return float(
-            rewards.loss_of_pairs(torch.tensor(float(chosen)), torch.tensor(float(rejected)), margin, centering)
-        )
+        scores = torch.tensor([chosen, rejected], dtype=torch.float32)
+        return float(rewards.loss_of_pairs(scores[0], scores[1], margin, centering))
 
     assert of(0, 0) == pytest.approx(math.log(2), abs=1e-6)
     assert of(2, 1, margin=1) == pytest.approx(math.log(2), abs=1e-6)
@@ -97,3 +101,42 @@ def test_a_reward_model_learns_as_forecast_and_resumes_to_the_same_bits(job, tmp
             finetune.train(job(*keys, "output.save_every=3", run="halted"))
     finetune.train(job(*keys, "output.save_every=3", run="halted"))
     assert same_adapter(whole, RunDirectory(tmp_path / "halted"))
+
+
+def scores(model: Any, rows: list[list[int]]) -> list[float]:
+    """What transformers' own class, or PEFT's on it, gives each row."""
+    with torch.no_grad():
+        return [float(model(input_ids=torch.tensor([row])).logits) for row in rows]
+
+
+@pytest.mark.parametrize("quantization", ["none", "nf4"])
+def test_transformers_and_peft_load_what_is_published_with_equal_scores(job, tmp_path: Path, quantization: str) -> None:
+    config = job(
+        "training.max_steps=4", "output.merge=true", f"quantization.kind={quantization}", "training.learning_rate=0.01"
+    )
+    finetune.train(config)
+    run = RunDirectory(tmp_path / "run")
+    record = json.loads((run.merged / "merge.json").read_text())
+    assert record["error"] <= record["bound"]
+    assert record["kept"] > 0.9
+    saved = json.loads((run.adapter / "adapter_config.json").read_text())
+    assert (saved["task_type"], saved["modules_to_save"]) == ("SEQ_CLS", ["score"])
+
+    rows = [list(range(5, 20)), list(range(300, 306))]
+    merged = AutoModelForSequenceClassification.from_pretrained(run.merged, dtype=torch.float32).eval()
+    assert merged.config.num_labels == 1
+    assert merged.config.id2label == {0: "reward"}
+    base = AutoModelForSequenceClassification.from_pretrained(config.model.name, num_labels=1, dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(base, str(run.adapter)).eval()
+    assert scores(merged, rows) == pytest.approx(scores(adapted, rows), rel=record["bound"]), "rounded to bfloat16"
+    if quantization == "none":
+        ours = build.load(config, load_architecture(config.model), torch.device("cpu"))
+        ours = adapter_files.load_adapter(ours, run.adapter, config.adapter)
+        with torch.no_grad():
+            own = [float(ours(input_ids=torch.tensor([row])).logits[0, -1]) for row in rows]
+        assert scores(adapted, rows) == pytest.approx(own, rel=1e-6)
+    padded = torch.full((2, 15), merged.config.pad_token_id)
+    padded[0], padded[1, :6] = torch.tensor(rows[0]), torch.tensor(rows[1])
+    with torch.no_grad():
+        together = merged(input_ids=padded, attention_mask=padded != merged.config.pad_token_id).logits[:, 0]
+    assert together.tolist() == pytest.approx(scores(merged, rows), rel=1e-5)

@@ -29,7 +29,7 @@ def want(architecture: Any, labels: list[str]) -> Any:
     """`architecture` as that of a classifier with these labels. Raises ConfigError if transformers has none."""
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as known
 
-    own = known[type(architecture)] if type(architecture) in known else None
+    own = known.get(type(architecture), None)
     if own is None or catalog.is_whole(architecture, catalog.model_class(architecture)):
         raise ConfigError(
             f"`training.objective`: transformers has no sequence classifier of type `{architecture.model_type}` for "
@@ -65,6 +65,15 @@ def start(model: Any) -> None:
     if is_classifier(model):
         head, spread = _base(model).score, getattr(model.config.get_text_config(), "initializer_range", 0.02)
         nn.init.normal_(head.weight, std=spread)
+
+
+def name_padding(architecture: Any, tokenizer: Any) -> None:
+    """Write into a published classifier's config which token is padding, unless answers end with the same.
+
+    transformers scores the last other token. Without one it refuses several rows at once, and scores a row right.
+    """
+    padding = tokenizer.pad_token_id
+    architecture.get_text_config().pad_token_id = None if padding == tokenizer.eos_token_id else padding
 
 
 def _base(model: Any) -> Any:
