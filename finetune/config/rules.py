@@ -180,6 +180,19 @@ RULES = (
             ),
         )
     ),
+    *(
+        Rule(other, others, "training.objective", only("reward"), f"a reward model {reason}; set `{remedy}`")
+        for other, others, reason, remedy in (
+            ("adapter.kind", only("none"), "is trained by an adapter and its head alone", "adapter.kind: lora"),
+            ("adapter.init", but("default"), "starts from the plain base", "adapter.init: default"),
+            ("adapter.start_from", but(None), "starts from an adapter of zero", "adapter.start_from: null"),
+            ("distributed.kind", only("fsdp", "deepspeed"), "is not divided among ranks", "distributed.kind: ddp"),
+        )
+    ),
+    Rule(
+        "model.labels", but([]), "training.objective", but("reward"),
+        "only a reward model has a head with labels; remove it",
+    ),
     Rule(
         "output.merge", only(True), "model.weights", only("random"),
         "random weights are not kept, so nothing can be merged; set `output.merge: false`",

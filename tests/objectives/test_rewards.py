@@ -19,6 +19,7 @@ import finetune
 from finetune import settings
 from finetune.data.encoded import segments_of
 from finetune.data.formats import FORMATS, RowFormat
+from finetune.errors import ConfigError
 from finetune.model import build
 from finetune.model.adapters import adapter_files
 from finetune.model.base import load_architecture
@@ -140,3 +141,27 @@ def test_transformers_and_peft_load_what_is_published_with_equal_scores(job, tmp
     with torch.no_grad():
         together = merged(input_ids=padded, attention_mask=padded != merged.config.pad_token_id).logits[:, 0]
     assert together.tolist() == pytest.approx(scores(merged, rows), rel=1e-5)
+
+
+def test_eval_compares_held_out_pairs_with_the_rule_that_the_longer_answer_wins(job, call, tmp_path: Path) -> None:
+    finetune.train(job("training.max_steps=4", "training.learning_rate=0.01"))
+    scored = {one["name"]: one for one in finetune.evaluate(tmp_path / "run").record["measures"]}
+    assert scored["accuracy"]["models"]["adapter"]["value"] == 1
+    assert scored["accuracy"]["models"]["base"]["value"] == 0, "equal scores are no win"
+    assert scored["pair loss"]["models"]["adapter"]["value"] < scored["pair loss"]["models"]["base"]["value"]
+    assert scored["the longer answer is the chosen one"]["rows"] == 3
+    for command in (["chat"], ["generate", "--prompt", "a"], ["export", "--to", "gguf"], ["eval", "--metric", "exact"]):
+        code, _, err = call(*command[:1], tmp_path / "run", *command[1:])
+        assert (code, "reward model" in err) == (2, True), err
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ["adapter.kind=none"], ["adapter.init=pissa"], ["distributed.kind=fsdp"], ["memory.loss_tokens=64"],
+        ["preference.beta=0.1"], ["training.objective=dpo", "model.labels=[good]"],
+    ],
+)  # fmt: skip
+def test_what_a_reward_model_does_not_have_is_refused(job, keys: list[str]) -> None:
+    with pytest.raises(ConfigError, match=keys[-1].partition("=")[0]):
+        job(*keys)
