@@ -24,7 +24,6 @@ def refusal(key: str, value: object) -> str:
         ("training.objective", "KTO", "TRL"),
         ("training.objective", "bco", "TRL"),
         ("training.objective", "grpo", "TRL"),
-        ("training.objective", "reward", "TRL"),
         ("training.objective", "pt", "`data.format: text`"),
         ("quantization.kind", "nvfp4", "`nf4`"),
         ("quantization.kind", "gptq", "`nf4`"),
