@@ -49,7 +49,7 @@ _KEYS: dict[str, Callable[[Any], str | None]] = {
         _given(other_names.advice("training.objective", "cpo"))
     ),
     "reward_(funcs|weights|model\\w*)|process_reward_model|num_generations|max_completion_length|num_labels"
-    "|center_rewards_coefficient": _given(other_names.advice("training.objective", "reward")),
+    "|center_rewards_coefficient": _given(other_names.advice("training.objective", "grpo")),
     "processor_(type|kwargs)|image_\\w+|video_\\w+|audio_\\w+|freeze_(vision_tower|multi_modal_projector|mm_modules)"
     "|freeze_language_model": lambda value: _TEXT,
     "export_dir|do_predict|predict_with_generate|infer_backend": _given(_NO_TRAINING),
