@@ -393,7 +393,7 @@ def step_setting(setting: Setting) -> Any:
 
     config, architecture = setting.resolved(), setting.build_architecture()
     torch.set_num_threads(1)  # kernels have room for each thread
-    way, sizes = micro_batching(config.training, config.data), Sizes(*zip(*setting.rows, strict=True))
+    way, sizes = micro_batching(config), Sizes(*zip(*setting.rows, strict=True))
     [batch] = worst_batches(sizes, way, len(setting.rows), "the setting")
     attention = backends.planned(
         config.model.attention, architecture, "cpu", config.training.precision, packed=config.data.packing

@@ -49,6 +49,7 @@ from finetune.forecast.replay import Forecast
 from finetune.forecast.trace import TraceRecorder, Work
 from finetune.kernels import mlp
 from finetune.model.base import load_architecture
+from finetune.objectives import Objective
 
 MODELS = {"Llama-2-7B": "llama7b_qlora", "Llama-3.1-8B": "llama3_8b_qlora"}
 CARDS = ("RTX 3090", "RTX 4090", "A100 80GB", "H100")
@@ -209,9 +210,8 @@ def as_trl() -> Iterator[None]:
     def loss(model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, int]:
         return SFTTrainer.compute_loss(_trainer(model), model, dict(batch), num_items_in_batch=1), 1
 
-    objectives = {name: SimpleNamespace(loss=loss) for name in traced_step.OBJECTIVES}
     with (
-        mock.patch.object(traced_step, "OBJECTIVES", objectives),
+        mock.patch.object(traced_step.objectives, "of", lambda config: Objective("TRL's", loss)),
         mock.patch.object(traced_step, "needs_mask", lambda *args: True),
         mock.patch.object(traced_step.log_probs, "attach", head),
         mock.patch.object(mlp, "tile", lambda module: None),

@@ -13,6 +13,7 @@ from finetune.config.sections import (
     ModelSection,
     OptimizerSection,
     OutputSection,
+    PreferenceSection,
     QuantizationSection,
     Source,
     Sources,

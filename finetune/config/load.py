@@ -186,8 +186,17 @@ def _validate(
         config = Config.model_validate(values, context={"choices": choices or {}, "trained": trained})
     except ValidationError as error:
         return None, explain.mistakes(error, locations)
+    config = _with_head(config)
     broken = [*contradictions(config), *([] if trained else _ignored(config, choices or {}))]
     return config, [f"{locations.of(tuple(key.split('.')))}: `{key}`: {message}" for key, message in broken]
+
+
+def _with_head(config: Config) -> Config:
+    """`config`, for a reward model with what its objective implies: a head with one label, trained in full."""
+    if config.training.objective != "reward":
+        return config
+    modules = list(dict.fromkeys([*config.adapter.extra_modules, "score"]))
+    return config.changed({"model.labels": ["reward"], "adapter.extra_modules": modules})
 
 
 def ignored_keys(config: dict[str, dict[str, Any]], choices: Choices) -> dict[str, str]:
@@ -196,7 +205,7 @@ def ignored_keys(config: dict[str, dict[str, Any]], choices: Choices) -> dict[st
     for table, entries in choices.items():
         name, _, key = table.partition(".")
         ignored = getattr(entries.get(str(config[name][key])), "ignores", ())
-        by_key.update(dict.fromkeys((f"{name}.{one}" for one in ignored), table))
+        by_key.update(dict.fromkeys((one if "." in one else f"{name}.{one}" for one in ignored), table))
     return by_key
 
 
@@ -206,10 +215,10 @@ def _ignored(config: Config, choices: Choices) -> list[tuple[str, str]]:
     messages = []
     for key, table in ignored_keys(values, choices).items():
         name, one = key.split(".")
-        choice = table.partition(".")[2]
+        part, _, choice = table.partition(".")
         if values[name][one] != defaults[name][one]:
             remedy = f"remove it, or choose another {choice}"
-            messages.append((key, f"`{table}: {values[name][choice]}` ignores it; {remedy}"))
+            messages.append((key, f"`{table}: {values[part][choice]}` ignores it; {remedy}"))
     return messages
 
 

@@ -111,7 +111,8 @@ def _ignored_keys(choices: Choices) -> Iterator[Rule]:
         by_key: dict[str, list[str]] = {}
         for name, entry in entries.items():
             for key in getattr(entry, "ignores", ()):
-                by_key.setdefault(f"{table.partition('.')[0]}.{key}", []).append(name)
+                full = key if "." in key else f"{table.partition('.')[0]}.{key}"
+                by_key.setdefault(full, []).append(name)
         for key, names in by_key.items():
             yield Rule(key, but(_default(key)), table, only(*names), f"the `{table}` that is set ignores it; remove it")
 

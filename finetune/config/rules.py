@@ -165,6 +165,36 @@ RULES = (
         "each rank would draw the noise of whole rows, of which it has a slice; remove it, or set "
         "`distributed.context: 1`",
     ),
+    *(
+        Rule("preference.reference", only("in_step"), other, others, f"{reason}; set `cached`, or `{remedy}`")
+        for other, others, reason, remedy in (
+            ("adapter.kind", only("none"), "there is no adapter to switch off", "adapter.kind: lora"),
+            *(
+                (key, values, "the model without its adapter is not the one that training starts from", remedy)
+                for key, values, remedy in (
+                    ("adapter.init", but("default"), "adapter.init: default"),
+                    ("adapter.start_from", but(None), "adapter.start_from: null"),
+                )
+            ),
+            (
+                "distributed.kind", only("deepspeed"), "DeepSpeed computes one pass of a model at a time",
+                "distributed.kind: fsdp",
+            ),
+        )
+    ),
+    *(
+        Rule(other, others, "training.objective", only("reward"), f"a reward model {reason}; set `{remedy}`")
+        for other, others, reason, remedy in (
+            ("adapter.kind", only("none"), "is trained by an adapter and its head alone", "adapter.kind: lora"),
+            ("adapter.init", but("default"), "starts from the plain base", "adapter.init: default"),
+            ("adapter.start_from", but(None), "starts from an adapter of zero", "adapter.start_from: null"),
+            ("distributed.kind", only("fsdp", "deepspeed"), "is not divided among ranks", "distributed.kind: ddp"),
+        )
+    ),
+    Rule(
+        "model.labels", but([]), "training.objective", but("reward"),
+        "only a reward model has a head with labels; remove it",
+    ),
     Rule(
         "output.merge", only(True), "model.weights", only("random"),
         "random weights are not kept, so nothing can be merged; set `output.merge: false`",

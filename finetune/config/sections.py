@@ -89,6 +89,8 @@ class ModelSection(Section):
     adapter as well."""
     vocabulary: Positive | None = None
     """Rows of the embedding and the head where the base has fewer, as `data.new_tokens` needs; it sets this itself."""
+    labels: list[str] = []
+    """What a sequence classifier's head scores, in place of the next token. The objective `reward` sets it."""
     attention: Annotated[str, Choice("model.attention")] = "auto"
     """Attention implementation; `auto` takes the fastest available on this machine and logs why."""
     trust_remote_code: bool = False
@@ -168,6 +170,11 @@ class AdapterSection(Section):
             named = values.get("targets", "all-linear") != "all-linear"
             return {**values, "expert_rank": values.get("rank", "auto") if named else 0}
         return values
+
+    @property
+    def starts_at_zero(self) -> bool:
+        """Whether the model with its new adapter is the base."""
+        return self.kind == "lora" and self.init == "default" and self.start_from is None and not self.new_rows
 
 
 class Source(Section):
@@ -294,6 +301,31 @@ class TrainingSection(Section):
         """The micro-batch as a number, once `auto` was fitted."""
         assert self.micro_batch != "auto", "fitted before anything is built"
         return self.micro_batch
+
+
+class PreferenceSection(Section):
+    """Training on preferences: the numbers of the objectives that take rows with several answers."""
+
+    beta: Annotated[Above0, Usual("0.01 to 10")] | None = None
+    """How strongly the policy is held to the reference (DPO and its family, KTO), or the scale of the mean
+    log-probabilities (SimPO), or the weight of the odds ratio (ORPO); null is the method's default."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] | None = None
+    """Share of pairs taken to be labelled the wrong way round; null is the method's default."""
+    target_margin: AtLeast0 | None = None
+    """Margin by which the chosen answer should win (SimPO's gamma); null is the method's default."""
+    nll_weight: AtLeast0 = 0.0
+    """Weight of the chosen answer's mean cross-entropy, added to the loss, which keeps the chosen answer from becoming
+    less likely together with the rejected one."""
+    reference: Literal["auto", "cached", "in_step"] = "auto"
+    """Where the log-probabilities of the starting model come from. `cached`: scored before the first step and kept with
+    the prepared rows. `in_step`: computed in each step with the adapter off, which needs an adapter that starts at
+    zero. The result is the same; `auto` chooses."""
+    desirable_weight: AtLeast0 = 1.0
+    """Weight of desirable answers (KTO)."""
+    undesirable_weight: AtLeast0 = 1.0
+    """Weight of undesirable answers (KTO)."""
+    reward_centering: AtLeast0 = 0.0
+    """Weight of the square of the two rewards' sum, by which rewards stay around zero (reward models)."""
 
 
 class OptimizerSection(Section):
@@ -434,6 +466,7 @@ class Config(Section):
     adapter: AdapterSection = AdapterSection()
     data: DataSection = DataSection()
     training: TrainingSection = TrainingSection()
+    preference: PreferenceSection = PreferenceSection()
     optimizer: OptimizerSection = OptimizerSection()
     memory: MemorySection = MemorySection()
     kernels: KernelsSection = KernelsSection()
@@ -445,6 +478,13 @@ class Config(Section):
     def fitted(self) -> bool:
         """Whether nothing is left for the forecast to choose."""
         return self.training.micro_batch != "auto" and self.memory.checkpointing != "auto"
+
+    @property
+    def caches_reference(self) -> bool:
+        """Whether a reference is scored before the first step: by choice, or since no adapter can be switched off."""
+        if self.preference.reference == "auto":
+            return not self.adapter.starts_at_zero or self.distributed.kind == "deepspeed"
+        return self.preference.reference == "cached"
 
     @property
     def fused(self) -> Literal["auto", "on", "off"]:

@@ -28,10 +28,14 @@ def columns(rows: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The names of the segments (none for a single sequence) and of the values of each row of a data set."""
+    """The names of the segments (none for a single sequence) and of the values of each row of a data set.
+
+    `optional` are values that an objective reads where all rows have them.
+    """
 
     segments: tuple[str, ...] = ()
     values: tuple[str, ...] = ()
+    optional: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def sequences(self) -> int:

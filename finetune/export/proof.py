@@ -36,7 +36,7 @@ from torch import nn
 from torch.nn import functional
 
 from finetune.errors import ArtifactError
-from finetune.model.structure import streamed
+from finetune.model.structure import sequence_head, streamed
 from finetune.runtime import libraries, patches
 
 # The relative error of a rounded weight.
@@ -96,7 +96,10 @@ def rounded_at_random(weight: torch.Tensor, dtype: torch.dtype, seed: int) -> to
 
 @torch.inference_mode()
 def logits(model: Any, rows: list[list[int]]) -> list[torch.Tensor]:
-    """Logits of each row of token ids, centred over the vocabulary, float32 on the CPU, (tokens, vocabulary)."""
+    """Logits of each row of token ids, centred over the vocabulary, float32 on the CPU, (tokens, vocabulary).
+
+    Of a sequence classifier, the scores of each token (tokens, labels) as they are.
+    """
     model.eval()
     return [_centred(model, row, model.device) for row in rows]
 
@@ -104,7 +107,7 @@ def logits(model: Any, rows: list[list[int]]) -> list[torch.Tensor]:
 def _centred(model: Any, row: list[int], device: torch.device) -> torch.Tensor:
     with libraries.without_cudnn_attention():
         output: torch.Tensor = model(input_ids=torch.tensor([row], device=device)).logits[0].float().cpu()
-    return output.sub_(output.mean(dim=-1, keepdim=True))
+    return output if sequence_head.is_classifier(model) else output.sub_(output.mean(dim=-1, keepdim=True))
 
 
 class Streamed:

@@ -41,7 +41,7 @@ from finetune.model.source.tokenizer import load_tokenizer
 from finetune.objectives import contract
 from finetune.runtime import libraries
 from finetune.storage.files import write_text
-from finetune.training import strategies
+from finetune.training import reference_scores, strategies
 from finetune.training.checks import check_optimizer, check_shares
 from finetune.training.collator import micro_batching
 
@@ -111,7 +111,7 @@ class Planner:
         is_shared = strategies.applies(section, self.gpus)
         setting = StepSetting(config, self.architecture, batch, evaluation, device, implementation, self.gpus)
         trace = trace_step(setting, self._models)
-        way = micro_batching(config.training, config.data)
+        way = micro_batching(config)
         per_rank = batching.per_step(config.training.batch_size, way, batch) // section.shares(self.gpus)
         run = RunSetting(
             micro_batches=max(1, per_rank),
@@ -126,6 +126,15 @@ class Planner:
             copied=strategies.replicates(section, self.gpus),
         )
         return replay.make(trace, device, batch, implementation, run)
+
+    def with_reference(self, config: Config, forecast: Forecast) -> Forecast:
+        """`forecast` with the seconds of the pass that scores the reference, if there is one."""
+        shares, data = config.distributed.shares(self.gpus), self.data
+        if forecast.scoring is None or data is None:
+            return replay.with_reference(forecast, shares, None, 0, 0)
+        batches = reference_scores.positions(config, data) / forecast.batch.positions
+        rows = len(data.train) + len(data.eval or ())
+        return replay.with_reference(forecast, shares, rows, batches, reference_scores.in_step_share(config, data))
 
     def levers(self, config: Config, before: Forecast) -> list[tuple[Lever, Forecast]]:
         """Each lever that would reduce the forecast `before`, with the forecast after it is pulled."""
@@ -189,7 +198,7 @@ class Planner:
         """
         config = fitted.config
         levels = _less_recomputed(fitted, self.architecture.get_text_config().num_hidden_layers)
-        way, shares = micro_batching(config.training, config.data), config.distributed
+        way, shares = micro_batching(config), config.distributed
         in_parts = strategies.holds_parts(shares, self.gpus)
         plain = config.kernels.compile == config.memory.offload == "none"
         if not levels or self.data is None or way.tokens or in_parts or shares.context > 1 or not plain:
@@ -241,7 +250,7 @@ class Planner:
 
         Training rows are at most `most_tokens` long.
         """
-        way, step_rows = micro_batching(config.training, config.data), self._share(config)
+        way, step_rows = micro_batching(config), self._share(config)
         if self.data is None or config.data.max_length != self.job.data.max_length:
             longest = batching.longest_batches(way, step_rows, config.data.max_length)
             return longest, None if config.data.eval == "none" else longest[0]
@@ -315,7 +324,7 @@ def plan(config: Config, gpu: str | None = None, gpus: int = 1, follow: Follow =
     """Forecast the job on `gpu`, with its `auto` settings fitted (see `finetune.plan`)."""
     planner = planner_for(config, gpu, gpus, follow)
     config, fitted = planner.settle()
-    forecast = fitted.forecast if fitted else planner.forecast(config)
+    forecast = planner.with_reference(config, fitted.forecast if fitted else planner.forecast(config))
     return Plan(config, forecast, () if forecast.fits else tuple(planner.levers(config, forecast)), fitted)
 
 
@@ -396,7 +405,8 @@ def planner_for(
     named = adapter.targets != "all-linear" or adapter.extra_modules or adapter.ranks
     if above or named or adapter.start_from:  # what may be wrong is reported before the data is read, as in training
         build.blueprint(config, architecture, _attention(config, architecture, device)).check(adapter)
-    planner = Planner(config, architecture, device, _data(config, architecture), gpus)
+    data = _data(config, architecture)
+    planner = Planner(reference_scores.decided(config, data), architecture, device, data, gpus)
     return follow(planner) if gpu in (None, "auto", "cpu") else planner
 
 

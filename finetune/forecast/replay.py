@@ -22,7 +22,7 @@ from finetune.measure.monitor import Peak
 from finetune.model.structure.experts import Mixture
 from finetune.storage.records import Difference, UpTo
 
-PHASES = ("load", "forward", "backward", "optimizer", "evaluation", "save", "merge")
+PHASES = ("load", "reference", "forward", "backward", "optimizer", "evaluation", "save", "merge")
 WORDS = {
     **CATEGORIES,
     "context": "context and libraries",
@@ -34,7 +34,8 @@ WORDS = {
 _CURVE_POINTS = 600
 _TRANSIENT = ("activations", "loss", "workspace")
 _STEP = ("forward", "backward", "optimizer")
-_SHOWN_AS = {"attach": "load"}  # adapters, and the slices that loading left, become a sharded model
+# Adapters, and the slices that loading left, become a sharded model; without slices, adapters are made.
+_SHOWN_AS = {"attach": "load", "adapter": "optimizer"}
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,20 @@ class Point:
     phase: str
     categories: dict[str, int]
     reserved_bytes: int
+
+
+@dataclass(frozen=True)
+class ReferencePass:
+    """Scoring the rows once, before the first step: seconds are bounds from below.
+
+    `row_seconds` are those of a row of the largest micro-batch, `seconds` of all `rows`; None where these are unknown.
+    `in_step_seconds`: what it would take to compute the same in every step and evaluation of the run.
+    """
+
+    row_seconds: float
+    rows: int | None = None
+    seconds: float | None = None
+    in_step_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -58,7 +73,7 @@ class Forecast:
     `copied_bytes` between host and device, and `swapped_bytes`, which a disk keeps, are read from it and written back.
     `by_length`: what short micro-batches recompute, where less than the config says; memory is then the most of any.
     `hidden_flops` of `flops` take no time; with `returns_segments` the job fits only as the caching allocator gives
-    idle segments back.
+    idle segments back. `scoring` is the work of a micro-batch of the `reference` pass, where there is one.
     """
 
     device: Device
@@ -85,6 +100,8 @@ class Forecast:
     by_length: tuple[UpTo, ...] = ()
     hidden_flops: int = 0
     returns_segments: bool = False
+    scoring: Work | None = field(default=None, repr=False)
+    reference: ReferencePass | None = None
 
     @property
     def needed_bytes(self) -> int:
@@ -122,6 +139,7 @@ class Forecast:
             "calls": self.calls,
             "seconds": round(self.seconds, 4),
             "mixture": self.mixture and asdict(self.mixture),
+            **({"reference": asdict(self.reference)} if self.reference else {}),
             **({"by_length": [asdict(each) for each in self.by_length]} if self.by_length else {}),
             **({"gpus": self.gpus, "sharding": self.sharing, **moved} if self.gpus > 1 or self.sharing else {}),
         }
@@ -209,6 +227,7 @@ def make(trace: Trace, device: Device, batch: Batch, attention: str, run: RunSet
         swapped_bytes=step.swapped_bytes,
         hidden_flops=step.hidden_flops,
         returns_segments=replay.is_limited,
+        scoring=trace.work(("reference",)) if "reference" in phases else None,
     )
 
 
@@ -223,6 +242,21 @@ def on(forecast: Forecast, device: Device) -> Forecast:
         host_bytes=forecast.host_bytes - held + (device.outside_bytes if device.type == "cpu" else 0),
         seconds=_seconds(step, device) + swapping_seconds(step.swapped_bytes, forecast.gpus),
     )
+
+
+def with_reference(forecast: Forecast, shares: int, rows: int | None, batches: float, in_step: float) -> Forecast:
+    """`forecast` with the pass, if it has one, that scores `rows` in so many `batches`, divided into `shares`.
+
+    Steps and evaluations would take `in_step` times as long.
+    """
+    if not forecast.scoring:
+        return forecast
+    each = _seconds(forecast.scoring, forecast.device) / shares
+    row = ReferencePass(round(each / len(forecast.batch.by_row), 6))
+    if rows is None:
+        return replace(forecast, reference=row)
+    seconds = [round(each * batches * times, 4) for times in (1, in_step)]
+    return replace(forecast, reference=ReferencePass(row.row_seconds, rows, *seconds))
 
 
 def with_shorter(longest: Forecast, shorter: Mapping[UpTo, Forecast]) -> Forecast:
@@ -345,8 +379,10 @@ class Replay:
         return loaded
 
     def train(self, run: RunSetting) -> None:
-        """The load, two steps (the second meets the segments of the first), a save, and the evaluation."""
-        stretches = self._trace.stretches
+        """The load, a pass of the reference, two steps (the second meets the segments of the first), a save, and the
+        evaluation.
+        """
+        stretches = [stretch for stretch in self._trace.stretches if stretch.phase != "reference"]
         phases = [stretch.phase for stretch in stretches]
         first = phases.index("forward")
         after = [index for index in range(first, len(phases)) if phases[index] not in _STEP]
@@ -357,7 +393,10 @@ class Replay:
         loaded = self.load(from_files=run.from_files)
         if run.copied:
             self._join_processes()
-        self.play(stretches[loaded:first])
+        made = next((index for index in range(loaded, first) if phases[index] == "optimizer"), first)
+        self.play(stretches[loaded:made])
+        self.play([stretch for stretch in self._trace.stretches if stretch.phase == "reference"])
+        self.play(stretches[made:first])
         self.play(step)
         self._begin_again(step)
         self._recording = True

@@ -19,7 +19,7 @@ from bitsandbytes.optim.optimizer import Optimizer8bit
 from torch import distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from finetune import kernels
+from finetune import kernels, objectives
 from finetune.config import AdapterSection, Config
 from finetune.data.batching import Batch, per_step
 from finetune.errors import FinetuneError, ForecastError, first_line
@@ -40,8 +40,8 @@ from finetune.model.probes.causality import needs_mask
 from finetune.model.recompute import checkpointing
 from finetune.model.skeleton import mixture
 from finetune.model.structure import experts
-from finetune.objectives import OBJECTIVES, log_probs
-from finetune.training import optimizers, strategies
+from finetune.objectives import log_probs
+from finetune.training import optimizers, reference_scores, strategies
 from finetune.training.collator import Inputs, MicroBatches, for_model, micro_batching
 from finetune.training.eval_loss import summed_loss
 from finetune.training.noise import Noise, NoiseSpan
@@ -233,7 +233,7 @@ class _TracedStep:
             # Sizes are those of bfloat16, and there is no loss scaling on a CPU, where this runs.
             config = config.changed({"training.precision": "bf16"})
         self._config = config
-        self._way = micro_batching(config.training, config.data)
+        self._way = micro_batching(config)
         self._collator = MicroBatches(self._way, pad_token_id=0, context=config.distributed.context)
 
     def _measure(self, base: Any) -> None:
@@ -268,7 +268,7 @@ class _TracedStep:
 
     def prepare(self, setting: StepSetting, group: dist.ProcessGroup | None) -> None:
         """Everything before the first step: load, make the step, and the optimizer's states."""
-        self.load("attach" if setting.in_parts else "optimizer")
+        self.load("attach" if setting.in_parts else "adapter")
         self.make_step(setting)
         with context.split(self._model, group), self.engine.passes():
             self.make_optimizer_states()
@@ -280,6 +280,8 @@ class _TracedStep:
             self.step(setting.train)
             if setting.evaluation:
                 self.evaluate(setting.evaluation, setting.train)
+            if self._step.objective.reference and self._config.caches_reference:
+                self.score(setting.train)
         return replace(
             self.recorder.trace(), trained_share=self.trained_share, saved_bytes=self.engine.saved_bytes(),
             **self._of_base,
@@ -323,7 +325,7 @@ class _TracedStep:
         capability = card.capability if card.type == "cuda" else None
         self._step = Step(
             engine=self.engine,
-            objective=OBJECTIVES[config.training.objective],
+            objective=objectives.of(config),
             precision=config.training.precision,
             max_grad_norm=config.training.max_grad_norm,
             masked=needs_mask(self._model.config, config.training.precision, capability),
@@ -522,6 +524,22 @@ class _TracedStep:
                 objective=self._step.objective,
             )  # fmt: skip
         del waiting, start
+
+    def score(self, batch: Batch) -> None:
+        """A batch of the pass that scores the reference, which is as large as a micro-batch."""
+        layers = tuple(level != "none" for level in self.kept.levels)
+        self._once(("reference", batch, self._config.memory.loss_tokens, layers), functools.partial(self._score, batch))
+
+    def _score(self, batch: Batch) -> None:
+        self.recorder.phase = "reference"
+        start = self._random_state()
+        inputs = self._inputs(batch)
+        with self._recording(), reference_scores.starting(self._model, self._config.adapter):
+            summed_loss(
+                self._model, [[inputs]], precision=self._config.training.precision, masked=self._step.masked,
+                objective=reference_scores.scoring([]),
+            )  # fmt: skip
+        del start
 
     @contextlib.contextmanager
     def _recording(self) -> Iterator[None]:

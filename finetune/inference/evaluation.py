@@ -20,6 +20,7 @@ import numpy as np
 from finetune.config import Config, named
 from finetune.config.field_types import pick
 from finetune.data import prepare
+from finetune.data.encoded import segments_of
 from finetune.data.examples import shown
 from finetune.data.prepare import Question
 from finetune.errors import ConfigError, DataError, NumbersError
@@ -41,7 +42,10 @@ from finetune.settings import config_of
 from finetune.storage.files import write_json, write_lines
 from finetune.storage.records import EvaluationRecord, Measure
 from finetune.storage.rundir import Run, RunDirectory
-from finetune.training.eval_loss import held_out_loss
+from finetune.training.eval_loss import held_out_loss, held_out_rewards
+
+ACCURACY, LONGER_WINS = "accuracy", "the longer answer is the chosen one"
+"""The measures of a reward model on pairs, and of a rule that it should beat."""
 
 _INTERVAL = (
     f"{CONFIDENCE:.0%} confidence intervals by percentile bootstrap over rows ({RESAMPLES:,} resamples, seed {SEED}); "
@@ -83,6 +87,10 @@ def evaluate(
     if limit is not None and limit < 1:
         raise ConfigError(f"`limit` must be at least 1, not {limit}")
     config = config_of(run, trust_remote_code=trust_remote_code)
+    if config.model.labels and (metrics or tasks):
+        raise ConfigError(
+            f"{run.path} is a reward model, which gives scores and no answers; leave out `--metric` and `--task`"
+        )
     chosen = _chosen(run, config, models)
     asks = bool(metrics) or not tasks  # tasks alone need no rows
     tokenizer = load_tokenizer(config.model, run.data(config))
@@ -168,6 +176,9 @@ class _EvaluationJob:
         results = _ModelResults()
         if self.with_loss:
             rows, _ = prepare.prepare_held_out(self.config.data, tokenizer)
+            if self.config.model.labels:
+                self._compare_pairs(results, model, tokenizer, rows)
+                return results
             nats, by_row = held_out_loss(model, tokenizer, rows, self.config)
             if not math.isfinite(nats):
                 raise NumbersError(
@@ -184,6 +195,16 @@ class _EvaluationJob:
                 better = one.higher_is_better
                 results.better[one.name] = None if better is None else "higher" if better else "lower"
         return results
+
+    def _compare_pairs(self, results: _ModelResults, model: Any, tokenizer: Any, rows: Any) -> None:
+        """Measure a reward model on held-out pairs, and beside it the rule that the longer answer is the better one."""
+        loss, rewards = held_out_rewards(model, tokenizer, rows, self.config)
+        chosen, rejected = rewards.T
+        lengths = [[segment.trained for segment in segments_of(row)] for row in rows]
+        results.measured["pair loss"] = Measured(loss)
+        results.measured[ACCURACY] = Measured.mean((chosen > rejected).double().tolist())
+        results.measured[LONGER_WINS] = Measured.mean([float(one > other) for one, other in lengths])
+        results.better |= {"pair loss": "lower", ACCURACY: "higher", LONGER_WINS: None}
 
     def _score(self, results: _ModelResults, model: Any, tokenizer: Any) -> None:
         control, positions = self.config.data.control_tokens, bounds.table_size(model) or math.inf

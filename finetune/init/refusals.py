@@ -46,10 +46,10 @@ _KEYS: dict[str, Callable[[Any], str | None]] = {
     "diffusion": _given(_DIFFUSION),
     # Keys of TRL's trainers of preferences and of rewards, whose configs do not name the trainer.
     "beta|loss_weights|precompute_ref_log_probs|(un)?desirable_weight|max_prompt_length|ref_model|pref_(beta|loss)": (
-        _given(other_names.advice("training.objective", "dpo"))
+        _given(other_names.advice("training.objective", "cpo"))
     ),
     "reward_(funcs|weights|model\\w*)|process_reward_model|num_generations|max_completion_length|num_labels"
-    "|center_rewards_coefficient": _given(other_names.advice("training.objective", "reward")),
+    "|center_rewards_coefficient": _given(other_names.advice("training.objective", "grpo")),
     "processor_(type|kwargs)|image_\\w+|video_\\w+|audio_\\w+|freeze_(vision_tower|multi_modal_projector|mm_modules)"
     "|freeze_language_model": lambda value: _TEXT,
     "export_dir|do_predict|predict_with_generate|infer_backend": _given(_NO_TRAINING),

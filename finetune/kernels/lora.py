@@ -110,24 +110,27 @@ def obstacle_together(modules: Sequence[nn.Module]) -> str | None:
 
 
 def current(module: Any) -> FrozenLinear:
-    """The parameters that a linear layer, adapted or not, has now."""
+    """The parameters that a linear layer, adapted or not, has now.
+
+    An adapter that is disabled is scaled by zero, so that the base is computed in the same order of summation as with
+    an adapter whose update is zero: the first step of a preference objective compares the two.
+    """
     if not is_adapted(module):
         return FrozenLinear(module.weight, module.bias, module.in_features, module.out_features)
     (name,) = module.active_adapters
     base = module.base_layer
     return FrozenLinear(
         base.weight, base.bias, base.in_features, base.out_features,
-        module.lora_A[name].weight, module.lora_B[name].weight, module.scaling[name],
+        module.lora_A[name].weight, module.lora_B[name].weight,
+        0.0 if module.disable_adapters else module.scaling[name],
     )  # fmt: skip
 
 
 def ready(x: Tensor, modules: Sequence[Any]) -> bool:
-    """Whether `modules` can compute `x` here now: it has the compute dtype, and no adapter is disabled or merged."""
+    """Whether `modules` can compute `x` here now: it has the compute dtype, and no adapter is merged."""
     kind = x.device.type
     computed = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    return x.dtype is computed and not any(
-        is_adapted(module) and (module.disable_adapters or module.merged) for module in modules
-    )
+    return x.dtype is computed and not any(is_adapted(module) and module.merged for module in modules)
 
 
 def replace(module: Any) -> Callable[[], None]:

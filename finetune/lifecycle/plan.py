@@ -21,6 +21,7 @@ from finetune.report.terminal import Terminal
 from finetune.runtime import ranks
 from finetune.runtime.stages import stage
 from finetune.storage.rundir import RunDirectory
+from finetune.training import reference_scores
 from finetune.training.checks import check
 from finetune.training.oom_retry import named
 
@@ -39,7 +40,7 @@ def plan(
         if config.memory.check != "off" or not config.fitted:
             stage("forecasting the memory of a training step")
         card = certificate.here(device, config.memory)
-        planner = Planner(config, architecture, card, data, ranks.world_size())
+        planner = Planner(reference_scores.decided(config, data), architecture, card, data, ranks.world_size())
         resolved, fitted = _resolved(planner, terminal)
         if earlier and (lowered := resume.lowered(resolved, earlier)):
             terminal.note(f"{named(lowered)}: in an earlier start of this run, memory ran out with more")
@@ -73,7 +74,7 @@ def _forecast(planner: Planner, config: Config, fitted: Fitted | None, terminal:
     if config.memory.check == "off":
         return None
     try:
-        forecast = fitted.forecast if fitted else planner.forecast(config)
+        forecast = planner.with_reference(config, fitted.forecast if fitted else planner.forecast(config))
     except ForecastError as error:
         if refuses:
             raise

@@ -26,7 +26,8 @@ Differences = Mapping[str, Mapping[str, tuple[Any, Any]]]
 
 # Settings that may change when a run is resumed: its length, its monitoring, and its use of memory and time.
 _MAY_CHANGE = ("training.max_steps", "training.epochs", "training.micro_batch", "training.eval_every",
-               "training.early_stopping", "memory.", "kernels.", "distributed.", "tracking.", "output.")  # fmt: skip
+               "training.early_stopping", "preference.reference", "memory.", "kernels.", "distributed.", "tracking.",
+               "output.")  # fmt: skip
 
 # Only rank 0 writes `output.dir`.
 _PATH_KEYS = ("model.name", "model.tokenizer", "data.train", "data.eval", "data.chat_template", "adapter.start_from",

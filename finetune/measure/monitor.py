@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from finetune.measure.tensors import TensorCount
 
-PHASES = ("load", "forward", "backward", "optimizer", "evaluation", "save")
+PHASES = ("load", "reference", "forward", "backward", "optimizer", "evaluation", "save")
 
 Peak = dict[str, int]
 """Bytes by measure: allocated_bytes, reserved_bytes and device_bytes; on a CPU resident_bytes, and allocated_bytes

@@ -27,7 +27,7 @@ from finetune.model.precision import PRECISIONS
 from finetune.model.skeleton import give_layers, keep_training_layout, random_base
 from finetune.model.source import catalog, prequantized, rope
 from finetune.model.source.locate import hub_call, locate, pinned_code, remote_code, weights_directory
-from finetune.model.structure import composite
+from finetune.model.structure import composite, sequence_head
 from finetune.model.structure.quantization import QUANTIZATIONS, library_config
 from finetune.runtime import libraries, patches, ranks
 from finetune.storage import weight_files
@@ -41,11 +41,16 @@ def base_dtype(adapter: AdapterSection, training: TrainingSection) -> torch.dtyp
 
 
 def load_architecture(section: ModelSection, *, listed: bool = False) -> Any:
-    """The transformers config of the base, with its rotary scaling.
+    """The transformers config of the base, with its rotary scaling, and as a sequence classifier's with `model.labels`.
 
     It is from the catalog, if that has the name, where weights are random, or always with `listed`: a plan then needs
     neither network nor a licence. Raises ConfigError for a base whose files are quantized in a form that is not kept.
     """
+    architecture = _architecture(section, listed)
+    return sequence_head.want(architecture, section.labels) if section.labels else architecture
+
+
+def _architecture(section: ModelSection, listed: bool) -> Any:
     from transformers import AutoConfig
 
     if (listed or section.weights == "random") and catalog.find(section.name):
@@ -164,7 +169,10 @@ def _pretrained(
             ),
         )
     remedy = "the download is incomplete, or the files belong to another architecture"
-    refuse_missing(report, f"model `{section.name}`", remedy)
+    new = sequence_head.new_weights(model)
+    for name in new.keys() & set(report["missing_keys"]):
+        model.get_parameter(name).data.zero_()
+    refuse_missing({"missing_keys": set(report["missing_keys"]) - new.keys()}, f"model `{section.name}`", remedy)
     if section.vocabulary:
         model.resize_token_embeddings(section.vocabulary, mean_resizing=False)
     give_layers(model)

@@ -6,6 +6,7 @@ error.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ _TOLERANCE = 0.1
 def check_rows(name: str, rows: RowLayout, context: int) -> None:
     """Raise ConfigError if rows lack what `name` trains on, or are split over `context` ranks and must be whole."""
     wanted = OBJECTIVES[name].layout
-    if rows != wanted:
+    needed = tuple(value for value in rows.values if value not in wanted.optional)
+    if replace(rows, values=needed) != wanted:
         raise ConfigError(
             f"`training.objective`: `{name}` trains {wanted}, and `data.format` made {rows}; set one to match the other"
         )

@@ -26,7 +26,7 @@ from trl.trainer.utils import add_fused_lm_head
 from finetune.errors import ConfigError
 from finetune.kernels import head, self_test
 from finetune.model import probes
-from finetune.model.structure import experts
+from finetune.model.structure import experts, sequence_head
 from finetune.runtime import patches
 
 # Config attributes for the number of experts; TRL 1.16 reads only the first.
@@ -43,7 +43,10 @@ def attach(model: Any) -> str | None:
 
     `model` may be wrapped by PEFT, and is modified in place. Returns a one-line note if a mixture of experts has to
     train without its load-balancing loss.
+    A sequence classifier scores sequences already, and is left alone.
     """
+    if sequence_head.is_classifier(model):
+        return None
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     unbalanced = _settle_balancing_loss(base)
     add_fused_lm_head(base, outputs=("log_probs",))
@@ -56,6 +59,8 @@ def check(model: Any) -> None:
     TRL multiplies the states after the last layer by the head, and knows some scales and caps of logits. Raises
     ConfigError for a model that computes anything else in between or after, such as ModernBERT's decoder.
     """
+    if sequence_head.is_classifier(model):
+        return
     (ids,) = probes.rows(1, probes.TOKENS, model)
     own = probes.logits(model, input_ids=ids)[:, :-1]
     expected = own.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
@@ -86,6 +91,8 @@ def prove(model: Any) -> str | None:
     Log-probabilities of a few tokens in two tiles and the gradient of their hidden states, under the autocast of a
     step. `model` must be attached.
     """
+    if sequence_head.is_classifier(model):
+        return None
     scores = model.get_output_embeddings()
     if any(weight is not None and weight.requires_grad for weight in (scores.weight, scores.bias)):
         return None  # then TRL's function does it all

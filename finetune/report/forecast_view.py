@@ -323,4 +323,4 @@ def _costs(forecast: Forecast) -> dict[str, str]:
             f"at least {f'{seconds:.3g}' if seconds < 100 else words.count(seconds)} s, "
             f"at most {words.count(forecast.tokens_per_second)} tokens/s"
         )
-    return facts
+    return facts | words.scoring(forecast)

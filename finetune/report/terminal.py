@@ -34,6 +34,7 @@ from finetune.results.figures import Figures
 from finetune.storage.records import Difference
 from finetune.storage.rundir import RunDirectory
 from finetune.training.collator import micro_batching
+from finetune.training.reference_scores import in_step_share
 
 # Progress lines that a whole run prints to a log, besides its evaluations.
 _PLAIN_LINES = 10
@@ -108,6 +109,7 @@ class Terminal:
             facts["not used"] = f"columns {unused}"
         if forecast:
             facts |= words.shorter(forecast) | {"memory": words.verdict(forecast)}
+        facts |= words.reference(config, forecast, in_step_share(config, data))
         self._facts(facts)
 
     def built(self, model: Any, left_out: Mapping[str, int]) -> None:
@@ -289,7 +291,7 @@ def _evaluation_set(config: Config, data: Prepared) -> str:
 def _batching(config: Config, processes: int) -> str:
     """How the rows of a step are divided among ranks and micro-batches."""
     rows = config.training.batch_size // config.distributed.shares(processes)
-    if tokens := micro_batching(config.training, config.data).tokens:
+    if tokens := micro_batching(config).tokens:
         packed = "packed into" if config.data.packing else "in"
         text = f"{rows} rows {packed} micro-batches of at most {words.count(tokens)} tokens"
     else:

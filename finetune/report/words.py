@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.config import AdapterSection, Config
 from finetune.data.counts import CONTROL_TOKENS, Counts
+from finetune.objectives import OBJECTIVES
 
 if TYPE_CHECKING:  # these import torch, which would delay the first line of a plan
     from finetune.data.batching import Batch
@@ -158,6 +159,38 @@ def shorter(forecast: Forecast) -> dict[str, str]:
     """The lesser recomputation of short micro-batches: `rows of up to 512 tokens recompute nothing`."""
     parts = (f"of up to {count(each.tokens)} tokens recompute {_RECOMPUTED[each.level]}" for each in forecast.by_length)
     return {"by length": f"micro-batches of rows {', '.join(parts)}"} if forecast.by_length else {}
+
+
+def reference(config: Config, forecast: Forecast | None, in_step: float) -> dict[str, str]:
+    """Where the reference of a preference objective comes from, and why from there.
+
+    `in_step`: the time that it takes in all steps, over that of scoring all rows once.
+    """
+    objective = OBJECTIVES.get(config.training.objective)
+    if objective is None or not objective.reference:
+        return {}
+    if not config.caches_reference:
+        return {"reference": f"the base, computed in each step: {in_step:.2g} times the time of scoring all rows once"}
+    if forecast and forecast.reference:
+        return scoring(forecast)
+    return {"reference": "the starting model, which scores all rows before the first step"}
+
+
+def scoring(forecast: Forecast) -> dict[str, str]:
+    """The pass that scores the reference: `2,400 rows scored before the first step in at least 95 s, ...`."""
+    if not (scored := forecast.reference):
+        return {}
+    if scored.seconds is None or scored.in_step_seconds is None:
+        many = f"1,000 in at least {_bound(1000 * scored.row_seconds)}"
+        return {"reference": f"each row is scored once before the first step, {many}"}
+    return {
+        "reference": f"{count(scored.rows or 0)} rows scored once before the first step, in at least "
+        f"{_bound(scored.seconds)}; in the steps it would take {_bound(scored.in_step_seconds)}"
+    }
+
+
+def _bound(seconds: float) -> str:
+    return f"{f'{seconds:.3g}' if seconds < 100 else count(seconds)} s"
 
 
 def mixture(stored: Mixture) -> str:

@@ -378,6 +378,14 @@ PARAM_WRAPPER = Patch(
     "It adds the update to the weights of all experts, another copy of them and of their gradient, and reads no 4 bit.",
     "it adds the low-rank terms to the products of experts.",
 )
+DISABLED_ADAPTER = Patch(
+    "peft.tuners.tuners_utils:BaseTunerLayer._disable_adapters",
+    "peft 0.21",
+    "bool",
+    "PEFT's `disable_adapter` also clears `requires_grad` of the weights, by which ranks register their gradients.",
+    "`disable_adapter` leaves the weights alone.",
+    objects="PEFT's layers",
+)
 DORA_UPDATE_LAYER = Patch(
     "peft.tuners.lora.dora:DoraLinearLayer.update_layer",
     "peft 0.21",

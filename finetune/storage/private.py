@@ -42,8 +42,8 @@ def make_folder(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
 
-def read(path: Path) -> bytes | None:
-    """The content of a file of the cache; None if it is missing, over 16 MiB, or others could have written it."""
+def read(path: Path, most_bytes: int = _MOST_BYTES) -> bytes | None:
+    """The content of a file of the cache; None if it is missing, too large, or others could have written it."""
     with contextlib.suppress(OSError):
         if not_private(path.parent):
             return None
@@ -51,7 +51,7 @@ def read(path: Path) -> bytes | None:
         with open(descriptor, "rb") as opened:
             status = os.fstat(descriptor)
             ours = status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-            if ours and stat.S_ISREG(status.st_mode) and status.st_size <= _MOST_BYTES:
+            if ours and stat.S_ISREG(status.st_mode) and status.st_size <= most_bytes:
                 return opened.read()
     return None
 

@@ -43,6 +43,7 @@ class RunDirectory:
         self.answers_file = self.path / "answers.json"
         self.eval_file = self.path / "eval.json"
         self.eval_answers_file = self.path / "eval_answers.jsonl"
+        self.reference_file = self.path / "reference.bin"
         self.lock_file = self.path / "lock"
         self.checkpoints = self.path / "checkpoints"
         self.adapter = self.path / "adapter"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from finetune import objectives
 from finetune.data.batching import RowOrder, Sizes
 from finetune.measure import snapshots
 from finetune.model.probes import causality
 from finetune.model.recompute.checkpointing import ByLength
 from finetune.model.source import identity
-from finetune.objectives import OBJECTIVES
 from finetune.runtime import driver, ranks
 from finetune.runtime.device import require_default_stream
 from finetune.training import optimizers, schedules, strategies
@@ -80,7 +80,7 @@ def _step(job: TrainingJob, recorder: MetricsRecorder, collate: MicroBatches) ->
         engine=strategies.engine(
             strategies.Given(model, optimizer, scaler, config.distributed, training.max_grad_norm, device)
         ),
-        objective=OBJECTIVES[training.objective],
+        objective=objectives.of(config),
         precision=training.precision,
         max_grad_norm=training.max_grad_norm,
         masked=causality.needs_mask(model.config, training.precision, causality.capability_of(device)),
@@ -96,7 +96,7 @@ def _step(job: TrainingJob, recorder: MetricsRecorder, collate: MicroBatches) ->
 
 def _steps(job: TrainingJob) -> Steps:
     training, rows = job.config.training, job.data.train
-    way = micro_batching(training, job.config.data)
+    way = micro_batching(job.config)
     collate = MicroBatches(
         way, job.tokenizer.pad_token_id, ranks.rank(), ranks.world_size(), job.config.distributed.context
     )

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from finetune.config import DataSection, TrainingSection
+from finetune.config import Config
 from finetune.data.batching import MicroBatching, micro_batches
 from finetune.data.encoded import IGNORE, ONE_SEQUENCE, lengths_of
 from finetune.objectives import MODEL_INPUTS, layout_of
@@ -25,9 +25,9 @@ A row is one sequence, unless the layout of the rows names segments: then each s
 the other, and `row` (sequences,) is the row of each. Each value of the rows is (rows,), float32."""
 
 
-def micro_batching(training: TrainingSection, data: DataSection) -> MicroBatching:
+def micro_batching(config: Config) -> MicroBatching:
     """How a job divides its steps into micro-batches, of rows of its objective's layout."""
-    return MicroBatching.of(training, data, layout_of(training.objective))
+    return MicroBatching.of(config.training, config.data, layout_of(config))
 
 
 class Idle(Inputs):
@@ -72,7 +72,7 @@ class MicroBatches:
         inputs = self._collate(arrays)
         if layout != ONE_SEQUENCE:
             inputs["row"] = torch.arange(len(rows)).repeat_interleave(layout.sequences)
-        for name in layout.values:
+        for name in (*layout.values, *(one for one in layout.optional if one in rows[0])):
             inputs[name] = torch.tensor([row[name] for row in rows], dtype=torch.float32)
         return inputs
 

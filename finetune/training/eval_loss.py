@@ -15,6 +15,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 
+from finetune import objectives
 from finetune.config import Config
 from finetune.data.encoded import columns
 from finetune.errors import OutOfMemoryError
@@ -151,21 +152,43 @@ def held_out_loss(model: Any, tokenizer: Any, rows: Any, config: Config) -> tupl
     Those are each row's (sum of the losses in nats, number of trained tokens), float64 (rows, 2), on the CPU; their
     order depends on the rows and the config alone.
     """
+    (total, count), by_row = _watched(model, tokenizer, rows, config, OBJECTIVES["supervised"], _sums_by_row)
+    return total / count, by_row
+
+
+def held_out_rewards(model: Any, tokenizer: Any, rows: Any, config: Config) -> tuple[float, torch.Tensor]:
+    """Mean loss of held-out pairs under a reward model, and the rewards (pairs, 2) of chosen and rejected answers."""
+    (total, count), rewards = _watched(
+        model,
+        tokenizer,
+        rows,
+        config,
+        objectives.of(config),
+        lambda batch, outputs: outputs.logits.double().view(-1, 2),
+    )
+    return total / count, rewards
+
+
+def _watched(
+    model: Any, tokenizer: Any, rows: Any, config: Config, objective: Objective,
+    read: Callable[[Inputs, Any], torch.Tensor],
+) -> tuple[list[float], torch.Tensor]:  # fmt: skip
+    """The sum and count of `objective` over `rows`, and what is `read` of each micro-batch's output, on the CPU."""
     training = config.training
     log_probs.attach(model)
-    collate = MicroBatches(micro_batching(training, config.data), tokenizer.pad_token_id)
+    collate = MicroBatches(micro_batching(config), tokenizer.pad_token_id)
     by_row: list[torch.Tensor] = []
     watching = model.register_forward_hook(
-        lambda model, _, batch, outputs: by_row.append(_sums_by_row(batch, outputs)), with_kwargs=True
+        lambda model, _, batch, outputs: by_row.append(read(batch, outputs)), with_kwargs=True
     )
     try:
         with without_cudnn_attention(), log_probs.tiles(config.memory.loss_tokens):
             masked = needs_mask(model.config, training.precision, capability_of(model.device))
             steps = loader(rows, collate, training.batch_size)
-            total, count = summed_loss(model, steps, precision=training.precision, masked=masked).tolist()
+            sums = summed_loss(model, steps, precision=training.precision, masked=masked, objective=objective)
     finally:
         watching.remove()
-    return total / count, torch.cat(by_row).cpu()
+    return sums.tolist(), torch.cat(by_row).cpu()
 
 
 def _sums_by_row(batch: Inputs, outputs: Any) -> torch.Tensor:

@@ -91,7 +91,9 @@ class Loop:
             # A save may overlap only one forward and backward pass: if it fell further behind, a kill could cost more
             # than one save interval.
             self.checkpoints.wait()
-            numbers = StepNumbers.read(ranks.summed(loss) / step.engine.world_size, grad_norm, counts)
+            loss, *sums = ranks.summed(torch.cat([loss[None], step.sums]))
+            statistics = dict(zip(step.objective.statistics, zip(sums[::2], sums[1::2], strict=True), strict=True))
+            numbers = StepNumbers.read(loss / step.engine.world_size, grad_norm, counts, statistics)
             updated = math.isfinite(numbers.grad_norm)
             if updated:
                 self.retry.update(step)

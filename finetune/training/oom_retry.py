@@ -60,7 +60,7 @@ def smaller(inputs: Inputs, config: Config, shares: int) -> dict[str, int]:
     rows = row_count(inputs)
     if rows == 1:
         return {}
-    if micro_batching(config.training, config.data).tokens:
+    if micro_batching(config).tokens:
         return {"training.micro_batch_tokens": _positions(inputs) // 2}
     share = config.training.batch_size // shares
     return {"training.micro_batch": max(fewer for fewer in range(1, rows // 2 + 1) if share % fewer == 0)}

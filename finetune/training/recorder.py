@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
@@ -12,7 +13,7 @@ import torch
 
 from finetune.errors import NumbersError
 from finetune.measure.monitor import LeakWatch, Monitor, Peak
-from finetune.objectives import Objective
+from finetune.objectives import Objective, Statistics
 from finetune.runtime import ranks
 from finetune.storage.files import append_line
 from finetune.storage.rundir import RunDirectory
@@ -69,23 +70,36 @@ class StepCounts:
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """Results of a step: mean loss in nats, gradient norm, tokens, and positions (with padding)."""
+    """Results of a step: mean loss in nats, gradient norm, tokens, and positions (with padding).
+
+    `statistics`: the mean of each of the objective's own; None where nothing was counted.
+    """
 
     loss: float
     grad_norm: float
     tokens: int
     positions: int
+    statistics: Mapping[str, float | None] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, loss: torch.Tensor, grad_norm: torch.Tensor, counts: StepCounts) -> StepNumbers:
+    def read(
+        cls, loss: torch.Tensor, grad_norm: torch.Tensor, counts: StepCounts, statistics: Statistics | None = None
+    ) -> StepNumbers:
         """Read all values at once, before the update: the only device synchronisation of a step."""
+        sums = itertools.chain.from_iterable((statistics or {}).values())
         there = [
-            value for value in (loss, grad_norm, counts.tokens, counts.positions) if isinstance(value, torch.Tensor)
+            value
+            for value in (loss, grad_norm, counts.tokens, counts.positions, *sums)
+            if isinstance(value, torch.Tensor)
         ]
-        read = torch.stack([value.double() for value in there]).tolist()
+        read = iter(torch.stack([value.double() for value in there]).tolist())
+        loss_, norm = next(read), next(read)
         # With a single rank the counts are already on the host.
-        tokens, positions = read[2:] or (counts.tokens, counts.positions)
-        return cls(read[0], read[1], int(tokens), int(positions))
+        tokens, positions = (
+            next(read) if isinstance(count, torch.Tensor) else count for count in (counts.tokens, counts.positions)
+        )
+        means = {name: _mean(next(read), next(read)) for name in statistics or {}}
+        return cls(loss_, norm, int(tokens), int(positions), means)
 
 
 @dataclass
@@ -152,6 +166,7 @@ class MetricsRecorder:
             "epoch": round(progress.epoch, 4),
             "tokens": numbers.tokens,
             "tokens_per_second": round(numbers.tokens / seconds, 1),
+            **numbers.statistics,
             "padding_share": round(1 - numbers.tokens / numbers.positions, 4) if numbers.positions else 0.0,
             "memory": self.monitor.take_step(),
             **({} if updated else {"skipped": True}),
@@ -200,6 +215,10 @@ class MetricsRecorder:
             f"the last checkpoint is {saved[-1]}" if saved else "no checkpoint was written yet (`output.save_every`)"
         )
         raise NumbersError(f"{name} is not finite at step {step}; {where}. {remedy(updates, scaled=self._scaled)}")
+
+
+def _mean(total: float, count: float) -> float | None:
+    return _number(total / count) if count else None
 
 
 def _number(value: float) -> float | None:

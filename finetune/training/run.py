@@ -13,7 +13,7 @@ from transformers import set_seed
 from finetune.errors import NumbersError
 from finetune.model.distributed.engine import WholeWeights
 from finetune.runtime import ranks
-from finetune.training import guards, model_setup, publishing, schedules
+from finetune.training import guards, model_setup, publishing, reference_scores, schedules
 from finetune.training.assembly import assemble
 from finetune.training.callbacks import Callbacks
 from finetune.training.job import Outcome, TrainingJob
@@ -55,6 +55,7 @@ def prepare(job: TrainingJob) -> tuple[Loop, bool]:
 
 def fit(job: TrainingJob, loop: Loop) -> None:
     """Train to the end, or to the end of the step in which a signal arrived, and wait for the last save."""
+    reference_scores.add(job, loop)  # while the weights are those that training starts from
     if job.resume_from:
         loop.progress.updates = updates_in(job.resume_from)
         restore_weights(loop.step.engine, job.resume_from)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -45,6 +46,7 @@ class Step:
     levels: ByLength | None = None
     idle: Inputs | None = None
     seen: Callable[[Inputs, int, Peak], None] = lambda micro_batch, index, peak: None
+    _sums: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def model(self) -> Any:
@@ -64,6 +66,7 @@ class Step:
         steps were taken before this one. `begin` is called with each micro-batch before its pass.
         """
         self.model.train()
+        self._sums.clear()
         losses: list[torch.Tensor] = []
         *before, last = micro_batches
         with self.engine.local():
@@ -83,7 +86,9 @@ class Step:
             batch = send_to_device(for_model(micro_batch, masked=self.masked), self.device, non_blocking=True)
             noise = self.noise.added(micro_batch, number) if self.noise else contextlib.nullcontext()
             with autocast(self.precision, self.device), packing.known(batch), noise:
-                total, _ = self.objective.loss(self.engine.forward, batch)
+                total, _, *statistics = self.objective.loss(self.engine.forward, batch)
+            if statistics:
+                self._sums.append(torch.stack([*itertools.chain.from_iterable(statistics[0].values())]).detach())
             loss = total / count * self.engine.world_size  # gradients are averaged over ranks
             del batch, total
             self.monitor.enter("backward")
@@ -92,6 +97,11 @@ class Step:
             peak = self.monitor.leave()
         self.seen(micro_batch, index, peak)
         return loss.detach()
+
+    @property
+    def sums(self) -> torch.Tensor:
+        """The sum and count of each of the objective's statistics over the micro-batches of the last step, in order."""
+        return torch.stack(self._sums).sum(0) if self._sums else torch.empty(0, device=self.device)
 
     def catch_up(self) -> None:
         """Take part in what the other ranks wait for, after a pass that failed here."""

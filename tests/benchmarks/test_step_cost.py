@@ -40,12 +40,12 @@ def test_the_parts_of_a_layer_add_up_to_its_passes(job: Config) -> None:
 
 @pytest.mark.slow
 def test_trl_gives_a_mask_that_costs_uneven_rows_their_flash_kernel_and_leaves_nothing_behind(job: Config) -> None:
-    before = traced_step.OBJECTIVES, traced_step.needs_mask, traced_step.log_probs.attach
+    before = traced_step.objectives.of, traced_step.needs_mask, traced_step.log_probs.attach
     flops = {}
     for padded in (False, True):
         with step_cost.rows_of(padded=padded), step_cost.as_trl():
             flops["trl", padded] = planning.planner_for(job, "RTX 4090").forecast().flops
         with step_cost.rows_of(padded=padded):
             flops["ours", padded] = planning.planner_for(job, "RTX 4090").forecast().flops
-    assert (traced_step.OBJECTIVES, traced_step.needs_mask, traced_step.log_probs.attach) == before
+    assert (traced_step.objectives.of, traced_step.needs_mask, traced_step.log_probs.attach) == before
     assert flops["ours", False] == flops["ours", True] == flops["trl", False] < flops["trl", True]

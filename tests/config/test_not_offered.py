@@ -20,13 +20,10 @@ def refusal(key: str, value: object) -> str:
 @pytest.mark.parametrize(
     ("key", "value", "instead"),
     [
-        ("training.objective", "dpo", "TRL"),
-        ("training.objective", "KTO", "TRL"),
-        ("training.objective", "orpo", "TRL"),
-        ("training.objective", "simpo", "TRL"),
-        ("training.objective", "grpo", "TRL"),
         ("training.objective", "ppo", "TRL"),
-        ("training.objective", "reward", "TRL"),
+        ("training.objective", "KTO", "TRL"),
+        ("training.objective", "bco", "TRL"),
+        ("training.objective", "grpo", "TRL"),
         ("training.objective", "pt", "`data.format: text`"),
         ("quantization.kind", "nvfp4", "`nf4`"),
         ("quantization.kind", "gptq", "`nf4`"),
@@ -65,7 +62,7 @@ def test_a_value_that_is_not_offered_is_refused_with_an_alternative(key: str, va
 @pytest.mark.parametrize(
     ("line", "instead"),
     [
-        ("stage=dpo", "write `training.objective`; `dpo` is not offered: "),
+        ("stage=ppo", "write `training.objective`; `ppo` is not offered: "),
         ("rl=grpo", "write `training.objective`; `grpo` is not offered: "),
         ("optim=muon", "write `optimizer.kind`; `muon` is not offered: "),
     ],

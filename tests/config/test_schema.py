@@ -186,6 +186,7 @@ def values_of(key: str) -> Iterator[Any]:
     yield from ("auto", "none") if key == "data.eval" else ()
     yield from (True, False) if field.get("type") == "boolean" else ()
     yield from ({}, {"q_proj": 8}) if field.get("type") == "object" else ()
+    yield from ([], ["good"]) if field.get("type") == "array" else ()
     yield from (1, 2) if field.get("type") == "integer" else ()
     yield from ([], ["<tool>"]) if any(form.get("type") == "array" for form in forms) else ()
     yield from (2, None) if {"type": "null"} in forms else ()

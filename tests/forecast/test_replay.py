@@ -228,7 +228,7 @@ def test_json_has_every_figure() -> None:
         "fits", "budget_bytes", "peak_allocated_bytes", "peak_reserved_bytes", "host_bytes", "disk_bytes", "phases",
         "categories", "batch", "flops", "moved_bytes", "calls", "seconds",
     }  # fmt: skip
-    assert set(found["phases"]) == set(PHASES)
+    assert set(found["phases"]) == set(PHASES) - {"reference"}
     assert set(found["categories"]) == set(WORDS) - {"communicators"}
     assert found["batch"]["tokens"] == 64
     assert found["needed_bytes"] == sum(found["categories"].values())

@@ -11,7 +11,7 @@ import psutil
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune.errors import MachineError
+from finetune.errors import ConfigError, MachineError
 from finetune.export import proof
 from finetune.export.conversion import Conversion
 from finetune.export.gguf import gguf_families, gguf_model, gguf_recipes, gguf_vocabulary, llama_cpp
@@ -25,6 +25,11 @@ def check(job: Conversion) -> None:
     """Raise ConfigError if llama.cpp cannot express the model or its tokenizer, MachineError if this machine lacks the
     program that makes or proves the file.
     """
+    if job.config.model.labels:
+        raise ConfigError(
+            f"{job.run.path} is a reward model, whose head has no GGUF form here; export `merged`, which transformers "
+            "loads as a sequence classifier"
+        )
     family = gguf_families.family(job.architecture)
     if not family.readable and not llama_cpp.installed():
         raise MachineError(

@@ -31,6 +31,7 @@ from finetune.export.merging.bases import ONTO, Bases, Merging, Onto
 from finetune.model.base import load_architecture
 from finetune.model.source import file_hashes, identity, prequantized
 from finetune.model.source.locate import weights_directory
+from finetune.model.structure import sequence_head
 from finetune.runtime import libraries
 from finetune.storage.files import write_text
 from finetune.storage.rundir import RunDirectory
@@ -146,6 +147,8 @@ def _prove(bases: Bases, chosen: Onto, rows: list[list[int]], folder: Path, *, h
         merged, truth, before = runs.written.logits(row), runs.trained.logits(row), runs.base.logits(row)
         after = truth if runs.trained is runs.adapted else runs.adapted.logits(row)
         comparison.add(merged, after, before)
+        if sequence_head.is_classifier(bases.bare):  # whose scores are no predictions
+            return
         following = torch.tensor(rows[row][1 :: bases.stride], dtype=torch.long)
         for onto, logits in ((chosen, merged), ("trained", truth), ("base", before)):
             likeness[onto].add(truth, logits, following)
@@ -162,8 +165,10 @@ def _prove(bases: Bases, chosen: Onto, rows: list[list[int]], folder: Path, *, h
         result, "merged model", compared_with="base plus adapter", changed_by="the adapter",
         otherwise="; use the adapter with its base instead",
     )  # fmt: skip
-    measured = {onto: each.result() for onto, each in likeness.items()}
     record: dict[str, Any] = {**asdict(result), "computed_in": str(bases.compute_dtype).removeprefix("torch.")}
+    if sequence_head.is_classifier(bases.bare):
+        return record
+    measured = {onto: each.result() for onto, each in likeness.items()}
     if runs.other:
         record["to_trained"] = {onto: {key: measured[onto][key] for key in ("kl", "agreement")} for onto in ONTO}
     if held_out:

@@ -14,19 +14,25 @@ from transformers import GenerationConfig
 from finetune.errors import MachineError
 from finetune.export.merging.bases import Bases, Merging
 from finetune.model.source import chat_template
-from finetune.model.structure import streamed
+from finetune.model.structure import sequence_head, streamed
 from finetune.storage import weight_files
 from finetune.storage.files import amount, write_json
 
 
 def layouts(bases: Bases) -> dict[str, weight_files.FileLayout]:
-    """The weight files of a merged model by file name: one for each file of the base, with the same tensors."""
+    """The weight files of a merged model by file name: one for each file of the base, with the same tensors.
+
+    Those of a classifier lack what the base has and it does not: the head of a language model.
+    """
+    unused = {source for group in bases.weights.groups if not group.targets for source in group.sources}
+    left_out = unused if bases.weights.new else set()
     order = {source: number for number, group in enumerate(bases.weights.groups) for source in group.sources}
     planned, count = {}, len(bases.files)
     for number, file in enumerate(bases.files, start=1):
         tensors = {
             name: (bases.dtype if dtype.is_floating_point else dtype, shape)
             for name, (dtype, shape) in bases.weights.layout_of(file).items()
+            if name not in left_out
         }
         if number == count:
             names = bases.bare.state_dict()
@@ -39,9 +45,9 @@ def layouts(bases: Bases) -> dict[str, weight_files.FileLayout]:
 
 
 def _added(bases: Bases) -> list[str]:
-    """Weights of the merged model that the base's files lack, since they were tied to another."""
+    """Weights of the merged model that the base's files lack: tied to another there, or a classifier's head."""
     known = {target for group in bases.weights.groups for target in group.targets}
-    return [name for name in bases.untied if name not in known]
+    return [name for name in (*bases.untied, *bases.weights.new) if name not in known]
 
 
 def write_weights(merging: Merging, folder: Path) -> None:
@@ -78,7 +84,14 @@ def _tensors(merging: Merging, of: dict[str, streamed.ConversionGroup], names: l
 
 
 def write_settings(bases: Bases, base: Path, tokenizer: Any, folder: Path) -> None:
-    """Write config.json and generation_config.json; generation stops at the end of a turn as it was trained."""
+    """Write config.json and generation_config.json; generation stops at the end of a turn as it was trained.
+
+    A classifier has no generation_config.json.
+    """
+    if sequence_head.is_classifier(bases.bare):
+        sequence_head.name_padding(bases.merged_architecture, tokenizer)
+        bases.merged_architecture.save_pretrained(str(folder))
+        return
     bases.merged_architecture.save_pretrained(str(folder))
     settings = bases.bare.generation_config
     if (base / "generation_config.json").is_file():

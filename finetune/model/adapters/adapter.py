@@ -20,7 +20,7 @@ from finetune.model.adapters import new_rows
 from finetune.model.base import TRAINED_DTYPES
 from finetune.model.precision import PRECISIONS
 from finetune.model.source.locate import weights_directory
-from finetune.model.structure import composite, experts, linear_layers
+from finetune.model.structure import composite, experts, linear_layers, sequence_head
 from finetune.runtime import patches
 from finetune.storage import weight_files
 
@@ -29,10 +29,14 @@ def attach(base: Any, section: AdapterSection, base_name: str, seed: int, revisi
     """Make `base` trainable: a PeftModel, the same for the same seed; or the base itself for `kind: none`."""
     if section.kind == "none":
         new_rows.start(base, section.new_rows)
-        return base.to(TRAINED_DTYPES[section.dtype]).requires_grad_(True)
+        whole = base.to(TRAINED_DTYPES[section.dtype]).requires_grad_(True)
+        torch.manual_seed(seed)
+        sequence_head.start(whole)
+        return whole
     torch.manual_seed(seed)
     model = adapted(base, section)
     new_rows.start(model, section.new_rows)
+    sequence_head.start(model)
     if section.init == "loftq":
         _start_from_quantization_error(model, base_name, revision)
     set_trained_dtype(model, section)
@@ -47,6 +51,9 @@ def adapted(base: Any, section: AdapterSection, *, inference_mode: bool = False,
 
     config = lora_config(base, section)
     config.inference_mode = inference_mode
+    task = config.task_type
+    if sequence_head.is_classifier(base):  # PEFT's class for them would train modules of other names as well
+        config.task_type = None
     # PEFT would take linear layers of a mixture of experts for transformers 4's experts of the same names.
     as_named = patches.CONVERT_ADAPTER_CONFIG.by(lambda *args, **kwargs: None)
     with as_named, patches.PARAM_WRAPPER.by(ParamWrapper), warnings.catch_warnings():
@@ -60,6 +67,7 @@ def adapted(base: Any, section: AdapterSection, *, inference_mode: bool = False,
                 f"`adapter.targets`: PEFT cannot adapt these layers of {type(base).__name__} ({first_line(error)}); "
                 "choose others"
             ) from error
+    config.task_type = task
     new_rows.complete(model)
     if composite.is_language_alone(base):  # a part of a name may mean layers of the models that were left out as well
         config.target_modules = _layers_adapted(model)
@@ -160,7 +168,7 @@ def lora_settings(section: AdapterSection, **more: Any) -> Any:
         modules_to_save=list(section.extra_modules) or None,
         use_rslora=section.rslora,
         use_dora=section.dora,
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if sequence_head.HEAD in section.extra_modules else "CAUSAL_LM",
         **more,
     )
 

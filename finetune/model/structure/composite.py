@@ -13,6 +13,7 @@ import re
 from typing import Any
 
 from finetune.model.source import catalog
+from finetune.model.structure import sequence_head
 
 _MARK = "_without_the_models_beside_its_language_model"
 
@@ -21,6 +22,8 @@ def loader(architecture: Any) -> Any:
     """The class whose `from_pretrained` makes the model of `architecture`."""
     from transformers import AutoModelForCausalLM
 
+    if sequence_head.is_wanted(architecture):
+        return sequence_head.loader(architecture)
     known = catalog.model_class(architecture)
     return _language_alone(known) if catalog.is_whole(architecture, known) else AutoModelForCausalLM
 

@@ -7,6 +7,7 @@ transformers' own conversions to single weights, and can reverse them.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from safetensors import safe_open
 from torch import nn
 
 from finetune.errors import ArtifactError
-from finetune.model.structure import packed
+from finetune.model.structure import packed, sequence_head
 from finetune.storage import weight_files
 
 
@@ -39,8 +40,8 @@ class Weights(Mapping[str, torch.Tensor]):
     """The weights of `model` (on the meta device), by their names in it, read from safetensors files when asked for.
 
     A tensor is a view of its mapped file, in the type it is stored in; or the values, in `dtype`, of two tensors that
-    a packed weight is published as. Tied weights are those they are tied to. An embedding and a head of fewer rows than
-    the model's (`model.vocabulary`) end in zeros.
+    a packed weight is published as. Tied weights are those they are tied to; a classifier's head that the files lack is
+    `new`, and zero. An embedding and a head of fewer rows than the model's (`model.vocabulary`) end in zeros.
     """
 
     def __init__(self, model: Any, files: list[Path], dtype: torch.dtype = torch.bfloat16) -> None:
@@ -62,20 +63,24 @@ class Weights(Mapping[str, torch.Tensor]):
             if name not in self._of and other in self._of:
                 self._of[name] = self._of[other]
                 self._alias[name] = other
-        if missing := sorted(dict(model.named_parameters()).keys() - self._of.keys()):
+        shapes = sequence_head.new_weights(model)
+        self.new = {name: shape for name, shape in shapes.items() if name not in self._of}
+        if missing := sorted(dict(model.named_parameters()).keys() - self._of.keys() - self.new.keys()):
             raise ArtifactError(
                 f"{files[0].parent}: {len(missing)} weights are not in its files, such as `{missing[0]}`; the download "
                 "is incomplete, or the files belong to another architecture"
             )
 
     def __getitem__(self, name: str) -> torch.Tensor:
+        if name in self.new:
+            return torch.zeros(self.new[name])
         return self.converted(self._of[name])[self._alias.get(name, name)]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._of)
+        return itertools.chain(self._of, self.new)
 
     def __len__(self) -> int:
-        return len(self._of)
+        return len(self._of) + len(self.new)
 
     def stored(self, source: str) -> torch.Tensor:
         """A tensor as the files hold it, or the values of a packed one."""

@@ -1,0 +1,125 @@
+"""Sequence classifiers: a decoder with a linear head, `score`, in place of the one that predicts tokens.
+
+Modules have the names of transformers' `AutoModelForSequenceClassification`, which loads what is published here. In a
+run the head scores every token, so that what compares logits compares scores; in training only the last trained one,
+which no padding, nor any other row of a packed one, can move. transformers takes the last token that is not padding.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+from finetune.errors import ConfigError
+from finetune.model.source import catalog
+
+HEAD = "score"
+_MARK = "_scores_tokens"
+
+
+def is_wanted(architecture: Any) -> bool:
+    """Whether `architecture` is of a sequence classifier."""
+    return any(name.endswith("ForSequenceClassification") for name in architecture.architectures or ())
+
+
+def want(architecture: Any, labels: list[str]) -> Any:
+    """`architecture` as that of a classifier with these labels. Raises ConfigError if transformers has none."""
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as known
+
+    own = known.get(type(architecture), None)
+    if own is None or catalog.is_whole(architecture, catalog.model_class(architecture)):
+        raise ConfigError(
+            f"`training.objective`: transformers has no sequence classifier of type `{architecture.model_type}` for "
+            "text alone; use another base"
+        )
+    architecture.architectures = [own.__name__]
+    architecture.id2label = dict(enumerate(labels))
+    architecture.label2id = {label: number for number, label in enumerate(labels)}
+    return architecture
+
+
+def loader(architecture: Any) -> type:
+    """transformers' classifier for `architecture`, whose head scores each token."""
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as known
+
+    return _scoring(known[type(architecture)])
+
+
+def is_classifier(model: Any) -> bool:
+    """Whether `model`, wrapped by PEFT or not, was made by `loader`."""
+    return hasattr(type(_base(model)), _MARK)
+
+
+def new_weights(model: Any) -> dict[str, torch.Size]:
+    """Names and shapes of the weights that the files of a language model lack, which are zero before training."""
+    names = (f"{HEAD}.weight",) if is_classifier(model) else ()
+    return {name: model.get_parameter(name).shape for name in names}
+
+
+@torch.no_grad()
+def start(model: Any) -> None:
+    """Give the trained head of a classifier the random weights of a fresh one; others are left alone."""
+    if is_classifier(model):
+        head, spread = _base(model).score, getattr(model.config.get_text_config(), "initializer_range", 0.02)
+        nn.init.normal_(head.weight, std=spread)
+
+
+def name_padding(architecture: Any, tokenizer: Any) -> None:
+    """Write into a published classifier's config which token is padding, unless answers end with the same.
+
+    transformers scores the last other token. Without one it refuses several rows at once, and scores a row right.
+    """
+    padding = tokenizer.pad_token_id
+    architecture.get_text_config().pad_token_id = None if padding == tokenizer.eos_token_id else padding
+
+
+def _base(model: Any) -> Any:
+    model = getattr(model, "module", model)
+    return model.get_base_model() if hasattr(model, "peft_config") else model
+
+
+@functools.cache
+def _scoring(known: type) -> type:
+    """`known`, a class of classifiers, with scores of every token and a head that is found as a language model's is."""
+    # The name and the module decide how transformers names the weights of its files.
+    parts = {"forward": _forward, "get_output_embeddings": lambda model: model.score, "__module__": known.__module__}
+    return type(known.__name__, (known,), {**parts, _MARK: True})
+
+
+def _forward(
+    model: Any, input_ids: torch.Tensor, labels: torch.Tensor | None = None, fused_lm_head: bool = False, **inputs: Any
+) -> Any:
+    """`logits` (rows, tokens, labels) of each token or, as `fused_lm_head` says that a step asks, those (sequences,
+    labels), float32, of each sequence's last trained token.
+    """
+    from transformers.modeling_outputs import SequenceClassifierOutputWithPast
+
+    hidden = model.base_model(input_ids=input_ids, **{"use_cache": False, **inputs}).last_hidden_state
+    if fused_lm_head:
+        assert labels is not None
+        hidden = hidden.flatten(0, 1)[_last_trained(labels, inputs.get("cu_seq_lens_q"), inputs.get("seq_idx"))]
+    with torch.autocast(hidden.device.type, enabled=False):
+        logits = model.score(hidden.to(_dtype(model.score)))
+    return SequenceClassifierOutputWithPast(logits=logits.float() if fused_lm_head else logits)
+
+
+def _dtype(head: Any) -> torch.dtype:
+    """The dtype that the head computes in; `head` may be wrapped by PEFT, with its adapter off."""
+    off = getattr(head, "disable_adapters", False)
+    weight: torch.Tensor = (head.original_module if off else head).weight
+    return weight.dtype
+
+
+def _last_trained(labels: torch.Tensor, starts: torch.Tensor | None, numbers: torch.Tensor | None) -> torch.Tensor:
+    """The positions (sequences,) of each sequence's last trained token in all rows one after the other.
+
+    Of a sequence without any it is the first token of the rows.
+    """
+    positions = torch.where(labels != -100, torch.arange(labels.numel(), device=labels.device).view_as(labels), 0)
+    if starts is None or numbers is None:
+        return positions.amax(1)
+    sequence = torch.arange(len(starts) - 1, device=labels.device)
+    return torch.where(numbers == sequence[:, None], positions, 0).amax(1)

@@ -1,0 +1,118 @@
+"""What an objective is, and the sums that objectives are made of; `finetune.objectives` has them all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from finetune.config import PreferenceSection
+from finetune.data.encoded import ONE_SEQUENCE, RowLayout
+
+if TYPE_CHECKING:
+    import torch
+
+Batch = dict[str, Any]
+"""The model's keyword arguments: tensors of `input_ids` and `labels` (sequences, tokens), and what packing adds; the
+`row` of each sequence and the values of rows, if the objective's layout names any.
+"""
+
+MODEL_INPUTS = frozenset({
+    "input_ids", "labels", "attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
+    "max_length_k", "seq_idx",
+})  # fmt: skip
+"""The entries of a batch that are the model's."""
+
+
+Loss: TypeAlias = "Callable[[Any, Batch], Any]"
+"""Returns (sum, count), or (sum, count, statistics)."""
+
+Statistics: TypeAlias = "dict[str, tuple[torch.Tensor, torch.Tensor]]"
+"""Sums over the rows of a batch that metrics.jsonl has the means of, each with its count."""
+
+SETTINGS = tuple(PreferenceSection.model_fields)
+"""The keys of the section `preference`."""
+
+
+def trained_tokens(batch: Batch) -> torch.Tensor:
+    """Number of trained tokens: labels other than -100, except the first of each row, which nothing predicts."""
+    return (batch["labels"][:, 1:] != -100).sum()
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A loss function returning a sum with its graph and its count, both on the device; and the count alone.
+
+    `layout`: the segments and values of the rows that it trains on. `evaluated`: what an evaluation sums, both float64,
+    where that is not the cross-entropy of trained tokens. `settings`: the keys of the section `preference` that it
+    reads, by `bind`, which returns it with their values. `reference`: it needs the log-probabilities of the starting
+    model. `statistics`: the names of those that the loss returns besides, in order.
+    `sequences_scored`: by a head of their own, so that no token is.
+    """
+
+    help: str
+    loss: Loss
+    count: Callable[[Batch], torch.Tensor] = trained_tokens
+    layout: RowLayout = ONE_SEQUENCE
+    evaluated: Loss | None = None
+    settings: tuple[str, ...] = ()
+    bind: Callable[[PreferenceSection], Objective] | None = None
+    reference: bool = False
+    statistics: tuple[str, ...] = ()
+    sequences_scored: bool = False
+
+    @property
+    def ignores(self) -> tuple[str, ...]:
+        """The keys of the config that change nothing here."""
+        ignored = tuple(f"preference.{key}" for key in SETTINGS if key not in self.settings)
+        scores = ("memory.loss_tokens",) if self.sequences_scored else ()
+        return (*ignored, "neftune_noise_alpha", *scores) if self.settings else ignored
+
+    def sums(self, model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum and the count of an evaluation, float64, on the device."""
+        total, count, *_ = (self.evaluated or cross_entropy)(model, batch)
+        return total.double(), count.double()
+
+
+def cross_entropy(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Summed cross-entropy, in nats, and number of the trained tokens, float64."""
+    scores = scored(model, batch)
+    return -scores.log_probs.double().sum(), scores.label_mask.double().sum()
+
+
+def scored(model: Any, batch: Batch) -> Any:
+    """The model's output for a batch, whatever else that holds."""
+    return model(**{name: value for name, value in batch.items() if name in MODEL_INPUTS}, fused_lm_head=True)
+
+
+def by_sequence(values: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Sums (sequences,) of `values` (sequences, tokens - 1), which are those of tokens from the second on.
+
+    Packed sequences are told apart by their index, without waiting for the device, and in a fixed order of summation.
+    """
+    if "seq_idx" not in batch:
+        return values.sum(1)
+    import torch
+
+    number = torch.arange(len(batch["cu_seq_lens_q"]) - 1, device=values.device)
+    return torch.where(batch["seq_idx"][:, 1:] == number[:, None], values, 0).sum(1)
+
+
+def trained_rows(batch: Batch, segments: int) -> torch.Tensor:
+    """Which rows (rows,) have trained tokens in each of their `segments`; the others have no loss."""
+    counts = by_sequence(batch["labels"][:, 1:] != -100, batch)
+    return (counts.view(-1, segments) > 0).all(1)
+
+
+def with_balancing(
+    total: torch.Tensor, count: torch.Tensor, model: Any, scores: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A summed loss and its token count, with a mixture of experts' load-balancing loss added per token.
+
+    It is weighted by the coefficient in the model's own config (arXiv 2101.03961, section 2.2). `scores` is what the
+    model returned, with or without its fused head.
+    """
+    if getattr(scores, "aux_loss", None) is not None:
+        config = getattr(model, "module", model).config.get_text_config()
+        total = total + config.router_aux_loss_coef * scores.aux_loss * count
+    return total, count

@@ -1,0 +1,54 @@
+"""Reward models: a scalar head scores the chosen and the rejected answer of a row (Bradley-Terry)."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from finetune.config import PreferenceSection
+from finetune.objectives.objective import Batch, Objective, Statistics, scored, trained_rows
+from finetune.objectives.preference import PAIRS
+
+STATISTICS = ("rewards_chosen", "rewards_rejected", "rewards_margins", "rewards_accuracies")
+MARGIN = "margin"
+
+
+def loss_of_pairs(
+    chosen: torch.Tensor, rejected: torch.Tensor, margin: torch.Tensor | float, centering: float
+) -> torch.Tensor:
+    """-log sigmoid of how far the chosen reward is above the rejected one and `margin` (arXiv 2307.09288, equation 2),
+    and `centering` times the square of their sum (arXiv 2312.09244).
+    """
+    return -torch.nn.functional.logsigmoid(chosen - rejected - margin) + centering * (chosen + rejected) ** 2
+
+
+def _loss(centering: float, model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, Statistics]:
+    chosen, rejected = scored(model, batch).logits.view(-1, 2).unbind(1)
+    kept = trained_rows(batch, 2)
+    count = kept.sum()
+    loss = loss_of_pairs(chosen, rejected, batch.get(MARGIN, 0.0), centering)
+    with torch.no_grad():
+        of_pairs = (chosen, rejected, chosen - rejected, (chosen > rejected).float())
+        sums = [torch.where(kept, values.detach(), 0).sum() for values in of_pairs]
+    statistics = {name: (value, count) for name, value in zip(STATISTICS, sums, strict=True)}
+    return torch.where(kept, loss, 0).sum(), count, statistics
+
+
+def _count(batch: Batch) -> torch.Tensor:
+    return trained_rows(batch, 2).sum()
+
+
+def _bound(section: PreferenceSection) -> Objective:
+    loss = functools.partial(_loss, section.reward_centering)
+    return Objective(
+        "reward model: a scalar head that scores the chosen answer above the rejected one by the row's `margin`, if it "
+        "has one (Bradley-Terry, arXiv 2203.02155)",
+        loss, _count, replace(PAIRS, optional=(MARGIN,)), loss, ("reward_centering",), _bound, statistics=STATISTICS,
+        sequences_scored=True,
+    )  # fmt: skip
+
+
+REWARD = _bound(PreferenceSection())

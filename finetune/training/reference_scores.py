@@ -1,0 +1,323 @@
+"""The reference of preference objectives: log-probabilities of the rows under the model that training starts from.
+
+They are computed once, before the first step, in batches of rows of similar length, and become values of the rows. They
+are kept in the run directory part by part, so that a pass that was killed goes on, and in this user's cache for other
+runs on the same rows and the same starting model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import torch
+
+from finetune.config import AdapterSection, Config
+from finetune.data.batching import MicroBatching, Sizes, longest_first, micro_batches
+from finetune.data.encoded import columns
+from finetune.data.prepare import Prepared
+from finetune.errors import ArtifactError, NumbersError
+from finetune.model.base import base_dtype
+from finetune.objectives import OBJECTIVES, Batch, Objective, by_sequence, scored
+from finetune.objectives.preference import reference_column
+from finetune.objectives.starting_model import adapter_off
+from finetune.runtime import ranks
+from finetune.runtime.randomness import RandomState
+from finetune.storage import private
+from finetune.storage.files import write_bytes
+from finetune.training import oom_retry
+from finetune.training.collator import Inputs, MicroBatches, micro_batching, row_count
+from finetune.training.eval_loss import DoesNotFit, EvaluationReport, summed_loss
+
+if TYPE_CHECKING:
+    from finetune.training.job import TrainingJob
+    from finetune.training.loop import Loop
+
+Scores: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
+"""Summed log-probabilities (rows, segments), of the training rows and then of the evaluation set; NaN: to be scored."""
+
+_FOLDER = "references"
+_KEPT_EVERY_SECONDS = 10  # what a kill may cost
+_SHOWN_EVERY_SECONDS = 60
+_WINDOW_ROWS = 4096  # sorted by length, rows are divided into batches one window at a time
+_HASH = hashlib.sha256().digest_size
+_MOST_BYTES = 2**32
+
+
+def batching(way: MicroBatching, lengths: Sequence[int]) -> MicroBatching:
+    """How rows are batched to be scored, if a step is divided by `way`; `lengths` are those of the training rows.
+
+    As many positions at a time as the largest micro-batch of a step has, which take less memory without a backward
+    pass.
+    """
+    tokens = way.tokens or way.rows * way.layout.sequences * max(lengths)
+    return replace(way, rows=1, tokens=tokens, layout=replace(way.layout, values=()))
+
+
+def batches(lengths: Sequence[int], way: MicroBatching) -> Iterator[list[int]]:
+    """The indices of the rows of each batch, the longest first."""
+    order = longest_first(lengths)
+    for at in range(0, len(order), _WINDOW_ROWS):
+        window = order[at : at + _WINDOW_ROWS]
+        for batch in micro_batches([lengths[row] for row in window], way):
+            yield [window[row] for row in batch]
+
+
+def positions(config: Config, data: Prepared) -> int:
+    """Positions, padding included, in which all rows are scored."""
+    way = micro_batching(config)
+    way, total = batching(way, Sizes.of(data.train, way).lengths), 0
+    for rows in (data.train, data.eval):
+        lengths = Sizes.of(rows, way).lengths if rows else ()
+        for batch in batches(lengths, way):
+            own = [lengths[row] for row in batch]
+            total += sum(own) if way.packed else max(own) * len(own) * way.layout.sequences
+    return total
+
+
+def scoring(into: list[torch.Tensor]) -> Objective:
+    """An objective that appends the summed log-probabilities (sequences,), float32, of each batch `into` a list."""
+
+    def score(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        sums = by_sequence(scored(model, batch).log_probs, batch)
+        into.append(sums)
+        return sums.sum(), sums.new_tensor(len(sums))
+
+    return Objective("log-probabilities", score, evaluated=score)
+
+
+def starting(model: Any, adapter: AdapterSection) -> contextlib.AbstractContextManager[None]:
+    """A context in which `model`, not yet trained, is the starting model, and does not depend on an adapter's seed."""
+    return adapter_off(model) if adapter.starts_at_zero else contextlib.nullcontext()
+
+
+def decided(config: Config, data: Prepared | None) -> Config:
+    """The config with a value for `preference.reference`, if it is `auto` and the objective needs a reference.
+
+    What takes fewer seconds, and those are proportional to the rows that are scored: all of them once, or those of each
+    step and evaluation. If equal, once: another start, or another run on these rows, scores none.
+    """
+    objective = OBJECTIVES.get(config.training.objective)
+    if objective is None or not objective.reference or config.preference.reference != "auto":
+        return config
+    cached = config.caches_reference or in_step_share(config, data) >= 1
+    return config.changed({"preference.reference": "cached" if cached else "in_step"})
+
+
+def in_step_share(config: Config, data: Prepared | None) -> float:
+    """How many rows steps and evaluations would score, over the number of rows; unknown data is no evaluation set."""
+    training = config.training
+    if data is None:
+        return 0.0 if training.max_steps else training.epochs
+    trained, held_out = data.train_counts.rows, data.eval_counts.rows if data.eval_counts else 0
+    steps = training.max_steps or math.ceil(training.epochs * math.ceil(trained / training.batch_size))
+    evaluations = 2 + (steps - 1) // (training.eval_every or steps)
+    rows = steps * min(training.batch_size, trained) + evaluations * held_out
+    return rows / (trained + held_out)
+
+
+def add(job: TrainingJob, loop: Loop) -> None:
+    """Give the rows of the loop their log-probabilities under the model, which is the one that training starts from.
+
+    Does nothing if the objective needs no reference, or each step computes it. Raises NumbersError for a
+    log-probability that is not finite, ArtifactError if the starting model is gone, Terminated or KeyboardInterrupt
+    after a signal, and torch's out-of-memory error for a single row that does not fit.
+    """
+    if not (loop.step.objective.reference and job.config.caches_reference):
+        return
+    splits = [rows for rows in (job.data.train, job.data.eval) if rows is not None]
+    segments = loop.steps.collate.way.layout.segments
+    files = _Files(job, (sum(map(len, splits)), len(segments)))
+    scores = ranks.main_does(files.read)
+    if np.isnan(scores).any():
+        _score(job, loop, scores, files)
+    first = 0
+    for number, rows in enumerate(splits):
+        own, first = scores[first : first + len(rows)], first + len(rows)
+        finite = np.isfinite(own).all(axis=1)
+        if not finite.all():
+            place = rows[int(finite.argmin())]["place"]
+            raise NumbersError(f"{place}: its log-probability under the starting model is not finite; check the base")
+        for name, values in zip(segments, own.T, strict=True):
+            rows = rows.add_column(reference_column(name), values)
+        if number == 0:
+            loop.steps = replace(loop.steps, rows=rows)
+        elif loop.evaluation:
+            loop.evaluation.rows = rows
+
+
+def _score(job: TrainingJob, loop: Loop, scores: Scores, files: _Files) -> None:
+    """Fill in the rows of `scores` that are NaN, and keep what is done. The random state is preserved."""
+    if job.resume_from and job.config.adapter.start_from:
+        raise ArtifactError(
+            f"{job.run.reference_file}: the reference that this run trains against is missing or damaged, and its "
+            "adapter is no longer the one it started from; restore the file, or use --fresh to start over"
+        )
+    before, started = RandomState(), time.perf_counter()
+    missing = _unscored(scores)
+    job.listener.note(f"scoring {missing:,} rows with the starting model, once before the first step")
+    kept = shown = started
+    with starting(loop.step.model, job.config.adapter):
+        for rows, values, signal in _passes(job, loop, scores):
+            scores[rows] = values
+            now = time.perf_counter()
+            if now - kept > _KEPT_EVERY_SECONDS or signal:
+                files.keep(scores)
+                kept = now
+            if signal:
+                job.signals.take_stop(signal)
+                job.signals.end("the rows scored so far are kept")
+            if now - shown > _SHOWN_EVERY_SECONDS:
+                left = _unscored(scores)
+                minutes = (now - started) / (missing - left) * left / 60
+                job.listener.note(f"{missing - left:,} of {missing:,} rows are scored, {minutes:.0f} minutes left")
+                shown = now
+    before.restore()
+    files.finish(scores)
+    seconds, peak = round(time.perf_counter() - started, 3), job.monitor.take("reference")
+    job.run.event("reference_scored", rows=missing, seconds=seconds, memory={"reference": peak})
+
+
+def _passes(job: TrainingJob, loop: Loop, scores: Scores) -> Iterator[tuple[list[int], Scores, str | None]]:
+    """Rows that have a NaN, their scores, and the signal that a rank has received, if any; a batch for each rank.
+
+    All ranks get the scores of all.
+    """
+    way = loop.steps.collate.way
+    way = batching(way, Sizes.of(job.data.train, way).lengths)
+    collate, limit, first = MicroBatches(way, job.tokenizer.pad_token_id), oom_retry.Limit(), 0
+    reports: list[EvaluationReport | oom_retry.Report] = [
+        loop.retry.report,
+        *([loop.evaluation.report] if loop.evaluation else []),
+    ]
+    for rows, report in zip((job.data.train, job.data.eval), reports, strict=False):
+        inputs, lengths = rows.select_columns(columns(rows)), Sizes.of(rows, way).lengths
+        left = [batch for batch in batches(lengths, way) if np.isnan(scores[first:][batch]).any()]
+        for at in range(0, len(left), ranks.world_size()):
+            # A rank without a batch repeats the last one, as ranks that share a model pass through it together.
+            mine = left[min(at + ranks.rank(), len(left) - 1)]
+            own = _one(job, loop, collate.micro_batch([inputs[row] for row in mine]), limit, report)
+            taken, values, signals = zip(*ranks.gathered((mine, own, job.signals.name)), strict=True)
+            yield (
+                [first + row for batch in taken for row in batch],
+                np.concatenate(values),
+                next(filter(None, signals), None),
+            )
+        first += len(rows)
+
+
+def _one(
+    job: TrainingJob,
+    loop: Loop,
+    micro_batch: Inputs,
+    limit: oom_retry.Limit,
+    report: EvaluationReport | oom_retry.Report,
+) -> Scores:
+    """The scores (rows, segments) of a micro-batch, which is split if it does not fit."""
+    step, monitor, sums = loop.step, job.monitor, list[torch.Tensor]()
+    # Tensors are counted in the first batch, which is the largest.
+    counted = contextlib.nullcontext() if "reference" in monitor.run else monitor.counting_tensors()
+    with counted, monitor.phase("reference"):
+        try:
+            summed_loss(
+                step.model, [[micro_batch]], limit, report.split, precision=step.precision, masked=step.masked,
+                repeatable=step.engine.repeatable, objective=scoring(sums),
+            )  # fmt: skip
+        except DoesNotFit as row:
+            raise report.not_repeatable(torch.OutOfMemoryError(str(row)), row.inputs) from None
+        return torch.cat(sums).view(row_count(micro_batch), -1).cpu().numpy()
+
+
+def _unscored(scores: Scores) -> int:
+    return int(np.isnan(scores).any(axis=1).sum())
+
+
+@dataclass(frozen=True)
+class _Files:
+    """The scores, of this `shape`, in the run directory and, for other runs, in this user's cache; for rank 0 alone.
+
+    A file is the key of what the scores follow from, a hash of key and scores, and the scores: float32, row by row.
+    """
+
+    job: TrainingJob
+    shape: tuple[int, int]
+
+    def read(self) -> Scores:
+        """What is known of the scores; the rest is NaN. A run that resumes goes on with its own, whatever the key."""
+        job, known = self.job, np.full(self.shape, np.nan, np.float32)
+        for file in (job.run.reference_file, self._cached):
+            content = None if file is None else private.read(file, _MOST_BYTES)
+            if content is None:
+                continue
+            key, digest, values = content[:_HASH], content[_HASH : 2 * _HASH], content[2 * _HASH :]
+            if digest != _digest(key, values):
+                job.listener.note(f"{file} is damaged: what it has of the reference is computed again")
+            elif len(values) == known.nbytes and (key == self._key or (job.resume_from and file != self._cached)):
+                scores = np.frombuffer(values, known.dtype).reshape(self.shape).copy()
+                known = min(known, scores, key=_unscored)
+                if not _unscored(known):
+                    break
+        if not _unscored(known):
+            job.run.event("reference_found", rows=len(known), file=str(file))
+            self.keep(known)
+        return known
+
+    def keep(self, scores: Scores) -> None:
+        """Write what is scored into the run directory. Raises MachineError."""
+        if ranks.is_main():
+            write_bytes(self.job.run.reference_file, self._content(scores))
+
+    def finish(self, scores: Scores) -> None:
+        """Write the scores of all rows into the run directory and, if they are finite, into the cache if possible."""
+        self.keep(scores)
+        if ranks.is_main() and self._cached and np.isfinite(scores).all():
+            with contextlib.suppress(OSError):
+                private.write(self._cached, self._content(scores))
+
+    def _content(self, scores: Scores) -> bytes:
+        values = scores.tobytes()
+        return self._key + _digest(self._key, values) + values
+
+    @functools.cached_property
+    def _cached(self) -> Path | None:
+        """The file in the cache; None for a base that is known by name only."""
+        if self.job.provenance["base"] is None or self.job.config.model.trust_remote_code:
+            return None
+        return private.cache_folder() / _FOLDER / self._key.hex()
+
+    @functools.cached_property
+    def _key(self) -> bytes:
+        """A hash of all that the scores follow from: not of an adapter that starts at zero, nor of its seed."""
+        config, model, made = self.job.config, self.job.model, self.job.provenance
+        start: list[Any] = []
+        if not config.adapter.starts_at_zero:
+            start = [config.adapter.model_dump(exclude={"start_from"}), self._started_from()]
+            start += [config.training.seed] if config.adapter.init != "default" else []
+        dtype = base_dtype(config.adapter, config.training)
+        attention = model.config.get_text_config()._attn_implementation  # noqa: SLF001 -- has no public name
+        parts = [
+            made["data"], made["base"], made["packages"], start, config.quantization.model_dump(), str(dtype),
+            attention, config.training.precision, config.fused, config.kernels.compile, sorted(self.job.kernels_off),
+            self.job.device.type,
+        ]  # fmt: skip
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
+
+    def _started_from(self) -> Any:
+        """The hash of the adapter that this run started from, as its first event has it."""
+        if self.job.config.adapter.start_from is None:
+            return None
+        started = [event for event in self.job.run.events() if event["event"] == "started"]
+        return started[-1]["start_from"]["sha256"]
+
+
+def _digest(key: bytes, values: bytes) -> bytes:
+    return hashlib.sha256(key + values).digest()

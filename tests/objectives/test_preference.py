@@ -1,0 +1,159 @@
+"""Losses of preferences: their published values, and the reference of a step."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from steps import assert_gradients_close, gradients, micro_batches, out_of_memory, ready
+from test_two_segments import pairs, read_pair
+
+import finetune
+from finetune import settings
+from finetune.data.formats import FORMATS, RowFormat
+from finetune.errors import ConfigError
+from finetune.objectives import preference
+from finetune.objectives.preference import AnswerScores, Numbers
+from finetune.settings import load_config
+from finetune.storage.rundir import RunDirectory
+
+
+def answer(ratio: float, tokens: float = 1) -> AnswerScores:
+    """An answer of this L / n and, with a reference of zero, this R / n."""
+    total = torch.tensor([ratio * tokens], dtype=torch.float32)
+    return AnswerScores(total, torch.tensor([tokens]), torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("loss", "chosen", "rejected", "numbers", "expected"),
+    [
+        (preference._dpo, 0, 0, {"beta": 0.1}, math.log(2)),
+        (preference._dpo, 2, -3, {"beta": 0.1}, 0.474077),
+        (preference._dpo, 2, -3, {"beta": 0.1, "label_smoothing": 0.1}, 0.524077),
+        (preference._robust, 2, -3, {"beta": 0.1, "label_smoothing": 0.1}, 0.411577),
+        (preference._ipo, 0, 0, {"beta": 0.1}, 25),
+        (preference._simpo, -1, -1, {"beta": 2, "target_margin": 0.5}, 0.974077),
+        (preference._orpo, -0.5, -1, {"beta": 1}, 0.5 + 0.320300),
+        (preference._orpo, -1, -1, {"beta": 0.1}, 1 + 0.1 * math.log(2)),
+    ],
+)
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_losses_have_the_values_of_their_papers(
+    loss: Any, chosen: float, rejected: float, numbers: dict[str, float], expected: float, tokens: int
+) -> None:
+    by_token = loss not in (preference._dpo, preference._robust)
+    several = tokens if by_token else 1
+    (found,) = loss(answer(chosen, several), answer(rejected, several), Numbers(**numbers)).tolist()
+    assert found == pytest.approx(expected, abs=1e-6)
+
+
+def test_log_odds_are_exact_and_have_a_gradient_everywhere() -> None:
+    points = torch.tensor([-200.0, -20.0, -1.0, -0.6931, -0.5, -1e-3, -2e-6, 0.0], requires_grad=True)
+    found = preference.log_odds(points)
+    exact = points.detach().double().clamp(max=float(torch.tensor(-1e-6)))
+    torch.testing.assert_close(found.double(), exact - torch.log(-torch.expm1(exact)), rtol=1e-6, atol=1e-6)
+    found.sum().backward()
+    assert points.grad is not None
+    assert points.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("keys", "refused"),
+    [
+        ({"training": {"objective": "dpo"}, "preference": {"target_margin": 1}}, "preference.target_margin"),
+        ({"training": {"objective": "simpo"}, "preference": {"reference": "in_step"}}, "preference.reference"),
+        ({"preference": {"beta": 0.1}}, "preference.beta"),
+        ({"training": {"objective": "dpo", "neftune_noise_alpha": 5}}, "training.neftune_noise_alpha"),
+        (
+            {"training": {"objective": "dpo"}, "preference": {"reference": "in_step"}, "adapter": {"kind": "none"},
+             "quantization": {"kind": "none"}}, "preference.reference",
+        ),
+    ],
+)  # fmt: skip
+def test_a_key_that_would_change_nothing_is_refused(keys: dict[str, Any], refused: str) -> None:
+    with pytest.raises(ConfigError, match=f"`{refused}`"):
+        load_config(keys)
+
+
+# -- in a step ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def job(tmp_path: Path, quick, monkeypatch: pytest.MonkeyPatch):
+    """A function from overrides to a DPO job in fp32, all rows in one step."""
+    monkeypatch.setitem(FORMATS, "pairs", RowFormat("pairs of answers", ("prompt", "chosen", "rejected"), _read))
+    monkeypatch.setitem(settings.CHOICES, "data.format", {**settings.CHOICES["data.format"], **FORMATS})
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(each) + "\n" for each in pairs(24)))
+
+    def make(*overrides: str, run: str = "run", objective: str = "dpo") -> Any:
+        in_step = ["preference.reference=in_step"] if preference.FAMILY[objective].reference else []
+        return quick(
+            f"data.train={file}", "data.format=pairs", f"training.objective={objective}", "quantization.kind=none",
+            "training.precision=fp32", "training.batch_size=8", "training.micro_batch=8", "data.eval=none",
+            "training.eval_every=null", *in_step, *overrides, run=run,
+        )  # fmt: skip
+
+    return make
+
+
+def _read(fields: Any) -> Any:
+    pair = read_pair(fields)
+    return type(pair)(pair.segments)
+
+
+@pytest.mark.parametrize("way", ["data.packing=true", "adapter.dora=true", "kernels.fused=on"])
+def test_the_first_loss_is_ln_2_to_the_bit_for_the_base_is_its_own_reference(job, tmp_path: Path, way: str) -> None:
+    quantized = ["quantization.kind=nf4"] if way == "kernels.fused=on" else []
+    finetune.train(job(way, *quantized, "data.max_length=64", "training.max_steps=2", "training.learning_rate=0.01"))
+    first, second = RunDirectory(tmp_path / "run").metrics()[:2]
+    assert first["loss"] == float(torch.tensor(2.0).log())
+    assert [first[f"rewards_{name}"] for name in ("chosen", "rejected", "margins", "accuracies")] == [0, 0, 0, 0]
+    assert first["logps_rejected"] < 0
+    assert second["rewards_margins"] == pytest.approx(second["rewards_chosen"] - second["rewards_rejected"], abs=1e-6)
+    assert second["loss"] < first["loss"]
+
+
+@pytest.mark.parametrize("objective", preference.FAMILY)
+def test_the_gradient_does_not_depend_on_how_a_step_is_split(job, objective: str) -> None:
+    loop = ready(job("data.max_length=64", "adapter.rank=4", objective=objective))
+    (whole,) = micro_batches(loop, range(8), 8)
+    loss, expected = gradients(loop, [whole])
+    sums = loop.step.sums
+    for split in (3, 1):
+        other, found = gradients(loop, micro_batches(loop, range(8), split))
+        assert other == pytest.approx(loss, rel=1e-6)
+        assert_gradients_close(found, expected)
+        torch.testing.assert_close(loop.step.sums, sums, rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_that_runs_out_of_memory_in_its_reference_is_split(job) -> None:
+    loop = ready(job("model.name=builtin:tiny-llama", "data.max_length=64", "adapter.rank=4"))
+    (whole,) = micro_batches(loop, range(8), 8)
+    loss, expected = gradients(loop, [whole])
+    with out_of_memory(loop, "forward", whole["input_ids"].numel() // 3) as refused:
+        other, found = gradients(loop, [whole])
+    assert len(refused) >= 2
+    assert loop.step.model.training
+    assert other == pytest.approx(loss, rel=1e-6)
+    assert_gradients_close(found, expected)
+
+
+@pytest.mark.parametrize("packing", ["false", "true"])
+def test_a_run_on_pairs_takes_the_memory_of_its_forecast(job, tmp_path: Path, packing: str) -> None:
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(json.dumps({**each, "prompt": "Or " + each["prompt"]}) + "\n" for each in pairs(6)))
+    finetune.train(
+        job(f"data.eval={held_out}", "training.max_steps=2", "training.eval_every=1", "data.max_length=64",
+            f"data.packing={packing}", "memory.check=warn")
+    )  # fmt: skip
+    lines = RunDirectory(tmp_path / "run").metrics()
+    assert next(line["eval_loss"] for line in lines if "eval_loss" in line) == pytest.approx(math.log(2), abs=1e-7)
+    forecast = json.loads((tmp_path / "run" / "forecast.json").read_text())
+    assert forecast["differences"]
+    for difference in forecast["differences"]:
+        assert abs(difference["relative"]) < 0.01, difference

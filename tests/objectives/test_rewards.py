@@ -1,0 +1,167 @@
+"""Reward models: the loss, the head, what is saved, and what transformers and PEFT make of it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import metric, same_adapter
+from peft import PeftModel
+from steps import assert_gradients_close, before_each_step, gradients, micro_batches, ready
+from test_two_segments import pairs, read_pair
+from transformers import AutoModelForSequenceClassification
+
+import finetune
+from finetune import settings
+from finetune.data.encoded import segments_of
+from finetune.data.formats import FORMATS, RowFormat
+from finetune.errors import ConfigError
+from finetune.model import build
+from finetune.model.adapters import adapter_files
+from finetune.model.base import load_architecture
+from finetune.objectives import rewards
+from finetune.storage.rundir import RunDirectory
+
+
+@pytest.fixture
+def job(tmp_path: Path, quick, monkeypatch: pytest.MonkeyPatch):
+    """A function from overrides to a reward model on pairs with margins, in fp32."""
+    monkeypatch.setitem(FORMATS, "pairs", RowFormat("pairs", ("prompt", "chosen", "rejected"), read_pair, ("margin",)))
+    monkeypatch.setitem(settings.CHOICES, "data.format", {**settings.CHOICES["data.format"], **FORMATS})
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(each) + "\n" for each in pairs(24)))
+
+    def make(*overrides: str, run: str = "run") -> Any:
+        return quick(
+            f"data.train={file}", "data.format=pairs", "training.objective=reward", "quantization.kind=none",
+            "training.precision=fp32", "adapter.dropout=0", "data.max_length=64", *overrides, run=run,
+        )  # fmt: skip
+
+    return make
+
+
+EIGHT = ["training.batch_size=8", "training.micro_batch=8", "data.eval=none", "training.eval_every=null"]
+
+
+def test_the_loss_has_the_values_of_its_formula() -> None:
+    def of(chosen: float, rejected: float, margin: float = 0, centering: float = 0) -> float:
+        scores = torch.tensor([chosen, rejected], dtype=torch.float32)
+        return float(rewards.loss_of_pairs(scores[0], scores[1], margin, centering))
+
+    assert of(0, 0) == pytest.approx(math.log(2), abs=1e-6)
+    assert of(2, 1, margin=1) == pytest.approx(math.log(2), abs=1e-6)
+    assert of(2, -1, centering=0.01) == pytest.approx(math.log1p(math.exp(-3)) + 0.01, abs=1e-6)
+
+
+@pytest.mark.parametrize("packing", ["false", "true"])
+def test_the_gradient_is_that_of_transformers_classifier_however_the_step_is_split(job, packing: str) -> None:
+    loop = ready(job(*EIGHT, "preference.reward_centering=0.01", f"data.packing={packing}"))
+    rows = [loop.steps.rows[number] for number in range(8)]
+    (whole,) = micro_batches(loop, range(8), 8)
+    loss, expected = gradients(loop, [whole])
+    model = loop.step.model.get_base_model()
+    own = type(model).__mro__[1].forward  # transformers' LlamaForSequenceClassification
+    losses = []
+    with torch.no_grad():
+        for each in rows:
+            scores = [float(own(model, input_ids=torch.tensor([one.input_ids])).logits) for one in segments_of(each)]
+            losses.append(float(rewards.loss_of_pairs(*map(torch.tensor, scores), each["margin"], 0.01)))
+    assert loss == pytest.approx(sum(losses) / 8, rel=1e-5)
+    for size in (3, 1):
+        again, found = gradients(loop, micro_batches(loop, range(8), size))
+        assert again == pytest.approx(loss, rel=1e-5)
+        assert_gradients_close(found, expected)
+
+
+@pytest.mark.parametrize("packing", ["false", "true"])
+def test_a_reward_model_learns_as_forecast_and_resumes_to_the_same_bits(job, tmp_path: Path, packing: str) -> None:
+    keys = ["training.max_steps=6", "training.eval_every=3", "memory.check=warn", "output.merge=false",
+            f"data.packing={packing}", "training.learning_rate=0.01"]  # fmt: skip
+    finetune.train(job(*keys, run="whole"))
+    whole = RunDirectory(tmp_path / "whole")
+    losses = metric(whole, "loss")
+    assert losses[-1] < losses[0]
+    assert metric(whole, "rewards_accuracies")[-1] == 1
+    for difference in json.loads((whole.path / "forecast.json").read_text())["differences"]:
+        assert abs(difference["relative"]) < 0.01, difference
+
+    class Stopped(Exception):
+        pass
+
+    def stop(loop: Any) -> None:
+        if loop.progress.step == 4:
+            raise Stopped
+
+    with pytest.MonkeyPatch.context() as patch:
+        before_each_step(patch, stop)
+        with pytest.raises(Stopped):
+            finetune.train(job(*keys, "output.save_every=3", run="halted"))
+    finetune.train(job(*keys, "output.save_every=3", run="halted"))
+    assert same_adapter(whole, RunDirectory(tmp_path / "halted"))
+
+
+def scores(model: Any, rows: list[list[int]]) -> list[float]:
+    """What transformers' own class, or PEFT's on it, gives each row."""
+    with torch.no_grad():
+        return [float(model(input_ids=torch.tensor([row])).logits) for row in rows]
+
+
+@pytest.mark.parametrize("quantization", ["none", "nf4"])
+def test_transformers_and_peft_load_what_is_published_with_equal_scores(job, tmp_path: Path, quantization: str) -> None:
+    config = job(
+        "training.max_steps=4", "output.merge=true", f"quantization.kind={quantization}", "training.learning_rate=0.01"
+    )
+    finetune.train(config)
+    run = RunDirectory(tmp_path / "run")
+    record = json.loads((run.merged / "merge.json").read_text())
+    assert record["error"] <= record["bound"]
+    assert record["kept"] > 0.9
+    saved = json.loads((run.adapter / "adapter_config.json").read_text())
+    assert (saved["task_type"], saved["modules_to_save"]) == ("SEQ_CLS", ["score"])
+
+    rows = [list(range(5, 20)), list(range(300, 306))]
+    merged = AutoModelForSequenceClassification.from_pretrained(run.merged, dtype=torch.float32).eval()
+    assert merged.config.num_labels == 1
+    assert merged.config.id2label == {0: "reward"}
+    base = AutoModelForSequenceClassification.from_pretrained(config.model.name, num_labels=1, dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(base, str(run.adapter)).eval()
+    assert scores(merged, rows) == pytest.approx(scores(adapted, rows), rel=record["bound"]), "rounded to bfloat16"
+    if quantization == "none":
+        ours = build.load(config, load_architecture(config.model), torch.device("cpu"))
+        ours = adapter_files.load_adapter(ours, run.adapter, config.adapter)
+        with torch.no_grad():
+            own = [float(ours(input_ids=torch.tensor([row])).logits[0, -1]) for row in rows]
+        assert scores(adapted, rows) == pytest.approx(own, rel=1e-6)
+    padded = torch.full((2, 15), merged.config.pad_token_id)
+    padded[0], padded[1, :6] = torch.tensor(rows[0]), torch.tensor(rows[1])
+    with torch.no_grad():
+        together = merged(input_ids=padded, attention_mask=padded != merged.config.pad_token_id).logits[:, 0]
+    assert together.tolist() == pytest.approx(scores(merged, rows), rel=1e-5)
+
+
+def test_eval_compares_held_out_pairs_with_the_rule_that_the_longer_answer_wins(job, call, tmp_path: Path) -> None:
+    finetune.train(job("training.max_steps=4", "training.learning_rate=0.01"))
+    scored = {one["name"]: one for one in finetune.evaluate(tmp_path / "run").record["measures"]}
+    assert scored["accuracy"]["models"]["adapter"]["value"] == 1
+    assert scored["accuracy"]["models"]["base"]["value"] == 0, "equal scores are no win"
+    assert scored["pair loss"]["models"]["adapter"]["value"] < scored["pair loss"]["models"]["base"]["value"]
+    assert scored["the longer answer is the chosen one"]["rows"] == 3
+    for command in (["chat"], ["generate", "--prompt", "a"], ["export", "--to", "gguf"], ["eval", "--metric", "exact"]):
+        code, _, err = call(*command[:1], tmp_path / "run", *command[1:])
+        assert (code, "reward model" in err) == (2, True), err
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ["adapter.kind=none"], ["adapter.init=pissa"], ["distributed.kind=fsdp"], ["memory.loss_tokens=64"],
+        ["preference.beta=0.1"], ["training.objective=dpo", "model.labels=[good]"],
+    ],
+)  # fmt: skip
+def test_what_a_reward_model_does_not_have_is_refused(job, keys: list[str]) -> None:
+    with pytest.raises(ConfigError, match=keys[-1].partition("=")[0]):
+        job(*keys)

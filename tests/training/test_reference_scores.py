@@ -1,0 +1,197 @@
+"""The reference of a preference objective: what the starting model says of each answer, scored once."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from jobs import metric, same_adapter
+from steps import out_of_memory, ready
+
+import finetune
+from finetune import settings
+from finetune.config import Config
+from finetune.data import fields as row
+from finetune.data.examples import Completion, Several
+from finetune.data.formats import FORMATS, RowFormat
+from finetune.data.prepare import prepare
+from finetune.model.source.tokenizer import load_tokenizer
+from finetune.storage import private
+from finetune.storage.rundir import RunDirectory
+from finetune.training import reference_scores
+
+SEGMENTS = ("chosen", "rejected")
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def read(fields: row.Fields) -> Several:
+        return Several({name: Completion(row.text(fields, "prompt"), row.text(fields, name)) for name in SEGMENTS})
+
+    monkeypatch.setattr(private, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setitem(FORMATS, "pairs", RowFormat("pairs of answers", ("prompt", *SEGMENTS), read))
+    monkeypatch.setitem(settings.CHOICES, "data.format", {**settings.CHOICES["data.format"], **FORMATS})
+
+
+@pytest.fixture
+def job(tmp_path: Path, quick):
+    """A function from overrides to a job on pairs of different lengths."""
+    file = tmp_path / "pairs.jsonl"
+    pairs = [
+        {"prompt": f"To {n}. ", "chosen": "yes " * (1 + n % 5), "rejected": "no " * (2 + n % 3)} for n in range(24)
+    ]
+    file.write_text("".join(json.dumps(each) + "\n" for each in pairs))
+
+    def make(*overrides: str, run: str = "run") -> Config:
+        return quick(
+            f"data.train={file}", "data.format=pairs", "training.objective=dpo", "quantization.kind=none",
+            "training.precision=fp32", "adapter.dropout=0", *overrides, run=run,
+        )  # fmt: skip
+
+    return make
+
+
+CACHED = "preference.reference=cached"
+STARTS = {
+    "pissa": ["adapter.init=pissa"],
+    "loftq": ["adapter.init=loftq", "quantization.kind=nf4"],
+    "trained": ["adapter.start_from={earlier}/adapter"],
+    "full": ["adapter.kind=none", "training.learning_rate=1e-4"],
+}
+
+
+def passes(run: RunDirectory) -> int:
+    """Rows that the starts of a run have scored."""
+    return sum(event["rows"] for event in run.events() if event["event"] == "reference_scored")
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_the_first_loss_is_that_of_the_model_beside_itself_whatever_it_starts_from(job, tmp_path: Path, start) -> None:
+    if start == "trained":
+        finetune.train(job("training.max_steps=2", run="earlier"))
+    overrides = [each.format(earlier=tmp_path / "earlier") for each in STARTS[start]]
+    finetune.train(job("training.max_steps=1", *overrides))
+    run = RunDirectory(tmp_path / "run")
+    assert passes(run) == 24
+    assert metric(run, "loss", "eval_loss")[:2] == pytest.approx([math.log(2)] * 2, abs=1e-5)
+
+
+def test_cached_and_in_step_train_alike_and_another_seed_finds_the_scores(job, tmp_path: Path) -> None:
+    for kind in ("cached", "in_step"):
+        finetune.train(job(f"preference.reference={kind}", run=kind))
+    cached, in_step = (RunDirectory(tmp_path / name) for name in ("cached", "in_step"))
+    names = ("loss", "eval_loss", "rewards_margins")
+    assert metric(cached, *names) == pytest.approx(metric(in_step, *names), abs=1e-5)
+    assert (passes(cached), passes(in_step)) == (24, 0)
+    assert metric(cached, "loss")[0] == pytest.approx(math.log(2), abs=1e-5)
+    finetune.train(job(CACHED, "training.seed=7", "adapter.rank=4", "training.max_steps=1", run="again"))
+    assert passes(RunDirectory(tmp_path / "again")) == 0
+
+
+def test_a_pass_that_was_killed_goes_on_to_the_same_bits(job, tmp_path: Path, monkeypatch) -> None:
+    class Killed(BaseException):
+        pass
+
+    left: list[None] = []
+
+    def one(*arguments: Any) -> Any:
+        if not left:
+            raise Killed
+        left.pop()
+        return plain(*arguments)
+
+    plain = reference_scores._one
+    monkeypatch.setattr(reference_scores, "_KEPT_EVERY_SECONDS", 0)
+    monkeypatch.setattr(reference_scores, "_one", one)
+    for batches in (2, 0, 3):
+        left[:] = [None] * batches
+        with pytest.raises(Killed):
+            finetune.train(job(CACHED, run="halted"))
+    left[:] = [None] * 100
+    finetune.train(job(CACHED, run="halted"))
+    monkeypatch.setattr(private, "cache_folder", lambda: tmp_path / "empty")
+    finetune.train(job(CACHED, run="whole"))
+    halted, whole = (RunDirectory(tmp_path / name) for name in ("halted", "whole"))
+    assert 0 < passes(halted) < passes(whole) == 24
+    assert halted.reference_file.read_bytes() == whole.reference_file.read_bytes()
+    assert metric(halted, "loss") == metric(whole, "loss")
+    assert same_adapter(halted, whole)
+
+
+def begun(config: Config) -> tuple[Any, Any]:
+    """A job and its loop after the pass, as they stand before the first step."""
+    with pytest.MonkeyPatch.context() as patch:
+        seen: list[Any] = []
+        add = reference_scores.add
+        patch.setattr(reference_scores, "add", lambda *both: (seen.extend(both), add(*both)))
+        ready(config)
+    return seen[0], seen[1]
+
+
+def scored(job: Any, loop: Any) -> np.ndarray[Any, Any]:
+    """The scores of all rows, scored anew."""
+    scores = np.full((24, 2), np.nan, np.float32)
+    with reference_scores.starting(loop.step.model, job.config.adapter):
+        for rows, values, _ in reference_scores._passes(job, loop, scores):
+            scores[rows] = values
+    return scores
+
+
+def test_batches_that_do_not_fit_and_ranks_change_nothing(job, monkeypatch) -> None:
+    begun_job, loop = begun(job(CACHED, "model.name=builtin:tiny-llama", "training.micro_batch=4"))
+    whole = scored(begun_job, loop)
+    for rows, own in ((loop.steps.rows, whole[: len(loop.steps.rows)]), (loop.evaluation.rows, whole[-5:])):
+        assert np.column_stack([rows[f"reference_{name}"] for name in SEGMENTS]) == pytest.approx(own)
+    with out_of_memory(loop, "forward", 70) as refused:
+        assert scored(begun_job, loop) == pytest.approx(whole, abs=1e-5)
+    assert refused
+    parts = []
+    monkeypatch.setattr(reference_scores.ranks, "world_size", lambda: 3)
+    for rank in range(3):
+        monkeypatch.setattr(reference_scores.ranks, "rank", lambda rank=rank: rank)
+        monkeypatch.setattr(reference_scores.ranks, "gathered", lambda value: [value])
+        parts.append(scored(begun_job, loop))
+    assert all(np.isnan(part).any() for part in parts)
+    np.testing.assert_array_equal(np.nanmax(parts, axis=0), whole)
+
+
+def test_a_damaged_file_is_computed_again(job, tmp_path: Path) -> None:
+    begun_job, _ = begun(job(CACHED))
+    [file] = (tmp_path / "cache" / "references").iterdir()
+    own = begun_job.run.reference_file
+    content = file.read_bytes()
+    assert len(content) == 64 + 24 * 8, "8 bytes a pair"
+    own.unlink()
+    for damaged in (content[:-4], content[:-1] + b"x", b"", content[:40]):
+        file.write_bytes(damaged)
+        assert np.isnan(reference_scores._Files(begun_job, (24, 2)).read()).all()
+    file.write_bytes(content)
+    assert np.isfinite(reference_scores._Files(begun_job, (24, 2)).read()).all()
+    assert own.read_bytes() == content, "a run keeps its own, which a resume finds without a cache"
+
+
+def test_auto_scores_once_what_steps_would_score_as_often(job) -> None:
+    config = job("training.max_steps=null", "training.epochs=1")
+    data = prepare(config.data, load_tokenizer(config.model, config.data))
+    for overrides, chosen in (
+        ([], "cached"),
+        (["training.epochs=0.5"], "in_step"),
+        (["training.epochs=0.5", "adapter.init=pissa"], "cached"),
+        (["training.max_steps=3", "training.eval_every=1"], "cached"),
+        (["training.max_steps=3", "training.objective=supervised"], "auto"),
+    ):
+        config = job("training.max_steps=null", "training.epochs=1", *overrides)
+        assert reference_scores.decided(config, data).preference.reference == chosen
+
+
+def test_the_forecast_has_the_pass(job, tmp_path: Path) -> None:
+    finetune.train(job(CACHED, "memory.check=warn", "training.micro_batch=4"))
+    forecast = json.loads((tmp_path / "run" / "forecast.json").read_text())
+    [difference] = [each for each in forecast["differences"] if each["phase"] == "reference"]
+    assert abs(difference["relative"]) < 0.01
+    assert forecast["reference"]["rows"] == 24
+    assert 0 < forecast["reference"]["seconds"] < forecast["reference"]["in_step_seconds"]
