@@ -19,8 +19,7 @@ DOCS = harness.ROOT / "docs"
 
 def main() -> None:
     harness.parser(__doc__).parse_args()
-    printed = _finetune("plan", "--picture", str(DOCS / "llama7b_plan.png"))
-    plan = "".join(line for line in printed.splitlines(keepends=True) if not line.startswith("wrote "))
+    plan = _finetune("plan", "--picture", str(DOCS / "llama7b_plan.png"))
     (DOCS / "llama7b_plan.txt").write_text(plan, encoding="utf-8")
     with tempfile.TemporaryDirectory(prefix="plan-") as scratch:
         fitted = json.loads(_finetune("fit", "--json", "--output", str(Path(scratch) / "fitted.yaml")))
