@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from finetune.config import PreferenceSection
 from finetune.objectives.objective import Batch, Objective, Statistics, scored, trained_rows
 from finetune.objectives.preference import PAIRS
+
+if TYPE_CHECKING:
+    import torch
 
 STATISTICS = ("rewards_chosen", "rewards_rejected", "rewards_margins", "rewards_accuracies")
 MARGIN = "margin"
@@ -22,7 +23,9 @@ def loss_of_pairs(
     """-log sigmoid of how far the chosen reward is above the rejected one and `margin` (arXiv 2307.09288, equation 2),
     and `centering` times the square of their sum (arXiv 2312.09244).
     """
-    return -torch.nn.functional.logsigmoid(chosen - rejected - margin) + centering * (chosen + rejected) ** 2
+    from torch.nn.functional import logsigmoid
+
+    return -logsigmoid(chosen - rejected - margin) + centering * (chosen + rejected) ** 2
 
 
 def _loss(centering: float, model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, Statistics]:
@@ -30,11 +33,10 @@ def _loss(centering: float, model: Any, batch: Batch) -> tuple[torch.Tensor, tor
     kept = trained_rows(batch, 2)
     count = kept.sum()
     loss = loss_of_pairs(chosen, rejected, batch.get(MARGIN, 0.0), centering)
-    with torch.no_grad():
-        of_pairs = (chosen, rejected, chosen - rejected, (chosen > rejected).float())
-        sums = [torch.where(kept, values.detach(), 0).sum() for values in of_pairs]
+    of_pairs = (chosen, rejected, chosen - rejected, (chosen > rejected).float())
+    sums = [values.detach().where(kept, 0).sum() for values in of_pairs]
     statistics = {name: (value, count) for name, value in zip(STATISTICS, sums, strict=True)}
-    return torch.where(kept, loss, 0).sum(), count, statistics
+    return loss.where(kept, 0).sum(), count, statistics
 
 
 def _count(batch: Batch) -> torch.Tensor:

@@ -164,7 +164,8 @@ def test_a_step_and_ten_losses_in_float32(name: str, kind: str) -> None:
 def test_bfloat16_is_no_farther_from_float32(name: str, kind: str) -> None:
     if name == "qwen3_moe" and kind == "nf4":
         pytest.skip("experts in 4 bit are decoded by their own module, which has no form in float32")
-    model, job = made(name, kind, "bf16")
+    # A token that bfloat16 routes otherwise meets adapters of other experts, which no kernel computes.
+    model, job = made(name, kind, "bf16", adapter__expert_rank=0)
     wide, exactly = in_float32(model), job.changed({"training.precision": "fp32"})
     expected = [step(wide, exactly, seed) for seed in range(3)]
     plain = [step(model, job, seed) for seed in range(3)]
