@@ -174,6 +174,7 @@ RULES = (
                 for key, values, remedy in (
                     ("adapter.init", but("default"), "adapter.init: default"),
                     ("adapter.start_from", but(None), "adapter.start_from: null"),
+                    ("data.new_tokens", but([]), "data.new_tokens: []"),
                 )
             ),
             (
@@ -189,6 +190,7 @@ RULES = (
             ("adapter.init", but("default"), "starts from the plain base", "adapter.init: default"),
             ("adapter.start_from", but(None), "starts from an adapter of zero", "adapter.start_from: null"),
             ("distributed.kind", only("fsdp", "deepspeed"), "is not divided among ranks", "distributed.kind: ddp"),
+            ("data.new_tokens", but([]), "has no head with rows for tokens", "data.new_tokens: []"),
         )
     ),
     Rule(

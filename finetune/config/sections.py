@@ -307,7 +307,7 @@ class PreferenceSection(Section):
     """Training on preferences: the numbers of the objectives that take rows with several answers."""
 
     beta: Annotated[Above0, Usual("0.01 to 10")] | None = None
-    """How strongly the policy is held to the reference (DPO and its family, KTO), or the scale of the mean
+    """How strongly the policy is held to the reference (DPO and its family), or the scale of the mean
     log-probabilities (SimPO), or the weight of the odds ratio (ORPO); null is the method's default."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] | None = None
     """Share of pairs taken to be labelled the wrong way round; null is the method's default."""
@@ -320,10 +320,6 @@ class PreferenceSection(Section):
     """Where the log-probabilities of the starting model come from. `cached`: scored before the first step and kept with
     the prepared rows. `in_step`: computed in each step with the adapter off, which needs an adapter that starts at
     zero. The result is the same; `auto` chooses."""
-    desirable_weight: AtLeast0 = 1.0
-    """Weight of desirable answers (KTO)."""
-    undesirable_weight: AtLeast0 = 1.0
-    """Weight of undesirable answers (KTO)."""
     reward_centering: AtLeast0 = 0.0
     """Weight of the square of the two rewards' sum, by which rewards stay around zero (reward models)."""
 
@@ -483,7 +479,8 @@ class Config(Section):
     def caches_reference(self) -> bool:
         """Whether a reference is scored before the first step: by choice, or since no adapter can be switched off."""
         if self.preference.reference == "auto":
-            return not self.adapter.starts_at_zero or self.distributed.kind == "deepspeed"
+            new = not self.adapter.starts_at_zero or bool(self.data.new_tokens)  # whose rows are found later
+            return new or self.distributed.kind == "deepspeed"
         return self.preference.reference == "cached"
 
     @property

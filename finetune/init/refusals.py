@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from finetune.config import other_names
+from finetune.objectives import OBJECTIVES
 
 _TEXT = "images, video and sound are not trained on here; if the rows are of text alone, remove the key"
 _NO_TRAINING = "that is no training; to merge an adapter or to test it, see `finetune merge` and `finetune eval`"
@@ -21,6 +22,10 @@ def _objective(value: Any) -> str | None:
     name = str(value).lower()
     if not value or name in ("none", "sft", "pt"):
         return None
+    if name in OBJECTIVES:
+        return (
+            f"`{name}` is not offered for rows of other tools; write a format for them (docs/pairs.md) and a new config"
+        )
     return (
         other_names.not_offered("training.objective", name) or f"`{name}` is not offered: training is supervised here"
     )

@@ -44,10 +44,18 @@ def load_architecture(section: ModelSection, *, listed: bool = False) -> Any:
     """The transformers config of the base, with its rotary scaling, and as a sequence classifier's with `model.labels`.
 
     It is from the catalog, if that has the name, where weights are random, or always with `listed`: a plan then needs
-    neither network nor a licence. Raises ConfigError for a base whose files are quantized in a form that is not kept.
+    neither network nor a licence. Raises ConfigError for a base whose files are quantized in a form that is not kept,
+    and for a sequence classifier where none is wanted.
     """
     architecture = _architecture(section, listed)
-    return sequence_head.want(architecture, section.labels) if section.labels else architecture
+    if section.labels:
+        return sequence_head.want(architecture, section.labels)
+    if sequence_head.is_wanted(architecture):
+        raise ConfigError(
+            f"`model.name`: {section.name} is a sequence classifier, which predicts no tokens; name the language model "
+            "that it was made from"
+        )
+    return architecture
 
 
 def _architecture(section: ModelSection, listed: bool) -> Any:

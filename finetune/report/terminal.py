@@ -234,7 +234,7 @@ class Terminal:
             "loss": _losses(figures),
             "speed": _speed(figures),
             **{name: str(path) for name, path in paths.items() if path.exists()},
-            "next": f"finetune chat {run.quoted}" if run.adapter.exists() else "",
+            "next": f"finetune {_first_use(run)} {run.quoted}" if run.adapter.exists() else "",
         }
         self._facts({name: fact for name, fact in facts.items() if fact})
 
@@ -315,6 +315,11 @@ def _losses(figures: Figures) -> str:
         text += f" → {words.loss(exported['eval_loss'])}{drop}"
     best = figures.best_evaluation
     return text + (f", best {words.loss(best['eval_loss'])} at step {best['step']}" if best else "")
+
+
+def _first_use(run: RunDirectory) -> str:
+    """The command that a new adapter is first tried with; a reward model answers nothing."""
+    return "eval" if run.config().model.labels else "chat"
 
 
 def _speed(figures: Figures) -> str:
