@@ -19,7 +19,8 @@ DOCS = harness.ROOT / "docs"
 
 def main() -> None:
     harness.parser(__doc__).parse_args()
-    plan = _finetune("plan", "--picture", str(DOCS / "llama7b_plan.png"))
+    printed = _finetune("plan", "--picture", str(DOCS / "llama7b_plan.png"))
+    plan = "".join(line for line in printed.splitlines(keepends=True) if not line.startswith("wrote "))
     (DOCS / "llama7b_plan.txt").write_text(plan, encoding="utf-8")
     with tempfile.TemporaryDirectory(prefix="plan-") as scratch:
         fitted = json.loads(_finetune("fit", "--json", "--output", str(Path(scratch) / "fitted.yaml")))

@@ -47,6 +47,7 @@ def train(
         config = resume.keep_experts(config, run, fresh=fresh)
         if resume.is_finished(config, run, terminal.note, fresh=fresh):
             return Result(run)
+        config = resume.with_own_kernels(config, run, terminal.note, fresh=fresh)
 
         # Prepare: the machine, the tokenizer, the architecture, the data.
         inputs = preparation.gather(config, run, device, lock, terminal.note, fresh=fresh)

@@ -55,7 +55,7 @@ def test_config_states_its_batch_and_saves(subtests: pytest.Subtests) -> None:
     for path in CONFIGS:
         with subtests.test(path=path):
             config = load_config(path)
-            assert config.training.batch_size % config.training.micro_batch == 0
+            assert config.training.micro_batch == "auto" or config.training.batch_size % config.training.rows == 0
             assert config.data.max_length <= load_architecture_length(config.model)
 
 

@@ -373,7 +373,7 @@ class MemorySection(Section):
 class KernelsSection(Section):
     """Fused kernels for the training step."""
 
-    fused: Literal["auto", "on", "off"] = "off"
+    fused: Literal["auto", "on", "off"] = "auto"
     """Compute layers with adapters, gated MLPs, norms and rotary embeddings with fused kernels, to the same results:
     `auto` wherever they apply and agree with the model's own code on a few tokens at start, but not in layers that are
     sharded or that `compile` compiles; `on` refuses a model where none applies or one disagrees; `off` uses

@@ -29,6 +29,10 @@ _SMALL_TILE = 512
 # The share of the budget that is not spent on speed, for what a forecast may miss: it missed 2.07% at most in the sweep
 # (benchmarks/results/forecast_cpu.json), and what does not fit after all costs more than a layer recomputed.
 SPARE = 0.02
+_LONG = 2**19
+"""Tokens of a micro-batch whose forecast takes tens of seconds."""
+_BEYOND = 1.25
+"""Of the budget: what more than this is expected of is not forecast."""
 _ROWS, _RECOMPUTED = "training.micro_batch", "memory.checkpointing"
 _OFFLOAD, _TILE = "memory.offload", "memory.loss_tokens"
 
@@ -161,12 +165,27 @@ class _Search:
         any recomputation is a smaller micro-batch faster than that.
         """
         fitting: list[_Tried] = []
-        for rows in self.rows:
+        for rows in self._worth_trying(offload):
             if fitting and self._bound(rows, offload) >= min(map(_seconds, fitting)):
                 break
             if candidate := self._with_rows(rows, offload):
                 fitting.append(candidate)
         return min(fitting, key=_seconds, default=None)
+
+    def _worth_trying(self, offload: str) -> Sequence[int]:
+        """The micro-batches, without those that the two smallest rule out where rows are long and forecasts take long.
+
+        Each row more takes as much as the one before.
+        """
+        if len(self.rows) < 3 or self.rows[0] * self.config.data.max_length < _LONG:
+            return self.rows
+        recomputed = "all" if self.checkpointing is None else self.checkpointing
+        second, first = (
+            self._try(rows, recomputed, offload, self.config.memory.loss_tokens)[1] for rows in self.rows[-2:]
+        )
+        each = (second.needed_bytes - first.needed_bytes) / (self.rows[-2] - self.rows[-1])
+        most = _BEYOND * first.budget_bytes
+        return [rows for rows in self.rows if first.needed_bytes + each * (rows - self.rows[-1]) <= most]
 
     # -- one micro-batch -------------------------------------------------------------------------------------------
 
@@ -182,7 +201,8 @@ class _Search:
             tried = [self._try(rows, self.checkpointing, offload, tokens) for tokens in dict.fromkeys((tile, small))]
             return next((each for each in tried if self._fits(each[1])), None)
         best = self._least_recomputed(rows, offload, tile)
-        if small == tile or (best and (best[0].memory.checkpointing == "none" or not best[1].categories["loss"])):
+        loss = (best or self._try(rows, "all", offload, tile))[1].categories["loss"]
+        if small == tile or not loss or (best and best[0].memory.checkpointing == "none"):
             return best
         return self._least_recomputed(rows, offload, small, best) or best
 

@@ -10,13 +10,16 @@ without CUDA. So `cuda` also says where CUDA's operators differ from those of a 
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._C._profiler import _ExperimentalConfig
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from finetune.forecast import autocast, operators
@@ -252,7 +255,7 @@ def _scratch_on_cpu(func: Any, args: Any, named: Any) -> list[int]:
     """Copies of operands in a wider type, sums of 16-bit products in float32, and the tiles of attention."""
     name = func.name()
     if name in _PRODUCTS:
-        return [*_float32_sums(*_PRODUCTS[name](args)), *_laid_out_anew(name, args)]
+        return [*_of_product(*_PRODUCTS[name](args)), *_laid_out_anew(name, args)]
     if name in ("aten::scatter.src", "aten::scatter_.src") and args[0].dtype.itemsize < 4:
         return [4 * args[0].numel()]  # 16-bit values in float32 (native/cpu/ScatterGatherKernel.cpp)
     if name == _FLASH:
@@ -262,7 +265,8 @@ def _scratch_on_cpu(func: Any, args: Any, named: Any) -> list[int]:
     if name == "aten::_safe_softmax":
         return [args[0].numel()]  # whether a row is masked throughout (torch 2.13, native/transformers/attention.cpp)
     if torch.Tag.pointwise in func.tags and not name.startswith(_NOT_PROMOTED):
-        return _casts(func, [value for value in args if isinstance(value, torch.Tensor) and value.dim()])
+        written = next((named[name] for name in ("out", "grad_input") if name in named), args[0])
+        return _casts(func, [value for value in args if isinstance(value, torch.Tensor) and value.dim()], written)
     return []
 
 
@@ -270,8 +274,8 @@ def _scratch_on_cpu(func: Any, args: Any, named: Any) -> list[int]:
 _NOT_PROMOTED = ("aten::masked_fill", "aten::where")
 
 
-def _casts(func: Any, operands: list[Any]) -> list[int]:
-    """Temporary copies of operands in their common type, and of a result before it is written in place.
+def _casts(func: Any, operands: list[Any], written: Any) -> list[int]:
+    """Temporary copies of operands in their common type, and of a result before it is `written` in place.
 
     (torch 2.13, aten/src/ATen/TensorIterator.cpp `compute_types`: on a CPU by temporaries, on CUDA within the kernel.)
     """
@@ -281,9 +285,61 @@ def _casts(func: Any, operands: list[Any]) -> list[int]:
     for operand in operands[1:]:
         common = torch.promote_types(common, operand.dtype)
     cast = [operand.numel() * common.itemsize for operand in operands if operand.dtype != common]
-    if operators.schema(func).is_mutable and operands[0].dtype != common:
-        cast.append(operands[0].numel() * common.itemsize)
+    if operators.schema(func).is_mutable and written.dtype != common:
+        cast.append(written.numel() * common.itemsize)
     return cast
+
+
+def _of_product(left: Any, right: Any) -> list[int]:
+    """What a CPU takes within a product of matrices, one each or a batch of them."""
+    batch, rows, columns = left.shape[:-2].numel(), left.shape[-2], right.shape[-1]
+    operations = 2 * left.numel() * columns
+    if left.dtype is torch.bfloat16 and left.dim() == 2 and operations <= _MOST_ASKED and _multiplies_bfloat16():
+        return _asked(left.shape, left.stride(), right.shape, right.stride(), torch.get_num_threads())
+    return _float32_sums(left, batch, rows, columns)
+
+
+_MOST_ASKED = 2**28
+"""Operations of the largest product that is computed to see what it takes: some milliseconds."""
+
+
+@functools.cache
+def _asked(rows: Any, row_strides: Any, columns: Any, column_strides: Any, threads: int) -> list[int]:
+    """The sizes that this CPU allocates within a bfloat16 product of matrices of these shapes, by computing one.
+
+    A CPU with a unit for such products packs blocks of both operands, as many as heuristics choose that know the sizes
+    of its caches (oneDNN 3.12, src/cpu/x64/matmul/brgemm_matmul_utils.cpp `init_scratchpad`). torch's older profiler
+    reports single allocations as well, without the second that the other one needs to start.
+    """
+    if torch.autograd._profiler_enabled():  # noqa: SLF001 -- no public name; torch allows one at a time
+        return [threads * _TILES]
+    with unset_fake_temporarily():
+        left = torch.empty_strided(rows, row_strides, dtype=torch.bfloat16)
+        right = torch.empty_strided(columns, column_strides, dtype=torch.bfloat16)
+        out = torch.empty(rows[0], columns[1], dtype=torch.bfloat16)
+        with _allocations() as sizes:
+            torch.mm(left, right, out=out)
+    return [size for size in sizes if size > 0]
+
+
+@contextlib.contextmanager
+def _allocations() -> Iterator[list[int]]:
+    """The bytes of each allocation in the block, and below 0 of each free."""
+    memory_alone = torch.autograd.ProfilerConfig(
+        torch.autograd.ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig()
+    )
+    sizes: list[int] = []
+    torch.autograd._enable_profiler_legacy(memory_alone)  # noqa: SLF001 -- the class around it keeps sums alone
+    try:
+        yield sizes
+    finally:
+        events = itertools.chain(*torch.autograd._disable_profiler_legacy())  # noqa: SLF001
+        sizes += [event.cpu_memory_usage() for event in events if event.kind() == "memory_alloc"]
+
+
+_TILES = 8 * 1024
+"""Bytes that AMX's tiles take: 1 KiB each, four or five as a rule, and no more than the CPU's eight (oneDNN 3.12,
+src/cpu/x64/brgemm/brgemm_types.hpp `get_wsp_buffer_size`, `AMX_TILES_NUM`)."""
 
 
 def _float32_sums(left: Any, batch: int, rows: int, columns: int) -> list[int]:
@@ -291,20 +347,21 @@ def _float32_sums(left: Any, batch: int, rows: int, columns: int) -> list[int]:
 
     Without a unit for such products oneDNN keeps the whole result. (oneDNN 3.12, src/cpu/matmul/gemm_based_common.hpp
     `book_acc_scratchpad`, for each thread that has a matrix of its own, in blocks of 64 values; 128 bytes align it.
-    Without AVX-512 torch keeps the same, BlasKernel.cpp.)
-
-    With a unit it packs blocks of the right operand instead, by heuristics that know the caches' sizes; these are not
-    forecast. With AMX each thread also has room for the tiles that it sums up in. (src/cpu/x64: matmul/
-    brgemm_matmul_utils.cpp `init_scratchpad`, `key_conv_amx_tile_buffer`; brgemm/brgemm_types.hpp
-    `get_wsp_buffer_size`, 1 KiB a tile: four or five as a rule, and no more than the CPU's eight, `AMX_TILES_NUM`.)
+    Without AVX-512 torch keeps the same, BlasKernel.cpp.) With a unit it packs blocks of the operands instead
+    (`_asked`), and with AMX each thread has room for the tiles that it sums up in.
     """
     if left.dtype is not torch.bfloat16:
         return []
     if _has_amx():
-        return [torch.get_num_threads() * 8 * 1024]
-    if torch.cpu.get_capabilities().get("avx512_bf16"):
+        return [torch.get_num_threads() * _TILES]
+    if _multiplies_bfloat16():
         return []
     return [4 * _round_up(min(batch, torch.get_num_threads()) * rows * columns, 64) + 128]
+
+
+def _multiplies_bfloat16() -> bool:
+    """Whether this CPU has instructions for products of bfloat16."""
+    return bool(torch.cpu.get_capabilities().get("avx512_bf16"))
 
 
 def _has_amx() -> bool:
@@ -317,15 +374,12 @@ def _has_amx() -> bool:
     return all(capabilities.get(unit) for unit in units) and torch.cpu._init_amx()  # noqa: SLF001 -- asks the system
 
 
-_PRODUCTS: dict[str, Callable[[Any], tuple[Any, int, int, int]]] = {
-    "aten::mm": lambda args: (args[0], 1, args[0].shape[0], args[1].shape[1]),
-    "aten::mm.out": lambda args: (args[0], 1, args[0].shape[0], args[1].shape[1]),
-    "aten::addmm": lambda args: (args[1], 1, args[1].shape[0], args[2].shape[1]),
-    "aten::linear": lambda args: (args[0], 1, args[0].shape[:-1].numel(), args[1].shape[0]),
-    "aten::bmm": lambda args: (args[0], args[0].shape[0], args[0].shape[1], args[1].shape[2]),
-    "aten::baddbmm": lambda args: (args[1], args[1].shape[0], args[1].shape[1], args[2].shape[2]),
+_PRODUCTS: dict[str, Callable[[Any], tuple[Any, Any]]] = {
+    **dict.fromkeys(("aten::mm", "aten::mm.out", "aten::bmm"), lambda args: args[:2]),
+    **dict.fromkeys(("aten::addmm", "aten::addmm.out", "aten::addmm_", "aten::baddbmm"), lambda args: args[1:3]),
+    "aten::linear": lambda args: (args[0].flatten(0, -2), args[1].t()),
 }
-"""Matrix products: the left operand, how many matrices, and the rows and columns of each."""
+"""Matrix products: the left operand and the right one, batched alike."""
 
 
 def _laid_out_anew(name: str, args: Any) -> list[int]:

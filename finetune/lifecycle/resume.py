@@ -42,6 +42,23 @@ def is_finished(config: Config, run: RunDirectory, note: Callable[[str], None], 
     return ranks.main_does(lambda: _is_finished(config, run, note, fresh))
 
 
+def with_own_kernels(config: Config, run: RunDirectory, note: Callable[[str], None], *, fresh: bool) -> Config:
+    """`config`, with the `kernels.fused` that a run to resume was started with unless it names one itself.
+
+    The default was `off` in earlier versions, and kernels round differently: so the run goes on to the same numbers.
+    """
+    fused = ranks.main_does(lambda: None if fresh or not run.saved_steps else _fused_before(run))
+    if fused in (None, config.kernels.fused) or "fused" in config.kernels.model_fields_set:
+        return config
+    note(f"kernels.fused: {fused}, as this run was started with; set it to change that")
+    return config.changed({"kernels.fused": fused})
+
+
+def _fused_before(run: RunDirectory) -> str:
+    then = run.config().kernels
+    return then.fused if "fused" in then.model_fields_set else "off"
+
+
 def _is_finished(config: Config, run: RunDirectory, note: Callable[[str], None], fresh: bool) -> bool:
     run.check_layout()
     if fresh or not run.has_results:

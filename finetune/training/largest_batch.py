@@ -15,7 +15,7 @@ import torch
 from bitsandbytes.optim.optimizer import Optimizer8bit
 
 from finetune.data.batching import Batch, Sizes, longest_first, per_step, worst_batches
-from finetune.data.encoded import segments_of
+from finetune.data.encoded import IGNORE, segments_of
 from finetune.measure.monitor import Peak
 from finetune.model.distributed import optimizer_states
 from finetune.training.batches import Steps
@@ -72,7 +72,7 @@ def _largest(rows: Any, steps: Steps, step_rows: int, most_tokens: int | None = 
         chosen = [rows[row] for row in longest_rows(sizes.lengths, batch)]
         if batch.packed:  # fills it to the last token, as other rows may
             chosen = [cut(row, *lengths) for row, lengths in zip(chosen, batch.by_row, strict=True)]
-        yield batch, steps.collate.micro_batch(chosen)
+        yield batch, steps.collate.micro_batch(labelled(chosen, batch.trained_tokens))
 
 
 def cut(row: dict[str, Any], *lengths: int) -> dict[str, Any]:
@@ -80,6 +80,25 @@ def cut(row: dict[str, Any], *lengths: int) -> dict[str, Any]:
     kept = [segment.cut(length) for segment, length in zip(segments_of(row), lengths, strict=True)]
     ids, labels = ([part for segment in kept for part in getattr(segment, name)] for name in ("input_ids", "labels"))
     return {**row, "input_ids": ids, "labels": labels, **({"segments": list(lengths)} if "segments" in row else {})}
+
+
+def labelled(rows: Sequence[dict[str, Any]], trained_tokens: int) -> list[dict[str, Any]]:
+    """`rows` with labels on `trained_tokens` tokens, if they have fewer: shorter rows may have more than the longest.
+
+    The first token of a segment gets none, because nothing predicts it.
+    """
+    missing = trained_tokens - sum(segment.trained for row in rows for segment in segments_of(row))
+    more: list[dict[str, Any]] = []
+    for row in rows:
+        labels: list[int] = []
+        for segment in segments_of(row):
+            free = [at for at, label in enumerate(segment.labels) if at and label == IGNORE][: max(missing, 0)]
+            missing -= len(free)
+            for at in free:
+                segment.labels[at] = segment.input_ids[at]
+            labels += segment.labels
+        more.append({**row, "labels": labels})
+    return more
 
 
 def longest_rows(lengths: Sequence[int], batch: Batch) -> list[int]:

@@ -16,6 +16,7 @@ from steps import before_each_step, ready
 import finetune
 from finetune.config import OptimizerSection
 from finetune.data.batching import MicroBatching, Sizes, worst_batches
+from finetune.data.encoded import IGNORE
 from finetune.errors import DataError
 from finetune.model.distributed.engine import OneProcess
 from finetune.storage.rundir import RunDirectory
@@ -89,6 +90,17 @@ def test_the_rows_chosen_make_the_worst_batches(tokens: int | None) -> None:
     for batch in worst_batches(Sizes(lengths, lengths), way, 4, "the data's rows"):
         rows = largest_batch.longest_rows(lengths, batch)
         assert (len(rows), max(lengths[row] for row in rows)) == (batch.rows, batch.tokens)
+
+
+def test_the_longest_rows_get_the_labels_that_shorter_ones_may_have() -> None:
+    ids = [5, 6, 7, 8]
+    rows = [
+        {"input_ids": ids, "labels": [IGNORE, IGNORE, IGNORE, 8], "length": 4},
+        {"input_ids": [*ids, *ids], "labels": [IGNORE] * 8, "segments": [4, 4]},
+    ]
+    labels = [row["labels"] for row in largest_batch.labelled(rows, 7)]
+    assert labels == [[IGNORE, 6, 7, 8], [IGNORE, 6, 7, 8, IGNORE, 6, IGNORE, IGNORE]], "never the first of a segment"
+    assert [row["labels"] for row in largest_batch.labelled(rows, 0)] == [row["labels"] for row in rows]
 
 
 def test_the_largest_packed_micro_batch_comes_first_to_the_last_token(quick, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,7 +134,9 @@ def test_ranks_that_split_rows_hold_their_share_of_what_layers_keep(kind: str) -
     """With as many rows on each rank as without, of which it computes a slice; eight ranks are four groups."""
 
     def kept(context: int, rows: int) -> dict[str, int]:
-        config = job(distributed__kind=kind, distributed__context=context, training__batch_size=rows)
+        config = job(
+            kernels__fused="off", distributed__kind=kind, distributed__context=context, training__batch_size=rows
+        )
         planner = Planner(config, tiny_models.architecture(layers=2), tiny_models.card(), None, 8)
         return planner.forecast().categories
 

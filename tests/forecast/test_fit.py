@@ -220,6 +220,17 @@ def test_a_smaller_tile_is_taken_where_it_saves_more_than_it_costs() -> None:
     assert "memory.loss_tokens" in found.reasons
 
 
+def test_with_long_rows_only_micro_batches_that_may_fit_are_forecast() -> None:
+    """The two smallest tell what each row more takes; the forecast of many long ones takes minutes."""
+    job = Job(weights=100, logits=30, budget=100 + 30 + 3 * 12 * 5)  # room for the inputs of three rows
+    fitted = fit(
+        JOB.changed({"data.max_length": 131072}), LAYERS, job.forecast, offloads=False, rows=DIVISORS,
+        checkpointing=None, spare=0.0,
+    )  # fmt: skip
+    assert fitted.value("training.micro_batch") == 2
+    assert {config.training.rows for config in job.asked} == {1, 2, 4}
+
+
 def test_when_nothing_fits_the_error_names_the_smallest_setting() -> None:
     with pytest.raises(OutOfMemoryError) as raised:
         Job(1024).fit()

@@ -155,7 +155,7 @@ def test_a_7b_model_is_traced_in_a_gibibyte_and_counted_right() -> None:
 
 def test_a_layer_under_peft_launches_355_kernels_on_a_card() -> None:
     """Forward, recomputation and backward of a Llama layer, counted by hand from the operators' sources."""
-    job = tiny_models.config(training__precision="bf16", memory__checkpointing="all")
+    job = tiny_models.config(kernels__fused="off", training__precision="bf16", memory__checkpointing="all")
     trace = tiny_models.trace(
         job, tiny_models.architecture(layers=3), where=tiny_models.card(), batch=longest_batch(4, 64)
     )
@@ -182,7 +182,9 @@ def test_more_accumulation_adds_the_gradients_of_the_micro_batches_before() -> N
 def test_layer_inputs_on_the_host_are_managed_memory_on_a_card_and_nothing_on_a_cpu() -> None:
     model = tiny_models.architecture(layers=3)
     batch = Batch(rows=2, tokens=512, padded=False, trained_tokens=1022)
-    there, here = (tiny_models.config(memory__offload=offload) for offload in ("checkpoints", "none"))
+    there, here = (
+        tiny_models.config(kernels__fused="off", memory__offload=offload) for offload in ("checkpoints", "none")
+    )
 
     def made(job: Any, where: Any) -> Any:
         trace = tiny_models.trace(job, model, where=where, batch=batch)
@@ -244,7 +246,9 @@ def test_packed_rows_on_a_card_take_the_variable_length_kernel_and_no_more_than_
     padded = Batch(rows=4, tokens=256, padded=True, trained_tokens=1020)
     packed = Batch(rows=1, tokens=1024, padded=False, trained_tokens=1020, packed=(256,) * 4)
     card = tiny_models.card()
-    job = tiny_models.config(data__packing=True, training__micro_batch=4, training__batch_size=4, data__max_length=256)
+    job = tiny_models.config(
+        kernels__fused="off", data__packing=True, data__max_length=256, training__micro_batch=4, training__batch_size=4
+    )
     ours = tiny_models.trace(job, model, where=card, batch=packed, attention=packing.VARLEN)
     theirs = tiny_models.trace(job.changed({"data.packing": False}), model, where=card, batch=padded)
     for phase in ("forward", "backward"):
@@ -316,7 +320,7 @@ def test_sgd_with_weight_decay_copies_all_gradients_at_once_on_a_card_and_one_by
 def test_what_a_layer_keeps_takes_memory_and_is_not_computed_again() -> None:
     traces = {
         level: tiny_models.trace(
-            tiny_models.config(memory__checkpointing=level),
+            tiny_models.config(kernels__fused="off", memory__checkpointing=level),
             tiny_models.architecture(layers=2),
             where=tiny_models.card(),
         )

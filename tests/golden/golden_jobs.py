@@ -153,7 +153,7 @@ PLANS: dict[str, tuple[str, str, list[str]]] = {
     ),
     "7B": ("llama7b_qlora", "RTX 3090", []),
     "7B in 16 bits": ("llama7b_lora_16bit", "RTX 3090", []),
-    "8B, offloaded": ("llama3_8b_qlora", "RTX 4090", ["memory.offload=checkpoints"]),
+    "8B, offloaded": ("llama3_8b_qlora", "RTX 4090", ["memory.offload=checkpoints", "training.micro_batch=4"]),
     "9B with capped logits": ("gemma2_9b_qlora", "A100 80GB", ["data.max_length=1024"]),
     "tiny here, fused": ("tiny_cpu", "cpu", ["kernels.fused=auto"]),
     "7B, fused": ("llama7b_qlora", "RTX 3090", ["kernels.fused=auto"]),

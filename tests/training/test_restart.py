@@ -285,3 +285,14 @@ def test_a_key_that_its_choice_ignores_may_be_removed_from_a_run_that_an_earlier
     provenance.refuse_changes(config, run)
     with pytest.raises(ConfigError, match=r"config: optimizer.weight_decay \(0.0 → 0.1\)\."):
         provenance.refuse_changes(config.changed({"optimizer.weight_decay": 0.1}), run)
+
+
+def test_a_run_that_was_started_with_other_kernels_goes_on_with_them(quick, capsys: pytest.CaptureFixture[str]) -> None:
+    """`off` was the default of an earlier version, whose runs have it in their config."""
+    config = quick("training.max_steps=4", "data.eval=none", "training.eval_every=null", "output.save_every=2")
+    assert "fused" not in config.kernels.model_fields_set
+    run = finetune.train(config.changed({"kernels.fused": "off", "training.max_steps": 2})).run
+    finetune.train(config)
+    assert "kernels.fused: off, as this run was started with" in " ".join(capsys.readouterr().out.split())
+    assert run.config().kernels.fused == "off"
+    assert run.steps_done == 4
