@@ -407,7 +407,7 @@ def test_a_plan_has_the_config_what_was_chosen_and_the_levers(quick) -> None:
     assert plan.fitted
     assert plan.config.training.micro_batch == plan.fitted.value("training.micro_batch")
     assert plan.levers == ()
-    refused = finetune.plan(quick(), "1MiB")
+    refused = finetune.plan(quick("data.train=someone/rows", "data.max_length=2048", "data.eval=none"), "1MiB")
     assert refused.fitted is None
     assert [lever.cost for lever, after in refused.levers]
 

@@ -318,7 +318,7 @@ def _blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
         return [tensors]
     try:
         rows = [tensor.view(-1, tensor.shape[-1]) for tensor in tensors]
-    except RuntimeError:
+    except (RuntimeError, ValueError):  # the latter of tensors without values, in a forecast
         return [tensors]
     each = max(_BLOCK // first.shape[-1], 1)
     return zip(*(tensor.split(each) for tensor in rows), strict=True)

@@ -14,7 +14,7 @@ from together import Together
 from finetune.storage.rundir import RunDirectory, checkpoint_step
 
 LAYERS = 2
-MLP = "transformers.models.llama.modeling_llama:LlamaMLP.forward"
+ATTENTION = "torch.nn.functional:scaled_dot_product_attention"
 STEP = "finetune.training.step:Step.forward_backward"
 # Two micro-batches of four rows a rank. Plain descent, so that a gradient that is off shows as such.
 JOB = [*QUICK, "data.eval_share=0.2", "training.batch_size=16", "training.micro_batch=4", "training.max_steps=3",
@@ -67,7 +67,7 @@ def test_all_ranks_repeat_the_step_with_smaller_micro_batches(
     job: Make, alone: RunDirectory, place: str, nth: int
 ) -> None:
     together = job()
-    ended = together.go(2, {1: Fault(MLP, f"^{place}$", nth, "memory", after=STEP)})
+    ended = together.go(2, {1: Fault(ATTENTION, f"^{place}$", nth, "memory", after=STEP)})
     assert [each.code for each in ended] == [0, 0], ended[0].output + ended[1].output
     assert "out of memory on rank 1 at 4 rows" in said(ended[0])
     for run in (together.run, together.run.of_rank(1)):
@@ -83,7 +83,11 @@ def test_two_ranks_that_run_out_of_memory_in_one_step_lower_the_limit_once_for_a
     together = job("training.batch_size=12", "training.micro_batch=2", "data.max_length=16")
     steps = "finetune.training.loop:Loop.take_step"
     ended = together.go(
-        3, {0: Fault(MLP, "^$", 3, "memory", after=steps), 2: Fault(MLP, "backward", 2, "memory", after=steps)}
+        3,
+        {
+            0: Fault(ATTENTION, "^$", 3, "memory", after=steps),
+            2: Fault(ATTENTION, "backward", 2, "memory", after=steps),
+        },
     )
     assert [each.code for each in ended] == [0, 0, 0], ended[0].output
     for rank in range(3):
@@ -95,7 +99,9 @@ def test_two_ranks_that_run_out_of_memory_in_one_step_lower_the_limit_once_for_a
 
 def test_a_row_that_does_not_fit_one_rank_ends_all_with_the_steps_before_it_saved(job: Make) -> None:
     together = job("training.micro_batch=1", "output.save_every=null")
-    fault = Fault(MLP, "backward", LAYERS + 2, "memory", after="finetune.training.recorder:MetricsRecorder.stepped")
+    fault = Fault(
+        ATTENTION, "backward", LAYERS + 2, "memory", after="finetune.training.recorder:MetricsRecorder.stepped"
+    )
     first, second = together.go(2, {1: fault})
     assert (first.code, second.code) == (6, 6), first.output + second.output
     assert "alone in its micro-batch, on rank 1" in said(first)
@@ -110,7 +116,7 @@ def test_a_save_that_does_not_fit_either_is_told_by_all_beside_the_row(job: Make
     """The rank that copies the weights, alone, runs out of memory again."""
     together = job("training.micro_batch=1", "output.save_every=null")
     stepped = "finetune.training.recorder:MetricsRecorder.stepped"
-    row = Fault(MLP, "backward", LAYERS + 2, "memory", after=stepped)
+    row = Fault(ATTENTION, "backward", LAYERS + 2, "memory", after=stepped)
     copy = Fault("finetune.training.checkpoints:snapshot", "", 1, "memory")
     first, second = together.go(2, {0: copy, 1: row})
     assert (first.code, second.code) == (6, 6), first.output + second.output
@@ -121,7 +127,7 @@ def test_a_save_that_does_not_fit_either_is_told_by_all_beside_the_row(job: Make
 
 def test_an_evaluation_that_does_not_fit_one_rank_is_skipped_by_all(job: Make) -> None:
     together = job("training.batch_size=4", "training.micro_batch=1")
-    fault = Fault(MLP, "^$", 1, "memory", after="finetune.training.eval_loss:summed_loss")
+    fault = Fault(ATTENTION, "^$", 1, "memory", after="finetune.training.eval_loss:summed_loss")
     ended = together.go(2, {1: fault})
     assert [each.code for each in ended] == [0, 0], ended[0].output + ended[1].output
     assert len(events(together.run, "evaluation_skipped")) == 1
@@ -129,7 +135,7 @@ def test_an_evaluation_that_does_not_fit_one_rank_is_skipped_by_all(job: Make) -
 
 def test_another_error_in_a_step_ends_all_and_names_the_rank(job: Make) -> None:
     """The others wait for its gradients."""
-    ended, other = job().go(2, {1: Fault(MLP, "backward", LAYERS + 2, "fail", after=STEP)})
+    ended, other = job().go(2, {1: Fault(ATTENTION, "backward", LAYERS + 2, "fail", after=STEP)})
     assert "Traceback" in other.output
     assert ended.code == 4, ended.output
     assert "rank 1 ended: no matter of memory" in said(ended)

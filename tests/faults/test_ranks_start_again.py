@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from children import ROOM, ROOT, Children, Ended, Fault
-from test_ranks_out_of_memory import JOB, MLP, assert_as, events, said
+from test_ranks_out_of_memory import ATTENTION, JOB, assert_as, events, said
 from together import Together
 
 from finetune.storage.rundir import RunDirectory
@@ -93,7 +93,7 @@ def test_the_same_command_goes_on_from_the_last_save_with_smaller_micro_batches(
     if overrides is ZERO:
         pytest.importorskip("deepspeed")
     together = job(*overrides, run=request.node.callspec.id)
-    first, second = together.go(2, {1: Fault(MLP, f"^{place}$", 2, "memory", after=STEPPED)})
+    first, second = together.go(2, {1: Fault(ATTENTION, f"^{place}$", 2, "memory", after=STEPPED)})
     assert (first.code, second.code) == (6, 6), first.output + second.output
     [lowered] = events(together.run.of_rank(1), "micro_batch_lowered")
     fewer = lowered["lowered"]["training.micro_batch"]
@@ -122,7 +122,7 @@ def test_micro_batches_are_lowered_until_they_fit(job: Make, cut: RunDirectory) 
 def test_a_single_row_that_does_not_fit_ends_all_ranks(job: Make) -> None:
     """Where it is known beforehand, and the run has no smaller micro-batch to go on with."""
     together = job(FSDP, "training.micro_batch=1", run="row")
-    fault = Fault(MLP, "^backward$", 2, "memory", after=STEPPED)
+    fault = Fault(ATTENTION, "^backward$", 2, "memory", after=STEPPED)
     first, second = together.go(2, {1: fault})
     assert (first.code, second.code) == (6, 6), first.output + second.output
     assert "alone in its micro-batch, on rank 1" in said(second)
@@ -133,7 +133,7 @@ def test_a_single_row_that_does_not_fit_ends_all_ranks(job: Make) -> None:
 
 def test_after_an_evaluation_that_does_not_fit_the_same_command_goes_on(job: Make, alone: RunDirectory) -> None:
     together = job(FSDP, run="evaluation")
-    ended = together.go(2, {1: Fault(MLP, "^$", 1, "memory", after=EVALUATED)})
+    ended = together.go(2, {1: Fault(ATTENTION, "^$", 1, "memory", after=EVALUATED)})
     assert [each.code for each in ended] == [6, 6], ended[0].output + ended[1].output
     ended = together.go(2)
     assert [each.code for each in ended] == [0, 0], ended[0].output + ended[1].output

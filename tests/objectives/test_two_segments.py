@@ -108,7 +108,7 @@ def reference(model: Any, rows: list[dict[str, Any]]) -> torch.Tensor:
 
 
 def test_the_gradient_is_that_of_the_formula_however_the_step_is_split(job) -> None:
-    loop = ready(job(*EIGHT))
+    loop = ready(job(*EIGHT, "kernels.fused=off"))
     (whole,) = micro_batches(loop, range(8), 8)
     assert whole["row"].tolist() == [number for number in range(8) for _ in range(2)]
     loss, expected = gradients(loop, [whole])

@@ -203,7 +203,8 @@ def test_the_card_that_is_here_is_planned_for_as_it_will_compute(triton, monkeyp
 @pytest.mark.parametrize("trained_tokens", [32, 96])
 def test_torchs_own_operators_take_a_copy_of_each_tile_in_float32(trained_tokens: int) -> None:
     batch = Batch(rows=2, tokens=64, padded=True, trained_tokens=trained_tokens)
-    job, model = tiny_models.config(quantization__kind="none"), tiny_models.architecture(layers=1)
+    job = tiny_models.config(quantization__kind="none", kernels__fused="off")
+    model = tiny_models.architecture(layers=1)
 
     def peak(works: bool) -> int:
         card = replace(tiny_models.card(), triton=works)
