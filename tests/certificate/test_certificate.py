@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import errno
 import faulthandler
+import html
 import io
 import json
 import os
@@ -36,6 +37,7 @@ from finetune.runtime import libraries
 from finetune.settings import load_config
 from finetune.storage import private
 from finetune.storage.records import TrialResult
+from finetune.storage.rundir import RunDirectory
 
 JOB = ("training.max_steps=2", "kernels.fused=auto", "kernels.certificate=on")
 KEPT = ("mlp", "norm", "model")
@@ -193,6 +195,9 @@ def test_a_kernel_that_fails_is_off_with_one_line_and_the_training_is_right(
     assert reason in line
     assert "kernels: fused" in printed, "the others"
     assert losses == pytest.approx(expected, rel=1e-5)
+    report = html.unescape(RunDirectory(quick(*JOB).output.dir).report_file.read_text())
+    assert "tried on the device" in report
+    assert "mlp is off (" in report
 
 
 # -- what is kept ------------------------------------------------------------------------------------------------------
