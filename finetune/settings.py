@@ -22,6 +22,7 @@ from finetune.model.attention.backends import ATTENTIONS
 from finetune.model.source.chat_template import TEMPLATES
 from finetune.model.structure.quantization import QUANTIZATIONS
 from finetune.objectives import OBJECTIVES
+from finetune.objectives.preference import PAIRS
 from finetune.storage.rundir import RunDirectory
 from finetune.training.optimizers import OPTIMIZERS
 from finetune.training.schedules import SCHEDULES
@@ -55,15 +56,23 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     """
     if isinstance(source, Mapping):
         named = {name: _named(keys) if isinstance(keys, Mapping) else keys for name, keys in source.items()}
-        return from_values(named, overrides, _choices())
+        return _for_objective(from_values(named, overrides, _choices()))
     if not isinstance(source, (str, os.PathLike)):
         raise ConfigError(f"config: expected the path of a file or a dict of sections, not {shown(source)}")
     path = Path(source)
-    config = load(path, overrides, _choices())
+    config = _for_objective(load(path, overrides, _choices()))
     consented = any(override.partition("=")[0].strip() == _TRUST for override in overrides)
     if config.model.trust_remote_code and not consented and _is_of_run(path):
         raise ArtifactError(_no_consent(path, config.model, f"`{_TRUST}=true` after the config"))
     return config
+
+
+def _for_objective(config: Config) -> Config:
+    """`config` with rows read as pairs where its objective compares them and the format is `auto`."""
+    objective = OBJECTIVES.get(config.training.objective)
+    if config.data.format != "auto" or objective is None or objective.layout.segments != PAIRS.segments:
+        return config
+    return config.changed({"data.format": "pairs"})
 
 
 def _choices() -> Choices:

@@ -311,7 +311,9 @@ def test_the_example_of_pairs_is_trained_as_it_was_forecast(
         {"prompt": f"To {n}. ", "chosen": "yes " * (1 + n % 5), "rejected": "no", "margin": n % 4} for n in range(40)
     ]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    job = quick(f"data.train={tmp_path / 'pairs.jsonl'}", "training.objective=hinge", "memory.check=warn")
+    job = quick(
+        f"data.train={tmp_path / 'pairs.jsonl'}", "training.objective=hinge", "data.format=pair", "memory.check=warn"
+    )
     run = finetune.train(job).run
     losses = [line["eval_loss"] for line in run.metrics() if "eval_loss" in line]
     assert losses[-1] < losses[0]

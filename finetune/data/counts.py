@@ -11,7 +11,9 @@ from finetune.data.encoded import Encoded
 CONTROL_TOKENS = "control tokens as text"
 DUPLICATE = "duplicate"
 EMPTY = "empty answer"
+EQUAL = "equal answers"
 LOST_THOUGHTS = "thoughts of earlier turns"
+TIE = "equal scores of both answers"
 TOO_LONG = "over data.max_length"
 UNTRAINED = "nothing to train"
 

@@ -18,6 +18,10 @@ class NoSuchField(RowError):
     """A row has no field of a name; what it has may be wrong as names."""
 
 
+class Unusable(Exception):
+    """A row of the right form that teaches nothing, such as a tie of two answers: it is dropped for this reason."""
+
+
 @dataclass(frozen=True)
 class Chat:
     """A conversation, rendered by the chat template.

@@ -11,18 +11,25 @@ from typing import Any, NamedTuple
 
 from finetune.config import inline
 from finetune.config.field_types import Help, name_of, not_given, shortened, unknown
-from finetune.data import examples
+from finetune.data import examples, pairs
 from finetune.data import fields as row
 from finetune.data.examples import Completion, Content, Example, Message, NoSuchField, RowError, Several, Text, Tokens
 from finetune.data.fields import Fields
-from finetune.data.messages import conversation, read_message, read_messages, refuse_other_training, sharegpt_messages
+from finetune.data.messages import (
+    conversation,
+    instruction_messages,
+    read_messages,
+    refuse_other_training,
+    sharegpt_messages,
+)
 
 
 @dataclass(frozen=True)
 class RowFormat:
     """A row format, recognised by its `required` fields (if any) and parsed by `read`.
 
-    `of_answers`: the rows hold answers, so rows labelled as good or bad (KTO) are refused.
+    `of_answers`: the rows hold answers, so rows labelled as good or bad (KTO) are refused. `detected`: rows are taken for
+    this format by their fields; others only where `data.format` or the objective names it.
     """
 
     help: str
@@ -30,6 +37,7 @@ class RowFormat:
     read: Callable[[Fields], Content]
     optional: tuple[str, ...] = ()
     of_answers: bool = True
+    detected: bool = True
 
 
 def _sharegpt(fields: Fields) -> Example:
@@ -50,25 +58,8 @@ def _prompt_completion(fields: Fields) -> Example:
 
 
 def _alpaca(fields: Fields) -> Example:
-    asked = _instruction(fields)
+    asked = instruction_messages(fields)
     return conversation([*asked, {"role": "assistant", "content": row.text(fields, "output")}], fields)
-
-
-def _instruction(fields: Fields) -> list[Message]:
-    """The history of an Alpaca row and its instruction, as messages."""
-    messages = []
-    history = row.parsed(fields.get("history") or [], "history")
-    if not isinstance(history, list):
-        raise RowError(f"`history` must be a list of question and answer pairs, not {row.kind_of(history)}")
-    for index, pair in enumerate(history):
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise RowError(f"`history[{index}]` must be a pair of texts, a question and its answer")
-        for turn, role in enumerate(("user", "assistant")):
-            messages.append(read_message({"role": role, "content": pair[turn]}, f"history[{index}][{turn}]"))
-    question = row.text(fields, "instruction")
-    if fields.get("input"):
-        question += "\n\n" + row.text(fields, "input")
-    return [*messages, {"role": "user", "content": question}]
 
 
 def _preference(fields: Fields) -> Example:
@@ -85,7 +76,7 @@ def _preference(fields: Fields) -> Example:
     if fields.get("prompt") is not None:
         return Completion(row.text(fields, "prompt"), chosen_text)
     if fields.get("instruction") is not None:
-        asked = _instruction(fields)
+        asked = instruction_messages(fields)
         return conversation([*asked, {"role": "assistant", "content": chosen_text}], fields, range(len(asked)))
     shared = chosen_text[: examples.in_common(chosen_text, rejected_text)]
     # Cut back to white space, so that the answer begins with a whole word.
@@ -97,7 +88,7 @@ def _prompt_messages(fields: Fields) -> list[Message]:
     if isinstance(fields.get("prompt"), list):
         return read_messages(fields, "prompt")
     if fields.get("prompt") is None:
-        return [] if fields.get("instruction") is None else _instruction(fields)
+        return [] if fields.get("instruction") is None else instruction_messages(fields)
     return [{"role": "user", "content": row.text(fields, "prompt")}]
 
 
@@ -206,7 +197,8 @@ def _separated(example: Example, separator: str) -> Example:
 def detect(fields: Fields, columns: Mapping[str, str]) -> str:
     """The first format whose required fields the row has. Raises NoSuchField, or RowError for a lone message."""
     fields = mapped(fields, columns)
-    name = next((name for name, form in FORMATS.items() if form.required and fields.keys() >= {*form.required}), None)
+    forms = {name: form for name, form in FORMATS.items() if form.detected}
+    name = next((name for name, form in forms.items() if form.required and fields.keys() >= {*form.required}), None)
     if name in (None, "text") and not columns:
         _refuse_one_message(fields)
     if name:
@@ -221,7 +213,7 @@ def detect(fields: Fields, columns: Mapping[str, str]) -> str:
                 f"`{inline(likely.columns)}` as plain text"
             )
         raise NoSuchField(f"no format has the fields {names}; {cure}")
-    wanted = "; ".join(f"{name} ({', '.join(form.required)})" for name, form in FORMATS.items())
+    wanted = "; ".join(f"{name} ({', '.join(form.required)})" for name, form in forms.items())
     raise NoSuchField(f"no format has the fields {names}; `data.columns` can map them. Known formats: {wanted}")
 
 
@@ -309,11 +301,17 @@ def mapped(fields: Fields, columns: Mapping[str, str]) -> Fields:
 
 def known_fields(form: str) -> list[str]:
     """The fields that a format reads; for `auto`, those of all formats."""
-    forms = FORMATS.values() if form == "auto" else [FORMATS[form]] if form in FORMATS else []
+    forms = (
+        [one for one in FORMATS.values() if one.detected]
+        if form == "auto"
+        else [FORMATS[form]]
+        if form in FORMATS
+        else []
+    )
     return list(dict.fromkeys(name for form in forms for name in (*form.required, *form.optional)))
 
 
-PREFERENCES = "of preferences only the chosen answer is trained; to train on both, as DPO does, use TRL"
+PREFERENCES = "of preferences only the chosen answer is trained; to train on both, set `training.objective: dpo`"
 """The note for rows with a chosen and a rejected answer."""
 
 _BESIDE_MESSAGES = ("tools", "functions", "system")
@@ -330,6 +328,14 @@ FORMATS: dict[str, RowFormat] = {
     "preference": RowFormat(
         "`chosen` and `rejected`, optionally `prompt`, text or messages; the chosen answer is trained",
         ("chosen", "rejected"), _preference, ("prompt", "instruction", "input", "history", *_BESIDE_MESSAGES),
+    ),
+    "pairs": RowFormat(
+        "`chosen` and `rejected` after a prompt, text or messages, in any of the published layouts; both are trained",
+        ("chosen", "rejected"), pairs.read, pairs.OPTIONAL, of_answers=False, detected=False,
+    ),
+    "pairs_with_margin": RowFormat(
+        "the same with `margin`, a number, for reward models",
+        ("chosen", "rejected", "margin"), pairs.read_with_margin, pairs.OPTIONAL, of_answers=False, detected=False,
     ),
     "prompt_completion": RowFormat(
         "`prompt` and `completion`, text or messages; the completion is trained",

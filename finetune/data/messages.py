@@ -97,6 +97,29 @@ def read_message(message: Any, where: str) -> Message:
     return read
 
 
+def instruction_messages(fields: Fields) -> list[Message]:
+    """The history of an Alpaca row and its instruction, as messages."""
+    messages = []
+    history = row.parsed(fields.get("history") or [], "history")
+    if not isinstance(history, list):
+        raise RowError(f"`history` must be a list of question and answer pairs, not {row.kind_of(history)}")
+    for index, pair in enumerate(history):
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise RowError(f"`history[{index}]` must be a pair of texts, a question and its answer")
+        for turn, role in enumerate(("user", "assistant")):
+            messages.append(read_message({"role": role, "content": pair[turn]}, f"history[{index}][{turn}]"))
+    question = row.text(fields, "instruction")
+    if fields.get("input"):
+        question += "\n\n" + row.text(fields, "input")
+    return [*messages, {"role": "user", "content": question}]
+
+
+def any_message(message: Any, where: str) -> Message:
+    """One message in OpenAI's format, or in ShareGPT's if it has `from`."""
+    is_sharegpt = isinstance(message, Mapping) and "from" in message
+    return _turn(message, where) if is_sharegpt else read_message(message, where)
+
+
 def sharegpt_messages(fields: Fields) -> list[Message]:
     """The `conversations` of a row in ShareGPT's format."""
     turns = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -13,7 +14,7 @@ from finetune.config.field_types import GIVEN, unknown
 from finetune.data import chat, formats, in_memory, sources
 from finetune.data.counts import Counts
 from finetune.data.encoded import IGNORE, RowLayout, columns
-from finetune.data.examples import Chat, Completion, Content
+from finetune.data.examples import Chat, Completion, Content, Unusable
 from finetune.data.problems import Problems
 from finetune.data.sources import Row
 from finetune.data.split import Preparation, located
@@ -202,9 +203,8 @@ def questions(section: DataSection, tokenizer: Any) -> Iterator[Question]:
 
 def _held_out_examples(section: DataSection, tokenizer: Any) -> Iterator[tuple[Row, Content]]:
     for row in held_out_rows(section, tokenizer):
-        with located(row):
-            content, _ = formats.read(row.fields, section.format, section.columns, section.separator)
-        yield row, content
+        with located(row), contextlib.suppress(Unusable):
+            yield row, formats.read(row.fields, section.format, section.columns, section.separator)[0]
 
 
 def held_out_rows(section: DataSection, tokenizer: Any) -> Iterator[Row]:

@@ -24,6 +24,7 @@ from finetune.data.counts import (
     CONTROL_TOKENS,
     DUPLICATE,
     EMPTY,
+    EQUAL,
     LOST_THOUGHTS,
     TOO_LONG,
     UNTRAINED,
@@ -31,7 +32,18 @@ from finetune.data.counts import (
     Counts,
 )  # fmt: skip
 from finetune.data.encoded import Encoded, RowLayout
-from finetune.data.examples import Chat, Completion, Content, NoSuchField, RowError, Tokens, kind, parts, system
+from finetune.data.examples import (
+    Chat,
+    Completion,
+    Content,
+    NoSuchField,
+    RowError,
+    Tokens,
+    Unusable,
+    kind,
+    parts,
+    system,
+)
 from finetune.data.problems import Problems
 from finetune.data.readers import NO_HEADER, has_header
 from finetune.data.rows import mapped, writer
@@ -119,17 +131,23 @@ class _Read(NamedTuple):
     """A row with its content, or the error in it, and the number of problems found before it was read."""
 
     row: Row
-    content: Content | DataError
+    content: Content | DataError | Unusable
     problems: int
 
     @property
     def characters(self) -> int:
-        if isinstance(self.content, DataError):
+        if isinstance(self.content, Exception):
             return 0
         return sum(
             len(example.input_ids) if isinstance(example, Tokens) else sum(map(len, control.texts(example)))
             for example in parts(self.content)
         )
+
+
+def _answers_are_equal(row: Encoded) -> bool:
+    """Whether a row has several segments that are all the same: nothing can be learnt from comparing them."""
+    first, *others = row.segments
+    return bool(others) and all((each.input_ids, each.labels) == (first.input_ids, first.labels) for each in others)
 
 
 @dataclass
@@ -166,7 +184,7 @@ class _Rows:
             raise
         yield batch
 
-    def _read(self, row: Row) -> Content | DataError:
+    def _read(self, row: Row) -> Content | DataError | Unusable:
         columns = self.section.columns
         try:
             with located(row):
@@ -174,7 +192,7 @@ class _Rows:
                     form = self.section.format
                     self.forms[row.source] = formats.detect(row.fields, columns) if form == "auto" else form
                 content, unused = formats.read(row.fields, self.forms[row.source], columns, self.section.separator)
-        except DataError as error:
+        except (DataError, Unusable) as error:
             return error
         for example in parts(content):
             if isinstance(example, Chat):
@@ -189,7 +207,7 @@ class _Rows:
         full = {
             number: read.content
             for number, read in enumerate(batch)
-            if not isinstance(read.content, DataError) and not chat.is_empty(read.content, loss_on)
+            if not isinstance(read.content, Exception) and not chat.is_empty(read.content, loss_on)
         }
         rows = chat.encode_all(list(full.values()), self.tokenizer, loss_on, self.section.control_tokens)
         encoded = dict(zip(full, rows, strict=True))
@@ -229,6 +247,9 @@ class _Rows:
         location, section, affected = read.row.location, self.section, self.counts.affected
         if isinstance(read.content, DataError):
             raise read.content
+        if isinstance(read.content, Unusable):
+            affected.append(Affected(location, "dropped", str(read.content)))
+            return []
         if encoded is None:
             affected.append(Affected(location, "dropped", EMPTY))
             return []
@@ -244,6 +265,9 @@ class _Rows:
         if not all(segment.trained for segment in encoded.segments):
             affected.append(Affected(location, "dropped", UNTRAINED, length))
             return []
+        if _answers_are_equal(encoded):
+            affected.append(Affected(location, "dropped", EQUAL, length))
+            return []
         if encoded.escaped:
             affected.append(Affected(location, "kept", CONTROL_TOKENS, length))
         if encoded.lost_thoughts:
@@ -257,7 +281,7 @@ class _Rows:
             return [encoded]
         with located(read.row):
             what, pieces = lengths.shortened(encoded, section.max_length, section.too_long)
-        trained = [piece for piece in pieces if piece.trained]
+        trained = [piece for piece in pieces if piece.trained and not _answers_are_equal(piece)]
         affected.append(Affected(location, what if trained else "dropped", TOO_LONG, length))
         return trained
 

@@ -291,11 +291,11 @@ def test_a_config_for_preferences_notes_that_rejected_answers_are_not_trained(
 ) -> None:
     rows = [{"prompt": f"What is {one}?", "chosen": f"It is {one}.", "rejected": "No idea."} for one in range(30)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    said = "of preferences only the chosen answer is trained; to train on both, as DPO does, use TRL"
+    said = "of preferences only the chosen answer is trained; to train on both, set `training.objective: dpo`"
     code, _, err = call("init", shallow_base, "pairs.jsonl", "--output", "job.yaml")
     assert (code, err) == (0, "")
     text = (tmp_path / "job.yaml").read_text()
-    assert f"# {said.capitalize().replace('dpo', 'DPO').replace('trl', 'TRL')}\n" in text
+    assert f"# {said.capitalize()}\n" in text
     assert "columns:  # turns of the chat template; left out, they are text without it\n" in text
     _, shown, _ = call("data", "job.yaml")
     assert f"rejected ({said})" in " ".join(shown.split())

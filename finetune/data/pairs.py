@@ -1,0 +1,146 @@
+"""Pairs: a chosen and a rejected answer to one prompt, in the layouts in which preference data sets are published.
+
+prompt, chosen, rejected              TRL: text or messages; also without `prompt`, where both begin with it
+prompt, chosen, rejected, messages    UltraFeedback (H4): whole conversations; `score_chosen`, `score_rejected`
+chosen, rejected                      Anthropic HH: texts, cut after the last `Assistant:` that they share
+instruction, chosen_response, rejected_response     Argilla
+system, question, chosen, rejected    Intel; also `input`
+prompt, answers                       Nectar: each `answer` with its `rank`, the best against the worst
+instruction, input, chosen, rejected  LLaMA-Factory (Alpaca)
+conversations, chosen, rejected       LLaMA-Factory (ShareGPT): messages with `from` and `value`
+messages, chosen, rejected            Axolotl: a message, a list of them, or text
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from finetune.data import fields as row
+from finetune.data.counts import TIE
+from finetune.data.examples import Completion, Example, Message, RowError, Several, Unusable, in_common
+from finetune.data.fields import Fields
+from finetune.data.messages import any_message, conversation, instruction_messages, read_messages, sharegpt_messages
+
+Answer = str | list[Message]
+
+_TURN = "\n\nAssistant:"
+_SCORES = (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"))
+OPTIONAL = (
+    "prompt", "instruction", "input", "history", "question", "conversations", "messages", "answers", "chosen_response",
+    "rejected_response", *(name for names in _SCORES for name in names), "system", "tools", "functions",
+)  # fmt: skip
+"""What `read` takes beside `chosen` and `rejected`."""
+
+
+def read(fields: Fields) -> Several:
+    """The answers of a row as its segments, each after the prompt.
+
+    Raises RowError for a row that is no pair, Unusable for one whose answers are equally good.
+    """
+    chosen, rejected = _answers(fields)
+    scores = [[fields.get(name) for name in names] for names in _SCORES]
+    if any(better is not None and better == worse for better, worse in scores):
+        raise Unusable(TIE)
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        texts = _texts(fields, chosen, rejected)
+        return Several(dict(zip(("chosen", "rejected"), texts, strict=True)))
+    if isinstance(chosen, str) or isinstance(rejected, str):
+        raise RowError("`chosen` and `rejected`: one is text and the other messages; write both alike")
+    return _conversations(fields, {"chosen": chosen, "rejected": rejected})
+
+
+def read_with_margin(fields: Fields) -> Several:
+    """A pair with the number `margin`, by how much the chosen answer is better. Raises RowError and Unusable."""
+    margin = fields.get("margin")
+    if isinstance(margin, bool) or not isinstance(margin, (int, float)):
+        raise RowError(f"`margin` must be a number, not {row.kind_of(margin)}")
+    return Several(read(fields).segments, {"margin": float(margin)})
+
+
+def _answers(fields: Fields) -> tuple[Answer, Answer]:
+    if fields.get("chosen") is None and fields.get("answers") is not None:
+        return _best_and_worst(fields)
+    return _answer(fields, "chosen"), _answer(fields, "rejected")
+
+
+def _answer(fields: Fields, name: str) -> Answer:
+    response = f"{name}_response"
+    field = response if fields.get(name) is None and fields.get(response) is not None else name
+    value = fields.get(field)
+    if isinstance(value, Mapping):
+        return [any_message(value, field)]
+    if isinstance(value, list) and value:
+        return [any_message(message, f"{field}[{index}]") for index, message in enumerate(value)]
+    return row.text(fields, field)
+
+
+def _best_and_worst(fields: Fields) -> tuple[str, str]:
+    """The texts of the first and the last of ranked answers."""
+    answers = row.objects(fields, "answers") or []
+    for index, each in enumerate(answers):
+        if not isinstance(each.get("rank"), (int, float)) or not isinstance(each.get("answer"), str):
+            raise RowError(f"`answers[{index}]` must have `answer`, a text, and `rank`, a number")
+    ranked = sorted(answers, key=lambda each: each["rank"])
+    if not ranked or ranked[0]["rank"] == ranked[-1]["rank"]:
+        raise Unusable(TIE)
+    return row.text(ranked[0], "answer"), row.text(ranked[-1], "answer")
+
+
+def _texts(fields: Fields, *answers: str) -> list[Example]:
+    if isinstance(fields.get("prompt"), str):
+        prompt = row.text(fields, "prompt")
+        return [Completion(prompt, answer) for answer in answers]
+    if asked := _asked(fields) or _messages(fields):
+        turns = [[*asked, {"role": "assistant", "content": answer}] for answer in answers]
+        return [conversation(each, fields, range(len(asked))) for each in turns]
+    shared = answers[0][: in_common(*answers)]
+    if _TURN in shared:
+        end = shared.rfind(_TURN) + len(_TURN)
+    else:  # back to white space, so that both answers begin with a whole word
+        end = len(shared.rstrip()) if shared[-1:].isspace() else max(shared.rfind(" "), shared.rfind("\n"), 0)
+    if not end:
+        raise RowError("`chosen` and `rejected` begin differently and there is no `prompt`: which question they answer")
+    return [Completion(answer[:end], answer[end:], one_text=True) for answer in answers]
+
+
+def _conversations(fields: Fields, answers: Mapping[str, list[Message]]) -> Several:
+    """Two conversations, of which both may repeat the prompt: only what differs is trained."""
+    chosen, rejected = answers.values()
+    for name, messages in answers.items():
+        if (last := messages[-1]["role"]) != "assistant":
+            raise RowError(f"`{name}` must end with the assistant's answer, not with a message of {last}")
+    prompt = _asked(fields)
+    if chosen[0]["role"] == rejected[0]["role"] == "assistant":
+        prompt = prompt or _messages(fields)
+        if not prompt:
+            raise RowError("`chosen` and `rejected` are answers, and there is no `prompt`: which question they answer")
+        context = len(prompt)
+    else:
+        common = min(in_common(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
+        if not common:
+            raise RowError("`chosen` and `rejected` begin with different prompts; a pair answers one")
+        # Some data sets repeat the prompt at the start of each answer.
+        prompt = [] if chosen[: len(prompt)] == prompt else prompt
+        context = len(prompt) + common
+    return Several({
+        name: conversation([*prompt, *messages], fields, range(context), where=name)
+        for name, messages in answers.items()
+    })  # fmt: skip
+
+
+def _asked(fields: Fields) -> list[Message]:
+    """The messages before the answers, if a field is there for them alone."""
+    if fields.get("conversations") is not None:
+        return sharegpt_messages(fields)
+    if isinstance(fields.get("prompt"), list):
+        return read_messages(fields, "prompt")
+    if fields.get("instruction") is not None:
+        return instruction_messages(fields)
+    name: Any = next((name for name in ("prompt", "question", "input") if fields.get(name) is not None), None)
+    return [{"role": "user", "content": row.text(fields, name)}] if name else []
+
+
+def _messages(fields: Fields) -> list[Message]:
+    """The messages before the answers in a field that elsewhere holds the whole conversation."""
+    return [] if fields.get("messages") is None else read_messages(fields, "messages")

@@ -1,0 +1,130 @@
+"""Facts about pairs: the layouts in which they are published, and what is refused or dropped."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+import finetune
+from finetune.data.examples import Chat, Completion, RowError, Unusable
+from finetune.data.formats import FORMATS, read
+from finetune.settings import load_config
+from finetune.storage.rundir import RunDirectory
+
+ASK = {"role": "user", "content": "Why?"}
+GOOD, BAD = ({"role": "assistant", "content": text} for text in ("Because.", "No."))
+GPT = [{"from": "gpt", "value": message["content"]} for message in (GOOD, BAD)]
+CHATS = Chat([ASK, GOOD]), Chat([ASK, BAD])
+TEXTS = {"chosen": "Because.", "rejected": "No."}
+
+LAYOUTS: list[tuple[str, dict[str, Any], tuple[Any, Any]]] = [
+    ("TRL", {"prompt": "Why? ", **TEXTS}, (Completion("Why? ", "Because."), Completion("Why? ", "No."))),
+    ("TRL, messages", {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]}, CHATS),
+    ("TRL, implicit prompt", {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, CHATS),
+    (
+        "UltraFeedback",
+        {"prompt": "Why?", "chosen": [ASK, GOOD], "rejected": [ASK, BAD], "messages": [ASK, GOOD], "score_chosen": 8,
+         "score_rejected": 5.5},
+        CHATS,
+    ),
+    (
+        "HH",
+        {"chosen": "\n\nHuman: Why?\n\nAssistant: I know.", "rejected": "\n\nHuman: Why?\n\nAssistant: I don't."},
+        tuple(Completion("\n\nHuman: Why?\n\nAssistant:", text, one_text=True) for text in (" I know.", " I don't.")),
+    ),
+    ("Argilla", {"instruction": "Why?", "chosen_response": "Because.", "rejected_response": "No."}, CHATS),
+    ("Intel", {"system": "", "question": "Why?", **TEXTS}, CHATS),
+    (
+        "Nectar",
+        {"prompt": "Why? ", "answers": [{"answer": text, "rank": rank} for rank, text in ((2, "So."), (3, "No."),
+                                                                                          (1, "Because."))]},
+        (Completion("Why? ", "Because."), Completion("Why? ", "No.")),
+    ),
+    ("LLaMA-Factory, Alpaca", {"instruction": "Why?", "input": "", **TEXTS}, CHATS),
+    (
+        "LLaMA-Factory, ShareGPT",
+        {"conversations": [{"from": "human", "value": "Why?"}], "chosen": GPT[0], "rejected": GPT[1]},
+        CHATS,
+    ),
+    ("Axolotl", {"messages": [ASK], "chosen": GOOD, "rejected": BAD}, CHATS),
+    ("Axolotl, text", {"messages": [ASK], **TEXTS}, CHATS),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "expected"), [pytest.param(*rest, id=name) for name, *rest in LAYOUTS])
+def test_a_pair_is_read_in_each_published_layout(row: dict[str, Any], expected: tuple[Any, Any]) -> None:
+    pair, unused = read(row, "pairs", {})
+    segments = [
+        Chat(one.messages) if isinstance(one, Chat) else one  # the prompt has no answer that could be trained
+        for one in pair.segments.values()
+    ]
+    assert tuple(segments) == expected
+    assert (list(pair.segments), pair.values) == (["chosen", "rejected"], {})
+    assert unused in ([], ["messages"])
+
+
+def test_only_what_differs_is_trained_in_whole_conversations() -> None:
+    row = {"chosen": [ASK, GOOD, ASK, GOOD], "rejected": [ASK, GOOD, ASK, BAD]}
+    pair, _ = read(row, "pairs", {})
+    assert [segment.context for segment in pair.segments.values()] == [{1}, {1}]
+
+
+def test_a_margin_is_read_where_the_format_names_it() -> None:
+    row = {"prompt": "Why?", **TEXTS, "margin": 2}
+    assert FORMATS["pairs_with_margin"].read(row).values == {"margin": 2.0}
+    assert read(row, "pairs", {})[1] == ["margin"]
+    with pytest.raises(RowError, match="`margin` must be a number"):
+        FORMATS["pairs_with_margin"].read({**row, "margin": "2"})
+
+
+@pytest.mark.parametrize(
+    ("row", "named"),
+    [
+        ({"prompt": "Why?", "chosen": "So."}, "`rejected`"),
+        ({"prompt": "Why?", "chosen": "So.", "rejected": [BAD]}, "one is text and the other messages"),
+        ({"prompt": "Why?", "chosen": 3, "rejected": 4}, "`chosen`"),
+        ({"prompt": [ASK], "chosen": [GOOD], "rejected": []}, "`rejected`"),
+        ({"chosen": [GOOD], "rejected": [BAD]}, "no `prompt`"),
+        ({"chosen": "Because.", "rejected": "No."}, "no `prompt`"),
+        ({"chosen": [ASK, GOOD], "rejected": [{**ASK, "content": "How?"}, BAD]}, "different prompts"),
+        ({"prompt": "Why?", "chosen": [ASK, GOOD], "rejected": [ASK, BAD, ASK]}, "`rejected` must end with"),
+        ({"prompt": "Why?", "answers": [{"answer": "So.", "rank": "first"}]}, r"`answers\[0\]`"),
+        ({"prompt": "Why?", "chosen": {"role": "judge", "content": "So."}, "rejected": BAD}, r"`chosen.role`"),
+        ({"prompt": "Why?", **TEXTS, "images": ["a.png"]}, "`images`"),
+    ],
+)
+def test_a_row_that_is_no_pair_is_refused_by_its_field(row: dict[str, Any], named: str) -> None:
+    with pytest.raises(RowError, match=named):
+        read(row, "pairs", {})
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "Why?", **TEXTS, "score_chosen": 5, "score_rejected": 5.0},
+        {"prompt": "Why?", "answers": [{"answer": text, "rank": 1} for text in ("a", "b")]},
+    ],
+)
+def test_a_tie_teaches_nothing(row: dict[str, Any]) -> None:
+    with pytest.raises(Unusable, match="equal scores"):
+        read(row, "pairs", {})
+
+
+def test_dpo_trains_on_pairs_by_default_and_says_what_it_dropped(quick, tmp_path, capsys) -> None:
+    rows = [{"prompt": f"To {n}. ", "chosen": "yes " * (1 + n % 5), "rejected": "no " * (2 + n % 3)} for n in range(12)]
+    rows[3]["rejected"] = rows[3]["chosen"]
+    rows[4]["chosen"] = " "
+    rows[5] |= {"score_chosen": 1, "score_rejected": 1}
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    config = quick(f"data.train={file}", "training.objective=dpo", "data.eval=none", "training.eval_every=null")
+    assert config.data.format == "pairs"
+    finetune.train(config)
+    run = RunDirectory(config.output.dir)
+    assert len(list(run.metrics())) >= config.training.max_steps
+    reasons = [json.loads(line)["why"] for line in run.data_file.read_text().splitlines()]
+    assert sorted(reasons) == ["empty answer", "equal answers", "equal scores of both answers"]
+    assert "3" in capsys.readouterr().out
+    assert load_config({"data": {"train": "a.jsonl"}}).data.format == "auto"
