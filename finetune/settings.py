@@ -72,7 +72,7 @@ def _for_objective(config: Config) -> Config:
     objective = OBJECTIVES.get(config.training.objective)
     if config.data.format != "auto" or objective is None or objective.layout.segments != PAIRS.segments:
         return config
-    return config.changed({"data.format": "pairs"})
+    return config.changed({"data.format": "pairs_with_margin" if objective.layout.values else "pairs"})
 
 
 def _choices() -> Choices:

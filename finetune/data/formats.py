@@ -28,8 +28,8 @@ from finetune.data.messages import (
 class RowFormat:
     """A row format, recognised by its `required` fields (if any) and parsed by `read`.
 
-    `of_answers`: the rows hold answers, so rows labelled as good or bad (KTO) are refused. `detected`: rows are taken for
-    this format by their fields; others only where `data.format` or the objective names it.
+    `of_answers`: the rows hold answers, so rows labelled as good or bad (KTO) are refused. `detected`: rows are taken
+    for this format by their fields; for another only where `data.format` or the objective names it.
     """
 
     help: str
@@ -301,14 +301,8 @@ def mapped(fields: Fields, columns: Mapping[str, str]) -> Fields:
 
 def known_fields(form: str) -> list[str]:
     """The fields that a format reads; for `auto`, those of all formats."""
-    forms = (
-        [one for one in FORMATS.values() if one.detected]
-        if form == "auto"
-        else [FORMATS[form]]
-        if form in FORMATS
-        else []
-    )
-    return list(dict.fromkeys(name for form in forms for name in (*form.required, *form.optional)))
+    forms = [each for name, each in FORMATS.items() if name == form or (form == "auto" and each.detected)]
+    return list(dict.fromkeys(name for each in forms for name in (*each.required, *each.optional)))
 
 
 PREFERENCES = "of preferences only the chosen answer is trained; to train on both, set `training.objective: dpo`"

@@ -24,7 +24,8 @@ def _objective(value: Any) -> str | None:
         return None
     if name in OBJECTIVES:
         return (
-            f"`{name}` is not offered for rows of other tools; write a format for them (docs/pairs.md) and a new config"
+            f"`{name}` is not offered for configs of other tools: their keys of preferences are not translated. Write a "
+            f"new config with `training.objective: {name}`, as configs/llama7b_dpo.yaml"
         )
     return (
         other_names.not_offered("training.objective", name) or f"`{name}` is not offered: training is supervised here"

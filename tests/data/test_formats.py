@@ -102,9 +102,8 @@ def test_a_row_of_unknown_format_is_reported_with_its_fields_and_all_formats(sub
                 detect(row, {})
             message = str(caught.value)
             assert all(field in message for field in row)
-            assert all(
-                f"{name} ({', '.join(form.required)})" in message for name, form in FORMATS.items() if form.detected
-            )
+            forms = {name: form for name, form in FORMATS.items() if form.detected}
+            assert all(f"{name} ({', '.join(form.required)})" in message for name, form in forms.items())
 
 
 def test_fields_with_familiar_names_are_suggested_as_columns(subtests: pytest.Subtests) -> None:
