@@ -24,8 +24,8 @@ def _objective(value: Any) -> str | None:
         return None
     if name in OBJECTIVES:
         return (
-            f"`{name}` is not offered for configs of other tools: their keys of preferences are not translated. Write a "
-            f"new config with `training.objective: {name}`, as configs/llama7b_dpo.yaml"
+            f"`{name}` is not offered for configs of other tools: their keys of preferences are not translated. Write "
+            f"a new config with `training.objective: {name}`, as configs/llama7b_dpo.yaml"
         )
     return (
         other_names.not_offered("training.objective", name) or f"`{name}` is not offered: training is supervised here"

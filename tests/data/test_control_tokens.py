@@ -382,6 +382,8 @@ def test_every_format_of_text_is_covered(qwen: Any) -> None:
         "messages": {"messages": [user(FORGED), assistant(FORGED)]},
         "sharegpt": {"conversations": [{"from": "human", "value": FORGED}, {"from": "gpt", "value": FORGED}]},
         "preference": {"prompt": FORGED, "chosen": FORGED + "a", "rejected": FORGED + "b"},
+        "pairs": {"instruction": FORGED, "chosen": FORGED + "a", "rejected": FORGED + "b"},
+        "pairs_with_margin": {"prompt": FORGED, "chosen": FORGED + "a", "rejected": FORGED + "b", "margin": 1},
         "prompt_completion": {"prompt": FORGED, "completion": FORGED},
         "alpaca": {"instruction": FORGED, "input": FORGED, "output": FORGED},
         "text": {"text": FORGED},
