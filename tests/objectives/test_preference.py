@@ -9,17 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
+from peft import get_peft_model
 from steps import assert_gradients_close, gradients, micro_batches, out_of_memory, ready
-from test_two_segments import pairs, read_pair
+from test_two_segments import pairs
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import finetune
-from finetune import settings
-from finetune.data.formats import FORMATS, RowFormat
+from finetune.data.encoded import IGNORE, segments_of
 from finetune.errors import ConfigError
 from finetune.objectives import preference
 from finetune.objectives.preference import AnswerScores, Numbers
 from finetune.settings import load_config
 from finetune.storage.rundir import RunDirectory
+from finetune.training.loop import Loop
 
 
 def answer(ratio: float, tokens: float = 1) -> AnswerScores:
@@ -83,27 +86,20 @@ def test_a_key_that_would_change_nothing_is_refused(keys: dict[str, Any], refuse
 
 
 @pytest.fixture
-def job(tmp_path: Path, quick, monkeypatch: pytest.MonkeyPatch):
+def job(tmp_path: Path, quick):
     """A function from overrides to a DPO job in fp32, all rows in one step."""
-    monkeypatch.setitem(FORMATS, "pairs", RowFormat("pairs of answers", ("prompt", "chosen", "rejected"), _read))
-    monkeypatch.setitem(settings.CHOICES, "data.format", {**settings.CHOICES["data.format"], **FORMATS})
     file = tmp_path / "pairs.jsonl"
     file.write_text("".join(json.dumps(each) + "\n" for each in pairs(24)))
 
     def make(*overrides: str, run: str = "run", objective: str = "dpo") -> Any:
         in_step = ["preference.reference=in_step"] if preference.FAMILY[objective].reference else []
         return quick(
-            f"data.train={file}", "data.format=pairs", f"training.objective={objective}", "quantization.kind=none",
+            f"data.train={file}", f"training.objective={objective}", "quantization.kind=none",
             "training.precision=fp32", "training.batch_size=8", "training.micro_batch=8", "data.eval=none",
             "training.eval_every=null", *in_step, *overrides, run=run,
         )  # fmt: skip
 
     return make
-
-
-def _read(fields: Any) -> Any:
-    pair = read_pair(fields)
-    return type(pair)(pair.segments)
 
 
 @pytest.mark.parametrize("way", ["data.packing=true", "adapter.dora=true", "kernels.fused=on"])
@@ -157,3 +153,78 @@ def test_a_run_on_pairs_takes_the_memory_of_its_forecast(job, tmp_path: Path, pa
     assert forecast["differences"]
     for difference in forecast["differences"]:
         assert abs(difference["relative"]) < 0.01, difference
+
+
+# -- beside TRL --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trl_step(tmp_path: Path, shallow_base: Path):
+    """A function from a loop, eight of its rows and keys of TRL's config to the loss and gradients of TRL's trainer."""
+
+    def step(loop: Loop, rows: list[dict[str, Any]], **keys: Any) -> tuple[float, dict[str, torch.Tensor]]:
+        from trl import DPOConfig, DPOTrainer
+
+        ours = loop.step.model
+        base = AutoModelForCausalLM.from_pretrained(shallow_base, dtype=torch.float32)
+        settings = {"loss_type": "sigmoid", "beta": 0.1, "max_length": None, "gradient_checkpointing": False, **keys}
+        arguments = DPOConfig(str(tmp_path / "trl"), use_cpu=True, bf16=False, report_to="none", **settings)
+        text = {"prompt": "a", "chosen": "b", "rejected": "c"}
+        # Its copy of the new adapter, which adds nothing, is its reference.
+        trainer = DPOTrainer(
+            get_peft_model(base, ours.peft_config["default"]), args=arguments, train_dataset=Dataset.from_list([text]),
+            processing_class=AutoTokenizer.from_pretrained(shallow_base),
+        )  # fmt: skip
+        model = trainer.model
+        weights = {key: weight for key, weight in ours.named_parameters() if weight.requires_grad}
+        trained = {key: weight for key, weight in model.named_parameters() if weight.requires_grad}
+        assert trained.keys() == weights.keys()
+        with torch.no_grad():
+            for key, weight in weights.items():
+                trained[key].copy_(weight)
+        batch = trainer.data_collator([_answers(row) for row in rows])
+        loss = trainer.compute_loss(model.train(), batch)
+        loss.backward()
+        return float(loss.detach()), {key: weight.grad for key, weight in trained.items()}
+
+    return step
+
+
+def _answers(row: dict[str, Any]) -> dict[str, list[int]]:
+    """A prepared row as TRL's trainer prepares it."""
+    chosen, rejected = segments_of(row)
+    prompt = sum(label == IGNORE for label in chosen.labels)
+    assert chosen.input_ids[:prompt] == rejected.input_ids[:prompt]
+    ids = [list(segment.input_ids) for segment in (chosen, rejected)]
+    return {"prompt_ids": ids[0][:prompt], "chosen_ids": ids[0][prompt:], "rejected_ids": ids[1][prompt:]}
+
+
+@pytest.mark.parametrize(
+    ("objective", "ours", "theirs"),
+    [
+        ("dpo", [], {}),
+        ("robust_dpo", ["preference.label_smoothing=0.2"], {"loss_type": "robust", "label_smoothing": 0.2}),
+        ("ipo", [], {"loss_type": "ipo"}),
+    ],
+)
+def test_loss_and_gradients_are_those_of_trls_trainer(
+    job, trl_step, objective: str, ours: list[str], theirs: dict[str, Any]
+) -> None:
+    loop = ready(job("data.max_length=64", "adapter.dropout=0", "kernels.fused=off", *ours, objective=objective))
+    (whole,) = micro_batches(loop, range(8), 8)
+    loss, found = gradients(loop, [whole])
+    expected_loss, expected = trl_step(loop, [loop.steps.rows[number] for number in range(8)], **theirs)
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-6 * largest)
+
+
+def test_trl_ignores_the_label_smoothing_of_dpo_which_is_conservative_dpo_here(job, trl_step) -> None:
+    loop = ready(job("data.max_length=64", "adapter.dropout=0", "preference.label_smoothing=0.3"))
+    rows = [loop.steps.rows[number] for number in range(8)]
+    plain, smoothed = (trl_step(loop, rows, label_smoothing=smoothing)[0] for smoothing in (0.0, 0.3))
+    assert plain == smoothed
+    (whole,) = micro_batches(loop, range(8), 8)
+    assert gradients(loop, [whole])[0] != pytest.approx(plain, rel=1e-4)

@@ -12,13 +12,11 @@ import torch
 from jobs import metric, same_adapter
 from peft import PeftModel
 from steps import assert_gradients_close, before_each_step, gradients, micro_batches, ready
-from test_two_segments import pairs, read_pair
+from test_two_segments import pairs
 from transformers import AutoModelForSequenceClassification
 
 import finetune
-from finetune import settings
 from finetune.data.encoded import segments_of
-from finetune.data.formats import FORMATS, RowFormat
 from finetune.errors import ConfigError
 from finetune.model import build
 from finetune.model.adapters import adapter_files
@@ -28,17 +26,16 @@ from finetune.storage.rundir import RunDirectory
 
 
 @pytest.fixture
-def job(tmp_path: Path, quick, monkeypatch: pytest.MonkeyPatch):
+def job(tmp_path: Path, quick):
     """A function from overrides to a reward model on pairs with margins, in fp32."""
-    monkeypatch.setitem(FORMATS, "pairs", RowFormat("pairs", ("prompt", "chosen", "rejected"), read_pair, ("margin",)))
-    monkeypatch.setitem(settings.CHOICES, "data.format", {**settings.CHOICES["data.format"], **FORMATS})
     file = tmp_path / "pairs.jsonl"
     file.write_text("".join(json.dumps(each) + "\n" for each in pairs(24)))
 
     def make(*overrides: str, run: str = "run") -> Any:
         return quick(
-            f"data.train={file}", "data.format=pairs", "training.objective=reward", "quantization.kind=none",
-            "training.precision=fp32", "adapter.dropout=0", "data.max_length=64", *overrides, run=run,
+            f"data.train={file}", "data.format=pairs_with_margin", "training.objective=reward",
+            "quantization.kind=none", "training.precision=fp32", "adapter.dropout=0", "data.max_length=64",
+            *overrides, run=run,
         )  # fmt: skip
 
     return make

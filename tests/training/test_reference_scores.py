@@ -13,11 +13,7 @@ from jobs import metric, same_adapter
 from steps import out_of_memory, ready
 
 import finetune
-from finetune import settings
 from finetune.config import Config
-from finetune.data import fields as row
-from finetune.data.examples import Completion, Several
-from finetune.data.formats import FORMATS, RowFormat
 from finetune.data.prepare import prepare
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.storage import private
@@ -28,13 +24,8 @@ SEGMENTS = ("chosen", "rejected")
 
 
 @pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def read(fields: row.Fields) -> Several:
-        return Several({name: Completion(row.text(fields, "prompt"), row.text(fields, name)) for name in SEGMENTS})
-
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(private, "cache_folder", lambda: tmp_path / "cache")
-    monkeypatch.setitem(FORMATS, "pairs", RowFormat("pairs of answers", ("prompt", *SEGMENTS), read))
-    monkeypatch.setitem(settings.CHOICES, "data.format", {**settings.CHOICES["data.format"], **FORMATS})
 
 
 @pytest.fixture
@@ -48,7 +39,7 @@ def job(tmp_path: Path, quick):
 
     def make(*overrides: str, run: str = "run") -> Config:
         return quick(
-            f"data.train={file}", "data.format=pairs", "training.objective=dpo", "quantization.kind=none",
+            f"data.train={file}", "training.objective=dpo", "quantization.kind=none",
             "training.precision=fp32", "adapter.dropout=0", *overrides, run=run,
         )  # fmt: skip
 
