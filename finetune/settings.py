@@ -68,11 +68,12 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
 
 
 def _for_objective(config: Config) -> Config:
-    """`config` with rows read as pairs where its objective compares them and the format is `auto`."""
+    """`config` with rows read as pairs where its objective compares them, unless it names a format."""
     objective = OBJECTIVES.get(config.training.objective)
-    if config.data.format != "auto" or objective is None or objective.layout.segments != PAIRS.segments:
+    if objective is None or objective.layout.segments != PAIRS.segments:
         return config
-    return config.changed({"data.format": "pairs_with_margin" if objective.layout.values else "pairs"})
+    wanted = "pairs_with_margin" if objective.layout.values else "pairs"
+    return config.changed({"data.format": formats.of_objective(config.data.format, wanted)})
 
 
 def _choices() -> Choices:

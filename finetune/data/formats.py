@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from finetune.config import inline
-from finetune.config.field_types import Help, name_of, not_given, shortened, unknown
+from finetune.config.field_types import GIVEN, Help, name_of, not_given, shortened, unknown
 from finetune.data import examples, pairs
 from finetune.data import fields as row
 from finetune.data.examples import Completion, Content, Example, Message, NoSuchField, RowError, Several, Text, Tokens
@@ -353,6 +353,17 @@ DETECTED = Help("the format of the first row")
 """Help for `auto`, a value of `data.format` that is not in FORMATS."""
 
 
+_REWRITTEN: dict[str, str] = {}
+"""The format of the rows that a function returns, by its name; of others it is detected."""
+
+
+def of_objective(form: str, wanted: str) -> str:
+    """`data.format` where an objective needs the format `wanted`, which is also how rows of a function are read."""
+    if form.startswith(GIVEN):
+        _REWRITTEN[form] = wanted
+    return wanted if form == "auto" else form
+
+
 def given(rewrite: Callable[[dict[str, Any]], Mapping[str, Any]]) -> str:
     """Add a format from Python, a function from a row to a row of another format; its name for `data.format`."""
     name = name_of(rewrite)
@@ -369,7 +380,7 @@ def given(rewrite: Callable[[dict[str, Any]], Mapping[str, Any]]) -> str:
         if isinstance(fields, _Recorded):
             fields.read |= own.read
         rewritten = row.plain(rewritten)
-        return FORMATS[detect(rewritten, {})].read(rewritten)
+        return FORMATS[_REWRITTEN.get(name) or detect(rewritten, {})].read(rewritten)
 
     FORMATS[name] = RowFormat(rewrite.__doc__ or "given from Python", (), read, of_answers=False)
     return name

@@ -128,3 +128,13 @@ def test_dpo_trains_on_pairs_by_default_and_says_what_it_dropped(quick, tmp_path
     assert sorted(reasons) == ["empty answer", "equal answers", "equal scores of both answers"]
     assert "3" in capsys.readouterr().out
     assert load_config({"data": {"train": "a.jsonl"}}).data.format == "auto"
+
+
+def test_a_function_may_return_pairs_for_an_objective_that_compares_them() -> None:
+    def best_of_two(row: dict[str, Any]) -> dict[str, Any]:
+        """Questions with two answers."""
+        return {"prompt": row["q"], "chosen": row["a"], "rejected": row["b"]}
+
+    config = load_config({"data": {"train": "a.jsonl", "format": best_of_two}, "training": {"objective": "dpo"}})
+    pair, _ = read({"q": "Why? ", "a": "Because.", "b": "No."}, config.data.format, {})
+    assert pair.segments == {"chosen": Completion("Why? ", "Because."), "rejected": Completion("Why? ", "No.")}
