@@ -68,12 +68,15 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
 
 
 def _for_objective(config: Config) -> Config:
-    """`config` with rows read as pairs where its objective compares them, unless it names a format."""
+    """`config` with rows read as pairs, and dropped if too long, where its objective compares them; given keys stay."""
     objective = OBJECTIVES.get(config.training.objective)
     if objective is None or objective.layout.segments != PAIRS.segments:
         return config
     wanted = "pairs_with_margin" if objective.layout.values else "pairs"
-    return config.changed({"data.format": formats.of_objective(config.data.format, wanted)})
+    changes = {"data.format": formats.of_objective(config.data.format, wanted)}
+    if "too_long" not in config.data.model_fields_set:
+        changes["data.too_long"] = "drop"
+    return config.changed(changes)
 
 
 def _choices() -> Choices:

@@ -117,17 +117,22 @@ def test_dpo_trains_on_pairs_by_default_and_says_what_it_dropped(quick, tmp_path
     rows[3]["rejected"] = rows[3]["chosen"]
     rows[4]["chosen"] = " "
     rows[5] |= {"score_chosen": 1, "score_rejected": 1}
+    rows[6]["rejected"] = "no " * 400
     file = tmp_path / "pairs.jsonl"
     file.write_text("".join(json.dumps(each) + "\n" for each in rows))
     config = quick(f"data.train={file}", "training.objective=dpo", "data.eval=none", "training.eval_every=null")
-    assert config.data.format == "pairs"
+    assert (config.data.format, config.data.too_long) == ("pairs", "drop")
     finetune.train(config)
     run = RunDirectory(config.output.dir)
     assert len(list(run.metrics())) >= config.training.max_steps
     reasons = [json.loads(line)["why"] for line in run.data_file.read_text().splitlines()]
-    assert sorted(reasons) == ["empty answer", "equal answers", "equal scores of both answers"]
-    assert "3" in capsys.readouterr().out
+    assert sorted(reasons) == [
+        "empty answer", "equal answers", "equal scores of both answers", "over data.max_length"
+    ]  # fmt: skip
+    assert "8 rows" in capsys.readouterr().out
     assert load_config({"data": {"train": "a.jsonl"}}).data.format == "auto"
+    kept = load_config({"data": {"too_long": "error", "format": "preference"}, "training": {"objective": "dpo"}}).data
+    assert (kept.format, kept.too_long) == ("preference", "error")
 
 
 def test_a_function_may_return_pairs_for_an_objective_that_compares_them() -> None:
