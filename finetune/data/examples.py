@@ -142,3 +142,9 @@ def in_common(first: Sequence[Any], second: Sequence[Any]) -> int:
     """Length of the common prefix."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def whole_words_in_common(first: str, second: str) -> int:
+    """Length of the common prefix, cut back to white space, so that what follows begins with a whole word."""
+    shared = first[: in_common(first, second)]
+    return len(shared.rstrip()) if shared[-1:].isspace() else max(shared.rfind(" "), shared.rfind("\n"), 0)

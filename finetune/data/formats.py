@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from finetune.config import inline
-from finetune.config.field_types import GIVEN, Help, name_of, not_given, shortened, unknown
+from finetune.config.field_types import Help, name_of, not_given, shortened, unknown
 from finetune.data import examples, pairs
 from finetune.data import fields as row
 from finetune.data.examples import Completion, Content, Example, Message, NoSuchField, RowError, Several, Text, Tokens
@@ -28,8 +28,8 @@ from finetune.data.messages import (
 class RowFormat:
     """A row format, recognised by its `required` fields (if any) and parsed by `read`.
 
-    `of_answers`: the rows hold answers, so rows labelled as good or bad (KTO) are refused. `detected`: rows are taken
-    for this format by their fields; for another only where `data.format` or the objective names it.
+    `of_answers`: the rows hold answers, so rows labelled as good or bad (KTO) are refused. `detected`: by its fields;
+    else only where `data.format` or the objective names it. `rewritten`: the function of a format given from Python.
     """
 
     help: str
@@ -38,6 +38,7 @@ class RowFormat:
     optional: tuple[str, ...] = ()
     of_answers: bool = True
     detected: bool = True
+    rewritten: Callable[[Fields], Fields] | None = None
 
 
 def _sharegpt(fields: Fields) -> Example:
@@ -78,10 +79,8 @@ def _preference(fields: Fields) -> Example:
     if fields.get("instruction") is not None:
         asked = instruction_messages(fields)
         return conversation([*asked, {"role": "assistant", "content": chosen_text}], fields, range(len(asked)))
-    shared = chosen_text[: examples.in_common(chosen_text, rejected_text)]
-    # Cut back to white space, so that the answer begins with a whole word.
-    shared = shared[: len(shared.rstrip()) if shared[-1:].isspace() else max(shared.rfind(" "), shared.rfind("\n"), 0)]
-    return Completion(shared, chosen_text[len(shared) :], one_text=True)
+    shared = examples.whole_words_in_common(chosen_text, rejected_text)
+    return Completion(chosen_text[:shared], chosen_text[shared:], one_text=True)
 
 
 def _prompt_messages(fields: Fields) -> list[Message]:
@@ -353,34 +352,43 @@ DETECTED = Help("the format of the first row")
 """Help for `auto`, a value of `data.format` that is not in FORMATS."""
 
 
-_REWRITTEN: dict[str, str] = {}
-"""The format of the rows that a function returns, by its name; of others it is detected."""
-
-
-def of_objective(form: str, wanted: str) -> str:
-    """`data.format` where an objective needs the format `wanted`, which is also how rows of a function are read."""
-    if form.startswith(GIVEN):
-        _REWRITTEN[form] = wanted
-    return wanted if form == "auto" else form
-
-
 def given(rewrite: Callable[[dict[str, Any]], Mapping[str, Any]]) -> str:
     """Add a format from Python, a function from a row to a row of another format; its name for `data.format`."""
     name = name_of(rewrite)
 
-    def read(fields: Fields) -> Content:
+    def rewritten(fields: Fields) -> Fields:
         # A copy, as a function may change what it is given: a row is read more than once.
         own = _Recorded(copy.deepcopy(dict(fields)))
         try:
-            rewritten = rewrite(own)
+            made = rewrite(own)
         except Exception as error:  # anything may be wrong with the row or the function
             raise RowError(f"`{name}` fails: {type(error).__name__}: {error}") from error
-        if not isinstance(rewritten, Mapping):
-            raise RowError(f"`{name}` must return the fields of a row, not {row.kind_of(rewritten)}")
+        if not isinstance(made, Mapping):
+            raise RowError(f"`{name}` must return the fields of a row, not {row.kind_of(made)}")
         if isinstance(fields, _Recorded):
             fields.read |= own.read
-        rewritten = row.plain(rewritten)
-        return FORMATS[_REWRITTEN.get(name) or detect(rewritten, {})].read(rewritten)
+        return row.plain(made)
 
-    FORMATS[name] = RowFormat(rewrite.__doc__ or "given from Python", (), read, of_answers=False)
+    help = rewrite.__doc__ or "given from Python"
+    FORMATS[name] = RowFormat(help, (), _reads(rewritten, "auto"), of_answers=False, rewritten=rewritten)
+    return name
+
+
+def _reads(rewritten: Callable[[Fields], Fields], form: str) -> Callable[[Fields], Content]:
+    """A reader of rows that a function rewrites into those of `form`."""
+
+    def read(fields: Fields) -> Content:
+        made = rewritten(fields)
+        return FORMATS[detect(made, {}) if form == "auto" else form].read(made)
+
+    return read
+
+
+def of_objective(form: str, wanted: str) -> str:
+    """`data.format` where an objective reads rows of `wanted`; a function given from Python returns such rows."""
+    own = FORMATS.get(form)
+    if own is None or own.rewritten is None or form.endswith(f".{wanted}"):
+        return wanted if form == "auto" else form
+    name = f"{form}.{wanted}"
+    FORMATS[name] = replace(own, read=_reads(own.rewritten, wanted))
     return name

@@ -16,9 +16,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from finetune.data import examples
 from finetune.data import fields as row
 from finetune.data.counts import TIE
-from finetune.data.examples import Completion, Example, Message, RowError, Several, Unusable, in_common
+from finetune.data.examples import Completion, Example, Message, RowError, Several, Unusable
 from finetune.data.fields import Fields
 from finetune.data.messages import any_message, conversation, instruction_messages, read_messages, sharegpt_messages
 
@@ -94,11 +95,8 @@ def _texts(fields: Fields, *answers: str) -> list[Example]:
     if asked := _asked(fields) or _messages(fields):
         turns = [[*asked, {"role": "assistant", "content": answer}] for answer in answers]
         return [conversation(each, fields, range(len(asked))) for each in turns]
-    shared = answers[0][: in_common(*answers)]
-    if _TURN in shared:
-        end = shared.rfind(_TURN) + len(_TURN)
-    else:  # back to white space, so that both answers begin with a whole word
-        end = len(shared.rstrip()) if shared[-1:].isspace() else max(shared.rfind(" "), shared.rfind("\n"), 0)
+    turn = answers[0][: examples.in_common(*answers)].rfind(_TURN)
+    end = examples.whole_words_in_common(*answers) if turn < 0 else turn + len(_TURN)
     if not end:
         raise RowError("`chosen` and `rejected` begin differently and there is no `prompt`: which question they answer")
     return [Completion(answer[:end], answer[end:], one_text=True) for answer in answers]
@@ -117,7 +115,7 @@ def _conversations(fields: Fields, answers: Mapping[str, list[Message]]) -> Seve
             raise RowError("`chosen` and `rejected` are answers, and there is no `prompt`: which question they answer")
         context = len(prompt)
     else:
-        common = min(in_common(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
+        common = min(examples.in_common(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
         if not common:
             raise RowError("`chosen` and `rejected` begin with different prompts; a pair answers one")
         # Some data sets repeat the prompt at the start of each answer.

@@ -295,6 +295,8 @@ def _of_product(left: Any, right: Any) -> list[int]:
     batch, rows, columns = left.shape[:-2].numel(), left.shape[-2], right.shape[-1]
     operations = 2 * left.numel() * columns
     if left.dtype is torch.bfloat16 and left.dim() == 2 and operations <= _MOST_ASKED and _multiplies_bfloat16():
+        if torch.autograd._profiler_enabled():  # noqa: SLF001 -- no public name; torch allows one at a time
+            return [torch.get_num_threads() * _TILES]
         return _asked(left.shape, left.stride(), right.shape, right.stride(), torch.get_num_threads())
     return _float32_sums(left, batch, rows, columns)
 
@@ -311,8 +313,6 @@ def _asked(rows: Any, row_strides: Any, columns: Any, column_strides: Any, threa
     of its caches (oneDNN 3.12, src/cpu/x64/matmul/brgemm_matmul_utils.cpp `init_scratchpad`). torch's older profiler
     reports single allocations as well, without the second that the other one needs to start.
     """
-    if torch.autograd._profiler_enabled():  # noqa: SLF001 -- no public name; torch allows one at a time
-        return [threads * _TILES]
     with unset_fake_temporarily():
         left = torch.empty_strided(rows, row_strides, dtype=torch.bfloat16)
         right = torch.empty_strided(columns, column_strides, dtype=torch.bfloat16)

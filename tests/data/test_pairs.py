@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +13,16 @@ from finetune.data.examples import Chat, Completion, RowError, Unusable
 from finetune.data.formats import FORMATS, read
 from finetune.settings import load_config
 from finetune.storage.rundir import RunDirectory
+
+
+@pytest.fixture(autouse=True)
+def _no_format_stays() -> Iterator[None]:
+    """Those of functions are for the process, and other tests compare the table."""
+    before = dict(FORMATS)
+    yield
+    FORMATS.clear()
+    FORMATS.update(before)
+
 
 ASK = {"role": "user", "content": "Why?"}
 GOOD, BAD = ({"role": "assistant", "content": text} for text in ("Because.", "No."))
@@ -143,3 +154,15 @@ def test_a_function_may_return_pairs_for_an_objective_that_compares_them() -> No
     config = load_config({"data": {"train": "a.jsonl", "format": best_of_two}, "training": {"objective": "dpo"}})
     pair, _ = read({"q": "Why? ", "a": "Because.", "b": "No."}, config.data.format, {})
     assert pair.segments == {"chosen": Completion("Why? ", "Because."), "rejected": Completion("Why? ", "No.")}
+
+
+def test_a_function_that_returned_pairs_returns_answers_to_a_supervised_run() -> None:
+    def of_two(row: dict[str, Any]) -> dict[str, Any]:
+        return {"prompt": "Why? ", "chosen": row["a"], "rejected": row["b"]}
+
+    values = {"data": {"train": "a.jsonl", "format": of_two}}
+    compared = load_config({**values, "training": {"objective": "dpo"}})
+    supervised = load_config(values)
+    row = {"a": "Because.", "b": "No."}
+    assert list(read(row, compared.data.format, {})[0].segments) == ["chosen", "rejected"]
+    assert read(row, supervised.data.format, {})[0] == Completion("Why? ", "Because.")
