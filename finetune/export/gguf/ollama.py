@@ -107,7 +107,7 @@ def _value(text: str) -> str:
             ends = [end for end, letter in enumerate(text) if letter in "\r\n"]
             starts = [(quotes + text[:end]).strip() for end in ends]
             ended = any(len(start) >= 2 * len(quotes) and start.endswith(quotes) for start in starts)
-            if not ended and (quotes != '"' or not text.startswith('""')):
+            if not ended and (quotes != '"' or not f'{text}"'.startswith('""')):
                 return quotes + text + quotes
     raise ConfigError(
         f"the stop token {text!r} has no form in a Modelfile; export `gguf` for llama.cpp's server, which reads the "
