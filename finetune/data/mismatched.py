@@ -35,13 +35,19 @@ class _Answers(NamedTuple):
     prompts: list[int]
 
 
-def add(file: Path, into: Path, counts: Counts, max_length: int) -> None:
+def add(file: Path, into: Path, counts: Counts, max_length: int, named: str) -> None:
     """Write the rows of `file`, each of one answer, `into` another file with their mismatched answers, and count them.
 
-    One over `max_length` is cut at its end: it is only measured, so that no stop is learnt from it. Raises OnePrompt.
+    One over `max_length` is cut at its end: it is only measured, so that no stop is learnt from it, and each row keeps
+    one. Raises OnePrompt, naming the data.
     """
     rows = mapped(file)
     answers = _answers(rows)
+    if len(set(answers.prompts)) < 2:
+        raise OnePrompt(
+            f"{named}: all answers are to one prompt, and `training.objective: kto` measures how likely answers to "
+            "others are; add rows with other prompts"
+        )
     partners, starts = exchanged(answers.prompts, answers.lengths), answers.starts
     with writer(into) as write:
         for at in range(0, len(rows), _BATCH_ROWS):
@@ -64,12 +70,8 @@ def exchanged(prompts: Sequence[int], lengths: Sequence[int]) -> list[int]:
     `prompts` are equal numbers for equal prompts, `lengths` the tokens of the answers. Sorted by length, rows are
     divided into windows, and each window, sorted by prompt, is rotated by as many rows as the most frequent prompt has:
     then no prompt meets its own answers, unless it has more than half of the window. Such a row takes the next longer
-    answer to another prompt. Raises OnePrompt.
+    answer to another prompt. There must be two prompts.
     """
-    if len(set(prompts)) < 2:
-        raise OnePrompt(
-            "all answers are to one prompt, and `training.objective: kto` compares with answers to others; add rows"
-        )
     order = sorted(range(len(prompts)), key=lengths.__getitem__)
     partners = [-1] * len(order)
     ends = [*range(_WINDOW_ROWS, len(order) - _WINDOW_ROWS + 1, _WINDOW_ROWS), len(order)]

@@ -92,7 +92,7 @@ class Preparation:
                 _Rows(self.section, self.tokenizer, problems, counts, write).take(rows)
             if ANSWER in counts.segments:
                 os.replace(folder / _ROWS, folder / _ANSWERS)
-                mismatched.add(folder / _ANSWERS, folder / _ROWS, counts, self.section.max_length)
+                mismatched.add(folder / _ANSWERS, folder / _ROWS, counts, self.section.max_length, f"`data.{split}`")
                 (folder / _ANSWERS).unlink()
             with cache.writing():
                 (folder / _COUNTS).write_text(json.dumps(asdict(counts)), encoding="utf-8")
