@@ -23,6 +23,7 @@ from finetune.model.source.chat_template import TEMPLATES
 from finetune.model.structure.quantization import QUANTIZATIONS
 from finetune.objectives import OBJECTIVES
 from finetune.objectives.preference import PAIRS
+from finetune.objectives.unpaired import LABELLED
 from finetune.storage.rundir import RunDirectory
 from finetune.training.optimizers import OPTIMIZERS
 from finetune.training.schedules import SCHEDULES
@@ -68,15 +69,23 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
 
 
 def _for_objective(config: Config) -> Config:
-    """`config` with rows read as pairs, and dropped if too long, where its objective compares them; given keys stay."""
+    """`config` with rows read as its objective of preferences needs them, and dropped if too long; given keys stay."""
     objective = OBJECTIVES.get(config.training.objective)
-    if objective is None or objective.layout.segments != PAIRS.segments:
+    wanted = _FORMAT_OF.get((objective.layout.segments, objective.layout.values)) if objective else None
+    if wanted is None:
         return config
-    wanted = "pairs_with_margin" if objective.layout.values else "pairs"
     changes = {"data.format": formats.of_objective(config.data.format, wanted)}
     if "too_long" not in config.data.model_fields_set:
         changes["data.too_long"] = "drop"
     return config.changed(changes)
+
+
+_FORMAT_OF = {
+    (PAIRS.segments, ()): "pairs",
+    (PAIRS.segments, ("margin",)): "pairs_with_margin",
+    (LABELLED.segments, LABELLED.values): "unpaired",
+}
+"""By the segments and values of an objective's rows, what `data.format: auto` is."""
 
 
 def _choices() -> Choices:

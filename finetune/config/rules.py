@@ -194,6 +194,10 @@ RULES = (
         )
     ),
     Rule(
+        "data.loss_on", only("all"), "training.objective", only("kto"),
+        "answers are told from prompts by what is trained; set `assistant`",
+    ),
+    Rule(
         "model.labels", but([]), "training.objective", but("reward"),
         "only a reward model has a head with labels; remove it",
     ),

@@ -83,22 +83,25 @@ class MicroBatching:
         """As configured, once `training.micro_batch` is a number rather than `auto`."""
         tokens = training.micro_batch_tokens
         if data.packing and not tokens:
-            tokens = training.rows * layout.sequences * data.max_length  # the most that many rows can take
+            tokens = training.rows * layout.together * data.max_length  # the most that many rows can take
         return cls(1 if tokens else training.rows, tokens, data.packing, layout)
 
     def capacity(self, length: int) -> int:
         """Rows that fit into one micro-batch, each padded to `length` tokens a segment."""
-        return max(1, self.tokens // (length * self.layout.sequences)) if self.tokens else self.rows
+        return max(1, self.tokens // (length * self.layout.together)) if self.tokens else self.rows
 
     def length(self, segments: Sequence[int]) -> int:
-        """The tokens by which a row with segments of these lengths is batched: of the longest, or of all if packed."""
-        return sum(segments) if self.packed else max(segments)
+        """The tokens by which a row with segments of these lengths is batched: of all if packed, else of the longest.
+
+        Of two that go through the model apart it is the longer one, so that either pass is within the limit.
+        """
+        return sum(segments) if self.packed and not self.layout.apart else max(segments)
 
 
 @dataclass(frozen=True)
 class Sizes:
     """Tokens of each row: the `lengths` by which rows are batched, how many are `trained`, and those of its `segments`,
-    if a row is not a single sequence.
+    if a pass has several of a row.
     """
 
     lengths: Sequence[int]
@@ -109,7 +112,8 @@ class Sizes:
     def of(cls, rows: Any, way: MicroBatching) -> Sizes:
         """Those of the rows of a prepared split."""
         segments = rows["segments"][:] if way.layout.segments else ()
-        return cls([*map(way.length, segments)] if segments else rows["length"][:], rows["trained"][:], segments)
+        lengths = [*map(way.length, segments)] if segments else rows["length"][:]
+        return cls(lengths, rows["trained"][:], segments if way.layout.together > 1 else ())
 
     def no_longer(self, most_tokens: int | None) -> Sizes:
         """The sizes of the rows of at most `most_tokens`, if there are any, else of the shortest."""
@@ -174,7 +178,7 @@ def _best_fit(order: Sequence[int], lengths: Sequence[int], tokens: int) -> list
 
 @dataclass(frozen=True)
 class Batch:
-    """The largest micro-batch: `rows` of `segments` sequences of `tokens` each, padding included.
+    """The largest micro-batch of a pass: `rows` of `segments` sequences of `tokens` each, padding included.
 
     `padded`: whether some sequence is shorter than the longest. `trained_tokens`: labelled positions in all rows.
     `source`: where the lengths come from. `packed`: the lengths of the sequences in a packed micro-batch, which the
@@ -216,7 +220,7 @@ def worst_batches(sizes: Sizes, way: MicroBatching, step_rows: int, source: str)
     if way.packed:
         return [_largest_packed(sizes, way, step_rows, source)]
     if not way.tokens:
-        return [_worst_batch(sizes, way.rows, way.layout.sequences, source)]
+        return [_worst_batch(sizes, way.rows, way.layout.together, source)]
     order = sorted(range(len(sizes.lengths)), key=lambda row: (sizes.lengths[row], sizes.trained[row]))
     rows = [(sizes.lengths[row], sizes.trained[row]) for row in order]
     shapes: dict[int, tuple[int, int, int]] = {}
@@ -233,7 +237,7 @@ def worst_batches(sizes: Sizes, way: MicroBatching, step_rows: int, source: str)
 
     def batch(shape: tuple[int, int, int]) -> Batch:
         positions, length, number = shape
-        return _worst_batch(sizes.some(order[:number]), positions // length, way.layout.sequences, source)
+        return _worst_batch(sizes.some(order[:number]), positions // length, way.layout.together, source)
 
     worst = batch(largest)
     worst = replace(worst, trained_tokens=min(most_trained, worst.positions))
@@ -251,9 +255,9 @@ def _largest_packed(sizes: Sizes, way: MicroBatching, step_rows: int, source: st
         if left == 0:
             break
         rest = left - sizes.lengths[row]
-        too_few = 0 < rest < way.layout.sequences  # for the segments of the next row
+        too_few = 0 < rest < way.layout.together  # for the segments of the next row
         own = sizes.segments[row] if sizes.segments else (sizes.lengths[row],)
-        sequences += _cut_to(own, left - way.layout.sequences if too_few else left)
+        sequences += _cut_to(own, left - way.layout.together if too_few else left)
         left = tokens - sum(sequences)
     # An upper bound on trained tokens: the densest rows, the last one in part. The first token of a row has no label.
     most, left = 0, tokens
@@ -261,7 +265,7 @@ def _largest_packed(sizes: Sizes, way: MicroBatching, step_rows: int, source: st
         taken = min(length, left)
         most += min(count, taken)
         left -= taken
-    return Batch(1, tokens, False, min(most, tokens - 1), source, tuple(sequences), segments=way.layout.sequences)
+    return Batch(1, tokens, False, min(most, tokens - 1), source, tuple(sequences), segments=way.layout.together)
 
 
 def _cut_to(segments: Sequence[int], tokens: int) -> tuple[int, ...]:
@@ -311,7 +315,7 @@ def longest_batch(rows: int, length: int, segments: int = 1) -> Batch:
 
 def longest_batches(way: MicroBatching, step_rows: int, max_length: int) -> list[Batch]:
     """The largest micro-batches when only the maximum length of the rows is known."""
-    segments = way.layout.sequences
+    segments = way.layout.together
     if way.packed:
         row = segments * max_length
         tokens = min(max(row, way.tokens or 0), step_rows * row)

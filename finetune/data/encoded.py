@@ -1,6 +1,7 @@
 """A row in tokens: one or more segments, each a token sequence with its own labels, and numbers for the objective.
 
-A supervised row is one segment. A pair is two, its chosen and its rejected answer, each with the prompt before it.
+A supervised row is one segment. A pair is two, its chosen and its rejected answer, each with the prompt before it. A
+second segment `mismatched` is only measured: it goes through the model apart from the first, before a step's passes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,12 @@ from typing import Any
 
 IGNORE = -100
 """The label of a token that is not trained."""
+
+MISMATCHED = "mismatched"
+"""The name of a second segment that goes through the model apart from the first."""
+
+ANSWER, DESIRABLE = "answer", "desirable"
+"""The segment and the value of a row that is one answer: 1 if it is desirable, else 0."""
 
 # Columns of a prepared split that are about a row.
 _ABOUT = {"length", "trained", "place", "source"}
@@ -41,6 +48,16 @@ class RowLayout:
     def sequences(self) -> int:
         """Number of token sequences in a row."""
         return max(1, len(self.segments))
+
+    @property
+    def apart(self) -> bool:
+        """Whether a row's two segments go through the model one apart from the other."""
+        return MISMATCHED in self.segments
+
+    @property
+    def together(self) -> int:
+        """Number of token sequences of a row that go through the model in one pass."""
+        return 1 if self.apart else self.sequences
 
     def __str__(self) -> str:
         named = " and ".join(f"`{name}`" for name in (*self.segments, *self.values))
@@ -105,8 +122,9 @@ class Encoded:
 
     @property
     def trained(self) -> int:
-        """Number of trained tokens in all segments."""
-        return sum(segment.trained for segment in self.segments)
+        """Number of trained tokens in all segments; of two that go apart, in the one that has more."""
+        each = [segment.trained for segment in self.segments]
+        return max(each) if self.layout.apart else sum(each)
 
     @property
     def escaped(self) -> bool:

@@ -15,6 +15,7 @@ from finetune.data import chat, formats, in_memory, sources
 from finetune.data.counts import Counts
 from finetune.data.encoded import IGNORE, RowLayout, columns
 from finetune.data.examples import Chat, Completion, Content, Unusable
+from finetune.data.mismatched import OnePrompt
 from finetune.data.problems import Problems
 from finetune.data.sources import Row
 from finetune.data.split import Preparation, located
@@ -99,7 +100,7 @@ def prepare(section: DataSection, tokenizer: Any) -> Prepared:
     if eval_rows is not None:
         try:
             held_out, eval_counts = _held_out(preparation)
-        except _NothingHeldOut as error:
+        except (_NothingHeldOut, OnePrompt) as error:
             if section.eval != "auto":
                 raise
             warning = f"none: {error}"

@@ -18,6 +18,7 @@ import torch
 from bitsandbytes.optim.optimizer import Optimizer8bit
 from torch import distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from finetune import kernels, objectives
 from finetune.config import AdapterSection, Config
@@ -42,7 +43,7 @@ from finetune.model.skeleton import mixture
 from finetune.model.structure import experts
 from finetune.objectives import log_probs
 from finetune.training import optimizers, reference_scores, strategies
-from finetune.training.collator import Inputs, MicroBatches, for_model, micro_batching
+from finetune.training.collator import Inputs, MicroBatches, apart, for_model, micro_batching, passes
 from finetune.training.eval_loss import summed_loss
 from finetune.training.noise import Noise, NoiseSpan
 from finetune.training.step import Step
@@ -475,6 +476,8 @@ class _TracedStep:
         others = self._on_host(inputs, micro_batches - 1)
         start, retry = self._random_state(), self._random_state()  # of the warm-up, and of each step in it
         with self._recording():
+            if self._step.objective.step_mean:
+                self._step.take_mean(self._step.sum_before([inputs]))
             self._step.forward_backward([inputs], batch.trained_tokens)
         del retry
         self._mark_gradients()
@@ -491,8 +494,7 @@ class _TracedStep:
         if self._device.type != "cpu":
             return []
         with self.mode:
-            values = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
-            made = [torch.empty_like(value) for _ in range(count) for value in values]
+            made = [torch.empty_like(value) for _ in range(count) for value in _tensors(inputs)]
         for value in made:
             self.recorder.keep(value, "activations")
         return made
@@ -517,12 +519,13 @@ class _TracedStep:
         self.recorder.phase = "evaluation"
         waiting = self._on_host(self._inputs(train), count)
         start = self._random_state()
-        inputs = self._inputs(batch)
+        inputs, objective = self._inputs(batch), self._step.objective
+        loss = functools.partial(summed_loss, precision=self._config.training.precision, masked=self._step.masked)
         with self._recording():
-            summed_loss(
-                self._model, [[inputs]], precision=self._config.training.precision, masked=self._step.masked,
-                objective=self._step.objective,
-            )  # fmt: skip
+            mean = None
+            if objective.step_mean:
+                mean = loss(self._model, [[apart(inputs)]], objective=objective.before_step)[0]
+            loss(self._model, [[inputs]], objective=objective, step_mean=mean)
         del waiting, start
 
     def score(self, batch: Batch) -> None:
@@ -535,10 +538,11 @@ class _TracedStep:
         start = self._random_state()
         inputs = self._inputs(batch)
         with self._recording(), reference_scores.starting(self._model, self._config.adapter):
-            summed_loss(
-                self._model, [[inputs]], precision=self._config.training.precision, masked=self._step.masked,
-                objective=reference_scores.scoring([]),
-            )  # fmt: skip
+            for each in passes(inputs):
+                summed_loss(
+                    self._model, [[each]], precision=self._config.training.precision, masked=self._step.masked,
+                    objective=reference_scores.scoring([]),
+                )  # fmt: skip
         del start
 
     @contextlib.contextmanager
@@ -591,15 +595,28 @@ class _TracedStep:
         self.recorder.answers = Answers(uneven, batch.trained_tokens, batch.positions)
         inputs = self._collator.micro_batch([self._collator.row(lengths) for lengths in batch.by_row])
         with self.mode:
-            found = {
-                name: torch.ones_like(value) if isinstance(value, torch.Tensor) and value.dim() > 1 else value
-                for name, value in inputs.items()
-            }
+            found = _without_values(inputs)
         moved = found if self._device.type == "cpu" else for_model(found, masked=self._step.masked)
-        for value in moved.values():
-            if isinstance(value, torch.Tensor):
-                self.recorder.keep(value, "activations")
+        for value in _tensors(moved):
+            self.recorder.keep(value, "activations")
         return found
+
+
+def _without_values(inputs: Inputs) -> Inputs:
+    """Inputs whose tokens and masks are ones, as fake tensors have no values."""
+    return {
+        name: _without_values(value)
+        if isinstance(value, dict)
+        else torch.ones_like(value)
+        if isinstance(value, torch.Tensor) and value.dim() > 1
+        else value
+        for name, value in inputs.items()
+    }
+
+
+def _tensors(inputs: Inputs) -> list[torch.Tensor]:
+    """The tensors of inputs, of the segments that go apart as well."""
+    return [each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor)]
 
 
 class _TracedNoise(Noise):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from finetune.config import PreferenceSection
@@ -48,6 +48,9 @@ class Objective:
     reads, by `bind`, which returns it with their values. `reference`: it needs the log-probabilities of the starting
     model. `statistics`: the names of those that the loss returns besides, in order.
     `sequences_scored`: by a head of their own, so that no token is.
+    `step_mean`: the sum and count of what the loss needs the mean of over all rows of a step. It is computed from the
+    segments `mismatched`, which the loss does not see, without gradients and before the first pass, so that no split of
+    the step changes it; the loss finds the mean in its batch as `step_mean`, (), float64.
     """
 
     help: str
@@ -60,6 +63,7 @@ class Objective:
     reference: bool = False
     statistics: tuple[str, ...] = ()
     sequences_scored: bool = False
+    step_mean: Loss | None = None
 
     @property
     def ignores(self) -> tuple[str, ...]:
@@ -72,6 +76,11 @@ class Objective:
         """The sum and the count of an evaluation, float64, on the device."""
         total, count, *_ = (self.evaluated or cross_entropy)(model, batch)
         return total.double(), count.double()
+
+    @property
+    def before_step(self) -> Objective:
+        """What an evaluation of the segments `mismatched` sums for `step_mean`."""
+        return replace(self, evaluated=self.step_mean)
 
 
 def cross_entropy(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

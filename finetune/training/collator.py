@@ -14,7 +14,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from finetune.config import Config
 from finetune.data.batching import MicroBatching, micro_batches
-from finetune.data.encoded import IGNORE, ONE_SEQUENCE, lengths_of
+from finetune.data.encoded import IGNORE, MISMATCHED, ONE_SEQUENCE, lengths_of
 from finetune.objectives import MODEL_INPUTS, layout_of
 
 Inputs = dict[str, Any]
@@ -22,7 +22,8 @@ Inputs = dict[str, Any]
 `position_ids` (1, tokens), and `cu_seq_lens_q` (sequences + 1): the start of each and the end of the last one.
 
 A row is one sequence, unless the layout of the rows names segments: then each segment is one, those of a row one after
-the other, and `row` (sequences,) is the row of each. Each value of the rows is (rows,), float32."""
+the other, and `row` (sequences,) is the row of each. Each value of the rows is (rows,), float32. `mismatched` is the
+micro-batch of the segments that go through the model apart, if rows have such."""
 
 
 def micro_batching(config: Config) -> MicroBatching:
@@ -63,28 +64,33 @@ class MicroBatches:
     def micro_batch(self, rows: Sequence[dict[str, Any]]) -> Inputs:
         """Collate these rows into one micro-batch."""
         layout = self.way.layout
-        arrays = []
+        arrays, measured = [], []
         for row in rows:
             ends = np.cumsum(lengths_of(row))[:-1]
             # torch converts an array at once, but a list number by number, which took 90% of the time.
             ids, labels = (np.split(np.asarray(row[name]), ends) for name in ("input_ids", "labels"))
-            arrays += [{"input_ids": own, "labels": wanted} for own, wanted in zip(ids, labels, strict=True)]
+            own = [{"input_ids": own, "labels": wanted} for own, wanted in zip(ids, labels, strict=True)]
+            arrays += own[: layout.together]
+            measured += own[layout.together :]
         inputs = self._collate(arrays)
+        if measured:
+            inputs[MISMATCHED] = self._collate(measured)
         if layout != ONE_SEQUENCE:
-            inputs["row"] = torch.arange(len(rows)).repeat_interleave(layout.sequences)
+            inputs["row"] = torch.arange(len(rows)).repeat_interleave(layout.together)
         for name in (*layout.values, *(one for one in layout.optional if one in rows[0])):
             inputs[name] = torch.tensor([row[name] for row in rows], dtype=torch.float32)
         return inputs
 
     def idle(self) -> Idle:
         """A micro-batch of one row without trained tokens."""
-        return Idle(self.micro_batch([self.row([2] * self.way.layout.sequences, label=IGNORE)]))
+        return Idle(self.micro_batch([self.row([2] * self.way.layout.together, label=IGNORE)]))
 
     def row(self, lengths: Sequence[int], label: int = 0) -> dict[str, Any]:
-        """A row with segments of these lengths, of the token 0, each with this label."""
+        """A row with segments of these lengths in each pass, of the token 0, each with this label."""
+        lengths = [*lengths] * (self.way.layout.sequences // self.way.layout.together)
         tokens = sum(lengths)
         row = {"input_ids": [0] * tokens, "labels": [label] * tokens, **dict.fromkeys(self.way.layout.values, 0.0)}
-        return {**row, "segments": list(lengths)} if self.way.layout.segments else row
+        return {**row, "segments": lengths} if self.way.layout.segments else row
 
 
 def split(inputs: Inputs) -> tuple[Inputs, Inputs] | None:
@@ -96,9 +102,20 @@ def split(inputs: Inputs) -> tuple[Inputs, Inputs] | None:
     return _some(inputs, 0, half), _some(inputs, half, rows)
 
 
+def apart(inputs: Inputs) -> Inputs:
+    """The micro-batch of the segments that go through the model apart, with the values of their rows."""
+    return {name: value for name, value in {**inputs, **inputs[MISMATCHED]}.items() if name != MISMATCHED}
+
+
+def passes(inputs: Inputs) -> list[Inputs]:
+    """The micro-batch of each pass that takes all segments of the rows through the model."""
+    return [inputs, apart(inputs)] if MISMATCHED in inputs else [inputs]
+
+
 def for_model(inputs: Inputs, *, masked: bool) -> Inputs:
     """The keyword arguments of the model's forward pass for a micro-batch, the padding mask included if `masked`."""
-    return inputs if masked else {name: value for name, value in inputs.items() if name != "attention_mask"}
+    left_out = (MISMATCHED,) if masked else (MISMATCHED, "attention_mask")
+    return {name: value for name, value in inputs.items() if name not in left_out}
 
 
 def row_count(inputs: Inputs) -> int:
@@ -125,7 +142,8 @@ def token_ids(inputs: Inputs) -> list[torch.Tensor]:
 def first_row(inputs: Inputs) -> list[int]:
     """Token ids of the first row of a micro-batch, without padding; of all its segments one after the other."""
     sequences = int((inputs["row"] == 0).sum()) if "row" in inputs else 1
-    return torch.cat(token_ids(inputs)[:sequences]).tolist()
+    own = token_ids(inputs)[:sequences]
+    return torch.cat([*own, *(token_ids(inputs[MISMATCHED])[:1] if MISMATCHED in inputs else [])]).tolist()
 
 
 def _some(inputs: Inputs, first: int, end: int) -> Inputs:
@@ -134,7 +152,8 @@ def _some(inputs: Inputs, first: int, end: int) -> Inputs:
     if "row" not in inputs:
         return some(own, first, end)
     start, stop = torch.searchsorted(inputs["row"], torch.tensor([first, end])).tolist()
-    values = {name: value[first:end] for name, value in inputs.items() if name not in own and name != "row"}
+    left = {name: value for name, value in inputs.items() if name not in own and name != "row"}
+    values = {name: some(value, first, end) if name == MISMATCHED else value[first:end] for name, value in left.items()}
     return {**some(own, start, stop), "row": inputs["row"][start:stop] - first, **values}
 
 

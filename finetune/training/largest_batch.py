@@ -70,9 +70,24 @@ def _largest(rows: Any, steps: Steps, step_rows: int, most_tokens: int | None = 
     sizes = Sizes.of(rows, way)
     for batch in worst_batches(sizes.no_longer(most_tokens), way, step_rows, "the data's rows"):
         chosen = [rows[row] for row in longest_rows(sizes.lengths, batch)]
+        if way.layout.apart:
+            chosen = [longer_segment(row) for row in chosen]
         if batch.packed:  # fills it to the last token, as other rows may
             chosen = [cut(row, *lengths) for row, lengths in zip(chosen, batch.by_row, strict=True)]
-        yield batch, steps.collate.micro_batch(labelled(chosen, batch.trained_tokens))
+        chosen = labelled(chosen, batch.trained_tokens)
+        yield batch, steps.collate.micro_batch([*map(in_both_passes, chosen)] if way.layout.apart else chosen)
+
+
+def longer_segment(row: dict[str, Any]) -> dict[str, Any]:
+    """A row whose segments go through the model apart, with the longer one alone: either pass may be as large."""
+    longest = max(segments_of(row), key=lambda segment: len(segment.input_ids))
+    ids, labels = longest.input_ids, longest.labels
+    return {**row, "input_ids": ids, "labels": labels, "segments": [len(ids)]}
+
+
+def in_both_passes(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of one segment with that as its second one as well."""
+    return {**row, **{name: [*row[name], *row[name]] for name in ("input_ids", "labels", "segments")}}
 
 
 def cut(row: dict[str, Any], *lengths: int) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from finetune.runtime.randomness import RandomState
 from finetune.storage import private
 from finetune.storage.files import write_bytes
 from finetune.training import oom_retry
-from finetune.training.collator import Inputs, MicroBatches, micro_batching, row_count
+from finetune.training.collator import Inputs, MicroBatches, micro_batching, passes, row_count
 from finetune.training.eval_loss import DoesNotFit, EvaluationReport, summed_loss
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def batching(way: MicroBatching, lengths: Sequence[int]) -> MicroBatching:
     As many positions at a time as the largest micro-batch of a step has, which take less memory without a backward
     pass.
     """
-    tokens = way.tokens or way.rows * way.layout.sequences * max(lengths)
+    tokens = way.tokens or way.rows * way.layout.together * max(lengths)
     return replace(way, rows=1, tokens=tokens, layout=replace(way.layout, values=()))
 
 
@@ -73,14 +73,14 @@ def batches(lengths: Sequence[int], way: MicroBatching) -> Iterator[list[int]]:
 
 
 def positions(config: Config, data: Prepared) -> int:
-    """Positions, padding included, in which all rows are scored."""
+    """Positions, padding included, in which all rows are scored; of a segment that goes apart, not counted again."""
     way = micro_batching(config)
     way, total = batching(way, Sizes.of(data.train, way).lengths), 0
     for rows in (data.train, data.eval):
         lengths = Sizes.of(rows, way).lengths if rows else ()
         for batch in batches(lengths, way):
             own = [lengths[row] for row in batch]
-            total += sum(own) if way.packed else max(own) * len(own) * way.layout.sequences
+            total += sum(own) if way.packed else max(own) * len(own) * way.layout.together
     return total
 
 
@@ -223,18 +223,21 @@ def _one(
     report: EvaluationReport | oom_retry.Report,
 ) -> Scores:
     """The scores (rows, segments) of a micro-batch, which is split if it does not fit."""
-    step, monitor, sums = loop.step, job.monitor, list[torch.Tensor]()
+    step, monitor, scores = loop.step, job.monitor, list[torch.Tensor]()
     # Tensors are counted in the first batch, which is the largest.
     counted = contextlib.nullcontext() if "reference" in monitor.run else monitor.counting_tensors()
     with counted, monitor.phase("reference"):
-        try:
-            summed_loss(
-                step.model, [[micro_batch]], limit, report.split, precision=step.precision, masked=step.masked,
-                repeatable=step.engine.repeatable, objective=scoring(sums),
-            )  # fmt: skip
-        except DoesNotFit as row:
-            raise report.not_repeatable(torch.OutOfMemoryError(str(row)), row.inputs) from None
-        return torch.cat(sums).view(row_count(micro_batch), -1).cpu().numpy()
+        for inputs in passes(micro_batch):
+            sums: list[torch.Tensor] = []
+            try:
+                summed_loss(
+                    step.model, [[inputs]], limit, report.split, precision=step.precision, masked=step.masked,
+                    repeatable=step.engine.repeatable, objective=scoring(sums),
+                )  # fmt: skip
+            except DoesNotFit as row:
+                raise report.not_repeatable(torch.OutOfMemoryError(str(row)), row.inputs) from None
+            scores.append(torch.cat(sums).view(row_count(inputs), -1))
+        return torch.cat(scores, 1).cpu().numpy()
 
 
 def _unscored(scores: Scores) -> int:
