@@ -304,6 +304,15 @@ def _worst_batch(sizes: Sizes, micro_batch: int, segments: int, source: str) -> 
     )
 
 
+def whole_batch(sizes: Sizes, way: MicroBatching, source: str) -> Batch:
+    """The micro-batch of all these rows."""
+    segments = way.layout.sequences
+    if not way.packed:
+        return _worst_batch(sizes, len(sizes.lengths), segments, source)
+    sequences = tuple(itertools.chain.from_iterable(sizes.segments)) or tuple(sizes.lengths)
+    return Batch(1, sum(sequences), False, sum(sizes.trained), source, sequences, segments)
+
+
 def longest_batch(rows: int, length: int, segments: int = 1) -> Batch:
     """Rows with segments of `length` tokens and every label trained: the upper bound when nothing else is known."""
     return Batch(rows, length, rows * segments > 1, rows * segments * (length - 1), segments=segments)

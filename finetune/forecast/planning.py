@@ -69,6 +69,7 @@ class Planner:
     gpus: int = 1
     _known: dict[tuple[str, bool, tuple[Batch, ...]], Forecast] = field(default_factory=dict)
     _models: Models = field(default_factory=Models)
+    _largest_scored: dict[tuple[MicroBatching, int], Batch | None] = field(default_factory=dict)
     _largest: dict[tuple[MicroBatching, int, int | None], tuple[list[Batch], Batch | None]] = field(
         default_factory=dict
     )
@@ -90,14 +91,19 @@ class Planner:
 
     def _kept_or_traced(self, config: Config, batch: Batch, evaluation: Batch | None) -> Forecast:
         kept = Kept(self.architecture, self._device(config), self.gpus)
-        return kept.get(config, batch, evaluation, lambda: self._forecast(config, batch, evaluation))
+        reference = self._scored(config)
+        return kept.get(
+            config, [batch, evaluation, reference], lambda: self._forecast(config, batch, evaluation, reference)
+        )
 
     def _device(self, config: Config) -> Device:
         """The device as one of the ranks uses it."""
         section = config.distributed
         return devices.of_ranks(self.device, strategies.groups(section, self.gpus), section.context)
 
-    def _forecast(self, config: Config, batch: Batch, evaluation: Batch | None) -> Forecast:
+    def _forecast(
+        self, config: Config, batch: Batch, evaluation: Batch | None, reference: Batch | None = None
+    ) -> Forecast:  # fmt: skip
         device = self._device(config)
         if config.training.deterministic and not device.cublas_workspace:
             device = replace(device, cublas_workspace=libraries.DETERMINISTIC_CUBLAS, measured_workspace_bytes=0)
@@ -109,7 +115,9 @@ class Planner:
             implementation = packing.eager_like(implementation)
         section = config.distributed
         is_shared = strategies.applies(section, self.gpus)
-        setting = StepSetting(config, self.architecture, batch, evaluation, device, implementation, self.gpus)
+        setting = StepSetting(
+            config, self.architecture, batch, evaluation, device, implementation, self.gpus, reference
+        )  # fmt: skip
         trace = trace_step(setting, self._models)
         way = micro_batching(config)
         per_rank = batching.per_step(config.training.batch_size, way, batch) // section.shares(self.gpus)
@@ -132,7 +140,7 @@ class Planner:
         shares, data = config.distributed.shares(self.gpus), self.data
         if forecast.scoring is None or data is None:
             return replay.with_reference(forecast, shares, None, 0, 0)
-        batches = reference_scores.positions(config, data) / forecast.batch.positions
+        batches = reference_scores.positions(config, data, self._share(config)) / forecast.batch.positions
         rows = len(data.train) + len(data.eval or ())
         return replay.with_reference(forecast, shares, rows, batches, reference_scores.in_step_share(config, data))
 
@@ -244,6 +252,15 @@ class Planner:
     def _share(self, config: Config) -> int:
         """Rows of a step that one rank computes, alone or with the others of its group."""
         return max(1, config.training.batch_size // config.distributed.shares(self.gpus))
+
+    def _scored(self, config: Config) -> Batch | None:
+        """The largest batch in which the reference is scored; None if there is none, or no data."""
+        if self.data is None or config.data.max_length != self.job.data.max_length:
+            return None
+        key = micro_batching(config), self._share(config)
+        if key not in self._largest_scored:
+            self._largest_scored[key] = reference_scores.largest_batch(config, self.data, key[1])
+        return self._largest_scored[key]
 
     def _largest_batches(self, config: Config, most_tokens: int | None = None) -> tuple[list[Batch], Batch | None]:
         """The largest training micro-batches that data and sampler can produce, and that of the evaluation set.

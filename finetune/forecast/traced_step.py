@@ -60,7 +60,8 @@ ENGINES: dict[str, type[TracedEngine]] = {"fsdp": FakeSharded, "deepspeed": Fake
 class StepSetting:
     """A step to trace: a job on a device, its largest micro-batches, and the number of ranks; this is rank 0.
 
-    `attention` is the name of the implementation. Without an `evaluation` batch none is traced.
+    `attention` is the name of the implementation. Without an `evaluation` batch none is traced; the `reference` is
+    scored in batches like `train` if its own largest one is unknown.
     """
 
     config: Config
@@ -70,6 +71,7 @@ class StepSetting:
     device: Device
     attention: str
     world_size: int = 1
+    reference: Batch | None = None
 
     @property
     def job(self) -> Hashable:
@@ -81,9 +83,9 @@ class StepSetting:
     def step(self) -> Hashable:
         """The key of a step of that model, except what its layers recompute."""
         tile = self.config.memory.loss_tokens
-        if max(batch.positions for batch in (self.train, self.evaluation) if batch) <= _ONE_TILE:
+        if max(batch.positions for batch in (self.train, self.evaluation, self.reference) if batch) <= _ONE_TILE:
             tile = min(tile, _ONE_TILE)
-        return self.config.training.micro_batch, tile, self.train, self.evaluation
+        return self.config.training.micro_batch, tile, self.train, self.evaluation, self.reference
 
     @property
     def rows(self) -> int:
@@ -281,7 +283,7 @@ class _TracedStep:
             if setting.evaluation:
                 self.evaluate(setting.evaluation, setting.train)
             if self._step.objective.reference and self._config.caches_reference:
-                self.score(setting.train)
+                self.score(setting.reference or setting.train)
         return replace(
             self.recorder.trace(), trained_share=self.trained_share, saved_bytes=self.engine.saved_bytes(),
             **self._of_base,
@@ -526,7 +528,7 @@ class _TracedStep:
         del waiting, start
 
     def score(self, batch: Batch) -> None:
-        """A batch of the pass that scores the reference, which is as large as a micro-batch."""
+        """The largest batch of the pass that scores the reference."""
         layers = tuple(level != "none" for level in self.kept.levels)
         self._once(("reference", batch, self._config.memory.loss_tokens, layers), functools.partial(self._score, batch))
 
