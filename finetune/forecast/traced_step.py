@@ -209,6 +209,7 @@ class _TracedStep:
         self, setting: StepSetting, mode: FakeTensorMode, recorder: TraceRecorder, shortening: Shortening,
         placement: Placement | None,
     ) -> None:  # fmt: skip
+        self._architecture = setting.architecture
         self._configure(setting.config)
         self.mode, self.recorder = mode, recorder
         self._device, self._rows, self._placement = setting.device, setting.rows, placement
@@ -235,7 +236,7 @@ class _TracedStep:
             # Sizes are those of bfloat16, and there is no loss scaling on a CPU, where this runs.
             config = config.changed({"training.precision": "bf16"})
         self._config = config
-        self._way = micro_batching(config)
+        self._way = micro_batching(config, self._architecture)
         self._collator = MicroBatches(self._way, pad_token_id=0, context=config.distributed.context)
 
     def _measure(self, base: Any) -> None:
@@ -591,7 +592,8 @@ class _TracedStep:
         # With a mask transformers looks for padding in it; without one, whether positions start anew, as packed.
         uneven = (batch.padded and self._step.masked) or len(batch.packed) > 1
         self.recorder.answers = Answers(uneven, batch.trained_tokens, batch.positions)
-        inputs = self._collator.micro_batch([self._collator.row(lengths) for lengths in batch.by_row])
+        rows = zip(batch.by_row, batch.shared_by_row, strict=True)
+        inputs = self._collator.micro_batch([self._collator.row(own, shared=shared) for own, shared in rows])
         with self.mode:
             found = {
                 name: torch.ones_like(value) if isinstance(value, torch.Tensor) and value.dim() > 1 else value

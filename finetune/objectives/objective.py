@@ -19,7 +19,7 @@ Batch = dict[str, Any]
 
 MODEL_INPUTS = frozenset({
     "input_ids", "labels", "attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
-    "max_length_k", "seq_idx",
+    "max_length_k", "seq_idx", "key_parts",
 })  # fmt: skip
 """The entries of a batch that are the model's."""
 

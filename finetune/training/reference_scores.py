@@ -43,7 +43,7 @@ from finetune.runtime.randomness import RandomState
 from finetune.storage import private
 from finetune.storage.files import write_bytes
 from finetune.training import oom_retry
-from finetune.training.collator import Inputs, MicroBatches, micro_batching, row_count
+from finetune.training.collator import Inputs, MicroBatches, row_count
 from finetune.training.eval_loss import DoesNotFit, EvaluationReport, summed_loss
 
 if TYPE_CHECKING:
@@ -81,19 +81,15 @@ def batches(lengths: Sequence[int], way: MicroBatching) -> Iterator[list[int]]:
             yield [window[row] for row in batch]
 
 
-def largest_batch(config: Config, data: Prepared, step_rows: int) -> Batch | None:
-    """The largest batch that is scored, which is the first one; None if no rows are. See `batching`."""
-    if not (config.caches_reference and OBJECTIVES[config.training.objective].reference):
-        return None
-    way = micro_batching(config)
+def largest_batch(way: MicroBatching, data: Prepared, step_rows: int) -> Batch:
+    """The largest batch that is scored, which is the first one; see `batching`."""
     sizes = Sizes.of(data.train, way)
     way = batching(way, sizes, step_rows)
     return whole_batch(sizes.some(next(batches(sizes.lengths, way))), way, "the data's rows")
 
 
-def positions(config: Config, data: Prepared, step_rows: int) -> int:
+def positions(way: MicroBatching, data: Prepared, step_rows: int) -> int:
     """Positions, padding included, in which all rows are scored; see `batching`."""
-    way = micro_batching(config)
     way, total = batching(way, Sizes.of(data.train, way), step_rows), 0
     for rows in (data.train, data.eval):
         lengths = Sizes.of(rows, way).lengths if rows else ()
