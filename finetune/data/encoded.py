@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
+import numpy as np
+
 IGNORE = -100
 """The label of a token that is not trained."""
 
@@ -28,7 +30,7 @@ def columns(rows: Any) -> list[str]:
     """The columns of a prepared split that batches are made of.
 
     `input_ids` and `labels`, all segments of a row one after the other; the lengths of its `segments`, if they are
-    named; and its values.
+    named, and how many tokens of them are `shared`; and its values.
     """
     return [name for name in rows.column_names if name not in _ABOUT]
 
@@ -119,6 +121,23 @@ class Encoded:
     def lengths(self) -> tuple[int, ...]:
         """Number of tokens of each segment."""
         return tuple(len(segment.input_ids) for segment in self.segments)
+
+    @property
+    def shared(self) -> int:
+        """How many tokens at the start of all segments need to be computed only once.
+
+        They are the same, untrained and followed by another such token: the last one predicts the answer of each
+        segment, so that each has its own.
+        """
+        if len(self.segments) == 1:
+            return 0
+        shortest = min(self.lengths)
+        ids, labels = (
+            np.array([getattr(segment, name)[:shortest] for segment in self.segments])
+            for name in ("input_ids", "labels")
+        )
+        alike = ((ids == ids[0]) & (labels == IGNORE)).all(0)
+        return max(0, int(alike.cumprod().sum()) - 1)
 
     @property
     def trained(self) -> int:

@@ -25,7 +25,7 @@ ROWS_TO_JUDGE = 10
 """Different held-out rows from which on their loss chooses an adapter: that of fewer depends more on which rows these
 are than on the adapter."""
 
-_SEQUENCES = ("input_ids", "labels", "segments")
+_SEQUENCES = ("input_ids", "labels", "segments", "shared")
 
 # A fifth of these are that many.
 _ROWS_TO_SPARE_SOME = 5 * ROWS_TO_JUDGE
@@ -36,8 +36,8 @@ class Prepared:
     """Tokenized splits and their statistics.
 
     A split is a `datasets.Dataset` of input_ids, labels, length, trained (number of tokens), place and source; where
-    the layout has any, also the lengths of a row's `segments`, and its values by name. A `warning` is set if
-    `data.eval: auto` found nothing to hold out.
+    the layout has any, also the lengths of a row's `segments` and the number of tokens that they have `shared`, and its
+    values by name. A `warning` is set if `data.eval: auto` found nothing to hold out.
     """
 
     train: Any

@@ -56,7 +56,7 @@ Split = Literal["train", "eval"]
 
 # Increment with any change to the code that changes the prepared rows or the fields of their counts, to invalidate
 # existing cache entries: versions of this package may share a cache, and an earlier one does not know new fields.
-_VERSION = 7
+_VERSION = 8
 
 _ROWS, _COUNTS = "rows.arrow", "counts.json"
 _ANSWERS = "answers.arrow"  # before they are mismatched

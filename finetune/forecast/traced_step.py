@@ -61,7 +61,8 @@ ENGINES: dict[str, type[TracedEngine]] = {"fsdp": FakeSharded, "deepspeed": Fake
 class StepSetting:
     """A step to trace: a job on a device, its largest micro-batches, and the number of ranks; this is rank 0.
 
-    `attention` is the name of the implementation. Without an `evaluation` batch none is traced.
+    `attention` is the name of the implementation. Without an `evaluation` batch none is traced; the `reference` is
+    scored in batches like `train` if its own largest one is unknown.
     """
 
     config: Config
@@ -71,6 +72,7 @@ class StepSetting:
     device: Device
     attention: str
     world_size: int = 1
+    reference: Batch | None = None
 
     @property
     def job(self) -> Hashable:
@@ -82,9 +84,9 @@ class StepSetting:
     def step(self) -> Hashable:
         """The key of a step of that model, except what its layers recompute."""
         tile = self.config.memory.loss_tokens
-        if max(batch.positions for batch in (self.train, self.evaluation) if batch) <= _ONE_TILE:
+        if max(batch.positions for batch in (self.train, self.evaluation, self.reference) if batch) <= _ONE_TILE:
             tile = min(tile, _ONE_TILE)
-        return self.config.training.micro_batch, tile, self.train, self.evaluation
+        return self.config.training.micro_batch, tile, self.train, self.evaluation, self.reference
 
     @property
     def rows(self) -> int:
@@ -208,6 +210,7 @@ class _TracedStep:
         self, setting: StepSetting, mode: FakeTensorMode, recorder: TraceRecorder, shortening: Shortening,
         placement: Placement | None,
     ) -> None:  # fmt: skip
+        self._architecture = setting.architecture
         self._configure(setting.config)
         self.mode, self.recorder = mode, recorder
         self._device, self._rows, self._placement = setting.device, setting.rows, placement
@@ -234,7 +237,7 @@ class _TracedStep:
             # Sizes are those of bfloat16, and there is no loss scaling on a CPU, where this runs.
             config = config.changed({"training.precision": "bf16"})
         self._config = config
-        self._way = micro_batching(config)
+        self._way = micro_batching(config, self._architecture)
         self._collator = MicroBatches(self._way, pad_token_id=0, context=config.distributed.context)
 
     def _measure(self, base: Any) -> None:
@@ -282,7 +285,7 @@ class _TracedStep:
             if setting.evaluation:
                 self.evaluate(setting.evaluation, setting.train)
             if self._step.objective.reference and self._config.caches_reference:
-                self.score(setting.train)
+                self.score(setting.reference or setting.train)
         return replace(
             self.recorder.trace(), trained_share=self.trained_share, saved_bytes=self.engine.saved_bytes(),
             **self._of_base,
@@ -529,7 +532,7 @@ class _TracedStep:
         del waiting, start
 
     def score(self, batch: Batch) -> None:
-        """A batch of the pass that scores the reference, which is as large as a micro-batch."""
+        """The largest batch of the pass that scores the reference."""
         layers = tuple(level != "none" for level in self.kept.levels)
         self._once(("reference", batch, self._config.memory.loss_tokens, layers), functools.partial(self._score, batch))
 
@@ -593,7 +596,8 @@ class _TracedStep:
         # With a mask transformers looks for padding in it; without one, whether positions start anew, as packed.
         uneven = (batch.padded and self._step.masked) or len(batch.packed) > 1
         self.recorder.answers = Answers(uneven, batch.trained_tokens, batch.positions)
-        inputs = self._collator.micro_batch([self._collator.row(lengths) for lengths in batch.by_row])
+        rows = zip(batch.by_row, batch.shared_by_row, strict=True)
+        inputs = self._collator.micro_batch([self._collator.row(own, shared=shared) for own, shared in rows])
         with self.mode:
             found = _without_values(inputs)
         moved = found if self._device.type == "cpu" else for_model(found, masked=self._step.masked)

@@ -19,7 +19,7 @@ Batch = dict[str, Any]
 
 MODEL_INPUTS = frozenset({
     "input_ids", "labels", "attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
-    "max_length_k", "seq_idx",
+    "max_length_k", "seq_idx", "key_parts",
 })  # fmt: skip
 """The entries of a batch that are the model's."""
 
@@ -97,14 +97,15 @@ def scored(model: Any, batch: Batch) -> Any:
 def by_sequence(values: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Sums (sequences,) of `values` (sequences, tokens - 1), which are those of tokens from the second on.
 
-    Packed sequences are told apart by their index, without waiting for the device, and in a fixed order of summation.
+    Packed sequences are summed one by one in float64, in a fixed order and without waiting for the device.
     """
-    if "seq_idx" not in batch:
+    if "cu_seq_lens_q" not in batch:
         return values.sum(1)
     import torch
 
-    number = torch.arange(len(batch["cu_seq_lens_q"]) - 1, device=values.device)
-    return torch.where(batch["seq_idx"][:, 1:] == number[:, None], values, 0).sum(1)
+    starts = (batch["cu_seq_lens_q"] - 1).clamp(min=0)
+    sums: torch.Tensor = torch.segment_reduce(values[0].double(), "sum", offsets=starts)
+    return sums.to(values.dtype if values.is_floating_point() else torch.int64)
 
 
 def trained_rows(batch: Batch, segments: int) -> torch.Tensor:

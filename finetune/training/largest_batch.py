@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from bitsandbytes.optim.optimizer import Optimizer8bit
 
-from finetune.data.batching import Batch, Sizes, longest_first, per_step, worst_batches
+from finetune.data.batching import Batch, Sizes, first_rows, per_step, worst_batches
 from finetune.data.encoded import IGNORE, segments_of
 from finetune.measure.monitor import Peak
 from finetune.model.distributed import optimizer_states
@@ -69,11 +69,11 @@ def _largest(rows: Any, steps: Steps, step_rows: int, most_tokens: int | None = 
     way = steps.collate.way
     sizes = Sizes.of(rows, way)
     for batch in worst_batches(sizes.no_longer(most_tokens), way, step_rows, "the data's rows"):
-        chosen = [rows[row] for row in longest_rows(sizes.lengths, batch)]
+        chosen = [{**row, "shared": way.shared(row)} for row in map(rows.__getitem__, chosen_rows(sizes, batch))]
         if way.layout.apart:
             chosen = [longer_segment(row) for row in chosen]
         if batch.packed:  # fills it to the last token, as other rows may
-            chosen = [cut(row, *lengths) for row, lengths in zip(chosen, batch.by_row, strict=True)]
+            chosen = [cut(*each) for each in zip(chosen, batch.by_row, batch.shared_by_row, strict=True)]
         chosen = labelled(chosen, batch.trained_tokens)
         yield batch, steps.collate.micro_batch([*map(in_both_passes, chosen)] if way.layout.apart else chosen)
 
@@ -90,24 +90,28 @@ def in_both_passes(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, **{name: [*row[name], *row[name]] for name in ("input_ids", "labels", "segments")}}
 
 
-def cut(row: dict[str, Any], *lengths: int) -> dict[str, Any]:
-    """A row with each segment cut to its length."""
+def cut(row: dict[str, Any], computed: Sequence[int], shared: int) -> dict[str, Any]:
+    """A row with each segment cut to so many tokens that are `computed`, those not counted that are `shared`."""
+    lengths = [computed[0], *(length + shared for length in computed[1:])]
     kept = [segment.cut(length) for segment, length in zip(segments_of(row), lengths, strict=True)]
     ids, labels = ([part for segment in kept for part in getattr(segment, name)] for name in ("input_ids", "labels"))
-    return {**row, "input_ids": ids, "labels": labels, **({"segments": list(lengths)} if "segments" in row else {})}
+    named = {"segments": lengths, "shared": shared} if "segments" in row else {}
+    return {**row, "input_ids": ids, "labels": labels, **named}
 
 
 def labelled(rows: Sequence[dict[str, Any]], trained_tokens: int) -> list[dict[str, Any]]:
     """`rows` with labels on `trained_tokens` tokens, if they have fewer: shorter rows may have more than the longest.
 
-    The first token of a segment gets none, because nothing predicts it.
+    The first token of a segment gets none, because nothing predicts it, nor do those that it shares with the first.
     """
     missing = trained_tokens - sum(segment.trained for row in rows for segment in segments_of(row))
     more: list[dict[str, Any]] = []
     for row in rows:
         labels: list[int] = []
-        for segment in segments_of(row):
-            free = [at for at, label in enumerate(segment.labels) if at and label == IGNORE][: max(missing, 0)]
+        for number, segment in enumerate(segments_of(row)):
+            first = 1 + (row.get("shared", 0) if number else 0)
+            free = [at for at, label in enumerate(segment.labels) if at >= first and label == IGNORE]
+            free = free[: max(missing, 0)]
             missing -= len(free)
             for at in free:
                 segment.labels[at] = segment.input_ids[at]
@@ -116,9 +120,10 @@ def labelled(rows: Sequence[dict[str, Any]], trained_tokens: int) -> list[dict[s
     return more
 
 
-def longest_rows(lengths: Sequence[int], batch: Batch) -> list[int]:
-    """Indices of the longest rows that form a micro-batch of this shape."""
-    return [row for row in longest_first(lengths) if lengths[row] <= batch.tokens][: len(batch.by_row)]
+def chosen_rows(sizes: Sizes, batch: Batch) -> list[int]:
+    """Indices of the rows that form a micro-batch of this shape: the longest, or those that share most."""
+    order = first_rows(sizes, most_shared=batch.most_shared)
+    return [row for row in order if batch.most_shared or sizes.lengths[row] <= batch.tokens][: len(batch.by_row)]
 
 
 def _without_effect(step: Step, update: Callable[[float], None]) -> None:

@@ -184,8 +184,9 @@ def test_auto_scores_once_what_steps_would_score_as_often(job) -> None:
         assert reference_scores.decided(config, data).preference.reference == chosen
 
 
-def test_the_forecast_has_the_pass(job, tmp_path: Path) -> None:
-    finetune.train(job(CACHED, "memory.check=warn", "training.micro_batch=4"))
+@pytest.mark.parametrize("way", ["training.micro_batch=4", "data.packing=true", "training.micro_batch_tokens=4096"])
+def test_the_forecast_has_the_pass(job, tmp_path: Path, way: str) -> None:
+    finetune.train(job(CACHED, "memory.check=warn", "training.batch_size=4", way))
     forecast = json.loads((tmp_path / "run" / "forecast.json").read_text())
     [difference] = [each for each in forecast["differences"] if each["phase"] == "reference"]
     assert abs(difference["relative"]) < 0.01
