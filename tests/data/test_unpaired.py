@@ -69,6 +69,16 @@ def test_a_row_that_is_no_labelled_answer_is_refused_by_its_field(row: dict[str,
         read(row, "unpaired", {})
 
 
+def test_each_wrong_row_of_a_file_is_named(tmp_path: Path) -> None:
+    rows = answers(5)
+    rows[1]["label"], rows[3]["completion"] = "good", 7
+    with pytest.raises(DataError) as error:
+        prepared(tmp_path, rows)
+    said = str(error.value)
+    assert "rows.jsonl:2: `label` must be true" in said
+    assert "rows.jsonl:4: `completion` must be text" in said
+
+
 def test_a_pair_of_equal_answers_teaches_nothing() -> None:
     with pytest.raises(Unusable, match="equal answers"):
         read({"prompt": "Why?", "chosen": "So.", "rejected": "So."}, "unpaired", {})
