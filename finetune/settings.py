@@ -22,8 +22,8 @@ from finetune.model.attention.backends import ATTENTIONS
 from finetune.model.source.chat_template import TEMPLATES
 from finetune.model.structure.quantization import QUANTIZATIONS
 from finetune.objectives import OBJECTIVES
+from finetune.objectives.kto import LABELLED
 from finetune.objectives.preference import PAIRS
-from finetune.objectives.unpaired import LABELLED
 from finetune.storage.rundir import RunDirectory
 from finetune.training.optimizers import OPTIMIZERS
 from finetune.training.schedules import SCHEDULES

@@ -27,7 +27,7 @@ class OnePrompt(DataError):
     """All rows answer the same prompt, so that there is no answer to another one."""
 
 
-class _Answers(NamedTuple):
+class _Located(NamedTuple):
     """Of each row, where its answer starts, the number of tokens from there, and a number for its prompt."""
 
     starts: list[int]
@@ -96,8 +96,8 @@ def _next_to_another_prompt(order: Sequence[int], prompts: Sequence[int]) -> dic
     return following
 
 
-def _answers(rows: Any) -> _Answers:
-    found = _Answers([], [], [])
+def _answers(rows: Any) -> _Located:
+    found = _Located([], [], [])
     known: dict[int, int] = {}  # by the hash of a prompt's tokens, its number in order of appearance
     for at in range(0, len(rows), _BATCH_ROWS):
         for row in _some(rows, range(at, min(at + _BATCH_ROWS, len(rows)))):

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.config import Config
 from finetune.config.field_types import name_of
 from finetune.data.encoded import ONE_SEQUENCE, RowLayout
-from finetune.objectives import preference, rewards, unpaired
+from finetune.objectives import kto, preference, rewards
 from finetune.objectives.objective import (
     MODEL_INPUTS,
     Batch,
@@ -59,7 +59,7 @@ def supervised(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
 OBJECTIVES: dict[str, Objective] = {
     "supervised": Objective("next-token cross-entropy of the trained tokens", supervised, trained_tokens),
     **preference.FAMILY,
-    "kto": unpaired.KTO,
+    "kto": kto.KTO,
     "reward": rewards.REWARD,
 }
 

@@ -69,6 +69,16 @@ def test_a_row_that_is_no_labelled_answer_is_refused_by_its_field(row: dict[str,
         read(row, "unpaired", {})
 
 
+def test_each_wrong_row_of_a_file_is_named(tmp_path: Path) -> None:
+    rows = answers(5)
+    rows[1]["label"], rows[3]["completion"] = "good", 7
+    with pytest.raises(DataError) as error:
+        prepared(tmp_path, rows)
+    said = str(error.value)
+    assert "rows.jsonl:2: `label` must be true" in said
+    assert "rows.jsonl:4: `completion` must be text" in said
+
+
 def test_a_pair_of_equal_answers_teaches_nothing() -> None:
     with pytest.raises(Unusable, match="equal answers"):
         read({"prompt": "Why?", "chosen": "So.", "rejected": "So."}, "unpaired", {})
@@ -156,11 +166,13 @@ def test_both_answers_of_a_pair_are_rows_and_what_is_empty_or_too_long_is_droppe
 
 def test_an_answer_to_another_prompt_that_would_be_too_long_is_cut(tmp_path: Path) -> None:
     rows = answers(8)
-    rows[0] |= {"prompt": "To " + "and " * 30, "completion": "yes"}
-    rows[1]["completion"] = "yes " * 40
+    rows[0] |= {"prompt": "To " + "and " * 40, "completion": "yes"}
+    rows[1]["completion"] = "yes " * 20
     _, data = prepared(tmp_path, rows, max_length=64)
-    assert data.train_counts.longest == max(max(row["segments"]) for row in data.train) <= 64
     assert len(data.train) == 8
+    longest = [max(row["segments"]) for row in data.train]
+    assert (longest[0], data.train_counts.longest) == (64, max(longest))
+    assert segments_of(data.train[0])[1].trained > 1
 
 
 def test_rows_of_one_prompt_alone_are_refused_and_are_no_evaluation_set(tmp_path: Path) -> None:

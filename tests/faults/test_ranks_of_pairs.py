@@ -63,6 +63,7 @@ def alone(children: Children, job: list[str], tmp_path_factory: pytest.TempPathF
         pytest.param(["preference.reference=in_step"], id="copies"),
         pytest.param(["preference.reference=cached"], id="copies, cached reference"),
         pytest.param(["preference.reference=in_step", "distributed.kind=fsdp"], id="slices"),
+        pytest.param(["preference.reference=cached", "distributed.kind=deepspeed"], id="ZeRO"),
     ],
 )
 def test_two_ranks_train_as_one_does(

@@ -21,7 +21,7 @@ import finetune
 from finetune.config import Config
 from finetune.data.encoded import IGNORE, segments_of
 from finetune.errors import ConfigError
-from finetune.objectives import unpaired
+from finetune.objectives import kto
 from finetune.objectives.preference import Numbers
 from finetune.settings import load_config
 from finetune.storage import private
@@ -44,7 +44,7 @@ def test_losses_have_the_values_of_the_paper(
 ) -> None:
     numbers = Numbers(beta=0.1, **weights)
     values = torch.tensor([float(ratio)]), torch.tensor([desirable]), torch.tensor(float(kl))
-    (found,) = unpaired.loss_of_answers(*values, numbers).tolist()
+    (found,) = kto.loss_of_answers(*values, numbers).tolist()
     assert found == pytest.approx(expected, abs=1e-6)
 
 
