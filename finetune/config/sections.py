@@ -248,7 +248,8 @@ class DataSection(Section):
     """How to treat rows with the tokens and labels of an earlier one; they are counted and listed as well."""
     packing: bool = False
     """Concatenate the rows of a micro-batch instead of padding them. No row attends to another, so the gradient is the
-    same. A micro-batch holds `training.micro_batch_tokens`, or as many tokens as `micro_batch` rows of `max_length`."""
+    same. A micro-batch holds `training.micro_batch_tokens`, or as many tokens as `micro_batch` rows of `max_length`.
+    Both answers of a pair share the prompt's tokens."""
     loss_on: Literal["assistant", "last", "all"] = "assistant"
     """Tokens in the loss: the assistant's turns with their end-of-turn, only the last of them, or all. For a prompt
     and completion it is the completion, for tokenized rows their labels. Messages with `train: false` or `weight: 0`

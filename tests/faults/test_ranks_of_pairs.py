@@ -21,7 +21,7 @@ from finetune.storage.rundir import RunDirectory
 JOB = [*QUICK, "quantization.kind=none", "training.precision=fp32", "adapter.dropout=0",
        "training.batch_size=6", "training.micro_batch=3", "training.max_steps=3", "optimizer.kind=sgd",
        "training.learning_rate=1", "training.warmup=0", "data.eval=none", "training.eval_every=null",
-       "kernels.fused=off"]  # fmt: skip
+       "training.group_by_length=false", "kernels.fused=off"]  # fmt: skip
 
 
 RECORDED = {"dpo": ("loss", "rewards_margins", "rewards_accuracies"), "kto": ("loss", "rewards_margins", "kl")}
@@ -64,6 +64,10 @@ def alone(children: Children, job: list[str], tmp_path_factory: pytest.TempPathF
         pytest.param(["preference.reference=cached"], id="copies, cached reference"),
         pytest.param(["preference.reference=in_step", "distributed.kind=fsdp"], id="slices"),
         pytest.param(["preference.reference=cached", "distributed.kind=deepspeed"], id="ZeRO"),
+        pytest.param(
+            ["preference.reference=in_step", "distributed.kind=fsdp", "data.packing=true"],
+            id="slices, prompts computed once",
+        ),
     ],
 )
 def test_two_ranks_train_as_one_does(
