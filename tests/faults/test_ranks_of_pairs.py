@@ -76,7 +76,9 @@ def test_two_ranks_train_as_one_does(
     together = Together(children, [*job, *way], RunDirectory(tmp_path / "run"))
     assert_all(together.go(2), 0)
     for name in RECORDED[objective]:
-        assert metric(together.run, name) == pytest.approx(metric(alone, name), rel=1e-5, abs=1e-6)
+        # Before the first update both rewards are zero, so that rounding decides which one is greater.
+        first = 1 if name == "rewards_accuracies" else 0
+        assert metric(together.run, name)[first:] == pytest.approx(metric(alone, name)[first:], rel=1e-5, abs=1e-6)
     torch.testing.assert_close(adapter_weights(together.run), adapter_weights(alone), rtol=0, atol=1e-6)
     assert metric(alone, "loss")[-1] < metric(alone, "loss")[0]
 
