@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from children import Children
 from jobs import QUICK, adapter_weights, metric
 from together import Together, assert_all
 
+from finetune.storage import private
 from finetune.storage.rundir import RunDirectory
 
 # Two or four pairs a rank, of unlike lengths. Plain descent, so that a gradient that is off shows as such.
@@ -54,8 +56,11 @@ def alone(children: Children, pairs: Path, tmp_path_factory: pytest.TempPathFact
 def test_ranks_train_as_one_does(
     children: Children, pairs: Path, alone: RunDirectory, tmp_path: Path, ranks: int, way: list[str]
 ) -> None:
+    shutil.rmtree(private.cache_folder() / "references", ignore_errors=True)  # so that these ranks score their own
     together = Together(children, [*JOB, f"data.train={pairs}", *way], RunDirectory(tmp_path / "run"))
     assert_all(together.go(ranks), 0)
+    scored = [event["rows"] for event in together.run.events() if event["event"] == "reference_scored"]
+    assert scored == ([24] if "preference.reference=cached" in way else [])
     for name in ("loss", "rewards_margins", "rewards_accuracies"):
         assert metric(together.run, name) == pytest.approx(metric(alone, name), rel=1e-6, abs=1e-6)
     torch.testing.assert_close(adapter_weights(together.run), adapter_weights(alone), rtol=0, atol=1e-6)
