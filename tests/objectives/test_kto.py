@@ -20,12 +20,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import finetune
 from finetune.config import Config
 from finetune.data.encoded import IGNORE, segments_of
+from finetune.data.prepare import prepare
 from finetune.errors import ConfigError
+from finetune.model.source.tokenizer import load_tokenizer
 from finetune.objectives import kto
 from finetune.objectives.preference import Numbers
 from finetune.settings import load_config
 from finetune.storage import private
 from finetune.storage.rundir import RunDirectory
+from finetune.training.eval_loss import held_out_loss
 from finetune.training.loop import Loop
 
 
@@ -230,6 +233,16 @@ def test_the_evaluation_loss_has_one_mean_over_all_its_rows(job, tmp_path: Path)
         [1 / (1 + math.exp(0.1 * each * (ratio - kl))) for each, (ratio, _) in zip(sign, ratios, strict=True)]
     )
     assert losses == pytest.approx([expected] * 2, rel=1e-5)
+
+
+def test_rows_without_a_cached_reference_are_evaluated_outside_of_training(job, tmp_path: Path) -> None:
+    held_out = write(tmp_path / "held_out.jsonl", answers(5, "Or"))
+    config = job(f"data.eval={held_out}", "preference.reference=cached")
+    loop, tokenizer = ready(config), load_tokenizer(config.model, config.data)
+    rows = prepare(config.data, tokenizer).eval
+    loss, by_row = held_out_loss(loop.step.model, tokenizer, rows, config)
+    assert by_row[:, 1].sum() == sum(segments_of(row)[0].trained for row in rows)
+    assert loss == pytest.approx(float(by_row[:, 0].sum() / by_row[:, 1].sum()), rel=1e-6)
 
 
 @torch.no_grad()
