@@ -159,6 +159,7 @@ def test_a_rank_without_rows_adds_nothing(job) -> None:
     assert_gradients_close(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["false", "true"])
 def test_a_run_takes_the_memory_of_its_forecast(job, tmp_path: Path, packing: str) -> None:
     held_out = write(tmp_path / "held_out.jsonl", answers(6, "Or"))
@@ -173,6 +174,7 @@ def test_a_run_takes_the_memory_of_its_forecast(job, tmp_path: Path, packing: st
         assert abs(difference["relative"]) < 0.01, difference
 
 
+@pytest.mark.slow
 def test_the_forecast_has_the_pass_of_the_reference(job, tmp_path: Path) -> None:
     alike = [{**each, "completion": "yes " * 5} for each in answers(24)]
     file = write(tmp_path / "alike.jsonl", alike)
@@ -196,8 +198,21 @@ def test_cached_and_in_step_train_alike(job, tmp_path: Path) -> None:
     for name in ("loss", "eval_loss", "rewards_margins", "kl"):
         assert metric(cached, name) == pytest.approx(metric(in_step, name), rel=1e-5, abs=1e-5)
     assert len(set(metric(in_step, "kl"))) > 1
+    again = RunDirectory(tmp_path / "again")
+    finetune.train(
+        job(
+            "preference.reference=cached",
+            f"data.eval={held_out}",
+            "training.seed=7",
+            "training.max_steps=1",
+            run="again",
+        )
+    )
+    assert [event["rows"] for event in again.events() if event["event"] == "reference_found"] == [29]
+    assert not [event for event in again.events() if event["event"] == "reference_scored"]
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_with_the_same_bits(job, tmp_path: Path) -> None:
     keys = ["training.max_steps=5", "preference.reference=cached", "adapter.dropout=0.1"]
     finetune.train(job(*keys, run="whole"))
