@@ -36,7 +36,7 @@ def micro_batching(config: Config, architecture: Any = None) -> MicroBatching:
     Their segments share tokens if the `architecture` is known and allows it.
     """
     layout = layout_of(config)
-    shares = config.data.packing and bool(layout.segments) and architecture is not None
+    shares = config.data.packing and layout.sequences > 1 and architecture is not None
     shares = shares and cannot_share(config, architecture) is None
     return MicroBatching.of(config.training, config.data, layout, shares=shares)
 
