@@ -23,7 +23,7 @@ from finetune.storage.rundir import RunDirectory
 JOB = [*QUICK, "quantization.kind=none", "training.precision=fp32", "adapter.dropout=0",
        "training.batch_size=8", "training.micro_batch=2", "training.max_steps=3", "optimizer.kind=sgd",
        "training.learning_rate=1", "training.warmup=0", "data.eval=none", "training.eval_every=null",
-       "kernels.fused=off"]  # fmt: skip
+       "training.group_by_length=false", "kernels.fused=off"]  # fmt: skip
 
 
 RECORDED = {"dpo": ("loss", "rewards_margins", "rewards_accuracies"), "kto": ("loss", "rewards_margins", "kl")}
