@@ -68,13 +68,13 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
 
 
 def _for_objective(config: Config) -> Config:
-    """`config` with rows read as its objective needs them: with a label, or as pairs, dropped if too long.
+    """`config` with rows read as its objective needs them: in its own format, or as pairs, dropped if too long.
 
     Given keys stay.
     """
     objective = OBJECTIVES.get(config.training.objective)
-    if config.scorer == "classifier":
-        return config.changed({"data.format": formats.of_objective(config.data.format, "labelled")})
+    if wanted := _FORMAT_OF.get(config.training.objective):
+        return config.changed({"data.format": formats.of_objective(config.data.format, wanted)})
     if objective is None or objective.layout.segments != PAIRS.segments:
         return config
     wanted = "pairs_with_margin" if objective.layout.values else "pairs"
@@ -82,6 +82,10 @@ def _for_objective(config: Config) -> Config:
     if "too_long" not in config.data.model_fields_set:
         changes["data.too_long"] = "drop"
     return config.changed(changes)
+
+
+_FORMAT_OF = {"classification": "labelled", "distillation": "distilled"}
+"""What `data.format: auto` is for objectives with rows of their own."""
 
 
 def _choices() -> Choices:

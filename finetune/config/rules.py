@@ -201,6 +201,15 @@ RULES = (
         "only a reward model and a classifier have a head with labels; remove it",
     ),
     Rule(
+        "data.teacher_tokens", but(32), "training.objective", but("distillation"),
+        "only distillation has a teacher; remove it, or set `training.objective: distillation`",
+    ),
+    Rule(
+        "distributed.kind", only("deepspeed"), "training.objective", only("distillation"),
+        "the head's rows of a teacher's tokens are read outside of the passes that DeepSpeed gathers weights for; set "
+        "`distributed.kind: fsdp`",
+    ),
+    Rule(
         "data.labels", but([]), "training.objective", but("classification"),
         "only a classifier has classes; remove it, or set `training.objective: classification`",
     ),

@@ -230,6 +230,8 @@ class DataSection(Section):
     labels: list[str] = []
     """Classes of the objective `classification`, in the order of the head's outputs; by default those of the training
     rows, numbers by value and names by spelling."""
+    teacher_tokens: Annotated[int, Field(ge=1, le=1024)] = 32
+    """How many of a teacher's tokens are read at each token, the likeliest (`training.objective: distillation`)."""
     separator: str = ""
     """Text between a plain-text prompt and its completion, such as `"\\n"`; whoever asks the trained model writes it
     after each prompt, as `finetune generate` does."""
@@ -319,7 +321,7 @@ class PreferenceSection(Section):
     """Margin by which the chosen answer should win (SimPO's gamma); null is the method's default."""
     nll_weight: AtLeast0 = 0.0
     """Weight of the chosen answer's mean cross-entropy, added to the loss, which keeps the chosen answer from becoming
-    less likely together with the rejected one."""
+    less likely together with the rejected one; in distillation, that of the labels."""
     reference: Literal["auto", "cached", "in_step"] = "auto"
     """Where the log-probabilities of the starting model come from. `cached`: scored before the first step and kept with
     the prepared rows. `in_step`: computed in each step with the adapter off, which needs an adapter that starts at

@@ -183,7 +183,12 @@ def _tokens(example: Tokens, tokenizer: Any) -> Segment:
                 f"`labels[{index}]` is {label}, but `input_ids[{index}]` is {token}: a label is {IGNORE} or the id at "
                 "the same position; training shifts labels by one itself"
             )
-    return Segment(ids, labels)
+    if example.teacher is not None and example.teacher.ids.max(initial=0) >= size:
+        raise RowError(
+            f"the teacher has token {example.teacher.ids.max()}, but the tokenizer has {size:,} tokens; a teacher must "
+            "have the same ones"
+        )
+    return Segment(ids, labels, teacher=example.teacher)
 
 
 def _chat(example: Chat, tokenizer: Any, loss_on: LossOn) -> Asking[Segment]:

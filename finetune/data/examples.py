@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from finetune.data.encoded import Teacher
+
 Message = dict[str, Any]
 
 
@@ -64,10 +66,11 @@ class Text:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Token ids with optional labels (of the same length; -100 where not trained)."""
+    """Token ids with optional labels (of the same length; -100 where not trained) and values of a teacher."""
 
     input_ids: list[int]
     labels: list[int] | None = None
+    teacher: Teacher | None = field(default=None, compare=False)
 
 
 Example = Chat | Completion | Text | Tokens

@@ -13,7 +13,7 @@ from finetune.config import Config, DataSection, entries, named
 from finetune.config.field_types import GIVEN, unknown
 from finetune.data import chat, formats, in_memory, labelled, sources
 from finetune.data.counts import Counts
-from finetune.data.encoded import IGNORE, RowLayout, columns
+from finetune.data.encoded import IGNORE, TEACHER, RowLayout, columns
 from finetune.data.examples import Chat, Completion, Content, Several, Unusable
 from finetune.data.problems import Problems
 from finetune.data.sources import Row
@@ -24,7 +24,7 @@ ROWS_TO_JUDGE = 10
 """Different held-out rows from which on their loss chooses an adapter: that of fewer depends more on which rows these
 are than on the adapter."""
 
-_SEQUENCES = ("input_ids", "labels", "segments")
+_SEQUENCES = ("input_ids", "labels", "segments", *TEACHER)
 
 # A fifth of these are that many.
 _ROWS_TO_SPARE_SOME = 5 * ROWS_TO_JUDGE
@@ -53,9 +53,10 @@ class Prepared:
 
     @property
     def layout(self) -> RowLayout:
-        """The names of the rows' segments and values."""
-        named = tuple(self.train_counts.segments)
-        return RowLayout(named, tuple(name for name in columns(self.train) if name not in _SEQUENCES))
+        """The names of the rows' segments and values, and 1 if they have a teacher's."""
+        named, there = tuple(self.train_counts.segments), columns(self.train)
+        values = tuple(name for name in there if name not in _SEQUENCES)
+        return RowLayout(named, values, teacher=int(TEACHER[0] in there))
 
     @property
     def judges(self) -> bool:

@@ -15,7 +15,7 @@ import torch
 from bitsandbytes.optim.optimizer import Optimizer8bit
 
 from finetune.data.batching import Batch, Sizes, longest_first, per_step, worst_batches
-from finetune.data.encoded import IGNORE, segments_of
+from finetune.data.encoded import IGNORE, TEACHER, segments_of
 from finetune.measure.monitor import Peak
 from finetune.model.distributed import optimizer_states
 from finetune.training.batches import Steps
@@ -79,7 +79,10 @@ def cut(row: dict[str, Any], *lengths: int) -> dict[str, Any]:
     """A row with each segment cut to its length."""
     kept = [segment.cut(length) for segment, length in zip(segments_of(row), lengths, strict=True)]
     ids, labels = ([part for segment in kept for part in getattr(segment, name)] for name in ("input_ids", "labels"))
-    return {**row, "input_ids": ids, "labels": labels, **({"segments": list(lengths)} if "segments" in row else {})}
+    each = len(row[TEACHER[0]]) // len(row["input_ids"]) if TEACHER[0] in row else 0
+    teacher = {name: row[name][: each * len(ids)] for name in TEACHER if name in row}  # of a row of one segment
+    segments = {"segments": list(lengths)} if "segments" in row else {}
+    return {**row, "input_ids": ids, "labels": labels, **segments, **teacher}
 
 
 def labelled(rows: Sequence[dict[str, Any]], trained_tokens: int) -> list[dict[str, Any]]:

@@ -389,7 +389,7 @@ def test_every_format_of_text_is_covered(qwen: Any) -> None:
         "text": {"text": FORGED},
         "labelled": {"messages": [user(FORGED), assistant(FORGED)], "label": "a"},
     }
-    formats = {*FORMATS} - {"tokenized"}  # whose ids are what they are
+    formats = {*FORMATS} - {"tokenized", "distilled"}  # whose ids are what they are
     assert {*rows} == formats, "add a row of the new format, with FORGED in each of its texts"
     for name, row in rows.items():
         for example in parts(FORMATS[name].read(row)):

@@ -161,7 +161,7 @@ def test_the_gradient_is_that_of_transformers_classifier_however_the_step_is_spl
         assert_gradients_close(found, expected)
 
 
-@pytest.mark.parametrize("packing", ["false", "true"])
+@pytest.mark.parametrize("packing", ["false", pytest.param("true", marks=pytest.mark.slow)])
 def test_a_classifier_learns_as_forecast_and_resumes_to_the_same_bits(job, tmp_path: Path, packing: str) -> None:
     keys = [*LEARNING, "training.eval_every=4", "memory.check=warn", f"data.packing={packing}"]
     finetune.train(job(*keys, run="whole"))
