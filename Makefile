@@ -125,6 +125,7 @@ many-gpus: $(DEV) ## Train by several ranks, as copies and in slices: equal resu
 
 faults: $(DEV) ## Kill runs 200 times and at each write, fsync and rename, beside a plain Trainer script (an hour).
 	$(BIN)/python benchmarks/faults.py
+	$(BIN)/python benchmarks/faults.py --objective dpo --kills 30
 
 exports: $(DEV) ## Compare GGUF files of every family in llama.cpp with transformers (ten minutes).
 	$(BIN)/python benchmarks/gguf_in_llama_cpp.py

@@ -1,5 +1,7 @@
 """What kill -9 costs a run: the same campaign against finetune and against a plain Hugging Face Trainer script.
 
+    python benchmarks/faults.py [--objective dpo]
+
 Each tool trains a small job on a CPU that saves every few steps. It is killed again and again, at random moments of
 its training and saving and at each opening, fsync, rename and removal of a file below its checkpoints, and started
 again by the same command until it ends. Its final adapter is compared, bit for bit, with the uninterrupted run's.
@@ -7,13 +9,18 @@ again by the same command until it ends. Its final adapter is compared, bit for 
 - could not resume: a start after a kill ended with an error; the run is over.
 - other weights: the run ended with exit 0, and its adapter is not the uninterrupted run's. A silent error.
 - steps lost: steps that were done at the kill and had to be done again.
+
+With `--objective`, finetune alone trains on pairs and is killed at random moments, while it scores the reference as
+well: no run finds the scores of another.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import itertools
 import json
+import os
 import random
 import shutil
 import signal
@@ -32,9 +39,14 @@ from children import Children, Ended, Fault
 
 STEPS, FAILPOINT_STEPS, INTERVAL = 30, 9, 3
 ROWS = 48
+WEIGHTS = "adapter_model.safetensors"
 KILLS_OF_A_RUN = 5
 EVENTS = ("open", "fsync", "rename", "mkdir", "remove")
 """Failpoints: what each tool's Python does to files below its checkpoints; the plain script calls no fsync."""
+OBJECTIVES = {"dpo": ["preference.reference=cached"]}
+"""What `--objective` takes, with the keys of its job."""
+PAIRS = 320
+"""Rows of pairs, all of which are scored in about the time that the steps take."""
 
 
 @dataclass
@@ -58,6 +70,11 @@ class Tool:
             return [event.get("step", 0) for event in events if event["event"] in ("started", "resumed")]
         return [line["resumed"] for line in lines(folder / self.progress) if "resumed" in line]
 
+    def scoring(self, folder: Path, printed: str) -> bool:
+        """Whether a start that `printed` this was killed while it scored the reference."""
+        done = any(event["event"] == "reference_scored" for event in lines(folder / "run" / "events.jsonl"))
+        return "with the starting model, once" in printed and not done
+
     def done(self, folder: Path) -> int:
         """The last step that was done."""
         noted = [line.get("step", line.get("resumed")) for line in lines(folder / self.progress)]
@@ -75,22 +92,34 @@ def lines(file: Path) -> list[dict[str, Any]]:
 
 def tools(data: Path, text: Path) -> list[Tool]:
     """finetune, and the plain script keeping one checkpoint and two."""
-    ours = [
-        "train", "configs/tiny_cpu.yaml", f"data.train={data}", "data.eval=none", "training.eval_every=null",
-        "quantization.kind=none", "adapter.dropout=0.1", "adapter.rank=32", "adapter.targets=[q_proj, v_proj]",
-        "memory.checkpointing=none", "memory.check=off", "training.batch_size=4", "training.micro_batch=2",
-        "training.max_steps={steps}", f"output.save_every={INTERVAL}", "output.merge=false", "output.dir={run}",
-    ]  # fmt: skip
     plain = [
         "--model", str(harness.ROOT / "data" / "tiny-llama"), "--data", str(text), "--output", "{run}",
         "--max-steps", "{steps}", "--save-steps", str(INTERVAL), "--save-total-limit",
     ]  # fmt: skip
-    weights = "adapter_model.safetensors"
-    found = [Tool("finetune", ours, f"run/adapter/{weights}", "/checkpoints/", "run/metrics.jsonl", "finetune")]
+    found = [finetune("finetune", data)]
     for limit in ("1", "2"):
         name = f"Hugging Face Trainer, save_total_limit={limit}"
-        found.append(Tool(name, [*plain, limit], f"run/final/{weights}", "/checkpoint-", "run.progress", "plain"))
+        found.append(Tool(name, [*plain, limit], f"run/final/{WEIGHTS}", "/checkpoint-", "run.progress", "plain"))
     return found
+
+
+def finetune(name: str, data: Path, *keys: str) -> Tool:
+    """A job of seconds, with other `keys`."""
+    ours = [
+        "train", "configs/tiny_cpu.yaml", f"data.train={data}", "data.eval=none", "training.eval_every=null",
+        "quantization.kind=none", "adapter.dropout=0.1", "adapter.rank=32", "adapter.targets=[q_proj, v_proj]",
+        "memory.checkpointing=none", "memory.check=off", "training.batch_size=4", "training.micro_batch=2",
+        "training.max_steps={steps}", f"output.save_every={INTERVAL}", "output.merge=false", "output.dir={run}", *keys,
+    ]  # fmt: skip
+    return Tool(name, ours, f"run/adapter/{WEIGHTS}", "/checkpoints/", "run/metrics.jsonl", "finetune")
+
+
+def write_pairs(data: Path) -> None:
+    """Short pairs of many lengths."""
+    with open(data, "w", encoding="utf-8") as file:
+        for number in range(PAIRS):
+            answers = {"chosen": "yes " * (1 + number % 7), "rejected": "no " * (1 + number % 5)}
+            file.write(json.dumps({"prompt": f"Say {number}. ", **answers}) + "\n")
 
 
 def write_rows(data: Path, text: Path) -> None:
@@ -115,13 +144,20 @@ class Campaign:
         if self._uninterrupted() != self._expected:
             sys.exit(f"{tool.name}: two uninterrupted runs differ, so that nothing could be compared")
         self.seconds = time.perf_counter() - started  # of the second: the first one also fills the disk's cache
-        self.kills = self._runs = self._could_not_resume = self._other_weights = 0
+        self.kills = self._runs = self._could_not_resume = self._other_weights = self._scoring = 0
         self._lost: list[int] = []
         self._errors: set[str] = set()
 
-    def _uninterrupted(self) -> bytes:
+    def _new(self) -> Path:
+        """The folder of another run, for which no run before it has scored a reference."""
         folder = self._folder / next(self._names)
         folder.mkdir()
+        for scores in Path(os.environ["HF_DATASETS_CACHE"]).glob("*/references"):
+            shutil.rmtree(scores)
+        return folder
+
+    def _uninterrupted(self) -> bytes:
+        folder = self._new()
         ended = self._children.run(self._tool.command(folder, self._steps))
         if ended.code:
             sys.exit(f"{self._tool.name} does not run: {ended.output[-2000:]}")
@@ -129,8 +165,7 @@ class Campaign:
 
     def run(self, moments: Iterable[Fault | float]) -> bool:
         """One run, killed at each of `moments`: at a failpoint, or so many seconds after a start. Whether one hit."""
-        tool, folder, before = self._tool, self._folder / next(self._names), self.kills
-        folder.mkdir()
+        tool, folder, before = self._tool, self._new(), self.kills
         self._runs += 1
         for moment in (*moments, None):
             done, starts = tool.done(folder), len(tool.starts(folder))
@@ -148,6 +183,7 @@ class Campaign:
                 self._judge(ended, folder)
                 break
             self.kills += 1
+            self._scoring += tool.scoring(folder, ended.output)
         shutil.rmtree(folder)
         return self.kills > before
 
@@ -161,6 +197,7 @@ class Campaign:
     def as_dict(self) -> dict[str, Any]:
         return {
             "kills": self.kills,
+            "kills_while_scoring": self._scoring,
             "runs": self._runs,
             "resumes": len(self._lost),
             "runs_that_could_not_resume": self._could_not_resume,
@@ -189,23 +226,18 @@ def at_failpoints(campaign: Campaign, path: str, at_most: int) -> dict[str, Any]
 
 
 def main() -> None:
-    parser = harness.parser(__doc__, "faults.json")
-    parser.add_argument("--kills", type=int, default=200, help="random kills of each tool")
-    parser.add_argument("--failpoints", type=int, default=1000, help="failpoints of each tool, at most")
-    options = parser.parse_args()
+    options = _options()
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        data, text = folder / "data.jsonl", folder / "text.jsonl"
-        write_rows(data, text)
-        for number, tool in enumerate(tools(data, text)):
+        os.environ["HF_DATASETS_CACHE"] = str(folder / "cache")  # read by the processes that fork
+        for number, tool in enumerate(_tools(options.objective, folder)):
             with Children(folder / f"logs{number}", preload=tool.preload) as children:
                 long = Campaign(tool, children, folder / f"a{number}", STEPS)
-                short = Campaign(tool, children, folder / f"b{number}", FAILPOINT_STEPS)
-                found[tool.name] = {
-                    "random": at_random(long, options.kills),
-                    "failpoints": at_failpoints(short, tool.checkpoints, options.failpoints),
-                }
+                found[tool.name] = {"random": at_random(long, options.kills)}
+                if not options.objective:
+                    short = Campaign(tool, children, folder / f"b{number}", FAILPOINT_STEPS)
+                    found[tool.name]["failpoints"] = at_failpoints(short, tool.checkpoints, options.failpoints)
             print(tool.name, json.dumps(found[tool.name]), flush=True)
             steps = {"random": STEPS, "failpoints": FAILPOINT_STEPS}
             result = {"save_interval_steps": INTERVAL, "steps": steps, "tools": found}
@@ -216,16 +248,38 @@ def main() -> None:
         for how, counts in both.items()
     ]
     print(harness.table(("", *(key.replace("_", " ") for key in KEYS)), rows))
-    ours = found["finetune"].values()
-    if any(counts[key] for counts in ours for key in KEYS[3:5]) or any(
+    ours = [counts for name, both in found.items() if name.startswith("finetune") for counts in both.values()]
+    if any(counts[key] for counts in ours for key in KEYS[4:6]) or any(
         counts["steps_lost_max"] > INTERVAL for counts in ours
     ):
         sys.exit(1)
 
 
+def _tools(objective: str | None, folder: Path) -> list[Tool]:
+    data, text = folder / "data.jsonl", folder / "text.jsonl"
+    if objective:
+        write_pairs(data)
+        keys = ["training.objective=" + objective, *OBJECTIVES[objective]]
+        return [finetune(f"finetune, {objective}", data, *keys)]
+    write_rows(data, text)
+    return tools(data, text)
+
+
+def _options() -> argparse.Namespace:
+    parser = harness.parser(__doc__)
+    parser.add_argument("--objective", choices=OBJECTIVES, help="finetune alone, on pairs")
+    parser.add_argument("--output", type=Path, help="the result (default: that of docs)")
+    parser.add_argument("--kills", type=int, default=200, help="random kills of each tool")
+    parser.add_argument("--failpoints", type=int, default=1000, help="failpoints of each tool, at most")
+    options = parser.parse_args()
+    name = f"faults_{options.objective}.json" if options.objective else "faults.json"
+    options.output = options.output or harness.RESULTS / name
+    return options
+
+
 KEYS = (
-    "kills", "runs", "resumes", "runs_that_could_not_resume", "runs_that_ended_with_other_weights", "steps_lost_max",
-    "steps_lost_mean",
+    "kills", "kills_while_scoring", "runs", "resumes", "runs_that_could_not_resume",
+    "runs_that_ended_with_other_weights", "steps_lost_max", "steps_lost_mean",
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ forecast_cpu.ARCHITECTURES |= {
 _FP32 = "quantization.kind=none training.precision=fp32 optimizer.kind=adamw_torch_fused"
 _ABOVE_100M = ("llama-110m", "qwen2-120m", "mistral-120m")
 SETTINGS = (
-    *(setting for setting in forecast_cpu.SETTINGS if setting.architecture in _ABOVE_100M),
+    *(one for one in forecast_cpu.SETTINGS if one.architecture in _ABOVE_100M and "objective" not in one.overrides),
     forecast_cpu.Setting("250m nf4", "llama-250m", 512, 2),
     forecast_cpu.Setting("170m fp32, no checkpointing", "qwen2-170m", 512, 1, 1, f"{_FP32} memory.checkpointing=none"),
     forecast_cpu.Setting("200m fp32, whole", "mistral-200m", 512, 1, 1, f"{_FP32} adapter.kind=none"),

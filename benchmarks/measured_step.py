@@ -41,6 +41,7 @@ from torch.utils._pytree import tree_leaves
 
 from finetune.config import Config
 from finetune.data.batching import RowOrder
+from finetune.data.encoded import RowLayout
 from finetune.data.prepare import Counts, Prepared
 from finetune.measure.monitor import Monitor
 from finetune.model import build
@@ -48,6 +49,7 @@ from finetune.model.adapters import published
 from finetune.model.adapters.adapter import attach
 from finetune.model.attention import caches
 from finetune.model.source.tokenizer import load_tokenizer
+from finetune.objectives import OBJECTIVES
 from finetune.runtime import libraries, ranks
 from finetune.runtime.signals import Signals
 from finetune.settings import CHOICES
@@ -65,7 +67,7 @@ _MARK = "phase:"
 _ATTACH, _BUILT, _BETWEEN = "attach", "built", "between"
 
 Row = tuple[int, int]
-"""Length of a row and how many of its tokens, at its end, are trained."""
+"""Length of a row, or of one segment of it, and how many of its tokens, at its end, are trained."""
 
 
 @dataclass
@@ -113,13 +115,27 @@ def architecture_of(values: Mapping[str, Any]) -> Any:
     return AutoConfig.for_model(**values)
 
 
-def worst_rows(micro_batch: int, length: int, trained: int, *, padded: bool = True) -> list[Row]:
-    """One micro-batch at the longest length; with `padded` the last of several rows is a quarter shorter."""
-    rows = [(length, trained)] * micro_batch
-    if padded and micro_batch > 1:
+def worst_rows(micro_batch: int, length: int, trained: int, *, padded: bool = True, segments: int = 1) -> list[Row]:
+    """One micro-batch at the longest length; with `padded` the last of several sequences is a quarter shorter.
+
+    Segments of a row have the same prompt.
+    """
+    rows = [(length, trained)] * (micro_batch * segments)
+    if padded and len(rows) > 1:
         shorter = length - max(length // 4, 1)
-        rows[-1] = (shorter, min(trained, shorter - 1))
+        rows[-1] = (shorter, min(trained, shorter - 1) if segments == 1 else trained - (length - shorter))
     return rows
+
+
+def layout_of(config: Config) -> RowLayout:
+    """The segments and values of the rows of a job, without those that a run computes."""
+    return OBJECTIVES[config.training.objective].layout
+
+
+def by_row(config: Config, sequences: Sequence[Row]) -> list[Sequence[Row]]:
+    """The segments of each row."""
+    size = layout_of(config).sequences
+    return [sequences[at : at + size] for at in range(0, len(sequences), size)]
 
 
 def measure(config: Config, architecture: Any, rows: Sequence[Row], *, padded: bool = True) -> Measured:
@@ -212,7 +228,7 @@ class LiveTensors(TorchDispatchMode):
 def _check(config: Config, rows: Sequence[Row], padded: bool) -> None:
     assert config.training.max_steps == STEPS
     assert not config.training.group_by_length, "rows must come in the order they are given"
-    assert len(rows) == config.training.micro_batch, "rows are those of one micro-batch"
+    assert len(by_row(config, rows)) == config.training.micro_batch, "rows are those of one micro-batch"
     lengths = {length for length, _ in rows}
     assert (len(lengths) > 1) == (padded and len(rows) > 1), "rows do not fit `padded`"
 
@@ -269,7 +285,8 @@ def train(
         built()
         job = training.TrainingJob(
             config, architecture, whole, tokenizer, data, run, monitor, _Silent(),
-            Trackers(config.tracking, run, config, print), device=device, signals=Signals(), provenance={"base": None},
+            Trackers(config.tracking, run, config, print), device=device, signals=Signals(),
+            provenance=dict.fromkeys(("base", "data", "packages")),
         )  # fmt: skip
         with (
             # Without it these would be other micro-batches than those meant.
@@ -283,29 +300,41 @@ def train(
 
 def _data(config: Config, vocabulary: int, rows: Sequence[Row]) -> Prepared:
     """`rows` for every micro-batch of every step, stored so that the trainer's own random order restores theirs."""
-    wanted = [*rows] * (config.training.batch_size // config.training.micro_batch) * STEPS
-    section = config.training
-    order = list(RowOrder([length for length, _ in wanted], section.batch_size, section.seed, section.group_by_length))
-    stored: list[Row] = [(0, 0)] * len(wanted)
+    held_out = by_row(config, rows)
+    wanted = held_out * (config.training.batch_size // config.training.micro_batch) * STEPS
+    section, layout = config.training, layout_of(config)
+    order = RowOrder(range(len(wanted)), section.batch_size, section.seed, section.group_by_length)
+    stored: list[Sequence[Row]] = [()] * len(wanted)
     for row, place in zip(wanted, order, strict=True):
         stored[place] = row
-    train, counts = _split(stored, vocabulary)
+    train, counts = _split(stored, vocabulary, layout)
     if config.data.eval == "none":
         return Prepared(train, None, counts, None)
-    held_out, held_out_counts = _split(rows, vocabulary)
-    return Prepared(train, held_out, counts, held_out_counts)
+    evaluated, evaluated_counts = _split(held_out, vocabulary, layout)
+    return Prepared(train, evaluated, counts, evaluated_counts)
 
 
-def _split(rows: Sequence[Row], vocabulary: int) -> tuple[Any, Counts]:
+def _split(rows: Sequence[Sequence[Row]], vocabulary: int, layout: RowLayout) -> tuple[Any, Counts]:
     columns: dict[str, list[Any]] = {"input_ids": [], "labels": [], "length": [], "trained": []}
-    for number, (length, trained) in enumerate(rows):
-        ids = [(number * 7919 + place * 104_729) % (vocabulary - 8) + 8 for place in range(length)]
+    for number, row in enumerate(rows):
+        ids, labels = [], []
+        for segment, (length, trained) in enumerate(row):
+            prompt = length - trained
+            own = [
+                ((number + (place >= prompt) * segment) * 7919 + place * 104_729) % (vocabulary - 8) + 8
+                for place in range(length)
+            ]
+            ids += own
+            labels += [IGNORED] * prompt + own[prompt:]
         columns["input_ids"].append(ids)
-        columns["labels"].append([IGNORED] * (length - trained) + ids[length - trained :])
-        columns["length"].append(length)
-        columns["trained"].append(trained)
+        columns["labels"].append(labels)
+        columns["length"].append(len(ids))
+        columns["trained"].append(sum(trained for _, trained in row))
+    if layout.segments:
+        columns["segments"] = [[length for length, _ in row] for row in rows]
+    columns |= {name: [float(number % 2) for number in range(len(rows))] for name in layout.values}
     lengths = columns["length"]
-    counts = Counts(len(rows), sum(lengths), sum(trained for _, trained in rows), max(lengths))
+    counts = Counts(len(rows), sum(lengths), sum(columns["trained"]), max(lengths))
     return datasets.Dataset.from_dict(columns), counts
 
 

@@ -139,7 +139,10 @@ class Bench:
         self.rows = scratch / "messages.jsonl"
         self.config = scratch / "overhead.yaml"
         self.config.write_text("")
-        harness.succeeded(harness.python("-c", _EXPORT, self.rows, str(job.batch), str(job.tokens)))
+        self._export()
+
+    def _export(self) -> None:
+        harness.succeeded(harness.python("-c", _EXPORT, self.rows, str(self.job.batch), str(self.job.tokens)))
 
     def plain(self, *changes: str) -> dict[str, Any]:
         output = f"--output={self._directory('plain')}"

@@ -257,6 +257,7 @@ FIGURES = {
     # kills, saves and tests
     "save-interval": Figure("faults", "save_interval_steps"),
     "kills": Figure("faults", _of_faults(sum, "kills", "finetune")),
+    "dpo-scoring-kills": Figure("faults_dpo", _of_faults(sum, "kills_while_scoring", "finetune")),
     "trainer-kills": Figure("faults", _of_faults(sum, "kills", "Hugging Face Trainer")),
     "trainer-stuck": Figure("faults", _of_faults(sum, "runs_that_could_not_resume", "Hugging Face Trainer")),
     "mutants": Figure("mutations", _of_mutants(lambda area: area["mutants"]), ","),
@@ -429,7 +430,8 @@ def _kill_table() -> str:
         " | kills | resumes | could not resume | other weights | most steps lost",
         (
             f"{name}, {how} | " + " | ".join(str(counts[key]) for key in keys)
-            for name, both in result("faults")["tools"].items()
+            for file in ("faults", "faults_dpo")
+            for name, both in result(file)["tools"].items()
             for how, counts in both.items()
         ),
     )

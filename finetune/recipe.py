@@ -10,7 +10,7 @@ from finetune.config import Config
 from finetune.data.prepare import with_classes
 from finetune.export import publish
 from finetune.inference import answers
-from finetune.lifecycle import certification, opening, outcome, preparation, resume, session
+from finetune.lifecycle import certification, opening, outcome, preparation, replan, resume, session
 from finetune.lifecycle.plan import plan
 from finetune.measure.monitor import Monitor, meter_for
 from finetune.model import bounds, build
@@ -55,11 +55,12 @@ def train(
 
         # Try on the device what the job relies on there; what failed is left out.
         config, inputs, certificate = certification.certify(config, inputs, device, terminal)
+        certificate = replan.remembered(certificate, run, terminal.note, fresh=fresh)
 
         # Plan: `auto` settings get values, and a job that does not fit is refused.
-        earlier = None if fresh else run
+        asked, earlier = config, None if fresh else run
         config, forecast = plan(
-            config, inputs.blueprint.architecture, inputs.data, device, terminal, earlier, certificate
+            asked, inputs.blueprint.architecture, inputs.data, device, terminal, earlier, certificate
         )
 
         # Open: a new run directory, or an earlier one and its last checkpoint. Ranks have one each, below rank 0's.
@@ -78,7 +79,7 @@ def train(
                 base = inputs.blueprint.load(device, placement)
             provenance = opening.confirm_base(config, own, inputs, start, terminal.note)
             monitor.take_step()  # loading is reported once, not with the first step
-            asked = answers.before(base, inputs.tokenizer, config, own, terminal.note)
+            answered = answers.before(base, inputs.tokenizer, config, own, terminal.note)
             model = build.trainable(
                 base, config.model, resume.to_build(config.adapter, resumed=bool(start.checkpoint)), config.memory,
                 seed=config.training.seed, device_type=device.type, placement=placement,
@@ -92,8 +93,11 @@ def train(
                 by_length=forecast.by_length if forecast else (), callbacks=callbacks,
                 kernels_off=certificate.kernels_off,
             )  # fmt: skip
-            ended = training.train(job)
-            answers.after(model, inputs.tokenizer, config, own, asked)
+            job, forecast = replan.without_ruled_out(
+                training.complete(job), asked, inputs, certificate, forecast, terminal
+            )
+            config, ended = job.config, training.train(job)
+            answers.after(model, inputs.tokenizer, config, own, answered)
             tracked.answers(own)
             del base, model, job
 

@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _traced_anew(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A test of forecasts makes its own, and reads none that another test has kept with other functions in place."""
     if request.path.parent.name in {"forecast", "golden"} and request.path.name != "test_kept.py":
-        monkeypatch.setattr(Kept, "get", lambda self, config, batch, evaluation, trace: trace())
+        monkeypatch.setattr(Kept, "get", lambda self, config, batches, trace: trace())
 
 
 _modules_at_freeze = 0

@@ -88,13 +88,30 @@ def gradients(loop: Loop, inputs: list[Inputs], seed: int = 0) -> tuple[float, d
     return float(loss), found
 
 
-def assert_gradients_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def gradients_of_trainer(
+    trainer: Any, loop: Loop, examples: list[dict[str, Any]]
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of a trainer of TRL's with the trained weights of `loop`, for rows as it prepares them."""
+    weights = {key: weight for key, weight in loop.step.model.named_parameters() if weight.requires_grad}
+    trained = {key: weight for key, weight in trainer.model.named_parameters() if weight.requires_grad}
+    assert trained.keys() == weights.keys()
+    with torch.no_grad():
+        for key, weight in weights.items():
+            trained[key].copy_(weight)
+    loss = trainer.compute_loss(trainer.model.train(), trainer.data_collator(examples))
+    loss.backward()
+    return float(loss.detach()), {key: weight.grad for key, weight in trained.items()}
+
+
+def assert_gradients_close(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], within: float = 5e-6
+) -> None:
     """Equal but for the order of sums in float32: to a few millionths of the largest gradient there is."""
     assert found.keys() == expected.keys()
     largest = max(float(gradient.abs().max()) for gradient in expected.values())
     assert largest > 0
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=0, atol=5e-6 * largest)
+        torch.testing.assert_close(found[name], gradient, rtol=0, atol=within * largest)
 
 
 @contextlib.contextmanager

@@ -73,11 +73,13 @@ def test_training_is_as_fast_as_is_said_with_equal_losses() -> None:
 
 
 def test_every_killed_run_resumed_with_its_weights() -> None:
-    faults = results("faults")
-    for counts in faults["tools"]["finetune"].values():
-        assert counts["kills"] >= 80
-        assert counts["runs_that_could_not_resume"] == counts["runs_that_ended_with_other_weights"] == 0
-        assert counts["steps_lost_max"] <= faults["save_interval_steps"]
+    for file, tool, kills in (("faults", "finetune", 80), ("faults_dpo", "finetune, dpo", 30)):
+        faults = results(file)
+        for counts in faults["tools"][tool].values():
+            assert counts["kills"] >= kills
+            assert counts["runs_that_could_not_resume"] == counts["runs_that_ended_with_other_weights"] == 0
+            assert counts["steps_lost_max"] <= faults["save_interval_steps"]
+    assert results("faults_dpo")["tools"]["finetune, dpo"]["random"]["kills_while_scoring"] >= 5
     for name in ("faults_ranks", "faults_ranks_fsdp", "faults_ranks_deepspeed"):
         found = results(name)["found"]
         assert found["runs_that_could_not_resume"] == found["runs_that_ended_with_other_weights"] == 0

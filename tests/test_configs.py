@@ -22,6 +22,7 @@ TRAINED_PARAMETERS = {
     "llama3_8b_qlora": 41_943_040,
     "llama70b_qlora": 207_093_760,
     "llama7b_dpo": 39_976_960,
+    "llama7b_kto": 39_976_960,
     "llama7b_lora_16bit": 39_976_960,
     "llama7b_qlora": 39_976_960,
     "mistral7b_qlora": 41_943_040,
@@ -33,7 +34,7 @@ TRAINED_PARAMETERS = {
 
 def test_every_config_has_a_stated_size() -> None:
     assert [path.stem for path in CONFIGS] == sorted(TRAINED_PARAMETERS)
-    assert len(CONFIGS) == 12
+    assert len(CONFIGS) == 13
 
 
 @pytest.mark.slow

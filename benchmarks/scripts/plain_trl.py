@@ -1,5 +1,5 @@
 """A plain TRL script: LoRA on a chat file, as its documentation shows it. The other side of benchmarks/overhead.py, and
-of benchmarks/beside_peers.py on a CPU.
+of benchmarks/beside_peers.py on a CPU; with --pairs, DPO on a file of pairs, that of benchmarks/beside_dpo.py.
 
 It knows nothing of finetune, and can be read and run alone:
 
@@ -15,16 +15,16 @@ import time
 from pathlib import Path
 
 import torch
+import trl
 from datasets import load_dataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
-from trl import SFTConfig, SFTTrainer
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--data", required=True, help="JSON lines with `messages`")
+    parser.add_argument("--data", required=True, help="JSON lines with `messages`, or pairs")
     parser.add_argument("--output", required=True, type=Path)
     parser.add_argument("--max-steps", type=int, default=60)
     parser.add_argument("--logging-steps", type=int, default=10)
@@ -32,6 +32,8 @@ def main() -> None:
     parser.add_argument("--max-length", type=int, default=256)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--checkpointing", choices=("all", "none"), default="none", help="layers that are recomputed")
+    parser.add_argument("--pairs", choices=("in-step", "precomputed"), help="DPO, and when the reference is computed")
+    parser.add_argument("--learning-rate", type=float, default=2e-4)
     options = parser.parse_args()
     bf16 = options.precision == "bf16"
 
@@ -42,23 +44,28 @@ def main() -> None:
     set_seed(42)
     model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
 
-    trainer = SFTTrainer(
+    if options.pairs:
+        trainer_class, config_class = trl.DPOTrainer, trl.DPOConfig
+        own = {"precompute_ref_log_probs": options.pairs == "precomputed"}
+    else:
+        trainer_class, config_class = trl.SFTTrainer, trl.SFTConfig
+        own = {"assistant_only_loss": True}
+    trainer = trainer_class(
         model=model,
         processing_class=tokenizer,
         train_dataset=load_dataset("json", data_files=options.data, split="train"),
-        args=SFTConfig(
+        args=config_class(
             output_dir=str(options.output),
             use_cpu=True,
             bf16=bf16,
             per_device_train_batch_size=options.batch_size // 2,
             gradient_accumulation_steps=2,
             max_steps=options.max_steps,
-            learning_rate=2e-4,
+            learning_rate=options.learning_rate,
             lr_scheduler_type="cosine",
             warmup_steps=0,
             optim="adamw_torch_fused",
             max_length=options.max_length,
-            assistant_only_loss=True,
             gradient_checkpointing=options.checkpointing == "all",
             dataloader_pin_memory=False,
             # The file is shuffled already.
@@ -68,6 +75,7 @@ def main() -> None:
             save_steps=options.max_steps,
             report_to="none",
             seed=42,
+            **own,
         ),
     )
     cpu_before = time.process_time()

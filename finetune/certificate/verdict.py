@@ -42,6 +42,10 @@ class Certificate:
             off.update(LARGE)
         return frozenset(FUSED) if "model" in off else frozenset(off & set(FUSED))
 
+    def without(self, kernels: Sequence[str]) -> Certificate:
+        """The same with these kernels off, as the model itself shows them to be."""
+        return Certificate([*self.results, *(TrialResult(kernel, "failed") for kernel in kernels)])
+
     def lines(self, config: Config) -> list[str]:
         """One line for each trial that did not hold: what is off, why, what that costs, and whether it is kept."""
         return [

@@ -197,6 +197,10 @@ RULES = (
         )
     ),
     Rule(
+        "data.loss_on", only("all"), "training.objective", only("kto"),
+        "answers are told from prompts by what is trained; set `assistant`",
+    ),
+    Rule(
         "model.labels", but([]), "training.objective", but("reward", "classification"),
         "only a reward model and a classifier have a head with labels; remove it",
     ),

@@ -254,7 +254,8 @@ class DataSection(Section):
     """How to treat rows with the tokens and labels of an earlier one; they are counted and listed as well."""
     packing: bool = False
     """Concatenate the rows of a micro-batch instead of padding them. No row attends to another, so the gradient is the
-    same. A micro-batch holds `training.micro_batch_tokens`, or as many tokens as `micro_batch` rows of `max_length`."""
+    same. A micro-batch holds `training.micro_batch_tokens`, or as many tokens as `micro_batch` rows of `max_length`.
+    Both answers of a pair share the prompt's tokens."""
     loss_on: Literal["assistant", "last", "all"] = "assistant"
     """Tokens in the loss: the assistant's turns with their end-of-turn, only the last of them, or all. For a prompt
     and completion it is the completion, for tokenized rows their labels. Messages with `train: false` or `weight: 0`
@@ -313,7 +314,7 @@ class PreferenceSection(Section):
     """Training on preferences: the numbers of the objectives that take rows with several answers."""
 
     beta: Annotated[Above0, Usual("0.01 to 10")] | None = None
-    """How strongly the policy is held to the reference (DPO and its family), or the scale of the mean
+    """How strongly the policy is held to the reference (DPO and its family, KTO), or the scale of the mean
     log-probabilities (SimPO), or the weight of the odds ratio (ORPO); null is the method's default."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] | None = None
     """Share of pairs taken to be labelled the wrong way round; null is the method's default."""
@@ -322,6 +323,11 @@ class PreferenceSection(Section):
     nll_weight: AtLeast0 = 0.0
     """Weight of the chosen answer's mean cross-entropy, added to the loss, which keeps the chosen answer from becoming
     less likely together with the rejected one; in distillation, that of the labels."""
+    desirable_weight: AtLeast0 = 1.0
+    """Weight of the loss of a desirable answer (KTO's lambda_D); times their number, it should be 1 to 4/3 times what
+    undesirable ones have (arXiv 2402.01306, section 4)."""
+    undesirable_weight: AtLeast0 = 1.0
+    """Weight of the loss of an undesirable answer (KTO's lambda_U)."""
     reference: Literal["auto", "cached", "in_step"] = "auto"
     """Where the log-probabilities of the starting model come from. `cached`: scored before the first step and kept with
     the prepared rows. `in_step`: computed in each step with the adapter off, which needs an adapter that starts at

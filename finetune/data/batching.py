@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -23,6 +23,8 @@ from finetune.data.encoded import ONE_SEQUENCE, RowLayout
 # Rows are sorted by length within windows of this many batches: large enough for little padding, small enough to keep
 # the order of batches random. transformers' LengthGroupedSampler uses the same value.
 _WINDOW_BATCHES = 50
+# By how much the rows that share most must exceed the longest to be a micro-batch to reckon with.
+_MORE_KEYS = 1.01
 
 
 class RowOrder(Sampler[int]):
@@ -70,46 +72,67 @@ class MicroBatching:
     """How the rows of a step are divided into micro-batches.
 
     `rows` rows each; or, with `tokens`, as many rows as fit into that many tokens, either padded to the longest of them
-    or `packed`, that is, concatenated without padding. `layout` is that of the rows, whose segments stay together.
+    or `packed`, that is, concatenated without padding. `layout` is that of the rows, whose segments stay together. With
+    `shares`, packed segments of a row have the tokens that they share computed once, in the first of them.
     """
 
     rows: int
     tokens: int | None = None
     packed: bool = False
     layout: RowLayout = ONE_SEQUENCE
+    shares: bool = False
 
     @classmethod
-    def of(cls, training: TrainingSection, data: DataSection, layout: RowLayout = ONE_SEQUENCE) -> MicroBatching:
+    def of(
+        cls, training: TrainingSection, data: DataSection, layout: RowLayout = ONE_SEQUENCE, *, shares: bool = False
+    ) -> MicroBatching:
         """As configured, once `training.micro_batch` is a number rather than `auto`."""
         tokens = training.micro_batch_tokens
         if data.packing and not tokens:
-            tokens = training.rows * layout.sequences * data.max_length  # the most that many rows can take
-        return cls(1 if tokens else training.rows, tokens, data.packing, layout)
+            tokens = training.rows * layout.together * data.max_length  # the most that many rows can take
+        return cls(1 if tokens else training.rows, tokens, data.packing, layout, shares)
 
     def capacity(self, length: int) -> int:
         """Rows that fit into one micro-batch, each padded to `length` tokens a segment."""
-        return max(1, self.tokens // (length * self.layout.sequences)) if self.tokens else self.rows
+        return max(1, self.tokens // (length * self.layout.together)) if self.tokens else self.rows
 
-    def length(self, segments: Sequence[int]) -> int:
-        """The tokens by which a row with segments of these lengths is batched: of the longest, or of all if packed."""
-        return sum(segments) if self.packed else max(segments)
+    def length(self, segments: Sequence[int], shared: int = 0) -> int:
+        """The tokens by which a row with segments of these lengths is batched: of all if packed, else of the longest.
+
+        Of two that go through the model apart it is the longer one, so that either pass is within the limit.
+        """
+        return sum(self.computed(segments, shared)) if self.packed and not self.layout.apart else max(segments)
+
+    def computed(self, segments: Sequence[int], shared: int) -> tuple[int, ...]:
+        """How many tokens of each segment of a row are computed; `shared`: those with which all begin."""
+        first, *others = segments
+        return (first, *(length - shared * self.shares for length in others))
+
+    def shared(self, row: Mapping[str, Any]) -> int:
+        """How many tokens of a row of a prepared split are computed in its first segment for all of them."""
+        return int(row.get("shared", 0)) if self.shares else 0
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Tokens of each row: the `lengths` by which rows are batched, how many are `trained`, and those of its `segments`,
-    if a row is not a single sequence.
+    """Tokens of each row: the `lengths` by which rows are batched, how many are `trained`, and those of its `segments`
+    that are computed, if a pass has several of a row; how many are `shared`, if segments share any.
     """
 
     lengths: Sequence[int]
     trained: Sequence[int]
     segments: Sequence[Sequence[int]] = ()
+    shared: Sequence[int] = ()
 
     @classmethod
     def of(cls, rows: Any, way: MicroBatching) -> Sizes:
         """Those of the rows of a prepared split."""
-        segments = rows["segments"][:] if way.layout.segments else ()
-        return cls([*map(way.length, segments)] if segments else rows["length"][:], rows["trained"][:], segments)
+        if not way.layout.segments:
+            return cls(rows["length"][:], rows["trained"][:])
+        segments, shared = rows["segments"][:], rows["shared"][:]
+        lengths = [*map(way.length, segments, shared)]
+        computed = [*map(way.computed, segments, shared)] if way.layout.together > 1 else ()
+        return cls(lengths, rows["trained"][:], computed, shared if way.shares else ())
 
     def no_longer(self, most_tokens: int | None) -> Sizes:
         """The sizes of the rows of at most `most_tokens`, if there are any, else of the shortest."""
@@ -121,7 +144,8 @@ class Sizes:
     def some(self, rows: Sequence[int]) -> Sizes:
         """The sizes of these rows."""
         lengths, trained = ([values[row] for row in rows] for values in (self.lengths, self.trained))
-        return Sizes(lengths, trained, [self.segments[row] for row in rows] if self.segments else ())
+        segments = [self.segments[row] for row in rows] if self.segments else ()
+        return Sizes(lengths, trained, segments, [self.shared[row] for row in rows] if self.shared else ())
 
     @property
     def uneven(self) -> bool:
@@ -174,11 +198,12 @@ def _best_fit(order: Sequence[int], lengths: Sequence[int], tokens: int) -> list
 
 @dataclass(frozen=True)
 class Batch:
-    """The largest micro-batch: `rows` of `segments` sequences of `tokens` each, padding included.
+    """The largest micro-batch of a pass: `rows` of `segments` sequences of `tokens` each, padding included.
 
     `padded`: whether some sequence is shorter than the longest. `trained_tokens`: labelled positions in all rows.
     `source`: where the lengths come from. `packed`: the lengths of the sequences in a packed micro-batch, which the
-    model sees as one.
+    model sees as one. `shared`: how many tokens the sequences of each row share, which its first one has; with
+    `most_shared` these are the rows that share most, else the longest.
     """
 
     rows: int
@@ -188,11 +213,23 @@ class Batch:
     source: str = "data.max_length"
     packed: tuple[int, ...] = ()
     segments: int = 1
+    shared: tuple[int, ...] = ()
+    most_shared: bool = False
+
+    @property
+    def keys(self) -> int:
+        """Positions that attention sees, those that sequences share counted for each."""
+        return self.positions + sum(self.shared) * (self.segments - 1)
 
     @property
     def positions(self) -> int:
         """Tokens of all sequences, padding included."""
         return self.tokens if self.packed else self.rows * self.segments * self.tokens
+
+    @property
+    def shared_by_row(self) -> tuple[int, ...]:
+        """How many tokens the segments of each row share."""
+        return self.shared or (0,) * len(self.by_row)
 
     @property
     def by_row(self) -> list[tuple[int, ...]]:
@@ -201,9 +238,9 @@ class Batch:
         return [sequences[at : at + self.segments] for at in range(0, len(sequences), self.segments)]
 
     def as_dict(self) -> dict[str, Any]:
-        """The batch as JSON values; `segments` only where rows have several."""
-        values = asdict(self)
-        return values if self.segments > 1 else {name: values[name] for name in values if name != "segments"}
+        """The batch as JSON values; `segments` only where rows have several, and `shared` where these share tokens."""
+        left_out = {"segments": self.segments == 1, "shared": not self.shared, "most_shared": True}
+        return {name: value for name, value in asdict(self).items() if not left_out.get(name)}
 
 
 def worst_batches(sizes: Sizes, way: MicroBatching, step_rows: int, source: str) -> list[Batch]:
@@ -211,12 +248,13 @@ def worst_batches(sizes: Sizes, way: MicroBatching, step_rows: int, source: str)
 
     `step_rows` is the number of rows per step and process. Every order can occur in some epoch. When batching by
     tokens there are up to two: the one with the most tokens, padding included, and at least as many trained tokens as
-    any other; and the one with the longest row.
+    any other; and the one with the longest row or, if packed rows share tokens, with those that share most of theirs,
+    which are kept once more for attention.
     """
     if way.packed:
-        return [_largest_packed(sizes, way, step_rows, source)]
+        return _largest_of_packed(sizes, way, step_rows, source)
     if not way.tokens:
-        return [_worst_batch(sizes, way.rows, way.layout.sequences, source)]
+        return [_worst_batch(sizes, way.rows, way.layout.together, source)]
     order = sorted(range(len(sizes.lengths)), key=lambda row: (sizes.lengths[row], sizes.trained[row]))
     rows = [(sizes.lengths[row], sizes.trained[row]) for row in order]
     shapes: dict[int, tuple[int, int, int]] = {}
@@ -233,35 +271,54 @@ def worst_batches(sizes: Sizes, way: MicroBatching, step_rows: int, source: str)
 
     def batch(shape: tuple[int, int, int]) -> Batch:
         positions, length, number = shape
-        return _worst_batch(sizes.some(order[:number]), positions // length, way.layout.sequences, source)
+        return _worst_batch(sizes.some(order[:number]), positions // length, way.layout.together, source)
 
     worst = batch(largest)
     worst = replace(worst, trained_tokens=min(most_trained, worst.positions))
     return [worst] if largest == longest else [worst, batch(longest)]
 
 
-def _largest_packed(sizes: Sizes, way: MicroBatching, step_rows: int, source: str) -> Batch:
-    """The most tokens that the rows of a step can fill within the limit, made up of the longest rows."""
+def _largest_of_packed(sizes: Sizes, way: MicroBatching, step_rows: int, source: str) -> list[Batch]:
+    longest = _largest_packed(sizes, way, step_rows, source)
+    if not sizes.shared:
+        return [longest]
+    densest = _largest_packed(sizes, way, step_rows, source, most_shared=True)
+    return [longest, densest] if densest.keys > longest.keys * _MORE_KEYS else [longest]
+
+
+def _largest_packed(
+    sizes: Sizes, way: MicroBatching, step_rows: int, source: str, *, most_shared: bool = False
+) -> Batch:  # fmt: skip
+    """The most tokens that the rows of a step can fill within the limit, made up of the longest rows; or, with
+    `most_shared`, those that share the largest part of theirs, as far as they go.
+    """
     assert way.tokens
     in_order = sorted(sizes.lengths, reverse=True)
     tokens = max(in_order[0], min(sum(in_order[:step_rows]), _largest_sum(in_order, way.tokens)))
     sequences: list[int] = []
+    shared: list[int] = []
     left = tokens
-    for row in longest_first(sizes.lengths)[:step_rows]:
+    for row in first_rows(sizes, most_shared=most_shared)[:step_rows]:
         if left == 0:
             break
         rest = left - sizes.lengths[row]
-        too_few = 0 < rest < way.layout.sequences  # for the segments of the next row
+        too_few = 0 < rest < way.layout.together  # for the segments of the next row
         own = sizes.segments[row] if sizes.segments else (sizes.lengths[row],)
-        sequences += _cut_to(own, left - way.layout.sequences if too_few else left)
+        cut = _cut_to(own, left - way.layout.together if too_few else left)
+        sequences += cut
+        shared += [min(sizes.shared[row], cut[0])] if sizes.shared else []
         left = tokens - sum(sequences)
     # An upper bound on trained tokens: the densest rows, the last one in part. The first token of a row has no label.
+    tokens = sum(sequences)
     most, left = 0, tokens
     for length, count in sorted(zip(sizes.lengths, sizes.trained, strict=True), key=lambda row: -row[1] / row[0]):
         taken = min(length, left)
         most += min(count, taken)
         left -= taken
-    return Batch(1, tokens, False, min(most, tokens - 1), source, tuple(sequences), segments=way.layout.sequences)
+    return Batch(
+        1, tokens, False, min(most, tokens - 1), source, tuple(sequences), way.layout.together, tuple(shared),
+        most_shared,
+    )  # fmt: skip
 
 
 def _cut_to(segments: Sequence[int], tokens: int) -> tuple[int, ...]:
@@ -270,6 +327,13 @@ def _cut_to(segments: Sequence[int], tokens: int) -> tuple[int, ...]:
     for after, length in zip(reversed(range(len(segments))), segments, strict=True):
         kept.append(min(length, tokens - sum(kept) - after))
     return tuple(kept)
+
+
+def first_rows(sizes: Sizes, *, most_shared: bool) -> list[int]:
+    """Row indices, the longest first, or those that share the largest part of their tokens."""
+    if not most_shared:
+        return longest_first(sizes.lengths)
+    return sorted(range(len(sizes.lengths)), key=lambda row: -sizes.shared[row] / sizes.lengths[row])
 
 
 def longest_first(lengths: Sequence[int]) -> list[int]:
@@ -304,6 +368,15 @@ def _worst_batch(sizes: Sizes, micro_batch: int, segments: int, source: str) -> 
     )
 
 
+def whole_batch(sizes: Sizes, way: MicroBatching, source: str) -> Batch:
+    """The micro-batch of all these rows."""
+    segments = way.layout.together
+    if not way.packed:
+        return _worst_batch(sizes, len(sizes.lengths), segments, source)
+    sequences = tuple(itertools.chain.from_iterable(sizes.segments)) or tuple(sizes.lengths)
+    return Batch(1, sum(sequences), False, sum(sizes.trained), source, sequences, segments, tuple(sizes.shared))
+
+
 def longest_batch(rows: int, length: int, segments: int = 1) -> Batch:
     """Rows with segments of `length` tokens and every label trained: the upper bound when nothing else is known."""
     return Batch(rows, length, rows * segments > 1, rows * segments * (length - 1), segments=segments)
@@ -311,7 +384,7 @@ def longest_batch(rows: int, length: int, segments: int = 1) -> Batch:
 
 def longest_batches(way: MicroBatching, step_rows: int, max_length: int) -> list[Batch]:
     """The largest micro-batches when only the maximum length of the rows is known."""
-    segments = way.layout.sequences
+    segments = way.layout.together
     if way.packed:
         row = segments * max_length
         tokens = min(max(row, way.tokens or 0), step_rows * row)

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from finetune.data.encoded import Encoded
+from finetune.data.encoded import MISMATCHED, Encoded
 
 CONTROL_TOKENS = "control tokens as text"
 DUPLICATE = "duplicate"
@@ -63,6 +63,12 @@ class Counts:
         self.longest = max(self.longest, *row.lengths)
         for name, tokens in zip(row.names, row.lengths, strict=False):
             self.segments[name] = self.segments.get(name, 0) + tokens
+
+    def add_mismatched(self, tokens: int) -> None:
+        """Count the second segment of a row that was added."""
+        self.tokens += tokens
+        self.longest = max(self.longest, tokens)
+        self.segments[MISMATCHED] = self.segments.get(MISMATCHED, 0) + tokens
 
     @property
     def system(self) -> str | None:

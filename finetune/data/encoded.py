@@ -1,6 +1,7 @@
 """A row in tokens: one or more segments, each a token sequence with its own labels, and numbers for the objective.
 
-A supervised row is one segment. A pair is two, its chosen and its rejected answer, each with the prompt before it.
+A supervised row is one segment. A pair is two, its chosen and its rejected answer, each with the prompt before it. A
+second segment `mismatched` is only measured: it goes through the model apart from the first, before a step's passes.
 """
 
 from __future__ import annotations
@@ -30,6 +31,12 @@ class Teacher(NamedTuple):
     log_probs: np.ndarray
 
 
+MISMATCHED = "mismatched"
+"""The name of a second segment that goes through the model apart from the first."""
+
+ANSWER, DESIRABLE = "answer", "desirable"
+"""The segment and the value of a row that is one answer: 1 if it is desirable, else 0."""
+
 # Columns of a prepared split that are about a row.
 _ABOUT = {"length", "trained", "place", "source"}
 
@@ -38,7 +45,7 @@ def columns(rows: Any) -> list[str]:
     """The columns of a prepared split that batches are made of.
 
     `input_ids` and `labels`, all segments of a row one after the other; the lengths of its `segments`, if they are
-    named; and its values.
+    named, and how many tokens of them are `shared`; and its values.
     """
     return [name for name in rows.column_names if name not in _ABOUT]
 
@@ -60,6 +67,16 @@ class RowLayout:
     def sequences(self) -> int:
         """Number of token sequences in a row."""
         return max(1, len(self.segments))
+
+    @property
+    def apart(self) -> bool:
+        """Whether a row's two segments go through the model one apart from the other."""
+        return MISMATCHED in self.segments
+
+    @property
+    def together(self) -> int:
+        """Number of token sequences of a row that go through the model in one pass."""
+        return 1 if self.apart else self.sequences
 
     def __str__(self) -> str:
         named = " and ".join(f"`{name}`" for name in (*self.segments, *self.values))
@@ -131,9 +148,29 @@ class Encoded:
         return tuple(len(segment.input_ids) for segment in self.segments)
 
     @property
+    def shared(self) -> int:
+        """How many tokens at the start of all segments need to be computed only once.
+
+        They are the same, untrained and followed by another such token: the last one predicts the answer of each
+        segment, so that each has its own.
+        """
+        import numpy as np
+
+        if len(self.segments) == 1:
+            return 0
+        shortest = min(self.lengths)
+        ids, labels = (
+            np.array([getattr(segment, name)[:shortest] for segment in self.segments])
+            for name in ("input_ids", "labels")
+        )
+        alike = ((ids == ids[0]) & (labels == IGNORE)).all(0)
+        return max(0, int(alike.cumprod().sum()) - 1)
+
+    @property
     def trained(self) -> int:
-        """Number of trained tokens in all segments."""
-        return sum(segment.trained for segment in self.segments)
+        """Number of trained tokens in all segments; of two that go apart, in the one that has more."""
+        each = [segment.trained for segment in self.segments]
+        return max(each) if self.layout.apart else sum(each)
 
     @property
     def escaped(self) -> bool:

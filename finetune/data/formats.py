@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from finetune.config import inline
 from finetune.config.field_types import Help, name_of, not_given, shortened, unknown
-from finetune.data import examples, labelled, pairs, teachers
+from finetune.data import examples, labelled, pairs, teachers, unpaired
 from finetune.data import fields as row
 from finetune.data.examples import Completion, Content, Example, Message, NoSuchField, RowError, Several, Text, Tokens
 from finetune.data.fields import Fields
@@ -29,7 +29,8 @@ class RowFormat:
     """A row format, recognised by its `required` fields (if any) and parsed by `read`.
 
     `of_answers`: the rows hold answers, so rows labelled as good or bad (KTO) are refused. `detected`: by its fields;
-    else only where `data.format` or the objective names it. `rewritten`: the function of a format given from Python.
+    else only where `data.format` or the objective names it. `unpaired`: each answer of a pair becomes a row.
+    `rewritten`: the function of a format given from Python.
     """
 
     help: str
@@ -38,6 +39,7 @@ class RowFormat:
     optional: tuple[str, ...] = ()
     of_answers: bool = True
     detected: bool = True
+    unpaired: bool = False
     rewritten: Callable[[Fields], Fields] | None = None
 
 
@@ -347,6 +349,12 @@ FORMATS: dict[str, RowFormat] = {
         "`prompt` and `completion`, text or messages; the completion is trained",
         ("prompt", "completion"), _prompt_completion, _BESIDE_MESSAGES,
     ),
+    "unpaired": RowFormat(
+        "a prompt and an answer with `label`, true if it is desirable, in any of the published layouts; of a pair, the "
+        "chosen answer is, and the rejected one is not",
+        ("prompt", "completion", "label"), unpaired.read, unpaired.OPTIONAL, of_answers=False, detected=False,
+        unpaired=True,
+    ),
     "alpaca": RowFormat(
         "`instruction`, `output` and optionally `input`, `system` and `history`",
         ("instruction", "output"), _alpaca, ("input", "history", *_BESIDE_MESSAGES),
@@ -407,5 +415,5 @@ def of_objective(form: str, wanted: str) -> str:
     if own is None or own.rewritten is None or form.endswith(f".{wanted}"):
         return wanted if form == "auto" else form
     name = f"{form}.{wanted}"
-    FORMATS[name] = replace(own, read=_reads(own.rewritten, wanted))
+    FORMATS[name] = replace(own, read=_reads(own.rewritten, wanted), unpaired=FORMATS[wanted].unpaired)
     return name

@@ -146,7 +146,9 @@ def inspect(section: DataSection, training: TrainingSection, tokenizer: Any) -> 
         batch_size=training.batch_size,
         micro_batch=training.micro_batch,
         micro_batch_tokens=training.micro_batch_tokens,
-        batchings=_batchings(sizes.segments or [(length,) for length in lengths], prepared.layout, training, section),
+        batchings=_batchings(
+            sizes.segments or [(length,) for length in sizes.lengths], prepared.layout, training, section
+        ),
         worst_batch=worst_batches(sizes, way, training.batch_size, "the data's rows")[0],
         samples=_samples(prepared, tokenizer),
         warning=prepared.warning,
@@ -218,7 +220,7 @@ def _batchings(
 ) -> tuple[Batching, ...]:
     """One epoch of rows with segments of these lengths, under each of BATCHINGS."""
     chosen = _chosen(training)
-    largest = chosen.rows * layout.sequences * max(map(max, segments))
+    largest = chosen.rows * layout.together * max(map(max, segments))
     tokens = MicroBatching.of(chosen, section, layout).tokens or largest
     configured = (training.group_by_length, bool(training.micro_batch_tokens))
     batchings = []
@@ -228,7 +230,7 @@ def _batchings(
         order = RowOrder(lengths, training.batch_size, training.seed, grouped)
         parts = list(epoch(lengths, order, training.batch_size, way))
         positions = sum(
-            sum(part) if way.packed else len(part) * way.layout.sequences * max(part) for part in parts
+            sum(part) if way.packed else len(part) * way.layout.together * max(part) for part in parts
         )  # with padding
         batching = Batching(
             name=name,

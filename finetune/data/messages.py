@@ -196,6 +196,6 @@ def refuse_other_training(fields: Fields, where: str = "", *, answers: bool) -> 
             raise RowError(f"`{where}{name}`: only text is trained here; remove the row, or only the field if possible")
         if name in _VERDICTS and answers and str(value).lower() in _BOOLEANS:
             raise RowError(
-                f"`{where}{name}` labels answers as good or bad (KTO), and bad ones would be trained too; keep the "
-                "rows with good answers, without this field"
+                f"`{where}{name}` labels answers as good or bad (KTO), and bad ones would be trained too; set "
+                "`training.objective: kto`, or keep the rows with good answers, without this field"
             )

@@ -65,10 +65,10 @@ def read_with_margin(fields: Fields) -> Several:
 def _answers(fields: Fields) -> tuple[Answer, Answer]:
     if fields.get("chosen") is None and fields.get("answers") is not None:
         return _best_and_worst(fields)
-    return _answer(fields, "chosen"), _answer(fields, "rejected")
+    return read_answer(fields, "chosen"), read_answer(fields, "rejected")
 
 
-def _answer(fields: Fields, name: str) -> Answer:
+def read_answer(fields: Fields, name: str) -> Answer:
     response = f"{name}_response"
     field = response if fields.get(name) is None and fields.get(response) is not None else name
     value = fields.get(field)
@@ -95,7 +95,7 @@ def _texts(fields: Fields, *answers: str) -> list[Example]:
     if isinstance(fields.get("prompt"), str):
         prompt = row.text(fields, "prompt")
         return [Completion(prompt, answer) for answer in answers]
-    if asked := _asked(fields) or _messages(fields):
+    if asked := read_prompt(fields) or read_context(fields):
         turns = [[*asked, {"role": "assistant", "content": answer}] for answer in answers]
         return [conversation(each, fields, range(len(asked))) for each in turns]
     turn = answers[0][: examples.in_common(*answers)].rfind(_TURN)
@@ -111,9 +111,9 @@ def _conversations(fields: Fields, answers: Mapping[str, list[Message]]) -> Seve
     for name, messages in answers.items():
         if (last := messages[-1]["role"]) != "assistant":
             raise RowError(f"`{name}` must end with the assistant's answer, not with a message of {last}")
-    prompt = _asked(fields)
+    prompt = read_prompt(fields)
     if chosen[0]["role"] == rejected[0]["role"] == "assistant":
-        prompt = prompt or _messages(fields)
+        prompt = prompt or read_context(fields)
         if not prompt:
             raise RowError("`chosen` and `rejected` are answers, and there is no `prompt`: which question they answer")
         context = len(prompt)
@@ -130,7 +130,7 @@ def _conversations(fields: Fields, answers: Mapping[str, list[Message]]) -> Seve
     })  # fmt: skip
 
 
-def _asked(fields: Fields) -> list[Message]:
+def read_prompt(fields: Fields) -> list[Message]:
     """The messages before the answers, if a field is there for them alone."""
     if fields.get("conversations") is not None:
         return sharegpt_messages(fields)
@@ -142,6 +142,6 @@ def _asked(fields: Fields) -> list[Message]:
     return [{"role": "user", "content": row.text(fields, name)}] if name else []
 
 
-def _messages(fields: Fields) -> list[Message]:
+def read_context(fields: Fields) -> list[Message]:
     """The messages before the answers in a field that elsewhere holds the whole conversation."""
     return [] if fields.get("messages") is None else read_messages(fields, "messages")

@@ -15,6 +15,7 @@ from finetune.data import chat, formats, in_memory, labelled, sources
 from finetune.data.counts import Counts
 from finetune.data.encoded import IGNORE, TEACHER, RowLayout, columns
 from finetune.data.examples import Chat, Completion, Content, Several, Unusable
+from finetune.data.mismatched import OnePrompt
 from finetune.data.problems import Problems
 from finetune.data.sources import Row
 from finetune.data.split import Preparation, located
@@ -24,7 +25,7 @@ ROWS_TO_JUDGE = 10
 """Different held-out rows from which on their loss chooses an adapter: that of fewer depends more on which rows these
 are than on the adapter."""
 
-_SEQUENCES = ("input_ids", "labels", "segments", *TEACHER)
+_SEQUENCES = ("input_ids", "labels", "segments", "shared", *TEACHER)
 
 # A fifth of these are that many.
 _ROWS_TO_SPARE_SOME = 5 * ROWS_TO_JUDGE
@@ -35,8 +36,8 @@ class Prepared:
     """Tokenized splits and their statistics.
 
     A split is a `datasets.Dataset` of input_ids, labels, length, trained (number of tokens), place and source; where
-    the layout has any, also the lengths of a row's `segments`, and its values by name. A `warning` is set if
-    `data.eval: auto` found nothing to hold out.
+    the layout has any, also the lengths of a row's `segments` and the number of tokens that they have `shared`, and its
+    values by name. A `warning` is set if `data.eval: auto` found nothing to hold out.
     """
 
     train: Any
@@ -100,7 +101,7 @@ def prepare(section: DataSection, tokenizer: Any) -> Prepared:
     if eval_rows is not None:
         try:
             held_out, eval_counts = _held_out(preparation)
-        except _NothingHeldOut as error:
+        except (_NothingHeldOut, OnePrompt) as error:
             if section.eval != "auto":
                 raise
             warning = f"none: {error}"

@@ -35,7 +35,7 @@ def writer(path: Path) -> Iterator[Callable[[list[tuple[Row, Encoded]]], None]]:
 
     def begin(layout: RowLayout) -> None:
         nonlocal schema, stream
-        own = {"segments": ids} if layout.segments else {}
+        own = {"segments": ids, "shared": count} if layout.segments else {}
         own |= {name: pyarrow.float64() for name in layout.values}
         if layout.teacher:
             own |= dict(zip(TEACHER, (ids, pyarrow.list_(pyarrow.float32())), strict=True))
@@ -67,6 +67,7 @@ def writer(path: Path) -> Iterator[Callable[[list[tuple[Row, Encoded]]], None]]:
             [row.location for row, _ in rows],
             [row.source for row, _ in rows],
             *([[encoded.lengths for _, encoded in rows]] if layout.segments else []),
+            *([[encoded.shared for _, encoded in rows]] if layout.segments else []),
             *([encoded.values[name] for _, encoded in rows] for name in layout.values),
             *(map(of_teacher, range(len(TEACHER))) if layout.teacher else ()),
         ]

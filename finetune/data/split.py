@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -19,7 +20,19 @@ from typing import Any, Literal, NamedTuple
 
 from finetune.config import DataSection
 from finetune.config.field_types import GIVEN
-from finetune.data import cache, chat, control, fingerprint, formats, labelled, lengths, sources, teachers
+from finetune.data import (
+    cache,
+    chat,
+    control,
+    fingerprint,
+    formats,
+    labelled,
+    lengths,
+    mismatched,
+    sources,
+    teachers,
+    unpaired,
+)
 from finetune.data.counts import (
     CONTROL_TOKENS,
     DUPLICATE,
@@ -31,7 +44,7 @@ from finetune.data.counts import (
     Affected,
     Counts,
 )  # fmt: skip
-from finetune.data.encoded import Encoded, RowLayout
+from finetune.data.encoded import ANSWER, Encoded, RowLayout
 from finetune.data.examples import (
     Chat,
     Completion,
@@ -55,9 +68,10 @@ Split = Literal["train", "eval"]
 
 # Increment with any change to the code that changes the prepared rows or the fields of their counts, to invalidate
 # existing cache entries: versions of this package may share a cache, and an earlier one does not know new fields.
-_VERSION = 7
+_VERSION = 8
 
 _ROWS, _COUNTS = "rows.arrow", "counts.json"
+_ANSWERS = "answers.arrow"  # before they are mismatched
 
 # Size of a batch to read, tokenize and write: enough to use all cores of the tokenizer, small enough for memory.
 _BATCH_ROWS = 256
@@ -88,6 +102,10 @@ class Preparation:
             counts = Counts()
             with writer(folder / _ROWS) as write:
                 _Rows(self.section, self.tokenizer, problems, counts, write).take(rows)
+            if ANSWER in counts.segments:
+                os.replace(folder / _ROWS, folder / _ANSWERS)
+                mismatched.add(folder / _ANSWERS, folder / _ROWS, counts, self.section.max_length, f"`data.{split}`")
+                (folder / _ANSWERS).unlink()
             with cache.writing():
                 (folder / _COUNTS).write_text(json.dumps(asdict(counts)), encoding="utf-8")
 
@@ -174,15 +192,26 @@ class _Rows:
         characters = 0
         try:
             for row in rows:
-                batch.append(_Read(row, self._read(row), len(self.problems.found)))
-                characters += batch[-1].characters
-                if len(batch) == _BATCH_ROWS or characters >= _BATCH_CHARACTERS:
+                for read in self._several(row, self._read(row)):
+                    batch.append(read)
+                    characters += read.characters
+                if len(batch) >= _BATCH_ROWS or characters >= _BATCH_CHARACTERS:
                     yield batch
                     batch, characters = [], 0
         except DataError:  # ends reading, but the rows before it may have problems too
             yield batch
             raise
         yield batch
+
+    def _several(self, row: Row, content: Content | DataError | Unusable) -> Iterator[_Read]:
+        """What is trained of a row, each with its content."""
+        found = len(self.problems.found)
+        if isinstance(content, Exception) or not formats.FORMATS[self.forms[row.source]].unpaired:
+            yield _Read(row, content, found)
+            return
+        for name, each in unpaired.rows_of(content).items():
+            own = row._replace(location=f"{row.location}, {name}") if name else row
+            yield _Read(own, each, found)
 
     def _read(self, row: Row) -> Content | DataError | Unusable:
         columns = self.section.columns

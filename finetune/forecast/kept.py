@@ -44,11 +44,11 @@ class Kept:
     device: Device
     gpus: int
 
-    def get(self, config: Config, batch: Batch, evaluation: Batch | None, trace: Callable[[], Forecast]) -> Forecast:
-        """The kept forecast of a step, or the one that `trace` makes, which is then kept."""
+    def get(self, config: Config, batches: Sequence[Batch | None], trace: Callable[[], Forecast]) -> Forecast:
+        """The kept forecast of a step on these `batches`, or the one that `trace` makes, which is then kept."""
         if config.model.trust_remote_code or config.adapter.start_from:
             return trace()  # follows from files that the key does not know
-        file = private.cache_folder() / _FOLDER / f"{self._key(config, [batch, evaluation])}.json"
+        file = private.cache_folder() / _FOLDER / f"{self._key(config, batches)}.json"
         if kept := self._read(file):
             return kept
         made = trace()

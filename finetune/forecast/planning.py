@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from finetune import objectives
 from finetune.config import Config, dump, explained, loaded
 from finetune.config.field_types import LEVELS
 from finetune.data import batching, prepare, sources
@@ -69,6 +70,7 @@ class Planner:
     gpus: int = 1
     _known: dict[tuple[str, bool, tuple[Batch, ...]], Forecast] = field(default_factory=dict)
     _models: Models = field(default_factory=Models)
+    _largest_scored: dict[tuple[MicroBatching, int], Batch | None] = field(default_factory=dict)
     _largest: dict[tuple[MicroBatching, int, int | None], tuple[list[Batch], Batch | None]] = field(
         default_factory=dict
     )
@@ -90,14 +92,19 @@ class Planner:
 
     def _kept_or_traced(self, config: Config, batch: Batch, evaluation: Batch | None) -> Forecast:
         kept = Kept(self.architecture, self._device(config), self.gpus)
-        return kept.get(config, batch, evaluation, lambda: self._forecast(config, batch, evaluation))
+        reference = self._scored(config)
+        return kept.get(
+            config, [batch, evaluation, reference], lambda: self._forecast(config, batch, evaluation, reference)
+        )
 
     def _device(self, config: Config) -> Device:
         """The device as one of the ranks uses it."""
         section = config.distributed
         return devices.of_ranks(self.device, strategies.groups(section, self.gpus), section.context)
 
-    def _forecast(self, config: Config, batch: Batch, evaluation: Batch | None) -> Forecast:
+    def _forecast(
+        self, config: Config, batch: Batch, evaluation: Batch | None, reference: Batch | None = None
+    ) -> Forecast:  # fmt: skip
         device = self._device(config)
         if config.training.deterministic and not device.cublas_workspace:
             device = replace(device, cublas_workspace=libraries.DETERMINISTIC_CUBLAS, measured_workspace_bytes=0)
@@ -109,9 +116,11 @@ class Planner:
             implementation = packing.eager_like(implementation)
         section = config.distributed
         is_shared = strategies.applies(section, self.gpus)
-        setting = StepSetting(config, self.architecture, batch, evaluation, device, implementation, self.gpus)
+        setting = StepSetting(
+            config, self.architecture, batch, evaluation, device, implementation, self.gpus, reference
+        )  # fmt: skip
         trace = trace_step(setting, self._models)
-        way = micro_batching(config)
+        way = micro_batching(config, self.architecture)
         per_rank = batching.per_step(config.training.batch_size, way, batch) // section.shares(self.gpus)
         run = RunSetting(
             micro_batches=max(1, per_rank),
@@ -132,7 +141,8 @@ class Planner:
         shares, data = config.distributed.shares(self.gpus), self.data
         if forecast.scoring is None or data is None:
             return replay.with_reference(forecast, shares, None, 0, 0)
-        batches = reference_scores.positions(config, data) / forecast.batch.positions
+        way = micro_batching(config, self.architecture)
+        batches = reference_scores.positions(way, data, self._share(config)) / forecast.batch.positions
         rows = len(data.train) + len(data.eval or ())
         return replay.with_reference(forecast, shares, rows, batches, reference_scores.in_step_share(config, data))
 
@@ -198,7 +208,7 @@ class Planner:
         """
         config = fitted.config
         levels = _less_recomputed(fitted, self.architecture.get_text_config().num_hidden_layers)
-        way, shares = micro_batching(config), config.distributed
+        way, shares = micro_batching(config, self.architecture), config.distributed
         in_parts = strategies.holds_parts(shares, self.gpus)
         plain = config.kernels.compile == config.memory.offload == "none"
         if not levels or self.data is None or way.tokens or in_parts or shares.context > 1 or not plain:
@@ -245,12 +255,23 @@ class Planner:
         """Rows of a step that one rank computes, alone or with the others of its group."""
         return max(1, config.training.batch_size // config.distributed.shares(self.gpus))
 
+    def _scored(self, config: Config) -> Batch | None:
+        """The largest batch in which the reference is scored; None if there is none, or no data."""
+        if not (config.caches_reference and objectives.of(config).reference):
+            return None
+        if self.data is None or config.data.max_length != self.job.data.max_length:
+            return None
+        key = micro_batching(config, self.architecture), self._share(config)
+        if key not in self._largest_scored:
+            self._largest_scored[key] = reference_scores.largest_batch(key[0], self.data, key[1])
+        return self._largest_scored[key]
+
     def _largest_batches(self, config: Config, most_tokens: int | None = None) -> tuple[list[Batch], Batch | None]:
         """The largest training micro-batches that data and sampler can produce, and that of the evaluation set.
 
         Training rows are at most `most_tokens` long.
         """
-        way, step_rows = micro_batching(config), self._share(config)
+        way, step_rows = micro_batching(config, self.architecture), self._share(config)
         if self.data is None or config.data.max_length != self.job.data.max_length:
             longest = batching.longest_batches(way, step_rows, config.data.max_length)
             return longest, None if config.data.eval == "none" else longest[0]

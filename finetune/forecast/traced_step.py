@@ -18,6 +18,7 @@ import torch
 from bitsandbytes.optim.optimizer import Optimizer8bit
 from torch import distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from finetune import kernels, objectives
 from finetune.config import AdapterSection, Config
@@ -42,7 +43,7 @@ from finetune.model.skeleton import mixture
 from finetune.model.structure import experts
 from finetune.objectives import log_probs
 from finetune.training import optimizers, reference_scores, strategies
-from finetune.training.collator import Inputs, MicroBatches, for_model, micro_batching
+from finetune.training.collator import Inputs, MicroBatches, apart, for_model, micro_batching, passes
 from finetune.training.eval_loss import summed_loss
 from finetune.training.noise import Noise, NoiseSpan
 from finetune.training.step import Step
@@ -60,7 +61,8 @@ ENGINES: dict[str, type[TracedEngine]] = {"fsdp": FakeSharded, "deepspeed": Fake
 class StepSetting:
     """A step to trace: a job on a device, its largest micro-batches, and the number of ranks; this is rank 0.
 
-    `attention` is the name of the implementation. Without an `evaluation` batch none is traced.
+    `attention` is the name of the implementation. Without an `evaluation` batch none is traced; the `reference` is
+    scored in batches like `train` if its own largest one is unknown.
     """
 
     config: Config
@@ -70,6 +72,7 @@ class StepSetting:
     device: Device
     attention: str
     world_size: int = 1
+    reference: Batch | None = None
 
     @property
     def job(self) -> Hashable:
@@ -81,9 +84,9 @@ class StepSetting:
     def step(self) -> Hashable:
         """The key of a step of that model, except what its layers recompute."""
         tile = self.config.memory.loss_tokens
-        if max(batch.positions for batch in (self.train, self.evaluation) if batch) <= _ONE_TILE:
+        if max(batch.positions for batch in (self.train, self.evaluation, self.reference) if batch) <= _ONE_TILE:
             tile = min(tile, _ONE_TILE)
-        return self.config.training.micro_batch, tile, self.train, self.evaluation
+        return self.config.training.micro_batch, tile, self.train, self.evaluation, self.reference
 
     @property
     def rows(self) -> int:
@@ -207,6 +210,7 @@ class _TracedStep:
         self, setting: StepSetting, mode: FakeTensorMode, recorder: TraceRecorder, shortening: Shortening,
         placement: Placement | None,
     ) -> None:  # fmt: skip
+        self._architecture = setting.architecture
         self._configure(setting.config)
         self.mode, self.recorder = mode, recorder
         self._device, self._rows, self._placement = setting.device, setting.rows, placement
@@ -233,7 +237,7 @@ class _TracedStep:
             # Sizes are those of bfloat16, and there is no loss scaling on a CPU, where this runs.
             config = config.changed({"training.precision": "bf16"})
         self._config = config
-        self._way = micro_batching(config)
+        self._way = micro_batching(config, self._architecture)
         self._collator = MicroBatches(self._way, pad_token_id=0, context=config.distributed.context)
 
     def _measure(self, base: Any) -> None:
@@ -281,7 +285,7 @@ class _TracedStep:
             if setting.evaluation:
                 self.evaluate(setting.evaluation, setting.train)
             if self._step.objective.reference and self._config.caches_reference:
-                self.score(setting.train)
+                self.score(setting.reference or setting.train)
         return replace(
             self.recorder.trace(), trained_share=self.trained_share, saved_bytes=self.engine.saved_bytes(),
             **self._of_base,
@@ -475,6 +479,8 @@ class _TracedStep:
         others = self._on_host(inputs, micro_batches - 1)
         start, retry = self._random_state(), self._random_state()  # of the warm-up, and of each step in it
         with self._recording():
+            if self._step.objective.step_mean:
+                self._step.take_mean(self._step.sum_before([inputs]))
             self._step.forward_backward([inputs], batch.trained_tokens)
         del retry
         self._mark_gradients()
@@ -491,8 +497,7 @@ class _TracedStep:
         if self._device.type != "cpu":
             return []
         with self.mode:
-            values = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
-            made = [torch.empty_like(value) for _ in range(count) for value in values]
+            made = [torch.empty_like(value) for _ in range(count) for value in _tensors(inputs)]
         for value in made:
             self.recorder.keep(value, "activations")
         return made
@@ -517,16 +522,17 @@ class _TracedStep:
         self.recorder.phase = "evaluation"
         waiting = self._on_host(self._inputs(train), count)
         start = self._random_state()
-        inputs = self._inputs(batch)
+        inputs, objective = self._inputs(batch), self._step.objective
+        loss = functools.partial(summed_loss, precision=self._config.training.precision, masked=self._step.masked)
         with self._recording():
-            summed_loss(
-                self._model, [[inputs]], precision=self._config.training.precision, masked=self._step.masked,
-                objective=self._step.objective,
-            )  # fmt: skip
+            mean = None
+            if objective.step_mean:
+                mean = loss(self._model, [[apart(inputs)]], objective=objective.before_step)[0]
+            loss(self._model, [[inputs]], objective=objective, step_mean=mean)
         del waiting, start
 
     def score(self, batch: Batch) -> None:
-        """A batch of the pass that scores the reference, which is as large as a micro-batch."""
+        """The largest batch of the pass that scores the reference."""
         layers = tuple(level != "none" for level in self.kept.levels)
         self._once(("reference", batch, self._config.memory.loss_tokens, layers), functools.partial(self._score, batch))
 
@@ -535,10 +541,11 @@ class _TracedStep:
         start = self._random_state()
         inputs = self._inputs(batch)
         with self._recording(), reference_scores.starting(self._model, self._config.adapter):
-            summed_loss(
-                self._model, [[inputs]], precision=self._config.training.precision, masked=self._step.masked,
-                objective=reference_scores.scoring([]),
-            )  # fmt: skip
+            for each in passes(inputs):
+                summed_loss(
+                    self._model, [[each]], precision=self._config.training.precision, masked=self._step.masked,
+                    objective=reference_scores.scoring([]),
+                )  # fmt: skip
         del start
 
     @contextlib.contextmanager
@@ -589,17 +596,31 @@ class _TracedStep:
         # With a mask transformers looks for padding in it; without one, whether positions start anew, as packed.
         uneven = (batch.padded and self._step.masked) or len(batch.packed) > 1
         self.recorder.answers = Answers(uneven, batch.trained_tokens, batch.positions)
-        inputs = self._collator.micro_batch([self._collator.row(lengths) for lengths in batch.by_row])
+        rows = zip(batch.by_row, batch.shared_by_row, strict=True)
+        inputs = self._collator.micro_batch([self._collator.row(own, shared=shared) for own, shared in rows])
         with self.mode:
-            found = {
-                name: torch.ones_like(value) if isinstance(value, torch.Tensor) and value.dim() > 1 else value
-                for name, value in inputs.items()
-            }
+            found = _without_values(inputs)
         moved = found if self._device.type == "cpu" else for_model(found, masked=self._step.masked)
-        for value in moved.values():
-            if isinstance(value, torch.Tensor):
-                self.recorder.keep(value, "activations")
+        for value in _tensors(moved):
+            self.recorder.keep(value, "activations")
         return found
+
+
+def _without_values(inputs: Inputs) -> Inputs:
+    """Inputs whose tokens and masks are ones, as fake tensors have no values."""
+    return {
+        name: _without_values(value)
+        if isinstance(value, dict)
+        else torch.ones_like(value)
+        if isinstance(value, torch.Tensor) and value.dim() > 1
+        else value
+        for name, value in inputs.items()
+    }
+
+
+def _tensors(inputs: Inputs) -> list[torch.Tensor]:
+    """The tensors of inputs, of the segments that go apart as well."""
+    return [each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor)]
 
 
 class _TracedNoise(Noise):

@@ -55,6 +55,11 @@ class Attached:
     replaced: dict[str, dict[nn.Module, Undo]] = field(default_factory=lambda: {name: {} for name in KERNELS})
     lines: list[str] = field(default_factory=list)
 
+    @property
+    def fusing(self) -> set[str]:
+        """The kernels that replace any module."""
+        return {kernel for kernel, modules in self.replaced.items() if modules}
+
     def detach(self, kernel: str | None = None) -> None:
         """Restore the own forward pass of the modules of one kernel, or of all."""
         for name in [kernel] if kernel else KERNELS:

@@ -38,10 +38,8 @@ def open_run(
         # A reopened run says so before its new config is saved: a finished run with a config that asks for more steps
         # would otherwise be taken for finished with all of them.
         _reopen(run, start, inputs, note)
-        run.create(config.changed(inputs.asked))
+        write_plan(config, run, inputs, forecast)
         run.remove_leftovers()
-        if forecast:
-            write_json(run.forecast_file, forecast.beside({}))
         write_json(run.environment_file, {"seed": config.training.seed, **inputs.environment})
         write_lines(run.data_file, inputs.data.affected())
         write_json(run.facts_file, inspection.facts(inputs.data, inputs.tokenizer))
@@ -61,6 +59,18 @@ def open_run(
     lock.enter_context(own.held())
     own.forget_metrics_after(start.step)
     return own, start
+
+
+def write_plan(config: Config, run: RunDirectory, inputs: JobInputs, forecast: Forecast | None) -> None:
+    """Save the fitted config and its forecast, if any."""
+    run.create(asked_config(config, inputs))
+    if forecast:
+        write_json(run.forecast_file, forecast.beside({}))
+
+
+def asked_config(config: Config, inputs: JobInputs) -> Config:
+    """The fitted config, but for what a certificate replaced, which is as the user wrote it."""
+    return config.changed(inputs.asked)
 
 
 def _reopen(run: RunDirectory, start: Start, inputs: JobInputs, note: Note) -> None:
@@ -90,8 +100,7 @@ def confirm_base(config: Config, run: RunDirectory, inputs: JobInputs, start: St
 
 
 def _provenance(config: Config, inputs: JobInputs) -> dict[str, Any]:
-    """The provenance with the fitted config, but for what a certificate replaced."""
-    return {**inputs.provenance, "config": config.changed(inputs.asked).model_dump(mode="json")}
+    return {**inputs.provenance, "config": asked_config(config, inputs).model_dump(mode="json")}
 
 
 def _log_changes(config: Config, run: RunDirectory, start: Start, now: dict[str, Any], note: Note) -> None:

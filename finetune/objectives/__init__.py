@@ -15,7 +15,7 @@ materialising all logits (`objectives.log_probs`):
 If the objective has a `layout` of named segments or values, the batch also has `row` (sequences,), the row of each
 sequence, and each value (rows,); such an objective calls `scored(model, batch)`, which is the same for padded and
 packed rows. A row without trained tokens, which a rank gets that has fewer micro-batches than others, adds nothing to
-either sum.
+either sum. A second segment `mismatched` is not among the sequences: it is for the objective's `step_mean`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.config import Config
 from finetune.config.field_types import name_of
 from finetune.data.encoded import ONE_SEQUENCE, RowLayout
-from finetune.objectives import classification, distillation, preference, rewards
+from finetune.objectives import classification, distillation, kto, preference, rewards
 from finetune.objectives.objective import (
     MODEL_INPUTS,
     Batch,
@@ -59,6 +59,7 @@ def supervised(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
 OBJECTIVES: dict[str, Objective] = {
     "supervised": Objective("next-token cross-entropy of the trained tokens", supervised, trained_tokens),
     **preference.FAMILY,
+    "kto": kto.KTO,
     "reward": rewards.REWARD,
     "classification": classification.CLASSIFICATION,
     "distillation": distillation.DISTILLATION,

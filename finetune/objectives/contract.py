@@ -48,7 +48,7 @@ def prove(name: str, model: Any, precision: str) -> None:
     if not name.startswith(GIVEN):
         return
     objective = OBJECTIVES[name]
-    segments = objective.layout.sequences
+    segments = objective.layout.together
     ids = torch.cat(probes.rows(2 * segments, probes.TOKENS, model))  # (sequences, tokens)
     labels = ids.clone()
     labels[:segments, : probes.TOKENS // 2] = IGNORE  # so that the rows have different counts
@@ -65,12 +65,14 @@ def prove(name: str, model: Any, precision: str) -> None:
 
 def _batch(layout: RowLayout, ids: torch.Tensor, labels: torch.Tensor, rows: range) -> Batch:
     """Some of the rows, as the collator makes them."""
-    part = slice(rows.start * layout.sequences, rows.stop * layout.sequences)
+    part = slice(rows.start * layout.together, rows.stop * layout.together)
     batch = {"input_ids": ids[part], "labels": labels[part]}
     if layout == ONE_SEQUENCE:
         return batch
-    number = torch.arange(len(rows), device=ids.device).repeat_interleave(layout.sequences)
-    return {**batch, "row": number, **{name: torch.ones(len(rows), device=ids.device) for name in layout.values}}
+    number = torch.arange(len(rows), device=ids.device).repeat_interleave(layout.together)
+    mean = {"step_mean": torch.zeros((), dtype=torch.float64, device=ids.device)} if layout.apart else {}
+    values = {name: torch.ones(len(rows), device=ids.device) for name in layout.values}
+    return {**batch, "row": number, **values, **mean}
 
 
 def _read(name: str, objective: Objective, model: Any, batch: Batch) -> tuple[float, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from finetune.config import PreferenceSection
@@ -19,7 +19,7 @@ Batch = dict[str, Any]
 
 MODEL_INPUTS = frozenset({
     "input_ids", "labels", "attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
-    "max_length_k", "seq_idx",
+    "max_length_k", "seq_idx", "key_parts",
 })  # fmt: skip
 """The entries of a batch that are the model's."""
 
@@ -48,6 +48,9 @@ class Objective:
     reads, by `bind`, which returns it with their values. `reference`: it needs the log-probabilities of the starting
     model. `statistics`: the names of those that the loss returns besides, in order.
     `sequences_scored`: by a head of their own, so that no token is. `unread`: other keys that change nothing here.
+    `step_mean`: the sum and count of what the loss needs the mean of over all rows of a step. It is computed from the
+    segments `mismatched`, which the loss does not see, without gradients and before the first pass, so that no split of
+    the step changes it; the loss finds the mean in its batch as `step_mean`, (), float64.
     """
 
     help: str
@@ -61,6 +64,7 @@ class Objective:
     statistics: tuple[str, ...] = ()
     sequences_scored: bool = False
     unread: tuple[str, ...] = ()
+    step_mean: Loss | None = None
 
     @property
     def ignores(self) -> tuple[str, ...]:
@@ -74,6 +78,11 @@ class Objective:
         """The sum and the count of an evaluation, float64, on the device."""
         total, count, *_ = (self.evaluated or cross_entropy)(model, batch)
         return total.double(), count.double()
+
+    @property
+    def before_step(self) -> Objective:
+        """What an evaluation of the segments `mismatched` sums for `step_mean`."""
+        return replace(self, evaluated=self.step_mean)
 
 
 def cross_entropy(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,14 +99,15 @@ def scored(model: Any, batch: Batch) -> Any:
 def by_sequence(values: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Sums (sequences,) of `values` (sequences, tokens - 1), which are those of tokens from the second on.
 
-    Packed sequences are told apart by their index, without waiting for the device, and in a fixed order of summation.
+    Packed sequences are summed one by one in float64, in a fixed order and without waiting for the device.
     """
-    if "seq_idx" not in batch:
+    if "cu_seq_lens_q" not in batch:
         return values.sum(1)
     import torch
 
-    number = torch.arange(len(batch["cu_seq_lens_q"]) - 1, device=values.device)
-    return torch.where(batch["seq_idx"][:, 1:] == number[:, None], values, 0).sum(1)
+    starts = (batch["cu_seq_lens_q"] - 1).clamp(min=0)
+    sums: torch.Tensor = torch.segment_reduce(values[0].double(), "sum", offsets=starts)
+    return sums.to(values.dtype if values.is_floating_point() else torch.int64)
 
 
 def trained_rows(batch: Batch, segments: int) -> torch.Tensor:

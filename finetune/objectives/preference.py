@@ -52,6 +52,8 @@ class Numbers:
     label_smoothing: float = 0.0
     target_margin: float = 0.0
     nll_weight: float = 0.0
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
 
     @classmethod
     def of(cls, section: PreferenceSection, defaults: Mapping[str, float]) -> Numbers:
@@ -61,6 +63,8 @@ class Numbers:
             "label_smoothing": section.label_smoothing,
             "target_margin": section.target_margin,
             "nll_weight": section.nll_weight,
+            "desirable_weight": section.desirable_weight,
+            "undesirable_weight": section.undesirable_weight,
         }
         values = {key: value for key in defaults if (value := given[key]) is not None}
         return cls(**{**defaults, **values})

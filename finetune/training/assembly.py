@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from finetune import objectives
-from finetune.data.batching import RowOrder, Sizes
+from finetune.data.batching import MicroBatching, RowOrder, Sizes
 from finetune.measure import snapshots
+from finetune.model.precision import autocast
 from finetune.model.probes import causality
 from finetune.model.recompute.checkpointing import ByLength
 from finetune.model.source import identity
-from finetune.runtime import driver, ranks
+from finetune.runtime import driver, libraries, ranks
 from finetune.runtime.device import require_default_stream
-from finetune.training import optimizers, schedules, strategies
+from finetune.training import optimizers, probe_table, schedules, strategies
 from finetune.training.batches import Steps
 from finetune.training.callbacks import Callbacks
 from finetune.training.checkpoints import Checkpoints
-from finetune.training.collator import MicroBatches, micro_batching
+from finetune.training.collator import MicroBatches, cannot_share, micro_batching
 from finetune.training.eval_loss import EvalLoss
 from finetune.training.job import TrainingJob
 from finetune.training.loop import Loop
 from finetune.training.noise import Noise
 from finetune.training.oom_report import OutOfMemoryReport
 from finetune.training.oom_retry import Retry
+from finetune.training.probe_table import Subject
 from finetune.training.progress import Progress, read_progress
 from finetune.training.recorder import MetricsRecorder
 from finetune.training.step import Step
@@ -94,9 +98,26 @@ def _step(job: TrainingJob, recorder: MetricsRecorder, collate: MicroBatches) ->
     )
 
 
+def _way(job: TrainingJob) -> MicroBatching:
+    """How the job divides its steps; a line says why packed segments do not share tokens, if so."""
+    config = job.config
+    way = micro_batching(config, job.architecture)
+    if not (way.packed and way.layout.segments):
+        return way
+    if not way.shares:
+        why = cannot_share(config, job.architecture)
+        job.listener.note(f"a prompt is computed once for each answer, not for both: {why}")
+        return way
+    with autocast(config.training.precision, job.device), libraries.without_cudnn_attention():
+        unlike = probe_table.run("sharing", Subject(config, job.model))
+    for line in unlike:
+        job.listener.note(line)
+    return replace(way, shares=not unlike)
+
+
 def _steps(job: TrainingJob) -> Steps:
     training, rows = job.config.training, job.data.train
-    way = micro_batching(job.config)
+    way = _way(job)
     collate = MicroBatches(
         way, job.tokenizer.pad_token_id, ranks.rank(), ranks.world_size(), job.config.distributed.context
     )

@@ -1,5 +1,8 @@
 """Collates the rows of an optimizer step into micro-batches, each padded to its longest row, or packed.
 
+Packed segments of a row, such as both answers to a prompt, have the tokens that they share computed once
+(`attention.packing`). Padded ones each have their own copy.
+
 Each rank takes its share of the rows; together they take the same rows as a single process.
 """
 
@@ -15,21 +18,39 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from finetune.config import Config
 from finetune.data.batching import MicroBatching, micro_batches
-from finetune.data.encoded import IGNORE, ONE_SEQUENCE, TEACHER, lengths_of
+from finetune.data.encoded import IGNORE, MISMATCHED, ONE_SEQUENCE, TEACHER, lengths_of
+from finetune.model.attention import packing
 from finetune.objectives import MODEL_INPUTS, layout_of
 
 Inputs = dict[str, Any]
 """A micro-batch: `input_ids`, `labels` and `attention_mask` (sequences, tokens). If packed, `input_ids`, `labels` and
-`position_ids` (1, tokens), and `cu_seq_lens_q` (sequences + 1): the start of each and the end of the last one.
+`position_ids` (1, tokens), and `cu_seq_lens_q` (sequences + 1): the start of each and the end of the last one; where
+sequences share tokens, also `key_parts`.
 
 A row is one sequence, unless the layout of the rows names segments: then each segment is one, those of a row one after
-the other, and `row` (sequences,) is the row of each. Each value of the rows is (rows,), float32. Those of a teacher are
-(sequences, tokens, k), or packed (1, tokens, k)."""
+the other, and `row` (sequences,) is the row of each. Each value of the rows is (rows,), float32; those of a teacher are
+(sequences, tokens, k), or packed (1, tokens, k). `mismatched` is the micro-batch of the segments that go through the
+model apart, if rows have such."""
 
 
-def micro_batching(config: Config) -> MicroBatching:
-    """How a job divides its steps into micro-batches, of rows of its objective's layout."""
-    return MicroBatching.of(config.training, config.data, layout_of(config))
+def micro_batching(config: Config, architecture: Any = None) -> MicroBatching:
+    """How a job divides its steps into micro-batches, of rows of its objective's layout.
+
+    Their segments share tokens if the `architecture` is known and allows it.
+    """
+    layout = layout_of(config)
+    shares = config.data.packing and layout.together > 1 and architecture is not None
+    shares = shares and cannot_share(config, architecture) is None
+    return MicroBatching.of(config.training, config.data, layout, shares=shares)
+
+
+def cannot_share(config: Config, architecture: Any) -> str | None:
+    """Why packed segments of a row cannot share tokens in a job, in one clause; None if they can."""
+    if config.training.neftune_noise_alpha:
+        return "each sequence has noise of its own"
+    if config.kernels.compile == "layers":
+        return "layers would be compiled anew for each micro-batch"
+    return packing.cannot_share(config.model.attention, architecture)
 
 
 class Idle(Inputs):
@@ -56,7 +77,10 @@ class MicroBatches:
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> list[Inputs]:
         shares = [rows[rank :: self._world_size] for rank in range(self._world_size)]
-        parts = [micro_batches([self.way.length(lengths_of(row)) for row in share], self.way) for share in shares]
+        way = self.way
+        parts = [
+            micro_batches([way.length(lengths_of(row), way.shared(row)) for row in share], way) for share in shares
+        ]
         mine = shares[self._rank]
         own = [self.micro_batch([mine[row] for row in part]) for part in parts[self._rank]]
         # Ranks synchronise in every micro-batch, so all need the same number.
@@ -65,15 +89,28 @@ class MicroBatches:
     def micro_batch(self, rows: Sequence[dict[str, Any]]) -> Inputs:
         """Collate these rows into one micro-batch."""
         layout = self.way.layout
-        arrays = []
+        arrays: list[dict[str, Any]] = []
+        measured: list[dict[str, Any]] = []
+        shared: list[int] = []
         for row in rows:
             ends = np.cumsum(lengths_of(row))[:-1]
             # torch converts an array at once, but a list number by number, which took 90% of the time.
             ids, labels = (np.split(np.asarray(row[name]), ends) for name in ("input_ids", "labels"))
-            arrays += [{"input_ids": own, "labels": wanted} for own, wanted in zip(ids, labels, strict=True)]
+            before = [0, *[self.way.shared(row)] * len(ends)]
+            own = [
+                {"input_ids": segment[first:], "labels": wanted[first:]}
+                for segment, wanted, first in zip(ids, labels, before, strict=True)
+            ]
+            arrays += own[: layout.together]
+            measured += own[layout.together :]
+            shared += before[: layout.together]
         inputs = self._collate(arrays)
+        if any(shared):
+            inputs |= packing.places([len(each["input_ids"]) for each in arrays], shared)
+        if measured:
+            inputs[MISMATCHED] = self._collate(measured)
         if layout != ONE_SEQUENCE:
-            inputs["row"] = torch.arange(len(rows)).repeat_interleave(layout.sequences)
+            inputs["row"] = torch.arange(len(rows)).repeat_interleave(layout.together)
         for name in (*layout.values, *(one for one in layout.optional if one in rows[0])):
             inputs[name] = torch.tensor([row[name] for row in rows], dtype=torch.float32)
         for name, none in zip(TEACHER, (0, -math.inf), strict=True) if layout.teacher else ():
@@ -83,14 +120,16 @@ class MicroBatches:
 
     def idle(self) -> Idle:
         """A micro-batch of one row without trained tokens."""
-        return Idle(self.micro_batch([self.row([2] * self.way.layout.sequences, label=IGNORE)]))
+        return Idle(self.micro_batch([self.row([2] * self.way.layout.together, label=IGNORE)]))
 
-    def row(self, lengths: Sequence[int], label: int = 0) -> dict[str, Any]:
-        """A row with segments of these lengths, of the token 0, each with this label."""
+    def row(self, computed: Sequence[int], label: int = 0, shared: int = 0) -> dict[str, Any]:
+        """A row of the token 0, each with this label, of whose segments in each pass so many tokens are `computed`."""
+        lengths = [computed[0], *(length + shared for length in computed[1:])]
+        lengths *= self.way.layout.sequences // self.way.layout.together
         tokens = sum(lengths)
         row = {"input_ids": [0] * tokens, "labels": [label] * tokens, **dict.fromkeys(self.way.layout.values, 0.0)}
         row |= dict.fromkeys(TEACHER, [0] * (tokens * self.way.layout.teacher)) if self.way.layout.teacher else {}
-        return {**row, "segments": list(lengths)} if self.way.layout.segments else row
+        return {**row, "segments": lengths, "shared": shared} if self.way.layout.segments else row
 
 
 def _padded(parts: Sequence[np.ndarray], shape: Sequence[int], none: float) -> torch.Tensor:
@@ -113,9 +152,20 @@ def split(inputs: Inputs) -> tuple[Inputs, Inputs] | None:
     return _some(inputs, 0, half), _some(inputs, half, rows)
 
 
+def apart(inputs: Inputs) -> Inputs:
+    """The micro-batch of the segments that go through the model apart, with the values of their rows."""
+    return {name: value for name, value in {**inputs, **inputs[MISMATCHED]}.items() if name != MISMATCHED}
+
+
+def passes(inputs: Inputs) -> list[Inputs]:
+    """The micro-batch of each pass that takes all segments of the rows through the model."""
+    return [inputs, apart(inputs)] if MISMATCHED in inputs else [inputs]
+
+
 def for_model(inputs: Inputs, *, masked: bool) -> Inputs:
     """The keyword arguments of the model's forward pass for a micro-batch, the padding mask included if `masked`."""
-    return inputs if masked else {name: value for name, value in inputs.items() if name != "attention_mask"}
+    left_out = (MISMATCHED,) if masked else (MISMATCHED, "attention_mask")
+    return {name: value for name, value in inputs.items() if name not in left_out}
 
 
 def row_count(inputs: Inputs) -> int:
@@ -131,10 +181,11 @@ def tokens_a_row(inputs: Inputs) -> int:
 
 
 def token_ids(inputs: Inputs) -> list[torch.Tensor]:
-    """Token ids (tokens,) of each sequence of a micro-batch, without padding."""
+    """Token ids (tokens,) of each sequence of a micro-batch, shared ones included, without padding."""
     ids = inputs["input_ids"]
     if "cu_seq_lens_q" in inputs:
-        return list(ids[0].split(inputs["cu_seq_lens_q"].diff().tolist()))
+        whole = packing.whole(inputs.get("key_parts"), ids[0], 0)
+        return list(whole.split(inputs["cu_seq_lens_k"].diff().tolist()))
     lengths = inputs["attention_mask"].sum(dim=1).tolist()
     return [row[:length] for row, length in zip(ids, lengths, strict=True)]
 
@@ -142,7 +193,8 @@ def token_ids(inputs: Inputs) -> list[torch.Tensor]:
 def first_row(inputs: Inputs) -> list[int]:
     """Token ids of the first row of a micro-batch, without padding; of all its segments one after the other."""
     sequences = int((inputs["row"] == 0).sum()) if "row" in inputs else 1
-    return torch.cat(token_ids(inputs)[:sequences]).tolist()
+    own = token_ids(inputs)[:sequences]
+    return torch.cat([*own, *(token_ids(inputs[MISMATCHED])[:1] if MISMATCHED in inputs else [])]).tolist()
 
 
 def _some(inputs: Inputs, first: int, end: int) -> Inputs:
@@ -151,7 +203,8 @@ def _some(inputs: Inputs, first: int, end: int) -> Inputs:
     if "row" not in inputs:
         return some(own, first, end)
     start, stop = torch.searchsorted(inputs["row"], torch.tensor([first, end])).tolist()
-    values = {name: value[first:end] for name, value in inputs.items() if name not in own and name != "row"}
+    left = {name: value for name, value in inputs.items() if name not in own and name != "row"}
+    values = {name: some(value, first, end) if name == MISMATCHED else value[first:end] for name, value in left.items()}
     return {**some(own, start, stop), "row": inputs["row"][start:stop] - first, **values}
 
 
@@ -163,15 +216,8 @@ def _rows(inputs: Inputs, first: int, end: int) -> Inputs:
 def _packed_rows(inputs: Inputs, first: int, end: int) -> Inputs:
     starts = inputs["cu_seq_lens_q"][first : end + 1]
     tokens = slice(int(starts[0]), int(starts[-1]))
-    starts = starts - starts[0]
-    longest = int(starts.diff().max())
+    lengths = starts.diff()
+    shared = inputs["cu_seq_lens_k"][first : end + 1].diff() - lengths
     there = [name for name in TEACHER if name in inputs]
-    by_token = {name: inputs[name][:, tokens] for name in ("input_ids", "labels", "position_ids", *there)}
-    return {
-        **by_token,
-        "cu_seq_lens_q": starts,
-        "cu_seq_lens_k": starts,
-        "max_length_q": longest,
-        "max_length_k": longest,
-        "seq_idx": inputs["seq_idx"][:, tokens] - first,
-    }
+    by_token = {name: inputs[name][:, tokens] for name in ("input_ids", "labels", *there)}
+    return {**by_token, **packing.places(lengths.tolist(), shared.tolist())}

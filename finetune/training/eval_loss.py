@@ -28,7 +28,7 @@ from finetune.objectives import OBJECTIVES, Objective, log_probs
 from finetune.runtime import ranks
 from finetune.runtime.libraries import without_cudnn_attention
 from finetune.training import oom_retry
-from finetune.training.collator import Inputs, MicroBatches, for_model, micro_batching
+from finetune.training.collator import Inputs, MicroBatches, apart, for_model, micro_batching
 from finetune.training.step import Step
 
 
@@ -44,15 +44,17 @@ class DoesNotFit(OutOfMemoryError):
 def summed_loss(
     model: Any, steps: Iterable[list[Inputs]], limit: oom_retry.Limit | None = None,
     on_split: Callable[[Inputs], None] = lambda part: None, *, precision: str, masked: bool, repeatable: bool = True,
-    objective: Objective = OBJECTIVES["supervised"],
+    objective: Objective = OBJECTIVES["supervised"], step_mean: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The sum and count of `objective` over `steps` (lists of micro-batches), float64 (2,), on the device.
 
     For supervised rows, the trained tokens' losses in nats and their number. A micro-batch that does not fit is split:
     `limit` remembers its size, and `on_split` is called with it, unless other ranks wait inside of a pass, so that it
-    is not `repeatable`. `precision` is that of training; with `masked` the model gets the padding mask. `model` must
-    have the head of `objectives.log_probs`. Raises DoesNotFit for what cannot be split.
+    is not `repeatable`. `precision` is that of training; with `masked` the model gets the padding mask. Batches get
+    `step_mean`, if there is one. `model` must have the head of `objectives.log_probs`. Raises DoesNotFit for what
+    cannot be split.
     """
+    mean = {} if step_mean is None else {"step_mean": step_mean}
     limit = limit or oom_retry.Limit()
     was_training = model.training
     model.eval()
@@ -62,7 +64,7 @@ def summed_loss(
             parts = limit.parts([batch])
             while parts:
                 try:
-                    sums += _sums(model, for_model(parts[0], masked=masked), precision, objective)
+                    sums += _sums(model, for_model(parts[0], masked=masked) | mean, precision, objective)
                     del parts[0]
                     continue
                 except (MemoryError, RuntimeError) as error:
@@ -118,10 +120,25 @@ class EvalLoss:
     limit: oom_retry.Limit = field(default_factory=oom_retry.Limit)
 
     def loss(self, steps: Iterable[list[Inputs]] | None = None) -> float | None:
-        """Mean loss in nats per trained token over `steps`, by default all rows; None if a row does not fit a rank."""
+        """Mean loss in nats per trained token over `steps`, by default all rows; None if a row does not fit a rank.
+
+        What the objective needs the mean of over a step, it gets over all these rows.
+        """
+        steps, objective, before = steps or self.batches(), self.step.objective, None
+        if objective.step_mean:
+            before = self._mean(([apart(each) for each in step] for step in steps), objective.before_step)
+            if before is None:
+                return None
+        mean = self._mean(steps, objective, before)
+        return None if mean is None else float(mean)
+
+    def _mean(
+        self, steps: Iterable[list[Inputs]], objective: Objective, step_mean: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """The mean of what `objective` sums over the rows of all ranks, on the device; None if a row does not fit."""
         sums = too_large = None
         try:
-            sums = self.sums(steps)
+            sums = self.sums(steps, objective, step_mean)
         except DoesNotFit as row:
             if not self.step.engine.repeatable:
                 raise self.report.not_repeatable(torch.OutOfMemoryError(str(row)), row.inputs) from None
@@ -130,19 +147,23 @@ class EvalLoss:
             self.report.skip(too_large)
             return None
         assert sums is not None, "no rank failed"
-        total, count = ranks.summed(sums).tolist()
+        total, count = ranks.summed(sums)
         return total / count
 
     def batches(self) -> Iterable[list[Inputs]]:
         """All rows in order, as steps."""
         return loader(self.rows, self.collate, self.batch_size)
 
-    def sums(self, steps: Iterable[list[Inputs]] | None = None) -> torch.Tensor:
+    def sums(
+        self, steps: Iterable[list[Inputs]] | None = None, objective: Objective | None = None,
+        step_mean: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """See `summed_loss`."""
         step = self.step
         return summed_loss(
             step.model, steps or self.batches(), self.limit, self.report.split, precision=step.precision,
-            masked=step.masked, repeatable=step.engine.repeatable, objective=step.objective,
+            masked=step.masked, repeatable=step.engine.repeatable, objective=objective or step.objective,
+            step_mean=step_mean,
         )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ class TrainingJob:
     `architecture` is transformers' config of the base, which publishing needs without its files. `provenance` is
     written into each checkpoint's manifest; `resume_from` is a verified checkpoint. `by_length`: what short
     micro-batches recompute, where that is less than the config says. `kernels_off`: fused kernels, or `loss`, that the
-    device's certificate rules out.
+    device's certificate or the model itself rules out.
     """
 
     config: Config
@@ -53,4 +53,4 @@ class TrainingJob:
     resume_from: Path | None = None
     by_length: Sequence[UpTo] = ()
     callbacks: Iterable[Callback] = ()
-    kernels_off: Collection[str] = ()
+    kernels_off: frozenset[str] = frozenset()

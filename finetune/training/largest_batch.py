@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from bitsandbytes.optim.optimizer import Optimizer8bit
 
-from finetune.data.batching import Batch, Sizes, longest_first, per_step, worst_batches
+from finetune.data.batching import Batch, Sizes, first_rows, per_step, worst_batches
 from finetune.data.encoded import IGNORE, TEACHER, segments_of
 from finetune.measure.monitor import Peak
 from finetune.model.distributed import optimizer_states
@@ -69,33 +69,51 @@ def _largest(rows: Any, steps: Steps, step_rows: int, most_tokens: int | None = 
     way = steps.collate.way
     sizes = Sizes.of(rows, way)
     for batch in worst_batches(sizes.no_longer(most_tokens), way, step_rows, "the data's rows"):
-        chosen = [rows[row] for row in longest_rows(sizes.lengths, batch)]
+        chosen = [{**row, "shared": way.shared(row)} for row in map(rows.__getitem__, chosen_rows(sizes, batch))]
+        if way.layout.apart:
+            chosen = [longer_segment(row) for row in chosen]
         if batch.packed:  # fills it to the last token, as other rows may
-            chosen = [cut(row, *lengths) for row, lengths in zip(chosen, batch.by_row, strict=True)]
-        yield batch, steps.collate.micro_batch(labelled(chosen, batch.trained_tokens))
+            chosen = [cut(*each) for each in zip(chosen, batch.by_row, batch.shared_by_row, strict=True)]
+        chosen = labelled(chosen, batch.trained_tokens)
+        yield batch, steps.collate.micro_batch([*map(in_both_passes, chosen)] if way.layout.apart else chosen)
 
 
-def cut(row: dict[str, Any], *lengths: int) -> dict[str, Any]:
-    """A row with each segment cut to its length."""
+def longer_segment(row: dict[str, Any]) -> dict[str, Any]:
+    """A row whose segments go through the model apart, with the longer one alone: either pass may be as large."""
+    longest = max(segments_of(row), key=lambda segment: len(segment.input_ids))
+    ids, labels = longest.input_ids, longest.labels
+    return {**row, "input_ids": ids, "labels": labels, "segments": [len(ids)]}
+
+
+def in_both_passes(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of one segment with that as its second one as well."""
+    return {**row, **{name: [*row[name], *row[name]] for name in ("input_ids", "labels", "segments")}}
+
+
+def cut(row: dict[str, Any], computed: Sequence[int], shared: int) -> dict[str, Any]:
+    """A row with each segment cut to so many tokens that are `computed`, those not counted that are `shared`."""
+    lengths = [computed[0], *(length + shared for length in computed[1:])]
     kept = [segment.cut(length) for segment, length in zip(segments_of(row), lengths, strict=True)]
     ids, labels = ([part for segment in kept for part in getattr(segment, name)] for name in ("input_ids", "labels"))
+    named = {"segments": lengths, "shared": shared} if "segments" in row else {}
     each = len(row[TEACHER[0]]) // len(row["input_ids"]) if TEACHER[0] in row else 0
     teacher = {name: row[name][: each * len(ids)] for name in TEACHER if name in row}  # of a row of one segment
-    segments = {"segments": list(lengths)} if "segments" in row else {}
-    return {**row, "input_ids": ids, "labels": labels, **segments, **teacher}
+    return {**row, "input_ids": ids, "labels": labels, **named, **teacher}
 
 
 def labelled(rows: Sequence[dict[str, Any]], trained_tokens: int) -> list[dict[str, Any]]:
     """`rows` with labels on `trained_tokens` tokens, if they have fewer: shorter rows may have more than the longest.
 
-    The first token of a segment gets none, because nothing predicts it.
+    The first token of a segment gets none, because nothing predicts it, nor do those that it shares with the first.
     """
     missing = trained_tokens - sum(segment.trained for row in rows for segment in segments_of(row))
     more: list[dict[str, Any]] = []
     for row in rows:
         labels: list[int] = []
-        for segment in segments_of(row):
-            free = [at for at, label in enumerate(segment.labels) if at and label == IGNORE][: max(missing, 0)]
+        for number, segment in enumerate(segments_of(row)):
+            first = 1 + (row.get("shared", 0) if number else 0)
+            free = [at for at, label in enumerate(segment.labels) if at >= first and label == IGNORE]
+            free = free[: max(missing, 0)]
             missing -= len(free)
             for at in free:
                 segment.labels[at] = segment.input_ids[at]
@@ -104,9 +122,10 @@ def labelled(rows: Sequence[dict[str, Any]], trained_tokens: int) -> list[dict[s
     return more
 
 
-def longest_rows(lengths: Sequence[int], batch: Batch) -> list[int]:
-    """Indices of the longest rows that form a micro-batch of this shape."""
-    return [row for row in longest_first(lengths) if lengths[row] <= batch.tokens][: len(batch.by_row)]
+def chosen_rows(sizes: Sizes, batch: Batch) -> list[int]:
+    """Indices of the rows that form a micro-batch of this shape: the longest, or those that share most."""
+    order = first_rows(sizes, most_shared=batch.most_shared)
+    return [row for row in order if batch.most_shared or sizes.lengths[row] <= batch.tokens][: len(batch.by_row)]
 
 
 def _without_effect(step: Step, update: Callable[[float], None]) -> None:

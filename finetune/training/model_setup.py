@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 
 from finetune import kernels
 from finetune.errors import ConfigError, MachineError
@@ -18,21 +19,26 @@ from finetune.training.job import TrainingJob
 from finetune.training.probe_table import Subject
 
 
-def complete(job: TrainingJob) -> bool:
-    """Complete the model of a job; return whether its loss is the fused one. Raises ConfigError or MachineError."""
+def complete(job: TrainingJob) -> TrainingJob:
+    """Complete the model of a job; the same job, with `kernels_off` of what the model itself rules out, on any rank.
+
+    Raises ConfigError or MachineError.
+    """
     config, model = job.config, job.model
     with autocast(config.training.precision, job.device), libraries.without_cudnn_attention():
-        attached = _fuse(job)
+        attached, off = _fuse(job)
         probe_table.run("built", Subject(config, model))
         if config.kernels.compile == "layers":
             _compile(job, attached)
-        return _attach_loss(job)
+        off |= _attach_loss(job)
+    return replace(job, kernels_off=job.kernels_off.union(*ranks.gathered(off)))
 
 
 @contextlib.contextmanager
-def in_training(job: TrainingJob, *, fused_loss: bool) -> Iterator[None]:
+def in_training(job: TrainingJob) -> Iterator[None]:
     """A context for all passes of the job: precision of the adapter, tiles of the loss, rows split over ranks."""
     config = job.config
+    fused_loss = config.fused != "off" and "loss" not in job.kernels_off
     with (
         libraries.without_cudnn_attention(),
         casts_by_autocast(job.model, config.adapter, config.training.precision),
@@ -42,36 +48,38 @@ def in_training(job: TrainingJob, *, fused_loss: bool) -> Iterator[None]:
         yield
 
 
-def _fuse(job: TrainingJob) -> kernels.Attached:
+def _fuse(job: TrainingJob) -> tuple[kernels.Attached, set[str]]:
+    """Fuse what kernels can compute; also returns the kernels that do not compute what this model does."""
     fused = job.config.fused
     triton = job.device.type != "cuda" or libraries.triton_obstacle() is None
     off = sorted(job.kernels_off)
     if off and fused == "on":
+        names = ", ".join(f"`{name}`" for name in off)
         raise ConfigError(
-            f"`kernels.fused: on`: this device's certificate rules out {', '.join(f'`{name}`' for name in off)}; set "
-            "`auto` or `off`"
+            f"`kernels.fused: on`: {names} did not hold on this device, by its certificate or an earlier start of this "
+            "run; set `auto` or `off`"
         )
     attached = kernels.attach(job.model, fused, triton=triton, without=off)
+    fusing = attached.fusing
     unlike = probe_table.run("fused", Subject(job.config, job.model, attached))
     if fused == "on" and (unlike or not any(attached.replaced.values())):
         raise ConfigError(f"`kernels.fused: on`: {'; '.join([*attached.lines, *unlike])}; set `auto` or `off`")
     fused_now = ", ".join(f"{len(modules)} {name}" for name, modules in attached.replaced.items() if modules)
     for line in (*([f"kernels: fused {fused_now}"] if fused_now else []), *attached.lines, *unlike):
         job.listener.note(line)
-    return attached
+    return attached, fusing - attached.fusing
 
 
-def _attach_loss(job: TrainingJob) -> bool:
-    """Let the model score labels; return whether the fused loss does."""
+def _attach_loss(job: TrainingJob) -> set[str]:
+    """Let the model score labels; `loss` if the fused one is not what this model's head computes."""
     if unbalanced := log_probs.attach(job.model):
         job.listener.note(unbalanced)
     unlike = probe_table.run("scoring", Subject(job.config, job.model))
-    fused = "off" if "loss" in job.kernels_off else job.config.fused
-    if unlike and fused == "on":
+    if unlike and job.config.fused == "on" and "loss" not in job.kernels_off:
         raise ConfigError(f"`kernels.fused: on`: {'; '.join(unlike)}; set `auto` or `off`")
     for line in unlike:
         job.listener.note(line)
-    return fused != "off" and not unlike
+    return {"loss"} if unlike else set()
 
 
 def _compile(job: TrainingJob, attached: kernels.Attached) -> None:

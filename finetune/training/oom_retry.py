@@ -10,10 +10,11 @@ records a smaller micro-batch, which the next start of the run takes, and all en
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
@@ -92,6 +93,12 @@ class _Failure:
         return {"rank": self.rank} if step.engine.world_size > 1 else {}
 
 
+class Passes(Protocol):
+    """The passes of a step over micro-batches; calls `begin` with each before its pass."""
+
+    def __call__(self, micro_batches: list[Inputs], *, begin: Callable[[Inputs], object]) -> torch.Tensor: ...
+
+
 class Report(Protocol):
     """Writes down what is done about memory that ran out, and tells the user.
 
@@ -123,13 +130,26 @@ class Retry:
     limit: Limit = field(default_factory=Limit)
 
     def forward_backward(self, step: Step, micro_batches: list[Inputs], count: Count, number: int = 0) -> torch.Tensor:
-        """`Step.forward_backward` with retries, by all ranks alike. Raises for a single row, after `give_up`."""
+        """`Step.forward_backward` with retries, by all ranks alike. Raises for a single row, after `give_up`.
+
+        What the objective needs the mean of is summed before, and by all ranks, as the loss of each depends on it.
+        """
         start = StepStart(step)
+        if step.objective.step_mean:
+            sums = self._retried(step, start, micro_batches, step.sum_before, lambda: None)
+            step.take_mean(ranks.summed(sums))
+        passes = functools.partial(step.forward_backward, count=count, number=number)
+        return self._retried(step, start, micro_batches, passes, step.catch_up)
+
+    def _retried(
+        self, step: Step, start: StepStart, micro_batches: list[Inputs], passes: Passes, catch_up: Callable[[], None]
+    ) -> torch.Tensor:
+        """What `passes` return once they have fit on all ranks; `catch_up` takes part in those of the others."""
         while True:
-            loss, failure, error = self._attempt(step, micro_batches, count, number)
-            failures = _of_all_ranks(step, failure, error)
+            value, failure, error = self._attempt(step, micro_batches, passes)
+            failures = _of_all_ranks(step, failure, error, catch_up)
             if not failures:
-                return loss
+                return value
             start.restore()
             if row := self._make_smaller(step, failures):
                 # Frames of the failed pass are kept, for an allocator's snapshot.
@@ -138,12 +158,12 @@ class Retry:
             release()
 
     def _attempt(
-        self, step: Step, micro_batches: list[Inputs], count: Count, number: int
+        self, step: Step, micro_batches: list[Inputs], passes: Passes
     ) -> tuple[torch.Tensor, _Failure | None, BaseException | None]:
-        """Run the passes of a step; returns the loss, and how they failed for lack of memory, if so."""
+        """Run the passes of a step; returns their value, and how they failed for lack of memory, if so."""
         begun: list[Inputs] = []  # memory may run out before the first one, and then none is split
         try:
-            return step.forward_backward(self.limit.parts(micro_batches), count, number, begun.append), None, None
+            return passes(self.limit.parts(micro_batches), begin=begun.append), None, None
         except (MemoryError, RuntimeError) as error:
             # A failed collective cannot be repeated: its communicator is lost, and the other ranks wait in it.
             if not is_out_of_memory(error) or not begun or isinstance(error, DistError):
@@ -196,13 +216,15 @@ class Retry:
         step.update()
 
 
-def _of_all_ranks(step: Step, failure: _Failure | None, error: BaseException | None) -> list[_Failure]:
+def _of_all_ranks(
+    step: Step, failure: _Failure | None, error: BaseException | None, catch_up: Callable[[], None]
+) -> list[_Failure]:
     """The failures of all ranks in this step, in rank order; the same on each."""
     if step.engine.world_size == 1 or not step.engine.repeatable:
         return [failure] if failure else []
     if error:
         release(error)
-        step.catch_up()
+        catch_up()
     if not int(ranks.summed(torch.tensor(int(failure is not None), device=step.device))):
         return []
     return [each for each in ranks.gathered(failure) if each]

@@ -1,7 +1,7 @@
 """The probes of a model before its first step, in the order in which they run: one table and one way to fail.
 
 A probe is a few short passes that show on the model at hand what a step relies on. It raises a FinetuneError where the
-job cannot be trained, and returns a line for each kernel that it turned off.
+job cannot be trained, and returns a line for each kernel, or other way to save time, that is to be turned off.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from finetune.kernels import Attached, self_test
 from finetune.model.probes import causality, packed_rows, split_rows
 from finetune.objectives import contract, log_probs
 
-Stage = Literal["fused", "built", "scoring", "split"]
-"""How far the model is made: with its fused kernels, complete, with the head that scores labels, with rows split."""
+Stage = Literal["fused", "built", "scoring", "sharing", "split"]
+"""How far the model is made: with its fused kernels, complete, with the head that scores labels, with packed segments
+that share tokens, with rows split.
+"""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,11 @@ def _fused_loss(subject: Subject) -> Sequence[str]:
     return [unlike] if unlike else []
 
 
+def _sharing(subject: Subject) -> Sequence[str]:
+    unlike = packed_rows.prove_shared(subject.model)
+    return [unlike] if unlike else []
+
+
 def _objective(subject: Subject) -> None:
     training = subject.config.training
     contract.prove(training.objective, subject.model, training.precision)
@@ -70,6 +77,7 @@ PROBES: dict[str, Probe] = {
         "the fused loss is TRL's", "scoring", _fused_loss, lambda config: config.fused != "off"
     ),
     "objective": Probe("sums of the objective add up over rows", "scoring", _objective),
+    "sharing": Probe("a prompt computed once is seen by each answer as its own", "sharing", _sharing),
     "context": Probe(
         "slices of a row score it as the whole row does", "split",
         lambda subject: split_rows.prove(subject.model, subject.group),

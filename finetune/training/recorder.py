@@ -99,6 +99,9 @@ class StepNumbers:
             next(read) if isinstance(count, torch.Tensor) else count for count in (counts.tokens, counts.positions)
         )
         means = {name: _mean(next(read), next(read)) for name in statistics or {}}
+        better, worse = means.get("rewards_chosen"), means.get("rewards_rejected")
+        if better is not None and worse is not None:  # of answers that are no pairs as well
+            means.setdefault("rewards_margins", better - worse)
         return cls(loss_, norm, int(tokens), int(positions), means)
 
 

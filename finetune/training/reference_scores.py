@@ -22,12 +22,20 @@ import numpy as np
 import torch
 
 from finetune.config import AdapterSection, Config
-from finetune.data.batching import MicroBatching, Sizes, longest_first, micro_batches
+from finetune.data.batching import (
+    Batch,
+    MicroBatching,
+    Sizes,
+    longest_first,
+    micro_batches,
+    whole_batch,
+    worst_batches,
+)
 from finetune.data.encoded import columns
 from finetune.data.prepare import Prepared
 from finetune.errors import ArtifactError, NumbersError
 from finetune.model.base import base_dtype
-from finetune.objectives import OBJECTIVES, Batch, Objective, by_sequence, scored
+from finetune.objectives import OBJECTIVES, Objective, by_sequence, scored
 from finetune.objectives.preference import reference_column
 from finetune.objectives.starting_model import adapter_off
 from finetune.runtime import ranks
@@ -35,7 +43,7 @@ from finetune.runtime.randomness import RandomState
 from finetune.storage import private
 from finetune.storage.files import write_bytes
 from finetune.training import oom_retry
-from finetune.training.collator import Inputs, MicroBatches, micro_batching, row_count
+from finetune.training.collator import Inputs, MicroBatches, passes, row_count
 from finetune.training.eval_loss import DoesNotFit, EvaluationReport, summed_loss
 
 if TYPE_CHECKING:
@@ -53,13 +61,14 @@ _HASH = hashlib.sha256().digest_size
 _MOST_BYTES = 2**32
 
 
-def batching(way: MicroBatching, lengths: Sequence[int]) -> MicroBatching:
-    """How rows are batched to be scored, if a step is divided by `way`; `lengths` are those of the training rows.
+def batching(way: MicroBatching, sizes: Sizes, step_rows: int) -> MicroBatching:
+    """How rows are batched to be scored, if steps of `step_rows` a process are divided by `way`; `sizes` are those of
+    the training rows.
 
     As many positions at a time as the largest micro-batch of a step has, which take less memory without a backward
     pass.
     """
-    tokens = way.tokens or way.rows * way.layout.sequences * max(lengths)
+    tokens = max(batch.positions for batch in worst_batches(sizes, way, step_rows, "the data's rows"))
     return replace(way, rows=1, tokens=tokens, layout=replace(way.layout, values=()))
 
 
@@ -72,22 +81,30 @@ def batches(lengths: Sequence[int], way: MicroBatching) -> Iterator[list[int]]:
             yield [window[row] for row in batch]
 
 
-def positions(config: Config, data: Prepared) -> int:
-    """Positions, padding included, in which all rows are scored."""
-    way = micro_batching(config)
-    way, total = batching(way, Sizes.of(data.train, way).lengths), 0
+def largest_batch(way: MicroBatching, data: Prepared, step_rows: int) -> Batch:
+    """The largest batch that is scored, which is the first one; see `batching`."""
+    sizes = Sizes.of(data.train, way)
+    way = batching(way, sizes, step_rows)
+    return whole_batch(sizes.some(next(batches(sizes.lengths, way))), way, "the data's rows")
+
+
+def positions(way: MicroBatching, data: Prepared, step_rows: int) -> int:
+    """Positions, padding included, in which all rows are scored, see `batching`; of a segment that goes through the
+    model apart, not counted again.
+    """
+    way, total = batching(way, Sizes.of(data.train, way), step_rows), 0
     for rows in (data.train, data.eval):
         lengths = Sizes.of(rows, way).lengths if rows else ()
         for batch in batches(lengths, way):
             own = [lengths[row] for row in batch]
-            total += sum(own) if way.packed else max(own) * len(own) * way.layout.sequences
+            total += sum(own) if way.packed else max(own) * len(own) * way.layout.together
     return total
 
 
 def scoring(into: list[torch.Tensor]) -> Objective:
     """An objective that appends the summed log-probabilities (sequences,), float32, of each batch `into` a list."""
 
-    def score(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def score(model: Any, batch: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
         sums = by_sequence(scored(model, batch).log_probs, batch)
         into.append(sums)
         return sums.sum(), sums.new_tensor(len(sums))
@@ -193,7 +210,8 @@ def _passes(job: TrainingJob, loop: Loop, scores: Scores) -> Iterator[tuple[list
     All ranks get the scores of all.
     """
     way = loop.steps.collate.way
-    way = batching(way, Sizes.of(job.data.train, way).lengths)
+    step_rows = max(1, loop.steps.batch_size // job.config.distributed.shares(ranks.world_size()))
+    way = batching(way, Sizes.of(job.data.train, way), step_rows)
     collate, limit, first = MicroBatches(way, job.tokenizer.pad_token_id), oom_retry.Limit(), 0
     reports: list[EvaluationReport | oom_retry.Report] = [
         loop.retry.report,
@@ -223,18 +241,21 @@ def _one(
     report: EvaluationReport | oom_retry.Report,
 ) -> Scores:
     """The scores (rows, segments) of a micro-batch, which is split if it does not fit."""
-    step, monitor, sums = loop.step, job.monitor, list[torch.Tensor]()
+    step, monitor, scores = loop.step, job.monitor, list[torch.Tensor]()
     # Tensors are counted in the first batch, which is the largest.
     counted = contextlib.nullcontext() if "reference" in monitor.run else monitor.counting_tensors()
     with counted, monitor.phase("reference"):
-        try:
-            summed_loss(
-                step.model, [[micro_batch]], limit, report.split, precision=step.precision, masked=step.masked,
-                repeatable=step.engine.repeatable, objective=scoring(sums),
-            )  # fmt: skip
-        except DoesNotFit as row:
-            raise report.not_repeatable(torch.OutOfMemoryError(str(row)), row.inputs) from None
-        return torch.cat(sums).view(row_count(micro_batch), -1).cpu().numpy()
+        for inputs in passes(micro_batch):
+            sums: list[torch.Tensor] = []
+            try:
+                summed_loss(
+                    step.model, [[inputs]], limit, report.split, precision=step.precision, masked=step.masked,
+                    repeatable=step.engine.repeatable, objective=scoring(sums),
+                )  # fmt: skip
+            except DoesNotFit as row:
+                raise report.not_repeatable(torch.OutOfMemoryError(str(row)), row.inputs) from None
+            scores.append(torch.cat(sums).view(row_count(inputs), -1))
+        return torch.cat(scores, 1).cpu().numpy()
 
 
 def _unscored(scores: Scores) -> int:

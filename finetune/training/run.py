@@ -19,21 +19,22 @@ from finetune.training.callbacks import Callbacks
 from finetune.training.job import Outcome, TrainingJob
 from finetune.training.largest_batch import warm_up
 from finetune.training.loop import Loop
+from finetune.training.model_setup import complete
 from finetune.training.progress import Progress, read_progress
 from finetune.training.state import restore, restore_weights, updates_in, whole_weights
 
-__all__ = ["Outcome", "TrainingJob", "train"]
+__all__ = ["Outcome", "TrainingJob", "complete", "train"]
 
 
 def train(job: TrainingJob) -> Outcome:
-    """Run the optimizer steps and write `adapter/` (or `merged/` if every weight was trained).
+    """Run the optimizer steps of a `complete` job and write `adapter/` (or `merged/` if every weight was trained).
 
     Raises NumbersError for a loss that is not finite or if every update was skipped, MachineError if a checkpoint
     cannot be written, ArtifactError if one does not fit the job, and Terminated or KeyboardInterrupt after a signal and
     its checkpoint, or the exception of a callback after that of its step.
     """
-    loop, fused_loss = prepare(job)
-    with job.signals.waiting(), model_setup.in_training(job, fused_loss=fused_loss):
+    loop = prepare(job)
+    with job.signals.waiting(), model_setup.in_training(job):
         fit(job, loop)
     ended = wind_down(job, loop)
     # The DDP model references the process group and must not be the last to do so: its destructor would join the
@@ -43,14 +44,13 @@ def train(job: TrainingJob) -> Outcome:
     return finish(job, ended)
 
 
-def prepare(job: TrainingJob) -> tuple[Loop, bool]:
-    """Complete the model and assemble the loop; also returns whether the loss is fused."""
-    fused_loss = model_setup.complete(job)
+def prepare(job: TrainingJob) -> Loop:
+    """Assemble the loop, and keep the adapter as it is before the first step."""
     set_seed(job.config.training.seed)
     loop = assemble(job, Callbacks(job.callbacks if ranks.is_main() else ()))
     if ranks.is_main():
         publishing.keep_initial_adapter(job)
-    return loop, fused_loss
+    return loop
 
 
 def fit(job: TrainingJob, loop: Loop) -> None:

@@ -14,10 +14,11 @@ from accelerate.utils import send_to_device
 from finetune.measure.monitor import Monitor, Peak
 from finetune.model.attention import packing
 from finetune.model.distributed.engine import Engine
+from finetune.model.distributed.placement import release_gathered
 from finetune.model.precision import autocast
 from finetune.model.recompute.checkpointing import ByLength
 from finetune.objectives import Objective
-from finetune.training.collator import Inputs, for_model, tokens_a_row
+from finetune.training.collator import Inputs, apart, for_model, tokens_a_row
 from finetune.training.noise import Noise
 
 Count: TypeAlias = int | torch.Tensor
@@ -47,11 +48,36 @@ class Step:
     idle: Inputs | None = None
     seen: Callable[[Inputs, int, Peak], None] = lambda micro_batch, index, peak: None
     _sums: list[torch.Tensor] = field(default_factory=list)
+    _means: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def model(self) -> Any:
         """The model that is trained."""
         return self.engine.model
+
+    @torch.no_grad()
+    def sum_before(
+        self, micro_batches: list[Inputs], begin: Callable[[Inputs], object] = lambda micro_batch: None
+    ) -> torch.Tensor:
+        """The sum and count (2,), float64, of the objective's `step_mean` over this rank's micro-batches.
+
+        `begin` is called with each micro-batch before its pass.
+        """
+        self.model.eval()
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for micro_batch in micro_batches:
+            begin(micro_batch)
+            with self.monitor.phase("forward"):
+                inputs = for_model(apart(micro_batch), masked=self.masked)
+                batch = send_to_device(inputs, self.device, non_blocking=True)
+                with autocast(self.precision, self.device), packing.known(batch):
+                    sums += torch.stack(self.objective.before_step.sums(self.model, batch))
+        release_gathered(self.model)
+        return sums
+
+    def take_mean(self, sums: torch.Tensor) -> None:
+        """Let the passes of the step have the mean of `sum_before`, whose `sums` are those of all ranks."""
+        self._means["step_mean"] = sums[0] / sums[1].clamp(min=1)
 
     def forward_backward(
         self,
@@ -85,6 +111,7 @@ class Step:
         try:
             batch = send_to_device(for_model(micro_batch, masked=self.masked), self.device, non_blocking=True)
             noise = self.noise.added(micro_batch, number) if self.noise else contextlib.nullcontext()
+            batch |= self._means
             with autocast(self.precision, self.device), packing.known(batch), noise:
                 total, _, *statistics = self.objective.loss(self.engine.forward, batch)
             if statistics:

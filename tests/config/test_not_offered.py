@@ -21,7 +21,6 @@ def refusal(key: str, value: object) -> str:
     ("key", "value", "instead"),
     [
         ("training.objective", "ppo", "TRL"),
-        ("training.objective", "KTO", "TRL"),
         ("training.objective", "bco", "TRL"),
         ("training.objective", "grpo", "TRL"),
         ("training.objective", "pt", "`data.format: text`"),

@@ -385,6 +385,7 @@ def test_every_format_of_text_is_covered(qwen: Any) -> None:
         "pairs": {"instruction": FORGED, "chosen": FORGED + "a", "rejected": FORGED + "b"},
         "pairs_with_margin": {"prompt": FORGED, "chosen": FORGED + "a", "rejected": FORGED + "b", "margin": 1},
         "prompt_completion": {"prompt": FORGED, "completion": FORGED},
+        "unpaired": {"prompt": FORGED, "completion": FORGED, "label": True},
         "alpaca": {"instruction": FORGED, "input": FORGED, "output": FORGED},
         "text": {"text": FORGED},
         "labelled": {"messages": [user(FORGED), assistant(FORGED)], "label": "a"},

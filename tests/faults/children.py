@@ -210,12 +210,14 @@ def _finetune() -> Any:
     from finetune.inference import answers
     from finetune.report import plots
     from finetune.storage.files import write_bytes
+    from finetune.training import reference_scores
 
     for each in _IMPORTED_BY_RUNS:
         importlib.import_module(each)
     torch.set_num_threads(1)
     # Whole answers and the plot would take half the time of a run of seconds.
     answers._TOKENS = 1
+    reference_scores._KEPT_EVERY_SECONDS = 0.2  # a pass of seconds is kept in parts as well
     plots.training = lambda run: write_bytes(run.plot_file, b"")
 
     def main(arguments: list[str]) -> None:

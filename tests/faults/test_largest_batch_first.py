@@ -87,8 +87,9 @@ def test_the_longest_rows_come_first(quick, monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_rows_chosen_make_the_worst_batches(tokens: int | None) -> None:
     lengths = [10, 50, 20, 20, 19, 50, 3]
     way = MicroBatching(2, tokens)
-    for batch in worst_batches(Sizes(lengths, lengths), way, 4, "the data's rows"):
-        rows = largest_batch.longest_rows(lengths, batch)
+    sizes = Sizes(lengths, lengths)
+    for batch in worst_batches(sizes, way, 4, "the data's rows"):
+        rows = largest_batch.chosen_rows(sizes, batch)
         assert (len(rows), max(lengths[row] for row in rows)) == (batch.rows, batch.tokens)
 
 

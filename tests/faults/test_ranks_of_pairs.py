@@ -1,4 +1,7 @@
-"""Pairs of answers that several processes train: one mean over all pairs, however they are divided."""
+"""Pairs of answers that several processes train: one mean over all pairs, however they are divided.
+
+KTO takes the answers of the pairs one by one, and each depends on a mean over those of all ranks.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from children import Children
+from children import Children, Fault
 from jobs import QUICK, adapter_weights, metric
 from together import Together, assert_all
 
 from finetune.storage.rundir import RunDirectory
 
 # Three pairs a rank, in micro-batches of unlike sizes. Plain descent, so that a gradient that is off shows as such.
-JOB = [*QUICK, "training.objective=dpo", "quantization.kind=none", "training.precision=fp32", "adapter.dropout=0",
+JOB = [*QUICK, "quantization.kind=none", "training.precision=fp32", "adapter.dropout=0",
        "training.batch_size=6", "training.micro_batch=3", "training.max_steps=3", "optimizer.kind=sgd",
        "training.learning_rate=1", "training.warmup=0", "data.eval=none", "training.eval_every=null",
-       "kernels.fused=off"]  # fmt: skip
+       "training.group_by_length=false", "kernels.fused=off"]  # fmt: skip
+
+
+RECORDED = {"dpo": ("loss", "rewards_margins", "rewards_accuracies"), "kto": ("loss", "rewards_margins", "kl")}
+
+
+@pytest.fixture(scope="module", params=list(RECORDED))
+def objective(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +45,15 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(children: Children, pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+def job(objective: str, pairs: Path) -> list[str]:
+    return [*JOB, f"training.objective={objective}", f"data.train={pairs}"]
+
+
+@pytest.fixture(scope="module")
+def alone(children: Children, job: list[str], tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     """The job as one process trains it."""
     run = RunDirectory(tmp_path_factory.mktemp("alone") / "run")
-    assert_all(Together(children, [*JOB, f"data.train={pairs}", "preference.reference=in_step"], run).go(1), 0)
+    assert_all(Together(children, [*job, "preference.reference=in_step"], run).go(1), 0)
     return run
 
 
@@ -47,14 +63,39 @@ def alone(children: Children, pairs: Path, tmp_path_factory: pytest.TempPathFact
         pytest.param(["preference.reference=in_step"], id="copies"),
         pytest.param(["preference.reference=cached"], id="copies, cached reference"),
         pytest.param(["preference.reference=in_step", "distributed.kind=fsdp"], id="slices"),
+        pytest.param(["preference.reference=cached", "distributed.kind=deepspeed"], id="ZeRO"),
+        pytest.param(
+            ["preference.reference=in_step", "distributed.kind=fsdp", "data.packing=true"],
+            id="slices, prompts computed once",
+        ),
     ],
 )
 def test_two_ranks_train_as_one_does(
-    children: Children, pairs: Path, alone: RunDirectory, tmp_path: Path, way: list[str]
+    children: Children, job: list[str], objective: str, alone: RunDirectory, tmp_path: Path, way: list[str]
 ) -> None:
-    together = Together(children, [*JOB, f"data.train={pairs}", *way], RunDirectory(tmp_path / "run"))
+    together = Together(children, [*job, *way], RunDirectory(tmp_path / "run"))
     assert_all(together.go(2), 0)
-    for name in ("loss", "rewards_margins", "rewards_accuracies"):
+    for name in RECORDED[objective]:
         assert metric(together.run, name) == pytest.approx(metric(alone, name), rel=1e-5, abs=1e-6)
     torch.testing.assert_close(adapter_weights(together.run), adapter_weights(alone), rtol=0, atol=1e-6)
     assert metric(alone, "loss")[-1] < metric(alone, "loss")[0]
+
+
+@pytest.mark.parametrize("objective", ["kto"], indirect=True)
+@pytest.mark.parametrize("attention", [pytest.param(2, id="for the mean"), pytest.param(6, id="after it")])
+def test_memory_that_runs_out_on_one_rank_changes_no_mean(
+    children: Children, job: list[str], alone: RunDirectory, tmp_path: Path, attention: int
+) -> None:
+    """The mean over all ranks is exchanged within a step, in which the other rank waits for it."""
+    together = Together(children, [*job, "preference.reference=in_step"], RunDirectory(tmp_path / "run"))
+    fault = Fault(
+        "torch.nn.functional:scaled_dot_product_attention", "^$", attention, "memory",
+        after="finetune.training.step:Step.sum_before",
+    )  # fmt: skip
+    assert_all(together.go(2, {1: fault}), 0)
+    for run in (together.run, together.run.of_rank(1)):
+        [split] = [event for event in run.events() if event["event"] == "micro_batch_split"]
+        assert (split["rank"], split["rows"]) == (1, 3)
+    for name in RECORDED["kto"]:
+        assert metric(together.run, name) == pytest.approx(metric(alone, name), rel=1e-5, abs=1e-6)
+    torch.testing.assert_close(adapter_weights(together.run), adapter_weights(alone), rtol=0, atol=1e-6)

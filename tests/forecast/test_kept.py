@@ -176,8 +176,8 @@ def test_with_other_memory_free_a_forecast_holds_unless_the_allocator_would_act_
         made.append(device)
         return forecast_of(device, peak=peak, returns_segments=returns_segments)
 
-    Kept(job.architecture, then, 1).get(job.job, batch, None, lambda: trace_on(then))
-    given = Kept(job.architecture, now, 1).get(job.job, batch, None, lambda: trace_on(now))
+    Kept(job.architecture, then, 1).get(job.job, [batch], lambda: trace_on(then))
+    given = Kept(job.architecture, now, 1).get(job.job, [batch], lambda: trace_on(now))
     assert given.device == now
     assert (len(made) == 2) == is_traced
 

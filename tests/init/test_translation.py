@@ -339,7 +339,7 @@ def test_without_an_adapter_every_weight_is_trained_as_there(text: str, tmp_path
 @pytest.mark.parametrize(
     ("text", "line", "why"),
     [
-        ("base_model: x\nadapter: qlora\nrl: kto\n", 3, "`kto` is not offered: training is supervised here; use TRL"),
+        ("base_model: x\nadapter: qlora\nrl: kto\n", 3, "`kto` is not offered for configs of other tools"),
         ("base_model: x\nrl: grpo\ntrl: {num_generations: 4}\n", 2, "`grpo` is not offered: no reward model is"),
         ("base_model: x\nrl: orpo\n", 2, "`orpo` is not offered"),
         ("base_model: x\nrl: ebft\n", 2, "`ebft` is not offered"),

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.data.batching import MicroBatching
+from finetune.data.encoded import IGNORE, RowLayout
 from finetune.errors import MachineError
-from finetune.model.attention import backends, packing
+from finetune.model.attention import backends, packing, windows
 from finetune.model.probes import packed_rows
 from finetune.training.collator import MicroBatches
 
@@ -73,6 +74,58 @@ def test_packed_logits_are_the_rows_own(model: Any, rows: list[list[int]]) -> No
         start += len(row)
 
 
+def answers(prompt: list[int], *each: list[int]) -> dict[str, list[int]]:
+    """A row whose segments are answers to one prompt, the answers trained."""
+    segments = [[*prompt, *answer] for answer in each]
+    labels = [[IGNORE] * len(prompt) + answer for answer in each]
+    return {
+        "input_ids": list(itertools.chain(*segments)), "labels": list(itertools.chain(*labels)),
+        "segments": [*map(len, segments)], "shared": len(prompt) - 1,
+    }  # fmt: skip
+
+
+def sharing(rows: list[dict[str, list[int]]], *, shares: bool = True) -> dict[str, Any]:
+    way = MicroBatching(1, 1000, packed=True, layout=RowLayout(("a", "b", "c")), shares=shares)
+    inputs = MicroBatches(way, 0).micro_batch(rows)
+    del inputs["row"]
+    return inputs
+
+
+TOKENS = st.lists(st.integers(3, 63), min_size=1, max_size=9)
+
+
+@settings(deadline=None, derandomize=True, max_examples=8)
+@given(rows=st.lists(st.tuples(TOKENS, TOKENS, TOKENS, TOKENS), min_size=1, max_size=3))
+def test_answers_that_share_a_prompt_have_the_logits_and_gradients_of_whole_sequences(
+    model: Any, rows: list[tuple[list[int], ...]]
+) -> None:
+    made = [answers(*row) for row in rows]
+    whole, shared = (sharing(made, shares=shares) for shares in (False, True))
+    assert whole["input_ids"].numel() - shared["input_ids"].numel() == sum(2 * row["shared"] for row in made)
+    results = []
+    for inputs in (whole, shared):
+        labels = inputs.pop("labels")[0, 1:]
+        logits = model(**inputs, use_cache=False).logits[0, :-1][labels != IGNORE]
+        loss = -logits.log_softmax(-1).gather(1, labels[labels != IGNORE][:, None]).sum()
+        weights = [weight for weight in model.parameters() if weight.requires_grad]
+        results.append([logits.detach(), *torch.autograd.grad(loss, weights)])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max().clamp(min=1e-3)))
+
+
+def test_answers_longer_than_a_window_and_its_blocks_see_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the first blocks of queries among those of the prompt."""
+    monkeypatch.setattr(windows, "BLOCK", 4)
+    model = model_of("mistral", packing.EACH)
+    row = answers(list(range(3, 17)), list(range(20, 33)), list(range(40, 49)), [50])
+    logits = []
+    for shares in (False, True):
+        inputs = sharing([row], shares=shares)
+        trained = inputs.pop("labels")[0] != IGNORE
+        logits.append(model(**inputs, use_cache=False).logits[0, trained].detach())
+    torch.testing.assert_close(*logits)
+
+
 @torch.no_grad()
 def test_rows_that_are_padded_are_attended_to_as_transformers_does(model: Any) -> None:
     ids = torch.randint(3, 64, (3, 9), generator=torch.Generator().manual_seed(1))
@@ -118,6 +171,7 @@ def test_generation_is_the_same_with_packed_attention(model: Any) -> None:
 def test_the_proof_passes_for_each_architecture(model: Any) -> None:
     was_training = model.training
     packed_rows.prove(model)
+    assert packed_rows.prove_shared(model) is None
     assert model.training is was_training
 
 
@@ -132,6 +186,15 @@ def test_a_model_whose_rows_see_each_other_is_refused() -> None:
         packed_rows.prove(model)
 
 
+def test_a_model_whose_answers_do_not_see_a_shared_prompt_is_found() -> None:
+    model = model_of("llama", packing.EACH)
+    plain = model.forward
+    model.forward = lambda key_parts=None, **inputs: plain(**inputs)
+    assert "its logits then differ by" in str(packed_rows.prove_shared(model))
+    model.forward = lambda use_cache, input_ids, position_ids, cu_seq_lens_q, cu_seq_lens_k, **lengths: None
+    assert "that fails (AttributeError" in str(packed_rows.prove_shared(model))
+
+
 def test_a_model_that_takes_no_packed_rows_is_refused() -> None:
     model = model_of("llama", packing.EACH)
     forward = model.forward
@@ -144,18 +207,23 @@ def in_torch_2_11(
     query: Any, key: Any, value: Any, starts: Any, key_starts: Any, longest: int, longest_key: int, *,
     scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
 ) -> Any:  # fmt: skip
-    """What `torch.nn.attention.varlen.varlen_attn` promises, row by row on a CPU. (tokens, heads, head size)."""
+    """What `torch.nn.attention.varlen.varlen_attn` promises, row by row on a CPU. (tokens, heads, head size).
+
+    The last query of a row is at its last key, as in FlashAttention-2 from 2.1 on.
+    """
     assert window_size[1] == 0, "causal"
-    assert torch.equal(starts, key_starts)
-    assert longest == longest_key == int(starts.diff().max())
+    assert (longest, longest_key) == (int(starts.diff().max()), int(key_starts.diff().max()))
     groups = query.shape[1] // key.shape[1]
     outputs = []
-    for start, end in itertools.pairwise(starts.tolist()):
-        row_query, row_key, row_value = (
-            part[start:end].transpose(0, 1).float() for part in (query, key.repeat_interleave(groups, 1),
-                                                                 value.repeat_interleave(groups, 1)))  # fmt: skip
-        at = torch.arange(end - start)
-        behind = at[:, None] - at[None, :]
+    lengths, key_lengths = starts.diff().tolist(), key_starts.diff().tolist()
+    parts = zip(
+        query.split(lengths), *(part.repeat_interleave(groups, 1).split(key_lengths) for part in (key, value)),
+        strict=True,
+    )  # fmt: skip
+    for row in parts:
+        row_query, row_key, row_value = (part.transpose(0, 1).float() for part in row)
+        keys = torch.arange(row_key.shape[1])
+        behind = keys[-row_query.shape[1] :, None] - keys[None, :]
         hidden = (behind < 0) | ((behind > window_size[0]) if window_size[0] >= 0 else False)
         scores = (row_query @ row_key.transpose(1, 2) * scale).masked_fill(hidden, -torch.inf)
         outputs.append((scores.softmax(-1) @ row_value).transpose(0, 1))
@@ -176,12 +244,33 @@ def test_the_variable_length_kernel_gets_the_arguments_of_each_torch_version(
         for architecture in ["llama", "mistral", "phi3"]:
             with subtests.test(varlen_attn=varlen_attn, architecture=architecture):
                 monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
-                inputs = packed([[3, 9, 27], [5, 17, 40, 11, 8, 6, 33], [12]])
-                del inputs["labels"]
-                # The kernel computes in 16 bit.
-                found = model_of(architecture, packing.VARLEN).bfloat16()(**inputs, use_cache=False).logits.float()
-                expected = model_of(architecture, packing.EACH).bfloat16()(**inputs, use_cache=False).logits.float()
-                assert float((found - expected).norm() / expected.norm()) < 4 * 2.0**-7
+                for inputs in (
+                    packed([[3, 9, 27], [5, 17, 40, 11, 8, 6, 33], [12]]),
+                    sharing([answers([3, 9, 27, 8], [5, 17, 40], [11], [8, 6, 33, 4])]),
+                ):
+                    del inputs["labels"]
+                    # The kernel computes in 16 bit.
+                    found = model_of(architecture, packing.VARLEN).bfloat16()(**inputs, use_cache=False).logits.float()
+                    expected = model_of(architecture, packing.EACH).bfloat16()(**inputs, use_cache=False).logits.float()
+                    assert float((found - expected).norm() / expected.norm()) < 4 * 2.0**-7
+
+
+@torch.no_grad()
+def test_flash_attention_gets_the_keys_of_a_shared_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers calls flash-attn: (1, tokens, heads, head size), with lengths of queries and of keys."""
+
+    def flash(query: Any, key: Any, value: Any, mask: Any, *, softmax_scale: float, **options: Any) -> Any:
+        assert (mask, options["is_causal"]) == (None, True)
+        named = [options[f"{name}_{of}"] for name in ("cu_seq_lens", "max_length") for of in "qk"]
+        return in_torch_2_11(query[0], key[0], value[0], *named, scale=softmax_scale, window_size=(-1, 0))[None]
+
+    monkeypatch.setattr("transformers.integrations.flash_attention._flash_attention_forward", flash)
+    model = model_of("llama", packing.EACH)
+    inputs = sharing([answers([3, 9, 27, 8], [5, 17, 40], [11], [8, 6, 33, 4])])
+    del inputs["labels"]
+    expected = model(**inputs, use_cache=False).logits
+    model.config._attn_implementation = "flash_attention_2"
+    torch.testing.assert_close(model(**inputs, use_cache=False).logits, expected)
 
 
 def test_each_attention_has_a_variant_for_packed_rows(subtests: pytest.Subtests) -> None:

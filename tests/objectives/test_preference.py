@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import get_peft_model
-from steps import assert_gradients_close, gradients, micro_batches, out_of_memory, ready
+from steps import assert_gradients_close, gradients, gradients_of_trainer, micro_batches, out_of_memory, ready
 from test_two_segments import pairs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -52,6 +53,19 @@ def test_losses_have_the_values_of_their_papers(
     several = tokens if by_token else 1
     (found,) = loss(answer(chosen, several), answer(rejected, several), Numbers(**numbers)).tolist()
     assert found == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_first_gradient_of_dpo_is_half_of_beta() -> None:
+    chosen, rejected = answer(0), answer(0)
+    for one in (chosen, rejected):
+        one.log_prob.requires_grad_()
+    preference._dpo(chosen, rejected, Numbers(beta=0.1)).sum().backward()
+    assert [float(one.log_prob.grad) for one in (chosen, rejected)] == pytest.approx([-0.05, 0.05], abs=1e-8)
+
+
+def test_log_odds_of_two_answers_have_their_published_difference() -> None:
+    better, worse = preference.log_odds(torch.tensor([-0.5, -1.0])).tolist()
+    assert better - worse == pytest.approx(0.974077, abs=1e-6)
 
 
 def test_log_odds_are_exact_and_have_a_gradient_everywhere() -> None:
@@ -102,10 +116,23 @@ def job(tmp_path: Path, quick):
     return make
 
 
-@pytest.mark.parametrize("way", ["data.packing=true", "adapter.dora=true", "kernels.fused=on"])
-def test_the_first_loss_is_ln_2_to_the_bit_for_the_base_is_its_own_reference(job, tmp_path: Path, way: str) -> None:
-    quantized = ["quantization.kind=nf4"] if way == "kernels.fused=on" else []
-    finetune.train(job(way, *quantized, "data.max_length=64", "training.max_steps=2", "training.learning_rate=0.01"))
+STARTS_AT_THE_BASE = {
+    "padded": [],
+    "packed": ["data.packing=true"],
+    "fused on NF4": ["kernels.fused=on", "quantization.kind=nf4"],
+    "16 bit": ["training.precision=bf16"],
+    "recomputed": ["memory.checkpointing=all"],
+    "dora": ["adapter.dora=true"],
+    "rslora": ["adapter.rslora=true", "adapter.dropout=0.1"],
+    "modules trained in full": ["adapter.extra_modules=[lm_head, norm]"],
+}
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.parametrize("start", STARTS_AT_THE_BASE)
+def test_the_first_loss_is_ln_2_to_the_bit_for_the_base_is_its_own_reference(job, tmp_path: Path, start: str) -> None:
+    keys = ["data.max_length=64", "training.max_steps=2", "training.learning_rate=0.01"]
+    finetune.train(job(*STARTS_AT_THE_BASE[start], *keys))
     first, second = RunDirectory(tmp_path / "run").metrics()[:2]
     assert first["loss"] == float(torch.tensor(2.0).log())
     assert [first[f"rewards_{name}"] for name in ("chosen", "rejected", "margins", "accuracies")] == [0, 0, 0, 0]
@@ -159,44 +186,52 @@ def test_a_run_on_pairs_takes_the_memory_of_its_forecast(job, tmp_path: Path, pa
 
 
 @pytest.fixture
-def trl_step(tmp_path: Path, shallow_base: Path):
-    """A function from a loop, eight of its rows and keys of TRL's config to the loss and gradients of TRL's trainer."""
+def trl_step(tmp_path: Path, shallow_base: Path, monkeypatch: pytest.MonkeyPatch):
+    """A function from a loop, some of its rows and keys of TRL's config to the loss and gradients of TRL's trainer."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
 
-    def step(loop: Loop, rows: list[dict[str, Any]], **keys: Any) -> tuple[float, dict[str, torch.Tensor]]:
-        from trl import DPOConfig, DPOTrainer
-
-        ours = loop.step.model
+    def step(
+        loop: Loop, rows: list[dict[str, Any]], trainer: str = "DPO", **keys: Any
+    ) -> tuple[float, dict[str, torch.Tensor]]:
+        classes = importlib.import_module("trl" if trainer == "DPO" else f"trl.experimental.{trainer.lower()}")
+        settings = {"beta": 0.1, "max_length": None, "gradient_checkpointing": False, **keys}
+        arguments = getattr(classes, f"{trainer}Config")(
+            str(tmp_path / "trl"), use_cpu=True, bf16=False, report_to="none", **settings
+        )
         base = AutoModelForCausalLM.from_pretrained(shallow_base, dtype=torch.float32)
-        settings = {"loss_type": "sigmoid", "beta": 0.1, "max_length": None, "gradient_checkpointing": False, **keys}
-        arguments = DPOConfig(str(tmp_path / "trl"), use_cpu=True, bf16=False, report_to="none", **settings)
-        text = {"prompt": "a", "chosen": "b", "rejected": "c"}
-        # Its copy of the new adapter, which adds nothing, is its reference.
-        trainer = DPOTrainer(
-            get_peft_model(base, ours.peft_config["default"]), args=arguments, train_dataset=Dataset.from_list([text]),
+        # DPO: its copy of the new adapter, which adds nothing, is its reference.
+        made = getattr(classes, f"{trainer}Trainer")(
+            get_peft_model(base, loop.step.model.peft_config["default"]), args=arguments,
+            train_dataset=Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}]),
             processing_class=AutoTokenizer.from_pretrained(shallow_base),
         )  # fmt: skip
-        model = trainer.model
-        weights = {key: weight for key, weight in ours.named_parameters() if weight.requires_grad}
-        trained = {key: weight for key, weight in model.named_parameters() if weight.requires_grad}
-        assert trained.keys() == weights.keys()
-        with torch.no_grad():
-            for key, weight in weights.items():
-                trained[key].copy_(weight)
-        batch = trainer.data_collator([_answers(row) for row in rows])
-        loss = trainer.compute_loss(model.train(), batch)
-        loss.backward()
-        return float(loss.detach()), {key: weight.grad for key, weight in trained.items()}
+        return gradients_of_trainer(made, loop, [_answers(row) if trainer == "DPO" else _labelled(row) for row in rows])
 
     return step
 
 
 def _answers(row: dict[str, Any]) -> dict[str, list[int]]:
-    """A prepared row as TRL's trainer prepares it."""
+    """A prepared row as TRL's DPO trainer prepares it."""
     chosen, rejected = segments_of(row)
     prompt = sum(label == IGNORE for label in chosen.labels)
     assert chosen.input_ids[:prompt] == rejected.input_ids[:prompt]
     ids = [list(segment.input_ids) for segment in (chosen, rejected)]
     return {"prompt_ids": ids[0][:prompt], "chosen_ids": ids[0][prompt:], "rejected_ids": ids[1][prompt:]}
+
+
+def _labelled(row: dict[str, Any]) -> dict[str, list[int]]:
+    """A prepared row as TRL's trainers without a reference prepare it."""
+    return {
+        f"{name}_{key}": value
+        for name, segment in zip(preference.PAIRS.segments, segments_of(row), strict=True)
+        for key, value in (
+            ("input_ids", segment.input_ids), ("labels", segment.labels), ("attention_mask", [1] * len(segment.labels)),
+        )
+    }  # fmt: skip
+
+
+def rows_of(loop: Loop) -> list[dict[str, Any]]:
+    return [loop.steps.rows[number] for number in range(8)]
 
 
 @pytest.mark.parametrize(
@@ -205,6 +240,8 @@ def _answers(row: dict[str, Any]) -> dict[str, list[int]]:
         ("dpo", [], {}),
         ("robust_dpo", ["preference.label_smoothing=0.2"], {"loss_type": "robust", "label_smoothing": 0.2}),
         ("ipo", [], {"loss_type": "ipo"}),
+        # With its default, `cpo_alpha` of 1, it adds the cross-entropy of the chosen answer.
+        ("simpo", ["preference.target_margin=0.5"], {"beta": 2, "loss_type": "simpo", "cpo_alpha": 0}),
     ],
 )
 def test_loss_and_gradients_are_those_of_trls_trainer(
@@ -213,18 +250,51 @@ def test_loss_and_gradients_are_those_of_trls_trainer(
     loop = ready(job("data.max_length=64", "adapter.dropout=0", "kernels.fused=off", *ours, objective=objective))
     (whole,) = micro_batches(loop, range(8), 8)
     loss, found = gradients(loop, [whole])
-    expected_loss, expected = trl_step(loop, [loop.steps.rows[number] for number in range(8)], **theirs)
+    expected_loss, expected = trl_step(loop, rows_of(loop), trainer="CPO" if objective == "simpo" else "DPO", **theirs)
     assert loss == pytest.approx(expected_loss, rel=1e-6)
-    largest = max(float(gradient.abs().max()) for gradient in expected.values())
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-6 * largest)
+    assert_gradients_close(found, expected, within=1e-6)
+
+
+def test_trl_adds_to_simpo_the_cross_entropy_of_tokens_and_not_of_pairs(job, trl_step) -> None:
+    keys = ("data.max_length=64", "adapter.dropout=0", "kernels.fused=off", "preference.target_margin=0.5")
+    loop = ready(job(*keys, "preference.nll_weight=1", objective="simpo"))
+    theirs = {"beta": 2, "loss_type": "simpo"}
+    ours = [gradients(loop, micro_batches(loop, [row], 1))[0] for row in range(8)]
+    alone = [trl_step(loop, [row], trainer="CPO", **theirs)[0] for row in rows_of(loop)]
+    assert ours == pytest.approx(alone, rel=1e-6), "of a pair alone it is the same"
+    together, _ = trl_step(loop, rows_of(loop), trainer="CPO", **theirs)
+    assert together != pytest.approx(sum(ours) / 8, rel=1e-3)
+
+
+def test_trls_orpo_has_the_cross_entropy_of_prompts_which_is_no_part_of_it_here(job, trl_step) -> None:
+    loop = ready(job("data.max_length=64", "adapter.dropout=0", "kernels.fused=off", objective="orpo"))
+    rows = rows_of(loop)
+    (whole,) = micro_batches(loop, range(8), 8)
+    loss, found = gradients(loop, [whole])
+    assert trl_step(loop, rows, trainer="ORPO")[0] != pytest.approx(loss, rel=1e-2)
+    # Of a prompt of one token, which nothing predicts, there is no cross-entropy, and of a pair alone it has one mean.
+    short = [_without_prompt(row) for row in rows]
+    parts = [part for row in short for part in loop.steps.collate([row])]
+    loss, found = gradients(loop, parts)
+    expected_losses, expected = zip(*(trl_step(loop, [row], trainer="ORPO") for row in short), strict=True)
+    assert loss == pytest.approx(sum(expected_losses) / 8, rel=1e-6)
+    assert_gradients_close(found, {key: sum(one[key] for one in expected) / 8 for key in found}, within=1e-6)
+
+
+def _without_prompt(row: dict[str, Any]) -> dict[str, Any]:
+    """A prepared row with the last token of its prompt alone."""
+    segments = segments_of(row)
+    cut = [segment.cut(len(segment.labels), segment.labels.count(IGNORE) - 1) for segment in segments]
+    return {
+        "input_ids": [token for segment in cut for token in segment.input_ids],
+        "labels": [label for segment in cut for label in segment.labels],
+        "segments": [len(segment.labels) for segment in cut],
+    }
 
 
 def test_trl_ignores_the_label_smoothing_of_dpo_which_is_conservative_dpo_here(job, trl_step) -> None:
     loop = ready(job("data.max_length=64", "adapter.dropout=0", "preference.label_smoothing=0.3"))
-    rows = [loop.steps.rows[number] for number in range(8)]
-    plain, smoothed = (trl_step(loop, rows, label_smoothing=smoothing)[0] for smoothing in (0.0, 0.3))
+    plain, smoothed = (trl_step(loop, rows_of(loop), label_smoothing=smoothing)[0] for smoothing in (0.0, 0.3))
     assert plain == smoothed
     (whole,) = micro_batches(loop, range(8), 8)
     assert gradients(loop, [whole])[0] != pytest.approx(plain, rel=1e-4)

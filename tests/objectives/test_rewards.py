@@ -9,12 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from jobs import metric, same_adapter
-from peft import PeftModel
-from steps import assert_gradients_close, before_each_step, gradients, micro_batches, ready
+from peft import PeftModel, get_peft_model
+from steps import (
+    assert_gradients_close,
+    before_each_step,
+    gradients,
+    gradients_of_trainer,
+    micro_batches,
+    ready,
+)
 from test_two_segments import pairs
-from transformers import AutoModelForSequenceClassification, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+from trl import RewardConfig, RewardTrainer
 
 import finetune
 from finetune.data.encoded import segments_of
@@ -73,6 +82,26 @@ def test_the_gradient_is_that_of_transformers_classifier_however_the_step_is_spl
         again, found = gradients(loop, micro_batches(loop, range(8), size))
         assert again == pytest.approx(loss, rel=1e-5)
         assert_gradients_close(found, expected)
+
+
+def test_loss_and_gradients_are_those_of_trls_trainer(job, tmp_path: Path, shallow_base: Path) -> None:
+    loop = ready(job(*EIGHT, "preference.reward_centering=0.01", "kernels.fused=off"))
+    rows = [
+        {"chosen_ids": chosen.input_ids, "rejected_ids": rejected.input_ids, "margin": row["margin"]}
+        for row in (loop.steps.rows[number] for number in range(8))
+        for chosen, rejected in [segments_of(row)]
+    ]
+    base = AutoModelForSequenceClassification.from_pretrained(shallow_base, num_labels=1, dtype=torch.float32)
+    settings = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none"}
+    trainer = RewardTrainer(
+        get_peft_model(base, loop.step.model.peft_config["default"]),
+        args=RewardConfig(str(tmp_path / "trl"), center_rewards_coefficient=0.01, **settings),
+        train_dataset=Dataset.from_list(rows), processing_class=AutoTokenizer.from_pretrained(shallow_base),
+    )  # fmt: skip
+    expected_loss, expected = gradients_of_trainer(trainer, loop, rows)
+    loss, found = gradients(loop, micro_batches(loop, range(8), 8))
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    assert_gradients_close(found, expected, within=1e-6)
 
 
 @pytest.mark.parametrize("packing", ["false", "true"])

@@ -54,7 +54,7 @@ def test_a_row_that_does_not_fit_costs_one_process_its_loss_and_several_the_run(
     """That cannot catch up: the others wait for this one's sums."""
     inputs, skipped = {"input_ids": torch.zeros(1, 9), "attention_mask": torch.ones(1, 9, dtype=torch.int64)}, []
 
-    def exhausted(self: EvalLoss, steps: object) -> torch.Tensor:
+    def exhausted(self: EvalLoss, *arguments: object) -> torch.Tensor:
         raise DoesNotFit(inputs, "no memory left")
 
     monkeypatch.setattr(EvalLoss, "sums", exhausted)

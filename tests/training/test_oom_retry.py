@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from finetune.objectives import OBJECTIVES
 from finetune.training.oom_retry import Retry, UpdateStart
 
 Weights = list[torch.nn.Parameter]
@@ -37,8 +38,9 @@ def test_the_error_of_a_step_that_cannot_be_repeated_is_not_its_own_cause() -> N
         raise torch.OutOfMemoryError("no room")
 
     step: Any = SimpleNamespace(
-        forward_backward=run_out, engine=SimpleNamespace(repeatable=False, world_size=2), model=torch.nn.Module()
-    )
+        forward_backward=run_out, engine=SimpleNamespace(repeatable=False, world_size=2), model=torch.nn.Module(),
+        objective=OBJECTIVES["supervised"], catch_up=None,
+    )  # fmt: skip
     report = Mock()
     report.not_repeatable.side_effect = lambda error, inputs: error
     with pytest.raises(torch.OutOfMemoryError, match="no room") as caught:

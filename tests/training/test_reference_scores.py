@@ -48,6 +48,10 @@ def job(tmp_path: Path, quick):
 
 CACHED = "preference.reference=cached"
 STARTS = {
+    "default": [CACHED],
+    "dora": [CACHED, "adapter.dora=true"],
+    "modules trained in full": [CACHED, "adapter.extra_modules=[lm_head, norm]"],
+    "new tokens": ["data.new_tokens=[yes]"],
     "pissa": ["adapter.init=pissa"],
     "loftq": ["adapter.init=loftq", "quantization.kind=nf4"],
     "trained": ["adapter.start_from={earlier}/adapter"],
@@ -60,6 +64,7 @@ def passes(run: RunDirectory) -> int:
     return sum(event["rows"] for event in run.events() if event["event"] == "reference_scored")
 
 
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.parametrize("start", STARTS)
 def test_the_first_loss_is_that_of_the_model_beside_itself_whatever_it_starts_from(job, tmp_path: Path, start) -> None:
     if start == "trained":
@@ -179,8 +184,9 @@ def test_auto_scores_once_what_steps_would_score_as_often(job) -> None:
         assert reference_scores.decided(config, data).preference.reference == chosen
 
 
-def test_the_forecast_has_the_pass(job, tmp_path: Path) -> None:
-    finetune.train(job(CACHED, "memory.check=warn", "training.micro_batch=4"))
+@pytest.mark.parametrize("way", ["training.micro_batch=4", "data.packing=true", "training.micro_batch_tokens=4096"])
+def test_the_forecast_has_the_pass(job, tmp_path: Path, way: str) -> None:
+    finetune.train(job(CACHED, "memory.check=warn", "training.batch_size=4", way))
     forecast = json.loads((tmp_path / "run" / "forecast.json").read_text())
     [difference] = [each for each in forecast["differences"] if each["phase"] == "reference"]
     assert abs(difference["relative"]) < 0.01

@@ -6,7 +6,12 @@ it, PyTorch's variable-length kernel processes all rows at once, packed or not. 
 packed rows and windows themselves.
 
 A packed micro-batch has no `attention_mask`, `position_ids` that restart at each row, and `cu_seq_lens_q`: the start of
-each row and the end of the last one.
+each row and the end of the last one. Here a row is one sequence.
+
+Sequences that begin with the same tokens, such as both answers to a prompt, can have them computed once, in the first
+of them (arXiv 2410.20305). The others then consist of the tokens that follow, at the positions after the shared ones,
+and attention sees the keys and values of the shared tokens before their own: `key_parts` has the lengths of the parts
+into which keys are split, and the order in which parts make up the sequences, whose starts are `cu_seq_lens_k`.
 """
 
 from __future__ import annotations
@@ -16,10 +21,11 @@ import functools
 import inspect
 import itertools
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import torch
+from torch.nn.functional import pad
 
 from finetune.errors import MachineError
 from finetune.model.attention import windows
@@ -31,7 +37,71 @@ EACH, VARLEN, EAGER = "packed_sdpa", "packed_sdpa_varlen", "packed_eager"
 _PACKED, WINDOWED = "packed", "windowed"
 """Prefixes of the names; the second is for rows that are not packed, but longer than a layer's window."""
 
+_FLASH = ("flash_attention_2", "flash_attention_3")
+
+KeyParts: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""The lengths of the parts of keys, and the order in which they make up the sequences."""
+
 REMEDY = "set `data.packing: false`, and `training.micro_batch_tokens` to keep padding low"
+
+
+def places(lengths: Sequence[int], shared: Sequence[int] = (), device: Any = "cpu") -> dict[str, Any]:
+    """The keyword arguments that tell a model where packed sequences of these `lengths` begin.
+
+    `shared`: how many tokens each sees before its own, which are the first ones of the last sequence that sees none.
+    """
+    before = list(shared) or [0] * len(lengths)
+    seen = [own + first for own, first in zip(lengths, before, strict=True)]
+    starts, key_starts = (
+        torch.tensor([0, *itertools.accumulate(each)], dtype=torch.int32, device=device) for each in (lengths, seen)
+    )
+    positions = [torch.arange(first, end, device=device) for first, end in zip(before, seen, strict=True)]
+    number = torch.arange(len(lengths), dtype=torch.int32, device=device)
+    return {
+        "position_ids": torch.cat(positions)[None],
+        "cu_seq_lens_q": starts,
+        "cu_seq_lens_k": key_starts,
+        "max_length_q": max(lengths),
+        "max_length_k": max(seen),
+        "seq_idx": number.repeat_interleave(starts.diff())[None],
+        **({"key_parts": _key_parts(lengths, before)} if any(before) else {}),
+    }
+
+
+def _key_parts(lengths: Sequence[int], shared: Sequence[int]) -> KeyParts:
+    sizes: list[int] = []
+    order: list[int] = []
+    first = 0  # the part that the sequences of a row share
+    for length, before, after in zip(lengths, shared, [*shared[1:], 0], strict=True):
+        if not before:
+            first = len(sizes)
+        own = [after, length - after] if after and not before else [length]
+        order += [*([first] if before else []), *range(len(sizes), len(sizes) + len(own))]
+        sizes += own
+    return tuple(sizes), tuple(order)
+
+
+def whole(parts: KeyParts | None, tokens: torch.Tensor, dim: int) -> torch.Tensor:
+    """The tokens of all sequences one after the other, those that they share repeated.
+
+    By parts rather than by an index, whose gradient CUDA would sum in any order.
+    """
+    if parts is None:
+        return tokens
+    sizes, order = parts
+    split = tokens.split(sizes, dim)
+    return torch.cat([split[number] for number in order], dim)
+
+
+def cannot_share(attention: str, config: Any) -> str | None:
+    """Why sequences cannot share tokens in a model, by the name of its attention in the config, in one clause; None if
+    they can.
+    """
+    if attention == "flex":
+        return "flex_attention has masks of its own"
+    if catalog.model_class(config) is None:
+        return "the model has its own code"
+    return "attention is in chunks" if any(catalog.values(config, "attention_chunk_size")) else None
 
 
 def variant(implementation: str, config: Any, *, varlen: bool) -> str:
@@ -116,12 +186,25 @@ def register() -> None:
 
     sdpa = _by_row(lambda module: sdpa_attention_forward, lambda length, query: None)
     eager = _by_row(eager_of, _causal_mask)
+    for name in _FLASH:
+        AttentionInterface.register(name, _with_shared_keys)
     for name, attention, mask in (
         (EACH, sdpa, sdpa_mask), (VARLEN, _varlen(sdpa), sdpa_mask), (EAGER, eager, eager_mask)
     ):  # fmt: skip
         for known_as in (name, name.replace(_PACKED, WINDOWED)):
             AttentionInterface.register(known_as, attention)
             AttentionMaskInterface.register(known_as, _without_squares(mask, name))
+
+
+def _with_shared_keys(
+    module: Any, query: Any, key: Any, value: Any, attention_mask: Any, key_parts: KeyParts | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """flash-attn, which aligns the last query of a sequence with its last key (its README, 2.1: causal flag)."""
+    from transformers.integrations.flash_attention import flash_attention_forward
+
+    key, value = (whole(key_parts, each, 2) for each in (key, value))
+    return flash_attention_forward(module, query, key, value, attention_mask, **options)
 
 
 def _without_squares(make: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -157,23 +240,37 @@ def _by_row(
     """An attention function that calls the module's own one for each row or block, with a mask for it if needed."""
 
     def attention(
-        module: Any, query: Any, key: Any, value: Any, attention_mask: Any, cu_seq_lens_q: Any = None, **options: Any
-    ) -> tuple[torch.Tensor, None]:
+        module: Any, query: Any, key: Any, value: Any, attention_mask: Any, cu_seq_lens_q: Any = None,
+        cu_seq_lens_k: Any = None, key_parts: KeyParts | None = None, **options: Any,
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
         window = windows.in_band(attention_mask, query, key)
         attend: Callable[..., Any] = functools.partial(attention_of(module), module, **options)
         if window is None and (attention_mask is not None or cu_seq_lens_q is None):
             return attend(query, key, value, attention_mask)
-        band = windows.additive(attention_mask, value.dtype) if window else None
+        band = windows.additive(attention_mask, value.dtype) if window else attention_mask
         lengths = [query.shape[2]] if cu_seq_lens_q is None else _lengths(cu_seq_lens_q)
+        seen = lengths if key_parts is None else _lengths(cu_seq_lens_k)
+        keys, values = (whole(key_parts, part, 2).split(seen, 2) for part in (key, value))
         outputs: list[torch.Tensor] = []
-        for length, *row in zip(lengths, *(part.split(lengths, 2) for part in (query, key, value)), strict=True):
-            if band is None or length <= window:
-                outputs.append(attend(*row, mask_of(length, query))[0])
+        for length, own, *row in zip(seen, query.split(lengths, 2), keys, values, strict=True):
+            shared = length - own.shape[2]
+            # In a square of queries and keys the last query sees the last key, without a mask.
+            queries = pad(own, (0, 0, shared, 0)) if shared else own
+            if window is None or length <= window:
+                parts = iter([attend(queries, *row, mask_of(length, query))[0]])
             else:
-                outputs += windows.attend(attend, band, *row)
+                parts = windows.attend(attend, band, queries, *row)
+            outputs += _after(shared, parts) if shared else parts
         return torch.cat(outputs, dim=1), None
 
     return attention
+
+
+def _after(first: int, parts: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Parts (rows, tokens, heads, head_dim) of a sequence, without its `first` tokens."""
+    for part in parts:
+        yield part[:, first:]
+        first = max(0, first - part.shape[1])
 
 
 def _lengths(starts: torch.Tensor) -> list[int]:
@@ -196,26 +293,32 @@ def _varlen(otherwise: Callable[..., Any]) -> Callable[..., Any]:
 
     def attention(
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any, scaling: float | None = None,
-        cu_seq_lens_q: Any = None, max_length_q: int | None = None, **options: Any,
+        cu_seq_lens_q: Any = None, cu_seq_lens_k: Any = None, max_length_q: int | None = None,
+        max_length_k: int | None = None, key_parts: KeyParts | None = None, **options: Any,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
         window = windows.in_band(attention_mask, query, key)
         # The kernel has no dropout.
         if (window is None and (attention_mask is not None or cu_seq_lens_q is None)) or options.get("dropout"):
             return otherwise(
-                module, query, key, value, attention_mask, scaling=scaling, cu_seq_lens_q=cu_seq_lens_q, **options
-            )
+                module, query, key, value, attention_mask, scaling=scaling, cu_seq_lens_q=cu_seq_lens_q,
+                cu_seq_lens_k=cu_seq_lens_k, key_parts=key_parts, **options,
+            )  # fmt: skip
         from torch.nn.attention.varlen import varlen_attn
 
         rows, _, tokens, _ = query.shape
         if cu_seq_lens_q is None:  # padding at the end of a row is seen by none of its tokens
             cu_seq_lens_q = torch.arange(0, rows * tokens + 1, tokens, dtype=torch.int32, device=query.device)
             max_length_q = tokens
+        if key_parts is None:
+            cu_seq_lens_k, max_length_k = cu_seq_lens_q, max_length_q
         # The kernel computes in 16 bit. Under autocast, norms may have produced float32 queries and keys.
         dtype = value.dtype if value.dtype != torch.float32 else torch.get_autocast_dtype(value.device.type)
+        key, value = (whole(key_parts, part, 2) for part in (key, value))
         query, key, value = (part.transpose(1, 2).flatten(0, 1).to(dtype) for part in (query, key, value))
         output = varlen_attn(
-            query, key, value, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling,
-            # The kernel's window excludes the query's own position; transformers' includes it.
+            query, key, value, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, scale=scaling,
+            # The last query of a sequence sees its last key, however many keys there are before its queries. The
+            # kernel's window excludes the query's own position; transformers' includes it.
             window_size=(-1 if window is None else window - 1, 0),
             **({"enable_gqa": query.shape[1] != key.shape[1]} if _asks_for_groups(varlen_attn) else {}),
         )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 
 from finetune.errors import MachineError, first_line
 from finetune.model import probes
+from finetune.model.attention import packing
 from finetune.model.attention.packing import REMEDY
 
 # Allowed relative change of a row's logits when other rows are packed with it. In the models tested, 16-bit rounding
@@ -47,15 +47,27 @@ def prove(model: Any) -> None:
         )
 
 
-def _last_logits(model: Any, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Centred logits (tokens, vocabulary) of the last of the packed `rows`."""
-    lengths, device = [len(row) for row in rows], model.device
-    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
-    number = torch.arange(len(rows), dtype=torch.int32, device=device)  # row index
-    return probes.logits(
-        model,
-        input_ids=torch.cat(list(rows))[None],
-        position_ids=torch.cat([torch.arange(length, device=device) for length in lengths])[None],
-        cu_seq_lens_q=starts, cu_seq_lens_k=starts, max_length_q=max(lengths), max_length_k=max(lengths),
-        seq_idx=number.repeat_interleave(starts.diff())[None],
-    )[0, -lengths[-1] :]  # fmt: skip
+def prove_shared(model: Any) -> str | None:
+    """Compare the logits of an answer after the prompt of the answer before it with those after a prompt of its own.
+
+    Runs two short forward passes under the autocast of a step. Returns one line if they fail or differ beyond rounding.
+    """
+    prompt, other, answer = (each[0] for each in probes.rows(3, probes.TOKENS, model))
+    first, tokens = torch.cat([prompt, other]), len(prompt) - 1
+    why = None
+    try:
+        with probes.attempt():
+            own = _last_logits(model, [first, torch.cat([prompt, answer])])[tokens:]
+            found = _last_logits(model, [first, torch.cat([prompt[-1:], answer])], [0, tokens])
+        strayed = float((found - own).norm() / own.norm().clamp(min=1e-30))
+        if strayed > _STRAYS:
+            why = f"its logits then differ by {strayed:.1%}"
+    except probes.Failed as failed:
+        why = f"that fails ({failed})"
+    return why and f"a prompt is computed once for each answer, not for both: in this model {why}"
+
+
+def _last_logits(model: Any, rows: Sequence[torch.Tensor], shared: Sequence[int] = ()) -> torch.Tensor:
+    """Centred logits (tokens, vocabulary) of the last of the packed `rows`; see `packing.places`."""
+    places = packing.places([len(row) for row in rows], shared, model.device)
+    return probes.logits(model, input_ids=torch.cat(list(rows))[None], **places)[0, -len(rows[-1]) :]

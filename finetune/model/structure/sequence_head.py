@@ -118,7 +118,7 @@ def _forward(
         )
     if fused_lm_head:
         assert labels is not None
-        hidden = hidden.flatten(0, 1)[_last_trained(labels, inputs.get("cu_seq_lens_q"), inputs.get("seq_idx"))]
+        hidden = hidden.flatten(0, 1)[_last_trained(labels, inputs.get("cu_seq_lens_q"))]
     with torch.autocast(hidden.device.type, enabled=False):
         logits = model.score(hidden.to(_dtype(model.score)))
     return SequenceScores(logits=logits.float() if fused_lm_head else logits, aux_loss=aux_loss)
@@ -131,13 +131,12 @@ def _dtype(head: Any) -> torch.dtype:
     return weight.dtype
 
 
-def _last_trained(labels: torch.Tensor, starts: torch.Tensor | None, numbers: torch.Tensor | None) -> torch.Tensor:
+def _last_trained(labels: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
     """The positions (sequences,) of each sequence's last trained token in all rows one after the other.
 
     Of a sequence without any it is the first token of the rows.
     """
     positions = torch.where(labels != -100, torch.arange(labels.numel(), device=labels.device).view_as(labels), 0)
-    if starts is None or numbers is None:
+    if starts is None:
         return positions.amax(1)
-    sequence = torch.arange(len(starts) - 1, device=labels.device)
-    return torch.where(numbers == sequence[:, None], positions, 0).amax(1)
+    return torch.segment_reduce(positions[0].double(), "max", offsets=starts).long()

@@ -1,0 +1,125 @@
+"""Mismatched answers: each prompt with an answer to another one, a second segment of rows of single answers.
+
+The mean over them of how much likelier an answer is than under the reference estimates how far a model is from it
+(arXiv 2402.01306, section 4). They are fixed when rows are prepared, so that the reference scores them once, and do not
+depend on which rows share a step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from finetune.data.counts import Counts
+from finetune.data.encoded import ANSWER, DESIRABLE, IGNORE, MISMATCHED, Encoded, Segment
+from finetune.data.rows import mapped, writer
+from finetune.data.sources import Row
+from finetune.errors import DataError
+
+# Rows among which answers are exchanged: of similar length, as they are sorted by it.
+_WINDOW_ROWS = 256
+_BATCH_ROWS = 256
+
+
+class OnePrompt(DataError):
+    """All rows answer the same prompt, so that there is no answer to another one."""
+
+
+class _Located(NamedTuple):
+    """Of each row, where its answer starts, the number of tokens from there, and a number for its prompt."""
+
+    starts: list[int]
+    lengths: list[int]
+    prompts: list[int]
+
+
+def add(file: Path, into: Path, counts: Counts, max_length: int, named: str) -> None:
+    """Write the rows of `file`, each of one answer, `into` another file with their mismatched answers, and count them.
+
+    One over `max_length` is cut at its end: it is only measured, so that no stop is learnt from it, and each row keeps
+    one. Raises OnePrompt, naming the data.
+    """
+    rows = mapped(file)
+    answers = _answers(rows)
+    if len(set(answers.prompts)) < 2:
+        raise OnePrompt(
+            f"{named}: all answers are to one prompt, and `training.objective: kto` measures how likely answers to "
+            "others are; add rows with other prompts"
+        )
+    partners, starts = exchanged(answers.prompts, answers.lengths), answers.starts
+    with writer(into) as write:
+        for at in range(0, len(rows), _BATCH_ROWS):
+            others = partners[at : at + _BATCH_ROWS]
+            numbers = range(at, at + len(others))
+            kept = [
+                _with(own, starts[number], shown, starts[other], max_length)
+                for number, own, other, shown in zip(
+                    numbers, _some(rows, numbers), others, _some(rows, others), strict=True
+                )
+            ]
+            write(kept)
+            for _, encoded in kept:
+                counts.add_mismatched(encoded.lengths[1])
+
+
+def exchanged(prompts: Sequence[int], lengths: Sequence[int]) -> list[int]:
+    """For each row, the row whose answer it is shown: to another prompt, of similar length, and each about once.
+
+    `prompts` are equal numbers for equal prompts, `lengths` the tokens of the answers. Sorted by length, rows are
+    divided into windows, and each window, sorted by prompt, is rotated by as many rows as the most frequent prompt has:
+    then no prompt meets its own answers, unless it has more than half of the window. Such a row takes the next longer
+    answer to another prompt. There must be two prompts.
+    """
+    order = sorted(range(len(prompts)), key=lengths.__getitem__)
+    partners = [-1] * len(order)
+    ends = [*range(_WINDOW_ROWS, len(order) - _WINDOW_ROWS + 1, _WINDOW_ROWS), len(order)]
+    for start, end in zip([0, *ends], ends, strict=False):
+        window = sorted(order[start:end], key=prompts.__getitem__)
+        most = max(Counter(prompts[row] for row in window).values())
+        for row, other in zip(window, window[most:] + window[:most], strict=True):
+            partners[row] = other
+    others = _next_to_another_prompt(order, prompts)
+    return [other if prompts[other] != prompts[row] else others[row] for row, other in enumerate(partners)]
+
+
+def _next_to_another_prompt(order: Sequence[int], prompts: Sequence[int]) -> dict[int, int]:
+    """For each row, the next one in a circle of rows that has another prompt, of which there are at least two."""
+    following: dict[int, int] = {}
+    for at in range(2 * len(order) - 1, -1, -1):
+        row, after = order[at % len(order)], order[(at + 1) % len(order)]
+        if prompts[row] != prompts[after]:
+            following[row] = after
+        elif after in following:
+            following[row] = following[after]
+    return following
+
+
+def _answers(rows: Any) -> _Located:
+    found = _Located([], [], [])
+    known: dict[int, int] = {}  # by the hash of a prompt's tokens, its number in order of appearance
+    for at in range(0, len(rows), _BATCH_ROWS):
+        for row in _some(rows, range(at, min(at + _BATCH_ROWS, len(rows)))):
+            ids, labels = row["input_ids"], row["labels"]
+            start = next(place for place, label in enumerate(labels) if label != IGNORE)
+            found.starts.append(start)
+            found.lengths.append(len(ids) - start)
+            found.prompts.append(known.setdefault(hash(tuple(ids[:start])), len(known)))
+    return found
+
+
+def _some(rows: Any, numbers: Sequence[int]) -> list[dict[str, Any]]:
+    """Rows by their numbers, read at once."""
+    columns = rows[numbers]
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def _with(own: dict[str, Any], start: int, other: dict[str, Any], at: int, max_length: int) -> tuple[Row, Encoded]:
+    """A row whose answer starts at `start`, with the answer of an `other` row, which starts `at` a token of that."""
+    answer = Segment(own["input_ids"], own["labels"])
+    mismatched = Segment(
+        [*own["input_ids"][:start], *other["input_ids"][at:]], [*own["labels"][:start], *other["labels"][at:]]
+    ).cut(max_length)
+    encoded = Encoded((answer, mismatched), (ANSWER, MISMATCHED), {DESIRABLE: own[DESIRABLE]})
+    return Row(own["place"], {}, own["source"]), encoded

@@ -1,0 +1,206 @@
+"""Facts about answers labelled good or bad: their layouts, what is refused or dropped, and the answers to others."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from finetune.config import Config
+from finetune.data import mismatched
+from finetune.data.encoded import IGNORE, segments_of
+from finetune.data.examples import Chat, Completion, RowError, Unusable
+from finetune.data.formats import FORMATS, read
+from finetune.data.mismatched import exchanged
+from finetune.data.prepare import Prepared, prepare
+from finetune.errors import DataError
+from finetune.model.source.tokenizer import load_tokenizer
+from finetune.objectives.contract import check_rows
+from finetune.settings import load_config
+
+ASK = {"role": "user", "content": "Why?"}
+GOOD, BAD = ({"role": "assistant", "content": text} for text in ("Because.", "No."))
+SAID = [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Because."}]
+CHAT = Chat([ASK, GOOD])
+
+LAYOUTS: list[tuple[str, dict[str, Any], Any]] = [
+    ("TRL", {"prompt": "Why? ", "completion": "Because."}, Completion("Why? ", "Because.")),
+    ("TRL, messages", {"prompt": [ASK], "completion": [GOOD]}, CHAT),
+    ("LLaMA-Factory, ShareGPT", {"conversations": SAID}, CHAT),
+    ("LLaMA-Factory, OpenAI", {"messages": [ASK, GOOD]}, CHAT),
+    ("LLaMA-Factory, Alpaca", {"instruction": "Why?", "input": "", "output": "Because."}, CHAT),
+    ("Axolotl, Argilla", {"instruction": "Why?", "completion": "Because."}, CHAT),
+    ("Axolotl, Intel", {"system": "", "question": "Why?", "completion": "Because."}, CHAT),
+    ("of several turns", {"messages": [ASK, BAD, ASK, GOOD]}, Chat([ASK, BAD, ASK, GOOD], frozenset({1}))),
+]
+
+
+@pytest.mark.parametrize(("row", "expected"), [pytest.param(*rest, id=name) for name, *rest in LAYOUTS])
+@pytest.mark.parametrize(("label", "value"), [("label", True), ("kto_tag", False)])
+def test_an_answer_is_read_in_each_published_layout(
+    row: dict[str, Any], expected: Any, label: str, value: bool
+) -> None:
+    content, unused = read({**row, label: value}, "unpaired", {})
+    assert (dict(content.segments), content.values) == ({"answer": expected}, {"desirable": float(value)})
+    assert unused == []
+
+
+@pytest.mark.parametrize(
+    ("row", "named"),
+    [
+        ({"prompt": "Why?", "completion": "So."}, "`label` must be true for a desirable answer .* it is missing"),
+        ({"prompt": "Why?", "completion": "So.", "label": 1}, "`label` must be true .* not a number"),
+        ({"prompt": "Why?", "completion": "So.", "label": "true"}, "without quotes; not text"),
+        ({"conversations": SAID, "kto_tag": "good"}, "`kto_tag` must be true"),
+        ({"completion": "So.", "label": True}, "there is no `prompt`"),
+        ({"messages": [GOOD], "label": True}, "there is no `prompt`"),
+        ({"messages": [ASK, GOOD, ASK], "label": True}, "`messages` must end with the assistant's answer"),
+        ({"prompt": "Why?", "label": True}, "`completion` is missing"),
+        ({"prompt": "Why?", "completion": "So.", "label": True, "images": ["a.png"]}, "`images`"),
+    ],
+)
+def test_a_row_that_is_no_labelled_answer_is_refused_by_its_field(row: dict[str, Any], named: str) -> None:
+    with pytest.raises(RowError, match=named):
+        read(row, "unpaired", {})
+
+
+def test_each_wrong_row_of_a_file_is_named(tmp_path: Path) -> None:
+    rows = answers(5)
+    rows[1]["label"], rows[3]["completion"] = "good", 7
+    with pytest.raises(DataError) as error:
+        prepared(tmp_path, rows)
+    said = str(error.value)
+    assert "rows.jsonl:2: `label` must be true" in said
+    assert "rows.jsonl:4: `completion` must be text" in said
+
+
+def test_a_pair_of_equal_answers_teaches_nothing() -> None:
+    with pytest.raises(Unusable, match="equal answers"):
+        read({"prompt": "Why?", "chosen": "So.", "rejected": "So."}, "unpaired", {})
+
+
+# -- answers to other prompts ------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 30)), min_size=2, max_size=40))
+def test_no_prompt_meets_its_own_answer_and_each_answer_is_taken_about_once(rows: list[tuple[int, int]]) -> None:
+    prompts, lengths = zip(*rows, strict=True)
+    most = max(Counter(prompts).values())
+    assume(most < len(rows))
+    partners = exchanged(prompts, lengths)
+    assert all(prompts[row] != prompts[other] for row, other in enumerate(partners))
+    if 2 * most <= len(rows):
+        assert sorted(partners) == list(range(len(rows)))
+
+
+def test_answers_are_exchanged_among_those_of_similar_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mismatched, "_WINDOW_ROWS", 8)
+    lengths = [37 * number % 101 for number in range(101)]
+    partners = exchanged(range(101), lengths)
+    assert sorted(partners) == list(range(101)), "an odd number as well"
+    assert max(abs(lengths[row] - lengths[other]) for row, other in enumerate(partners)) < 16
+
+
+def prepared(tmp_path: Path, rows: list[dict[str, Any]], **data: Any) -> tuple[Config, Prepared]:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    section = {"train": str(file), "eval": "none", **data}
+    config = load_config({"data": section, "training": {"objective": "kto"}, "model": {"name": "builtin:tiny-llama"}})
+    return config, prepare(config.data, load_tokenizer(config.model, config.data))
+
+
+def answers(number: int) -> list[dict[str, Any]]:
+    return [
+        {"prompt": f"To {n}. ", "completion": "yes " * (1 + n % 5), "label": n % 2 == 0, "kind": "a"}
+        for n in range(number)
+    ]
+
+
+def test_a_row_has_its_answer_and_one_to_another_prompt(tmp_path: Path) -> None:
+    config, data = prepared(tmp_path, answers(9))
+    assert (config.data.format, config.data.too_long) == ("unpaired", "drop")
+    check_rows("kto", data.layout, 1)
+    ends = []
+    for row in data.train:
+        answer, other = segments_of(row)
+        start = sum(label == IGNORE for label in answer.labels)
+        assert other.input_ids[:start] == answer.input_ids[:start]
+        assert other.labels[:start] == [IGNORE] * start
+        assert other.labels[start:] == other.input_ids[start:]
+        ends.append((tuple(answer.input_ids[start:]), tuple(other.input_ids[start:])))
+    assert Counter(own for own, _ in ends) == Counter(shown for _, shown in ends), "each answer is shown once"
+    assert data.train["desirable"][:] == [float(n % 2 == 0) for n in range(9)]
+    counts = data.train_counts
+    assert counts.segments == {
+        name: sum(row["segments"][at] for row in data.train) for at, name in enumerate(("answer", "mismatched"))
+    }
+    assert counts.unused == ["kind"]
+
+
+def test_both_answers_of_a_pair_are_rows_and_what_is_empty_or_too_long_is_dropped_alone(tmp_path: Path) -> None:
+    rows = [{"prompt": f"To {n}. ", "chosen": f"yes {n}", "rejected": f"no {n}"} for n in range(6)]
+    rows[1]["rejected"] = " "
+    rows[2]["chosen"] = "yes " * 200
+    rows[3] = {"prompt": "Ask. ", "completion": "so", "label": False}
+    rows[4]["chosen"] = rows[4]["rejected"]
+    _, data = prepared(tmp_path, rows, max_length=64)
+    places = {row.place.rpartition("/")[2]: row.why for row in data.train_counts.affected}
+    assert places == {
+        "rows.jsonl:2, rejected": "empty answer",
+        "rows.jsonl:3, chosen": "over data.max_length",
+        "rows.jsonl:5": "equal answers",
+    }
+    found = [(place.rpartition("/")[2], desirable) for place, desirable in zip(
+        data.train["place"][:], data.train["desirable"][:], strict=True
+    )]  # fmt: skip
+    assert found == [
+        ("rows.jsonl:1, chosen", 1), ("rows.jsonl:1, rejected", 0), ("rows.jsonl:2, chosen", 1),
+        ("rows.jsonl:3, rejected", 0), ("rows.jsonl:4", 0), ("rows.jsonl:6, chosen", 1), ("rows.jsonl:6, rejected", 0),
+    ]  # fmt: skip
+
+
+def test_an_answer_to_another_prompt_that_would_be_too_long_is_cut(tmp_path: Path) -> None:
+    rows = answers(8)
+    rows[0] |= {"prompt": "To " + "and " * 40, "completion": "yes"}
+    rows[1]["completion"] = "yes " * 20
+    _, data = prepared(tmp_path, rows, max_length=64)
+    assert len(data.train) == 8
+    longest = [max(row["segments"]) for row in data.train]
+    assert (longest[0], data.train_counts.longest) == (64, max(longest))
+    assert segments_of(data.train[0])[1].trained > 1
+
+
+def test_rows_of_one_prompt_alone_are_refused_and_are_no_evaluation_set(tmp_path: Path) -> None:
+    same = [{"prompt": "To. ", "completion": f"yes {n}", "label": True} for n in range(6)]
+    with pytest.raises(DataError, match=r"`data\.train`: all answers are to one prompt"):
+        prepared(tmp_path, same)
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(json.dumps(row) + "\n" for row in same))
+    with pytest.raises(DataError, match=r"`data\.eval`: all answers are to one prompt"):
+        prepared(tmp_path, answers(6), eval=str(held_out))
+    _, data = prepared(tmp_path, answers(3), eval="auto")
+    assert data.eval is None
+    assert "one prompt" in str(data.warning)
+
+
+def test_a_function_may_return_pairs_or_labelled_answers(tmp_path: Path) -> None:
+    def either(row: dict[str, Any]) -> dict[str, Any]:
+        """Questions with one or two answers."""
+        answer = (
+            {"completion": row["a"], "label": True} if "b" not in row else {"chosen": row["a"], "rejected": row["b"]}
+        )
+        return {"prompt": row["q"], **answer}
+
+    before = dict(FORMATS)
+    try:
+        rows = [{"q": f"{n}? ", "a": "yes", **({"b": "no"} if n % 2 else {})} for n in range(4)]
+        _, data = prepared(tmp_path, rows, format=either)
+    finally:  # those of functions are for the process, and other tests compare the table
+        FORMATS.clear()
+        FORMATS.update(before)
+    assert data.train["desirable"][:] == [1, 1, 0, 1, 1, 0]

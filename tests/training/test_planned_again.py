@@ -1,0 +1,52 @@
+"""A kernel that the model itself rules out after the plan: the plan is made again, and later starts know."""
+
+import json
+from typing import Any
+
+from finetune import recipe
+from finetune.kernels import mlp
+from finetune.report.terminal import Terminal
+from finetune.storage.rundir import RunDirectory
+
+
+def notes(config: Any) -> str:
+    """What a training of `config` says."""
+    said: list[str] = []
+    terminal = Terminal(quiet=True)
+    terminal.note = said.append
+    recipe.train(config, terminal=terminal)
+    return "\n".join(said)
+
+
+def forecast(run: RunDirectory) -> Any:
+    return json.loads(run.forecast_file.read_text())
+
+
+def test_a_job_whose_model_rules_out_a_kernel_trains_by_a_plan_without_it(quick, monkeypatch, tmp_path) -> None:
+    right = mlp.ops.gated_backward_
+
+    def wrong(da: Any, gate: Any, up: Any, activation: str) -> None:
+        right(da, gate, up, activation)
+        gate.mul_(1.2)
+
+    job = ["memory.check=refuse", "memory.checkpointing=auto", "output.save_every=2"]
+    fused = quick(*job, run="fused")
+    assert "planning again" not in notes(fused)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mlp.ops, "gated_backward_", wrong)
+        said = notes(quick(*job))
+    run, plain = RunDirectory(tmp_path / "run"), RunDirectory(tmp_path / "fused")
+    assert "`mlp` is off: in LlamaMLP" in said
+    assert said.count("planning again") == 1
+    again = forecast(run)["phases"]
+    assert again["forward"]["allocated_bytes"] > forecast(plain)["phases"]["forward"]["allocated_bytes"]
+    assert [event["kernels"] for event in run.events() if event["event"] == "kernels_ruled_out"] == [["mlp"]]
+
+    # The kernel is right again, and the run goes on without it all the same.
+    said = notes(quick(*job, "training.max_steps=6"))
+    assert "`mlp` is off: an earlier start of this run" in said
+    assert "planning again" not in said
+    assert not [event for event in run.events() if event["event"] == "changed" and "memory" in str(event)]
+    assert len([event for event in run.events() if event["event"] == "kernels_ruled_out"]) == 1
+    assert forecast(run)["phases"] == again
