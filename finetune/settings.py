@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from finetune.model.attention.backends import ATTENTIONS
 from finetune.model.source.chat_template import TEMPLATES
 from finetune.model.structure.quantization import QUANTIZATIONS
 from finetune.objectives import OBJECTIVES
+from finetune.objectives.classification import CLASSIFICATION
+from finetune.objectives.distillation import DISTILLATION
 from finetune.objectives.kto import LABELLED
 from finetune.objectives.preference import PAIRS
 from finetune.storage.rundir import RunDirectory
@@ -69,23 +72,28 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
 
 
 def _for_objective(config: Config) -> Config:
-    """`config` with rows read as its objective of preferences needs them, and dropped if too long; given keys stay."""
+    """`config` with rows read as its objective needs them, and those of preferences dropped if too long.
+
+    Given keys stay.
+    """
     objective = OBJECTIVES.get(config.training.objective)
-    wanted = _FORMAT_OF.get((objective.layout.segments, objective.layout.values)) if objective else None
+    wanted = _FORMAT_OF.get(objective.layout) if objective else None
     if wanted is None:
         return config
     changes = {"data.format": formats.of_objective(config.data.format, wanted)}
-    if "too_long" not in config.data.model_fields_set:
+    if wanted not in ("labelled", "distilled") and "too_long" not in config.data.model_fields_set:
         changes["data.too_long"] = "drop"
     return config.changed(changes)
 
 
 _FORMAT_OF = {
-    (PAIRS.segments, ()): "pairs",
-    (PAIRS.segments, ("margin",)): "pairs_with_margin",
-    (LABELLED.segments, LABELLED.values): "unpaired",
+    PAIRS: "pairs",
+    replace(PAIRS, values=("margin",)): "pairs_with_margin",
+    LABELLED: "unpaired",
+    CLASSIFICATION.layout: "labelled",
+    DISTILLATION.layout: "distilled",
 }
-"""By the segments and values of an objective's rows, what `data.format: auto` is."""
+"""By the layout of an objective's rows, what `data.format: auto` is."""
 
 
 def _choices() -> Choices:

@@ -184,7 +184,10 @@ RULES = (
         )
     ),
     *(
-        Rule(other, others, "training.objective", only("reward"), f"a reward model {reason}; set `{remedy}`")
+        Rule(
+            other, others, "training.objective", only("reward", "classification"),
+            f"a model with a head for scores {reason}; set `{remedy}`",
+        )
         for other, others, reason, remedy in (
             ("adapter.kind", only("none"), "is trained by an adapter and its head alone", "adapter.kind: lora"),
             ("adapter.init", but("default"), "starts from the plain base", "adapter.init: default"),
@@ -198,8 +201,21 @@ RULES = (
         "answers are told from prompts by what is trained; set `assistant`",
     ),
     Rule(
-        "model.labels", but([]), "training.objective", but("reward"),
-        "only a reward model has a head with labels; remove it",
+        "model.labels", but([]), "training.objective", but("reward", "classification"),
+        "only a reward model and a classifier have a head with labels; remove it",
+    ),
+    Rule(
+        "data.teacher_tokens", but(32), "training.objective", but("distillation"),
+        "only distillation has a teacher; remove it, or set `training.objective: distillation`",
+    ),
+    Rule(
+        "distributed.kind", only("deepspeed"), "training.objective", only("distillation"),
+        "the head's rows of a teacher's tokens are read outside of the passes that DeepSpeed gathers weights for; set "
+        "`distributed.kind: fsdp`",
+    ),
+    Rule(
+        "data.labels", but([]), "training.objective", but("classification"),
+        "only a classifier has classes; remove it, or set `training.objective: classification`",
     ),
     Rule(
         "output.merge", only(True), "model.weights", only("random"),

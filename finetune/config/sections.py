@@ -90,7 +90,8 @@ class ModelSection(Section):
     vocabulary: Positive | None = None
     """Rows of the embedding and the head where the base has fewer, as `data.new_tokens` needs; it sets this itself."""
     labels: list[str] = []
-    """What a sequence classifier's head scores, in place of the next token. The objective `reward` sets it."""
+    """What a sequence classifier's head scores, in place of the next token. The objectives `reward` and
+    `classification` set it."""
     attention: Annotated[str, Choice("model.attention")] = "auto"
     """Attention implementation; `auto` takes the fastest available on this machine and logs why."""
     trust_remote_code: bool = False
@@ -226,6 +227,11 @@ class DataSection(Section):
     columns: dict[str, str] = {}
     """Columns that have other names than the format's fields: `{prompt: question}` reads the field `prompt` from the
     column `question`."""
+    labels: list[str] = []
+    """Classes of the objective `classification`, in the order of the head's outputs; by default those of the training
+    rows, numbers by value and names by spelling."""
+    teacher_tokens: Annotated[int, Field(ge=1, le=1024)] = 32
+    """How many of a teacher's tokens are read at each token, the likeliest (`training.objective: distillation`)."""
     separator: str = ""
     """Text between a plain-text prompt and its completion, such as `"\\n"`; whoever asks the trained model writes it
     after each prompt, as `finetune generate` does."""
@@ -316,7 +322,7 @@ class PreferenceSection(Section):
     """Margin by which the chosen answer should win (SimPO's gamma); null is the method's default."""
     nll_weight: AtLeast0 = 0.0
     """Weight of the chosen answer's mean cross-entropy, added to the loss, which keeps the chosen answer from becoming
-    less likely together with the rejected one."""
+    less likely together with the rejected one; in distillation, that of the labels."""
     desirable_weight: AtLeast0 = 1.0
     """Weight of the loss of a desirable answer (KTO's lambda_D); times their number, it should be 1 to 4/3 times what
     undesirable ones have (arXiv 2402.01306, section 4)."""
@@ -480,6 +486,14 @@ class Config(Section):
     def fitted(self) -> bool:
         """Whether nothing is left for the forecast to choose."""
         return self.training.micro_batch != "auto" and self.memory.checkpointing != "auto"
+
+    @property
+    def scorer(self) -> Literal["reward model", "classifier"] | None:
+        """What is trained where a head of its own scores sequences, so that no token is predicted."""
+        scorers: dict[str, Literal["reward model", "classifier"]] = {
+            "reward": "reward model", "classification": "classifier"
+        }  # fmt: skip
+        return scorers.get(self.training.objective)
 
     @property
     def caches_reference(self) -> bool:

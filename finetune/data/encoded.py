@@ -9,12 +9,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 IGNORE = -100
 """The label of a token that is not trained."""
+
+TEACHER = ("teacher_ids", "teacher_log_probs")
+"""The columns of a teacher's values, k for each token, one token after the other; in a batch (sequences, tokens, k)."""
+
+
+class Teacher(NamedTuple):
+    """A teacher's likeliest tokens at each token and their log-probabilities, int32 and float32 (tokens, k).
+
+    -inf stands for no token.
+    """
+
+    ids: np.ndarray
+    log_probs: np.ndarray
+
 
 MISMATCHED = "mismatched"
 """The name of a second segment that goes through the model apart from the first."""
@@ -39,12 +54,14 @@ def columns(rows: Any) -> list[str]:
 class RowLayout:
     """The names of the segments (none for a single sequence) and of the values of each row of a data set.
 
-    `optional` are values that an objective reads where all rows have them.
+    `optional` are values that an objective reads where all rows have them. `teacher` is k, how many tokens of a teacher
+    each token has; 0 without one.
     """
 
     segments: tuple[str, ...] = ()
     values: tuple[str, ...] = ()
     optional: tuple[str, ...] = field(default=(), compare=False)
+    teacher: int = 0
 
     @property
     def sequences(self) -> int:
@@ -63,7 +80,8 @@ class RowLayout:
 
     def __str__(self) -> str:
         named = " and ".join(f"`{name}`" for name in (*self.segments, *self.values))
-        return f"rows of {named}" if named else "rows of one sequence"
+        rows = f"rows of {named}" if named else "rows of one sequence"
+        return f"{rows} with a teacher's log-probabilities" if self.teacher else rows
 
 
 ONE_SEQUENCE = RowLayout()
@@ -82,6 +100,7 @@ class Segment:
     head: int = 1
     escaped: bool = False
     lost_thoughts: bool = False
+    teacher: Teacher | None = field(default=None, compare=False)
 
     @property
     def trained(self) -> int:
@@ -91,7 +110,12 @@ class Segment:
 
     def cut(self, length: int, start: int = 0) -> Segment:
         """At most `length` tokens starting at `start`."""
-        return Segment(self.input_ids[start : start + length], self.labels[start : start + length])
+        return self.some(range(len(self.labels))[start : start + length])
+
+    def some(self, positions: Sequence[int]) -> Segment:
+        """The tokens at these positions."""
+        ids, labels = ([values[at] for at in positions] for values in (self.input_ids, self.labels))
+        return Segment(ids, labels, teacher=self.teacher and Teacher(*(each[[*positions]] for each in self.teacher)))
 
 
 @dataclass(frozen=True)
@@ -105,7 +129,8 @@ class Encoded:
     @property
     def layout(self) -> RowLayout:
         """The names of segments and values."""
-        return RowLayout(self.names, tuple(self.values))
+        teacher = self.segments[0].teacher
+        return RowLayout(self.names, tuple(self.values), teacher=0 if teacher is None else teacher.ids.shape[1])
 
     @property
     def input_ids(self) -> list[int]:
@@ -129,6 +154,8 @@ class Encoded:
         They are the same, untrained and followed by another such token: the last one predicts the answer of each
         segment, so that each has its own.
         """
+        import numpy as np
+
         if len(self.segments) == 1:
             return 0
         shortest = min(self.lengths)

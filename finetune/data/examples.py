@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from finetune.data.encoded import Teacher
+
 Message = dict[str, Any]
 
 
@@ -28,12 +30,14 @@ class Chat:
 
     Assistant turns whose index is in `context` are shown to the model but not trained. `tools` are the functions the
     assistant may call, as JSON schemas for the template. Texts of an `escaped` example contain stand-ins (control.py).
+    `whole`: all of it is read by a head for classes, so it need not have an answer.
     """
 
     messages: list[Message]
     context: frozenset[int] = frozenset()
     tools: list[dict[str, Any]] | None = None
     escaped: bool = False
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,18 +57,20 @@ class Completion:
 
 @dataclass(frozen=True)
 class Text:
-    """Plain text, all of it trained."""
+    """Plain text, all of it trained, with an end-of-text token; without one if it is `whole` (see `Chat`)."""
 
     text: str
     escaped: bool = False
+    whole: bool = False
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Token ids with optional labels (of the same length; -100 where not trained)."""
+    """Token ids with optional labels (of the same length; -100 where not trained) and values of a teacher."""
 
     input_ids: list[int]
     labels: list[int] | None = None
+    teacher: Teacher | None = field(default=None, compare=False)
 
 
 Example = Chat | Completion | Text | Tokens
@@ -76,10 +82,12 @@ class Several:
     """A row of several segments by name, such as `chosen` and `rejected`, each encoded and trained as an example.
 
     `values` are numbers of the row for its objective, such as a margin. All rows of a data set have the same names.
+    `label` is the name of the row's class, whose number becomes a value once all classes are known.
     """
 
     segments: Mapping[str, Example]
     values: Mapping[str, float] = field(default_factory=dict)
+    label: str | None = None
 
 
 Content = Example | Several

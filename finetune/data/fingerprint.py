@@ -44,8 +44,9 @@ def of_rows(rows: Any) -> str:
             if not hasattr(values, "value_lengths"):
                 digest.update(values.to_numpy(zero_copy_only=False).astype("<f8", copy=False).tobytes())
                 continue
-            for numbers in (values.value_lengths(), values.flatten()):
-                digest.update(numbers.to_numpy(zero_copy_only=False).astype("<i4", copy=False).tobytes())
+            for each in (values.value_lengths(), values.flatten()):
+                numbers = each.to_numpy(zero_copy_only=False)
+                digest.update(numbers.astype("<f4" if numbers.dtype.kind == "f" else "<i4", copy=False).tobytes())
     return digest.hexdigest()
 
 

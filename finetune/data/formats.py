@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from finetune.config import inline
 from finetune.config.field_types import Help, name_of, not_given, shortened, unknown
-from finetune.data import examples, pairs, unpaired
+from finetune.data import examples, labelled, pairs, teachers, unpaired
 from finetune.data import fields as row
 from finetune.data.examples import Completion, Content, Example, Message, NoSuchField, RowError, Several, Text, Tokens
 from finetune.data.fields import Fields
@@ -93,8 +93,17 @@ def _prompt_messages(fields: Fields) -> list[Message]:
     return [{"role": "user", "content": row.text(fields, "prompt")}]
 
 
-def _tokenized(fields: Fields) -> Example:
+def _tokenized(fields: Fields) -> Tokens:
     """Ids and labels without the padding marked by `attention_mask`."""
+    return _unpadded(fields)[0]
+
+
+def _distilled(fields: Fields) -> Tokens:
+    return teachers.read(fields, *_unpadded(fields))
+
+
+def _unpadded(fields: Fields) -> tuple[Tokens, int]:
+    """Ids and labels without the padding, and where they start."""
     ids = row.integers(fields, "input_ids")
     labels = None if fields.get("labels") is None else row.integers(fields, "labels", len(ids))
     mask = [1] * len(ids) if fields.get("attention_mask") is None else row.integers(fields, "attention_mask", len(ids))
@@ -106,7 +115,7 @@ def _tokenized(fields: Fields) -> Example:
         raise RowError(
             f"`attention_mask[{mask.index(0, start)}]` masks a token in the middle; it may only mask padding"
         )
-    return Tokens(ids[start:end], None if labels is None else labels[start:end])
+    return Tokens(ids[start:end], None if labels is None else labels[start:end]), start
 
 
 # -- which format, which columns -------------------------------------------------------------------------------------
@@ -246,7 +255,7 @@ def likely_columns(fields: Fields) -> Likely | None:
     names, if those single out one question and one answer.
     """
     spelt = {name.lower(): name for name in islice(fields, _COMPARED_FIELDS)} | {name: name for name in fields}
-    for form in filter(lambda form: form.required, FORMATS.values()):
+    for form in filter(lambda form: form.required and form.detected, FORMATS.values()):
         columns = {
             field: next((spelt[name] for name in (field, *_OFTEN.get(field, ())) if name in spelt), None)
             for field in form.required
@@ -332,6 +341,10 @@ FORMATS: dict[str, RowFormat] = {
         "the same with `margin`, a number, for reward models",
         ("chosen", "rejected", "margin"), pairs.read_with_margin, pairs.OPTIONAL, of_answers=False, detected=False,
     ),
+    "labelled": RowFormat(
+        "`label`, the name or number of a class, and `text`, `messages` or `prompt`; for classification",
+        ("label",), labelled.read, labelled.OPTIONAL, of_answers=False, detected=False,
+    ),
     "prompt_completion": RowFormat(
         "`prompt` and `completion`, text or messages; the completion is trained",
         ("prompt", "completion"), _prompt_completion, _BESIDE_MESSAGES,
@@ -349,6 +362,10 @@ FORMATS: dict[str, RowFormat] = {
     "tokenized": RowFormat(
         "`input_ids`, optionally `labels` (default: all are trained) and `attention_mask`",
         ("input_ids",), _tokenized, ("labels", "attention_mask"), of_answers=False,
+    ),
+    "distilled": RowFormat(
+        "`input_ids`, optionally `labels`, with `teacher_ids` and `teacher_logprobs`, or vLLM's `prompt_logprobs`",
+        ("input_ids",), _distilled, teachers.OPTIONAL, of_answers=False, detected=False,
     ),
     "text": RowFormat(
         "`text`, all of it trained",

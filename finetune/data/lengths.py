@@ -70,7 +70,7 @@ def _truncate(row: Segment, limit: int) -> tuple[str, list[Segment]]:
                 break
             labels[at] = IGNORE
     positions = [*range(head), *range(begin, len(labels))][:limit]
-    kept = Segment([row.input_ids[at] for at in positions], [labels[at] for at in positions])
+    kept = replace(row, labels=labels).some(positions)
     return ("truncated" if positions[-1] >= end - 1 else "answer truncated"), [kept]
 
 
@@ -88,7 +88,7 @@ def _split(row: Segment, limit: int) -> tuple[str, list[Segment]]:
     pieces = [row.cut(limit)]
     for start in range(limit - 1, len(row.labels) - 1, max(1, limit - 1)):
         piece = row.cut(limit, start)
-        pieces.append(Segment(piece.input_ids, [IGNORE, *piece.labels[1:]]))
+        pieces.append(replace(piece, labels=[IGNORE, *piece.labels[1:]]))
     return "split", pieces
 
 

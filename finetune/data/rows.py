@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from finetune.data.cache import writing
-from finetune.data.encoded import ONE_SEQUENCE, Encoded, RowLayout
+from finetune.data.encoded import ONE_SEQUENCE, TEACHER, Encoded, RowLayout
 from finetune.data.sources import Row
 
 
@@ -37,6 +37,8 @@ def writer(path: Path) -> Iterator[Callable[[list[tuple[Row, Encoded]]], None]]:
         nonlocal schema, stream
         own = {"segments": ids, "shared": count} if layout.segments else {}
         own |= {name: pyarrow.float64() for name in layout.values}
+        if layout.teacher:
+            own |= dict(zip(TEACHER, (ids, pyarrow.list_(pyarrow.float32())), strict=True))
         schema = pyarrow.schema(list((names | own).items()))
         stream = pyarrow.ipc.new_stream(file, schema)
 
@@ -50,6 +52,12 @@ def writer(path: Path) -> Iterator[Callable[[list[tuple[Row, Encoded]]], None]]:
             flat = np.fromiter(itertools.chain.from_iterable(values), dtype=np.int32, count=ends[-1])
             return pyarrow.ListArray.from_arrays(ends, flat)
 
+        def of_teacher(number: int) -> Any:
+            """The ids or the log-probabilities: `layout.teacher` of each token, one after the other."""
+            teachers = [encoded.segments[0].teacher for _, encoded in rows]
+            flat = np.concatenate([each[number].ravel() for each in teachers if each is not None])
+            return pyarrow.ListArray.from_arrays(ends * layout.teacher, flat)
+
         layout = rows[0][1].layout
         columns = [
             column(encoded.input_ids for _, encoded in rows),
@@ -61,6 +69,7 @@ def writer(path: Path) -> Iterator[Callable[[list[tuple[Row, Encoded]]], None]]:
             *([[encoded.lengths for _, encoded in rows]] if layout.segments else []),
             *([[encoded.shared for _, encoded in rows]] if layout.segments else []),
             *([encoded.values[name] for _, encoded in rows] for name in layout.values),
+            *(map(of_teacher, range(len(TEACHER))) if layout.teacher else ()),
         ]
         with writing():
             if stream is None:

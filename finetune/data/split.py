@@ -20,7 +20,19 @@ from typing import Any, Literal, NamedTuple
 
 from finetune.config import DataSection
 from finetune.config.field_types import GIVEN
-from finetune.data import cache, chat, control, fingerprint, formats, lengths, mismatched, sources, unpaired
+from finetune.data import (
+    cache,
+    chat,
+    control,
+    fingerprint,
+    formats,
+    labelled,
+    lengths,
+    mismatched,
+    sources,
+    teachers,
+    unpaired,
+)
 from finetune.data.counts import (
     CONTROL_TOKENS,
     DUPLICATE,
@@ -209,6 +221,8 @@ class _Rows:
                     form = self.section.format
                     self.forms[row.source] = formats.detect(row.fields, columns) if form == "auto" else form
                 content, unused = formats.read(row.fields, self.forms[row.source], columns, self.section.separator)
+                content = labelled.numbered(content, self.section.labels)
+                content = teachers.kept(content, self.section.teacher_tokens)
         except (DataError, Unusable) as error:
             return error
         for example in parts(content):

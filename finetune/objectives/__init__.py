@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.config import Config
 from finetune.config.field_types import name_of
 from finetune.data.encoded import ONE_SEQUENCE, RowLayout
-from finetune.objectives import kto, preference, rewards
+from finetune.objectives import classification, distillation, kto, preference, rewards
 from finetune.objectives.objective import (
     MODEL_INPUTS,
     Batch,
@@ -61,6 +61,8 @@ OBJECTIVES: dict[str, Objective] = {
     **preference.FAMILY,
     "kto": kto.KTO,
     "reward": rewards.REWARD,
+    "classification": classification.CLASSIFICATION,
+    "distillation": distillation.DISTILLATION,
 }
 
 
@@ -73,6 +75,9 @@ def of(config: Config) -> Objective:
     objective = OBJECTIVES[config.training.objective]
     if objective.bind:
         objective = objective.bind(config.preference)
+    if objective.layout.teacher:
+        layout = replace(objective.layout, teacher=config.data.teacher_tokens)
+        return replace(objective, layout=layout)
     if not (objective.reference and config.caches_reference):
         return objective
     columns = tuple(map(preference.reference_column, objective.layout.segments))

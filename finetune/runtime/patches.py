@@ -48,6 +48,11 @@ class Patch:
             owner = getattr(owner, name)
         return owner
 
+    @property
+    def value(self) -> Any:
+        """What `target` is now, replaced or not."""
+        return getattr(self.owner(), self.attribute)
+
     @contextlib.contextmanager
     def by(self, value: Any, owner: Any = None) -> Iterator[None]:
         """In the block, replace the attribute by `value`; `owner` is one of `objects`."""

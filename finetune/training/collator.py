@@ -8,6 +8,7 @@ Each rank takes its share of the rows; together they take the same rows as a sin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from finetune.config import Config
 from finetune.data.batching import MicroBatching, micro_batches
-from finetune.data.encoded import IGNORE, MISMATCHED, ONE_SEQUENCE, lengths_of
+from finetune.data.encoded import IGNORE, MISMATCHED, ONE_SEQUENCE, TEACHER, lengths_of
 from finetune.model.attention import packing
 from finetune.objectives import MODEL_INPUTS, layout_of
 
@@ -27,8 +28,9 @@ Inputs = dict[str, Any]
 sequences share tokens, also `key_parts`.
 
 A row is one sequence, unless the layout of the rows names segments: then each segment is one, those of a row one after
-the other, and `row` (sequences,) is the row of each. Each value of the rows is (rows,), float32. `mismatched` is the
-micro-batch of the segments that go through the model apart, if rows have such."""
+the other, and `row` (sequences,) is the row of each. Each value of the rows is (rows,), float32; those of a teacher are
+(sequences, tokens, k), or packed (1, tokens, k). `mismatched` is the micro-batch of the segments that go through the
+model apart, if rows have such."""
 
 
 def micro_batching(config: Config, architecture: Any = None) -> MicroBatching:
@@ -111,6 +113,9 @@ class MicroBatches:
             inputs["row"] = torch.arange(len(rows)).repeat_interleave(layout.together)
         for name in (*layout.values, *(one for one in layout.optional if one in rows[0])):
             inputs[name] = torch.tensor([row[name] for row in rows], dtype=torch.float32)
+        for name, none in zip(TEACHER, (0, -math.inf), strict=True) if layout.teacher else ():
+            parts = [np.asarray(row[name]).reshape(-1, layout.teacher) for row in rows]
+            inputs[name] = _padded(parts, inputs["input_ids"].shape, none)
         return inputs
 
     def idle(self) -> Idle:
@@ -123,7 +128,19 @@ class MicroBatches:
         lengths *= self.way.layout.sequences // self.way.layout.together
         tokens = sum(lengths)
         row = {"input_ids": [0] * tokens, "labels": [label] * tokens, **dict.fromkeys(self.way.layout.values, 0.0)}
+        row |= dict.fromkeys(TEACHER, [0] * (tokens * self.way.layout.teacher)) if self.way.layout.teacher else {}
         return {**row, "segments": lengths, "shared": shared} if self.way.layout.segments else row
+
+
+def _padded(parts: Sequence[np.ndarray], shape: Sequence[int], none: float) -> torch.Tensor:
+    """Values (tokens, k) of each sequence as one tensor (*shape, k): padded, or one after the other in a single row."""
+    kind = np.int32 if none == 0 else np.float32
+    whole = np.full((*shape, parts[0].shape[1]), none, kind)
+    if shape[0] < len(parts):
+        parts = [np.concatenate(parts)]
+    for own, part in zip(whole, parts, strict=True):
+        own[: len(part)] = part
+    return torch.from_numpy(whole)
 
 
 def split(inputs: Inputs) -> tuple[Inputs, Inputs] | None:
@@ -181,7 +198,7 @@ def first_row(inputs: Inputs) -> list[int]:
 
 
 def _some(inputs: Inputs, first: int, end: int) -> Inputs:
-    own = {name: value for name, value in inputs.items() if name in MODEL_INPUTS}
+    own = {name: value for name, value in inputs.items() if name in MODEL_INPUTS or name in TEACHER}
     some = _packed_rows if "cu_seq_lens_q" in inputs else _rows
     if "row" not in inputs:
         return some(own, first, end)
@@ -201,5 +218,6 @@ def _packed_rows(inputs: Inputs, first: int, end: int) -> Inputs:
     tokens = slice(int(starts[0]), int(starts[-1]))
     lengths = starts.diff()
     shared = inputs["cu_seq_lens_k"][first : end + 1].diff() - lengths
-    by_token = {name: inputs[name][:, tokens] for name in ("input_ids", "labels")}
+    there = [name for name in TEACHER if name in inputs]
+    by_token = {name: inputs[name][:, tokens] for name in ("input_ids", "labels", *there)}
     return {**by_token, **packing.places(lengths.tolist(), shared.tolist())}

@@ -15,7 +15,7 @@ import torch
 from bitsandbytes.optim.optimizer import Optimizer8bit
 
 from finetune.data.batching import Batch, Sizes, first_rows, per_step, worst_batches
-from finetune.data.encoded import IGNORE, segments_of
+from finetune.data.encoded import IGNORE, TEACHER, segments_of
 from finetune.measure.monitor import Peak
 from finetune.model.distributed import optimizer_states
 from finetune.training.batches import Steps
@@ -96,7 +96,9 @@ def cut(row: dict[str, Any], computed: Sequence[int], shared: int) -> dict[str, 
     kept = [segment.cut(length) for segment, length in zip(segments_of(row), lengths, strict=True)]
     ids, labels = ([part for segment in kept for part in getattr(segment, name)] for name in ("input_ids", "labels"))
     named = {"segments": lengths, "shared": shared} if "segments" in row else {}
-    return {**row, "input_ids": ids, "labels": labels, **named}
+    each = len(row[TEACHER[0]]) // len(row["input_ids"]) if TEACHER[0] in row else 0
+    teacher = {name: row[name][: each * len(ids)] for name in TEACHER if name in row}  # of a row of one segment
+    return {**row, "input_ids": ids, "labels": labels, **named, **teacher}
 
 
 def labelled(rows: Sequence[dict[str, Any]], trained_tokens: int) -> list[dict[str, Any]]:

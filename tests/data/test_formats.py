@@ -86,7 +86,7 @@ def test_a_row_is_read_in_its_format_and_by_detection(subtests: pytest.Subtests)
 
 
 def test_every_format_is_tried_above() -> None:
-    elsewhere = {"pairs", "pairs_with_margin", "unpaired"}  # test_pairs.py, test_unpaired.py; not detected
+    elsewhere = {"pairs", "pairs_with_margin", "unpaired", "labelled", "distilled"}  # tests of their own; not detected
     assert {name for name, _, _ in ROWS} | elsewhere == set(FORMATS), "add a row of the new format to ROWS"
 
 

@@ -74,13 +74,16 @@ def test_sums_are_those_of_the_whole_logits_and_counts_those_of_the_labels(quick
 
 
 def give_rows(loop: Loop, layout: RowLayout) -> None:
-    """Let the rows of `loop` have this layout: segments are rows that it had, and values 1, 2, ..."""
+    """Let the rows of `loop` have this layout: segments are rows that it had, values 1, 2, ..., a teacher one token."""
     rows, segments = list(loop.steps.rows), layout.sequences
     joined = []
     for number in range(len(rows)):
         several = [rows[(number + other) % len(rows)] for other in range(segments)]
         row = {name: [one for each in several for one in each[name]] for name in ("input_ids", "labels")}
         row |= dict.fromkeys(layout.values, number + 1.0)
+        if layout.teacher:
+            row |= {"teacher_ids": [one + 1 for one in row["input_ids"]]}
+            row |= {"teacher_log_probs": [-1.0 / (1 + one % 3) for one in row["input_ids"]]}
         joined.append({**row, "segments": [len(each["input_ids"]) for each in several]} if layout.segments else row)
     collate = MicroBatches(replace(loop.steps.collate.way, layout=layout), pad_token_id=0)
     loop.steps = replace(loop.steps, rows=joined, collate=collate)

@@ -1,0 +1,112 @@
+"""Rows with a teacher's likeliest tokens at each token, and their log-probabilities, to learn its distribution from.
+
+input_ids, labels, teacher_ids, teacher_logprobs     lists of the same length; of each token a list of k
+input_ids, labels, prompt_logprobs                   as vLLM returns them: of each token {id: {"logprob": ...}}
+
+An entry belongs to the token at its own position, given the tokens before it, as a label does. That of a token which is
+not trained may be empty or null, as vLLM's first one is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from finetune.data import fields as row
+from finetune.data.encoded import IGNORE, Teacher
+from finetune.data.examples import Content, RowError, Tokens
+from finetune.data.fields import Fields
+
+OPTIONAL = ("labels", "attention_mask", "teacher_ids", "teacher_logprobs", "prompt_logprobs")
+
+# Rounding of a teacher in 16 bit; more is no distribution.
+_MOST_TOGETHER = 1.02
+
+Entry = dict[int, float]
+"""The log-probabilities of a teacher's likeliest tokens at one position, by id."""
+
+
+def read(fields: Fields, tokens: Tokens, start: int) -> Tokens:
+    """`tokens`, the row's from `start` on, with the teacher's log-probabilities of each. Raises RowError."""
+    count = len(fields["input_ids"])
+    entries = _of_vllm(fields, count) if fields.get("prompt_logprobs") is not None else _of_lists(fields, count)
+    import numpy as np
+
+    entries = entries[start : start + len(tokens.input_ids)]
+    labels = tokens.input_ids if tokens.labels is None else tokens.labels
+    for at, (entry, label) in enumerate(zip(entries, labels, strict=True)):
+        if at and label != IGNORE and not entry:
+            raise RowError(f"token {start + at} is trained and has no log-probabilities of a teacher")
+    most = max(map(len, entries), default=0)
+    ids, log_probs = np.zeros((len(entries), most), np.int32), np.full((len(entries), most), -np.inf, np.float32)
+    for at, entry in enumerate(entries):
+        likeliest = sorted(entry.items(), key=lambda pair: -pair[1])
+        ids[at, : len(entry)] = [token for token, _ in likeliest]
+        log_probs[at, : len(entry)] = [log_prob for _, log_prob in likeliest]
+    return replace(tokens, teacher=Teacher(ids, log_probs))
+
+
+def _of_lists(fields: Fields, count: int) -> list[Entry]:
+    ids, log_probs = (_list(fields, name, count) for name in ("teacher_ids", "teacher_logprobs"))
+    entries = []
+    for at, (own, values) in enumerate(zip(ids, log_probs, strict=True)):
+        own, values = own or [], values or []
+        if not isinstance(own, list) or not isinstance(values, list) or len(own) != len(values):
+            raise RowError(f"`teacher_ids[{at}]` and `teacher_logprobs[{at}]` must be lists of the same length")
+        entries.append(_checked(list(zip(own, values, strict=True)), f"[{at}]"))
+    return entries
+
+
+def _of_vllm(fields: Fields, count: int) -> list[Entry]:
+    entries = []
+    for at, entry in enumerate(_list(fields, "prompt_logprobs", count)):
+        pairs = dict(entry or {}).items() if isinstance(entry or {}, Mapping) else None
+        if pairs is None or not all(isinstance(each, Mapping) and "logprob" in each for _, each in pairs):
+            raise RowError(f"`prompt_logprobs[{at}]` must be an object of token ids, each with its `logprob`")
+        numbers = [(int(token) if str(token).isdecimal() else token, each["logprob"]) for token, each in pairs]
+        entries.append(_checked(numbers, f"[{at}]"))
+    return entries
+
+
+def _list(fields: Fields, name: str, count: int) -> list[Any]:
+    values = fields.get(name)
+    if not isinstance(values, list):
+        raise RowError(
+            f"`{name}` is missing: the teacher's likeliest tokens at each token, and beside `teacher_ids` their "
+            "log-probabilities, `teacher_logprobs`"
+            if values is None
+            else f"`{name}` must be a list, not {row.kind_of(values)}"
+        )
+    if len(values) != count:
+        raise RowError(f"`{name}` has {len(values)} entries and `input_ids` has {count}: one belongs to each token")
+    return values
+
+
+def _checked(pairs: list[tuple[Any, Any]], where: str) -> Entry:
+    """Ids with their log-probabilities. Raises RowError for what is no distribution over different tokens."""
+    entry: Entry = {}
+    for token, log_prob in pairs:
+        if type(token) is not int or token < 0:
+            raise RowError(f"{where}: a teacher's token must be an id, not {token!r}")
+        if isinstance(log_prob, bool) or not isinstance(log_prob, (int, float)) or not log_prob <= 0:
+            raise RowError(f"{where}: the log-probability of token {token} must be a number up to 0, not {log_prob!r}")
+        if token in entry:
+            raise RowError(f"{where}: token {token} is there twice")
+        entry[token] = float(log_prob)
+    if (together := sum(map(math.exp, entry.values()))) > _MOST_TOGETHER:
+        raise RowError(f"{where}: the teacher's probabilities add up to {together:.3g}; give logarithms to base e")
+    return entry
+
+
+def kept(content: Content, most: int) -> Content:
+    """`content` with `most` tokens of a teacher at each token, the likeliest, if it has any."""
+    if not isinstance(content, Tokens) or content.teacher is None:
+        return content
+    import numpy as np
+
+    ids, log_probs = content.teacher
+    more = ((0, 0), (0, max(0, most - ids.shape[1])))
+    padded = np.pad(ids, more), np.pad(log_probs, more, constant_values=-np.inf)
+    return replace(content, teacher=Teacher(*(values[:, :most] for values in padded)))

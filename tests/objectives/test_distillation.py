@@ -1,0 +1,277 @@
+"""Distillation: rows with a teacher's log-probabilities, the divergence from them, and that it is trained on."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import metric, same_adapter
+from steps import assert_gradients_close, before_each_step, gradients, micro_batches, ready
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
+
+import finetune
+from finetune.data.prepare import prepare
+from finetune.errors import ConfigError, DataError
+from finetune.model.source.tokenizer import load_tokenizer
+from finetune.objectives.distillation import divergence
+from finetune.objectives.teacher_scores import _Logits
+from finetune.storage.rundir import RunDirectory
+
+K = 4
+
+
+def rows(number: int) -> list[dict[str, Any]]:
+    """Random tokens, of which the first two are a prompt, and three or four likely ones for each of the others."""
+    source = random.Random(0)
+    made = []
+    for at in range(number):
+        ids = [source.randrange(10, 300) for _ in range(5 + at % 7)]
+        likely = [[], [], *(source.sample(range(10, 300), 3 + at % 2) for _ in ids[2:])]
+        log_probs = [[math.log(each) for each in (0.5, 0.2, 0.1, 0.05)[: len(own)]] for own in likely]
+        labels = [-100, -100, *ids[2:]]
+        made.append({"input_ids": ids, "labels": labels, "teacher_ids": likely, "teacher_logprobs": log_probs})
+    return made
+
+
+def written(file: Path, content: list[dict[str, Any]]) -> Path:
+    file.write_text("".join(json.dumps(each) + "\n" for each in content))
+    return file
+
+
+@pytest.fixture
+def job(tmp_path: Path, quick):
+    """A function from overrides to a distillation of random rows, in fp32."""
+    file = written(tmp_path / "rows.jsonl", rows(24))
+
+    def make(*overrides: str, run: str = "run") -> Any:
+        return quick(
+            f"data.train={file}", "training.objective=distillation", f"data.teacher_tokens={K}",
+            "quantization.kind=none", "training.precision=fp32", "adapter.dropout=0", "data.max_length=64",
+            *overrides, run=run,
+        )  # fmt: skip
+
+    return make
+
+
+EIGHT = ["training.batch_size=8", "training.micro_batch=8", "data.eval=none", "training.eval_every=null"]
+
+
+# -- the divergence ---------------------------------------------------------------------------------------------------
+
+
+def test_the_divergence_has_the_values_of_its_formula() -> None:
+    def of(teacher: list[float], model: list[float]) -> float:
+        return float(divergence(*(torch.tensor([each]).log() for each in (teacher, model))))
+
+    ln2 = math.log(2)
+    assert of([0.5, 0.25], [0.25, 0.25]) == pytest.approx(0.5 * ln2 - 0.25 * ln2, abs=1e-6), "of the rest as well"
+    assert of([0.5, 0.5], [0.25, 0.25]) == pytest.approx(ln2, abs=1e-6), "nothing is left"
+    assert of([0.5, 0.0], [0.25, 0.3]) == pytest.approx(0.5 * ln2 + 0.5 * math.log(0.5 / 0.75), abs=1e-6), "no token"
+    for same in ([0.5, 0.25], [0.9, 0.1], [1e-4, 1e-5], [0.7, 0.0]):
+        assert of(same, same) == pytest.approx(0, abs=1e-6)
+
+
+def by_whole_logits(model: Any, content: list[dict[str, Any]], nll_weight: float) -> torch.Tensor:
+    """The summed loss of prepared rows from all logits, over a vocabulary in which the other tokens are one."""
+    total = torch.zeros(())
+    for row in content:
+        ids = torch.tensor([row["input_ids"]])
+        likely = model(input_ids=ids).logits[0].float().softmax(-1)
+        teacher_ids, log_probs = (torch.tensor(row[name]).view(-1, K) for name in ("teacher_ids", "teacher_log_probs"))
+        for at, label in enumerate(row["labels"]):
+            if label == -100 or not at:
+                continue
+            there = log_probs[at].exp() > 0
+            teacher, own = log_probs[at][there].exp(), likely[at - 1][teacher_ids[at][there].long()]
+            teacher, own = (torch.cat([each, 1 - each.sum(0, keepdim=True)]) for each in (teacher, own))
+            total = total + (teacher * (teacher / own).log()).sum() - nll_weight * likely[at - 1, label].log()
+    return total
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ["data.packing=false"], ["data.packing=true"], ["kernels.fused=off", "memory.loss_tokens=8"],
+        ["preference.nll_weight=0.5"],
+        ["adapter.kind=none", "training.learning_rate=1e-4"],
+    ],
+    ids=["padded", "packed", "tiles", "labels", "whole"],
+)  # fmt: skip
+def test_loss_and_gradient_are_those_of_the_whole_logits_however_the_step_is_split(job, keys: list[str]) -> None:
+    loop = ready(job(*EIGHT, *keys))
+    content = [loop.steps.rows[number] for number in range(8)]
+    loss, found = gradients(loop, micro_batches(loop, range(8), 8))
+    model, weight = loop.step.model, 0.5 if "nll" in keys[0] else 0
+    total = by_whole_logits(model, content, weight) / sum(row["trained"] for row in content)
+    total.backward()
+    expected = {name: each.grad for name, each in model.named_parameters() if each.requires_grad}
+    assert loss == pytest.approx(float(total.detach()), rel=1e-5)
+    assert_gradients_close(found, expected)
+    for size in (3, 1):
+        again, parts = gradients(loop, micro_batches(loop, range(8), size))
+        assert again == pytest.approx(loss, rel=1e-5)
+        assert_gradients_close(parts, expected)
+
+
+def test_a_head_that_scales_and_caps_its_logits_has_the_same_divergence(job, tmp_path: Path) -> None:
+    model = Gemma2ForCausalLM(
+        Gemma2Config(
+            vocab_size=2048, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            head_dim=16, intermediate_size=64, eos_token_id=2, pad_token_id=3, final_logit_softcapping=0.5,
+            initializer_range=0.2,
+        )
+    )  # fmt: skip
+    model.save_pretrained(tmp_path / "capped")
+    loop = ready(job(*EIGHT, f"model.name={tmp_path / 'capped'}", "model.tokenizer=builtin:tiny-llama"))
+    content = [loop.steps.rows[number] for number in range(8)]
+    loss, _ = gradients(loop, micro_batches(loop, range(8), 8))
+    with torch.no_grad():
+        total = by_whole_logits(loop.step.model, content, 0)
+    assert loss == pytest.approx(float(total) / sum(row["trained"] for row in content), rel=1e-5)
+
+
+def test_logits_of_chosen_ids_are_those_of_the_whole_head_in_tiles_of_any_size() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(size, generator=generator, requires_grad=True) for size in ((7, 8), (30, 8)))
+    ids = torch.randint(0, 30, (7, 3), generator=generator)
+    outer = torch.randn(7, 3, generator=generator)
+    whole = (hidden @ weight.t()).gather(1, ids)
+    expected = torch.autograd.grad(whole, (hidden, weight), outer)
+    for each in (1, 3, 7):
+        logits = _Logits.apply(hidden, weight, ids, each)
+        torch.testing.assert_close(logits, whole, rtol=1e-6, atol=1e-6)
+        for one, other in zip(torch.autograd.grad(logits, (hidden, weight), outer), expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+def test_a_teacher_that_is_the_base_has_nothing_to_teach(job, tmp_path: Path) -> None:
+    config = job()
+    base = AutoModelForCausalLM.from_pretrained(config.model.name, dtype=torch.float32).eval()
+    content = rows(24)
+    for row in content:
+        with torch.no_grad():
+            likely = base(input_ids=torch.tensor([row["input_ids"]])).logits[0].log_softmax(-1).topk(K)
+        row["teacher_ids"] = [[], *likely.indices.tolist()[:-1]]
+        row["teacher_logprobs"] = [[], *likely.values.tolist()[:-1]]
+    finetune.train(job(f"data.train={written(tmp_path / 'own.jsonl', content)}", "training.max_steps=1"))
+    first, *_ = metric(RunDirectory(tmp_path / "run"), "eval_loss")
+    assert first == pytest.approx(0, abs=1e-5)
+
+
+@pytest.mark.parametrize("packing", ["false", pytest.param("true", marks=pytest.mark.slow)])
+def test_a_teacher_is_learnt_from_as_forecast_and_a_run_resumes_to_the_same_bits(
+    job, tmp_path: Path, packing: str
+) -> None:
+    keys = ["training.max_steps=6", "training.eval_every=3", "memory.check=warn", f"data.packing={packing}",
+            "training.learning_rate=0.01"]  # fmt: skip
+    finetune.train(job(*keys, run="whole"))
+    whole = RunDirectory(tmp_path / "whole")
+    evaluations = metric(whole, "eval_loss")
+    assert evaluations[-1] < evaluations[0]
+    assert all(value > 0 for value in metric(whole, "cross_entropy"))
+    for difference in json.loads((whole.path / "forecast.json").read_text())["differences"]:
+        assert abs(difference["relative"]) < 0.01, difference
+
+    class Stopped(Exception):
+        pass
+
+    def stop(loop: Any) -> None:
+        if loop.progress.step == 4:
+            raise Stopped
+
+    with pytest.MonkeyPatch.context() as patch:
+        before_each_step(patch, stop)
+        with pytest.raises(Stopped):
+            finetune.train(job(*keys, "output.save_every=3", run="halted"))
+    finetune.train(job(*keys, "output.save_every=3", run="halted"))
+    assert same_adapter(whole, RunDirectory(tmp_path / "halted"))
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_vllm_are_read_as_lists_are_and_the_likeliest_tokens_are_kept(job, tmp_path: Path) -> None:
+    content = rows(4)
+    of_vllm = [
+        {
+            **{name: row[name] for name in ("input_ids", "labels")},
+            "prompt_logprobs": [
+                {str(token): {"logprob": value, "rank": 1} for token, value in zip(ids, values, strict=True)} or None
+                for ids, values in zip(row["teacher_ids"], row["teacher_logprobs"], strict=True)
+            ],
+        }
+        for row in content
+    ]
+    found = []
+    for name, each in (("lists", content), ("vllm", of_vllm)):
+        config = job(
+            f"data.train={written(tmp_path / f'{name}.jsonl', each)}", "data.eval=none", "data.teacher_tokens=2"
+        )
+        found.append(prepare(config.data, load_tokenizer(config.model, config.data)).train)
+    for column in ("input_ids", "labels", "teacher_ids", "teacher_log_probs"):
+        assert found[0][column][:] == found[1][column][:]
+    for row, ids, log_probs in zip(
+        content, *(found[0][f"teacher_{name}"] for name in ("ids", "log_probs")), strict=True
+    ):
+        assert ids == [one for own in row["teacher_ids"] for one in (own[:2] if own else [0, 0])]
+        assert log_probs[:4] == [-math.inf] * 4
+        assert log_probs[4:6] == pytest.approx([math.log(0.5), math.log(0.2)])
+
+
+@pytest.mark.parametrize("policy", ["truncate", "split"])
+def test_a_row_that_is_cut_keeps_the_teacher_of_each_token(job, tmp_path: Path, policy: str) -> None:
+    ids = list(range(20, 40))
+    row = {"input_ids": ids, "teacher_ids": [[id + 100] for id in ids], "teacher_logprobs": [[-1.0]] * len(ids)}
+    config = job(
+        f"data.train={written(tmp_path / 'long.jsonl', [row])}", "data.eval=none", "data.max_length=8",
+        "data.teacher_tokens=1", f"data.too_long={policy}",
+    )  # fmt: skip
+    pieces = prepare(config.data, load_tokenizer(config.model, config.data)).train
+    assert len(pieces) == (1 if policy == "truncate" else 3)
+    for piece in pieces:
+        assert piece["teacher_ids"] == [id + 100 for id in piece["input_ids"]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"teacher_ids": None}, "rows.jsonl:1: `teacher_ids` is missing"),
+        ({"teacher_logprobs": [[-1.0]] * 4}, "`teacher_logprobs` has 4 entries and `input_ids` has 5"),
+        ({"teacher_ids": [[], [], [20], [20], []]}, "`teacher_ids\\[4\\]` and .* of the same length"),
+        ({"teacher_ids": [[], [], [20], [20], [20.5]]}, "\\[4\\]: a teacher's token must be an id, not 20.5"),
+        ({"teacher_ids": [[], [], [20], [20], [-1]]}, "\\[4\\]: a teacher's token must be an id, not -1"),
+        ({"teacher_ids": [[], [], [20], [20], [10**6]]}, "the teacher has token 1000000, but the tokenizer has"),
+        ({"teacher_logprobs": [[], [], [-1.0], [-1.0], [0.5]]}, "\\[4\\]: the log-probability of token 20 must be"),
+        ({"teacher_logprobs": [[], [], [-1.0], [-1.0], [True]]}, "\\[4\\]: the log-probability of token 20 must be"),
+        ({"teacher_ids": [[], [], [2], [2], [7, 7]], "teacher_logprobs": [[], [], [-1], [-1], [-2, -2]]}, "7 is there"),
+        ({"teacher_ids": [[], [], [2], [2], [7, 8]], "teacher_logprobs": [[], [], [-1], [-1], [-0.1, 0]]}, "add up to"),
+        ({"labels": [5, 6, 7, 8, 9]}, "token 1 is trained and has no log-probabilities"),
+        ({"prompt_logprobs": [None, 3, None, None, None]}, "`prompt_logprobs\\[1\\]` must be an object"),
+    ],
+)  # fmt: skip
+def test_a_row_that_is_wrong_is_named(job, tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    row = {
+        "input_ids": [5, 6, 7, 8, 9], "labels": [-100, -100, 7, 8, 9], "teacher_ids": [[], [], [20], [20], [20]],
+        "teacher_logprobs": [[], [], [-1.0], [-1.0], [-1.0]],
+    }  # fmt: skip
+    file = written(tmp_path / "rows.jsonl", [{**row, **change}])
+    config = job(f"data.train={file}", "data.eval=none")
+    with pytest.raises(DataError, match=message):
+        prepare(config.data, load_tokenizer(config.model, config.data))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ["distributed.kind=deepspeed"], ["data.loss_on=last"], ["preference.beta=0.1"],
+        ["training.objective=supervised", "data.teacher_tokens=8"],
+    ],
+)  # fmt: skip
+def test_what_distillation_does_not_have_is_refused(job, keys: list[str]) -> None:
+    with pytest.raises(ConfigError, match=keys[-1].partition("=")[0]):
+        job(*keys)
