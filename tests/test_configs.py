@@ -28,12 +28,13 @@ TRAINED_PARAMETERS = {
     "phi4_qlora": 55_705_600,
     "qwen3_8b_qlora": 43_646_976,
     "tiny_cpu": 217_088,
+    "tiny_dpo": 217_088,
 }
 
 
 def test_every_config_has_a_stated_size() -> None:
     assert [path.stem for path in CONFIGS] == sorted(TRAINED_PARAMETERS)
-    assert len(CONFIGS) == 12
+    assert len(CONFIGS) == 13
 
 
 @pytest.mark.slow
