@@ -7,6 +7,7 @@ and only then the weights. Each stage passes one value to the next.
 from __future__ import annotations
 
 from finetune.config import Config
+from finetune.data.prepare import with_classes
 from finetune.export import publish
 from finetune.inference import answers
 from finetune.lifecycle import certification, opening, outcome, preparation, resume, session
@@ -38,7 +39,7 @@ def train(
     libraries.quiet()
     terminal = (terminal or Terminal()) if ranks.is_main() else Terminal(quiet=True)
     with ranks.refusing():
-        config, note = bounds.as_known_base_allows(config)
+        config, note = bounds.as_known_base_allows(with_classes(config))
         check_shares(config)
     if note:
         terminal.note(note)

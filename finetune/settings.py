@@ -68,8 +68,13 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
 
 
 def for_objective(config: Config) -> Config:
-    """`config` with rows read as pairs, and dropped if too long, where its objective compares them; given keys stay."""
+    """`config` with rows read as its objective needs them: with a label, or as pairs, dropped if too long.
+
+    Given keys stay.
+    """
     objective = OBJECTIVES.get(config.training.objective)
+    if config.scorer == "classifier":
+        return config.changed({"data.format": formats.of_objective(config.data.format, "labelled")})
     if objective is None or objective.layout.segments != PAIRS.segments:
         return config
     wanted = "pairs_with_margin" if objective.layout.values else "pairs"

@@ -103,6 +103,13 @@ def chat(
 @functools.partial(command, name="eval")
 def evaluate(
     run: options.Run,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Rows to measure on, in place of the evaluation set. A reward model also scores single answers.",
+        ),
+    ] = None,
     metrics: Annotated[
         list[str] | None,
         typer.Option(
@@ -142,7 +149,7 @@ def evaluate(
     with importing(f"eval of {run}"):
         score = finetune.evaluate
     scores = score(
-        opened, metrics=metrics or (), tasks=tasks or (), models=models or (), limit=limit,
+        opened, data=data, metrics=metrics or (), tasks=tasks or (), models=models or (), limit=limit,
         max_new_tokens=max_new_tokens, batch_size=batch_size, apply_chat_template=chat_template,
         trust_remote_code=trust_code, terminal=new_terminal(quiet=as_json),
     )  # fmt: skip

@@ -192,11 +192,12 @@ def _validate(
 
 
 def _with_head(config: Config) -> Config:
-    """`config`, for a reward model with what its objective implies: a head with one label, trained in full."""
-    if config.training.objective != "reward":
+    """`config` with a head for the labels of its objective, trained in full, if that has one."""
+    if config.scorer is None:
         return config
     modules = list(dict.fromkeys([*config.adapter.extra_modules, "score"]))
-    return config.changed({"model.labels": ["reward"], "adapter.extra_modules": modules})
+    labels = ["reward"] if config.scorer == "reward model" else config.data.labels
+    return config.changed({"model.labels": labels, "adapter.extra_modules": modules})
 
 
 def ignored_keys(config: dict[str, dict[str, Any]], choices: Choices) -> dict[str, str]:

@@ -184,7 +184,10 @@ RULES = (
         )
     ),
     *(
-        Rule(other, others, "training.objective", only("reward"), f"a reward model {reason}; set `{remedy}`")
+        Rule(
+            other, others, "training.objective", only("reward", "classification"),
+            f"a model with a head for scores {reason}; set `{remedy}`",
+        )
         for other, others, reason, remedy in (
             ("adapter.kind", only("none"), "is trained by an adapter and its head alone", "adapter.kind: lora"),
             ("adapter.init", but("default"), "starts from the plain base", "adapter.init: default"),
@@ -194,8 +197,12 @@ RULES = (
         )
     ),
     Rule(
-        "model.labels", but([]), "training.objective", but("reward"),
-        "only a reward model has a head with labels; remove it",
+        "model.labels", but([]), "training.objective", but("reward", "classification"),
+        "only a reward model and a classifier have a head with labels; remove it",
+    ),
+    Rule(
+        "data.labels", but([]), "training.objective", but("classification"),
+        "only a classifier has classes; remove it, or set `training.objective: classification`",
     ),
     Rule(
         "output.merge", only(True), "model.weights", only("random"),

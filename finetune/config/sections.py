@@ -90,7 +90,8 @@ class ModelSection(Section):
     vocabulary: Positive | None = None
     """Rows of the embedding and the head where the base has fewer, as `data.new_tokens` needs; it sets this itself."""
     labels: list[str] = []
-    """What a sequence classifier's head scores, in place of the next token. The objective `reward` sets it."""
+    """What a sequence classifier's head scores, in place of the next token. The objectives `reward` and
+    `classification` set it."""
     attention: Annotated[str, Choice("model.attention")] = "auto"
     """Attention implementation; `auto` takes the fastest available on this machine and logs why."""
     trust_remote_code: bool = False
@@ -226,6 +227,9 @@ class DataSection(Section):
     columns: dict[str, str] = {}
     """Columns that have other names than the format's fields: `{prompt: question}` reads the field `prompt` from the
     column `question`."""
+    labels: list[str] = []
+    """Classes of the objective `classification`, in the order of the head's outputs; by default those of the training
+    rows, numbers by value and names by spelling."""
     separator: str = ""
     """Text between a plain-text prompt and its completion, such as `"\\n"`; whoever asks the trained model writes it
     after each prompt, as `finetune generate` does."""
@@ -474,6 +478,14 @@ class Config(Section):
     def fitted(self) -> bool:
         """Whether nothing is left for the forecast to choose."""
         return self.training.micro_batch != "auto" and self.memory.checkpointing != "auto"
+
+    @property
+    def scorer(self) -> Literal["reward model", "classifier"] | None:
+        """What is trained where a head of its own scores sequences, so that no token is predicted."""
+        scorers: dict[str, Literal["reward model", "classifier"]] = {
+            "reward": "reward model", "classification": "classifier"
+        }  # fmt: skip
+        return scorers.get(self.training.objective)
 
     @property
     def caches_reference(self) -> bool:

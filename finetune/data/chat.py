@@ -92,7 +92,8 @@ def is_empty(content: Content, loss_on: LossOn = "assistant") -> bool:
 def _is_empty(example: Example, loss_on: LossOn) -> bool:
     match example:
         case Chat(messages):
-            turns = range(len(messages)) if loss_on == "all" else trained_turns(example, loss_on)
+            all_of_it = loss_on == "all" or example.whole
+            turns = range(len(messages)) if all_of_it else trained_turns(example, loss_on)
             contents = [messages[turn]["content"].strip() or messages[turn].get("tool_calls") for turn in turns]
             return bool(contents) and not any(contents)
         case Completion(prompt, completion):
@@ -139,8 +140,9 @@ def _segment(example: Example, tokenizer: Any, loss_on: LossOn, control_tokens: 
             return replace((yield from _completion(example, tokenizer, loss_on)), escaped=escaped)
         case Tokens():
             return _tokens(example, tokenizer)
-        case Text(text, escaped):
-            ids = _with_end((yield TextPart(text, special=True, escaped=escaped)).ids, tokenizer)
+        case Text(text, escaped, whole):
+            ids = (yield TextPart(text, special=True, escaped=escaped)).ids
+            ids = list(ids) if whole else _with_end(ids, tokenizer)
             return Segment(ids, list(ids), escaped=escaped)
 
 
@@ -190,7 +192,7 @@ def _tokens(example: Tokens, tokenizer: Any) -> Segment:
 
 def _chat(example: Chat, tokenizer: Any, loss_on: LossOn) -> Asking[Segment]:
     masks.check_template(example, tokenizer)
-    if loss_on == "all":
+    if loss_on == "all" or example.whole:
         whole = yield from masks.rendering(example, len(example.messages), tokenizer)
         return Segment(whole.ids, list(whole.ids))
     if not masks.answer_turns(example.messages):

@@ -28,12 +28,14 @@ class Chat:
 
     Assistant turns whose index is in `context` are shown to the model but not trained. `tools` are the functions the
     assistant may call, as JSON schemas for the template. Texts of an `escaped` example contain stand-ins (control.py).
+    `whole`: all of it is read by a head for classes, so it need not have an answer.
     """
 
     messages: list[Message]
     context: frozenset[int] = frozenset()
     tools: list[dict[str, Any]] | None = None
     escaped: bool = False
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,11 @@ class Completion:
 
 @dataclass(frozen=True)
 class Text:
-    """Plain text, all of it trained."""
+    """Plain text, all of it trained, with an end-of-text token; without one if it is `whole` (see `Chat`)."""
 
     text: str
     escaped: bool = False
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,10 +79,12 @@ class Several:
     """A row of several segments by name, such as `chosen` and `rejected`, each encoded and trained as an example.
 
     `values` are numbers of the row for its objective, such as a margin. All rows of a data set have the same names.
+    `label` is the name of the row's class, whose number becomes a value once all classes are known.
     """
 
     segments: Mapping[str, Example]
     values: Mapping[str, float] = field(default_factory=dict)
+    label: str | None = None
 
 
 Content = Example | Several

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from finetune.config import inline
 from finetune.config.field_types import Help, name_of, not_given, shortened, unknown
-from finetune.data import examples, pairs
+from finetune.data import examples, labelled, pairs
 from finetune.data import fields as row
 from finetune.data.examples import (
     Completion,
@@ -263,7 +263,7 @@ def likely_columns(fields: Fields) -> Likely | None:
     names, if those single out one question and one answer.
     """
     spelt = {name.lower(): name for name in islice(fields, _COMPARED_FIELDS)} | {name: name for name in fields}
-    for form in filter(lambda form: form.required, FORMATS.values()):
+    for form in filter(lambda form: form.required and form.detected, FORMATS.values()):
         columns = {
             field: next((spelt[name] for name in (field, *_OFTEN.get(field, ())) if name in spelt), None)
             for field in form.required
@@ -361,6 +361,10 @@ FORMATS: dict[str, RowFormat] = {
     "pairs_with_margin": RowFormat(
         "the same with `margin`, a number, for reward models",
         ("chosen", "rejected", "margin"), pairs.read_with_margin, pairs.OPTIONAL, of_answers=False, detected=False,
+    ),
+    "labelled": RowFormat(
+        "`label`, the name or number of a class, and `text`, `messages` or `prompt`; for classification",
+        ("label",), labelled.read, labelled.OPTIONAL, of_answers=False, detected=False,
     ),
     "prompt_completion": RowFormat(
         "`prompt` and `completion`, text or messages; the completion is trained",

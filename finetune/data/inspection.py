@@ -14,7 +14,7 @@ from finetune.data import chat, fingerprint, formats, sources
 from finetune.data.batching import Batch, MicroBatching, RowOrder, Sizes, epoch, longest_first, worst_batches
 from finetune.data.encoded import IGNORE, RowLayout, Segment, segments_of
 from finetune.data.examples import RowError
-from finetune.data.prepare import Counts, Prepared, prepare
+from finetune.data.prepare import Counts, Prepared, prepare, with_classes
 from finetune.errors import ArtifactError
 from finetune.model import bounds
 from finetune.model.source import chat_template as template
@@ -125,7 +125,7 @@ class Inspection:
 def inspect_data(config: Config) -> Inspection:
     """Inspect the data that the job would train on (see `finetune.inspect_data`)."""
     libraries.quiet()
-    config, _ = bounds.as_known_base_allows(loaded(config))
+    config, _ = bounds.as_known_base_allows(with_classes(loaded(config)))
     tokenizer = load_tokenizer(config.model, config.data)
     return inspect(config.data, config.training, tokenizer)
 

@@ -33,6 +33,9 @@ OPTIONAL = (
 )  # fmt: skip
 """What `read` takes beside `chosen` and `rejected`."""
 
+FIELDS = frozenset({"rejected", "rejected_response", "answers"})
+"""The fields of which a pair, in any layout, has one."""
+
 
 def read(fields: Fields) -> Several:
     """The answers of a row as its segments, each after the prompt.

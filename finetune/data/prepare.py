@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
-from finetune.config import DataSection, entries, named
+from finetune.config import Config, DataSection, entries, named
 from finetune.config.field_types import GIVEN, unknown
-from finetune.data import chat, formats, in_memory, sources
+from finetune.data import chat, formats, in_memory, labelled, sources
 from finetune.data.counts import Counts
 from finetune.data.encoded import IGNORE, RowLayout, columns
-from finetune.data.examples import Chat, Completion, Content, Unusable
+from finetune.data.examples import Chat, Completion, Content, Several, Unusable
 from finetune.data.problems import Problems
 from finetune.data.sources import Row
 from finetune.data.split import Preparation, located
@@ -111,6 +111,37 @@ def prepare(section: DataSection, tokenizer: Any) -> Prepared:
             "end-of-turn tokens and white space; check that the answers are not empty, and `data.format`"
         )
     return Prepared(train, held_out, train_counts, eval_counts, warning)
+
+
+def with_classes(config: Config) -> Config:
+    """`config` with the classes of all its training rows, if it trains a classifier and does not name them.
+
+    Raises DataError for rows that cannot be read or have no class, and if all have the same; ConfigError for classes
+    that the config names and that are too few, or equal.
+    """
+    if config.scorer != "classifier":
+        return config
+    if own := config.data.labels:
+        if len({*own}) < max(2, len(own)):
+            raise ConfigError("`data.labels` must be two or more different classes; remove it for those of the rows")
+        return config
+    section, problems, names = config.data, Problems(), set[str]()
+    with problems:
+        for row in sources.rows(section.train, "train", problems, section.encoding):
+            try:
+                with located(row):
+                    content, _ = formats.read(row.fields, section.format, section.columns, section.separator)
+            except DataError as error:
+                problems.add(error)
+                continue
+            names |= {content.label} if isinstance(content, Several) and content.label is not None else set()
+    if len(names) < 2:
+        found = f"all have the same `label`, `{names.pop()}`" if names else "none has a `label`"
+        raise DataError(
+            f"`data.train` ({named(section.train)}): of its rows {found}; a classifier needs two classes or more"
+        )
+    labels = labelled.in_order(names)
+    return config.changed({"data.labels": labels, "model.labels": labels})
 
 
 def check_ids(data: Prepared, tokenizer: Any, size: int | None, base: str) -> None:

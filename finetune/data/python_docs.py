@@ -2,7 +2,8 @@
 
 All text is taken at run time from the docstrings of the running interpreter, so the data set needs no download and no
 licence of its own; the rows depend on that interpreter's version and platform alone. `conversations` are for
-fine-tuning, `pairs` for training on preferences, and `documents` for pre-training a base; the hash of an object's qualified name decides what both hold out.
+fine-tuning, `pairs` for training on preferences, and `documents` for pre-training a base; the hash of an object's
+qualified name decides what all of them hold out.
 """
 
 from __future__ import annotations

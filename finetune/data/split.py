@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from finetune.config import DataSection
 from finetune.config.field_types import GIVEN
-from finetune.data import cache, chat, control, fingerprint, formats, lengths, sources
+from finetune.data import cache, chat, control, fingerprint, formats, labelled, lengths, sources
 from finetune.data.counts import (
     CONTROL_TOKENS,
     DUPLICATE,
@@ -192,6 +192,7 @@ class _Rows:
                     form = self.section.format
                     self.forms[row.source] = formats.detect(row.fields, columns) if form == "auto" else form
                 content, unused = formats.read(row.fields, self.forms[row.source], columns, self.section.separator)
+                content = labelled.numbered(content, self.section.labels)
         except (DataError, Unusable) as error:
             return error
         for example in parts(content):

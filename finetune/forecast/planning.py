@@ -394,6 +394,7 @@ def planner_for(
     check_shares(loaded(config), gpus)
     check_optimizer(config)
     device = devices.find(gpu or ("auto" if torch.cuda.is_available() else "cpu"), config.memory)
+    config = _with_classes(config)
     architecture = load_architecture(config.model, listed=True)
     context.check(architecture, config.distributed.context)
     config, _ = bounds.as_base_allows(config, architecture)
@@ -408,6 +409,14 @@ def planner_for(
     data = _data(config, architecture)
     planner = Planner(reference_scores.decided(config, data), architecture, device, data, gpus)
     return follow(planner) if gpu in (None, "auto", "cpu") else planner
+
+
+def _with_classes(config: Config) -> Config:
+    """`config` with the classes of its training rows; where those are not on this machine, with two."""
+    if sources.at_hand(config.data.train):
+        return prepare.with_classes(config)
+    unknown = config.scorer == "classifier" and not config.model.labels
+    return config.changed({"model.labels": ["0", "1"]}) if unknown else config
 
 
 def _data(config: Config, architecture: Any) -> Prepared | None:

@@ -1,6 +1,6 @@
 """`finetune eval`: the base, the adapter and the merged model of a run, measured side by side.
 
-    rows of the evaluation set ─▶ loss ───────────────────────┐
+    rows of the evaluation set ─▶ loss, or scores ────────────┐
     their questions ─▶ answers ─▶ metrics against references ─┼─▶ bootstrap over rows ─▶ eval.json, report.html
     tasks of lm-evaluation-harness ───────────────────────────┘
 
@@ -13,23 +13,24 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from os import PathLike, fspath
+from typing import Any
 
 import numpy as np
 
 from finetune.config import Config, named
 from finetune.config.field_types import pick
 from finetune.data import prepare
-from finetune.data.encoded import segments_of
 from finetune.data.examples import shown
 from finetune.data.prepare import Question
 from finetune.errors import ConfigError, DataError, NumbersError
 from finetune.inference import generation
 from finetune.inference.answer_settings import Settings
-from finetune.inference.generation import Answer
 from finetune.inference.intervals import CONFIDENCE, RESAMPLES, SEED, Measured, compared
 from finetune.inference.jobs import EARLIER_ADAPTER, MODELS, model_of
 from finetune.inference.metrics import Metric, find
+from finetune.inference.model_results import ModelResults
+from finetune.inference.sequence_scores import ScoredRows
 from finetune.inference.tasks import Tasks
 from finetune.lifecycle.failures import blaming_base
 from finetune.model import bounds
@@ -42,10 +43,7 @@ from finetune.settings import config_of
 from finetune.storage.files import write_json, write_lines
 from finetune.storage.records import EvaluationRecord, Measure
 from finetune.storage.rundir import Run, RunDirectory
-from finetune.training.eval_loss import held_out_loss, held_out_rewards
-
-ACCURACY, LONGER_WINS = "accuracy", "the longer answer is the chosen one"
-"""The measures of a reward model on pairs, and of a rule that it should beat."""
+from finetune.training.eval_loss import held_out_loss
 
 _INTERVAL = (
     f"{CONFIDENCE:.0%} confidence intervals by percentile bootstrap over rows ({RESAMPLES:,} resamples, seed {SEED}); "
@@ -53,27 +51,18 @@ _INTERVAL = (
 )
 
 
-@dataclass
-class _ModelResults:
-    """The results of one model by measure; `better`: which values of a measure are better."""
-
-    measured: dict[str, Measured] = field(default_factory=dict)
-    better: dict[str, Literal["higher", "lower"] | None] = field(default_factory=dict)
-    answers: list[Answer] = field(default_factory=list)
-    scores: dict[str, list[float]] = field(default_factory=dict)
-
-
 def evaluate(
-    run: Run, *, metrics: Sequence[str] = (), tasks: Sequence[str] = (), models: Sequence[str] = (),
-    limit: int | None = None, max_new_tokens: int = 256, batch_size: int = 16, apply_chat_template: bool = False,
-    trust_remote_code: bool = False, terminal: Terminal | None = None,
+    run: Run, *, data: str | PathLike[str] | None = None, metrics: Sequence[str] = (), tasks: Sequence[str] = (),
+    models: Sequence[str] = (), limit: int | None = None, max_new_tokens: int = 256, batch_size: int = 16,
+    apply_chat_template: bool = False, trust_remote_code: bool = False, terminal: Terminal | None = None,
 ) -> Scores:  # fmt: skip
     """Measure the models of a run, by default all it has, and write eval.json, eval_answers.jsonl and the report.
 
-    The loss on the evaluation set is computed as during training; `metrics` (see `metrics.find`) score greedy answers
-    to its questions, of at most `max_new_tokens`, and `tasks` are those of lm_eval, by name or YAML file, rendered with
-    the chat template if `apply_chat_template`. `limit` is the number of questions, and of rows of each task.
-    `trust_remote_code` allows Python code shipped with the run's base.
+    The loss on the evaluation set, or on the rows of the file `data` in its place, is computed as during training; of
+    a reward model and a classifier it is what they make of each row (`sequence_scores`). `metrics` (see `metrics.find`)
+    score greedy answers to its questions, of at most `max_new_tokens`, and `tasks` are those of lm_eval, by name or
+    YAML file, rendered with the chat template if `apply_chat_template`. `limit` is the number of questions, and of rows
+    of each task. `trust_remote_code` allows Python code shipped with the run's base.
 
     Raises ConfigError for an unknown model, metric or task, DataError for a run without an evaluation set or without
     questions, and for a row that a metric cannot score, MachineError for a missing package, NumbersError for a loss
@@ -87,12 +76,14 @@ def evaluate(
     if limit is not None and limit < 1:
         raise ConfigError(f"`limit` must be at least 1, not {limit}")
     config = config_of(run, trust_remote_code=trust_remote_code)
-    if config.model.labels and (metrics or tasks):
+    if config.scorer and (metrics or tasks):
         raise ConfigError(
-            f"{run.path} is a reward model, which gives scores and no answers; leave out `--metric` and `--task`"
+            f"{run.path} is a {config.scorer}, which gives scores and no answers; leave out `--metric` and `--task`"
         )
+    if data is not None:
+        config = config.changed({"data.eval": fspath(data)})
     chosen = _chosen(run, config, models)
-    asks = bool(metrics) or not tasks  # tasks alone need no rows
+    asks = bool(metrics or data) or not tasks  # tasks alone need no rows
     tokenizer = load_tokenizer(config.model, run.data(config))
     with_loss = (asks or prepare.is_here(config.data)) and prepare.holds_out(config.data, tokenizer)
     settled = Settings(max_new_tokens, batch_size=batch_size)
@@ -100,22 +91,24 @@ def evaluate(
     if asks and not with_loss:
         raise DataError(
             f"no evaluation set (`data.eval: {named(config.data.eval)}`): set it to a file, or a larger "
-            "`data.eval_share`, and train again; `--task` needs none"
+            "`data.eval_share`, and train again; or give a file with `--data`; `--task` needs none"
         )
+    if config.scorer:
+        job.scored = ScoredRows.of(config, tokenizer)
     if metrics:
         job.ask(tokenizer, limit)
     if tasks:
         job.tasks = Tasks(tasks, batch_size=batch_size, limit=limit, apply_chat_template=apply_chat_template)
     terminal = terminal or Terminal(quiet=True)  # a notebook shows what is returned
 
-    def measure(name: str, model: Any, tokenizer: Any) -> _ModelResults:
+    def measure(name: str, model: Any, tokenizer: Any) -> ModelResults:
         terminal.evaluating(name)
         with blaming_base(config.model):
             return job.measure(model, tokenizer)
 
     results = _each(run, config, chosen, measure)
     settings = {
-        "models": chosen, "metrics": list(metrics), "tasks": list(tasks), "limit": limit,
+        "models": chosen, "data": data and fspath(data), "metrics": list(metrics), "tasks": list(tasks), "limit": limit,
         "max_new_tokens": max_new_tokens, "batch_size": batch_size, "apply_chat_template": apply_chat_template,
         "confidence": CONFIDENCE, "resamples": RESAMPLES, "seed": SEED,
     }  # fmt: skip
@@ -131,8 +124,8 @@ def evaluate(
     # In this order, a kill leaves no answers of one evaluation beside the figures of another.
     run.eval_answers_file.unlink(missing_ok=True)
     write_json(run.eval_file, record)
-    if metrics:
-        write_lines(run.eval_answers_file, job.answered(results))
+    if metrics or job.scored:
+        write_lines(run.eval_answers_file, job.scored.lines(results) if job.scored else job.answered(results))
     if run.report_file.exists():
         page.write(run)
     return scores
@@ -157,6 +150,7 @@ class _EvaluationJob:
     with_loss: bool
     questions: list[Question] = field(default_factory=list)
     tasks: Tasks | None = None
+    scored: ScoredRows | None = None
     too_long: int = 0
     beyond: int = 0
 
@@ -172,41 +166,28 @@ class _EvaluationJob:
         for metric in self.metrics:
             metric.score(reference, reference, row.location, row.fields)
 
-    def measure(self, model: Any, tokenizer: Any) -> _ModelResults:
-        results = _ModelResults()
+    def measure(self, model: Any, tokenizer: Any) -> ModelResults:
+        if self.scored:
+            return self.scored.measure(model, tokenizer)
+        results = ModelResults()
         if self.with_loss:
             rows, _ = prepare.prepare_held_out(self.config.data, tokenizer)
-            if self.config.model.labels:
-                self._compare_pairs(results, model, tokenizer, rows)
-                return results
             nats, by_row = held_out_loss(model, tokenizer, rows, self.config)
             if not math.isfinite(nats):
                 raise NumbersError(
                     f"the held-out loss is {nats}: run `finetune doctor {self.run.quoted}` to find weights that are "
                     "not finite"
                 )
-            results.measured["loss"] = Measured(nats, by_row.numpy())
-            results.better["loss"] = "lower"
+            results.add("loss", Measured(nats, by_row.numpy()), "lower")
         if self.metrics:
             self._score(results, model, tokenizer)
         if self.tasks:
             for one in self.tasks.run(model, tokenizer):
-                results.measured[one.name] = one.measured
                 better = one.higher_is_better
-                results.better[one.name] = None if better is None else "higher" if better else "lower"
+                results.add(one.name, one.measured, None if better is None else "higher" if better else "lower")
         return results
 
-    def _compare_pairs(self, results: _ModelResults, model: Any, tokenizer: Any, rows: Any) -> None:
-        """Measure a reward model on held-out pairs, and beside it the rule that the longer answer is the better one."""
-        loss, rewards = held_out_rewards(model, tokenizer, rows, self.config)
-        chosen, rejected = rewards.T
-        lengths = [[segment.trained for segment in segments_of(row)] for row in rows]
-        results.measured["pair loss"] = Measured(loss)
-        results.measured[ACCURACY] = Measured.mean((chosen > rejected).double().tolist())
-        results.measured[LONGER_WINS] = Measured.mean([float(one > other) for one, other in lengths])
-        results.better |= {"pair loss": "lower", ACCURACY: "higher", LONGER_WINS: None}
-
-    def _score(self, results: _ModelResults, model: Any, tokenizer: Any) -> None:
+    def _score(self, results: ModelResults, model: Any, tokenizer: Any) -> None:
         control, positions = self.config.data.control_tokens, bounds.table_size(model) or math.inf
         ids = [generation.prompt_ids(one.prompt, tokenizer, control) for one in self.questions]
         # Training rows are truncated, questions are not.
@@ -224,12 +205,11 @@ class _EvaluationJob:
                 metric.score(answer.text, reference, row.location, row.fields)
                 for (row, _, reference), answer in zip(self.questions, results.answers, strict=True)
             ]
-            results.measured[metric.name] = Measured.mean(scores)
-            results.better[metric.name] = "higher"
+            results.add(metric.name, Measured.mean(scores), "higher")
 
-    def notes(self, by_model: dict[str, _ModelResults]) -> list[str]:
+    def notes(self, by_model: dict[str, ModelResults]) -> list[str]:
         """Remarks for readers of the table, besides the explanation of its intervals."""
-        notes = []
+        notes = self.scored.notes() if self.scored else []
         if not prepare.is_here(self.config.data):
             notes.append("The loss was not measured: the rows were given from Python and are not kept on disk.")
         if "merged" in by_model and self.config.adapter.kind == "lora" and not self.run.is_merged:
@@ -251,7 +231,7 @@ class _EvaluationJob:
             )
         return notes
 
-    def answered(self, by_model: dict[str, _ModelResults]) -> list[dict[str, Any]]:
+    def answered(self, by_model: dict[str, ModelResults]) -> list[dict[str, Any]]:
         """The lines of eval_answers.jsonl: each question with the answers and their scores by model."""
         return [
             {
@@ -269,10 +249,10 @@ class _EvaluationJob:
 
 
 def _each(
-    run: RunDirectory, config: Config, chosen: list[str], measure: Callable[[str, Any, Any], _ModelResults]
-) -> dict[str, _ModelResults]:
+    run: RunDirectory, config: Config, chosen: list[str], measure: Callable[[str, Any, Any], ModelResults]
+) -> dict[str, ModelResults]:
     """Call `measure` with each model, loaded in turn. The adapter comes first, since it may be damaged."""
-    results: dict[str, _ModelResults] = {}
+    results: dict[str, ModelResults] = {}
     if config.adapter.kind == "lora" and {"base", "adapter"} <= {*chosen}:
         model, tokenizer = model_of(run, config, "adapter")
         results["adapter"] = measure("adapter", model, tokenizer)
@@ -285,7 +265,7 @@ def _each(
     return {name: results[name] for name in chosen}
 
 
-def _measures(by_model: dict[str, _ModelResults]) -> list[Measure]:
+def _measures(by_model: dict[str, ModelResults]) -> list[Measure]:
     first = next(iter(by_model.values()))
     made: list[Measure] = []
     for name, one in first.measured.items():

@@ -23,13 +23,14 @@ _DEVIATIONS = 1.959964
 class Measured:
     """A model's value, and the data of its confidence interval.
 
-    `rows` are (sum, count) of each row, float64 (rows, 2); the value is the quotient of the totals. Without rows there
-    may be a standard error.
+    `rows` are (sum, count) of each row, float64 (rows, 2); the value is the quotient of the totals, or what `of_totals`
+    makes of the totals of other columns. Without rows there may be a standard error.
     """
 
     value: float
     rows: np.ndarray | None = None
     error: float | None = None
+    of_totals: Callable[[np.ndarray], float] = lambda totals: totals[0] / totals[1]
 
     @classmethod
     def mean(cls, scores: list[float]) -> Measured:
@@ -62,7 +63,7 @@ def compared(models: Mapping[str, Measured], of: Callable[[Any], Any] = lambda v
 
 
 def _draws(models: Mapping[str, Measured]) -> dict[str, np.ndarray]:
-    """Each model's quotient of totals over RESAMPLES draws of as many rows; nothing if they cannot be paired."""
+    """Each model's value of the totals over RESAMPLES draws of as many rows; nothing if they cannot be paired."""
     rows = {name: one.rows for name, one in models.items() if one.rows is not None}
     counts = {len(one) for one in rows.values()}
     if len(rows) < len(models) or len(counts) != 1 or (count := counts.pop()) < 2:
@@ -72,8 +73,7 @@ def _draws(models: Mapping[str, Measured]) -> dict[str, np.ndarray]:
     for _ in range(RESAMPLES):
         chosen = generator.integers(0, count, count)
         for name, one in rows.items():
-            total, weight = one[chosen].sum(axis=0)
-            drawn[name].append(total / weight)
+            drawn[name].append(models[name].of_totals(one[chosen].sum(axis=0)))
     return {name: np.array(values) for name, values in drawn.items()}
 
 

@@ -112,9 +112,10 @@ def ready(
     before weights are read.
     """
     config = config_of(run, trust_remote_code=trust_remote_code)
-    if config.model.labels:
+    if config.scorer:
         raise ConfigError(
-            f"{run.path} is a reward model, which gives scores and no answers; `finetune eval {run.quoted}` measures it"
+            f"{run.path} is a {config.scorer}, which gives scores and no answers; `finetune eval {run.quoted}` "
+            "measures it"
         )
     system = system_of(run, system)
     if cache != "dynamic":

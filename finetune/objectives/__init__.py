@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.config import Config
 from finetune.config.field_types import name_of
 from finetune.data.encoded import ONE_SEQUENCE, RowLayout
-from finetune.objectives import preference, rewards
+from finetune.objectives import classification, preference, rewards
 from finetune.objectives.objective import (
     MODEL_INPUTS,
     Batch,
@@ -60,6 +60,7 @@ OBJECTIVES: dict[str, Objective] = {
     "supervised": Objective("next-token cross-entropy of the trained tokens", supervised, trained_tokens),
     **preference.FAMILY,
     "reward": rewards.REWARD,
+    "classification": classification.CLASSIFICATION,
 }
 
 

@@ -43,13 +43,12 @@ def attach(model: Any) -> str | None:
 
     `model` may be wrapped by PEFT, and is modified in place. Returns a one-line note if a mixture of experts has to
     train without its load-balancing loss.
-    A sequence classifier scores sequences already, and is left alone.
+    A sequence classifier scores sequences already; only its balancing loss is settled.
     """
-    if sequence_head.is_classifier(model):
-        return None
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     unbalanced = _settle_balancing_loss(base)
-    add_fused_lm_head(base, outputs=("log_probs",))
+    if not sequence_head.is_classifier(model):
+        add_fused_lm_head(base, outputs=("log_probs",))
     return unbalanced
 
 

@@ -47,7 +47,7 @@ class Objective:
     where that is not the cross-entropy of trained tokens. `settings`: the keys of the section `preference` that it
     reads, by `bind`, which returns it with their values. `reference`: it needs the log-probabilities of the starting
     model. `statistics`: the names of those that the loss returns besides, in order.
-    `sequences_scored`: by a head of their own, so that no token is.
+    `sequences_scored`: by a head of their own, so that no token is. `unread`: other keys that change nothing here.
     """
 
     help: str
@@ -60,13 +60,15 @@ class Objective:
     reference: bool = False
     statistics: tuple[str, ...] = ()
     sequences_scored: bool = False
+    unread: tuple[str, ...] = ()
 
     @property
     def ignores(self) -> tuple[str, ...]:
         """The keys of the config that change nothing here."""
         ignored = tuple(f"preference.{key}" for key in SETTINGS if key not in self.settings)
+        noise = ("neftune_noise_alpha",) if self.settings or self.sequences_scored else ()
         scores = ("memory.loss_tokens",) if self.sequences_scored else ()
-        return (*ignored, "neftune_noise_alpha", *scores) if self.settings else ignored
+        return (*ignored, *noise, *scores, *self.unread)
 
     def sums(self, model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """The sum and the count of an evaluation, float64, on the device."""

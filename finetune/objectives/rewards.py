@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from finetune.config import PreferenceSection
-from finetune.objectives.objective import Batch, Objective, Statistics, scored, trained_rows
+from finetune.objectives.objective import Batch, Objective, Statistics, scored, trained_rows, with_balancing
 from finetune.objectives.preference import PAIRS
 
 if TYPE_CHECKING:
@@ -29,14 +29,16 @@ def loss_of_pairs(
 
 
 def _loss(centering: float, model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, Statistics]:
-    chosen, rejected = scored(model, batch).logits.view(-1, 2).unbind(1)
+    scores = scored(model, batch)
+    chosen, rejected = scores.logits.view(-1, 2).unbind(1)
     kept = trained_rows(batch, 2)
     count = kept.sum()
     loss = loss_of_pairs(chosen, rejected, batch.get(MARGIN, 0.0), centering)
     of_pairs = (chosen, rejected, chosen - rejected, (chosen > rejected).float())
     sums = [values.detach().where(kept, 0).sum() for values in of_pairs]
     statistics = {name: (value, count) for name, value in zip(STATISTICS, sums, strict=True)}
-    return loss.where(kept, 0).sum(), count, statistics
+    total, _ = with_balancing(loss.where(kept, 0).sum(), count, model, scores)
+    return total, count, statistics
 
 
 def _count(batch: Batch) -> torch.Tensor:
@@ -54,3 +56,11 @@ def _bound(section: PreferenceSection) -> Objective:
 
 
 REWARD = _bound(PreferenceSection())
+
+
+def _rewards(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    rewards = scored(model, batch).logits[:, 0]
+    return rewards.sum(), rewards.new_tensor(len(rewards))
+
+
+ANSWERS = Objective("the mean reward of single answers; for an evaluation", _rewards, evaluated=_rewards)

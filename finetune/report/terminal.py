@@ -318,8 +318,8 @@ def _losses(figures: Figures) -> str:
 
 
 def _first_use(run: RunDirectory) -> str:
-    """The command that a new adapter is first tried with; a reward model answers nothing."""
-    return "eval" if run.config().model.labels else "chat"
+    """The command that a new adapter is first tried with; a model that scores sequences answers nothing."""
+    return "eval" if run.config().scorer else "chat"
 
 
 def _speed(figures: Figures) -> str:

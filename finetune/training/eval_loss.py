@@ -15,8 +15,8 @@ import torch
 from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 
-from finetune import objectives
 from finetune.config import Config
+from finetune.data.batching import MicroBatching, Sizes, micro_batches
 from finetune.data.encoded import columns
 from finetune.errors import OutOfMemoryError
 from finetune.measure.out_of_memory import is_out_of_memory, reason
@@ -156,27 +156,33 @@ def held_out_loss(model: Any, tokenizer: Any, rows: Any, config: Config) -> tupl
     return total / count, by_row
 
 
-def held_out_rewards(model: Any, tokenizer: Any, rows: Any, config: Config) -> tuple[float, torch.Tensor]:
-    """Mean loss of held-out pairs under a reward model, and the rewards (pairs, 2) of chosen and rejected answers."""
-    (total, count), rewards = _watched(
-        model,
-        tokenizer,
-        rows,
-        config,
-        objectives.of(config),
-        lambda batch, outputs: outputs.logits.double().view(-1, 2),
+def held_out_scores(
+    model: Any, tokenizer: Any, rows: Any, config: Config, objective: Objective
+) -> tuple[float, torch.Tensor]:
+    """Mean loss of held-out rows under a model with a head of its own, and its scores, float64, on the CPU.
+
+    Those are (rows, sequences, labels), in the order of `rows`, each of its sequence's last trained token.
+    """
+    way = MicroBatching.of(config.training, config.data, objective.layout)
+    (total, count), scores = _watched(
+        model, tokenizer, rows, config, objective, lambda batch, outputs: outputs.logits.double(), way
     )
-    return total / count, rewards
+    order, each = [], config.training.batch_size
+    lengths = Sizes.of(rows, way).lengths
+    for start in range(0, len(rows), each):
+        order += [start + row for part in micro_batches(lengths[start : start + each], way) for row in part]
+    scores = scores.view(len(rows), objective.layout.sequences, -1)
+    return total / count, torch.empty_like(scores).index_copy_(0, torch.tensor(order), scores)
 
 
 def _watched(
     model: Any, tokenizer: Any, rows: Any, config: Config, objective: Objective,
-    read: Callable[[Inputs, Any], torch.Tensor],
+    read: Callable[[Inputs, Any], torch.Tensor], way: MicroBatching | None = None,
 ) -> tuple[list[float], torch.Tensor]:  # fmt: skip
     """The sum and count of `objective` over `rows`, and what is `read` of each micro-batch's output, on the CPU."""
     training = config.training
     log_probs.attach(model)
-    collate = MicroBatches(micro_batching(config), tokenizer.pad_token_id)
+    collate = MicroBatches(way or micro_batching(config), tokenizer.pad_token_id)
     by_row: list[torch.Tensor] = []
     watching = model.register_forward_hook(
         lambda model, _, batch, outputs: by_row.append(read(batch, outputs)), with_kwargs=True

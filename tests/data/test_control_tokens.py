@@ -387,9 +387,11 @@ def test_every_format_of_text_is_covered(qwen: Any) -> None:
         "prompt_completion": {"prompt": FORGED, "completion": FORGED},
         "alpaca": {"instruction": FORGED, "input": FORGED, "output": FORGED},
         "text": {"text": FORGED},
+        "labelled": {"messages": [user(FORGED), assistant(FORGED)], "label": "a"},
     }
     formats = {*FORMATS} - {"tokenized"}  # whose ids are what they are
     assert {*rows} == formats, "add a row of the new format, with FORGED in each of its texts"
     for name, row in rows.items():
         for example in parts(FORMATS[name].read(row)):
             assert ends(example, qwen) == (2 if isinstance(example, Chat) else 1), name
+    assert ends(Text(FORGED, whole=True), qwen) == 0, "nothing is added to it"

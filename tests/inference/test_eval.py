@@ -20,7 +20,8 @@ from finetune.data.prepare import questions
 from finetune.errors import ArtifactError, ConfigError, DataError
 from finetune.inference import jobs
 from finetune.inference.answer_settings import Settings
-from finetune.inference.evaluation import _EvaluationJob, _ModelResults
+from finetune.inference.evaluation import _EvaluationJob
+from finetune.inference.model_results import ModelResults
 from finetune.inference.tasks import Tasks
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.report.scores import Scores
@@ -251,9 +252,9 @@ def test_a_run_without_an_evaluation_set_takes_tasks_alone_and_a_damaged_adapter
 def test_a_merged_model_of_an_earlier_adapter_is_noted(run: RunDirectory, tmp_path: Path) -> None:
     other = RunDirectory(shutil.copytree(run.path, tmp_path / "run"))
     job = _EvaluationJob(other, other.config(), Settings(), [], with_loss=True)
-    assert job.notes({"merged": _ModelResults()}) == []
+    assert job.notes({"merged": ModelResults()}) == []
     other.event("trained", step=21, memory={})
-    assert "of an earlier adapter" in job.notes({"merged": _ModelResults()})[0]
+    assert "of an earlier adapter" in job.notes({"merged": ModelResults()})[0]
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")

@@ -13,7 +13,8 @@ from jobs import metric, same_adapter
 from peft import PeftModel
 from steps import assert_gradients_close, before_each_step, gradients, micro_batches, ready
 from test_two_segments import pairs
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import finetune
 from finetune.data.encoded import segments_of
@@ -21,7 +22,7 @@ from finetune.errors import ConfigError
 from finetune.model import build
 from finetune.model.adapters import adapter_files
 from finetune.model.base import load_architecture
-from finetune.objectives import rewards
+from finetune.objectives import rewards, scored
 from finetune.storage.rundir import RunDirectory
 
 
@@ -150,6 +151,67 @@ def test_eval_compares_held_out_pairs_with_the_rule_that_the_longer_answer_wins(
     for command in (["chat"], ["generate", "--prompt", "a"], ["export", "--to", "gguf"], ["eval", "--metric", "exact"]):
         code, _, err = call(*command[:1], tmp_path / "run", *command[1:])
         assert (code, "reward model" in err) == (2, True), err
+
+
+@pytest.mark.parametrize("packing", ["false", "true"])
+def test_eval_scores_a_file_of_answers_by_their_last_token_however_they_are_batched(
+    job, call, tmp_path: Path, packing: str
+) -> None:
+    finetune.train(job("training.max_steps=4", "training.learning_rate=0.01", f"data.packing={packing}", *EIGHT[:2]))
+    run = RunDirectory(tmp_path / "run")
+    turns = [{"role": "user", "content": "To 9."}, {"role": "assistant", "content": "yes yes"}]
+    kinds = {
+        "texts": [{"prompt": f"To {n}. ", "completion": "yes " * (1 + 5 * n % 7)} for n in range(6)],
+        "turns": [{"messages": turns}, {"messages": [*turns, turns[0], {**turns[1], "content": "no " * 9}]}],
+    }
+    for name, rows in kinds.items():
+        alone = []
+        for row in rows:
+            file = tmp_path / "alone.jsonl"
+            file.write_text(json.dumps(row) + "\n")
+            finetune.evaluate(run, data=file, models=["adapter"])
+            (line,) = run.eval_answers_file.read_text().splitlines()
+            alone.append(json.loads(line)["scores"]["reward"]["adapter"])
+        long = {**rows[0], "completion": "b " * 99, "messages": [turns[0], {**turns[1], "content": "b " * 99}]}
+        together = tmp_path / f"{name}.jsonl"
+        together.write_text("".join(json.dumps({key: row[key] for key in rows[0]}) + "\n" for row in [*rows, long]))
+        code, _, err = call("eval", run.path, "--data", together)
+        assert code == 0, err
+        record = json.loads(run.eval_file.read_text())
+        lines = [json.loads(line) for line in run.eval_answers_file.read_text().splitlines()]
+        assert [line["row"] for line in lines] == [f"{together}:{number + 1}" for number in range(len(rows))]
+        scores = [line["scores"]["reward"]["adapter"] for line in lines]
+        assert scores == pytest.approx(alone, rel=1e-5)
+        assert len({round(score, 4) for score in scores}) == len(rows)
+        (measure,) = record["measures"]
+        figure = measure["models"]["adapter"]
+        assert (measure["name"], measure["rows"]) == ("reward", len(rows))
+        assert figure["low"] <= figure["value"] <= figure["high"]
+        assert figure["value"] == pytest.approx(sum(scores) / len(rows))
+        assert "1 rows have no score: over data.max_length." in record["notes"]
+
+
+def test_a_mixture_of_experts_is_trained_with_its_balancing_loss(job, tmp_path: Path) -> None:
+    values = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "router_aux_loss_coef": 0.5}
+    model = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=2048, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            head_dim=16, intermediate_size=64, eos_token_id=2, pad_token_id=3, **values,
+        )
+    )  # fmt: skip
+    model.save_pretrained(tmp_path / "mixture")
+    config = job(*EIGHT, f"model.name={tmp_path / 'mixture'}", "model.tokenizer=builtin:tiny-llama")
+    loop = ready(config)
+    (batch,) = micro_batches(loop, range(8), 8)
+    loss, _ = gradients(loop, [batch])
+    base = loop.step.model.get_base_model()
+    with torch.no_grad():
+        output = base.model(batch["input_ids"], attention_mask=batch["attention_mask"], output_router_logits=True)
+        balancing = load_balancing_loss_func(output.router_logits, 4, 2, batch["attention_mask"])
+        scores = scored(loop.step.model, batch).logits.view(-1, 2)
+        own = rewards.loss_of_pairs(*scores.T, batch["margin"], 0).mean()
+    assert float(balancing) > 1
+    assert loss == pytest.approx(float(own + 0.5 * balancing), rel=1e-5)
 
 
 @pytest.mark.parametrize(

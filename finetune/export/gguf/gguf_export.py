@@ -25,10 +25,10 @@ def check(job: Conversion) -> None:
     """Raise ConfigError if llama.cpp cannot express the model or its tokenizer, MachineError if this machine lacks the
     program that makes or proves the file.
     """
-    if job.config.model.labels:
+    if job.config.scorer:
         raise ConfigError(
-            f"{job.run.path} is a reward model, whose head has no GGUF form here; export `merged`, which transformers "
-            "loads as a sequence classifier"
+            f"{job.run.path} is a {job.config.scorer}, whose head has no GGUF form here; export `merged`, which "
+            "transformers loads as a sequence classifier"
         )
     family = gguf_families.family(job.architecture)
     if not family.readable and not llama_cpp.installed():

@@ -8,16 +8,26 @@ which no padding, nor any other row of a packed one, can move. transformers take
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.utils import ModelOutput
 
 from finetune.errors import ConfigError
 from finetune.model.source import catalog
 
 HEAD = "score"
 _MARK = "_scores_tokens"
+
+
+@dataclass
+class SequenceScores(ModelOutput):
+    """What a classifier returns; see `_forward`."""
+
+    logits: torch.Tensor | None = None
+    aux_loss: torch.Tensor | None = None
 
 
 def is_wanted(architecture: Any) -> bool:
@@ -93,17 +103,25 @@ def _forward(
     model: Any, input_ids: torch.Tensor, labels: torch.Tensor | None = None, fused_lm_head: bool = False, **inputs: Any
 ) -> Any:
     """`logits` (rows, tokens, labels) of each token or, as `fused_lm_head` says that a step asks, those (sequences,
-    labels), float32, of each sequence's last trained token.
+    labels), float32, of each sequence's last trained token; and the `aux_loss` of a mixture that returns router logits.
     """
-    from transformers.modeling_outputs import SequenceClassifierOutputWithPast
+    text = model.config.get_text_config()
+    balanced = fused_lm_head and getattr(text, "output_router_logits", False)
+    asked = {"use_cache": False, **({"output_router_logits": True} if balanced else {}), **inputs}
+    output = model.base_model(input_ids=input_ids, **asked)
+    hidden, aux_loss = output.last_hidden_state, None
+    if balanced:  # as TRL's head does for a language model
+        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-    hidden = model.base_model(input_ids=input_ids, **{"use_cache": False, **inputs}).last_hidden_state
+        aux_loss = load_balancing_loss_func(
+            output.router_logits, text.num_experts, text.num_experts_per_tok, inputs.get("attention_mask")
+        )
     if fused_lm_head:
         assert labels is not None
         hidden = hidden.flatten(0, 1)[_last_trained(labels, inputs.get("cu_seq_lens_q"), inputs.get("seq_idx"))]
     with torch.autocast(hidden.device.type, enabled=False):
         logits = model.score(hidden.to(_dtype(model.score)))
-    return SequenceClassifierOutputWithPast(logits=logits.float() if fused_lm_head else logits)
+    return SequenceScores(logits=logits.float() if fused_lm_head else logits, aux_loss=aux_loss)
 
 
 def _dtype(head: Any) -> torch.dtype:

@@ -1,0 +1,238 @@
+"""Classifiers: their rows, the loss, what is saved, what transformers and PEFT make of it, and their evaluation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from jobs import metric, same_adapter
+from peft import PeftModel
+from steps import assert_gradients_close, before_each_step, gradients, micro_batches, ready
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+import finetune
+from finetune.data.prepare import prepare, with_classes
+from finetune.errors import ConfigError, DataError
+from finetune.inference.sequence_scores import _macro_f1
+from finetune.model.source.tokenizer import load_tokenizer
+from finetune.storage.rundir import RunDirectory
+
+COLOURS = ("red", "green", "blue")
+
+
+def rows(number: int) -> list[dict[str, Any]]:
+    """Texts of different lengths; blue is the most frequent."""
+    colours = [COLOURS[min(n % 4, 2)] for n in range(number)]
+    return [{"text": f"Box {n}{' is' * (n % 5)} {colour}", "label": colour} for n, colour in enumerate(colours)]
+
+
+def written(file: Path, content: list[dict[str, Any]]) -> Path:
+    file.write_text("".join(json.dumps(each) + "\n" for each in content))
+    return file
+
+
+@pytest.fixture
+def job(tmp_path: Path, quick):
+    """A function from overrides to a classifier of three colours, in fp32."""
+    file = written(tmp_path / "rows.jsonl", rows(48))
+
+    def make(*overrides: str, run: str = "run") -> Any:
+        return quick(
+            f"data.train={file}", "training.objective=classification", "quantization.kind=none",
+            "training.precision=fp32", "adapter.dropout=0", "data.max_length=64", *overrides, run=run,
+        )  # fmt: skip
+
+    return make
+
+
+LEARNING = ["training.max_steps=8", "training.batch_size=8", "training.learning_rate=0.003"]
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+
+def test_classes_are_those_of_the_training_rows_in_an_order_that_does_not_depend_on_theirs(job, tmp_path: Path) -> None:
+    config = with_classes(job())
+    assert config.data.labels == config.model.labels == ["blue", "green", "red"]
+    for content, expected in (
+        ([10, 2, 1], ["1", "2", "10"]),
+        (["10", "2", 1], ["1", "2", "10"]),
+        (["b", "a", -1], ["-1", "a", "b"]),
+    ):
+        file = written(tmp_path / "other.jsonl", [{"text": f"a text {label}", "label": label} for label in content])
+        assert with_classes(job(f"data.train={file}")).data.labels == expected
+    assert with_classes(job("data.labels=[red, green, blue, black]")).data.labels == ["red", "green", "blue", "black"]
+
+
+def test_a_row_has_the_tokens_that_the_tokenizer_or_its_template_gives_whoever_asks(job, tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "Is it red?"}, {"role": "assistant", "content": "No."}]
+    content = [
+        {"text": "a red box", "label": 1},
+        {"prompt": "a blue box", "label": 0},
+        {"messages": turns, "label": 1},
+        {"messages": turns[:1], "label": 0},
+        {"prompt": turns[:1], "system": "Answer.", "label": 2},
+    ]
+    config = with_classes(job(f"data.train={written(tmp_path / 'kinds.jsonl', content)}", "data.eval=none"))
+    tokenizer = load_tokenizer(config.model, config.data)
+    found = prepare(config.data, tokenizer).train
+    system = {"role": "system", "content": "Answer."}
+    assert found["input_ids"][:] == [
+        tokenizer("a red box").input_ids,
+        tokenizer("a blue box").input_ids,
+        *(
+            tokenizer.apply_chat_template(messages, return_dict=False)
+            for messages in (turns, turns[:1], [system, *turns[:1]])
+        ),
+    ]
+    assert found["label"][:] == [1, 0, 1, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"text": "a"}, "rows.jsonl:3: `label` is missing"),
+        ({"text": "a", "label": None}, "rows.jsonl:3: `label` is missing"),
+        ({"text": "a", "label": ""}, "rows.jsonl:3: `label` is missing"),
+        ({"text": "a", "label": True}, "rows.jsonl:3: `label` must be the name or the number of a class, not a bool"),
+        ({"text": "a", "label": 0.5}, "rows.jsonl:3: `label` must be the name .* not a number with a fraction"),
+        (
+            {"text": "a", "label": ["red"]},
+            "rows.jsonl:3: `label` must be the name or the number of a class, not a list",
+        ),
+        ({"label": "red"}, "rows.jsonl:3: `text` is missing"),
+        ({"text": 3, "label": "red"}, "rows.jsonl:3: `text` must be text"),
+        ({"messages": [], "label": "red"}, "rows.jsonl:3: `messages` must be a list"),
+    ],
+)
+def test_a_row_that_is_wrong_is_named(job, tmp_path: Path, wrong: dict[str, Any], message: str) -> None:
+    file = written(tmp_path / "rows.jsonl", [*rows(2), wrong])
+    with pytest.raises(DataError, match=message):
+        finetune.train(job(f"data.train={file}"))
+
+
+def test_a_class_that_no_training_row_has_and_a_single_one_are_refused(job, tmp_path: Path) -> None:
+    other = written(tmp_path / "other.jsonl", [{"text": "a box", "label": "rde"}])
+    with pytest.raises(DataError, match=r"other.jsonl:1: `label` is a class that no .* did you mean `red`\?"):
+        finetune.train(job(f"data.eval={other}"))
+    with pytest.raises(DataError, match="all have the same `label`, `rde`; a classifier needs two"):
+        finetune.train(job(f"data.train={other}"))
+    for labels in ("[red]", "[red, red, blue]"):
+        with pytest.raises(ConfigError, match=r"`data\.labels` must be two or more different classes"):
+            finetune.plan(job(f"data.labels={labels}"), "cpu")
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ["adapter.kind=none"], ["adapter.init=pissa"], ["distributed.kind=fsdp"], ["memory.loss_tokens=64"],
+        ["data.loss_on=last"], ["data.separator=x"], ["preference.beta=0.1"],
+         ["training.objective=supervised", "data.labels=[red, blue]"],
+    ],
+)  # fmt: skip
+def test_what_a_classifier_does_not_have_is_refused(job, keys: list[str]) -> None:
+    with pytest.raises(ConfigError, match=keys[-1].partition("=")[0]):
+        job(*keys)
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packing", ["false", "true"])
+def test_the_gradient_is_that_of_transformers_classifier_however_the_step_is_split(job, packing: str) -> None:
+    loop = ready(job("training.batch_size=8", "training.micro_batch=8", "data.eval=none", f"data.packing={packing}"))
+    content = [loop.steps.rows[number] for number in range(8)]
+    (whole,) = micro_batches(loop, range(8), 8)
+    loss, expected = gradients(loop, [whole])
+    model = loop.step.model.get_base_model()
+    own = type(model).__mro__[1].forward  # transformers' LlamaForSequenceClassification
+    with torch.no_grad():
+        scores = torch.cat([own(model, input_ids=torch.tensor([each["input_ids"]])).logits for each in content])
+    labels = torch.tensor([int(each["label"]) for each in content])
+    assert loss == pytest.approx(float(cross_entropy(scores, labels)), rel=1e-5)
+    for size in (3, 1):
+        again, found = gradients(loop, micro_batches(loop, range(8), size))
+        assert again == pytest.approx(loss, rel=1e-5)
+        assert_gradients_close(found, expected)
+
+
+@pytest.mark.parametrize("packing", ["false", "true"])
+def test_a_classifier_learns_as_forecast_and_resumes_to_the_same_bits(job, tmp_path: Path, packing: str) -> None:
+    keys = [*LEARNING, "training.eval_every=4", "memory.check=warn", f"data.packing={packing}"]
+    finetune.train(job(*keys, run="whole"))
+    whole = RunDirectory(tmp_path / "whole")
+    losses = metric(whole, "loss")
+    assert losses[-1] < losses[0]
+    assert all(0 <= share <= 1 for share in metric(whole, "accuracy"))
+    for difference in json.loads((whole.path / "forecast.json").read_text())["differences"]:
+        assert abs(difference["relative"]) < 0.01, difference
+
+    class Stopped(Exception):
+        pass
+
+    def stop(loop: Any) -> None:
+        if loop.progress.step == 5:
+            raise Stopped
+
+    with pytest.MonkeyPatch.context() as patch:
+        before_each_step(patch, stop)
+        with pytest.raises(Stopped):
+            finetune.train(job(*keys, "output.save_every=4", run="halted"))
+    finetune.train(job(*keys, "output.save_every=4", run="halted"))
+    assert same_adapter(whole, RunDirectory(tmp_path / "halted"))
+
+
+def test_transformers_and_peft_load_what_is_published_and_eval_says_what_they_would(job, call, tmp_path: Path) -> None:
+    config = job(*LEARNING, "output.merge=true")
+    finetune.train(config)
+    run = RunDirectory(tmp_path / "run")
+    saved = json.loads((run.adapter / "adapter_config.json").read_text())
+    assert (saved["task_type"], saved["modules_to_save"]) == ("SEQ_CLS", ["score"])
+    merged = AutoModelForSequenceClassification.from_pretrained(run.merged, dtype=torch.float32).eval()
+    assert merged.config.id2label == {0: "blue", 1: "green", 2: "red"}
+    assert merged.config.label2id == {"blue": 0, "green": 1, "red": 2}
+    base = AutoModelForSequenceClassification.from_pretrained(config.model.name, num_labels=3, dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(base, str(run.adapter)).eval()
+    tokenizer = AutoTokenizer.from_pretrained(run.merged)
+
+    def given(model: Any, text: str) -> str:
+        with torch.no_grad():
+            return merged.config.id2label[int(model(**tokenizer(text, return_tensors="pt")).logits.argmax())]
+
+    content = rows(60)[48:]
+    content[0]["label"] = "blue"  # which it is not
+    other = written(tmp_path / "other.jsonl", content)
+    measures = {one["name"]: one for one in finetune.evaluate(run, data=other).record["measures"]}
+    lines = [json.loads(line) for line in run.eval_answers_file.read_text().splitlines()]
+    assert [line["row"] for line in lines] == [f"{other}:{number}" for number in range(1, 13)]
+    assert [line["reference"] for line in lines] == [row["label"] for row in content]
+    for name, model in (("adapter", adapted), ("merged", merged)):
+        answers = [given(model, row["text"]) for row in content]
+        assert [line["answers"][name] for line in lines] == answers
+        right = [float(line["reference"] == answer) for line, answer in zip(lines, answers, strict=True)]
+        assert [line["scores"]["accuracy"][name] for line in lines] == right
+        figure = measures["accuracy"]["models"][name]
+        assert figure["value"] == pytest.approx(np.mean(right))
+        assert figure["low"] < figure["value"] < 1
+    assert measures["accuracy"]["models"]["base"]["value"] == 0, "its scores are equal, so it gives no class"
+    assert {line["answers"]["base"] for line in lines} == {""}
+    assert measures["the most frequent label"]["models"]["base"]["value"] == 7 / 12
+    assert 0 <= measures["macro F1"]["models"]["adapter"]["low"] <= measures["macro F1"]["models"]["adapter"]["high"]
+    for command in (["chat"], ["generate", "--prompt", "a"], ["export", "--to", "gguf"], ["eval", "--metric", "exact"]):
+        code, _, err = call(*command[:1], run.path, *command[1:])
+        assert (code, "is a classifier" in err) == (2, True), err
+
+
+def test_macro_f1_is_the_mean_over_the_classes_that_occur() -> None:
+    # Of two classes: 1 right of 2 given and 1 wanted (F1 2/3), and 2 right of 2 given and 3 wanted (F1 4/5).
+    assert _macro_f1(np.array([1.0, 2, 0, 3, 5, 0])) == pytest.approx((2 / 3 + 4 / 5) / 2)
+
+
+def test_plan_and_a_look_at_the_data_find_the_classes_themselves(job) -> None:
+    assert finetune.inspect_data(job()).inspection.train.rows == 40
+    assert finetune.plan(job(), "cpu").config.model.labels == ["blue", "green", "red"]
