@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -152,8 +152,17 @@ def held_out_loss(model: Any, tokenizer: Any, rows: Any, config: Config) -> tupl
     Those are each row's (sum of the losses in nats, number of trained tokens), float64 (rows, 2), on the CPU; their
     order depends on the rows and the config alone.
     """
-    (total, count), by_row = _watched(model, tokenizer, rows, config, OBJECTIVES["supervised"], _sums_by_row)
+    way = micro_batching(config)
+    way = replace(way, layout=replace(way.layout, values=()))  # such as a reference, which no token's loss needs
+    (total, count), by_row = _watched(model, tokenizer, rows, config, OBJECTIVES["supervised"], _sums_by_row, way)
     return total / count, by_row
+
+
+def held_out_sums(model: Any, tokenizer: Any, rows: Any, config: Config, objective: Objective) -> tuple[float, float]:
+    """The sum and count of `objective` over held-out rows outside training, one row after the other."""
+    way, config = MicroBatching(1, layout=objective.layout), config.changed({"training.batch_size": 1})
+    (total, count), _ = _watched(model, tokenizer, rows, config, objective, lambda *_: torch.zeros(0), way)
+    return total, count
 
 
 def held_out_scores(
