@@ -60,18 +60,18 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     """
     if isinstance(source, Mapping):
         named = {name: _named(keys) if isinstance(keys, Mapping) else keys for name, keys in source.items()}
-        return _for_objective(from_values(named, overrides, _choices()))
+        return for_objective(from_values(named, overrides, _choices()))
     if not isinstance(source, (str, os.PathLike)):
         raise ConfigError(f"config: expected the path of a file or a dict of sections, not {shown(source)}")
     path = Path(source)
-    config = _for_objective(load(path, overrides, _choices()))
+    config = for_objective(load(path, overrides, _choices()))
     consented = any(override.partition("=")[0].strip() == _TRUST for override in overrides)
     if config.model.trust_remote_code and not consented and _is_of_run(path):
         raise ArtifactError(_no_consent(path, config.model, f"`{_TRUST}=true` after the config"))
     return config
 
 
-def _for_objective(config: Config) -> Config:
+def for_objective(config: Config) -> Config:
     """`config` with rows read as its objective needs them, and those of preferences dropped if too long.
 
     Given keys stay.

@@ -29,6 +29,7 @@ TRAINED_PARAMETERS = {
     "phi4_qlora": 55_705_600,
     "qwen3_8b_qlora": 43_646_976,
     "tiny_cpu": 217_088,
+    "tiny_dpo": 217_088,
 }
 
 

@@ -120,6 +120,10 @@ def _read(example: Readable, tokenizer: Any, control_tokens: ControlTokens) -> R
 
 def _encoding(content: Content, tokenizer: Any, loss_on: LossOn, control_tokens: ControlTokens) -> Asking[Encoded]:
     segments = []
+    if loss_on == "all" and isinstance(content, Several) and len(content.segments) > 1:
+        raise RowError(
+            "`data.loss_on: all` would train the prompt again with each of the answers; set `data.loss_on: assistant`"
+        )
     for example in parts(content):
         segments.append((yield from _segment(example, tokenizer, loss_on, control_tokens)))
     if isinstance(content, Several):

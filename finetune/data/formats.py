@@ -13,7 +13,18 @@ from finetune.config import inline
 from finetune.config.field_types import Help, name_of, not_given, shortened, unknown
 from finetune.data import examples, labelled, pairs, teachers, unpaired
 from finetune.data import fields as row
-from finetune.data.examples import Completion, Content, Example, Message, NoSuchField, RowError, Several, Text, Tokens
+from finetune.data.examples import (
+    Completion,
+    Content,
+    Example,
+    Message,
+    NoSuchField,
+    RowError,
+    Several,
+    Text,
+    Tokens,
+    Unusable,
+)
 from finetune.data.fields import Fields
 from finetune.data.messages import (
     conversation,
@@ -187,7 +198,15 @@ def read(fields: Fields, form: str, columns: Mapping[str, str], separator: str =
     if form not in FORMATS:  # that of a trained run, whose function another process had
         raise RowError(not_given(form))
     refuse_other_training(own, answers=FORMATS[form].of_answers)
-    content = FORMATS[form].read(recorded)
+    try:
+        content = FORMATS[form].read(recorded)
+    except NoSuchField as error:
+        other = "name the rows' own in `data.format`"
+        if not FORMATS[form].detected:
+            other = "set `training.objective: supervised` for rows of one answer"
+        raise NoSuchField(
+            f"{error} in rows of the format `{form}`; name its column in `data.columns`, or {other}"
+        ) from None
     if isinstance(content, Several):
         segments = {name: _separated(example, separator) for name, example in content.segments.items()}
         content = replace(content, segments=segments)
@@ -274,13 +293,25 @@ def likely_columns(fields: Fields) -> Likely | None:
     return None
 
 
+def holds_pairs(fields: Fields, columns: Mapping[str, str]) -> bool:
+    """Whether a row is a prompt with a chosen and a rejected answer, in any of the layouts of `pairs`."""
+    try:
+        pairs.read(mapped(fields, columns))
+    except Unusable:
+        return True
+    except RowError:
+        return False
+    return True
+
+
 def as_chat(fields: Fields, form: str, columns: Mapping[str, str]) -> dict[str, str] | None:
     """The `data.columns` that make two turns of a conversation of a plain-text prompt and its completion.
 
     None if the row lacks either, or has fields that would then be read in addition.
     """
     form = detect(fields, columns) if form == "auto" else form
-    if form not in AS_CHAT or not isinstance(mapped(fields, columns).get("prompt"), str):
+    plain = mapped(fields, columns)
+    if form not in AS_CHAT or not isinstance(plain.get("prompt"), str) or isinstance(plain.get("chosen"), list):
         return None
     turns = {AS_CHAT[form].get(name, name): columns.get(name, name) for name in ("prompt", *columns, *AS_CHAT[form])}
     # A column of such a name need not mean what it means in Alpaca.
@@ -291,6 +322,7 @@ def as_chat(fields: Fields, form: str, columns: Mapping[str, str]) -> dict[str, 
 AS_CHAT = {
     "prompt_completion": {"prompt": "instruction", "completion": "output"},
     "preference": {"prompt": "instruction"},
+    "pairs": {"prompt": "instruction"},
 }
 """By format, the fields that the chat template renders if they have these names."""
 

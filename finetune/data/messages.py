@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any
 
 from finetune.data import fields as row
-from finetune.data.examples import Chat, Message, RowError
+from finetune.data.examples import Chat, Message, NoSuchField, RowError
 from finetune.data.fields import Fields
 
 # From the roles in rows to those of chat templates.
@@ -72,7 +72,8 @@ def read_messages(fields: Fields, name: str) -> list[Message]:
 def _list_of_messages(fields: Fields, name: str) -> list[Any]:
     messages = fields.get(name)
     if not isinstance(messages, list) or not messages:
-        raise RowError(f"`{name}` must be a list with at least one message")
+        kind = RowError if name in fields else NoSuchField
+        raise kind(f"`{name}` must be a list with at least one message")
     return messages
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from finetune.data import examples
 from finetune.data import fields as row
-from finetune.data.counts import TIE
+from finetune.data.counts import REVERSED, TIE
 from finetune.data.examples import Completion, Example, Message, RowError, Several, Unusable
 from finetune.data.fields import Fields
 from finetune.data.messages import any_message, conversation, instruction_messages, read_messages, sharegpt_messages
@@ -43,9 +43,7 @@ def read(fields: Fields) -> Several:
     Raises RowError for a row that is no pair, Unusable for one whose answers are equally good.
     """
     chosen, rejected = _answers(fields)
-    scores = [[fields.get(name) for name in names] for names in _SCORES]
-    if any(better is not None and better == worse for better, worse in scores):
-        raise Unusable(TIE)
+    _compare_scores(fields)
     if isinstance(chosen, str) and isinstance(rejected, str):
         texts = _texts(fields, chosen, rejected)
         return Several(dict(zip(("chosen", "rejected"), texts, strict=True)))
@@ -58,8 +56,32 @@ def read_with_margin(fields: Fields) -> Several:
     """A pair with the number `margin`, by how much the chosen answer is better. Raises RowError and Unusable."""
     margin = fields.get("margin")
     if isinstance(margin, bool) or not isinstance(margin, (int, float)):
-        raise RowError(f"`margin` must be a number, not {row.kind_of(margin)}")
+        raise RowError(
+            f"`margin` must be a number, not {row.kind_of(margin)}; rows without one are read by `data.format: pairs`"
+        )
     return Several(read(fields).segments, {"margin": float(margin)})
+
+
+def _compare_scores(fields: Fields) -> None:
+    """Raise Unusable where the scores of both answers are equal, or say that the rejected one is better."""
+    for names in _SCORES:
+        better, worse = (_score(fields, name) for name in names)
+        if better is None or worse is None:
+            continue
+        if better <= worse:
+            raise Unusable(TIE if better == worse else REVERSED)
+
+
+def _score(fields: Fields, name: str) -> float | None:
+    """A score, which is text in a table; None without one."""
+    value = fields.get(name)
+    if row.is_nothing(value):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        kind = row.kind_of(value)
+        raise RowError(f"`{name}` must be a number, not {kind}; remove the column if it holds none") from None
 
 
 def _answers(fields: Fields) -> tuple[Answer, Answer]:
@@ -76,6 +98,9 @@ def read_answer(fields: Fields, name: str) -> Answer:
         return [any_message(value, field)]
     if isinstance(value, list) and value:
         return [any_message(message, f"{field}[{index}]") for index, message in enumerate(value)]
+    if field in fields and not isinstance(value, str):
+        kind = "an empty list" if value == [] else row.kind_of(value)
+        raise RowError(f"`{field}` must be text, a message or a list of messages, not {kind}; or remove the row")
     return row.text(fields, field)
 
 
@@ -95,13 +120,13 @@ def _texts(fields: Fields, *answers: str) -> list[Example]:
     if isinstance(fields.get("prompt"), str):
         prompt = row.text(fields, "prompt")
         return [Completion(prompt, answer) for answer in answers]
-    if asked := read_prompt(fields) or read_context(fields):
+    if asked := _question(read_prompt(fields) or read_context(fields)):
         turns = [[*asked, {"role": "assistant", "content": answer}] for answer in answers]
         return [conversation(each, fields, range(len(asked))) for each in turns]
     turn = answers[0][: examples.in_common(*answers)].rfind(_TURN)
     end = examples.whole_words_in_common(*answers) if turn < 0 else turn + len(_TURN)
     if not end:
-        raise RowError("`chosen` and `rejected` begin differently and there is no `prompt`: which question they answer")
+        raise RowError("`chosen` and `rejected` begin differently and there is no `prompt`: add what they answer")
     return [Completion(answer[:end], answer[end:], one_text=True) for answer in answers]
 
 
@@ -110,24 +135,51 @@ def _conversations(fields: Fields, answers: Mapping[str, list[Message]]) -> Seve
     chosen, rejected = answers.values()
     for name, messages in answers.items():
         if (last := messages[-1]["role"]) != "assistant":
-            raise RowError(f"`{name}` must end with the assistant's answer, not with a message of {last}")
+            raise RowError(
+                f"`{name}` must end with the assistant's answer, not with a message of {last}; remove what follows it"
+            )
     prompt = read_prompt(fields)
     if chosen[0]["role"] == rejected[0]["role"] == "assistant":
-        prompt = prompt or read_context(fields)
+        prompt = _question(prompt or read_context(fields))
         if not prompt:
-            raise RowError("`chosen` and `rejected` are answers, and there is no `prompt`: which question they answer")
+            raise RowError("`chosen` and `rejected` are answers, and there is no `prompt`: add what they answer")
         context = len(prompt)
     else:
         common = min(examples.in_common(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
         if not common:
-            raise RowError("`chosen` and `rejected` begin with different prompts; a pair answers one")
-        # Some data sets repeat the prompt at the start of each answer.
-        prompt = [] if chosen[: len(prompt)] == prompt else prompt
+            raise RowError(
+                "`chosen` and `rejected` begin with different prompts; a pair answers one: make them equal, or remove "
+                "the row"
+            )
+        prompt = _not_repeated(prompt, chosen[:common])
         context = len(prompt) + common
     return Several({
         name: conversation([*prompt, *messages], fields, range(context), where=name)
         for name, messages in answers.items()
     })  # fmt: skip
+
+
+def _question(messages: list[Message]) -> list[Message]:
+    """The messages before two answers. Raises RowError if they end with an answer."""
+    if messages and messages[-1]["role"] == "assistant":
+        raise RowError(
+            "the messages before `chosen` and `rejected` end with an answer of the assistant, which both would follow; "
+            "remove it"
+        )
+    return messages
+
+
+def _not_repeated(prompt: list[Message], opening: list[Message]) -> list[Message]:
+    """`prompt`, unless both conversations, which begin with `opening`, repeat it, as some data sets do."""
+    said = [(message["role"], message["content"].strip()) for message in opening]
+    if all((message["role"], message["content"].strip()) in said for message in prompt):
+        return []
+    if prompt[-1]["role"] == "user":
+        raise RowError(
+            "the prompt is not that with which `chosen` and `rejected` begin; remove it, or leave only the answers in "
+            "them"
+        )
+    return prompt
 
 
 def read_prompt(fields: Fields) -> list[Message]:

@@ -223,9 +223,11 @@ class Question(NamedTuple):
 def questions(section: DataSection, tokenizer: Any) -> Iterator[Question]:
     """The held-out rows (training rows if none are held out) that end with an answer in words.
 
-    Plain texts, conversations with tools and answers that are not trained are left out.
+    Of a pair that is the chosen one. Plain texts, conversations with tools and answers that are not trained are left
+    out.
     """
-    for row, example in _held_out_examples(section, tokenizer):
+    for row, content in _held_out_examples(section, tokenizer):
+        example = content.segments.get("chosen") if isinstance(content, Several) else content
         match example:
             case Chat([*asked, {"role": "assistant", "content": reference, **rest}], context, tools=None) if asked:
                 if reference.strip() and not rest.get("tool_calls") and len(asked) not in context:

@@ -1,8 +1,9 @@
-"""The built-in data set `builtin:python_docs`: questions about Python's own standard library.
+"""The built-in data sets `builtin:python_docs` and `builtin:python_pairs`: questions about Python's standard library.
 
 All text is taken at run time from the docstrings of the running interpreter, so the data set needs no download and no
 licence of its own; the rows depend on that interpreter's version and platform alone. `conversations` are for
-fine-tuning and `documents` for pre-training a base; the hash of an object's qualified name decides what both hold out.
+fine-tuning, `pairs` for training on preferences, and `documents` for pre-training a base; the hash of an object's
+qualified name decides what all of them hold out.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ MIN_ANSWER_CHARS = 24
 
 MAX_ANSWER_CHARS = 300
 """Longer first paragraphs are cut after the last sentence that fits, or left out if none does."""
+
+_EXCHANGED_EVERY = 8
+"""Words from one exchange of neighbours to the next in the rejected answer of a pair."""
 
 QUESTIONS: dict[str, tuple[str, ...]] = {
     "module": ("What is the `{name}` module for?", "What does the module `{name}` provide?",
@@ -55,6 +59,18 @@ def conversations(split: Split) -> list[dict[str, Any]]:
         for documented in _splits()[split]
         if _is_askable(documented)
     ]
+
+
+def pairs(split: Split) -> list[dict[str, Any]]:
+    """Rows `{"prompt", "chosen", "rejected"}` of one side of the split: each question with its answer, and with the
+    same answer in which words are out of order.
+    """
+    rows = []
+    for row in conversations(split):
+        asked, answered = row["messages"]
+        garbled = {**answered, "content": _out_of_order(answered["content"])}
+        rows.append({"prompt": [asked], "chosen": [answered], "rejected": [garbled]})
+    return rows
 
 
 def documents(split: Split) -> Iterator[str]:
@@ -154,6 +170,15 @@ def _answer(documented: DocumentedObject) -> str:
     paragraph = re.split(r"\n\s*\n", prose, maxsplit=1)[0]
     answer = _cut_at_sentence_end(_clean(paragraph), MAX_ANSWER_CHARS)
     return answer if len(answer) >= MIN_ANSWER_CHARS and _reads_as_prose(answer) else ""
+
+
+def _out_of_order(answer: str) -> str:
+    """The answer with two neighbouring words exchanged now and then, from one of its first words on."""
+    words = answer.split(" ")
+    first = int(_hash_fraction(answer) * min(_EXCHANGED_EVERY, len(words) - 1))
+    for at in range(first, len(words) - 1, _EXCHANGED_EVERY):
+        words[at], words[at + 1] = words[at + 1], words[at]
+    return " ".join(words)
 
 
 def _reads_as_prose(answer: str) -> bool:

@@ -372,4 +372,7 @@ def _nearest(path: Path) -> str:
     return f"; {nearest(str(path), known)}" if known else ""
 
 
-BUILTIN: dict[str, Callable[[Any], list[dict[str, Any]]]] = {"builtin:python_docs": python_docs.conversations}
+BUILTIN: dict[str, Callable[[Any], list[dict[str, Any]]]] = {
+    "builtin:python_docs": python_docs.conversations,
+    "builtin:python_pairs": python_docs.pairs,
+}

@@ -35,10 +35,11 @@ Asked = list[tuple[examples.Chat | examples.Completion, SampleAnswer]]
 def before(base: Any, tokenizer: Any, config: Config, run: RunDirectory, note: Callable[[str], None]) -> Asked:
     """The base's answers, reused from an earlier start of the run if possible.
 
-    Empty on ranks other than 0, for random weights, for a sharded base, which rank 0 cannot run alone, and if the
-    model's code fails; training then explains the failure.
+    Empty on ranks other than 0, for a model that scores sequences, for random weights, for a sharded base, which rank 0
+    cannot run alone, and if the model's code fails; training then explains the failure.
     """
-    if not ranks.is_main() or config.model.weights == "random" or holds_parts(config.distributed, ranks.world_size()):
+    answers = ranks.is_main() and not config.scorer and config.model.weights != "random"
+    if not answers or holds_parts(config.distributed, ranks.world_size()):
         return []
     asked = list(itertools.islice(questions(config.data, tokenizer), _QUESTIONS))
     if kept := _kept(asked, run, note):

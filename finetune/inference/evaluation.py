@@ -30,6 +30,7 @@ from finetune.inference.intervals import CONFIDENCE, RESAMPLES, SEED, Measured, 
 from finetune.inference.jobs import EARLIER_ADAPTER, MODELS, model_of
 from finetune.inference.metrics import Metric, find
 from finetune.inference.model_results import ModelResults
+from finetune.inference.pair_scores import ComparedPairs
 from finetune.inference.sequence_scores import ScoredRows
 from finetune.inference.tasks import Tasks
 from finetune.lifecycle.failures import blaming_base
@@ -95,6 +96,8 @@ def evaluate(
         )
     if config.scorer:
         job.scored = ScoredRows.of(config, tokenizer)
+    elif with_loss:
+        job.compared = ComparedPairs.of(config, tokenizer)
     if metrics:
         job.ask(tokenizer, limit)
     if tasks:
@@ -106,6 +109,8 @@ def evaluate(
         with blaming_base(config.model):
             return job.measure(model, tokenizer)
 
+    if job.compared and job.compared.needs_reference and not {"base", "adapter"} <= {*chosen}:
+        job.compared.score_reference(*model_of(run, config, "base"))
     results = _each(run, config, chosen, measure)
     settings = {
         "models": chosen, "data": data and fspath(data), "metrics": list(metrics), "tasks": list(tasks), "limit": limit,
@@ -151,6 +156,7 @@ class _EvaluationJob:
     questions: list[Question] = field(default_factory=list)
     tasks: Tasks | None = None
     scored: ScoredRows | None = None
+    compared: ComparedPairs | None = None
     too_long: int = 0
     beyond: int = 0
 
@@ -170,7 +176,9 @@ class _EvaluationJob:
         if self.scored:
             return self.scored.measure(model, tokenizer)
         results = ModelResults()
-        if self.with_loss:
+        if self.compared:
+            results = self.compared.measure(model, tokenizer)
+        elif self.with_loss:
             rows, _ = prepare.prepare_held_out(self.config.data, tokenizer)
             nats, by_row = held_out_loss(model, tokenizer, rows, self.config)
             if not math.isfinite(nats):
@@ -210,6 +218,8 @@ class _EvaluationJob:
     def notes(self, by_model: dict[str, ModelResults]) -> list[str]:
         """Remarks for readers of the table, besides the explanation of its intervals."""
         notes = self.scored.notes() if self.scored else []
+        if self.compared:
+            notes += self.compared.notes(by_model)
         if not prepare.is_here(self.config.data):
             notes.append("The loss was not measured: the rows were given from Python and are not kept on disk.")
         if "merged" in by_model and self.config.adapter.kind == "lora" and not self.run.is_merged:

@@ -9,7 +9,7 @@ from typing import Any
 
 from finetune.config import Config, explained, written
 from finetune.report.visible import visible
-from finetune.settings import CHOICES
+from finetune.settings import CHOICES, for_objective
 from finetune.storage.files import write_text
 
 
@@ -35,6 +35,11 @@ class Draft:
             section, _, name = key.partition(".")
             sections.setdefault(section, {})[name] = value
         return Config.model_validate(sections, context={"choices": CHOICES})
+
+    @property
+    def job(self) -> Config:
+        """The config as it is read from the file: with what its objective implies."""
+        return for_objective(self.config)
 
     def text(self) -> str:
         """The config file: title and notes above, and a reason beside each value that has one."""

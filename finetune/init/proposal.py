@@ -16,7 +16,7 @@ from finetune.certificate import verdict
 from finetune.config import DataSection, MemorySection, ModelSection, inline
 from finetune.data import formats, inspection, sources
 from finetune.data.counts import TOO_LONG
-from finetune.data.examples import Completion, NoSuchField, RowError
+from finetune.data.examples import Completion, NoSuchField, RowError, Unusable, parts
 from finetune.data.prepare import Prepared, check_columns
 from finetune.data.split import located
 from finetune.errors import ForecastError, MachineError
@@ -41,8 +41,12 @@ _LEAST_LENGTH = 512
 # Rules of thumb: a style or format is learnt in some 150 steps, and after 10 epochs small data is known by heart.
 _STEPS, _MOST_EPOCHS = 150, 10
 _BATCHES, _STEPS_AN_EPOCH = (16, 8, 4), 20
-# Bases that are narrower than any of 100 million parameters learn faster at the rate of configs/tiny_cpu.yaml.
-_SMALL, _SMALL_RATE = 512, 3e-3
+# Pairs are seen fewer times: with more, DPO drives the margin up and both answers become less likely.
+_MOST_EPOCHS_OF_PAIRS = 3
+# DPO of an adapter (the documentation of TRL 1.16's DPO trainer).
+_RATE_OF_PAIRS = 1e-5
+# Bases that are narrower than any of 100 million parameters learn faster, by as much as in configs/tiny_cpu.yaml.
+_SMALL, _SMALL_FACTOR = 512, 15
 # The first compute capability with bfloat16.
 _AMPERE = (8, 0)
 _TITLE = "Written by `finetune init`"
@@ -77,17 +81,17 @@ def propose(wanted: Wanted, say: Callable[[str], None]) -> Draft:
         draft.take("data.columns", columns, "as given: the rows were not read")
     draft.title = f"{_TITLE}: {rows}"
     if wanted.asks and tokenizer and sources.at_hand(wanted.data):
-        inspection.inspect_data(draft.config)  # what is wrong with a row is said before more is asked
+        inspection.inspect_data(draft.job)  # what is wrong with a row is said before more is asked
     gpu = questions.card(wanted, lambda name: devices.find(name, MemorySection()))
     try:
-        planner = planner_for(draft.config.changed(_AUTO), gpu, follow=verdict.follow)
+        planner = planner_for(draft.job.changed(_AUTO), gpu, follow=verdict.follow)
     except MachineError as error:
         draft.notes.append(f"Not fitted to a card: {error}")
         return draft
     if planner.data:
         rows = _by_rows(draft, planner.data, rows, planner.architecture)
         if draft.values["data.max_length"] > planner.job.data.max_length:  # rows were cut at the default
-            planner = planner_for(draft.config.changed(_AUTO), gpu, follow=verdict.follow)
+            planner = planner_for(draft.job.changed(_AUTO), gpu, follow=verdict.follow)
     else:
         draft.notes.append(
             "The rows were not measured (on the hub, over 16 MiB, or without a tokenizer here): all count as "
@@ -112,6 +116,8 @@ def _recognised(wanted: Wanted, encoding: str | None) -> tuple[sources.Row | Non
     if row is None:
         return None, columns
     with located(row):
+        if formats.holds_pairs(row.fields, columns):
+            return row, columns
         try:
             formats.detect(row.fields, columns)
         except RowError as error:
@@ -129,24 +135,32 @@ def _recognised(wanted: Wanted, encoding: str | None) -> tuple[sources.Row | Non
 def _take_format(draft: Draft, fields: Mapping[str, Any], columns: dict[str, str], tokenizer: Any) -> str:
     """The rows' format; plain-text questions and answers become turns if there is a chat template to render them.
 
-    Without one, a separator is taken if the first row has none.
+    Without one, a separator is taken if the first row has none. Pairs are trained on by DPO.
     """
-    form = formats.detect(fields, columns)
-    if form == "preference":
-        draft.notes.append(formats.PREFERENCES[0].upper() + formats.PREFERENCES[1:])
+    form = "pairs" if formats.holds_pairs(fields, columns) else formats.detect(fields, columns)
+    if form == "pairs":
+        draft.take("training.objective", "dpo", "rows have a chosen and a rejected answer")
+        draft.take("training.learning_rate", _RATE_OF_PAIRS, "of DPO with an adapter: far lower than of answers alone")
     turns = None if tokenizer and chat_template.is_plain(tokenizer) else formats.as_chat(fields, form, columns)
     if turns:
         plain = {name: turns[turned] for name, turned in formats.AS_CHAT[form].items()}
         mapped = any(name != column for name, column in plain.items())
         otherwise = f"`{inline(plain)}` would be" if mapped else "left out, they are"
         draft.take("data.columns", turns, f"turns of the chat template; {otherwise} text without it")
-        return formats.detect(fields, turns)
+        return form if form == "pairs" else formats.detect(fields, turns)
     if columns:
         draft.take("data.columns", columns, "the fields of the format, and the columns that hold them")
-    content, _ = formats.read(fields, form, columns)
-    if isinstance(content, Completion) and content.runs_together:
+    if _runs_together(fields, form, columns):
         draft.take("data.separator", "\n", "no white space separates prompts and completions, nor does a chat template")
     return form
+
+
+def _runs_together(fields: Mapping[str, Any], form: str, columns: dict[str, str]) -> bool:
+    """Whether no white space separates the row's prompt from its completion."""
+    with contextlib.suppress(Unusable):
+        content, _ = formats.read(fields, form, columns)
+        return any(isinstance(each, Completion) and each.runs_together for each in parts(content))
+    return False
 
 
 def _by_rows(draft: Draft, data: Prepared, rows: str, architecture: Any) -> str:
@@ -167,7 +181,8 @@ def _by_rows(draft: Draft, data: Prepared, rows: str, architecture: Any) -> str:
     number = data.train_counts.rows
     batch = next((size for size in _BATCHES if number >= _STEPS_AN_EPOCH * size), _BATCHES[-1])
     steps = math.ceil(number / batch)
-    epochs = min(_MOST_EPOCHS, math.ceil(_STEPS / steps))
+    most = _MOST_EPOCHS_OF_PAIRS if draft.values.get("training.objective") else _MOST_EPOCHS
+    epochs = min(most, math.ceil(_STEPS / steps))
     draft.take("training.batch_size", batch, f"{_counted(number, 'row')} trained: {_counted(steps, 'step')} an epoch")
     draft.take("training.epochs", epochs, _counted(epochs * steps, "step"))
     if data.eval_counts and epochs > 1:
@@ -190,8 +205,10 @@ def _fitted(draft: Draft, planner: Planner) -> Fitted:
         draft.take("training.precision", "fp16", f"{device.name} has no bfloat16")
     if hidden < _SMALL:
         rate = draft.config.training.learning_rate
-        draft.take("training.learning_rate", _SMALL_RATE, f"{rate:g} is for bases wider than {hidden}")
+        faster = float(f"{_SMALL_FACTOR * rate:g}")
+        draft.take("training.learning_rate", faster, f"{rate:g} is for bases wider than {hidden}")
     _choose_quantization(draft, planner)
+    lost = "are dropped" if draft.job.data.too_long == "drop" else "lose their beginning"
     while True:
         try:
             fitted = _for(draft, planner).fit()
@@ -200,7 +217,7 @@ def _fitted(draft: Draft, planner: Planner) -> Fitted:
             length = draft.values.get("data.max_length", planner.job.data.max_length) // 2
             if length < _LEAST_LENGTH:
                 raise
-            draft.take("data.max_length", length, "rows twice as long do not fit; longer ones lose their beginning")
+            draft.take("data.max_length", length, f"rows twice as long do not fit; longer ones {lost}")
     for key, reason in fitted.reasons.items():
         draft.take(key, fitted.value(key), reason)
     # Left to each start, which chooses by the memory that is free then, and for short rows by themselves.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from finetune.config import other_names, strict_yaml
 from finetune.config.load import ignored_keys, text_of
 from finetune.config.rules import contradictions
 from finetune.errors import ConfigError
-from finetune.init import data_sets, refusals
+from finetune.init import data_sets, preferences, refusals
 from finetune.init.draft import Draft
 from finetune.settings import CHOICES
 
@@ -32,9 +32,9 @@ _LAST = ("lora_target_parameters", "dataset_train_split", "dataset_test_split")
 class Tool:
     """A tool whose config has the key `model`. The facts of each are in `tools.json`, with where they were read.
 
-    `rows`: of a micro-batch by default. `defaults`: the values of its keys that differ from ours. `full`: the key
-    without which every weight is trained. `own`: keys that tell its config from that of another tool with the same key
-    `model`.
+    `rows`: of a micro-batch by default. `defaults`: the values of its keys that differ from ours, and `objectives`
+    those that an objective adds. `full`: the key without which every weight is trained. `own`: keys that tell its
+    config from that of another tool with the same key `model`.
     """
 
     read_in: str
@@ -43,6 +43,7 @@ class Tool:
     defaults: Mapping[str, Any]
     full: str | None
     own: Sequence[str]
+    objectives: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 TOOLS = {
@@ -66,6 +67,13 @@ def translate(path: Path) -> Draft:
     if refused:
         raise ConfigError("\n".join(refused))
     draft = Draft(f"Translated by `finetune init` from {path.name}, a config of {name}")
+    if objective := preferences.objective(given):
+        asking, ours = objective
+        draft.take("training.objective", ours, asking)
+        tool = replace(tool, defaults={**tool.defaults, **tool.objectives.get(ours, {})})
+        read, unread = preferences.read(given, name, ours)
+        draft.notes += [f"Left out, as {name} does not read it for `{ours}`: {_shown(*each)}" for each in unread]
+        given = read
     left = [key for key in {**tool.defaults, **given} if key not in (*_BATCH, *_DATA, *_LAST)]
     taken: dict[str, str] = {}
     for _ in range(2):  # a key may need one that comes later, as early stopping needs evaluations
@@ -74,7 +82,7 @@ def translate(path: Path) -> Draft:
     others: list[str] = []
     left += [key for key in _DATA if not _take_data(draft, key, given, others)]
     _take_batch(draft, tool, given)
-    _apply_implicit_defaults(draft, name, given)
+    _apply_implicit_defaults(draft, name, given, taken)
     _note_the_rest(draft, {key: given[key] for key in left if key in given}, others)
     draft.notes += [f"To be decided: `{key}`: {message}" for key, message in contradictions(draft.config)]
     return draft
@@ -190,7 +198,7 @@ def _take_data(draft: Draft, key: str, given: Mapping[str, Any], others: list[st
     return _take(draft, {ours: sources[0] if len(sources) == 1 else sources}, key)
 
 
-def _apply_implicit_defaults(draft: Draft, name: str, given: Mapping[str, Any]) -> None:
+def _apply_implicit_defaults(draft: Draft, name: str, given: Mapping[str, Any], taken: Mapping[str, str]) -> None:
     """Apply the other tool's defaults: training of all weights, unquantized base, no evaluation set."""
     full = TOOLS[name].full
     if full and full not in given:
@@ -217,11 +225,19 @@ def _apply_implicit_defaults(draft: Draft, name: str, given: Mapping[str, Any]) 
     ignored = [*ignored_keys(draft.config.model_dump(), CHOICES)]
     if draft.values.get("distributed.kind") in ("fsdp", "deepspeed"):  # the result is the same without
         ignored += ["kernels.fused", "kernels.compile"]
+    objective = draft.values.get("training.objective", "supervised")
     for key in ignored:
-        draft.values.pop(key, None)
+        value = draft.values.pop(key, None)
+        if value and key.startswith("preference.") and key in taken:
+            draft.notes.append(f"Left out, as `{objective}` ignores it: {_shown(taken[key], value)}")
     if "data.train" not in draft.values:
         draft.notes.append("No data set is named: write `data.train`")
-    if name == "TRL" and not any(given.get(key) for key in ("assistant_only_loss", "completion_only_loss")):
+    supervised = objective == "supervised"
+    if (
+        name == "TRL"
+        and supervised
+        and not any(given.get(key) for key in ("assistant_only_loss", "completion_only_loss"))
+    ):
         draft.notes.append("To be decided: `data.loss_on`; of messages, TRL trains `all` tokens")
     if name == "TRL" and given.get("use_peft") and "adapter.targets" not in draft.values:
         draft.notes.append("To be decided: `adapter.targets`, which PEFT chooses there, often [q_proj, v_proj]")

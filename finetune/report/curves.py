@@ -24,10 +24,11 @@ _PHASES = ("forward", "backward", "optimizer")
 
 
 def of_run(figures: Figures) -> list[dict[str, Any]]:
-    """The charts of one run: loss and evaluation, learning rate, gradient norm, tokens/s, memory by phase."""
+    """The charts of one run: loss and evaluation, what its objective records, rate, gradient norm, tokens/s, memory."""
     groups = grouped(figures.training)
     return _drawn(
         loss(figures),
+        *of_objective(figures),
         _chart("Learning rate", "", "exponent", _of(groups, "learning_rate", last)),
         _chart("Gradient norm", "before clipping", "digits", _of(groups, "grad_norm", highest)),
         _chart("Tokens per second", "", "whole", _of(groups, "tokens_per_second", mean)),
@@ -38,7 +39,31 @@ def of_run(figures: Figures) -> list[dict[str, Any]]:
 def loss(figures: Figures) -> dict[str, Any]:
     """The chart of the training loss and of the evaluations."""
     evaluations = _of(grouped(figures.evaluations), "eval_loss", mean, "evaluation", "points")
-    return _chart("Loss", "nats per trained token", "fixed", *_losses(grouped(figures.training)), evaluations)
+    return _chart("Loss", _unit(figures), "fixed", *_losses(grouped(figures.training)), evaluations)
+
+
+def of_objective(figures: Figures) -> list[dict[str, Any]]:
+    """A chart for each kind of the objective's statistics, averaged over steps: all `rewards_` but shares in one."""
+    groups = grouped(figures.training)
+    kinds: dict[str, list[str]] = {}
+    for name in figures.statistics:
+        kinds.setdefault(name if name.endswith(_SHARES) else name.partition("_")[0], []).append(name)
+    return [
+        _chart(
+            words.statistic(kind).capitalize(), f"mean of {_span(groups) * _size(groups):,} steps", "digits",
+            _table(_steps(groups), *((words.statistic(name), "line", _averaged(groups, name)) for name in names)),
+        )
+        for kind, names in kinds.items()
+    ]  # fmt: skip
+
+
+_SHARES = "accuracies"
+"""How statistics between 0 and 1 end."""
+
+
+def _unit(figures: Figures) -> str:
+    """What a loss is the mean of: trained tokens, or where an objective compares them, rows."""
+    return "mean over rows" if figures.statistics else "nats per trained token"
 
 
 def memory(figures: Figures) -> dict[str, Any]:
@@ -66,10 +91,14 @@ def of_runs(runs: Mapping[str, Figures]) -> list[dict[str, Any]]:
         return [_of(lines, key, reduced, name) for name, lines in groups.items()]
 
     return _drawn(
-        _chart("Evaluation loss", "nats per trained token", "fixed", *(
+        _chart("Evaluation loss", " or ".join(sorted({*map(_unit, runs.values())})), "fixed", *(
             _of(grouped(figures.evaluations), "eval_loss", mean, name, "points") for name, figures in runs.items())),
         _chart("Training loss", "smoothed", "fixed", *(
             _table(_steps(lines), (name, "line", smoothed(lines)[0])) for name, lines in groups.items())),
+        *(_chart(words.statistic(statistic).capitalize(), "smoothed", "digits", *(
+            _table(_steps(groups[name]), (name, "line", _averaged(groups[name], statistic)))
+            for name, figures in runs.items() if statistic in figures.statistics))
+          for statistic in dict.fromkeys(one for figures in runs.values() for one in figures.statistics)),
         _chart("Learning rate", "", "exponent", *each("learning_rate", last)),
         _chart("Gradient norm", "before clipping", "digits", *each("grad_norm", highest)),
         _chart("Tokens per second", "", "whole", *each("tokens_per_second", mean)),
@@ -107,10 +136,23 @@ def last(values: Iterable[float | None]) -> float | None:
 
 def smoothed(groups: Sequence[Sequence[Line]]) -> tuple[list[float], int]:
     """The moving average of the training loss over the groups, and the number of steps it is taken over."""
-    span = max(5, len(groups) // 20) | 1  # odd, to be centred
-    means = [mean(line["loss"] for line in group) for group in groups]
-    steps = max(map(len, groups), default=1)
-    return smooth([math.nan if value is None else value for value in means], span), span * steps
+    return _averaged(groups, "loss"), _span(groups) * _size(groups)
+
+
+def _averaged(groups: Sequence[Sequence[Line]], key: str) -> list[float]:
+    """The moving average of a value of the lines over the groups."""
+    means = [mean(line.get(key) for line in group) for group in groups]
+    return smooth([math.nan if value is None else value for value in means], _span(groups))
+
+
+def _span(groups: Sequence[Sequence[Line]]) -> int:
+    """The groups that a moving average is taken over: odd, to be centred."""
+    return max(5, len(groups) // 20) | 1
+
+
+def _size(groups: Sequence[Sequence[Line]]) -> int:
+    """The steps of a group."""
+    return max(map(len, groups), default=1)
 
 
 def smooth(losses: list[float], span_steps: int) -> list[float]:

@@ -79,8 +79,9 @@ class LiveView:
         line = self._line
         norm = "nan" if line["grad_norm"] is None else f"{line['grad_norm']:.3g}"
         memory = "" if self._forecast else f"  {words.size(self._peak_bytes)}"
+        losses = f"loss {words.loss(line['loss'])}{self._trend()}{self._evaluated}{words.preferred(line)}"
         return (
-            f"loss {words.loss(line['loss'])}{self._trend()}{self._evaluated}  grad norm {norm}  "
+            f"{losses}  grad norm {norm}  "
             f"lr {line['learning_rate']:.2e}  {words.count(line['tokens_per_second'])} tokens/s{memory}"
         )
 

@@ -12,7 +12,7 @@ from finetune.errors import ConfigError
 from finetune.measure.monitor import headline
 from finetune.report import curves, data_view, forecast_view, pages, words
 from finetune.report.scores import Scores
-from finetune.results.figures import Figures
+from finetune.results.figures import RECENT_STEPS, Figures
 from finetune.storage import records
 from finetune.storage.files import write_text
 from finetune.storage.records import DataFacts, Difference
@@ -141,6 +141,9 @@ def result_rows(run: RunDirectory, figures: Figures) -> list[tuple[str, str, str
         first, final = figures.training[0]["loss"], figures.final_loss
         rows.append(("training loss, first and last step", f"{words.loss(first)} → {words.loss(final)}",
                       f"{words.count(figures.steps)} steps"))  # fmt: skip
+    if recent := figures.recent_statistics:
+        value = ", ".join(f"{words.statistic(name)} {words.number(one)}" for name, one in recent.items())
+        rows.append(("of answers", value, f"mean of the last {min(RECENT_STEPS, figures.steps)} steps"))
     if figures.peaks:
         starts = f"over {words.count(figures.starts)} starts; " if figures.starts > 1 else ""
         rows.append(("peak memory", words.size(figures.peak_bytes), starts + _forecast(run)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -109,6 +110,9 @@ def _results(summaries: Iterable[dict[str, Any]]) -> list[tuple[str, ...]]:
         (title, *("" if one[key] is None else write(one[key]) for one in summaries))
         for title, (key, write) in _ROWS.items()
     ]
+    recorded = [one.get("statistics", {}) for one in summaries]  # by runs whose objective has any
+    for name in dict.fromkeys(itertools.chain.from_iterable(recorded)):
+        rows.append((words.statistic(name), *(words.number(each.get(name)) for each in recorded)))
     return [row for row in rows if any(row[1:])]
 
 

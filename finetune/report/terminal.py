@@ -164,7 +164,7 @@ class Terminal:
         done = line["step"] - self._first_step
         left = (time.perf_counter() - self._started) / max(done, 1) * (self._last_step - line["step"])
         return (
-            f"loss {words.loss(line['loss'])}  lr {line['learning_rate']:.2e}  "
+            f"loss {words.loss(line['loss'])}{words.preferred(line)}  lr {line['learning_rate']:.2e}  "
             f"{words.count(line['tokens_per_second'])} tokens/s  {words.size(headline(line['memory']))}  "
             f"{words.duration(left)} left"
         )

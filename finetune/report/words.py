@@ -58,6 +58,24 @@ def loss(nats: float | None) -> str:
     return f"{math.nan if nats is None else nats:.4f}"
 
 
+def number(value: float | None) -> str:
+    """A number with three digits after the point; empty for a missing one."""
+    return "" if value is None else f"{value:.3f}"
+
+
+def statistic(name: str) -> str:
+    """The name of what an objective records, such as `rewards_margins`, in words."""
+    return name.replace("_", " ")
+
+
+def preferred(line: Mapping[str, Any]) -> str:
+    """The reward margin and the accuracy of a line of metrics.jsonl, to follow the loss; empty without them."""
+    margin, accuracy = line.get("rewards_margins"), line.get("rewards_accuracies")
+    return ("" if margin is None else f"  margin {margin:.3f}") + (
+        "" if accuracy is None else f"  accuracy {accuracy:.0%}"
+    )
+
+
 def share(value: float) -> str:
     return f"{value:.1%}"
 

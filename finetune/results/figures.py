@@ -11,7 +11,11 @@ from typing import Any
 
 from finetune.errors import MachineError
 from finetune.measure.monitor import PHASES, Peak, headline
+from finetune.storage.records import TrainingLine
 from finetune.storage.rundir import RunDirectory
+
+RECENT_STEPS = 20
+"""Steps over which the objective's statistics are averaged: those of one step are of few rows."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,21 @@ class Figures:
             starts[-1].append(event)
         return starts
 
+    # -- what an objective records besides ---------------------------------------------------------------------------
+
+    @property
+    def statistics(self) -> list[str]:
+        """The names of the objective's own statistics, such as `rewards_margins`."""
+        known = {*TrainingLine.__annotations__, "epoch", "skipped"}
+        return list(dict.fromkeys(name for line in self.training for name in line if name not in known))
+
+    @property
+    def recent_statistics(self) -> dict[str, float | None]:
+        """Their means over the last RECENT_STEPS steps, by name."""
+        recent = self.training[-RECENT_STEPS:]
+        values = {name: [line[name] for line in recent if line.get(name) is not None] for name in self.statistics}
+        return {name: statistics.fmean(each) if each else None for name, each in values.items()}
+
     # -- time ------------------------------------------------------------------------------------------------------
 
     @property
@@ -185,6 +204,7 @@ def summary(run: RunDirectory) -> dict[str, Any]:
         "run": str(run.path),
         "steps": figures.steps,
         "final_train_loss": figures.final_loss,
+        **({"statistics": recent} if (recent := figures.recent_statistics) else {}),
         "base_eval_loss": figures.base_eval_loss,
         "final_eval_loss": figures.final_eval_loss,
         "best_eval_loss": best and best["eval_loss"],

@@ -21,6 +21,7 @@ from finetune.training.callbacks import Callbacks
 from finetune.training.checkpoints import Checkpoints
 from finetune.training.collator import MicroBatches, cannot_share, micro_batching
 from finetune.training.eval_loss import EvalLoss
+from finetune.training.guards import Falls
 from finetune.training.job import TrainingJob
 from finetune.training.loop import Loop
 from finetune.training.noise import Noise
@@ -36,7 +37,9 @@ def assemble(job: TrainingJob, callbacks: Callbacks) -> Loop:
     """The loop of a job whose model is complete."""
     config, training, run = job.config, job.config.training, job.run
     profiler = snapshots.profiler(config.memory.profile_steps, run.profile, job.device)
-    recorder = MetricsRecorder(run, job.monitor, job.listener, job.trackers, profiler, callbacks)
+    objective = objectives.of(config)
+    falls = Falls() if objective.reference and "nll_weight" in objective.settings else None
+    recorder = MetricsRecorder(run, job.monitor, job.listener, job.trackers, profiler, callbacks, falls)
     steps = _steps(job)
     step = _step(job, recorder, steps.collate)
     progress = read_progress(job.resume_from) if job.resume_from else Progress()

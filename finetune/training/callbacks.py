@@ -25,13 +25,14 @@ class Callback(Protocol):
         """Called after each optimizer step with its line of metrics.jsonl.
 
         `step` (from 1), `loss` (nats per trained token; None if it is not finite), `learning_rate`, `grad_norm`,
-        `epoch`, `tokens`, `tokens_per_second`, `padding_share` and `memory`: peak bytes by phase and measure.
+        `epoch`, `tokens`, `tokens_per_second`, `padding_share` and `memory`: peak bytes by phase and measure; and what
+        the objective records, such as `rewards_margins`.
         """
 
     def on_evaluation(self, metrics: dict[str, Any]) -> None:
         """Called after each evaluation, that of step 0 included, with its line of metrics.jsonl.
 
-        `step`, `eval_loss` (cross-entropy in nats per trained token, whatever the objective) and `memory`.
+        `step`, `eval_loss` (cross-entropy in nats per trained token; of pairs, the objective's own) and `memory`.
         """
 
     def on_save(self, checkpoint: Path) -> None:

@@ -174,9 +174,16 @@ def held_out_loss(model: Any, tokenizer: Any, rows: Any, config: Config) -> tupl
     order depends on the rows and the config alone.
     """
     way = micro_batching(config)
-    way = replace(way, layout=replace(way.layout, values=()))  # the reference is added to the rows of a run alone
+    way = replace(way, layout=replace(way.layout, values=()))  # such as a reference, which no token's loss needs
     (total, count), by_row = _watched(model, tokenizer, rows, config, OBJECTIVES["supervised"], _sums_by_row, way)
     return total / count, by_row
+
+
+def held_out_sums(model: Any, tokenizer: Any, rows: Any, config: Config, objective: Objective) -> tuple[float, float]:
+    """The sum and count of `objective` over held-out rows outside training, one row after the other."""
+    way, config = MicroBatching(1, layout=objective.layout), config.changed({"training.batch_size": 1})
+    (total, count), _ = _watched(model, tokenizer, rows, config, objective, lambda *_: torch.zeros(0), way)
+    return total, count
 
 
 def held_out_scores(

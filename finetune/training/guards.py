@@ -1,4 +1,4 @@
-"""Guards against repeatedly skipped updates and loss spikes."""
+"""Guards against repeatedly skipped updates, loss spikes, and preferences that make the chosen answers less likely."""
 
 from __future__ import annotations
 
@@ -76,3 +76,32 @@ class Spikes:
         deviation = self._NORMAL * statistics.median(abs(one - median) for one in before)
         self._above = loss > median + max(self.DEVIATIONS * deviation, self.GRAIN_NATS)
         return median if self._above and not was_above else None
+
+
+class Falls:
+    """Detects that chosen answers have become less likely than under the reference while the margin is positive.
+
+    The margin then comes from the rejected answers alone, which have fallen further (seen in arXiv 2402.13228 and
+    2404.19733, which adds the cross-entropy). Over the last WINDOW steps the mean reward of the chosen answers must be
+    below 0, where training starts, and the mean margin above it, each by ERRORS standard errors.
+    """
+
+    WINDOW, ERRORS = 20, 3
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[float, float]] = deque(maxlen=self.WINDOW)
+        self._seen = False
+
+    def see(self, chosen: float | None, margin: float | None) -> tuple[float, float] | None:
+        """Record the rewards of a step; return both means when they first say so, else None."""
+        if self._seen or chosen is None or margin is None:
+            return None
+        self._steps.append((chosen, margin))
+        if len(self._steps) < self.WINDOW:
+            return None
+        (fallen, fallen_by), (grown, grown_by) = (
+            (statistics.fmean(values), self.ERRORS * statistics.stdev(values) / math.sqrt(self.WINDOW))
+            for values in zip(*self._steps, strict=True)
+        )
+        self._seen = fallen < -fallen_by and grown > grown_by
+        return (fallen, grown) if self._seen else None

@@ -19,7 +19,7 @@ from finetune.storage.files import append_line
 from finetune.storage.rundir import RunDirectory
 from finetune.training.callbacks import Callbacks
 from finetune.training.collator import Idle, Inputs
-from finetune.training.guards import Skips, Spikes, remedy
+from finetune.training.guards import Falls, Skips, Spikes, remedy
 from finetune.training.progress import Progress
 from finetune.training.step import Count
 from finetune.training.tracking import Trackers
@@ -107,7 +107,10 @@ class StepNumbers:
 
 @dataclass
 class MetricsRecorder:
-    """Writes metrics.jsonl, informs listener, trackers and callbacks, and ends a run whose numbers stay non-finite."""
+    """Writes metrics.jsonl, informs listener, trackers and callbacks, and ends a run whose numbers stay non-finite.
+
+    `falls` watches the rewards of an objective that compares answers with a reference.
+    """
 
     run: RunDirectory
     monitor: Monitor
@@ -115,6 +118,7 @@ class MetricsRecorder:
     trackers: Trackers
     profiler: Any | None = None
     callbacks: Callbacks = field(default_factory=Callbacks)
+    falls: Falls | None = None
     _skips: Skips = field(default_factory=Skips, init=False)
     _spikes: Spikes = field(default_factory=Spikes, init=False)
     _leaks: LeakWatch = field(default_factory=LeakWatch, init=False)
@@ -195,6 +199,14 @@ class MetricsRecorder:
         if (median := self._spikes.see(line["loss"])) is not None:
             self.run.event("loss_spike", step=step, loss=line["loss"], median=median)
             self.listener.note(f"step {step}: the loss of {line['loss']:.3f} is far above the previous {median:.3f}")
+        rewards = [line.get(name) for name in ("rewards_chosen", "rewards_margins")]
+        if self.falls and (means := self.falls.see(*rewards)):
+            chosen, margin = means
+            self.run.event("chosen_falls", step=step, rewards_chosen=chosen, rewards_margins=margin)
+            self.listener.note(
+                f"step {step}: the chosen answers have become less likely (reward {chosen:.3f}); the margin of "
+                f"{margin:.3f} is from the rejected ones alone. Raise `preference.nll_weight`, or stop earlier"
+            )
 
     def evaluated(self, progress: Progress, loss: float) -> None:
         """Called at the end of an evaluation, inside its phase. Raises NumbersError for a loss that is not finite."""

@@ -140,3 +140,12 @@ def test_texts_hold_nothing_that_differs_between_runs_or_installations() -> None
         for text in python_docs.documents(split):
             assert not re.search(r" at 0x[0-9a-f]{6}", text)
             assert installation not in text
+
+
+def test_pairs_are_the_questions_with_an_answer_and_the_same_words_out_of_order() -> None:
+    for split, rows in (("train", TRAIN), ("eval", EVAL)):
+        made = python_docs.pairs(split)
+        assert [[*row["prompt"], *row["chosen"]] for row in made] == [row["messages"] for row in rows]
+        texts = [(row["chosen"][0]["content"], row["rejected"][0]["content"]) for row in made]
+        assert all(sorted(good.split()) == sorted(bad.split()) for good, bad in texts)
+        assert all(good != bad for good, bad in texts)

@@ -13,6 +13,7 @@ import pytest
 import workbooks
 
 import finetune
+from finetune.data.formats import holds_pairs
 from finetune.errors import ConfigError
 from finetune.init import questions
 from finetune.settings import load_config
@@ -286,18 +287,43 @@ def test_a_config_of_two_keys_trains_on_any_number_of_rows(
 
 
 @pytest.mark.slow
-def test_a_config_for_preferences_notes_that_rejected_answers_are_not_trained(
+def test_pairs_become_a_config_that_trains_by_dpo_and_without_it_on_the_chosen_answers(
     call: Call, tmp_path: Path, shallow_base: Path, hurried: None
 ) -> None:
     rows = [{"prompt": f"What is {one}?", "chosen": f"It is {one}.", "rejected": "No idea."} for one in range(30)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    said = "of preferences only the chosen answer is trained; to train on both, set `training.objective: dpo`"
     code, _, err = call("init", shallow_base, "pairs.jsonl", "--output", "job.yaml")
     assert (code, err) == (0, "")
     text = (tmp_path / "job.yaml").read_text()
-    assert f"# {said.capitalize()}\n" in text
+    assert "30 rows of the format pairs" in text
+    assert "objective: dpo  # rows have a chosen and a rejected answer\n" in text
     assert "columns:  # turns of the chat template; left out, they are text without it\n" in text
+    config = load_config("job.yaml")
+    assert (config.data.format, config.training.learning_rate, config.training.epochs) == ("pairs", 1.5e-4, 3)
     _, shown, _ = call("data", "job.yaml")
-    assert f"rejected ({said})" in " ".join(shown.split())
-    code, shown, err = call("train", "job.yaml", "training.max_steps=1", "data.eval=none", "training.eval_every=null")
+    assert "rejected" in shown
+    short = ("training.max_steps=1", "data.eval=none", "training.eval_every=null")
+    code, shown, err = call("train", "job.yaml", *short)
+    assert (code, "30 rows" in shown) == (0, True)
+    said = "of preferences only the chosen answer is trained; to train on both, set `training.objective: dpo`"
+    answers = ("training.objective=supervised", "output.dir=answers")
+    code, shown, err = call("train", "job.yaml", *short, *answers)
     assert (code, f"columns rejected ({said})" in " ".join((shown + err).split())) == (0, True)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"instruction": "Why?", "chosen_response": "So.", "rejected_response": "No."},
+        {"prompt": "Why? ", "answers": [{"answer": "So.", "rank": 1}, {"answer": "No.", "rank": 2}]},
+        {
+            "prompt": "Why?", "messages": [{"role": "user", "content": "Why?"}], "score_chosen": 1, "score_rejected": 1,
+            **{name: [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": text}]
+               for name, text in (("chosen", "So."), ("rejected", "No."))},
+        },
+        {"chosen": "\n\nHuman: Why?\n\nAssistant: So.", "rejected": "\n\nHuman: Why?\n\nAssistant: No."},
+    ],
+)  # fmt: skip
+def test_pairs_are_recognised_in_layouts_that_other_formats_have_too(row: dict[str, Any]) -> None:
+    assert holds_pairs(row, {})
+    assert not holds_pairs({"messages": [{"role": "user", "content": "Why?"}]}, {})

@@ -301,6 +301,64 @@ def test_llama_factory_keys_of_packing_ranks_and_kernels_have_counterparts(tmp_p
         assert (shares.kind, shares.stage) == ("fsdp", stage)
 
 
+AXOLOTL_PAIRS = """
+    base_model: x
+    adapter: lora
+    datasets: [{path: pairs.jsonl, type: chat_template.default}]
+    micro_batch_size: 2
+    gradient_accumulation_steps: 4
+    learning_rate: 5e-6
+    """
+
+
+@pytest.mark.parametrize(
+    ("text", "ours"),
+    [
+        (f"{AXOLOTL_PAIRS}rl: dpo\n    rl_beta: 0.2\n    dpo_label_smoothing: 0.1\n    rpo_alpha: 1.0\n",
+         {"objective": "dpo", "beta": 0.2, "label_smoothing": 0.1, "nll_weight": 1.0}),
+        (f"{AXOLOTL_PAIRS}rl: ipo\n    rl_beta: 0.01\n    precompute_ref_log_probs: true\n",
+         {"objective": "ipo", "beta": 0.01, "reference": "cached"}),
+        (f"{AXOLOTL_PAIRS}rl: simpo\n    simpo_gamma: 0.8\n",
+         {"objective": "simpo", "beta": 0.1, "target_margin": 0.8, "nll_weight": 1.0}),
+        (f"{AXOLOTL_PAIRS}rl: orpo\n    orpo_alpha: 0.3\n", {"objective": "orpo", "beta": 0.3}),
+        (f"{AXOLOTL_PAIRS}reward_model: true\n    num_labels: 1\n    center_rewards_coefficient: 0.01\n",
+         {"objective": "reward", "reward_centering": 0.01}),
+        (f"{AXOLOTL_PAIRS}rl: kto\n    rl_beta: 0.2\n    kto_desirable_weight: 0.5\n",
+         {"objective": "kto", "beta": 0.2, "desirable_weight": 0.5}),
+        ("model_name_or_path: x\nstage: kto\ndataset: pairs.jsonl\nkto_rejected_weight: 2\n",
+         {"objective": "kto", "undesirable_weight": 2}),
+        ("model_name_or_path: x\nstage: dpo\ndataset: pairs.jsonl\npref_beta: 0.3\npref_ftx: 0.2\n",
+         {"objective": "dpo", "beta": 0.3, "nll_weight": 0.2}),
+        ("model_name_or_path: x\nstage: dpo\ndataset: pairs.jsonl\npref_loss: simpo\n",
+         {"objective": "simpo", "beta": 0.1, "target_margin": 0.5}),
+        ("model_name_or_path: x\nstage: rm\ndataset: pairs.jsonl\nlora_rank: 8\n", {"objective": "reward"}),
+        ("model_name_or_path: x\nuse_peft: true\ndataset_name: pairs.jsonl\nloss_type: [robust]\nbeta: 0.2\n",
+         {"objective": "robust_dpo", "beta": 0.2, "label_smoothing": 0.0}),
+    ],
+)  # fmt: skip
+def test_training_on_preferences_has_its_counterpart(text: str, ours: dict[str, Any], tmp_path: Path) -> None:
+    """Defaults that differ there, such as SimPO's, are written out."""
+    path = tmp_path / "ours.yaml"
+    first_config.create(None, None, None, write(tmp_path, text), path, yes=True, say=print)
+    config = load_config(path)
+    section = config.preference.model_dump(exclude_unset=True)
+    assert {"objective": config.training.objective, **section} == ours
+    assert config.data.format == ("unpaired" if ours["objective"] == "kto" else "pairs")
+    assert config.data.too_long == "drop"
+
+
+def test_what_another_tool_ignores_or_cannot_be_had_here_is_named(tmp_path: Path) -> None:
+    text = "model_name_or_path: x\nuse_peft: true\ndataset_name: y\nloss_type: sigmoid\nlabel_smoothing: 0.1\n"
+    draft = translate(write(tmp_path, text))
+    assert (draft.config.training.objective, draft.config.training.learning_rate) == ("dpo", 1e-6)
+    assert draft.config.preference.label_smoothing is None
+    assert "Left out, as TRL does not read it for `dpo`: label_smoothing: 0.1" in draft.notes
+    assert not any("data.loss_on" in note for note in draft.notes)
+    draft = translate(write(tmp_path, f"{AXOLOTL_PAIRS}rl: orpo\n    rpo_alpha: 0.5\n    dpo_norm_loss: true\n"))
+    assert "Left out, as `orpo` ignores it: rpo_alpha: 0.5" in draft.notes
+    assert any("has no counterpart here: dpo_norm_loss: true" in note for note in draft.notes)
+
+
 def test_continued_pretraining_is_supervised_training_on_text(tmp_path: Path) -> None:
     for text in (
         "model_name_or_path: x\nstage: pt\ndataset: c4_demo\n",
@@ -339,25 +397,25 @@ def test_without_an_adapter_every_weight_is_trained_as_there(text: str, tmp_path
 @pytest.mark.parametrize(
     ("text", "line", "why"),
     [
-        ("base_model: x\nadapter: qlora\nrl: kto\n", 3, "`kto` is not offered for configs of other tools"),
-        ("base_model: x\nrl: grpo\ntrl: {num_generations: 4}\n", 2, "`grpo` is not offered: no reward model is"),
-        ("base_model: x\nrl: orpo\n", 2, "`orpo` is not offered"),
+        ("base_model: x\nrl: grpo\ntrl: {num_generations: 4}\n", 2, "`grpo` is not offered: no answers are written"),
         ("base_model: x\nrl: ebft\n", 2, "`ebft` is not offered"),
         ("base_model: x\nrl: of_tomorrow\n", 2, "`of_tomorrow` is not offered"),
-        ("base_model: x\nreward_model: true\n", 2, "no reward model is trained or used here"),
+        ("model_name_or_path: x\nstage: sft\nreward_model: y\n", 3, "no answers are written while training here"),
+        ("base_model: x\nprocess_reward_model: true\n", 2, "whole answers are scored here"),
         ("base_model: x\nprocessor_type: AutoProcessor\n", 2, "images, video and sound are not trained on here"),
         ("base_model: x\ndiffusion: {noise_schedule: cosine}\n", 2, "text is generated token by token here"),
         ("base_model: x\nadapter: llama-adapter\n", 2, "adapters are LoRA here"),
-        *(
-            (f"model_name_or_path: x\nstage: {stage}\n", 2, f"`{stage}` is not offered")
-            for stage in ("dpo", "kto", "rm", "ppo", "orpo", "simpo")
-        ),
+        ("model_name_or_path: x\nstage: ppo\n", 2, "`ppo` is not offered"),
         ("model_name_or_path: x\nstage: sft\nimage_max_pixels: 262144\n", 3, "images, video and sound"),
         ("model_name_or_path: x\nstage: sft\nfinetuning_type: oft\n", 3, "`oft` is not offered: adapters are LoRA"),
         ("model_name_or_path: x\nstage: sft\ndo_predict: true\n", 3, "that is no training"),
         ("model_name_or_path: x\nadapter_name_or_path: y\nexport_dir: z\n", 3, "`finetune merge`"),
-        ("model_name_or_path: x\ndataset_name: y\nbeta: 0.1\n", 3, "training is supervised here; use TRL"),
-        ("model_name_or_path: x\ndataset_name: y\nnum_generations: 8\n", 3, "no reward model is trained or used"),
+        ("model_name_or_path: x\ndataset_name: y\nbeta: 0.1\n", 3, "add `loss_type: sigmoid` for DPO"),
+        ("model_name_or_path: x\ndataset_name: y\nnum_generations: 8\n", 3, "no answers are written while training"),
+        ("model_name_or_path: x\ndataset_name: y\nloss_type: [sigmoid, sft]\n", 3, "`training.objective` is one of"),
+        ("model_name_or_path: x\ndataset_name: y\nloss_type: hinge\n", 3, "`hinge` is not offered: write `dpo`"),
+        ("model_name_or_path: x\nstage: dpo\npref_loss: kto_pair\n", 3, "`kto_pair` is not offered"),
+        ("model_name_or_path: x\nstage: dpo\nref_model: y\n", 3, "the reference is the model that training starts"),
     ],
 )
 def test_another_kind_of_training_is_refused(text: str, line: int, why: str, tmp_path: Path) -> None:
@@ -369,7 +427,7 @@ def test_another_kind_of_training_is_refused(text: str, line: int, why: str, tmp
 
 def test_a_refused_config_leaves_no_file(tmp_path: Path) -> None:
     ours = tmp_path / "ours.yaml"
-    theirs = write(tmp_path, "base_model: x\nrl: dpo\nprocessor_type: AutoProcessor\n")
+    theirs = write(tmp_path, "base_model: x\nrl: grpo\nprocessor_type: AutoProcessor\n")
     with pytest.raises(ConfigError, match=r"(?s)theirs\.yaml:2: .*theirs\.yaml:3: "):
         first_config.create(None, None, None, theirs, ours, yes=True, say=print)
     assert not ours.exists()

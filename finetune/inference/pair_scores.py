@@ -1,0 +1,111 @@
+"""What `finetune eval` measures of a run on preferences: its objective and statistics on held-out pairs.
+
+The reference is the base, scored once for all models. A pair is measured by itself, so that each has its statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from finetune.config import Config
+from finetune.data import prepare
+from finetune.data.encoded import segments_of
+from finetune.inference.intervals import Measured
+from finetune.inference.model_results import ModelResults
+from finetune.inference.sequence_scores import ACCURACY, LONGER_WINS
+from finetune.objectives import OBJECTIVES, Batch, Objective
+from finetune.objectives.preference import PAIRS, reference_column
+from finetune.objectives.starting_model import adapter_off
+from finetune.training.eval_loss import held_out_sums
+from finetune.training.reference_scores import scoring
+
+LOSS, LIKELIER = "pair loss", "the chosen answer is likelier"
+REFERENCE_NOTE = "The base is the reference: its rewards are 0, and equal rewards are no win."
+_NAMES: dict[str, tuple[str, Literal["higher", "lower"] | None]] = {
+    "rewards_accuracies": (ACCURACY, "higher"), "rewards_margins": ("reward margin", "higher"),
+}  # fmt: skip
+"""Names of statistics in tables, and which values are better; others keep theirs."""
+
+
+@dataclass
+class ComparedPairs:
+    """The held-out pairs of a run, which its models are measured on."""
+
+    config: Config
+    objective: Objective
+    rows: Any
+    _scored: bool = field(default=False, init=False)
+
+    @classmethod
+    def of(cls, config: Config, tokenizer: Any) -> ComparedPairs | None:
+        """Those of the evaluation set; None if the run is not on pairs, or its reference is not the base."""
+        objective = OBJECTIVES.get(config.training.objective)
+        if objective is None or objective.layout.segments != PAIRS.segments or objective.evaluated is None:
+            return None
+        if objective.reference and not config.adapter.starts_at_zero:
+            return None
+        objective = objective.bind(config.preference) if objective.bind else objective
+        return cls(config, objective, prepare.prepare_held_out(config.data, tokenizer)[0])
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the base has yet to score the pairs."""
+        return self.objective.reference and not self._scored
+
+    def score_reference(self, model: Any, tokenizer: Any) -> None:
+        """Give the pairs their log-probabilities under `model` without its adapter."""
+        sums: list[torch.Tensor] = []
+        with adapter_off(model):
+            held_out_sums(model, tokenizer, self.rows, self.config, replace(scoring(sums), layout=PAIRS))
+        columns = tuple(map(reference_column, PAIRS.segments))
+        for name, values in zip(columns, torch.stack(sums).cpu().numpy().T, strict=True):
+            self.rows = self.rows.add_column(name, values)
+        layout = replace(self.objective.layout, values=(*self.objective.layout.values, *columns))
+        self.objective, self._scored = replace(self.objective, layout=layout), True
+
+    def measure(self, model: Any, tokenizer: Any) -> ModelResults:
+        """The results of one model; the base without its adapter scores the pairs first, if it has not yet."""
+        if self.needs_reference:
+            self.score_reference(model, tokenizer)
+        sums: list[torch.Tensor] = []
+        held_out_sums(model, tokenizer, self.rows, self.config, _watched(self.objective, sums))
+        by_pair = torch.stack(sums).cpu().numpy()  # (pairs, 1 + statistics, 2)
+        measured = dict(zip((LOSS, *self.objective.statistics), by_pair.swapaxes(0, 1), strict=True))
+        results = ModelResults()
+        results.add(LOSS, _mean(measured.pop(LOSS)), "lower")
+        for name in sorted(measured, key=lambda name: name not in _NAMES):
+            said, better = _NAMES.get(name, (name.replace("_", " "), None))
+            results.add(said, _mean(measured[name]), better)
+        if {"logps_chosen", "logps_rejected"} <= measured.keys():
+            likelier = measured["logps_chosen"][:, 0] > measured["logps_rejected"][:, 0]
+            results.add(LIKELIER, Measured.mean(likelier.astype(float).tolist()), None)
+        lengths = [[segment.trained for segment in segments_of(row)] for row in self.rows]
+        results.add(LONGER_WINS, Measured.mean([float(one > other) for one, other in lengths]), None)
+        return results
+
+    def notes(self, by_model: Mapping[str, ModelResults]) -> list[str]:
+        """Remarks for readers of the table."""
+        return [REFERENCE_NOTE] if self.objective.reference and "base" in by_model else []
+
+
+def _mean(sums: np.ndarray) -> Measured:
+    """The mean by sums and counts (pairs, 2)."""
+    return Measured(float(sums[:, 0].sum() / sums[:, 1].sum()), sums)
+
+
+def _watched(objective: Objective, into: list[torch.Tensor]) -> Objective:
+    """`objective`, which appends sum and count of its loss and statistics in each batch `into` a list."""
+
+    def loss(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        assert objective.evaluated is not None
+        total, count, *statistics = objective.evaluated(model, batch)
+        pairs = [(total, count), *(statistics[0].values() if statistics else ())]
+        into.append(torch.stack([torch.stack([one.double() for one in pair]) for pair in pairs]))
+        return total, count
+
+    return replace(objective, evaluated=loss)

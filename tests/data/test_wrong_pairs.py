@@ -1,0 +1,164 @@
+"""What people get wrong in pairs and in configs for them: each mistake ends the command with its place and a cure.
+
+The command is the real one, up to the point where it would load weights.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import TINY
+
+ASK = {"role": "user", "content": "Why?"}
+GOOD, BAD = ({"role": "assistant", "content": text} for text in ("Because.", "No."))
+PAIR = {"prompt": "Why? ", "chosen": "Because.", "rejected": "No."}
+HELD = {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]}
+
+DATA: list[tuple[str, Any, str, str]] = [
+    # (what is wrong, the second row of the file, its field or place, the cure)
+    ("no rejected answer", {"prompt": "Why?", "chosen": "So."}, "`rejected` is missing", "`data.columns`"),
+    ("other names", {"prompt": "Why?", "preferred": "So.", "other": "No."}, "`chosen` is missing", "`data.columns`"),
+    ("one answer", {"prompt": "Why?", "completion": "So."}, "`chosen` is missing", "`training.objective: supervised`"),
+    ("conversations", {"messages": [ASK, GOOD]}, "`chosen` is missing", "`training.objective: supervised`"),
+    ("labels", {"prompt": "Why?", "completion": "So.", "label": True}, "`chosen` is missing", "`data.columns`"),
+    ("text and messages", {**PAIR, "rejected": [BAD]}, "`chosen` and `rejected`", "write both alike"),
+    ("numbers", {**PAIR, "chosen": 3, "rejected": 4}, "`chosen`", "must be text, a message or a list of messages"),
+    ("null", {**PAIR, "rejected": None}, "`rejected`", "or remove the row"),
+    ("an empty list", {**HELD, "rejected": []}, "`rejected`", "not an empty list; or remove the row"),
+    ("texts in a list", {**HELD, "chosen": ["So."]}, "`chosen[0]`", "an object with `role` and `content`"),
+    ("a role that does not exist", {**HELD, "chosen": {"role": "judge", "content": "So."}}, "`chosen.role`", "user"),
+    ("a number as content", {**HELD, "chosen": [{**GOOD, "content": 5}]}, "`chosen[0].content`", "must be text"),
+    ("answers alone", {"chosen": [GOOD], "rejected": [BAD]}, "there is no `prompt`", "add what they answer"),
+    ("texts alone", {"chosen": "Because.", "rejected": "No."}, "there is no `prompt`", "add what they answer"),
+    (
+        "two prompts", {"chosen": [ASK, GOOD], "rejected": [{**ASK, "content": "How?"}, BAD]},
+        "begin with different prompts", "make them equal, or remove the row",
+    ),
+    (
+        "a prompt beside another one", {"prompt": "How?", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
+        "the prompt is not that with which", "remove it",
+    ),
+    ("a question last", {**HELD, "rejected": [ASK, BAD, ASK]}, "`rejected` must end with", "remove what follows it"),
+    ("a tool last", {**HELD, "chosen": [GOOD, {"role": "tool", "content": "3"}]}, "`chosen` must end with", "remove"),
+    ("an answer in the prompt", {**HELD, "prompt": [ASK, GOOD]}, "end with an answer of the assistant", "remove it"),
+    ("whole conversations twice", {"messages": [ASK, GOOD], "chosen": "So.", "rejected": "No."}, "end with an answer",
+     "remove it"),
+    ("a number as prompt", {**PAIR, "prompt": 7}, "`prompt`", "must be text, not a number"),
+    ("texts as prompt", {**HELD, "prompt": ["Why?"]}, "`prompt[0]`", "an object with `role` and `content`"),
+    ("ranks as words", {"prompt": "Why?", "answers": [{"answer": "So.", "rank": "first"}]}, "`answers[0]`",
+     "`rank`, a number"),
+    ("scores as words", {**PAIR, "score_chosen": "good", "score_rejected": "bad"}, "`score_chosen`", "a number"),
+    ("images", {**PAIR, "images": ["a.png"]}, "`images`", "remove the row"),
+    ("a list as a row", ["Why?", "Because.", "No."], "a row must be", "a JSON object in braces"),
+    ("a row cut off", '{"prompt": "Why?", "chosen": "So.",', "2:36: not valid JSON", "property name"),
+]  # fmt: skip
+
+ROWS: list[tuple[str, list[dict[str, Any]], str]] = [
+    ("equal answers", [{**PAIR, "rejected": PAIR["chosen"]}], "1 equal answers"),
+    ("empty answers", [{**PAIR, "rejected": " "}], "1 empty answer"),
+    ("equal scores", [{**PAIR, "score_chosen": 1, "score_rejected": 1.0}], "1 equal scores of both answers"),
+    ("answers exchanged", [{**PAIR, "score_chosen": "2", "score_rejected": "8"}], "1 higher score of the rejected"),
+    ("long answers", [{**PAIR, "chosen": "yes " * 400}], "1 over data.max_length"),
+]
+
+CONFIGS: list[tuple[list[str], int, str, str]] = [
+    (["data.format=messages"], 3, ":1 to 8: `messages`", "the rows' own in `data.format`"),
+    (["training.objective=supervised", "data.format=pairs"], 2, "`training.objective`", "set one to match the other"),
+    (["training.objective=reward", "data.format=pairs_with_margin"], 3, "`margin`", "`data.format: pairs`"),
+    (["data.loss_on=all"], 3, "`data.loss_on: all`", "set `data.loss_on: assistant`"),
+    (["data.max_length=8", "data.too_long=truncate"], 3, "`data.max_length` 8", "set `data.too_long: drop`"),
+    (["data.max_length=8", "data.too_long=split"], 3, "`data.max_length` 8", "set `data.too_long: drop`"),
+    (["data.columns={chosen: better, rejected: worse}"], 3, "`better` is not known", "choose from prompt, chosen"),
+    (["data.format=dpo"], 2, "`data.format`", "write `pairs`"),
+    (["data.eval=pairs.jsonl"], 2, "`data.eval`", "set `data.eval: auto`"),
+    (["preference.label_smoothing=0.5"], 2, "`preference.label_smoothing`", "less than 0.5"),
+    (["preference.beta=0"], 2, "`preference.beta`", "greater than 0"),
+    (["preference.beta=small"], 2, "`preference.beta`", "expected a number"),
+    (["preference.target_margin=1"], 2, "`preference.target_margin`", "remove it"),
+    (["training.objective=simpo", "preference.label_smoothing=0.1"], 2, "`preference.label_smoothing`", "remove it"),
+    (["training.objective=simpo", "preference.reference=cached"], 2, "`preference.reference`", "remove it"),
+    (["training.objective=orpo", "preference.nll_weight=0.1"], 2, "`preference.nll_weight`", "remove it"),
+    (["training.objective=reward", "preference.beta=0.1"], 2, "`preference.beta`", "remove it"),
+    (["training.objective=supervised", "preference.beta=0.1"], 2, "`preference.beta`", "choose another objective"),
+    (["preference.reward_centering=0.01"], 2, "`preference.reward_centering`", "remove it"),
+    (["training.neftune_noise_alpha=5"], 2, "`training.neftune_noise_alpha`", "remove it"),
+    (["preference.reference=in_step", "quantization.kind=none", "adapter.init=pissa"], 2, "`preference.reference`",
+     "set `cached`"),
+    (["preference.reference=in_step", "quantization.kind=none", "adapter.kind=none"], 2, "`preference.reference`",
+     "`adapter.kind: lora`"),
+    (["preference.reference=frozen"], 2, "`preference.reference`", "'auto', 'cached' or 'in_step'"),
+    (["training.objective=reward", "distributed.kind=fsdp"], 2, "`distributed.kind`", "set `distributed.kind: ddp`"),
+    (["training.objective=reward", "quantization.kind=none", "adapter.kind=none"], 2, "`adapter.kind`", "set"),
+    (["model.labels=[good]"], 2, "`model.labels`", "remove it"),
+    (["training.objective=pdo"], 2, "`training.objective`", "choose from supervised, dpo"),
+    (["training.objective=ppo"], 2, "`training.objective`", "train on pairs by `dpo`"),
+    (["training.objective=rm"], 2, "`training.objective`", "write `reward`"),
+    (["training.objective=sigmoid"], 2, "`training.objective`", "write `dpo`"),
+    (["preference.loss_type=ipo"], 2, "`preference.loss_type`", "write `training.objective`"),
+    (["training.beta=0.1"], 2, "`training.beta`", "write `preference.beta`"),
+    (["training.pref_loss=ipo"], 2, "`training.pref_loss`", "write `training.objective`"),
+    (["training.simpo_gamma=0.5"], 2, "`training.simpo_gamma`", "write `preference.target_margin`"),
+    (["model.ref_model=gpt2"], 2, "`model.ref_model`", "leave it out: the reference is the model that training starts"),
+    (["preferences.beta=0.1"], 2, "`preferences`", "did you mean `preference`?"),
+]  # fmt: skip
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def refusal(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Any], list[str]], tuple]:
+    """The exit code and message of `finetune train` on rows; loading weights fails the test."""
+
+    def loaded(*_: object, **__: object) -> None:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr("finetune.model.build.load_base", loaded)
+    monkeypatch.chdir(tmp_path)
+
+    def run(rows: list[Any], overrides: list[str]) -> tuple[int, str]:
+        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+        Path("pairs.jsonl").write_text("\n".join(lines) + "\n")
+        job = ["data.train=pairs.jsonl", "data.eval=none", "training.eval_every=null", "output.merge=false"]
+        code, _, said = call("train", TINY, *job, "training.objective=dpo", "memory.check=off", *overrides)
+        assert said.startswith("error: ")
+        assert not Path("runs").exists()
+        return code, said
+
+    return run
+
+
+def test_wrong_pairs_are_refused_with_line_field_and_cure(refusal: Any, subtests: pytest.Subtests) -> None:
+    for what, row, place, cure in DATA:
+        with subtests.test(what=what):
+            code, said = refusal([PAIR, row], [])
+            assert code == 3
+            assert "pairs.jsonl:2" in said
+            assert place in said
+            assert cure in said
+
+
+def test_pairs_that_teach_nothing_are_refused_with_the_reason(refusal: Any, subtests: pytest.Subtests) -> None:
+    for what, rows, reason in ROWS:
+        with subtests.test(what=what):
+            code, said = refusal(rows, [])
+            assert code == 3
+            assert "(pairs.jsonl) leaves nothing to train: 1 rows dropped" in said
+            assert reason in said
+
+
+def test_wrong_configs_for_pairs_are_refused_with_key_and_cure(refusal: Any, subtests: pytest.Subtests) -> None:
+    rows = [{**PAIR, "prompt": f"Why {number}? "} for number in range(8)]
+    for overrides, expected, key, cure in CONFIGS:
+        with subtests.test(overrides=overrides):
+            code, said = refusal(rows, overrides)
+            assert code == expected
+            assert key in said
+            assert cure in said
+
+
+def test_more_than_thirty_mistakes_are_made() -> None:
+    assert len(DATA) + len(ROWS) + len(CONFIGS) >= 60

@@ -1,0 +1,109 @@
+"""Facts about `finetune eval` of runs on preferences: accuracy by pairs beside simple rules, against the base."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import finetune
+from finetune.data.encoded import segments_of
+from finetune.data.prepare import prepare_held_out, questions
+from finetune.inference.jobs import model_of
+from finetune.storage.rundir import RunDirectory
+
+
+@pytest.fixture
+def job(tmp_path: Path, quick: Any) -> Callable[..., Any]:
+    """A function from overrides to a job on pairs of which the longer answer is the chosen one, in fp32."""
+    rows = [{"prompt": f"To {n}. ", "chosen": "yes " * (2 + n % 5), "rejected": "no " * (1 + n % 2)} for n in range(30)]
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(each) + "\n" for each in rows))
+
+    def make(*overrides: str) -> Any:
+        return quick(
+            f"data.train={file}", "data.eval_share=0.3", "training.precision=fp32", "training.learning_rate=0.003",
+            "quantization.kind=none", "adapter.dropout=0", "data.max_length=64", *overrides,
+        )  # fmt: skip
+
+    return make
+
+
+def log_probs(model: Any, ids: list[int], labels: list[int]) -> float:
+    """The summed log-probability of the trained tokens, from whole logits."""
+    with torch.no_grad():
+        scores = model(input_ids=torch.tensor([ids])).logits[0, :-1].double().log_softmax(-1)
+    return float(sum(scores[at, label] for at, label in enumerate(labels[1:]) if label != -100))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reference", ["in_step", "cached"])
+def test_a_run_of_dpo_is_measured_on_held_out_pairs_as_by_whole_logits(job: Any, reference: str) -> None:
+    config = job("training.objective=dpo", f"preference.reference={reference}", "output.merge=true")
+    finetune.train(config)
+    run = RunDirectory(config.output.dir)
+    record = finetune.evaluate(run).record
+    measures = {one["name"]: one for one in record["measures"]}
+    values = {name: {model: each["value"] for model, each in one["models"].items()} for name, one in measures.items()}
+    model, tokenizer = model_of(run, config, "adapter")
+    rewards = []
+    for row in prepare_held_out(config.data, tokenizer)[0]:
+        ours = [log_probs(model, each.input_ids, each.labels) for each in segments_of(row)]
+        with model.disable_adapter():
+            base = [log_probs(model, each.input_ids, each.labels) for each in segments_of(row)]
+        rewards.append([0.1 * (one - other) for one, other in zip(ours, base, strict=True)])
+    margins = [chosen - rejected for chosen, rejected in rewards]
+    losses = [math.log1p(math.exp(-margin)) for margin in margins]
+    assert measures["accuracy"]["rows"] == len(margins) >= 5
+    assert values["reward margin"]["adapter"] == pytest.approx(sum(margins) / len(margins), abs=1e-5)
+    assert values["pair loss"]["adapter"] == pytest.approx(sum(losses) / len(losses), abs=1e-5)
+    assert values["accuracy"]["adapter"] == sum(margin > 0 for margin in margins) / len(margins) > 0.5
+    assert values["pair loss"]["base"] == pytest.approx(math.log(2), abs=1e-5)
+    assert values["accuracy"]["base"] == 0, "the base is the reference"
+    assert values["pair loss"]["merged"] == pytest.approx(values["pair loss"]["adapter"], abs=0.02)
+    assert values["the longer answer is the chosen one"]["adapter"] > 0.8
+    assert "loss" not in values
+    assert any("The base is the reference" in note for note in record["notes"])
+
+
+def test_a_model_alone_is_measured_against_the_base_as_well(job: Any, call: Any) -> None:
+    config = job("training.objective=dpo", "training.max_steps=2")
+    finetune.train(config)
+    alone = finetune.evaluate(config.output.dir, models=["adapter"]).record
+    [margin] = [one for one in alone["measures"] if one["name"] == "reward margin"]
+    assert margin["models"]["adapter"]["value"] > 0
+    assert not any("The base is the reference" in note for note in alone["notes"])
+    code, out, _ = call("eval", config.output.dir, "--metric", "exact_match", "--max-new-tokens", 4, "--limit", 2)
+    assert code == 0
+    assert "accuracy" in out
+    assert "exact_match" in out
+
+
+def test_the_base_of_an_objective_without_a_reference_has_an_accuracy(job: Any) -> None:
+    config = job("training.objective=simpo", "training.max_steps=2")
+    finetune.train(config)
+    measures = {one["name"]: one for one in finetune.evaluate(config.output.dir).record["measures"]}
+    assert measures["rewards chosen"]["models"]["base"]["value"] < 0
+    assert measures["reward margin"]["models"]["adapter"]["difference"]["value"] != 0
+
+
+def test_where_the_reference_is_not_the_base_the_trained_tokens_are_measured_as_of_answers(job: Any) -> None:
+    config = job("training.objective=dpo", "adapter.init=pissa", "training.max_steps=1")
+    finetune.train(config)
+    assert [one["name"] for one in finetune.evaluate(config.output.dir).record["measures"]] == ["loss", "perplexity"]
+
+
+def test_sample_questions_of_pairs_are_answered_by_the_chosen_one(job: Any) -> None:
+    config = job("training.objective=dpo", "training.max_steps=1")
+    finetune.train(config)
+    run = RunDirectory(config.output.dir)
+    answers = run.answers()
+    assert len(answers) == 3
+    assert all(row["reference"].startswith("yes") and row["before"] is not None for row in answers)
+    _, tokenizer = model_of(run, config, "base")
+    assert {each.reference.split()[0] for each in questions(config.data, tokenizer)} == {"yes"}
