@@ -114,14 +114,6 @@ def finetune(name: str, data: Path, *keys: str) -> Tool:
     return Tool(name, ours, f"run/adapter/{WEIGHTS}", "/checkpoints/", "run/metrics.jsonl", "finetune")
 
 
-def write_pairs(data: Path) -> None:
-    """Short pairs of many lengths."""
-    with open(data, "w", encoding="utf-8") as file:
-        for number in range(PAIRS):
-            answers = {"chosen": "yes " * (1 + number % 7), "rejected": "no " * (1 + number % 5)}
-            file.write(json.dumps({"prompt": f"Say {number}. ", **answers}) + "\n")
-
-
 def write_rows(data: Path, text: Path) -> None:
     """The same short rows for both sides, as conversations and as text."""
     with open(data, "w", encoding="utf-8") as chats, open(text, "w", encoding="utf-8") as texts:
@@ -152,8 +144,7 @@ class Campaign:
         """The folder of another run, for which no run before it has scored a reference."""
         folder = self._folder / next(self._names)
         folder.mkdir()
-        for scores in Path(os.environ["HF_DATASETS_CACHE"]).glob("*/references"):
-            shutil.rmtree(scores)
+        harness.forget_references()
         return folder
 
     def _uninterrupted(self) -> bytes:
@@ -258,7 +249,7 @@ def main() -> None:
 def _tools(objective: str | None, folder: Path) -> list[Tool]:
     data, text = folder / "data.jsonl", folder / "text.jsonl"
     if objective:
-        write_pairs(data)
+        harness.write_pairs(data, rows=PAIRS)
         keys = ["training.objective=" + objective, *OBJECTIVES[objective]]
         return [finetune(f"finetune, {objective}", data, *keys)]
     write_rows(data, text)

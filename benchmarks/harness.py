@@ -13,6 +13,7 @@ import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -157,6 +158,20 @@ def write_uneven_rows(path: Path, *, rows: int, tokens: int) -> None:
             words = max(4, int(tokens / 8 * draw.random() ** 2))
             text = " ".join(f"word{(row * 7919 + place * 104_729) % 9973}" for place in range(words))
             file.write(json.dumps({"text": text}) + "\n")
+
+
+def write_pairs(path: Path, *, rows: int) -> None:
+    """Write `rows` short pairs of many lengths; the same ones each time."""
+    with open(path, "w", encoding="utf-8") as file:
+        for row in range(rows):
+            answers = {"chosen": "yes " * (1 + row % 7), "rejected": "no " * (1 + row % 5)}
+            file.write(json.dumps({"prompt": f"Say {row}. ", **answers}) + "\n")
+
+
+def forget_references() -> None:
+    """Let no run find what another has scored; `HF_DATASETS_CACHE` must name a folder of this benchmark's own."""
+    for scores in Path(os.environ["HF_DATASETS_CACHE"]).glob("*/references"):
+        shutil.rmtree(scores)
 
 
 def in_order(lengths: Sequence[int], way: Any) -> list[list[int]]:

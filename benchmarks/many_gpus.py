@@ -4,8 +4,9 @@
 
 Processes on one machine stand for GPUs, connected by gloo. Equality: the built-in model is trained by one process and
 by two and four ranks, as copies (DDP), in FSDP2's slices and in DeepSpeed's (ZeRO 1 to 3, which also share with a
-single process); losses and final weights are compared with those of one process without any of it. The optimizer is
-plain descent, as AdamW's first steps turn rounding into the sign of an update. Memory: a Llama of 100 million random
+single process); losses and final weights are compared with those of one process without any of it, also of DPO, whose
+ranks score the reference. The optimizer is plain descent, as AdamW's first steps turn rounding into the sign of an
+update. Memory: a Llama of 100 million random
 parameters trains two steps on the same rows; the peaks of live tensors by phase (see measured_step.py) are compared
 with the forecast, and the resident peak is measured beside. The figures are rank 0's, which also holds a copy of a
 checkpoint until it is written.
@@ -14,6 +15,7 @@ checkpoint until it is written.
 from __future__ import annotations
 
 import json
+import os
 import socket
 import sys
 import tempfile
@@ -47,6 +49,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "16-bit LoRA": {"quantization.kind": "none"},
     "full fine-tuning": {"quantization.kind": "none", "adapter.kind": "none"},
 }
+PREFERENCES: dict[str, dict[str, Any]] = {
+    "DPO, 16-bit LoRA": {"quantization.kind": "none", "training.objective": "dpo", "preference.reference": "cached"},
+}
+"""Kinds that are trained on pairs, and compared alone."""
 ZERO: dict[str, dict[str, Any]] = {
     f"zero {number}": {"distributed.kind": "deepspeed", "distributed.stage": stage}
     for number, stage in enumerate(("optimizer", "gradients", "weights"), 1)
@@ -68,15 +74,20 @@ def main() -> None:
     result: dict[str, Any] = {name: [] for name in ("equality", "memory")}
     if options.missing:
         result = {name: harness.saved(options.output, name) or [] for name in result}
-    if not result["equality"]:
-        with tempfile.TemporaryDirectory(prefix="many-gpus-") as scratch:
-            result["equality"] = _equality(Path(scratch))
+    compared = {row["kind"] for row in result["equality"]}
+    with tempfile.TemporaryDirectory(prefix="many-gpus-") as scratch:
+        os.environ["HF_DATASETS_CACHE"] = str(Path(scratch) / "cache")  # read by the processes that fork
+        kinds = [kind for kind in (*KINDS, *PREFERENCES) if kind not in compared]
+        result["equality"] += _equality(Path(scratch), kinds)
+    harness.save(options.output, result, threads=1)
     there = {tuple(row[name] for name in _KEY) for row in result["memory"]}
     for job in _jobs():
         if job not in there:
             result["memory"].append(dict(zip(_KEY, job, strict=True)) | _measured(*_setting(*job)))
             harness.save(options.output, result, threads=1)  # each takes minutes
     for row in result["memory"]:
+        if options.missing and "forecast_bytes" in row:
+            continue
         row["forecast_bytes"] = _forecast(*_setting(*(row[name] for name in _KEY)))
     result["holds"] = _verdicts(result)
     harness.save(options.output, result, threads=1)
@@ -92,16 +103,20 @@ def _sizes(sharing: str) -> tuple[int, ...]:
 # -- equality ----------------------------------------------------------------------------------------------------------
 
 
-def _equality(scratch: Path) -> list[dict[str, Any]]:
-    rows = scratch / "rows.jsonl"
-    harness.write_uneven_rows(rows, rows=ROWS * STEPS, tokens=512)
+def _equality(scratch: Path, kinds: Sequence[str]) -> list[dict[str, Any]]:
     with Children(scratch / "children") as children:
-        return [row for kind in KINDS for row in _equality_of(kind, scratch, rows, children)]
+        return [row for kind in kinds for row in _equality_of(kind, scratch, children)]
 
 
-def _equality_of(kind: str, scratch: Path, rows: Path, children: Children) -> list[dict[str, Any]]:
+def _equality_of(kind: str, scratch: Path, children: Children) -> list[dict[str, Any]]:
+    rows = scratch / "rows.jsonl"
+    if kind in PREFERENCES:
+        harness.write_pairs(rows, rows=ROWS * STEPS)
+    else:
+        harness.write_uneven_rows(rows, rows=ROWS * STEPS, tokens=512)
     fixed = {
-        "data.train": rows, "data.format": "text", "data.eval": "none", "data.max_length": 128, "output.merge": "false",
+        "data.train": rows, "data.format": "pairs" if kind in PREFERENCES else "text",
+        "data.eval": "none", "data.max_length": 128, "output.merge": "false",
         "training.batch_size": ROWS, "training.micro_batch": 1, "training.max_steps": STEPS,
         "training.eval_every": "null",
         "training.precision": "fp32", "training.learning_rate": 0.1, "training.warmup": 0, "optimizer.kind": "sgd",
@@ -109,13 +124,14 @@ def _equality_of(kind: str, scratch: Path, rows: Path, children: Children) -> li
     }  # fmt: skip
 
     def trained(sharing: str, world_size: int) -> Path:
-        run = scratch / f"{kind}-{sharing}-{world_size}".replace(" ", "-")
-        values = {**fixed, **KINDS[kind], **SHARING[sharing], "output.dir": run}
+        run = scratch / f"{kind}-{sharing}-{world_size}".replace(" ", "-").replace(",", "")
+        values = {**fixed, **{**KINDS, **PREFERENCES}[kind], **SHARING[sharing], "output.dir": run}
         arguments = [
             "train",
             harness.ROOT / "configs" / "tiny_cpu.yaml",
             *(f"{key}={one}" for key, one in values.items()),
         ]
+        harness.forget_references()
         for ended in _together(children, world_size, arguments):
             if ended.code:
                 sys.exit(f"a rank ended with exit code {ended.code}:\n{ended.output[-2000:]}")

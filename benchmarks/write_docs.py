@@ -245,6 +245,7 @@ FIGURES = {
     "loop": Figure("overhead", f"allocators/kept/{_LOOP}", ".3f"),
     "loop-default": Figure("overhead", f"allocators/default/{_LOOP}", ".3f"),
     "process": Figure("overhead", "allocators/kept/ratios/process_seconds/median", ".2f"),
+    "dpo-pairs": Figure("beside_dpo", "job/pairs", ","),
     "loop-110m": Figure("beside_peers_cpu", f"jobs/110M/beside/trl/{_LOOP}", ".2f"),
     "loop-110m-kept": Figure("beside_peers_cpu", f"jobs/110M/beside/trl-kept/{_LOOP}", ".2f"),
     "step-least": Figure("step_cost", lambda found: min(_times_as_fast(found)), ".2f"),
@@ -437,6 +438,23 @@ def _kill_table() -> str:
     )
 
 
+def _beside_dpo() -> str:
+    names = {
+        "trl": "its defaults", "trl-kept": "nothing recomputed",
+        "trl-kept-precomputed": "nothing recomputed, reference precomputed",
+    }  # fmt: skip
+
+    def row(side: str, one: Any) -> str:
+        process, cpu = (one["ratios"][f"process_{name}"]["median"] for name in ("seconds", "cpu_seconds"))
+        resident = (f"{one['resident_bytes'][name] / MIB:,.0f}" for name in ("finetune", "plain"))
+        return (
+            f"{names[side]} | {process:.2f} ({cpu:.2f}) | {' / '.join(resident)} | {one['largest_loss_difference']:.0e}"
+        )
+
+    heads = "TRL's DPOTrainer with | process | MiB, ours / TRL | losses"
+    return _table(heads, (row(side, one) for side, one in result("beside_dpo")["beside"].items()))
+
+
 def _rank_kills() -> str:
     def row(share: str, file: str) -> str:
         found = result(file)["found"]
@@ -559,6 +577,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "forecast-peers": _forecast_peers,
     "forecast-memtracker": _forecast_memtracker,
     "beside-trl": _beside_trl,
+    "beside-dpo": _beside_dpo,
     "batching": _batching,
     "kills": _kill_table,
     "rank-kills": _rank_kills,

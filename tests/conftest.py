@@ -64,19 +64,21 @@ _modules_at_freeze = 0
 
 
 def pytest_collection_finish() -> None:
-    _freeze_imports()
+    _freeze()
 
 
-def pytest_runtest_logfinish() -> None:
-    # Libraries import much of themselves at their first use.
-    if len(sys.modules) >= _modules_at_freeze + 50:
-        _freeze_imports()
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    # What a file's fixtures held is gone, and what it cached stays. Libraries import much of themselves at first use.
+    if nextitem is None or nextitem.path != item.path or len(sys.modules) >= _modules_at_freeze + 50:
+        _freeze()
 
 
-def _freeze_imports() -> None:
-    """Keep the garbage collector, and what counts tensors, out of the objects that imports made and that stay.
+def _freeze() -> None:
+    """Keep the garbage collector, and what counts tensors, out of the objects that imports and caches made.
 
-    Going through all of them takes a quarter of the time of small trainings.
+    Going through all of them takes a quarter of the time of small trainings, and beside the syntax trees of all
+    sources (test_house.py) four fifths of it.
     """
     global _modules_at_freeze
     gc.collect()

@@ -53,7 +53,9 @@ def _label(fields: Fields) -> bool:
     value = fields.get(name)
     if not isinstance(value, bool):
         has = "it is missing" if value is None else f"not {row.kind_of(value)}"
-        raise RowError(f"`{name}` must be true for a desirable answer and false for another, without quotes; {has}")
+        raise RowError(
+            f"`{name}` must be true for a desirable answer and false for another, a boolean of JSON or Parquet; {has}"
+        )
     return value
 
 

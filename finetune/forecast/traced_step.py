@@ -43,7 +43,7 @@ from finetune.model.skeleton import mixture
 from finetune.model.structure import experts
 from finetune.objectives import log_probs
 from finetune.training import optimizers, reference_scores, strategies
-from finetune.training.collator import Inputs, MicroBatches, apart, for_model, micro_batching, passes
+from finetune.training.collator import Inputs, MicroBatches, apart, for_model, micro_batching
 from finetune.training.eval_loss import summed_loss
 from finetune.training.noise import Noise, NoiseSpan
 from finetune.training.step import Step
@@ -534,18 +534,19 @@ class _TracedStep:
     def score(self, batch: Batch) -> None:
         """The largest batch of the pass that scores the reference."""
         layers = tuple(level != "none" for level in self.kept.levels)
-        self._once(("reference", batch, self._config.memory.loss_tokens, layers), functools.partial(self._score, batch))
+        what = ("reference", batch, self._config.memory.loss_tokens, layers)
+        for _ in range(1 + self._way.layout.apart):  # the segments that go apart are as many and as long
+            self._once(what, functools.partial(self._score, batch))
 
     def _score(self, batch: Batch) -> None:
         self.recorder.phase = "reference"
         start = self._random_state()
         inputs = self._inputs(batch)
         with self._recording(), reference_scores.starting(self._model, self._config.adapter):
-            for each in passes(inputs):
-                summed_loss(
-                    self._model, [[each]], precision=self._config.training.precision, masked=self._step.masked,
-                    objective=reference_scores.scoring([]),
-                )  # fmt: skip
+            summed_loss(
+                self._model, [[inputs]], precision=self._config.training.precision, masked=self._step.masked,
+                objective=reference_scores.scoring([]),
+            )  # fmt: skip
         del start
 
     @contextlib.contextmanager

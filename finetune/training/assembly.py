@@ -102,7 +102,7 @@ def _way(job: TrainingJob) -> MicroBatching:
     """How the job divides its steps; a line says why packed segments do not share tokens, if so."""
     config = job.config
     way = micro_batching(config, job.architecture)
-    if not (way.packed and way.layout.segments):
+    if not (way.packed and way.layout.sequences > 1):
         return way
     if not way.shares:
         why = cannot_share(config, job.architecture)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -203,7 +203,10 @@ def _watched(
     """The sum and count of `objective` over `rows`, and what is `read` of each micro-batch's output, on the CPU."""
     training = config.training
     log_probs.attach(model)
-    collate = MicroBatches(way or micro_batching(config), tokenizer.pad_token_id)
+    if way is None:
+        way = micro_batching(config)
+        way = replace(way, layout=replace(way.layout, values=()))  # of a reference, which only a run adds to its rows
+    collate = MicroBatches(way, tokenizer.pad_token_id)
     by_row: list[torch.Tensor] = []
     watching = model.register_forward_hook(
         lambda model, _, batch, outputs: by_row.append(read(batch, outputs)), with_kwargs=True

@@ -171,6 +171,7 @@ class FakeCuda:
         )
 
 
+@pytest.mark.slow
 def test_measuring_on_a_gpu_records_forecast_peaks_and_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lines that only a card runs, with the training and torch.cuda replaced."""
     import measured_step

@@ -160,6 +160,7 @@ def test_offloading_must_give_gradients_that_are_equal_to_the_bit(monkeypatch) -
         trials._offload(tried(), ())
 
 
+@pytest.mark.slow
 def test_the_peaks_of_each_phase_stand_beside_the_forecast(monkeypatch) -> None:
     counts = itertools.count(1)
     for measure in ("allocated", "reserved"):

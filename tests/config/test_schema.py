@@ -192,6 +192,7 @@ def values_of(key: str) -> Iterator[Any]:
     yield from (2, None) if {"type": "null"} in forms else ()
 
 
+@pytest.mark.slow
 def test_a_rule_between_keys_holds_in_schema_and_program_alike(
     check: Any, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:

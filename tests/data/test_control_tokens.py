@@ -204,6 +204,7 @@ def folding() -> Any:
     return backend
 
 
+@pytest.mark.slow
 @settings(deadline=None, derandomize=True, max_examples=100)
 @given(
     name=st.sampled_from(["[SEP]", "< turn >", "Énde", "<x> ", " <x>", "<|end|><|end|>", "*+?("]),

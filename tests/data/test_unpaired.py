@@ -54,8 +54,8 @@ def test_an_answer_is_read_in_each_published_layout(
     ("row", "named"),
     [
         ({"prompt": "Why?", "completion": "So."}, "`label` must be true for a desirable answer .* it is missing"),
-        ({"prompt": "Why?", "completion": "So.", "label": 1}, "`label` must be true .* not a number"),
-        ({"prompt": "Why?", "completion": "So.", "label": "true"}, "without quotes; not text"),
+        ({"prompt": "Why?", "completion": "So.", "label": 1}, "`label` must be true .*; not a number"),
+        ({"prompt": "Why?", "completion": "So.", "label": "true"}, "a boolean of JSON or Parquet; not text"),
         ({"conversations": SAID, "kto_tag": "good"}, "`kto_tag` must be true"),
         ({"completion": "So.", "label": True}, "there is no `prompt`"),
         ({"messages": [GOOD], "label": True}, "there is no `prompt`"),

@@ -126,6 +126,7 @@ def test_a_hostile_or_damaged_part_is_refused(parts: dict[str, str], tmp_path: P
     assert refused(path).startswith("a.xlsx: not an Excel workbook, or damaged")
 
 
+@pytest.mark.slow
 def test_a_decompression_bomb_is_refused_in_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(xlsx, "_PART_BYTES", 2**20)
     monkeypatch.setattr(xlsx, "_SHEET_BYTES", 2**21)

@@ -210,6 +210,7 @@ def test_ollama_gets_a_valid_model_name(run: str, name: str) -> None:
 # -- GGUF, from a run ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_becomes_a_gguf_file_and_keeps_its_merged_model(run: RunDirectory, no_llama_cpp: None) -> None:
     result = export(run, "gguf", type="q8_0")
     assert result["error"] <= result["bound"] < result["effect"]
@@ -229,6 +230,7 @@ def test_a_run_becomes_a_gguf_file_and_keeps_its_merged_model(run: RunDirectory,
     assert not run.is_merged, "an adapter that was trained on since"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "agreement"), [("f16", 0.98), ("q4_k_m", 0.9)])
 def test_llama_cpp_checks_a_run(run: RunDirectory, kind: str, agreement: float) -> None:
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed")
@@ -243,6 +245,7 @@ def test_llama_cpp_checks_a_run(run: RunDirectory, kind: str, agreement: float) 
     assert modelfile.endswith('PARAMETER stop "<|im_end|>"\n')
 
 
+@pytest.mark.slow
 def test_a_file_with_a_wrong_tensor_is_not_published(
     run: RunDirectory, no_llama_cpp: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,6 +262,7 @@ def test_a_file_with_a_wrong_tensor_is_not_published(
     assert not list(run.path.glob("*.incomplete"))
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_earlier_export(
     run: RunDirectory, no_llama_cpp: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -363,6 +367,7 @@ def go(template: str, messages: list[dict[str, str]]) -> str:
     return block(0, 0, True)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(chat_template.TEMPLATES.keys() - {"auto"}))
 def test_the_template_of_ollama_renders_what_the_chat_template_does(name: str) -> None:
     tokenizer = bench.llama3()
@@ -546,6 +551,7 @@ def _unreachable(*_: object, **__: object) -> None:
     raise OSError
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(HOSTILE, HOSTILE, HOSTILE)
 @example("<script>x</script>", "a`](javascript:x)", "q|v\n\n# Proof")
@@ -642,6 +648,7 @@ def test_an_export_is_uploaded_only_when_asked_to_and_names_no_folder(
     assert [file for file, content in files.items() if bytes(tmp_path.parents[1]) in content] == [], "base and rows"
 
 
+@pytest.mark.slow
 def test_a_second_upload_says_what_the_first_left(run: RunDirectory, hub: Hub, no_llama_cpp: None) -> None:
     assert export(run, "gguf", push="tuned")["also_there"] == []
     again = export(run, "gguf", type="q8_0", push="tuned")

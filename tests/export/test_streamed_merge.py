@@ -258,6 +258,7 @@ def test_the_random_error_is_distributed_like_rounding(dtype: torch.dtype) -> No
     assert abs(torch.dot(rounding, random)) < 0.01 * rounding.norm() * random.norm(), "the two are independent"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_correct_merge_is_proven_and_a_wrong_one_refused(
     name: str, tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -304,6 +305,7 @@ def left(run: RunDirectory) -> list[str]:
     return sorted(path.name for path in run.path.iterdir() if path.name.startswith("merged"))
 
 
+@pytest.mark.slow
 def test_both_merges_are_compared_with_the_trained_model(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     plain = finetune.merge(run)
     said = " ".join(capsys.readouterr().out.split())
@@ -323,6 +325,7 @@ def test_both_merges_are_compared_with_the_trained_model(run: RunDirectory, caps
     assert plain["to_trained"]["quantized"] == pytest.approx(near["to_trained"]["quantized"])
 
 
+@pytest.mark.slow
 def test_contradictory_generation_settings_of_the_base_are_published_unchanged(
     run: RunDirectory, tmp_path: Path
 ) -> None:
@@ -335,6 +338,7 @@ def test_contradictory_generation_settings_of_the_base_are_published_unchanged(
     assert published["eos_token_id"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_merge_goes_on_with_the_next_shard(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     written = []
 
@@ -365,6 +369,7 @@ def test_an_interrupted_merge_goes_on_with_the_next_shard(run: RunDirectory, mon
     assert written == [names[0], *names], "what was begun onto another base is of no use"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["another", "removed", "half written"])
 def test_a_base_that_changes_during_a_merge_is_not_published(
     change: str, run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -178,6 +178,7 @@ def test_each_reach_of_a_small_model_fits_and_the_next_length_does_not(
     assert is_alone(), "every row counts as the longest"
 
 
+@pytest.mark.slow
 def test_where_nothing_is_recomputed_no_forecast_is_added(uneven: Callable[..., Planner]) -> None:
     planner = uneven(share=1.1)
     fitted = planner.fit()

@@ -45,14 +45,13 @@ def trace(config: Config, world_size: int, **given: Any) -> Trace:
     return tiny_models.trace(config, tiny_models.architecture(layers=LAYERS), world_size=world_size, **given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
         {},
-        pytest.param({"distributed__stage": "gradients", "quantization__kind": "none"}, marks=pytest.mark.slow),
-        pytest.param(
-            {"quantization__kind": "none", "adapter__kind": "none", "training__batch_size": 16}, marks=pytest.mark.slow
-        ),
+        {"distributed__stage": "gradients", "quantization__kind": "none"},
+        {"quantization__kind": "none", "adapter__kind": "none", "training__batch_size": 16},
     ],
     ids=["weights of nf4", "gradients", "every weight, accumulated"],
 )
@@ -103,6 +102,7 @@ def test_a_rank_sends_all_but_its_slice_of_what_is_gathered_and_of_the_gradients
     assert sent == [3 * weights // 4, 3 * (layers + trained) // 4]
 
 
+@pytest.mark.slow
 def test_more_ranks_hold_less_and_offloaded_shards_take_no_device_memory() -> None:
     card = tiny_models.card()
 
@@ -129,6 +129,7 @@ def test_more_ranks_hold_less_and_offloaded_shards_take_no_device_memory() -> No
     assert four.disk_bytes == pytest.approx(two.disk_bytes, rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_ranks_that_split_rows_hold_their_share_of_what_layers_keep(kind: str) -> None:
     """With as many rows on each rank as without, of which it computes a slice; eight ranks are four groups."""
@@ -160,6 +161,7 @@ def test_a_number_of_gpus_that_forms_no_groups_is_refused(quick: Quick) -> None:
             planning.planner_for(quick("distributed.context=2"), "cpu", gpus)
 
 
+@pytest.mark.slow
 def test_a_model_sharded_after_a_forecast_uses_the_connected_ranks() -> None:
     config, architecture = job(), tiny_models.architecture(layers=2)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
@@ -261,6 +263,7 @@ def zero(stage: str, ranks: int, card: str | None = None, **changes: Any) -> For
     return Planner(config, tiny_models.architecture(layers=LAYERS), device, None, ranks).forecast()
 
 
+@pytest.mark.slow
 def test_nccl_has_a_term_for_several_gpus_and_for_nothing_else() -> None:
     """544 MiB for two GPUs, 688 for more (NVIDIA/nccl#964), once for each group that a rank is in."""
     mib = 2**20
@@ -288,6 +291,7 @@ CARD = "RTX 4090"
 FULL = {"quantization__kind": "none", "adapter__kind": "none"}
 
 
+@pytest.mark.slow
 def test_each_stage_of_zero_shards_what_it_says() -> None:
     """Beside the weights, which are float32, a copy of them and two states."""
     trained = zero("optimizer", 1, **FULL).categories["adapter"]
@@ -297,6 +301,7 @@ def test_each_stage_of_zero_shards_what_it_says() -> None:
         assert found["adapter"] == pytest.approx(trained / share, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["gradients", "weights"])
 def test_layers_under_zero_are_extrapolated_to_what_traced_ones_take(stage: str) -> None:
     config = job(distributed__kind="deepspeed", distributed__stage=stage, optimizer__kind="adamw_torch_fused")
@@ -311,6 +316,7 @@ def test_zero_sends_reduced_gradients_and_gathered_weights() -> None:
     assert zero("weights", 4, **FULL).sent_bytes > 3 * trained / 4
 
 
+@pytest.mark.slow
 def test_zero_offloads_to_the_host_and_to_a_disk() -> None:
     plain, host = zero("weights", 2, CARD, **FULL), zero("weights", 2, CARD, **FULL, distributed__offload="cpu")
     assert host.needed_bytes < plain.needed_bytes
@@ -318,6 +324,7 @@ def test_zero_offloads_to_the_host_and_to_a_disk() -> None:
     assert host.copied_bytes > plain.copied_bytes == 0
 
 
+@pytest.mark.slow
 def test_the_time_of_a_disk_is_its_bytes_over_its_bandwidth() -> None:
     """Weights, two states and gradients, in float32, each read and written once a step; norms are too small for it."""
     architecture = tiny_models.architecture(layers=LAYERS)

@@ -23,6 +23,7 @@ def forecast(model: str = "llama", *, cache: str = "dynamic", layers: int = 4, *
     return of(tiny_models.config(), tiny_models.architecture(model, layers), cache=cache, **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "cache", "rows"),
     [
@@ -39,11 +40,13 @@ def test_the_forecast_is_what_answers_take(model: str, cache: str, rows: int) ->
     assert found.phases["prompt"]["allocated_bytes"] == pytest.approx(measured["peak_bytes"], rel=0.02)
 
 
+@pytest.mark.slow
 def test_layers_that_are_left_out_of_the_trace_count() -> None:
     few, many = (forecast(layers=layers) for layers in (9, 18))
     assert many.cache_bytes == 2 * few.cache_bytes == 2 * 9 * 2 * (3 * 2 * 96 * 16) * 2
 
 
+@pytest.mark.slow
 def test_an_adapter_on_some_layers_by_pattern_counts_in_those_alone() -> None:
     def adapter_bytes(layers: str) -> int:
         config = tiny_models.config(adapter__targets=[f".*layers[.]{layers}[.]mlp.*"])
@@ -53,6 +56,7 @@ def test_an_adapter_on_some_layers_by_pattern_counts_in_those_alone() -> None:
     assert adapter_bytes("[0-7]") == 8 * adapter_bytes("9") > 0
 
 
+@pytest.mark.slow
 def test_the_sizes_of_all_possible_caches_are_given() -> None:
     found = answer_memory.forecast(tiny_models.config(model__name="builtin:tiny-llama"), "cpu", context=64).caches
     assert found.keys() - {"quantized"} == {"dynamic", "static", "offloaded"}

@@ -182,6 +182,7 @@ def test_with_other_memory_free_a_forecast_holds_unless_the_allocator_would_act_
     assert (len(made) == 2) == is_traced
 
 
+@pytest.mark.slow
 def test_on_a_cpu_the_kept_forecast_takes_the_rates_and_the_memory_of_now(traced: list[Any]) -> None:
     job = config()
     then = planning.planner_for(job, "cpu").device

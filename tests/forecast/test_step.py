@@ -198,6 +198,7 @@ def test_layer_inputs_on_the_host_are_managed_memory_on_a_card_and_nothing_on_a_
     assert on_host.seconds == pytest.approx(on_card.seconds, rel=1e-6), "copies run beside the arithmetic"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "mixture"])
 def test_memory_grows_in_proportion_to_a_long_row(name: str) -> None:
     """Nothing grows with the square of its length, and on the fused path nothing is as wide as the MLP."""
@@ -217,6 +218,7 @@ def test_memory_grows_in_proportion_to_a_long_row(name: str) -> None:
         assert widest == 65536 * (4 + 2 + 2) * 16 * 2, "queries, keys and values; gate and up are 2 x 176 wide"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["card", "cpu"])
 def test_memory_and_work_grow_in_proportion_to_a_row_longer_than_its_windows(where: str) -> None:
     """With a window, attention on a card takes the pairs of tokens that it leaves, in both directions."""
@@ -317,6 +319,7 @@ def test_sgd_with_weight_decay_copies_all_gradients_at_once_on_a_card_and_one_by
     assert peaks(extrapolated)["optimizer"] == peaks(whole)["optimizer"]
 
 
+@pytest.mark.slow
 def test_what_a_layer_keeps_takes_memory_and_is_not_computed_again() -> None:
     traces = {
         level: tiny_models.trace(
@@ -344,16 +347,15 @@ _OTHERS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "layers", "card", "changes", "settings"),
     [
         pytest.param("llama", 6, None, {}, _OTHERS[1:3], id="on a CPU"),
-        pytest.param("llama", 2, "RTX 4090", {"kernels__fused": "on"}, _OTHERS, id="fused", marks=pytest.mark.slow),
+        pytest.param("llama", 2, "RTX 4090", {"kernels__fused": "on"}, _OTHERS, id="fused"),
         pytest.param("llama", 2, None, {"quantization__kind": "int8"}, _OTHERS[:2], id="int8"),
-        pytest.param("windows", 3, "RTX 3090", {}, _OTHERS[:2], id="windows", marks=pytest.mark.slow),
-        pytest.param(
-            "mixture", 2, "RTX 4090", {"training__precision": "fp16"}, _OTHERS, id="mixture", marks=pytest.mark.slow
-        ),
+        pytest.param("windows", 3, "RTX 3090", {}, _OTHERS[:2], id="windows"),
+        pytest.param("mixture", 2, "RTX 4090", {"training__precision": "fp16"}, _OTHERS, id="mixture"),
     ],
 )
 def test_a_model_traced_before_gives_the_forecast_that_a_new_one_gives(

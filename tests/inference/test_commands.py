@@ -285,6 +285,7 @@ def test_the_help_lists_every_command(opened: jobs.Ready) -> None:
 # -- the system message ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_system_message_that_all_rows_share_is_recorded_and_asked_with(
     quick, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

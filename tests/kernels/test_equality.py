@@ -761,6 +761,7 @@ def test_on_refuses_a_model_for_which_a_kernel_fails(
         finetune.train(quick("kernels.fused=on"))
 
 
+@pytest.mark.slow
 def test_a_loss_that_fails_is_off_for_the_run_and_on_refuses_it(
     quick: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

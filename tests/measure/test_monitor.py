@@ -83,6 +83,7 @@ def test_tensors_that_stand_apart_are_not_counted() -> None:
     assert peaks == [2**22 + 2**12, 2**12]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_measures_its_warm_up_without_the_copies_of_optimizer_states(quick) -> None:
     job = ["memory.check=refuse", "optimizer.kind=adamw_torch_fused", "adapter.rank=64"]
     peaks = []

@@ -397,6 +397,7 @@ def test_adapters_on_experts_and_routers_load_too(
     use(finetune.train(quick(*job, *STEPS)).run)
 
 
+@pytest.mark.slow
 def test_a_mixture_whose_routers_cannot_be_read_says_that_it_trains_without_its_balancing_loss(
     base_of: Callable[[str], Path], quick: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -421,6 +422,7 @@ def test_a_mixture_resumes_where_it_stopped(base_of: Callable[[str], Path], quic
     assert one == other
 
 
+@pytest.mark.slow
 def test_a_run_from_before_ranks_of_experts_goes_on_without_them(base_of: Callable[[str], Path], quick: Any) -> None:
     job = [f"model.name={base_of('mixtral')}", "data.eval=none", *STEPS, "training.schedule=constant"]
     run = finetune.train(quick(*job, "training.max_steps=1", "adapter.expert_rank=0")).run

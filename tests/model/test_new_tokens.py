@@ -55,6 +55,7 @@ def _logits(model: Any, ids: list[int]) -> torch.Tensor:
         return model.eval()(torch.tensor([ids])).logits.float()
 
 
+@pytest.mark.slow
 def test_their_rows_alone_are_trained_resumed_merged_and_read_by_peft(job) -> None:
     settings = ["quantization.kind=none", "training.schedule=constant", "training.learning_rate=2e-4"]
     run = finetune.train(job(4, "whole", *settings, "output.merge=true")).run

@@ -89,8 +89,11 @@ def test_a_published_form_is_not_quantized_to_another(
 ) -> None:
     config = tmp_path / "job.yaml"
     config.write_text(f"model: {{name: {packed(KEPT[form])}}}\nquantization: {{kind: {kind}}}\n")
-    code, _, err = call("train", config)
+    # Rows are read once the base is accepted.
+    code, _, err = call("train", config, "data.train=none.jsonl", f"output.dir={tmp_path / 'run'}")
     if kind == form.lower():
+        assert code == 3
+        assert "none.jsonl" in err
         assert "not quantized again" not in err
         return
     assert code == 2

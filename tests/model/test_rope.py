@@ -123,6 +123,7 @@ def test_the_commands_that_serve_an_adapter_scale_the_base() -> None:
     assert not any("rope" in command for command in plain.values())
 
 
+@pytest.mark.slow
 def test_a_run_is_scaled_until_it_is_merged_and_resumed(quick) -> None:
     scaling = "model.rope_scaling={rope_type: linear, factor: 2}"
     run = finetune.train(quick(scaling, "training.max_steps=2", "output.merge=true")).run

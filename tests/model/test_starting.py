@@ -122,6 +122,7 @@ def test_a_damaged_adapter_and_a_different_one_are_different_errors(saved: Path,
             starting.check(base(), THEIRS.model_copy(update={"start_from": str(place)}))
 
 
+@pytest.mark.slow
 def test_a_run_starts_where_another_ended_and_resumes_without_it(quick, tmp_path: Path) -> None:
     first = finetune.train(quick(run="first")).run
     start = f"adapter.start_from={first.adapter}"

@@ -20,12 +20,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import finetune
 from finetune.config import Config
 from finetune.data.encoded import IGNORE, segments_of
+from finetune.data.prepare import prepare
 from finetune.errors import ConfigError
+from finetune.model.source.tokenizer import load_tokenizer
 from finetune.objectives import kto
 from finetune.objectives.preference import Numbers
 from finetune.settings import load_config
 from finetune.storage import private
 from finetune.storage.rundir import RunDirectory
+from finetune.training.eval_loss import held_out_loss
 from finetune.training.loop import Loop
 
 
@@ -156,6 +159,7 @@ def test_a_rank_without_rows_adds_nothing(job) -> None:
     assert_gradients_close(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["false", "true"])
 def test_a_run_takes_the_memory_of_its_forecast(job, tmp_path: Path, packing: str) -> None:
     held_out = write(tmp_path / "held_out.jsonl", answers(6, "Or"))
@@ -170,6 +174,7 @@ def test_a_run_takes_the_memory_of_its_forecast(job, tmp_path: Path, packing: st
         assert abs(difference["relative"]) < 0.01, difference
 
 
+@pytest.mark.slow
 def test_the_forecast_has_the_pass_of_the_reference(job, tmp_path: Path) -> None:
     alike = [{**each, "completion": "yes " * 5} for each in answers(24)]
     file = write(tmp_path / "alike.jsonl", alike)
@@ -193,8 +198,21 @@ def test_cached_and_in_step_train_alike(job, tmp_path: Path) -> None:
     for name in ("loss", "eval_loss", "rewards_margins", "kl"):
         assert metric(cached, name) == pytest.approx(metric(in_step, name), rel=1e-5, abs=1e-5)
     assert len(set(metric(in_step, "kl"))) > 1
+    again = RunDirectory(tmp_path / "again")
+    finetune.train(
+        job(
+            "preference.reference=cached",
+            f"data.eval={held_out}",
+            "training.seed=7",
+            "training.max_steps=1",
+            run="again",
+        )
+    )
+    assert [event["rows"] for event in again.events() if event["event"] == "reference_found"] == [29]
+    assert not [event for event in again.events() if event["event"] == "reference_scored"]
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_with_the_same_bits(job, tmp_path: Path) -> None:
     keys = ["training.max_steps=5", "preference.reference=cached", "adapter.dropout=0.1"]
     finetune.train(job(*keys, run="whole"))
@@ -230,6 +248,16 @@ def test_the_evaluation_loss_has_one_mean_over_all_its_rows(job, tmp_path: Path)
         [1 / (1 + math.exp(0.1 * each * (ratio - kl))) for each, (ratio, _) in zip(sign, ratios, strict=True)]
     )
     assert losses == pytest.approx([expected] * 2, rel=1e-5)
+
+
+def test_rows_without_a_cached_reference_are_evaluated_outside_of_training(job, tmp_path: Path) -> None:
+    held_out = write(tmp_path / "held_out.jsonl", answers(5, "Or"))
+    config = job(f"data.eval={held_out}", "preference.reference=cached")
+    loop, tokenizer = ready(config), load_tokenizer(config.model, config.data)
+    rows = prepare(config.data, tokenizer).eval
+    loss, by_row = held_out_loss(loop.step.model, tokenizer, rows, config)
+    assert by_row[:, 1].sum() == sum(segments_of(row)[0].trained for row in rows)
+    assert loss == pytest.approx(float(by_row[:, 0].sum() / by_row[:, 1].sum()), rel=1e-6)
 
 
 @torch.no_grad()

@@ -150,8 +150,19 @@ def test_the_gradient_does_not_depend_on_how_a_step_is_split(job, objective: str
     for split in (3, 1):
         other, found = gradients(loop, micro_batches(loop, range(8), split))
         assert other == pytest.approx(loss, rel=1e-6)
-        assert_gradients_close(found, expected)
+        assert_gradients_close(found, expected, within=1e-6)
         torch.testing.assert_close(loop.step.sums, sums, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", ["data.packing=true", "kernels.fused=on", "memory.loss_tokens=16"])
+def test_the_gradient_is_the_same_packed_fused_and_in_tiles(job, way: str) -> None:
+    found = []
+    for ways in ([], [way]):
+        loop = ready(job("data.max_length=64", "adapter.rank=4", "kernels.fused=off", *ways))
+        found.append(gradients(loop, micro_batches(loop, range(8), 8)))
+    (loss, expected), (other, gradient) = found
+    assert other == pytest.approx(loss, rel=1e-6)
+    assert_gradients_close(gradient, expected, within=1e-6)
 
 
 def test_a_step_that_runs_out_of_memory_in_its_reference_is_split(job) -> None:
@@ -163,7 +174,7 @@ def test_a_step_that_runs_out_of_memory_in_its_reference_is_split(job) -> None:
     assert len(refused) >= 2
     assert loop.step.model.training
     assert other == pytest.approx(loss, rel=1e-6)
-    assert_gradients_close(found, expected)
+    assert_gradients_close(found, expected, within=1e-6)
 
 
 @pytest.mark.parametrize("packing", ["false", "true"])

@@ -11,6 +11,7 @@ from finetune.report.renewal import Renewal
 from finetune.storage.rundir import RunDirectory
 
 
+@pytest.mark.slow
 def test_a_renewal_writes_report_and_plot_and_an_unwritable_report_does_no_harm(
     run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -28,6 +29,7 @@ def test_a_renewal_writes_report_and_plot_and_an_unwritable_report_does_no_harm(
     nowhere.stop()
 
 
+@pytest.mark.slow
 def test_a_renewal_runs_no_code_of_the_working_directory(
     run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

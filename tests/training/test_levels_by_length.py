@@ -73,7 +73,8 @@ def assert_same(found: RunDirectory, expected: RunDirectory) -> None:
     assert all(torch.equal(weights[name], weight) for name, weight in expected_weights.items())
 
 
-@pytest.mark.parametrize("fused", ["off", pytest.param("on", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("fused", ["off", "on"])
 def test_short_micro_batches_recompute_less_and_the_training_is_the_same_to_the_bit(
     quick: Quick, monkeypatch: pytest.MonkeyPatch, fused: str
 ) -> None:
@@ -112,6 +113,7 @@ def refuse_to_keep(layer: Any, args: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
 
 
+@pytest.mark.slow
 def test_out_of_memory_lets_all_recompute_as_the_longest_do_before_any_is_split(
     quick: Quick, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -156,6 +158,7 @@ def test_a_micro_batch_is_split_once_it_recomputes_as_the_longest_do(
     assert names[-2:] == ["recomputes_more", "micro_batch_split"]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_may_have_another_table(quick: Quick, monkeypatch: pytest.MonkeyPatch) -> None:
     class Stopped(Exception):
         pass

@@ -114,6 +114,7 @@ def test_a_model_that_reads_its_table_by_other_means_is_refused() -> None:
         noise_of(collated(SHORT), calls=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [Batch(2, 64, True, 96), Batch(1, 64, False, 48, packed=(40, 24))])
 def test_a_traced_step_counts_its_memory(batch: Batch) -> None:
     """It is drawn in float32, row by row, and held in the type of the embeddings."""

@@ -105,6 +105,7 @@ def older(run: RunDirectory) -> None:
     said.write_text(json.dumps(settings))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["deepseek", "dora"])
 def test_a_finished_run_publishes_its_adapter_again_if_it_is_not_the_trained_one(
     which: str, quick: Any, deepseek: Path, capsys: pytest.CaptureFixture
@@ -129,6 +130,7 @@ def test_a_finished_run_publishes_its_adapter_again_if_it_is_not_the_trained_one
     assert run.metrics_file.read_bytes() == lines
 
 
+@pytest.mark.slow
 def test_an_adapter_that_peft_reads_otherwise_is_not_published(
     quick: Any, deepseek: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -177,6 +177,7 @@ def test_fresh_moves_the_old_run_aside(quick) -> None:
     assert first.path.with_name("run.1").joinpath("metrics.jsonl").read_bytes() == old
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("held_out", "judges"), [(9, False), (10, True)])
 def test_the_best_checkpoint_is_published_where_ten_held_out_rows_judge_it_and_else_the_last(
     held_out: int, judges: bool, quick, rows_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
