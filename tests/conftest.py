@@ -43,7 +43,10 @@ _SLOW = {
 
 
 # Those whose longest tests would keep one process busy after the others are done, were they started last.
-_FIRST = {"test_gpu_bodies.py", "test_gpu_slices.py", "test_notebooks.py", "test_triton_kernels.py"}
+_FIRST = {
+    "test_gpu_bodies.py", "test_gpu_slices.py", "test_notebooks.py", "test_ranks_start_again.py",
+    "test_triton_kernels.py", "test_two_nodes.py",
+}  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -67,6 +67,10 @@ def adapted(config: Any, *, packed: bool, recomputed: bool) -> Any:
     for weight in base.parameters():
         if not weight.any():
             torch.nn.init.normal_(weight, std=0.1)
+    for attention_ in base.modules():
+        # Gemma 4 scales no scores: with random keys they would be large, and multiply the rounding of a sum.
+        if getattr(attention_, "scaling", None) == 1.0 and hasattr(attention_, "q_norm"):
+            attention_.q_norm.weight.data.mul_(attention_.head_dim**-0.5)
     memory = MemorySection(checkpointing="all" if recomputed else "none")
     model = build.trainable(base, ModelSection(), AdapterSection(rank=2), memory, seed=0, device_type="cpu")
     config_ = Config().changed({"data.packing": packed})

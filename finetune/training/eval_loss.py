@@ -173,7 +173,9 @@ def held_out_loss(model: Any, tokenizer: Any, rows: Any, config: Config) -> tupl
     Those are each row's (sum of the losses in nats, number of trained tokens), float64 (rows, 2), on the CPU; their
     order depends on the rows and the config alone.
     """
-    (total, count), by_row = _watched(model, tokenizer, rows, config, OBJECTIVES["supervised"], _sums_by_row)
+    way = micro_batching(config)
+    way = replace(way, layout=replace(way.layout, values=()))  # the reference is added to the rows of a run alone
+    (total, count), by_row = _watched(model, tokenizer, rows, config, OBJECTIVES["supervised"], _sums_by_row, way)
     return total / count, by_row
 
 
@@ -198,14 +200,11 @@ def held_out_scores(
 
 def _watched(
     model: Any, tokenizer: Any, rows: Any, config: Config, objective: Objective,
-    read: Callable[[Inputs, Any], torch.Tensor], way: MicroBatching | None = None,
+    read: Callable[[Inputs, Any], torch.Tensor], way: MicroBatching,
 ) -> tuple[list[float], torch.Tensor]:  # fmt: skip
     """The sum and count of `objective` over `rows`, and what is `read` of each micro-batch's output, on the CPU."""
     training = config.training
     log_probs.attach(model)
-    if way is None:
-        way = micro_batching(config)
-        way = replace(way, layout=replace(way.layout, values=()))  # of a reference, which only a run adds to its rows
     collate = MicroBatches(way, tokenizer.pad_token_id)
     by_row: list[torch.Tensor] = []
     watching = model.register_forward_hook(

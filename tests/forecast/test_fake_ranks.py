@@ -308,6 +308,7 @@ def test_layers_under_zero_are_extrapolated_to_what_traced_ones_take(stage: str)
     assert peaks(trace(config, 4)) == peaks(trace(config, 4, shortening=lambda kinds: whole(len(kinds))))
 
 
+@pytest.mark.slow
 def test_zero_sends_reduced_gradients_and_gathered_weights() -> None:
     """In one micro-batch; at stage 3 weights are gathered for the forward and the backward pass, or more."""
     trained = zero("optimizer", 1, **FULL).categories["adapter"]
@@ -338,6 +339,7 @@ def test_the_time_of_a_disk_is_its_bytes_over_its_bandwidth() -> None:
     assert disk.as_dict()["sharding"]["offload"] == "nvme"
 
 
+@pytest.mark.slow
 def test_more_ranks_than_this_machine_will_ever_have() -> None:
     many, four = zero("weights", 1024, **FULL, training__batch_size=2048), zero("weights", 4, **FULL)
     assert many.phases["backward"]["allocated_bytes"] < four.phases["backward"]["allocated_bytes"]

@@ -79,7 +79,14 @@ def test_segments_share_what_is_alike_and_untrained_but_for_the_token_that_predi
     assert row.shared == shared
 
 
-@pytest.mark.parametrize("way", [[], ["quantization.kind=nf4", "kernels.fused=on"], ["preference.nll_weight=0.5"]])
+@pytest.mark.parametrize(
+    "way",
+    [
+        [],
+        ["quantization.kind=nf4", "kernels.fused=on"],
+        ["preference.nll_weight=0.5", "memory.checkpointing=keep-both"],
+    ],
+)
 def test_loss_and_gradients_of_pairs_are_those_of_answers_with_prompts_of_their_own(job, way: list[str]) -> None:
     loop = ready(job(*way))
     rows = list(range(8))

@@ -109,7 +109,8 @@ def test_the_count_and_the_gradient_of_every_objective_do_not_depend_on_the_micr
         parts = micro_batches(loop, range(8), size)
         other, found = gradients(loop, parts)
         assert sum(int(objective.count(part)) for part in parts) == int(count)
-        assert other == pytest.approx(loss, rel=1e-6)
+        # Pairs subtract log-probabilities of 60 nats, between which float32 has steps of 4e-6.
+        assert other == pytest.approx(loss, rel=1e-6, abs=4e-6 if objective.layout.segments else 0)
         assert_gradients_close(found, expected)
 
 
