@@ -29,7 +29,7 @@ def model_card(run: RunDirectory, config: Config, record: dict[str, Any], writte
     data = ModelCardData(
         base_model=model.name if on_hub else None,
         library_name="peft" if record["format"] == "adapter" else "transformers",
-        pipeline_tag="text-generation",
+        pipeline_tag="text-classification" if config.scorer else "text-generation",
         tags=[
             "finetune",
             *(["lora"] if config.adapter.kind == "lora" else []),
@@ -44,9 +44,10 @@ def model_card(run: RunDirectory, config: Config, record: dict[str, Any], writte
         *(["Built with Llama."] if llama else []),
         f"{_made(config)} It is written as {written_as}.",
         *([f"## Prompts\n\nThe model was {prompts}."] if (prompts := _prompts(run, config, record)) else []),
+        *([f"## Classes\n\n{', '.join(map(_code, labels))}"] if (labels := config.data.labels) else []),
         "## Settings\n\n" + _table({**_settings(config), **_start(run)}),
-        *(["## Training\n\n" + _table(measured)] if (measured := _measured(run)) else []),
-        *(["## Proof\n\n" + _proof(record)] if "error" in record else []),
+        *(["## Training\n\n" + _table(measured)] if (measured := _measured(run, config)) else []),
+        *(["## Proof\n\n" + _proof(record, config)] if "error" in record else []),
     ]
     return "\n\n".join(sections) + "\n"
 
@@ -107,7 +108,11 @@ def _settings(config: Config) -> dict[str, str]:
 
 
 def _prompts(run: RunDirectory, config: Config, record: dict[str, Any]) -> str | None:
-    return server_commands.prompts(record["format"], learnt(run.events()), config.data.separator)
+    return (
+        None
+        if config.scorer
+        else server_commands.prompts(record["format"], learnt(run.events()), config.data.separator)
+    )
 
 
 def _start(run: RunDirectory) -> dict[str, str]:
@@ -116,7 +121,7 @@ def _start(run: RunDirectory) -> dict[str, str]:
     return {"started from": f"{_code(public(one['name']))} (sha256 {_escaped(one['sha256'])})"} if one else {}
 
 
-def _measured(run: RunDirectory) -> dict[str, str]:
+def _measured(run: RunDirectory, config: Config) -> dict[str, str]:
     lines = run.metrics()
     losses = {line["step"]: line["eval_loss"] for line in lines if line.get("eval_loss") is not None}
     published = last = max(losses, default=0)
@@ -131,20 +136,22 @@ def _measured(run: RunDirectory) -> dict[str, str]:
     if trained:
         facts["steps"] = str(trained[-1]["step"])
     if 0 in losses and published in losses:
-        facts["evaluation loss"] = f"{losses[0]:.4f} before, {losses[published]:.4f} after (nats per trained token)"
+        unit = " (nats per trained token)" if config.training.objective == "supervised" else ""
+        facts["evaluation loss"] = f"{losses[0]:.4f} before, {losses[published]:.4f} after{unit}"
     if peaks:
         facts["peak memory"] = f"{max(peaks) / 2**30:.2f} GiB"
     return facts
 
 
-def _proof(record: dict[str, Any]) -> str:
+def _proof(record: dict[str, Any], config: Config) -> str:
     against = record.get("compared_with", "base plus adapter")
     file = "export.json" if "not_proven" in record else "merge.json"
+    chosen = "highest score" if config.scorer else "most likely next token"
     text = (
         f"Its logits, computed from the written files, were compared with {against}, on {record['rows']} rows of "
         f"{record['rows_of']} ({record['tokens']} tokens): they differ by {record['error']:.3%} (bound "
-        f"{record['bound']:.3%}, the effect of training {record['effect']:.3%}), and agree on the most likely next "
-        f"token at {record['agreement']:.2%} of positions. `{file}` has the figures and the hash of the base."
+        f"{record['bound']:.3%}, the effect of training {record['effect']:.3%}), and agree on the {chosen} "
+        f"at {record['agreement']:.2%} of positions. `{file}` has the figures and the hash of the base."
     )
     for title, key in (("Known differences", "known_differences"), ("Not proven here", "not_proven")):
         if record.get(key):

@@ -65,9 +65,12 @@ def export_model(
             record = merge_locked(run, config, terminal, note_beside_output)
     record |= {
         "path": str(folder),
-        "serve": server_commands.commands(format, folder, locate(config.model.name), record),
+        "serve": server_commands.commands(
+            format, folder, locate(config.model.name), record, scores=config.scorer is not None
+        ),
     }
-    if prompts := server_commands.prompts(format, learnt(run.events()), config.data.separator):
+    kind = "chat" if config.scorer else learnt(run.events())  # scores are asked for with the text alone
+    if prompts := server_commands.prompts(format, kind, config.data.separator):
         record["prompts"] = prompts
     terminal.serves(record["serve"], prompts)
     if push:

@@ -12,9 +12,15 @@ VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM accepts for `--max-lora-rank` (vllm/config/lora.py, 2026-11)."""
 
 
-def commands(name: str, folder: Path, base: str, record: dict[str, Any]) -> dict[str, str]:
-    """Command lines by program for the export `name` in `folder`; `record` is its export.json."""
+def commands(name: str, folder: Path, base: str, record: dict[str, Any], *, scores: bool = False) -> dict[str, str]:
+    """Command lines by program for the export `name` in `folder`; `record` is its export.json.
+
+    Of a model that `scores` sequences, the line prints what one text is given.
+    """
     called = folder.absolute().parent.name
+    if scores:
+        scored = f'pipeline("text-classification", {str(folder)!r}, function_to_apply="none", top_k=None)("A text.")'
+        return {"transformers": _line("python", "-c", f"from transformers import pipeline; print({scored})")}
     if name == "adapter":
         return _of_adapter(called, folder, base, record)
     if name == "gguf":

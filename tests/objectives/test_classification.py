@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import io
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +227,16 @@ def test_transformers_and_peft_load_what_is_published_and_eval_says_what_they_wo
     assert {line["answers"]["base"] for line in lines} == {""}
     assert measures["the most frequent label"]["models"]["base"]["value"] == 7 / 12
     assert 0 <= measures["macro F1"]["models"]["adapter"]["low"] <= measures["macro F1"]["models"]["adapter"]["high"]
+    (served,) = finetune.export_model(run, "merged")["serve"].values()
+    _, _, program = shlex.split(served)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(program)  # noqa: S102 -- the command that people are shown
+    (of_text,) = ast.literal_eval(printed.getvalue())
+    assert {each["label"] for each in of_text} == {"blue", "green", "red"}
+    card = (run.merged / "README.md").read_text()
+    assert "pipeline_tag: text-classification" in card
+    assert "`blue`, `green`, `red`" in card
+    assert "next token" not in card
     for command in (["chat"], ["generate", "--prompt", "a"], ["export", "--to", "gguf"], ["eval", "--metric", "exact"]):
         code, _, err = call(*command[:1], run.path, *command[1:])
         assert (code, "is a classifier" in err) == (2, True), err
