@@ -16,6 +16,7 @@ from finetune.config import other_names
 from finetune.errors import ConfigError
 from finetune.init import first_config, translation
 from finetune.init.translation import TOOLS, Tool, translate
+from finetune.report.visible import LINES, visible
 from finetune.settings import load_config
 
 AXOLOTL = """
@@ -507,5 +508,5 @@ def test_any_values_of_any_keys_become_a_config_or_a_refusal(tool: Tool, given: 
     try:
         load_config(ours)
     except ConfigError as error:
-        for problem in str(error).splitlines():
+        for problem in visible(str(error), LINES).splitlines():
             assert f"To be decided: {problem.partition(': ')[2]}" in text
