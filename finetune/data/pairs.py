@@ -74,7 +74,7 @@ def _compare_scores(fields: Fields) -> None:
 
 def _score(fields: Fields, name: str) -> float | None:
     """A score, which is text in a table; None without one."""
-    value = fields.get(name)
+    value: Any = fields.get(name)
     if row.is_nothing(value):
         return None
     try:
