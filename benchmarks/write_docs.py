@@ -224,6 +224,14 @@ FIGURES = {
     "merge-error": Figure("tiny_cpu", "merge/error", ".2%"),
     "merge-bound": Figure("tiny_cpu", "merge/bound", ".2%"),
     "merge-effect": Figure("tiny_cpu", "merge/effect", ".1%"),
+    # the run on preferences
+    "pairs-trained": Figure("preferences", "rows/train", ","),
+    "pairs-steps": Figure("preferences", "steps"),
+    "pairs-before": Figure("preferences", "eval_losses/0", ".4f"),
+    "pairs-after": Figure("preferences", "eval_losses/60", ".4f"),
+    "pairs-accuracy": Figure("preferences", "measures/accuracy/adapter/value", ".1%"),
+    "pairs-chosen": Figure("preferences", "last/rewards_chosen", ".2f"),
+    "pairs-rejected": Figure("preferences", "last/rewards_rejected", ".2f"),
     # the forecast
     "forecast-settings": Figure("forecast_cpu", "summary/compared"),
     "forecast-architectures": Figure("forecast_cpu", "summary/architectures"),
@@ -338,6 +346,17 @@ def _first_minutes() -> str:
 
 def _tiny_memory() -> str:
     return _output(_between("tiny_cpu", "┏━━━━━━━━━━━━┳━━━━━━━━━━┳", "tensors, in a step"))
+
+
+def _preferences_eval() -> str:
+    both = ["│ - base", "│ - adapter"]
+    return _excerpt(
+        "preferences_eval",
+        [
+            "┏", "┃  ", "┡", "│ pair loss", *both, "│ reward margin", *both, "│ accuracy", *both, "│ the longer",
+            "│ answer is the", "│ chosen one", *both, "└",
+        ],
+    )  # fmt: skip
 
 
 def _llama7b_plan() -> str:
@@ -571,6 +590,7 @@ def _own_loss() -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     "first-minutes": _first_minutes,
     "tiny-memory": _tiny_memory,
+    "preferences-eval": _preferences_eval,
     "llama7b-plan": _llama7b_plan,
     "data-look": _data_look,
     "forecast-phases": _forecast_phases,

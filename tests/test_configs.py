@@ -30,12 +30,13 @@ TRAINED_PARAMETERS = {
     "qwen3_8b_qlora": 43_646_976,
     "tiny_cpu": 217_088,
     "tiny_dpo": 217_088,
+    "tiny_kto": 217_088,
 }
 
 
 def test_every_config_has_a_stated_size() -> None:
     assert [path.stem for path in CONFIGS] == sorted(TRAINED_PARAMETERS)
-    assert len(CONFIGS) == 13
+    assert len(CONFIGS) == 15
 
 
 @pytest.mark.slow

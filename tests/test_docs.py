@@ -20,10 +20,11 @@ from transformers import AutoModelForCausalLM
 from typer.main import get_command
 
 import finetune
-from finetune import cli, settings
+from finetune import cli, objectives, settings
 from finetune.data import formats, sources
 from finetune.data.examples import Chat
 from finetune.forecast import traced_step
+from finetune.objectives import preference
 from finetune.storage import records
 from finetune.storage.rundir import RunDirectory
 from finetune.training.progress import Progress
@@ -233,7 +234,7 @@ EXAMPLES = [example for page in (EXTENDING, PAIRS, ENGINES) for example in examp
 
 def test_every_addition_has_an_example() -> None:
     assert len(examples(EXTENDING)) == EXTENDING.count("```diff") == EXTENDING.count("\n## ") == 9
-    assert [len(examples(page)) for page in (PAIRS, ENGINES)] == [2, 1]
+    assert [len(examples(page)) for page in (PAIRS, ENGINES)] == [3, 1]
 
 
 def applied(file: str, diff: str) -> tuple[ModuleType, dict[str, Any], str, dict[str, Any]]:
@@ -318,6 +319,20 @@ def test_the_example_of_pairs_is_trained_as_it_was_forecast(
     losses = [line["eval_loss"] for line in run.metrics() if "eval_loss" in line]
     assert losses[-1] < losses[0]
     assert max(closeness(run)) < 0.01
+
+
+def test_one_more_member_of_the_family_is_trained_and_measured_by_its_entry_alone(
+    quick, add, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    add(PAIRS)
+    monkeypatch.setitem(objectives.OBJECTIVES, "slic", preference.FAMILY["slic"])
+    rows = [{"prompt": f"To {n}. ", "chosen": "yes " * (1 + n % 5), "rejected": "no"} for n in range(30)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = finetune.train(quick(f"data.train={tmp_path / 'pairs.jsonl'}", "training.objective=slic")).run
+    lines = run.metrics()
+    assert lines[0]["eval_loss"] == 1, "a margin of 0"
+    assert {*preference.STATISTICS} <= lines[1].keys()
+    assert "accuracy" in {measure["name"] for measure in finetune.evaluate(run).record["measures"]}
 
 
 @pytest.mark.slow

@@ -186,15 +186,16 @@ def _as_chat(section: DataSection, prepared: Prepared, tokenizer: Any) -> AsChat
         return None
     location = prepared.train[0]["place"]
     row = next(row for row in sources.rows(section.train, encoding=section.encoding) if row.location == location)
+    form = section.format if section.format == "pairs" else "auto"
     try:
         columns = formats.as_chat(row.fields, section.format, section.columns)
         if columns is None:
             return None
-        content, _ = formats.read(row.fields, "auto", columns)
+        content, _ = formats.read(row.fields, form, columns)
         encoded = chat.encode(content, tokenizer, section.loss_on, section.control_tokens)
     except (ArtifactError, RowError):  # a template that cannot render it, which plain text does without
         return None
-    other_format = {} if section.format == "auto" else {"data.format": "auto"}
+    other_format = {} if section.format == form else {"data.format": form}
     return AsChat({"data.columns": columns, **other_format}, _sample(location, encoded.segments[0], tokenizer, None))
 
 

@@ -6,16 +6,19 @@ tab, an escape or a zero-width space, are escaped: they are tokens too, and ofte
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from finetune.config import inline
 from finetune.config.field_types import source_name
+from finetune.data.examples import in_common
 from finetune.data.inspection import Batching, Inspection
 from finetune.data.prepare import Counts
 from finetune.report import printing, words
@@ -25,6 +28,8 @@ from finetune.storage.records import Sample, TokenText
 # Of a long run, a terminal shows this many pieces at either end; a page shows all.
 _SHOWN_PIECES = 40
 _TRAINED, _CONTEXT = "green", "dim"
+_SIDE_BY_SIDE = 100
+"""Columns of a terminal from which on both answers of a pair are shown side by side."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -68,10 +73,17 @@ class DataView(PageView):
         legend = "trained tokens in green" if coloured else f"trained tokens in {marks[0]} {marks[1]}"
         printing.say(console)
         printing.say(console, f"the first rows as the model sees them, {legend}", style="bold")
-        for caption, sample in _captioned(data):
-            printing.say(console, caption, style=_CONTEXT)
-            for line in _row(sample, console, marks).split("\n"):
-                printing.put(console, Text.assemble("    ", line), whole=True)
+        for rows in _together(data):
+            shown = [_lines(caption, sample, console, marks) for caption, sample in rows]
+            if len(shown) == 1 or console.width < _SIDE_BY_SIDE:
+                for text in itertools.chain.from_iterable(shown):
+                    printing.put(console, text, whole=True)
+            else:
+                beside = Table.grid(padding=(0, 2), expand=True)
+                for _ in shown:
+                    beside.add_column(ratio=1, overflow="fold")
+                beside.add_row(*(Text("\n").join(lines) for lines in shown))
+                printing.put(console, beside)
 
     def values(self) -> dict[str, Any]:
         """The same for the template. On a phone, the table of batchings has no room for a column that one row fills."""
@@ -87,7 +99,7 @@ class DataView(PageView):
                 head[:-1],
                 [(f"{name} ({mark})" if mark else name, *cells) for name, *cells, mark in batchings],
             ),
-            "samples": [(caption, spelt(sample)[1]) for caption, sample in _captioned(data)],
+            "samples": spelt(_together(data)),
         }
 
     def __repr__(self) -> str:
@@ -179,19 +191,45 @@ def _lengths(data: Inspection) -> list[tuple[str, float, str, str]]:
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
-def spelt(sample: Sample) -> tuple[str, list[tuple[str, bool]]]:
-    """A row for a page: its caption, and its pieces as (text, trained)."""
-    return _caption(sample), [(_spelt(piece, "↵"), piece.trained) for piece in sample.pieces]
+def spelt(groups: Iterable[list[tuple[str, Sample]]]) -> list[list[tuple[str, list[tuple[str, bool]]]]]:
+    """Rows for a page, in groups that stand beside each other: captions, and pieces as (text, trained)."""
+    return [
+        [(caption, [(_spelt(piece, "↵"), piece.trained) for piece in sample.pieces]) for caption, sample in rows]
+        for rows in groups
+    ]
 
 
-def _captioned(data: Inspection) -> Iterator[tuple[str, Sample]]:
+def _together(data: Inspection) -> Iterator[list[tuple[str, Sample]]]:
     """The first rows with their captions, and how the first would be with the chat template if that is left out."""
-    for sample in data.samples:
-        yield _caption(sample), sample
+    yield from together(data.samples, [*data.train.segments])
     if data.as_chat:
         changes = " and ".join(f"`{key}: {inline(value)}`" for key, value in data.as_chat.changes.items())
         caption = f"{_caption(data.as_chat.sample)}, if {changes} made the rows turns of the chat template"
-        yield caption, data.as_chat.sample
+        yield [(caption, data.as_chat.sample)]
+
+
+def together(samples: Sequence[Sample], names: Sequence[str]) -> Iterator[list[tuple[str, Sample]]]:
+    """The samples with their captions, as they stand beside each other.
+
+    Of a row of the several segments `names`, what all begin with comes first, alone, and then the rest of each.
+    """
+    if len(names) < 2:
+        yield from ([(_caption(sample), sample)] for sample in samples)
+        return
+    for at in range(0, len(samples), len(names)):
+        row = samples[at : at + len(names)]
+        untrained = (next((n for n, piece in enumerate(each.pieces) if piece.trained), 0) for each in row)
+        shared = min(*(in_common(row[0].pieces, each.pieces) for each in row[1:]), *untrained)
+        place = row[0].place.removesuffix(f", {names[0]}")
+        prompt = replace(row[0], pieces=row[0].pieces[:shared])
+        yield [(f"{place}: what {' and '.join(names)} begin with", prompt)]
+        yield [(_caption(each), replace(each, pieces=each.pieces[shared:])) for each in row]
+
+
+def _lines(caption: str, sample: Sample, console: Console, marks: tuple[str, str]) -> list[Text]:
+    """A row below its caption."""
+    row = _row(sample, console, marks).split("\n")
+    return [printing.plain(console, caption, _CONTEXT), *(Text.assemble("    ", line) for line in row)]
 
 
 def _caption(sample: Sample) -> str:

@@ -217,9 +217,9 @@ def _differences(run: RunDirectory) -> list[Difference]:
 # -- the rest ----------------------------------------------------------------------------------------------------------
 
 
-def _samples(data: DataFacts | None) -> list[tuple[str, list[tuple[str, bool]]]]:
-    """The first rows, long ones cut: (caption, pieces of (text, trained))."""
-    return [data_view.spelt(sample) for sample in (data["samples"] if data else ())]
+def _samples(data: DataFacts | None) -> list[list[tuple[str, list[tuple[str, bool]]]]]:
+    """The first rows of data.json for the page, in groups that stand beside each other."""
+    return data_view.spelt(data_view.together(data["samples"], [*data["train"].get("segments", {})])) if data else []
 
 
 def _events(events: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:

@@ -291,6 +291,7 @@ class SplitFacts(TypedDict):
     tokens: Count
     trained_tokens: Count
     longest: Count
+    segments: NotRequired[dict[str, Count]]
 
 
 @_class_record

@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import html
 import io
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 from markup_reader import Reader
 from rich.console import Console
 
+import finetune
 from finetune.data.batching import Batch
 from finetune.data.counts import CONTROL_TOKENS, EMPTY, TOO_LONG, UNTRAINED, Affected, Counts
 from finetune.data.inspection import AsChat, Batching, Bin, Inspection, SourceCounts
@@ -208,3 +211,27 @@ def test_a_notebook_shows_the_body_of_the_page() -> None:
     assert look._repr_html_() in DataView(inspection()).page()
     assert not Reader(look._repr_html_()).tags & {"html", "style", "body"}
     assert repr(look) == "<data: 1,000 rows teach 50,000 of 200,000 tokens (25.0%)>"
+
+
+def test_pairs_show_their_prompt_once_and_both_answers_side_by_side(quick: Any, tmp_path: Path) -> None:
+    answers = {"chosen": "Because of it.", "rejected": "No idea."}
+    rows = [{"instruction": f"Why {n}?", **answers} for n in range(8)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    job = quick(f"data.train={tmp_path / 'pairs.jsonl'}", "training.objective=dpo", "data.eval=none")
+    view = finetune.inspect_data(job)
+
+    def lines(width: int) -> list[str]:
+        console = Console(width=width, file=io.StringIO(), force_terminal=False)
+        view.show(console)
+        return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+    wide, narrow = lines(140), lines(90)
+    assert [sum("Why 0?" in line for line in each) for each in (wide, narrow)] == [1, 1]
+    assert any("Because of it." in line and "No idea." in line for line in wide)
+    assert not any("Because of it." in line and "No idea." in line for line in narrow)
+    assert any("⟦Because of it." in line for line in narrow)
+    prompt, both, *_ = view.values()["samples"]
+    assert [len(prompt), len(both)] == [1, 2]
+    assert not any(trained for _, trained in prompt[0][1])
+    assert all(trained for _, pieces in both for text, trained in pieces if text.strip("↵\n"))
+    assert "grid-template-columns" in view.page()
