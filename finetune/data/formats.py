@@ -201,7 +201,7 @@ def read(fields: Fields, form: str, columns: Mapping[str, str], separator: str =
     try:
         content = FORMATS[form].read(recorded)
     except NoSuchField as error:
-        other = "name the rows' own in `data.format`"
+        other = "their format in `data.format`"
         if not FORMATS[form].detected:
             other = "set `training.objective: supervised` for rows of one answer"
         raise NoSuchField(

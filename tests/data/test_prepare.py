@@ -453,7 +453,10 @@ def test_a_wrong_field_is_reported_with_file_line_and_field(write: Write, tokeni
 
 def test_a_row_of_another_format_than_the_first_is_reported(write: Write, tokenizer: Any) -> None:
     source = write([{"text": "one"}, chat("Hi", "one")])
-    assert message(DataSection(train=source, eval="none"), tokenizer) == f"{source}:2: `text` is missing"
+    assert message(DataSection(train=source, eval="none"), tokenizer) == (
+        f"{source}:2: `text` is missing in rows of the format `text`; name its column in `data.columns`, or their "
+        "format in `data.format`"
+    )
 
 
 def test_a_row_of_unknown_format_is_reported_with_its_location(write: Write, tokenizer: Any) -> None:
@@ -467,7 +470,7 @@ def test_a_named_format_is_held_against_every_row(write: Write, tokenizer: Any) 
     source = write([{"text": "one two", "instruction": "x", "output": "y"}, {"text": "one two"}])
     assert prepare(DataSection(train=source, eval="none", format="text"), tokenizer).train_counts.rows == 2
     said = message(DataSection(train=source, eval="none", format="alpaca"), tokenizer)
-    assert said == f"{source}:2: `instruction` is missing"
+    assert said.startswith(f"{source}:2: `instruction` is missing in rows of the format `alpaca`; ")
 
 
 def test_a_conversation_that_cannot_be_masked_is_reported_with_its_location(write: Write, tokenizer: Any) -> None:

@@ -66,7 +66,7 @@ ROWS: list[tuple[str, list[dict[str, Any]], str]] = [
 ]
 
 CONFIGS: list[tuple[list[str], int, str, str]] = [
-    (["data.format=messages"], 3, ":1 to 8: `messages`", "the rows' own in `data.format`"),
+    (["data.format=messages"], 3, ":1 to 8: `messages`", "their format in `data.format`"),
     (["training.objective=supervised", "data.format=pairs"], 2, "`training.objective`", "set one to match the other"),
     (["training.objective=reward", "data.format=pairs_with_margin"], 3, "`margin`", "`data.format: pairs`"),
     (["data.loss_on=all"], 3, "`data.loss_on: all`", "set `data.loss_on: assistant`"),
