@@ -13,7 +13,8 @@ from finetune.data.batching import MicroBatching
 from finetune.data.encoded import IGNORE, RowLayout
 from finetune.errors import MachineError
 from finetune.model.attention import backends, packing, windows
-from finetune.model.probes import packed_rows
+from finetune.model.probes import causality, packed_rows
+from finetune.model.structure import sequence_head
 from finetune.training.collator import MicroBatches
 
 SHARED: dict[str, Any] = {
@@ -39,6 +40,16 @@ def model_of(architecture: str, attention: str) -> Any:
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     for weight in model.parameters():
         torch.nn.init.normal_(weight, std=0.3)  # large, so that attention is anything but even
+    return model.eval()
+
+
+def reward_model() -> Any:
+    """With a head of a single score, which is not zero."""
+    language_model = model_of("llama", packing.EACH)
+    config = sequence_head.want(language_model.config, ["reward"])
+    model = sequence_head.loader(config)._from_config(config, attn_implementation=packing.EACH)
+    model.base_model.load_state_dict(language_model.base_model.state_dict())
+    sequence_head.start(model)
     return model.eval()
 
 
@@ -182,6 +193,20 @@ def test_a_model_whose_rows_see_each_other_is_refused() -> None:
         layer.self_attn.forward = lambda *args, attend=attend, **kwargs: attend(
             *args, **{name: value for name, value in kwargs.items() if name != "cu_seq_lens_q"}
         )
+    with pytest.raises(MachineError, match="packed rows influence each other"):
+        packed_rows.prove(model)
+
+
+def test_a_single_score_shows_what_rows_see() -> None:
+    """Minus its mean over all scores it would be zero, whatever the model does."""
+    model = reward_model()
+    packed_rows.prove(model)
+    causality.prove(model)
+    assert packed_rows.prove_shared(model) is None
+    forward = model.forward
+    model.forward = lambda key_parts=None, **inputs: forward(**inputs)
+    assert "its logits then differ by" in str(packed_rows.prove_shared(model))
+    model.forward = lambda cu_seq_lens_q=None, **inputs: forward(**inputs)
     with pytest.raises(MachineError, match="packed rows influence each other"):
         packed_rows.prove(model)
 

@@ -77,7 +77,10 @@ def rows(count: int, tokens: int, model: Any) -> tuple[torch.Tensor, ...]:
 
 @torch.no_grad()
 def logits(model: Any, **inputs: Any) -> torch.Tensor:
-    """Logits (1, tokens, vocabulary) in eval mode, minus their mean, which does not affect softmax."""
+    """Logits (1, tokens, vocabulary) in eval mode, minus their mean, which does not affect softmax.
+
+    The single score of a reward model (1, tokens, 1) is left as it is: minus its mean it would always be zero.
+    """
     with evaluating(model):
         output = model(use_cache=False, **inputs).logits.float()
-    return output - output.mean(-1, keepdim=True)
+    return output if output.shape[-1] == 1 else output - output.mean(-1, keepdim=True)
