@@ -102,7 +102,7 @@ def _step(job: TrainingJob, recorder: MetricsRecorder, collate: MicroBatches) ->
 
 
 def _way(job: TrainingJob) -> MicroBatching:
-    """How the job divides its steps; a line says why packed segments do not share tokens, if so."""
+    """How the job divides its steps, alike on all ranks; a line says why packed segments do not share tokens, if so."""
     config = job.config
     way = micro_batching(config, job.architecture)
     if not (way.packed and way.layout.sequences > 1):
@@ -115,7 +115,8 @@ def _way(job: TrainingJob) -> MicroBatching:
         unlike = probe_table.run("sharing", Subject(config, job.model))
     for line in unlike:
         job.listener.note(line)
-    return replace(way, shares=not unlike)
+    # Ranks that divide a step differently would wait for each other's passes for ever.
+    return replace(way, shares=not any(ranks.gathered(unlike)))
 
 
 def _steps(job: TrainingJob) -> Steps:
@@ -124,5 +125,7 @@ def _steps(job: TrainingJob) -> Steps:
     collate = MicroBatches(
         way, job.tokenizer.pad_token_id, ranks.rank(), ranks.world_size(), job.config.distributed.context
     )
-    order = RowOrder(Sizes.of(rows, way).lengths, training.batch_size, training.seed, training.group_by_length)
+    # The order of a run must outlive a change of what lets segments share tokens, such as `kernels.compile`.
+    lengths = Sizes.of(rows, replace(way, shares=False)).lengths
+    order = RowOrder(lengths, training.batch_size, training.seed, training.group_by_length)
     return Steps(rows, order, collate, training.batch_size, on_card=job.device.type == "cuda")

@@ -2,9 +2,17 @@
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from datasets import Dataset
+from transformers import LlamaConfig
 
+from finetune.config import Config
+from finetune.training import assembly, probe_table
 from finetune.training.batches import one_ahead
 from finetune.training.collator import Inputs
 
@@ -32,3 +40,35 @@ def test_each_step_is_made_while_the_one_before_is_used_and_an_error_comes_in_it
 
 def test_it_ends_where_the_steps_end() -> None:
     assert list(one_ahead(iter([[], [{"number": 1}]]))) == [[], [{"number": 1}]]
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A job on packed pairs, whose model passes its probes; what prompts share changes which pair is the longest."""
+    monkeypatch.setattr(probe_table, "run", lambda stage, subject: [])
+    row = {"input_ids": [1] * 40, "labels": [-100] * 40, "length": 40, "trained": 2}
+    shapes = [((20 - at, 20), 18 - 2 * at) for at in range(8)]
+    rows = [{**row, "segments": [*lengths], "shared": shared} for lengths, shared in shapes]
+    config = Config().changed({"training.objective": "dpo", "training.batch_size": 4, "data.packing": True})
+    return SimpleNamespace(
+        config=config, architecture=LlamaConfig(), model=None, device=torch.device("cpu"),
+        data=SimpleNamespace(train=Dataset.from_list(rows)), tokenizer=SimpleNamespace(pad_token_id=0),
+        listener=SimpleNamespace(note=lambda text: None),
+    )  # fmt: skip
+
+
+def test_a_change_of_what_prompts_share_leaves_the_order_as_it_was(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`kernels.compile` may change where a run resumes, within an epoch."""
+    shared = assembly._steps(job)
+    job.config = job.config.changed({"kernels.compile": "layers"})
+    alone = assembly._steps(job)
+    assert (shared.collate.way.shares, alone.collate.way.shares) == (True, False)
+    assert list(shared.order) == list(alone.order)
+
+
+def test_prompts_are_shared_by_all_ranks_or_none(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks with different micro-batches would wait for each other."""
+    way = assembly._way(job)
+    assert way.shares
+    monkeypatch.setattr(assembly.ranks, "gathered", lambda value: [value, ["another rank's model is unlike"]])
+    assert assembly._way(job) == replace(way, shares=False)
