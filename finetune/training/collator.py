@@ -190,11 +190,11 @@ def token_ids(inputs: Inputs) -> list[torch.Tensor]:
     return [row[:length] for row, length in zip(ids, lengths, strict=True)]
 
 
-def first_row(inputs: Inputs) -> list[int]:
-    """Token ids of the first row of a micro-batch, without padding; of all its segments one after the other."""
+def first_row(inputs: Inputs) -> list[list[int]]:
+    """Token ids of each segment of the first row of a micro-batch, without padding."""
     sequences = int((inputs["row"] == 0).sum()) if "row" in inputs else 1
     own = token_ids(inputs)[:sequences]
-    return torch.cat([*own, *(token_ids(inputs[MISMATCHED])[:1] if MISMATCHED in inputs else [])]).tolist()
+    return [ids.tolist() for ids in (*own, *(token_ids(inputs[MISMATCHED])[:1] if MISMATCHED in inputs else []))]
 
 
 def _some(inputs: Inputs, first: int, end: int) -> Inputs:

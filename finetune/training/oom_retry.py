@@ -22,6 +22,7 @@ import torch
 from torch.distributed import DistError
 
 from finetune.config import Config
+from finetune.data.encoded import MISMATCHED, segments_of
 from finetune.measure.out_of_memory import StepOutOfMemoryError, is_out_of_memory, reason
 from finetune.model.distributed import optimizer_states
 from finetune.runtime import libraries, ranks
@@ -53,7 +54,8 @@ class Limit:
 
 
 def _positions(inputs: Inputs) -> int:
-    return inputs["input_ids"].numel()
+    """Positions of the larger pass over a micro-batch, if segments go through the model apart."""
+    return max(each["input_ids"].numel() for each in (inputs, inputs.get(MISMATCHED, inputs)))
 
 
 def smaller(inputs: Inputs, config: Config, shares: int) -> dict[str, int]:
@@ -291,9 +293,16 @@ def _changes(tensor: torch.Tensor) -> int:
 
 
 def place_of(rows: Any, inputs: Inputs) -> str:
-    """The location of a single-row micro-batch, found by its tokens in the data set `rows`."""
-    ids = first_row(inputs)
-    for number, length in enumerate(rows["length"][:]):
-        if length == len(ids) and list(rows[number]["input_ids"]) == ids:
-            return str(rows[number]["place"])
+    """The location of a single-row micro-batch, found by its tokens in the data set `rows`.
+
+    Of segments that go through the model apart, a micro-batch may have one alone, or the longer one twice.
+    """
+    own = first_row(inputs)
+    lengths = rows["segments"][:] if "segments" in rows.column_names else ([length] for length in rows["length"][:])
+    for number, each in enumerate(lengths):
+        if {len(ids) for ids in own} <= set(each):
+            row = rows[number]
+            segments = [segment.input_ids for segment in segments_of(row)]
+            if all(ids in segments for ids in own):
+                return str(row["place"])
     return "a row that is not in the data set"

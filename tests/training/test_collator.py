@@ -102,7 +102,7 @@ def test_a_micro_batch_splits_into_two_that_hold_its_rows_in_order(
 ) -> None:
     for inputs in MicroBatches(way, PAD)(rows_of(step)):
         whole = held(inputs)
-        assert first_row(inputs) == whole[0][0]
+        assert first_row(inputs) == [whole[0][0]]
         halves = split(inputs)
         if len(whole) == 1:
             assert halves is None

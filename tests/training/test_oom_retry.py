@@ -8,9 +8,15 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from datasets import Dataset
 
+from finetune.data.batching import MicroBatching
+from finetune.data.encoded import IGNORE
 from finetune.objectives import OBJECTIVES
-from finetune.training.oom_retry import Retry, UpdateStart
+from finetune.objectives.kto import LABELLED
+from finetune.training.collator import MicroBatches, apart
+from finetune.training.largest_batch import in_both_passes, longer_segment
+from finetune.training.oom_retry import Limit, Retry, UpdateStart, place_of
 
 Weights = list[torch.nn.Parameter]
 
@@ -46,6 +52,31 @@ def test_the_error_of_a_step_that_cannot_be_repeated_is_not_its_own_cause() -> N
     with pytest.raises(torch.OutOfMemoryError, match="no room") as caught:
         Retry(report).forward_backward(step, [{"input_ids": torch.zeros(1, 2)}], 1)
     assert caught.value.__cause__ is None
+
+
+def answer(first: int, length: int, mismatched: int) -> dict[str, Any]:
+    """A row of an answer of this length and a mismatched one, whose tokens count up from `first`."""
+    ids = [*range(first, first + length), *range(first + 50, first + 50 + mismatched)]
+    row = {"input_ids": ids, "labels": [IGNORE, *ids[1:]], "segments": [length, mismatched], "shared": 0}
+    return {**row, "length": len(ids), "desirable": 1.0, "place": f"row {first}"}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_row_that_does_not_fit_is_named_whichever_of_its_passes_it_was(packed: bool) -> None:
+    rows = Dataset.from_list([answer(100, 5, 7), answer(200, 7, 5), answer(300, 5, 7)])
+    collate = MicroBatches(MicroBatching(1, 100, packed, LABELLED), 0)
+    for row in rows:
+        whole, warm_up = (collate.micro_batch([each]) for each in (row, in_both_passes(longer_segment(row))))
+        assert [place_of(rows, each) for each in (whole, apart(whole), warm_up)] == [row["place"]] * 3
+    other = collate.micro_batch([answer(400, 5, 7)])
+    assert place_of(rows, other) == "a row that is not in the data set"
+
+
+def test_a_mismatched_answer_that_does_not_fit_leaves_smaller_micro_batches_whole() -> None:
+    collate, limit = MicroBatches(MicroBatching(2, layout=LABELLED), 0), Limit()
+    long, short = (collate.micro_batch([answer(at, *lengths) for at in (100, 200)]) for lengths in ((4, 40), (8, 8)))
+    assert limit.lower(long)
+    assert [len(limit.parts([each])) for each in (long, short)] == [2, 1]
 
 
 def test_an_update_that_did_nothing_leaves_the_states_where_they_are(
