@@ -12,7 +12,7 @@ import itertools
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils.data import Sampler
@@ -23,6 +23,12 @@ from finetune.data.encoded import ONE_SEQUENCE, RowLayout
 # Rows are sorted by length within windows of this many batches: large enough for little padding, small enough to keep
 # the order of batches random. transformers' LengthGroupedSampler uses the same value.
 _WINDOW_BATCHES = 50
+
+Order = Literal["length", "share", "keys"]
+"""The rows of a largest micro-batch, by length, by the share of their tokens that segments share, or by keys: positions
+that attention sees.
+"""
+
 # By how much the rows that share most must exceed the longest to be a micro-batch to reckon with.
 _MORE_KEYS = 1.01
 
@@ -202,8 +208,8 @@ class Batch:
 
     `padded`: whether some sequence is shorter than the longest. `trained_tokens`: labelled positions in all rows.
     `source`: where the lengths come from. `packed`: the lengths of the sequences in a packed micro-batch, which the
-    model sees as one. `shared`: how many tokens the sequences of each row share, which its first one has; with
-    `most_shared` these are the rows that share most, else the longest.
+    model sees as one. `shared`: how many tokens the sequences of each row share, which its first one has. `order`: by
+    which its rows are the first ones.
     """
 
     rows: int
@@ -214,7 +220,7 @@ class Batch:
     packed: tuple[int, ...] = ()
     segments: int = 1
     shared: tuple[int, ...] = ()
-    most_shared: bool = False
+    order: Order = "length"
 
     @property
     def keys(self) -> int:
@@ -239,7 +245,7 @@ class Batch:
 
     def as_dict(self) -> dict[str, Any]:
         """The batch as JSON values; `segments` only where rows have several, and `shared` where these share tokens."""
-        left_out = {"segments": self.segments == 1, "shared": not self.shared, "most_shared": True}
+        left_out = {"segments": self.segments == 1, "shared": not self.shared, "order": True}
         return {name: value for name, value in asdict(self).items() if not left_out.get(name)}
 
 
@@ -248,8 +254,8 @@ def worst_batches(sizes: Sizes, way: MicroBatching, step_rows: int, source: str)
 
     `step_rows` is the number of rows per step and process. Every order can occur in some epoch. When batching by
     tokens there are up to two: the one with the most tokens, padding included, and at least as many trained tokens as
-    any other; and the one with the longest row or, if packed rows share tokens, with those that share most of theirs,
-    which are kept once more for attention.
+    any other; and the one with the longest row or, if packed rows share tokens, the one with the most keys, as shared
+    ones are kept once more for attention.
     """
     if way.packed:
         return _largest_of_packed(sizes, way, step_rows, source)
@@ -282,15 +288,17 @@ def _largest_of_packed(sizes: Sizes, way: MicroBatching, step_rows: int, source:
     longest = _largest_packed(sizes, way, step_rows, source)
     if not sizes.shared:
         return [longest]
-    densest = _largest_packed(sizes, way, step_rows, source, most_shared=True)
+    # The first where tokens run out, the second where the rows of a step do.
+    others = (_largest_packed(sizes, way, step_rows, source, order) for order in ("share", "keys"))
+    densest = max(others, key=lambda batch: batch.keys)
     return [longest, densest] if densest.keys > longest.keys * _MORE_KEYS else [longest]
 
 
 def _largest_packed(
-    sizes: Sizes, way: MicroBatching, step_rows: int, source: str, *, most_shared: bool = False
+    sizes: Sizes, way: MicroBatching, step_rows: int, source: str, order: Order = "length"
 ) -> Batch:  # fmt: skip
-    """The most tokens that the rows of a step can fill within the limit, made up of the longest rows; or, with
-    `most_shared`, those that share the largest part of theirs, as far as they go.
+    """The most tokens that the rows of a step can fill within the limit, made up of the first rows in this order, as
+    far as they go.
     """
     assert way.tokens
     in_order = sorted(sizes.lengths, reverse=True)
@@ -298,7 +306,7 @@ def _largest_packed(
     sequences: list[int] = []
     shared: list[int] = []
     left = tokens
-    for row in first_rows(sizes, most_shared=most_shared)[:step_rows]:
+    for row in first_rows(sizes, order)[:step_rows]:
         if left == 0:
             break
         rest = left - sizes.lengths[row]
@@ -316,8 +324,7 @@ def _largest_packed(
         most += min(count, taken)
         left -= taken
     return Batch(
-        1, tokens, False, min(most, tokens - 1), source, tuple(sequences), way.layout.together, tuple(shared),
-        most_shared,
+        1, tokens, False, min(most, tokens - 1), source, tuple(sequences), way.layout.together, tuple(shared), order,
     )  # fmt: skip
 
 
@@ -329,11 +336,18 @@ def _cut_to(segments: Sequence[int], tokens: int) -> tuple[int, ...]:
     return tuple(kept)
 
 
-def first_rows(sizes: Sizes, *, most_shared: bool) -> list[int]:
-    """Row indices, the longest first, or those that share the largest part of their tokens."""
-    if not most_shared:
+def first_rows(sizes: Sizes, order: Order) -> list[int]:
+    """Row indices by `order`, the largest first; of equal rows, the first."""
+    if order == "length":
         return longest_first(sizes.lengths)
-    return sorted(range(len(sizes.lengths)), key=lambda row: -sizes.shared[row] / sizes.lengths[row])
+    if order == "share":
+        return sorted(range(len(sizes.lengths)), key=lambda row: -sizes.shared[row] / sizes.lengths[row])
+    return longest_first(
+        [
+            length + shared * (len(segments) - 1)
+            for length, shared, segments in zip(sizes.lengths, sizes.shared, sizes.segments, strict=True)
+        ]
+    )
 
 
 def longest_first(lengths: Sequence[int]) -> list[int]:

@@ -123,9 +123,10 @@ def labelled(rows: Sequence[dict[str, Any]], trained_tokens: int) -> list[dict[s
 
 
 def chosen_rows(sizes: Sizes, batch: Batch) -> list[int]:
-    """Indices of the rows that form a micro-batch of this shape: the longest, or those that share most."""
-    order = first_rows(sizes, most_shared=batch.most_shared)
-    return [row for row in order if batch.most_shared or sizes.lengths[row] <= batch.tokens][: len(batch.by_row)]
+    """Indices of the rows that form a micro-batch of this shape, in its order."""
+    every = batch.order != "length"
+    rows = [row for row in first_rows(sizes, batch.order) if every or sizes.lengths[row] <= batch.tokens]
+    return rows[: len(batch.by_row)]
 
 
 def _without_effect(step: Step, update: Callable[[float], None]) -> None:

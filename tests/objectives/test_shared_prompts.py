@@ -156,6 +156,18 @@ def test_the_rows_that_share_most_are_a_largest_micro_batch_beside_the_longest()
     assert largest_batch.chosen_rows(sizes, most) == [1, 2, 3]
 
 
+def test_where_a_step_has_few_rows_those_with_the_most_keys_are_a_largest_micro_batch() -> None:
+    """The rows of which the largest part is shared are short; the longest share nothing."""
+    way = MicroBatching(1, 10_000, packed=True, layout=PAIRS, shares=True)
+    segments, shared = [[500, 500], [950, 960], [8, 8]] * 2, [0, 940, 7] * 2
+    computed = [way.computed(*each) for each in zip(segments, shared, strict=True)]
+    sizes = Sizes([*map(sum, computed)], [4] * 6, computed, shared)
+    longest, most = worst_batches(sizes, way, 2, "here")
+    assert (longest.positions, longest.keys) == (2000, 2000)
+    assert (most.positions, most.keys) == (1940, 2 * (950 + 960))
+    assert largest_batch.chosen_rows(sizes, most) == [1, 4]
+
+
 def test_labels_that_a_larger_batch_may_have_are_not_put_on_what_is_computed_elsewhere(job) -> None:
     ids = [5, 6, 7, 8]
     row = {"input_ids": [*ids, *ids], "labels": [IGNORE] * 8, "segments": [4, 4], "shared": 2}
