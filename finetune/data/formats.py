@@ -361,6 +361,9 @@ def known_fields(form: str) -> list[str]:
 PREFERENCES = "of preferences only the chosen answer is trained; to train on both, set `training.objective: dpo`"
 """The note for rows with a chosen and a rejected answer."""
 
+MARGINS = "a reward model reads it with `data.format: pairs_with_margin`"
+"""The note for pairs whose margin is not read."""
+
 _BESIDE_MESSAGES = ("tools", "functions", "system")
 
 FORMATS: dict[str, RowFormat] = {
