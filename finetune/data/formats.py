@@ -202,7 +202,9 @@ def read(fields: Fields, form: str, columns: Mapping[str, str], separator: str =
         content = FORMATS[form].read(recorded)
     except NoSuchField as error:
         other = "their format in `data.format`"
-        if not FORMATS[form].detected:
+        if form != "unpaired" and holds_labelled_answers(fields, {}):
+            other = "set `training.objective: kto` for rows of an answer that is labelled good or bad"
+        elif not FORMATS[form].detected:
             other = "set `training.objective: supervised` for rows of one answer"
         raise NoSuchField(
             f"{error} in rows of the format `{form}`; name its column in `data.columns`, or {other}"
@@ -304,6 +306,14 @@ def holds_pairs(fields: Fields, columns: Mapping[str, str]) -> bool:
     return True
 
 
+def holds_labelled_answers(fields: Fields, columns: Mapping[str, str]) -> bool:
+    """Whether a row is an answer labelled good or bad, in any of the layouts of `unpaired`."""
+    try:
+        return unpaired.ANSWER in unpaired.read(mapped(fields, columns)).segments
+    except (RowError, Unusable):
+        return False
+
+
 def as_chat(fields: Fields, form: str, columns: Mapping[str, str]) -> dict[str, str] | None:
     """The `data.columns` that make two turns of a conversation of a plain-text prompt and its completion.
 
@@ -323,6 +333,7 @@ AS_CHAT = {
     "prompt_completion": {"prompt": "instruction", "completion": "output"},
     "preference": {"prompt": "instruction"},
     "pairs": {"prompt": "instruction"},
+    "unpaired": {"prompt": "instruction"},
 }
 """By format, the fields that the chat template renders if they have these names."""
 
@@ -349,6 +360,9 @@ def known_fields(form: str) -> list[str]:
 
 PREFERENCES = "of preferences only the chosen answer is trained; to train on both, set `training.objective: dpo`"
 """The note for rows with a chosen and a rejected answer."""
+
+MARGINS = "a reward model reads it with `data.format: pairs_with_margin`"
+"""The note for pairs whose margin is not read."""
 
 _BESIDE_MESSAGES = ("tools", "functions", "system")
 

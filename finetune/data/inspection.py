@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 from finetune.config import Config, DataSection, TrainingSection, loaded
 from finetune.data import chat, fingerprint, formats, sources
 from finetune.data.batching import Batch, MicroBatching, RowOrder, Sizes, epoch, longest_first, worst_batches
-from finetune.data.encoded import IGNORE, RowLayout, Segment, segments_of
+from finetune.data.encoded import IGNORE, MISMATCHED, RowLayout, Segment, segments_of
 from finetune.data.examples import RowError
 from finetune.data.prepare import Counts, Prepared, prepare, with_classes
 from finetune.errors import ArtifactError
@@ -170,13 +170,18 @@ def facts(prepared: Prepared, tokenizer: Any) -> DataFacts:
 
 
 def _samples(prepared: Prepared, tokenizer: Any, most: int | None = None) -> tuple[Sample, ...]:
-    """The segments of the first training rows, with at most `most` tokens of each."""
+    """The segments of the first training rows, with at most `most` tokens of each. A mismatched one is not trained."""
     rows = prepared.train.select(range(min(_SHOWN_ROWS, len(prepared.train))))
-    ends = [f", {name}" for name in prepared.layout.segments] or [""]  # of the location of each segment
+    names = prepared.layout.segments or ("",)
     return tuple(
-        _sample(row["place"] + end, segment, tokenizer, most)
+        _sample(
+            f"{row['place']}, {name}" if name else row["place"],
+            Segment(segment.input_ids, [IGNORE] * len(segment.labels)) if name == MISMATCHED else segment,
+            tokenizer,
+            most,
+        )
         for row in rows
-        for end, segment in zip(ends, segments_of(row), strict=True)
+        for name, segment in zip(names, segments_of(row), strict=True)
     )
 
 
@@ -185,8 +190,10 @@ def _as_chat(section: DataSection, prepared: Prepared, tokenizer: Any) -> AsChat
     if set(prepared.train_counts.kinds) != {"completion"} or template.is_plain(tokenizer):
         return None
     location = prepared.train[0]["place"]
-    row = next(row for row in sources.rows(section.train, encoding=section.encoding) if row.location == location)
-    form = section.format if section.format == "pairs" else "auto"
+    rows = sources.rows(section.train, encoding=section.encoding)
+    # An answer of a pair that became two rows has the place of its pair, and its name.
+    row = next(row for row in rows if location == row.location or location.startswith(f"{row.location}, "))
+    form = section.format if section.format in ("pairs", "unpaired") else "auto"
     try:
         columns = formats.as_chat(row.fields, section.format, section.columns)
         if columns is None:

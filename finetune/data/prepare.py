@@ -13,8 +13,8 @@ from finetune.config import Config, DataSection, entries, named
 from finetune.config.field_types import GIVEN, unknown
 from finetune.data import chat, formats, in_memory, labelled, sources
 from finetune.data.counts import Counts
-from finetune.data.encoded import IGNORE, TEACHER, RowLayout, columns
-from finetune.data.examples import Chat, Completion, Content, Several, Unusable
+from finetune.data.encoded import ANSWER, DESIRABLE, IGNORE, TEACHER, RowLayout, columns
+from finetune.data.examples import Chat, Completion, Content, Example, Several, Unusable
 from finetune.data.mismatched import OnePrompt
 from finetune.data.problems import Problems
 from finetune.data.sources import Row
@@ -223,17 +223,24 @@ class Question(NamedTuple):
 def questions(section: DataSection, tokenizer: Any) -> Iterator[Question]:
     """The held-out rows (training rows if none are held out) that end with an answer in words.
 
-    Of a pair that is the chosen one. Plain texts, conversations with tools and answers that are not trained are left
-    out.
+    Of a pair that is the chosen one. Plain texts, conversations with tools, and answers that are not trained or are
+    labelled undesirable are left out.
     """
     for row, content in _held_out_examples(section, tokenizer):
-        example = content.segments.get("chosen") if isinstance(content, Several) else content
+        example = _answered(content)
         match example:
             case Chat([*asked, {"role": "assistant", "content": reference, **rest}], context, tools=None) if asked:
                 if reference.strip() and not rest.get("tool_calls") and len(asked) not in context:
                     yield Question(row, Chat(asked), reference)
             case Completion(text, reference) if text and reference.strip():
                 yield Question(row, replace(example, completion=""), reference)
+
+
+def _answered(content: Content) -> Example | None:
+    """The example of a row that ends with the answer to prefer, if any does."""
+    if not isinstance(content, Several):
+        return content
+    return content.segments.get(ANSWER if content.values.get(DESIRABLE) else "chosen")
 
 
 def _held_out_examples(section: DataSection, tokenizer: Any) -> Iterator[tuple[Row, Content]]:

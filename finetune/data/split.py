@@ -228,6 +228,8 @@ class _Rows:
         for example in parts(content):
             if isinstance(example, Chat):
                 unused += [f"messages.{name}" for name in chat.unused(example, self.tokenizer)]
+        if self.forms[row.source] == "pairs" and "margin" in unused:
+            unused[unused.index("margin")] = f"margin ({formats.MARGINS})"
         if self.forms[row.source] == "preference":
             unused.append(f"{columns.get('rejected', 'rejected')} ({formats.PREFERENCES})")
         self.counts.unused += [name for name in dict.fromkeys(unused) if name not in self.counts.unused]

@@ -36,6 +36,7 @@ from finetune.inference.tasks import Tasks
 from finetune.lifecycle.failures import blaming_base
 from finetune.model import bounds
 from finetune.model.source.tokenizer import load_tokenizer
+from finetune.objectives import OBJECTIVES
 from finetune.report import page
 from finetune.report.scores import Scores
 from finetune.report.terminal import Terminal
@@ -220,6 +221,8 @@ class _EvaluationJob:
         notes = self.scored.notes() if self.scored else []
         if self.compared:
             notes += self.compared.notes(by_model)
+        elif self.with_loss and not self.scored:
+            notes += self._what_the_loss_is()
         if not prepare.is_here(self.config.data):
             notes.append("The loss was not measured: the rows were given from Python and are not kept on disk.")
         if "merged" in by_model and self.config.adapter.kind == "lora" and not self.run.is_merged:
@@ -240,6 +243,16 @@ class _EvaluationJob:
                 f"{counts} (--max-new-tokens)."
             )
         return notes
+
+    def _what_the_loss_is(self) -> list[str]:
+        """A remark where the run has another eval loss than the one that is measured here."""
+        name = self.config.training.objective
+        objective = OBJECTIVES.get(name)
+        if objective is None or objective.evaluated is None:
+            return []
+        note = f"The loss is the cross-entropy of the trained tokens, not the eval loss of `training.objective: {name}`"
+        also = "; answers that are not to be preferred count like the others" if objective.reference else ""
+        return [f"{note}{also}."]
 
     def answered(self, by_model: dict[str, ModelResults]) -> list[dict[str, Any]]:
         """The lines of eval_answers.jsonl: each question with the answers and their scores by model."""

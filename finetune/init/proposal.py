@@ -43,8 +43,17 @@ _STEPS, _MOST_EPOCHS = 150, 10
 _BATCHES, _STEPS_AN_EPOCH = (16, 8, 4), 20
 # Pairs are seen fewer times: with more, DPO drives the margin up and both answers become less likely.
 _MOST_EPOCHS_OF_PAIRS = 3
-# DPO of an adapter (the documentation of TRL 1.16's DPO trainer).
-_RATE_OF_PAIRS = 1e-5
+# By format: the objective and why, and its rate (the documentation of TRL 1.16's DPO and KTO trainers).
+_OF_PREFERENCES = {
+    "pairs": (
+        "dpo", "rows have a chosen and a rejected answer", 1e-5,
+        "of DPO with an adapter: far lower than of answers alone",
+    ),
+    "unpaired": (
+        "kto", "rows have an answer that is labelled good or bad", 5e-6,
+        "of KTO with an adapter: far lower than of answers alone",
+    ),
+}  # fmt: skip
 # Bases that are narrower than any of 100 million parameters learn faster, by as much as in configs/tiny_cpu.yaml.
 _SMALL, _SMALL_FACTOR = 512, 15
 # The first compute capability with bfloat16.
@@ -116,7 +125,7 @@ def _recognised(wanted: Wanted, encoding: str | None) -> tuple[sources.Row | Non
     if row is None:
         return None, columns
     with located(row):
-        if formats.holds_pairs(row.fields, columns):
+        if _of_preferences(row.fields, columns):
             return row, columns
         try:
             formats.detect(row.fields, columns)
@@ -135,24 +144,32 @@ def _recognised(wanted: Wanted, encoding: str | None) -> tuple[sources.Row | Non
 def _take_format(draft: Draft, fields: Mapping[str, Any], columns: dict[str, str], tokenizer: Any) -> str:
     """The rows' format; plain-text questions and answers become turns if there is a chat template to render them.
 
-    Without one, a separator is taken if the first row has none. Pairs are trained on by DPO.
+    Without one, a separator is taken if the first row has none. Pairs are trained on by DPO, labelled answers by KTO.
     """
-    form = "pairs" if formats.holds_pairs(fields, columns) else formats.detect(fields, columns)
-    if form == "pairs":
-        draft.take("training.objective", "dpo", "rows have a chosen and a rejected answer")
-        draft.take("training.learning_rate", _RATE_OF_PAIRS, "of DPO with an adapter: far lower than of answers alone")
+    form = _of_preferences(fields, columns) or formats.detect(fields, columns)
+    if form in _OF_PREFERENCES:
+        objective, why, rate, why_rate = _OF_PREFERENCES[form]
+        draft.take("training.objective", objective, why)
+        draft.take("training.learning_rate", rate, why_rate)
     turns = None if tokenizer and chat_template.is_plain(tokenizer) else formats.as_chat(fields, form, columns)
     if turns:
         plain = {name: turns[turned] for name, turned in formats.AS_CHAT[form].items()}
         mapped = any(name != column for name, column in plain.items())
         otherwise = f"`{inline(plain)}` would be" if mapped else "left out, they are"
         draft.take("data.columns", turns, f"turns of the chat template; {otherwise} text without it")
-        return form if form == "pairs" else formats.detect(fields, turns)
+        return form if form in _OF_PREFERENCES else formats.detect(fields, turns)
     if columns:
         draft.take("data.columns", columns, "the fields of the format, and the columns that hold them")
     if _runs_together(fields, form, columns):
         draft.take("data.separator", "\n", "no white space separates prompts and completions, nor does a chat template")
     return form
+
+
+def _of_preferences(fields: Mapping[str, Any], columns: dict[str, str]) -> str | None:
+    """The format of a row with answers that are better or worse; None for any other row."""
+    if formats.holds_pairs(fields, columns):
+        return "pairs"
+    return "unpaired" if formats.holds_labelled_answers(fields, columns) else None
 
 
 def _runs_together(fields: Mapping[str, Any], form: str, columns: dict[str, str]) -> bool:

@@ -218,8 +218,10 @@ def together(samples: Sequence[Sample], names: Sequence[str]) -> Iterator[list[t
         return
     for at in range(0, len(samples), len(names)):
         row = samples[at : at + len(names)]
-        untrained = (next((n for n, piece in enumerate(each.pieces) if piece.trained), 0) for each in row)
-        shared = min(*(in_common(row[0].pieces, each.pieces) for each in row[1:]), *untrained)
+        starts = [
+            next((n for n, piece in enumerate(each.pieces) if piece.trained), 0) for each in row if each.trained_tokens
+        ]
+        shared = min([in_common(row[0].pieces, each.pieces) for each in row[1:]] + starts)
         place = row[0].place.removesuffix(f", {names[0]}")
         prompt = replace(row[0], pieces=row[0].pieces[:shared])
         yield [(f"{place}: what {' and '.join(names)} begin with", prompt)]

@@ -141,9 +141,10 @@ def result_rows(run: RunDirectory, figures: Figures) -> list[tuple[str, str, str
         first, final = figures.training[0]["loss"], figures.final_loss
         rows.append(("training loss, first and last step", f"{words.loss(first)} → {words.loss(final)}",
                       f"{words.count(figures.steps)} steps"))  # fmt: skip
-    if recent := figures.recent_statistics:
-        value = ", ".join(f"{words.statistic(name)} {words.number(one)}" for name, one in recent.items())
-        rows.append(("of answers", value, f"mean of the last {min(RECENT_STEPS, figures.steps)} steps"))
+    span = f"mean of the last {words.count(min(RECENT_STEPS, figures.steps))} steps"
+    for name, value in figures.recent_statistics.items():
+        if value is not None:
+            rows.append((words.statistic(name), words.number(value), span))
     if figures.peaks:
         starts = f"over {words.count(figures.starts)} starts; " if figures.starts > 1 else ""
         rows.append(("peak memory", words.size(figures.peak_bytes), starts + _forecast(run)))

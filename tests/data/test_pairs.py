@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import finetune
 from finetune.data.examples import Chat, Completion, RowError, Unusable
-from finetune.data.formats import FORMATS, read
+from finetune.data.formats import FORMATS, MARGINS, read
 from finetune.settings import load_config
 from finetune.storage.rundir import RunDirectory
 
@@ -166,3 +167,10 @@ def test_a_function_that_returned_pairs_returns_answers_to_a_supervised_run() ->
     row = {"a": "Because.", "b": "No."}
     assert list(read(row, compared.data.format, {})[0].segments) == ["chosen", "rejected"]
     assert read(row, supervised.data.format, {})[0] == Completion("Why? ", "Because.")
+
+
+def test_a_margin_that_is_not_read_is_listed_with_the_format_that_reads_it(quick: Any, tmp_path: Path) -> None:
+    rows = [{"prompt": f"Why {n}? ", "chosen": "So.", "rejected": "No.", "margin": n} for n in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    job = quick(f"data.train={tmp_path / 'rows.jsonl'}", "training.objective=reward", "data.eval=none")
+    assert finetune.inspect_data(job).inspection.train.unused == [f"margin ({MARGINS})"]

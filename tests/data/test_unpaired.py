@@ -11,13 +11,14 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+import finetune
 from finetune.config import Config
 from finetune.data import mismatched
 from finetune.data.encoded import IGNORE, segments_of
 from finetune.data.examples import Chat, Completion, RowError, Unusable
-from finetune.data.formats import FORMATS, read
+from finetune.data.formats import FORMATS, holds_labelled_answers, read
 from finetune.data.mismatched import exchanged
-from finetune.data.prepare import Prepared, prepare
+from finetune.data.prepare import Prepared, prepare, questions
 from finetune.errors import DataError
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.objectives.contract import check_rows
@@ -204,3 +205,35 @@ def test_a_function_may_return_pairs_or_labelled_answers(tmp_path: Path) -> None
         FORMATS.clear()
         FORMATS.update(before)
     assert data.train["desirable"][:] == [1, 1, 0, 1, 1, 0]
+
+
+def test_rows_of_labelled_answers_are_told_the_objective_for_them() -> None:
+    row = {"prompt": "Why?", "completion": "So.", "label": False}
+    assert holds_labelled_answers(row, {})
+    assert not any(holds_labelled_answers({**row, "label": label}, {}) for label in (None, "tech", 1))
+    for columns in ({}, {"instruction": "prompt"}):
+        with pytest.raises(RowError, match=r"`chosen` is missing .*, or set `training.objective: kto`"):
+            read(row, "pairs", columns)
+
+
+@pytest.mark.parametrize("field", [{"chosen": "So.", "rejected": "No."}, {"completion": "So.", "label": True}])
+def test_the_look_at_answers_marks_no_token_of_a_mismatched_one(
+    field: dict[str, Any], quick: Any, tmp_path: Path
+) -> None:
+    rows = [{"prompt": f"Why {number}? ", **field} for number in range(12)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    look = finetune.inspect_data(quick(f"data.train={tmp_path / 'rows.jsonl'}", "training.objective=kto"))
+    prompt, both, *_ = look.values()["samples"]
+    assert "Why" in "".join(text for text, _ in prompt[0][1])
+    assert [any(trained for _, trained in pieces) for _, pieces in both] == [True, False]
+    assert "0 trained" in both[1][0]
+    as_chat = look.values()["samples"][-1][0][0]
+    assert "if `data.columns: {instruction: prompt}` made the rows turns" in as_chat
+
+
+def test_sample_questions_of_labelled_answers_are_those_with_a_desirable_one(quick: Any, tmp_path: Path) -> None:
+    rows = [{"prompt": f"Why {n}? ", "completion": ["no", "yes"][n % 2], "label": n % 2 == 1} for n in range(12)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = quick(f"data.train={tmp_path / 'rows.jsonl'}", "training.objective=kto", "data.eval=none")
+    asked = [*questions(config.data, load_tokenizer(config.model, config.data))]
+    assert [each.reference for each in asked] == ["yes"] * 6

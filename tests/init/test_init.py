@@ -327,3 +327,19 @@ def test_pairs_become_a_config_that_trains_by_dpo_and_without_it_on_the_chosen_a
 def test_pairs_are_recognised_in_layouts_that_other_formats_have_too(row: dict[str, Any]) -> None:
     assert holds_pairs(row, {})
     assert not holds_pairs({"messages": [{"role": "user", "content": "Why?"}]}, {})
+
+
+@pytest.mark.slow
+def test_labelled_answers_become_a_config_for_kto(
+    call: Call, tmp_path: Path, shallow_base: Path, hurried: None
+) -> None:
+    rows = [{"prompt": f"What is {n}?", "completion": f"It is {n}.", "label": n % 2 == 0} for n in range(60)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, _, err = call("init", shallow_base, "rows.jsonl", "--output", "job.yaml")
+    assert (code, err) == (0, "")
+    text = (tmp_path / "job.yaml").read_text()
+    assert "60 rows of the format unpaired" in text
+    assert "objective: kto  # rows have an answer that is labelled good or bad\n" in text
+    config = load_config("job.yaml")
+    assert (config.data.format, config.data.columns) == ("unpaired", {"instruction": "prompt"})
+    assert (config.training.learning_rate, config.training.epochs) == (7.5e-5, 3)

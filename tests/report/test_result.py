@@ -102,6 +102,17 @@ def test_table_has_a_row_for_each_phase_and_units_people_read(run: RunDirectory)
     assert ["backward", "950", "MiB"] in lines
 
 
+def test_results_have_a_row_for_each_statistic_of_the_objective(empty_run: RunDirectory) -> None:
+    first = {**training_line(1, 0.7), "rewards_margins": 0.1, "kl": None}
+    write_lines(empty_run, first, {**training_line(2, 0.6), "rewards_margins": 0.3, "kl": None})
+    console = Console(width=80)
+    with console.capture() as captured:
+        Result(empty_run).show(console)
+    lines = [" ".join(line.replace("│", " ").split()) for line in captured.get().splitlines()]
+    assert "rewards margins 0.200 mean of the last 2 steps" in lines
+    assert not any(line.startswith("kl") for line in lines)
+
+
 def test_table_on_cuda_shows_allocated_reserved_and_device(empty_run: RunDirectory) -> None:
     line = training_line(1, 1.0)
     line["memory"] = {"forward": {"device_bytes": 3 * MIB, "allocated_bytes": MIB, "reserved_bytes": 2 * MIB}}
