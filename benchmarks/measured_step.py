@@ -294,7 +294,7 @@ def train(
             # The profiler loses blocks in the proof of what is published.
             mock.patch.object(published, "prove", lambda *_: None),
         ):
-            training.train(job)
+            training.train(training.complete(job))
         return [line for line in run.metrics() if "loss" in line], implementation
 
 

@@ -191,7 +191,7 @@ def test_what_another_rank_kept_too_much_for_is_given_up_on_this_one(
     expected, _ = gradients(loop, inputs)
     [short] = loop.steps.collate([min(loop.steps.rows, key=lambda row: row["length"])])
     failures = [[oom_retry._Failure(short, 1, "CUDA out of memory.")], []]
-    monkeypatch.setattr(oom_retry, "_of_all_ranks", lambda step, failure, error: failures.pop(0))
+    monkeypatch.setattr(oom_retry, "_of_all_ranks", lambda step, failure, error, catch_up: failures.pop(0))
     monkeypatch.setattr(loop.step.engine, "world_size", 2)
     found, _ = gradients(loop, inputs)
     assert (found, failures) == (2 * expected, [])
