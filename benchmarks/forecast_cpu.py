@@ -384,6 +384,7 @@ SETTINGS = (
     _S("simpo nf4, small tiles", "small-llama", 256, 2, 1, f"training.objective=simpo {_SMALL_TILES}"),
     _S("orpo bf16", "qwen3", 256, 1, 1, f"training.objective=orpo {_BF16} memory.checkpointing=none"),
     _S("reward nf4", "llama", 128, 2, 1, _REWARD),
+    _S("kto nf4, in step", "llama", 128, 1, 2, "training.objective=kto preference.reference=in_step"),
 )  # fmt: skip
 assert len({setting.name for setting in SETTINGS}) == len(SETTINGS)
 
@@ -404,7 +405,7 @@ def peaks(peak_allocated_bytes: int, phases: Mapping[str, int]) -> dict[str, int
 def step_setting(setting: Setting) -> Any:
     """The step of `setting` as the forecast traces it, with its largest batches."""
     import torch
-    from measured_step import STEPS, by_row
+    from measured_step import STEPS, by_row, shared
 
     from finetune.data.batching import Sizes, worst_batches
     from finetune.forecast import devices
@@ -414,11 +415,15 @@ def step_setting(setting: Setting) -> Any:
 
     config, architecture = setting.resolved(), setting.build_architecture()
     torch.set_num_threads(1)  # kernels have room for each thread
-    way, rows = micro_batching(config), by_row(config, setting.rows)
+    way, rows = micro_batching(config, architecture), by_row(config, setting.rows)
     data = rows * STEPS  # of which the run takes the largest in its warm-up, whatever the order
-    segments = [[length for length, _ in row] for row in data]
-    sizes = Sizes([*map(way.length, segments)], [sum(trained for _, trained in row) for row in data], segments)
-    [batch] = worst_batches(sizes, way, len(rows), "the setting")
+    columns = {
+        "length": [sum(length for length, _ in row) for row in data],
+        "trained": [sum(trained for _, trained in row) for row in data],
+        "segments": [[length for length, _ in row] for row in data],
+        "shared": [*map(shared, data)],
+    }
+    [batch] = worst_batches(Sizes.of(columns, way), way, len(rows), "the setting")
     attention = backends.planned(
         config.model.attention, architecture, "cpu", config.training.precision, packed=config.data.packing
     )

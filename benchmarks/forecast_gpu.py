@@ -192,7 +192,7 @@ def measure(setting: Setting, device: Any, recordings: Path, idle_bytes: int | N
     steps, attention = measured_step.train(config, architecture, data, device, monitor)
     meter.read()
     found["trained_in_seconds"] = round(time.perf_counter() - started, 2)
-    measured_step.check_steps(config, setting.rows, steps)
+    measured_step.check_steps(config, architecture, setting.rows, steps)
     found |= {
         "attention": {"forecast": forecast.attention, "measured": attention},
         "losses": [line["loss"] for line in steps],

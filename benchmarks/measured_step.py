@@ -138,6 +138,11 @@ def by_row(config: Config, sequences: Sequence[Row]) -> list[Sequence[Row]]:
     return [sequences[at : at + size] for at in range(0, len(sequences), size)]
 
 
+def shared(row: Sequence[Row]) -> int:
+    """Tokens of a row that need to be computed for one of its segments only: the prompt but its last token."""
+    return max(0, min(length - trained for length, trained in row) - 1) if len(row) > 1 else 0
+
+
 def measure(config: Config, architecture: Any, rows: Sequence[Row], *, padded: bool = True) -> Measured:
     """Train two steps of `config` on a model of `architecture`, every micro-batch made of `rows`, under the profiler.
 
@@ -244,14 +249,16 @@ def _job(config: Config, architecture: Any, rows: Sequence[Row], padded: bool) -
     )
     _mark(_BETWEEN)
     resident_bytes = _status("VmHWM") - monitor.resident_before
-    check_steps(config, rows, steps)
+    check_steps(config, architecture, rows, steps)
     return resident_bytes
 
 
-def check_steps(config: Config, rows: Sequence[Row], steps: Sequence[Mapping[str, Any]]) -> None:
+def check_steps(config: Config, architecture: Any, rows: Sequence[Row], steps: Sequence[Mapping[str, Any]]) -> None:
     """That two steps were trained, each on the micro-batches that were meant."""
     micro_batches = config.training.batch_size // config.training.rows
-    expected = micro_batches * sum(length for length, _ in rows)
+    way = collator.micro_batching(config, architecture)
+    computed = [way.computed([length for length, _ in row], shared(row)) for row in by_row(config, rows)]
+    expected = micro_batches * sum(sum(row[: way.layout.together]) for row in computed)
     assert [line["tokens"] for line in steps] == [expected] * STEPS, "a micro-batch was not the one meant"
 
 
@@ -332,6 +339,7 @@ def _split(rows: Sequence[Sequence[Row]], vocabulary: int, layout: RowLayout) ->
         columns["trained"].append(sum(trained for _, trained in row))
     if layout.segments:
         columns["segments"] = [[length for length, _ in row] for row in rows]
+        columns["shared"] = [*map(shared, rows)]
     columns |= {name: [float(number % 2) for number in range(len(rows))] for name in layout.values}
     lengths = columns["length"]
     counts = Counts(len(rows), sum(lengths), sum(columns["trained"]), max(lengths))
