@@ -101,10 +101,17 @@ def prepare(section: DataSection, tokenizer: Any) -> Prepared:
     if eval_rows is not None:
         try:
             held_out, eval_counts = _held_out(preparation)
-        except (_NothingHeldOut, OnePrompt) as error:
+        except _NothingHeldOut as error:
             if section.eval != "auto":
                 raise
             warning = f"none: {error}"
+        except OnePrompt:
+            if section.eval != "auto":
+                raise
+            warning = (
+                "none: the rows that `data.eval: auto` holds out answer one prompt, and are not trained either; set "
+                "`data.eval_share` to hold out more, or `data.eval: none` to train them"
+            )
     if eval_counts and eval_counts.segments.keys() != train_counts.segments.keys():
         raise DataError(f"{where} and `data.eval` ({named(section.eval)}) have rows of different segments")
     if not _teaches(train, tokenizer):

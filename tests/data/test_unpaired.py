@@ -186,6 +186,7 @@ def test_rows_of_one_prompt_alone_are_refused_and_are_no_evaluation_set(tmp_path
         prepared(tmp_path, answers(6), eval=str(held_out))
     _, data = prepared(tmp_path, answers(3), eval="auto")
     assert data.eval is None
+    assert "answer one prompt, and are not trained either; set `data.eval_share`" in data.warning
     assert "one prompt" in str(data.warning)
 
 
