@@ -1,6 +1,7 @@
-"""What `finetune eval` measures of a run on preferences: its objective and statistics on held-out pairs.
+"""What `finetune eval` measures of a run on preferences: its objective and statistics on held-out rows.
 
-The reference is the base, scored once for all models. A pair is measured by itself, so that each has its statistics.
+The reference is the base, scored once for all models. A row, of a pair or of one labelled answer, is measured by
+itself, so that each has its statistics.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from finetune.inference.intervals import Measured
 from finetune.inference.model_results import ModelResults
 from finetune.inference.sequence_scores import ACCURACY, LONGER_WINS
 from finetune.objectives import OBJECTIVES, Batch, Objective
+from finetune.objectives.kto import LABELLED
 from finetune.objectives.preference import PAIRS, reference_column
 from finetune.objectives.starting_model import adapter_off
+from finetune.training.collator import apart
 from finetune.training.eval_loss import held_out_sums
 from finetune.training.reference_scores import scoring
 
-LOSS, LIKELIER = "pair loss", "the chosen answer is likelier"
+LOSS, LOSS_OF_ANSWERS, LIKELIER = "pair loss", "answer loss", "the chosen answer is likelier"
 REFERENCE_NOTE = "The base is the reference: its rewards are 0, and equal rewards are no win."
 _NAMES: dict[str, tuple[str, Literal["higher", "lower"] | None]] = {
     "rewards_accuracies": (ACCURACY, "higher"), "rewards_margins": ("reward margin", "higher"),
@@ -34,7 +37,7 @@ _NAMES: dict[str, tuple[str, Literal["higher", "lower"] | None]] = {
 
 @dataclass
 class ComparedPairs:
-    """The held-out pairs of a run, which its models are measured on."""
+    """The held-out pairs, or labelled answers, of a run, which its models are measured on."""
 
     config: Config
     objective: Objective
@@ -43,9 +46,10 @@ class ComparedPairs:
 
     @classmethod
     def of(cls, config: Config, tokenizer: Any) -> ComparedPairs | None:
-        """Those of the evaluation set; None if the run is not on pairs, or its reference is not the base."""
+        """Those of the evaluation set; None if the run is not on preferences, or its reference is not the base."""
         objective = OBJECTIVES.get(config.training.objective)
-        if objective is None or objective.layout.segments != PAIRS.segments or objective.evaluated is None:
+        known = (PAIRS.segments, LABELLED.segments)
+        if objective is None or objective.layout.segments not in known or objective.evaluated is None:
             return None
         if objective.reference and not config.adapter.starts_at_zero:
             return None
@@ -57,30 +61,52 @@ class ComparedPairs:
         """Whether the base has yet to score the pairs."""
         return self.objective.reference and not self._scored
 
+    @property
+    def of_pairs(self) -> bool:
+        """Whether a row has two answers, one against the other."""
+        return self.objective.layout.segments == PAIRS.segments
+
     def score_reference(self, model: Any, tokenizer: Any) -> None:
-        """Give the pairs their log-probabilities under `model` without its adapter."""
-        sums: list[torch.Tensor] = []
+        """Give the rows their log-probabilities under `model` without its adapter."""
+        segments, by_pass = self.objective.layout.segments, []
         with adapter_off(model):
-            held_out_sums(model, tokenizer, self.rows, self.config, replace(scoring(sums), layout=PAIRS))
-        columns = tuple(map(reference_column, PAIRS.segments))
-        for name, values in zip(columns, torch.stack(sums).cpu().numpy().T, strict=True):
+            for part in (_whole, apart) if self.objective.step_mean else (_whole,):
+                sums: list[torch.Tensor] = []
+                scored = replace(scoring(sums), layout=self.objective.layout)
+                held_out_sums(model, tokenizer, self.rows, self.config, scored, part)
+                by_pass.append(torch.stack(sums))
+        columns = tuple(map(reference_column, segments))
+        for name, values in zip(columns, torch.cat(by_pass, 1).cpu().numpy().T, strict=True):
             self.rows = self.rows.add_column(name, values)
         layout = replace(self.objective.layout, values=(*self.objective.layout.values, *columns))
         self.objective, self._scored = replace(self.objective, layout=layout), True
 
     def measure(self, model: Any, tokenizer: Any) -> ModelResults:
-        """The results of one model; the base without its adapter scores the pairs first, if it has not yet."""
+        """The results of one model; the base without its adapter scores the rows first, if it has not yet.
+
+        What the objective needs the mean of over a step, it gets over all rows.
+        """
         if self.needs_reference:
             self.score_reference(model, tokenizer)
+        mean: Batch = {}
+        if self.objective.step_mean:
+            before = self.objective.before_step
+            total, count = held_out_sums(model, tokenizer, self.rows, self.config, before, apart)
+            mean = {"step_mean": torch.tensor(total / count, device=model.device)}
         sums: list[torch.Tensor] = []
-        held_out_sums(model, tokenizer, self.rows, self.config, _watched(self.objective, sums))
-        by_pair = torch.stack(sums).cpu().numpy()  # (pairs, 1 + statistics, 2)
-        measured = dict(zip((LOSS, *self.objective.statistics), by_pair.swapaxes(0, 1), strict=True))
+        watched = _watched(self.objective, sums)
+        held_out_sums(model, tokenizer, self.rows, self.config, watched, lambda inputs: inputs | mean)
+        loss = LOSS if self.of_pairs else LOSS_OF_ANSWERS
+        by_row = torch.stack(sums).cpu().numpy()  # (rows, 1 + statistics, 2)
+        measured = dict(zip((loss, *self.objective.statistics), by_row.swapaxes(0, 1), strict=True))
         results = ModelResults()
-        results.add(LOSS, _mean(measured.pop(LOSS)), "lower")
-        for name in sorted(measured, key=lambda name: name not in _NAMES):
+        results.add(loss, _mean(measured.pop(loss)), "lower")
+        there = [name for name, sums in measured.items() if sums[:, 1].any()]  # answers of one kind may be missing
+        for name in sorted(there, key=lambda name: name not in _NAMES):
             said, better = _NAMES.get(name, (name.replace("_", " "), None))
             results.add(said, _mean(measured[name]), better)
+        if not self.of_pairs:
+            return results
         if {"logps_chosen", "logps_rejected"} <= measured.keys():
             likelier = measured["logps_chosen"][:, 0] > measured["logps_rejected"][:, 0]
             results.add(LIKELIER, Measured.mean(likelier.astype(float).tolist()), None)
@@ -93,8 +119,12 @@ class ComparedPairs:
         return [REFERENCE_NOTE] if self.objective.reference and "base" in by_model else []
 
 
+def _whole(inputs: Batch) -> Batch:
+    return inputs
+
+
 def _mean(sums: np.ndarray) -> Measured:
-    """The mean by sums and counts (pairs, 2)."""
+    """The mean by sums and counts (rows, 2)."""
     return Measured(float(sums[:, 0].sum() / sums[:, 1].sum()), sums)
 
 

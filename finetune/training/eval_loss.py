@@ -179,10 +179,16 @@ def held_out_loss(model: Any, tokenizer: Any, rows: Any, config: Config) -> tupl
     return total / count, by_row
 
 
-def held_out_sums(model: Any, tokenizer: Any, rows: Any, config: Config, objective: Objective) -> tuple[float, float]:
-    """The sum and count of `objective` over held-out rows outside training, one row after the other."""
+def held_out_sums(
+    model: Any, tokenizer: Any, rows: Any, config: Config, objective: Objective,
+    part: Callable[[Inputs], Inputs] = lambda inputs: inputs,
+) -> tuple[float, float]:  # fmt: skip
+    """The sum and count of `objective` over held-out rows outside training, one row after the other.
+
+    Of a row's micro-batch, `part` goes through the model.
+    """
     way, config = MicroBatching(1, layout=objective.layout), config.changed({"training.batch_size": 1})
-    (total, count), _ = _watched(model, tokenizer, rows, config, objective, lambda *_: torch.zeros(0), way)
+    (total, count), _ = _watched(model, tokenizer, rows, config, objective, lambda *_: torch.zeros(0), way, part)
     return total, count
 
 
@@ -208,6 +214,7 @@ def held_out_scores(
 def _watched(
     model: Any, tokenizer: Any, rows: Any, config: Config, objective: Objective,
     read: Callable[[Inputs, Any], torch.Tensor], way: MicroBatching,
+    part: Callable[[Inputs], Inputs] = lambda inputs: inputs,
 ) -> tuple[list[float], torch.Tensor]:  # fmt: skip
     """The sum and count of `objective` over `rows`, and what is `read` of each micro-batch's output, on the CPU."""
     training = config.training
@@ -220,7 +227,7 @@ def _watched(
     try:
         with without_cudnn_attention(), log_probs.tiles(config.memory.loss_tokens):
             masked = needs_mask(model.config, training.precision, capability_of(model.device))
-            steps = loader(rows, collate, training.batch_size)
+            steps = ([*map(part, step)] for step in loader(rows, collate, training.batch_size))
             sums = summed_loss(model, steps, precision=training.precision, masked=masked, objective=objective)
     finally:
         watching.remove()

@@ -71,6 +71,35 @@ def test_a_run_of_dpo_is_measured_on_held_out_pairs_as_by_whole_logits(job: Any,
     assert any("The base is the reference" in note for note in record["notes"])
 
 
+@pytest.mark.slow
+def test_a_run_of_kto_is_measured_on_held_out_answers_as_by_whole_logits(job: Any) -> None:
+    config = job("training.objective=kto", "preference.desirable_weight=0.5")
+    finetune.train(config)
+    run = RunDirectory(config.output.dir)
+    record = finetune.evaluate(run).record
+    values = {one["name"]: {name: each["value"] for name, each in one["models"].items()} for one in record["measures"]}
+    model, tokenizer = model_of(run, config, "adapter")
+    ratios, desirable = [], []
+    for row in prepare_held_out(config.data, tokenizer)[0]:
+        ours = [log_probs(model, each.input_ids, each.labels) for each in segments_of(row)]
+        with model.disable_adapter():
+            base = [log_probs(model, each.input_ids, each.labels) for each in segments_of(row)]
+        ratios.append([one - other for one, other in zip(ours, base, strict=True)])
+        desirable.append(row["desirable"] > 0)
+    kl = max(0, sum(mismatched for _, mismatched in ratios) / len(ratios))
+    losses = [
+        0.5 / (1 + math.exp(0.1 * (ratio - kl))) if good else 1 / (1 + math.exp(0.1 * (kl - ratio)))
+        for (ratio, _), good in zip(ratios, desirable, strict=True)
+    ]
+    chosen = [0.1 * ratio for (ratio, _), good in zip(ratios, desirable, strict=True) if good]
+    assert 0 < len(chosen) < len(ratios)
+    assert values["answer loss"]["adapter"] == pytest.approx(sum(losses) / len(losses), abs=1e-5)
+    assert values["rewards chosen"]["adapter"] == pytest.approx(sum(chosen) / len(chosen), abs=1e-5)
+    assert values["kl"]["adapter"] == pytest.approx(kl, abs=1e-4)
+    assert values["rewards rejected"]["base"] == pytest.approx(0, abs=1e-5)
+    assert not any("cross-entropy" in note for note in record["notes"])
+
+
 def test_a_model_alone_is_measured_against_the_base_as_well(job: Any, call: Any) -> None:
     config = job("training.objective=dpo", "training.max_steps=2")
     finetune.train(config)
