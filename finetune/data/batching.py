@@ -397,7 +397,11 @@ def longest_batch(rows: int, length: int, segments: int = 1) -> Batch:
 
 
 def longest_batches(way: MicroBatching, step_rows: int, max_length: int) -> list[Batch]:
-    """The largest micro-batches when only the maximum length of the rows is known."""
+    """The largest micro-batches when only the maximum length of the rows is known.
+
+    Where packed rows share tokens there are two: rows that share none, and those that share all but one of a segment,
+    of which attention sees the most keys.
+    """
     segments = way.layout.together
     if way.packed:
         row = segments * max_length
@@ -405,7 +409,16 @@ def longest_batches(way: MicroBatching, step_rows: int, max_length: int) -> list
         whole, rest = divmod(tokens, row)
         lengths = (max_length,) * (segments * whole)
         lengths += _cut_to((max_length,) * segments, rest) if rest >= segments else ()
-        return [Batch(1, sum(lengths), False, sum(lengths) - len(lengths), packed=lengths, segments=segments)]
+        longest = Batch(1, sum(lengths), False, sum(lengths) - len(lengths), packed=lengths, segments=segments)
+        if not way.shares:
+            return [longest]
+        computed = (max_length, *(1,) * (segments - 1))
+        rows = min(step_rows, max(1, tokens // sum(computed)))
+        alike = Batch(
+            1, rows * sum(computed), False, rows * segments, packed=computed * rows, segments=segments,
+            shared=(max_length - 1,) * rows, order="keys",
+        )  # fmt: skip
+        return [longest, alike]
     if not way.tokens:
         return [longest_batch(way.rows, max_length, segments)]
     sizes = {length: min(way.capacity(length), step_rows) for length in range(1, max_length + 1)}

@@ -20,6 +20,7 @@ from finetune.data.batching import (
     micro_batches,
     worst_batches,
 )
+from finetune.data.encoded import RowLayout
 
 BATCH = 16
 _LOGNORMAL = random.Random(7)
@@ -284,6 +285,14 @@ def test_where_nothing_is_known_packed_rows_fill_the_tokens() -> None:
     assert (batch.tokens, batch.packed, batch.trained_tokens) == (1000, (400, 400, 200), 997)
     [batch] = longest_batches(MicroBatching(1, 1000, packed=True), 2, 400)
     assert (batch.tokens, batch.packed) == (800, (400, 400)), "no more rows than a step has"
+
+
+def test_where_nothing_is_known_packed_pairs_may_share_nothing_or_almost_all() -> None:
+    way = MicroBatching(1, 1000, packed=True, layout=RowLayout(("chosen", "rejected")), shares=True)
+    apart, alike = longest_batches(way, 16, 400)
+    assert (apart.tokens, apart.shared, apart.keys) == (1000, (), 1000)
+    assert (alike.tokens, alike.by_row, alike.shared) == (802, [(400, 1), (400, 1)], (399, 399))
+    assert alike.keys == 1600, "as many as of two rows that share nothing"
 
 
 def test_a_packed_micro_batch_never_exceeds_its_rows_padded() -> None:
