@@ -74,7 +74,7 @@ def test_margin_and_accuracy_are_shown_and_kept(job: Any, call: Any, capsys: pyt
     assert titles[:4] == ["Loss", "Rewards", "Rewards accuracies", "Logps"]
     assert curves.loss(figures)["unit"] == "mean over rows"
     page = first.report_file.read_text()
-    assert f"rewards margins {words.number(recent['rewards_margins'])}" in page
+    assert f'rewards margins</h2><p class="value">{words.number(recent["rewards_margins"])}</p>' in page
     supervised = finetune.train(job("training.max_steps=2", "training.objective=supervised", run="supervised")).run
     assert Figures.read(supervised).statistics == []
     code, out, _ = call("compare", first.path, supervised.path)
