@@ -99,15 +99,17 @@ def main() -> None:
     parser = harness.parser(__doc__, "beside_dpo.json")
     parser.add_argument("--rounds", type=int, default=3, help="after a warm-up (default 3)")
     parser.add_argument("--steps", type=int, default=80, help="of 16 pairs (default 80)")
+    parser.add_argument("--side", choices=SIDES, action="append", help="only beside this run of TRL's, or these")
     options = parser.parse_args()
+    sides = {side: SIDES[side] for side in options.side or SIDES}
     with tempfile.TemporaryDirectory(prefix="beside-") as scratch:
         job = Job(steps=options.steps, threads=1, logged=1, pairs=Path(scratch) / "pairs.jsonl")
         bench = Bench(Path(scratch), job)
         # The first round is the warm-up (page cache, byte code), and shows memory: what is freed is given back at once.
         bench.allocator = harness.ALLOCATOR
-        memory = _round(bench)
+        memory = _round(bench, sides)
         bench.allocator = overhead.ALLOCATORS["kept"]
-        rounds = [_round(bench) for _ in range(options.rounds)]
+        rounds = [_round(bench, sides) for _ in range(options.rounds)]
     found = {
         "bounds": {"process": BOUND, "losses": EQUAL},
         "job": {
@@ -115,7 +117,7 @@ def main() -> None:
             "pairs": job.steps * job.batch,
             "settings": list(map(harness.without_paths, job.settings)),
         },
-        "beside": {side: _beside(rounds, memory, side) for side in SIDES},
+        "beside": {side: _beside(rounds, memory, side) for side in sides},
         "runs": [
             {side: {name: overhead.seconds(one) for name, one in pair.items()} for side, pair in round_.items()}
             for round_ in rounds
@@ -123,7 +125,7 @@ def main() -> None:
     }
     harness.save(options.output, found, job.threads)
     print(_table(found["beside"]))
-    default = found["beside"]["trl"]
+    default = next(iter(found["beside"].values()))
     sys.exit(0 if all(default[question] for question in ("fast", "equal", "small")) else 1)
 
 
@@ -131,8 +133,8 @@ Round = Mapping[str, Mapping[str, dict[str, Any]]]
 """By side of TRL, what it and the run of finetune that follows it measured."""
 
 
-def _round(bench: Bench) -> Round:
-    return {side: {"plain": bench.plain(*options), "finetune": bench.finetune()} for side, options in SIDES.items()}
+def _round(bench: Bench, sides: Mapping[str, list[str]]) -> Round:
+    return {side: {"plain": bench.plain(*options), "finetune": bench.finetune()} for side, options in sides.items()}
 
 
 def _beside(rounds: list[Round], memory: Round, side: str) -> dict[str, Any]:
