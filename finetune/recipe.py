@@ -20,8 +20,8 @@ from finetune.report.result import Result
 from finetune.report.terminal import Terminal
 from finetune.runtime import libraries, ranks
 from finetune.storage.rundir import RunDirectory
+from finetune.training import evidence, strategies
 from finetune.training import run as training
-from finetune.training import strategies
 from finetune.training.callbacks import Callback
 from finetune.training.checks import check_shares
 from finetune.training.tracking import Trackers
@@ -45,7 +45,9 @@ def train(
         terminal.note(note)
     run = RunDirectory(config.output.dir or "runs/unnamed")
     with session.opened(config, run, terminal) as (device, signals, lock):
-        config = resume.keep_experts(config, run, fresh=fresh)
+        config, note = evidence.resolved_if_known(resume.as_started(config, run, fresh=fresh))
+        if note:
+            terminal.note(note)
         if resume.is_finished(config, run, terminal.note, fresh=fresh):
             return Result(run)
         config = resume.with_own_kernels(config, run, terminal.note, fresh=fresh)
@@ -84,7 +86,8 @@ def train(
                 base, config.model, resume.to_build(config.adapter, resumed=bool(start.checkpoint)), config.memory,
                 seed=config.training.seed, device_type=device.type, placement=placement,
             )  # fmt: skip
-            terminal.built(model, adapter.left_out(base, config.adapter))
+            capacity = evidence.capacity(config.adapter, model, inputs.data.train_counts.trained_tokens)
+            terminal.built(model, adapter.left_out(base, config.adapter), capacity)
 
             # Train: the optimizer steps, evaluations and checkpoints, and at the end the adapter on disk.
             job = training.TrainingJob(

@@ -258,7 +258,7 @@ def _steps(
     section, training = job.config.optimizer, job.config.training
     name = _chosen_optimizer(job)
     name = name if paged else optimizers.OPTIMIZERS[name].unpaged or name
-    optimizer = optimizers.make(name, section, training.learning_rate, model)
+    optimizer = optimizers.make(name, section, training.rate, model)
     inputs, losses, seconds = job.inputs(job.rows, job.tokens), [], []
     results = job.results(model, inputs, fused_loss=LOSS not in off)
 

@@ -39,12 +39,7 @@ class Rule:
     message: str
 
     def broken(self, config: Config) -> bool:
-        return _value(config, self.key) in self.values and _value(config, self.other) in self.others
-
-
-def _value(config: Config, key: str) -> Any:
-    section, _, name = key.partition(".")
-    return getattr(getattr(config, section), name)
+        return config.value(self.key) in self.values and config.value(self.other) in self.others
 
 
 _WHOLE = "needs whole weights, of which a rank has slices"

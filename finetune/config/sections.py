@@ -33,6 +33,7 @@ RANKS = "8 to 256"
 
 _COMMIT = "[0-9a-f]{40}"
 
+_Rate = Annotated[float, Field(gt=0, le=_RATE)]
 Positive = Annotated[int, Field(gt=0, le=_COUNT)]
 Rows = Annotated[int, Field(gt=0, le=_ROWS)]
 TokenId = Annotated[int, Field(ge=0, le=_COUNT)]
@@ -278,8 +279,9 @@ class TrainingSection(Section):
     """Number of optimizer steps; overrides `epochs`."""
     objective: Annotated[str, Choice("training.objective")] = "supervised"
     """What is minimised."""
-    learning_rate: Annotated[float, Field(gt=0, le=_RATE), Usual("1e-5 to 1e-3")] = 2e-4
-    """Peak learning rate."""
+    learning_rate: Annotated[Literal["auto"] | _Rate, Usual("1e-5 to 1e-3")] = "auto"
+    """Peak learning rate. `auto` is 2e-4 for LoRA with a batch of 16, goes with the square root of the batch, is higher
+    for bases narrower than 2,000, and lower for preferences, Lion and `adapter.kind: none`."""
     schedule: Annotated[str, Choice("training.schedule")] = "cosine"
     """Learning-rate schedule after warm-up."""
     warmup: AtLeast0 = 0.03
@@ -308,6 +310,12 @@ class TrainingSection(Section):
         """The micro-batch as a number, once `auto` was fitted."""
         assert self.micro_batch != "auto", "fitted before anything is built"
         return self.micro_batch
+
+    @property
+    def rate(self) -> float:
+        """The peak learning rate as a number, once `auto` was resolved."""
+        assert self.learning_rate != "auto", "resolved before anything is built"
+        return self.learning_rate
 
 
 class PreferenceSection(Section):
@@ -508,6 +516,11 @@ class Config(Section):
         """`kernels.fused`, where `auto` is `off` for sharded and for compiled layers."""
         left_alone = self.distributed.kind in ("fsdp", "deepspeed") or self.kernels.compile != "none"
         return "off" if self.kernels.fused == "auto" and left_alone else self.kernels.fused
+
+    def value(self, key: str) -> Any:
+        """The value of a `section.key`."""
+        section, _, name = key.partition(".")
+        return getattr(getattr(self, section), name)
 
     def changed(self, changes: Mapping[str, Any]) -> Self:
         """This config with other values of some `section.key`; they are taken as they are."""

@@ -18,6 +18,7 @@ from finetune.runtime.stages import stage
 from finetune.settings import CHOICES
 from finetune.storage.files import write_json
 from finetune.storage.records import CertificateRecord
+from finetune.training import evidence
 
 PAGE, RECORD = Path("certificate.html"), Path("certificate.json")
 
@@ -33,7 +34,7 @@ def certify(config: Config | None, terminal: Terminal) -> CertificateView:
     libraries.quiet()
     device = this_device()
     config = config or _default(device.type)
-    config, _ = bounds.as_known_base_allows(with_classes(config))
+    config, _ = evidence.resolved_if_known(bounds.as_known_base_allows(with_classes(config))[0])
     architecture = load_architecture(config.model, listed=config.model.weights == "random")
     attention, _ = build.choose_attention(config, architecture, device.type)
     rows, tokens = verdict.micro_batch(config, config.data.max_length)

@@ -14,6 +14,7 @@ from finetune.data.examples import learnt
 from finetune.data.readers import reader
 from finetune.export import server_commands
 from finetune.model.source.locate import card as card_of
+from finetune.report import words
 from finetune.storage.rundir import RunDirectory
 
 
@@ -93,7 +94,7 @@ def _settings(config: Config) -> dict[str, str]:
     training, adapter, rope = config.training, config.adapter, config.model.rope_scaling
     variants = [name for name in ("rslora", "dora") if getattr(adapter, name)]
     return {
-        "learning rate": f"{training.learning_rate:g}",
+        "learning rate": words.learning_rate(training),
         "batch size": str(training.batch_size),
         "optimizer": config.optimizer.kind,
         **({"LoRA+ ratio": f"{config.optimizer.lora_plus:g}"} if config.optimizer.lora_plus else {}),

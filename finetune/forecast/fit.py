@@ -72,8 +72,7 @@ class Fitted:
 
     def value(self, key: str) -> Any:
         """The chosen value of `section.key`."""
-        section, _, name = key.partition(".")
-        return getattr(getattr(self.config, section), name)
+        return self.config.value(key)
 
     def text(self, key: str) -> str:
         """The chosen value of `section.key`, as in a config file."""

@@ -42,7 +42,7 @@ from finetune.model.source.tokenizer import load_tokenizer
 from finetune.objectives import contract
 from finetune.runtime import libraries
 from finetune.storage.files import write_text
-from finetune.training import reference_scores, strategies
+from finetune.training import evidence, reference_scores, strategies
 from finetune.training.checks import check_optimizer, check_shares
 from finetune.training.collator import micro_batching
 
@@ -419,6 +419,7 @@ def planner_for(
     architecture = load_architecture(config.model, listed=True)
     context.check(architecture, config.distributed.context)
     config, _ = bounds.as_base_allows(config, architecture)
+    config, _ = evidence.resolved(config, architecture)
     if config.model.vocabulary:
         architecture = load_architecture(config.model, listed=True)
     adapter = config.adapter

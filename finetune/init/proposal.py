@@ -32,6 +32,7 @@ from finetune.model.source import chat_template, prequantized
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.report import words
 from finetune.runtime import libraries
+from finetune.training import evidence
 
 # Weights are quantized where one row with all layers checkpointed would take a larger share of the budget without it.
 _LARGEST_SHARE_UNQUANTIZED = 0.6
@@ -43,19 +44,11 @@ _STEPS, _MOST_EPOCHS = 150, 10
 _BATCHES, _STEPS_AN_EPOCH = (16, 8, 4), 20
 # Pairs are seen fewer times: with more, DPO drives the margin up and both answers become less likely.
 _MOST_EPOCHS_OF_PAIRS = 3
-# By format: the objective and why, and its rate (the documentation of TRL 1.16's DPO and KTO trainers).
+# By format: the objective, and why.
 _OF_PREFERENCES = {
-    "pairs": (
-        "dpo", "rows have a chosen and a rejected answer", 1e-5,
-        "of DPO with an adapter: far lower than of answers alone",
-    ),
-    "unpaired": (
-        "kto", "rows have an answer that is labelled good or bad", 5e-6,
-        "of KTO with an adapter: far lower than of answers alone",
-    ),
-}  # fmt: skip
-# Bases that are narrower than any of 100 million parameters learn faster, by as much as in configs/tiny_cpu.yaml.
-_SMALL, _SMALL_FACTOR = 512, 15
+    "pairs": ("dpo", "rows have a chosen and a rejected answer"),
+    "unpaired": ("kto", "rows have an answer that is labelled good or bad"),
+}
 # The first compute capability with bfloat16.
 _AMPERE = (8, 0)
 _TITLE = "Written by `finetune init`"
@@ -148,9 +141,7 @@ def _take_format(draft: Draft, fields: Mapping[str, Any], columns: dict[str, str
     """
     form = _of_preferences(fields, columns) or formats.detect(fields, columns)
     if form in _OF_PREFERENCES:
-        objective, why, rate, why_rate = _OF_PREFERENCES[form]
-        draft.take("training.objective", objective, why)
-        draft.take("training.learning_rate", rate, why_rate)
+        draft.take("training.objective", *_OF_PREFERENCES[form])
     turns = None if tokenizer and chat_template.is_plain(tokenizer) else formats.as_chat(fields, form, columns)
     if turns:
         plain = {name: turns[turned] for name, turned in formats.AS_CHAT[form].items()}
@@ -215,15 +206,12 @@ def _counted(number: int, thing: str) -> str:
 
 def _fitted(draft: Draft, planner: Planner) -> Fitted:
     """Set quantization, precision and what the fit chooses, with shorter rows where nothing fits with long ones."""
-    device, hidden = planner.device, getattr(planner.architecture.get_text_config(), "hidden_size", _SMALL)
+    device = planner.device
     if device.type == "cpu":
         draft.take("training.precision", "fp32", "not every CPU multiplies bfloat16 fast")
     elif device.capability < _AMPERE:
         draft.take("training.precision", "fp16", f"{device.name} has no bfloat16")
-    if hidden < _SMALL:
-        rate = draft.config.training.learning_rate
-        faster = float(f"{_SMALL_FACTOR * rate:g}")
-        draft.take("training.learning_rate", faster, f"{rate:g} is for bases wider than {hidden}")
+    draft.take("training.learning_rate", *evidence.best_rate(draft.job, planner.architecture))
     _choose_quantization(draft, planner)
     lost = "are dropped" if draft.job.data.too_long == "drop" else "lose their beginning"
     while True:

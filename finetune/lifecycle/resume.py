@@ -18,6 +18,9 @@ from finetune.storage import checkpoint
 from finetune.storage.rundir import RunDirectory, checkpoint_step
 from finetune.training import oom_retry, state
 
+# Whose values a run keeps where its config leaves them to the program.
+_AS_STARTED = ("training.learning_rate", "adapter.expert_rank")
+
 
 @dataclass(frozen=True)
 class Start:
@@ -79,16 +82,15 @@ def _is_finished(config: Config, run: RunDirectory, note: Callable[[str], None],
     return True
 
 
-def keep_experts(config: Config, run: RunDirectory, *, fresh: bool) -> Config:
-    """`config` with the `adapter.expert_rank` that `run` was started with, where it says `auto`.
+def as_started(config: Config, run: RunDirectory, *, fresh: bool) -> Config:
+    """`config` with the learning rate and the `adapter.expert_rank` that `run` was started with, where it says `auto`.
 
-    Runs of versions before that key left experts out of `all-linear`.
+    Runs of versions before that key left experts out of `all-linear`, and had another default rate.
     """
-    if fresh or config.adapter.kind == "none" or config.adapter.expert_rank != "auto":
-        return config
+    left = [key for key in _AS_STARTED if config.value(key) == "auto"]
     # Each rank keeps the config of its own, which is compared with the others' afterwards.
-    started_with = ranks.main_does(lambda: run.config().adapter.expert_rank if run.has_results else "auto")
-    return config if started_with == "auto" else config.changed({"adapter.expert_rank": started_with})
+    then = ranks.main_does(lambda: None if fresh or not (left and run.has_results) else run.config())
+    return config.changed({key: then.value(key) for key in left}) if then else config
 
 
 def _unlike_trained(config: Config, run: RunDirectory) -> str | None:

@@ -35,6 +35,6 @@ def _count(batch: Batch) -> torch.Tensor:
 
 CLASSIFICATION = Objective(
     "classifier: a head that scores the classes of a row by its last token, with cross-entropy",
-    _loss, _count, RowLayout((SEGMENT,), (LABEL,)), _loss, statistics=STATISTICS, sequences_scored=True,
+    _loss, _count, RowLayout((SEGMENT,), (LABEL,)), _loss, statistics=STATISTICS, sequences_scored=True, rate=0.5,
     unread=("data.loss_on", "data.separator"),
 )  # fmt: skip

@@ -74,6 +74,7 @@ def _bound(section: PreferenceSection) -> Objective:
     return Objective(
         "Kahneman-Tversky optimization of answers that are each labelled desirable or not (arXiv 2402.01306)",
         loss, _count, LABELLED, loss, (*_DEFAULTS, "reference"), _bound, True, STATISTICS, step_mean=_divergence,
+        rate=0.025,
     )  # fmt: skip
 
 

@@ -51,6 +51,7 @@ class Objective:
     `step_mean`: the sum and count of what the loss needs the mean of over all rows of a step. It is computed from the
     segments `mismatched`, which the loss does not see, without gradients and before the first pass, so that no split of
     the step changes it; the loss finds the mean in its batch as `step_mean`, (), float64.
+    `rate`: its usual learning rate over that of supervised training.
     """
 
     help: str
@@ -65,6 +66,7 @@ class Objective:
     sequences_scored: bool = False
     unread: tuple[str, ...] = ()
     step_mean: Loss | None = None
+    rate: float = 1.0
 
     @property
     def ignores(self) -> tuple[str, ...]:

@@ -198,14 +198,16 @@ def _count(batch: Batch) -> torch.Tensor:
     return trained_rows(batch, 2).sum()
 
 
-def _pairs(help: str, losses: PairLoss, reward: Reward, *, reference: bool = True, **defaults: float) -> Objective:
+def _pairs(
+    help: str, losses: PairLoss, reward: Reward, *, reference: bool = True, rate: float = 0.05, **defaults: float
+) -> Objective:
     """The entry of a loss of pairs that reads the keys of `defaults`; a key that is null has its default."""
 
     settings = (*defaults, *(("reference",) if reference else ()))
 
     def bind(section: PreferenceSection) -> Objective:
         loss = functools.partial(_loss, losses, reward, reference, Numbers.of(section, defaults))
-        return Objective(help, loss, _count, PAIRS, loss, settings, bind, reference, STATISTICS)
+        return Objective(help, loss, _count, PAIRS, loss, settings, bind, reference, STATISTICS, rate=rate)
 
     return bind(PreferenceSection())
 
@@ -226,10 +228,10 @@ FAMILY: dict[str, Objective] = {
     ),
     "simpo": _pairs(
         "mean log-probabilities with a target margin, without a reference (arXiv 2405.14734)",
-        _simpo, _by_mean, reference=False, beta=2.0, target_margin=1.0, nll_weight=0.0,
+        _simpo, _by_mean, reference=False, rate=0.025, beta=2.0, target_margin=1.0, nll_weight=0.0,
     ),
     "orpo": _pairs(
         "cross-entropy of the chosen answer and an odds ratio, without a reference (arXiv 2403.07691)",
-        _orpo, _by_mean, reference=False, beta=0.1,
+        _orpo, _by_mean, reference=False, rate=0.25, beta=0.1,
     ),
 }  # fmt: skip

@@ -51,7 +51,7 @@ def _bound(section: PreferenceSection) -> Objective:
         "reward model: a scalar head that scores the chosen answer above the rejected one by the row's `margin`, if it "
         "has one (Bradley-Terry, arXiv 2203.02155)",
         loss, _count, replace(PAIRS, optional=(MARGIN,)), loss, ("reward_centering",), _bound, statistics=STATISTICS,
-        sequences_scored=True,
+        sequences_scored=True, rate=0.5,
     )  # fmt: skip
 
 

@@ -112,13 +112,17 @@ class Terminal:
         facts |= words.reference(config, forecast, in_step_share(config, data))
         self._facts(facts)
 
-    def built(self, model: Any, left_out: Mapping[str, int]) -> None:
-        """Print the numbers of parameters, of trained ones, and of layers without an adapter: `left_out`, by reason."""
+    def built(self, model: Any, left_out: Mapping[str, int], capacity: str | None = None) -> None:
+        """Print the numbers of parameters, of trained ones, and of layers without an adapter: `left_out`, by reason;
+        and `capacity`, what an adapter of so many can store.
+        """
         sizes = [(math.prod(experts.shape(parameter)), parameter.requires_grad) for parameter in model.parameters()]
         total = sum(size for size, _ in sizes)
         trained = sum(size for size, requires_grad in sizes if requires_grad)
         share = f" ({trained / total:.3%})" if total else ""
         facts = {"parameters": f"{words.count(total)}, trained {words.count(trained)}{share}"}
+        if capacity:
+            facts["capacity"] = capacity
         if left_out:
             reasons = (f"{words.count(layers)} layers {reason}" for reason, layers in left_out.items())
             facts["no adapter"] = f"on {', and on '.join(reasons)}"

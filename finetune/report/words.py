@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from finetune.config import AdapterSection, Config
+from finetune.config import AdapterSection, Config, TrainingSection
 from finetune.data.counts import CONTROL_TOKENS, Counts
 from finetune.objectives import OBJECTIVES
 
@@ -138,8 +138,13 @@ def training(config: Config) -> str:
     number, unit = (section.max_steps, "step") if section.max_steps else (section.epochs, "epoch")
     return (
         f"{number:,g} {unit}{'s' * (number != 1)}, {section.objective}, {config.optimizer.kind}, "
-        f"learning rate {section.learning_rate:g}, {section.schedule}"
+        f"learning rate {learning_rate(section)}, {section.schedule}"
     )
+
+
+def learning_rate(section: TrainingSection) -> str:
+    """The peak learning rate; `auto` in the config of a run that was not started."""
+    return section.learning_rate if section.learning_rate == "auto" else f"{section.learning_rate:g}"
 
 
 def verdict(planned: Forecast | Serving) -> str:

@@ -80,7 +80,7 @@ def _step(job: TrainingJob, recorder: MetricsRecorder, collate: MicroBatches) ->
     name, replaced = optimizers.choose(config.optimizer, updated_on, managed_memory=managed)
     if replaced:
         job.listener.note(replaced)
-    optimizer = optimizers.make(name, config.optimizer, training.learning_rate, model)
+    optimizer = optimizers.make(name, config.optimizer, training.rate, model)
     require_default_stream(device)
     scaler = torch.amp.GradScaler(device.type) if training.precision == "fp16" else None
     return Step(

@@ -25,13 +25,15 @@ _NOT_DECAYED = ["bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm
 class Optimizer:
     """One optimizer: `build` returns its class and arguments, `unpaged` names the one without paging, and `ignores`
     are the keys of the section that do not apply to it, and that a config must not set. `updates`: the smallest part of
-    a weight that it can update without the rest: rows, or any number by itself, with states in torch's form."""
+    a weight that it can update without the rest: rows, or any number by itself, with states in torch's form. `rate`:
+    its usual learning rate over AdamW's."""
 
     help: str
     build: Callable[[OptimizerSection], Built]
     unpaged: str | None = None
     ignores: tuple[str, ...] = ()
     updates: Literal["weight", "row", "number"] = "row"
+    rate: float = 1.0
 
     def can_update(self, part: Literal["weight", "row", "number"]) -> bool:
         """Whether it can update such a part of a weight without the rest."""
@@ -198,6 +200,8 @@ def _adafactor(section: OptimizerSection) -> Built:
 
 
 _LION_IGNORES = ("epsilon",)
+# 3 to 10 times lower than AdamW's (arXiv 2302.06675, section 5).
+_LION_RATE = 0.2
 
 OPTIMIZERS: dict[str, Optimizer] = {
     "paged_adamw_8bit": Optimizer(
@@ -218,15 +222,21 @@ OPTIMIZERS: dict[str, Optimizer] = {
         _bitsandbytes("Lion", 8, True),
         "lion_8bit",
         ignores=_LION_IGNORES,
+        rate=_LION_RATE,
     ),
     "paged_lion_32bit": Optimizer(
         "Lion, one 32-bit state paged to the host under memory pressure",
         _bitsandbytes("Lion", 32, True),
         "lion_32bit",
         ignores=_LION_IGNORES,
+        rate=_LION_RATE,
     ),
-    "lion_8bit": Optimizer("Lion, one 8-bit state (arXiv 2302.06675)", _bitsandbytes("Lion", 8), ignores=_LION_IGNORES),
-    "lion_32bit": Optimizer("Lion, one 32-bit state", _bitsandbytes("Lion", 32), ignores=_LION_IGNORES),
+    "lion_8bit": Optimizer(
+        "Lion, one 8-bit state (arXiv 2302.06675)", _bitsandbytes("Lion", 8), ignores=_LION_IGNORES, rate=_LION_RATE
+    ),
+    "lion_32bit": Optimizer(
+        "Lion, one 32-bit state", _bitsandbytes("Lion", 32), ignores=_LION_IGNORES, rate=_LION_RATE
+    ),
     "adafactor": Optimizer(
         "Adafactor, factored second moment (arXiv 1804.04235)",
         _adafactor,

@@ -70,7 +70,7 @@ def warmup_steps(training: TrainingSection, steps: int) -> int:
 
 def rate(training: TrainingSection, step: int, steps: int) -> float:
     """The learning rate of step `step` (from 1) of `steps`."""
-    return training.learning_rate * _factor(training, step, steps)
+    return training.rate * _factor(training, step, steps)
 
 
 def scheduler(training: TrainingSection, optimizer: Optimizer, steps: int) -> LambdaLR:
@@ -85,6 +85,6 @@ def _factor(training: TrainingSection, step: int, steps: int) -> float:
     if step <= warmup:
         return step / warmup
     after = max(1, steps - warmup)
-    end = schedule.end_share + min(1.0, schedule.end / training.learning_rate)
+    end = schedule.end_share + min(1.0, schedule.end / training.rate)
     # torch's scheduler also asks for the rate after the last step, which is never used.
     return end + (1 - end) * schedule.curve(min(step - 1 - warmup, after), after, warmup)

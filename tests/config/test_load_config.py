@@ -209,7 +209,7 @@ def test_a_value_of_the_wrong_type_says_what_is_expected(write: Write, subtests:
         ("adapter.alpha=high", "expected a number, not 'high'"),
         ("adapter.extra_modules=5", "expected a list, not 5"),
         ("training.max_steps=0", "expected a number greater than 0, not 0"),
-        ("training.learning_rate=-1", "expected a number greater than 0, not -1"),
+        ("training.learning_rate=-1", "expected 'auto' or a number greater than 0, not -1"),
         ("training.learning_rate=.nan", "expected"),
         ("training.precision=bf17", "'bf16', 'fp16' or 'fp32', not 'bf17'"),
         ("optimizer.beta1=1", "expected a number less than 1, not 1"),

@@ -1,0 +1,92 @@
+"""What published sweeps say about a job: its learning rate, what it loses by other choices, and what it can store."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from finetune.config import AdapterSection, Config
+from finetune.errors import FinetuneError
+from finetune.model.base import load_architecture
+from finetune.model.structure import experts
+from finetune.objectives import OBJECTIVES
+from finetune.training.optimizers import OPTIMIZERS
+
+_RATE, _BATCH = 2e-4, 16
+"""With LoRA of alpha 32 at a batch of 128, the loss of 35 models of 1B to 1T parameters was within 1.1% of the best at
+3e-4 and within 4.2% (median 0.6%) at 1e-3, whatever their size (tinker-cookbook, `chat_sl/results/sft_sweep.md`). The
+rate goes with the square root of the batch (the same, `hyperparams.md`), so this is 5.7e-4 there."""
+_WIDTH, _NARROWER = 2000, 0.781
+"""For bases narrower than any of those, the width and the exponent by which the rate grows ("LoRA Without Regret",
+Thinking Machines Lab, 2025)."""
+_EVERY_WEIGHT = 0.1
+"""The best rate for training every weight, over LoRA's (the same)."""
+_FAR = 5
+"""So many times below 5.7e-4, the loss of that sweep was 1.3% higher (median); so many times above, it diverged."""
+_ATTENTION = re.compile(r"(?:self_attn[.])?(?:[qkvo]|qkv|out)_proj|(?:query|key|value|c_attn|query_key_value)")
+
+
+def best_rate(config: Config, architecture: Any) -> tuple[float, str]:
+    """The learning rate that the evidence recommends for a job, and what it comes from."""
+    width = _width(architecture)
+    objective, batch = OBJECTIVES.get(config.training.objective), config.training.batch_size
+    factors = {
+        f"a batch of {batch}": math.sqrt(batch / _BATCH),
+        f"a width of {width}": max(1.0, _WIDTH / width) ** _NARROWER,
+        config.training.objective: objective.rate if objective else 1.0,
+        config.optimizer.kind: OPTIMIZERS[config.optimizer.kind].rate,
+        "training every weight": _EVERY_WEIGHT if config.adapter.kind == "none" else 1.0,
+    }
+    why = [f"{factor:.2g} for {name}" for name, factor in factors.items() if factor != 1]
+    reason = f"{_RATE:g} times {', '.join(why)}" if why else "from a published sweep of 35 models"
+    return float(f"{_RATE * math.prod(factors.values()):.2g}"), reason
+
+
+def _width(architecture: Any) -> int:
+    return getattr(architecture.get_text_config(), "hidden_size", None) or _WIDTH
+
+
+def resolved(config: Config, architecture: Any) -> tuple[Config, str | None]:
+    """`config` with a number for `training.learning_rate: auto`, and a note that says what it comes from.
+
+    For other values, the note says what speaks against them, if anything does.
+    """
+    given = config.training.learning_rate
+    rate, why = best_rate(config, architecture)
+    if given == "auto":
+        config = config.changed({"training.learning_rate": rate})
+        notes = [f"training.learning_rate: {rate:g}, {why}"]
+    elif not rate / _FAR <= given <= rate * _FAR and _width(architecture) >= _WIDTH:
+        way = "above" if given > rate else "below"
+        notes = [f"training.learning_rate: {given:g} is far {way} {rate:g}, {why}"]
+    else:
+        notes = []
+    if isinstance(config.adapter.targets, list) and all(map(_ATTENTION.fullmatch, config.adapter.targets)):
+        notes.append(
+            "adapter.targets: adapters on attention alone learn less than as many weights on all linear layers"
+        )
+    return config, "\n".join(f"{note} (docs/choosing.md)" for note in notes) or None
+
+
+def resolved_if_known(config: Config) -> tuple[Config, str | None]:
+    """`resolved` if the base's config can be loaded, else `config` unchanged."""
+    try:
+        return resolved(config, load_architecture(config.model))
+    except FinetuneError:
+        return config, None
+
+
+def capacity(section: AdapterSection, model: Any, tokens: int) -> str | None:
+    """How many weights an adapter has for each of the `tokens` that rows train, and a rank for one if it has fewer.
+
+    With fewer, an adapter may fall behind training every weight ("LoRA Without Regret"). None where nothing is counted.
+    """
+    if section.kind == "none" or not tokens:
+        return None
+    share = sum(math.prod(experts.shape(weight)) for weight in model.parameters() if weight.requires_grad) / tokens
+    said = f"{share:.2g} adapter weights for each trained token of the rows"
+    if share >= 1:
+        return said
+    rank = 2 ** math.ceil(math.log2(section.rank / share))
+    return f"{said}; below 1, rows that are all new may hold more than it can store: adapter.rank={rank} has 1"

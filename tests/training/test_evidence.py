@@ -1,0 +1,78 @@
+"""The learning rate that a config leaves to the evidence, and what the header says about a job by it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from jobs import QUICK, TINY
+
+import finetune
+from finetune.config import AdapterSection
+from finetune.settings import load_config
+from finetune.storage.rundir import RunDirectory
+from finetune.training import evidence
+
+
+def of_width(width: int) -> Any:
+    return SimpleNamespace(get_text_config=lambda: SimpleNamespace(hidden_size=width))
+
+
+@pytest.mark.parametrize(
+    ("settings", "width", "rate"),
+    [
+        ([], 4096, 2e-4),
+        ([], 8192, 2e-4),
+        (["training.batch_size=64"], 4096, 4e-4),
+        (["training.batch_size=4"], 4096, 1e-4),
+        ([], 500, 5.9e-4),  # 2e-4 * 4 ** 0.781
+        (["training.objective=dpo"], 4096, 1e-5),
+        (["training.objective=kto"], 4096, 5e-6),
+        (["training.objective=reward"], 4096, 1e-4),
+        (["optimizer.kind=lion_8bit"], 4096, 4e-5),
+        (["adapter.kind=none", "quantization.kind=none"], 4096, 2e-5),
+    ],
+)
+def test_the_rate_follows_batch_width_objective_and_optimizer(settings: list[str], width: int, rate: float) -> None:
+    config, note = evidence.resolved(load_config({}, settings), of_width(width))
+    assert config.training.learning_rate == rate
+    assert note
+    assert note.startswith(f"training.learning_rate: {rate:g}, ")
+
+
+def test_a_given_rate_stays_and_one_that_the_evidence_calls_bad_is_told() -> None:
+    for rate, said in [("1e-3", None), ("5e-5", None), ("2e-5", "far below 0.0002"), ("3e-3", "far above 0.0002")]:
+        config, note = evidence.resolved(load_config({}, [f"training.learning_rate={rate}"]), of_width(4096))
+        assert config.training.learning_rate == float(rate)
+        assert said in note if note and said else note is said
+    assert evidence.resolved(load_config({}, ["training.learning_rate=3e-2"]), of_width(192))[1] is None
+
+
+def test_adapters_on_attention_alone_are_told() -> None:
+    for targets, told in [("[q_proj, v_proj]", True), ("[q_proj, down_proj]", False), ("all-linear", False)]:
+        settings = ["training.learning_rate=2e-4", f"adapter.targets={targets}"]
+        _, note = evidence.resolved(load_config({}, settings), of_width(4096))
+        assert bool(note) == told
+
+
+def test_the_capacity_names_a_rank_that_has_a_weight_for_each_token() -> None:
+    model = torch.nn.Linear(100, 10, bias=False)
+    assert evidence.capacity(AdapterSection(), model, 500) == "2 adapter weights for each trained token of the rows"
+    assert "adapter.rank=64 has 1" in str(evidence.capacity(AdapterSection(rank=16), model, 4000))
+    assert evidence.capacity(AdapterSection(kind="none"), model, 500) is None
+
+
+def test_a_run_is_recorded_with_its_rate_and_one_of_an_earlier_version_keeps_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [*QUICK, f"output.dir={tmp_path / 'run'}", "training.max_steps=1", "training.learning_rate=auto"]
+    run = RunDirectory(tmp_path / "run")
+    finetune.train(load_config(TINY, settings))
+    rate = run.config().training.learning_rate
+    assert rate == 6.2e-4  # 2e-4 * (2000 / 192) ** 0.781 / 2
+    run.config_file.write_text(run.config_file.read_text().replace("0.00062", "0.0002"))
+    finetune.train(load_config(TINY, settings))
+    assert "is finished" in capsys.readouterr().out
