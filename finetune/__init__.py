@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from finetune.api import fit as fit
     from finetune.api import inspect_data as inspect_data
     from finetune.api import plan as plan
+    from finetune.api import sweep as sweep
     from finetune.api import train as train
     from finetune.config import Config as Config
     from finetune.errors import FinetuneError as FinetuneError
@@ -51,6 +52,7 @@ _HOMES = {
     "load_config": "finetune.settings",
     "merge": "finetune.export.publish",
     "plan": "finetune.api",
+    "sweep": "finetune.api",
     "train": "finetune.api",
 }
 

@@ -1,12 +1,14 @@
-"""The functions of the package that return something to look at: `train`, `plan`, `fit`, `inspect_data` and `compare`.
+"""The functions of the package that return something to look at: `train`, `plan`, `fit`, `sweep`, `inspect_data`
+and `compare`.
 
 Each makes a view of what another folder computes. They import within the function: `compare` needs no model.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
-from os import PathLike
+from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
 from finetune.config import Config, loaded
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from finetune.report.forecast_view import PlanView
     from finetune.report.result import Result
     from finetune.report.runs_view import RunsView
+    from finetune.report.sweep_view import SweepView
     from finetune.report.terminal import Terminal
     from finetune.storage.rundir import Run
     from finetune.training.callbacks import Told
@@ -103,6 +106,31 @@ def inspect_data(config: Config) -> DataView:
     from finetune.report.data_view import DataView
 
     return DataView(inspection.inspect_data(config))
+
+
+def sweep(
+    config: Config | str | PathLike[str] | Mapping[str, Any],
+    keys: Mapping[str, Sequence[Any]],
+    *,
+    full: bool = False,
+    budget: str | None = None,
+    terminal: Terminal | None = None,
+) -> SweepView:
+    """Train a job with every combination of the values of `keys`, such as `{"training.learning_rate": [1e-4, 2e-4]}`,
+    on one base in memory, and compare their losses on the evaluation rows.
+
+    Each member is an ordinary run in `output.dir`. Half of the settings are stopped early, again and again, where they
+    can be told apart; none with `full`. After a `budget` such as `30m` or `2h` no further training starts; the same
+    call goes on. Values of `training.seed` are averaged. Raises ConfigError for keys that members must share.
+    """
+    from finetune.report.sweep_view import SweepView
+    from finetune.sweeps import running
+
+    job = config if isinstance(config, (Config, Mapping)) else fspath(config)
+    source = job.model_dump() if isinstance(job, Config) else job
+    texts = {key: [json.dumps(value) for value in values] for key, values in keys.items()}
+    seconds = None if budget is None else running.seconds_of(budget)
+    return SweepView(running.sweep(source, [], texts, full=full, budget_seconds=seconds, terminal=terminal))
 
 
 def compare(runs: Sequence[Run]) -> RunsView:

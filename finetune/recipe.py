@@ -15,6 +15,7 @@ from finetune.lifecycle.plan import plan
 from finetune.measure.monitor import Monitor, meter_for
 from finetune.model import bounds, build
 from finetune.model.adapters import adapter
+from finetune.model.resident import ResidentBase
 from finetune.report import page
 from finetune.report.result import Result
 from finetune.report.terminal import Terminal
@@ -29,12 +30,14 @@ from finetune.training.tracking import Trackers
 
 @session.releasing()
 def train(
-    config: Config, *, fresh: bool = False, terminal: Terminal | None = None, callbacks: tuple[Callback, ...] = ()
-) -> Result:
+    config: Config, *, fresh: bool = False, terminal: Terminal | None = None, callbacks: tuple[Callback, ...] = (),
+    bases: ResidentBase | None = None,
+) -> Result:  # fmt: skip
     """Train as `config` says and return the results; a run that was interrupted goes on from its last checkpoint.
 
     Every rank runs this; rank 0 alone prints, exports and reports. `fresh` moves an earlier run in the same directory
-    aside instead. Raises a FinetuneError for each problem that a user can solve.
+    aside instead. `bases` keeps the base of a single process in memory for its next run. Raises a FinetuneError for
+    each problem that a user can solve.
     """
     libraries.quiet()
     terminal = (terminal or Terminal()) if ranks.is_main() else Terminal(quiet=True)
@@ -78,7 +81,7 @@ def train(
             # Build: the base, which is asked a few questions, and the adapter on it.
             placement = strategies.placement(config.distributed, device)
             with monitor.phase("load"):
-                base = inputs.blueprint.load(device, placement)
+                base = bases.load(inputs.blueprint, device) if bases else inputs.blueprint.load(device, placement)
             provenance = opening.confirm_base(config, own, inputs, start, terminal.note)
             monitor.take_step()  # loading is reported once, not with the first step
             answered = answers.before(base, inputs.tokenizer, config, own, terminal.note)

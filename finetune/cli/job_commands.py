@@ -39,6 +39,34 @@ def train(
 
 
 @command
+def sweep(
+    config: options.ConfigFile,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=A,B,C...", help="Keys to vary, as training.learning_rate=1e-4,2e-4; others have one value."
+        ),
+    ] = None,
+    full: Annotated[bool, typer.Option("--full", help="Train every setting to its end.")] = False,
+    budget: Annotated[str | None, typer.Option(help="Start no training after this time: 90s, 30m or 2h.")] = None,
+    page: options.Page = None,
+    as_json: options.Json = False,
+) -> None:
+    """Train with several values of some keys, on one base. Settings that fall behind are stopped early."""
+    with refusing():
+        from finetune.sweeps import grid
+
+        rest, keys = grid.split(overrides or [])
+        grid.members(config, rest, keys)
+    with importing(f"sweep of {config}"):
+        from finetune.report.sweep_view import SweepView
+        from finetune.sweeps import running
+    seconds = None if budget is None else running.seconds_of(budget)
+    table = running.sweep(config, rest, keys, full=full, budget_seconds=seconds, terminal=new_terminal(quiet=as_json))
+    give_page(SweepView(table), as_json, page)
+
+
+@command
 def data(
     config: options.ConfigFile,
     overrides: options.Overrides = None,

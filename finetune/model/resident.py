@@ -1,0 +1,31 @@
+"""A base that stays in memory while one adapter after the other is trained on it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from finetune.model.build import Blueprint
+
+
+class ResidentBase:
+    """Loads a base once for several trainings: each gets modules of its own around the same, frozen weights.
+
+    Only for adapters that leave the base's weights as they are, which PiSSA does not.
+    """
+
+    def __init__(self) -> None:
+        self._made_for: tuple[Any, ...] | None = None
+        self._base: Any = None
+
+    def load(self, blueprint: Blueprint, device: torch.device) -> Any:
+        """The base of `blueprint` on `device`, with modules that nothing has changed."""
+        parts = (blueprint.model, blueprint.quantization, blueprint.attention, blueprint.dtype)
+        made_for = (*parts, blueprint.architecture.to_json_string(), device)
+        if made_for != self._made_for:
+            self._base = self._made_for = None  # not two of them at a time
+            self._base, self._made_for = blueprint.load(device), made_for
+        weights = {id(weight): weight for weight in (*self._base.parameters(), *self._base.buffers())}
+        return copy.deepcopy(self._base, weights)

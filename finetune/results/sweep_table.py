@@ -1,0 +1,48 @@
+"""What a sweep found: its settings by loss, what was stopped and why, and the winner, if one can be called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+State = Literal["finished", "stopped", "waiting", "diverged"]
+
+
+@dataclass(frozen=True)
+class SettingResult:
+    """A setting over its seeds.
+
+    `loss`: nats per trained token of the evaluation rows, after `share` of the run, in which all of its `runs` were
+    compared last; None if not compared yet. `difference`: that from the best setting after the same share, with its
+    95% confidence interval paired by rows; None of the best itself. `why`: of one that was stopped or diverged.
+    `seconds`: of training, over all starts.
+    """
+
+    setting: str
+    values: dict[str, Any]
+    runs: list[str]
+    state: State
+    share: float
+    loss: float | None
+    difference: dict[str, float | None] | None
+    why: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SweepTable:
+    """The settings of a sweep, the best first. `winner` is a setting that no other can be mistaken for on these rows;
+    without one, `undecided` says why.
+    """
+
+    folder: Path
+    settings: Sequence[SettingResult]
+    rows: int
+    winner: str | None
+    undecided: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """The table as JSON values."""
+        return {**asdict(self), "folder": str(self.folder), "settings": [asdict(each) for each in self.settings]}

@@ -1,0 +1,155 @@
+"""The members of a sweep: every combination of the values that its keys are given."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune.config import Config
+from finetune.config.field_types import shown
+from finetune.errors import ConfigError
+from finetune.settings import load_config
+
+SEED = "training.seed"
+_MOST = 256
+
+# What members have in common, since otherwise their losses say nothing about the setting; with why.
+_SHARED = {
+    "model.": "members are trained on one base",
+    "quantization.": "members are trained on one base",
+    "data.": "members are compared on the same rows",
+    "preference.": "its values change what the loss means",
+    "training.objective": "its values change what the loss means",
+    "training.max_steps": "members are compared after the same share of a run of the same length",
+    "training.epochs": "members are compared after the same share of a run of the same length",
+    "training.early_stopping": "the sweep stops members itself",
+    "adapter.kind": "members are adapters on one frozen base",
+    "adapter.start_from": "members start from one base",
+    "memory.": "it changes no loss; `finetune fit` chooses it",
+    "kernels.": "it changes no loss",
+    "distributed.": "it changes no loss",
+    "tracking.": "it changes no loss",
+    "output.": "each member has a run directory of its own",
+}
+
+
+@dataclass(frozen=True)
+class Member:
+    """One run of a sweep: its `name`, which is that of its directory, and its `setting` without the seed."""
+
+    name: str
+    setting: str
+    values: dict[str, Any]
+    config: Config
+
+
+def members(
+    source: str | Path | Mapping[str, Any], overrides: Sequence[str], keys: Mapping[str, Sequence[str]]
+) -> list[Member]:
+    """Every combination of the values of `keys`, texts as in `section.key=value`, with their configs checked.
+
+    `overrides` are the same for all. The runs are in the job's `output.dir`. Raises ConfigError, naming the cure, for
+    keys that members must have in common, and for too few or too many members.
+    """
+    _check(keys)
+    folder = Path(load_config(source, overrides).output.dir or "runs/unnamed")
+    names = _short_names(keys)
+    made = []
+    for values in itertools.product(*keys.values()):
+        chosen = dict(zip(keys, values, strict=True))
+        name = ",".join(f"{names[key]}={value}" for key, value in chosen.items())
+        setting = ",".join(f"{names[key]}={value}" for key, value in chosen.items() if key != SEED)
+        where = folder / re.sub(r"[^\w.,=+-]", "_", name)
+        own = [*(f"{key}={value}" for key, value in chosen.items()), f"output.dir={where}", "output.merge=false"]
+        config = load_config(source, [*overrides, *own])
+        made.append(Member(where.name, setting or "all seeds", {key: config.value(key) for key in chosen}, config))
+    _check_members(made)
+    return made
+
+
+def split(arguments: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """The overrides `section.key=value`, and the keys with several values, `section.key=a,b,c`, of a command.
+
+    A comma within brackets, braces or quotes does not separate values.
+    """
+    overrides, keys = [], {}
+    for argument in arguments:
+        key, equals, text = argument.partition("=")
+        values = _values(text)
+        if equals and len(values) > 1:
+            if key in keys:
+                raise ConfigError(f"`{key}` is given twice; write all of its values after one `{key}=`")
+            keys[key] = values
+        else:
+            overrides.append(argument)
+    for override in overrides:
+        if (key := override.partition("=")[0]) in keys:
+            raise ConfigError(f"`{key}` is given both as one value and as several; leave out `{override}`")
+    return overrides, keys
+
+
+def _values(text: str) -> list[str]:
+    parts, depth, quote = [""], 0, ""
+    for character in text:
+        if character == "," and not depth and not quote:
+            parts.append("")
+            continue
+        parts[-1] += character
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        else:
+            depth += (character in "[{") - (character in "]}")
+    return [part.strip() for part in parts]
+
+
+def _check(keys: Mapping[str, Sequence[str]]) -> None:
+    if not keys:
+        raise ConfigError("a sweep needs a key with several values, such as training.learning_rate=1e-4,2e-4,4e-4")
+    for key, values in keys.items():
+        for shared, why in _SHARED.items():
+            if key.startswith(shared):
+                raise ConfigError(f"`{key}` cannot be swept: {why}; set one value, and make a sweep for each")
+        if "" in values:
+            raise ConfigError(f"`{key}={','.join(values)}` has an empty value; leave out the comma too many")
+        if len(set(values)) < len(values):
+            raise ConfigError(
+                f"`{key}={','.join(values)}` has a value twice; for another seed, sweep {SEED}=1,2 as well"
+            )
+        if len(values) < 2:
+            raise ConfigError(f"`{key}` has the one value {shown(values[0])}; give several, as in {key}=a,b,c")
+    if {*keys} == {SEED}:
+        raise ConfigError(f"`{SEED}` alone compares no settings; sweep another key as well, or train the runs alone")
+    number = len(list(itertools.product(*keys.values())))
+    if number > _MOST:
+        raise ConfigError(f"{number:,} members are more than {_MOST}; give fewer values")
+
+
+def _check_members(made: Sequence[Member]) -> None:
+    configs = [each.config.changed({"output.dir": None}) for each in made]
+    for index, config in enumerate(configs):
+        if (first := configs.index(config)) < index:
+            raise ConfigError(f"{made[first].name} and {made[index].name} are the same job; give other values")
+    job = configs[0]
+    if job.training.objective != "supervised":
+        raise ConfigError(
+            f"`training.objective: {job.training.objective}`: a sweep compares the loss of trained tokens, and this "
+            "objective lowers another; train the runs one by one, and use `finetune compare`"
+        )
+    if job.data.eval == "none":
+        raise ConfigError("`data.eval: none`: members are compared on evaluation rows; set `auto` or a file")
+    if job.adapter.kind != "lora":
+        raise ConfigError("`adapter.kind: none` changes the base, which members share; set `lora`")
+    if any(each.adapter.init == "pissa" for each in configs):
+        raise ConfigError("`adapter.init: pissa` changes the base, which members share; leave it out")
+
+
+def _short_names(keys: Mapping[str, Any]) -> dict[str, str]:
+    """The last part of each key, or the whole key where two have the same."""
+    last = [key.rpartition(".")[2] for key in keys]
+    return {key: end if last.count(end) == 1 else key for key, end in zip(keys, last, strict=True)}

@@ -1,0 +1,75 @@
+"""Successive halving (arXiv 1502.07943): half of the settings are stopped early, where their losses tell them apart.
+
+A setting's score is each evaluation row's (sum of losses, trained tokens), summed over its seeds: float64 (rows, 2).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from finetune.inference.intervals import Measured, compared
+
+Scores = Mapping[str, np.ndarray]
+
+
+def shares(settings: int) -> list[float]:
+    """The shares of a whole run after which half of so many settings are stopped, until two are left: 1/8 and 1/4 of
+    8 settings, none of 2 or 3.
+    """
+    halvings = max(0, int(math.log2(settings / 2))) if settings > 1 else 0
+    return [2.0 ** -(halvings + 1 - number) for number in range(halvings)]
+
+
+def finite(scores: Scores) -> dict[str, np.ndarray]:
+    """The scores of settings that did not diverge."""
+    return {name: rows for name, rows in scores.items() if np.isfinite(rows).all()}
+
+
+def loss(rows: np.ndarray) -> float:
+    """Nats per trained token."""
+    total, count = rows.sum(axis=0)
+    return float(total / count)
+
+
+def ranked(scores: Scores) -> list[str]:
+    """The settings, the best first, those that diverged last; equal ones in the order given."""
+    known = finite(scores)
+    return sorted(scores, key=lambda name: loss(scores[name]) if name in known else math.inf)
+
+
+def differences(scores: Scores, other: str) -> dict[str, dict[str, float | None]]:
+    """By setting, its loss less that of `other` with a 95% confidence interval, on rows drawn for both alike."""
+    names = (other, *(name for name in scores if name != other))
+    figures = compared({name: Measured(loss(scores[name]), scores[name]) for name in names})
+    return {name: figures[name]["difference"] for name in names[1:]}
+
+
+def stopped(scores: Scores) -> dict[str, str]:
+    """The settings to stop, with why: those of the worse half that are worse than the last of the better half.
+
+    One that cannot be told from that on these rows goes on. All scores are finite.
+    """
+    order = ranked(scores)
+    if len(order) < 2:
+        return {}
+    kept = order[: math.ceil(len(order) / 2)]
+    last = kept[-1]
+    apart = differences(scores, last)
+    return {
+        name: f"its loss is {apart[name]['value']:.4f} above that of {last}"
+        for name in order[len(kept) :]
+        if (apart[name]["low"] or 0.0) > 0
+    }
+
+
+def tied(scores: Scores) -> list[str]:
+    """The best setting, and those that cannot be told from it on these rows; empty if all diverged."""
+    known = finite(scores)
+    if not known:
+        return []
+    best, *others = ranked(known)
+    apart = differences(known, best)
+    return [best, *(name for name in others if (apart[name]["low"] or 0.0) <= 0)]

@@ -1,0 +1,245 @@
+"""Trains the members of a sweep on one resident base, stopping those that fall behind; the same call goes on.
+
+A member is trained by `recipe.train` as it would be alone, so its numbers are those of a lone run. It is paused by an
+exception after a step, whose checkpoint it goes on from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+
+from finetune import recipe
+from finetune.config import Config, TrainingSection
+from finetune.data import fingerprint, prepare
+from finetune.data.prepare import Prepared
+from finetune.errors import ConfigError, DataError, NumbersError
+from finetune.lifecycle import resume
+from finetune.model import build
+from finetune.model.adapters import adapter_files
+from finetune.model.base import load_architecture
+from finetune.model.resident import ResidentBase
+from finetune.model.source.tokenizer import load_tokenizer
+from finetune.report.terminal import Terminal
+from finetune.results.figures import Figures
+from finetune.results.sweep_table import SettingResult, State, SweepTable
+from finetune.runtime import ranks
+from finetune.runtime.device import this_device
+from finetune.storage.files import write_bytes, write_json
+from finetune.storage.rundir import RunDirectory
+from finetune.sweeps import grid, halving
+from finetune.sweeps.grid import Member
+from finetune.training.callbacks import Callback
+from finetune.training.eval_loss import held_out_loss
+from finetune.training.progress import Progress, read_progress
+
+TABLE, _SCORES = "sweep.json", "scores"
+
+
+def sweep(
+    source: str | Path | Mapping[str, Any], overrides: Sequence[str], keys: Mapping[str, Sequence[str]], *,
+    full: bool = False, budget_seconds: float | None = None, terminal: Terminal | None = None,
+) -> SweepTable:  # fmt: skip
+    """Train every combination of `keys` (see `grid.members`) in `output.dir`, and compare them on the evaluation rows.
+
+    Half of the settings are stopped early, again and again, where they can be told apart; none with `full`. After
+    `budget_seconds` no further training starts. Another call with the same arguments goes on where one ended. Raises
+    ConfigError for a sweep that compares nothing, and what `recipe.train` raises, but for a member that diverges.
+    """
+    if ranks.world_size() > 1:
+        raise ConfigError("a sweep runs in one process; start it without torchrun")
+    if budget_seconds is not None and budget_seconds <= 0:
+        raise ConfigError("the budget is spent before the first step; give more, such as 30m or 2h")
+    made = grid.members(source, overrides, keys)
+    folder = Path(str(made[0].config.output.dir)).parent
+    table = _Sweep(folder, made, full, budget_seconds, terminal or Terminal(quiet=True)).run()
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / TABLE, table.as_dict())
+    return table
+
+
+class _Paused(Exception):
+    """Ends a member's training at the share of its run after which members are compared."""
+
+
+def _share(training: TrainingSection, step: int, epoch: float) -> float:
+    """The share of a run that is done."""
+    return step / training.max_steps if training.max_steps else epoch / training.epochs
+
+
+def _pause(training: TrainingSection, share: float) -> Callback:
+    """A callback that pauses at the first step after which `share` of a run is done."""
+
+    def on_step(metrics: dict[str, Any]) -> None:
+        if share <= _share(training, metrics["step"], metrics["epoch"]) < 1:
+            raise _Paused
+
+    return cast(Callback, SimpleNamespace(on_step=on_step))
+
+
+@dataclass
+class _Sweep:
+    folder: Path
+    members: Sequence[Member]
+    full: bool
+    budget_seconds: float | None
+    terminal: Terminal
+    bases: ResidentBase = field(default_factory=ResidentBase)
+    started: float = field(default_factory=time.monotonic)
+    scores: dict[float, dict[str, np.ndarray]] = field(default_factory=dict)
+    why: dict[str, tuple[State, str]] = field(default_factory=dict)
+
+    def run(self) -> SweepTable:
+        """Train in rounds, each to a larger share; after each, some settings are stopped."""
+        going = list(dict.fromkeys(member.setting for member in self.members))
+        for share in [*([] if self.full else halving.shares(len(going))), 1.0]:
+            scores = self.scores[share] = {}
+            for setting in going:
+                if (rows := self._scored(setting, share)) is None:
+                    return self._table(f"the budget was spent; the same command goes on with {setting}")
+                scores[setting] = rows
+            going = self._going_on(scores, share)
+        return self._table("")
+
+    def _going_on(self, scores: dict[str, np.ndarray], share: float) -> list[str]:
+        kept = halving.finite(scores)
+        self.why |= dict.fromkeys(scores.keys() - kept.keys(), ("diverged", "its loss is not finite"))
+        if share < 1:
+            for setting, why in halving.stopped(kept).items():
+                self.why[setting] = "stopped", why
+                self.terminal.note(f"{setting}: stopped after {share:.3g} of a run, {why}")
+        return [setting for setting in kept if setting not in self.why]
+
+    def _scored(self, setting: str, share: float) -> np.ndarray | None:
+        """The rows' sums over the seeds of a setting, trained up to `share`; None if the budget is spent before."""
+        total: np.ndarray | None = None
+        for member in (each for each in self.members if each.setting == setting):
+            file = self.folder / _SCORES / f"{member.name}-{share:.4f}-{self._made_of(member)}.npy"
+            if not file.exists():
+                if self.budget_seconds is not None and time.monotonic() - self.started > self.budget_seconds:
+                    return None
+                self._keep(file, self._trained(member, share))
+            rows = np.load(file, allow_pickle=False)
+            self.terminal.note(f"{member.name}: eval loss {halving.loss(rows):.4f} after {share:.3g} of its run")
+            total = rows if total is None else total + rows
+        return total
+
+    def _made_of(self, member: Member) -> str:
+        """A hash of what a member's scores and their order follow from, besides the versions of libraries."""
+        job, training = member.config, self.members[0].config.training
+        rows = [fingerprint.of_rows(each) for each in (self._data.train, self._data.eval)]
+        parts = [job.model_dump_json(exclude={"output", "tracking"}), training.batch_size, training.micro_batch, rows]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        job = self.members[0].config
+        return load_tokenizer(job.model, job.data)
+
+    @cached_property
+    def _data(self) -> Prepared:
+        data = prepare.prepare(self.members[0].config.data, self._tokenizer)
+        if not data.eval:
+            raise DataError(f"a sweep compares members on evaluation rows; {data.warning}")
+        return data
+
+    def _keep(self, file: Path, rows: np.ndarray) -> None:
+        content = io.BytesIO()
+        np.save(content, rows)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(file, content.getvalue())
+
+    def _trained(self, member: Member, share: float) -> np.ndarray:
+        """Train a member up to `share` of its run, and return its (sum, trained tokens) of each evaluation row."""
+        run, training = RunDirectory(Path(str(member.config.output.dir))), member.config.training
+        saved = resume.find(run).checkpoint if run.exists else None
+        progress = read_progress(saved) if saved else Progress()
+        before = progress.step - 1, progress.epoch * (1 - 1 / max(1, progress.step))
+        if share < 1 and _share(training, *before) >= share:
+            raise ConfigError(
+                f"{run.path} was trained beyond {share:.3g} of its run, where it would be compared; use --full, or "
+                "another output.dir"
+            )
+        try:
+            if share == 1 or _share(training, progress.step, progress.epoch) < share:
+                callbacks = (_pause(training, share),)
+                recipe.train(member.config, terminal=Terminal(quiet=True), callbacks=callbacks, bases=self.bases)
+        except _Paused:
+            pass
+        except NumbersError:
+            return np.full((1, 2), np.inf)
+        weights = run.adapter if share == 1 else resume.find(run).checkpoint
+        assert weights, "a paused run has a checkpoint"
+        return self._losses(run.config(), weights)
+
+    def _losses(self, config: Config, weights: Path) -> np.ndarray:
+        """(sum, trained tokens) of each evaluation row, in the same order for all members."""
+        first = self.members[0].config
+        architecture, device = load_architecture(config.model), this_device()
+        attention, _ = build.choose_attention(config, architecture, device.type)
+        base = self.bases.load(build.blueprint(config, architecture, attention), device)
+        model = adapter_files.load_adapter(base, weights, config.adapter)
+        in_order = config.model_copy(update={"training": first.training})
+        _, by_row = held_out_loss(model, self._tokenizer, self._data.eval, in_order)
+        return by_row.numpy()
+
+    def _table(self, unfinished: str) -> SweepTable:
+        """The settings as they stand, the best first: by how far they were compared, then by their losses there."""
+        order: list[str] = []
+        for share in sorted(self.scores, reverse=True):
+            order += [name for name in halving.ranked(self.scores[share]) if name not in order]
+        order += [member.setting for member in self.members if member.setting not in order]
+        results = [self._result(setting) for setting in dict.fromkeys(order)]
+        tied = [] if unfinished else halving.tied(self.scores.get(1.0, {}))
+        undecided = unfinished
+        if len(tied) > 1:
+            undecided = f"{', '.join(tied)} cannot be told apart on these rows"
+        elif not (tied or unfinished):
+            undecided = "every setting diverged; sweep lower learning rates"
+        rows = max((len(rows) for each in self.scores.values() for rows in each.values()), default=0)
+        return SweepTable(self.folder, results, rows, tied[0] if len(tied) == 1 else None, undecided)
+
+    def _result(self, setting: str) -> SettingResult:
+        members = [member for member in self.members if member.setting == setting]
+        share = max((share for share, scores in self.scores.items() if setting in scores), default=0.0)
+        scores = halving.finite(self.scores.get(share, {}))
+        difference = None
+        if setting in scores and (best := halving.ranked(scores)[0]) != setting:
+            difference = halving.differences({best: scores[best], setting: scores[setting]}, best)[setting]
+        state, why = self.why.get(setting, ("finished" if share == 1 else "waiting", ""))
+        runs = [RunDirectory(Path(str(member.config.output.dir))) for member in members]
+        return SettingResult(
+            setting=setting,
+            values={key: value for key, value in members[0].values.items() if key != grid.SEED},
+            runs=[str(run.path) for run in runs],
+            state=state,
+            share=share,
+            loss=halving.loss(scores[setting]) if setting in scores else None,
+            difference=difference,
+            why=why,
+            seconds=sum(Figures.read(run).seconds or 0.0 for run in runs if run.exists),
+        )
+
+
+def seconds_of(text: str) -> float:
+    """The seconds of a budget such as `90s`, `30m` or `2h`. Raises ConfigError for anything else."""
+    units: dict[str, Callable[[float], float]] = {
+        "s": lambda number: number, "m": lambda number: 60 * number, "h": lambda number: 3600 * number
+    }  # fmt: skip
+    number, unit = text[:-1], text[-1:]
+    try:
+        if unit not in units or not 0 < float(number) < 1e6:
+            raise ValueError
+    except ValueError:
+        raise ConfigError(f"--budget {text}: write a time above 0 such as 90s, 30m or 2h") from None
+    return units[unit](float(number))

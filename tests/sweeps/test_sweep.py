@@ -1,0 +1,137 @@
+"""A sweep trains each member as it would be trained alone, goes on where it was interrupted, and compares on rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import QUICK, TINY, metric, same_adapter
+
+import finetune
+from finetune import recipe
+from finetune.report.sweep_view import SweepView
+from finetune.settings import load_config
+from finetune.storage.rundir import RunDirectory
+from finetune.sweeps import grid, running
+
+pytestmark = pytest.mark.slow
+
+JOB = [*QUICK, "training.max_steps=8", "data.max_length=128", "adapter.rank=4", "adapter.dropout=0.1"]
+RATES = {"training.learning_rate": ["1e-3", "3e-3", "1e-2", "1"]}
+
+
+def swept(folder: Path, **options: Any) -> running.SweepTable:
+    return running.sweep(TINY, [*JOB, f"output.dir={folder}"], RATES, **options)
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, running.SweepTable]:
+    """A sweep whose third training was interrupted in its last step, and which another call ended."""
+    folder = tmp_path_factory.mktemp("sweeps") / "sweep"
+    train, calls = recipe.train, 0
+
+    def interrupt(*given: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        return train(*given, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recipe, "train", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            swept(folder)
+    return folder, swept(folder)
+
+
+def test_the_members_that_reach_the_end_are_lone_runs_to_the_bit(
+    interrupted: tuple[Path, running.SweepTable], tmp_path: Path
+) -> None:
+    folder, table = interrupted
+    for setting in (each for each in table.settings if each.state == "finished"):
+        member = RunDirectory(folder / setting.setting)
+        rate = setting.values["training.learning_rate"]
+        lone = RunDirectory(tmp_path / str(rate))
+        finetune.train(load_config(TINY, [*JOB, f"output.dir={lone.path}", f"training.learning_rate={rate}"]))
+        assert metric(member, "loss", "eval_loss") == metric(lone, "loss", "eval_loss")
+        assert same_adapter(member, lone)
+
+
+def test_half_is_stopped_and_the_table_says_why_and_where(interrupted: tuple[Path, running.SweepTable]) -> None:
+    folder, table = interrupted
+    states = {each.setting: (each.state, each.share) for each in table.settings}
+    assert sorted(state for state, _ in states.values()) == ["finished", "finished", "stopped", "stopped"]
+    assert states["learning_rate=1"] == ("stopped", 0.25)
+    for setting in table.settings:
+        run = RunDirectory(folder / setting.setting)
+        assert run.finished == (setting.state == "finished")
+        assert run.saved_steps[-1] == 8 * setting.share
+        assert setting.loss is not None
+    best, second = table.settings[:2]
+    assert best.loss < second.loss  # type: ignore[operator]
+    assert json.loads((folder / running.TABLE).read_text()) == table.as_dict()
+
+
+def test_the_loss_of_the_best_is_that_of_its_own_evaluation(interrupted: tuple[Path, running.SweepTable]) -> None:
+    folder, table = interrupted
+    last = metric(RunDirectory(folder / table.settings[0].setting), "eval_loss")[-1]
+    assert table.settings[0].loss == pytest.approx(last, rel=1e-6)
+
+
+def test_a_sweep_that_is_done_trains_nothing_again(
+    interrupted: tuple[Path, running.SweepTable], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, table = interrupted
+    monkeypatch.setattr(recipe, "train", lambda *_, **__: pytest.fail("a member was trained again"))
+    assert swept(folder).as_dict() == table.as_dict()
+
+
+def test_a_run_that_went_on_alone_cannot_be_compared_earlier(tmp_path: Path) -> None:
+    [first, *_] = grid.members(TINY, [*JOB, f"output.dir={tmp_path / 'sweep'}"], RATES)
+    finetune.train(first.config)
+    with pytest.raises(finetune.FinetuneError, match=r"was trained beyond 0.25 of its run.*use --full"):
+        swept(tmp_path / "sweep")
+
+
+def test_a_spent_budget_says_where_the_same_command_goes_on(tmp_path: Path) -> None:
+    table = swept(tmp_path / "sweep", budget_seconds=1e-6)
+    assert table.winner is None
+    assert table.undecided == "the budget was spent; the same command goes on with learning_rate=1e-3"
+    assert {each.state for each in table.settings} == {"waiting"}
+
+
+def test_seeds_are_averaged_and_too_few_differences_call_no_winner(tmp_path: Path) -> None:
+    job = load_config(TINY, [*JOB, "training.max_steps=1", f"output.dir={tmp_path / 'sweep'}"])
+    view = finetune.sweep(job, {"adapter.alpha": [32, 33], "training.seed": [1, 2]}, full=True)
+    assert [len(each.runs) for each in view.table.settings] == [2, 2]
+    losses = [metric(RunDirectory(run), "eval_loss")[-1] for run in view.table.settings[0].runs]
+    assert view.table.settings[0].loss == pytest.approx(sum(losses) / 2, rel=1e-6)
+    assert isinstance(view, SweepView)
+    assert (view.winner is None) == ("cannot be told apart" in view.table.undecided)
+    assert len(view.frame()) == 2
+
+
+def test_the_page_has_the_table_the_verdict_and_the_curves(interrupted: tuple[Path, running.SweepTable]) -> None:
+    view = SweepView(interrupted[1])
+    page = view.page()
+    for each in view.table.settings:
+        assert each.setting in page
+    assert view.values()["verdict"] in page
+    assert [chart["title"] for chart in view.charts()]
+
+
+def test_a_resident_base_gives_each_training_its_own_modules_around_the_same_weights() -> None:
+    from finetune.model import build
+    from finetune.model.base import load_architecture
+    from finetune.model.resident import ResidentBase
+
+    config = load_config(TINY)
+    architecture = load_architecture(config.model)
+    bases, blueprint = ResidentBase(), build.blueprint(config, architecture, "sdpa")
+    first, second = (bases.load(blueprint, torch.device("cpu")) for _ in range(2))
+    assert first is not second
+    pairs = zip(first.named_parameters(), second.named_parameters(), strict=True)
+    assert all(one is other for (_, one), (_, other) in pairs)

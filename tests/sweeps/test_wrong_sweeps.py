@@ -1,0 +1,57 @@
+"""What is no sweep is refused before anything is trained, with what to write instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from jobs import QUICK, TINY
+from typer.testing import CliRunner
+
+from finetune.cli import app
+
+_RATES = "training.learning_rate=1e-3,3e-3"
+
+# The arguments of a command, and what its message must say.
+WRONG: list[tuple[list[str], str]] = [
+    ([], "training.learning_rate=1e-4,2e-4,4e-4"),
+    (["training.learning_rate=1e-3"], "a key with several values"),
+    (["training.learning_rat=1e-3,3e-3"], "learning_rate"),
+    (["lr=1e-3,3e-3"], "write `training.learning_rate`"),
+    (["training.learning_rate=1e-3,fast"], "expected 'auto' or a number"),
+    (["training.learning_rate=1e-3,-1"], "greater than 0"),
+    (["training.learning_rate=1e-3,1e-3"], "has a value twice"),
+    (["training.learning_rate=1e-3,0.001"], "are the same job"),
+    (["training.learning_rate=1e-3,"], "empty value"),
+    ([_RATES, "training.learning_rate=1e-2"], "leave out `training.learning_rate=1e-2`"),
+    ([_RATES, "training.learning_rate=1e-4,1e-2"], "given twice"),
+    (["training.seed=1,2"], "sweep another key as well"),
+    (["model.name=a,b"], "members are trained on one base"),
+    (["quantization.kind=nf4,none"], "members are trained on one base"),
+    (["data.max_length=128,256"], "on the same rows"),
+    (["training.max_steps=10,20"], "a run of the same length"),
+    (["training.epochs=1,2"], "a run of the same length"),
+    (["training.objective=supervised,dpo"], "what the loss means"),
+    (["adapter.kind=lora,none"], "one frozen base"),
+    (["memory.checkpointing=all,none"], "finetune fit"),
+    (["kernels.fused=on,off"], "it changes no loss"),
+    (["output.dir=a,b"], "a run directory of its own"),
+    ([_RATES, "data.eval=none"], "set `auto` or a file"),
+    ([_RATES, "training.objective=dpo"], "finetune compare"),
+    ([_RATES, "adapter.kind=none", "quantization.kind=none"], "set `lora`"),
+    (["adapter.init=default,pissa", "quantization.kind=none"], "changes the base"),
+    ([f"training.seed={','.join(map(str, range(200)))}", _RATES], "more than 256"),
+    ([_RATES, "--budget", "soon"], "90s, 30m or 2h"),
+    ([_RATES, "--budget", "0s"], "90s, 30m or 2h"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), WRONG, ids=[" ".join(arguments)[:60] for arguments, _ in WRONG])
+def test_it_is_refused_with_its_cure(arguments: list[str], said: str, tmp_path: Path) -> None:
+    where = f"output.dir={tmp_path / 'sweep'}"
+    places = [] if any(each.startswith("output.dir") for each in arguments) else [where]
+    ended = CliRunner().invoke(app, ["sweep", str(TINY), *QUICK[1:], *places, *arguments])
+    assert ended.exit_code == 2, ended.output
+    assert said in ended.output.replace("\n", " ")
+    assert "Traceback" not in ended.output
+    assert not (tmp_path / "sweep").exists()
