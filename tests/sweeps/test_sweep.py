@@ -19,16 +19,30 @@ from finetune.sweeps import grid, running
 
 pytestmark = pytest.mark.slow
 
-JOB = [*QUICK, "training.max_steps=8", "data.max_length=128", "adapter.rank=4", "adapter.dropout=0.1"]
+JOB = [*QUICK, "training.max_steps=8", "data.eval_share=0.3", "adapter.rank=4", "adapter.dropout=0.1"]
 RATES = {"training.learning_rate": ["1e-3", "3e-3", "1e-2", "1"]}
 
 
-def swept(folder: Path, **options: Any) -> running.SweepTable:
-    return running.sweep(TINY, [*JOB, f"output.dir={folder}"], RATES, **options)
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Forty short rows, as an override."""
+    file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    lines = [{"prompt": f"Count to {number}.", "completion": " 1 2 3"[: 2 * number]} for number in range(1, 41)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return f"data.train={file}"
 
 
 @pytest.fixture(scope="module")
-def interrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, running.SweepTable]:
+def job(rows: str) -> list[str]:
+    return [*JOB, rows]
+
+
+def swept(folder: Path, job: list[str], **options: Any) -> running.SweepTable:
+    return running.sweep(TINY, [*job, f"output.dir={folder}"], RATES, **options)
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory, job: list[str]) -> tuple[Path, running.SweepTable]:
     """A sweep whose third training was interrupted in its last step, and which another call ended."""
     folder = tmp_path_factory.mktemp("sweeps") / "sweep"
     train, calls = recipe.train, 0
@@ -43,19 +57,19 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, running
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recipe, "train", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            swept(folder)
-    return folder, swept(folder)
+            swept(folder, job)
+    return folder, swept(folder, job)
 
 
 def test_the_members_that_reach_the_end_are_lone_runs_to_the_bit(
-    interrupted: tuple[Path, running.SweepTable], tmp_path: Path
+    interrupted: tuple[Path, running.SweepTable], tmp_path: Path, job: list[str]
 ) -> None:
     folder, table = interrupted
     for setting in (each for each in table.settings if each.state == "finished"):
         member = RunDirectory(folder / setting.setting)
         rate = setting.values["training.learning_rate"]
         lone = RunDirectory(tmp_path / str(rate))
-        finetune.train(load_config(TINY, [*JOB, f"output.dir={lone.path}", f"training.learning_rate={rate}"]))
+        finetune.train(load_config(TINY, [*job, f"output.dir={lone.path}", f"training.learning_rate={rate}"]))
         assert metric(member, "loss", "eval_loss") == metric(lone, "loss", "eval_loss")
         assert same_adapter(member, lone)
 
@@ -82,30 +96,30 @@ def test_the_loss_of_the_best_is_that_of_its_own_evaluation(interrupted: tuple[P
 
 
 def test_a_sweep_that_is_done_trains_nothing_again(
-    interrupted: tuple[Path, running.SweepTable], monkeypatch: pytest.MonkeyPatch
+    interrupted: tuple[Path, running.SweepTable], monkeypatch: pytest.MonkeyPatch, job: list[str]
 ) -> None:
     folder, table = interrupted
     monkeypatch.setattr(recipe, "train", lambda *_, **__: pytest.fail("a member was trained again"))
-    assert swept(folder).as_dict() == table.as_dict()
+    assert swept(folder, job).as_dict() == table.as_dict()
 
 
-def test_a_run_that_went_on_alone_cannot_be_compared_earlier(tmp_path: Path) -> None:
-    [first, *_] = grid.members(TINY, [*JOB, f"output.dir={tmp_path / 'sweep'}"], RATES)
+def test_a_run_that_went_on_alone_cannot_be_compared_earlier(tmp_path: Path, job: list[str]) -> None:
+    [first, *_] = grid.members(TINY, [*job, f"output.dir={tmp_path / 'sweep'}"], RATES)
     finetune.train(first.config)
     with pytest.raises(finetune.FinetuneError, match=r"was trained beyond 0.25 of its run.*use --full"):
-        swept(tmp_path / "sweep")
+        swept(tmp_path / "sweep", job)
 
 
-def test_a_spent_budget_says_where_the_same_command_goes_on(tmp_path: Path) -> None:
-    table = swept(tmp_path / "sweep", budget_seconds=1e-6)
+def test_a_spent_budget_says_where_the_same_command_goes_on(tmp_path: Path, job: list[str]) -> None:
+    table = swept(tmp_path / "sweep", job, budget_seconds=1e-6)
     assert table.winner is None
     assert table.undecided == "the budget was spent; the same command goes on with learning_rate=1e-3"
     assert {each.state for each in table.settings} == {"waiting"}
 
 
-def test_seeds_are_averaged_and_too_few_differences_call_no_winner(tmp_path: Path) -> None:
-    job = load_config(TINY, [*JOB, "training.max_steps=1", f"output.dir={tmp_path / 'sweep'}"])
-    view = finetune.sweep(job, {"adapter.alpha": [32, 33], "training.seed": [1, 2]}, full=True)
+def test_seeds_are_averaged_and_too_few_differences_call_no_winner(tmp_path: Path, job: list[str]) -> None:
+    config = load_config(TINY, [*job, "training.max_steps=1", f"output.dir={tmp_path / 'sweep'}"])
+    view = finetune.sweep(config, {"adapter.alpha": [32, 33], "training.seed": [1, 2]}, full=True)
     assert [len(each.runs) for each in view.table.settings] == [2, 2]
     losses = [metric(RunDirectory(run), "eval_loss")[-1] for run in view.table.settings[0].runs]
     assert view.table.settings[0].loss == pytest.approx(sum(losses) / 2, rel=1e-6)
