@@ -125,11 +125,11 @@ class FakeZero(TracedEngine):
             yield numbers
             return
         start = size = 0
-        for place, number in enumerate(numbers, 1):
+        for end, number in enumerate(numbers, 1):
             size += -(-number // self._ranks)
-            if size >= _UPDATED_AT_ONCE or place == len(numbers):
-                yield numbers[start:place]
-                start = place
+            if size >= _UPDATED_AT_ONCE or end == len(numbers):
+                yield numbers[start:end]
+                start = end
                 size = 0
 
     # -- the start -----------------------------------------------------------------------------------------------------
@@ -463,20 +463,20 @@ class _Linear(torch.autograd.Function):
         return output if bias is None else output.add_(bias)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        (gradient,) = gradients
+    def backward(ctx: Any, *outer: Any) -> Any:
+        (gradient,) = outer
         given, weight, bias = ctx.saved_tensors
         enabled, dtype = ctx.autocast
-        found: list[Tensor | None] = [None, None, None]
+        gradients: list[Tensor | None] = [None, None, None]
         with torch.autocast("cpu", enabled=enabled, dtype=dtype):
             rows = gradient.reshape(-1, gradient.shape[-1])
             if ctx.needs_input_grad[0]:
-                found[0] = gradient.matmul(weight)
+                gradients[0] = gradient.matmul(weight)
             if ctx.needs_input_grad[1]:
-                found[1] = rows.t().matmul(given.reshape(-1, given.shape[-1]))
+                gradients[1] = rows.t().matmul(given.reshape(-1, given.shape[-1]))
             if bias is not None and ctx.needs_input_grad[2]:
-                found[2] = rows.sum(0)
-        return tuple(found)
+                gradients[2] = rows.sum(0)
+        return tuple(gradients)
 
 
 def _over_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:

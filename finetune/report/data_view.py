@@ -224,9 +224,9 @@ def together(samples: Sequence[Sample], names: Sequence[str]) -> Iterator[list[t
             next((n for n, piece in enumerate(each.pieces) if piece.trained), 0) for each in row if each.trained_tokens
         ]
         shared = min([in_common(row[0].pieces, each.pieces) for each in row[1:]] + starts)
-        place = row[0].place.removesuffix(f", {names[0]}")
+        location = row[0].place.removesuffix(f", {names[0]}")
         prompt = replace(row[0], pieces=row[0].pieces[:shared])
-        yield [(f"{place}: what {' and '.join(names)} begin with", prompt)]
+        yield [(f"{location}: what {' and '.join(names)} begin with", prompt)]
         yield [(_caption(each), replace(each, pieces=each.pieces[shared:])) for each in row]
 
 

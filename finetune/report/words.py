@@ -279,7 +279,7 @@ TOO_FEW_TO_JUDGE = "too few different rows to choose an adapter by, so the last 
 def dropped(counts: Counts) -> str:
     """The reasons why rows were dropped, and the first locations: `2 empty answer (rows.jsonl:3, rows.jsonl:9)`."""
     why = ", ".join(f"{count(rows)} {reason}" for reason, rows in counts.dropped_why.items())
-    return f"{why} ({_locations(counts.dropped_places)})"
+    return f"{why} ({_locations(counts.dropped_locations)})"
 
 
 def control_tokens(counts: Counts) -> str:

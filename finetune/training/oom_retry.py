@@ -292,7 +292,7 @@ def _changes(tensor: torch.Tensor) -> int:
     return tensor._version  # noqa: SLF001 -- autograd's counter, which has no public name
 
 
-def place_of(rows: Any, inputs: Inputs) -> str:
+def location_of(rows: Any, inputs: Inputs) -> str:
     """The location of a single-row micro-batch, found by its tokens in the data set `rows`.
 
     Of segments that go through the model apart, a micro-batch may have one alone, or the longer one twice.

@@ -162,8 +162,8 @@ def add(job: TrainingJob, loop: Loop) -> None:
         own, first = scores[first : first + len(rows)], first + len(rows)
         finite = np.isfinite(own).all(axis=1)
         if not finite.all():
-            place = rows[int(finite.argmin())]["place"]
-            raise NumbersError(f"{place}: its log-probability under the starting model is not finite; check the base")
+            row = rows[int(finite.argmin())]["place"]
+            raise NumbersError(f"{row}: its log-probability under the starting model is not finite; check the base")
         for name, values in zip(segments, own.T, strict=True):
             rows = rows.add_column(reference_column(name), values)
         if number == 0:

@@ -139,7 +139,7 @@ def test_cut_and_dropped_rows_are_reported_with_their_locations(look) -> None:
     rows = [chat("one " * 20, "two"), chat("Hi", ""), chat("Hi", "one")]
     found = look(rows, max_length=14)
     assert (found.train.rows, found.train.truncated, found.train.dropped) == (2, 1, 1)
-    assert [place.rpartition("/")[2] for place in found.train.dropped_places] == ["rows.jsonl:2"]
+    assert [place.rpartition("/")[2] for place in found.train.dropped_locations] == ["rows.jsonl:2"]
 
 
 def test_the_longest_row_is_named_by_its_place(look) -> None:

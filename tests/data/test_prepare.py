@@ -121,7 +121,7 @@ def test_longer_rows_may_be_left_out_and_are_listed(write: Write, tokenizer: Any
     prepared = prepare(DataSection(train=source, eval="none", max_length=16, too_long="drop"), tokenizer)
     counts = prepared.train_counts
     assert (counts.rows, counts.dropped, counts.truncated) == (2, 2, 0)
-    assert counts.dropped_places == [f"{source}:2", f"{source}:4"]
+    assert counts.dropped_locations == [f"{source}:2", f"{source}:4"]
     assert counts.dropped_why == {TOO_LONG: 2}
     assert len(prepared.train) == 2
 

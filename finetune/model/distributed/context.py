@@ -211,6 +211,6 @@ class _Exchange(torch.autograd.Function):
 
 def _exchanged(parts: Tensor, group: ProcessGroup) -> Tensor:
     parts = parts.contiguous()
-    found = torch.empty_like(parts)
-    dist.all_to_all_single(found, parts, group=group)
-    return found
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    return received

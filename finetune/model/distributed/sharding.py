@@ -178,9 +178,9 @@ def _ends(model: Any) -> tuple[nn.Module | None, list[nn.Module]]:
     layers = checkpointing.layers(model)
     for decoder in model.modules():
         parts = list(decoder.children())
-        place = next((n for n, one in enumerate(parts) if isinstance(one, nn.ModuleList) and layers[-1] in one), None)
-        if place is not None:
-            norm = next((one for one in parts[place + 1 :] if any(True for _ in one.parameters())), None)
+        last = next((n for n, one in enumerate(parts) if isinstance(one, nn.ModuleList) and layers[-1] in one), None)
+        if last is not None:
+            norm = next((one for one in parts[last + 1 :] if any(True for _ in one.parameters())), None)
             if norm is not None:
                 decoder.register_forward_hook(lambda *_: _check_gathered(head, model))
             return embeddings, [norm, head] if norm is not None else []
