@@ -27,7 +27,7 @@ Records = Iterator[tuple[str, dict[str, Any]]]
 
 
 class Reader(Protocol):
-    """Yields valid records and adds a problem for each invalid one; `encoding` is that of text that is not UTF-8."""
+    """Yields valid records and adds a problem for each invalid one; `encoding` is for text that is not UTF-8."""
 
     def __call__(self, path: Path, problems: Problems, encoding: str | None = None) -> Records: ...
 

@@ -204,7 +204,7 @@ class _Rows:
         yield batch
 
     def _several(self, row: Row, content: Content | DataError | Unusable) -> Iterator[_Read]:
-        """What is trained of a row, each with its content."""
+        """Yield the rows to train that one row of the source becomes."""
         found = len(self.problems.found)
         if isinstance(content, Exception) or not formats.FORMATS[self.forms[row.source]].unpaired:
             yield _Read(row, content, found)
@@ -313,7 +313,7 @@ class _Rows:
         return encoded
 
     def _remarks(self, location: str, row: Encoded) -> Iterator[tuple[str, str]]:
-        """What of a row is counted beside its length: whether it is "kept" or "dropped", which ends them, and why."""
+        """Yield ("kept" or "dropped", reason) for each remark on a row except its length; a drop is the last."""
         if not all(segment.trained for segment in row.segments):
             yield "dropped", UNTRAINED
         if _answers_are_equal(row):

@@ -63,7 +63,7 @@ def check(job: Conversion) -> None:
 
 
 def _why_not_plain(job: Conversion) -> str | None:
-    """Why the run's adapter is none that vLLM, SGLang or llama.cpp loads."""
+    """The reason why vLLM, SGLang and llama.cpp cannot load the run's adapter; None if they can."""
     section = job.config.adapter
     published = adapter_files.published(section)
     rank = max([published.rank, *published.ranks.values()])

@@ -106,11 +106,11 @@ class FakeZero(TracedEngine):
         """Modules whose backward pass has begun, each with frozen weights that were gathered to recompute for it."""
 
     def passes(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which linear layers are those that DeepSpeed puts in where it partitions weights."""
+        """A context with the linear layers that DeepSpeed installs where it partitions weights."""
         return patches.FUNCTIONAL_LINEAR.by(linear) if self._cuts_weights else contextlib.nullcontext()
 
     def saved_bytes(self) -> dict[str, int]:
-        """Those on all ranks."""
+        """The saved bytes of all ranks."""
         states = [
             value.nbytes * sum(one.numbers) // one.size
             for one, state in zip(self._partitions, self._updates.state.values(), strict=True)
@@ -292,7 +292,7 @@ class FakeZero(TracedEngine):
         self._send_weights()
 
     def _swap(self) -> None:
-        """What is on the disk takes no memory besides the buffers through which it goes."""
+        """Omit states that are on the disk: only the buffers they pass through take memory."""
         for flat, on_disk in zip(self._flats, self._on_disk, strict=True):
             if on_disk:
                 for value in (flat, flat.grad, *self._updates.state[flat].values()):
@@ -448,7 +448,7 @@ class _Part:
 
 
 def linear(given: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    """linear.py, `zero3_linear_wrap`: as torch's, but the weight itself is saved, also one that is not trained."""
+    """linear.py, `zero3_linear_wrap`: like torch's, but it saves the weight itself, even one that is not trained."""
     return _Linear.apply(given, weight, bias)
 
 

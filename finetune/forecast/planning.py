@@ -256,7 +256,7 @@ class Planner:
         return max(1, config.training.batch_size // config.distributed.shares(self.gpus))
 
     def _scored(self, config: Config) -> Batch | None:
-        """The largest batch in which the reference is scored; None if there is none, or no data."""
+        """The largest batch in which the reference is scored; None without a reference or without data."""
         if not (config.caches_reference and objectives.of(config).reference):
             return None
         if self.data is None or config.data.max_length != self.job.data.max_length:

@@ -304,7 +304,7 @@ class _TracedStep:
         return self.recorder.rewind(self._start)
 
     def _once(self, what: Hashable, record: Callable[[], None]) -> None:
-        """Record what depends on `what` alone, in a phase of its own; repeat the recording the second time."""
+        """Record work that depends only on `what`, in a phase of its own; later calls repeat the recording."""
         if what in self._repeatable:
             self.recorder.repeat(self._repeatable[what])
             return

@@ -47,7 +47,7 @@ def _word(value: Any) -> str:
 
 
 def objective(given: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The key and the objective of ours that it asks for; None for supervised training, or what is not offered."""
+    """The key that asks for another objective than supervised training, and ours; None if that is not offered."""
     named = asked(given)
     return named if named and named[1] in OBJECTIVES else None
 
@@ -62,7 +62,7 @@ def read(given: Mapping[str, Any], tool: str, name: str) -> tuple[dict[str, Any]
 
 
 def refusal(given: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The key that asks for an objective that is not offered, or does not say for which; with the reason."""
+    """The key that asks for an objective that is not offered or not named, and the reason."""
     named = asked(given)
     if named and named[1] not in OBJECTIVES:
         key, name = named

@@ -98,7 +98,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 def _tool(given: Mapping[str, Any], path: Path) -> str:
-    """The tool of a config: among those that name the model by a key it has, the one with most of its own keys."""
+    """The tool a config is for: of those whose key for the model it has, the one with most keys in it."""
     names = [name for name, tool in TOOLS.items() if tool.model in given]
     if not names:
         wanted = " or ".join(

@@ -146,7 +146,7 @@ class Retry:
     def _retried(
         self, step: Step, start: StepStart, micro_batches: list[Inputs], passes: Passes, catch_up: Callable[[], None]
     ) -> torch.Tensor:
-        """What `passes` return once they have fit on all ranks; `catch_up` takes part in those of the others."""
+        """Run `passes` until they fit on all ranks; `catch_up` takes part in the passes of other ranks."""
         while True:
             value, failure, error = self._attempt(step, micro_batches, passes)
             failures = _of_all_ranks(step, failure, error, catch_up)

@@ -131,7 +131,7 @@ def decided(config: Config, data: Prepared | None) -> Config:
 
 
 def in_step_share(config: Config, data: Prepared | None) -> float:
-    """How many rows steps and evaluations would score, over the number of rows; unknown data is no evaluation set."""
+    """The rows that steps and evaluations would score, over the number of rows; without data, no evaluation counts."""
     training = config.training
     if data is None:
         return 0.0 if training.max_steps else training.epochs
@@ -273,7 +273,7 @@ class _Files:
     shape: tuple[int, int]
 
     def read(self) -> Scores:
-        """What is known of the scores; the rest is NaN. A run that resumes goes on with its own, whatever the key."""
+        """Read the known scores; the rest is NaN. A resumed run keeps its own, whatever the key."""
         job, known = self.job, np.full(self.shape, np.nan, np.float32)
         for file in (job.run.reference_file, self._cached):
             content = None if file is None else private.read(file, _MOST_BYTES)

@@ -1,4 +1,4 @@
-"""How ranks share a model. A new strategy is one entry in STRATEGIES; config, help and tests derive from the table."""
+"""The ways in which ranks share a model: one entry of STRATEGIES each, from which config, help and tests derive."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Given:
-    """What an engine is made from: a model and its optimizer on this rank, and how they are to be shared."""
+    """The arguments of an engine: a model and its optimizer on this rank, and how they are shared."""
 
     model: Any
     optimizer: torch.optim.Optimizer
@@ -154,7 +154,7 @@ def replicates(section: DistributedSection, world_size: int) -> bool:
 def placement(
     section: DistributedSection, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> Placement | None:
-    """How a model is divided among the ranks of `group`, by default those of this run; None if each loads all of it."""
+    """The placement of a model on the ranks of `group`, by default all of this run; None if each loads all of it."""
     from finetune.runtime import ranks
 
     place = STRATEGIES[section.kind].placement

@@ -210,7 +210,7 @@ class Zero:
             self._deepspeed.utils.safe_set_full_optimizer_state(weight, whole, key)
 
     def _partitions(self) -> list[tuple[Tensor, list[nn.Parameter]]]:
-        """What the optimizer updates on this rank, each with the weights that it is a shard of."""
+        """The tensors that the optimizer updates on this rank, each with the weights it is a shard of."""
         shared = self._engine.optimizer
         if hasattr(shared, "fp16_groups"):
             return list(zip(shared.fp32_partitioned_groups_flat, shared.fp16_groups, strict=True))

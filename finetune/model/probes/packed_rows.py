@@ -48,7 +48,7 @@ def prove(model: Any) -> None:
 
 
 def prove_shared(model: Any) -> str | None:
-    """Compare the logits of an answer after the prompt of the answer before it with those after a prompt of its own.
+    """Compare the logits of an answer that shares its prompt with another one and those after a prompt of its own.
 
     Runs two short forward passes under the autocast of a step. Returns one line if they fail or differ beyond rounding.
     """
