@@ -40,7 +40,7 @@ def meant(key: str, value: object = None) -> str | None:
     """Our equivalent of another tool's `key: value`; None for an unknown key."""
     text = NAMES.get(_spelt(key))
     ours = re.findall(r"`(\w+\.\w+)", text or "")
-    cure = not_offered(ours[0], value) if ours and name_here(str(value)) == value else None
+    cure = not_offered(ours[0], value) if ours and isinstance(value, str) and name_here(value) == value else None
     return f"`{ours[0]}`; {cure}" if cure else text
 
 
