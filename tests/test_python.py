@@ -242,7 +242,7 @@ def read_or_refused(config: Any) -> finetune.Config | str:
 
 @settings(max_examples=300, deadline=None)
 @given(row=st.dictionaries(names, odd, max_size=4), value=odd)
-def test_whatever_python_gives_for_rows_is_read_or_refused_with_its_place(row: dict[str, Any], value: Any) -> None:
+def test_whatever_python_gives_for_rows_is_read_or_refused_with_its_location(row: dict[str, Any], value: Any) -> None:
     for rows in ([row], [MappingProxyType(row)], [{"prompt": "a", "completion": "b", "id": value}], [row, value]):
         found = read_or_refused({"data": {"train": rows}})
         if isinstance(found, str):
