@@ -31,7 +31,7 @@ class ConfigError(FinetuneError):
 
 
 class ForecastError(ConfigError):
-    """A model whose step fails on fake tensors, so that it has no forecast; `memory.check: off` trains it anyway."""
+    """A step that fails on fake tensors and so has no forecast; `memory.check: off` trains the model anyway."""
 
 
 class DataError(FinetuneError):

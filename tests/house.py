@@ -11,7 +11,7 @@ import functools
 import json
 import re
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -105,6 +105,20 @@ OF_LIBRARIES = {
 }
 """Attributes that are set on objects of libraries because the library declares them, and whose."""
 
+CALLED_BY_LIBRARIES = {
+    "_process_model_after_weight_loading": "transformers: HfQuantizer",
+    "_process_model_before_weight_loading": "transformers: HfQuantizer",
+    "_repr_html_": "IPython",
+    "_repr_png_": "IPython",
+    "call_binop": "jinja2: sandboxed environment",
+    "get_load_operations": "transformers: HfQuantizer",
+    "get_quantize_ops": "transformers: HfQuantizer",
+    "on_finalized_text": "transformers: TextStreamer",
+    "readinto": "io.RawIOBase",
+    "validate_environment": "transformers: HfQuantizer",
+}
+"""Functions that the package defines for a library to call, and which."""
+
 FOREIGN_NAMES = frozenset(
     {
         "base",
@@ -194,6 +208,20 @@ class House:
         for name in self._modules:
             places[name.rpartition(".")[2].lstrip("_")].append(name)
         return [f"{name}: {', '.join(at)}" for name, at in sorted(places.items()) if len(at) > 1]
+
+    def unused_functions(self) -> list[str]:
+        """Functions and classes whose name occurs in their definition alone; decorated ones are used by decorators."""
+        words = Counter(word for source in self.sources for line in source.lines for word in re.findall(r"\w+", line))
+        return [
+            f"{self._place(source, node)}: {node.name}"
+            for source in self.sources
+            for node in source.nodes
+            if isinstance(node, ast.FunctionDef | ast.ClassDef)
+            and words[node.name] == 1
+            and not node.decorator_list
+            and not node.name.startswith("__")
+            and node.name not in CALLED_BY_LIBRARIES
+        ]
 
     # -- patches ---------------------------------------------------------------------------------------------------
 
@@ -288,10 +316,13 @@ class House:
         return known
 
     def unknown_in_table(self) -> list[str]:
-        """Entries of OF_LIBRARIES and SETTINGS that nothing needs any more."""
+        """Entries of OF_LIBRARIES, SETTINGS and CALLED_BY_LIBRARIES that nothing needs any more."""
         stored = {name for source in self.sources for node in source.nodes for owner, name in _stores_on_others(node)}
         settings = {ast.unparse(target) for source in self.sources for node in source.nodes for target in _stored(node)}
-        return sorted((OF_LIBRARIES.keys() - stored) | (SETTINGS.keys() - settings))
+        defined = {node.name for source in self.sources for node in source.nodes if isinstance(node, ast.FunctionDef)}
+        return sorted(
+            (OF_LIBRARIES.keys() - stored) | (SETTINGS.keys() - settings) | (CALLED_BY_LIBRARIES.keys() - defined)
+        )
 
     # -- who knows what --------------------------------------------------------------------------------------------
 
@@ -332,10 +363,11 @@ class House:
         return {
             "class names that exist twice": self.classes_twice(),
             "module names that exist twice": self.modules_twice(),
+            "functions that nothing calls": self.unused_functions(),
             "unlisted patches": self.unlisted_patches(),
             "patches that nothing uses": self.unused_patches(),
             "attributes hung on foreign objects": self.hung_attributes(),
-            "listed attributes that nothing sets": self.unknown_in_table(),
+            "entries of the lists here that nothing needs": self.unknown_in_table(),
             "internal imports of training/run.py": self.imported_by("finetune.training.run"),
             "files that know sharding": self.files_that_know(SHARDING),
             "files that know DeepSpeed": self.files_that_know(DEEPSPEED),

@@ -11,17 +11,18 @@ from house import DEEPSPEED, House
 LIMITS = {
     "class names that exist twice": 0,
     "module names that exist twice": 0,
+    "functions that nothing calls": 0,
     "unlisted patches": 0,
     "patches that nothing uses": 0,
     "attributes hung on foreign objects": 0,
-    "listed attributes that nothing sets": 0,
+    "entries of the lists here that nothing needs": 0,
     "internal imports of training/run.py": 20,
     "files that know sharding": 6,
     "files that know DeepSpeed": 4,
     "lines of finetune/": 49_700,  # to become 34,000
     "lines of tests/": 48_900,  # to become 34,000
     "lines of benchmarks/": 10_250,  # to become 8,500
-    "words of docs/ and the README": 26_600,
+    "words of docs/ and the README": 25_000,
 }
 
 
@@ -85,6 +86,7 @@ def test_violations_are_seen(tmp_path: Path) -> None:
     assert made.classes_twice() == ["Job: finetune/jobs.py:6, finetune/rows.py:5"]
     assert made.modules_twice() == ["rows: finetune.data.rows, finetune.rows"]
     assert [line.split(":")[1] for line in made.unlisted_patches()] == ["8", "9", "10", "11", "12"]
+    assert [line.rpartition(": ")[2] for line in made.unused_functions()] == ["_Job"]
     assert made.unused_patches() == ["UNUSED"]
     hung = {line.split(": ")[1] for line in made.hung_attributes()}
     assert hung == {"rows[0].shape", "model.place", "x.room", "x.marked", "x.__class__"}

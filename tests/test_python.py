@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from hypothesis import example as always
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from steps import ready
@@ -241,7 +242,7 @@ def read_or_refused(config: Any) -> finetune.Config | str:
 
 @settings(max_examples=300, deadline=None)
 @given(row=st.dictionaries(names, odd, max_size=4), value=odd)
-def test_whatever_python_gives_for_rows_is_read_or_refused_with_its_place(row: dict[str, Any], value: Any) -> None:
+def test_whatever_python_gives_for_rows_is_read_or_refused_with_its_location(row: dict[str, Any], value: Any) -> None:
     for rows in ([row], [MappingProxyType(row)], [{"prompt": "a", "completion": "b", "id": value}], [row, value]):
         found = read_or_refused({"data": {"train": rows}})
         if isinstance(found, str):
@@ -255,6 +256,7 @@ def test_whatever_python_gives_for_rows_is_read_or_refused_with_its_place(row: d
 
 @settings(max_examples=300, deadline=None)
 @given(section=odd, value=odd)
+@always(section={"r": 10**5000}, value=None)  # a key of other tools
 def test_whatever_python_gives_for_a_config_is_read_or_refused(section: Any, value: Any) -> None:
     for config in (section, {"training": section}, {"training": {"max_steps": value}}, {"data": {"columns": value}}):
         assert read_or_refused(config)

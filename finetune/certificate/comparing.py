@@ -47,7 +47,7 @@ class Comparing(TorchDispatchMode):
 
 
 def _problem(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """What is wrong with one call, as a clause that begins with the operator's name; empty if nothing is."""
+    """The fault of one call, as a clause that begins with the operator's name; empty if there is none."""
     name = operator.name().removeprefix("finetune::")
     expected = _reference(operator, name, args, kwargs)
     first, beside = _tried(operator, args, kwargs)

@@ -148,7 +148,7 @@ def _lines(child: Any, until: Callable[[], float]) -> Iterator[dict[str, Any]]:
 
 
 def _ending(child: Any) -> str:
-    """How a child ended, and the last line that it printed."""
+    """The exit status of a child process, in words, and the last line it printed."""
     code = child.wait()
     how = f"signal {-code}" if code < 0 else f"exit code {code}"
     return f"{how}{_last_line(child.printed)}"

@@ -18,7 +18,7 @@ _LEAST_POWER, _LARGEST_POWER = 9, 25
 
 
 def context_bytes(free_before: int, device: torch.device) -> int | None:
-    """What this process takes of a GPU outside the caching allocator, once its kernels are loaded; None if unclear.
+    """GPU memory that this process uses outside the caching allocator once its kernels are loaded; None if unclear.
 
     By NVML's figure for this process or, where that does not know it (in a container, under WSL2), by how much less is
     free than `free_before` it began. Other processes change that meanwhile, so what is far from the sizes read
@@ -39,7 +39,7 @@ def _used_by_this_process(device: torch.device) -> int | None:
 
 
 def workspace_bytes(dtype: torch.dtype, device: torch.device) -> int:
-    """What cuBLAS and cuBLASLt keep in the caching allocator for the threads of the forward and the backward pass.
+    """Memory that cuBLAS and cuBLASLt hold in the caching allocator for the forward and the backward thread.
 
     Measured in one thread: each has handles, and with them workspaces, of its own (`operator_costs.workspace_bytes`).
     """

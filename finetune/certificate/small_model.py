@@ -125,7 +125,7 @@ class TriedJob:
         return {"output": loss.detach()[None], **{f"gradient of {name}": one for name, one in named if one is not None}}
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """The least of three times, after one that is not counted."""
+        """The shortest of three timed runs after a warm-up."""
         return min(self.timed(work) for _ in range(4))
 
     def timed(self, work: Callable[[], object]) -> float:

@@ -43,7 +43,7 @@ def _here(device: torch.device) -> dict[str, Any]:
 
 
 def read(made_for: dict[str, Any]) -> list[TrialResult] | None:
-    """The results that were kept for this, or None: there are none, or they are damaged, or not only this user's."""
+    """The stored results; None if there are none, if they are damaged, or if other users can write them."""
     path = _path(made_for)
     record = _record(path)
     if record is None or record["made_for"] != made_for:

@@ -143,7 +143,7 @@ def is_tried(config: Config, device_type: str) -> bool:
 
 
 def standing(request: dict[str, Any]) -> Certificate:
-    """What is known of the device before anything is tried.
+    """Return what is known about the device before any trial.
 
     That is the certificate of this kind of job; or else that of the same model with other rows or memory settings; or
     else what was measured for any job.

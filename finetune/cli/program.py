@@ -75,12 +75,7 @@ def errors_reported(debug: bool = False) -> Iterator[None]:
     except FinetuneError as error:
         if debug:
             raise
-        if error.shared:
-            from finetune.runtime import ranks
-
-            if not ranks.is_local_main():
-                sys.exit(error.exit_code)
-        fail(str(error), error.exit_code)
+        _fail_once(error)
     except (MemoryError, RuntimeError) as error:
         from finetune.measure.out_of_memory import is_out_of_memory, reason
 
@@ -101,6 +96,16 @@ def errors_reported(debug: bool = False) -> Iterator[None]:
     except KeyboardInterrupt as stopped:
         what = f": {stopped}" if str(stopped) else "; start the same command again"
         fail(f"interrupted{what}", INTERRUPTED)
+
+
+def _fail_once(error: FinetuneError) -> NoReturn:
+    """Exit with the error; of one that all ranks raise, the first on each machine prints it."""
+    if error.shared:
+        from finetune.runtime import ranks
+
+        if not ranks.is_local_main():
+            sys.exit(error.exit_code)
+    fail(str(error), error.exit_code)
 
 
 def refusing() -> contextlib.AbstractContextManager[None]:

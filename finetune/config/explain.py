@@ -108,7 +108,7 @@ def _unknown_key(mistake: _Mistake) -> str:
 
 
 def _refused_value(mistake: _Mistake) -> str:
-    """A check of ours refused the value, such as that of a table's names."""
+    """Explain a value that one of our own checks refused, such as a name that its table lacks."""
     reason = str(mistake.report["ctx"]["error"])
     here = other_names.name_here(mistake.given)
     if here in reason.partition("choose from ")[2].split(", "):

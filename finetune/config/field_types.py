@@ -45,7 +45,7 @@ def source_name(source: str) -> str:
 
 @dataclass(frozen=True)
 class Help:
-    """An entry of a table that has nothing but a name and its help."""
+    """An entry of a table that needs no more than a name and its help."""
 
     help: str
 

@@ -40,7 +40,7 @@ def load(
 
 
 def loaded(config: object) -> Config:
-    """`config` itself. Raises ConfigError for a value that is not a Config."""
+    """Return `config`. Raises ConfigError if it is not a Config."""
     if not isinstance(config, Config):
         raise ConfigError(f"`config` must be one that `finetune.load_config` returned, not {shown(config)}")
     return config

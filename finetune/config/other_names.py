@@ -37,10 +37,10 @@ _WITHOUT_EFFECT = re.compile("|".join(_TABLE["keys without effect"]))
 
 
 def meant(key: str, value: object = None) -> str | None:
-    """What to write instead of another tool's `key: value`; None for an unknown key."""
+    """Our equivalent of another tool's `key: value`; None for an unknown key."""
     text = NAMES.get(_spelt(key))
     ours = re.findall(r"`(\w+\.\w+)", text or "")
-    cure = not_offered(ours[0], value) if ours and name_here(str(value)) == value else None
+    cure = not_offered(ours[0], value) if ours and isinstance(value, str) and name_here(value) == value else None
     return f"`{ours[0]}`; {cure}" if cure else text
 
 
@@ -54,7 +54,7 @@ def name_here(value: str) -> str:
 
 
 def advice(key: str, value: object) -> str | None:
-    """What to write or use instead of a `value` that `section.key` does not have; None where that is not known."""
+    """Advice for a `value` that `section.key` does not accept; None if there is none."""
     if not isinstance(value, str):
         return None
     patterns = [(text, pattern) for text, listed in _NOT_OFFERED.get(key, {}).items() for pattern in listed]

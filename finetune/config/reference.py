@@ -77,7 +77,7 @@ def _as_yaml_1_1(schema: Any) -> None:
 
 
 def _rule(rule: Rule) -> dict[str, Any]:
-    """The schema of a rule, by which editors mark the key at fault. A key that is not there has its default."""
+    """The schema of a rule; editors mark the key at fault. A key that is absent has its default."""
     allowed = ValueSet(rule.values.named, not rule.values.but)
     applies, then = _among(rule.others), {**_among(allowed), "errorMessage": rule.message}
     return {

@@ -430,7 +430,7 @@ class DistributedSection(Section):
     by it (Ulysses context parallelism, arXiv 2309.14509). It must divide the ranks and the model's attention heads."""
 
     def shares(self, world_size: int) -> int:
-        """Among how many the rows of a step are divided: so many ranks, or groups of them that split rows."""
+        """The number of ranks, or of groups of ranks that split rows, among which the rows of a step are divided."""
         return max(1, world_size // self.context)
 
     def named(self, world_size: int) -> str:
@@ -497,7 +497,7 @@ class Config(Section):
 
     @property
     def scorer(self) -> Literal["reward model", "classifier"] | None:
-        """What is trained where a head of its own scores sequences, so that no token is predicted."""
+        """The kind of model that scores sequences with a head of its own and predicts no tokens; None for others."""
         scorers: dict[str, Literal["reward model", "classifier"]] = {
             "reward": "reward model", "classification": "classifier"
         }  # fmt: skip

@@ -75,7 +75,7 @@ class RowOrder(Sampler[int]):
 
 @dataclass(frozen=True)
 class MicroBatching:
-    """How the rows of a step are divided into micro-batches.
+    """The way in which the rows of a step are divided into micro-batches.
 
     `rows` rows each; or, with `tokens`, as many rows as fit into that many tokens, either padded to the longest of them
     or `packed`, that is, concatenated without padding. `layout` is that of the rows, whose segments stay together. With
@@ -92,7 +92,7 @@ class MicroBatching:
     def of(
         cls, training: TrainingSection, data: DataSection, layout: RowLayout = ONE_SEQUENCE, *, shares: bool = False
     ) -> MicroBatching:
-        """As configured, once `training.micro_batch` is a number rather than `auto`."""
+        """The configured way; `training.micro_batch` must be a number, not `auto`."""
         tokens = training.micro_batch_tokens
         if data.packing and not tokens:
             tokens = training.rows * layout.together * data.max_length  # the most that many rows can take
@@ -110,12 +110,12 @@ class MicroBatching:
         return sum(self.computed(segments, shared)) if self.packed and not self.layout.apart else max(segments)
 
     def computed(self, segments: Sequence[int], shared: int) -> tuple[int, ...]:
-        """How many tokens of each segment of a row are computed; `shared`: those with which all begin."""
+        """Tokens to compute in each segment of a row whose segments begin with `shared` equal ones."""
         first, *others = segments
         return (first, *(length - shared * self.shares for length in others))
 
     def shared(self, row: Mapping[str, Any]) -> int:
-        """How many tokens of a row of a prepared split are computed in its first segment for all of them."""
+        """The number of tokens of a prepared row that its first segment computes for all segments."""
         return int(row.get("shared", 0)) if self.shares else 0
 
 
@@ -132,7 +132,7 @@ class Sizes:
 
     @classmethod
     def of(cls, rows: Any, way: MicroBatching) -> Sizes:
-        """Those of the rows of a prepared split."""
+        """The sizes of the rows of a prepared split."""
         if not way.layout.segments:
             return cls(rows["length"][:], rows["trained"][:])
         segments, shared = rows["segments"][:], rows["shared"][:]
@@ -234,7 +234,7 @@ class Batch:
 
     @property
     def shared_by_row(self) -> tuple[int, ...]:
-        """How many tokens the segments of each row share."""
+        """The number of tokens that the segments of each row share."""
         return self.shared or (0,) * len(self.by_row)
 
     @property

@@ -112,7 +112,7 @@ class Counts:
         return self._count(what="dropped")
 
     @property
-    def dropped_places(self) -> list[str]:
+    def dropped_locations(self) -> list[str]:
         """Positions of the dropped rows."""
         return [row.place for row in self.affected if row.what == "dropped"]
 

@@ -149,7 +149,7 @@ class Encoded:
 
     @property
     def shared(self) -> int:
-        """How many tokens at the start of all segments need to be computed only once.
+        """The number of tokens at the start of all segments that need to be computed only once.
 
         They are the same, untrained and followed by another such token: the last one predicts the answer of each
         segment, so that each has its own.

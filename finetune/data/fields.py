@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from finetune.data.examples import NoSuchField, RowError
@@ -125,16 +125,9 @@ def _plain(value: Any, where: str, within: tuple[int, ...]) -> Any:
         raise RowError(f"`{where[:100]}…` is nested more than {_DEEPEST} deep; leave it out")
     inside = (*within, id(value))
     if isinstance(value, Mapping):
-        kept = {
-            _name(key, where): _plain(one, f"{where}.{key}", inside) for key, one in _items(value, f"`{where}`").items()
-        }
-        if len(kept) < len(value):
-            raise RowError(f"`{where}` has two fields of one name: names are text")
-        return kept
+        return _mapping(value, where, inside)
     if type(value) in (list, tuple):
-        if all(type(one) is str or (type(one) is int and -(2**63) <= one < 2**63) for one in value):
-            return list(value)  # as a list of a million ids is
-        return [_plain(one, f"{where}[{index}]", inside) for index, one in enumerate(value)]
+        return _list(value, where, inside)
     if isinstance(value, Iterator):
         raise RowError(f"`{where}` is {kind_of(value)}, which can be read only once; give a list")
     try:
@@ -144,6 +137,21 @@ def _plain(value: Any, where: str, within: tuple[int, ...]) -> Any:
             f"`{where}` cannot be copied ({type(error).__name__}: {error}); leave it out, or give text, numbers, lists "
             "and dicts"
         ) from None
+
+
+def _mapping(value: Mapping[Any, Any], where: str, within: tuple[int, ...]) -> dict[str, Any]:
+    kept = {
+        _name(key, where): _plain(one, f"{where}.{key}", within) for key, one in _items(value, f"`{where}`").items()
+    }
+    if len(kept) < len(value):
+        raise RowError(f"`{where}` has two fields of one name: names are text")
+    return kept
+
+
+def _list(value: Sequence[Any], where: str, within: tuple[int, ...]) -> list[Any]:
+    if all(type(one) is str or (type(one) is int and -(2**63) <= one < 2**63) for one in value):
+        return list(value)  # as a list of a million ids is
+    return [_plain(one, f"{where}[{index}]", within) for index, one in enumerate(value)]
 
 
 def _items(value: Mapping[Any, Any], where: str) -> dict[Any, Any]:

@@ -36,7 +36,7 @@ def of(tokenizer: Any) -> str:
 
 
 def of_rows(rows: Any) -> str:
-    """sha256 (hex) of what a prepared split trains on (`encoded.columns`), in order; a second for 10^9 tokens."""
+    """SHA-256 (hex) of the columns that a prepared split trains on, in order; takes a second for 10^9 tokens."""
     digest = hashlib.sha256(str(len(rows)).encode())
     for table in rows.select_columns(columns(rows)).with_format("arrow").iter(batch_size=10_000):
         for column in table.columns:

@@ -26,7 +26,7 @@ class LengthPolicy:
 
 
 def shortened(row: Encoded, limit: int, policy: str) -> tuple[str, list[Encoded]]:
-    """What a policy does to a row with a segment over `limit` tokens, and the rows that are left of it.
+    """Apply a policy to a row with a segment over `limit` tokens; returns what was done, and the resulting rows.
 
     Raises RowError if the policy is `error`, and if it would cut one of several segments: they would end differently.
     """

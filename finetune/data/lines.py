@@ -64,9 +64,7 @@ def whole(path: Path, problems: Problems, encoding: str | None = None) -> str:
 
 
 def foreign_word(path: Path, encoding: str) -> str | None:
-    """The first word beyond ASCII of a file that is not UTF-8, read in `encoding`; None if there is none, or it is not
-    so.
-    """
+    """The first non-ASCII word of a file in `encoding`; None if the file is UTF-8, or not in that encoding either."""
     if _is_utf8(path):
         return None
     problems = Problems()

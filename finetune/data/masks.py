@@ -90,7 +90,7 @@ def _letters(text: str) -> str:
 
 
 def _after_empty_thought(ids: list[int], start: int, end: int, tokenizer: Any) -> int:
-    """Where a turn begins after an empty thought at its start, of which the prompt may have a part."""
+    """The start of a turn's text after an empty thought, part of which may be in the prompt."""
     before = max(0, start - _THOUGHT_TOKENS)
     if not _EMPTY.search(tokenizer.decode(ids[before : start + _THOUGHT_TOKENS])):
         return start

@@ -28,7 +28,7 @@ class OnePrompt(DataError):
 
 
 class _Located(NamedTuple):
-    """Of each row, where its answer starts, the number of tokens from there, and a number for its prompt."""
+    """For each row, the start and length of its answer, in tokens, and a number for its prompt."""
 
     starts: list[int]
     lengths: list[int]
@@ -85,7 +85,7 @@ def exchanged(prompts: Sequence[int], lengths: Sequence[int]) -> list[int]:
 
 
 def _next_to_another_prompt(order: Sequence[int], prompts: Sequence[int]) -> dict[int, int]:
-    """For each row, the next one in a circle of rows that has another prompt, of which there are at least two."""
+    """For each row, the next one, wrapping around, that has another prompt. There must be two prompts or more."""
     following: dict[int, int] = {}
     for at in range(2 * len(order) - 1, -1, -1):
         row, after = order[at % len(order)], order[(at + 1) % len(order)]
@@ -97,16 +97,16 @@ def _next_to_another_prompt(order: Sequence[int], prompts: Sequence[int]) -> dic
 
 
 def _answers(rows: Any) -> _Located:
-    found = _Located([], [], [])
+    answers = _Located([], [], [])
     known: dict[int, int] = {}  # by the hash of a prompt's tokens, its number in order of appearance
     for at in range(0, len(rows), _BATCH_ROWS):
         for row in _some(rows, range(at, min(at + _BATCH_ROWS, len(rows)))):
             ids, labels = row["input_ids"], row["labels"]
-            start = next(place for place, label in enumerate(labels) if label != IGNORE)
-            found.starts.append(start)
-            found.lengths.append(len(ids) - start)
-            found.prompts.append(known.setdefault(hash(tuple(ids[:start])), len(known)))
-    return found
+            start = next(at for at, label in enumerate(labels) if label != IGNORE)
+            answers.starts.append(start)
+            answers.lengths.append(len(ids) - start)
+            answers.prompts.append(known.setdefault(hash(tuple(ids[:start])), len(known)))
+    return answers
 
 
 def _some(rows: Any, numbers: Sequence[int]) -> list[dict[str, Any]]:

@@ -131,7 +131,7 @@ def _texts(fields: Fields, *answers: str) -> list[Example]:
 
 
 def _conversations(fields: Fields, answers: Mapping[str, list[Message]]) -> Several:
-    """Two conversations, of which both may repeat the prompt: only what differs is trained."""
+    """Two conversations that may both repeat the prompt; only where they differ are they trained."""
     chosen, rejected = answers.values()
     for name, messages in answers.items():
         if (last := messages[-1]["role"]) != "assistant":

@@ -177,7 +177,7 @@ def _largest_id(rows: Any) -> int:
 
 
 def prepare_held_out(section: DataSection, tokenizer: Any) -> tuple[Any, Counts]:
-    """The held-out split alone. Raises DataError if there is none, or if all its rows were dropped."""
+    """Prepare only the held-out split. Raises DataError if there is none, or if all its rows were dropped."""
     return _held_out(Preparation(section, tokenizer))
 
 

@@ -27,7 +27,7 @@ Records = Iterator[tuple[str, dict[str, Any]]]
 
 
 class Reader(Protocol):
-    """Yields valid records and adds a problem for each invalid one; `encoding` is that of text that is not UTF-8."""
+    """Yields valid records and adds a problem for each invalid one; `encoding` is for text that is not UTF-8."""
 
     def __call__(self, path: Path, problems: Problems, encoding: str | None = None) -> Records: ...
 
@@ -114,6 +114,11 @@ def has_header(location: str) -> bool:
     return read is not None and getattr(read, "func", read) in (_csv, _xlsx)
 
 
+def _refuse_repeated(names: list[str], location: str) -> None:
+    if twice := repeated(names):
+        raise DataError(f"{location}: two columns have the name `{twice}`; rename one. {NO_HEADER}")
+
+
 _DELIMITERS = (",", ";", "\t", "|")
 
 # The first line of a CSV file for Excel may name its delimiter.
@@ -121,7 +126,13 @@ _NAMED_DELIMITER = re.compile(r"sep=(.)\r?\n")
 
 
 def _delimiter(kept: deque[str], rest: Iterator[str], usual: str) -> str:
-    """The delimiter that makes most columns of the header, and as many cells of the next row; else the `usual` one."""
+    """The delimiter that the first line of `kept` names, which is removed; else the one that makes most columns.
+
+    Columns of the header count where the next row has as many cells; if none does, the `usual` delimiter is taken.
+    """
+    if kept and (named := _NAMED_DELIMITER.fullmatch(kept[0])):
+        kept.clear()
+        return named[1]
     characters = sum(map(len, kept))
 
     def ahead() -> Iterator[str]:
@@ -151,14 +162,11 @@ def _delimiter(kept: deque[str], rest: Iterator[str], usual: str) -> str:
 def _csv(path: Path, problems: Problems, encoding: str | None = None, *, delimiter: str = ",") -> Records:
     # A cell may hold a whole document; the default limit of 128 KiB is meant to catch files that are not CSV.
     csv.field_size_limit(ROW_BYTES)
-    row_characters = skipped = 0
+    row_characters = 0
     rest = (line for _, line in lines(path, problems, encoding))
     kept = deque(islice(rest, 1))
-    if kept and (named := _NAMED_DELIMITER.fullmatch(kept[0])):
-        delimiter, skipped = named[1], 1
-        kept.clear()
-    else:
-        delimiter = _delimiter(kept, rest, delimiter)
+    delimiter = _delimiter(kept, rest, delimiter)
+    skipped = 0 if kept else 1  # a line that named the delimiter
 
     def row_lines() -> Iterator[str]:
         nonlocal row_characters
@@ -169,7 +177,7 @@ def _csv(path: Path, problems: Problems, encoding: str | None = None, *, delimit
             yield line
 
     cells = csv.reader(row_lines(), delimiter=delimiter, strict=True)
-    names: list[str] | None = None
+    names: list[str] = []
     while True:
         # Where the row begins; it may span several lines.
         location, row_characters = f"{path}:{cells.line_num + skipped + 1}", 0
@@ -180,17 +188,13 @@ def _csv(path: Path, problems: Problems, encoding: str | None = None, *, delimit
             continue
         if row is None:
             return
-        if not row:
-            continue
-        if names is None:
-            if twice := repeated(row):
-                raise DataError(f"{location}: two columns have the name `{twice}`; rename one. {NO_HEADER}")
+        if row and not names:
             names = row
-            continue
-        if len(row) != len(names):
+            _refuse_repeated(names, location)
+        elif row and len(row) != len(names):
             more = "more" if len(row) > len(names) else "fewer"
             problems.add(f"{location}: {more} cells than the header has columns ({len(row)}, not {len(names)})")
-        else:
+        elif row:
             yield location, dict(zip(names, row, strict=True))
 
 
@@ -199,9 +203,8 @@ def _xlsx(path: Path, problems: Problems, encoding: str | None = None) -> Record
     for number, cells in xlsx.cells(path, problems):
         location = f"{path}:{number}"
         if names is None:
-            if twice := repeated(list(cells.values())):
-                raise DataError(f"{location}: two columns have the name `{twice}`; rename one. {NO_HEADER}")
             names, header = cells, number
+            _refuse_repeated(list(names.values()), location)
         elif (columns := len(cells | names)) > len(names):
             problems.add(
                 f"{location}: more cells than the header, row {header}, has columns ({columns}, not {len(names)})"

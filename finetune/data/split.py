@@ -204,7 +204,7 @@ class _Rows:
         yield batch
 
     def _several(self, row: Row, content: Content | DataError | Unusable) -> Iterator[_Read]:
-        """What is trained of a row, each with its content."""
+        """Yield the rows to train that one row of the source becomes."""
         found = len(self.problems.found)
         if isinstance(content, Exception) or not formats.FORMATS[self.forms[row.source]].unpaired:
             yield _Read(row, content, found)
@@ -277,46 +277,53 @@ class _Rows:
 
     def _kept(self, read: _Read, encoded: Encoded | RowError | None) -> list[Encoded]:
         """The rows to train for one row of the source: itself, pieces of it, or none. Changes are counted."""
-        location, section, affected = read.row.location, self.section, self.counts.affected
+        location, section = read.row.location, self.section
+        row = self._encoded(read, encoded)
+        if isinstance(row, str):
+            self.counts.affected.append(Affected(location, "dropped", row))
+            return []
+        if row.layout != (self.layout or row.layout):
+            raise DataError(f"{location}: {self.layout} and {row.layout} cannot be trained together")
+        self.layout = row.layout
+        length = sum(row.lengths)
+        for what, why in self._remarks(location, row):
+            self.counts.affected.append(Affected(location, what, why, length))
+            if what == "dropped":
+                return []
+        if max(row.lengths) <= section.max_length:
+            return [row]
+        with located(read.row):
+            what, pieces = lengths.shortened(row, section.max_length, section.too_long)
+        trained = [piece for piece in pieces if piece.trained]
+        self.counts.affected.append(Affected(location, what if trained else "dropped", TOO_LONG, length))
+        return trained
+
+    def _encoded(self, read: _Read, encoded: Encoded | RowError | None) -> Encoded | str:
+        """The tokens of a row, or why it is dropped without any. Raises DataError for a bad row."""
         if isinstance(read.content, DataError):
             raise read.content
         if isinstance(read.content, Unusable):
-            affected.append(Affected(location, "dropped", str(read.content)))
-            return []
+            return str(read.content)
         if encoded is None:
-            affected.append(Affected(location, "dropped", EMPTY))
-            return []
-        if isinstance(encoded, TooMuchText) and lengths.TOO_LONG[section.too_long].blind:
-            affected.append(Affected(location, "dropped", TOO_LONG))
-            return []
+            return EMPTY
+        if isinstance(encoded, TooMuchText) and lengths.TOO_LONG[self.section.too_long].blind:
+            return TOO_LONG
         if isinstance(encoded, RowError):
-            raise DataError(f"{location}: {encoded}")
-        if encoded.layout != (self.layout or encoded.layout):
-            raise DataError(f"{location}: {self.layout} and {encoded.layout} cannot be trained together")
-        self.layout = encoded.layout
-        length = sum(encoded.lengths)
-        if not all(segment.trained for segment in encoded.segments):
-            affected.append(Affected(location, "dropped", UNTRAINED, length))
-            return []
-        if _answers_are_equal(encoded):
-            affected.append(Affected(location, "dropped", EQUAL, length))
-            return []
-        if encoded.escaped:
-            affected.append(Affected(location, "kept", CONTROL_TOKENS, length))
-        if encoded.lost_thoughts:
-            affected.append(Affected(location, "kept", LOST_THOUGHTS, length))
-        if self._again(location, encoded):
-            what = "dropped" if section.duplicates == "drop" else "kept"
-            affected.append(Affected(location, what, DUPLICATE, length))
-            if what == "dropped":
-                return []
-        if max(encoded.lengths) <= section.max_length:
-            return [encoded]
-        with located(read.row):
-            what, pieces = lengths.shortened(encoded, section.max_length, section.too_long)
-        trained = [piece for piece in pieces if piece.trained]
-        affected.append(Affected(location, what if trained else "dropped", TOO_LONG, length))
-        return trained
+            raise DataError(f"{read.row.location}: {encoded}")
+        return encoded
+
+    def _remarks(self, location: str, row: Encoded) -> Iterator[tuple[str, str]]:
+        """Yield ("kept" or "dropped", reason) for each remark on a row except its length; a drop is the last."""
+        if not all(segment.trained for segment in row.segments):
+            yield "dropped", UNTRAINED
+        if _answers_are_equal(row):
+            yield "dropped", EQUAL
+        if row.escaped:
+            yield "kept", CONTROL_TOKENS
+        if row.lost_thoughts:
+            yield "kept", LOST_THOUGHTS
+        if self._again(location, row):
+            yield "dropped" if self.section.duplicates == "drop" else "kept", DUPLICATE
 
     def _again(self, location: str, encoded: Encoded) -> bool:
         """Whether an earlier row has the same tokens and labels, by 64-bit hash; repetitions by weight do not count."""

@@ -85,7 +85,7 @@ def _list(fields: Fields, name: str, count: int) -> list[Any]:
 
 
 def _checked(pairs: list[tuple[Any, Any]], where: str) -> Entry:
-    """Ids with their log-probabilities. Raises RowError for what is no distribution over different tokens."""
+    """Ids with their log-probabilities. Raises RowError unless they are a distribution over distinct tokens."""
     entry: Entry = {}
     for token, log_prob in pairs:
         if type(token) is not int or token < 0:

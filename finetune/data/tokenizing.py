@@ -6,7 +6,6 @@ of a row is a generator that yields each text to be tokenized, and `answered` ba
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -98,37 +97,40 @@ def _step(row: Asking[Result], answer: Tokenized | RowError | None) -> TextPart:
 
 
 def _tokenized(pieces: list[TextPart], tokenizer: Any) -> list[Tokenized | RowError]:
-    results: dict[int, Tokenized | RowError] = {
-        number: TooMuchText(len(piece.text)) for number, piece in enumerate(pieces) if len(piece.text) > TEXT_CHARACTERS
-    }
-    for special, escaped in itertools.product((False, True), repeat=2):
-        numbers = [
-            number
-            for number, piece in enumerate(pieces)
-            if (piece.special, piece.escaped) == (special, escaped) and number not in results
-        ]
-        if not numbers:
-            continue
-        try:
-            with tokenizing_in_parallel():
-                encodings = _encodings([pieces[number].text for number in numbers], tokenizer, special, escaped)
-        except MemoryError:  # not the fault of a row
-            raise
-        except Exception as error:  # tokenizers raises plain Exception if one text fails; retry them one by one
-            for number in numbers:
-                if len(numbers) == 1:
-                    results[number] = RowError(f"the tokenizer rejects it: {error}")
-                else:
-                    [results[number]] = _tokenized([pieces[number]], tokenizer)
+    results: dict[int, Tokenized | RowError] = {}
+    alike: dict[tuple[bool, bool], list[int]] = {}
+    for number, piece in enumerate(pieces):
+        if len(piece.text) > TEXT_CHARACTERS:
+            results[number] = TooMuchText(len(piece.text))
         else:
-            for number, (ids, encoding) in zip(numbers, encodings, strict=True):
-                results[number] = Tokenized(ids, _runs(encoding, pieces[number].marks))
-                if escaped:
-                    try:
-                        control.check(pieces[number].text, ids, tokenizer, special)
-                    except RowError as error:
-                        results[number] = error
+            alike.setdefault((piece.special, piece.escaped), []).append(number)
+    for numbers in alike.values():
+        results |= zip(numbers, _tokenized_alike([pieces[number] for number in numbers], tokenizer), strict=True)
     return [results[number] for number in range(len(pieces))]
+
+
+def _tokenized_alike(pieces: list[TextPart], tokenizer: Any) -> list[Tokenized | RowError]:
+    """Tokenize pieces with the same flags as one batch."""
+    special, escaped = pieces[0].special, pieces[0].escaped
+    try:
+        with tokenizing_in_parallel():
+            encodings = _encodings([piece.text for piece in pieces], tokenizer, special, escaped)
+    except MemoryError:  # not the fault of a row
+        raise
+    except Exception as error:  # tokenizers raises plain Exception if one text fails; retry them one by one
+        if len(pieces) == 1:
+            return [RowError(f"the tokenizer rejects it: {error}")]
+        return [result for piece in pieces for result in _tokenized_alike([piece], tokenizer)]
+    return [_mapped(piece, *encoded, tokenizer) for piece, encoded in zip(pieces, encodings, strict=True)]
+
+
+def _mapped(piece: TextPart, ids: list[int], encoding: Any, tokenizer: Any) -> Tokenized | RowError:
+    if piece.escaped:
+        try:
+            control.check(piece.text, ids, tokenizer, piece.special)
+        except RowError as error:
+            return error
+    return Tokenized(ids, _runs(encoding, piece.marks))
 
 
 def _encodings(texts: list[str], tokenizer: Any, special: bool, escaped: bool) -> list[tuple[list[int], Any]]:

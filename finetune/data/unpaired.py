@@ -39,7 +39,7 @@ def read(fields: Fields) -> Several:
 
 
 def rows_of(content: Content) -> dict[str, Content]:
-    """What a row becomes: the two answers of a pair, by name, as rows of one answer; any other stays as it is."""
+    """Split a pair into two rows of one answer, by name; any other row stays as it is."""
     if not isinstance(content, Several) or ANSWER in content.segments:
         return {"": content}
     return {

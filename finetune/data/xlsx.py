@@ -141,53 +141,43 @@ class _Workbook:
     def _rows_of(
         self, part: str, strings: list[str], dates: frozenset[int], since_1904: bool
     ) -> Iterator[tuple[int, dict[int, str]]]:
-        number = column = rows = characters = 0
+        number = column = characters = 0
         row: dict[int, str] = {}
-        cell: Attributes = {}
-        value, inline, formula, phonetic = "", "", False, False
+        cell = _Cell(0, 0, {})
         for start, tag, attributes, content in self._elements(part, _SHEET_BYTES):
-            if start and tag == "row":
-                rows += 1
-                later = int(attributes.get("r", number + 1))
-                if not number < later <= _MOST_ROWS:
-                    raise ValueError(f"row {later} after row {number}")
-                number, column, characters, row = later, 0, 0, {}
-            elif start and tag == "c":
-                later = _column(attributes["r"], number) if "r" in attributes else column + 1
-                if not column < later <= _MOST_COLUMNS:
-                    raise ValueError(f"column {later} after column {column} in row {number}")
-                column, cell, value, inline, formula = later, attributes, "", "", False
-            elif start and tag == "f":
-                formula = True
-            elif tag == "rPh":
-                phonetic = start
-            elif not start and tag == "v":
-                value = content
-            elif not start and tag == "t" and not phonetic:
-                inline += content
-            elif not start and tag == "c":
-                location = f"{self.path}:{number}: the cell {cell.get('r', f'in column {column}')}"
-                kind = cell.get("t", "n")
-                if kind == "e":
-                    self.problems.add(f"{location} has the error {value}; repair it, or empty it")
-                elif formula and kind == "n" and not value:
-                    self.problems.add(f"{location} has a formula without a result; open and save the file in Excel")
-                elif kind == "s":
-                    value = strings[int(value)]
-                elif kind in ("inlineStr", "str"):
-                    value = _plain(inline if kind == "inlineStr" else value)
-                elif kind == "b":
-                    value = "TRUE" if value == "1" else "FALSE"
-                elif kind == "n" and value:
-                    is_date = int(cell.get("s", 0)) in dates
-                    value = _date(float(value), since_1904) if is_date else _number(value)
-                if value:
-                    row[column] = value
-                    characters += len(value)
-                    if characters > ROW_BYTES:
-                        raise DataError(f"{self.path}:{number}: the row is longer than {ROW_BYTES // 2**20} MiB")
-            elif not start and tag == "row" and row:
-                yield number, row
+            if tag not in ("row", "c"):
+                cell.read(start, tag, content)
+            elif tag == "row" and start:
+                number, column, characters, row = _next_row(attributes, number), 0, 0, {}
+            elif tag == "row":
+                if row:
+                    yield number, row
+            elif start:
+                column = _next_column(attributes, column, number)
+                cell = _Cell(number, column, attributes)
+            elif value := self._text_of(cell, strings, dates, since_1904):
+                row[column] = value
+                characters += len(value)
+                if characters > ROW_BYTES:
+                    raise DataError(f"{self.path}:{number}: the row is longer than {ROW_BYTES // 2**20} MiB")
+
+    def _text_of(self, cell: _Cell, strings: list[str], dates: frozenset[int], since_1904: bool) -> str:
+        kind, value = cell.attributes.get("t", "n"), cell.value
+        location = f"{self.path}:{cell.row}: the cell {cell.attributes.get('r', f'in column {cell.column}')}"
+        if kind == "e":
+            self.problems.add(f"{location} has the error {value}; repair it, or empty it")
+        elif cell.formula and kind == "n" and not value:
+            self.problems.add(f"{location} has a formula without a result; open and save the file in Excel")
+        elif kind == "s":
+            return strings[int(value)]
+        elif kind in ("inlineStr", "str"):
+            return _plain(cell.inline if kind == "inlineStr" else value)
+        elif kind == "b":
+            return "TRUE" if value == "1" else "FALSE"
+        elif kind == "n" and value:
+            is_date = int(cell.attributes.get("s", 0)) in dates
+            return _date(float(value), since_1904) if is_date else _number(value)
+        return value
 
     def _elements(self, part: str, limit: int | None = None) -> Iterator[tuple[bool, str, Attributes, str]]:
         """Each start of an element with its attributes, and each end with the text before it; names without prefixes.
@@ -224,6 +214,43 @@ class _Workbook:
                 events.clear()
         parser.Parse(b"", True)
         yield from events
+
+
+@dataclass
+class _Cell:
+    """A cell, in which the elements inside it are collected."""
+
+    row: int
+    column: int
+    attributes: Attributes
+    value: str = ""
+    inline: str = ""
+    formula: bool = False
+    phonetic: bool = False
+
+    def read(self, start: bool, tag: str, content: str) -> None:
+        if tag == "f":
+            self.formula = True
+        elif tag == "rPh":
+            self.phonetic = start
+        elif tag == "v" and not start:
+            self.value = content
+        elif tag == "t" and not start and not self.phonetic:
+            self.inline += content
+
+
+def _next_row(attributes: Attributes, before: int) -> int:
+    number = int(attributes.get("r", before + 1))
+    if not before < number <= _MOST_ROWS:
+        raise ValueError(f"row {number} after row {before}")
+    return number
+
+
+def _next_column(attributes: Attributes, before: int, row: int) -> int:
+    column = _column(attributes["r"], row) if "r" in attributes else before + 1
+    if not before < column <= _MOST_COLUMNS:
+        raise ValueError(f"column {column} after column {before} in row {row}")
+    return column
 
 
 def _column(cell: str, row: int) -> int:

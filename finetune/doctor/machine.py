@@ -183,7 +183,7 @@ def _triton() -> Finding:
 
 
 def _certificate(device: str) -> Finding:
-    """What earlier trials of this device have shown."""
+    """Report what earlier trials of this device showed."""
     kept = store.of_device(
         torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
     )

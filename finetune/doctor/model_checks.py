@@ -1,4 +1,4 @@
-"""What `finetune doctor MODEL` tries with a small copy of a model, by the code that training and every command run.
+"""Checks of `finetune doctor MODEL` on a small copy of a model, made with the code that all commands run.
 
 All on the CPU, so that the result is the same on every machine; what a GPU does is for its certificate to try.
 """
@@ -72,7 +72,7 @@ class Copy:
 
     @property
     def base(self) -> Path:
-        """Where the small copy is."""
+        """The directory of the small copy."""
         return self.folder / "base"
 
     @cached_property

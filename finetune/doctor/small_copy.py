@@ -82,7 +82,7 @@ def config_of(whole: Any) -> Any:
 
 
 def model_of(architecture: Any) -> Any:
-    """A model with random weights, of which none are all zero, in float32."""
+    """A model with random float32 weights, none of which is all zeros."""
     torch.manual_seed(0)
     made = skeleton.random_base(
         architecture,

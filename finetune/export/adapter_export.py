@@ -55,35 +55,41 @@ def check(job: Conversion) -> None:
             f"{job.run.path} trained every weight and has no adapter: {job.run.merged} is the whole model. Export "
             "`merged` or `gguf` instead"
         )
+    if why := _why_not_plain(job):
+        raise ConfigError(
+            f"the adapter of {job.run.path} has no form for other programs: {why}. Export `merged` or `gguf` instead; "
+            f"PEFT reads {job.run.adapter} as it is"
+        )
+
+
+def _why_not_plain(job: Conversion) -> str | None:
+    """The reason why vLLM, SGLang and llama.cpp cannot load the run's adapter; None if they can."""
+    section = job.config.adapter
     published = adapter_files.published(section)
     rank = max([published.rank, *published.ranks.values()])
     base = build.weightless(job.config.model, job.architecture)
     on_experts = adapter.adapted_experts(base, section)
     if on_experts:
         rank = max(rank, section.rank_of_experts(experts.active(base)))
-    refused = refusal(job.architecture.model_type, on_experts, stored=bool(_files(job.config)))
     targets = [] if section.targets == "all-linear" else section.targets
     parameters = [name for name in targets if "." in name and not is_pattern(name) and name not in on_experts]
-    why = None
     if section.dora:
-        why = "`adapter.dora` rescales whole weights, which no plain LoRA adapter expresses"
-    elif section.extra_modules:
-        why = f"`adapter.extra_modules` trained {', '.join(section.extra_modules)} as well, which these programs refuse"
-    elif section.new_rows:
-        why = "`data.new_tokens` trained rows of the embedding and the head as well, which these programs refuse"
-    elif parameters:
-        why = f"it is on parameters that are no linear layers, {', '.join(parameters)}"
-    elif refused:
-        why = refused
-    elif section.init == "loftq":
-        why = "an adapter started by LoftQ belongs to the quantized base, which these programs do not load"
-    elif rank > server_commands.VLLM_RANKS[-1]:
-        why = f"its rank is {rank}, and vLLM takes at most {server_commands.VLLM_RANKS[-1]}"
-    if why:
-        raise ConfigError(
-            f"the adapter of {job.run.path} has no form for other programs: {why}. Export `merged` or `gguf` instead; "
-            f"PEFT reads {job.run.adapter} as it is"
+        return "`adapter.dora` rescales whole weights, which no plain LoRA adapter expresses"
+    if section.extra_modules:
+        return (
+            f"`adapter.extra_modules` trained {', '.join(section.extra_modules)} as well, which these programs refuse"
         )
+    if section.new_rows:
+        return "`data.new_tokens` trained rows of the embedding and the head as well, which these programs refuse"
+    if parameters:
+        return f"it is on parameters that are no linear layers, {', '.join(parameters)}"
+    if refused := refusal(job.architecture.model_type, on_experts, stored=bool(_files(job.config))):
+        return refused
+    if section.init == "loftq":
+        return "an adapter started by LoftQ belongs to the quantized base, which these programs do not load"
+    if rank > server_commands.VLLM_RANKS[-1]:
+        return f"its rank is {rank}, and vLLM takes at most {server_commands.VLLM_RANKS[-1]}"
+    return None
 
 
 def make(job: Conversion, folder: Path) -> dict[str, Any]:

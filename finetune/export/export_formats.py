@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ExportFormat:
-    """How the published adapter or merged model of a run is rewritten for other programs.
+    """A form of a run's adapter or merged model for other programs.
 
     `module` of this package has two functions of a `Conversion`: `check(job)` raises ConfigError for a run
     that the format cannot express, before anything is loaded; `make(job, folder)` writes the files, proves them and

@@ -41,7 +41,7 @@ def alike(name: str, other: str, model_type: str) -> bool:
 
 
 def served(adapted: Iterable[str], files: Iterable[str], model_type: str) -> int:
-    """How many of the layers `adapted` a server finds, from their names and those of the tensors in the base's files.
+    """Count the layers `adapted` that a server finds by their names and those of the tensors in the base's files.
 
     Raises ConfigError unless it finds all of them.
     """

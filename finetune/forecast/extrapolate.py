@@ -30,7 +30,7 @@ class NotAlike(Exception):
 
 @dataclass(frozen=True)
 class Shortened:
-    """Which layers to keep, and how the trace of what is left is to be repeated.
+    """The layers to keep, and how their trace is to be repeated.
 
     `layers`: the indices kept; `unit`: for each of them its unit; `repeats`: for each unit, for how many it stands.
     """
@@ -202,7 +202,7 @@ class _Extrapolation:
         return kept
 
     def _done_by(self, unit: int) -> list[tuple[str, list[_RelativeEvent]]]:
-        """What a unit did, relative to itself: the events of each of its stretches, with the phase."""
+        """The events of each stretch of a unit with their phase, expressed relative to the unit."""
         return [
             (stretch.phase, [self._relative(event, unit) for event in stretch.events])
             for stretch, owner in self._stretches

@@ -106,11 +106,11 @@ class FakeZero(TracedEngine):
         """Modules whose backward pass has begun, each with frozen weights that were gathered to recompute for it."""
 
     def passes(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which linear layers are those that DeepSpeed puts in where it partitions weights."""
+        """A context with the linear layers that DeepSpeed installs where it partitions weights."""
         return patches.FUNCTIONAL_LINEAR.by(linear) if self._cuts_weights else contextlib.nullcontext()
 
     def saved_bytes(self) -> dict[str, int]:
-        """Those on all ranks."""
+        """The saved bytes of all ranks."""
         states = [
             value.nbytes * sum(one.numbers) // one.size
             for one, state in zip(self._partitions, self._updates.state.values(), strict=True)
@@ -125,11 +125,11 @@ class FakeZero(TracedEngine):
             yield numbers
             return
         start = size = 0
-        for place, number in enumerate(numbers, 1):
+        for end, number in enumerate(numbers, 1):
             size += -(-number // self._ranks)
-            if size >= _UPDATED_AT_ONCE or place == len(numbers):
-                yield numbers[start:place]
-                start = place
+            if size >= _UPDATED_AT_ONCE or end == len(numbers):
+                yield numbers[start:end]
+                start = end
                 size = 0
 
     # -- the start -----------------------------------------------------------------------------------------------------
@@ -292,7 +292,7 @@ class FakeZero(TracedEngine):
         self._send_weights()
 
     def _swap(self) -> None:
-        """What is on the disk takes no memory besides the buffers through which it goes."""
+        """Omit states that are on the disk: only the buffers they pass through take memory."""
         for flat, on_disk in zip(self._flats, self._on_disk, strict=True):
             if on_disk:
                 for value in (flat, flat.grad, *self._updates.state[flat].values()):
@@ -448,7 +448,7 @@ class _Part:
 
 
 def linear(given: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    """linear.py, `zero3_linear_wrap`: as torch's, but the weight itself is saved, also one that is not trained."""
+    """linear.py, `zero3_linear_wrap`: like torch's, but it saves the weight itself, even one that is not trained."""
     return _Linear.apply(given, weight, bias)
 
 
@@ -463,20 +463,20 @@ class _Linear(torch.autograd.Function):
         return output if bias is None else output.add_(bias)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        (gradient,) = gradients
+    def backward(ctx: Any, *outer: Any) -> Any:
+        (gradient,) = outer
         given, weight, bias = ctx.saved_tensors
         enabled, dtype = ctx.autocast
-        found: list[Tensor | None] = [None, None, None]
+        gradients: list[Tensor | None] = [None, None, None]
         with torch.autocast("cpu", enabled=enabled, dtype=dtype):
             rows = gradient.reshape(-1, gradient.shape[-1])
             if ctx.needs_input_grad[0]:
-                found[0] = gradient.matmul(weight)
+                gradients[0] = gradient.matmul(weight)
             if ctx.needs_input_grad[1]:
-                found[1] = rows.t().matmul(given.reshape(-1, given.shape[-1]))
+                gradients[1] = rows.t().matmul(given.reshape(-1, given.shape[-1]))
             if bias is not None and ctx.needs_input_grad[2]:
-                found[2] = rows.sum(0)
-        return tuple(found)
+                gradients[2] = rows.sum(0)
+        return tuple(gradients)
 
 
 def _over_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Sizes of what a job needs besides its steps: checkpoints in memory and on disk, exports, and a merge."""
+"""Sizes of checkpoints, in memory and on disk, of exports and of a merge."""
 
 from __future__ import annotations
 

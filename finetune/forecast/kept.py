@@ -107,7 +107,7 @@ def _adapter() -> pydantic.TypeAdapter[Forecast]:
 
 @functools.cache
 def _software() -> list[Any]:
-    """What decides which operators run, and what they take: versions, this package's own code, and the processor."""
+    """Everything that decides which operators run and what they cost: versions, our own code, the processor."""
     processor = [platform.machine(), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
     return [environment.packages(), environment.code_hash(), *processor]
 

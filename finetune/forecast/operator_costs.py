@@ -117,7 +117,7 @@ def context_bytes(multiprocessors: int) -> int:
 
 
 def communicator_bytes(ranks: int) -> int:
-    """What NCCL takes on a GPU, outside the caching allocator, for one communicator of `ranks`: an estimate.
+    """Estimated memory of NCCL on a GPU, outside the caching allocator, for one communicator of `ranks`.
 
     Until it is measured here: 544 MiB for two A100s and 688 for more (NVIDIA/nccl#964, NVLink, all-reduce of 4 MB). The
     buffers grow with the number of channels, so with less bandwidth between the GPUs they are smaller (#986).
@@ -126,7 +126,7 @@ def communicator_bytes(ranks: int) -> int:
 
 
 def exchange_bytes(ranks: int) -> int:
-    """What NCCL takes on a GPU in addition for an all-to-all of `ranks` over NVLink: an estimate.
+    """Estimated memory that NCCL adds on a GPU for an all-to-all of `ranks` over NVLink.
 
     Its buffers are those of each pair of GPUs: with 8 H100s, 3.28 GB (NVIDIA/nccl#1685).
     """
@@ -145,7 +145,7 @@ def gradient_buckets(sizes: Sequence[int]) -> list[int]:
 
 
 def broadcast_buckets(sizes: Sequence[int]) -> list[int]:
-    """Flat copies, no more than two at once, by which DistributedDataParallel gives all processes the first's weights.
+    """Flat copies, at most two at once, with which DistributedDataParallel broadcasts the weights of rank 0.
 
     (torch 2.13, nn/parallel/distributed.py `_sync_module_states`; torch/csrc/distributed/c10d/comm.cpp
     `broadcast_coalesced`.)
@@ -154,7 +154,7 @@ def broadcast_buckets(sizes: Sequence[int]) -> list[int]:
 
 
 def _filled(sizes: Sequence[int], limits: Sequence[int]) -> list[int]:
-    """Buckets that are at least as large as their limit; the last of `limits` is that of all further ones."""
+    """Buckets filled to at least their limit; the last of `limits` applies to all further buckets."""
     buckets = [0]
     for size in sizes:
         if buckets[-1] >= limits[min(len(buckets), len(limits)) - 1]:
@@ -291,7 +291,7 @@ def _casts(func: Any, operands: list[Any], written: Any) -> list[int]:
 
 
 def _of_product(left: Any, right: Any) -> list[int]:
-    """What a CPU takes within a product of matrices, one each or a batch of them."""
+    """Temporary memory of a CPU in a product of two matrices or two batches of matrices."""
     batch, rows, columns = left.shape[:-2].numel(), left.shape[-2], right.shape[-1]
     operations = 2 * left.numel() * columns
     if left.dtype is torch.bfloat16 and left.dim() == 2 and operations <= _MOST_ASKED and _multiplies_bfloat16():
@@ -471,7 +471,7 @@ def _padded_mask(query: Any, mask: Any) -> list[int]:
 def _packed_attention_scratch(
     gradient: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, starts: Any, *rest: Any
 ) -> list[int]:
-    """The same for packed rows (tokens, heads, head size), each with room for a block of its own.
+    """The same for packed rows (tokens, heads, head size), each of which gets a block more.
 
     (torch 2.13, flash_api.cpp `mha_varlen_bwd`: dq_accum, softmax_d, dk_expanded, dv_expanded.)
     """

@@ -158,7 +158,7 @@ class Planner:
                 pulled.append((lever, self.forecast(config.changed(lever.changes))))
         return [(lever, after) for lever, after in pulled if after.needed_bytes < below]
 
-    def settle(self) -> tuple[Config, Fitted | None]:
+    def resolve(self) -> tuple[Config, Fitted | None]:
         """The job with a value for all that is `auto`, and what was chosen; the least setting where nothing fits."""
         if self.job.fitted:
             return self._shared(lambda config: config), None
@@ -256,7 +256,7 @@ class Planner:
         return max(1, config.training.batch_size // config.distributed.shares(self.gpus))
 
     def _scored(self, config: Config) -> Batch | None:
-        """The largest batch in which the reference is scored; None if there is none, or no data."""
+        """The largest batch in which the reference is scored; None without a reference or without data."""
         if not (config.caches_reference and objectives.of(config).reference):
             return None
         if self.data is None or config.data.max_length != self.job.data.max_length:
@@ -344,7 +344,7 @@ def _as_it_is(planner: Planner) -> Planner:
 def plan(config: Config, gpu: str | None = None, gpus: int = 1, follow: Follow = _as_it_is) -> Plan:
     """Forecast the job on `gpu`, with its `auto` settings fitted (see `finetune.plan`)."""
     planner = planner_for(config, gpu, gpus, follow)
-    config, fitted = planner.settle()
+    config, fitted = planner.resolve()
     forecast = planner.with_reference(config, fitted.forecast if fitted else planner.forecast(config))
     return Plan(config, forecast, () if forecast.fits else tuple(planner.levers(config, forecast)), fitted)
 

@@ -166,7 +166,7 @@ class Forecast:
 
 @dataclass(frozen=True)
 class RunSetting:
-    """What a run does around the step that is traced. All sizes in bytes.
+    """The parts of a run around the traced step. All sizes in bytes.
 
     `micro_batches`: how many make a step on one rank.
     `checkpoint_bytes`: the copy in host memory from which a checkpoint is written. It is there after the last step, and
@@ -245,7 +245,7 @@ def on(forecast: Forecast, device: Device) -> Forecast:
 
 
 def with_reference(forecast: Forecast, shares: int, rows: int | None, batches: float, in_step: float) -> Forecast:
-    """`forecast` with the pass, if it has one, that scores `rows` in so many `batches`, divided into `shares`.
+    """`forecast` with the pass, if it has one, that scores `rows` in `batches`, divided into `shares`.
 
     Steps and evaluations would take `in_step` times as long.
     """
@@ -289,7 +289,7 @@ def swapping_seconds(swapped_bytes: int, ranks: int) -> float:
 
 
 def _seconds(work: Work, device: Device) -> float:
-    """Time of arithmetic, traffic and launches, none of them overlapping, or of what is sent beside them if longer.
+    """The sum of arithmetic, traffic and launch times, or the time of what is sent meanwhile, if that is longer.
 
     Copies between the host and the device have a stream of their own (`model.recompute.offload`), and so have FSDP2's
     gathers of the next layer and its reduced gradients, and DDP's averages.
@@ -303,7 +303,7 @@ def _seconds(work: Work, device: Device) -> float:
 
 
 def sending_seconds(copied_bytes: int, sent_bytes: int, device: Device) -> float:
-    """Time of copies between the host and a device, and of what it sends to others.
+    """Time of copies between host and device, and of messages to other devices.
 
     Both go over PCI Express, one after the other, unless the cards have NVLink.
     """
@@ -543,7 +543,7 @@ class Replay:
 
 
 def _outside(device: Device) -> dict[str, int]:
-    """Bytes by category of what lies outside the allocator."""
+    """Bytes outside the allocator, by category."""
     sizes = {"context": device.outside_bytes - device.communicator_bytes}
     return {**sizes, "communicators": device.communicator_bytes} if device.communicator_bytes else sizes
 

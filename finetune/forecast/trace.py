@@ -375,7 +375,7 @@ class TraceRecorder(TorchDispatchMode):
         return self.answers.scalar(call.args[0], self._made_by.get(call.args[0]))
 
     def _run_in_python(self, call: _Call) -> Any:
-        """Run a kernel that is written in Python, so that what it allocates is seen; its output is no workspace."""
+        """Run a kernel that is written in Python and record what it allocates; its output is not workspace."""
         if call.name == "aten::_grouped_mm" and call.args[1].dim() == 3:
             call.kwargs = {**call.kwargs, "busiest": self.answers.busiest(call.args[0].shape[0], call.args[1].shape[0])}
         outer, self.category = self.category, "workspace"

@@ -62,7 +62,7 @@ class TracedEngine(OneProcess):
 
     @staticmethod
     def held(tensor: Tensor) -> Tensor:
-        """What rank 0 holds of a tensor, sharing memory with it."""
+        """The part of a tensor that rank 0 holds; shares its memory."""
         return tensor
 
     @staticmethod

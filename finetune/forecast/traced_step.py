@@ -304,7 +304,7 @@ class _TracedStep:
         return self.recorder.rewind(self._start)
 
     def _once(self, what: Hashable, record: Callable[[], None]) -> None:
-        """Record what depends on `what` alone, in a phase of its own; repeat the recording the second time."""
+        """Record work that depends only on `what`, in a phase of its own; later calls repeat the recording."""
         if what in self._repeatable:
             self.recorder.repeat(self._repeatable[what])
             return
@@ -600,11 +600,11 @@ class _TracedStep:
         rows = zip(batch.by_row, batch.shared_by_row, strict=True)
         inputs = self._collator.micro_batch([self._collator.row(own, shared=shared) for own, shared in rows])
         with self.mode:
-            found = _without_values(inputs)
-        moved = found if self._device.type == "cpu" else for_model(found, masked=self._step.masked)
+            plain = _without_values(inputs)
+        moved = plain if self._device.type == "cpu" else for_model(plain, masked=self._step.masked)
         for value in _tensors(moved):
             self.recorder.keep(value, "activations")
-        return found
+        return plain
 
 
 def _without_values(inputs: Inputs) -> Inputs:

@@ -66,7 +66,7 @@ def chat(
 
 
 def _asking(run: RunDirectory, system: str | None, trust_remote_code: bool) -> Callable[[str], Example]:
-    """A function from a prompt to an example; prints the system message if it is that of the run's rows."""
+    """Return a function from a prompt to an example; prints the system message if it comes from the run's rows."""
     used, kind = system_of(run, system), examples.learnt(run.events()) or UNRECORDED
     if used and system is None:
         note_beside_output(f"system message of the rows: {shortened(used, 200)} (--system gives another, or '' none)")

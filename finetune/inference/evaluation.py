@@ -72,29 +72,13 @@ def evaluate(
     """
     libraries.quiet()
     run = RunDirectory.open(run)
-    for name, names in {"metrics": metrics, "tasks": tasks, "models": models}.items():
-        if isinstance(names, str):
-            raise ConfigError(f"`{name}` are a list, such as [{names!r}]")
-    if limit is not None and limit < 1:
-        raise ConfigError(f"`limit` must be at least 1, not {limit}")
-    config = config_of(run, trust_remote_code=trust_remote_code)
-    if config.scorer and (metrics or tasks):
-        raise ConfigError(
-            f"{run.path} is a {config.scorer}, which gives scores and no answers; leave out `--metric` and `--task`"
-        )
-    if data is not None:
-        config = config.changed({"data.eval": fspath(data)})
+    _refuse_values(limit, metrics=metrics, tasks=tasks, models=models)
+    config = _config(run, data, answers=bool(metrics or tasks), trust_remote_code=trust_remote_code)
     chosen = _chosen(run, config, models)
-    asks = bool(metrics or data) or not tasks  # tasks alone need no rows
     tokenizer = load_tokenizer(config.model, run.data(config))
-    with_loss = (asks or prepare.is_here(config.data)) and prepare.holds_out(config.data, tokenizer)
-    settled = Settings(max_new_tokens, batch_size=batch_size)
-    job = _EvaluationJob(run, config, settled, [find(name) for name in metrics], with_loss)
-    if asks and not with_loss:
-        raise DataError(
-            f"no evaluation set (`data.eval: {named(config.data.eval)}`): set it to a file, or a larger "
-            "`data.eval_share`, and train again; or give a file with `--data`; `--task` needs none"
-        )
+    with_loss = _has_rows(config, tokenizer, needed=bool(metrics or data) or not tasks)  # tasks alone need none
+    settings = Settings(max_new_tokens, batch_size=batch_size)
+    job = _EvaluationJob(run, config, settings, [find(name) for name in metrics], with_loss)
     if config.scorer:
         job.scored = ScoredRows.of(config, tokenizer)
     elif with_loss:
@@ -113,18 +97,17 @@ def evaluate(
     if job.compared and job.compared.needs_reference and not {"base", "adapter"} <= {*chosen}:
         job.compared.score_reference(*model_of(run, config, "base"))
     results = _each(run, config, chosen, measure)
-    settings = {
-        "models": chosen, "data": data and fspath(data), "metrics": list(metrics), "tasks": list(tasks), "limit": limit,
-        "max_new_tokens": max_new_tokens, "batch_size": batch_size, "apply_chat_template": apply_chat_template,
-        "confidence": CONFIDENCE, "resamples": RESAMPLES, "seed": SEED,
-    }  # fmt: skip
     record: EvaluationRecord = {
         "steps": run.steps_done,
         "measures": _measures(results),
         "interval": _INTERVAL,
         "notes": job.notes(results),
-        "settings": settings,
-    }
+        "settings": {
+            "models": chosen, "data": data and fspath(data), "metrics": list(metrics), "tasks": list(tasks),
+            "limit": limit, "max_new_tokens": max_new_tokens, "batch_size": batch_size,
+            "apply_chat_template": apply_chat_template, "confidence": CONFIDENCE, "resamples": RESAMPLES, "seed": SEED,
+        },
+    }  # fmt: skip
     scores = Scores(record)
     terminal.show(scores)
     # In this order, a kill leaves no answers of one evaluation beside the figures of another.
@@ -135,6 +118,35 @@ def evaluate(
     if run.report_file.exists():
         page.write(run)
     return scores
+
+
+def _refuse_values(limit: int | None, **lists: Sequence[str]) -> None:
+    for name, names in lists.items():
+        if isinstance(names, str):
+            raise ConfigError(f"`{name}` are a list, such as [{names!r}]")
+    if limit is not None and limit < 1:
+        raise ConfigError(f"`limit` must be at least 1, not {limit}")
+
+
+def _config(run: RunDirectory, data: str | PathLike[str] | None, *, answers: bool, trust_remote_code: bool) -> Config:
+    """The config of the run, with the rows of `data` held out, if given; refuses `answers` of a model that has none."""
+    config = config_of(run, trust_remote_code=trust_remote_code)
+    if config.scorer and answers:
+        raise ConfigError(
+            f"{run.path} is a {config.scorer}, which gives scores and no answers; leave out `--metric` and `--task`"
+        )
+    return config if data is None else config.changed({"data.eval": fspath(data)})
+
+
+def _has_rows(config: Config, tokenizer: Any, *, needed: bool) -> bool:
+    """Whether there is an evaluation set. Raises DataError if one is `needed` and there is none."""
+    held_out = (needed or prepare.is_here(config.data)) and prepare.holds_out(config.data, tokenizer)
+    if needed and not held_out:
+        raise DataError(
+            f"no evaluation set (`data.eval: {named(config.data.eval)}`): set it to a file, or a larger "
+            "`data.eval_share`, and train again; or give a file with `--data`; `--task` needs none"
+        )
+    return held_out
 
 
 def _chosen(run: RunDirectory, config: Config, models: Sequence[str]) -> list[str]:

@@ -42,7 +42,7 @@ EARLIER_ADAPTER = "The merged model is of an earlier adapter; `finetune merge` m
 
 @dataclass(frozen=True)
 class Ready:
-    """A model of a run, ready to answer; `kind` is that of its rows, `system` the system message, empty for none."""
+    """A model of a run, ready to answer; `kind` of its rows, and its `system` message, empty for none."""
 
     config: Config
     model: Any

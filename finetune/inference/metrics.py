@@ -201,7 +201,7 @@ def _python_rule(file: Path, function: str) -> Rule:
 
 
 def needed(module: str, what: str) -> Any:
-    """A module of an optional package. Raises MachineError if that is not installed."""
+    """Import a module of an optional package. Raises MachineError if it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError:

@@ -11,7 +11,7 @@ from finetune.inference.intervals import Measured
 
 @dataclass
 class ModelResults:
-    """What was measured of one model, by name; `better`: which values of it are better.
+    """The measurements of one model by name; `better` says which values are better.
 
     `answers`, the `classes` that a classifier gave, and `scores`, by name as well, have an entry for each row.
     """

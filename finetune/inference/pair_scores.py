@@ -1,4 +1,4 @@
-"""What `finetune eval` measures of a run on preferences: its objective and statistics on held-out rows.
+"""Measures the objective of a preference run and its statistics on held-out rows for `finetune eval`.
 
 The reference is the base, scored once for all models. A row, of a pair or of one labelled answer, is measured by
 itself, so that each has its statistics.
@@ -46,7 +46,7 @@ class ComparedPairs:
 
     @classmethod
     def of(cls, config: Config, tokenizer: Any) -> ComparedPairs | None:
-        """Those of the evaluation set; None if the run is not on preferences, or its reference is not the base."""
+        """The pairs of the evaluation set; None if the run has no preferences, or a reference other than the base."""
         objective = OBJECTIVES.get(config.training.objective)
         known = (PAIRS.segments, LABELLED.segments)
         if objective is None or objective.layout.segments not in known or objective.evaluated is None:

@@ -1,4 +1,4 @@
-"""What `finetune eval` measures of models that score sequences: reward models and classifiers.
+"""Measures reward models and classifiers, which score sequences, for `finetune eval`.
 
 pairs of answers ─▶ how often the chosen one has the higher reward, beside the rule that the longer one wins
 single answers   ─▶ the reward of each

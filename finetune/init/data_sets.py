@@ -1,4 +1,4 @@
-"""The data sets that another tool's config names, as sources of ours, and the other keys of its entries."""
+"""Translates the data sets of another tool's config into sources, and collects the other keys of its entries."""
 
 from __future__ import annotations
 

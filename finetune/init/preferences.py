@@ -47,9 +47,9 @@ def _word(value: Any) -> str:
 
 
 def objective(given: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The key and the objective of ours that it asks for; None for supervised training, or what is not offered."""
-    found = asked(given)
-    return found if found and found[1] in OBJECTIVES else None
+    """The key that asks for another objective than supervised training, and ours; None if that is not offered."""
+    named = asked(given)
+    return named if named and named[1] in OBJECTIVES else None
 
 
 def read(given: Mapping[str, Any], tool: str, name: str) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
@@ -62,15 +62,15 @@ def read(given: Mapping[str, Any], tool: str, name: str) -> tuple[dict[str, Any]
 
 
 def refusal(given: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The key that asks for an objective that is not offered, or does not say for which; with the reason."""
-    found = asked(given)
-    if found and found[1] not in OBJECTIVES:
-        key, name = found
+    """The key that asks for an objective that is not offered or not named, and the reason."""
+    named = asked(given)
+    if named and named[1] not in OBJECTIVES:
+        key, name = named
         return key, other_names.not_offered("training.objective", name) or (
             f"`{name}` is not offered; `training.objective` is one of {', '.join(OBJECTIVES)}"
         )
     unclear = next((key for key in _OF_SEVERAL if key in given), None)
-    if unclear and not found:
+    if unclear and not named:
         return unclear, (
             "this config does not say which of TRL's trainers it is for; add `loss_type: sigmoid` for DPO, or remove "
             "the key if it is for supervised training"

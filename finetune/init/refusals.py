@@ -51,7 +51,7 @@ _KEYS: dict[str, Callable[[Any], str | None]] = {
 
 
 def of(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The keys that ask for training that is not offered, each with the message."""
+    """Return the keys that ask for training that is not offered, with a message for each."""
     reasons = [preferences.refusal(given)]
     for key, value in given.items():
         for pattern, reason in _KEYS.items():

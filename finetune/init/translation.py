@@ -98,7 +98,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 def _tool(given: Mapping[str, Any], path: Path) -> str:
-    """The tool of a config: among those that name the model by a key it has, the one with most of its own keys."""
+    """The tool a config is for: of those whose key for the model it has, the one with most keys in it."""
     names = [name for name, tool in TOOLS.items() if tool.model in given]
     if not names:
         wanted = " or ".join(
@@ -206,41 +206,55 @@ def _apply_implicit_defaults(draft: Draft, name: str, given: Mapping[str, Any], 
     quantizes = any(given.get(key) for key in ("load_in_4bit", "load_in_8bit", "quantization_bit"))
     if not quantizes and given.get("adapter") != "qlora":
         draft.take("quantization.kind", "none", f"not quantized in {name}")
+    if name == "TRL" and given.get("load_in_4bit") and "quantization.double" not in draft.values:
+        draft.take("quantization.double", False, "its default there")
+    _apply_adapter_defaults(draft, given)
+    if name == "TRL" and given.get("eval_strategy", "no") not in ("no", False):
+        draft.values.setdefault("data.eval", "auto")
+    if not {"data.eval", "data.eval_share"} & set(draft.values):
+        draft.take("data.eval", "none", f"none in {name}")
+    if given.get("bf16") is False and not any(given.get(key) for key in ("fp16", "float16", "bfloat16")):
+        draft.take("training.precision", "fp32", "bf16: false")
+    _leave_out_ignored(draft, taken)
+    _note_undecided(draft, name, given)
+
+
+def _apply_adapter_defaults(draft: Draft, given: Mapping[str, Any]) -> None:
     if draft.values.get("adapter.kind") == "none":
         for key in [key for key in draft.values if key.startswith("adapter.") and key != "adapter.kind"]:
             del draft.values[key]
     elif given.get("lora_target_linear") is True:
         draft.take("adapter.targets", "all-linear", "lora_target_linear")
-    if name == "TRL" and given.get("eval_strategy", "no") not in ("no", False):
-        draft.values.setdefault("data.eval", "auto")
-    if not {"data.eval", "data.eval_share"} & set(draft.values):
-        draft.take("data.eval", "none", f"none in {name}")
     if "adapter.alpha" not in draft.values and "adapter.rank" in draft.values:
         _take(draft, {"adapter.alpha": 2 * draft.values["adapter.rank"]}, "twice the rank")
-    halves = ("fp16", "float16", "bfloat16")
-    if given.get("bf16") is False and not any(given.get(key) for key in halves):
-        draft.take("training.precision", "fp32", "bf16: false")
-    if name == "TRL" and given.get("load_in_4bit") and "quantization.double" not in draft.values:
-        draft.take("quantization.double", False, "its default there")
+
+
+def _leave_out_ignored(draft: Draft, taken: Mapping[str, str]) -> None:
+    """Drop values that the config would ignore; those of a preference objective are noted."""
     ignored = [*ignored_keys(draft.config.model_dump(), CHOICES)]
     if draft.values.get("distributed.kind") in ("fsdp", "deepspeed"):  # the result is the same without
         ignored += ["kernels.fused", "kernels.compile"]
-    objective = draft.values.get("training.objective", "supervised")
     for key in ignored:
         value = draft.values.pop(key, None)
         if value and key.startswith("preference.") and key in taken:
-            draft.notes.append(f"Left out, as `{objective}` ignores it: {_shown(taken[key], value)}")
+            draft.notes.append(f"Left out, as `{_objective(draft)}` ignores it: {_shown(taken[key], value)}")
+
+
+def _note_undecided(draft: Draft, name: str, given: Mapping[str, Any]) -> None:
+    """Note what the other tool's file leaves open and its defaults decide in another way than those here."""
     if "data.train" not in draft.values:
         draft.notes.append("No data set is named: write `data.train`")
-    supervised = objective == "supervised"
-    if (
-        name == "TRL"
-        and supervised
-        and not any(given.get(key) for key in ("assistant_only_loss", "completion_only_loss"))
-    ):
+    if name != "TRL":
+        return
+    of_answers = any(given.get(key) for key in ("assistant_only_loss", "completion_only_loss"))
+    if _objective(draft) == "supervised" and not of_answers:
         draft.notes.append("To be decided: `data.loss_on`; of messages, TRL trains `all` tokens")
-    if name == "TRL" and given.get("use_peft") and "adapter.targets" not in draft.values:
+    if given.get("use_peft") and "adapter.targets" not in draft.values:
         draft.notes.append("To be decided: `adapter.targets`, which PEFT chooses there, often [q_proj, v_proj]")
+
+
+def _objective(draft: Draft) -> Any:
+    return draft.values.get("training.objective", "supervised")
 
 
 def _note_the_rest(draft: Draft, left: Mapping[str, Any], others: list[str]) -> None:

@@ -37,7 +37,7 @@ def layers(module: nn.Module) -> list[nn.Module]:
 
 
 def obstacle(module: nn.Module) -> str | None:
-    """Why such a module cannot be computed here; None if it can."""
+    """The reason why the module cannot be fused; None if it can."""
     return lora.obstacle_together(layers(module))
 
 
@@ -134,7 +134,7 @@ def _rotary(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def _with_rotary(forward: Any) -> Callable[..., Any]:
-    """A copy of the function `forward` whose globals have the rotary embedding of this module in place of its own."""
+    """A copy of the function `forward` that calls the rotary embedding of this module, by changed globals."""
     names = {**forward.__globals__, _ROTARY: _rotary(forward.__globals__[_ROTARY])}
     copy = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     copy.__kwdefaults__ = forward.__kwdefaults__

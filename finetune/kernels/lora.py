@@ -333,7 +333,7 @@ def _factors(like: Tensor, layers: Layers, out: Sequence[Tensor] | None = None) 
         into, values = list(a.split([len(down) for down, _, _ in adapted])), [down for down, _, _ in adapted]
         ups = [(b[number], up) for _, up, number in adapted]
         if out is None:
-            into += [place for place, _ in ups]
+            into += [own for own, _ in ups]
             values += [up for _, up in ups]
         # In one launch, for which torch 2.13 has no public name (and ruff does not see it as private). A tensor with
         # other strides would have it copy them all one by one (ForeachUtils.h, `can_use_fast_route`).

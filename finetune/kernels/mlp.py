@@ -53,7 +53,7 @@ def layers(module: nn.Module) -> list[nn.Module]:
 
 
 def obstacle(module: nn.Module) -> str | None:
-    """Why such a module cannot be computed here; None if it can."""
+    """The reason why the module cannot be fused; None if it can."""
     *inner, down = layers(module)
     reason = lora.obstacle_together(inner) or lora.obstacle(down)
     return reason or (None if _activation(module) else "another activation or another formula")
@@ -138,7 +138,7 @@ class _Output(torch.autograd.Function):
 
 
 class _Formula(Protocol):
-    """What an MLP computes from tensors that are kept for its backward pass: (..., width) each, and the output too.
+    """An MLP's function of tensors that are kept for its backward pass; they and the output are (..., width).
 
     `gradients` are those of the kept tensors and then of the `trained` weights, from `dy`, that of the output, whose
     type is `dtype` and width `outputs`.
@@ -286,7 +286,7 @@ def _backward_(gate: Tensor, up: Tensor, activation: str, down: FrozenLinear, dy
 
 
 def _inner(module: nn.Module) -> tuple[str, ...]:
-    """The names of the layers before the activation; empty for a module that is not a gated MLP."""
+    """The names of the layers before the activation; empty unless the module is a gated MLP."""
     return next((names for names in (_APART, _JOINED) if all(hasattr(module, name) for name in names)), ())
 
 

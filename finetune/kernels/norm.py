@@ -42,7 +42,7 @@ def has_structure(module: nn.Module) -> bool:
 
 
 def obstacle(module: Any) -> str | None:
-    """Why such a module cannot be computed here; None if it can."""
+    """The reason why the module cannot be fused; None if it can."""
     return "a norm that is trained" if module.weight.requires_grad else None
 
 

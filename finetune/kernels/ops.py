@@ -58,7 +58,7 @@ def _operator(schema: str) -> Callable[[Callable[..., Any]], Any]:
 
 
 def program(name: str, device_type: str) -> Callable[..., Any]:
-    """The function that an operator, by full name, calls on such a device."""
+    """The function that an operator, given by its full name, calls on a kind of device."""
     return ON_CPU[name] if device_type == "cpu" else _ON_CUDA[name]
 
 

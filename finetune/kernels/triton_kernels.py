@@ -26,7 +26,7 @@ _TILE = 2048
 
 @triton.jit
 def _start(row, middle, inner, outer_stride, middle_stride, inner_stride):
-    """Where a row lies, of rows (outer, middle, inner)."""
+    """The offset of a row among rows (outer, middle, inner)."""
     rest = row // inner
     start = (rest // middle).to(tl.int64) * outer_stride + (rest % middle).to(tl.int64) * middle_stride
     return start + (row % inner).to(tl.int64) * inner_stride
@@ -295,7 +295,7 @@ def _code(quant_type: str, device: torch.device) -> Tensor:
 
 
 def _rows(*tensors: Tensor) -> list[int]:
-    """How `_start` finds the rows of tensors (..., width) of one shape: middle, inner, and each tensor's strides."""
+    """Arguments of `_start` for tensors (..., width) of one shape: middle, inner, and each tensor's strides."""
     _assert_along_rows(*tensors)
     try:  # rows at one distance
         views = [tensor.view(-1, 1, 1, tensor.shape[-1]) for tensor in tensors]

@@ -1,4 +1,4 @@
-"""Writes the file by which a cluster starts torchrun on each node of a job."""
+"""Writes the file with which a cluster starts torchrun on each node of a job."""
 
 from __future__ import annotations
 

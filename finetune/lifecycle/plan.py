@@ -59,7 +59,7 @@ def _resolved(planner: Planner, terminal: Terminal) -> tuple[Config, Fitted | No
     if job.memory.check == "off" and unseen.fitted:
         return unseen, None
     try:
-        config, fitted = planner.settle()
+        config, fitted = planner.resolve()
     except ForecastError:
         if job.memory.check == "refuse" or not unseen.fitted:
             raise

@@ -21,6 +21,7 @@ from finetune.lifecycle.session import Lock
 from finetune.model import bounds, build
 from finetune.model.adapters import starting
 from finetune.model.adapters.adapter import adapted_experts
+from finetune.model.attention import backends
 from finetune.model.base import load_architecture
 from finetune.model.build import Blueprint
 from finetune.model.distributed import context
@@ -69,6 +70,8 @@ def gather(
         bounds.check_tokenizer(tokenizer, architecture, config.model)
         context.check(architecture, config.distributed.context)
         attention, reason = build.choose_attention(config, architecture, device.type)
+        if slow := backends.without_fla(architecture, device.type):
+            note(slow)
         blueprint = build.blueprint(config, architecture, attention)
         adapter = resume.to_build(config.adapter, resumed=bool(run.saved_steps) and not fresh)
         mixture = blueprint.check(adapter)

@@ -24,7 +24,7 @@ _AS_STARTED = ("training.learning_rate", "adapter.expert_rank")
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run resumes: a valid checkpoint, or None. `damaged` are newer checkpoints with their problems."""
+    """The checkpoint that a run resumes from, or None; `damaged` has newer checkpoints and their problems."""
 
     checkpoint: Path | None
     damaged: dict[Path, list[str]] = field(default_factory=dict)
@@ -130,5 +130,5 @@ def lowered(config: Config, run: RunDirectory) -> dict[str, int]:
 
 
 def find(run: RunDirectory) -> Start:
-    """Where to resume from. Raises ArtifactError if there are checkpoints but none can be used."""
+    """Find the checkpoint to resume from. Raises ArtifactError if there are some but none can be used."""
     return Start(*checkpoint.newest_valid(run, state.problems_of))

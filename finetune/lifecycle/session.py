@@ -37,7 +37,7 @@ class Lock(contextlib.ExitStack):
             self._taken = True
 
     def release(self) -> None:
-        """Release the directory, so that it can be moved aside."""
+        """Release the directory so that it can be moved."""
         self.close()
         self._taken = False
 

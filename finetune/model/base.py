@@ -240,7 +240,7 @@ def _checked_files(name: str) -> Iterator[None]:
 
 
 def refuse_not_finite(section: ModelSection) -> None:
-    """Raise ArtifactError naming the first weight of the base that is not finite; reads all of its files."""
+    """Raise ArtifactError for the first weight of the base that is not finite; reads all of its files."""
     if section.weights == "random":
         return
     for file in sorted(weights_directory(section.name, section.revision).glob("*" + weight_files.SUFFIX)):

@@ -152,7 +152,7 @@ def _types_as_loaded(model: Any, dtype: torch.dtype) -> None:
 
 
 def mixture(model: Any, quantization: QuantizationSection) -> Mixture | None:
-    """How the experts of a base will be stored once it is quantized; None if it has no experts."""
+    """The form in which a quantized base will store its experts; None if it has none."""
     from transformers.pytorch_utils import Conv1D
     from transformers.quantizers.quantizers_utils import should_convert_module
 

@@ -67,7 +67,7 @@ OBJECTIVES: dict[str, Objective] = {
 
 
 def of(config: Config) -> Objective:
-    """The objective of a job, with the numbers of its section; its layout is that of batches.
+    """The objective of a job, with the numbers of its section and the layout of its batches.
 
     Where the log-probabilities of the starting model are cached, they are values of the rows: `reference_chosen` for
     the segment `chosen`.

@@ -43,9 +43,9 @@ def _loss(nll_weight: float, model: Any, batch: Batch) -> tuple[torch.Tensor, to
     """The summed divergence of the trained tokens, with `nll_weight` times their cross-entropy; and their number."""
     from finetune.objectives import teacher_scores
 
-    with teacher_scores.watched(batch) as found:
+    with teacher_scores.watched(batch) as watched:
         scores = scored(model, batch)
-    [(teacher, own, trained)] = found
+    [(teacher, own, trained)] = watched
     count = scores.label_mask.sum()
     nats = -scores.log_probs.sum()
     total = divergence(teacher, own).where(trained, 0).sum()

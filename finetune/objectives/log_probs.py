@@ -43,10 +43,10 @@ def attach(model: Any) -> str | None:
 
     `model` may be wrapped by PEFT, and is modified in place. Returns a one-line note if a mixture of experts has to
     train without its load-balancing loss.
-    A sequence classifier scores sequences already; only its balancing loss is settled.
+    A sequence classifier scores sequences already; only its balancing loss is prepared.
     """
     base = model.get_base_model() if hasattr(model, "peft_config") else model
-    unbalanced = _settle_balancing_loss(base)
+    unbalanced = _prepare_balancing_loss(base)
     if not sequence_head.is_classifier(model):
         add_fused_lm_head(base, outputs=("log_probs",))
     return unbalanced
@@ -145,7 +145,7 @@ def tiles(tokens: int, *, fused: bool = False) -> Iterator[None]:
         yield
 
 
-def _settle_balancing_loss(model: Any) -> str | None:
+def _prepare_balancing_loss(model: Any) -> str | None:
     """Make the head return the load-balancing loss if the model has experts, and only then; see `attach`.
 
     TRL assumes a mixture of experts if the config has `output_router_logits`, as some dense models' do (Granite 4,

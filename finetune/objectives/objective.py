@@ -1,4 +1,4 @@
-"""What an objective is, and the sums that objectives are made of; `finetune.objectives` has them all."""
+"""Defines an objective and the sums that objectives are made of; the table is in `finetune.objectives`."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Objective:
 
     @property
     def before_step(self) -> Objective:
-        """What an evaluation of the segments `mismatched` sums for `step_mean`."""
+        """The sums over the segments `mismatched` that `step_mean` is made of."""
         return replace(self, evaluated=self.step_mean)
 
 
@@ -99,7 +99,7 @@ def scored(model: Any, batch: Batch) -> Any:
 
 
 def by_sequence(values: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Sums (sequences,) of `values` (sequences, tokens - 1), which are those of tokens from the second on.
+    """Sums (sequences,) of `values` (sequences, tokens - 1), which begin with the second token.
 
     Packed sequences are summed one by one in float64, in a fixed order and without waiting for the device.
     """

@@ -72,7 +72,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class AnswerScores:
-    """How likely one answer of each row is: L, n and L' (rows,), float32; no L' without a reference."""
+    """Log-probabilities of one answer of each row: L, n and L' (rows,), float32; no L' without a reference."""
 
     log_prob: Tensor
     tokens: Tensor

@@ -26,7 +26,7 @@ def watched(batch: Batch) -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
     Those of the teacher and those of the model, float32 (positions, k), and which positions are trained (positions,).
     """
     function = patches.HEAD_FUNCTION.value
-    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    log_probs: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def apply(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *rest: Any) -> Any:
         temperature, columns, softcap, scale, _ = rest
@@ -47,11 +47,11 @@ def watched(batch: Batch) -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
         if softcap is not None:
             logits = softcap * torch.tanh(logits * (temperature / softcap)) / temperature
         of_ids, of_label = logits.split([ids.shape[1], 1], 1)
-        found.append((teacher, of_ids - of_label + per_token[0].unsqueeze(1), trained))
+        log_probs.append((teacher, of_ids - of_label + per_token[0].unsqueeze(1), trained))
         return per_token
 
     with patches.HEAD_FUNCTION.by(SimpleNamespace(apply=apply)):
-        yield found
+        yield log_probs
 
 
 class _Logits(torch.autograd.Function):

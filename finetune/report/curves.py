@@ -62,7 +62,7 @@ _SHARES = "accuracies"
 
 
 def _unit(figures: Figures) -> str:
-    """What a loss is the mean of: trained tokens, or where an objective compares them, rows."""
+    """The unit over which a loss is a mean: trained tokens or, for an objective that compares answers, rows."""
     return "mean over rows" if figures.statistics else "nats per trained token"
 
 
@@ -112,7 +112,7 @@ def of_runs(runs: Mapping[str, Figures]) -> list[dict[str, Any]]:
 
 
 def grouped(lines: Sequence[Line]) -> list[Sequence[Line]]:
-    """Consecutive lines in groups of equal size, at most POINTS; one line each if there are no more."""
+    """Consecutive lines in at most POINTS groups of equal size."""
     size = max(1, math.ceil(len(lines) / POINTS))
     return [lines[at : at + size] for at in range(0, len(lines), size)]
 

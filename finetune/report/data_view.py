@@ -110,16 +110,8 @@ class DataView(PageView):
 
 
 def _facts(data: Inspection) -> dict[str, str]:
-    if data.worst_batch.packed:
-        at_once = "packed"
-    elif data.micro_batch_tokens:
-        at_once = f"micro-batches of at most {words.count(data.micro_batch_tokens)} tokens"
-    elif data.micro_batch == "auto":
-        at_once = "micro-batch is auto: counted as one"
-    else:
-        at_once = f"micro-batch {words.count(data.micro_batch)}"
     shown = {
-        "batch": f"{words.count(data.batch_size)} rows a step, {at_once}",
+        "batch": f"{words.count(data.batch_size)} rows a step, {_at_once(data)}",
         "largest batch": f"{words.batch(data.worst_batch)}; the longest row is {data.longest_place}",
     }
     if data.warning:
@@ -136,6 +128,16 @@ def _facts(data: Inspection) -> dict[str, str]:
     if unused := words.unused(data.train, data.eval):
         shown["columns not used"] = unused
     return {**shown, "fingerprint": f"{data.fingerprint} (tokenizer and template)"}
+
+
+def _at_once(data: Inspection) -> str:
+    if data.worst_batch.packed:
+        return "packed"
+    if data.micro_batch_tokens:
+        return f"micro-batches of at most {words.count(data.micro_batch_tokens)} tokens"
+    if data.micro_batch == "auto":
+        return "micro-batch is auto: counted as one"
+    return f"micro-batch {words.count(data.micro_batch)}"
 
 
 def _splits(data: Inspection) -> dict[str, Counts]:
@@ -222,9 +224,9 @@ def together(samples: Sequence[Sample], names: Sequence[str]) -> Iterator[list[t
             next((n for n, piece in enumerate(each.pieces) if piece.trained), 0) for each in row if each.trained_tokens
         ]
         shared = min([in_common(row[0].pieces, each.pieces) for each in row[1:]] + starts)
-        place = row[0].place.removesuffix(f", {names[0]}")
+        location = row[0].place.removesuffix(f", {names[0]}")
         prompt = replace(row[0], pieces=row[0].pieces[:shared])
-        yield [(f"{place}: what {' and '.join(names)} begin with", prompt)]
+        yield [(f"{location}: what {' and '.join(names)} begin with", prompt)]
         yield [(_caption(each), replace(each, pieces=each.pieces[shared:])) for each in row]
 
 

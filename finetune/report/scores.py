@@ -25,7 +25,7 @@ class Scores(View):
 
     @classmethod
     def read(cls, run: RunDirectory) -> Scores | None:
-        """Those of a run, if it was evaluated. Raises ArtifactError if the file is damaged."""
+        """The scores of a run; None before its evaluation. Raises ArtifactError if the file is damaged."""
         record = run.evaluation()
         return record and cls(record)
 
@@ -55,7 +55,7 @@ class Scores(View):
 
     @property
     def notes(self) -> list[str]:
-        """How to read the table, in sentences."""
+        """Sentences that explain the table."""
         return [f"Measured after step {self.record['steps']:,}. {self.record['interval']}", *self.record["notes"]]
 
     def show(self, console: Console) -> None:

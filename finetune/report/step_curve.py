@@ -68,7 +68,7 @@ def phases(planned: Forecast) -> dict[str, int]:
 
 
 def layers(planned: Forecast) -> dict[str, list[int]]:
-    """Bytes by category at each point of the curve, from the lowest layer; without categories that have none."""
+    """Bytes at each point of the curve by category, from the lowest layer; empty categories are left out."""
     outside_bytes = planned.device.outside_bytes
     sizes = {
         category: [point.categories.get(category, outside_bytes) for point in planned.curve] for category in COLOURS

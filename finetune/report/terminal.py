@@ -254,7 +254,7 @@ class Terminal:
 
 
 def _proven(proof: dict[str, Any], mover: str) -> str:
-    """What a proof compared, and how far its logits are apart; `mover` is what moved the base."""
+    """Describe what a proof compared and how far the logits are apart; `mover` is what moved the base."""
     at_median = "at the median token " if proof.get("median") else ""
     return (
         f"proven: on {words.count(proof['tokens'])} tokens of {proof['rows_of']} its logits differ {at_median}by "
@@ -293,7 +293,7 @@ def _evaluation_set(config: Config, data: Prepared) -> str:
 
 
 def _batching(config: Config, processes: int) -> str:
-    """How the rows of a step are divided among ranks and micro-batches."""
+    """Describe how the rows of a step are divided among ranks and micro-batches."""
     rows = config.training.batch_size // config.distributed.shares(processes)
     if tokens := micro_batching(config).tokens:
         packed = "packed into" if config.data.packing else "in"

@@ -64,7 +64,7 @@ def number(value: float | None) -> str:
 
 
 def statistic(name: str) -> str:
-    """The name of what an objective records, such as `rewards_margins`, in words."""
+    """A statistic of an objective, such as `rewards_margins`, in words."""
     return name.replace("_", " ")
 
 
@@ -160,7 +160,7 @@ def verdict(planned: Forecast | Serving) -> str:
 
 
 def sharing(section: Mapping[str, Any]) -> str:
-    """How ranks share a model, from the values of the section `distributed`."""
+    """Describe how ranks share a model, from the values of the section `distributed`."""
     context = section.get("context", 1)  # as earlier versions wrote it
     split = "" if context == 1 else f"; each row split over {context} GPUs"
     if section["kind"] != "fsdp":
@@ -185,7 +185,7 @@ def shorter(forecast: Forecast) -> dict[str, str]:
 
 
 def reference(config: Config, forecast: Forecast | None, in_step: float) -> dict[str, str]:
-    """Where the reference of a preference objective comes from, and why from there.
+    """Describe where the reference of a preference objective comes from, and why.
 
     `in_step`: the time that it takes in all steps, over that of scoring all rows once.
     """
@@ -217,7 +217,7 @@ def _bound(seconds: float) -> str:
 
 
 def mixture(stored: Mixture) -> str:
-    """How the experts of a mixture are stored, and how many of all parameters stay unquantized."""
+    """Describe how experts are stored, and how many of all parameters stay unquantized."""
     text = f"{count(stored.experts)} a layer" if stored.experts else "all"
     if stored.kind == "none":
         return f"{text} unquantized"
@@ -264,7 +264,7 @@ def counts(split: Counts, max_length: int) -> str:
 
 
 def prompts(separator: str, *splits: Counts | None) -> str | None:
-    """How rows of a plain-text prompt and completion are joined; None if there are none."""
+    """Describe how plain-text prompts and completions are joined; None if there are no such rows."""
     counts = [each for each in splits if each]
     rows, joined = sum(each.kinds.get("completion", 0) for each in counts), sum(each.run_together for each in counts)
     if not rows:
@@ -284,7 +284,7 @@ TOO_FEW_TO_JUDGE = "too few different rows to choose an adapter by, so the last 
 def dropped(counts: Counts) -> str:
     """The reasons why rows were dropped, and the first locations: `2 empty answer (rows.jsonl:3, rows.jsonl:9)`."""
     why = ", ".join(f"{count(rows)} {reason}" for reason, rows in counts.dropped_why.items())
-    return f"{why} ({_locations(counts.dropped_places)})"
+    return f"{why} ({_locations(counts.dropped_locations)})"
 
 
 def control_tokens(counts: Counts) -> str:

@@ -235,7 +235,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def framed(rows: Sequence[Mapping[str, Any]]) -> Any:
-    """A `pandas.DataFrame` of rows, each of which may lack some columns. Raises MachineError without pandas."""
+    """A `pandas.DataFrame` of rows that may lack columns. Raises MachineError without pandas."""
     try:
         pandas = importlib.import_module("pandas")
     except ImportError:

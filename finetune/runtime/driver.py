@@ -53,7 +53,7 @@ def version() -> str:
 
 
 def by_nvml(device: torch.device, read: Callable[[Any, Any], T]) -> T | None:
-    """What `read` returns for the module `pynvml` and its handle of a GPU; None without that module or an answer."""
+    """Call `read` with the module `pynvml` and its handle of a GPU; None without that module or an answer."""
     try:
         import pynvml
     except ImportError:  # nvidia-ml-py, an extra
@@ -72,7 +72,7 @@ def is_hidden() -> bool:
 
 
 def library() -> Any:
-    """The driver's library, initialised; None where there is none, or torch was built without CUDA."""
+    """The driver's library, initialised; None without a driver, or if torch was built without CUDA."""
     if sys.platform != "linux" or torch.version.cuda is None:
         return None
     try:
@@ -83,7 +83,7 @@ def library() -> Any:
 
 
 def device_of(driver: Any, gpu: int) -> ctypes.c_int | None:
-    """The driver's own number of GPU `gpu`; None if there is no such GPU."""
+    """The driver's number for torch's GPU `gpu`; None if there is no such GPU."""
     device = ctypes.c_int()
     return None if driver.cuDeviceGet(ctypes.byref(device), gpu) else device
 

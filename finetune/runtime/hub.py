@@ -47,7 +47,7 @@ def obstacle() -> str | None:
 
 
 def _refuse(make: Callable[[], Any]) -> None:
-    """Raise OfflineModeIsEnabled, a ConnectionError that is not tried again, if the hub does not answer."""
+    """Raise OfflineModeIsEnabled, a ConnectionError that is not retried, if the hub does not answer."""
     global _answered, _missing
     from huggingface_hub.errors import OfflineModeIsEnabled
 

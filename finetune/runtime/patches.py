@@ -50,7 +50,7 @@ class Patch:
 
     @property
     def value(self) -> Any:
-        """What `target` is now, replaced or not."""
+        """The current value of `target`, replaced or not."""
         return getattr(self.owner(), self.attribute)
 
     @contextlib.contextmanager
@@ -85,7 +85,7 @@ class Patch:
 
     @contextlib.contextmanager
     def in_table(self, table: Any, key: str, value: Any) -> Iterator[None]:
-        """In the block, put `value` in front of what a library's table has registered for `key`."""
+        """In the block, put `value` before the functions that a library's table has for `key`."""
         table[key] = value
         try:
             yield

@@ -231,7 +231,7 @@ def newest_valid(
 
 
 def set_aside(checkpoint: Path) -> Path:
-    """Rename a damaged checkpoint, so that it can be inspected and its step saved again."""
+    """Rename a damaged checkpoint so that it can be inspected and its step saved again."""
     names = (checkpoint.name + DAMAGED + suffix for suffix in ("", *(f".{number}" for number in range(1, 1000))))
     aside = next(candidate for name in names if not (candidate := checkpoint.with_name(name)).exists())
     return checkpoint.rename(aside)

@@ -259,7 +259,7 @@ class ForecastRecord(TypedDict):
 @_class_record
 @dataclass(frozen=True)
 class TrialResult:
-    """What a trial of a device showed (`finetune.certificate.trials`): `reason` why it did not hold, and figures.
+    """The result of a trial of a device (`finetune.certificate.trials`): figures, and the `reason` if it failed.
 
     `transient`: the reason may lie with what else the machine did at that moment, so the result is not kept.
     """

@@ -60,7 +60,7 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Run) -> RunDirectory:
-        """An existing run by its path; a run that is given is returned. Raises ArtifactError if there is none."""
+        """Open a run by its path; a RunDirectory is returned as it is. Raises ArtifactError if there is none."""
         if isinstance(path, RunDirectory):
             return path
         run = cls(path)
@@ -117,14 +117,14 @@ class RunDirectory:
             raise MachineError(f"{self.path}: cannot be written: {error.strerror}; set `output.dir`") from None
 
     def of_rank(self, rank: int) -> RunDirectory:
-        """Where a rank other than 0 writes its own events and metrics. Checkpoints are shared by all ranks."""
+        """The directory for events and metrics of a rank other than 0. Checkpoints are shared by all ranks."""
         own = RunDirectory(self.path / "processes" / str(rank))
         own.checkpoints = self.checkpoints
         return own
 
     @property
     def of_ranks(self) -> list[RunDirectory]:
-        """What each rank of any start wrote: rank 0 here, and each other one in a directory of its own."""
+        """The directories that ranks of any start wrote to: this one for rank 0, and one for each other rank."""
         events = (self.path / "processes").glob("*/events.jsonl")
         return [self, *(RunDirectory(file.parent) for file in sorted(events))]
 
@@ -252,7 +252,7 @@ class RunDirectory:
         return records.find(self.forecast_file, records.FORECAST)
 
     def merge_proof(self) -> records.MergeProof | None:
-        """How closely the merged model matches the trained one, if there is one. Raises ArtifactError."""
+        """The recorded proof of the merged model, if there is one. Raises ArtifactError."""
         return records.find(self.merged / "merge.json", records.MERGE_PROOF)
 
     @property

@@ -71,7 +71,7 @@ class FileLayout:
 
     @functools.cached_property
     def header(self) -> bytes:
-        """All that comes before the tensors."""
+        """The bytes before the tensors."""
         offset = 0
         fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         for name, (dtype, shape) in self.tensors.items():

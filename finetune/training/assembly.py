@@ -102,7 +102,7 @@ def _step(job: TrainingJob, recorder: MetricsRecorder, collate: MicroBatches) ->
 
 
 def _way(job: TrainingJob) -> MicroBatching:
-    """How the job divides its steps, alike on all ranks; a line says why packed segments do not share tokens, if so."""
+    """The division of a job's steps, equal on all ranks; notes why packed segments cannot share tokens, if so."""
     config = job.config
     way = micro_batching(config, job.architecture)
     if not (way.packed and way.layout.sequences > 1):

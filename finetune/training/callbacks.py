@@ -16,7 +16,7 @@ from finetune.runtime import ranks
 
 
 class Callback(Protocol):
-    """What a run calls between its steps, on rank 0. Derive from it and define the methods that you need.
+    """Called by a run between its steps, on rank 0. Derive from it and define the methods that you need.
 
     An exception ends the run: the step under way is completed and saved, then `train` raises it on every rank.
     """

@@ -34,7 +34,7 @@ model apart, if rows have such."""
 
 
 def micro_batching(config: Config, architecture: Any = None) -> MicroBatching:
-    """How a job divides its steps into micro-batches, of rows of its objective's layout.
+    """The division of a job's steps into micro-batches of rows with its objective's layout.
 
     Their segments share tokens if the `architecture` is known and allows it.
     """
@@ -123,7 +123,7 @@ class MicroBatches:
         return Idle(self.micro_batch([self.row([2] * self.way.layout.together, label=IGNORE)]))
 
     def row(self, computed: Sequence[int], label: int = 0, shared: int = 0) -> dict[str, Any]:
-        """A row of the token 0, each with this label, of whose segments in each pass so many tokens are `computed`."""
+        """A row of tokens 0 with this label; `computed` has the tokens to compute in each segment of a pass."""
         lengths = [computed[0], *(length + shared for length in computed[1:])]
         lengths *= self.way.layout.sequences // self.way.layout.together
         tokens = sum(lengths)

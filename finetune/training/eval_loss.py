@@ -135,7 +135,7 @@ class EvalLoss:
     def _mean(
         self, steps: Iterable[list[Inputs]], objective: Objective, step_mean: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """The mean of what `objective` sums over the rows of all ranks, on the device; None if a row does not fit."""
+        """The mean of `objective` over the rows of all ranks, on the device; None if a row does not fit."""
         sums = too_large = None
         try:
             sums = self.sums(steps, objective, step_mean)
@@ -195,7 +195,7 @@ def held_out_sums(
 def held_out_scores(
     model: Any, tokenizer: Any, rows: Any, config: Config, objective: Objective
 ) -> tuple[float, torch.Tensor]:
-    """Mean loss of held-out rows under a model with a head of its own, and its scores, float64, on the CPU.
+    """The mean loss of held-out rows under a model that scores sequences, and the scores, float64, on the CPU.
 
     Those are (rows, sequences, labels), in the order of `rows`, each of its sequence's last trained token.
     """

@@ -33,7 +33,7 @@ class Skips:
 
 
 def remedy(updates: int, *, scaled: bool) -> str:
-    """What to do about numbers that are not finite after `updates` updates; `scaled`: with loss scaling (fp16)."""
+    """Advice on numbers that are not finite after `updates` updates; `scaled`: with loss scaling (fp16)."""
     if updates:
         return "Lower `training.learning_rate`" + (
             ", lengthen `training.warmup`, or use bf16 instead of fp16" if scaled else " or lengthen `training.warmup`"

@@ -1,4 +1,4 @@
-"""What a run trains, and how training ended."""
+"""The job of a run, and the outcome of its training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from finetune.training.tracking import Trackers
 
 @dataclass(frozen=True)
 class Outcome:
-    """How training ended: the last step, and the step of the best evaluation, if any."""
+    """The outcome of training: the last step, and the step of the best evaluation, if any."""
 
     steps: int
     best_step: int | None

@@ -91,7 +91,7 @@ def in_both_passes(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def cut(row: dict[str, Any], computed: Sequence[int], shared: int) -> dict[str, Any]:
-    """A row with each segment cut to so many tokens that are `computed`, those not counted that are `shared`."""
+    """A row with each segment cut to its number of `computed` tokens, to which the `shared` ones are added."""
     lengths = [computed[0], *(length + shared for length in computed[1:])]
     kept = [segment.cut(length) for segment, length in zip(segments_of(row), lengths, strict=True)]
     ids, labels = ([part for segment in kept for part in getattr(segment, name)] for name in ("input_ids", "labels"))
@@ -130,7 +130,7 @@ def chosen_rows(sizes: Sizes, batch: Batch) -> list[int]:
 
 
 def _without_effect(step: Step, update: Callable[[float], None]) -> None:
-    """Run an engine's `make_states` or `empty_update`, which neither the scaler nor the schedule must see."""
+    """Run an engine's `make_states` or `empty_update`, hidden from the scaler and the schedule."""
     with step.monitor.phase("optimizer"):
         update(step.max_grad_norm)
     step.model.zero_grad(set_to_none=True)

@@ -20,7 +20,7 @@ from finetune.training.probe_table import Subject
 
 
 def complete(job: TrainingJob) -> TrainingJob:
-    """Complete the model of a job; the same job, with `kernels_off` of what the model itself rules out, on any rank.
+    """Complete the model of a job; returns the job with `kernels_off` extended by what the model rules out on any rank.
 
     Raises ConfigError or MachineError.
     """

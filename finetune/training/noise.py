@@ -33,7 +33,7 @@ class NoiseSpan:
 
 
 class Noise:
-    """The noise for `model`, wrapped or not, of strength `alpha`; `seed` is that of the run."""
+    """Noise of strength `alpha` for `model`, wrapped or not, from the `seed` of the run."""
 
     def __init__(self, model: Any, alpha: float, seed: int) -> None:
         self._embeddings: torch.nn.Module = model.get_input_embeddings()

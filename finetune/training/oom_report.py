@@ -86,12 +86,12 @@ class OutOfMemoryReport:
         return ending
 
     def _name_row(self, error: BaseException, rows: Any, inputs: Inputs, **rank: int) -> None:
-        place = oom_retry.place_of(rows, inputs)
+        location = oom_retry.location_of(rows, inputs)
         tokens = inputs["input_ids"].numel()
         with contextlib.suppress(MachineError):  # a disk that is full as well must not hide why the run ends
-            self.run.event("row_does_not_fit", step=self.progress.step + 1, place=place, tokens=tokens, **rank)
+            self.run.event("row_does_not_fit", step=self.progress.step + 1, place=location, tokens=tokens, **rank)
         where = f", on rank {rank['rank']}" if rank else ""
-        error.add_note(f"The row that does not fit, alone in its micro-batch{where}: {place}, {tokens} tokens.")
+        error.add_note(f"The row that does not fit, alone in its micro-batch{where}: {location}, {tokens} tokens.")
 
     def give_up(self, error: BaseException, inputs: Inputs, **rank: int) -> None:
         """Add a note to `error` that names the row, and save the state of the last completed step."""
@@ -126,9 +126,9 @@ class _InEvaluation:
 
     def skip(self, inputs: Inputs) -> None:
         report, tokens = self.report, inputs["input_ids"].numel()
-        place = oom_retry.place_of(report.data.eval, inputs)
-        report.run.event("evaluation_skipped", step=report.progress.step, place=place, tokens=tokens)
-        report.listener.note(f"no evaluation: out of memory at {place} alone, {tokens} tokens; training continues")
+        location = oom_retry.location_of(report.data.eval, inputs)
+        report.run.event("evaluation_skipped", step=report.progress.step, place=location, tokens=tokens)
+        report.listener.note(f"no evaluation: out of memory at {location} alone, {tokens} tokens; training continues")
 
     def not_repeatable(self, error: BaseException, inputs: Inputs) -> BaseException:
         return self.report.lower_micro_batch(error, inputs, self.report.data.eval)

@@ -146,7 +146,7 @@ class Retry:
     def _retried(
         self, step: Step, start: StepStart, micro_batches: list[Inputs], passes: Passes, catch_up: Callable[[], None]
     ) -> torch.Tensor:
-        """What `passes` return once they have fit on all ranks; `catch_up` takes part in those of the others."""
+        """Run `passes` until they fit on all ranks; `catch_up` takes part in the passes of other ranks."""
         while True:
             value, failure, error = self._attempt(step, micro_batches, passes)
             failures = _of_all_ranks(step, failure, error, catch_up)
@@ -292,7 +292,7 @@ def _changes(tensor: torch.Tensor) -> int:
     return tensor._version  # noqa: SLF001 -- autograd's counter, which has no public name
 
 
-def place_of(rows: Any, inputs: Inputs) -> str:
+def location_of(rows: Any, inputs: Inputs) -> str:
     """The location of a single-row micro-batch, found by its tokens in the data set `rows`.
 
     Of segments that go through the model apart, a micro-batch may have one alone, or the longer one twice.

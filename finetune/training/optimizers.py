@@ -36,7 +36,7 @@ class Optimizer:
     rate: float = 1.0
 
     def can_update(self, part: Literal["weight", "row", "number"]) -> bool:
-        """Whether it can update such a part of a weight without the rest."""
+        """Whether the optimizer can update this part of a weight without the rest."""
         sizes = ("number", "row", "weight")
         return sizes.index(self.updates) <= sizes.index(part)
 

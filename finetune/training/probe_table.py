@@ -35,7 +35,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Probe:
-    """What a probe `shows`, the `stage` at which it runs, and the configs to which it `applies`."""
+    """A probe: what it `shows`, the `stage` at which it runs, and the configs to which it `applies`."""
 
     shows: str
     stage: Stage

@@ -26,7 +26,7 @@ from finetune.training.tracking import Trackers
 
 
 class Listener(Protocol):
-    """The interface of a progress display. Lines are those of metrics.jsonl."""
+    """The interface of a progress display; it gets the lines of metrics.jsonl."""
 
     def started(self, first_step: int, last_step: int) -> None: ...
 

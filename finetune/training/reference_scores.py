@@ -131,7 +131,7 @@ def decided(config: Config, data: Prepared | None) -> Config:
 
 
 def in_step_share(config: Config, data: Prepared | None) -> float:
-    """How many rows steps and evaluations would score, over the number of rows; unknown data is no evaluation set."""
+    """The rows that steps and evaluations would score, over the number of rows; without data, no evaluation counts."""
     training = config.training
     if data is None:
         return 0.0 if training.max_steps else training.epochs
@@ -162,8 +162,8 @@ def add(job: TrainingJob, loop: Loop) -> None:
         own, first = scores[first : first + len(rows)], first + len(rows)
         finite = np.isfinite(own).all(axis=1)
         if not finite.all():
-            place = rows[int(finite.argmin())]["place"]
-            raise NumbersError(f"{place}: its log-probability under the starting model is not finite; check the base")
+            row = rows[int(finite.argmin())]["place"]
+            raise NumbersError(f"{row}: its log-probability under the starting model is not finite; check the base")
         for name, values in zip(segments, own.T, strict=True):
             rows = rows.add_column(reference_column(name), values)
         if number == 0:
@@ -273,7 +273,7 @@ class _Files:
     shape: tuple[int, int]
 
     def read(self) -> Scores:
-        """What is known of the scores; the rest is NaN. A run that resumes goes on with its own, whatever the key."""
+        """Read the known scores; the rest is NaN. A resumed run keeps its own, whatever the key."""
         job, known = self.job, np.full(self.shape, np.nan, np.float32)
         for file in (job.run.reference_file, self._cached):
             content = None if file is None else private.read(file, _MOST_BYTES)

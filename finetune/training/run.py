@@ -86,7 +86,7 @@ def fit(job: TrainingJob, loop: Loop) -> None:
 
 @dataclass(frozen=True)
 class Ended:
-    """What is left of a loop: its progress, its callbacks, and on rank 0 the whole weights that ranks held in parts."""
+    """The remains of a loop: progress, callbacks, and on rank 0 the whole weights that ranks held in parts."""
 
     progress: Progress
     callbacks: Callbacks

@@ -63,7 +63,7 @@ def whole_weights(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def _copied_by_main(engine: Engine, tensors: dict[Name, torch.Tensor]) -> dict[Name, torch.Tensor]:
-    """Whole copies of tensors in host memory, on rank 0 alone; one at a time is gathered."""
+    """Whole copies of tensors in host memory, on rank 0 only, gathered one at a time."""
     whole = ((name, engine.whole(tensor)) for name, tensor in tensors.items())
     return {name: on_host(tensor) for name, tensor in whole if ranks.is_main()}
 

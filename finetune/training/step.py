@@ -76,7 +76,7 @@ class Step:
         return sums
 
     def take_mean(self, sums: torch.Tensor) -> None:
-        """Let the passes of the step have the mean of `sum_before`, whose `sums` are those of all ranks."""
+        """Give the passes of the step the mean of `sum_before`, made of the `sums` of all ranks."""
         self._means["step_mean"] = sums[0] / sums[1].clamp(min=1)
 
     def forward_backward(

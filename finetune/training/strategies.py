@@ -1,4 +1,4 @@
-"""How ranks share a model. A new strategy is one entry in STRATEGIES; config, help and tests derive from the table."""
+"""The ways in which ranks share a model: one entry of STRATEGIES each, from which config, help and tests derive."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Given:
-    """What an engine is made from: a model and its optimizer on this rank, and how they are to be shared."""
+    """The arguments of an engine: a model and its optimizer on this rank, and how they are shared."""
 
     model: Any
     optimizer: torch.optim.Optimizer
@@ -32,8 +32,8 @@ class Given:
 class Strategy:
     """One strategy. `engine` makes the engine of a step (`model.distributed.engine`).
 
-    `updates`: the smallest part of the model that a rank's optimizer must be able to update without the rest. `place`
-    says how a model is divided from its loading on; without it each rank loads all of the model. `alone`: a single
+    `updates`: the smallest part of the model that a rank's optimizer must be able to update without the rest.
+    `placement` divides a model from its loading on; without it each rank loads all of the model. `alone`: a single
     process uses it too. `check` raises MachineError for what this machine lacks. `ignores`: keys of the section that do
     not apply to it, and that a config must not set.
     """
@@ -41,7 +41,7 @@ class Strategy:
     help: str
     engine: Callable[[Given], Engine]
     updates: Literal["weight", "row", "number"] = "weight"
-    place: Callable[[DistributedSection, torch.device, dist.ProcessGroup | None], Placement] | None = None
+    placement: Callable[[DistributedSection, torch.device, dist.ProcessGroup | None], Placement] | None = None
     alone: bool = False
     check: Callable[[DistributedSection, torch.device], None] = lambda section, device: None
     ignores: tuple[str, ...] = ()
@@ -98,7 +98,7 @@ STRATEGIES: dict[str, Strategy] = {
         "by one (PyTorch's FSDP2)",
         _sharded,
         updates="row",
-        place=_sharding,
+        placement=_sharding,
     ),
     "deepspeed": Strategy(
         "optimizer states, and by `stage` gradients and weights, in shards (DeepSpeed's ZeRO 1 to 3; also a single "
@@ -138,7 +138,7 @@ def applies(section: DistributedSection, world_size: int) -> bool:
 
 def loads_parts(section: DistributedSection, world_size: int) -> bool:
     """Whether each of `world_size` ranks loads a part of the weights."""
-    return STRATEGIES[section.kind].place is not None and world_size > 1
+    return STRATEGIES[section.kind].placement is not None and world_size > 1
 
 
 def holds_parts(section: DistributedSection, world_size: int) -> bool:
@@ -147,17 +147,17 @@ def holds_parts(section: DistributedSection, world_size: int) -> bool:
 
 
 def replicates(section: DistributedSection, world_size: int) -> bool:
-    """Whether each of so many ranks holds a copy of the model in DistributedDataParallel."""
+    """Whether each of `world_size` ranks holds a copy of the model in DistributedDataParallel."""
     return STRATEGIES[section.kind].engine is _replicas and applies(section, world_size)
 
 
 def placement(
     section: DistributedSection, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> Placement | None:
-    """How a model is divided among the ranks of `group`, by default those of this run; None if each loads all of it."""
+    """The placement of a model on the ranks of `group`, by default all of this run; None if each loads all of it."""
     from finetune.runtime import ranks
 
-    place = STRATEGIES[section.kind].place
+    place = STRATEGIES[section.kind].placement
     if place is None or (group.size() if group else ranks.world_size()) == 1:
         return None
     return place(section, device, group)

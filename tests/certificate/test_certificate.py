@@ -317,7 +317,7 @@ MOMENTARY: dict[str, Callable[[], Ended]] = {
 
 
 @pytest.mark.parametrize("why", MOMENTARY)
-def test_what_fails_for_the_moment_is_told_and_tried_again_at_the_next_start(why, monkeypatch) -> None:
+def test_a_passing_failure_is_reported_and_tried_again_at_the_next_start(why, monkeypatch) -> None:
     tried: list[str] = []
 
     def start(request: dict[str, Any]) -> Ended:

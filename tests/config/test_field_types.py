@@ -47,7 +47,7 @@ def test_a_limit_on_memory_leaves_some(subtests: pytest.Subtests) -> None:
             MemorySection(limit=written)
 
 
-def test_a_size_beyond_all_memory_is_no_crash() -> None:
+def test_a_size_beyond_all_memory_does_not_crash() -> None:
     with pytest.raises(ValidationError):
         MemorySection(limit="9" * 400 + "GiB")
 
@@ -120,7 +120,7 @@ def test_a_path_longer_than_any_system_takes_is_refused(tmp_path: Path, subtests
                     load(tmp_path / "job.yaml", [f"{key}={path}"])
 
 
-def test_the_home_of_a_user_that_is_not_here_is_no_folder(tmp_path: Path) -> None:
+def test_the_home_of_an_unknown_user_is_not_a_folder(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("output: {dir: ~no-such-user-here/x}")
     with pytest.raises(ConfigError, match="there is no such user"):
         load(tmp_path / "a.yaml")

@@ -99,7 +99,7 @@ def test_a_config_cannot_be_changed(write: Write) -> None:
 # -- what is refused, and how ----------------------------------------------------------------------------------------
 
 
-def test_all_problems_of_a_file_are_told_at_once_each_with_its_line(write: Write) -> None:
+def test_all_problems_of_a_file_are_reported_at_once_with_their_lines(write: Write) -> None:
     path = write("""\
         model:
           nmae: x
@@ -143,7 +143,7 @@ def test_all_problems_of_a_file_are_told_at_once_each_with_its_line(write: Write
     assert len(lines) == len(expected)
 
 
-def test_a_misspelt_key_is_told_with_its_line_and_the_nearest_key(write: Write, subtests: pytest.Subtests) -> None:
+def test_a_misspelt_key_is_reported_with_its_line_and_the_nearest_key(write: Write, subtests: pytest.Subtests) -> None:
     for section, key in [(section, key) for section, key, _ in KEYS]:
         with subtests.test(section=section, key=key):
             [line] = refused(write(f"# one\n{section}:\n  {key}x: 1\n"))
@@ -151,7 +151,7 @@ def test_a_misspelt_key_is_told_with_its_line_and_the_nearest_key(write: Write, 
             assert f"did you mean `{key}`?" in line
 
 
-def test_a_misspelt_section_is_told_with_the_nearest_section(write: Write, subtests: pytest.Subtests) -> None:
+def test_a_misspelt_section_is_reported_with_the_nearest_one(write: Write, subtests: pytest.Subtests) -> None:
     for section in Config.model_fields:
         with subtests.test(section=section):
             [line] = refused(write(f"{section}s:\n  x: 1\n"))
@@ -159,7 +159,7 @@ def test_a_misspelt_section_is_told_with_the_nearest_section(write: Write, subte
             assert f"did you mean `{section}`?" in line
 
 
-def test_a_key_of_another_tool_is_told_what_to_write(write: Write, subtests: pytest.Subtests) -> None:
+def test_a_key_of_another_tool_is_answered_with_what_to_write(write: Write, subtests: pytest.Subtests) -> None:
     for key, expected in [
         ("lr", "training.learning_rate"),
         ("base_model", "model.name"),
@@ -222,7 +222,7 @@ def test_a_value_of_the_wrong_type_says_what_is_expected(write: Write, subtests:
             assert expected in line
 
 
-def test_targets_of_a_wrong_kind_are_told_that_a_list_is_possible(write: Write) -> None:
+def test_the_message_on_targets_of_a_wrong_kind_says_that_a_list_is_possible(write: Write) -> None:
     [line] = refused(write("adapter:\n  targets: 5\n"))
     assert "all-linear" in line
     assert "list" in line
@@ -241,7 +241,7 @@ def test_sources_are_one_name_or_a_list_of_names_some_with_a_weight(write: Write
     assert entries(config.data.eval) == entries("c.jsonl") == [Source(source="c.jsonl", weight=1)]
 
 
-def test_a_wrong_source_of_several_is_told_with_its_line_and_key(write: Write, subtests: pytest.Subtests) -> None:
+def test_a_wrong_source_of_several_is_reported_with_its_line_and_key(write: Write, subtests: pytest.Subtests) -> None:
     for item, message in [
         ("{source: b/, weight: 0}", "`data.train.1.weight`: expected a number greater than 0, not 0"),
         ("{source: b/, weight: twice}", "`data.train.1.weight`: expected a number, not 'twice'"),

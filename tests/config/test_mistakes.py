@@ -13,7 +13,7 @@ def told() -> list[mistakes.Mistake]:
     return mistakes.told(mistakes.read())
 
 
-def test_each_of_sixty_mistakes_is_told_with_its_cure_and_in_few_words(
+def test_the_message_on_each_of_sixty_mistakes_is_short_and_has_a_cure(
     told: list[mistakes.Mistake], subtests: pytest.Subtests
 ) -> None:
     assert len(told) >= 60

@@ -158,7 +158,7 @@ def test_a_row_of_a_chat_export_is_refused_unless_the_config_allows_it(row: dict
     assert read(row, *alone)[0] == Text("Hi")
 
 
-def test_a_text_with_an_author_is_no_chat_export() -> None:
+def test_a_text_with_an_author_is_not_taken_for_a_chat_export() -> None:
     assert detect({"author": "Ann", "text": "Once"}, {}) == "text"
 
 

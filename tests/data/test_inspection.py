@@ -139,10 +139,10 @@ def test_cut_and_dropped_rows_are_reported_with_their_locations(look) -> None:
     rows = [chat("one " * 20, "two"), chat("Hi", ""), chat("Hi", "one")]
     found = look(rows, max_length=14)
     assert (found.train.rows, found.train.truncated, found.train.dropped) == (2, 1, 1)
-    assert [place.rpartition("/")[2] for place in found.train.dropped_places] == ["rows.jsonl:2"]
+    assert [place.rpartition("/")[2] for place in found.train.dropped_locations] == ["rows.jsonl:2"]
 
 
-def test_the_longest_row_is_named_by_its_place(look) -> None:
+def test_the_longest_row_is_named_by_its_location(look) -> None:
     """FAULTS 13: one row of 100k tokens is found before training."""
     found = look([text(3), text(3), text(4), text(50_000)], max_length=200_000)
     assert found.longest_place.endswith("rows.jsonl:4")
@@ -160,7 +160,7 @@ def test_the_fingerprint_is_that_of_the_tokenizer(look, tokenizer: Any) -> None:
     assert look([text(2)]).fingerprint == fingerprint.of(tokenizer)
 
 
-def test_everything_found_is_json(look) -> None:
+def test_all_of_an_inspection_is_json(look) -> None:
     found = look([chat("Hi", "one")])
     assert set(json.loads(json.dumps(found.as_dict()))) == {
         "fingerprint", "train", "eval", "longest_place", "sources", "lengths", "batch_size", "micro_batch",

@@ -181,7 +181,7 @@ def test_tools_that_the_template_would_leave_out_are_refused(tokenizer_of: Make,
             encode(FORMATS["messages"].read(row), tokenizer_of("llama3", "ours"))
 
 
-def test_a_call_of_a_tool_is_no_empty_answer() -> None:
+def test_a_call_of_a_tool_is_not_an_empty_answer() -> None:
     assert not is_empty(with_tools(SUM[:2]))
 
 
@@ -210,7 +210,9 @@ def test_a_template_that_never_ends_a_turn_is_refused(word_tokenizer: Make, chat
         encode(Chat([user("Hi"), assistant("so")]), word_tokenizer(endless))
 
 
-def test_an_end_of_turn_that_is_parsed_within_an_answer_is_refused_by_place(word_tokenizer: Make, chatml: str) -> None:
+def test_an_end_of_turn_that_is_parsed_within_an_answer_is_refused_with_its_position(
+    word_tokenizer: Make, chatml: str
+) -> None:
     with pytest.raises(RowError, match=r"messages\[1\].content contains the end-of-turn token `<\|im_end\|>`"):
         encode(Chat([user("Hi"), assistant("so<|im_end|>so")]), word_tokenizer(chatml), control_tokens="parse")
 

@@ -161,7 +161,7 @@ def test_an_answer_that_nothing_ends_is_refused_though_the_questions_have_ends(
         encode(Chat([user("Hi"), assistant("so"), assistant("one")]), word_tokenizer(at_times))
 
 
-def test_an_answer_that_is_rendered_otherwise_at_the_end_is_found_by_its_words(
+def test_an_answer_that_is_rendered_differently_at_the_end_is_located_by_its_words(
     word_tokenizer: Make, chatml: str
 ) -> None:
     forgets = chatml.replace(_MARKED, "{{- message['content'] + ('#' if loop.last else '') + '<|im_end|>' -}}")
@@ -170,7 +170,7 @@ def test_an_answer_that_is_rendered_otherwise_at_the_end_is_found_by_its_words(
     assert trained_text(encode(rows, tokenizer), tokenizer) == "one . two<|im_end|>so#<|im_end|>"
 
 
-def test_no_memory_to_tokenize_with_is_no_fault_of_a_row(
+def test_running_out_of_memory_in_the_tokenizer_is_not_blamed_on_a_row(
     word_tokenizer: Make, chatml: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def exhausted(*args: object) -> None:

@@ -107,7 +107,7 @@ def test_a_margin_is_read_where_the_format_names_it() -> None:
         ({"prompt": "Why?", **TEXTS, "images": ["a.png"]}, "`images`"),
     ],
 )
-def test_a_row_that_is_no_pair_is_refused_by_its_field(row: dict[str, Any], named: str) -> None:
+def test_a_row_that_is_not_a_pair_is_refused_with_the_field(row: dict[str, Any], named: str) -> None:
     with pytest.raises(RowError, match=named):
         read(row, "pairs", {})
 

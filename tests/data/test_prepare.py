@@ -121,7 +121,7 @@ def test_longer_rows_may_be_left_out_and_are_listed(write: Write, tokenizer: Any
     prepared = prepare(DataSection(train=source, eval="none", max_length=16, too_long="drop"), tokenizer)
     counts = prepared.train_counts
     assert (counts.rows, counts.dropped, counts.truncated) == (2, 2, 0)
-    assert counts.dropped_places == [f"{source}:2", f"{source}:4"]
+    assert counts.dropped_locations == [f"{source}:2", f"{source}:4"]
     assert counts.dropped_why == {TOO_LONG: 2}
     assert len(prepared.train) == 2
 
@@ -135,7 +135,7 @@ def test_longer_rows_may_be_split_and_pieces_with_nothing_to_train_are_left_out(
     assert trained == ["two<|im_end|>", "one", "<|im_end|>", "one<|im_end|>"]
 
 
-def test_longer_rows_may_stop_the_run_with_their_place(write: Write, tokenizer: Any) -> None:
+def test_longer_rows_may_stop_the_run_with_their_location(write: Write, tokenizer: Any) -> None:
     source = write([chat("Hi", "one"), chat("one " * 20, "two")])
     said = message(DataSection(train=source, eval="none", max_length=16, too_long="error"), tokenizer)
     assert said.startswith(f"{source}:2: the row has ")
@@ -159,7 +159,7 @@ def test_an_empty_answer_is_dropped_and_listed(write: Write, tokenizer: Any, sub
             assert "1 rows dropped (1 empty answer)" in message(DataSection(train=source, eval="none"), tokenizer)
 
 
-def test_one_empty_answer_among_others_is_no_reason_to_drop_a_row(write: Write, tokenizer: Any) -> None:
+def test_a_row_with_one_empty_answer_among_others_is_kept(write: Write, tokenizer: Any) -> None:
     source = write([{"messages": [*chat("Hi", "")["messages"], *chat("Why?", "so")["messages"]]}])
     assert prepare(DataSection(train=source, eval="none"), tokenizer).train_counts.affected == []
     ends_blank = write([{"messages": [*chat("Hi", "so")["messages"], *chat("Why?", "")["messages"]]}])
@@ -189,7 +189,7 @@ def test_duplicates_are_counted_and_dropped_where_that_is_asked(
             assert {row.what for row in counts.affected} == {"kept" if policy == "keep" else "dropped"}
 
 
-def test_a_row_that_its_weight_repeats_is_no_duplicate_of_itself(
+def test_a_row_that_its_weight_repeats_is_not_a_duplicate_of_itself(
     write: Write, tokenizer: Any, subtests: pytest.Subtests
 ) -> None:
     for policy, rows in [("keep", 8), ("drop", 4)]:

@@ -75,7 +75,7 @@ def test_more_text_than_is_tokenized_is_refused_or_dropped_and_counted(
             prepared(too_long=too_long)
     counts = prepared(too_long="drop").train_counts
     assert (counts.rows, counts.dropped_why) == (2, {"over data.max_length": 1})
-    assert counts.dropped_places == [f"{path}:2"]
+    assert counts.dropped_locations == [f"{path}:2"]
 
 
 def test_as_much_text_as_is_tokenized_is(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

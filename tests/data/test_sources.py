@@ -161,7 +161,7 @@ def test_a_parquet_file_of_many_batches_numbers_its_rows_through(tmp_path: Path)
     assert places(path)[-1] == "[2500]"
 
 
-def test_each_row_knows_its_place(tmp_path: Path) -> None:
+def test_each_row_knows_its_location(tmp_path: Path) -> None:
     assert places(write(tmp_path / "a.jsonl", ROWS)) == [":1", ":2", ":3"]
     assert places(write(tmp_path / "a.json", ROWS)) == ["[1]", "[2]", "[3]"]
     assert places(write(tmp_path / "a.parquet", ROWS)) == ["[1]", "[2]", "[3]"]
@@ -304,7 +304,7 @@ def test_a_truncated_json_file_is_reported_with_its_column(tmp_path: Path) -> No
     assert refused(tmp_path / "a.json", '[\n {"text": "x"},\n {"text": "y').startswith("a.json:3:11: not valid JSON")
 
 
-def test_an_empty_json_file_is_no_json(tmp_path: Path) -> None:
+def test_an_empty_json_file_is_refused_as_not_json(tmp_path: Path) -> None:
     assert refused(tmp_path / "a.json", "").startswith("a.json:1:1: ")
 
 

@@ -65,7 +65,7 @@ def test_an_answer_is_read_in_each_published_layout(
         ({"prompt": "Why?", "completion": "So.", "label": True, "images": ["a.png"]}, "`images`"),
     ],
 )
-def test_a_row_that_is_no_labelled_answer_is_refused_by_its_field(row: dict[str, Any], named: str) -> None:
+def test_a_row_that_is_not_a_labelled_answer_is_refused_with_the_field(row: dict[str, Any], named: str) -> None:
     with pytest.raises(RowError, match=named):
         read(row, "unpaired", {})
 
@@ -176,7 +176,7 @@ def test_an_answer_to_another_prompt_that_would_be_too_long_is_cut(tmp_path: Pat
     assert segments_of(data.train[0])[1].trained > 1
 
 
-def test_rows_of_one_prompt_alone_are_refused_and_are_no_evaluation_set(tmp_path: Path) -> None:
+def test_rows_of_a_single_prompt_are_refused_and_not_an_evaluation_set(tmp_path: Path) -> None:
     same = [{"prompt": "To. ", "completion": f"yes {n}", "label": True} for n in range(6)]
     with pytest.raises(DataError, match=r"`data\.train`: all answers are to one prompt"):
         prepared(tmp_path, same)
@@ -208,7 +208,7 @@ def test_a_function_may_return_pairs_or_labelled_answers(tmp_path: Path) -> None
     assert data.train["desirable"][:] == [1, 1, 0, 1, 1, 0]
 
 
-def test_rows_of_labelled_answers_are_told_the_objective_for_them() -> None:
+def test_rows_of_labelled_answers_are_refused_with_the_objective_for_them() -> None:
     row = {"prompt": "Why?", "completion": "So.", "label": False}
     assert holds_labelled_answers(row, {})
     assert not any(holds_labelled_answers({**row, "label": label}, {}) for label in (None, "tech", 1))

@@ -171,7 +171,7 @@ def test_no_changed_byte_loses_or_changes_a_row_in_silence(tmp_path: Path) -> No
     assert harmless < len(content) / 7 / 2
 
 
-def test_a_zip_archive_of_other_files_is_no_workbook(tmp_path: Path) -> None:
+def test_a_zip_archive_of_other_files_is_not_a_workbook(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "a.xlsx", "w") as archive:
         archive.writestr("rows.csv", "text\none\n")
     assert refused(tmp_path / "a.xlsx").startswith("a.xlsx: not an Excel workbook, or damaged")

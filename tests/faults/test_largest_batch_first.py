@@ -119,7 +119,7 @@ def as_it_stands(loop: Loop) -> dict[str, bytes]:
     return {name: value.cpu().contiguous().numpy().tobytes() for name, value in found.items()}
 
 
-def test_every_optimizer_is_left_as_it_stands(quick) -> None:
+def test_the_warm_up_leaves_every_optimizer_unchanged(quick) -> None:
     """With states from steps before, as in a resumed run, and with none."""
     loop = ready(quick("data.eval=none", "training.eval_every=null"))
     trained, rate = loop.step.trained(), 1e-3

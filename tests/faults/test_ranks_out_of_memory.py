@@ -112,7 +112,7 @@ def test_a_row_that_does_not_fit_one_rank_ends_all_with_the_steps_before_it_save
     assert [each.code for each in together.go(2)] == [0, 0]
 
 
-def test_a_save_that_does_not_fit_either_is_told_by_all_beside_the_row(job: Make) -> None:
+def test_a_save_that_does_not_fit_either_is_reported_by_all_ranks_with_the_row(job: Make) -> None:
     """The rank that copies the weights, alone, runs out of memory again."""
     together = job("training.micro_batch=1", "output.save_every=null")
     stepped = "finetune.training.recorder:MetricsRecorder.stepped"

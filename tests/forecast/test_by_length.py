@@ -152,7 +152,7 @@ def test_each_reach_of_a_small_model_fits_and_the_next_length_does_not(
             for tokens in (each.tokens, each.tokens + 8)  # to 1/32 of the longest
         ]
         assert fits == [True, False], each
-    settled, chosen = planner.settle()
+    settled, chosen = planner.resolve()
     assert chosen is not None
     assert (settled, chosen.forecast) == (config, found)
     monkeypatch.setattr(planning, "_free_planner", lambda *given: planner)

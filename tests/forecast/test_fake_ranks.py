@@ -206,7 +206,7 @@ def test_auto_is_the_least_sharding_that_fits(
     config = job(distributed__kind="auto", **({} if fitted else {"memory__checkpointing": "auto"}))
     card = dataclasses.replace(tiny_models.card(), budget_bytes=budget * forecasts.GIB)
     planner = Planner(config, tiny_models.architecture(), card, None, 2)
-    chosen, found = planner.settle()
+    chosen, found = planner.resolve()
     assert (chosen.distributed.kind, chosen.distributed.stage) == expected
     assert (found is not None) == (not fitted and budget > 4)
     if found:
@@ -232,7 +232,7 @@ def test_a_model_that_cannot_be_sharded_is_copied(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Planner, "forecast", forecast)
     card = dataclasses.replace(tiny_models.card(), budget_bytes=forecasts.GIB)
     planner = Planner(job(distributed__kind="auto"), tiny_models.architecture(), card, None, 2)
-    chosen, _ = planner.settle()
+    chosen, _ = planner.resolve()
     assert chosen.distributed.kind == "ddp"
     assert not any("distributed" in str(lever) for lever, _ in planner.levers(chosen, planner.forecast(chosen)))
 

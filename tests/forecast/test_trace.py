@@ -330,7 +330,7 @@ def test_autograd_adds_in_place_into_a_gradient_that_it_alone_holds(subtests: py
             assert len(found) == gradients
 
 
-def test_the_gradient_of_selected_rows_is_put_in_place() -> None:
+def test_the_gradient_of_selected_rows_is_written_in_place() -> None:
     """Which autograd does never for a fake tensor."""
 
     def backward(mark: Any) -> None:

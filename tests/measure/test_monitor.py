@@ -138,7 +138,7 @@ def test_a_peak_that_keeps_growing_at_one_shape_is_a_leak_once() -> None:
     assert grown == [0, 0, 0, 0, 8 * MIB, 0, 0, 0, 0, 0]
 
 
-def test_a_peak_that_goes_up_and_down_is_no_leak() -> None:
+def test_a_peak_that_goes_up_and_down_is_not_a_leak() -> None:
     watch = LeakWatch()
     assert not any(watch.see((4, 128, 1), {"allocated_bytes": (n % 4) * 9 * MIB}) for n in range(40))
 

@@ -77,9 +77,7 @@ def test_nf4_stays_near_the_weights_it_stores() -> None:
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
-def test_4_bit_weights_whose_rows_are_no_multiple_of_a_block_are_stored_as_well_as_others(
-    kind: str, tmp_path: Path
-) -> None:
+def test_4_bit_weights_with_rows_of_partial_blocks_are_as_exact_as_others(kind: str, tmp_path: Path) -> None:
     """4-bit NormalFloat is off by some 9% of a normal variable's deviation, 4-bit float by 12%; see libraries."""
     from transformers import AutoConfig, AutoModelForCausalLM
 

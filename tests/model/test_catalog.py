@@ -150,7 +150,7 @@ def test_each_configuration_is_new() -> None:
     assert catalog.config("microsoft/phi-4").hidden_size == 5120
 
 
-def test_an_unknown_name_is_none_to_find_and_an_error_with_advice_to_config() -> None:
+def test_find_returns_none_for_an_unknown_name_and_config_raises_with_advice() -> None:
     assert catalog.find("meta-llama/Llama-3.1-9B") is None
     with pytest.raises(ConfigError, match=r"did you mean meta-llama/Llama-3\.1-8B, "):
         catalog.config("meta-llama/Llama-3.1-9B")

@@ -149,7 +149,7 @@ def test_a_head_of_zeros_says_the_same_of_every_token_and_looks_at_none() -> Non
     causality.prove(model)
 
 
-def test_logits_that_are_not_numbers_are_no_look_ahead() -> None:
+def test_logits_that_are_not_numbers_do_not_count_as_looking_ahead() -> None:
     model = model_of("llama")
     torch.nn.init.constant_(model.model.norm.weight, float("nan"))
     with pytest.raises(NumbersError, match="logits are not finite"):

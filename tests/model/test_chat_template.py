@@ -139,7 +139,7 @@ def test_a_template_reads_no_file_and_has_no_long_ranges(reach: str, draw: Draw,
         draw(tokenizer, ASK)
 
 
-def test_a_mistake_in_a_template_is_told_with_its_line(draw: Draw, tokenizer: Any) -> None:
+def test_a_mistake_in_a_template_is_reported_with_its_line(draw: Draw, tokenizer: Any) -> None:
     tokenizer.chat_template = "\n{% for message in messages %}\n{% endif %}"
     with pytest.raises(ArtifactError, match="not valid: line 3"):
         draw(tokenizer, ASK)

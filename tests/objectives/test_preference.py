@@ -277,7 +277,7 @@ def test_trl_adds_to_simpo_the_cross_entropy_of_tokens_and_not_of_pairs(job, trl
     assert together != pytest.approx(sum(ours) / 8, rel=1e-3)
 
 
-def test_trls_orpo_has_the_cross_entropy_of_prompts_which_is_no_part_of_it_here(job, trl_step) -> None:
+def test_orpo_leaves_out_the_cross_entropy_of_prompts_that_trl_adds(job, trl_step) -> None:
     loop = ready(job("data.max_length=64", "adapter.dropout=0", "kernels.fused=off", objective="orpo"))
     rows = rows_of(loop)
     (whole,) = micro_batches(loop, range(8), 8)

@@ -149,7 +149,7 @@ def test_a_log_gets_about_ten_lines_and_each_evaluation(log: Log) -> None:
     assert "loss 2.0000  lr 2.00e-04  1,000 tokens/s  1.50 GiB" in steps[0]
 
 
-def test_a_log_gets_a_line_every_so_many_steps_as_configured(log: Log, run: RunDirectory) -> None:
+def test_a_log_gets_a_line_at_the_configured_interval(log: Log, run: RunDirectory) -> None:
     data = Prepared(train=None, eval=None, train_counts=_COUNTS, eval_counts=None)
     log.terminal.opened(run.path, Config.model_validate({"tracking": {"log_every": 4}}), "cpu", data, "sdpa", None)
     log.terminal.started(0, 10)

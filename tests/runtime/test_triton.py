@@ -81,7 +81,7 @@ def avoided(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 # -- whether it works --------------------------------------------------------------------------------------------------
 
 
-def test_kernels_that_run_are_no_obstacle_and_tried_once(triton) -> None:
+def test_kernels_that_run_are_tried_once_and_not_an_obstacle(triton) -> None:
     starts = triton()
     assert libraries.triton_obstacle() is None
     assert libraries.triton_obstacle() is None
@@ -98,7 +98,7 @@ def test_kernels_that_run_are_no_obstacle_and_tried_once(triton) -> None:
     ],
     ids=["compiler", "headers", "cache"],
 )
-def test_what_keeps_kernels_from_running_is_told_with_what_to_install(triton, fails: Exception, reason: str) -> None:
+def test_the_reason_that_kernels_do_not_run_names_what_to_install(triton, fails: Exception, reason: str) -> None:
     triton(fails)
     obstacle = libraries.triton_obstacle()
     assert obstacle is not None
@@ -115,7 +115,7 @@ def test_a_missing_triton_is_an_obstacle(triton, monkeypatch: pytest.MonkeyPatch
     assert "import of triton" in str(libraries.triton_obstacle())
 
 
-def test_a_full_card_is_no_obstacle_but_out_of_memory(triton) -> None:
+def test_a_full_card_is_out_of_memory_and_not_an_obstacle(triton) -> None:
     full = RuntimeError("Triton Error [CUDA]: out of memory")  # third_party/nvidia/backend/driver.c, CUDA_CHECK
     triton(full)
     assert libraries.triton_obstacle() is None
@@ -132,7 +132,7 @@ def test_without_it_no_library_takes_its_kernels_on_a_gpu(avoided) -> None:
     assert not python_native.triton.enabled
 
 
-def test_the_loss_on_places_with_a_label_alone_is_the_loss(avoided, quick, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_of_labelled_positions_alone_is_the_loss(avoided, quick, monkeypatch: pytest.MonkeyPatch) -> None:
     loop = ready(quick("quantization.kind=none", "training.precision=fp32"))
     inputs = micro_batches(loop, range(4), 2)
     loss, expected = gradients(loop, inputs)

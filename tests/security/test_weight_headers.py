@@ -65,7 +65,7 @@ def test_a_whole_file_passes(tmp_path: Path) -> None:
     assert weight_files.shapes(file) == {"a": [2], "b": [1]}
 
 
-def test_what_is_no_file_is_refused_without_waiting_for_it(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_regular_file_is_refused_without_waiting(tmp_path: Path) -> None:
     pipe = tmp_path / "model.safetensors"
     os.mkfifo(pipe)
     with pytest.raises(ArtifactError, match="not a regular file"):

@@ -16,7 +16,7 @@ from finetune.objectives import OBJECTIVES
 from finetune.objectives.kto import LABELLED
 from finetune.training.collator import MicroBatches, apart
 from finetune.training.largest_batch import in_both_passes, longer_segment
-from finetune.training.oom_retry import Limit, Retry, UpdateStart, place_of
+from finetune.training.oom_retry import Limit, Retry, UpdateStart, location_of
 
 Weights = list[torch.nn.Parameter]
 
@@ -67,9 +67,9 @@ def test_the_row_that_does_not_fit_is_named_whichever_of_its_passes_it_was(packe
     collate = MicroBatches(MicroBatching(1, 100, packed, LABELLED), 0)
     for row in rows:
         whole, warm_up = (collate.micro_batch([each]) for each in (row, in_both_passes(longer_segment(row))))
-        assert [place_of(rows, each) for each in (whole, apart(whole), warm_up)] == [row["place"]] * 3
+        assert [location_of(rows, each) for each in (whole, apart(whole), warm_up)] == [row["place"]] * 3
     other = collate.micro_batch([answer(400, 5, 7)])
-    assert place_of(rows, other) == "a row that is not in the data set"
+    assert location_of(rows, other) == "a row that is not in the data set"
 
 
 def test_a_mismatched_answer_that_does_not_fit_leaves_smaller_micro_batches_whole() -> None:

@@ -29,7 +29,7 @@ def job(tmp_path: Path, quick: Any) -> Any:
     return make
 
 
-def test_a_fall_of_the_chosen_answers_is_told_once_and_only_beside_a_margin() -> None:
+def test_a_fall_of_the_chosen_answers_is_reported_once_and_only_beside_a_margin() -> None:
     falls = Falls()
     assert [falls.see(-0.5 + 0.01 * (step % 3), 1.0 + 0.1 * (step % 2)) for step in range(19)] == [None] * 19
     chosen, margin = falls.see(-0.5, 1.0) or (0, 0)

@@ -256,7 +256,7 @@ def test_the_built_in_held_out_split_is_not_the_training_split(quick, tmp_path: 
     assert next(iter(held_out_rows(config.data, None))).location.startswith("builtin:python_docs[eval]")
 
 
-def test_a_tokenizer_that_is_none_is_a_bad_artifact(quick, tiny_base: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_tokenizer_is_a_bad_artifact(quick, tiny_base: Path, tmp_path: Path) -> None:
     base = Path(shutil.copytree(tiny_base, tmp_path / "base"))
     (base / "tokenizer.json").write_text("{}")
     with pytest.raises(ArtifactError, match="tokenizer"):

@@ -57,7 +57,7 @@ def start(model: Any, rows: list[list[int]]) -> None:
 
 
 def wrappers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """PEFT's wrappers of an embedding and a head of which rows are trained, with their names in `model`."""
+    """PEFT's wrappers of the embedding and the head whose rows are trained, with their names in `model`."""
     from peft.utils.other import TrainableTokensWrapper
 
     return ((name, part) for name, part in model.named_modules() if isinstance(part, TrainableTokensWrapper))

@@ -46,7 +46,7 @@ def folder_of(name: str) -> Path:
 
 
 def sha256(section: AdapterSection) -> str | None:
-    """The hash (hex) of the weights to start from; None if there are none."""
+    """SHA-256 (hex) of the weights to start from; None for a new adapter."""
     return section.start_from and file_hashes.sha256(folder_of(section.start_from) / adapter_files.WEIGHTS)
 
 
@@ -120,7 +120,7 @@ def _layers(names: Iterable[str]) -> set[str]:
 
 
 def _targets(theirs: list[str], linear: list[str]) -> str:
-    """What to set for an adapter on the layers `theirs`, of the `linear` layers of the base."""
+    """The key to set, and to what, for an adapter on the layers `theirs`; `linear` are those of the base."""
     if strange := [name for name in theirs if name not in linear]:
         return f"`model.name` to a base with a linear layer `{adapter_files.shown(strange[0])}`, which it adapts"
     names = sorted({name.rpartition(".")[2] for name in theirs})

@@ -139,7 +139,7 @@ def _flex(config: Any, device: str, precision: str) -> str | None:
 
 
 def without_fla(config: Any, device: str) -> str | None:
-    """What gated linear attention costs without its kernels, in a sentence; None if it has them or there is none."""
+    """A sentence on the cost of gated linear attention without its kernels; None if they or the layers are absent."""
     recurrent = any("gated_delta_rule" in name for name in catalog.text_code(config) or {})
     if device != "cuda" or not recurrent or importlib.util.find_spec("fla"):
         return None

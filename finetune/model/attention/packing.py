@@ -142,7 +142,7 @@ def eager_like(name: str) -> str:
 
 
 def _beyond(name: str) -> int:
-    """By how many tokens rows may exceed a window and still get transformers' mask, no larger than the band."""
+    """The number of tokens by which rows may exceed a window and still get transformers' mask."""
     return 0 if name == VARLEN else windows.BLOCK
 
 
@@ -163,7 +163,7 @@ def _row_numbers(positions: torch.Tensor) -> torch.Tensor:
 
 
 def mixes_otherwise(config: Any) -> str | None:
-    """How a model mixes tokens other than by transformers' attention functions, in one clause; None if it does not.
+    """A clause on how a model mixes tokens apart from transformers' attention functions; None if it does not.
 
     A recurrent model carries a state from token to token. Older code, such as that of Bloom, MPT and Falcon, does not
     use transformers' attention registry, or looks into its own table first.

@@ -33,7 +33,7 @@ REMEDY = "set `distributed.context: 1`"
 
 
 def check(architecture: Any, size: int) -> None:
-    """Raise ConfigError if so many ranks cannot share the rows of a model, judging by its config."""
+    """Raise ConfigError if the model's config rules out that this number of ranks shares its rows."""
     if size == 1:
         return
     if how := packing.mixes_otherwise(architecture):
@@ -98,7 +98,7 @@ def split(model: Any, group: ProcessGroup | None) -> Iterator[None]:
 
 
 def _mine(batch: dict[str, Any], group: ProcessGroup) -> dict[str, Any]:
-    """This rank's slice of what there is for each token, and of the label that each token predicts."""
+    """This rank's slice of the inputs of each token, and of the label that each token predicts."""
     rank, size = dist.get_rank(group), group.size()
     assert batch["input_ids"].shape[1] % size == 0, "the collator pads rows to a multiple"
     following = torch.nn.functional.pad(batch.pop("labels")[:, 1:], (0, 1), value=-100)
@@ -178,7 +178,7 @@ def _exchanging(attend: Callable[..., Any] | None) -> Callable[..., Any]:
 
 
 def _to_heads(slice_: Tensor, group: ProcessGroup) -> Tensor:
-    """Whole rows (rows, heads / ranks, tokens, dim) for a slice of all heads (rows, heads, tokens / ranks, dim)."""
+    """Make whole rows (rows, heads / ranks, tokens, dim) of slices of all heads (rows, heads, tokens / ranks, dim)."""
     size = group.size()
     rows, heads, tokens, dim = slice_.shape
     parts = slice_.view(rows, size, heads // size, tokens, dim).transpose(0, 1)
@@ -211,6 +211,6 @@ class _Exchange(torch.autograd.Function):
 
 def _exchanged(parts: Tensor, group: ProcessGroup) -> Tensor:
     parts = parts.contiguous()
-    found = torch.empty_like(parts)
-    dist.all_to_all_single(found, parts, group=group)
-    return found
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    return received

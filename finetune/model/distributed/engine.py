@@ -51,7 +51,7 @@ class Engine(WeightAccess, Protocol):
 
     @property
     def forward(self) -> Any:
-        """What an objective calls as the model."""
+        """The callable that an objective gets as the model."""
 
     @property
     def weights(self) -> list[nn.Parameter]:
@@ -79,7 +79,7 @@ class Engine(WeightAccess, Protocol):
         """Queue the update of the weights, without waiting for it; called only if the norm was finite."""
 
     def warm_up_count(self, count: int) -> int:
-        """What the loss of a warm-up step is divided by, for `empty_update` to leave the weights alone."""
+        """The divisor of the loss of a warm-up step, for which `empty_update` leaves the weights alone."""
 
     def make_states(self, max_norm: float) -> None:
         """Create the optimizer's states before the first step."""
@@ -192,7 +192,7 @@ class OneProcess(WholeWeights):
         optimizer_states.restore(self.optimizer, states)
 
     def close(self) -> None:
-        """Nothing: there are no other ranks."""
+        """Do nothing: there are no other ranks."""
 
     def _trained(self) -> list[nn.Parameter]:
         return [weight for weight in self.model.parameters() if weight.requires_grad]

@@ -14,7 +14,7 @@ States = tuple[dict[str, Any], dict[str, Tensor]]
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """What `optimizer` updates, group by group."""
+    """The parameters that `optimizer` updates, group by group."""
     return [weight for group in optimizer.param_groups for weight in group["params"]]
 
 

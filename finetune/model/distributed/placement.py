@@ -1,4 +1,4 @@
-"""What a rank holds of a model from its loading on: all of it, or the part that a `Placement` leaves there."""
+"""Divides a model among ranks from its loading on; without a `Placement` each rank holds all of it."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def gathers(model: nn.Module, release: Callable[[nn.Module], None]) -> None:
 
 
 def release_gathered(model: nn.Module) -> None:
-    """Free weights that forward passes gathered, beside which this rank's part would be updated."""
+    """Free the weights that forward passes gathered, before this rank's part is updated."""
     if model in _gathered:
         _gathered[model](model)
 
 
 def is_divided(weight: Tensor) -> bool:
-    """Whether a weight is one of torch's distributed tensors, of which each rank holds a part."""
+    """Whether a weight is a distributed tensor of torch, divided among the ranks."""
     return hasattr(weight, "to_local")

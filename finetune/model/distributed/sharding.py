@@ -34,7 +34,7 @@ from finetune.runtime import patches, ranks
 
 @dataclass(frozen=True)
 class Shards:
-    """How the rows (first dimension) of a tensor are divided: `rows` in all, `each` in every shard that is full."""
+    """The division of a tensor's rows (first dimension): `rows` in all, `each` in every full shard."""
 
     rows: int
     each: int
@@ -42,7 +42,7 @@ class Shards:
 
     @classmethod
     def of(cls, rows: int, mesh: DeviceMesh) -> Shards:
-        """As FSDP2 divides them."""
+        """Divide rows as FSDP2 does."""
         return cls(rows, -(-rows // mesh.size()), mesh)
 
     def by_block(self, numbers: int, block: int) -> Shards:
@@ -133,7 +133,7 @@ class Sharding:
         return weight in self._loaded
 
     def apply(self, model: Any) -> None:
-        """Shard all weights of `model`, some of which may be shards already; one layer at a time is whole.
+        """Shard all weights of `model` that are not sharded yet, with one layer whole at a time.
 
         Raises ConfigError for a model without layers that transformers can recompute, or with experts in 4 bit.
         """
@@ -178,9 +178,9 @@ def _ends(model: Any) -> tuple[nn.Module | None, list[nn.Module]]:
     layers = checkpointing.layers(model)
     for decoder in model.modules():
         parts = list(decoder.children())
-        place = next((n for n, one in enumerate(parts) if isinstance(one, nn.ModuleList) and layers[-1] in one), None)
-        if place is not None:
-            norm = next((one for one in parts[place + 1 :] if any(True for _ in one.parameters())), None)
+        last = next((n for n, one in enumerate(parts) if isinstance(one, nn.ModuleList) and layers[-1] in one), None)
+        if last is not None:
+            norm = next((one for one in parts[last + 1 :] if any(True for _ in one.parameters())), None)
             if norm is not None:
                 decoder.register_forward_hook(lambda *_: _check_gathered(head, model))
             return embeddings, [norm, head] if norm is not None else []
@@ -235,17 +235,17 @@ def reshard(model: nn.Module) -> None:
 
 
 def shards_of(weight: Tensor) -> Shards | None:
-    """How a weight is divided; None if this rank holds it whole."""
+    """The division of a weight; None if this rank holds it whole."""
     return Shards.of(len(weight), weight.device_mesh) if isinstance(weight, DTensor) else None
 
 
 def held(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, sharing memory with it."""
+    """The part of a tensor that this rank holds; shares its memory."""
     return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def mine(whole: Tensor, weight: Tensor) -> Tensor:
-    """What this rank holds of a tensor that is divided like `weight`."""
+    """This rank's part of a tensor that is divided like `weight`."""
     shards = shards_of(weight)
     return shards.mine(whole) if shards else whole
 
@@ -365,7 +365,7 @@ class Sharded(OneProcess):
         return shards.mine(whole) if shards else whole
 
     def _shards_of_state(self, parameter: nn.Parameter, key: str) -> Shards | None:
-        """How a state of an optimizer is divided; None for one that all ranks have in common."""
+        """The division of an optimizer's state; None for one that all ranks have in common."""
         weight, block = whole_of(parameter), self._block_of.get(key, 1)
         shards = shards_of(weight)
         if shards is None or block is None:

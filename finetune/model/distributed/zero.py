@@ -210,7 +210,7 @@ class Zero:
             self._deepspeed.utils.safe_set_full_optimizer_state(weight, whole, key)
 
     def _partitions(self) -> list[tuple[Tensor, list[nn.Parameter]]]:
-        """What the optimizer updates on this rank, each with the weights that it is a shard of."""
+        """The tensors that the optimizer updates on this rank, each with the weights it is a shard of."""
         shared = self._engine.optimizer
         if hasattr(shared, "fp16_groups"):
             return list(zip(shared.fp32_partitioned_groups_flat, shared.fp16_groups, strict=True))
@@ -329,9 +329,9 @@ def check(section: DistributedSection, device: torch.device) -> None:
         )
 
 
-def _unusable(place: str, error: OSError) -> MachineError:
+def _unusable(path: str, error: OSError) -> MachineError:
     return MachineError(
-        f"`distributed.nvme_path`: nothing can be written to {place}: {error.strerror}; set a directory that exists, "
+        f"`distributed.nvme_path`: nothing can be written to {path}: {error.strerror}; set a directory that exists, "
         "with room, on a local disk"
     )
 
@@ -347,8 +347,8 @@ class Disk:
     ranks keep of `trained` numbers: a copy, two states and the gradient of each, in float32.
     """
 
-    def __init__(self, place: str, trained: int) -> None:
-        root = Path(place)
+    def __init__(self, path: str, trained: int) -> None:
+        root = Path(path)
         needed = 16 * trained * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // ranks.world_size()
         try:
             for left in root.glob("finetune-*"):
@@ -362,7 +362,7 @@ class Disk:
             (self.path / "starting").rename(self.path / "lock")
             free = shutil.disk_usage(root).free
         except OSError as error:
-            raise _unusable(place, error) from None
+            raise _unusable(path, error) from None
         if free < needed:
             self.close()
             raise MachineError(

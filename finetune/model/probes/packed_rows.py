@@ -48,7 +48,7 @@ def prove(model: Any) -> None:
 
 
 def prove_shared(model: Any) -> str | None:
-    """Compare the logits of an answer after the prompt of the answer before it with those after a prompt of its own.
+    """Compare the logits of an answer that shares its prompt with another one and those after a prompt of its own.
 
     Runs two short forward passes under the autocast of a step. Returns one line if they fail or differ beyond rounding.
     """
@@ -58,8 +58,8 @@ def prove_shared(model: Any) -> str | None:
     try:
         with probes.attempt():
             own = _last_logits(model, [first, torch.cat([prompt, answer])])[tokens:]
-            found = _last_logits(model, [first, torch.cat([prompt[-1:], answer])], [0, tokens])
-        strayed = float((found - own).norm() / own.norm().clamp(min=1e-30))
+            shared = _last_logits(model, [first, torch.cat([prompt[-1:], answer])], [0, tokens])
+        strayed = float((shared - own).norm() / own.norm().clamp(min=1e-30))
         if strayed > _STRAYS:
             why = f"its logits then differ by {strayed:.1%}"
     except probes.Failed as failed:

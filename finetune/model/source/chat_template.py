@@ -262,7 +262,7 @@ def unwritten_end(tokenizer: Any) -> list[int]:
 
 
 def _ending(tokenizer: Any) -> tuple[int | None, list[int]]:
-    """What `end_of_turn` and `unwritten_end` return."""
+    """Compute the results of `end_of_turn` and `unwritten_end`."""
     try:
         prompt, whole = ids(tokenizer, _PROBE[:1], prompt=True), ids(tokenizer, _PROBE)
         longer = ids(tokenizer, [*_PROBE, _PROBE[0]])

@@ -49,7 +49,7 @@ def of_base(section: ModelSection, note: Callable[[str], None] = lambda text: No
 
 
 def _folder(section: ModelSection) -> Path | None:
-    """The folder of a base's files; None for random weights, and for a base that is not available locally."""
+    """The folder of a base's files; None for random weights or a base that is not available locally."""
     if section.weights == "random":
         return None
     try:

@@ -28,20 +28,10 @@ T = TypeVar("T")
 def locate(name: str) -> str:
     """The directory or hub name for transformers to load. Raises ArtifactError for a name that is neither."""
     if name.startswith("builtin:"):
-        if name != BUILTIN_BASE:
-            raise ArtifactError(f"model {unknown(name, [BUILTIN_BASE])}")
-        for folder in _BUILTIN_FOLDERS:
-            if (folder / "config.json").is_file():
-                return str(folder)
-        raise ArtifactError(f"{BUILTIN_BASE} is missing from this installation; make it with data/build_tiny_llama.py")
+        return _builtin(name)
     path = Path(name)
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ArtifactError(f"{name}: a model directory needs config.json; this one has none")
-        for file in path.glob("*.json"):
-            if (size := file.stat().st_size) > _JSON_BYTES:
-                raise ArtifactError(f"{file}: {size} bytes of JSON, more than any model has; download the model again")
-        return str(path)
+        return _checked(name)
     if name.startswith(_HUB):
         raise ArtifactError(f"{name}: give the model's name on the hub: {name.removeprefix(_HUB)}")
     if name.endswith(".gguf"):
@@ -49,6 +39,25 @@ def locate(name: str) -> str:
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ArtifactError(f"{name}: no such model directory")
     return name
+
+
+def _builtin(name: str) -> str:
+    if name != BUILTIN_BASE:
+        raise ArtifactError(f"model {unknown(name, [BUILTIN_BASE])}")
+    for folder in _BUILTIN_FOLDERS:
+        if (folder / "config.json").is_file():
+            return str(folder)
+    raise ArtifactError(f"{BUILTIN_BASE} is missing from this installation; make it with data/build_tiny_llama.py")
+
+
+def _checked(name: str) -> str:
+    folder = Path(name)
+    if not (folder / "config.json").is_file():
+        raise ArtifactError(f"{name}: a model directory needs config.json; this one has none")
+    for file in folder.glob("*.json"):
+        if (size := file.stat().st_size) > _JSON_BYTES:
+            raise ArtifactError(f"{file}: {size} bytes of JSON, more than any model has; download the model again")
+    return str(folder)
 
 
 def at_hand(name: str) -> bool:

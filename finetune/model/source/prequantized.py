@@ -56,7 +56,7 @@ def form(architecture: Any) -> str | None:
 
 
 def stated(architecture: Any, quantization: QuantizationSection) -> Mapping[str, Any] | None:
-    """What config.json says of the form that weights are published in, if the job keeps it or decodes it to 16 bit."""
+    """The published form of the weights by config.json, if the job keeps it or decodes it to 16 bit; else None."""
     return _given(architecture) if (known := form(architecture)) and quantization.kind in (known, "none") else None
 
 
@@ -104,7 +104,7 @@ def refuse(section: ModelSection, architecture: Any) -> None:
 
 
 def _given(architecture: Any) -> Any:
-    """What config.json, or a part of it, says about the quantization of the weights."""
+    """The first entry on quantization in config.json and its parts."""
     parts = (architecture, *(getattr(architecture, name, None) for name in architecture.sub_configs))
     return next((value for part in parts for key in _KEYS if (value := getattr(part, key, None))), None)
 
@@ -120,7 +120,7 @@ def _described(given: Any) -> str:
 
 
 def _remedies(section: ModelSection) -> Iterator[str]:
-    """Where an unquantized base may be found."""
+    """Where the user may find an unquantized base, in words."""
     named = card(section).get("base_model")
     named = [named] if isinstance(named, str) else named if isinstance(named, list) else []
     named = [name for name in named if isinstance(name, str) and _HUB_NAME.fullmatch(name) and name != section.name]

@@ -27,7 +27,7 @@ _ACTIVE = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe
 
 @dataclass(frozen=True)
 class Mixture:
-    """How a mixture of experts is stored.
+    """The form in which a mixture of experts is stored.
 
     `experts`: number per layer, the maximum if layers differ; a token visits `active` of them. `kind`: the quantization
     of its linear layers. `quantized_experts`: the share of expert parameters quantized to that kind. `unquantized`: how

@@ -43,7 +43,7 @@ class PackedForm:
 
 @dataclass
 class Packing:
-    """How the bytes of a packed parameter become its values.
+    """A format of packed parameters: how bytes become values.
 
     `shape` is the shape of the values as the model's code reads them, and `dtype` their type unless another is asked
     for. `transposed`: the bytes are those of the values with the last two dimensions exchanged.
@@ -68,7 +68,7 @@ class Packing:
 
 
 def packing_of(parameter: Any) -> Packing | None:
-    """How a parameter is packed; None if it is not."""
+    """The packing of a parameter; None if it is not packed."""
     return getattr(parameter, "packing", None)
 
 

@@ -66,7 +66,7 @@ def kept_modules(model: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class Rounding:
-    """How a weight of a quantized base is rounded.
+    """The rounding of a weight of a quantized base.
 
     `parameter` is that of the base on the meta device. `transposed`: the file has it as GPT-2's layers do (inputs,
     outputs), and it is transposed before it is quantized.
@@ -90,7 +90,7 @@ class Rounding:
 
 
 def roundings(model: Any) -> dict[str, Rounding]:
-    """How each quantized parameter of a base on the meta device is rounded, by its name."""
+    """The rounding of each quantized parameter of a base on the meta device, by name."""
     kinds = (bnb.nn.Params4bit, bnb.nn.Int8Params)
     return {
         f"{path}.{name}".removeprefix("."): Rounding(parameter, getattr(module, "source_cls", None) is Conv1D)
@@ -134,7 +134,7 @@ class _Packed:
     quantization_config: Any
 
     def validate_environment(self, **named: Any) -> None:
-        """Raise nothing: packed weights need neither a GPU nor kernels."""
+        """Accept any machine: packed weights need neither a GPU nor kernels."""
 
     def targets(self, model: Any) -> Iterator[tuple[str, Any, str]]:
         """(name in the model, module, name in the module) of each parameter to be packed."""

@@ -24,7 +24,7 @@ _MARK = "_scores_tokens"
 
 @dataclass
 class SequenceScores(ModelOutput):
-    """What a classifier returns; see `_forward`."""
+    """The output of a classifier; see `_forward`."""
 
     logits: torch.Tensor | None = None
     aux_loss: torch.Tensor | None = None
