@@ -150,6 +150,75 @@ SMALL: dict[str, Architecture] = {
 }
 ARCHITECTURES |= SMALL
 
+_EXPERTS_OF_EIGHT: Any = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_DELTA: Any = {
+    "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32, "num_hidden_layers": 4,
+}  # fmt: skip
+_INDEXED: Any = {**_DEEPSEEK, "head_dim": 16, "index_topk": 64, "index_head_dim": 32, "index_n_heads": 2}
+# The architectures of 2025 and 2026, as narrow as the small ones; each kind of layer of a hybrid is there.
+NEWER: dict[str, Architecture] = {
+    "qwen3_5": _small("qwen3_5_text", **_DELTA),
+    "qwen3_5_moe": _small(
+        "qwen3_5_moe_text", **_DELTA, **_EXPERTS_OF_EIGHT, num_experts=8, shared_expert_intermediate_size=64
+    ),
+    "gemma4": _small(
+        "gemma4_text", head_dim=32, global_head_dim=64, sliding_window=128, num_hidden_layers=6,
+        vocab_size_per_layer_input=512, hidden_size_per_layer_input=16,
+    ),
+    "gemma4_moe": _small(
+        "gemma4_text", head_dim=32, global_head_dim=64, sliding_window=128, num_hidden_layers=6,
+        vocab_size_per_layer_input=512, hidden_size_per_layer_input=0, enable_moe_block=True, num_experts=8,
+        top_k_experts=2, moe_intermediate_size=64,
+    ),
+    "deepseek_v32": _small("deepseek_v32", 4, **_INDEXED, n_shared_experts=1, **UNTIED),
+    "deepseek_v4": _small(
+        "deepseek_v4", 1, **_EXPERTS_OF_EIGHT, head_dim=32, num_hidden_layers=4, q_lora_rank=32, o_lora_rank=32,
+        o_groups=2, n_routed_experts=8, sliding_window=128, index_n_heads=2, index_head_dim=32, index_topk=64, **UNTIED,
+    ),
+    "gpt_oss": _small("gpt_oss", head_dim=32, num_local_experts=8, num_experts_per_tok=2, sliding_window=128, **UNTIED),
+    "granitemoehybrid": _small(
+        "granitemoehybrid", num_local_experts=8, num_experts_per_tok=2, intermediate_size=64,
+        shared_intermediate_size=128, layer_types=["linear_attention", "full_attention"], mamba_n_heads=8,
+        mamba_d_state=32, mamba_chunk_size=64,
+    ),
+    "phi4": _small("phi3", **UNTIED),
+    "llama4": _small(
+        "llama4_text", head_dim=32, num_hidden_layers=4, intermediate_size=64, intermediate_size_mlp=352,
+        num_local_experts=8, interleave_moe_layer_step=2, attention_chunk_size=256, **UNTIED,
+    ),
+    "nemotron_h": {
+        **_small(
+            "nemotron_h", **_EXPERTS_OF_EIGHT, head_dim=32, n_routed_experts=8, moe_shared_expert_intermediate_size=64,
+            layer_types=["linear_attention", "moe", "full_attention", "mlp"], ssm_state_size=32, mamba_num_heads=8,
+            mamba_head_dim=32, n_groups=2, chunk_size=64, **UNTIED,
+        ),
+        "num_hidden_layers": 4,
+    },
+    "kimi_k2": _small(
+        "deepseek_v3", 4, **{**_DEEPSEEK, **_EXPERTS_OF_EIGHT, "n_routed_experts": 16}, n_shared_experts=1,
+        num_hidden_layers=3, **UNTIED,
+    ),
+    "kimi_linear": _small(
+        "kimi_linear", 4, **_EXPERTS_OF_EIGHT, num_local_experts=8, num_hidden_layers=4, kv_lora_rank=32,
+        qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=32, linear_num_heads=4, linear_head_dim=32,
+        layer_types=["linear_attention", "linear_attention", "linear_attention", "full_attention"], **UNTIED,
+    ),
+    "minimax": _small("minimax", num_local_experts=8, num_experts_per_tok=2, intermediate_size=64, block_size=64),
+    "minimax_m2": _small(
+        "minimax_m2", head_dim=32, num_local_experts=8, num_experts_per_tok=2, intermediate_size=64, **UNTIED
+    ),
+    "lfm2_moe": _small(
+        "lfm2_moe", **_EXPERTS_OF_EIGHT, num_experts=8, num_dense_layers=1, num_hidden_layers=4,
+        layer_types=["conv", "conv", "full_attention", "conv"],
+    ),
+    "olmo_hybrid": _small(
+        "olmo_hybrid", 4, num_hidden_layers=4, linear_num_key_heads=4, linear_num_value_heads=4, linear_key_head_dim=32,
+        linear_value_head_dim=32, **UNTIED,
+    ),
+}  # fmt: skip
+ARCHITECTURES |= NEWER
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -213,6 +282,11 @@ _FULL = "adapter.kind=none quantization.kind=none"
 _SMALL_TILES = "memory.loss_tokens=8"
 _FUSED = "kernels.fused='on'"
 _DROPOUT = "adapter.dropout=0.1 adapter.rslora=true kernels.fused=auto"
+_KEPT = "memory.checkpointing=none"
+_MIXED = 'memory.checkpointing={"none":1,"all":1}'
+_PACKED = "data.packing=true"
+_MXFP4 = "quantization.kind=mxfp4"
+_FP8 = "quantization.kind=fp8"
 _IN_STEP = "training.objective=dpo preference.reference=in_step"
 _CACHED = "training.objective=dpo preference.reference=cached"
 _REWARD = "training.objective=reward model.labels=[reward] adapter.extra_modules=[score]"
@@ -385,6 +459,49 @@ SETTINGS = (
     _S("orpo bf16", "qwen3", 256, 1, 1, f"training.objective=orpo {_BF16} memory.checkpointing=none"),
     _S("reward nf4", "llama", 128, 2, 1, _REWARD),
     _S("kto nf4, in step", "llama", 128, 1, 2, "training.objective=kto preference.reference=in_step"),
+    # Newer architectures, as they are published: hybrids, indexed attention, bases in MXFP4 and FP8, and adapters on
+    # experts.
+    *(
+        _S(name, architecture, length, rows, 1, f"{_SMALL_TILES} {overrides}", padded="packing=true" not in overrides)
+        for name, architecture, length, rows, overrides in (
+            ("qwen3.5 nf4", "qwen3_5", 512, 1, ""),
+            ("qwen3.5 bf16, no checkpointing", "qwen3_5", 256, 2, f"{_BF16} {_KEPT}"),
+            ("qwen3.5 fused, evaluated", "qwen3_5", 256, 2, f"{_FUSED} data.eval=rows"),
+            ("qwen3.5 mixture nf4", "qwen3_5_moe", 512, 1, ""),
+            ("qwen3.5 mixture bf16, no checkpointing", "qwen3_5_moe", 256, 2, f"{_BF16} {_KEPT}"),
+            ("gemma4 nf4", "gemma4", 512, 1, ""),
+            ("gemma4 bf16, packed, no checkpointing", "gemma4", 256, 2, f"{_PACKED} {_BF16} {_KEPT}"),
+            ("gemma4 fused", "gemma4", 256, 2, _FUSED),
+            ("gemma4 mixture nf4, packed", "gemma4_moe", 256, 2, _PACKED),
+            ("glm-5 bf16, no checkpointing", "glm_moe_dsa", 256, 2, f"{_BF16} {_KEPT}"),
+            ("deepseek v3.2 nf4", "deepseek_v32", 512, 1, ""),
+            ("deepseek v3.2 fp8, no checkpointing", "deepseek_v32", 256, 2, f"{_FP8} {_KEPT}"),
+            ("deepseek v4 nf4", "deepseek_v4", 512, 1, ""),
+            ("deepseek v4 bf16, no checkpointing", "deepseek_v4", 256, 2, f"{_BF16} {_KEPT}"),
+            ("gpt-oss mxfp4", "gpt_oss", 512, 1, _MXFP4),
+            ("gpt-oss mxfp4, no checkpointing", "gpt_oss", 256, 2, f"{_MXFP4} {_KEPT} adapter.expert_rank=4"),
+            ("gpt-oss mxfp4, experts without adapters", "gpt_oss", 256, 2, f"{_MXFP4} {_FUSED} adapter.expert_rank=0"),
+            ("smollm3 fused, packed", "smollm3", 256, 2, f"{_PACKED} {_FUSED}"),
+            ("smollm3 bf16, no checkpointing", "smollm3", 256, 2, f"{_BF16} {_KEPT}"),
+            ("ministral3 fp8", "ministral3", 512, 1, _FP8),
+            ("ministral3 packed, one layer kept", "ministral3", 256, 2, f"{_PACKED} {_MIXED}"),
+            ("granite 4 nf4", "granitemoehybrid", 512, 1, ""),
+            ("granite 4 bf16, no checkpointing", "granitemoehybrid", 256, 2, f"{_BF16} {_KEPT}"),
+            ("olmo3 fused, packed", "olmo3", 256, 2, f"{_PACKED} {_FUSED}"),
+            ("olmo hybrid nf4, evaluated", "olmo_hybrid", 256, 2, "data.eval=rows"),
+            ("phi-4 fused, one layer kept", "phi4", 256, 2, f"{_FUSED} {_MIXED}"),
+            ("llama 4 nf4", "llama4", 512, 1, ""),
+            ("llama 4 bf16, no checkpointing", "llama4", 256, 2, f"{_BF16} {_KEPT}"),
+            ("nemotron-h nf4", "nemotron_h", 512, 1, ""),
+            ("nemotron-h bf16, no checkpointing", "nemotron_h", 256, 2, f"{_BF16} {_KEPT}"),
+            ("kimi k2 nf4, packed", "kimi_k2", 256, 2, _PACKED),
+            ("kimi k2 fp8", "kimi_k2", 512, 1, _FP8),
+            ("kimi linear nf4", "kimi_linear", 512, 1, ""),
+            ("minimax nf4", "minimax", 512, 1, ""),
+            ("minimax m2 bf16, packed", "minimax_m2", 256, 2, f"{_PACKED} {_BF16}"),
+            ("lfm2 mixture nf4, no checkpointing", "lfm2_moe", 256, 2, _KEPT),
+        )
+    ),
 )  # fmt: skip
 assert len({setting.name for setting in SETTINGS}) == len(SETTINGS)
 
