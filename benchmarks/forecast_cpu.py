@@ -5,13 +5,14 @@
 Every setting really trains two steps (see measured_step.py) in a process of its own, and is forecast in another one.
 The first settings spread the levers over eight families of architecture, each value in several of them, with tiles of
 logits of the usual size, which decide the peak of a small model. The others have small tiles, so that the layers
-decide, and are made of many more architectures; some have long rows. Each phase's own peak is compared. A setting that
-fails is counted, and the sweep goes on.
+decide, and are made of many more architectures; some have long rows. Each phase's own peak is compared, for a mixture
+whose routing changes it with the nearer end of its range. A setting that fails is counted, and the sweep goes on.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -216,6 +217,14 @@ NEWER: dict[str, Architecture] = {
         "olmo_hybrid", 4, num_hidden_layers=4, linear_num_key_heads=4, linear_num_value_heads=4, linear_key_head_dim=32,
         linear_value_head_dim=32, **UNTIED,
     ),
+    "dbrx": {
+        "model_type": "dbrx", "vocab_size": 512, "d_model": 128, "n_heads": 4, "n_layers": 2, "max_seq_len": 2048,
+        "pad_token_id": 3, "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8},
+        "ffn_config": {
+            "hidden_size": 128, "ffn_hidden_size": 128, "moe_num_experts": 8, "moe_top_k": 2,
+            "ffn_act_fn": {"name": "silu"},
+        },
+    },
 }  # fmt: skip
 ARCHITECTURES |= NEWER
 
@@ -500,6 +509,9 @@ SETTINGS = (
             ("minimax nf4", "minimax", 512, 1, ""),
             ("minimax m2 bf16, packed", "minimax_m2", 256, 2, f"{_PACKED} {_BF16}"),
             ("lfm2 mixture nf4, no checkpointing", "lfm2_moe", 256, 2, _KEPT),
+            # A loop over experts takes the more, the more unevenly tokens are routed.
+            ("experts in a loop", "dbrx", 512, 1, _BF16),
+            ("experts in a loop, no checkpointing", "dbrx", 256, 2, f"{_BF16} {_KEPT}"),
         )
     ),
 )  # fmt: skip
@@ -550,11 +562,25 @@ def step_setting(setting: Setting) -> Any:
 
 def forecast(setting: Setting) -> dict[str, int]:
     """Forecast bytes of `setting`, as `peaks` gives them."""
-    from finetune.forecast import file_sizes, replay
+    return forecast_range(setting)["forecast"]
+
+
+def forecast_range(setting: Setting) -> dict[str, dict[str, int]]:
+    """The forecast of `setting`; where routing matters, beside that `evenly` routed."""
     from finetune.forecast.traced_step import trace_step
 
     step = step_setting(setting)
     trace = trace_step(step)
+    found = {"forecast": _peaks_of(step, trace)}
+    if trace.routed:
+        evenly = dataclasses.replace(step, evenly=True)
+        found["evenly"] = _peaks_of(evenly, trace_step(evenly))
+    return found
+
+
+def _peaks_of(step: Any, trace: Any) -> dict[str, int]:
+    from finetune.forecast import file_sizes, replay
+
     accumulation = step.config.training.batch_size // step.config.training.rows
     run = replay.RunSetting(micro_batches=accumulation, checkpoint_bytes=file_sizes.checkpoint_bytes(trace))
     found = replay.make(trace, step.device, step.train, step.attention, run)
@@ -603,17 +629,27 @@ def _row(setting: Setting, measure_only: bool, before: dict[str, Any] | None) ->
             row["measured"] = apart(measure, setting)
             row["measured_in_seconds"] = round(time.perf_counter() - started, 1)
         if not measure_only:
-            row["forecast"] = apart(forecast, setting)
-            row["relative_errors"] = relative_errors(row["forecast"], row["measured"])
+            found = apart(forecast_range, setting)
+            row |= found if found.get("evenly") != found["forecast"] else {"forecast": found["forecast"]}
+            row["relative_errors"] = relative_errors(row["forecast"], row["measured"], row.get("evenly"))
     except Failed as failure:
         row["error"] = harness.without_paths(str(failure))
     _say(setting, row)
     return row
 
 
-def relative_errors(forecast: dict[str, int], measured: dict[str, int]) -> dict[str, float]:
-    """Forecast over measured, less 1: for the peak, and for each phase that both have."""
-    return {name: round(forecast[name] / found - 1, 5) for name, found in measured.items() if name in forecast}
+def relative_errors(
+    forecast: dict[str, int], measured: dict[str, int], evenly: dict[str, int] | None = None
+) -> dict[str, float]:  # fmt: skip
+    """Forecast over measured, less 1: for the peak, and for each phase that both have.
+
+    With `evenly` it is the nearer end of the range between both forecasts, and 0 within.
+    """
+    ranges = {name: sorted((size, (evenly or forecast)[name])) for name, size in forecast.items()}
+    nearest = {
+        name: min(max(found, ranges[name][0]), ranges[name][1]) for name, found in measured.items() if name in ranges
+    }
+    return {name: round(size / measured[name] - 1, 5) for name, size in nearest.items()}
 
 
 # Of what was measured: how far off a peak may be, and how far below.
@@ -657,7 +693,7 @@ class Failed(Exception):
     """A setting's process ended without a result; the message is its error."""
 
 
-def apart(function: Callable[[Setting], dict[str, int]], setting: Setting) -> dict[str, int]:
+def apart(function: Callable[[Setting], Any], setting: Setting) -> Any:
     """`function(setting)` in a process of its own, forked: the libraries, seconds to import, are there already."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork"), initializer=_silence) as process:
         try:
