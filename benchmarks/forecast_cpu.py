@@ -5,13 +5,14 @@
 Every setting really trains two steps (see measured_step.py) in a process of its own, and is forecast in another one.
 The first settings spread the levers over eight families of architecture, each value in several of them, with tiles of
 logits of the usual size, which decide the peak of a small model. The others have small tiles, so that the layers
-decide, and are made of many more architectures; some have long rows. Each phase's own peak is compared. A setting that
-fails is counted, and the sweep goes on.
+decide, and are made of many more architectures; some have long rows. Each phase's own peak is compared, for a mixture
+whose routing changes it with the nearer end of its range. A setting that fails is counted, and the sweep goes on.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -150,6 +151,83 @@ SMALL: dict[str, Architecture] = {
 }
 ARCHITECTURES |= SMALL
 
+_EXPERTS_OF_EIGHT: Any = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_DELTA: Any = {
+    "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32, "num_hidden_layers": 4,
+}  # fmt: skip
+_INDEXED: Any = {**_DEEPSEEK, "head_dim": 16, "index_topk": 64, "index_head_dim": 32, "index_n_heads": 2}
+# The architectures of 2025 and 2026, as narrow as the small ones; each kind of layer of a hybrid is there.
+NEWER: dict[str, Architecture] = {
+    "qwen3_5": _small("qwen3_5_text", **_DELTA),
+    "qwen3_5_moe": _small(
+        "qwen3_5_moe_text", **_DELTA, **_EXPERTS_OF_EIGHT, num_experts=8, shared_expert_intermediate_size=64
+    ),
+    "gemma4": _small(
+        "gemma4_text", head_dim=32, global_head_dim=64, sliding_window=128, num_hidden_layers=6,
+        vocab_size_per_layer_input=512, hidden_size_per_layer_input=16,
+    ),
+    "gemma4_moe": _small(
+        "gemma4_text", head_dim=32, global_head_dim=64, sliding_window=128, num_hidden_layers=6,
+        vocab_size_per_layer_input=512, hidden_size_per_layer_input=0, enable_moe_block=True, num_experts=8,
+        top_k_experts=2, moe_intermediate_size=64,
+    ),
+    "deepseek_v32": _small("deepseek_v32", 4, **_INDEXED, n_shared_experts=1, **UNTIED),
+    "deepseek_v4": _small(
+        "deepseek_v4", 1, **_EXPERTS_OF_EIGHT, head_dim=32, num_hidden_layers=4, q_lora_rank=32, o_lora_rank=32,
+        o_groups=2, n_routed_experts=8, sliding_window=128, index_n_heads=2, index_head_dim=32, index_topk=64, **UNTIED,
+    ),
+    "gpt_oss": _small("gpt_oss", head_dim=32, num_local_experts=8, num_experts_per_tok=2, sliding_window=128, **UNTIED),
+    "granitemoehybrid": _small(
+        "granitemoehybrid", num_local_experts=8, num_experts_per_tok=2, intermediate_size=64,
+        shared_intermediate_size=128, layer_types=["linear_attention", "full_attention"], mamba_n_heads=8,
+        mamba_d_state=32, mamba_chunk_size=64,
+    ),
+    "phi4": _small("phi3", **UNTIED),
+    "llama4": _small(
+        "llama4_text", head_dim=32, num_hidden_layers=4, intermediate_size=64, intermediate_size_mlp=352,
+        num_local_experts=8, interleave_moe_layer_step=2, attention_chunk_size=256, **UNTIED,
+    ),
+    "nemotron_h": {
+        **_small(
+            "nemotron_h", **_EXPERTS_OF_EIGHT, head_dim=32, n_routed_experts=8, moe_shared_expert_intermediate_size=64,
+            layer_types=["linear_attention", "moe", "full_attention", "mlp"], ssm_state_size=32, mamba_num_heads=8,
+            mamba_head_dim=32, n_groups=2, chunk_size=64, **UNTIED,
+        ),
+        "num_hidden_layers": 4,
+    },
+    "kimi_k2": _small(
+        "deepseek_v3", 4, **{**_DEEPSEEK, **_EXPERTS_OF_EIGHT, "n_routed_experts": 16}, n_shared_experts=1,
+        num_hidden_layers=3, **UNTIED,
+    ),
+    "kimi_linear": _small(
+        "kimi_linear", 4, **_EXPERTS_OF_EIGHT, num_local_experts=8, num_hidden_layers=4, kv_lora_rank=32,
+        qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=32, linear_num_heads=4, linear_head_dim=32,
+        layer_types=["linear_attention", "linear_attention", "linear_attention", "full_attention"], **UNTIED,
+    ),
+    "minimax": _small("minimax", num_local_experts=8, num_experts_per_tok=2, intermediate_size=64, block_size=64),
+    "minimax_m2": _small(
+        "minimax_m2", head_dim=32, num_local_experts=8, num_experts_per_tok=2, intermediate_size=64, **UNTIED
+    ),
+    "lfm2_moe": _small(
+        "lfm2_moe", **_EXPERTS_OF_EIGHT, num_experts=8, num_dense_layers=1, num_hidden_layers=4,
+        layer_types=["conv", "conv", "full_attention", "conv"],
+    ),
+    "olmo_hybrid": _small(
+        "olmo_hybrid", 4, num_hidden_layers=4, linear_num_key_heads=4, linear_num_value_heads=4, linear_key_head_dim=32,
+        linear_value_head_dim=32, **UNTIED,
+    ),
+    "dbrx": {
+        "model_type": "dbrx", "vocab_size": 512, "d_model": 128, "n_heads": 4, "n_layers": 2, "max_seq_len": 2048,
+        "pad_token_id": 3, "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8},
+        "ffn_config": {
+            "hidden_size": 128, "ffn_hidden_size": 128, "moe_num_experts": 8, "moe_top_k": 2,
+            "ffn_act_fn": {"name": "silu"},
+        },
+    },
+}  # fmt: skip
+ARCHITECTURES |= NEWER
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -213,6 +291,11 @@ _FULL = "adapter.kind=none quantization.kind=none"
 _SMALL_TILES = "memory.loss_tokens=8"
 _FUSED = "kernels.fused='on'"
 _DROPOUT = "adapter.dropout=0.1 adapter.rslora=true kernels.fused=auto"
+_KEPT = "memory.checkpointing=none"
+_MIXED = 'memory.checkpointing={"none":1,"all":1}'
+_PACKED = "data.packing=true"
+_MXFP4 = "quantization.kind=mxfp4"
+_FP8 = "quantization.kind=fp8"
 _IN_STEP = "training.objective=dpo preference.reference=in_step"
 _CACHED = "training.objective=dpo preference.reference=cached"
 _REWARD = "training.objective=reward model.labels=[reward] adapter.extra_modules=[score]"
@@ -385,6 +468,52 @@ SETTINGS = (
     _S("orpo bf16", "qwen3", 256, 1, 1, f"training.objective=orpo {_BF16} memory.checkpointing=none"),
     _S("reward nf4", "llama", 128, 2, 1, _REWARD),
     _S("kto nf4, in step", "llama", 128, 1, 2, "training.objective=kto preference.reference=in_step"),
+    # Newer architectures, as they are published: hybrids, indexed attention, bases in MXFP4 and FP8, and adapters on
+    # experts.
+    *(
+        _S(name, architecture, length, rows, 1, f"{_SMALL_TILES} {overrides}", padded="packing=true" not in overrides)
+        for name, architecture, length, rows, overrides in (
+            ("qwen3.5 nf4", "qwen3_5", 512, 1, ""),
+            ("qwen3.5 bf16, no checkpointing", "qwen3_5", 256, 2, f"{_BF16} {_KEPT}"),
+            ("qwen3.5 fused, evaluated", "qwen3_5", 256, 2, f"{_FUSED} data.eval=rows"),
+            ("qwen3.5 mixture nf4", "qwen3_5_moe", 512, 1, ""),
+            ("qwen3.5 mixture bf16, no checkpointing", "qwen3_5_moe", 256, 2, f"{_BF16} {_KEPT}"),
+            ("gemma4 nf4", "gemma4", 512, 1, ""),
+            ("gemma4 bf16, packed, no checkpointing", "gemma4", 256, 2, f"{_PACKED} {_BF16} {_KEPT}"),
+            ("gemma4 fused", "gemma4", 256, 2, _FUSED),
+            ("gemma4 mixture nf4, packed", "gemma4_moe", 256, 2, _PACKED),
+            ("glm-5 bf16, no checkpointing", "glm_moe_dsa", 256, 2, f"{_BF16} {_KEPT}"),
+            ("deepseek v3.2 nf4", "deepseek_v32", 512, 1, ""),
+            ("deepseek v3.2 fp8, no checkpointing", "deepseek_v32", 256, 2, f"{_FP8} {_KEPT}"),
+            ("deepseek v4 nf4", "deepseek_v4", 512, 1, ""),
+            ("deepseek v4 bf16, no checkpointing", "deepseek_v4", 256, 2, f"{_BF16} {_KEPT}"),
+            ("gpt-oss mxfp4", "gpt_oss", 512, 1, _MXFP4),
+            ("gpt-oss mxfp4, no checkpointing", "gpt_oss", 256, 2, f"{_MXFP4} {_KEPT} adapter.expert_rank=4"),
+            ("gpt-oss mxfp4, experts without adapters", "gpt_oss", 256, 2, f"{_MXFP4} {_FUSED} adapter.expert_rank=0"),
+            ("smollm3 fused, packed", "smollm3", 256, 2, f"{_PACKED} {_FUSED}"),
+            ("smollm3 bf16, no checkpointing", "smollm3", 256, 2, f"{_BF16} {_KEPT}"),
+            ("ministral3 fp8", "ministral3", 512, 1, _FP8),
+            ("ministral3 packed, one layer kept", "ministral3", 256, 2, f"{_PACKED} {_MIXED}"),
+            ("granite 4 nf4", "granitemoehybrid", 512, 1, ""),
+            ("granite 4 bf16, no checkpointing", "granitemoehybrid", 256, 2, f"{_BF16} {_KEPT}"),
+            ("olmo3 fused, packed", "olmo3", 256, 2, f"{_PACKED} {_FUSED}"),
+            ("olmo hybrid nf4, evaluated", "olmo_hybrid", 256, 2, "data.eval=rows"),
+            ("phi-4 fused, one layer kept", "phi4", 256, 2, f"{_FUSED} {_MIXED}"),
+            ("llama 4 nf4", "llama4", 512, 1, ""),
+            ("llama 4 bf16, no checkpointing", "llama4", 256, 2, f"{_BF16} {_KEPT}"),
+            ("nemotron-h nf4", "nemotron_h", 512, 1, ""),
+            ("nemotron-h bf16, no checkpointing", "nemotron_h", 256, 2, f"{_BF16} {_KEPT}"),
+            ("kimi k2 nf4, packed", "kimi_k2", 256, 2, _PACKED),
+            ("kimi k2 fp8", "kimi_k2", 512, 1, _FP8),
+            ("kimi linear nf4", "kimi_linear", 512, 1, ""),
+            ("minimax nf4", "minimax", 512, 1, ""),
+            ("minimax m2 bf16, packed", "minimax_m2", 256, 2, f"{_PACKED} {_BF16}"),
+            ("lfm2 mixture nf4, no checkpointing", "lfm2_moe", 256, 2, _KEPT),
+            # A loop over experts takes the more, the more unevenly tokens are routed.
+            ("experts in a loop", "dbrx", 512, 1, _BF16),
+            ("experts in a loop, no checkpointing", "dbrx", 256, 2, f"{_BF16} {_KEPT}"),
+        )
+    ),
 )  # fmt: skip
 assert len({setting.name for setting in SETTINGS}) == len(SETTINGS)
 
@@ -433,11 +562,25 @@ def step_setting(setting: Setting) -> Any:
 
 def forecast(setting: Setting) -> dict[str, int]:
     """Forecast bytes of `setting`, as `peaks` gives them."""
-    from finetune.forecast import file_sizes, replay
+    return forecast_range(setting)["forecast"]
+
+
+def forecast_range(setting: Setting) -> dict[str, dict[str, int]]:
+    """The forecast of `setting`; where routing matters, beside that `evenly` routed."""
     from finetune.forecast.traced_step import trace_step
 
     step = step_setting(setting)
     trace = trace_step(step)
+    found = {"forecast": _peaks_of(step, trace)}
+    if trace.routed:
+        evenly = dataclasses.replace(step, evenly=True)
+        found["evenly"] = _peaks_of(evenly, trace_step(evenly))
+    return found
+
+
+def _peaks_of(step: Any, trace: Any) -> dict[str, int]:
+    from finetune.forecast import file_sizes, replay
+
     accumulation = step.config.training.batch_size // step.config.training.rows
     run = replay.RunSetting(micro_batches=accumulation, checkpoint_bytes=file_sizes.checkpoint_bytes(trace))
     found = replay.make(trace, step.device, step.train, step.attention, run)
@@ -486,17 +629,27 @@ def _row(setting: Setting, measure_only: bool, before: dict[str, Any] | None) ->
             row["measured"] = apart(measure, setting)
             row["measured_in_seconds"] = round(time.perf_counter() - started, 1)
         if not measure_only:
-            row["forecast"] = apart(forecast, setting)
-            row["relative_errors"] = relative_errors(row["forecast"], row["measured"])
+            found = apart(forecast_range, setting)
+            row |= found if found.get("evenly") != found["forecast"] else {"forecast": found["forecast"]}
+            row["relative_errors"] = relative_errors(row["forecast"], row["measured"], row.get("evenly"))
     except Failed as failure:
         row["error"] = harness.without_paths(str(failure))
     _say(setting, row)
     return row
 
 
-def relative_errors(forecast: dict[str, int], measured: dict[str, int]) -> dict[str, float]:
-    """Forecast over measured, less 1: for the peak, and for each phase that both have."""
-    return {name: round(forecast[name] / found - 1, 5) for name, found in measured.items() if name in forecast}
+def relative_errors(
+    forecast: dict[str, int], measured: dict[str, int], evenly: dict[str, int] | None = None
+) -> dict[str, float]:  # fmt: skip
+    """Forecast over measured, less 1: for the peak, and for each phase that both have.
+
+    With `evenly` it is the nearer end of the range between both forecasts, and 0 within.
+    """
+    ranges = {name: sorted((size, (evenly or forecast)[name])) for name, size in forecast.items()}
+    nearest = {
+        name: min(max(found, ranges[name][0]), ranges[name][1]) for name, found in measured.items() if name in ranges
+    }
+    return {name: round(size / measured[name] - 1, 5) for name, size in nearest.items()}
 
 
 # Of what was measured: how far off a peak may be, and how far below.
@@ -540,7 +693,7 @@ class Failed(Exception):
     """A setting's process ended without a result; the message is its error."""
 
 
-def apart(function: Callable[[Setting], dict[str, int]], setting: Setting) -> dict[str, int]:
+def apart(function: Callable[[Setting], Any], setting: Setting) -> Any:
     """`function(setting)` in a process of its own, forked: the libraries, seconds to import, are there already."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork"), initializer=_silence) as process:
         try:

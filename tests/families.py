@@ -52,8 +52,6 @@ def architecture(model_type: str) -> Any:
     config = every_architecture.config(model_type)
     text = config.get_text_config()
     text.router_aux_loss_coef = 0.0
-    if hasattr(text, "index_topk"):
-        text.index_topk = max(ROWS)  # a choice between keys whose scores are tied depends on the order of sums
     return config
 
 

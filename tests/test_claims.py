@@ -49,9 +49,9 @@ def test_the_forecast_is_off_by_little_and_is_made_in_seconds() -> None:
     assert sweep["compared"] >= 100
     assert sweep["architectures"] >= 25
     assert sweep["failed"] == []
-    # Outside of 1%, or under by more than 0.5%, in any phase: those that the page of benchmarks names.
-    outside = {name for spread in [sweep, *sweep["phases"].values()] for name in spread["outside"]}
-    assert outside == {"granitemoe, small tiles", "ernie4_5_moe, small tiles"}
+    spreads = [sweep, *sweep["phases"].values()]
+    assert [name for spread in spreads for name in spread["outside"]] == []
+    assert max(abs(spread["largest_error"]["error"]) for spread in spreads) <= 0.005
     assert results("forecast_speed")["passed"]
     for space in results("fit_cpu")["spaces"].values():
         assert [budget["passed"] for budget in space["budgets"]] == [True] * 3

@@ -13,7 +13,8 @@ WORDS = 4096
 """The largest vocabulary of a copy, more than builtin:tiny-llama has."""
 _LAYERS = 2
 _OF_LAYERS = {"num_hidden_layers", "n_layer", "n_layers", "num_layers"}
-# Sizes by what a config may call them.
+# Sizes by what a config may call them. Not `index_topk`, so that each token attends to all before it: of keys with
+# nearly equal scores rounding would choose, and move the logits of the copy by percents.
 _SIZES = {
     32: "hidden_size n_embd d_model n_embed dim embedding_size word_embed_proj_dim attention_hidden_size lru_width",
     48: "intermediate_size n_inner ffn_dim ffn_hidden_size d_ff d_inner intermediate_size_mlp shared_intermediate_size "
@@ -21,7 +22,7 @@ _SIZES = {
     16: "moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size kv_lora_rank q_lora_rank "
     "o_lora_rank mamba_d_head mamba_head_dim mamba_headdim mamba_chunk_size chunk_size index_head_dim",
     8: "head_dim v_head_dim global_head_dim qk_nope_head_dim qk_rope_head_dim kv_channels state_size mamba_d_state "
-    "ssm_state_size linear_key_head_dim linear_value_head_dim hidden_size_per_layer_input laurel_rank index_topk",
+    "ssm_state_size linear_key_head_dim linear_value_head_dim hidden_size_per_layer_input laurel_rank",
     4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads num_experts "
     "n_routed_experts num_local_experts moe_num_experts mamba_n_heads mamba_num_heads linear_num_value_heads "
     "rotary_dim time_step_rank mamba_dt_rank adapter_rank",

@@ -38,11 +38,12 @@ _RATES = ("flops", "bandwidth_bytes", "call_seconds")
 
 @dataclass(frozen=True)
 class Kept:
-    """The kept forecasts of a model on `gpus` devices of a kind."""
+    """The kept forecasts of a model on `gpus` devices of a kind, for the worst routing or the best (`evenly`)."""
 
     architecture: Any
     device: Device
     gpus: int
+    evenly: bool = False
 
     def get(self, config: Config, batches: Sequence[Batch | None], trace: Callable[[], Forecast]) -> Forecast:
         """The kept forecast of a step on these `batches`, or the one that `trace` makes, which is then kept."""
@@ -78,6 +79,7 @@ class Kept:
             [batch and asdict(batch) for batch in batches],
             {key: value for key, value in asdict(self.device).items() if key not in varying},
             self.gpus,
+            self.evenly,
             _software(),
         ]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()

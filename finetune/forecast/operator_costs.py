@@ -201,7 +201,7 @@ def _gemm_4bit_on_cpu(
 
 
 def _grouped_product(
-    a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None, busiest: int = 0
+    a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None, busiest: Callable[[], int] = int
 ) -> Any:
     """Products of experts in any type; torch's own shape function knows bfloat16 alone (torch 2.13)."""
     if b.dim() == 3:
@@ -210,7 +210,7 @@ def _grouped_product(
 
 
 def _grouped_product_on_cpu(
-    a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None, busiest: int = 0
+    a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None, busiest: Callable[[], int] = int
 ) -> Any:
     """The same, one expert after the other (torch 2.13, native/GroupedMMUtils.h).
 
@@ -219,8 +219,9 @@ def _grouped_product_on_cpu(
     if b.dim() != 3:
         return _grouped_product(a, b, offs)
     out = torch.empty(a.shape[0], b.shape[2], dtype=a.dtype)
-    others = a.shape[0] - busiest
-    sizes = [busiest, *(others // max(b.shape[0] - 1, 1) for _ in range(b.shape[0] - 2))]
+    most = busiest()
+    others = a.shape[0] - most
+    sizes = [most, *(others // max(b.shape[0] - 1, 1) for _ in range(b.shape[0] - 2))]
     sizes += [a.shape[0] - sum(sizes)] if b.shape[0] > 1 else []
     for rows, expert, part in zip(a.split(sizes), b, out.split(sizes), strict=True):
         torch.mm(rows, expert, out=part)

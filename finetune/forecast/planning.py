@@ -90,11 +90,13 @@ class Planner:
             self._known[key] = max(each, key=lambda one: one.needed_bytes)
         return self._known[key]
 
-    def _kept_or_traced(self, config: Config, batch: Batch, evaluation: Batch | None) -> Forecast:
-        kept = Kept(self.architecture, self._device(config), self.gpus)
+    def _kept_or_traced(
+        self, config: Config, batch: Batch, evaluation: Batch | None, evenly: bool = False
+    ) -> Forecast:  # fmt: skip
+        kept = Kept(self.architecture, self._device(config), self.gpus, evenly)
         reference = self._scored(config)
         return kept.get(
-            config, [batch, evaluation, reference], lambda: self._forecast(config, batch, evaluation, reference)
+            config, [batch, evaluation, reference], lambda: self._forecast(config, batch, evaluation, reference, evenly)
         )
 
     def _device(self, config: Config) -> Device:
@@ -103,7 +105,8 @@ class Planner:
         return devices.of_ranks(self.device, strategies.groups(section, self.gpus), section.context)
 
     def _forecast(
-        self, config: Config, batch: Batch, evaluation: Batch | None, reference: Batch | None = None
+        self, config: Config, batch: Batch, evaluation: Batch | None, reference: Batch | None = None,
+        evenly: bool = False,
     ) -> Forecast:  # fmt: skip
         device = self._device(config)
         if config.training.deterministic and not device.cublas_workspace:
@@ -117,7 +120,7 @@ class Planner:
         section = config.distributed
         is_shared = strategies.applies(section, self.gpus)
         setting = StepSetting(
-            config, self.architecture, batch, evaluation, device, implementation, self.gpus, reference
+            config, self.architecture, batch, evaluation, device, implementation, self.gpus, reference, evenly
         )  # fmt: skip
         trace = trace_step(setting, self._models)
         way = micro_batching(config, self.architecture)
@@ -145,6 +148,14 @@ class Planner:
         batches = reference_scores.positions(way, data, self._share(config)) / forecast.batch.positions
         rows = len(data.train) + len(data.eval or ())
         return replay.with_reference(forecast, shares, rows, batches, reference_scores.in_step_share(config, data))
+
+    def with_routing(self, config: Config, forecast: Forecast) -> Forecast:
+        """`forecast`, with what is needed if experts get equally many tokens, where that is less."""
+        if not forecast.routed:
+            return forecast
+        evaluation = self._largest_batches(config)[1]
+        evenly = self._kept_or_traced(config, forecast.batch, evaluation, evenly=True).needed_bytes
+        return replace(forecast, evenly_routed_bytes=evenly) if evenly < forecast.needed_bytes else forecast
 
     def levers(self, config: Config, before: Forecast) -> list[tuple[Lever, Forecast]]:
         """Each lever that would reduce the forecast `before`, with the forecast after it is pulled."""
@@ -346,6 +357,7 @@ def plan(config: Config, gpu: str | None = None, gpus: int = 1, follow: Follow =
     planner = planner_for(config, gpu, gpus, follow)
     config, fitted = planner.resolve()
     forecast = planner.with_reference(config, fitted.forecast if fitted else planner.forecast(config))
+    forecast = planner.with_routing(config, forecast)
     return Plan(config, forecast, () if forecast.fits else tuple(planner.levers(config, forecast)), fitted)
 
 

@@ -68,9 +68,11 @@ class Forecast:
     `phases` gives allocated and reserved bytes (on a CPU the same) without the context; `categories` adds up, at the
     moment of the peak, to what is compared with the budget. `flops`, `moved_bytes` (where bandwidth is the bound),
     `calls` (kernel launches) and `seconds`, a bound from below for ranking settings, are those of one optimizer step.
-    `mixture` says how experts are stored, where the base has some. With several `gpus` all figures are those of one,
-    but for `disk_bytes`; `sharing` is the config's section `distributed`. In a step `sent_bytes` go to the others,
-    `copied_bytes` between host and device, and `swapped_bytes`, which a disk keeps, are read from it and written back.
+    `mixture` says how experts are stored, where the base has some. Memory that is `routed` depends on what their router
+    decides, and is that of the worst case; `evenly_routed_bytes` are needed if each gets equally many tokens. With
+    several `gpus` all figures are those of one, but for `disk_bytes`; `sharing` is the config's section `distributed`.
+    In a step `sent_bytes` go to the others, `copied_bytes` between host and device, and `swapped_bytes`, which a disk
+    keeps, are read from it and written back.
     `by_length`: what short micro-batches recompute, where less than the config says; memory is then the most of any.
     `hidden_flops` of `flops` take no time; with `returns_segments` the job fits only as the caching allocator gives
     idle segments back. `scoring` is the work of a micro-batch of the `reference` pass, where there is one.
@@ -92,6 +94,8 @@ class Forecast:
     tokens: int
     curve: tuple[Point, ...] = field(repr=False, default=())
     mixture: Mixture | None = None
+    routed: bool = False
+    evenly_routed_bytes: int | None = None
     gpus: int = 1
     sharing: Mapping[str, Any] | None = None
     sent_bytes: int = 0
@@ -139,6 +143,7 @@ class Forecast:
             "calls": self.calls,
             "seconds": round(self.seconds, 4),
             "mixture": self.mixture and asdict(self.mixture),
+            **({"evenly_routed_bytes": self.evenly_routed_bytes} if self.evenly_routed_bytes else {}),
             **({"reference": asdict(self.reference)} if self.reference else {}),
             **({"by_length": [asdict(each) for each in self.by_length]} if self.by_length else {}),
             **({"gpus": self.gpus, "sharding": self.sharing, **moved} if self.gpus > 1 or self.sharing else {}),
@@ -220,6 +225,7 @@ def make(trace: Trace, device: Device, batch: Batch, attention: str, run: RunSet
         tokens=run.micro_batches * batch.positions // (run.sharing["context"] if run.sharing else 1),
         curve=tuple(replay.curve),
         mixture=trace.mixture,
+        routed=trace.routed,
         gpus=run.gpus,
         sharing=run.sharing,
         sent_bytes=step.sent_bytes,

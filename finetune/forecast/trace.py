@@ -145,7 +145,8 @@ class Trace:
 
     `parameters` is the number of them in the whole base, `largest_weight` in the largest weight that may get an
     adapter, `largest_part` in the largest layer, or the head. `mixture` says how the base's experts are stored, where
-    it has some. `trained_share` is the share of the trained weights that this rank holds.
+    it has some, and `routed` whether memory depends on what a router decides. `trained_share` is the share of the
+    trained weights that this rank holds.
     """
 
     blocks: list[TracedBlock]
@@ -154,6 +155,7 @@ class Trace:
     largest_weight: int = 0
     largest_part: int = 0
     mixture: Mixture | None = None
+    routed: bool = False
     trained_share: float = 1.0
     saved_bytes: Mapping[str, int] | None = None
 
@@ -377,7 +379,8 @@ class TraceRecorder(TorchDispatchMode):
     def _run_in_python(self, call: _Call) -> Any:
         """Run a kernel that is written in Python and record what it allocates; its output is not workspace."""
         if call.name == "aten::_grouped_mm" and call.args[1].dim() == 3:
-            call.kwargs = {**call.kwargs, "busiest": self.answers.busiest(call.args[0].shape[0], call.args[1].shape[0])}
+            sizes = call.args[0].shape[0], call.args[1].shape[0]
+            call.kwargs = {**call.kwargs, "busiest": lambda: self.answers.busiest(*sizes)}
         outer, self.category = self.category, "workspace"
         try:
             with self:
@@ -532,17 +535,29 @@ def _called_by_autograd() -> bool:
     return frame is not None and frame.f_code.co_name == "_engine_run_backward"
 
 
+@dataclass
+class Routing:
+    """How routers spread the tokens of a trace: every one to the same expert, or `evenly`. `matters` becomes true when
+    a program asks, whose memory then depends on it.
+    """
+
+    evenly: bool = False
+    matters: bool = False
+
+
 class Answers:
     """The worst batch's answers where a program reads data.
 
     `uneven`: whether attention needs a mask, for padding or packed rows. `trained_tokens`: the number of positions with
-    a label. `tokens`: the number of positions; 0 where all experts get equally many.
+    a label. `tokens`: the number of positions; 0 where all experts get equally many in grouped products.
     """
 
-    def __init__(self, uneven: bool, trained_tokens: int, tokens: int = 0) -> None:
+    def __init__(self, uneven: bool, trained_tokens: int, tokens: int = 0, routing: Routing | None = None) -> None:
         self.uneven = uneven
         self.trained_tokens = trained_tokens
         self.tokens = tokens
+        self._routing = routing or Routing()
+        self._experts = 1
         self.shapes = {
             "aten::index.Tensor": self._index,
             "aten::nonzero": self._nonzero,
@@ -561,7 +576,8 @@ class Answers:
 
     def busiest(self, rows: int, experts: int) -> int:
         """The most of `rows` (each token, once for each of its experts) that go to one expert: every token once."""
-        return max(min(rows, self.tokens), -(-rows // experts))
+        self._routing.matters = True
+        return max(0 if self._routing.evenly else min(rows, self.tokens), -(-rows // experts))
 
     def _index(self, func: Any, args: Any) -> tuple[Any, Any]:
         """Selecting by a mask takes as many rows as there are trained tokens."""
@@ -573,9 +589,13 @@ class Answers:
         return func, args
 
     def _nonzero(self, func: Any, args: Any) -> tuple[Any, Any]:
-        """Loops over experts: one expert is hit, and every token goes to it."""
-        mask = args[0]
-        return _aten.full.default, ([1 if mask.dim() == 1 else mask.numel(), mask.dim()], 0)
+        """Loops over experts: one expert is hit, and every token goes to it; or each by its share."""
+        mask, evenly = args[0], self._routing.evenly
+        self._routing.matters = True
+        if mask.dim() == 1:
+            self._experts = mask.numel() if evenly else 1
+            return _aten.full.default, ([self._experts, 1], 0)
+        return _aten.full.default, ([-(-mask.numel() // self._experts), mask.dim()], 0)
 
     def _bincount(self, func: Any, args: Any) -> tuple[Any, Any]:
         """Tokens of each expert: as many counts as the call asks for at least (transformers up to 5.22)."""

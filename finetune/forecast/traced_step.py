@@ -30,7 +30,7 @@ from finetune.forecast.extrapolate import NotAlike, Shortened, extrapolate, shor
 from finetune.forecast.fake_model import FakeModel, Shortening
 from finetune.forecast.fake_shards import FakeSharded
 from finetune.forecast.fake_zero import FakeZero
-from finetune.forecast.trace import Answers, Trace, TracedMonitor, TraceRecorder
+from finetune.forecast.trace import Answers, Routing, Trace, TracedMonitor, TraceRecorder
 from finetune.forecast.traced_engine import Traced, TracedEngine
 from finetune.model import build
 from finetune.model.adapters import adapter
@@ -62,7 +62,8 @@ class StepSetting:
     """A step to trace: a job on a device, its largest micro-batches, and the number of ranks; this is rank 0.
 
     `attention` is the name of the implementation. Without an `evaluation` batch none is traced; the `reference` is
-    scored in batches like `train` if its own largest one is unknown.
+    scored in batches like `train` if its own largest one is unknown. `evenly`: each expert gets as many tokens as every
+    other, instead of one expert all of them.
     """
 
     config: Config
@@ -73,12 +74,13 @@ class StepSetting:
     attention: str
     world_size: int = 1
     reference: Batch | None = None
+    evenly: bool = False
 
     @property
     def job(self) -> Hashable:
-        """The key of a model and its optimizer: the config except what `step` has, and the attention."""
+        """The key of a model and its optimizer: the config except what `step` has, the attention, and the routing."""
         left_out = {"memory": {"checkpointing", "loss_tokens"}, "training": {"micro_batch"}}
-        return self.config.model_dump_json(exclude=left_out), self.attention
+        return self.config.model_dump_json(exclude=left_out), self.attention, self.evenly
 
     @property
     def step(self) -> Hashable:
@@ -214,7 +216,7 @@ class _TracedStep:
         self._configure(setting.config)
         self.mode, self.recorder = mode, recorder
         self._device, self._rows, self._placement = setting.device, setting.rows, placement
-        self._held = setting.engine.held
+        self._held, self._routing = setting.engine.held, Routing(setting.evenly)
         recorder.slices_on_host = bool(placement and placement.offload and self._device.type == "cuda")
         # Every fused attention kernel keeps the same for backward: the output and one number per row.
         fused = not setting.attention.startswith(("eager", "packed", packing.WINDOWED))
@@ -287,8 +289,8 @@ class _TracedStep:
             if self._step.objective.reference and self._config.caches_reference:
                 self.score(setting.reference or setting.train)
         return replace(
-            self.recorder.trace(), trained_share=self.trained_share, saved_bytes=self.engine.saved_bytes(),
-            **self._of_base,
+            self.recorder.trace(), routed=self._routing.matters, trained_share=self.trained_share,
+            saved_bytes=self.engine.saved_bytes(), **self._of_base,
         )  # fmt: skip
 
     def change(self, config: Config, kept: _KeptLayers) -> None:
@@ -596,7 +598,7 @@ class _TracedStep:
         """A batch as the collator makes it. Where packed rows begin is known, which decides what attention takes."""
         # With a mask transformers looks for padding in it; without one, whether positions start anew, as packed.
         uneven = (batch.padded and self._step.masked) or len(batch.packed) > 1
-        self.recorder.answers = Answers(uneven, batch.trained_tokens, batch.positions)
+        self.recorder.answers = Answers(uneven, batch.trained_tokens, batch.positions, self._routing)
         rows = zip(batch.by_row, batch.shared_by_row, strict=True)
         inputs = self._collator.micro_batch([self._collator.row(own, shared=shared) for own, shared in rows])
         with self.mode:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -109,6 +110,7 @@ def weightless_base(
         quantizers.prepare(model, quantization_config, published)
         _types_as_loaded(model, dtype)
         keep_training_layout(model)
+    _keep_in_float32(model, dtype)
     model.config.use_cache = False
     return model.eval()
 
@@ -149,6 +151,22 @@ def _types_as_loaded(model: Any, dtype: torch.dtype) -> None:
             module.weight.data = module.weight.data.to(dtype)
             if module.bias is not None:
                 module.bias = nn.Parameter(module.bias.to(dtype), requires_grad=False)
+
+
+def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
+    """Cast the unquantized weights that a model names as too sensitive for `dtype`, as transformers does on loading.
+
+    A name is a part of the weight's (transformers 5.23, `_get_dtype_plan` and `build_glob_alternation`).
+    """
+    import bitsandbytes as bnb
+
+    named = set(model._keep_in_fp32_modules_strict if dtype in (torch.float16, torch.bfloat16) else ())  # noqa: SLF001
+    named |= set(model._keep_in_fp32_modules if dtype is torch.float16 else ())  # noqa: SLF001
+    pattern = re.compile("|".join(named).replace("*", ".*"))
+    for name, weight in model.state_dict(keep_vars=True).items() if named else ():
+        quantized = isinstance(weight, (bnb.nn.Params4bit, bnb.nn.Int8Params)) or packing_of(weight)
+        if weight.is_floating_point() and not quantized and pattern.search(name):
+            weight.data = weight.data.float()
 
 
 def mixture(model: Any, quantization: QuantizationSection) -> Mixture | None:

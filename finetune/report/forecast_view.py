@@ -251,6 +251,7 @@ def _settings(forecast: Forecast) -> dict[str, str]:
         shown["allocator"] = "expandable segments"
     if forecast.mixture:
         shown["experts"] = words.mixture(forecast.mixture)
+    shown |= words.routing(forecast)
     return shown
 
 

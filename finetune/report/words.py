@@ -231,6 +231,14 @@ def mixture(stored: Mixture) -> str:
     return f"{text}; {count(stored.unquantized)} of all {count(stored.parameters)} parameters stay unquantized"
 
 
+def routing(forecast: Forecast) -> dict[str, str]:
+    """What a mixture needs at least and at most, by what its router decides; empty where that changes nothing."""
+    if forecast.evenly_routed_bytes is None:
+        return {}
+    least, most = size(forecast.evenly_routed_bytes), size(forecast.needed_bytes)
+    return {"routing": f"{least} if experts get equally many tokens, {most} if one gets all"}
+
+
 def device(environment: Mapping[str, Any] | None, device: str) -> str:
     """The device as environment.json describes it, or its bare name."""
     if environment is None:

@@ -43,6 +43,38 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- plan --------------------------------------------------------------------------------------------------------------
 
 
+def test_what_routing_changes_is_planned_as_a_range(tmp_path: Path) -> None:
+    """For DBRX, which loops over experts; the products of others are grouped, in one kernel on a GPU."""
+    fields: dict[str, dict[str, Any]] = {
+        "dbrx": {
+            "d_model": 256, "n_heads": 4, "n_layers": 2, "max_seq_len": 4096, "vocab_size": 512,
+            "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8},
+            "ffn_config": {
+                "hidden_size": 256, "ffn_hidden_size": 512, "moe_num_experts": 8, "moe_top_k": 2,
+                "ffn_act_fn": {"name": "silu"},
+            },
+        },
+        "mixtral": {
+            "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "num_local_experts": 4, "vocab_size": 512,
+        },
+    }  # fmt: skip
+    found = {}
+    for name, values in fields.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": name, **values}))
+        overrides = [
+            f"model.name={tmp_path / name}", "data.max_length=4096", "data.train=rows.jsonl", "data.eval=none",
+            "training.micro_batch=1", "training.precision=bf16", "memory.checkpointing=all",
+        ]  # fmt: skip
+        found[name] = planning.plan(load_config(TINY, overrides), "RTX 4090").forecast
+    evenly = found["dbrx"].evenly_routed_bytes
+    assert evenly is not None
+    assert 2 * MIB <= found["dbrx"].needed_bytes - evenly <= 32 * MIB
+    assert not found["mixtral"].routed
+    assert "evenly_routed_bytes" not in found["mixtral"].as_dict()
+
+
 def test_the_batch_is_the_worst_that_the_data_can_give(quick: Quick) -> None:
     config = quick("training.batch_size=4", "training.micro_batch=4")
     planner = planning.planner_for(config, "cpu")

@@ -14,7 +14,7 @@ from traces import events
 
 from finetune.forecast import operator_costs
 from finetune.forecast.operator_costs import DeviceOperators
-from finetune.forecast.trace import Answers, TraceRecorder, Work
+from finetune.forecast.trace import Answers, Routing, TraceRecorder, Work
 
 aten = torch.ops.aten
 
@@ -250,6 +250,17 @@ def test_one_expert_of_a_mixture_is_forecast_to_get_every_token(monkeypatch: pyt
             rows, experts = (torch.empty(size, dtype=torch.bfloat16) for size in ((128, 32), (4, 32, 48)))
             torch.nn.functional.grouped_mm(rows, experts, offs=torch.empty(4, dtype=torch.int32))
         assert max(bytes_of(recorder)[4:]) == 4 * busiest * 48 + 128
+
+
+def test_a_loop_over_experts_gives_one_every_token_or_each_its_share() -> None:
+    """Eight tokens go to two of four experts each."""
+    for evenly, experts, tokens in [(False, 1, 16), (True, 4, 4)]:
+        routing = Routing(evenly)
+        with recording(answers=Answers(uneven=False, trained_tokens=0, tokens=8, routing=routing)):
+            assert not routing.matters
+            assert torch.ones(4).greater(0).nonzero().shape == (experts, 1)
+            assert torch.where(torch.ones(2, 8, dtype=torch.bool))[0].shape == (tokens,)
+        assert routing.matters
 
 
 def test_a_read_integer_is_one_a_float_one_half_and_a_truth_value_true() -> None:

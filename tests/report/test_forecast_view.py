@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 from forecasts import GIB, MIB, forecast
 from rich.console import Console
@@ -15,7 +16,7 @@ from finetune.forecast.levers import Lever
 from finetune.forecast.planning import Plan
 from finetune.forecast.replay import WORDS, Forecast
 from finetune.model.structure.experts import Mixture
-from finetune.report import forecast_view
+from finetune.report import forecast_view, words
 from finetune.report.forecast_view import PlanView
 from finetune.storage.records import Difference, UpTo
 
@@ -200,5 +201,10 @@ def test_the_storage_of_experts_is_shown() -> None:
     assert line in shown(held).splitlines()
     assert "128 a layer in nf4" in html(held)
     assert held.as_dict()["mixture"]["quantized_experts"] == 1.0
+    assert "routing" not in shown(held)
+    routed = replace(held, evenly_routed_bytes=held.needed_bytes - 64 * MIB)
+    least, most = words.size(held.needed_bytes - 64 * MIB), words.size(held.needed_bytes)
+    assert f"routing    {least} if experts get equally many tokens, {most} if one gets all" in shown(routed)
+    assert routed.as_dict()["evenly_routed_bytes"] == held.needed_bytes - 64 * MIB
     partly = forecast(mixture=Mixture(8, 2, "fp4", 0.5, 10, 20))
     assert "experts    8 a layer, 50.0% of their parameters in fp4; 10 of all 20 parameters" in shown(partly)
