@@ -45,7 +45,7 @@ def levers(config: Config, gpus: int = 1) -> list[Lever]:
         left.append(Lever({"memory.checkpointing": "all"}, "about a third more time"))
     if memory.offload == "none" and config.kernels.compile == "none":
         left.append(Lever({"memory.checkpointing": "all", "memory.offload": "checkpoints"}, "copies to the host"))
-    if config.quantization.kind not in ("nf4", "mxfp4", "fp8") and config.adapter.kind == "lora":
+    if config.quantization.kind not in ("nf4", "mxfp4", "nvfp4", "fp8") and config.adapter.kind == "lora":
         left.append(Lever({"quantization.kind": "nf4"}, "weights in 4 bit"))
     if config.adapter.kind == "none":
         left.append(Lever({"adapter.kind": "lora", "quantization.kind": "nf4"}, "an adapter instead of every weight"))

@@ -39,11 +39,15 @@ QUANTIZATIONS: dict[str, Quantization] = {
         "4-bit floats in blocks of 32 with a power of two as scale (OCP MX), as gpt-oss is published", None,
         packed=True, ignores=("double",),
     ),
+    "nvfp4": Quantization(
+        "4-bit floats in blocks of 16, each with a scale in 8 bits (NVIDIA), as compressed-tensors and ModelOpt write",
+        None, packed=True, ignores=("double",),
+    ),
     "fp8": Quantization(
         "8-bit floats in blocks of 128 x 128, as DeepSeek and Qwen's FP8 models are published", None,
         packed=True, ignores=("double",),
     ),
-    "published": Quantization("as in the base's files: `mxfp4`, `fp8` or `none`", None, ignores=("double",)),
+    "published": Quantization("as in the base's files: `mxfp4`, `nvfp4`, `fp8` or `none`", None, ignores=("double",)),
     "none": Quantization("the training precision", None, ignores=("double",)),
 }  # fmt: skip
 
@@ -59,8 +63,12 @@ def library_config(section: QuantizationSection, compute_dtype: Any, published: 
 
     kind = QUANTIZATIONS[section.kind]
     if kind.packed or published:
-        form = packed.FORMS[published["quant_method"] if published else section.kind]
-        return getattr(transformers, form.config)(dequantize=not kind.packed)
+        given = published or {"quant_method": section.kind}
+        form = given["quant_method"]
+        # What is passed to transformers 5.23 replaces what config.json says, also by None.
+        kept = given.get("modules_to_not_convert") or given.get("ignored_layers")
+        config = getattr(transformers, packed.FORMS[form].config)
+        return config(quant_method=form, dequantize=not kind.packed, modules_to_not_convert=kept)
     if kind.arguments is None:
         return None
     if not kind.four_bit:
