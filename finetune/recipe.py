@@ -45,13 +45,13 @@ def train(
         terminal.note(note)
     run = RunDirectory(config.output.dir or "runs/unnamed")
     with session.opened(config, run, terminal) as (device, signals, lock):
-        config = resume.keep_experts(config, run, fresh=fresh)
+        config = resume.keep_decided(config, run, fresh=fresh)
         if resume.is_finished(config, run, terminal.note, fresh=fresh):
             return Result(run)
         config = resume.with_own_kernels(config, run, terminal.note, fresh=fresh)
 
         # Prepare: the machine, the tokenizer, the architecture, the data.
-        inputs = preparation.gather(config, run, device, lock, terminal.note, fresh=fresh)
+        config, inputs = preparation.gather(config, run, device, lock, terminal.note, fresh=fresh)
 
         # Try on the device what the job relies on there; what failed is left out.
         config, inputs, certificate = certification.certify(config, inputs, device, terminal)

@@ -13,6 +13,7 @@ from finetune.errors import ArtifactError, FinetuneError
 from finetune.lifecycle import provenance
 from finetune.model import build
 from finetune.model.adapters import adapter_files
+from finetune.model.structure.quantization import with_kind
 from finetune.runtime import ranks
 from finetune.storage import checkpoint
 from finetune.storage.rundir import RunDirectory, checkpoint_step
@@ -79,16 +80,22 @@ def _is_finished(config: Config, run: RunDirectory, note: Callable[[str], None],
     return True
 
 
-def keep_experts(config: Config, run: RunDirectory, *, fresh: bool) -> Config:
-    """`config` with the `adapter.expert_rank` that `run` was started with, where it says `auto`.
+def keep_decided(config: Config, run: RunDirectory, *, fresh: bool) -> Config:
+    """`config` with the kind of quantization and the rank of experts that `run` was started with, where it says `auto`.
 
-    Runs of versions before that key left experts out of `all-linear`.
+    Runs of versions before `adapter.expert_rank` left experts out of `all-linear`.
     """
-    if fresh or config.adapter.kind == "none" or config.adapter.expert_rank != "auto":
+    kind, expert_rank = config.quantization.kind, config.adapter.expert_rank
+    if fresh or "auto" not in (kind, expert_rank):
         return config
     # Each rank keeps the config of its own, which is compared with the others' afterwards.
-    started_with = ranks.main_does(lambda: run.config().adapter.expert_rank if run.has_results else "auto")
-    return config if started_with == "auto" else config.changed({"adapter.expert_rank": started_with})
+    if (then := ranks.main_does(lambda: run.config() if run.has_results else None)) is None:
+        return config
+    if kind == "auto":
+        config = with_kind(config, then.quantization.kind)
+    if expert_rank == "auto" and config.adapter.kind != "none":
+        config = config.changed({"adapter.expert_rank": then.adapter.expert_rank})
+    return config
 
 
 def _unlike_trained(config: Config, run: RunDirectory) -> str | None:

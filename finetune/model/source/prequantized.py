@@ -75,13 +75,13 @@ def requantizes(quantization: QuantizationSection, architecture: Any) -> bool:
 
 
 def resolved(config: Config, architecture: Any) -> tuple[Config, str | None]:
-    """`config` with the `quantization.kind` of its base in place of `published` or a default, and a note if that is
-    not what it says.
+    """`config` with the `quantization.kind` of its base in place of `published`, `auto` or a default, and a note if
+    that is not what it says.
 
     Raises ConfigError for a kind that needs the base in 16 bit, and for a key that excludes the published form.
     """
     name, published, kind = config.model.name, form(architecture), config.quantization.kind
-    default = "kind" not in config.quantization.model_fields_set
+    default = "kind" not in config.quantization.model_fields_set or kind == "auto"
     if kind != "published" and (published is None or kind in (published, "none")):
         return config, None
     if kind != "published" and not default:
