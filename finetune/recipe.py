@@ -56,7 +56,7 @@ def train(
         config = resume.with_own_kernels(config, run, terminal.note, fresh=fresh)
 
         # Prepare: the machine, the tokenizer, the architecture, the data.
-        inputs = preparation.gather(config, run, device, lock, terminal.note, fresh=fresh)
+        config, inputs = preparation.gather(config, run, device, lock, terminal.note, fresh=fresh)
 
         # Try on the device what the job relies on there; what failed is left out.
         config, inputs, certificate = certification.certify(config, inputs, device, terminal)

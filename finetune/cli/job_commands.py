@@ -149,8 +149,10 @@ def plan(
 def _plan_answers(job: Config, gpu: str | None, rows: int, context: int | None, cache: str, as_json: bool) -> bool:
     """Print the forecast of answers, and return whether they fit."""
     with libraries.importing():
-        from finetune.forecast import answer_memory
+        from finetune.forecast import answer_memory, planning
         from finetune.report.forecast_view import ServingView
+    if job.quantization.kind == "auto":  # as training decides
+        job = planning.planner_for(job, gpu).job
     forecast = answer_memory.forecast(job, gpu, rows=rows, context=context, cache=cache)
     give(ServingView(forecast), as_json)
     return forecast.fits
@@ -168,7 +170,7 @@ def _plan_training(
     view = PlanView(planned)
     if not as_json:
         note_missing(job)
-        if (kind := planned.config.quantization.kind) != job.quantization.kind:
+        if (kind := planned.config.quantization.kind) != job.quantization.kind and not planned.why_quantized:
             new_terminal().note(f"quantization.kind: {kind}, the form that `{job.model.name}` is published in")
     if picture:
         view.draw(picture)

@@ -78,7 +78,7 @@ RULES = (
         "LoftQ starts from a 4-bit base's error; set `quantization.kind: nf4`",
     ),
     Rule(
-        "adapter.dora", only(True), "quantization.kind", only("mxfp4", "fp8", "published"),
+        "adapter.dora", only(True), "quantization.kind", only("mxfp4", "nvfp4", "fp8", "published"),
         "DoRA needs the norms of weights that are held packed; set `dora: false`, or `quantization.kind: none`",
     ),
     Rule(
@@ -109,7 +109,7 @@ RULES = (
         for key, values, reason, remedy in (
             *(
                 ("quantization.kind", only(kind), f"the scales of {kind} weights cannot be sharded", "nf4` or `none")
-                for kind in ("int8", "mxfp4", "fp8")
+                for kind in ("int8", "mxfp4", "nvfp4", "fp8")
             ),
             ("adapter.init", but("default"), f"an initialization from the weights {_WHOLE}", "default"),
             ("adapter.dora", only(True), f"DoRA {_WHOLE}", "false"),

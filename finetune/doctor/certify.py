@@ -8,6 +8,7 @@ from finetune.certificate import store, verdict
 from finetune.certificate.trials import TRIALS
 from finetune.config import Config
 from finetune.data.prepare import with_classes
+from finetune.forecast.planning import planner_for
 from finetune.model import bounds, build
 from finetune.model.base import load_architecture
 from finetune.report.certificate_view import CertificateView
@@ -34,7 +35,10 @@ def certify(config: Config | None, terminal: Terminal) -> CertificateView:
     libraries.quiet()
     device = this_device()
     config = config or _default(device.type)
-    config, _ = evidence.resolved_if_known(bounds.as_known_base_allows(with_classes(config))[0])
+    config, _ = bounds.as_known_base_allows(with_classes(config))
+    if config.quantization.kind == "auto":
+        config = planner_for(config).job
+    config, _ = evidence.resolved_if_known(config)
     architecture = load_architecture(config.model, listed=config.model.weights == "random")
     attention, _ = build.choose_attention(config, architecture, device.type)
     rows, tokens = verdict.micro_batch(config, config.data.max_length)

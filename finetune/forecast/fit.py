@@ -80,9 +80,10 @@ class Fitted:
 
     def as_dict(self) -> dict[str, Any]:
         """The choice as JSON values."""
-        sharing = ("distributed.kind", "distributed.stage") if self.forecast.gpus > 1 else ()
+        others = ["distributed.kind", "distributed.stage"] if self.forecast.gpus > 1 else []
+        others += {"quantization.kind"} & self.reasons.keys()
         return {
-            "chosen": {key: self.value(key) for key in (_ROWS, _RECOMPUTED, _OFFLOAD, _TILE, *sharing)},
+            "chosen": {key: self.value(key) for key in (_ROWS, _RECOMPUTED, _OFFLOAD, _TILE, *others)},
             "reasons": dict(self.reasons),
             "forecast": self.forecast.as_dict(),
             "checkpoint_everything": self.everything.as_dict(),

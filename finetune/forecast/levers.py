@@ -58,7 +58,7 @@ def _micro_batches(config: Config) -> Iterator[Lever]:
 
 def _weights(config: Config) -> Iterator[Lever]:
     """Smaller weights, trained or not."""
-    if config.quantization.kind not in ("nf4", "mxfp4", "fp8") and config.adapter.kind == "lora":
+    if config.quantization.kind not in ("nf4", "mxfp4", "nvfp4", "fp8") and config.adapter.kind == "lora":
         yield Lever({"quantization.kind": "nf4"}, "weights in 4 bit")
     if config.adapter.kind == "none":
         yield Lever({"adapter.kind": "lora", "quantization.kind": "nf4"}, "an adapter instead of every weight")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from finetune import objectives
-from finetune.config import Config, dump, explained, loaded
+from finetune.config import Config, contradictions, dump, explained, loaded
 from finetune.config.field_types import LEVELS
 from finetune.data import batching, prepare, sources
 from finetune.data.batching import Batch, MicroBatching, RowOrder, Sizes
@@ -39,6 +39,7 @@ from finetune.model.recompute import checkpointing
 from finetune.model.source import catalog
 from finetune.model.source.locate import at_hand
 from finetune.model.source.tokenizer import load_tokenizer
+from finetune.model.structure.quantization import LEAST_FIRST, with_kind
 from finetune.objectives import contract
 from finetune.runtime import libraries
 from finetune.storage.files import write_text
@@ -60,7 +61,8 @@ class Planner:
     """Forecasts variants of one job on one device.
 
     `data` gives the lengths of the rows; without it every row counts as `data.max_length` long. `gpus` of that kind
-    share each step, one to a rank; every forecast is that of rank 0.
+    share each step, one to a rank; every forecast is that of rank 0. `why_quantized` is the reason of what was
+    `decided`.
     """
 
     job: Config
@@ -68,6 +70,7 @@ class Planner:
     device: Device
     data: Prepared | None
     gpus: int = 1
+    why_quantized: str | None = None
     _known: dict[tuple[str, bool, tuple[Batch, ...]], Forecast] = field(default_factory=dict)
     _models: Models = field(default_factory=Models)
     _largest_scored: dict[tuple[MicroBatching, int], Batch | None] = field(default_factory=dict)
@@ -168,6 +171,33 @@ class Planner:
             with contextlib.suppress(ConfigError):  # a model that cannot be sharded
                 pulled.append((lever, self.forecast(config.changed(lever.changes))))
         return [(lever, after) for lever, after in pulled if after.needed_bytes < below]
+
+    def decided(self) -> Planner:
+        """The planner of the job with a kind of quantization where it says `auto`: the least of LEAST_FIRST with which
+        the smallest step fits, else the last.
+        """
+        if self.job.quantization.kind != "auto":
+            return self
+        planner, needs = self, dict[str, str]()
+        for job in (with_kind(self.job, kind) for kind in LEAST_FIRST):
+            if contradictions(job):
+                continue
+            planner = replace(self, job=job)
+            smallest, kind = planner._smallest(), job.quantization.kind  # noqa: SLF001
+            needs[kind] = f"{smallest.needed_bytes / 2**30:.2f} {'unquantized' if kind == 'none' else f'in {kind}'}"
+            if smallest.fits:
+                break
+        why = f"the smallest step takes {', '.join(needs.values())}, of {smallest.budget_bytes / 2**30:.2f} GiB"
+        return replace(planner, why_quantized=why)
+
+    def _smallest(self) -> Forecast:
+        """The forecast of the job with the least memory that its `auto` settings allow, nothing offloaded."""
+        chosen: dict[str, Any] = {}
+        if self.job.training.micro_batch == "auto":
+            chosen["training.micro_batch"] = 1
+        if self.job.memory.checkpointing == "auto":
+            chosen["memory.checkpointing"] = "all"
+        return self.forecast(self._shared(lambda way: way.changed(chosen)).changed(chosen))
 
     def resolve(self) -> tuple[Config, Fitted | None]:
         """The job with a value for all that is `auto`, and what was chosen; the least setting where nothing fits."""
@@ -329,6 +359,8 @@ class Plan:
     levers: tuple[tuple[Lever, Forecast], ...]
     fitted: Fitted | None = None
     """What was chosen where the job says `auto`; None where nothing was, or nothing fits."""
+    why_quantized: str | None = None
+    """The reason for the kind of quantization, where the job says `auto`."""
 
     def as_dict(self) -> dict[str, Any]:
         levers = [
@@ -341,7 +373,7 @@ class Plan:
             }
             for lever, after in self.levers
         ]
-        return {**self.forecast.as_dict(), "levers": levers}
+        return {**self.forecast.as_dict(), "quantization": self.config.quantization.kind, "levers": levers}
 
 
 Follow = Callable[[Planner], Planner]
@@ -358,12 +390,13 @@ def plan(config: Config, gpu: str | None = None, gpus: int = 1, follow: Follow =
     config, fitted = planner.resolve()
     forecast = planner.with_reference(config, fitted.forecast if fitted else planner.forecast(config))
     forecast = planner.with_routing(config, forecast)
-    return Plan(config, forecast, () if forecast.fits else tuple(planner.levers(config, forecast)), fitted)
+    levers = () if forecast.fits else tuple(planner.levers(config, forecast))
+    return Plan(config, forecast, levers, fitted, planner.why_quantized)
 
 
 def fit(config: Config, gpu: str | None = None, gpus: int = 1, follow: Follow = _as_it_is) -> Fitted:
     """The job fitted to `gpu`, whatever micro-batch and checkpointing it names (see `finetune.fit`)."""
-    return _free_planner(config, gpu, gpus, follow).fit()
+    return _fit(_free_planner(config, gpu, gpus, follow))
 
 
 def fit_with_limits(
@@ -371,8 +404,13 @@ def fit_with_limits(
 ) -> tuple[Fitted, Limits]:  # fmt: skip
     """`fit`, and the limits of the fitted job on that device."""
     planner = _free_planner(config, gpu, gpus, follow)
-    fitted = planner.fit()
+    fitted = _fit(planner)
     return fitted, planner.limits(fitted.config)
+
+
+def _fit(planner: Planner) -> Fitted:
+    fitted, why = planner.fit(), planner.why_quantized
+    return replace(fitted, reasons={**({"quantization.kind": why} if why else {}), **fitted.reasons})
 
 
 def _free_planner(config: Config, gpu: str | None, gpus: int, follow: Follow) -> Planner:
@@ -417,7 +455,8 @@ def check_traceable(config: Config, architecture: Any, device: torch.device) -> 
 def planner_for(
     config: Config, gpu: str | None = None, gpus: int = 1, follow: Follow = _as_it_is
 ) -> Planner:  # fmt: skip
-    """The planner of a job, for one device or several alike, which need not be in this machine.
+    """The planner of a job, with a kind of quantization, for one device or several alike, which need not be in this
+    machine.
 
     Raises ConfigError for an unknown device, and for a batch that `gpus` cannot share.
     """
@@ -442,7 +481,7 @@ def planner_for(
         build.blueprint(config, architecture, _attention(config, architecture, device)).check(adapter)
     data = _data(config, architecture)
     planner = Planner(reference_scores.decided(config, data), architecture, device, data, gpus)
-    return follow(planner) if gpu in (None, "auto", "cpu") else planner
+    return (follow(planner) if gpu in (None, "auto", "cpu") else planner).decided()
 
 
 def _with_classes(config: Config) -> Config:

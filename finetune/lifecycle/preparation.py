@@ -15,7 +15,8 @@ from finetune.config import AdapterSection, Config, ModelSection, named
 from finetune.data import fingerprint
 from finetune.data.prepare import Prepared, check_ids, prepare
 from finetune.errors import ConfigError, DataError
-from finetune.forecast.planning import check_traceable
+from finetune.forecast import devices
+from finetune.forecast.planning import Planner, check_traceable
 from finetune.lifecycle import provenance, resume
 from finetune.lifecycle.session import Lock
 from finetune.model import bounds, build
@@ -27,11 +28,13 @@ from finetune.model.build import Blueprint
 from finetune.model.distributed import context
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.model.structure.experts import Mixture
+from finetune.model.structure.quantization import with_kind
 from finetune.objectives import contract
 from finetune.runtime import driver, libraries, ranks
 from finetune.runtime.environment import describe
 from finetune.runtime.stages import stage
 from finetune.storage.rundir import RunDirectory
+from finetune.training import reference_scores
 from finetune.training.checks import check
 
 
@@ -55,10 +58,10 @@ class JobInputs:
 
 def gather(
     config: Config, run: RunDirectory, device: torch.device, lock: Lock, note: Callable[[str], None], *, fresh: bool
-) -> JobInputs:  # fmt: skip
+) -> tuple[Config, JobInputs]:  # fmt: skip
     """Check the machine, then load and check tokenizer, architecture and data; no weights are read.
 
-    A problem of one rank is raised on all.
+    The config returned has a kind of quantization in place of `auto`. A problem of one rank is raised on all.
     """
     environment = _check_machine(config, device, note)
     ranks.main_does(lambda: lock.take() if run.exists else None)  # before anything slow
@@ -85,12 +88,33 @@ def gather(
             raise DataError(f"`training.early_stopping` needs an evaluation set; {data.warning}")
         contract.check_rows(config.training.objective, data.layout, config.distributed.context)
         check_ids(data, tokenizer, bounds.vocabulary(architecture), config.model.name)
+    if config.quantization.kind == "auto":
+        config = _quantized(config, architecture, data, device, note)
+        blueprint = build.blueprint(config, architecture, attention)
+        mixture = blueprint.check(adapter)
+    with ranks.agreeing():
         recorded = provenance.of(config, data, tokenizer, environment, note)
         started_from = _started_from(config.model, adapter, tokenizer, recorded["base"], note)
     provenance.refuse_other_ranks({**recorded, "started_from": started_from and started_from["sha256"]})
-    return JobInputs(
+    return config, JobInputs(
         tokenizer, blueprint, f"{attention} ({reason})", mixture, data, environment, recorded, started_from
     )
+
+
+def _quantized(
+    config: Config, architecture: Any, data: Prepared, device: torch.device, note: Callable[[str], None]
+) -> Config:
+    """`config` with the least quantization that fits this device; the same on all ranks."""
+
+    def of_first_rank() -> tuple[str, str | None]:
+        stage("forecasting how little quantization fits")
+        job, card = reference_scores.decided(config, data), devices.here(device, config.memory)
+        planner = Planner(job, architecture, card, data, ranks.world_size()).decided()
+        return planner.job.quantization.kind, planner.why_quantized
+
+    kind, why = ranks.main_does(of_first_rank)
+    note(f"quantization.kind: {kind} ({why})")
+    return with_kind(config, kind)
 
 
 def _refuse_on_experts(base: Any, section: AdapterSection) -> None:

@@ -13,13 +13,14 @@ from finetune.errors import ArtifactError, FinetuneError
 from finetune.lifecycle import provenance
 from finetune.model import build
 from finetune.model.adapters import adapter_files
+from finetune.model.structure.quantization import with_kind
 from finetune.runtime import ranks
 from finetune.storage import checkpoint
 from finetune.storage.rundir import RunDirectory, checkpoint_step
 from finetune.training import oom_retry, state
 
 # Whose values a run keeps where its config leaves them to the program.
-_AS_STARTED = ("training.learning_rate", "adapter.expert_rank")
+_AS_STARTED = ("quantization.kind", "training.learning_rate", "adapter.expert_rank")
 
 
 @dataclass(frozen=True)
@@ -83,14 +84,18 @@ def _is_finished(config: Config, run: RunDirectory, note: Callable[[str], None],
 
 
 def as_started(config: Config, run: RunDirectory, *, fresh: bool) -> Config:
-    """`config` with the learning rate and the `adapter.expert_rank` that `run` was started with, where it says `auto`.
+    """`config` with the values that `run` was started with for the keys of `_AS_STARTED`, where it says `auto`.
 
-    Runs of versions before that key left experts out of `all-linear`, and had another default rate.
+    Runs of versions before `adapter.expert_rank` left experts out of `all-linear`, and had another default rate.
     """
     left = [key for key in _AS_STARTED if config.value(key) == "auto"]
     # Each rank keeps the config of its own, which is compared with the others' afterwards.
     then = ranks.main_does(lambda: None if fresh or not (left and run.has_results) else run.config())
-    return config.changed({key: then.value(key) for key in left}) if then else config
+    if then is None:
+        return config
+    if "quantization.kind" in left:
+        config = with_kind(config, then.quantization.kind)
+    return config.changed({key: then.value(key) for key in left})
 
 
 def _unlike_trained(config: Config, run: RunDirectory) -> str | None:

@@ -158,6 +158,8 @@ def _pretrained(
     packing.register()
     published = prequantized.stated(architecture, quantization)
     in_files = deepcopy(architecture)  # loading writes the quantization into it
+    if published:
+        in_files.quantization_config = dict(published)
     if section.vocabulary:
         stored = load_architecture(section.model_copy(update={"vocabulary": None}))
         in_files.get_text_config().vocab_size = stored.get_text_config().vocab_size

@@ -75,6 +75,8 @@ class PlanView(PageView):
 
     def show(self, console: Console) -> None:
         """Print what was chosen for `auto`, whether the job fits, what uses the memory, other costs, and the levers."""
+        if why := self.plan.why_quantized:
+            printing.say(console, f"quantization.kind: {self.plan.config.quantization.kind} ({why})", keep=LINES)
         if self.plan.fitted:
             ChosenView(self.plan.fitted).show(console)
         show(self.forecast, console)

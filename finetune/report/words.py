@@ -113,7 +113,8 @@ def base(config: Config) -> str:
     """The base and how it is stored, such as `meta-llama/Llama-2-7b-hf in nf4; bf16 arithmetic`."""
     quantization = config.quantization
     double = ", constants quantized too" if quantization.double and quantization.kind in ("nf4", "fp4") else ""
-    stored = ", unquantized;" if quantization.kind == "none" else f" in {quantization.kind}{double};"
+    named = {"none": ", unquantized;", "auto": ", as little quantized as fits;"}
+    stored = named.get(quantization.kind, f" in {quantization.kind}{double};")
     weights = " with random weights" if config.model.weights == "random" else ""
     if rope := config.model.rope_scaling:
         weights += f" and {rope.rope_type} rotary scaling by {rope.factor:g},"

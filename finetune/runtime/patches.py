@@ -243,6 +243,13 @@ QUANTIZERS = Patch(
     "Ours quantize experts, but no routers; `register_quantizer` refuses a name that exists.",
     "transformers quantizes experts to 4 bit, or allows a quantizer to be replaced.",
 )
+QUANTIZATION_CONFIGS = Patch(
+    "transformers.quantizers.auto:AUTO_QUANTIZATION_CONFIG_MAPPING",
+    "transformers 5.23",
+    "dict",
+    "The config of NVFP4 there says neither which modules files leave in 16 bit nor whether to dequantize.",
+    "transformers loads files in NVFP4.",
+)
 TEMPLATE_SANDBOX = Patch(
     "transformers.utils.chat_template_utils:ImmutableSandboxedEnvironment",
     "transformers 5.23",

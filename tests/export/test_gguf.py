@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
+import finetune
 from finetune.data.examples import Chat
 from finetune.errors import ArtifactError, ConfigError, MachineError
 from finetune.export import proof
@@ -35,6 +36,7 @@ from finetune.export.gguf import (
 from finetune.model.source import catalog, chat_template
 from finetune.settings import load_config
 from finetune.storage.rundir import RunDirectory
+from tests.published_bases import publish
 
 CPU = torch.device("cpu")
 
@@ -467,3 +469,20 @@ def test_without_llama_cpp_the_result_says_so(monkeypatch: pytest.MonkeyPatch) -
     found, [said] = llama_cpp.compare(Path("a.gguf"), nothing, [])
     assert found is None
     assert "llama.cpp was not run" in said
+
+
+@pytest.mark.parametrize(("name", "form"), [("gpt-oss", "mxfp4"), ("llama", "fp8")])
+def test_a_base_in_its_published_form_becomes_gguf_once_it_is_merged(
+    name: str, form: str, quick: Any, call: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed")
+    made = make(name, tmp_path / "base", steps=0)
+    bench.write(shake(made.model), made.tokenizer, made.folder)
+    publish(made.folder, form)
+    job = [f"model.name={made.folder}", "training.max_steps=2", "data.eval=none", "output.merge=true"]
+    run = finetune.train(quick(*job)).run
+    assert run.config().quantization.kind == form
+    code, out, err = call("export", run.path, "--to", "gguf")
+    assert code == 0, out + err
+    exported = json.loads((run.path / "gguf" / "export.json").read_text())
+    assert exported["error"] <= exported["bound"]

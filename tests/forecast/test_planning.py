@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -219,6 +220,61 @@ def test_only_auto_settings_are_chosen(quick: Quick, monkeypatch: pytest.MonkeyP
         planning.planner_for(quick(*overrides), "cpu").fit()
         assert asked == {"rows": rows, "checkpointing": checkpointing, "offloads": False, "layers": 2, "levels": LEVELS}
         asked.clear()
+
+
+# -- quantization ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def wide(quick: Quick, tmp_path: Path, shallow_base: Path) -> Quick:
+    """As `quick`, of a base most of whose memory is linear weights, without its files."""
+    folder = shutil.copytree(shallow_base, tmp_path / "wide")
+    values = json.loads((folder / "config.json").read_text())
+    sizes = {"hidden_size": 4096, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8}
+    values.pop("head_dim", None)
+    (folder / "config.json").write_text(json.dumps(values | sizes))
+    fixed = (f"model.name={folder}", "model.weights=random", "training.precision=bf16", "data.max_length=32",
+             "output.merge=false")  # fmt: skip
+    return lambda *overrides: quick(*fixed, *overrides)
+
+
+@pytest.mark.slow
+def test_auto_is_the_least_quantization_that_fits(wide: Quick) -> None:
+    def needs(kind: str) -> int:
+        smallest = wide(f"quantization.kind={kind}", "training.micro_batch=1", "memory.checkpointing=all")
+        return planning.plan(smallest, "1GiB").forecast.needed_bytes
+
+    def decided(gpu_bytes: float, *overrides: str) -> Planner:
+        job = wide("quantization.kind=auto", "quantization.double=false", "training.micro_batch=auto", *overrides)
+        return planning.planner_for(job, f"{gpu_bytes / MIB:.1f}MiB")
+
+    none, int8, nf4 = map(needs, ("none", "int8", "nf4"))
+    assert none > 1.1 * int8 > 1.1 * nf4
+    for size, kind in ((0.97 * none, "int8"), (0.5 * nf4, "nf4")):
+        planner = decided(size)
+        assert planner.job.quantization.kind == kind
+        assert planner.job.quantization.double == (kind != "nf4"), "the default, where it is ignored"
+        assert f"{none / 2**30:.2f} unquantized" in str(planner.why_quantized)
+    assert "fp8" not in str(decided(0.97 * int8, "adapter.dora=true").why_quantized), "which DoRA excludes"
+
+
+@pytest.mark.slow
+def test_a_fitted_config_says_why_its_kind_was_chosen(wide: Quick, tmp_path: Path) -> None:
+    planning.write(planning.fit(wide("quantization.kind=auto"), "24GiB"), tmp_path / "fitted.yaml")
+    assert "kind: none  # the smallest step takes" in (tmp_path / "fitted.yaml").read_text()
+
+
+@pytest.mark.slow
+def test_a_run_keeps_the_kind_that_auto_decided(quick: Quick, capsys: pytest.CaptureFixture[str]) -> None:
+    auto = ("quantization.kind=auto", "data.eval=none", "output.save_every=1")
+    run = finetune.train(quick(*auto, "training.max_steps=1")).run
+    assert run.config().quantization.kind == "none"
+    assert "quantization.kind: none (the smallest step takes" in " ".join(capsys.readouterr().out.split())
+    started_on_less = quick("quantization.kind=nf4", *auto[1:], "training.max_steps=1", run="less")
+    finetune.train(started_on_less)
+    run = finetune.train(quick(*auto, "training.max_steps=2", run="less")).run
+    assert run.config().quantization.kind == "nf4"
+    assert [line["step"] for line in run.metrics() if "loss" in line] == [1, 2]
 
 
 # -- before and after training -----------------------------------------------------------------------------------------

@@ -21,7 +21,10 @@ from finetune.model.structure.quantization import QUANTIZATIONS
 
 CPU = torch.device("cpu")
 # In 16 bit, as the built-in base is published.
-SHARES_OF_16_BIT = {"nf4": 0.25, "fp4": 0.25, "int8": 0.5, "mxfp4": 0.25, "fp8": 0.5, "none": 1.0, "published": 1.0}
+SHARES_OF_16_BIT = {
+    "nf4": 0.25, "fp4": 0.25, "int8": 0.5, "mxfp4": 0.25, "nvfp4": 0.25, "fp8": 0.5, "none": 1.0, "published": 1.0,
+    "auto": 1.0,
+}  # fmt: skip
 
 
 def load(kind: str = "nf4", *, name: str = "builtin:tiny-llama", weights: str = "pretrained", dtype=torch.bfloat16):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from finetune.config import ModelSection, QuantizationSection
 from finetune.model import base
 from finetune.model.skeleton import weightless_base
 from finetune.model.structure import packed, streamed
+from tests.model import nvfp4_reference
 
 CPU = torch.device("cpu")
 IDS = torch.arange(20)[None]
@@ -25,26 +27,65 @@ _SIZES = {
     "vocab_size": 64, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 32, "num_experts_per_tok": 2,
 }  # fmt: skip
+_QWEN = Qwen3MoeConfig(**_SIZES, num_experts=4, moe_intermediate_size=128)
 CONFIGS = {
-    "mxfp4": GptOssConfig(**_SIZES, num_local_experts=4),
-    "fp8": Qwen3MoeConfig(**_SIZES, num_experts=4, moe_intermediate_size=128),
-}
-STATED = {
+    "mxfp4": GptOssConfig(**_SIZES, num_local_experts=4), "fp8": _QWEN,
+    "compressed-tensors": _QWEN, "modelopt": _QWEN,
+}  # fmt: skip
+# All but the first leave a layer in 16 bit.
+STATED: dict[str, dict[str, Any]] = {
     "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
-    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
-}
+    "fp8": {
+        "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["model.layers.1.self_attn.o_proj"],
+    },
+    "compressed-tensors": {
+        "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float", "group_size": 16}}
+        },
+        "ignore": ["lm_head", "re:.*mlp.gate$", "re:.*1.self_attn.o"],
+    },
+    "modelopt": {
+        "quant_method": "modelopt", "quant_algo": "NVFP4",
+        "ignore": ["lm_head", "model.layers.*.mlp.gate", "*.1.self_attn.o*"],
+    },
+}  # fmt: skip
+FORMS = {"mxfp4": "mxfp4", "fp8": "fp8", "compressed-tensors": "nvfp4", "modelopt": "nvfp4"}
+"""The `quantization.kind` of each library's files."""
+PACKED = {"mxfp4": 4, "fp8": 11, "compressed-tensors": 11, "modelopt": 11}
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one.contiguous().view(torch.uint8), other.view(torch.uint8))
 
 
-@pytest.fixture(scope="module", params=["mxfp4", "fp8"])
+def in_nvfp4(name: str, weight: torch.Tensor, library: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Random tensors of the files in place of a weight, and their values in float32."""
+    rows, columns = weight.shape
+    codes = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8)
+    scales = torch.randint(100, 448, (rows, columns // 16)).to(torch.float8_e4m3fn)
+    factor = torch.rand(()) / 1e4
+    each = scales.float() * factor
+    tensors = {name: codes, f"{name}_scale": scales, f"{name}_scale_2": factor}
+    if library == "compressed-tensors":
+        divisor = 1 / factor.reshape(1)
+        each = scales.float() / divisor
+        tensors = {f"{name}_packed": codes, f"{name}_scale": scales, f"{name}_global_scale": divisor}
+        tensors[name.replace("weight", "input_global_scale")] = torch.ones(1)
+    values = E2M1[torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1).long()]
+    return tensors, values * each.repeat_interleave(16, dim=-1)
+
+
+@pytest.fixture(scope="module", params=STATED)
 def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """A form, and a base in files of that form with random bytes."""
+    """A form, or a library that writes NVFP4, and a base in such files with random bytes."""
     form, folder = request.param, tmp_path_factory.mktemp("published")
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(CONFIGS[form], dtype=torch.bfloat16).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(CONFIGS[form], dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    values = {}
     tensors = load_file(folder / "model.safetensors")
     for name, weight in list(tensors.items()):
         if form == "mxfp4" and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
@@ -52,12 +93,21 @@ def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
             blocks = (experts, rows, columns // 32)
             tensors[f"{name}_blocks"] = torch.randint(0, 256, (*blocks, 16), dtype=torch.uint8)
             tensors[f"{name}_scales"] = torch.randint(118, 123, blocks, dtype=torch.uint8)
+        elif "1.self_attn.o" in name:
+            continue
+        elif FORMS[form] == "nvfp4" and "_proj" in name:
+            made, values[name] = in_nvfp4(name, tensors.pop(name), form)
+            tensors |= made
         elif form == "fp8" and "_proj" in name:
             tensors[name] = weight.mul(1000).to(torch.float8_e4m3fn)
             tensors[f"{name}_scale_inv"] = torch.rand(-(-weight.shape[0] // 128), -(-weight.shape[1] // 128)) / 1000
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    values = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(values | {"quantization_config": STATED[form]}))
+    if values:  # transformers 5.23 reads no files in NVFP4
+        shutil.copytree(folder, folder / "values")
+        plain = {name: weight.float() for name, weight in tensors.items() if weight.dtype is torch.bfloat16}
+        save_file(plain | values, folder / "values" / "model.safetensors", {"format": "pt"})
+    stated = json.loads((folder / "config.json").read_text()) | {"quantization_config": STATED[form]}
+    (folder / "config.json").write_text(json.dumps(stated))
     return form, folder
 
 
@@ -70,7 +120,9 @@ def load(folder: Path, kind: str) -> Any:
 
 
 def plain(form: str, folder: Path) -> Any:
-    """The base as transformers itself dequantizes it."""
+    """The base as transformers itself dequantizes it, or loads the values of NVFP4."""
+    if FORMS[form] == "nvfp4":
+        return AutoModelForCausalLM.from_pretrained(folder / "values", dtype=torch.float32, attn_implementation="eager")
     config = {"mxfp4": Mxfp4Config, "fp8": FineGrainedFP8Config}[form](dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(
         folder, quantization_config=config, dtype=torch.float32, attn_implementation="eager"
@@ -98,7 +150,26 @@ def test_mxfp4_rounds_to_nearest_and_ties_to_even() -> None:
     assert rounded.tolist() == [6.0, 4.0, 4.0, 2.0, 2.0, 1.0, 1.0, 0.0, -0.5, -6.0, 0.0, 6.0]
 
 
-@pytest.mark.parametrize(("form", "error"), [("mxfp4", 0.12), ("fp8", 0.03)])
+@pytest.mark.parametrize("library", ["compressed-tensors", "modelopt"])
+def test_nvfp4_is_written_and_read_as_by_the_libraries_that_publish_it(library: str) -> None:
+    tensors = nvfp4_reference.reference()[library]
+    weight = tensors["weight"].view(nvfp4_reference.ROWS, nvfp4_reference.COLUMNS)
+    factor = "weight_global_scale" if library == "compressed-tensors" else "weight_scale_2"
+    codes = "weight_packed" if library == "compressed-tensors" else "weight"
+    layout = packed.published([codes, "weight_scale", factor])["weight"].layout
+    scales = tensors["weight_scale"].view(len(weight), -1)
+    joined = layout.joined(scales.view(torch.float8_e4m3fn), tensors[factor])
+    read = packed.from_published("nvfp4", tensors["weight_packed"], joined, weight.shape, torch.bfloat16)
+    assert torch.equal(packed.values(read), tensors["values"].view_as(weight)), "but for ModelOpt's 0 where this is -0"
+    written = packed.pack("nvfp4", weight)
+    assert torch.equal(written.flatten(), tensors["weight_packed"])
+    how = packed.packing_of(written)
+    assert how is not None
+    different = how.scales[:, -scales.shape[1] :] != scales
+    assert different.nonzero().tolist() == [[3, 1]], "that of zeros alone, which may be any"
+
+
+@pytest.mark.parametrize(("form", "error"), [("mxfp4", 0.12), ("nvfp4", 0.1), ("fp8", 0.03)])
 def test_a_weight_is_packed_with_the_error_of_its_form_once(form: str, error: float) -> None:
     weight = torch.randn(3, 130, 100, generator=torch.Generator().manual_seed(0))
     once = packed.values(packed.pack(form, weight))
@@ -108,8 +179,8 @@ def test_a_weight_is_packed_with_the_error_of_its_form_once(form: str, error: fl
 
 def test_a_published_base_trains_like_its_dequantized_values(published: tuple[str, Path]) -> None:
     form, folder = published
-    models = load(folder, form), plain(form, folder)
-    assert sum(weight.dtype is torch.uint8 for weight in models[0].parameters()) == (4 if form == "mxfp4" else 12)
+    models = load(folder, FORMS[form]), plain(form, folder)
+    assert sum(weight.dtype is torch.uint8 for weight in models[0].parameters()) == PACKED[form]
     results = []
     for model in models:
         torch.manual_seed(1)
@@ -134,7 +205,7 @@ def test_a_published_base_is_read_in_16_bit_by_a_merge_and_without_quantization(
         assert torch.equal(files[name].float(), weight), name
 
 
-@pytest.mark.parametrize("form", ["mxfp4", "fp8"])
+@pytest.mark.parametrize("form", packed.FORMS)
 def test_random_weights_are_packed_where_a_16_bit_base_has_linear_layers_and_experts(form: str) -> None:
     section = ModelSection(weights="random")
     model = base.load_base(

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.quantizers import auto
 
 from finetune.config import ModelSection
 from finetune.data import fingerprint
 from finetune.errors import ConfigError
 from finetune.model import bounds
 from finetune.model.base import load_architecture
-from finetune.model.source import identity
+from finetune.model.source import identity, prequantized
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.settings import load_config
 from finetune.storage.rundir import RunDirectory
@@ -39,7 +40,23 @@ PUBLISHED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "bitsandbytes 8": ({"load_in_4bit": False, "load_in_8bit": True}, "bitsandbytes, 8 bit"),
     "of tomorrow": ({"quant_method": "ternary"}, "ternary"),
+    "scaled inputs": ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "ModelOpt, NVFP4_AWQ"),
+    "in larger blocks": ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "ModelOpt, NVFP4"),
 }
+
+
+def _of_compressed_tensors(**changed: Any) -> dict[str, Any]:
+    weights = {"num_bits": 4, "type": "float", "group_size": 16, "symmetric": True}
+    one = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "ignore": ["lm_head"]}
+    return {**one, "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}} | changed
+
+
+_ROTATED = _of_compressed_tensors(transform_config={"config_groups": {"R1": {}}})
+_OTHERS = {"format": "float-quantized", "targets": ["re:.*experts.*"], "weights": {"group_size": 16}}
+_MIXED = _of_compressed_tensors()
+_MIXED["config_groups"] = {**_MIXED["config_groups"], "group_1": _OTHERS}
+PUBLISHED["rotated"] = _ROTATED, "compressed-tensors, nvfp4-pack-quantized"
+PUBLISHED["two forms"] = _MIXED, "compressed-tensors, nvfp4-pack-quantized"
 
 
 @pytest.fixture
@@ -76,14 +93,33 @@ def test_a_quantized_base_is_refused_by_the_name_of_its_quantization(
     assert len(err.splitlines()) == 1
 
 
+def test_what_every_quantizer_of_transformers_makes_is_refused_or_kept(
+    packed: Callable[..., Path], subtests: pytest.Subtests
+) -> None:
+    assert len(auto.AUTO_QUANTIZER_MAPPING) > 20
+    for method in auto.AUTO_QUANTIZER_MAPPING:
+        with subtests.test(method):
+            name, _, bits = method.partition("_")
+            loaded = {f"load_in_{bits}": True} if name == "bitsandbytes" else {}
+            stated = {"quant_method": name if loaded else method, **loaded}
+            if method == "mxfp4":  # FP8's has to say more
+                load_architecture(ModelSection(name=str(packed(stated, method))))
+                continue
+            said = refusal(packed(stated, method))
+            assert f"published with quantized weights ({prequantized.METHODS.get(method, name)}" in said
+            assert said.startswith("`model.name`: ")
+            assert "; name its 16-bit original, which `quantization.kind` then quantizes: " in said
+
+
 KEPT = {
     "MXFP4": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+    "NVFP4": _of_compressed_tensors(),
     "FP8": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
 }
 
 
 @pytest.mark.parametrize("form", KEPT)
-@pytest.mark.parametrize("kind", ["nf4", "fp4", "int8", "mxfp4", "fp8"])
+@pytest.mark.parametrize("kind", ["nf4", "fp4", "int8", "mxfp4", "nvfp4", "fp8"])
 def test_a_published_form_is_not_quantized_to_another(
     form: str, kind: str, packed: Callable[..., Path], call: Call, tmp_path: Path
 ) -> None:

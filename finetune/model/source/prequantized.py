@@ -1,7 +1,7 @@
 """Bases that are published with quantized weights: which are kept in that form, and which are refused.
 
-A job keeps MXFP4 and block-wise FP8 as they are (`structure.packed`), and refuses other forms before anything else is
-read: it can neither train on such weights nor merge into them.
+A job keeps MXFP4, NVFP4 and block-wise FP8 as they are (`structure.packed`), and refuses other forms before anything
+else is read: it can neither train on such weights nor merge into them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from finetune.model.source.locate import card
 
 METHODS = {
     "mxfp4": "MXFP4",
+    "nvfp4": "NVFP4",
     "fp8": "FP8",
     "fbgemm_fp8": "FP8 by FBGEMM",
     "gptq": "GPTQ",
@@ -49,6 +50,8 @@ def form(architecture: Any) -> str | None:
     given = _given(architecture)
     if not isinstance(given, Mapping):
         return None
+    if _is_nvfp4(given):
+        return "nvfp4"
     method, block = given.get("quant_method"), list(given.get("weight_block_size") or ())
     # FP8 has other forms: one scale for each weight, experts in 4 bit (DeepSeek V4), quantized embeddings.
     blocks = block == [128, 128] and given.get("expert_dtype", "fp8") == "fp8" and not given.get("modules_to_convert")
@@ -56,8 +59,14 @@ def form(architecture: Any) -> str | None:
 
 
 def stated(architecture: Any, quantization: QuantizationSection) -> Mapping[str, Any] | None:
-    """The published form of the weights by config.json, if the job keeps it or decodes it to 16 bit; else None."""
-    return _given(architecture) if (known := form(architecture)) and quantization.kind in (known, "none") else None
+    """What config.json says of the form that weights are published in, if the job keeps it or decodes it to 16 bit.
+
+    Of NVFP4 it is said as of FP8: `quant_method`, and the modules that are left in 16 bit.
+    """
+    if not (known := form(architecture)) or quantization.kind not in (known, "none"):
+        return None
+    given: Mapping[str, Any] = _given(architecture)
+    return {"quant_method": known, "modules_to_not_convert": _left_out(given)} if known == "nvfp4" else given
 
 
 def requantizes(quantization: QuantizationSection, architecture: Any) -> bool:
@@ -66,13 +75,13 @@ def requantizes(quantization: QuantizationSection, architecture: Any) -> bool:
 
 
 def resolved(config: Config, architecture: Any) -> tuple[Config, str | None]:
-    """`config` with the `quantization.kind` of its base in place of `published` or a default, and a note if that is
-    not what it says.
+    """`config` with the `quantization.kind` of its base in place of `published`, `auto` or a default, and a note if
+    that is not what it says.
 
     Raises ConfigError for a kind that needs the base in 16 bit, and for a key that excludes the published form.
     """
     name, published, kind = config.model.name, form(architecture), config.quantization.kind
-    default = "kind" not in config.quantization.model_fields_set
+    default = "kind" not in config.quantization.model_fields_set or kind == "auto"
     if kind != "published" and (published is None or kind in (published, "none")):
         return config, None
     if kind != "published" and not default:
@@ -109,12 +118,38 @@ def _given(architecture: Any) -> Any:
     return next((value for part in parts for key in _KEYS if (value := getattr(part, key, None))), None)
 
 
+def _is_nvfp4(given: Mapping[str, Any]) -> bool:
+    """Whether config.json says that compressed-tensors or ModelOpt has put all linear layers but some in NVFP4.
+
+    Not with rotated weights, other forms beside it, or inputs that are scaled before a layer (`NVFP4_AWQ`).
+    """
+    groups = given.get("config_groups") or {}
+    weights = [group.get("weights") or {} for group in groups.values()]
+    sizes = [given.get("group_size", 16), *(each.get("group_size", 16) for each in weights)]
+    if given.get("quant_method") in ("modelopt", "modelopt_fp4"):
+        return given.get("quant_algo") in ("NVFP4", "W4A16_NVFP4") and set(sizes) == {16}
+    formats = {given.get("format"), *(group.get("format") or given.get("format") for group in groups.values())}
+    plain = not given.get("transform_config") and all(each.get("symmetric", True) for each in weights)
+    targets = [group.get("targets") for group in groups.values()]
+    return plain and formats == {"nvfp4-pack-quantized"} and targets == [["Linear"]] and set(sizes) == {16}
+
+
+def _left_out(given: Mapping[str, Any]) -> list[str]:
+    """Regular expressions, as transformers reads them, for the modules that NVFP4's files leave in 16 bit.
+
+    compressed-tensors writes names and, after `re:`, beginnings of them; ModelOpt names with `*`.
+    """
+    names = given.get("ignore") or given.get("exclude_modules") or ()
+    return [f"(?:{name[3:]}).*" if name.startswith("re:") else re.escape(name).replace(r"\*", ".*") for name in names]
+
+
 def _described(given: Any) -> str:
     """In parentheses, the method, bits and format, as far as config.json says them."""
     values = given if isinstance(given, Mapping) else {}
     bits = next((bits for bits in (4, 8) if values.get(f"load_in_{bits}bit")), values.get("bits"))
     method = values.get("quant_method") or ("bitsandbytes" if "load_in_4bit" in values else None)
-    said = [METHODS.get(str(method).lower(), method), isinstance(bits, int) and f"{bits} bit", values.get("format")]
+    form = values.get("format") or values.get("quant_algo")
+    said = [METHODS.get(str(method).lower(), method), isinstance(bits, int) and f"{bits} bit", form]
     words = ", ".join(shortened(one, 60) for one in said if one and isinstance(one, str))
     return f" ({words})" if words else ""
 

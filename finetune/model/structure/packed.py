@@ -1,8 +1,8 @@
-"""Frozen weights in the bytes that models are published in (MXFP4, FP8), on every device.
+"""Frozen weights in the bytes that models are published in (MXFP4, NVFP4, FP8), on every device.
 
 A packed parameter holds bytes, and its `Packing` how they become values. A layer decodes its weight for each product
 and again in the backward pass, and keeps only the bytes between. Decoding is plain torch, equal to the bit to
-transformers' own (5.23, `Mxfp4Dequantize` and `Fp8Dequantize`).
+transformers' own (5.23, `Mxfp4Dequantize` and `Fp8Dequantize`) and to that of compressed-tensors (0.20).
 
 Shapes: weights are (..., rows, columns); products sum over columns, along which blocks lie.
 """
@@ -23,22 +23,36 @@ _PART = 2**24
 
 
 @dataclass(frozen=True)
+class Layout:
+    """How files name the tensors of a packed weight: the `endings` of its bytes and of its scales.
+
+    `joined` makes the scales of a `Packing` from those of the files.
+    """
+
+    endings: tuple[str, ...]
+    joined: Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True)
 class PackedForm:
     """A form of packed weights.
 
-    `shapes`: from a weight's shape to those of its bytes and its scales. `encode`: writes a weight's bytes and scales.
-    `decode`: writes the values of bytes and scales into a tensor of any floating type. `published`: the endings of the
-    two tensors in the files of a base that is published in this form, and `transposed` whether the model reads the
-    values transposed (gpt-oss). `config`: transformers' class for its config.json.
+    `shapes`: from a weight's shape to those of its bytes and its scales. `encode`: writes a weight's bytes and scales,
+    the latter begun by `begin` from the whole weight. `decode`: writes the values of bytes and scales into a tensor of
+    any floating type. `layouts`: how the files of a base that is published in this form name its tensors, and
+    `transposed` whether the model reads the values transposed (gpt-oss). `config`: transformers' class for its
+    config.json.
     """
 
     shapes: Callable[[torch.Size], tuple[torch.Size, torch.Size]]
     scale_dtype: torch.dtype
     encode: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
     decode: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-    published: tuple[str, str]
-    transposed: bool
+    layouts: tuple[Layout, ...]
     config: str
+    transposed: bool = False
+    values_per_byte: int = 1
+    begin: Callable[[torch.Tensor, torch.Tensor], None] | None = None
 
 
 @dataclass
@@ -97,30 +111,43 @@ def pack(form: str, weight: torch.Tensor, *, transposed: bool = False) -> nn.Par
     return packed(codes, Packing(form, scales, weight.shape, weight.dtype, transposed))
 
 
-def published_pairs(names: Iterable[str]) -> dict[str, tuple[str, str, str]]:
-    """(form, name of the bytes, name of the scales) of each packed weight in files with tensors of these `names`, by
-    the name that it has in files in 16 bit.
-    """
-    known, pairs = set(names), {}
-    for form, (codes, scales) in ((form, each.published) for form, each in FORMS.items()):
-        for name in known:
-            plain = name.removesuffix(scales)
-            if plain != name and plain + codes in known:
-                pairs[plain] = form, plain + codes, name
-    return pairs
+@dataclass(frozen=True)
+class Published:
+    """A packed weight of files: its form, and the names of the tensors of its `layout`, the bytes first."""
+
+    form: str
+    layout: Layout
+    names: tuple[str, ...]
 
 
-def hidden(pairs: Mapping[str, tuple[str, str, str]]) -> set[str]:
-    """The tensors of files that only packed weights need, among them scales for activations, which are not rounded."""
-    parts = {part for _, *both in pairs.values() for part in both}
-    activations = {plain.removesuffix("weight") + "activation_scale" for plain in pairs}
-    return (parts | activations) - pairs.keys()
+def published(names: Iterable[str], forms: Iterable[str] | None = None) -> dict[str, Published]:
+    """The packed weights of files with tensors of these `names`, by the names that they have in files in 16 bit."""
+    known, found = set(names), {}
+    for form in FORMS if forms is None else forms:
+        for layout in FORMS[form].layouts:
+            last = layout.endings[-1]
+            for plain in (name.removesuffix(last) for name in known if name.endswith(last)):
+                parts = tuple(plain + ending for ending in layout.endings)
+                if known.issuperset(parts):
+                    found[plain] = Published(form, layout, parts)
+    return found
+
+
+# Of activations and of the KV cache, neither of which is rounded here.
+_OTHER_SCALES = ("activation_scale", "input_scale", "input_global_scale", "k_scale", "v_scale")
+
+
+def hidden(weights: Mapping[str, Published]) -> set[str]:
+    """The tensors of files that only packed weights need, and scales that are not used here."""
+    parts = {part for one in weights.values() for part in one.names}
+    others = {plain.removesuffix("weight") + scale for plain in weights for scale in _OTHER_SCALES}
+    return (parts | others) - weights.keys()
 
 
 def published_shape(form: str, codes: Sequence[int], scales: Sequence[int]) -> torch.Size:
-    """The shape of the values of two tensors of a file, by their shapes, as the model reads them."""
+    """The shape of the values of a weight of files, by the shapes of its first two tensors, as the model reads them."""
     if not FORMS[form].transposed:
-        return torch.Size(codes)
+        return torch.Size((*codes[:-1], codes[-1] * FORMS[form].values_per_byte))
     *others, rows, blocks = scales
     return torch.Size((*others, blocks * _BLOCK, rows))
 
@@ -128,15 +155,14 @@ def published_shape(form: str, codes: Sequence[int], scales: Sequence[int]) -> t
 def from_published(
     form: str, codes: torch.Tensor, scales: torch.Tensor, shape: torch.Size, dtype: torch.dtype
 ) -> nn.Parameter:
-    """A packed parameter of the tensors of a file. Raises ValueError if they do not make a weight of this shape."""
+    """A packed parameter of bytes, and of scales that its layout has joined.
+
+    Raises ValueError if they do not make a weight of this shape.
+    """
     transposed = FORMS[form].transposed
     rows_first = torch.Size((*shape[:-2], shape[-1], shape[-2])) if transposed else shape
     expected = FORMS[form].shapes(rows_first)
     codes = codes.view(torch.uint8)
-    if scales.dtype is torch.float8_e8m0fnu:
-        scales = scales.view(torch.uint8)
-    if FORMS[form].scale_dtype is torch.float32:
-        scales = _power_of_two(scales) if scales.dtype is torch.uint8 else scales.float()
     if codes.numel() != expected[0].numel() or scales.shape != expected[1]:
         raise ValueError(
             f"codes {list(codes.shape)} and scales {list(scales.shape)} do not make a weight {list(rows_first)} in "
@@ -147,6 +173,8 @@ def from_published(
 
 def encode(form: str, weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
     """Write the bytes and scales of `weight` in a form of FORMS."""
+    if begin := FORMS[form].begin:
+        begin(weight, scales)
     for part in _parts(weight.shape, FORMS[form].shapes, codes, scales, weight):
         FORMS[form].encode(part[2], part[0], part[1])
 
@@ -177,6 +205,10 @@ def _parts(
 
 _BLOCK = 32
 """Values with one scale."""
+
+
+def _bytes(scales: torch.Tensor) -> torch.Tensor:
+    return scales.view(torch.uint8)
 
 
 def _mxfp4_shapes(shape: torch.Size) -> tuple[torch.Size, torch.Size]:
@@ -221,12 +253,81 @@ def _encode_mxfp4(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tenso
     blocks = functional.pad(weight.float(), (0, -columns % _BLOCK)).unflatten(-1, (-1, _BLOCK))
     exponent = torch.frexp(blocks.abs().amax(-1)).exponent - 3  # frexp's mantissa is below 1
     scales.copy_(exponent.clamp_(-127, 127) + 127)
-    values = blocks / _power_of_two(scales).unsqueeze(-1)
-    size = values.abs()
+    codes.copy_(_e2m1(blocks / _power_of_two(scales).unsqueeze(-1)))
+
+
+def _e2m1(blocks: torch.Tensor) -> torch.Tensor:
+    """The bytes (..., values / 2) of blocks of values (..., blocks, block), rounded to nearest, ties to even."""
+    size = blocks.abs()
     code = torch.where(size < 2, (size * 2).round(), torch.where(size < 4, size.round() + 2, (size / 2).round() + 4))
-    code = code.clamp_(max=7).to(torch.uint8) + values.signbit() * 8
+    code = code.clamp_(max=7).to(torch.uint8) + blocks.signbit() * 8
     code = code.flatten(-2)
-    codes.copy_(code[..., ::2] | code[..., 1::2] << 4)
+    return code[..., ::2] | code[..., 1::2] << 4
+
+
+# -- NVFP4 (NVIDIA, "Pretraining Large Language Models with NVFP4", arXiv 2509.25149) ----------------------------------
+
+_SMALL_BLOCK = 16
+"""Values with one scale in e4m3."""
+_FACTORS = 8
+"""Bytes of two factors in float32, with which the scales of a row begin: one multiplies them, one divides them.
+
+A weight has one such factor. ModelOpt publishes that which multiplies, compressed-tensors that which divides; the
+other is 1. As rows have their own, weights can be joined, such as those of experts.
+"""
+
+
+def _nvfp4_shapes(shape: torch.Size) -> tuple[torch.Size, torch.Size]:
+    *others, columns = shape
+    blocks = -(-columns // _SMALL_BLOCK)
+    return torch.Size((*others, blocks * _SMALL_BLOCK // 2)), torch.Size((*others, _FACTORS + blocks))
+
+
+def _multiplied(scales: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """The scales of a `Packing` from those of ModelOpt (`modelopt/torch/quantization/qtensor/nvfp4_tensor.py`)."""
+    return _with_factors(scales, factor, torch.ones_like(factor))
+
+
+def _divided(scales: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
+    """The scales of a `Packing` from those of compressed-tensors (0.20, `quantization/lifecycle/forward.py`)."""
+    return _with_factors(scales, torch.ones_like(divisor), divisor)
+
+
+def _with_factors(scales: torch.Tensor, *factors: torch.Tensor) -> torch.Tensor:
+    each = torch.cat([factor.float().reshape(1) for factor in factors]).view(torch.uint8)
+    return torch.cat((each.expand(*scales.shape[:-1], _FACTORS), scales.view(torch.uint8)), dim=-1)
+
+
+def _block_scales(scales: torch.Tensor) -> torch.Tensor:
+    """The scale of each block (..., rows, blocks) in float32."""
+    factors = scales[..., :_FACTORS].contiguous().view(torch.float32)
+    each = scales[..., _FACTORS:].contiguous().view(torch.float8_e4m3fn).float()
+    return each * factors[..., :1] / factors[..., 1:]
+
+
+def _decode_nvfp4(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+    """Codes: two e2m1 values a byte, the first in the lower four bits. Scales: `_FACTORS`, then e4m3."""
+    each = _block_scales(scales)
+    values = _pairs(codes.device).index_select(0, codes.flatten().int()).view(*each.shape, _SMALL_BLOCK)
+    values *= each.unsqueeze(-1)
+    out.copy_(values.view(*codes.shape[:-1], -1)[..., : out.shape[-1]])
+
+
+def _begin_nvfp4(weight: torch.Tensor, scales: torch.Tensor) -> None:
+    """The largest value of a weight, or of an expert's, becomes the largest of e2m1, 6, times that of e4m3, 448."""
+    largest = torch.maximum(weight.amax((-2, -1)), -weight.amin((-2, -1))).float()
+    divisor = (_LARGEST * 6 / largest).nan_to_num_(nan=1.0, posinf=1.0)
+    factors = torch.stack((torch.ones_like(divisor), divisor), dim=-1)
+    scales[..., :_FACTORS] = factors.view(torch.uint8).unsqueeze(-2)
+
+
+def _encode_nvfp4(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    """A block's scale makes its largest value 6, as in compressed-tensors; 0 would be no scale."""
+    blocks = functional.pad(weight.float(), (0, -weight.shape[-1] % _SMALL_BLOCK)).unflatten(-1, (-1, _SMALL_BLOCK))
+    divisor = scales[..., 4:_FACTORS].contiguous().view(torch.float32)
+    each = (divisor * (blocks.abs().amax(-1) / 6)).clamp_(_SMALLEST, _LARGEST)
+    scales[..., _FACTORS:] = each.to(torch.float8_e4m3fn).view(torch.uint8)
+    codes.copy_(_e2m1(blocks / _block_scales(scales).unsqueeze(-1)))
 
 
 # -- FP8 (DeepSeek-V3, arXiv 2412.19437, section 3.3.2) ----------------------------------------------------------------
@@ -234,11 +335,19 @@ def _encode_mxfp4(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tenso
 _ROWS = 128
 """Rows, and columns, of a block with one scale."""
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
+_SMALLEST = torch.finfo(torch.float8_e4m3fn).smallest_normal / 8
 
 
 def _fp8_shapes(shape: torch.Size) -> tuple[torch.Size, torch.Size]:
     *experts, rows, columns = shape
     return shape, torch.Size((*experts, -(-rows // _ROWS), -(-columns // _ROWS)))
+
+
+def _factors(scales: torch.Tensor) -> torch.Tensor:
+    """Factors in float32 from those of files, which may be powers of two in e8m0."""
+    if scales.dtype is torch.float8_e8m0fnu:
+        scales = scales.view(torch.uint8)
+    return _power_of_two(scales) if scales.dtype is torch.uint8 else scales.float()
 
 
 def _decode_fp8(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
@@ -267,12 +376,20 @@ def _each(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 FORMS: dict[str, PackedForm] = {
     "mxfp4": PackedForm(
-        _mxfp4_shapes, torch.uint8, _encode_mxfp4, _decode_mxfp4,
-        published=("_blocks", "_scales"), transposed=True, config="Mxfp4Config",
+        _mxfp4_shapes, torch.uint8, _encode_mxfp4, _decode_mxfp4, (Layout(("_blocks", "_scales"), _bytes),),
+        config="Mxfp4Config", transposed=True, values_per_byte=2,
+    ),
+    "nvfp4": PackedForm(
+        _nvfp4_shapes, torch.uint8, _encode_nvfp4, _decode_nvfp4,
+        (
+            Layout(("_packed", "_scale", "_global_scale"), _divided),
+            Layout(("", "_scale", "_scale_2"), _multiplied),
+        ),
+        config="FineGrainedFP8Config", values_per_byte=2, begin=_begin_nvfp4,
     ),
     "fp8": PackedForm(
-        _fp8_shapes, torch.float32, _encode_fp8, _decode_fp8,
-        published=("", "_scale_inv"), transposed=False, config="FineGrainedFP8Config",
+        _fp8_shapes, torch.float32, _encode_fp8, _decode_fp8, (Layout(("", "_scale_inv"), _factors),),
+        config="FineGrainedFP8Config",
     ),
 }  # fmt: skip
 """Forms by the kind of `quantization.kind`, which is also the `quant_method` of a config.json."""

@@ -11,27 +11,34 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import bitsandbytes as bnb
 import torch
 from transformers.core_model_loading import ConversionOps
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import auto
-from transformers.quantizers.base import get_keys_to_not_convert
+from transformers.quantizers.base import HfQuantizer, get_keys_to_not_convert
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
+from transformers.utils.quantization_config import FineGrainedFP8Config
 
 from finetune.model.structure import eight_bit, experts, linear_layers, packed
 from finetune.runtime import libraries, patches
 
 
-def used() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def used() -> Iterator[None]:
     """In the block, transformers loads models with the quantizers of this module."""
-    return patches.QUANTIZERS.by({**auto.AUTO_QUANTIZER_MAPPING, **_QUANTIZERS})
+    configs = {**auto.AUTO_QUANTIZATION_CONFIG_MAPPING, "nvfp4": FineGrainedFP8Config}
+    with (
+        patches.QUANTIZERS.by({**auto.AUTO_QUANTIZER_MAPPING, **_QUANTIZERS}),
+        patches.QUANTIZATION_CONFIGS.by(configs),
+    ):
+        yield
 
 
 def prepare(model: Any, config: Any, published: Any = None) -> None:
@@ -142,8 +149,8 @@ class _Packed:
         if config.dequantize:
             return
         if self.pre_quantized:
-            if isinstance(self, FineGrainedFP8HfQuantizer):
-                self._normalize_modules_to_not_convert(model)
+            if self.form != "mxfp4":
+                FineGrainedFP8HfQuantizer._normalize_modules_to_not_convert(self, model)  # noqa: SLF001
             skipped = config.modules_to_not_convert
             kept += Bnb4BitHfQuantizer.get_modules_to_not_convert(model, skipped, model._keep_in_fp32_modules)  # noqa: SLF001
         if not (self.pre_quantized and self.form == "mxfp4"):  # gpt-oss is published with experts alone in MXFP4
@@ -192,6 +199,20 @@ class _Fp8(_Packed, FineGrainedFP8HfQuantizer):
     form = "fp8"
 
 
+class _Nvfp4(_Packed, HfQuantizer):  # transformers' own (5.23) loads no published weights
+    form = "nvfp4"
+    serialized_names: ClassVar = {
+        "weight": ["weight", "weight_packed", "weight_scale", "weight_scale_2", "weight_global_scale"]
+    }
+
+    def is_serializable(self) -> bool:
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+
 def _packed_linear(module: Any, form: str) -> packed.PackedLinear:
     outputs, inputs = (module.nf, module.nx) if isinstance(module, Conv1D) else module.weight.shape
     layer: Any = packed.PackedLinear(inputs, outputs, module.bias is not None, "meta", module.weight.dtype)
@@ -218,7 +239,7 @@ class _Encode(ConversionOps):
 class _Keep(ConversionOps):
     """Makes a packed parameter of published bytes and scales, or their values if the model's parameter is not packed.
 
-    `after` are the model's own conversions, such as the fusion of experts, which both tensors go through.
+    `after` are the model's own conversions, such as the fusion of experts, which bytes and joined scales go through.
     """
 
     def __init__(self, hf_quantizer: Any, after: Sequence[Any] = ()) -> None:
@@ -227,26 +248,24 @@ class _Keep(ConversionOps):
     @torch.no_grad()
     def convert(self, input_dict: dict[str, Any], *, full_layer_name: str, model: Any, **named: Any) -> dict[str, Any]:
         form = self.hf_quantizer.form
-        codes_end, scales_end = packed.FORMS[form].published
-        scales = {
-            name.removesuffix(scales_end) + codes_end: value
-            for name, value in input_dict.items()
-            if name.endswith(scales_end)
-        }
-        codes = {
-            name: value
-            for name, value in input_dict.items()
-            if name.endswith(codes_end) and not name.endswith((scales_end, "activation_scale"))
-        }
+        given = {name: value if isinstance(value, list) else [value] for name, value in input_dict.items()}
         module, last = get_module_from_name(model, full_layer_name)
         parameter = getattr(module, last)
         wanted = packed.packing_of(parameter)
-        if not scales:  # of a module that the base's authors left in 16 bit
-            plain = self._after(codes, full_layer_name, model, named)
+        parts = packed.published(given, (form,))
+        if not parts:  # of a module that the base's authors left in 16 bit
+            if wanted:
+                raise ValueError(f"{full_layer_name} has no scales, though config.json says that it is in {form}")
+            weights = {name: value for name, value in given.items() if not name.endswith("_scale")}
+            plain = self._after(weights, full_layer_name, model, named)
             return {name: value.to(parameter.dtype) for name, value in plain.items()}
-        (stored,), (factors,) = (self._after(part, full_layer_name, model, named).values() for part in (codes, scales))
+        codes, scales = dict[str, Any](), dict[str, Any]()
+        for name, one in parts.items():
+            codes[name], *factors = (given[part] for part in one.names)
+            scales[name] = [one.layout.joined(*each) for each in zip(*factors, strict=True)]
+        (stored,), (joined,) = (self._after(part, full_layer_name, model, named).values() for part in (codes, scales))
         dtype = wanted.dtype if wanted else parameter.dtype
-        made = packed.from_published(form, stored, factors, experts.shape(parameter), dtype)
+        made = packed.from_published(form, stored, joined, experts.shape(parameter), dtype)
         return {full_layer_name: made if wanted else packed.values(made).contiguous()}
 
     def _after(self, tensors: dict[str, Any], name: str, model: Any, named: dict[str, Any]) -> dict[str, Any]:
@@ -260,4 +279,5 @@ _QUANTIZERS: dict[str, Any] = {
     "bitsandbytes_8bit": _EightBit,
     "mxfp4": _Mxfp4,
     "fp8": _Fp8,
+    "nvfp4": _Nvfp4,
 }

@@ -39,7 +39,7 @@ class ConversionGroup:
 class Weights(Mapping[str, torch.Tensor]):
     """The weights of `model` (on the meta device), by their names in it, read from safetensors files when asked for.
 
-    A tensor is a view of its mapped file, in the type it is stored in; or the values, in `dtype`, of two tensors that
+    A tensor is a view of its mapped file, in the type it is stored in; or the values, in `dtype`, of the tensors that
     a packed weight is published as. Tied weights are those they are tied to; a classifier's head that the files lack is
     `new`, and zero. An embedding and a head of fewer rows than the model's (`model.vocabulary`) end in zeros.
     """
@@ -51,7 +51,7 @@ class Weights(Mapping[str, torch.Tensor]):
         for file in files:
             with safe_open(file, framework="pt") as stored:
                 self._file_of.update(dict.fromkeys(stored.keys(), file))
-        self._packed = packed.published_pairs(self._file_of)
+        self._packed = packed.published(self._file_of)
         self.groups = self._conversion_groups()
         self._of = {target: group for group in self.groups for target in group.targets}
         self._rows = {
@@ -89,18 +89,20 @@ class Weights(Mapping[str, torch.Tensor]):
             return nn.functional.pad(table, (0, 0, 0, max(self._rows[source] - len(table), 0)))
         if source not in self._packed:
             return self._read(source)
-        form, *names = self._packed[source]
-        codes, scales = map(self._read, names)
-        shape = packed.published_shape(form, codes.shape, scales.shape)
-        return packed.values(packed.from_published(form, codes, scales, shape, self._dtype)).contiguous()
+        one = self._packed[source]
+        codes, *parts = map(self._read, one.names)
+        scales = one.layout.joined(*parts)
+        shape = packed.published_shape(one.form, codes.shape, scales.shape)
+        return packed.values(packed.from_published(one.form, codes, scales, shape, self._dtype)).contiguous()
 
     def layout_of(self, file: Path) -> dict[str, tuple[torch.dtype, torch.Size]]:
         """(dtype, shape) of the tensors of a file as `stored` returns them, by name. Raises ArtifactError."""
         layout = weight_files.layout_of(file)
-        for name, (form, codes, scales) in self._packed.items():
+        for name, one in self._packed.items():
+            codes, scales, *_ = one.names
             if self._file_of[codes] == file:
                 of_scales = weight_files.layout_of(self._file_of[scales])[scales]
-                shape = packed.published_shape(form, layout[codes][1], of_scales[1])
+                shape = packed.published_shape(one.form, layout[codes][1], of_scales[1])
                 layout[name] = self._dtype, shape
         for name in layout.keys() & self._rows.keys():
             dtype, (rows, *others) = layout[name]

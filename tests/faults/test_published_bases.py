@@ -1,0 +1,40 @@
+"""A base that is kept in the form it is published in is trained by several processes, and after a kill."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from children import Children
+from jobs import QUICK, adapter_weights, metric, same_adapter
+from together import Together, assert_all
+
+from finetune.storage.rundir import RunDirectory
+from tests.published_bases import STATED, published
+
+# Plain descent, so that a gradient that is off shows as such.
+JOB = [*QUICK, "data.eval=none", "training.eval_every=null", "training.batch_size=4", "training.micro_batch=1",
+       "training.max_steps=4", "optimizer.kind=sgd", "training.learning_rate=0.1", "training.warmup=0",
+       "output.save_every=2"]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", STATED)
+def test_two_ranks_train_what_one_trains_and_resume_to_the_same_bits(
+    form: str, children: Children, rows_file: Path, shallow_base: Path, tmp_path: Path
+) -> None:
+    base = published(form, shallow_base, tmp_path / "base")
+
+    def job(run: str) -> Together:
+        return Together(children, [*JOB, f"model.name={base}", f"data.train={rows_file}"], RunDirectory(tmp_path / run))
+
+    alone, whole, killed = map(job, ("alone", "whole", "killed"))
+    assert_all(alone.go(1), 0)
+    assert_all(whole.go(2), 0)
+    assert whole.run.config().quantization.kind == form
+    torch.testing.assert_close(adapter_weights(whole.run), adapter_weights(alone.run), rtol=0, atol=1e-6)
+    assert metric(whole.run, "loss") == pytest.approx(metric(alone.run, "loss"), rel=1e-5)
+    killed.kill(2, step=3, saved=2)
+    assert_all(killed.go(2), 0)
+    assert [event["step"] for event in killed.run.events() if event["event"] == "resumed"] == [2]
+    assert same_adapter(killed.run, whole.run)
