@@ -26,7 +26,7 @@ from finetune.model.build import Blueprint
 from finetune.model.distributed import context
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.model.structure.experts import Mixture
-from finetune.objectives import contract
+from finetune.objectives import contract, trial
 from finetune.runtime import driver, libraries, ranks
 from finetune.runtime.environment import describe
 from finetune.runtime.stages import stage
@@ -71,7 +71,7 @@ def gather(
         attention, reason = build.choose_attention(config, architecture, device.type)
         blueprint = build.blueprint(config, architecture, attention)
         adapter = resume.to_build(config.adapter, resumed=bool(run.saved_steps) and not fresh)
-        mixture = blueprint.check(adapter)
+        mixture = trial.check_model(config, architecture, attention, adapter)
         if mixture and config.distributed.kind == "deepspeed" and config.distributed.stage == "weights":
             _refuse_on_experts(build.weightless(config.model, architecture), adapter)
     ranks.main_does(lambda: check_traceable(config, architecture, device))
