@@ -94,10 +94,10 @@ def architectures_page() -> str:
             "# Architectures",
             "",
             f"What `finetune doctor MODEL` says of the {len(tried)} architectures of transformers {version} with a "
-            f"causal language model: {exact} train and merge exactly; {len(refusals)} are refused by `finetune init` and "
-            "`finetune train` in one sentence, before data and weights. Each is tried as a small copy with random "
-            "weights, of transformers' own default config, on a CPU: loaded in 16 bit and NF4, traced, trained for three "
-            "steps, merged, exported, and answered from with each KV cache. For a published model, run "
+            f"causal language model: {exact} train and merge exactly; {len(refusals)} are refused by `finetune init` "
+            "and `finetune train` in one sentence, before data and weights. Each is tried as a small copy with random "
+            "weights, of transformers' own default config, on a CPU: loaded in 16 bit and NF4, traced, trained for "
+            "three steps, merged, exported, and answered from with each KV cache. For a published model, run "
             "`finetune doctor NAME`: it reads its config.json alone.",
             "",
             "`yes`: works, and equals what it is compared with. `refused`: a command says why, and what to do. "

@@ -24,8 +24,8 @@ _SIZES = {
     16: "moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size kv_lora_rank q_lora_rank "
     "o_lora_rank mamba_d_head mamba_head_dim mamba_headdim mamba_chunk_size chunk_size index_head_dim",
     8: "head_dim v_head_dim global_head_dim qk_nope_head_dim qk_rope_head_dim kv_channels state_size mamba_d_state "
-    "d_head ssm_state_size linear_key_head_dim linear_value_head_dim hidden_size_per_layer_input laurel_rank "
-    "index_topk",
+    "d_head linear_head_dim swa_head_dim ssm_state_size linear_key_head_dim linear_value_head_dim "
+    "hidden_size_per_layer_input laurel_rank index_topk",
     4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads num_experts "
     "n_routed_experts num_local_experts moe_num_experts mamba_n_heads mamba_num_heads linear_num_value_heads "
     "rotary_dim time_step_rank mamba_dt_rank adapter_rank",
@@ -43,8 +43,8 @@ _SMALL = {name: size for size, names in _SIZES.items() for name in names.split()
 _TOKENS = {"pad_token_id": 3, "bos_token_id": 0, "eos_token_id": 2}
 # What follows from other values, or is measured in those that a copy has fewer of: it has the defaults.
 _OTHERWISE = {
-    "architectures", "dtype", "id2label", "label2id", "model_type", "per_layer_config", "rope_parameters",
-    "rope_scaling", "transformers_version",
+    "architectures", "dtype", "id2label", "label2id", "model_type", "per_layer_config", "qk_head_dim",
+    "rope_parameters", "rope_scaling", "transformers_version",
 }  # fmt: skip
 # What the rules above do not get right; None leaves it out.
 _HEADS = {"head_dim": 8}
@@ -67,7 +67,7 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_d_head": 16},
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "longcat_flash": {"num_key_value_heads": 4, "head_dim": 8, "qk_head_dim": None},
+    "longcat_flash": {"num_key_value_heads": 4, "head_dim": 8},
     "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1},
     "nemotron": {"num_key_value_heads": 2},
     "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 1},
