@@ -74,8 +74,9 @@ def gather(
         mixture = trial.check_model(config, architecture, attention, adapter)
         if mixture and config.distributed.kind == "deepspeed" and config.distributed.stage == "weights":
             _refuse_on_experts(build.weightless(config.model, architecture), adapter)
-        build.check_files(config.model, architecture)
     ranks.main_does(lambda: check_traceable(config, architecture, device))
+    with ranks.agreeing():
+        build.check_files(config.model, architecture)
     stage(f"reading {named(config.data.train)}")
     with ranks.agreeing():
         data = prepare(config.data, tokenizer)
