@@ -15,14 +15,23 @@ from typing import Any
 
 import harness
 
+_INDEXER = {
+    "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 2048,
+    "indexer_compress_ratio": 4,
+}  # fmt: skip
 # Values without which a default config has no model, as published models of the architecture have them.
 _GIVEN: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"kv_n_heads": 8, "rope_theta": 500000.0, "clip_qkv": 8}},
+    "bert-generation": {"is_decoder": True},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
+    "emu3": {"vocabulary_map": {"<|extra_200|>": 5, "<image>": 6, "<|visual token 000000|>": 7}},
     **{name: {"head_dim": 128} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "nemotron": {"num_key_value_heads": 8},
+    "qwen4_exp": {"text_config": {"model_type": "qwen4_exp_text", **_INDEXER}},
+    "qwen4_exp_text": _INDEXER,
     "reformer": {"is_decoder": True},
 }
 _LIMIT_SECONDS = 240.0  # of a machine that does other things as well
@@ -57,14 +66,15 @@ def _tried(name: str, classes: str | tuple[str, ...]) -> dict[str, Any]:
 
     from finetune.doctor import model_check
 
-    kind = classes if isinstance(classes, str) else classes[0]
+    row: dict[str, Any] = {"class": classes if isinstance(classes, str) else classes[0]}
+    row |= {"seconds": 0.0, "source_revision": harness.environment(threads=1)["source_revision"]}
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         try:
-            values = CONFIG_MAPPING[name]().to_dict() | {"architectures": [kind], **_GIVEN.get(name, {})}
+            values = CONFIG_MAPPING[name]().to_dict() | {"architectures": [row["class"]], **_GIVEN.get(name, {})}
         except Exception as error:  # some configs have no valid defaults
             what = f"transformers' default config is not valid: {error}"
-            return {"class": kind, "seconds": 0.0, "checks": {"structure": {"status": "error", "what": what}}}
+            return {**row, "checks": {"structure": {"status": "error", "what": what}}}
         (Path(folder) / "config.json").write_text(json.dumps(values))
         found = model_check.examine(folder, limit_seconds=_LIMIT_SECONDS)
     checks = {
@@ -72,7 +82,7 @@ def _tried(name: str, classes: str | tuple[str, ...]) -> dict[str, Any]:
         for one in found.findings
         if one.status != "skipped"
     }
-    return {"class": kind, "seconds": round(time.perf_counter() - started, 1), "checks": checks}
+    return {**row, "seconds": round(time.perf_counter() - started, 1), "checks": checks}
 
 
 if __name__ == "__main__":

@@ -73,12 +73,15 @@ _SIGNS = {"error": "fails", "refused": "refused", "skipped": "–", "ok": "yes"}
 def architectures_page() -> str:
     """What `finetune doctor` says of every architecture as Markdown."""
     tried = result("architectures")["architectures"]
-    rows, reasons = [], []
+    rows, refusals, reasons = [], [], []
     for name, entry in tried.items():
         statuses = {check: one["status"] for check, one in entry["checks"].items()}
         said = [[statuses.get(check, "skipped") for check in checks] for checks in _COLUMNS.values()]
         signs = [next(sign for status, sign in _SIGNS.items() if status in each) for each in said]
         rows.append(f"| `{name}` | {' | '.join(signs)} |")
+        if statuses["structure"] == "refused":
+            refusals.append(f"- `{name}`: {_one_line(entry['checks']['structure']['what'])}")
+            continue
         about = ("structure", "weights", "causal", "loss", *(check for checks in _COLUMNS.values() for check in checks))
         wrong = [check for check in about if statuses.get(check) == "error"]
         wrong = [check for check in ("trained 16 bit",) if statuses.get(check) == "refused"] or wrong
@@ -90,12 +93,12 @@ def architectures_page() -> str:
         [
             "# Architectures",
             "",
-            f"What `finetune doctor MODEL` says of the {len(tried)} architectures of transformers "
-            f"{version} with a causal language model: "
-            f"{exact} train and merge exactly. Each is tried as a small copy with random weights, of transformers' own "
-            "default config, on a CPU: loaded in 16 bit and NF4, traced, trained for three steps, merged, exported, "
-            "and answered from with each KV cache. For a published model, run `finetune doctor NAME`: it reads its "
-            "config.json alone.",
+            f"What `finetune doctor MODEL` says of the {len(tried)} architectures of transformers {version} with a "
+            f"causal language model: {exact} train and merge exactly; {len(refusals)} are refused by `finetune init` "
+            "and `finetune train` in one sentence, before data and weights. Each is tried as a small copy with random "
+            "weights, of transformers' own default config, on a CPU: loaded in 16 bit and NF4, traced, trained for "
+            "three steps, merged, exported, and answered from with each KV cache. For a published model, run "
+            "`finetune doctor NAME`: it reads its config.json alone.",
             "",
             "`yes`: works, and equals what it is compared with. `refused`: a command says why, and what to do. "
             "`fails`: a defect here or in a library, listed below. `–`: not reached. `make docs` writes this page from "
@@ -105,7 +108,11 @@ def architectures_page() -> str:
             f"| --- |{' --- |' * len(_COLUMNS)}",
             *rows,
             "",
-            "## What fails, and what is refused as a whole",
+            "## What is refused as a whole",
+            "",
+            *refusals,
+            "",
+            "## What fails",
             "",
             *reasons,
             "",

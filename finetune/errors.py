@@ -9,7 +9,7 @@ from __future__ import annotations
 
 def first_line(error: BaseException, otherwise: str | None = None) -> str:
     """The first line of a library's message, or `otherwise` (by default the error's type) where it is empty."""
-    return (str(error).splitlines() or [type(error).__name__ if otherwise is None else otherwise])[0]
+    return (str(error).strip().splitlines() or [type(error).__name__ if otherwise is None else otherwise])[0]
 
 
 class FinetuneError(Exception):

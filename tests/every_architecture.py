@@ -7,7 +7,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from finetune.doctor import small_copy
+from finetune.model import small_copy
 
 WORDS = small_copy.WORDS
 model = small_copy.model_of

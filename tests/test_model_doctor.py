@@ -9,11 +9,12 @@ from typing import Any
 
 import every_architecture
 import pytest
+from transformers import CONFIG_MAPPING
 
-from finetune.doctor import model_check, model_checks
+from finetune.doctor import Examination, Finding, model_check, model_checks
 from finetune.doctor.model_checks import CHECKS, Check, Copy
 from finetune.errors import ConfigError
-from finetune.model import build
+from finetune.model import build, small_copy
 from finetune.model.source.locate import locate
 
 _CHEAP = ("structure", "weights", "16 bit", "loss", "recomputed")
@@ -50,6 +51,21 @@ def test_a_name_is_that_of_a_model_or_of_a_run(tmp_path: Path, monkeypatch: pyte
     models = ("model", "model/config.json", "builtin:tiny-llama", "someone/something")
     assert all(map(model_check.is_model, models))
     assert not any(map(model_check.is_model, ("runs/one", "runs/missing", "empty", "missing", "./model2", "/a/b")))
+
+
+def test_a_small_copy_has_what_the_config_says_but_for_sizes() -> None:
+    whole = CONFIG_MAPPING["llama"](attention_bias=True, hidden_act="gelu", num_hidden_layers=40, rms_norm_eps=1e-3)
+    small = small_copy.config_of(whole)
+    assert (small.attention_bias, small.hidden_act, small.rms_norm_eps) == (True, "gelu", 1e-3)
+    assert (small.num_hidden_layers, small.hidden_size) == (2, 32)
+
+
+def test_a_model_that_sees_later_tokens_is_refused_as_a_whole(tmp_path: Path) -> None:
+    every_architecture.config("xlm").save_pretrained(tmp_path)
+    status, what, code = model_checks.attempt("structure", Copy(str(tmp_path), tmp_path))
+    assert (status, code) == ("refused", 7)
+    assert "it sees the token it predicts" in what
+    assert Examination([Finding("structure", status, what)], code, refused=True).exit_code == 7
 
 
 def test_layers_between_the_decoder_and_its_head_are_refused_without_weights(tmp_path: Path) -> None:

@@ -216,6 +216,7 @@ _CONVERTED: dict[str, Callable[[Any], Settings | None]] = {
     "quantization_bit": _bits,
     "quantization_method": lambda value: {} if value in ("bnb", "bitsandbytes") else None,
     "rope_scaling": _rope_scaling,
+    "enable_thinking": lambda value: {"data.template_arguments": {"enable_thinking": value}},
     "adapter_name_or_path": lambda value: None if "," in str(value) else {"adapter.start_from": value},
     "alpha_pattern": _only_off,
     "lora_alpha_pattern": _only_off,

@@ -26,14 +26,18 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class Examination(View):
-    """All findings. The exit code is 0, or `fails_with`, which a job would end with, if any finding is an error."""
+    """All findings. The exit code is 0, or `fails_with`, which a job would end with, if any finding is an error, or the
+    whole is `refused`.
+    """
 
     findings: list[Finding]
     fails_with: int
+    refused: bool = False
 
     @property
     def exit_code(self) -> int:
-        return self.fails_with if any(finding.status == "error" for finding in self.findings) else 0
+        wrong = self.refused or any(finding.status == "error" for finding in self.findings)
+        return self.fails_with if wrong else 0
 
     def as_dict(self) -> dict[str, Any]:
         """The findings as JSON values."""

@@ -54,7 +54,7 @@ def examine(
         name = str(file.parent)
     with tempfile.TemporaryDirectory(prefix="finetune-doctor-") as folder:
         findings, refused_with = _tried(name, Path(folder), began, time.monotonic() + limit_seconds)
-    return Examination(findings, refused_with or ArtifactError.exit_code)
+    return Examination(findings, refused_with or ArtifactError.exit_code, refused=bool(refused_with))
 
 
 def _tried(name: str, folder: Path, began: Callable[[str], object], until: float) -> tuple[list[Finding], int]:
@@ -74,7 +74,7 @@ def _tried(name: str, folder: Path, began: Callable[[str], object], until: float
                         began(tries)
                     case (check, status, what, code):
                         if check == "structure" and status == "refused":
-                            status, refused_with = "error", code
+                            refused_with = code
                         findings[check], trying = Finding(check, status, what), ""
             ended = "there was no time left for it"
         except EOFError:

@@ -21,7 +21,7 @@ from finetune import kernels, recipe
 from finetune.certificate.small_model import TriedJob
 from finetune.config import Config, MemorySection, ModelSection
 from finetune.data.batching import MicroBatching
-from finetune.doctor import Status, small_copy
+from finetune.doctor import Status
 from finetune.errors import ArtifactError, ConfigError, FinetuneError, NumbersError
 from finetune.export import publish
 from finetune.forecast import planning
@@ -29,12 +29,12 @@ from finetune.inference import generation
 from finetune.inference.answer_settings import Settings
 from finetune.kernels import self_test
 from finetune.model import base as bases
-from finetune.model import build
+from finetune.model import build, small_copy
 from finetune.model.attention.caches import CACHES
 from finetune.model.probes import causality, packed_rows
 from finetune.model.recompute import checkpointing
 from finetune.model.source.tokenizer import load_tokenizer
-from finetune.objectives import log_probs
+from finetune.objectives import log_probs, trial
 from finetune.report.terminal import Terminal
 from finetune.settings import load_config
 from finetune.storage.rundir import RunDirectory
@@ -155,7 +155,7 @@ def _structure(copy: Copy) -> str:
     """The model itself on the meta device, as `train` checks it before data and weights."""
     config = copy.job()
     attention, _ = build.choose_attention(config, copy.whole, "cpu")
-    mixture = build.blueprint(config, copy.whole, attention).check(config.adapter)
+    mixture = trial.check_model(config, copy.whole, attention, config.adapter)
     name = copy.whole.architectures[0] if copy.whole.architectures else copy.whole.model_type
     return f"{name}, a mixture of experts" if mixture else name
 

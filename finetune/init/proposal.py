@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from finetune.certificate import verdict
-from finetune.config import DataSection, MemorySection, ModelSection, inline
+from finetune.config import Config, DataSection, MemorySection, ModelSection, QuantizationSection, inline
 from finetune.data import formats, inspection, sources
 from finetune.data.counts import TOO_LONG
 from finetune.data.examples import Completion, NoSuchField, RowError, Unusable, parts
@@ -26,10 +26,11 @@ from finetune.forecast.planning import Planner, planner_for
 from finetune.init import questions
 from finetune.init.draft import Draft
 from finetune.init.questions import Wanted
-from finetune.model import bounds
+from finetune.model import bounds, build
 from finetune.model.base import load_architecture
 from finetune.model.source import chat_template, prequantized
 from finetune.model.source.tokenizer import load_tokenizer
+from finetune.objectives import trial
 from finetune.report import words
 from finetune.runtime import libraries
 from finetune.training import evidence
@@ -62,7 +63,7 @@ def propose(wanted: Wanted, say: Callable[[str], None]) -> Draft:
     """
     libraries.quiet()
     with contextlib.suppress(MachineError):  # where the hub cannot be reached, which the tokenizer's error says below
-        load_architecture(ModelSection(name=wanted.model), listed=True)  # refuses bases that cannot be trained
+        _refuse_untrainable(ModelSection(name=wanted.model))
     draft = Draft()
     draft.take("model.name", wanted.model)
     draft.take("data.train", wanted.data)
@@ -106,6 +107,14 @@ def propose(wanted: Wanted, say: Callable[[str], None]) -> Draft:
     except ForecastError as error:
         draft.notes.append(f"Not fitted to a card: {error}")
     return draft
+
+
+def _refuse_untrainable(section: ModelSection) -> None:
+    """Raise as training does for a base that cannot be trained, whatever its data and settings are."""
+    config = Config(model=section, quantization=QuantizationSection(kind="none"))
+    architecture = load_architecture(section, listed=True)
+    attention, _ = build.choose_attention(config, architecture, "cpu")
+    trial.check_model(config, architecture, attention, config.adapter)
 
 
 def _recognised(wanted: Wanted, encoding: str | None) -> tuple[sources.Row | None, dict[str, str]]:

@@ -29,7 +29,7 @@ from finetune.model.distributed import context
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.model.structure.experts import Mixture
 from finetune.model.structure.quantization import with_kind
-from finetune.objectives import contract
+from finetune.objectives import contract, trial
 from finetune.runtime import driver, libraries, ranks
 from finetune.runtime.environment import describe
 from finetune.runtime.stages import stage
@@ -77,10 +77,12 @@ def gather(
             note(slow)
         blueprint = build.blueprint(config, architecture, attention)
         adapter = resume.to_build(config.adapter, resumed=bool(run.saved_steps) and not fresh)
-        mixture = blueprint.check(adapter)
+        mixture = trial.check_model(config, architecture, attention, adapter)
         if mixture and config.distributed.kind == "deepspeed" and config.distributed.stage == "weights":
             _refuse_on_experts(build.weightless(config.model, architecture), adapter)
     ranks.main_does(lambda: check_traceable(config, architecture, device))
+    with ranks.agreeing():
+        build.check_files(config.model, architecture)
     stage(f"reading {named(config.data.train)}")
     with ranks.agreeing():
         data = prepare(config.data, tokenizer)

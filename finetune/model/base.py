@@ -68,6 +68,7 @@ def _architecture(section: ModelSection, listed: bool) -> Any:
         lambda: _known(section, AutoConfig.from_pretrained),
     )
     _refuse_kernels(architecture, section.name)
+    _refuse_several_texts(architecture)
     if section.weights == "pretrained":
         prequantized.refuse(section, architecture)
     if getattr(architecture, "rescale_every", 0):
@@ -121,6 +122,17 @@ def _refuse_kernels(architecture: Any, name: str) -> None:
                     f"{name}: its config.json asks for the kernel {kernel!a} (`{key}`), code from the hub that "
                     "no revision pins; remove that line"
                 )
+
+
+def _refuse_several_texts(architecture: Any) -> None:
+    """Raise ConfigError for a composite model that reads one text and writes another, such as MusicGen."""
+    try:
+        architecture.get_text_config()
+    except ValueError:
+        raise ConfigError(
+            f"`model.name`: a model of type `{architecture.model_type}` has several models of text in it, none of them "
+            "a language model by itself; use a decoder"
+        ) from None
 
 
 def load_base(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,8 +23,9 @@ from finetune.model.base import base_dtype, load_architecture, load_base
 from finetune.model.distributed.placement import Placement
 from finetune.model.recompute import checkpointing
 from finetune.model.skeleton import mixture, weightless_base
-from finetune.model.source.locate import remote_code
-from finetune.model.structure import linear_layers
+from finetune.model.source import identity, prequantized
+from finetune.model.source.locate import locate, remote_code
+from finetune.model.structure import linear_layers, streamed
 from finetune.model.structure.experts import Mixture
 from finetune.runtime.stages import stage
 
@@ -98,6 +100,19 @@ def weightless(model: ModelSection, architecture: Any = None) -> Any:
     """The unquantized base on the meta device, to compare names and shapes. Raises as `load_architecture` does."""
     architecture = load_architecture(model) if architecture is None else architecture
     return Blueprint(model, QuantizationSection(kind="none"), architecture, "eager", torch.float32).weightless()
+
+
+def check_files(model: ModelSection, architecture: Any) -> None:
+    """Check the weight files of a local base by their headers; those of the hub are checked once they are loaded.
+
+    Raises ArtifactError for files that are missing or damaged, or that are not of this architecture.
+    """
+    folder = Path(locate(model.name))
+    if model.weights == "random" or not folder.is_dir():
+        return
+    files = identity.files_to_load(folder)
+    if not prequantized.form(architecture):  # packed weights have other shapes
+        streamed.Weights(weightless(model, architecture), files).check_shapes()
 
 
 def load(config: Config, architecture: Any, device: torch.device) -> Any:

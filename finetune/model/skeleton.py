@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from finetune.config import QuantizationSection
-from finetune.errors import ConfigError
+from finetune.errors import ArtifactError, ConfigError, first_line
 from finetune.model.attention import backends as attentions
 from finetune.model.attention import packing
 from finetune.model.distributed.placement import Placement
@@ -88,7 +88,7 @@ def weightless_base(
     with torch.device("meta"):
         model = hub_call(
             f"the architecture `{architecture.model_type}`",
-            lambda: composite.from_config(
+            lambda: _made(
                 deepcopy(architecture),
                 attn_implementation=attentions.of_parts(attention, architecture),
                 dtype=dtype,
@@ -113,6 +113,19 @@ def weightless_base(
     _keep_in_float32(model, dtype)
     model.config.use_cache = False
     return model.eval()
+
+
+def _made(architecture: Any, **arguments: Any) -> Any:
+    """The model of a config. Raises ArtifactError if transformers' code fails, most often for a value or a package."""
+    try:
+        return composite.from_config(architecture, **arguments)
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:
+        raise ArtifactError(
+            f"`model.name`: transformers cannot make a model of type `{architecture.model_type}` by its config.json "
+            f"({type(error).__name__}: {first_line(error)}); install what it lacks, or use another base"
+        ) from error
 
 
 def _not_a_language_model(architecture: Any) -> str:

@@ -113,6 +113,17 @@ def test_unusable_arguments_are_refused_before_anything_is_loaded(
     assert not list(tmp_path.glob("*.yaml"))
 
 
+def test_a_base_that_training_would_refuse_is_refused(call: Call, tmp_path: Path) -> None:
+    write(tmp_path, 2)
+    (tmp_path / "base").mkdir()
+    values = {"model_type": "xlm", "emb_dim": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 4096}
+    (tmp_path / "base" / "config.json").write_text(json.dumps(values))
+    code, _, err = call("init", tmp_path / "base", "rows.jsonl")
+    assert code == 7
+    assert "it sees the token it predicts" in err
+    assert not list(tmp_path.glob("*.yaml"))
+
+
 # Of no model at hand, so that nothing is forecast, which takes most of the time of `init`.
 ELSEWHERE = "someone/some-model"
 

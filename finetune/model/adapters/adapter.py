@@ -92,7 +92,7 @@ def lora_config(base: Any, section: AdapterSection) -> Any:
     start = "pissa_niter_16" if section.init == "pissa" else True
     config = lora_settings(
         section, target_modules=modules, target_parameters=list(parameters) or None, init_lora_weights=start,
-        trainable_token_indices=new_rows.by_module(base, section.new_rows),
+        trainable_token_indices=new_rows.by_module(base, section.new_rows, section.extra_modules),
     )  # fmt: skip
     # PEFT takes the first pattern that matches, and patterns of `ranks` are meant for linear layers.
     rank = section.rank_of_experts(experts.active(base))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +14,11 @@ TRAINED = ".trainable_tokens_delta.default"
 """End of the name of the rows' values in a PeftModel."""
 
 
-def by_module(base: Any, rows: list[list[int]]) -> dict[str, list[int]] | None:
+def by_module(base: Any, rows: list[list[int]], whole: Sequence[str] = ()) -> dict[str, list[int]] | None:
     """PEFT's `trainable_token_indices`: the numbers of the rows for the embedding and the head. Raises ConfigError.
 
-    PEFT trains them once if the two are tied.
+    PEFT trains them once if the two are tied. `whole` are modules that are trained in full, by the last parts of their
+    names.
     """
     if not rows:
         return None
@@ -28,7 +29,13 @@ def by_module(base: Any, rows: list[list[int]]) -> dict[str, list[int]] | None:
                 f"`data.new_tokens`: PEFT trains no rows alone in the {type(module).__name__} of {type(base).__name__}"
                 f"{' with a bias' if isinstance(module, nn.Linear) else ''}; remove them, or spell them in known tokens"
             )
-    return {name: [row[0] for row in rows] for name, module in base.named_modules() if module in modules}
+    names = [name for name, module in base.named_modules() if module in modules]
+    if twice := [name for name in names if name.rpartition(".")[2] in whole]:
+        raise ConfigError(
+            f"`data.new_tokens`: their rows of `{twice[0]}` are trained alone, and `adapter.extra_modules` trains all "
+            "of it; remove one of them"
+        )
+    return {name: [row[0] for row in rows] for name in names}
 
 
 def complete(model: Any) -> None:

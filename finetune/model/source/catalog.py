@@ -90,7 +90,8 @@ def config(name: str) -> PreTrainedConfig:
 def model_class(config: Any) -> Any | None:
     """transformers' class for the language model of a configuration; None for a model with its own code.
 
-    That of a composite model is its causal language model or, without one, the class that answers about images.
+    That of a composite model is its causal language model or, without one that can be saved by itself, the class that
+    answers about images.
     """
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -101,7 +102,10 @@ def model_class(config: Any) -> Any | None:
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, *([MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING] if sees else [])):
         if type(config) in mapping:
             known = mapping[type(config)]
-            return known[0] if isinstance(known, tuple) else known
+            known = known[0] if isinstance(known, tuple) else known
+            if sees and mapping is MODEL_FOR_CAUSAL_LM_MAPPING and known.config_class not in mapping:
+                continue  # what it saves is of a type that has no such class (Emu3, Mllama)
+            return known
     return None
 
 

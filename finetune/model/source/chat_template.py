@@ -102,6 +102,12 @@ def with_defaults(chosen: Any, arguments: Mapping[str, Any]) -> Any:
     return lines + chosen
 
 
+def check(chosen: Any) -> None:
+    """Raise ArtifactError for a template (or one of several by name) that cannot be parsed."""
+    for one in chosen.values() if isinstance(chosen, dict) else [chosen]:
+        _variables(one)
+
+
 def without_generation_marks(template: str) -> str:
     """A chat template without the `{% generation %}` blocks that transformers adds to Jinja, with the same output.
 

@@ -21,6 +21,7 @@ _WHOLE = "sha256:"
 # Reading this much takes about ten seconds, so it is announced.
 _LARGE_BYTES = 4 * 2**30
 _INDEX = SUFFIX + ".index.json"
+_PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
 
 
 def of_base(section: ModelSection, note: Callable[[str], None] = lambda text: None) -> str | None:
@@ -109,22 +110,53 @@ def comparable(identity: str | None) -> bool:
     return identity is not None and identity.startswith(_WHOLE)
 
 
+def files_to_load(folder: Path) -> list[Path]:
+    """`loaded_files` of a base on disk, checked by their headers. Raises ArtifactError, also for a missing one."""
+    if (folder / "adapter_config.json").is_file():
+        raise ArtifactError(
+            f"{folder / 'adapter_config.json'}: an adapter next to the base is not supported; use a base without one"
+        )
+    files = [folder / name for name in _names(folder)]
+    if not files:
+        pickles = sorted(file.name for file in folder.glob("*") if file.suffix in _PICKLES)
+        what = f"its weights are in {pickles[0]}, which may contain code, and not in" if pickles else "it has no"
+        cure = "convert it, or use another base" if pickles else "download the model again"
+        raise ArtifactError(f"{folder}: {what} model{SUFFIX}; {cure} (`model.weights: random` needs no weights)")
+    for file in files:
+        if not _is_inside(file, folder):
+            raise ArtifactError(f"{folder}: its index names {file}, outside its folder; download the model again")
+        if file.suffix != SUFFIX:
+            raise ArtifactError(f"{file}: only {SUFFIX} files are supported; convert it, or use another base")
+        if not file.is_file():
+            raise ArtifactError(f"{file}: missing, and named by the model's index; the download is incomplete")
+        weight_files.check(file)
+    return files
+
+
 def loaded_files(folder: Path) -> list[Path]:
     """The weight files that transformers 5.23 loads from `folder` (`_get_resolved_checkpoint_files`), sorted by name.
 
     The folder may contain others, such as the same weights in another format. Empty if one is missing or is not in a
     supported format.
     """
+    files = [folder / name for name in _names(folder)]
+    sound = all(file.suffix == SUFFIX and _is_inside(file, folder) and file.is_file() for file in files)
+    return files if sound else []
+
+
+def _names(folder: Path) -> list[str]:
+    """What config.json or the index call the weight files; none if there is neither model.safetensors nor an index."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
         name = config.get("transformers_weights") or "model" + SUFFIX
         if not config.get("transformers_weights") and not (folder / name).is_file():
             name = "model" + _INDEX
-        names = [name]
-        if name.endswith(_INDEX):
-            names = sorted({str(each) for each in json.loads((folder / name).read_bytes())["weight_map"].values()})
+        if not name.endswith(_INDEX):
+            return [name]
+        return sorted({str(each) for each in json.loads((folder / name).read_bytes())["weight_map"].values()})
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return []
-    inside = all(each.endswith(SUFFIX) and not {"..", "/"} & set(Path(each).parts) for each in names)
-    files = [folder / each for each in names] if inside else []
-    return files if all(file.is_file() for file in files) else []
+
+
+def _is_inside(file: Path, folder: Path) -> bool:
+    return file.is_relative_to(folder) and ".." not in file.relative_to(folder).parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +22,17 @@ _JSON_BYTES = 128 * 2**20
 _BUILTIN_FOLDERS = (_PACKAGE / "_builtin" / "tiny-llama", _PACKAGE.parent / "data" / "tiny-llama")
 
 _HUB = "https://huggingface.co/"
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+
+# What a folder without config.json is instead, by a file in it.
+_WITHOUT_CONFIG = {
+    "adapter_config.json": "it has an adapter: name that in `adapter.start_from`, and its base in `model.name`",
+    "config.yaml": "it is a run directory: name `merged/` in it, once `finetune merge` has written that",
+    "model_index.json": "it has a model of images (diffusers), which has no tokens to be trained on",
+    "params.json": "it has a model in Mistral's own form: download the one in transformers' form",
+}
+
+_CURE = "restore its files, or download them again"
 
 T = TypeVar("T")
 
@@ -34,10 +46,15 @@ def locate(name: str) -> str:
         return _checked(name)
     if name.startswith(_HUB):
         raise ArtifactError(f"{name}: give the model's name on the hub: {name.removeprefix(_HUB)}")
-    if name.endswith(".gguf"):
+    if name.lower().endswith("gguf"):
         raise ArtifactError(f"{name}: a GGUF file can be run and not trained; name the model that it was made from")
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise ArtifactError(f"{name}: no such model directory")
+    if path.is_file():
+        raise ArtifactError(f"{name}: a file; name the directory of the model: {path.parent}")
+    if not _HUB_NAME.fullmatch(name):
+        raise ArtifactError(
+            f"{name}: no such model directory, and no name of the hub, such as `meta-llama/Llama-3.1-8B`; check its "
+            "spelling"
+        )
     return name
 
 
@@ -53,7 +70,9 @@ def _builtin(name: str) -> str:
 def _checked(name: str) -> str:
     folder = Path(name)
     if not (folder / "config.json").is_file():
-        raise ArtifactError(f"{name}: a model directory needs config.json; this one has none")
+        others = [what for file, what in _WITHOUT_CONFIG.items() if (folder / file).is_file()]
+        what = others[0] if others else "this one has none: download the model again"
+        raise ArtifactError(f"{name}: a model directory needs config.json; {what}")
     for file in folder.glob("*.json"):
         if (size := file.stat().st_size) > _JSON_BYTES:
             raise ArtifactError(f"{file}: {size} bytes of JSON, more than any model has; download the model again")
@@ -122,7 +141,7 @@ def hub_call(what: str, load: Callable[[], T]) -> T:
                 f"{what}: not a local directory, not cached, and the hub cannot be reached{why}; download it on a "
                 "machine with a network, and name its directory (`model.weights: random` needs no weights)"
             ) from None
-        raise ArtifactError(f"{what}: {_first(error)}") from None
+        raise ArtifactError(f"{what}: {_first(error).rstrip('.')}; {_CURE}") from None
     except FinetuneError:
         raise
     except Exception as error:  # untrusted files may cause anything, and tokenizers raises plain Exception
@@ -130,9 +149,15 @@ def hub_call(what: str, load: Callable[[], T]) -> T:
             raise
         if "Couldn't instantiate the backend tokenizer" in str(error):
             raise ArtifactError(f"{what}: it has no tokenizer files; set `model.tokenizer`") from None
+        if "custom code" in str(error):
+            raise ArtifactError(
+                f"{what}: it is loaded by Python code of its own; read that, and set `model.trust_remote_code: true` "
+                "with `model.revision`, the hash of the commit; or use another base"
+            ) from None
         near = catalog.nearest(what)
-        known = f" Known architectures: {', '.join(near)}." if near else ""
-        raise ArtifactError(f"{what}: its files cannot be read: {_first(error)}{known}") from None
+        known = f". Known architectures: {', '.join(near)}." if near else ""
+        why = _first(error).rstrip(".")
+        raise ArtifactError(f"{what}: its files cannot be read: {why}; {_CURE}{known}") from None
 
 
 def _first(error: BaseException) -> str:

@@ -35,6 +35,7 @@ def load_tokenizer(section: ModelSection, data: DataSection | None = None) -> An
         tokenizer.pad_token = tokenizer.eos_token
     data = DataSection() if data is None else data
     chosen = template.choose(data.chat_template, tokenizer.chat_template)
+    template.check(chosen)
     tokenizer.chat_template = template.with_defaults(chosen, data.template_arguments)
     tokenizer.padding_side = "right"
     _add(tokenizer, data.new_tokens)
@@ -42,7 +43,9 @@ def load_tokenizer(section: ModelSection, data: DataSection | None = None) -> An
 
 
 def _add(tokenizer: Any, tokens: list[str]) -> None:
-    """Add `tokens`, whole in any text. Raises ConfigError for one that is a token already, or cannot be added."""
+    """Add `tokens`, whole in any text. Raises ConfigError for one that is known, blank, or cannot be added."""
+    if blank := [token for token in tokens if not token.strip()]:
+        raise ConfigError(f"`data.new_tokens`: {blank[0]!a} is white space, which any text has; remove it")
     if known := [token for token in tokens if token in tokenizer.get_vocab()]:
         raise ConfigError(f"`data.new_tokens`: {known[0]!a} is a token of this tokenizer already; remove it")
     if tokenizer.add_tokens(tokens) != len(tokens):

@@ -95,6 +95,25 @@ class Weights(Mapping[str, torch.Tensor]):
         shape = packed.published_shape(one.form, codes.shape, scales.shape)
         return packed.values(packed.from_published(one.form, codes, scales, shape, self._dtype)).contiguous()
 
+    def check_shapes(self) -> None:
+        """Raise ArtifactError for a tensor of the files that is not of the shape that the model's config says."""
+        weights = dict(self._model.named_parameters())
+        shapes = {
+            name: shape for file in {*self._file_of.values()} for name, shape in weight_files.shapes(file).items()
+        }
+        for name, group in self._of.items():
+            source = group.sources[0]
+            if group.converter is not None or name not in weights or source not in shapes:
+                continue
+            stored, made = shapes[source], list(weights[name].shape)
+            if source in self._rows:  # the model's may have more rows
+                stored, made = stored[1:], made[1:]
+            if stored != made:
+                raise ArtifactError(
+                    f"{self._file_of[source]}: `{source}` has the shape {shapes[source]}, and by config.json "
+                    f"{list(weights[name].shape)}; the files belong to another model: download it again"
+                )
+
     def layout_of(self, file: Path) -> dict[str, tuple[torch.dtype, torch.Size]]:
         """(dtype, shape) of the tensors of a file as `stored` returns them, by name. Raises ArtifactError."""
         layout = weight_files.layout_of(file)

@@ -1,0 +1,76 @@
+"""Whether a base can be trained, by its config alone: its modules, and passes of a small copy with random weights."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from typing import Any
+
+import torch
+from torch import nn
+
+from finetune.config import AdapterSection, Config, ModelSection, QuantizationSection
+from finetune.errors import ConfigError, NumbersError
+from finetune.model import build, probes, small_copy
+from finetune.model.base import load_architecture, load_base
+from finetune.model.probes import causality
+from finetune.model.source import catalog
+from finetune.model.source.locate import remote_code
+from finetune.model.structure.experts import Mixture
+from finetune.objectives import log_probs
+
+
+def check_model(config: Config, architecture: Any, attention: str, adapter: AdapterSection) -> Mixture | None:
+    """Check that `adapter` on a base of this architecture can be trained; returns how its experts are stored.
+
+    Raises as `Blueprint.check` does; ArtifactError for a model that sees later tokens; and ConfigError for one whose
+    logits are not those of its head, or whose code fails in bfloat16, in which merged models are written.
+    """
+    mixture = build.blueprint(config, architecture, attention).check(adapter)
+    if not hasattr(architecture.get_text_config(), "num_hidden_layers"):
+        raise ConfigError(
+            f"`model.name`: a model of type `{architecture.model_type}` is not one row of decoder layers, which every "
+            "step here goes through; use another base"
+        )
+    if architecture.model_type not in catalog.families() and not remote_code(config.model):
+        with torch.random.fork_rng([]):
+            _try_copy(architecture)
+    return mixture
+
+
+def _try_copy(architecture: Any) -> None:
+    """Make passes through a small copy; one that cannot be made, or fails, says nothing about the model itself."""
+    try:
+        model = small_copy.model_of(small_copy.config_of(architecture), small_copy.MOST_PARAMETERS).eval()
+        for layer in model.modules():
+            if isinstance(layer, nn.Linear):  # as random weights of a narrow layer, its output would be next to nothing
+                nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
+        ids, *_ = probes.rows(1, probes.TOKENS, model)
+        probes.logits(model, input_ids=ids)
+        in_16_bit = _reloaded(model)
+    except Exception:  # models may raise anything, also for sizes that no published one has
+        return
+    with contextlib.suppress(NumbersError):
+        causality.prove(model)
+    log_probs.attach(model)
+    log_probs.check(model)
+
+    def refusal(error: Exception) -> ConfigError:
+        return ConfigError(
+            f"`model.name`: a pass of {type(model).__name__} in bfloat16, in which merged models are written, fails in "
+            f"transformers' code ({probes.Failed(error)}); use another base"
+        )
+
+    with probes.attempt(refusal):
+        probes.logits(in_16_bit, input_ids=ids)
+
+
+def _reloaded(model: Any) -> Any:
+    """`model` in bfloat16 as it is loaded from files, which some weights are not cast for."""
+    with tempfile.TemporaryDirectory(prefix="finetune-trial-") as folder:
+        model.save_pretrained(folder)
+        section = ModelSection(name=folder)
+        return load_base(
+            section, QuantizationSection(kind="none"), load_architecture(section),
+            attention="eager", dtype=torch.bfloat16, device=torch.device("cpu"),
+        )  # fmt: skip
