@@ -38,8 +38,8 @@ class Job(overhead.Job):
 
 JOBS = {
     "2M": Job(steps=150, threads=1),
-    "25M": Job(steps=120, threads=1, batch=8, tokens=128),
-    "125M": Job(steps=80, threads=1, batch=4, tokens=128),
+    "25M": Job(steps=60, threads=1, batch=8, tokens=128),
+    "125M": Job(steps=100, threads=1, batch=4, tokens=128),
 }
 ARCHITECTURES = {"25M": beside_peers.ARCHITECTURES["25M"], "125M": beside_peers.ARCHITECTURES["110M"]}
 """Of random weights, the larger with embeddings apart from the head; the other job has the built-in base."""
