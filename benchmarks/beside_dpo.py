@@ -22,10 +22,9 @@ from typing import Any
 import harness
 import overhead
 
-BOUND = 0.6
-"""Largest wall time of the process, over that of TRL with its defaults."""
-EQUAL = 1e-5
-"""How far the losses of a step may differ, in nats per pair."""
+BOUNDS = {"process": 0.6, "losses": 1e-5}
+"""Largest wall time of the process, over that of TRL with its defaults, and how far the losses of a step may differ, in
+nats per pair or token."""
 SIDES = {
     "trl": ["--checkpointing=all", "--pairs=in-step"],
     "trl-kept": ["--checkpointing=none", "--pairs=in-step"],
@@ -107,37 +106,48 @@ def main() -> None:
         bench = Bench(Path(scratch), job)
         # The first round is the warm-up (page cache, byte code), and shows memory: what is freed is given back at once.
         bench.allocator = harness.ALLOCATOR
-        memory = _round(bench, sides)
+        memory = one_round(bench, sides)
         bench.allocator = overhead.ALLOCATORS["kept"]
-        rounds = [_round(bench, sides) for _ in range(options.rounds)]
+        rounds = [one_round(bench, sides) for _ in range(options.rounds)]
     found = {
-        "bounds": {"process": BOUND, "losses": EQUAL},
+        "bounds": BOUNDS,
         "job": {
             "steps": job.steps,
             "pairs": job.steps * job.batch,
             "settings": list(map(harness.without_paths, job.settings)),
         },
-        "beside": {side: _beside(rounds, memory, side) for side in sides},
-        "runs": [
-            {side: {name: overhead.seconds(one) for name, one in pair.items()} for side, pair in round_.items()}
-            for round_ in rounds
-        ],
+        "beside": {side: beside(rounds, memory, side) for side in sides},
+        "runs": seconds(rounds),
     }
     harness.save(options.output, found, job.threads)
-    print(_table(found["beside"]))
-    default = next(iter(found["beside"].values()))
-    sys.exit(0 if all(default[question] for question in ("fast", "equal", "small")) else 1)
+    print(table(found["beside"]))
+    sys.exit(0 if passed(found["beside"]) else 1)
 
 
 Round = Mapping[str, Mapping[str, dict[str, Any]]]
 """By side of TRL, what it and the run of finetune that follows it measured."""
 
 
-def _round(bench: Bench, sides: Mapping[str, list[str]]) -> Round:
+def one_round(bench: overhead.Bench, sides: Mapping[str, list[str]]) -> Round:
+    """Run each side of TRL, and after each of them ours."""
     return {side: {"plain": bench.plain(*options), "finetune": bench.finetune()} for side, options in sides.items()}
 
 
-def _beside(rounds: list[Round], memory: Round, side: str) -> dict[str, Any]:
+def seconds(rounds: list[Round]) -> list[dict[str, Any]]:
+    """What each run of each round took."""
+    return [
+        {side: {name: overhead.seconds(one) for name, one in pair.items()} for side, pair in each.items()}
+        for each in rounds
+    ]
+
+
+def passed(beside: Mapping[str, Any]) -> bool:
+    """Whether all bounds are kept beside TRL with its defaults."""
+    default = next(iter(beside.values()))
+    return all(default[question] for question in ("fast", "equal", "small"))
+
+
+def beside(rounds: list[Round], memory: Round, side: str) -> dict[str, Any]:
     """Time, losses and resident peak of finetune beside one of TRL's."""
     found = overhead.summary([dict(each[side]) for each in rounds])
     pair = rounds[-1][side]
@@ -148,13 +158,13 @@ def _beside(rounds: list[Round], memory: Round, side: str) -> dict[str, Any]:
         "resident_bytes": resident,
         "losses": {name: [one["losses"][0], one["losses"][-1]] for name, one in pair.items()},
         "largest_loss_difference": apart,
-        "fast": found["ratios"]["process_seconds"]["median"] <= BOUND,
-        "equal": apart <= EQUAL,
+        "fast": found["ratios"]["process_seconds"]["median"] <= BOUNDS["process"],
+        "equal": apart <= BOUNDS["losses"],
         "small": resident["finetune"] <= resident["plain"],
     }
 
 
-def _table(beside: Mapping[str, Any]) -> str:
+def table(beside: Mapping[str, Any]) -> str:
     rows = [
         (
             side,

@@ -74,13 +74,7 @@ def main() -> None:
 
 
 def _job(job: overhead.Job, architecture: Mapping[str, Any] | None, rounds: int, scratch: Path) -> dict[str, Any]:
-    if architecture:
-        (scratch / "model").mkdir()
-        values = {**architecture, "architectures": ["LlamaForCausalLM"]}
-        (scratch / "model" / "config.json").write_text(json.dumps(values))
-        weights, _ = gpu_jobs.saved_weights(scratch / "weights", str(scratch / "model"), "cpu")
-        job = dataclasses.replace(job, model=weights)
-    bench = overhead.Bench(scratch, job)
+    bench = overhead.Bench(scratch, of_random_weights(job, architecture, scratch))
     # The first round is the warm-up (page cache, byte code), and shows memory: what is freed is given back at once.
     bench.allocator = harness.ALLOCATOR
     memory, chosen = _within_memory(bench)
@@ -94,6 +88,17 @@ def _job(job: overhead.Job, architecture: Mapping[str, Any] | None, rounds: int,
         "losses": {name: side["losses"] for name, side in runs[-1].items()},
         "runs": [{name: overhead.seconds(side) for name, side in run.items()} for run in runs],
     }
+
+
+def of_random_weights(job: overhead.Job, architecture: Mapping[str, Any] | None, scratch: Path) -> overhead.Job:
+    """The job with random weights of an `architecture`, made below `scratch`; without one, as it is."""
+    if not architecture:
+        return job
+    (scratch / "model").mkdir()
+    values = {**architecture, "architectures": ["LlamaForCausalLM"]}
+    (scratch / "model" / "config.json").write_text(json.dumps(values))
+    weights, _ = gpu_jobs.saved_weights(scratch / "weights", str(scratch / "model"), "cpu")
+    return dataclasses.replace(job, model=weights)
 
 
 def _within_memory(bench: overhead.Bench) -> tuple[Round, dict[str, Any]]:

@@ -12,6 +12,7 @@ them overlapping.
   chooses with fused kernels. TRL's is the largest micro-batch that fits with checkpointing (its default), and the
   faster of that and the same without (its best). `least` is the time of the arithmetic that no exact step can do
   without (`least_flops`), at the card's peak, and how many times as fast as TRL's best a step could be at most.
+  `over_least` is ours over that time, and what of it is further arithmetic, traffic and launches.
 
 TRL's side is `scripts/plain_qlora.py`: `SFTTrainer.compute_loss` itself with its tiled loss, entropy and accuracy, bf16
 adapters under autocast, the padding mask always given, the 8-bit optimizer. Where the rows of a micro-batch have one
@@ -44,6 +45,7 @@ from finetune.config import Config
 from finetune.data import batching
 from finetune.data.batching import Batch, MicroBatching
 from finetune.forecast import gpus, planning, traced_step
+from finetune.forecast.devices import Device
 from finetune.forecast.fit import divisors
 from finetune.forecast.replay import Forecast
 from finetune.forecast.trace import TraceRecorder, Work
@@ -291,7 +293,9 @@ def steps(config: Config, card: str) -> dict[str, Any]:
         kind: {setting: round(each["seconds"] / one["seconds"], 3) for setting, each in settings.items()}
         for kind, settings in others.items()
     }
-    return {"ours": one, "trl": others, "times_as_fast": times, "least": least(config, card, others)}
+    bound = least(config, card, others)
+    over = over_least(planning.planner_for(config, card).device, one, bound["seconds"])
+    return {"ours": one, "trl": others, "times_as_fast": times, "least": bound, "over_least": over}
 
 
 def least(config: Config, card: str, others: dict[str, Any]) -> dict[str, Any]:
@@ -300,6 +304,14 @@ def least(config: Config, card: str, others: dict[str, Any]) -> dict[str, Any]:
     seconds = flops / gpus.find(card).flops
     best = min(settings["best"]["seconds"] for settings in others.values())
     return {"flops": flops, "seconds": round(seconds, 4), "times_as_fast": round(best / seconds, 3)}
+
+
+def over_least(card: Device, step: dict[str, Any], least_seconds: float) -> dict[str, float]:
+    """A step's time as a multiple of the least, and what each kind of work adds to it, as the same multiples."""
+    traffic, launches = step["moved_bytes"] / card.bandwidth_bytes, step["calls"] * card.call_seconds
+    arithmetic = step["seconds"] - traffic - launches - least_seconds
+    parts = {"times": step["seconds"], "arithmetic": arithmetic, "traffic": traffic, "launches": launches}
+    return {name: round(seconds / least_seconds, 4) for name, seconds in parts.items()}
 
 
 def _step(config: Config, forecast: Forecast) -> dict[str, Any]:

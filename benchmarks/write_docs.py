@@ -263,6 +263,9 @@ FIGURES = {
     "dpo-pairs": Figure("beside_dpo", "job/pairs", ","),
     "loop-110m": Figure("beside_peers_cpu", f"jobs/110M/beside/trl/{_LOOP}", ".2f"),
     "loop-110m-kept": Figure("beside_peers_cpu", f"jobs/110M/beside/trl-kept/{_LOOP}", ".2f"),
+    "step-launches": Figure("step_cost", "steps/Llama-2-7B/H100/ours/calls", ","),
+    "step-low-rank": Figure("step_cost", "layer/fused/parts/low-rank products/backward/gigabytes", ".1f"),
+    "step-moved": Figure("step_cost", "layer/fused/whole/gigabytes", ".1f"),
     "step-least": Figure("step_cost", lambda found: min(_times_as_fast(found)), ".2f"),
     "step-most": Figure("step_cost", lambda found: max(_times_as_fast(found)), ".2f"),
     "preparation-rows": Figure("preparation", "job/rows", ","),
@@ -439,6 +442,18 @@ def _beside_trl() -> str:
     return _table(heads, (row(name, job) for name, job in result("beside_peers_cpu")["jobs"].items()))
 
 
+def _step_over_least() -> str:
+    def row(model: str, card: str, one: Any) -> str:
+        over = one["over_least"]
+        parts = " | ".join(f"{over[part]:.2f}" for part in ("arithmetic", "traffic", "launches"))
+        return f"{model} | {card} | {one['ours']['seconds']:.2f} | {over['times']:.2f} | {parts}"
+
+    return _table(
+        "base | card | seconds | times the least | of it, more arithmetic | traffic | launches",
+        (row(model, *one) for model, cards in result("step_cost")["steps"].items() for one in cards.items()),
+    )
+
+
 def _batching() -> str:
     found = result("batching")
 
@@ -462,6 +477,18 @@ def _kill_table() -> str:
             for how, counts in both.items()
         ),
     )
+
+
+def _beside_defaults() -> str:
+    def row(name: str, job: Any) -> str:
+        one = job["beside"]["trl"]
+        ratios = {name: each["median"] for name, each in one["ratios"].items()}
+        times = f"{ratios['process_seconds']:.2f} ({ratios['process_cpu_seconds']:.2f}) | {ratios['loop_seconds']:.2f}"
+        resident = " / ".join(f"{one['resident_bytes'][side] / MIB:,.0f}" for side in ("finetune", "plain"))
+        return f"{name} | {job['steps']} | {times} | {resident} | {one['largest_loss_difference']:.0e}"
+
+    heads = "parameters | steps | process | loop | MiB, ours / TRL | losses"
+    return _table(heads, (row(*one) for one in result("beside_defaults")["jobs"].items()))
 
 
 def _beside_dpo() -> str:
@@ -604,7 +631,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "forecast-peers": _forecast_peers,
     "forecast-memtracker": _forecast_memtracker,
     "beside-trl": _beside_trl,
+    "beside-defaults": _beside_defaults,
     "beside-dpo": _beside_dpo,
+    "step-over-least": _step_over_least,
     "batching": _batching,
     "kills": _kill_table,
     "rank-kills": _rank_kills,

@@ -170,9 +170,17 @@ FAULTS: dict[str, tuple[Callable[[Program, Any], Program], str]] = {
 
 
 @pytest.fixture(scope="module")
-def expected() -> list[float]:
-    """The losses by the plain path, filled by the first test that trains it."""
+def trained() -> list[float]:
+    """The losses by the plain path, once a test has trained it."""
     return []
+
+
+@pytest.fixture
+def expected(quick, trained) -> list[float]:
+    """The losses by the plain path."""
+    if not trained:
+        trained += metric(finetune.train(quick("training.max_steps=2", "kernels.fused=off", run="plain")).run, "loss")
+    return trained
 
 
 @pytest.mark.slow
@@ -180,8 +188,6 @@ def expected() -> list[float]:
 def test_a_kernel_that_fails_is_off_with_one_line_and_the_training_is_right(
     fault, quick, capsys, monkeypatch, clock, expected
 ) -> None:
-    if not expected:
-        expected += metric(finetune.train(quick("training.max_steps=2", "kernels.fused=off", run="plain")).run, "loss")
     replaced, reason = FAULTS[fault]
     if fault == "a hang":
         monkeypatch.setitem(trials.TRIALS, "mlp", dataclasses.replace(trials.TRIALS["mlp"], limit_seconds=1.0))
@@ -364,7 +370,50 @@ def test_secrets_do_not_reach_the_child(monkeypatch) -> None:
     assert {"PATH", "TOKENIZERS_PARALLELISM"} <= passed.keys()
 
 
-def test_two_runs_at_once_try_one_after_the_other_and_the_second_reads(made, tmp_path, monkeypatch) -> None:
+def _full(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**named: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(private, "tempfile", SimpleNamespace(TemporaryDirectory=refuse))
+
+
+def _forge() -> None:
+    """Make every certificate of the cache one that others could have written, in which nothing holds."""
+    for file in (store.cache_folder() / "certificates").iterdir():
+        file.write_text(file.read_text().replace('"held"', '"failed"').replace("one element differs", "it is forged"))
+        file.chmod(0o666)
+
+
+CACHES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], int]] = {
+    "full": (_full, 2),
+    "forged": (lambda monkeypatch: _forge(), 2),
+    "as it was left": (lambda monkeypatch: None, 1),
+}
+"""What happens to a cache after a run, and how often the trials are then made in two."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_run_is_told_in_one_line_what_is_off_and_is_right_whatever_its_cache_holds(
+    cache, quick, made, capsys, monkeypatch, expected
+) -> None:
+    happens, times = CACHES[cache]
+    if cache == "full":
+        happens(monkeypatch)
+    for run in ("first", "second"):
+        capsys.readouterr()
+        losses = metric(finetune.train(quick(*JOB, run=run)).run, "loss")
+        printed = " ".join("".join(capsys.readouterr()).split())
+        (line,) = re.findall(r"certificate: (kernel.*? is off: .*?);", printed)
+        assert line == "kernel `mlp` is off: one element differs"
+        assert printed.count("certificate: the results are used for this run and not kept") == (cache == "full")
+        assert losses == pytest.approx(expected, rel=1e-5)
+        happens(monkeypatch)
+    assert len(made) == times
+
+
+@pytest.mark.slow
+def test_two_runs_that_begin_at_once_are_both_right(quick, tmp_path, monkeypatch, expected) -> None:
     log = tmp_path / "made"
 
     def make(request: dict[str, Any], *given: Any, complete: bool = False) -> list[TrialResult]:
@@ -374,11 +423,15 @@ def test_two_runs_at_once_try_one_after_the_other_and_the_second_reads(made, tmp
         return RESULTS
 
     monkeypatch.setattr(making, "make", make)
-    request, pids = requested(), []
-    for _ in range(2):
+    pids = []
+    for run in ("one", "other"):
         pids.append(os.fork())
         if not pids[-1]:
-            os._exit(0 if obtained(request) == (RESULTS, []) else 1)
+            code = 1
+            with contextlib.suppress(BaseException):
+                losses = metric(finetune.train(quick(*JOB, run=run)).run, "loss")
+                code = int(losses != pytest.approx(expected, rel=1e-5))
+            os._exit(code)
     assert [os.waitpid(pid, 0)[1] for pid in pids] == [0, 0]
     assert log.read_text() == "made\n"
 
