@@ -364,6 +364,7 @@ def test_secrets_do_not_reach_the_child(monkeypatch) -> None:
     assert {"PATH", "TOKENIZERS_PARALLELISM"} <= passed.keys()
 
 
+@pytest.mark.slow
 def test_two_runs_at_once_try_one_after_the_other_and_the_second_reads(made, tmp_path, monkeypatch) -> None:
     log = tmp_path / "made"
 
@@ -468,6 +469,7 @@ def test_a_run_whose_attention_failed_goes_on_and_so_does_one_in_which_it_fails_
         assert run.steps_done == steps
 
 
+@pytest.mark.slow
 def test_the_small_model_has_a_layer_of_each_kind_and_a_forecast() -> None:
     config = tiny_models.config(adapter__targets=["q_proj", r"model\.layers\.(2|5)\.mlp\.up_proj"])
     job = small_model.TriedJob(config, tiny_models.architecture("windows"), "sdpa", torch.device("cpu"), 2, 24)

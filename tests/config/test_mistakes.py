@@ -13,6 +13,7 @@ def told() -> list[mistakes.Mistake]:
     return mistakes.told(mistakes.read())
 
 
+@pytest.mark.slow
 def test_each_of_sixty_mistakes_is_told_with_its_cure_and_in_few_words(
     told: list[mistakes.Mistake], subtests: pytest.Subtests
 ) -> None:
