@@ -67,6 +67,7 @@ def _traced_anew(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 
 _modules_at_freeze = 0
+gc.set_threshold(10_000, 20, 20)  # the collections of a small training's many objects take a twentieth of its time
 
 
 def pytest_collection_finish() -> None:

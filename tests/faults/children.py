@@ -222,7 +222,8 @@ def _finetune() -> Any:
             with cli.errors_reported():
                 _save(*arguments[1:])
         else:
-            cli.app(arguments, prog_name="finetune")
+            sys.argv = ["finetune", *arguments]
+            cli.main()
 
     return main
 
@@ -298,8 +299,8 @@ def _child(
 
     rank_watch.BEAT_SECONDS = 0.2  # a lost rank is noticed at the next beat
     if IMPATIENT in environment:
-        rank_watch.SILENCE_SECONDS, rank_watch.GRACE_SECONDS = 6.0, 1.0
-        rank_watch.BEHIND_SECONDS = rank_watch.MAIN_BEHIND_SECONDS = 6.0
+        rank_watch.SILENCE_SECONDS, rank_watch.GRACE_SECONDS = 4.0, 0.5
+        rank_watch.BEHIND_SECONDS = rank_watch.MAIN_BEHIND_SECONDS = 4.0
     try:
         # torch makes its pool anew at the first use in a fork, and fails where several threads come to that at once.
         torch.set_num_threads(1)
