@@ -35,6 +35,9 @@ from finetune.settings import load_config
 from finetune.storage.files import write_bytes
 from finetune.storage.rundir import RunDirectory
 
+# Nothing here outlives a loss of power, which alone fsync is for, and waiting for a disk is a tenth of a short run.
+os.fsync = lambda descriptor: None
+
 # Folders and files whose tests take seconds each: processes that are started and killed, whole trainings.
 _SLOW = {
     "faults", "golden", "test_forged_runs.py", "test_hub.py", "test_notebooks.py", "test_parity.py",
@@ -64,6 +67,7 @@ def _traced_anew(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 
 _modules_at_freeze = 0
+gc.set_threshold(10_000, 20, 20)  # the collections of a small training's many objects take a twentieth of its time
 
 
 def pytest_collection_finish() -> None:

@@ -81,6 +81,7 @@ def test_files_to_read_and_to_write_may_be_at_home(
     assert f"{tmp_path / 'gone'}: not a run directory" in err
 
 
+@pytest.mark.slow
 def test_train_as_json(call, job: list[str]) -> None:
     code, out, _ = call("train", *job, "--json")
     assert code == 0
@@ -362,6 +363,7 @@ def test_an_impossible_export_is_refused_before_any_work(
     assert not (trained.path / "gguf").exists()
 
 
+@pytest.mark.slow
 def test_an_export_prints_its_proof_what_is_not_proven_and_how_to_serve_it(
     call, trained: RunDirectory, tmp_path: Path
 ) -> None:
@@ -440,6 +442,7 @@ def test_an_ignored_optimizer_key_is_accepted_in_a_run_and_refused_in_a_config(
     assert "`optimizer.epsilon`: `optimizer.kind: adafactor` ignores it" in err
 
 
+@pytest.mark.slow
 def test_eval_prints_a_table_or_what_eval_json_holds(
     call, trained: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

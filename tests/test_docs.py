@@ -124,6 +124,7 @@ def said() -> Iterator[str]:
                 yield node.value
 
 
+@pytest.mark.slow
 def test_the_page_of_troubleshooting_quotes_messages_of_the_program() -> None:
     """A quoted message is part of a text in the code; where it says `…`, the program may fill in something."""
     text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
@@ -321,6 +322,7 @@ def test_the_example_of_pairs_is_trained_as_it_was_forecast(
     assert max(closeness(run)) < 0.01
 
 
+@pytest.mark.slow
 def test_one_more_member_of_the_family_is_trained_and_measured_by_its_entry_alone(
     quick, add, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -210,6 +210,7 @@ DAMAGES: dict[str, tuple[Callable[[RunDirectory], object], str, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_is_named_with_its_remedy(run: RunDirectory, damage: str) -> None:
     inflict, about, words = DAMAGES[damage]

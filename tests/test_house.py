@@ -31,6 +31,7 @@ def house() -> House:
     return House()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LIMITS)
 def test_no_count_is_above_its_limit(house: House, name: str) -> None:
     assert house.counts[name] <= LIMITS[name], house.violations.get(name)

@@ -9,6 +9,7 @@ import zipfile
 from importlib import metadata
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -36,6 +37,7 @@ def test_the_tested_versions_lie_in_the_ranges() -> None:
     assert not {name: pinned[name] for name, wanted in NEEDED.items() if not wanted.contains(pinned[name])}
 
 
+@pytest.mark.slow
 def test_what_is_imported_is_asked_for() -> None:
     imported = set()
     for file in (ROOT / "finetune").rglob("*.py"):
@@ -51,6 +53,7 @@ def test_what_is_imported_is_asked_for() -> None:
     assert not imported - sys.stdlib_module_names - asked - {"finetune"} - came_along - optional
 
 
+@pytest.mark.slow
 def test_the_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],

@@ -74,6 +74,7 @@ def test_a_run_is_asked_as_its_rows_are_written_though_they_are_gone(
     assert asked[-1].count(tokenizer.eos_token_id) == written.count("<|im_end|>")
 
 
+@pytest.mark.slow
 def test_the_sample_answers_show_every_turn_that_was_asked(quick: Any, asked: list[list[int]], tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"messages": conversation(number)}) + "\n" for number in range(30)))
@@ -90,6 +91,7 @@ def test_the_sample_answers_show_every_turn_that_was_asked(quick: Any, asked: li
         assert row["question"] in run.report_file.read_text()
 
 
+@pytest.mark.slow
 def test_the_prompts_of_completions_are_asked_too(quick: Any, asked: list[list[int]], tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(KINDS["completion"][0](number)) + "\n" for number in range(30)))

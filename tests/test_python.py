@@ -240,6 +240,7 @@ def read_or_refused(config: Any) -> finetune.Config | str:
         return str(error)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(row=st.dictionaries(names, odd, max_size=4), value=odd)
 def test_whatever_python_gives_for_rows_is_read_or_refused_with_its_location(row: dict[str, Any], value: Any) -> None:
@@ -387,6 +388,7 @@ def whole_logits(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return total, (labels != -100).sum()
 
 
+@pytest.mark.slow
 def test_the_forecast_is_of_the_objective_that_is_given(quick) -> None:
     rows, tokens, vocabulary = 4, 512, 2048
     settings = [f"data.max_length={tokens}", f"training.micro_batch={rows}", "data.eval=none", "memory.loss_tokens=64"]
@@ -473,6 +475,7 @@ class OnlySteps:
         self.steps.append(metrics["step"])
 
 
+@pytest.mark.slow
 def test_functions_and_objects_with_some_of_the_methods_are_callbacks_which_change_no_line(quick) -> None:
     lines: list[dict[str, Any]] = []
     steps = OnlySteps()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -24,15 +22,17 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["gpu_check", "forecast_gpu"])
-def test_without_a_cuda_device_it_says_so_and_exits_4(script: str, tmp_path: Path) -> None:
+def test_without_a_cuda_device_it_says_so_and_exits_4(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     output = tmp_path / "result.json"
-    done = subprocess.run(
-        [sys.executable, f"benchmarks/{script}.py", "--output", str(output)],
-        cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 4
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(sys, "argv", [script, "--output", str(output)])
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(script).main()
+    assert ended.value.code == 4
     assert (
-        done.stderr
+        capsys.readouterr().err
         == f"{script.replace('_', '-')}: this machine has no CUDA device that torch can use; nothing was run\n"
     )
     assert not output.exists()

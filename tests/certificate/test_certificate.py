@@ -521,6 +521,7 @@ def test_a_run_whose_attention_failed_goes_on_and_so_does_one_in_which_it_fails_
         assert run.steps_done == steps
 
 
+@pytest.mark.slow
 def test_the_small_model_has_a_layer_of_each_kind_and_a_forecast() -> None:
     config = tiny_models.config(adapter__targets=["q_proj", r"model\.layers\.(2|5)\.mlp\.up_proj"])
     job = small_model.TriedJob(config, tiny_models.architecture("windows"), "sdpa", torch.device("cpu"), 2, 24)

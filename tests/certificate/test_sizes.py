@@ -146,6 +146,7 @@ def test_a_result_of_more_elements_than_32_bits_count_is_tried_where_it_fits(mon
         trials._large(tried(), ())
 
 
+@pytest.mark.slow
 def test_offloading_must_give_gradients_that_are_equal_to_the_bit(monkeypatch) -> None:
     assert trials._offload(tried(), ()) == {}
     apply = checkpointing.apply

@@ -133,6 +133,7 @@ def used() -> set[tuple[str, str]]:
     return uses(path.read_text(encoding="utf-8") for path in files) | acted_on
 
 
+@pytest.mark.slow
 def test_the_key_is_read(used: set[tuple[str, str]], subtests: pytest.Subtests) -> None:
     for section, key in [(section, key) for section, kind in SECTIONS.items() for key in kind.model_fields]:
         with subtests.test(section=section, key=key):

@@ -638,6 +638,7 @@ _LOOKS_LIKE_SOMETHING_ELSE = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_text_that_looks_like_something_else_comes_back_as_text(tmp_path: Path, subtests: pytest.Subtests) -> None:
     for text in _LOOKS_LIKE_SOMETHING_ELSE:
         with subtests.test(text=text):
@@ -689,6 +690,7 @@ _CONFIGS = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, derandomize=True, max_examples=100)
 @given(config=_CONFIGS)
 def test_a_dumped_config_loads_to_an_equal_one(config: Config, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -13,6 +13,7 @@ def told() -> list[mistakes.Mistake]:
     return mistakes.told(mistakes.read())
 
 
+@pytest.mark.slow
 def test_the_message_on_each_of_sixty_mistakes_is_short_and_has_a_cure(
     told: list[mistakes.Mistake], subtests: pytest.Subtests
 ) -> None:

@@ -41,6 +41,7 @@ READERS: list[Callable[[str], Any]] = [yaml.safe_load, read_as_yaml_1_2]
 """PyYAML reads YAML 1.1, where `2e-4` is text and `on` is true."""
 
 
+@pytest.mark.slow
 def test_a_shipped_config_is_valid_and_names_the_schema_for_editors(check: Any, subtests: pytest.Subtests) -> None:
     for path in CONFIGS:
         with subtests.test(path=path):

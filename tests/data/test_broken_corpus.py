@@ -150,6 +150,7 @@ def test_every_broken_file_of_the_corpus_has_an_expected_message() -> None:
     assert len(BROKEN) > 60
 
 
+@pytest.mark.slow
 def test_all_problems_of_a_broken_file_are_reported_with_their_lines(tokenizer: Any, subtests: pytest.Subtests) -> None:
     for name in BROKEN:
         with subtests.test(name=name):

@@ -374,6 +374,7 @@ def test_an_entry_that_others_could_have_written_is_made_again(
     assert not_private(entry) is None
 
 
+@pytest.mark.slow
 def test_a_process_that_may_not_use_the_folder_leaves_nothing_behind(kept: Path, tmp_path: Path) -> None:
     kept.mkdir(parents=True)
     kept.chmod(0o777)
@@ -435,6 +436,7 @@ def elsewhere(kept: Path, key: str | None, during: str = "pass", start: str = ""
     )
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_no_valid_entry(kept: Path) -> None:
     done = elsewhere(kept, "key", "import os; os.kill(os.getpid(), signal.SIGKILL)")
     assert done.returncode == -signal.SIGKILL
@@ -448,6 +450,7 @@ def test_a_killed_process_leaves_no_valid_entry(kept: Path) -> None:
     assert not left.exists()
 
 
+@pytest.mark.slow
 def test_an_entry_that_another_process_is_filling_is_left_alone(kept: Path) -> None:
     def fill(folder: Path) -> None:
         os.utime(folder, (time.time() - 120, time.time() - 120))
@@ -459,6 +462,7 @@ def test_an_entry_that_another_process_is_filling_is_left_alone(kept: Path) -> N
     assert (kept / "other").is_dir()
 
 
+@pytest.mark.slow
 def test_an_entry_without_a_key_is_removed_when_the_process_ends(kept: Path) -> None:
     done = elsewhere(kept, None)
     assert Path(done.stdout.strip()).parent == kept
@@ -473,6 +477,7 @@ WRITER = """from finetune.data.rows import writer
             write([(Row("a:1", {}), Encoded((Segment([1] * 10_000, [1] * 10_000),)))])"""
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_reported_with_what_to_do(kept: Path) -> None:
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))\n"
     output = elsewhere(kept, "key", WRITER, limit).stdout
@@ -483,6 +488,7 @@ def test_a_full_disk_is_reported_with_what_to_do(kept: Path) -> None:
     assert list(kept.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_cache_folder_that_cannot_be_made_is_reported_with_what_to_do(kept: Path) -> None:
     kept.parent.parent.mkdir(exist_ok=True)
     kept.parent.write_text("a file stands in its place")

@@ -95,6 +95,7 @@ def read(path: Path, content: bytes) -> list[dict[str, Any]] | None:
 # -- with checksums --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", COMPRESSIONS)
 def test_compressed_rows_are_read_back_exactly_or_refused(ending: str, tmp_path: Path) -> None:
     path, whole = tmp_path / f"rows.jsonl{ending}", two_streams(ending)
@@ -157,6 +158,7 @@ COUNTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COUNTED)
 def test_a_damaged_column_file_never_gives_fewer_rows(name: str, tmp_path: Path) -> None:
     path, whole = tmp_path / name, COUNTED[name]()
@@ -193,6 +195,7 @@ TEXT: dict[str, tuple[bytes, Callable[[bytes], int]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TEXT)
 def test_each_line_of_damaged_text_is_a_row_or_a_problem(name: str, tmp_path: Path) -> None:
     whole, rows_in = TEXT[name]

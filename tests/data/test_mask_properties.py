@@ -129,6 +129,7 @@ _EXAMPLE = (
 )
 
 
+@pytest.mark.slow
 @_TRIED
 @given(examples=st.lists(_EXAMPLE, max_size=6), loss_on=st.sampled_from(["assistant", "last", "all"]))
 def test_rows_that_are_encoded_together_come_out_as_each_by_itself(

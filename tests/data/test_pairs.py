@@ -124,6 +124,7 @@ def test_a_tie_teaches_nothing(row: dict[str, Any]) -> None:
         read(row, "pairs", {})
 
 
+@pytest.mark.slow
 def test_dpo_trains_on_pairs_by_default_and_says_what_it_dropped(quick, tmp_path, capsys) -> None:
     rows = [{"prompt": f"To {n}. ", "chosen": "yes " * (1 + n % 5), "rejected": "no " * (2 + n % 3)} for n in range(12)]
     rows[3]["rejected"] = rows[3]["chosen"]

@@ -418,6 +418,7 @@ def test_a_broken_file_is_reported_also_if_no_row_would_be_held_out(write: Write
     assert f"{source}:3:2: " in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("taught", [1, 2, 3])
 def test_neither_split_consists_of_untrained_rows_alone(
     taught: int, write: Write, tokenizer: Any, subtests: pytest.Subtests

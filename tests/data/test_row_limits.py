@@ -58,6 +58,7 @@ def said(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", LONG)
 def test_more_text_than_is_tokenized_is_refused_or_dropped_and_counted(
     kind: str, tmp_path: Path, tokenizer: Any
@@ -112,12 +113,14 @@ def test_thousands_of_blank_lines_are_passed_over(tmp_path: Path) -> None:
     assert [row.location for row in sources.rows(str(path))] == [f"{path}:50001"]
 
 
+@pytest.mark.slow
 def test_the_bound_of_a_row_holds_in_a_list_too(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     path.write_text(json.dumps([{"text": "so"}, {"text": "x" * (ROW_BYTES + 1)}]))
     assert f"{path}:1:18: an item is longer than 64 MiB" in refusal(path)
 
 
+@pytest.mark.slow
 def test_a_row_of_many_short_lines_is_bounded(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text('text\nso\n"' + ('x" "' * 5 + "\n" + 'x","' * 5 + "\n") * 3_000_000)
@@ -148,6 +151,7 @@ def compressed_stream(path: Path) -> None:
         writer.write_table(table)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "make"),
     [

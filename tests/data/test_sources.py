@@ -509,6 +509,7 @@ def test_the_builtin_keeps_its_own_held_out_rows() -> None:
     assert row.location == "builtin:python_docs[eval]:1"
 
 
+@pytest.mark.slow
 def test_a_hub_data_set_that_cannot_be_fetched_is_a_machine_error() -> None:
     """In a process of its own, for the hub library reads `HF_HUB_OFFLINE` once, on import."""
     program = (
@@ -642,6 +643,7 @@ _VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, derandomize=True, max_examples=150)
 @given(
     rows=st.lists(st.dictionaries(st.text(max_size=5), _VALUES, max_size=3), max_size=5),

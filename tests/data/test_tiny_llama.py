@@ -61,6 +61,7 @@ def test_tokenizer_and_model_agree(model: Any, tokenizer: Any) -> None:
     assert model.config.pad_token_id == tokenizer.pad_token_id
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_the_recorded_loss_is_the_loss_of_the_weights(model: Any, tokenizer: Any, record: dict[str, Any]) -> None:
     total_nats, total_tokens = 0.0, 0

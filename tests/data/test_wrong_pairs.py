@@ -131,6 +131,7 @@ def refusal(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
     return run
 
 
+@pytest.mark.slow
 def test_wrong_pairs_are_refused_with_line_field_and_cure(refusal: Any, subtests: pytest.Subtests) -> None:
     for what, row, place, cure in DATA:
         with subtests.test(what=what):
@@ -141,6 +142,7 @@ def test_wrong_pairs_are_refused_with_line_field_and_cure(refusal: Any, subtests
             assert cure in said
 
 
+@pytest.mark.slow
 def test_pairs_that_teach_nothing_are_refused_with_the_reason(refusal: Any, subtests: pytest.Subtests) -> None:
     for what, rows, reason in ROWS:
         with subtests.test(what=what):
@@ -150,6 +152,7 @@ def test_pairs_that_teach_nothing_are_refused_with_the_reason(refusal: Any, subt
             assert reason in said
 
 
+@pytest.mark.slow
 def test_wrong_configs_for_pairs_are_refused_with_key_and_cure(refusal: Any, subtests: pytest.Subtests) -> None:
     rows = [{**PAIR, "prompt": f"Why {number}? "} for number in range(8)]
     for overrides, expected, key, cure in CONFIGS:

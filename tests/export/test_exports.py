@@ -632,6 +632,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
     return made
 
 
+@pytest.mark.slow
 def test_an_export_is_uploaded_only_when_asked_to_and_names_no_folder(
     run: RunDirectory, tiny_base: Path, hub: Hub, tmp_path: Path
 ) -> None:
@@ -659,6 +660,7 @@ def test_a_second_upload_says_what_the_first_left(run: RunDirectory, hub: Hub, n
 UNREACHABLE = importlib.import_module(type(get_session()).__module__.partition(".")[0]).ConnectError
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [OSError, UNREACHABLE])
 def test_a_hub_that_refuses_leaves_the_export(
     error: type[Exception], run: RunDirectory, hub: Hub, monkeypatch: pytest.MonkeyPatch

@@ -81,6 +81,7 @@ def relative_error(model: Any, expected: Any) -> float:
     return float((these - those).norm() / those.norm())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "agreement"), [("f16", 0.95), ("q8_0", 0.85)])
 def test_llama_cpp_gives_the_models_answers(trained_shape: Made, kind: str, agreement: float, tmp_path: Path) -> None:
     """Few positions of a model that learnt little, where one tie counts; `make exports` holds 500 to 99% and 98%."""
@@ -100,6 +101,7 @@ def readable(name: str) -> bool:
     return "text_config" not in fields and gguf_families.FAMILIES[fields["model_type"]].readable
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(filter(readable, bench.SHAPES.keys() - {"llama", "qwen2.5", "gemma2"})))
 def test_every_family_that_transformers_knows_is_read_by_it(name: str, tmp_path: Path) -> None:
     made = make(name, tmp_path / "model", steps=0)
@@ -135,6 +137,7 @@ def made_of(name: str, folder: Path, kind: str = "f16", **room: Any) -> Conversi
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(bench.SHAPES.keys() - {"llama", "llama2", "qwen2.5", "gemma2"}))
 def test_every_family_is_proven_in_llama_cpp_and_a_wrong_tensor_refused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -416,6 +419,7 @@ def test_a_file_that_llama_cpp_reads_differently_is_not_published(trained_shape:
     assert known["tokenized_alike"] == 0
 
 
+@pytest.mark.slow
 def test_a_character_of_several_tokens_is_compared_like_any_other(llama: Made, tmp_path: Path) -> None:
     """llama.cpp's server keeps a token back that is a part of a character, and names no probabilities of it."""
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed")

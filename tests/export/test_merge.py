@@ -35,6 +35,7 @@ def merged_run(trained: RunDirectory, tmp_path_factory: pytest.TempPathFactory) 
     return run, finetune.merge(run)
 
 
+@pytest.mark.slow
 def test_merged_weights_are_base_plus_scaled_update(merged_run, tiny_base: Path) -> None:
     """W + alpha / rank · BA, computed here from the files alone, rounded once to bfloat16."""
     run, _ = merged_run
@@ -75,6 +76,7 @@ def test_the_merged_model_answers(merged_run) -> None:
     assert merged != base
 
 
+@pytest.mark.slow
 def test_merging_again_gives_the_same_files(run: RunDirectory, merged_run) -> None:
     finetune.merge(run)
     first, again = ((each.merged / "model.safetensors").read_bytes() for each in (merged_run[0], run))
@@ -94,6 +96,7 @@ def test_other_tools_read_adapter_and_merged_model(merged_run, tiny_base: Path) 
     assert (run.merged / "fingerprint.json").read_bytes() == (run.adapter / "fingerprint.json").read_bytes()
 
 
+@pytest.mark.slow
 def test_an_unequal_merge_is_not_published(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor of the staged files is changed before they are read back."""
 

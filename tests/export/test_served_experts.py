@@ -63,6 +63,7 @@ def updates(model: Any) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(SEPARATE))
 def test_a_server_that_reads_experts_one_by_one_adds_what_was_trained(name: str, tmp_path: Path) -> None:
     """vLLM adds B A to the weight of the same name in the base's files, which transformers joins to the parameters."""

@@ -109,6 +109,7 @@ def test_servers_find_every_layer_and_peft_reads_the_run(
 _WHOLE = ["qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "mistral3", "llama4", "qwen3_vl"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "published"), [*((name, "today") for name in _WHOLE), ("gemma3", "earlier"), ("mistral3", "earlier")]
 )

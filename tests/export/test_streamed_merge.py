@@ -187,6 +187,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 # PEFT warns of what the merge takes care of.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`", "ignore:Input and output embeddings are no")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_streamed_merge_equals_the_merge_in_memory_bit_for_bit(
@@ -395,6 +396,7 @@ def test_a_base_that_changes_during_a_merge_is_not_published(
     assert left(run) == []
 
 
+@pytest.mark.slow
 def test_a_refused_merge_leaves_no_files(run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shard = tmp_path / "base" / "model-00002-of-00004.safetensors"
     content = shard.read_bytes()

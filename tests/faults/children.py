@@ -1,8 +1,8 @@
 """Processes that run the command line and are killed, signalled or starved at a chosen moment.
 
-Importing torch and trl takes eight seconds, so one process imports all of it and then forks for each start. The product
-knows nothing of this: a child watches its own system calls through Python's audit events, and acts at the n-th that
-matches.
+Importing torch and trl takes eight seconds, so one process imports all of it, trains a step, and then forks for each
+start. The product knows nothing of this: a child watches its own system calls through Python's audit events, and acts
+at the n-th that matches.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -177,6 +178,7 @@ def _as_rank(rank: int, ranks: int) -> dict[str, str]:
 
 def _serve(preload: str) -> None:
     main = {"finetune": _finetune, "plain": _plain}[preload]()
+    gc.collect()
     gc.freeze()
     for line in sys.stdin:
         request = json.loads(line)
@@ -195,13 +197,6 @@ def _answer(**values: int) -> None:
     sys.stdout.flush()
 
 
-# What a run of the tiny job imports only as it comes to it.
-_IMPORTED_BY_RUNS = (
-    "transformers.models.llama.modeling_llama", "transformers.integrations.bitsandbytes", "peft.tuners.lora.bnb",
-    "finetune.model.structure.eight_bit", "finetune.model.structure.quantizers",
-)  # fmt: skip
-
-
 def _finetune() -> Any:
     import torch
 
@@ -212,13 +207,13 @@ def _finetune() -> Any:
     from finetune.storage.files import write_bytes
     from finetune.training import reference_scores
 
-    for each in _IMPORTED_BY_RUNS:
-        importlib.import_module(each)
     torch.set_num_threads(1)
     # Whole answers and the plot would take half the time of a run of seconds.
     answers._TOKENS = 1
     reference_scores._KEPT_EVERY_SECONDS = 0.2  # a pass of seconds is kept in parts as well
     plots.training = lambda run: write_bytes(run.plot_file, b"")
+    os.fsync = lambda descriptor: None  # as in conftest.py
+    _train_a_step()
 
     def main(arguments: list[str]) -> None:
         if arguments[0] == "call":
@@ -227,9 +222,26 @@ def _finetune() -> Any:
             with cli.errors_reported():
                 _save(*arguments[1:])
         else:
-            cli.app(arguments, prog_name="finetune")
+            sys.argv = ["finetune", *arguments]
+            cli.main()
 
     return main
+
+
+def _train_a_step() -> None:
+    """Fill the caches of the libraries, and import what a run imports only as it comes to it."""
+    from finetune import recipe
+    from finetune.report.terminal import Terminal
+    from finetune.settings import load_config
+
+    with tempfile.TemporaryDirectory() as folder:
+        rows = Path(folder, "rows.jsonl")
+        rows.write_text("".join(f'{{"prompt": "Say {row}", "completion": "{row}"}}\n' for row in range(8)))
+        job = [f"data.train={rows}", "data.eval_share=0.5", "training.max_steps=1", "training.eval_every=1",
+               "training.batch_size=2", "training.micro_batch=2", "output.merge=false", "memory.check=off"]  # fmt: skip
+        for kind in ("nf4", "none"):
+            own = [f"quantization.kind={kind}", f"output.dir={folder}/{kind}"]
+            recipe.train(load_config(TINY, [*job, *own]), terminal=Terminal(quiet=True))
 
 
 def _call(output: str, path: list[str], module: str, function: str, *arguments: Any) -> None:
@@ -287,8 +299,8 @@ def _child(
 
     rank_watch.BEAT_SECONDS = 0.2  # a lost rank is noticed at the next beat
     if IMPATIENT in environment:
-        rank_watch.SILENCE_SECONDS, rank_watch.GRACE_SECONDS = 6.0, 1.0
-        rank_watch.BEHIND_SECONDS = rank_watch.MAIN_BEHIND_SECONDS = 6.0
+        rank_watch.SILENCE_SECONDS, rank_watch.GRACE_SECONDS = 4.0, 0.5
+        rank_watch.BEHIND_SECONDS = rank_watch.MAIN_BEHIND_SECONDS = 4.0
     try:
         # torch makes its pool anew at the first use in a fork, and fails where several threads come to that at once.
         torch.set_num_threads(1)

@@ -56,6 +56,7 @@ def test_weights_and_quantization_states_have_the_bytes_of_real_ones(subtests: p
                     assert found == expected
 
 
+@pytest.mark.slow
 def test_a_4_bit_weight_is_dequantized_to_the_type_that_a_real_one_is(subtests: pytest.Subtests) -> None:
     for name in ["llama", "mixture"]:
         for dtype in [torch.bfloat16, torch.float16, torch.float32]:

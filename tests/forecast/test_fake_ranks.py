@@ -69,6 +69,7 @@ def sharded(config: Config, architecture: Any, shards: Placement | None) -> Any:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nf4", "none"])
 def test_a_rank_holds_the_slices_that_the_real_model_has(kind: str) -> None:
     config, architecture = job(quantization__kind=kind), tiny_models.architecture(layers=2)
@@ -89,6 +90,7 @@ def test_a_rank_holds_the_slices_that_the_real_model_has(kind: str) -> None:
     assert kept["adapter"] + kept["base_weights"] - buffers == sum(storages.values())
 
 
+@pytest.mark.slow
 def test_a_rank_sends_all_but_its_slice_of_what_is_gathered_and_of_the_gradients() -> None:
     """Each unit once in the forward pass, layers once more in the backward pass."""
     config, architecture = job(quantization__kind="none"), tiny_models.architecture(layers=2)
@@ -147,6 +149,7 @@ def test_ranks_that_split_rows_hold_their_share_of_what_layers_keep(kind: str) -
     assert split["base_weights"] == whole["base_weights"]
 
 
+@pytest.mark.slow
 def test_ranks_that_split_rows_count_what_they_exchange() -> None:
     """In the backward pass as much as in the forward pass, and two of two ranks half of what they have."""
     architecture = tiny_models.architecture(layers=2)
@@ -350,6 +353,7 @@ def test_an_optimizer_that_deepspeed_cannot_use_is_refused_before_anything_is_fo
         finetune.plan(quick("optimizer.kind=adamw_8bit", "distributed.kind=deepspeed"), "24GiB", 2)
 
 
+@pytest.mark.slow
 def test_a_plan_for_several_gpus_says_so(quick: Quick) -> None:
     plan = finetune.plan(quick("training.batch_size=4", "training.micro_batch=1", "distributed.kind=ddp"), "24GiB", 2)
     found = json.loads(json.dumps(plan.as_dict()))

@@ -104,6 +104,7 @@ BUDGETS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_search_finds_the_best_of_all_settings_with_few_forecasts(subtests: pytest.Subtests) -> None:
     for reading in [0.5, 20.0, 500.0]:
         for budget in BUDGETS:

@@ -65,6 +65,7 @@ def test_the_sizes_of_all_possible_caches_are_given() -> None:
         assert found["quantized"] < 0.51 * found["dynamic"]
 
 
+@pytest.mark.slow
 def test_an_offloaded_cache_lies_in_host_memory_beside_a_card() -> None:
     dynamic, offloaded = (forecast(device=tiny_models.card(), cache=cache) for cache in ("dynamic", "offloaded"))
     assert dynamic.host_bytes == 0
@@ -75,6 +76,7 @@ def test_an_offloaded_cache_lies_in_host_memory_beside_a_card() -> None:
         assert after <= before - (4 - left) * a_layer + 4096
 
 
+@pytest.mark.slow
 def test_an_inference_that_does_not_fit_says_so() -> None:
     card = tiny_models.card()
     dynamic = forecast(device=card)

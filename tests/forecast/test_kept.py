@@ -74,6 +74,7 @@ def test_the_kept_forecast_of_several_gpus_has_the_communicators(traced: list[An
     assert second.categories["communicators"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes", [{"training.micro_batch": 4}, {"adapter.rank": 4}, {"optimizer.kind": "sgd"}], ids=str
 )
@@ -133,6 +134,7 @@ def test_a_full_disk_costs_only_time(traced: list[Any], monkeypatch: pytest.Monk
     assert len(traced) == 2
 
 
+@pytest.mark.slow
 def test_the_oldest_files_make_room(traced: list[Any], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept, "_MOST_FILES", 2)
     for rank in (4, 8, 16):

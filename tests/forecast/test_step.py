@@ -153,6 +153,7 @@ def test_a_7b_model_is_traced_in_a_gibibyte_and_counted_right() -> None:
     assert weights == pytest.approx(linear * 4.127 / 8 + 2 * 2 * 32000 * 4096, rel=2e-3)
 
 
+@pytest.mark.slow
 def test_a_layer_under_peft_launches_355_kernels_on_a_card() -> None:
     """Forward, recomputation and backward of a Llama layer, counted by hand from the operators' sources."""
     job = tiny_models.config(kernels__fused="off", training__precision="bf16", memory__checkpointing="all")
@@ -168,6 +169,7 @@ def test_a_layer_under_peft_launches_355_kernels_on_a_card() -> None:
     assert (work["forward"].calls, work["backward"].calls) == (108, 247)
 
 
+@pytest.mark.slow
 def test_more_accumulation_adds_the_gradients_of_the_micro_batches_before() -> None:
     model = tiny_models.architecture(layers=1)
     once, twice = (tiny_models.trace(tiny_models.config(training__batch_size=rows), model) for rows in (2, 4))

@@ -132,6 +132,7 @@ def test_prompts_are_read_before_a_model_is_loaded(
         commands.generate(trained, [], None, "adapter", SETTINGS, as_json=False)
 
 
+@pytest.mark.slow
 def test_exceeding_the_positions_of_a_rotary_base_is_noted_once_and_before_a_long_prompt(
     call: Call, opened: jobs.Ready, tmp_path: Path
 ) -> None:

@@ -99,6 +99,7 @@ def measure(scores: Scores, name: str) -> dict[str, Any]:
     return {**found}
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_training_and_lie_in_their_intervals(scores: Scores, run: RunDirectory) -> None:
     lines = [line["eval_loss"] for line in run.metrics() if "eval_loss" in line]
     assert scores.losses["base"] == pytest.approx(lines[0], rel=1e-4)
@@ -171,6 +172,7 @@ def test_a_task_on_the_model_in_memory_scores_as_lm_evals_own_command_on_the_exp
         assert ours == theirs[name][f"{metric},none"], "to the bit"
 
 
+@pytest.mark.slow
 def test_an_impossible_evaluation_is_refused_before_a_model_is_loaded(
     run: RunDirectory, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
 ) -> None:
@@ -222,6 +224,7 @@ def test_the_report_marks_a_merged_model_of_an_earlier_adapter(
         assert (jobs.EARLIER_ADAPTER in capsys.readouterr().err.replace("\n", " ")) == said
 
 
+@pytest.mark.slow
 def test_a_run_without_an_evaluation_set_takes_tasks_alone_and_a_damaged_adapter_exits_7(
     run: RunDirectory, task: Path, tmp_path: Path
 ) -> None:

@@ -209,6 +209,7 @@ def test_a_kv_cache_that_this_transformers_lacks_is_refused(model: Any, tokenize
         answers(model, tokenizer, [[5]], replace(SETTINGS, cache="quantized"))
 
 
+@pytest.mark.slow
 def test_a_model_that_trains_but_cannot_generate_is_trained_without_sample_answers(
     quick: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

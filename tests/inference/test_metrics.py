@@ -16,6 +16,7 @@ def score(name: object, answer: str, reference: str = "", row: dict | None = Non
     return find(str(name)).score(answer, reference, "rows.jsonl:7", row or {})
 
 
+@pytest.mark.slow
 def test_each_metric_of_text_gives_the_values_of_its_definition(subtests: pytest.Subtests) -> None:
     for name, answer, reference, expected in [
         ("exact_match", " Paris\n", "Paris", 1),

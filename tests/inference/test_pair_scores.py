@@ -100,6 +100,7 @@ def test_a_run_of_kto_is_measured_on_held_out_answers_as_by_whole_logits(job: An
     assert not any("cross-entropy" in note for note in record["notes"])
 
 
+@pytest.mark.slow
 def test_a_model_alone_is_measured_against_the_base_as_well(job: Any, call: Any) -> None:
     config = job("training.objective=dpo", "training.max_steps=2")
     finetune.train(config)
@@ -113,6 +114,7 @@ def test_a_model_alone_is_measured_against_the_base_as_well(job: Any, call: Any)
     assert "exact_match" in out
 
 
+@pytest.mark.slow
 def test_the_base_of_an_objective_without_a_reference_has_an_accuracy(job: Any) -> None:
     config = job("training.objective=simpo", "training.max_steps=2")
     finetune.train(config)
@@ -121,12 +123,14 @@ def test_the_base_of_an_objective_without_a_reference_has_an_accuracy(job: Any) 
     assert measures["reward margin"]["models"]["adapter"]["difference"]["value"] != 0
 
 
+@pytest.mark.slow
 def test_where_the_reference_is_not_the_base_the_trained_tokens_are_measured_as_of_answers(job: Any) -> None:
     config = job("training.objective=dpo", "adapter.init=pissa", "training.max_steps=1")
     finetune.train(config)
     assert [one["name"] for one in finetune.evaluate(config.output.dir).record["measures"]] == ["loss", "perplexity"]
 
 
+@pytest.mark.slow
 def test_sample_questions_of_pairs_are_answered_by_the_chosen_one(job: Any) -> None:
     config = job("training.objective=dpo", "training.max_steps=1")
     finetune.train(config)

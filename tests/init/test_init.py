@@ -32,6 +32,7 @@ def write(folder: Path, number: int, name: str = "rows.jsonl", fields: tuple[str
     return name
 
 
+@pytest.mark.slow
 def test_a_short_config_is_written_with_the_values_that_fit_and_the_reason_of_each(
     call: Call, tmp_path: Path, shallow_base: Path
 ) -> None:
@@ -69,6 +70,7 @@ def test_a_short_config_is_written_with_the_values_that_fit_and_the_reason_of_ea
     assert load_config(tmp_path / "rows.yaml").training.precision == "bf16"
 
 
+@pytest.mark.slow
 def test_equal_rows_are_not_held_out_and_truncation_is_noted(call: Call, tmp_path: Path, shallow_base: Path) -> None:
     (tmp_path / "one.jsonl").write_text(json.dumps({"text": "word " * 3000}) + "\n")
     code, _, _ = call("init", shallow_base, "one.jsonl", "--output", "job.yaml")
@@ -143,6 +145,7 @@ def test_fifty_held_out_rows_suffice_to_keep_the_best_epoch(call: Call, tmp_path
     assert config.output.save_every == config.training.eval_every
 
 
+@pytest.mark.slow
 def test_the_card_is_asked_for_once_the_data_were_read_and_again_after_a_mistake(
     call: Call, tmp_path: Path, shallow_base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,6 +213,7 @@ def test_columns_may_be_named(columns: str, code: int, said: str, call: Call, tm
     assert said in err
 
 
+@pytest.mark.slow
 def test_a_european_spreadsheet_becomes_a_config_that_reads_it(
     call: Call, tmp_path: Path, shallow_base: Path, subtests: pytest.Subtests
 ) -> None:

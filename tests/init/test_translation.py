@@ -492,6 +492,7 @@ VALUES = st.one_of(
 KEYS = sorted({*other_names.NAMES, *other_names._CONVERTED, *COUNTS, *translation._DATA, *translation._LAST, "rl"})
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=500, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
 @hypothesis.given(
     tool=st.sampled_from(list(TOOLS.values())), given=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=6)

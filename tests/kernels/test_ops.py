@@ -171,6 +171,7 @@ def test_schemas_and_shapes_are_those_of_the_results(dtype, subtests) -> None:
             torch.library.opcheck(operator, args)
 
 
+@pytest.mark.slow
 def test_the_cpu_programs_of_operators_run_on_fake_tensors(dtype, subtests) -> None:
     for name, (operator, args) in calls(dtype).items():
         with subtests.test(name), FakeTensorMode() as mode:

@@ -136,6 +136,7 @@ _NAMES = st.text(st.sampled_from("$`\"'\\;&|<>(){}[]#!*?~%:@=, -\u00a0") | st.ch
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(names=st.lists(_NAMES.filter(lambda name: "/" not in name), min_size=5, max_size=5))
 @example(names=["$(touch x)", "'; touch x #", "x: {y", "- |\n  evil", '"'])
+@example(names=["\U0001f5a5"] * 5)
 def test_hostile_names_are_words_and_values_of_the_file_or_refused(on: str, here: Path, names: list[str]) -> None:
     config, rows, volume, image, card = (f"a{name}a" for name in names)
     path = here / f"{config}.yaml"[-200:].lstrip()

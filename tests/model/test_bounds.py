@@ -110,6 +110,7 @@ def test_an_explicit_length_is_refused_if_positions_are_a_table(make_base, quick
             run(config)
 
 
+@pytest.mark.slow
 def test_an_explicit_length_is_kept_with_a_note_if_positions_are_computed(make_base, long_rows, quick) -> None:
     base, terminal = make_base("llama", LLAMA), Notes()
     job = [f"model.name={base}", f"data.train={long_rows}", "data.max_length=80", "quantization.kind=none"]
@@ -181,6 +182,7 @@ def test_an_answer_ends_with_the_positions_and_a_prompt_that_takes_them_all_is_r
 # -- vocabulary --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_tokenizer_with_ids_beyond_the_embedding_is_refused_before_weights_are_loaded(
     make_base, quick, trained: RunDirectory, tmp_path: Path
 ) -> None:

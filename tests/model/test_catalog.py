@@ -133,6 +133,7 @@ def test_quantizable_parameters(subtests: pytest.Subtests) -> None:
             assert sum(m.weight.numel() for m in linears) == quantizable
 
 
+@pytest.mark.slow
 def test_lora_parameters_of_rank_16_on_every_linear_layer(subtests: pytest.Subtests) -> None:
     for name, _quantizable, lora in LINEAR:
         with subtests.test(name=name):

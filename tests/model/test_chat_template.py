@@ -97,6 +97,7 @@ def draw(request: pytest.FixtureRequest) -> Draw:
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("endless", [ENDLESS, "{% macro m(n) %}{{ m(n) ~ m(n) }}{% endmacro %}" + ENDLESS])
 def test_a_template_that_never_ends_is_stopped(
     endless: str, draw: Draw, tokenizer: Any, monkeypatch: pytest.MonkeyPatch

@@ -25,6 +25,7 @@ def _error(found: families.Gradients, expected: families.Gradients) -> float:
     return (squares / sum(float(gradient.square().sum()) for gradient in expected.values())) ** 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*falling back to its reference")
 @pytest.mark.parametrize("model_type", families.FAMILIES.values())
 def test_a_step_is_that_of_plain_transformers_and_peft(model_type: str) -> None:

@@ -71,6 +71,7 @@ def packed(rows: list[list[int]]) -> dict[str, Any]:
 ROWS = st.lists(st.lists(st.integers(3, 63), min_size=1, max_size=12), min_size=1, max_size=5)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @settings(deadline=None, derandomize=True, max_examples=15)
 @given(rows=ROWS)
@@ -105,6 +106,7 @@ def sharing(rows: list[dict[str, list[int]]], *, shares: bool = True) -> dict[st
 TOKENS = st.lists(st.integers(3, 63), min_size=1, max_size=9)
 
 
+@pytest.mark.slow
 @settings(deadline=None, derandomize=True, max_examples=8)
 @given(rows=st.lists(st.tuples(TOKENS, TOKENS, TOKENS, TOKENS), min_size=1, max_size=3))
 def test_answers_that_share_a_prompt_have_the_logits_and_gradients_of_whole_sequences(

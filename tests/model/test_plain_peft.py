@@ -160,6 +160,7 @@ def prove(name: str, folder: Path, model: Any) -> None:
     published.prove(skeleton, folder, adapter_files.weights(model), adapter_files.scales(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "changes"),
     [

@@ -44,6 +44,7 @@ def loaded(shards: Sharding | None, kind: str, weights: str) -> Any:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["random", "pretrained"])
 @pytest.mark.parametrize("kind", ["nf4", "none"])
 def test_of_a_layer_only_this_ranks_rows_stay_once_it_is_loaded(shards: Sharding, kind: str, weights: str) -> None:

@@ -165,7 +165,8 @@ def test_the_gradient_is_that_of_transformers_classifier_however_the_step_is_spl
         assert_gradients_close(found, expected)
 
 
-@pytest.mark.parametrize("packing", ["false", pytest.param("true", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", ["false", "true"])
 def test_a_classifier_learns_as_forecast_and_resumes_to_the_same_bits(job, tmp_path: Path, packing: str) -> None:
     keys = [*LEARNING, "training.eval_every=4", "memory.check=warn", f"data.packing={packing}"]
     finetune.train(job(*keys, run="whole"))
@@ -191,6 +192,7 @@ def test_a_classifier_learns_as_forecast_and_resumes_to_the_same_bits(job, tmp_p
     assert same_adapter(whole, RunDirectory(tmp_path / "halted"))
 
 
+@pytest.mark.slow
 def test_transformers_and_peft_load_what_is_published_and_eval_says_what_they_would(job, call, tmp_path: Path) -> None:
     config = job(*LEARNING, "output.merge=true")
     finetune.train(config)
@@ -247,6 +249,7 @@ def test_macro_f1_is_the_mean_over_the_classes_that_occur() -> None:
     assert _macro_f1(np.array([1.0, 2, 0, 3, 5, 0])) == pytest.approx((2 / 3 + 4 / 5) / 2)
 
 
+@pytest.mark.slow
 def test_plan_and_a_look_at_the_data_find_the_classes_themselves(job) -> None:
     assert finetune.inspect_data(job()).inspection.train.rows == 40
     assert finetune.plan(job(), "cpu").config.model.labels == ["blue", "green", "red"]

@@ -93,6 +93,7 @@ def by_whole_logits(model: Any, content: list[dict[str, Any]], nll_weight: float
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "keys",
     [
@@ -163,7 +164,8 @@ def test_a_teacher_that_is_the_base_has_nothing_to_teach(job, tmp_path: Path) ->
     assert first == pytest.approx(0, abs=1e-5)
 
 
-@pytest.mark.parametrize("packing", ["false", pytest.param("true", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", ["false", "true"])
 def test_a_teacher_is_learnt_from_as_forecast_and_a_run_resumes_to_the_same_bits(
     job, tmp_path: Path, packing: str
 ) -> None:

@@ -109,6 +109,7 @@ def moved(config: Config) -> Loop:
 WEIGHTS = ["preference.desirable_weight=0.8", "preference.undesirable_weight=1.4"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [["data.packing=true"], ["adapter.dropout=0.1"], WEIGHTS])
 def test_at_first_no_answer_is_likelier_than_under_the_reference(job, tmp_path: Path, way: list[str]) -> None:
     finetune.train(job(*way, "training.max_steps=2", "training.learning_rate=0.01"))
@@ -122,6 +123,7 @@ def test_at_first_no_answer_is_likelier_than_under_the_reference(job, tmp_path: 
     assert second["kl"] >= 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [[], ["data.packing=true"], ["kernels.fused=on"], ["preference.reference=cached"]])
 def test_the_gradient_does_not_depend_on_how_a_step_is_split(job, way: list[str]) -> None:
     plain, loop = moved(job(*WEIGHTS, "kernels.fused=off")), moved(job(*WEIGHTS, *way, run="other"))
@@ -136,6 +138,7 @@ def test_the_gradient_does_not_depend_on_how_a_step_is_split(job, way: list[str]
         torch.testing.assert_close(loop.step.sums, sums, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["false", "true"])
 def test_a_step_that_runs_out_of_memory_is_split_with_the_same_mean(job, packing: str) -> None:
     loop = moved(job("model.name=builtin:tiny-llama", f"data.packing={packing}"))
@@ -150,6 +153,7 @@ def test_a_step_that_runs_out_of_memory_is_split_with_the_same_mean(job, packing
         assert_gradients_close(found, expected)
 
 
+@pytest.mark.slow
 def test_a_rank_without_rows_adds_nothing(job) -> None:
     loop = ready(job())
     (whole,) = micro_batches(loop, range(8), 8)
@@ -190,6 +194,7 @@ def test_the_forecast_has_the_pass_of_the_reference(job, tmp_path: Path) -> None
 # -- in a run ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_cached_and_in_step_train_alike(job, tmp_path: Path) -> None:
     held_out = write(tmp_path / "held_out.jsonl", answers(5, "Or"))
     for kind in ("cached", "in_step"):
@@ -234,6 +239,7 @@ def test_a_killed_run_ends_with_the_same_bits(job, tmp_path: Path) -> None:
     assert same_adapter(whole, halted)
 
 
+@pytest.mark.slow
 def test_the_evaluation_loss_has_one_mean_over_all_its_rows(job, tmp_path: Path) -> None:
     held_out = write(tmp_path / "held_out.jsonl", answers(7, "Or"))
     losses = []
@@ -250,6 +256,7 @@ def test_the_evaluation_loss_has_one_mean_over_all_its_rows(job, tmp_path: Path)
     assert losses == pytest.approx([expected] * 2, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_rows_without_a_cached_reference_are_evaluated_outside_of_training(job, tmp_path: Path) -> None:
     held_out = write(tmp_path / "held_out.jsonl", answers(5, "Or"))
     config = job(f"data.eval={held_out}", "preference.reference=cached")
@@ -331,6 +338,7 @@ def of_trl(row: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_loss_and_gradients_are_those_of_trls_trainer_whose_mean_is_that_of_a_micro_batch(job, trl_step) -> None:
     loop = moved(job(*WEIGHTS, "kernels.fused=off"))
     rows = [loop.steps.rows[number] for number in range(8)]

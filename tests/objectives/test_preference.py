@@ -128,6 +128,7 @@ STARTS_AT_THE_BASE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.parametrize("start", STARTS_AT_THE_BASE)
 def test_the_first_loss_is_ln_2_to_the_bit_for_the_base_is_its_own_reference(job, tmp_path: Path, start: str) -> None:
@@ -141,6 +142,7 @@ def test_the_first_loss_is_ln_2_to_the_bit_for_the_base_is_its_own_reference(job
     assert second["loss"] < first["loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", preference.FAMILY)
 def test_the_gradient_does_not_depend_on_how_a_step_is_split(job, objective: str) -> None:
     loop = ready(job("data.max_length=64", "adapter.rank=4", objective=objective))
@@ -154,6 +156,7 @@ def test_the_gradient_does_not_depend_on_how_a_step_is_split(job, objective: str
         torch.testing.assert_close(loop.step.sums, sums, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["data.packing=true", "kernels.fused=on", "memory.loss_tokens=16"])
 def test_the_gradient_is_the_same_packed_fused_and_in_tiles(job, way: str) -> None:
     found = []
@@ -165,6 +168,7 @@ def test_the_gradient_is_the_same_packed_fused_and_in_tiles(job, way: str) -> No
     assert_gradients_close(gradient, expected, within=1e-6)
 
 
+@pytest.mark.slow
 def test_a_step_that_runs_out_of_memory_in_its_reference_is_split(job) -> None:
     loop = ready(job("model.name=builtin:tiny-llama", "data.max_length=64", "adapter.rank=4"))
     (whole,) = micro_batches(loop, range(8), 8)
@@ -177,6 +181,7 @@ def test_a_step_that_runs_out_of_memory_in_its_reference_is_split(job) -> None:
     assert_gradients_close(found, expected, within=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["false", "true"])
 def test_a_run_on_pairs_takes_the_memory_of_its_forecast(job, tmp_path: Path, packing: str) -> None:
     held_out = tmp_path / "held_out.jsonl"
@@ -245,6 +250,7 @@ def rows_of(loop: Loop) -> list[dict[str, Any]]:
     return [loop.steps.rows[number] for number in range(8)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("objective", "ours", "theirs"),
     [
@@ -266,6 +272,7 @@ def test_loss_and_gradients_are_those_of_trls_trainer(
     assert_gradients_close(found, expected, within=1e-6)
 
 
+@pytest.mark.slow
 def test_trl_adds_to_simpo_the_cross_entropy_of_tokens_and_not_of_pairs(job, trl_step) -> None:
     keys = ("data.max_length=64", "adapter.dropout=0", "kernels.fused=off", "preference.target_margin=0.5")
     loop = ready(job(*keys, "preference.nll_weight=1", objective="simpo"))
@@ -277,6 +284,7 @@ def test_trl_adds_to_simpo_the_cross_entropy_of_tokens_and_not_of_pairs(job, trl
     assert together != pytest.approx(sum(ours) / 8, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_orpo_leaves_out_the_cross_entropy_of_prompts_that_trl_adds(job, trl_step) -> None:
     loop = ready(job("data.max_length=64", "adapter.dropout=0", "kernels.fused=off", objective="orpo"))
     rows = rows_of(loop)
@@ -303,6 +311,7 @@ def _without_prompt(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_trl_ignores_the_label_smoothing_of_dpo_which_is_conservative_dpo_here(job, trl_step) -> None:
     loop = ready(job("data.max_length=64", "adapter.dropout=0", "preference.label_smoothing=0.3"))
     plain, smoothed = (trl_step(loop, rows_of(loop), label_smoothing=smoothing)[0] for smoothing in (0.0, 0.3))

@@ -64,6 +64,7 @@ def test_the_loss_has_the_values_of_its_formula() -> None:
     assert of(2, -1, centering=0.01) == pytest.approx(math.log1p(math.exp(-3)) + 0.01, abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["false", "true"])
 def test_the_gradient_is_that_of_transformers_classifier_however_the_step_is_split(job, packing: str) -> None:
     loop = ready(job(*EIGHT, "preference.reward_centering=0.01", f"data.packing={packing}"))
@@ -104,6 +105,7 @@ def test_loss_and_gradients_are_those_of_trls_trainer(job, tmp_path: Path, shall
     assert_gradients_close(found, expected, within=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["false", "true"])
 def test_a_reward_model_learns_as_forecast_and_resumes_to_the_same_bits(job, tmp_path: Path, packing: str) -> None:
     keys = ["training.max_steps=6", "training.eval_every=3", "memory.check=warn", "output.merge=false",
@@ -137,6 +139,7 @@ def scores(model: Any, rows: list[list[int]]) -> list[float]:
         return [float(model(input_ids=torch.tensor([row])).logits) for row in rows]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["none", "nf4"])
 def test_transformers_and_peft_load_what_is_published_with_equal_scores(job, tmp_path: Path, quantization: str) -> None:
     config = job(
@@ -170,6 +173,7 @@ def test_transformers_and_peft_load_what_is_published_with_equal_scores(job, tmp
     assert together.tolist() == pytest.approx(scores(merged, rows), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_eval_compares_held_out_pairs_with_the_rule_that_the_longer_answer_wins(job, call, tmp_path: Path) -> None:
     finetune.train(job("training.max_steps=4", "training.learning_rate=0.01"))
     scored = {one["name"]: one for one in finetune.evaluate(tmp_path / "run").record["measures"]}
@@ -182,6 +186,7 @@ def test_eval_compares_held_out_pairs_with_the_rule_that_the_longer_answer_wins(
         assert (code, "reward model" in err) == (2, True), err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["false", "true"])
 def test_eval_scores_a_file_of_answers_by_their_last_token_however_they_are_batched(
     job, call, tmp_path: Path, packing: str

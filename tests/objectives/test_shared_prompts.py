@@ -80,6 +80,7 @@ def test_segments_share_what_is_alike_and_untrained_but_for_the_token_that_predi
     assert row.shared == shared
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way",
     [
@@ -103,6 +104,7 @@ def test_loss_and_gradients_of_pairs_are_those_of_answers_with_prompts_of_their_
         assert_gradients_close(found, expected)
 
 
+@pytest.mark.slow
 def test_a_step_is_collated_to_shared_prompts_and_split_between_rows(job) -> None:
     loop = ready(job("model.name=builtin:tiny-llama"))
     assert "key_parts" in micro_batches(loop, range(8), 8)[0]

@@ -107,6 +107,7 @@ def reference(model: Any, rows: list[dict[str, Any]]) -> torch.Tensor:
     return torch.stack(losses).mean()
 
 
+@pytest.mark.slow
 def test_the_gradient_is_that_of_the_formula_however_the_step_is_split(job) -> None:
     loop = ready(job(*EIGHT, "kernels.fused=off"))
     (whole,) = micro_batches(loop, range(8), 8)
@@ -121,6 +122,7 @@ def test_the_gradient_is_that_of_the_formula_however_the_step_is_split(job) -> N
         assert_gradients_close(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["data.packing=true", "training.micro_batch_tokens=64"])
 def test_packed_rows_and_rows_by_tokens_have_the_same_gradient(job, way: str) -> None:
     plain, other = ready(job(*EIGHT)), ready(job(*EIGHT, "data.max_length=64", way, run="other"))
@@ -133,6 +135,7 @@ def test_packed_rows_and_rows_by_tokens_have_the_same_gradient(job, way: str) ->
         assert sum(map(row_count, parts)) == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["false", "true"])
 def test_a_micro_batch_that_does_not_fit_is_split_between_rows(job, packing: str) -> None:
     loop = ready(job(*EIGHT, "model.name=builtin:tiny-llama", f"data.packing={packing}", "data.max_length=64"))
@@ -154,6 +157,7 @@ def test_a_row_without_labels_adds_nothing(job) -> None:
     assert (float(total), int(counted)) == (0, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["false", "true"])
 def test_a_run_learns_the_pairs_and_resumes_to_the_same_bits(job, tmp_path: Path, packing: str) -> None:
     keys = ["training.max_steps=6", "training.eval_every=3", "memory.check=warn",

@@ -9,6 +9,7 @@ import unicodedata
 from pathlib import Path
 
 import pytest
+from children import Children
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -64,12 +65,14 @@ def test_an_error_names_a_hostile_key_value_and_file_without_obeying_them(tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], ["--debug"]])
-def test_so_it_is_with_what_a_library_says_of_a_model_and_in_a_traceback(tmp_path: Path, flags: list[str]) -> None:
+def test_so_it_is_with_what_a_library_says_of_a_model_and_in_a_traceback(
+    tmp_path: Path, children: Children, flags: list[str]
+) -> None:
     base = tmp_path / f"base{EVIL}"
     base.mkdir()
     (base / "config.json").write_text('{"model_type": "x\\u001b[2J\\u202e"}')
     (tmp_path / "job.yaml").write_text(f'model:\n  name: "{str(base).encode("unicode_escape").decode()}"\n')
-    ended = finetune("data", tmp_path / "job.yaml", *flags)
-    assert ended.returncode != 0
-    assert ended.stderr
-    assert not steers(ended.stdout + ended.stderr)
+    ended = children.run(["data", tmp_path / "job.yaml", *flags])
+    assert ended.code != 0
+    assert ended.output
+    assert not steers(ended.output)

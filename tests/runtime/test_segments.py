@@ -340,6 +340,7 @@ def test_a_card_elsewhere_is_planned_for_with_them_and_a_cpu_without(driver: Ins
     assert not devices.find("RTX 4090", MemorySection()).expandable_segments
 
 
+@pytest.mark.slow
 def test_a_forecast_says_which() -> None:
     import tiny_models
     from rich.console import Console

@@ -132,6 +132,7 @@ def test_without_it_no_library_takes_its_kernels_on_a_gpu(avoided) -> None:
     assert not python_native.triton.enabled
 
 
+@pytest.mark.slow
 def test_the_loss_of_labelled_positions_alone_is_the_loss(avoided, quick, monkeypatch: pytest.MonkeyPatch) -> None:
     loop = ready(quick("quantization.kind=none", "training.precision=fp32"))
     inputs = micro_batches(loop, range(4), 2)

@@ -86,6 +86,7 @@ def on(run: RunDirectory, command: str) -> tuple[object, ...]:
     return tuple(run.path if part == "RUN" else part for part in COMMANDS[command])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_run_directory_switches_no_code_on(command: str, evil: RunDirectory, call) -> None:
     ended = call(*on(evil, command), writes=evil.path)
@@ -113,6 +114,7 @@ def test_from_python_it_is_an_argument(use: Callable[[RunDirectory], object], ev
     assert not trap.went_off
 
 
+@pytest.mark.slow
 def test_report_and_doctor_run_none_and_doctor_says_so(evil: RunDirectory, hub: Path, call) -> None:
     assert call("report", evil.path, writes=evil.path).code == 0
 
@@ -145,6 +147,7 @@ def test_the_code_beside_a_merged_model_never_runs(evil: RunDirectory, hub: Path
 # -- a config ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", "plan", "fit", "data"])
 @pytest.mark.parametrize("place", ["its own", "beside it", "a link to it"])
 def test_a_config_in_a_run_directory_consents_to_nothing(

@@ -143,6 +143,7 @@ BASES: dict[str, tuple[Callable[[Path, Trap], None], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BASES)
 def test_a_hostile_base_is_refused_and_nothing_runs(name: str, base: Path, trap: Trap, train) -> None:
     spoil, words = BASES[name]
@@ -220,6 +221,7 @@ ADAPTERS: dict[str, tuple[Callable[[RunDirectory, Trap], None], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_a_hostile_adapter_is_refused_and_nothing_runs(name: str, run: RunDirectory, trap: Trap, call) -> None:
     spoil, words = ADAPTERS[name]
@@ -242,6 +244,7 @@ def test_the_base_that_an_adapter_names_is_not_fetched(run: RunDirectory, call) 
 # -- a merged model ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_hostile_merged_model_is_refused_without_asking(run: RunDirectory, base: Path, trap: Trap, call) -> None:
     """transformers asks on the terminal whether code may run, where nobody has said so."""
     _code_for_the_config(base, trap)

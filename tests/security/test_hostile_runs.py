@@ -13,6 +13,7 @@ from finetune.storage.rundir import RunDirectory
 LINKS = ["events.jsonl", "metrics.jsonl", "adapter", "merged", "merged.incomplete", "config.yaml.incomplete"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LINKS)
 def test_a_link_out_of_a_run_directory_is_refused_and_its_target_untouched(
     name: str, run: RunDirectory, tmp_path: Path, call
@@ -29,6 +30,7 @@ def test_a_link_out_of_a_run_directory_is_refused_and_its_target_untouched(
     assert victim.read_text() == "mine\n"
 
 
+@pytest.mark.slow
 def test_a_run_is_not_written_over_a_file_or_into_another_folder(tmp_path: Path, train) -> None:
     folder = tmp_path / "documents"
     folder.mkdir()

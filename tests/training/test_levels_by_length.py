@@ -135,6 +135,7 @@ def test_out_of_memory_lets_all_recompute_as_the_longest_do_before_any_is_split(
     assert "recomputed less than longer ones" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.slow
 def test_a_micro_batch_is_split_once_it_recomputes_as_the_longest_do(
     quick: Quick, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,7 @@ class Reads(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", [[], ["data.packing=true"], ["quantization.kind=none", "memory.checkpointing=none"]])
 def test_a_step_reads_no_value_back(quick, job: list[str]) -> None:
     more = ["training.batch_size=4", "training.micro_batch=2", "optimizer.kind=adamw_torch_fused", "training.warmup=0"]

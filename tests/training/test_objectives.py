@@ -93,6 +93,7 @@ def give_rows(loop: Loop, layout: RowLayout) -> None:
 OF_TOKENS = {name: objective for name, objective in OBJECTIVES.items() if not objective.sequences_scored}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", [*OF_TOKENS.values(), DYNAMIC, MARGIN], ids=[*OF_TOKENS, "new", "pairs"])
 def test_the_count_and_the_gradient_of_every_objective_do_not_depend_on_the_micro_batch(
     quick, objective: Objective
@@ -154,6 +155,7 @@ def scores_of(model_type: str, dtype: torch.dtype) -> Any:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_whose_logits_are_not_its_head_times_its_states_is_refused(dtype: torch.dtype) -> None:
     """Its loss would be that of another model. Scales and caps of logits are known."""

@@ -3,6 +3,8 @@
 import json
 from typing import Any
 
+import pytest
+
 from finetune import recipe
 from finetune.kernels import mlp
 from finetune.report.terminal import Terminal
@@ -22,6 +24,7 @@ def forecast(run: RunDirectory) -> Any:
     return json.loads(run.forecast_file.read_text())
 
 
+@pytest.mark.slow
 def test_a_job_whose_model_rules_out_a_kernel_trains_by_a_plan_without_it(quick, monkeypatch, tmp_path) -> None:
     right = mlp.ops.gated_backward_
 

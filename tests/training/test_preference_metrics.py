@@ -42,6 +42,7 @@ def test_a_fall_of_the_chosen_answers_is_reported_once_and_only_beside_a_margin(
     assert Falls().see(None, 1.0) is None
 
 
+@pytest.mark.slow
 def test_a_run_whose_chosen_answers_fall_warns_with_the_key_that_helps(
     job: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -60,6 +61,7 @@ def _lowered(see: Any) -> Any:
     return lambda self, chosen, margin: see(self, chosen - 1, margin + 1 + abs(chosen))
 
 
+@pytest.mark.slow
 def test_margin_and_accuracy_are_shown_and_kept(job: Any, call: Any, capsys: pytest.CaptureFixture[str]) -> None:
     first = finetune.train(job("training.max_steps=3", "training.learning_rate=0.003")).run
     shown = capsys.readouterr().out

@@ -150,6 +150,7 @@ def test_an_adapter_that_peft_reads_otherwise_is_not_published(
     assert adapter_weights(run).keys() == load_file(run.complete_checkpoints()[-1] / "adapter_model.safetensors").keys()
 
 
+@pytest.mark.slow
 def test_a_proof_for_which_memory_is_missing_does_not_blame_the_adapter(
     quick: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,6 +168,7 @@ def test_a_proof_for_which_memory_is_missing_does_not_blame_the_adapter(
     assert finetune.train(config).run.adapter.exists(), "the same command goes on"
 
 
+@pytest.mark.slow
 def test_the_adapter_is_published_although_the_base_is_gone_since_it_was_loaded(
     quick: Any, shallow_base: Path, tmp_path: Path
 ) -> None:

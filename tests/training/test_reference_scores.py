@@ -64,6 +64,7 @@ def passes(run: RunDirectory) -> int:
     return sum(event["rows"] for event in run.events() if event["event"] == "reference_scored")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.parametrize("start", STARTS)
 def test_the_first_loss_is_that_of_the_model_beside_itself_whatever_it_starts_from(job, tmp_path: Path, start) -> None:
@@ -76,6 +77,7 @@ def test_the_first_loss_is_that_of_the_model_beside_itself_whatever_it_starts_fr
     assert metric(run, "loss", "eval_loss")[:2] == pytest.approx([math.log(2)] * 2, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_cached_and_in_step_train_alike_and_another_seed_finds_the_scores(job, tmp_path: Path) -> None:
     for kind in ("cached", "in_step"):
         finetune.train(job(f"preference.reference={kind}", run=kind))
@@ -88,6 +90,7 @@ def test_cached_and_in_step_train_alike_and_another_seed_finds_the_scores(job, t
     assert passes(RunDirectory(tmp_path / "again")) == 0
 
 
+@pytest.mark.slow
 def test_a_pass_that_was_killed_goes_on_to_the_same_bits(job, tmp_path: Path, monkeypatch) -> None:
     class Killed(BaseException):
         pass
@@ -137,6 +140,7 @@ def scored(job: Any, loop: Any) -> np.ndarray[Any, Any]:
     return scores
 
 
+@pytest.mark.slow
 def test_batches_that_do_not_fit_and_ranks_change_nothing(job, monkeypatch) -> None:
     begun_job, loop = begun(job(CACHED, "model.name=builtin:tiny-llama", "training.micro_batch=4"))
     whole = scored(begun_job, loop)
@@ -184,6 +188,7 @@ def test_auto_scores_once_what_steps_would_score_as_often(job) -> None:
         assert reference_scores.decided(config, data).preference.reference == chosen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["training.micro_batch=4", "data.packing=true", "training.micro_batch_tokens=4096"])
 def test_the_forecast_has_the_pass(job, tmp_path: Path, way: str) -> None:
     finetune.train(job(CACHED, "memory.check=warn", "training.batch_size=4", way))

@@ -154,6 +154,7 @@ def test_resumed_run_ends_bit_equal(quick, monkeypatch: pytest.MonkeyPatch, kind
     assert [event["event"] for event in stopped.events()].count("resumed") == 2
 
 
+@pytest.mark.slow
 def test_finished_run_says_so_and_is_not_trained_again(quick, capsys: pytest.CaptureFixture) -> None:
     config = quick()
     run = finetune.train(config).run
@@ -209,6 +210,7 @@ def test_the_best_checkpoint_is_published_where_ten_held_out_rows_judge_it_and_e
     assert (f"publishing the last step, not step {best} with its lower eval loss" in out) == (not judges)
 
 
+@pytest.mark.slow
 def test_no_more_checkpoints_are_kept_than_asked(quick) -> None:
     run = finetune.train(quick("training.max_steps=6", "output.save_every=1", "output.keep=2", "data.eval=none")).run
     assert [checkpoint_step(path) for path in run.complete_checkpoints()] == [5, 6]
@@ -255,6 +257,7 @@ def test_a_signal_after_early_stopping_names_a_step_that_is_saved(quick, monkeyp
     assert run.checkpoint(last).is_dir()
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_the_run_and_is_never_a_number(quick) -> None:
     config = quick(
         "optimizer.weight_decay=1e9",
@@ -455,6 +458,7 @@ def test_project_name_tags_and_answers_reach_a_tracker(quick, monkeypatch: pytes
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_notebooks_own_accelerator_keeps_its_settings(quick, monkeypatch: pytest.MonkeyPatch) -> None:
     AcceleratorState._reset_state()  # of an earlier test
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
@@ -488,6 +492,7 @@ def test_fp16_is_refused_on_a_cpu(quick) -> None:
         finetune.train(quick("training.precision=fp16"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["cosine", "constant"])
 def test_schedule_warms_up_and_follows_its_course(quick, schedule: str) -> None:
     run = finetune.train(
@@ -499,6 +504,7 @@ def test_schedule_warms_up_and_follows_its_course(quick, schedule: str) -> None:
     assert rates[-1] == rates[2] if schedule == "constant" else 0 < rates[-1] < rates[2]
 
 
+@pytest.mark.slow
 def test_a_single_step_trains(quick) -> None:
     """With the default warm-up, whose only step has the peak."""
     run = finetune.train(quick("training.max_steps=1")).run
