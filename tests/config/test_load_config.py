@@ -553,7 +553,7 @@ def test_a_key_that_the_quantization_ignores_is_refused_unless_it_has_its_defaul
     path = write("quantization:\n  double: false\n")
     for kind in QUANTIZATIONS:
         override = f"quantization.kind={kind}"
-        if kind in ("nf4", "fp4"):
+        if kind in ("nf4", "fp4", "auto"):
             load_config(path, [override])
         else:
             [told] = refused(path, override)

@@ -24,7 +24,7 @@ def refusal(key: str, value: object) -> str:
         ("training.objective", "bco", "TRL"),
         ("training.objective", "grpo", "TRL"),
         ("training.objective", "pt", "`data.format: text`"),
-        ("quantization.kind", "nvfp4", "`nf4`"),
+        ("quantization.kind", "aqlm", "`nf4`"),
         ("quantization.kind", "gptq", "`nf4`"),
         ("quantization.kind", "awq", "`nf4`"),
         ("quantization.kind", "bf16", "`none`"),
