@@ -213,7 +213,7 @@ def test_a_token_id_outside_the_vocabulary_is_a_problem_of_its_row(wrong: int, q
 
 
 def test_a_special_token_of_a_template_that_the_base_was_not_given_is_named(make_base, quick, rows_file) -> None:
-    base = make_base("llama", {**LLAMA, "max_position_embeddings": 1024}, weights=False)
+    base = make_base("llama", {**LLAMA, "max_position_embeddings": 1024})
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.add_special_tokens(
         {"additional_special_tokens": ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]}

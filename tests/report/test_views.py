@@ -30,8 +30,10 @@ from finetune.report.data_view import DataView
 from finetune.report.forecast_view import ChosenView, FittedView, PlanView, ServingView
 from finetune.report.result import Result
 from finetune.report.scores import Scores
+from finetune.report.sweep_view import SweepView
 from finetune.report.view import PageView, View
 from finetune.report.visible import visible
+from finetune.results.sweep_table import SettingResult, SweepTable
 from finetune.storage.files import write_text
 from finetune.storage.rundir import RunDirectory
 
@@ -85,6 +87,16 @@ def result(run: RunDirectory) -> View:
     return Result(shutil.copytree(run.path, run.path.with_name(HOSTILE.replace("/", ""))))  # type: ignore[arg-type]
 
 
+def sweep(run: RunDirectory) -> View:
+    other = RunDirectory(shutil.copytree(run.path, run.path.with_name("2" + HOSTILE.replace("/", ""))))
+    difference = {"value": 0.1, "low": None, "high": 0.2}
+    settings = [
+        SettingResult(HOSTILE, {HOSTILE: HOSTILE}, [str(run.path)], "finished", 1.0, 2.0, None, "", 9.0),
+        SettingResult("other", {}, [str(other.path)], "stopped", 0.25, 2.1, difference, HOSTILE, 3.0),
+    ]
+    return SweepView(SweepTable(Path(HOSTILE), settings, 8, None, HOSTILE))
+
+
 def scores(_: RunDirectory) -> View:
     figure = {"value": 1234.6, "low": None, "high": None}
     measure = {"name": HOSTILE, "better": "lower", "rows": 8, "models": {"base": figure}}
@@ -99,7 +111,7 @@ def examination(_: RunDirectory) -> View:
 # A font of the picture has no glyph for them either.
 pytestmark = pytest.mark.filterwarnings("ignore:Glyph .* missing")
 
-VIEWS = (data, plan, serving, chosen, fitted, runs, result, scores, examination)
+VIEWS = (data, plan, serving, chosen, fitted, runs, result, sweep, scores, examination)
 Made = Callable[[RunDirectory], View]
 
 
