@@ -24,6 +24,8 @@ import harness
 import overhead
 
 SIDES = {"trl": ["--checkpointing=all"]}
+QUESTIONS = ("fast", "equal")
+"""Asked of each job; not whether it is small, as a run keeps what fits the machine instead of computing it again."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +62,7 @@ def main() -> None:
             jobs[name] = _job(job, ARCHITECTURES.get(name), options.rounds, Path(scratch))
         harness.save(options.output, {"bounds": beside_dpo.BOUNDS, "jobs": jobs}, job.threads)
         print(f"{name}\n{beside_dpo.table(jobs[name]['beside'])}", flush=True)
-    sys.exit(0 if all(beside_dpo.passed(job["beside"]) for job in jobs.values()) else 1)
+    sys.exit(0 if all(job["beside"]["trl"][question] for job in jobs.values() for question in QUESTIONS) else 1)
 
 
 def _job(job: Job, architecture: Mapping[str, Any] | None, rounds: int, scratch: Path) -> dict[str, Any]:

@@ -23,6 +23,12 @@ def checkpoint_bytes(trace: Trace) -> int:
     return _bytes(trace, "adapter") + _bytes(trace, "optimizer_states")
 
 
+def saves_between(config: Config) -> bool:
+    """Whether training goes on after a save; assumed so where the config does not say how many steps there are."""
+    every, steps = config.output.save_every, config.training.max_steps
+    return every is not None and (steps is None or steps > every)
+
+
 def merge_bytes(config: Config, trace: Trace) -> int:
     """Device memory of `finetune merge`: a weight in float32 with its update (peft 0.21, `Linear.get_delta_weight`: a
     product, and that product scaled), or while the result is proven a layer or the head in 16 bit.

@@ -22,7 +22,7 @@ import torch
 
 from finetune.config import Config
 from finetune.data.batching import Batch
-from finetune.forecast import replay
+from finetune.forecast import file_sizes, replay
 from finetune.forecast.devices import Device
 from finetune.forecast.replay import Forecast
 from finetune.runtime import environment
@@ -30,8 +30,10 @@ from finetune.storage import private
 
 _FOLDER = "forecasts"
 _MOST_FILES = 500
-# Sections and keys that no forecast depends on: where a job's files are, and who watches it.
-_IRRELEVANT: Any = {"tracking": True, "output": {"dir"}, "data": {"train", "eval"}}
+# Keys of a training's course, which take no memory. (What the seed decides, the largest batches, is in the key.)
+_COURSE = {"learning_rate", "schedule", "warmup", "epochs", "max_steps", "seed", "eval_every", "early_stopping"}
+# Sections and keys that no forecast depends on: that, where a job's files are, and who watches it.
+_IRRELEVANT: Any = {"tracking": True, "output": {"dir", "save_every"}, "data": {"train", "eval"}, "training": _COURSE}
 _MEMORY = ("budget_bytes", "outside_bytes")
 _RATES = ("flops", "bandwidth_bytes", "call_seconds")
 
@@ -74,6 +76,7 @@ class Kept:
         varying = (*_MEMORY, *(_RATES if self.device.type == "cpu" else ()))
         parts = [
             config.model_dump_json(exclude=_IRRELEVANT),
+            file_sizes.saves_between(config),
             type(self.architecture).__name__,
             self.architecture.to_dict(),
             [batch and asdict(batch) for batch in batches],

@@ -134,7 +134,7 @@ class Planner:
             disk_bytes=file_sizes.disk_bytes(config, trace),
             checkpoint_bytes=file_sizes.checkpoint_bytes(trace),
             merges=config.output.merge,
-            saves_between=_saves_between(config),
+            saves_between=file_sizes.saves_between(config),
             from_files=config.model.weights != "random" and not strategies.loads_parts(section, self.gpus),
             gpus=self.gpus,
             sharing=section.model_dump() if is_shared else None,
@@ -334,12 +334,6 @@ def _less_recomputed(fitted: Fitted, layers: int) -> list[str]:
     return [
         level for level in fitted.levels if LEVELS.index(level) <= least and level != fitted.config.memory.checkpointing
     ]
-
-
-def _saves_between(config: Config) -> bool:
-    """Whether training goes on after a save; assumed so where the config does not say how many steps there are."""
-    every, steps = config.output.save_every, config.training.max_steps
-    return every is not None and (steps is None or steps > every)
 
 
 def _attention(config: Config, architecture: Any, device: Device) -> str:

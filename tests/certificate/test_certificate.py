@@ -32,6 +32,7 @@ from finetune.config import Config
 from finetune.doctor import machine
 from finetune.forecast import devices, planning, traced_step
 from finetune.kernels import ops
+from finetune.lifecycle import certification
 from finetune.model.base import load_architecture
 from finetune.runtime import libraries
 from finetune.settings import load_config
@@ -434,6 +435,26 @@ def test_two_runs_that_begin_at_once_are_both_right(quick, tmp_path, monkeypatch
             os._exit(code)
     assert [os.waitpid(pid, 0)[1] for pid in pids] == [0, 0]
     assert log.read_text() == "made\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_local_main", [True, False])
+def test_one_rank_of_each_machine_tries_and_all_take_its_word(
+    is_local_main, quick, made, capsys, monkeypatch, expected
+) -> None:
+    def gathered(own: Any) -> list[Any]:
+        """Of the ranks of two machines, this one first."""
+        assert own == (tuple(RESULTS) if is_local_main else None)
+        return [own, None, (TrialResult("norm", "failed", "it is another card"),), None]
+
+    ranks = SimpleNamespace(is_local_main=lambda: is_local_main, gathered=gathered)
+    monkeypatch.setattr(certification, "ranks", ranks)
+    losses = metric(finetune.train(quick(*JOB)).run, "loss")
+    printed = " ".join("".join(capsys.readouterr()).split())
+    off = re.findall(r"certificate: kernel `(\w+)` is off", printed)
+    assert off == (["mlp", "norm"] if is_local_main else ["norm"])
+    assert len(made) == is_local_main
+    assert losses == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_child_ends_with_its_parent() -> None:

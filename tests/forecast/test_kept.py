@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import forecasts
 import pytest
 
+import finetune
 from finetune.config import Config
 from finetune.data.batching import Batch
 from finetune.forecast import devices, kept, planning, replay
@@ -85,10 +87,31 @@ def test_another_job_is_traced(traced: list[Any], changes: dict[str, Any]) -> No
     assert before != after
 
 
-def test_another_folder_or_tracker_is_the_same_job(traced: list[Any], tmp_path: Path) -> None:
-    planner(config()).forecast()
-    planner(config(f"output.dir={tmp_path}/other", "tracking.project=other")).forecast()
+def test_another_folder_tracker_or_course_is_the_same_job(traced: list[Any], tmp_path: Path) -> None:
+    first = planner(config()).forecast()
+    for others in (
+        [f"output.dir={tmp_path}/other", "tracking.project=other"],
+        ["training.learning_rate=1e-5", "training.schedule=constant", "training.warmup=9"],
+        ["training.max_steps=9000", "training.seed=7"],
+    ):
+        assert planner(config(*others)).forecast() == first
     assert len(traced) == 1
+
+
+def test_whether_training_goes_on_after_a_save_makes_another_job(traced: list[Any]) -> None:
+    for steps in (9, 10, 11, 12):
+        planner(config("output.save_every=10", f"training.max_steps={steps}")).forecast()
+    assert len(traced) == 2
+
+
+@pytest.mark.slow
+def test_a_resume_with_more_steps_traces_nothing(traced: list[Any], quick: Callable[..., Config]) -> None:
+    job = ["memory.check=refuse", "memory.checkpointing=auto"]
+    finetune.train(quick("training.max_steps=2", *job))
+    before = len(traced)
+    run = finetune.train(quick("training.max_steps=4", *job)).run
+    assert run.steps_done == 4
+    assert len(traced) == before > 0
 
 
 def test_another_version_of_a_library_or_of_the_code_is_traced_again(
