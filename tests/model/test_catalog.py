@@ -26,6 +26,12 @@ LINEAR = [
 ]
 
 
+# What a configuration takes beside its fields; the third is read by the layers of Qwen3's mixtures.
+_NO_FIELDS = {"model_type", "quantization_config", "head_dim"}
+# What the library makes a field of some layers of.
+_OF_SOME_LAYERS = {"global_head_dim": "head_dim", "num_global_key_value_heads": "num_key_value_heads"}
+
+
 def build(name: str) -> PreTrainedModel:
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(catalog.config(name))
@@ -62,11 +68,16 @@ def test_every_fact_is_a_field_of_the_configuration_and_arrives_there(subtests: 
     for name in NAMES:
         with subtests.test(name=name):
             config, facts = catalog.config(name), catalog.find(name).facts
-            assert facts.keys() <= {"model_type"} | {f.name for f in dataclasses.fields(config)}
+            fields = {field.name for field in dataclasses.fields(config)}
+            assert facts.keys() <= {*_NO_FIELDS, *_OF_SOME_LAYERS} | fields
+            differing = set(_OF_SOME_LAYERS.values()) if facts.keys() & _OF_SOME_LAYERS.keys() else set()
+            assert all(facts[field] in catalog.values(config, field) for field in differing)
             # The library may add to the rope settings (Phi-3 gets its rotary factor), never change them.
             assert {**config.rope_parameters, **facts["rope_parameters"]} == config.rope_parameters
-            for field in facts.keys() - {"rope_parameters"}:
-                assert getattr(config, field) == facts[field], field
+            for field in facts.keys() - {"rope_parameters", *_OF_SOME_LAYERS}:
+                assert field in differing or getattr(config, field) == facts[field], field
+            for field in facts.keys() & _OF_SOME_LAYERS.keys():
+                assert facts[field] in catalog.values(config, _OF_SOME_LAYERS[field])
 
 
 def test_every_entry_says_where_its_number_was_published() -> None:
@@ -83,11 +94,18 @@ def test_sliding_window_layers(subtests: pytest.Subtests) -> None:
         ("google/gemma-2-9b", 21, 21),
         ("google/gemma-3-1b-pt", 22, 4),
         ("google/gemma-3-27b-pt", 52, 10),
+        ("google/gemma-4-31B-it", 50, 10),
+        ("openai/gpt-oss-20b", 12, 12),
     ]:
         with subtests.test(name=name):
             config = catalog.config(name)
             kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
             assert (kinds.count("sliding_attention"), kinds.count("full_attention")) == (sliding, full)
+
+
+def test_every_fourth_layer_of_qwen3_5_attends_to_all_tokens() -> None:
+    kinds = catalog.config("Qwen/Qwen3.5-9B").layer_types
+    assert kinds == (["linear_attention"] * 3 + ["full_attention"]) * 8
 
 
 def test_an_alias_is_its_model_but_for_tokens_and_context(subtests: pytest.Subtests) -> None:
@@ -117,10 +135,11 @@ def test_aliases_resolve() -> None:
 
 
 def test_multimodal_checkpoints_say_that_only_their_text_model_is_here(subtests: pytest.Subtests) -> None:
-    for size in ["4b", "12b", "27b"]:
-        with subtests.test(size=size):
-            entry = catalog.find(f"google/gemma-3-{size}-pt")
-            assert entry.facts["model_type"] == "gemma3_text"
+    gemma3 = [f"google/gemma-3-{size}-pt" for size in ("4b", "12b", "27b")]
+    for name in [*gemma3, "google/gemma-4-31B-it", "Qwen/Qwen3.5-4B", "Qwen/Qwen3.5-9B"]:
+        with subtests.test(name=name):
+            entry = catalog.find(name)
+            assert entry.facts["model_type"].endswith("_text")
             assert "text model" in entry.note
 
 

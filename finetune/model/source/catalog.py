@@ -4,7 +4,7 @@
 transformers 5, and the published number of parameters with its source; the tests compare that with the built model. An
 alias is another checkpoint of the same shapes, such as the instruct variant, and lists the facts in which it differs:
 the end-of-text token and, for Qwen, the context length and the norms' epsilon. Initializer, dropout, cache settings and
-dtype are left to the library.
+dtype are left to the library, and so is the kind of each layer where it has the published pattern.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class CatalogEntry:
     """The facts of one model: keyword arguments of the transformers configuration, to be treated as read-only.
 
     `parameters` counts tied weights once; `source` says where that number was published. `note` is for readers: the
-    entries of the larger Gemma 3 checkpoints, which are multimodal, describe only the text model.
+    entries of multimodal checkpoints, such as the larger ones of Gemma 3, describe only the text model.
     """
 
     name: str
