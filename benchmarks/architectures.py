@@ -32,7 +32,7 @@ _GIVEN: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 8},
     "qwen4_exp": {"text_config": {"model_type": "qwen4_exp_text", **_INDEXER}},
     "qwen4_exp_text": _INDEXER,
-    "reformer": {"is_decoder": True},
+    "reformer": {"is_decoder": True, "vocab_size": 4096},
 }
 _LIMIT_SECONDS = 240.0  # of a machine that does other things as well
 
