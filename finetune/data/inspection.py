@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 from finetune.config import Config, DataSection, TrainingSection, loaded
 from finetune.data import chat, fingerprint, formats, sources
 from finetune.data.batching import Batch, MicroBatching, RowOrder, Sizes, epoch, longest_first, worst_batches
-from finetune.data.encoded import IGNORE, MISMATCHED, RowLayout, Segment, segments_of
+from finetune.data.encoded import DESIRABLE, IGNORE, MISMATCHED, RowLayout, Segment, segments_of
 from finetune.data.examples import RowError
 from finetune.data.prepare import Counts, Prepared, prepare, with_classes
 from finetune.errors import ArtifactError
@@ -175,7 +175,7 @@ def _samples(prepared: Prepared, tokenizer: Any, most: int | None = None) -> tup
     names = prepared.layout.segments or ("",)
     return tuple(
         _sample(
-            f"{row['place']}, {name}" if name else row["place"],
+            _place(row) + (f", {name}" if name else ""),
             Segment(segment.input_ids, [IGNORE] * len(segment.labels)) if name == MISMATCHED else segment,
             tokenizer,
             most,
@@ -183,6 +183,12 @@ def _samples(prepared: Prepared, tokenizer: Any, most: int | None = None) -> tup
         for row in rows
         for name, segment in zip(names, segments_of(row), strict=True)
     )
+
+
+def _place(row: dict[str, Any]) -> str:
+    """The location of a row, with the label of an answer that has one."""
+    label = row.get(DESIRABLE)
+    return str(row["place"]) + ("" if label is None else " (desirable)" if label else " (undesirable)")
 
 
 def _as_chat(section: DataSection, prepared: Prepared, tokenizer: Any) -> AsChat | None:

@@ -230,8 +230,9 @@ class _Rows:
                 unused += [f"messages.{name}" for name in chat.unused(example, self.tokenizer)]
         if self.forms[row.source] == "pairs" and "margin" in unused:
             unused[unused.index("margin")] = f"margin ({formats.MARGINS})"
-        if self.forms[row.source] == "preference":
-            unused.append(f"{columns.get('rejected', 'rejected')} ({formats.PREFERENCES})")
+        rejected = columns.get("rejected", "rejected")
+        if self.forms[row.source] == "preference" or rejected in unused:
+            unused = [*(name for name in unused if name != rejected), f"{rejected} ({formats.PREFERENCES})"]
         self.counts.unused += [name for name in dict.fromkeys(unused) if name not in self.counts.unused]
         return content
 

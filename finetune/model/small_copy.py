@@ -32,7 +32,7 @@ _SIZES = {
     "rotary_dim time_step_rank mamba_dt_rank adapter_rank",
     2: "num_key_value_heads num_kv_heads num_experts_per_tok num_experts_per_token moe_k moe_top_k top_k moe_topk "
     "n_mamba_heads linear_num_key_heads encoder_layers decoder_layers num_encoder_layers num_decoder_layers num_blocks "
-    "depth index_n_heads",
+    "depth index_n_heads num_layers_per_stack",
     1: "n_group topk_group num_expert_group n_shared_experts mamba_n_groups mamba_ngroups first_k_dense_replace",
     512: "max_position_embeddings n_positions max_seq_len n_ctx max_target_positions",
     64: "sliding_window",

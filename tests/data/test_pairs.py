@@ -11,7 +11,7 @@ import pytest
 
 import finetune
 from finetune.data.examples import Chat, Completion, RowError, Unusable
-from finetune.data.formats import FORMATS, MARGINS, read
+from finetune.data.formats import FORMATS, MARGINS, PREFERENCES, read
 from finetune.settings import load_config
 from finetune.storage.rundir import RunDirectory
 
@@ -168,6 +168,17 @@ def test_a_function_that_returned_pairs_returns_answers_to_a_supervised_run() ->
     row = {"a": "Because.", "b": "No."}
     assert list(read(row, compared.data.format, {})[0].segments) == ["chosen", "rejected"]
     assert read(row, supervised.data.format, {})[0] == Completion("Why? ", "Because.")
+
+
+def test_a_rejected_answer_beside_messages_is_listed_with_the_objective_that_reads_it(
+    quick: Any, tmp_path: Path
+) -> None:
+    """As in UltraFeedback, whose messages are the chosen answer's."""
+    rows = [{"messages": [ASK, GOOD], "chosen": [ASK, GOOD], "rejected": [ASK, BAD], "kind": n} for n in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    job = quick(f"data.train={tmp_path / 'rows.jsonl'}", "data.eval=none")
+    unused = finetune.inspect_data(job).inspection.train.unused
+    assert unused == ["chosen", "kind", f"rejected ({PREFERENCES})"]
 
 
 def test_a_margin_that_is_not_read_is_listed_with_the_format_that_reads_it(quick: Any, tmp_path: Path) -> None:

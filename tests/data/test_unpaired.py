@@ -143,6 +143,13 @@ def test_a_row_has_its_answer_and_one_to_another_prompt(tmp_path: Path) -> None:
     assert counts.unused == ["kind"]
 
 
+def test_the_look_at_the_data_shows_the_label_of_an_answer(tmp_path: Path) -> None:
+    config, _ = prepared(tmp_path, answers(2))
+    shown = [sample.place.partition(":")[2] for sample in finetune.inspect_data(config).inspection.samples]
+    ends = ("desirable", "undesirable")
+    assert shown == [f"{n + 1} ({end}), {name}" for n, end in enumerate(ends) for name in ("answer", "mismatched")]
+
+
 def test_both_answers_of_a_pair_are_rows_and_what_is_empty_or_too_long_is_dropped_alone(tmp_path: Path) -> None:
     rows = [{"prompt": f"To {n}. ", "chosen": f"yes {n}", "rejected": f"no {n}"} for n in range(6)]
     rows[1]["rejected"] = " "
