@@ -45,7 +45,7 @@ from finetune.data import batching
 from finetune.data.batching import Batch, MicroBatching
 from finetune.forecast import gpus, planning, traced_step
 from finetune.forecast.fit import divisors
-from finetune.forecast.replay import Forecast
+from finetune.forecast.job_forecast import Forecast
 from finetune.forecast.trace import TraceRecorder, Work
 from finetune.kernels import mlp
 from finetune.model.base import load_architecture
