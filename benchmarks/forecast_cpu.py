@@ -579,11 +579,11 @@ def forecast_range(setting: Setting) -> dict[str, dict[str, int]]:
 
 
 def _peaks_of(step: Any, trace: Any) -> dict[str, int]:
-    from finetune.forecast import file_sizes, replay
+    from finetune.forecast import file_sizes, job_forecast, replay
 
     accumulation = step.config.training.batch_size // step.config.training.rows
     run = replay.RunSetting(micro_batches=accumulation, checkpoint_bytes=file_sizes.checkpoint_bytes(trace))
-    found = replay.make(trace, step.device, step.train, step.attention, run)
+    found = job_forecast.make(trace, step.device, step.train, step.attention, run)
     phases = {name: peak["allocated_bytes"] for name, peak in found.phases.items()}
     # The instrument's peak begins with the finished model.
     return peaks(max(size for name, size in phases.items() if name != "load"), phases)

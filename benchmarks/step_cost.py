@@ -47,8 +47,9 @@ from finetune.data.batching import Batch, MicroBatching
 from finetune.forecast import gpus, planning, traced_step
 from finetune.forecast.devices import Device
 from finetune.forecast.fit import divisors
-from finetune.forecast.replay import Forecast
-from finetune.forecast.trace import TraceRecorder, Work
+from finetune.forecast.job_forecast import Forecast
+from finetune.forecast.trace import Work
+from finetune.forecast.trace_recorder import TraceRecorder
 from finetune.kernels import mlp
 from finetune.model.base import load_architecture
 from finetune.objectives import Objective

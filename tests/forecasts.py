@@ -7,7 +7,8 @@ from typing import Any
 
 from finetune.data.batching import Batch
 from finetune.forecast.devices import Device
-from finetune.forecast.replay import WORDS, Forecast, Point
+from finetune.forecast.job_forecast import WORDS, Forecast
+from finetune.forecast.replay import Point
 from finetune.forecast.trace import CATEGORIES
 
 MIB, GIB = 2**20, 2**30

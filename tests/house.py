@@ -11,6 +11,7 @@ import functools
 import json
 import re
 import sys
+import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -340,6 +341,14 @@ class House:
             if not source.name.startswith("finetune.config.") and any(map(words.search, source.identifiers))
         ]
 
+    def folders_without_contract(self) -> list[str]:
+        """Packages of more than one module that are the container of no contract of import-linter."""
+        settings = tomllib.loads((self.root / "pyproject.toml").read_text(encoding="utf-8"))
+        contracts = settings["tool"]["importlinter"]["contracts"]
+        contained = {container for contract in contracts for container in contract.get("containers", ())}
+        modules = Counter(name.rpartition(".")[0] for name in self._modules if "." in name)
+        return sorted(name for name, number in modules.items() if number > 1 and name not in contained)
+
     # -- sizes -----------------------------------------------------------------------------------------------------
 
     def lines(self, folder: str) -> int:
@@ -368,6 +377,7 @@ class House:
             "patches that nothing uses": self.unused_patches(),
             "attributes hung on foreign objects": self.hung_attributes(),
             "entries of the lists here that nothing needs": self.unknown_in_table(),
+            "folders without a contract of imports": self.folders_without_contract(),
             "internal imports of training/run.py": self.imported_by("finetune.training.run"),
             "files that know sharding": self.files_that_know(SHARDING),
             "files that know DeepSpeed": self.files_that_know(DEEPSPEED),

@@ -16,6 +16,7 @@ LIMITS = {
     "patches that nothing uses": 0,
     "attributes hung on foreign objects": 0,
     "entries of the lists here that nothing needs": 0,
+    "folders without a contract of imports": 0,
     "internal imports of training/run.py": 20,
     "files that know sharding": 6,
     "files that know DeepSpeed": 4,
@@ -91,5 +92,8 @@ def test_violations_are_seen(tmp_path: Path) -> None:
     assert made.unused_patches() == ["UNUSED"]
     hung = {line.split(": ")[1] for line in made.hung_attributes()}
     assert hung == {"rows[0].shape", "model.place", "x.room", "x.marked", "x.__class__"}
+    contract = '[[tool.importlinter.contracts]]\ncontainers = ["finetune.runtime"]\n'
+    (tmp_path / "pyproject.toml").write_text(contract)
+    assert made.folders_without_contract() == ["finetune"]
     assert made.imported_by("finetune.jobs") == ["finetune.rows", "finetune.runtime.patches"]
     assert made.files_that_know(DEEPSPEED) == ["finetune.jobs"]

@@ -22,7 +22,8 @@ from finetune.forecast.devices import Device
 from finetune.forecast.extrapolate import NotAlike, extrapolate, shorten, whole
 from finetune.forecast.fake_model import FakeModel, Shortening
 from finetune.forecast.replay import Replay, replayed
-from finetune.forecast.trace import CATEGORIES, Answers, Trace, TraceRecorder
+from finetune.forecast.trace import CATEGORIES, Trace
+from finetune.forecast.trace_recorder import Answers, TraceRecorder
 from finetune.model import bounds
 from finetune.model.adapters.adapter import attach
 from finetune.model.attention import backends, caches

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 from finetune.forecast.fit import SPARE, largest
-from finetune.forecast.replay import Forecast
+from finetune.forecast.job_forecast import Forecast
 from finetune.storage.records import UpTo
 
 At = Callable[[str, int], Forecast]

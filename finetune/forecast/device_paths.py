@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from finetune.forecast import fake
 from finetune.forecast.devices import Device
-from finetune.forecast.trace import TraceRecorder
+from finetune.forecast.trace_recorder import TraceRecorder
 from finetune.model.recompute import offload
 from finetune.runtime import patches
 from finetune.runtime.randomness import RandomState

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from finetune.config import AdapterSection, Config
 from finetune.forecast import depth, fake
 from finetune.forecast.extrapolate import Shortened
-from finetune.forecast.trace import TraceRecorder
+from finetune.forecast.trace_recorder import TraceRecorder
 from finetune.model import build
 from finetune.model.base import base_dtype
 from finetune.model.recompute import checkpointing

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from finetune.forecast import fake
-from finetune.forecast.trace import TraceRecorder
+from finetune.forecast.trace_recorder import TraceRecorder
 from finetune.forecast.traced_engine import TracedEngine
 from finetune.model.distributed.sharding import Sharded, held, whole_of
 from finetune.runtime import patches

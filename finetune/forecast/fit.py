@@ -19,7 +19,7 @@ from typing import Any
 from finetune.config import Config
 from finetune.errors import OutOfMemoryError
 from finetune.forecast import devices
-from finetune.forecast.replay import Forecast
+from finetune.forecast.job_forecast import Forecast
 from finetune.model.recompute.checkpointing import LEVELS, ladder
 
 Forecaster = Callable[[Config], Forecast]

@@ -22,9 +22,9 @@ import torch
 
 from finetune.config import Config
 from finetune.data.batching import Batch
-from finetune.forecast import file_sizes, replay
+from finetune.forecast import file_sizes, job_forecast
 from finetune.forecast.devices import Device
-from finetune.forecast.replay import Forecast
+from finetune.forecast.job_forecast import Forecast
 from finetune.runtime import environment
 from finetune.storage import private
 
@@ -70,7 +70,7 @@ class Kept:
             forecast = _adapter().validate_python({**values, "device": then})
         except (ValueError, TypeError, AttributeError, LookupError):
             return None
-        return replay.on(forecast, self.device) if _holds(forecast, self.device) else None
+        return job_forecast.on(forecast, self.device) if _holds(forecast, self.device) else None
 
     def _key(self, config: Config, batches: Sequence[Batch | None]) -> str:
         varying = (*_MEMORY, *(_RATES if self.device.type == "cpu" else ()))

@@ -23,13 +23,14 @@ from finetune.data import batching, prepare, sources
 from finetune.data.batching import Batch, MicroBatching, RowOrder, Sizes
 from finetune.data.prepare import Prepared
 from finetune.errors import ArtifactError, ConfigError, ForecastError
-from finetune.forecast import by_length, devices, file_sizes, replay
+from finetune.forecast import by_length, devices, file_sizes, job_forecast
 from finetune.forecast import fit as fitting
 from finetune.forecast.devices import Device
 from finetune.forecast.fit import Fitted, Limits, NothingFits
+from finetune.forecast.job_forecast import Forecast
 from finetune.forecast.kept import Kept
 from finetune.forecast.levers import Lever, levers
-from finetune.forecast.replay import Forecast, RunSetting
+from finetune.forecast.replay import RunSetting
 from finetune.forecast.traced_step import Models, StepSetting, trace_step
 from finetune.model import bounds, build
 from finetune.model.attention import backends, packing
@@ -140,17 +141,18 @@ class Planner:
             sharing=section.model_dump() if is_shared else None,
             copied=strategies.replicates(section, self.gpus),
         )
-        return replay.make(trace, device, batch, implementation, run)
+        return job_forecast.make(trace, device, batch, implementation, run)
 
     def with_reference(self, config: Config, forecast: Forecast) -> Forecast:
         """`forecast` with the seconds of the pass that scores the reference, if there is one."""
         shares, data = config.distributed.shares(self.gpus), self.data
         if forecast.scoring is None or data is None:
-            return replay.with_reference(forecast, shares, None, 0, 0)
+            return job_forecast.with_reference(forecast, shares, None, 0, 0)
         way = micro_batching(config, self.architecture)
         batches = reference_scores.positions(way, data, self._share(config)) / forecast.batch.positions
         rows = len(data.train) + len(data.eval or ())
-        return replay.with_reference(forecast, shares, rows, batches, reference_scores.in_step_share(config, data))
+        in_step = reference_scores.in_step_share(config, data)
+        return job_forecast.with_reference(forecast, shares, rows, batches, in_step)
 
     def with_routing(self, config: Config, forecast: Forecast) -> Forecast:
         """`forecast`, with what is needed if experts get equally many tokens, where that is less."""
@@ -262,7 +264,7 @@ class Planner:
             return self.forecast(config.changed({"memory.checkpointing": level}), most_tokens=most_tokens)
 
         shorter = by_length.find(fitted.forecast, {level: at(level) for level in levels}, map(max, seen), at)
-        return replace(fitted, forecast=replay.with_shorter(fitted.forecast, shorter))
+        return replace(fitted, forecast=job_forecast.with_shorter(fitted.forecast, shorter))
 
     def _shared(self, least: Callable[[Config], Config]) -> Config:
         """The job with the least sharding that lets `least` of it fit, where the ranks' sharing is `auto`."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from finetune.config import DistributedSection
-from finetune.forecast.trace import TraceRecorder
+from finetune.forecast.trace_recorder import TraceRecorder
 from finetune.model.distributed import optimizer_states
 from finetune.model.distributed.engine import OneProcess
 

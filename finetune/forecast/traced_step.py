@@ -30,7 +30,8 @@ from finetune.forecast.extrapolate import NotAlike, Shortened, extrapolate, shor
 from finetune.forecast.fake_model import FakeModel, Shortening
 from finetune.forecast.fake_shards import FakeSharded
 from finetune.forecast.fake_zero import FakeZero
-from finetune.forecast.trace import Answers, Routing, Trace, TracedMonitor, TraceRecorder
+from finetune.forecast.trace import Trace
+from finetune.forecast.trace_recorder import Answers, Routing, TracedMonitor, TraceRecorder
 from finetune.forecast.traced_engine import Traced, TracedEngine
 from finetune.model import build
 from finetune.model.adapters import adapter

@@ -7,7 +7,7 @@ from typing import Any
 
 from finetune.config import Config
 from finetune.data import inspection
-from finetune.forecast.replay import Forecast
+from finetune.forecast.job_forecast import Forecast
 from finetune.lifecycle import provenance, resume
 from finetune.lifecycle.preparation import JobInputs
 from finetune.lifecycle.resume import Start

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from finetune.forecast.replay import Forecast
+from finetune.forecast.job_forecast import Forecast
 from finetune.measure.monitor import Peak
 from finetune.report.terminal import Terminal
 from finetune.storage.files import write_json

@@ -11,9 +11,9 @@ from finetune.config import Config
 from finetune.data.prepare import Prepared
 from finetune.errors import ForecastError, OutOfMemoryError
 from finetune.forecast.fit import Fitted
+from finetune.forecast.job_forecast import Forecast
 from finetune.forecast.levers import Lever
 from finetune.forecast.planning import Planner
-from finetune.forecast.replay import Forecast
 from finetune.lifecycle import provenance, resume
 from finetune.report import words
 from finetune.report.forecast_view import ChosenView

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from finetune.certificate.verdict import Certificate
 from finetune.config import Config
-from finetune.forecast.replay import Forecast
+from finetune.forecast.job_forecast import Forecast
 from finetune.lifecycle import opening
 from finetune.lifecycle.plan import plan
 from finetune.lifecycle.preparation import JobInputs

@@ -15,8 +15,8 @@ from rich.console import Console
 from finetune.config import Config
 from finetune.forecast.answer_memory import KV_CACHE, Serving
 from finetune.forecast.fit import Fitted, Limits
+from finetune.forecast.job_forecast import WORDS, Forecast
 from finetune.forecast.levers import Lever
-from finetune.forecast.replay import WORDS, Forecast
 from finetune.measure.monitor import Peak
 from finetune.report import printing, step_curve, words
 from finetune.report.view import PageView, View

@@ -12,7 +12,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 
-from finetune.forecast.replay import WORDS, Forecast
+from finetune.forecast.job_forecast import WORDS, Forecast
 from finetune.report import canvas, words
 from finetune.report.step_curve import COLOURS, FAR_ABOVE, edges, layers, phases
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any
 
-from finetune.forecast.replay import WORDS, Forecast
+from finetune.forecast.job_forecast import WORDS, Forecast
 from finetune.report import words
 
 # From bottom to top. Any two differ by 20 in CIE Lab and neighbours by 30, also for protanopia, deuteranopia and

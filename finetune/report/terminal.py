@@ -20,7 +20,7 @@ from rich.text import Text
 
 from finetune.config import Config, DataSection
 from finetune.data.prepare import Prepared
-from finetune.forecast.replay import Forecast
+from finetune.forecast.job_forecast import Forecast
 from finetune.measure.monitor import Peak, headline
 from finetune.model.structure import experts
 from finetune.model.structure.experts import Mixture

@@ -14,7 +14,7 @@ from finetune.objectives import OBJECTIVES
 if TYPE_CHECKING:  # these import torch, which would delay the first line of a plan
     from finetune.data.batching import Batch
     from finetune.forecast.answer_memory import Serving
-    from finetune.forecast.replay import Forecast
+    from finetune.forecast.job_forecast import Forecast
     from finetune.measure.monitor import Peak
     from finetune.model.structure.experts import Mixture
     from finetune.report.printing import Cells

@@ -21,8 +21,8 @@ from finetune.config import Config
 from finetune.errors import MachineError
 from finetune.forecast import planning
 from finetune.forecast.fit import Fitted
+from finetune.forecast.job_forecast import Forecast
 from finetune.forecast.planning import Planner
-from finetune.forecast.replay import Forecast
 from finetune.storage.files import DISK_ERRORS, not_written, write_text
 from finetune.storage.rundir import RunDirectory
 

@@ -16,8 +16,8 @@ from finetune.config import Config
 from finetune.data.batching import Batch
 from finetune.forecast import by_length, planning
 from finetune.forecast.fit import SPARE
+from finetune.forecast.job_forecast import Forecast, with_shorter
 from finetune.forecast.planning import Planner
-from finetune.forecast.replay import Forecast, with_shorter
 from finetune.storage.records import UpTo
 
 LONGEST, GRAIN, FIXED = 2048, 64, 4000

@@ -22,9 +22,9 @@ from finetune.errors import ConfigError
 from finetune.forecast import fake_ranks, planning
 from finetune.forecast.devices import Device
 from finetune.forecast.extrapolate import whole
+from finetune.forecast.job_forecast import Forecast
 from finetune.forecast.levers import levers
 from finetune.forecast.planning import Planner
-from finetune.forecast.replay import Forecast
 from finetune.forecast.trace import Trace
 from finetune.model import build
 from finetune.model.distributed import sharding

@@ -19,7 +19,7 @@ from finetune.config import Config, dump, explained
 from finetune.errors import OutOfMemoryError
 from finetune.forecast import fit as fitting
 from finetune.forecast.fit import Fitted, divisors, fit
-from finetune.forecast.replay import Forecast
+from finetune.forecast.job_forecast import Forecast
 from finetune.model.recompute.checkpointing import LEVELS, ladder, pattern
 
 LAYERS = 12

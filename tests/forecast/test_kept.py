@@ -14,10 +14,10 @@ import pytest
 import finetune
 from finetune.config import Config
 from finetune.data.batching import Batch
-from finetune.forecast import devices, kept, planning, replay
+from finetune.forecast import devices, job_forecast, kept, planning
+from finetune.forecast.job_forecast import Forecast
 from finetune.forecast.kept import Kept
 from finetune.forecast.planning import Planner
-from finetune.forecast.replay import Forecast
 from finetune.forecast.traced_step import trace_step
 from finetune.settings import load_config
 from finetune.storage import private
@@ -221,4 +221,4 @@ def test_on_a_cpu_the_kept_forecast_takes_the_rates_and_the_memory_of_now(traced
     batch = planner_of_now._largest_batches(job)[0][0]
     assert second == planner_of_now._forecast(job, batch, None), "as if traced"
     assert second.seconds > first.seconds
-    assert replay.on(second, then) == first
+    assert job_forecast.on(second, then) == first

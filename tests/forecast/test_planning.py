@@ -17,8 +17,8 @@ from finetune.config import Config
 from finetune.config.field_types import LEVELS
 from finetune.errors import ArtifactError, ConfigError, ForecastError, MachineError, OutOfMemoryError
 from finetune.forecast import planning, traced_step
+from finetune.forecast.job_forecast import Forecast
 from finetune.forecast.planning import Plan, Planner
-from finetune.forecast.replay import Forecast
 from finetune.lifecycle.plan import does_not_fit
 from finetune.report.forecast_view import PlanView
 from finetune.settings import load_config

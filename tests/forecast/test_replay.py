@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from traces import Story
 
 from finetune.data.batching import Batch
-from finetune.forecast import operator_costs, replay
+from finetune.forecast import job_forecast, operator_costs, replay
 from finetune.forecast.devices import Device
-from finetune.forecast.replay import PHASES, WORDS, Forecast
+from finetune.forecast.job_forecast import PHASES, WORDS, Forecast
 from finetune.forecast.trace import CATEGORIES
 
 CPU = Device("cpu", "CPU", 10 * GIB, 100 * MIB, flops=1e9, bandwidth_bytes=1e8, call_seconds=1e-3)
@@ -38,7 +38,7 @@ def step(unit: int = MIB, *, paged: int = 0) -> Story:
 
 
 def made(story: Story, device: Device = CPU, **changes: Any) -> Forecast:
-    return replay.make(story.trace, device, BATCH, "sdpa", replay.RunSetting(**changes))
+    return job_forecast.make(story.trace, device, BATCH, "sdpa", replay.RunSetting(**changes))
 
 
 def test_on_a_cpu_the_live_tensors_are_what_counts() -> None:
@@ -155,7 +155,7 @@ def test_what_is_sent_runs_beside_the_arithmetic_and_counts_where_it_takes_longe
 
 @pytest.mark.parametrize(("ranks", "expected"), [(1, 0), (2, 1200), (4, 1800), (1024, 2397)])
 def test_ranks_that_average_gradients_send_twice_all_but_their_share(ranks: int, expected: int) -> None:
-    assert replay.averaging_bytes(1200, ranks) == expected
+    assert job_forecast.averaging_bytes(1200, ranks) == expected
 
 
 def test_copies_of_the_model_average_once_a_step_what_they_train() -> None:

@@ -18,7 +18,7 @@ from traces import peaks
 
 from finetune.config.field_types import LEVELS
 from finetune.data.batching import Batch, longest_batch
-from finetune.forecast import extrapolate, replay
+from finetune.forecast import extrapolate, job_forecast, replay
 from finetune.forecast.trace import Trace, Work
 from finetune.forecast.traced_step import Models
 from finetune.model.attention import packing
@@ -146,7 +146,7 @@ def test_a_7b_model_is_traced_in_a_gibibyte_and_counted_right() -> None:
     trace = tiny_models.trace(job, catalog.config(name), where=tiny_models.card(), batch=batch)
     assert process.memory_info().rss - before < 2**30
     assert trace.parameters == entry.parameters
-    found = replay.make(trace, tiny_models.card(), batch, "sdpa", replay.RunSetting())
+    found = job_forecast.make(trace, tiny_models.card(), batch, "sdpa", replay.RunSetting())
     # 32 layers of four 4096 x 4096 and three 4096 x 11008 weights at 4.127 bits, embedding and head in 16.
     linear = 32 * (4 * 4096**2 + 3 * 4096 * 11008)
     weights = found.categories["base_weights"] + found.categories["quantization_state"]
@@ -190,7 +190,7 @@ def test_layer_inputs_on_the_host_are_managed_memory_on_a_card_and_nothing_on_a_
 
     def made(job: Any, where: Any) -> Any:
         trace = tiny_models.trace(job, model, where=where, batch=batch)
-        return replay.make(trace, where, batch, "sdpa", replay.RunSetting())
+        return job_forecast.make(trace, where, batch, "sdpa", replay.RunSetting())
 
     card = tiny_models.card()
     inputs = 3 * 2 * 512 * 64 * 2  # layers, rows, tokens, width, bytes

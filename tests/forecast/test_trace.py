@@ -14,7 +14,8 @@ from traces import events
 
 from finetune.forecast import operator_costs
 from finetune.forecast.operator_costs import DeviceOperators
-from finetune.forecast.trace import Answers, Routing, TraceRecorder, Work
+from finetune.forecast.trace import Work
+from finetune.forecast.trace_recorder import Answers, Routing, TraceRecorder
 
 aten = torch.ops.aten
 

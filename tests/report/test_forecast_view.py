@@ -12,9 +12,9 @@ from rich.console import Console
 
 from finetune.config import Config
 from finetune.data.batching import Batch
+from finetune.forecast.job_forecast import WORDS, Forecast
 from finetune.forecast.levers import Lever
 from finetune.forecast.planning import Plan
-from finetune.forecast.replay import WORDS, Forecast
 from finetune.model.structure.experts import Mixture
 from finetune.report import forecast_view, words
 from finetune.report.forecast_view import PlanView

@@ -11,7 +11,7 @@ import pytest
 from forecasts import GIB, MIB, forecast
 from matplotlib.colors import to_rgb
 
-from finetune.forecast.replay import WORDS, Forecast
+from finetune.forecast.job_forecast import WORDS, Forecast
 from finetune.report import memory_plot, step_curve
 
 # From bottom to top at each of the five points, in GiB: 1 of context, 3 of weights, 0.25 of states, then what changes.

@@ -345,13 +345,13 @@ def test_a_forecast_says_which() -> None:
     import tiny_models
     from rich.console import Console
 
-    from finetune.forecast import replay
+    from finetune.forecast import job_forecast, replay
     from finetune.report import forecast_view
 
     card = devices.find("RTX 4090", MemorySection())
     trace = tiny_models.trace(tiny_models.config(), tiny_models.architecture(layers=3), where=card)
     found = {
-        grow: replay.make(
+        grow: job_forecast.make(
             trace, dataclasses.replace(card, expandable_segments=grow), tiny_models.BATCH, "sdpa", replay.RunSetting()
         )
         for grow in (True, False)

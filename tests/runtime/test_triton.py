@@ -24,7 +24,7 @@ import finetune
 from finetune.data.batching import Batch
 from finetune.doctor import machine
 from finetune.errors import MachineError
-from finetune.forecast import devices, replay
+from finetune.forecast import devices, job_forecast, replay
 from finetune.measure.out_of_memory import is_out_of_memory
 from finetune.model.attention import backends
 from finetune.runtime import libraries
@@ -210,7 +210,7 @@ def test_torchs_own_operators_take_a_copy_of_each_tile_in_float32(trained_tokens
     def peak(works: bool) -> int:
         card = replace(tiny_models.card(), triton=works)
         trace = tiny_models.trace(job, model, where=card, batch=batch)
-        made = replay.make(trace, card, batch, "sdpa", replay.RunSetting())
+        made = job_forecast.make(trace, card, batch, "sdpa", replay.RunSetting())
         return made.categories["loss"]
 
     tile = 4 * trained_tokens * model.vocab_size

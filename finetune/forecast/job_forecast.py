@@ -1,0 +1,281 @@
+"""The forecast of a job: the memory of a run on a device, by phase and by category, and the seconds of a step.
+
+For CUDA the trace's allocations are replayed through the model of the caching allocator, which gives the reserved
+memory; for a CPU the live tensors count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+from finetune.data.batching import Batch
+from finetune.forecast.devices import DISK_READ_BYTES, DISK_WRITE_BYTES, RANKS_OF_A_MACHINE, Device
+from finetune.forecast.replay import Point, RunSetting, outside_by_category, replayed
+from finetune.forecast.trace import CATEGORIES, Trace, Work
+from finetune.measure.monitor import Peak
+from finetune.model.structure.experts import Mixture
+from finetune.storage.records import Difference, UpTo
+
+PHASES = ("load", "reference", "forward", "backward", "optimizer", "evaluation", "save", "merge")
+WORDS = {
+    **CATEGORIES,
+    "context": "context and libraries",
+    "communicators": "NCCL communicators",
+    "allocator_slack": "allocator slack",
+}
+"""Categories of the forecast: the key in JSON and the words for a person, in the order of a picture's layers."""
+
+
+@dataclass(frozen=True)
+class ReferencePass:
+    """Scoring the rows once, before the first step: seconds are bounds from below.
+
+    `row_seconds` are those of a row of the largest micro-batch, `seconds` of all `rows`; None where these are unknown.
+    `in_step_seconds`: what it would take to compute the same in every step and evaluation of the run.
+    """
+
+    row_seconds: float
+    rows: int | None = None
+    seconds: float | None = None
+    in_step_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The memory and time of a job on a device. All sizes in bytes.
+
+    `phases` gives allocated and reserved bytes (on a CPU the same) without the context; `categories` adds up, at the
+    moment of the peak, to what is compared with the budget. `flops`, `moved_bytes` (where bandwidth is the bound),
+    `calls` (kernel launches) and `seconds`, a bound from below for ranking settings, are those of one optimizer step.
+    `mixture` says how experts are stored, where the base has some. Memory that is `routed` depends on what their router
+    decides, and is that of the worst case; `evenly_routed_bytes` are needed if each gets equally many tokens. With
+    several `gpus` all figures are those of one, but for `disk_bytes`; `sharing` is the config's section `distributed`.
+    In a step `sent_bytes` go to the others, `copied_bytes` between host and device, and `swapped_bytes`, which a disk
+    keeps, are read from it and written back.
+    `by_length`: what short micro-batches recompute, where less than the config says; memory is then the most of any.
+    `hidden_flops` of `flops` take no time; with `returns_segments` the job fits only as the caching allocator gives
+    idle segments back. `scoring` is the work of a micro-batch of the `reference` pass, where there is one.
+    """
+
+    device: Device
+    attention: str
+    batch: Batch
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    phases: dict[str, dict[str, int]]
+    categories: dict[str, int]
+    flops: int
+    moved_bytes: int
+    calls: int
+    seconds: float
+    tokens: int
+    curve: tuple[Point, ...] = field(repr=False, default=())
+    mixture: Mixture | None = None
+    routed: bool = False
+    evenly_routed_bytes: int | None = None
+    gpus: int = 1
+    sharing: Mapping[str, Any] | None = None
+    sent_bytes: int = 0
+    copied_bytes: int = 0
+    swapped_bytes: int = 0
+    by_length: tuple[UpTo, ...] = ()
+    hidden_flops: int = 0
+    returns_segments: bool = False
+    scoring: Work | None = field(default=None, repr=False)
+    reference: ReferencePass | None = None
+
+    @property
+    def needed_bytes(self) -> int:
+        """Reserved memory and what lies outside the allocator."""
+        return self.peak_reserved_bytes + self.device.outside_bytes
+
+    @property
+    def budget_bytes(self) -> int:
+        return self.device.budget_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.needed_bytes <= self.budget_bytes
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of a step over its seconds: a bound from above."""
+        return self.tokens / self.seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        """The forecast as JSON values."""
+        moved = {name: getattr(self, name) for name in ("sent_bytes", "copied_bytes", "swapped_bytes")}
+        own = ("peak_allocated_bytes", "peak_reserved_bytes", "host_bytes", "disk_bytes", "phases", "categories")
+        return {
+            "fits": self.fits,
+            "device": self.device.name,
+            "expandable_segments": self.device.expandable_segments,
+            "budget_bytes": self.budget_bytes,
+            "needed_bytes": self.needed_bytes,
+            **{name: getattr(self, name) for name in own},
+            "batch": self.batch.as_dict(),
+            "attention": self.attention,
+            "flops": self.flops,
+            "moved_bytes": self.moved_bytes,
+            "calls": self.calls,
+            "seconds": round(self.seconds, 4),
+            "mixture": self.mixture and asdict(self.mixture),
+            **({"evenly_routed_bytes": self.evenly_routed_bytes} if self.evenly_routed_bytes else {}),
+            **({"reference": asdict(self.reference)} if self.reference else {}),
+            **({"by_length": [asdict(each) for each in self.by_length]} if self.by_length else {}),
+            **({"gpus": self.gpus, "sharding": self.sharing, **moved} if self.gpus > 1 or self.sharing else {}),
+        }
+
+    def differences(self, peaks: Mapping[str, Peak]) -> list[Difference]:
+        """The phases that were both forecast and measured, in the same measure.
+
+        On CUDA these are allocated and reserved bytes as the allocator counts them. On a CPU it is the bytes of
+        tensors, where they were counted (`finetune.measure.tensors`), and not the resident size, which also holds what
+        libraries keep for themselves.
+        """
+        return [
+            Difference(phase, measure, predicted[measure], measured)
+            for phase, predicted in self.phases.items()
+            for measure, measured in peaks.get(phase, {}).items()
+            if measure in predicted
+        ]
+
+    def beside(self, peaks: Mapping[str, Peak]) -> dict[str, Any]:
+        """The contents of forecast.json: the forecast and, once there is something, what was measured."""
+        differences = [{**asdict(each), "relative": round(each.relative, 5)} for each in self.differences(peaks)]
+        return {**self.as_dict(), "measured": peaks, "differences": differences}
+
+
+def make(trace: Trace, device: Device, batch: Batch, attention: str, run: RunSetting) -> Forecast:
+    """The forecast of a run, from the trace of one micro-batch and two updates."""
+    replay = replayed(trace, device, lambda replay: replay.train(run))
+    step = trace.work(("forward", "backward")) * run.micro_batches + trace.work(("optimizer",)) * 0.5
+    if run.copied:
+        step.sent_bytes += averaging_bytes(sum(replay.sizes("adapter")), run.gpus)  # of a step's last micro-batch
+    phases = {name: replay.phases[name] for name in PHASES if name in replay.phases}
+    if run.merge_bytes:
+        phases["merge"] = {"allocated_bytes": run.merge_bytes, "reserved_bytes": run.merge_bytes}
+    categories, least = replay.at_peak(), run.merge_bytes if run.merges else 0
+    if least > replay.peak_reserved_bytes:  # by then the job's own memory is given back
+        categories = {**dict.fromkeys(categories, 0), "base_weights": least, **outside_by_category(device)}
+    outside = device.outside_bytes if device.type == "cpu" else run.checkpoint_bytes
+    return Forecast(
+        device=device,
+        attention=attention,
+        batch=batch,
+        peak_allocated_bytes=max(replay.peak_allocated_bytes, least),
+        peak_reserved_bytes=max(replay.peak_reserved_bytes, least),
+        host_bytes=replay.managed_peak_bytes + outside,
+        disk_bytes=run.disk_bytes,
+        phases=phases,
+        categories=categories,
+        flops=step.flops,
+        moved_bytes=step.moved_bytes,
+        calls=step.calls,
+        seconds=_seconds(step, device) + swapping_seconds(step.swapped_bytes, run.gpus),
+        tokens=run.micro_batches * batch.positions // (run.sharing["context"] if run.sharing else 1),
+        curve=tuple(replay.curve),
+        mixture=trace.mixture,
+        routed=trace.routed,
+        gpus=run.gpus,
+        sharing=run.sharing,
+        sent_bytes=step.sent_bytes,
+        copied_bytes=step.copied_bytes,
+        swapped_bytes=step.swapped_bytes,
+        hidden_flops=step.hidden_flops,
+        returns_segments=replay.is_limited,
+        scoring=trace.work(("reference",)) if "reference" in phases else None,
+    )
+
+
+def on(forecast: Forecast, device: Device) -> Forecast:
+    """The forecast on its device as that is now: with other memory free and, on a CPU, other rates and memory held."""
+    held = forecast.device.outside_bytes if device.type == "cpu" else 0
+    step = Work(**{each.name: getattr(forecast, each.name) for each in fields(Work)})
+    return replace(
+        forecast,
+        device=device,
+        categories={**forecast.categories, **outside_by_category(device)},
+        host_bytes=forecast.host_bytes - held + (device.outside_bytes if device.type == "cpu" else 0),
+        seconds=_seconds(step, device) + swapping_seconds(step.swapped_bytes, forecast.gpus),
+    )
+
+
+def with_reference(forecast: Forecast, shares: int, rows: int | None, batches: float, in_step: float) -> Forecast:
+    """`forecast` with the pass, if it has one, that scores `rows` in `batches`, divided into `shares`.
+
+    Steps and evaluations would take `in_step` times as long.
+    """
+    if not forecast.scoring:
+        return forecast
+    each = _seconds(forecast.scoring, forecast.device) / shares
+    row = ReferencePass(round(each / len(forecast.batch.by_row), 6))
+    if rows is None:
+        return replace(forecast, reference=row)
+    seconds = [round(each * batches * times, 4) for times in (1, in_step)]
+    return replace(forecast, reference=ReferencePass(row.row_seconds, rows, *seconds))
+
+
+def with_shorter(longest: Forecast, shorter: Mapping[UpTo, Forecast]) -> Forecast:
+    """`longest` with the memory of the shorter micro-batches where they take more."""
+    each = [longest, *shorter.values()]
+    most = max(each, key=lambda one: one.needed_bytes)
+    phases = {
+        name: {key: max(one.phases[name][key] for one in each if name in one.phases) for key in sizes}
+        for name, sizes in longest.phases.items()
+    }
+    return replace(
+        longest,
+        peak_allocated_bytes=max(one.peak_allocated_bytes for one in each),
+        peak_reserved_bytes=most.peak_reserved_bytes,
+        host_bytes=max(one.host_bytes for one in each),
+        phases=phases,
+        categories=most.categories,
+        curve=most.curve,
+        by_length=tuple(shorter),
+    )
+
+
+def swapping_seconds(swapped_bytes: int, ranks: int) -> float:
+    """Seconds to read `swapped_bytes` of each rank from a disk and write them back; nothing else runs meanwhile.
+
+    The ranks of a machine share the disk.
+    """
+    each_second = DISK_READ_BYTES * DISK_WRITE_BYTES / (DISK_READ_BYTES + DISK_WRITE_BYTES)
+    return swapped_bytes * min(ranks, RANKS_OF_A_MACHINE) / each_second
+
+
+def _seconds(work: Work, device: Device) -> float:
+    """The sum of arithmetic, traffic and launch times, or the time of what is sent meanwhile, if that is longer.
+
+    Copies between the host and the device have a stream of their own (`model.recompute.offload`), and so have FSDP2's
+    gathers of the next layer and its reduced gradients, and DDP's averages.
+    """
+    computing = (
+        (work.flops - work.hidden_flops) / device.flops
+        + work.moved_bytes / device.bandwidth_bytes
+        + work.calls * device.call_seconds
+    )
+    return max(computing, sending_seconds(work.copied_bytes, work.sent_bytes, device))
+
+
+def sending_seconds(copied_bytes: int, sent_bytes: int, device: Device) -> float:
+    """Time of copies between host and device, and of messages to other devices.
+
+    Both go over PCI Express, one after the other, unless the cards have NVLink.
+    """
+    if device.nvlink_bytes:
+        return max(copied_bytes / device.pcie_bytes, sent_bytes / device.nvlink_bytes)
+    return (copied_bytes + sent_bytes) / device.pcie_bytes
+
+
+def averaging_bytes(gradient_bytes: int, ranks: int) -> int:
+    """Bytes that each of `ranks` sends to average gradients: 2 (n - 1) / n of them.
+
+    In a ring each rank sends n - 1 of n slices to be summed, and n - 1 sums (nccl-tests, doc/PERFORMANCE.md).
+    """
+    return 2 * (ranks - 1) * gradient_bytes // ranks

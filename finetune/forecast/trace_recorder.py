@@ -1,0 +1,518 @@
+"""Record what a step allocates, frees and computes while it runs on fake tensors.
+
+A fake tensor (torch's `FakeTensorMode`) has a shape and a type but no data, so a step of a 70B model runs here in
+seconds and almost without memory. `TraceRecorder` sits below autograd and above the fake mode and sees every operator.
+A new storage in an operator's output is an allocation, and the end of that storage is a free, at the same point at
+which the real one would be freed.
+
+The decoder's layers are alike, so a step of a shallow model is recorded, and `extrapolate` repeats a layer's part of
+it. For that, each `Stretch` of the recording has its phase and its layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from finetune.forecast import operators
+from finetune.forecast.operator_costs import DeviceOperators
+from finetune.forecast.operators import flat
+from finetune.forecast.trace import Stretch, Trace, TracedBlock
+from finetune.measure.monitor import Monitor, Peak
+from finetune.runtime import patches
+
+_WEIGHTS = ("base_weights", "quantization_state", "adapter")
+_aten = torch.ops.aten
+# How transformers asks whether nothing is padded, or whether rows are not packed: `mask.all()`, or `mask.sum() ==
+# mask.numel()` (transformers 5.23, masking_utils).
+_ALL = ("aten::all", "aten::eq.Scalar")
+# Derivatives do these in place, but never for a subclass of Tensor (torch 2.13, derivatives.yaml `max`,
+# FunctionsManual.cpp `index_backward`).
+_IN_PLACE = {"aten::scatter.src": _aten.scatter_.src, "aten::index_put": _aten.index_put_.default}
+# What FSDP2 gathers weights into, and scatters gradients from (torch 2.13, _fsdp_collectives.py).
+_BUFFERS: dict[str, Any] = {
+    "fsdp::all_gather_copy_in": lambda args, named: [args[1]],
+    "fsdp::split_with_sizes_copy": lambda args, named: named["out"],
+    "fsdp::chunk_cat": lambda args, named: [named["out"]],
+}
+# Slices that FSDP2 copies from the host before it gathers them, and to the host once gradients are scattered.
+_CROSSING: dict[str, Any] = {
+    "fsdp::all_gather_copy_in": lambda args: args[0],
+    "c10d::_reduce_scatter_base_": lambda args: args[0],
+}
+
+
+def _all_but_a_slice(args: Any) -> int:
+    """Bytes that a rank sends to gather or scatter a tensor: the larger of the two less the smaller."""
+    return abs(args[0].nbytes - args[1].nbytes)
+
+
+def _all_but_its_part(args: Any) -> int:
+    size = dist.ProcessGroup.unbox(args[2]).size()
+    return args[1].nbytes * (size - 1) // size
+
+
+_SENT_BYTES = {
+    "c10d::_allgather_base_": _all_but_a_slice,
+    "c10d::_reduce_scatter_base_": _all_but_a_slice,
+    "c10d::alltoall_base_": _all_but_its_part,
+}
+
+
+@dataclass(frozen=True)
+class State:
+    """A point in a recording: numbers of blocks and stretches, and the living storages with their blocks."""
+
+    blocks: int
+    stretches: int
+    living: Mapping[int, int | None]
+
+
+class _Call:
+    """An operator as it reaches the recorder. With `over_layers` its inputs are lists of several layers' tensors."""
+
+    def __init__(self, func: Any, types: Any, args: Any, kwargs: Any) -> None:
+        self.func, self.types, self.args, self.kwargs = func, types, args, kwargs
+        self.name = func.name()
+        self.inputs = [argument for argument in flat(args) if isinstance(argument, torch.Tensor)]
+        self.over_layers = False
+
+    def run(self) -> Any:
+        return self.func(*self.args, **self.kwargs)
+
+
+_Case = tuple[Callable[[_Call], bool], Callable[[_Call], Any]]
+
+
+class TraceRecorder(TorchDispatchMode):
+    """Records a step that runs on fake tensors; enter it inside a FakeTensorMode.
+
+    `operators` adds what the device's kernels allocate inside an operator. `answers` stands in for the data of fake
+    tensors where a program reads it. A product with fewer operations a byte than `flops_per_byte`, the device's
+    arithmetic over its bandwidth, is bandwidth-bound.
+    """
+
+    def __init__(self, operators: DeviceOperators, answers: Answers, flops_per_byte: float = 0.0) -> None:
+        super().__init__()
+        self._operators = operators
+        self._flops_per_byte = flops_per_byte
+        self.answers = answers
+        self._blocks: list[TracedBlock] = []
+        self._stretches: list[Stretch] = []
+        self._living: dict[int, list[Any]] = {}
+        self._made_by = WeakTensorKeyDictionary()  # of tensors of one element, the operator's name
+        self._by_layer_of_input = self._turn = False
+        self.phase = "load"
+        self.layer: int | None = None
+        self.category = "activations"
+        self.managed = self.slices_on_host = False
+        # Of each table the first case that applies decides.
+        self._not_recorded: tuple[_Case, ...] = (
+            # Of a DTensor only views are taken, but torch tries those out on tensors of its own.
+            (lambda call: call.name == "prim::device" or DTensor in call.types, _Call.run),
+            (lambda call: call.name == "aten::_local_scalar_dense", self._read),
+        )
+        self._run_otherwise: tuple[_Case, ...] = (
+            (lambda call: call.name in operators.python, self._run_in_python),
+            (lambda call: call.name == "aten::add.Tensor" and _accumulates_in_place(call.args), self._add_in_place),
+        )
+
+    def trace(self) -> Trace:
+        return Trace(list(self._blocks), list(self._stretches))
+
+    # -- what is recorded once for several traces ------------------------------------------------------------------
+
+    def state(self) -> State:
+        """This point of the recording, to `rewind` to; the next phase must be another one."""
+        return State(
+            len(self._blocks), len(self._stretches), {key: number for key, (number, _) in self._living.items()}
+        )
+
+    def rewind(self, state: State) -> bool:
+        """Forget what was recorded since `state`; False if not the same blocks are alive as then."""
+        if self.state().living != state.living:
+            return False
+        del self._blocks[state.blocks :], self._stretches[state.stretches :]
+        return True
+
+    def since(self, state: State) -> Trace | None:
+        """The recording since `state`, to `repeat`; None if it left blocks alive or freed others' blocks."""
+        blocks, stretches = self._blocks[state.blocks :], self._stretches[state.stretches :]
+        freed = {-event - 1 for stretch in stretches for event in stretch.events if event < 0}
+        if freed != set(range(state.blocks, len(self._blocks))):
+            return None
+        return Trace(list(map(replace, blocks)), [stretch.moved(-state.blocks) for stretch in stretches])
+
+    def repeat(self, recorded: Trace) -> None:
+        """Record again what `since` returned."""
+        first = len(self._blocks)
+        self._blocks += map(replace, recorded.blocks)
+        self._stretches += [stretch.moved(first) for stretch in recorded.stretches]
+        self.phase, self.layer = recorded.stretches[-1].phase, None
+
+    def block(self, tensor: torch.Tensor) -> TracedBlock | None:
+        """The block of a tensor, if it was recorded."""
+        return None if (number := self._number(tensor)) is None else self._blocks[number]
+
+    # -- what surrounds the operators ------------------------------------------------------------------------------
+
+    def keep(self, tensor: torch.Tensor, category: str, layer: int | None = None) -> None:
+        """Count a tensor that was there before: a weight, a gradient."""
+        self.layer = layer
+        self._allocate(tensor, category)
+
+    def mark(self, tensor: torch.Tensor | None, category: str, *, managed: bool = False) -> None:
+        """Change the category of a block that was recorded already."""
+        if tensor is not None and (number := self._number(tensor)) is not None:
+            self._blocks[number].category = category
+            self._blocks[number].managed = managed
+
+    def omit(self, tensor: torch.Tensor | None) -> None:
+        """Let a block that was recorded already take no memory."""
+        if tensor is not None and (number := self._number(tensor)) is not None:
+            self._blocks[number].bytes = 0
+
+    def turn_to(self, layer: int | None) -> None:
+        """Assign what follows to this layer, until the next turn or an operator over several layers."""
+        self.layer, self._turn = layer, True
+
+    def copied(self, source: torch.Tensor, category: str, *, managed: bool) -> torch.Tensor:
+        """A copy of `source` on the other side of the bus: with `managed` in host memory, else on the device.
+
+        A fake CPU tensor does not say on which side it is.
+        """
+        target = torch.empty_like(source)
+        self.mark(target, category, managed=managed)
+        self.transfers(copied_bytes=source.nbytes)
+        return target
+
+    def transfers(self, *, copied_bytes: int = 0, sent_bytes: int = 0, swapped_bytes: int = 0) -> None:
+        """Count transfers that no operator makes."""
+        work = self._stretch().work
+        work.copied_bytes += copied_bytes
+        work.sent_bytes += sent_bytes
+        work.swapped_bytes += swapped_bytes
+
+    def launched(self, moved_bytes: int) -> None:
+        """Count the launch of a kernel that is not an operator."""
+        work = self._stretch().work
+        work.calls += 1
+        work.moved_bytes += moved_bytes
+
+    @contextlib.contextmanager
+    def follow_layers(self) -> Iterator[None]:
+        """In the context, assign an operator to the layer of its input: an optimizer goes from weight to weight."""
+        self._by_layer_of_input = True
+        try:
+            yield
+        finally:
+            self._by_layer_of_input = self._turn = False
+            self.layer = None
+
+    # -- operators -------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        call = _Call(func, types, args, kwargs or {})
+        for applies, answer in self._not_recorded:
+            if applies(call):
+                return answer(call)
+        call.over_layers = self._by_layer_of_input and bool(call.inputs) and self._follow(call)
+        for applies, run in self._run_otherwise:
+            if applies(call):
+                return run(call)
+        scratch = self._before(call)
+        out = call.run()
+        self._after(call, out, scratch)
+        return out
+
+    def _before(self, call: _Call) -> list[int]:
+        """Count what a call transfers, and allocate what its kernel needs beside the outputs."""
+        if call.name in _IN_PLACE and _called_by_autograd():
+            call.func = _IN_PLACE[call.name]
+        if call.name in self.answers.shapes:
+            call.func, call.args = self.answers.shapes[call.name](call.func, call.args)
+        sizes = self._operators.scratch(call.func, call.args, call.kwargs)
+        if self.slices_on_host and call.name in _CROSSING:
+            sizes = [sum(slice_.nbytes for slice_ in flat(_CROSSING[call.name](call.args)))]
+            self.transfers(copied_bytes=sizes[0])
+        if call.name in _SENT_BYTES:
+            self.transfers(sent_bytes=_SENT_BYTES[call.name](call.args))
+        return [self._open(size, "workspace") for size in sizes]
+
+    def _after(self, call: _Call, out: Any, scratch: list[int]) -> None:
+        """Allocate the outputs whose storage is new, free the kernel's own memory, and count what was computed."""
+        outputs, category, fresh = list(flat(out)), self._category(call.func, call.inputs), False
+        for buffer in _BUFFERS[call.name](call.args, call.kwargs) if call.name in _BUFFERS else ():
+            self.mark(buffer, "workspace")
+        # torch's operators on lists have an output for each tensor.
+        each = self._by_layer_of_input and call.name.startswith("aten::_foreach") and len(call.inputs) >= len(outputs)
+        for index, output in enumerate(outputs):
+            if isinstance(output, torch.Tensor):
+                if each:
+                    self.layer = self._layer_of(call.inputs[index])
+                fresh |= self._allocate(output, category)
+                if output.dim() == 0:
+                    self._made_by[output] = call.name
+        for number in scratch:
+            self._close(number)
+        if (fresh or operators.schema(call.func).is_mutable) and not operators.launches_nothing(call.func):
+            self._count(call.func, call.args, call.kwargs, out, call.inputs if call.over_layers else ())
+
+    # -- operators that are not recorded as they are called --------------------------------------------------------
+
+    def _read(self, call: _Call) -> Any:
+        """The value of a tensor of one element, which fake tensors do not have."""
+        return self.answers.scalar(call.args[0], self._made_by.get(call.args[0]))
+
+    def _run_in_python(self, call: _Call) -> Any:
+        """Run a kernel that is written in Python and record what it allocates; its output is not workspace."""
+        if call.name == "aten::_grouped_mm" and call.args[1].dim() == 3:
+            sizes = call.args[0].shape[0], call.args[1].shape[0]
+            call.kwargs = {**call.kwargs, "busiest": lambda: self.answers.busiest(*sizes)}
+        outer, self.category = self.category, "workspace"
+        try:
+            with self:
+                out = self._operators.python[call.name](*call.args, **call.kwargs)
+        finally:
+            self.category = outer
+        for part in flat(out):
+            self.mark(part, outer)
+        return out
+
+    def _add_in_place(self, call: _Call) -> Any:
+        """Add a gradient into the one that autograd holds."""
+        held = call.args[0].add_(call.args[1])
+        self._count(_aten.add_.Tensor, call.args, call.kwargs, held)
+        return held
+
+    # -- what an operator computes ---------------------------------------------------------------------------------
+
+    def _category(self, func: Any, inputs: list[torch.Tensor]) -> str:
+        if func.namespace == "bitsandbytes":
+            return "workspace"
+        if func.name() == "aten::_to_copy" and self._category_of(inputs[0]) in _WEIGHTS:
+            # A weight in another type, made for one product: the arithmetic's need, not an activation.
+            return "workspace"
+        return self.category
+
+    def _count(self, func: Any, args: Any, kwargs: Any, out: Any, over_layers: Sequence[torch.Tensor] = ()) -> None:
+        """Add what an operator computes; `over_layers` are its inputs where they belong to several layers."""
+        if over_layers:
+            self.layer = None
+        work, name = self._stretch().work, func.name()
+        work.calls += self._operators.launches.get(name, 1)
+        moved_bytes = operators.moved_bytes(func, args, kwargs, out)
+        if formula := self._operators.flops.get(name) or flop_registry.get(func.overloadpacket):
+            flops = int(formula(*args, **kwargs, out_val=out))
+            work.flops += flops
+            if flops >= moved_bytes * self._flops_per_byte:
+                return
+            work.hidden_flops += flops
+        if not over_layers:
+            work.moved_bytes += moved_bytes
+            return
+        whole = max(1, sum(tensor.nbytes for tensor in over_layers))
+        for tensor in over_layers:  # to each layer its share, which `extrapolate` repeats
+            self.layer = self._layer_of(tensor)
+            self._stretch().work.moved_bytes += moved_bytes * tensor.nbytes // whole
+
+    # -- blocks ----------------------------------------------------------------------------------------------------
+
+    def _stretch(self) -> Stretch:
+        if not self._stretches or (self._stretches[-1].phase, self._stretches[-1].layer) != (self.phase, self.layer):
+            self._stretches.append(Stretch(self.phase, self.layer))
+        return self._stretches[-1]
+
+    def _allocate(self, tensor: torch.Tensor, category: str) -> bool:
+        """Open a block for the tensor's storage; False if it has one already."""
+        storage = tensor.untyped_storage()
+        key = id(storage)  # one object for as long as the storage lives
+        if key in self._living:
+            return False
+        number = self._open(storage.nbytes(), category)
+
+        def died(_: Any, key: int = key) -> None:
+            if (number := self._living.pop(key)[0]) is not None:
+                self._close(number)
+
+        self._living[key] = [number, weakref.ref(storage, died)]
+        return True
+
+    @contextlib.contextmanager
+    def following_resizes(self) -> Iterator[None]:
+        """In the context, resizing a storage frees or allocates it, as FSDP2 does with gathered weights."""
+        plain = torch.UntypedStorage.resize_
+
+        def resize(storage: Any, size_bytes: int) -> Any:
+            if (entry := self._living.get(id(storage))) is not None:
+                if entry[0] is not None:
+                    self._close(entry[0])
+                entry[0] = self._open(size_bytes, "workspace") if size_bytes else None
+            return plain(storage, size_bytes)
+
+        with patches.STORAGE_RESIZE.by(resize):
+            yield
+
+    def _open(self, size_bytes: int, category: str) -> int:
+        self._blocks.append(TracedBlock(size_bytes, category, self.layer, self.managed))
+        self._stretch().events.append(len(self._blocks))
+        return len(self._blocks) - 1
+
+    def _close(self, number: int) -> None:
+        before = self.layer
+        if self._by_layer_of_input:  # a list over several layers is freed at once
+            self.layer = self._blocks[number].layer
+        self._stretch().events.append(-number - 1)
+        self.layer = before
+
+    def _number(self, tensor: torch.Tensor) -> int | None:
+        entry = self._living.get(id(tensor.untyped_storage()))
+        return entry[0] if entry else None
+
+    def _follow(self, call: _Call) -> bool:
+        """Go to the layer of an operator's first input; for lists over several layers go to none and return True."""
+        if call.args and isinstance(call.args[0], (list, tuple)):
+            layers = {self._layer_of(tensor) for tensor in call.inputs}
+            over_layers = len(layers) > 1
+            self.layer, self._turn = None if over_layers else layers.pop(), False
+            return over_layers
+        if not self._turn or self._category_of(call.inputs[0]) in ("adapter", "gradients"):
+            self.layer = self._layer_of(call.inputs[0])
+        return False
+
+    def _category_of(self, tensor: torch.Tensor) -> str | None:
+        number = self._number(tensor)
+        return self._blocks[number].category if number is not None else None
+
+    def _layer_of(self, tensor: torch.Tensor) -> int | None:
+        number = self._number(tensor)
+        return self._blocks[number].layer if number is not None else None
+
+
+def _accumulates_in_place(args: Any) -> bool:
+    """Whether autograd would add this gradient in place into the one it already holds.
+
+    It does where nothing else holds that one, but never for a subclass of Tensor such as a fake tensor (torch 2.13,
+    torch/csrc/autograd/input_buffer.cpp `can_accumulate_inplace`).
+    """
+    held, gradient = args[0], args[1]
+    if not (
+        isinstance(held, torch.Tensor)
+        and isinstance(gradient, torch.Tensor)
+        and held.shape == gradient.shape
+        and held.dtype is gradient.dtype
+        and torch.empty_like(held).stride() == held.stride()  # so only where it is dense and overlaps nowhere
+    ):
+        return False
+    # torch 2.13 counts references under no public name.
+    uses = held._use_count(), torch._C._storage_Use_Count(held.untyped_storage()._cdata)  # noqa: SLF001
+    return uses[0] <= _HELD_BY_AUTOGRAD_ALONE and uses[1] <= _STORED_FOR_ONE_TENSOR and _called_by_autograd()
+
+
+# Counted in a dispatch: the engine's own reference, and those of the call itself.
+_HELD_BY_AUTOGRAD_ALONE, _STORED_FOR_ONE_TENSOR = 4, 2
+
+
+def _called_by_autograd() -> bool:
+    """Whether autograd's engine called the operator without Python code in between."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    while frame is not None and frame.f_code.co_filename.endswith(("_compile.py", "eval_frame.py")):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == "_engine_run_backward"
+
+
+@dataclass
+class Routing:
+    """How routers spread the tokens of a trace: every one to the same expert, or `evenly`. `matters` becomes true when
+    a program asks, whose memory then depends on it.
+    """
+
+    evenly: bool = False
+    matters: bool = False
+
+
+class Answers:
+    """The worst batch's answers where a program reads data.
+
+    `uneven`: whether attention needs a mask, for padding or packed rows. `trained_tokens`: the number of positions with
+    a label. `tokens`: the number of positions; 0 where all experts get equally many in grouped products.
+    """
+
+    def __init__(self, uneven: bool, trained_tokens: int, tokens: int = 0, routing: Routing | None = None) -> None:
+        self.uneven = uneven
+        self.trained_tokens = trained_tokens
+        self.tokens = tokens
+        self._routing = routing or Routing()
+        self._experts = 1
+        self.shapes = {
+            "aten::index.Tensor": self._index,
+            "aten::nonzero": self._nonzero,
+            "aten::bincount": self._bincount,
+        }
+
+    def scalar(self, tensor: torch.Tensor, source: Any) -> Any:
+        """The value of a tensor of one element: an integer is 1, a float one half, a truth value true.
+
+        The exception is "are all of a mask alike?", which the batch answers. One half, because an optimizer may divide
+        by a number that it reads or by one minus it (NAdam's `mu_product`).
+        """
+        if tensor.dtype is torch.bool:
+            return not self.uneven if source in _ALL else True
+        return 0.5 if tensor.dtype.is_floating_point else 1
+
+    def busiest(self, rows: int, experts: int) -> int:
+        """The most of `rows` (each token, once for each of its experts) that go to one expert: every token once."""
+        self._routing.matters = True
+        return max(0 if self._routing.evenly else min(rows, self.tokens), -(-rows // experts))
+
+    def _index(self, func: Any, args: Any) -> tuple[Any, Any]:
+        """Selecting by a mask takes as many rows as there are trained tokens."""
+        source, indices = args
+        if len(indices) == 1 and indices[0] is not None and indices[0].dtype is torch.bool:
+            mask = indices[0]
+            flat = source.reshape(-1, *source.shape[mask.dim() :])
+            return func, (flat, [mask.new_zeros(min(self.trained_tokens, mask.numel()), dtype=torch.long)])
+        return func, args
+
+    def _nonzero(self, func: Any, args: Any) -> tuple[Any, Any]:
+        """Loops over experts: one expert is hit, and every token goes to it; or each by its share."""
+        mask, evenly = args[0], self._routing.evenly
+        self._routing.matters = True
+        if mask.dim() == 1:
+            self._experts = mask.numel() if evenly else 1
+            return _aten.full.default, ([self._experts, 1], 0)
+        return _aten.full.default, ([-(-mask.numel() // self._experts), mask.dim()], 0)
+
+    def _bincount(self, func: Any, args: Any) -> tuple[Any, Any]:
+        """Tokens of each expert: as many counts as the call asks for at least (transformers up to 5.22)."""
+        return _aten.full.default, ([args[2]], 0)
+
+
+class TracedMonitor(Monitor):
+    """Hands the phases that a step announces to the recorder instead of measuring."""
+
+    def __init__(self, recorder: TraceRecorder) -> None:
+        super().__init__(SimpleNamespace(reset=lambda: None, read=dict))
+        self._recorder = recorder
+
+    def enter(self, phase: str) -> None:
+        super().enter(phase)
+        self._recorder.phase = phase
+
+    def leave(self) -> Peak:
+        self._recorder.layer = None
+        return super().leave()
