@@ -1,5 +1,6 @@
 """The small job that many tests train, and what came of it."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,18 @@ def same_adapter(one: RunDirectory, other: RunDirectory) -> bool:
     """Whether both published the same bits."""
     found, expected = adapter_weights(one), adapter_weights(other)
     return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def save_base(model: Any, folder: Path, like: Path) -> Path:
+    """Save `model`, with matrices drawn anew, as a base with the tokenizer of the base `like`; returns `folder`."""
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.1)
+    model.save_pretrained(folder)
+    for file in like.iterdir():
+        if "token" in file.name or file.suffix == ".jinja":
+            shutil.copy(file, folder)
+    return folder
 
 
 def metric(run: RunDirectory, *names: str) -> list[Any]:

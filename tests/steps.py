@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ import finetune
 from finetune.config import Config
 from finetune.model.recompute import checkpointing
 from finetune.objectives import supervised
+from finetune.storage.rundir import RunDirectory
 from finetune.training.collator import Inputs
 from finetune.training.loop import Loop
 from finetune.training.recorder import StepCounts
@@ -54,6 +56,32 @@ def before_each_step(patch: pytest.MonkeyPatch, act: Callable[[Loop], None]) -> 
 
     plain = Loop.take_step
     patch.setattr(Loop, "take_step", take_step)
+
+
+def stopped_and_resumed(config: Config, step: int) -> RunDirectory:
+    """A run of `config` that was stopped after `step`, and ended by the same command."""
+
+    class Stopped(BaseException):
+        pass
+
+    def stop(loop: Loop) -> None:
+        if loop.progress.step == step:
+            raise Stopped
+
+    with pytest.MonkeyPatch.context() as patch:
+        before_each_step(patch, stop)
+        with pytest.raises(Stopped):
+            finetune.train(config)
+    return finetune.train(config).run
+
+
+def forecast_that_held(run: RunDirectory) -> dict[str, Any]:
+    """The forecast of a run, each phase of which took what it says to a hundredth."""
+    forecast: dict[str, Any] = json.loads(run.forecast_file.read_text())
+    assert forecast["differences"]
+    for difference in forecast["differences"]:
+        assert abs(difference["relative"]) < 0.01, difference
+    return forecast
 
 
 def spoil_losses(patch: pytest.MonkeyPatch, *steps: int) -> None:

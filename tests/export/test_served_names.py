@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
 import every_architecture
 import pytest
 import torch
+from jobs import save_base
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -57,14 +57,7 @@ def base_at(folder: Path, name: str, tiny_base: Path) -> Path:
     values = COMPOSITE.get(name, {**_SIZES, **(DENSE_LAYERS if name == "glm4_moe" else {})})
     made = AutoModelForImageTextToText if name in COMPOSITE else AutoModelForCausalLM
     model = made.from_config(AutoConfig.for_model(name, **values), dtype=torch.float32)
-    for weight in model.parameters():
-        if weight.dim() > 1:
-            torch.nn.init.normal_(weight, std=0.1)
-    model.save_pretrained(folder)
-    for file in tiny_base.iterdir():
-        if "token" in file.name or file.suffix == ".jinja":
-            shutil.copy(file, folder)
-    return folder
+    return save_base(model, folder, tiny_base)
 
 
 @torch.inference_mode()

@@ -109,8 +109,8 @@ class Children:
             "OMP_WAIT_POLICY": "passive",
         }  # fmt: skip
         self._server = subprocess.Popen(
-            [sys.executable, __file__, preload], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
-            env=environment,
+            [sys.executable, __file__, preload, str(config)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            cwd=ROOT, env=environment,
         )  # fmt: skip
 
     def __enter__(self) -> Children:
@@ -176,8 +176,8 @@ def _as_rank(rank: int, ranks: int) -> dict[str, str]:
 # -- in the process that forks, and in its children ------------------------------------------------------------------
 
 
-def _serve(preload: str) -> None:
-    main = {"finetune": _finetune, "plain": _plain}[preload]()
+def _serve(preload: str, config: str) -> None:
+    main = _finetune(config) if preload == "finetune" else _plain()
     gc.collect()
     gc.freeze()
     for line in sys.stdin:
@@ -197,7 +197,7 @@ def _answer(**values: int) -> None:
     sys.stdout.flush()
 
 
-def _finetune() -> Any:
+def _finetune(config: str) -> Any:
     import torch
 
     import finetune.recipe  # noqa: F401 -- with all that it imports
@@ -213,7 +213,7 @@ def _finetune() -> Any:
     reference_scores._KEPT_EVERY_SECONDS = 0.2  # a pass of seconds is kept in parts as well
     plots.training = lambda run: write_bytes(run.plot_file, b"")
     os.fsync = lambda descriptor: None  # as in conftest.py
-    _train_a_step()
+    _train_a_step(config)
 
     def main(arguments: list[str]) -> None:
         if arguments[0] == "call":
@@ -228,7 +228,7 @@ def _finetune() -> Any:
     return main
 
 
-def _train_a_step() -> None:
+def _train_a_step(config: str) -> None:
     """Fill the caches of the libraries, and import what a run imports only as it comes to it."""
     from finetune import recipe
     from finetune.report.terminal import Terminal
@@ -241,7 +241,7 @@ def _train_a_step() -> None:
                "training.batch_size=2", "training.micro_batch=2", "output.merge=false", "memory.check=off"]  # fmt: skip
         for kind in ("nf4", "none"):
             own = [f"quantization.kind={kind}", f"output.dir={folder}/{kind}"]
-            recipe.train(load_config(TINY, [*job, *own]), terminal=Terminal(quiet=True))
+            recipe.train(load_config(config, [*job, *own]), terminal=Terminal(quiet=True))
 
 
 def _call(output: str, path: list[str], module: str, function: str, *arguments: Any) -> None:
@@ -456,4 +456,4 @@ def _watch_calls(event: str, happened: Any) -> None:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1])
+    _serve(*sys.argv[1:])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from children import Children
-from jobs import QUICK, metric
+from jobs import QUICK, metric, save_base
 from safetensors.torch import load_file, save_file
 from together import Together, assert_all
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -98,14 +98,7 @@ def mixture(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         bos_token_id=1, eos_token_id=2, max_position_embeddings=256,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for weight in model.parameters():
-        if weight.dim() > 1:
-            torch.nn.init.normal_(weight, std=0.1)
-    model.save_pretrained(folder)
-    for file in tiny_base.iterdir():
-        if "token" in file.name or file.suffix == ".jinja":
-            shutil.copy(file, folder)
-    return folder
+    return save_base(model, folder, tiny_base)
 
 
 def test_ranks_train_adapters_on_experts_as_one_process_does(job: Make, mixture: Path) -> None:

@@ -15,7 +15,14 @@ import pytest
 import torch
 from jobs import metric, same_adapter
 from peft import PeftModel
-from steps import assert_gradients_close, before_each_step, gradients, micro_batches, ready
+from steps import (
+    assert_gradients_close,
+    forecast_that_held,
+    gradients,
+    micro_batches,
+    ready,
+    stopped_and_resumed,
+)
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -169,27 +176,13 @@ def test_the_gradient_is_that_of_transformers_classifier_however_the_step_is_spl
 @pytest.mark.parametrize("packing", ["false", "true"])
 def test_a_classifier_learns_as_forecast_and_resumes_to_the_same_bits(job, tmp_path: Path, packing: str) -> None:
     keys = [*LEARNING, "training.eval_every=4", "memory.check=warn", f"data.packing={packing}"]
-    finetune.train(job(*keys, run="whole"))
-    whole = RunDirectory(tmp_path / "whole")
+    whole = finetune.train(job(*keys, run="whole")).run
     losses = metric(whole, "loss")
     assert losses[-1] < losses[0]
     assert all(0 <= share <= 1 for share in metric(whole, "accuracy"))
-    for difference in json.loads((whole.path / "forecast.json").read_text())["differences"]:
-        assert abs(difference["relative"]) < 0.01, difference
-
-    class Stopped(Exception):
-        pass
-
-    def stop(loop: Any) -> None:
-        if loop.progress.step == 5:
-            raise Stopped
-
-    with pytest.MonkeyPatch.context() as patch:
-        before_each_step(patch, stop)
-        with pytest.raises(Stopped):
-            finetune.train(job(*keys, "output.save_every=4", run="halted"))
-    finetune.train(job(*keys, "output.save_every=4", run="halted"))
-    assert same_adapter(whole, RunDirectory(tmp_path / "halted"))
+    forecast_that_held(whole)
+    halted = stopped_and_resumed(job(*keys, "output.save_every=4", run="halted"), 5)
+    assert same_adapter(whole, halted)
 
 
 @pytest.mark.slow

@@ -12,7 +12,15 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import get_peft_model
-from steps import assert_gradients_close, gradients, gradients_of_trainer, micro_batches, out_of_memory, ready
+from steps import (
+    assert_gradients_close,
+    forecast_that_held,
+    gradients,
+    gradients_of_trainer,
+    micro_batches,
+    out_of_memory,
+    ready,
+)
 from test_two_segments import pairs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -192,10 +200,7 @@ def test_a_run_on_pairs_takes_the_memory_of_its_forecast(job, tmp_path: Path, pa
     )  # fmt: skip
     lines = RunDirectory(tmp_path / "run").metrics()
     assert next(line["eval_loss"] for line in lines if "eval_loss" in line) == pytest.approx(math.log(2), abs=1e-7)
-    forecast = json.loads((tmp_path / "run" / "forecast.json").read_text())
-    assert forecast["differences"]
-    for difference in forecast["differences"]:
-        assert abs(difference["relative"]) < 0.01, difference
+    forecast_that_held(RunDirectory(tmp_path / "run"))
 
 
 # -- beside TRL --------------------------------------------------------------------------------------------------------

@@ -14,11 +14,12 @@ from jobs import metric, same_adapter
 from peft import PeftModel, get_peft_model
 from steps import (
     assert_gradients_close,
-    before_each_step,
+    forecast_that_held,
     gradients,
     gradients_of_trainer,
     micro_batches,
     ready,
+    stopped_and_resumed,
 )
 from test_two_segments import pairs
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -110,27 +111,13 @@ def test_loss_and_gradients_are_those_of_trls_trainer(job, tmp_path: Path, shall
 def test_a_reward_model_learns_as_forecast_and_resumes_to_the_same_bits(job, tmp_path: Path, packing: str) -> None:
     keys = ["training.max_steps=6", "training.eval_every=3", "memory.check=warn", "output.merge=false",
             f"data.packing={packing}", "training.learning_rate=0.01"]  # fmt: skip
-    finetune.train(job(*keys, run="whole"))
-    whole = RunDirectory(tmp_path / "whole")
+    whole = finetune.train(job(*keys, run="whole")).run
     losses = metric(whole, "loss")
     assert losses[-1] < losses[0]
     assert metric(whole, "rewards_accuracies")[-1] == 1
-    for difference in json.loads((whole.path / "forecast.json").read_text())["differences"]:
-        assert abs(difference["relative"]) < 0.01, difference
-
-    class Stopped(Exception):
-        pass
-
-    def stop(loop: Any) -> None:
-        if loop.progress.step == 4:
-            raise Stopped
-
-    with pytest.MonkeyPatch.context() as patch:
-        before_each_step(patch, stop)
-        with pytest.raises(Stopped):
-            finetune.train(job(*keys, "output.save_every=3", run="halted"))
-    finetune.train(job(*keys, "output.save_every=3", run="halted"))
-    assert same_adapter(whole, RunDirectory(tmp_path / "halted"))
+    forecast_that_held(whole)
+    halted = stopped_and_resumed(job(*keys, "output.save_every=3", run="halted"), 4)
+    assert same_adapter(whole, halted)
 
 
 def scores(model: Any, rows: list[list[int]]) -> list[float]:

@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 from jobs import metric, same_adapter
-from steps import assert_gradients_close, before_each_step, gradients, micro_batches, out_of_memory, ready
+from steps import (
+    assert_gradients_close,
+    forecast_that_held,
+    gradients,
+    micro_batches,
+    out_of_memory,
+    ready,
+    stopped_and_resumed,
+)
 from torch.nn.functional import logsigmoid
 
 import finetune
@@ -23,7 +31,6 @@ from finetune.data.prepare import prepare
 from finetune.errors import ConfigError, DataError
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.objectives import OBJECTIVES, Objective, by_sequence, contract, scored, trained_rows
-from finetune.storage.rundir import RunDirectory
 from finetune.training.collator import row_count
 
 # -- what such an objective consists of -------------------------------------------------------------------------------
@@ -162,29 +169,13 @@ def test_a_row_without_labels_adds_nothing(job) -> None:
 def test_a_run_learns_the_pairs_and_resumes_to_the_same_bits(job, tmp_path: Path, packing: str) -> None:
     keys = ["training.max_steps=6", "training.eval_every=3", "memory.check=warn",
             f"data.packing={packing}", "data.max_length=64", "training.learning_rate=0.01"]  # fmt: skip
-    finetune.train(job(*keys, run="whole"))
-    whole = RunDirectory(tmp_path / "whole")
+    whole = finetune.train(job(*keys, run="whole")).run
     losses, held_out = metric(whole, "loss"), metric(whole, "eval_loss")
     assert losses[-1] < losses[0]
     assert held_out[-1] < held_out[0], "the objective's own loss, by pair"
-    forecast = json.loads((whole.path / "forecast.json").read_text())
-    assert forecast["batch"]["segments"] == 2
-    for difference in forecast["differences"]:
-        assert abs(difference["relative"]) < 0.01, difference
-
-    class Stopped(Exception):
-        pass
-
-    def stop(loop: Any) -> None:
-        if loop.progress.step == 4:
-            raise Stopped
-
-    with pytest.MonkeyPatch.context() as patch:
-        before_each_step(patch, stop)
-        with pytest.raises(Stopped):
-            finetune.train(job(*keys, "output.save_every=3", run="halted"))
-    finetune.train(job(*keys, "output.save_every=3", run="halted"))
-    assert same_adapter(whole, RunDirectory(tmp_path / "halted"))
+    assert forecast_that_held(whole)["batch"]["segments"] == 2
+    halted = stopped_and_resumed(job(*keys, "output.save_every=3", run="halted"), 4)
+    assert same_adapter(whole, halted)
 
 
 def test_the_look_at_the_data_has_both_answers(job, call, tmp_path: Path) -> None:

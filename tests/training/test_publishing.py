@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import adapter_weights
+from jobs import adapter_weights, save_base
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -34,14 +34,7 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory, tiny_base: Path) -> Path:
     folder = tmp_path_factory.mktemp("deepseek") / "base"
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("deepseek_v3", **_DEEPSEEK), dtype=torch.float32)
-    for weight in model.parameters():
-        if weight.dim() > 1:
-            torch.nn.init.normal_(weight, std=0.1)
-    model.save_pretrained(folder)
-    for file in tiny_base.iterdir():
-        if "token" in file.name or file.suffix == ".jinja":
-            shutil.copy(file, folder)
-    return folder
+    return save_base(model, folder, tiny_base)
 
 
 JOB = ["quantization.kind=none", "training.precision=fp32", "training.learning_rate=5e-3", "training.eval_every=4"]

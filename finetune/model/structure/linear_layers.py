@@ -14,7 +14,7 @@ whose output only selects keys. Likewise the experts that rows of text do not vi
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +41,8 @@ class NotAdaptable:
 
 _names_of: WeakKeyDictionary[nn.Module, tuple[frozenset[str], frozenset[str]]] = WeakKeyDictionary()
 """For each model that was probed, the names of the layers in it that are read directly, and of the untrained ones."""
+_probed: dict[Hashable, tuple[list[str], list[str]]] = {}
+"""The same for each class, config, attention implementation and list of linear layers."""
 
 
 def read_directly(model: Any) -> frozenset[str]:
@@ -84,18 +86,31 @@ def remember(model: Any, layers: NotAdaptable) -> None:
 def probe(model: Any) -> NotAdaptable:
     """Pass text through `model` if it is on the meta device, else through a copy that is.
 
-    So a plan, a run and an export get the same result, on any device and with any weights.
+    So a plan, a run and an export get the same result, on any device and with any weights. It is the same for all
+    models of one class and config, and is computed once in a process.
     """
-    weightless = model
-    if not all(parameter.is_meta for parameter in model.parameters()):
-        with torch.device("meta"):
-            weightless = type(model)(deepcopy(model.config))
-    head = weightless.get_output_embeddings()
-    linear = {
-        name: module
-        for name, module in weightless.named_modules()
-        if isinstance(module, nn.Linear) and module is not head
+    attention = model.config._attn_implementation  # noqa: SLF001 -- transformers has no public name for it
+    key = type(model), repr(model.config.to_dict()), attention, tuple(_linear(model))
+    if key not in _probed:
+        weightless = model
+        if not all(parameter.is_meta for parameter in model.parameters()):
+            with torch.device("meta"):
+                weightless = type(model)(deepcopy(model.config))
+        _probed[key] = _probe(weightless)
+    return NotAdaptable(*(frozenset(map(model.get_submodule, kind)) for kind in _probed[key]))
+
+
+def _linear(model: Any) -> dict[str, nn.Linear]:
+    """The linear layers but the head, by full name."""
+    head = model.get_output_embeddings()
+    return {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
     }
+
+
+def _probe(weightless: Any) -> tuple[list[str], list[str]]:
+    """Full names of the layers that are read directly, and of the untrained ones."""
+    linear = _linear(weightless)
     layers, read = list(linear.values()), set[nn.Module]()
     fused = {name.rpartition(".")[0]: module for name, module, _ in experts.weights(weightless)}
     trained: set[nn.Module] = {*layers, *fused.values()}
@@ -108,11 +123,10 @@ def probe(model: Any) -> NotAdaptable:
         trained = reached
     # Layers of the same kind are treated alike, including those after the one in which the pass failed.
     kinds = {_kind(weightless, name) for name, module in linear.items() if module in read}
-    names = (
+    return (
         [name for name in linear if _kind(weightless, name) in kinds],
         [name for name, module in [*linear.items(), *fused.items()] if module not in trained],
     )
-    return NotAdaptable(*(frozenset(map(model.get_submodule, kind)) for kind in names))
 
 
 def _pass(
