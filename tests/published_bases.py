@@ -16,12 +16,18 @@ from finetune.model.structure import packed
 STATED: dict[str, dict[str, Any]] = {
     "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
     "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
-}
+    "nvfp4": {
+        "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float", "group_size": 16}}
+        },
+    },
+}  # fmt: skip
 """What config.json says of each form."""
 
 
 def publish(folder: Path, form: str) -> Path:
-    """Put the weights of a saved base, in place, into `form`: experts of gpt-oss in MXFP4, or projections in FP8."""
+    """Put the weights of a saved base, in place, into `form`: experts of gpt-oss in MXFP4, or all projections."""
     file = folder / "model.safetensors"
     tensors = load_file(file)
     for name, weight in list(tensors.items()):
@@ -32,6 +38,11 @@ def publish(folder: Path, form: str) -> Path:
         elif form == "fp8" and name.endswith("_proj.weight"):
             codes, scales = _packed(form, weight)
             tensors[name], tensors[f"{name}_scale_inv"] = codes.view(torch.float8_e4m3fn), scales
+        elif form == "nvfp4" and name.endswith("_proj.weight"):
+            codes, scales = _packed(form, tensors.pop(name))  # scales of a row: two factors, then those of the blocks
+            tensors[f"{name}_packed"] = codes
+            tensors[f"{name}_scale"] = scales[:, 8:].contiguous().view(torch.float8_e4m3fn)
+            tensors[f"{name}_global_scale"] = scales[0, 4:8].clone().view(torch.float32)
     save_file(tensors, file, {"format": "pt"})
     values = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**values, "quantization_config": STATED[form]}))

@@ -475,7 +475,7 @@ def test_without_llama_cpp_the_result_says_so(monkeypatch: pytest.MonkeyPatch) -
     assert "llama.cpp was not run" in said
 
 
-@pytest.mark.parametrize(("name", "form"), [("gpt-oss", "mxfp4"), ("llama", "fp8")])
+@pytest.mark.parametrize(("name", "form"), [("gpt-oss", "mxfp4"), ("llama", "fp8"), ("llama", "nvfp4")])
 def test_a_base_in_its_published_form_becomes_gguf_once_it_is_merged(
     name: str, form: str, quick: Any, call: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""A base that is kept in the form it is published in is trained by several processes, and after a kill."""
+"""A base that is kept in the form it is published in, or as `auto` decides, is trained by several processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jobs import QUICK, adapter_weights, metric, same_adapter
 from together import Together, assert_all
 
 from finetune.storage.rundir import RunDirectory
-from tests.published_bases import STATED, published
+from tests.published_bases import published
 
 # Plain descent, so that a gradient that is off shows as such.
 JOB = [*QUICK, "data.eval=none", "training.eval_every=null", "training.batch_size=4", "training.micro_batch=1",
@@ -19,7 +19,7 @@ JOB = [*QUICK, "data.eval=none", "training.eval_every=null", "training.batch_siz
        "output.save_every=2"]  # fmt: skip
 
 
-@pytest.mark.parametrize("form", STATED)
+@pytest.mark.parametrize("form", ["mxfp4", "fp8"])
 def test_two_ranks_train_what_one_trains_and_resume_to_the_same_bits(
     form: str, children: Children, rows_file: Path, shallow_base: Path, tmp_path: Path
 ) -> None:
@@ -38,3 +38,15 @@ def test_two_ranks_train_what_one_trains_and_resume_to_the_same_bits(
     assert_all(killed.go(2), 0)
     assert [event["step"] for event in killed.run.events() if event["event"] == "resumed"] == [2]
     assert same_adapter(killed.run, whole.run)
+
+
+def test_two_ranks_train_with_the_kind_that_the_first_decides(
+    children: Children, rows_file: Path, shallow_base: Path, tmp_path: Path
+) -> None:
+    run = RunDirectory(tmp_path / "run")
+    job = [*JOB, f"model.name={shallow_base}", f"data.train={rows_file}", "quantization.kind=auto"]
+    first, second = Together(children, job, run).go(2)
+    assert_all([first, second], 0)
+    assert "quantization.kind: none (the smallest step takes" in " ".join(first.output.split())
+    assert second.output == ""
+    assert run.config().quantization.kind == "none"
