@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from finetune.data.cache import writing
-from finetune.data.encoded import ONE_SEQUENCE, TEACHER, Encoded, RowLayout
+from finetune.data.encoded import IMAGES, ONE_SEQUENCE, TEACHER, Encoded, RowLayout
 from finetune.data.sources import Row
 
 
@@ -23,8 +23,11 @@ def mapped(path: Path) -> Any:
 
 
 @contextlib.contextmanager
-def writer(path: Path) -> Iterator[Callable[[list[tuple[Row, Encoded]]], None]]:
-    """A function that appends tokenized rows, all of one layout, to an Arrow file, a record batch per call."""
+def writer(path: Path, *, images: bool = False) -> Iterator[Callable[[list[tuple[Row, Encoded]]], None]]:
+    """A function that appends tokenized rows, all of one layout, to an Arrow file, a record batch per call.
+
+    `images`: whether rows have the column of their images, which is empty for those without.
+    """
     import pyarrow
 
     ids = pyarrow.list_(pyarrow.int32())
@@ -39,6 +42,11 @@ def writer(path: Path) -> Iterator[Callable[[list[tuple[Row, Encoded]]], None]]:
         own |= {name: pyarrow.float64() for name in layout.values}
         if layout.teacher:
             own |= dict(zip(TEACHER, (ids, pyarrow.list_(pyarrow.float32())), strict=True))
+        if images:
+            size = {"height": pyarrow.int32(), "width": pyarrow.int32()}
+            own[IMAGES] = pyarrow.list_(
+                pyarrow.struct({"path": text, "data": pyarrow.binary(), "digest": text, **size})
+            )
         schema = pyarrow.schema(list((names | own).items()))
         stream = pyarrow.ipc.new_stream(file, schema)
 
@@ -70,6 +78,7 @@ def writer(path: Path) -> Iterator[Callable[[list[tuple[Row, Encoded]]], None]]:
             *([[encoded.shared for _, encoded in rows]] if layout.segments else []),
             *([encoded.values[name] for _, encoded in rows] for name in layout.values),
             *(map(of_teacher, range(len(TEACHER))) if layout.teacher else ()),
+            *([[[vars(image) for image in encoded.images] for _, encoded in rows]] if images else []),
         ]
         with writing():
             if stream is None:

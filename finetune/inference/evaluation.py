@@ -24,6 +24,7 @@ from finetune.data import prepare
 from finetune.data.examples import shown
 from finetune.data.prepare import Question
 from finetune.errors import ConfigError, DataError, NumbersError
+from finetune.export import finished_run
 from finetune.inference import generation
 from finetune.inference.answer_settings import Settings
 from finetune.inference.intervals import CONFIDENCE, RESAMPLES, SEED, Measured, compared
@@ -78,6 +79,7 @@ def evaluate(
     if limit is not None and limit < 1:
         raise ConfigError(f"`limit` must be at least 1, not {limit}")
     config = config_of(run, trust_remote_code=trust_remote_code)
+    finished_run.refuse_images(config, "`finetune eval`")
     if config.scorer and (metrics or tasks):
         raise ConfigError(
             f"{run.path} is a {config.scorer}, which gives scores and no answers; leave out `--metric` and `--task`"

@@ -53,6 +53,7 @@ class Blueprint:
         return weightless_base(
             self.architecture, self.quantization,
             attention=self.attention, dtype=self.dtype, remote_code=remote_code(self.model), shorten=shorten,
+            whole=self.model.vision != "none",
         )  # fmt: skip
 
     def check(self, adapter: AdapterSection) -> Mixture | None:
