@@ -205,8 +205,8 @@ def picture(folder: Path, name: str, size: tuple[int, int], seed: int = 0) -> st
     return name
 
 
-def rows(folder: Path, several: list[Mapping[str, Any]]) -> Path:
+def rows(folder: Path, several: list[Mapping[str, Any]], name: str = "rows.jsonl") -> Path:
     """A data file in `folder`."""
-    file = folder / "rows.jsonl"
+    file = folder / name
     file.write_text("".join(json.dumps(row) + "\n" for row in several), encoding="utf-8")
     return file

@@ -227,6 +227,12 @@ RULES = (
             f"{reason} with images yet; set `{remedy}`, or `model.vision: none` for rows of text",
         )
         for key, values, reason, remedy in (
+            ("model.trust_remote_code", only(True), "no foreign code is run", "model.trust_remote_code: false"),
+            ("model.attention", but("auto", "sdpa", "eager"), "no other attention is used", "model.attention: auto"),
+            (
+                "quantization.kind", but("none", "nf4", "fp4"), "a base is quantized to 4 bit or not at all",
+                "quantization.kind: nf4",
+            ),
             ("adapter.kind", only("none"), "no base is trained in full", "adapter.kind: lora"),
             ("adapter.extra_modules", but([]), "no module is trained in full", "adapter.extra_modules: []"),
             ("adapter.init", but("default"), "an adapter starts from nothing but zero", "adapter.init: default"),

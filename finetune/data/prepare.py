@@ -65,9 +65,9 @@ class Prepared:
     @property
     def judges(self) -> bool:
         """Whether the evaluation set has enough different rows to choose an adapter by."""
-        different: set[tuple[int, ...]] = set()
+        different: set[tuple[Any, ...]] = set()
         for row in self.eval or ():
-            different.add(tuple(row["input_ids"]))
+            different.add((*row["input_ids"], *(image["digest"] for image in row.get(IMAGES, ()))))
             if len(different) == ROWS_TO_JUDGE:
                 return True
         return False

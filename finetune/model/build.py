@@ -89,10 +89,13 @@ def blueprint(config: Config, architecture: Any, attention: str) -> Blueprint:
 
 def choose_attention(config: Config, architecture: Any, device_type: str) -> tuple[str, str]:
     """The attention implementation that the job trains with on this machine, and the reason in one clause."""
+    name, longest = config.model.attention, config.data.max_length
+    if config.model.vision != "none":
+        # The tokens of an image may see each other, by a mask that other kernels and blocks of a window do not take.
+        name, longest = "sdpa" if name == "auto" else name, 0
     return attentions.choose(
-        config.model.attention, architecture, device_type, config.training.precision,
-        packed=config.data.packing, longest=config.data.max_length,
-    )  # fmt: skip
+        name, architecture, device_type, config.training.precision, packed=config.data.packing, longest=longest
+    )
 
 
 def weightless(model: ModelSection, architecture: Any = None) -> Any:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import seeing
 import torch
+from bitsandbytes.nn import Params4bit
+from jobs import metric, same_adapter
 from peft import LoraConfig, PeftModel, get_peft_model
 from PIL import Image
 from steps import assert_gradients_close, gradients, micro_batches, ready
 from transformers import AutoModelForImageTextToText
 
 import finetune
-from finetune.config import Config
+from finetune.config import Config, dump
 from finetune.data.encoded import IMAGES
 from finetune.errors import ConfigError
+from finetune.storage.rundir import RunDirectory
 from finetune.training.collator import split
 from finetune.training.loop import Loop
 
@@ -165,3 +169,50 @@ def test_a_run_publishes_an_adapter_that_peft_loads_and_other_commands_say_that_
     for refused in (finetune.merge, finetune.evaluate, lambda run: finetune.export_model(run, "merged")):
         with pytest.raises(ConfigError, match=r"does not work with them yet"):
             refused(str(run))
+
+
+def test_neither_quantization_nor_an_adapter_touches_the_model_of_images(job: tuple[str, Path]) -> None:
+    model = ready(config(job[1], **{"quantization.kind": "nf4", "adapter.targets": ["q_proj", "down_proj"]})).step.model
+    for kind in (Params4bit, torch.nn.Parameter):
+        named = [name for name, weight in model.named_parameters() if isinstance(weight, kind) and weight.requires_grad]
+        named += [name for name, weight in model.named_parameters() if isinstance(weight, Params4bit)]
+        assert named
+        assert all("language_model" in name or "text_model" in name for name in named), named
+
+
+def test_a_run_of_images_alone_goes_on_to_the_same_bits_and_measures_its_evaluation_set(
+    job: tuple[str, Path], tmp_path: Path
+) -> None:
+    _family, folder = job
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    shown = [row for row in rows if any(part["type"] == "image" for part in row["messages"][0]["content"])]
+    changes = {
+        "data.train": str(seeing.rows(folder, shown, "shown.jsonl")), "data.eval": str(folder / "rows.jsonl"),
+        "training.batch_size": 2, "training.micro_batch": 1, "training.schedule": "constant",
+    }  # fmt: skip
+    one, other = RunDirectory(tmp_path / "one"), RunDirectory(tmp_path / "other")
+    for run, steps in ((one, 2), (one, 4), (other, 4)):
+        finetune.train(config(folder, **changes, **{"training.max_steps": steps, "output.dir": str(run.path)}))
+    assert same_adapter(one, other)
+    assert all(0 < loss < 20 for loss in metric(other, "eval_loss"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "exit_code", "said"),
+    [
+        (["data.packing=true"], 2, "rows are not packed with images yet"),
+        (["training.objective=dpo"], 2, "only `supervised` is trained with images yet"),
+        (["memory.check=refuse"], 2, "cannot be forecast yet"),
+        (["model.name=builtin:tiny-llama"], 2, "that sees"),
+        (["model.vision=none"], 3, "set `model.vision: frozen`"),
+        (["model.vision=none", "data.image_pixels=100"], 2, "only a base that sees has images"),
+    ],
+)
+def test_what_is_not_trained_is_refused_in_a_sentence(
+    changes: list[str], exit_code: int, said: str, job: tuple[str, Path], tmp_path: Path, call: Callable[..., Any]
+) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(dump(config(job[1], **{"output.dir": str(tmp_path / "run")})), encoding="utf-8")
+    code, _, error = call("train", file, *changes)
+    assert code == exit_code
+    assert said in " ".join(error.split())

@@ -18,7 +18,7 @@ import torch
 
 from finetune.config import Config, ModelSection
 from finetune.errors import ArtifactError, ConfigError
-from finetune.model.source.locate import hub_call, locate, pinned_code
+from finetune.model.source.locate import hub_call, locate
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,10 @@ def _whole(images: Any, height: int, width: int) -> dict[str, Any]:
     return {"num_crops": [0]}
 
 
-_QWEN3 = VisionFamily("Qwen3VLProcessor", _qwen, _patches, _bound_area, token_types="mm_token_type_ids")
 _ROWS_AND_COLUMNS = {"return_row_col_info": True}
 
 FAMILIES: dict[str, VisionFamily] = {
-    "qwen3_vl": _QWEN3,
-    "qwen3_vl_moe": _QWEN3,
+    "qwen3_vl": VisionFamily("Qwen3VLProcessor", _qwen, _patches, _bound_area, token_types="mm_token_type_ids"),
     "idefics3": VisionFamily("Idefics3Processor", _idefics, _tiles, _bound_tiles, _ROWS_AND_COLUMNS),
     "gemma3": VisionFamily(
         "Gemma3Processor", _gemma, _whole, fixed={"do_pan_and_scan": False}, token_types="token_type_ids"
@@ -180,8 +178,9 @@ def _image_processor(section: ModelSection, **changed: Any) -> Any:
     from transformers import AutoImageProcessor
 
     def load() -> Any:
-        code = pinned_code(section)
-        return AutoImageProcessor.from_pretrained(locate(section.name), revision=section.revision, **code, **changed)
+        return AutoImageProcessor.from_pretrained(
+            locate(section.name), revision=section.revision, trust_remote_code=False, **changed
+        )
 
     return hub_call(f"the image processor of `{section.name}`", load)
 
