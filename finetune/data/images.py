@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.data import fields as row
 from finetune.data.encoded import RowImage
-from finetune.data.examples import Chat, Content, Message, RowError, Several
+from finetune.data.examples import Chat, Content, Example, Message, RowError, Several
 from finetune.data.fields import Fields
 from finetune.errors import DataError
 
@@ -157,13 +157,17 @@ def measured(content: Content, folder: Path | None, vision: Vision | None) -> Co
     Raises RowError for a file that is missing or broken, or has too many pixels, or that the base does not see.
     """
     if isinstance(content, Several):
-        segments = {name: measured(each, folder, vision) for name, each in content.segments.items()}
+        segments = {name: _all_measured(each, folder, vision) for name, each in content.segments.items()}
         return replace(content, segments=segments)
-    if not isinstance(content, Chat) or not content.images:
-        return content
+    return _all_measured(content, folder, vision)
+
+
+def _all_measured(example: Example, folder: Path | None, vision: Vision | None) -> Example:
+    if not isinstance(example, Chat) or not example.images:
+        return example
     if vision is None:
         raise RowError(NOT_SEEN)
-    return replace(content, images=tuple(_measured(image, folder, vision) for image in content.images))
+    return replace(example, images=tuple(_measured(image, folder, vision) for image in example.images))
 
 
 NOT_SEEN = (

@@ -127,11 +127,10 @@ class MicroBatches:
     def _seen(self, rows: Sequence[dict[str, Any]], ids: torch.Tensor, vision: Vision) -> Inputs:
         """The images of each row, decoded and processed, and which tokens (sequences, tokens) stand for them."""
         shown = [[images.decoded(image) for image in row.get(IMAGES) or ()] for row in rows]
-        types = {vision.token_types: torch.isin(ids, torch.tensor(vision.image_tokens)).long()}
-        return {
-            IMAGES: [vision.pixels(each) if each else {} for each in shown],
-            **(types if vision.token_types else {}),
-        }
+        seen: Inputs = {IMAGES: [vision.pixels(each) if each else {} for each in shown]}
+        if vision.token_types:
+            seen[vision.token_types] = torch.isin(ids, torch.tensor(vision.image_tokens)).long()
+        return seen
 
     def idle(self) -> Idle:
         """A micro-batch of one row without trained tokens."""

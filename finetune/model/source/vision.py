@@ -74,9 +74,10 @@ def _bound_tiles(images: Any, pixels: int) -> dict[str, int]:
 
 
 def _gemma(settings: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
-    tokens = tokenizer.image_token * settings.get("image_seq_length", 256)
-    sequence = f"\n\n{tokenizer.boi_token}{tokens}{tokenizer.eoi_token}\n\n"
-    return {"image_token": tokenizer.boi_token, "full_image_sequence": sequence}
+    names = {"boi": "<start_of_image>", "image": "<image_soft_token>", "eoi": "<end_of_image>"}
+    first, token, last = (getattr(tokenizer, f"{name}_token", None) or usual for name, usual in names.items())
+    sequence = f"\n\n{first}{token * settings.get('image_seq_length', 256)}{last}\n\n"
+    return {"image_token": first, "full_image_sequence": sequence, "soft_token": token}
 
 
 def _whole(images: Any, height: int, width: int) -> dict[str, Any]:
@@ -100,17 +101,22 @@ PIXELS = ("pixel_values", "image_grid_thw", "pixel_attention_mask")
 
 class Vision:
     """The images of a base: `mark` is what its chat template writes for one, and `image_tokens` are the ids of tokens
-    that stand for its features.
+    that stand for its features. Raises ArtifactError for a tokenizer without them.
     """
 
     def __init__(self, family: VisionFamily, images: Any, settings: Mapping[str, Any], tokenizer: Any) -> None:
         import transformers
 
-        self._family, self._images, self._tokenizer = family, images, tokenizer
+        self._family, self._images = family, images
         self._rule = getattr(transformers, family.processor).replace_image_token
         self._processor = SimpleNamespace(image_processor=images, **family.attributes(settings, tokenizer))
         self.mark: str = self._processor.image_token
-        token = getattr(tokenizer, "image_token", None) or self.mark
+        token = getattr(self._processor, "soft_token", self.mark)
+        if missing := [one for one in (self.mark, token) if one not in tokenizer.get_vocab()]:
+            raise ArtifactError(
+                f"the tokenizer has no token `{missing[0]}`, which stands for an image; set `model.tokenizer` to the "
+                "one of the base"
+            )
         self.image_tokens: list[int] = [tokenizer.convert_tokens_to_ids(token)]
         self.token_types = family.token_types
         self.text = functools.lru_cache(maxsize=4096)(self._text)
