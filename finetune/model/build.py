@@ -93,9 +93,10 @@ def choose_attention(config: Config, architecture: Any, device_type: str) -> tup
     if config.model.vision != "none":
         # The tokens of an image may see each other, by a mask that other kernels and blocks of a window do not take.
         name, longest = "sdpa" if name == "auto" else name, 0
-    return attentions.choose(
+    implementation, reason = attentions.choose(
         name, architecture, device_type, config.training.precision, packed=config.data.packing, longest=longest
     )
+    return implementation, reason if name == config.model.attention else "it takes the masks of images"
 
 
 def weightless(model: ModelSection, architecture: Any = None) -> Any:
