@@ -216,6 +216,37 @@ RULES = (
         "output.merge", only(True), "model.weights", only("random"),
         "random weights are not kept, so nothing can be merged; set `output.merge: false`",
     ),
+    *(
+        Rule(
+            key, values, "model.vision", but("none"),
+            f"{reason} with images yet; set `{remedy}`, or `model.vision: none` for rows of text",
+        )
+        for key, values, reason, remedy in (
+            ("model.trust_remote_code", only(True), "no foreign code is run", "model.trust_remote_code: false"),
+            ("model.attention", but("auto", "sdpa", "eager"), "no other attention is used", "model.attention: auto"),
+            (
+                "quantization.kind", but("none", "nf4", "fp4"), "a base is quantized to 4 bit or not at all",
+                "quantization.kind: nf4",
+            ),
+            ("adapter.kind", only("none"), "no base is trained in full", "adapter.kind: lora"),
+            ("adapter.extra_modules", but([]), "no module is trained in full", "adapter.extra_modules: []"),
+            ("adapter.init", but("default"), "an adapter starts from nothing but zero", "adapter.init: default"),
+            ("adapter.start_from", but(None), "an adapter starts from no other", "adapter.start_from: null"),
+            ("data.packing", only(True), "rows are not packed", "data.packing: false"),
+            ("data.loss_on", only("all"), "prompts are not trained", "data.loss_on: assistant"),
+            ("data.new_tokens", but([]), "no token is added", "data.new_tokens: []"),
+            ("training.objective", but("supervised"), "only `supervised` is trained", "training.objective: supervised"),
+            ("training.neftune_noise_alpha", but(None), "no noise is added", "training.neftune_noise_alpha: null"),
+            ("kernels.compile", but("none"), "layers are not compiled", "kernels.compile: none"),
+            ("distributed.kind", only("fsdp", "deepspeed"), "a model is not divided", "distributed.kind: ddp"),
+            ("distributed.context", but(1), "rows are not split over ranks", "distributed.context: 1"),
+            ("output.merge", only(True), "nothing is merged", "output.merge: false"),
+        )
+    ),
+    Rule(
+        "data.image_pixels", but(None), "model.vision", only("none"),
+        "only a base that sees has images; remove it, or set `model.vision: frozen`",
+    ),
     Rule(
         "training.early_stopping", but(None), "training.eval_every", only(None),
         "counts evaluations, so it needs `eval_every`",

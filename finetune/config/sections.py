@@ -93,6 +93,9 @@ class ModelSection(Section):
     labels: list[str] = []
     """What a sequence classifier's head scores, in place of the next token. The objectives `reward` and
     `classification` set it."""
+    vision: Literal["none", "frozen"] = "none"
+    """What is loaded of a base that also sees: `none`, its language layers alone; `frozen`, its model of images too,
+    which rows with images need. Adapters are on the language layers; nothing else is trained or quantized."""
     attention: Annotated[str, Choice("model.attention")] = "auto"
     """Attention implementation; `auto` takes the fastest available on this machine and logs why."""
     trust_remote_code: bool = False
@@ -251,6 +254,9 @@ class DataSection(Section):
     """Longest row in tokens; the default is lowered to the positions the base has."""
     too_long: Annotated[str, Choice("data.too_long")] = "truncate"
     """How to treat longer rows; they are counted, and listed in the run's data.jsonl."""
+    image_pixels: Positive | None = None
+    """Most pixels of an image, to which the processor scales down larger ones; by default as many as it does itself.
+    For Idefics 3 and SmolVLM, those of the square of tiles into which a large image is cut."""
     duplicates: Literal["keep", "drop"] = "keep"
     """How to treat rows with the tokens and labels of an earlier one; they are counted and listed as well."""
     packing: bool = False

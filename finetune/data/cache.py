@@ -166,6 +166,13 @@ def _manifest(entry: Path) -> dict[str, Any]:
     return {file.name: {"bytes": file.stat().st_size, "xxh3": digest(file)} for file in files}
 
 
+def digest_of(content: bytes) -> str:
+    """xxh3 (128 bits, hex)."""
+    import xxhash
+
+    return xxhash.xxh3_128(content).hexdigest()
+
+
 def digest(file: Path) -> str:
     """xxh3 (128 bits, hex) of a file's bytes, computed at disk speed. Raises OSError."""
     import xxhash

@@ -13,7 +13,19 @@ from typing import Any, Literal, TypeVar
 
 from finetune.data import control, masks
 from finetune.data.encoded import IGNORE, Encoded, Segment
-from finetune.data.examples import Chat, Completion, Content, Example, RowError, Several, Text, Tokens, in_common, parts
+from finetune.data.examples import (
+    Chat,
+    Completion,
+    Content,
+    Example,
+    RowError,
+    Several,
+    Text,
+    Tokens,
+    in_common,
+    parts,
+    text_of,
+)
 from finetune.data.tokenizing import Asking, Result, TextPart, Tokenized, answered
 
 LossOn = Literal["assistant", "last", "all"]
@@ -94,7 +106,7 @@ def _is_empty(example: Example, loss_on: LossOn) -> bool:
         case Chat(messages):
             all_of_it = loss_on == "all" or example.whole
             turns = range(len(messages)) if all_of_it else trained_turns(example, loss_on)
-            contents = [messages[turn]["content"].strip() or messages[turn].get("tool_calls") for turn in turns]
+            contents = [text_of(messages[turn]).strip() or messages[turn].get("tool_calls") for turn in turns]
             return bool(contents) and not any(contents)
         case Completion(prompt, completion):
             return not completion.strip() and (loss_on != "all" or not prompt.strip())
@@ -135,7 +147,8 @@ def _segment(example: Example, tokenizer: Any, loss_on: LossOn, control_tokens: 
     example = _read(example, tokenizer, control_tokens)
     match example:
         case Chat(escaped=escaped):
-            return replace((yield from _chat(example, tokenizer, loss_on)), escaped=escaped)
+            segment = yield from _chat(example, tokenizer, loss_on)
+            return replace(segment, escaped=escaped, images=example.images)
         case Completion(escaped=escaped):
             return replace((yield from _completion(example, tokenizer, loss_on)), escaped=escaped)
         case Tokens():

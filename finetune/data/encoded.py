@@ -31,6 +31,26 @@ class Teacher(NamedTuple):
     log_probs: np.ndarray
 
 
+@dataclass(frozen=True)
+class RowImage:
+    """An image of a row: the path of its file, or the bytes of one.
+
+    Once measured, it has the file's digest, its size in pixels, and the `text` that takes the place of `mark`, which
+    the chat template writes for an image.
+    """
+
+    path: str = ""
+    data: bytes = field(default=b"", repr=False)
+    digest: str = ""
+    height: int = 0
+    width: int = 0
+    mark: str = ""
+    text: str = field(default="", repr=False)
+
+
+IMAGES = "images"
+"""The column of a row's images, each with its path or data, digest, height and width."""
+
 MISMATCHED = "mismatched"
 """The name of a second segment that goes through the model apart from the first."""
 
@@ -89,7 +109,7 @@ ONE_SEQUENCE = RowLayout()
 
 @dataclass(frozen=True)
 class Segment:
-    """Token ids and labels of one sequence, of the same length.
+    """Token ids and labels of one sequence, of the same length, and the images that some of the tokens stand for.
 
     Truncation keeps the first `head` tokens if possible. In an `escaped` segment, control tokens in its text were
     tokenized as ordinary text. `lost_thoughts`: turns are not trained because the chat template drops their thoughts.
@@ -101,6 +121,7 @@ class Segment:
     escaped: bool = False
     lost_thoughts: bool = False
     teacher: Teacher | None = field(default=None, compare=False)
+    images: tuple[RowImage, ...] = ()
 
     @property
     def trained(self) -> int:
@@ -141,6 +162,11 @@ class Encoded:
     def labels(self) -> list[int]:
         """Labels of all segments, one after the other."""
         return list(chain.from_iterable(segment.labels for segment in self.segments))
+
+    @property
+    def images(self) -> tuple[RowImage, ...]:
+        """The images of all segments, one after the other."""
+        return tuple(chain.from_iterable(segment.images for segment in self.segments))
 
     @property
     def lengths(self) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from finetune.data.encoded import Teacher
+from finetune.data.encoded import RowImage, Teacher
 
 Message = dict[str, Any]
 
@@ -30,7 +30,8 @@ class Chat:
 
     Assistant turns whose index is in `context` are shown to the model but not trained. `tools` are the functions the
     assistant may call, as JSON schemas for the template. Texts of an `escaped` example contain stand-ins (control.py).
-    `whole`: all of it is read by a head for classes, so it need not have an answer.
+    `whole`: all of it is read by a head for classes, so it need not have an answer. The content of a message that shows
+    `images` is a list of parts, of type `text` or `image`; the images of all messages are in order.
     """
 
     messages: list[Message]
@@ -38,6 +39,7 @@ class Chat:
     tools: list[dict[str, Any]] | None = None
     escaped: bool = False
     whole: bool = False
+    images: tuple[RowImage, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,12 @@ def opening(system: str) -> list[Message]:
 def parts(content: Content) -> tuple[Example, ...]:
     """The examples of a row's segments, in order."""
     return tuple(content.segments.values()) if isinstance(content, Several) else (content,)
+
+
+def text_of(message: Message) -> str:
+    """The text of a message, without the images that it shows."""
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
 def system(content: Content) -> str:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from finetune.config import inline
 from finetune.config.field_types import Help, name_of, not_given, shortened, unknown
-from finetune.data import examples, labelled, pairs, teachers, unpaired
+from finetune.data import examples, images, labelled, pairs, teachers, unpaired
 from finetune.data import fields as row
 from finetune.data.examples import (
     Completion,
@@ -31,6 +31,7 @@ from finetune.data.messages import (
     instruction_messages,
     read_messages,
     refuse_other_training,
+    refuse_unseen,
     sharegpt_messages,
 )
 
@@ -209,6 +210,7 @@ def read(fields: Fields, form: str, columns: Mapping[str, str], separator: str =
         raise NoSuchField(
             f"{error} in rows of the format `{form}`; name its column in `data.columns`, or {other}"
         ) from None
+    refuse_unseen(own, recorded.read)
     if isinstance(content, Several):
         segments = {name: _separated(example, separator) for name, example in content.segments.items()}
         content = replace(content, segments=segments)
@@ -364,7 +366,7 @@ PREFERENCES = "of preferences only the chosen answer is trained; to train on bot
 MARGINS = "a reward model reads it with `data.format: pairs_with_margin`"
 """The note for pairs whose margin is not read."""
 
-_BESIDE_MESSAGES = ("tools", "functions", "system")
+_BESIDE_MESSAGES = ("tools", "functions", "system", *images.COLUMNS)
 
 FORMATS: dict[str, RowFormat] = {
     "messages": RowFormat(

@@ -17,7 +17,9 @@ from finetune.data.examples import RowError
 from finetune.data.prepare import Counts, Prepared, prepare, with_classes
 from finetune.errors import ArtifactError
 from finetune.model import bounds
+from finetune.model.base import load_architecture
 from finetune.model.source import chat_template as template
+from finetune.model.source import vision
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.runtime import libraries
 from finetune.storage.records import DataFacts, Sample, SplitFacts, TokenText
@@ -127,12 +129,18 @@ def inspect_data(config: Config) -> Inspection:
     libraries.quiet()
     config, _ = bounds.as_known_base_allows(with_classes(loaded(config)))
     tokenizer = load_tokenizer(config.model, config.data)
-    return inspect(config.data, config.training, tokenizer)
+    sees = config.model.vision != "none"
+    return inspect(
+        config.data, config.training, tokenizer,
+        vision.of(config, load_architecture(config.model), tokenizer) if sees else None,
+    )  # fmt: skip
 
 
-def inspect(section: DataSection, training: TrainingSection, tokenizer: Any) -> Inspection:
+def inspect(
+    section: DataSection, training: TrainingSection, tokenizer: Any, seen: vision.Vision | None = None
+) -> Inspection:
     """Prepare the data as training does, and collect its statistics. Raises as `prepare` does."""
-    prepared = prepare(section, tokenizer)
+    prepared = prepare(section, tokenizer, seen)
     way = MicroBatching.of(_chosen(training), section, prepared.layout)
     sizes = Sizes.of(prepared.train, way)
     lengths, locations = (prepared.train[column][:] for column in ("length", "place"))

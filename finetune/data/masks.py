@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
-from finetune.data import control
+from finetune.data import control, images
 from finetune.data.examples import Chat, Message, RowError, in_common
 from finetune.data.tokenizing import Asking, Span, TextPart, Tokenized
 from finetune.errors import FinetuneError
@@ -125,6 +125,8 @@ def rendering(
         raise
     except Exception as error:  # a template may raise anything; it is the row that it rejects
         raise RowError(f"the chat template refuses it: {error}{_remedy(str(error).lower())}") from None
+    if shown := images.shown_in(example.messages[:messages]):
+        text, marked = images.spelled_out(text, marked, example.images[:shown])
     return (yield TextPart(text, marks=marked, escaped=example.escaped))
 
 

@@ -5,11 +5,13 @@ TRL's converters assume valid rows; these name the invalid field.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
 from typing import Any
 
 from finetune.data import fields as row
+from finetune.data import images
+from finetune.data.encoded import RowImage
 from finetune.data.examples import Chat, Message, NoSuchField, RowError
 from finetune.data.fields import Fields
 
@@ -19,7 +21,7 @@ _SHAREGPT_ROLES = ROLES | {
     "human": "user", "gpt": "assistant", "model": "assistant", "observation": "tool", "function_call": "assistant"
 }  # fmt: skip
 # Fields that only other kinds of models or training can use.
-_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+_MEDIA = ("video", "videos", "audio", "audios")
 _VERDICTS = ("label", "kto_tag")
 _BOOLEANS = ("true", "false", "0", "1", "0.0", "1.0")  # in JSON, in a table or as text
 # Keys of a message that say whether it is trained: our own, and OpenAI's `weight`, which is 0 or 1.
@@ -40,7 +42,8 @@ def conversation(messages: list[Message], fields: Fields, context: Iterable[int]
         opening = []
     answers = {at for at, message in enumerate(messages) if message["role"] == "assistant"}
     turned_off = frozenset(at + len(opening) for at in (untrained | set(context)) & answers)
-    return Chat([*opening, *plain], turned_off, _tools(fields))
+    plain, shown = images.placed(plain, fields)
+    return Chat([*opening, *plain], turned_off, _tools(fields), images=shown)
 
 
 def _is_trained(message: Message, where: str) -> bool:
@@ -88,7 +91,7 @@ def read_message(message: Any, where: str) -> Message:
         read["tool_calls"] = read.get("tool_calls") or [{"type": "function", "function": call}]
         read["content"] = read.get("content") or ""
     if "reasoning_content" in read:
-        read["reasoning_content"] = _content(read, "reasoning_content", where)
+        read["reasoning_content"] = _text(read, "reasoning_content", where)
     if read.get("tool_calls"):
         if read["role"] != "assistant":
             raise RowError(f"`{where}.tool_calls`: only the assistant calls tools")
@@ -149,11 +152,20 @@ def _role(message: Mapping[str, Any], key: str, roles: Mapping[str, str], where:
     return roles[role]
 
 
-def _content(message: Mapping[str, Any], key: str, where: str) -> str:
-    """The text of a message; a list of text parts is joined."""
+def _content(message: Mapping[str, Any], key: str, where: str) -> str | list[str | RowImage]:
+    """The text of a message; a list of text parts is joined, unless images are among them."""
     content = message.get(key)
     if isinstance(content, list) and content and all(isinstance(part, Mapping) for part in content):
-        return "".join(_part(part, f"{where}.{key}[{index}]") for index, part in enumerate(content))
+        parts = [_part(part, f"{where}.{key}[{index}]") for index, part in enumerate(content)]
+        texts = [part for part in parts if isinstance(part, str)]
+        return "".join(texts) if len(texts) == len(parts) else parts
+    if isinstance(content, list) and any(isinstance(part, RowImage) for part in content):  # as it was read before
+        return content
+    return _text(message, key, where)
+
+
+def _text(message: Mapping[str, Any], key: str, where: str) -> str:
+    content = message.get(key)
     if not isinstance(content, str):
         if content is None:
             has = ", ".join(f"`{name}`" for name in islice(message, _NAMED) if message[name] is not None)
@@ -163,10 +175,12 @@ def _content(message: Mapping[str, Any], key: str, where: str) -> str:
     return content
 
 
-def _part(part: Mapping[str, Any], where: str) -> str:
+def _part(part: Mapping[str, Any], where: str) -> str | RowImage:
+    if part.get("type") in ("image", "image_url"):
+        return images.part(part, where)
     if part.get("type") != "text":
         raise RowError(f"`{where}` is of type {part.get('type')!r}; only text is trained here; remove the row")
-    return _content(part, "text", where)
+    return _text(part, "text", where)
 
 
 def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
@@ -187,14 +201,25 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     return read
 
 
+def _only_text(name: str) -> str:
+    return f"`{name}`: only text is trained here; remove the row, or only the field if possible"
+
+
+def refuse_unseen(fields: Fields, read: Collection[str]) -> None:
+    """Raise RowError for a row with a column of images that is not among the fields that its format has read."""
+    for name in images.COLUMNS:
+        if name not in read and not row.is_nothing(fields.get(name)):
+            raise RowError(_only_text(name))
+
+
 def refuse_other_training(fields: Fields, where: str = "", *, answers: bool) -> None:
     """Raise RowError for fields of a row or message that only other kinds of models or training can use.
 
     `answers`: whether it holds answers that may be labelled good or bad.
     """
     for name, value in fields.items():
-        if name in _MEDIA and not row.is_nothing(value):
-            raise RowError(f"`{where}{name}`: only text is trained here; remove the row, or only the field if possible")
+        if name in (_MEDIA if not where else (*_MEDIA, *images.COLUMNS)) and not row.is_nothing(value):
+            raise RowError(_only_text(f"{where}{name}"))
         if name in _VERDICTS and answers and str(value).lower() in _BOOLEANS:
             raise RowError(
                 f"`{where}{name}` labels answers as good or bad (KTO), and bad ones would be trained too; set "

@@ -7,13 +7,13 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.config import Config, DataSection, entries, named
 from finetune.config.field_types import GIVEN, unknown
 from finetune.data import chat, formats, in_memory, labelled, sources
 from finetune.data.counts import Counts
-from finetune.data.encoded import ANSWER, DESIRABLE, IGNORE, TEACHER, RowLayout, columns
+from finetune.data.encoded import ANSWER, DESIRABLE, IGNORE, IMAGES, TEACHER, RowLayout, columns
 from finetune.data.examples import Chat, Completion, Content, Example, Several, Unusable
 from finetune.data.mismatched import OnePrompt
 from finetune.data.problems import Problems
@@ -21,11 +21,14 @@ from finetune.data.sources import Row
 from finetune.data.split import Preparation, located
 from finetune.errors import ArtifactError, ConfigError, DataError
 
+if TYPE_CHECKING:
+    from finetune.model.source.vision import Vision
+
 ROWS_TO_JUDGE = 10
 """Different held-out rows from which on their loss chooses an adapter: that of fewer depends more on which rows these
 are than on the adapter."""
 
-_SEQUENCES = ("input_ids", "labels", "segments", "shared", *TEACHER)
+_SEQUENCES = ("input_ids", "labels", "segments", "shared", IMAGES, *TEACHER)
 
 # A fifth of these are that many.
 _ROWS_TO_SPARE_SOME = 5 * ROWS_TO_JUDGE
@@ -62,9 +65,9 @@ class Prepared:
     @property
     def judges(self) -> bool:
         """Whether the evaluation set has enough different rows to choose an adapter by."""
-        different: set[tuple[int, ...]] = set()
+        different: set[tuple[Any, ...]] = set()
         for row in self.eval or ():
-            different.add(tuple(row["input_ids"]))
+            different.add((*row["input_ids"], *(image["digest"] for image in row.get(IMAGES, ()))))
             if len(different) == ROWS_TO_JUDGE:
                 return True
         return False
@@ -76,15 +79,16 @@ class Prepared:
                 yield {"split": split, **asdict(row)}
 
 
-def prepare(section: DataSection, tokenizer: Any) -> Prepared:
+def prepare(section: DataSection, tokenizer: Any, vision: Vision | None = None) -> Prepared:
     """Read, format, tokenize and mask both splits, or load them from the cache (see `cache`).
 
+    Rows with images are refused unless the base has `vision`.
     Raises DataError for rows that cannot be read (file:line and field, up to 20), if nothing is left to train, or if
     the trained tokens of all rows contain no text; ConfigError if `data.columns` names a field that no format has;
     MachineError if the rows cannot be written to disk.
     """
     check_columns(section)
-    preparation = Preparation(section, tokenizer)
+    preparation = Preparation(section, tokenizer, vision)
     problems = Problems()
     train_rows, eval_rows = _splits(preparation, problems)
     train, train_counts = preparation.split("train", train_rows, problems)
@@ -230,12 +234,14 @@ class Question(NamedTuple):
 def questions(section: DataSection, tokenizer: Any) -> Iterator[Question]:
     """The held-out rows (training rows if none are held out) that end with an answer in words.
 
-    Of a pair that is the chosen one. Plain texts, conversations with tools, and answers that are not trained or are
-    labelled undesirable are left out.
+    Of a pair that is the chosen one. Plain texts, conversations with tools or images, and answers that are not trained
+    or are labelled undesirable are left out.
     """
     for row, content in _held_out_examples(section, tokenizer):
         example = _answered(content)
         match example:
+            case Chat(images=images) if images:
+                continue
             case Chat([*asked, {"role": "assistant", "content": reference, **rest}], context, tools=None) if asked:
                 if reference.strip() and not rest.get("tool_calls") and len(asked) not in context:
                     yield Question(row, Chat(asked), reference)

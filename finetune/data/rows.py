@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from finetune.data.cache import writing
-from finetune.data.encoded import ONE_SEQUENCE, TEACHER, Encoded, RowLayout
+from finetune.data.encoded import IMAGES, ONE_SEQUENCE, TEACHER, Encoded, RowLayout
 from finetune.data.sources import Row
 
 
@@ -22,24 +22,39 @@ def mapped(path: Path) -> Any:
     return datasets.Dataset.from_file(str(path))
 
 
-@contextlib.contextmanager
-def writer(path: Path) -> Iterator[Callable[[list[tuple[Row, Encoded]]], None]]:
-    """A function that appends tokenized rows, all of one layout, to an Arrow file, a record batch per call."""
+def _schema(layout: RowLayout, images: bool) -> Any:
+    """The columns of rows of a layout."""
     import pyarrow
 
-    ids = pyarrow.list_(pyarrow.int32())
-    count, text = pyarrow.int64(), pyarrow.string()
-    names = {"input_ids": ids, "labels": ids, "length": count, "trained": count, "place": text, "source": text}
+    ids, count, text = pyarrow.list_(pyarrow.int32()), pyarrow.int64(), pyarrow.string()
+    columns = {"input_ids": ids, "labels": ids, "length": count, "trained": count, "place": text, "source": text}
+    if layout.segments:
+        columns |= {"segments": ids, "shared": count}
+    columns |= {name: pyarrow.float64() for name in layout.values}
+    if layout.teacher:
+        columns |= dict(zip(TEACHER, (ids, pyarrow.list_(pyarrow.float32())), strict=True))
+    if images:
+        size = {"height": pyarrow.int32(), "width": pyarrow.int32()}
+        columns[IMAGES] = pyarrow.list_(
+            pyarrow.struct({"path": text, "data": pyarrow.binary(), "digest": text, **size})
+        )
+    return pyarrow.schema(list(columns.items()))
+
+
+@contextlib.contextmanager
+def writer(path: Path, *, images: bool = False) -> Iterator[Callable[[list[tuple[Row, Encoded]]], None]]:
+    """A function that appends tokenized rows, all of one layout, to an Arrow file, a record batch per call.
+
+    `images`: whether rows have the column of their images, which is empty for those without.
+    """
+    import pyarrow
+
     schema: Any = None
     stream: Any = None
 
     def begin(layout: RowLayout) -> None:
         nonlocal schema, stream
-        own = {"segments": ids, "shared": count} if layout.segments else {}
-        own |= {name: pyarrow.float64() for name in layout.values}
-        if layout.teacher:
-            own |= dict(zip(TEACHER, (ids, pyarrow.list_(pyarrow.float32())), strict=True))
-        schema = pyarrow.schema(list((names | own).items()))
+        schema = _schema(layout, images)
         stream = pyarrow.ipc.new_stream(file, schema)
 
     def write(rows: list[tuple[Row, Encoded]]) -> None:
@@ -70,6 +85,7 @@ def writer(path: Path) -> Iterator[Callable[[list[tuple[Row, Encoded]]], None]]:
             *([[encoded.shared for _, encoded in rows]] if layout.segments else []),
             *([encoded.values[name] for _, encoded in rows] for name in layout.values),
             *(map(of_teacher, range(len(TEACHER))) if layout.teacher else ()),
+            *([[[vars(image) for image in encoded.images] for _, encoded in rows]] if images else []),
         ]
         with writing():
             if stream is None:

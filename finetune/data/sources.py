@@ -8,6 +8,7 @@ import functools
 import glob
 import hashlib
 import inspect
+import itertools
 import json
 import os
 import re
@@ -28,11 +29,14 @@ from finetune.runtime import hub
 
 
 class Row(NamedTuple):
-    """One record: its position (`train.jsonl:12`), its fields, and the name of its source in the config."""
+    """One record: its position (`train.jsonl:12`), its fields, the name of its source in the config, and the folder of
+    its file, if it has one.
+    """
 
     location: str
     fields: dict[str, Any]
     source: str = ""
+    folder: Path | None = None
 
     def share(self, purpose: str = "") -> float:
         """A number in [0, 1) for each `purpose` that depends only on the content: equal rows are treated alike."""
@@ -177,27 +181,27 @@ def _refuse_twice(chosen: list[Source]) -> None:
             read_by[file] = entry.source
 
 
-def _weighted(records: Records, entry: Source) -> Rows:
+def _weighted(records: Rows, entry: Source) -> Rows:
     whole, part = divmod(entry.weight, 1)
-    for location, fields in records:
-        row = Row(location, fields, entry.source)
+    for record in records:
+        row = record._replace(source=entry.source)
         more = part > 0 and row.share("weight") < part
         yield from [row] * (int(whole) + more)
 
 
-def _records(source: str, split: str, key: str, problems: Problems, encoding: str | None) -> Records:
+def _records(source: str, split: str, key: str, problems: Problems, encoding: str | None) -> Rows:
     """The records of one source, the value of `key`: built-in, given from Python, of local files, or of the hub."""
     if source.startswith("builtin:"):
         if source not in BUILTIN:
             raise DataError(f"data source {unknown(source, BUILTIN)}")
-        return _builtin(source, split)
+        return itertools.starmap(Row, _builtin(source, split))
     if source.startswith(GIVEN):
-        return in_memory.records(source, key)
+        return itertools.starmap(Row, in_memory.records(source, key))
     if files := _files(source):
         return _local(files, problems, encoding)
     if why := _no_files(source):
         raise DataError(why)
-    return _hub(source)
+    return itertools.starmap(Row, _hub(source))
 
 
 def _no_files(source: str) -> str | None:
@@ -305,12 +309,13 @@ def _is_hidden(name: str) -> bool:
     return name.startswith(".") or any(fnmatch.fnmatch(name, pattern) for pattern in _BESIDE_ROWS)
 
 
-def _local(files: list[Path], problems: Problems, encoding: str | None) -> Records:
+def _local(files: list[Path], problems: Problems, encoding: str | None) -> Rows:
     for file in files:
         read = reader(file)
         assert read is not None, "_files returns only files with a reader"
         try:
-            yield from read(file, problems, encoding)
+            for location, fields in read(file, problems, encoding):
+                yield Row(location, fields, folder=file.parent)
         except DataError as error:
             problems.add(error)  # go on, to report the problems of the other files too
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from finetune.config import DataSection
 from finetune.config.field_types import GIVEN
@@ -26,6 +26,7 @@ from finetune.data import (
     control,
     fingerprint,
     formats,
+    images,
     labelled,
     lengths,
     mismatched,
@@ -64,6 +65,9 @@ from finetune.data.sources import Row
 from finetune.data.tokenizing import TooMuchText
 from finetune.errors import DataError
 
+if TYPE_CHECKING:
+    from finetune.model.source.vision import Vision
+
 Split = Literal["train", "eval"]
 
 # Increment with any change to the code that changes the prepared rows or the fields of their counts, to invalidate
@@ -94,14 +98,15 @@ class Preparation:
 
     section: DataSection
     tokenizer: Any
+    vision: Vision | None = None
 
     def split(self, split: Split, rows: Iterable[Row], problems: Problems) -> tuple[Any, Counts]:
         """The tokenized `rows` and their statistics, from the cache if possible. Raises as `prepare` does."""
 
         def fill(folder: Path) -> None:
             counts = Counts()
-            with writer(folder / _ROWS) as write:
-                _Rows(self.section, self.tokenizer, problems, counts, write).take(rows)
+            with writer(folder / _ROWS, images=self.vision is not None) as write:
+                _Rows(self.section, self.tokenizer, problems, counts, write, self.vision).take(rows)
             if ANSWER in counts.segments:
                 os.replace(folder / _ROWS, folder / _ANSWERS)
                 mismatched.add(folder / _ANSWERS, folder / _ROWS, counts, self.section.max_length, f"`data.{split}`")
@@ -118,14 +123,16 @@ class Preparation:
         """Whether a token of this row would be trained, if it has no error, which `split` raises."""
         counts = Counts()
         try:
-            _Rows(self.section, self.tokenizer, Problems(), counts, lambda kept: None).take([row])
+            _Rows(self.section, self.tokenizer, Problems(), counts, lambda kept: None, self.vision).take([row])
         except DataError:
             return True
         return counts.rows > 0
 
     def _key(self, split: Split) -> str | None:
-        """A hash of everything that determines the split's rows; None if a source or a format is of unknown content."""
-        if self.section.format.startswith(GIVEN):
+        """A hash of everything that determines the split's rows; None if a source, a format or an image is of unknown
+        content.
+        """
+        if self.section.format.startswith(GIVEN) or self.vision:
             return None
         of_its_own = split == "eval" and self.section.eval != "auto"
         contents = sources.contents(self.section.eval if of_its_own else self.section.train)
@@ -175,6 +182,7 @@ class _Rows:
     problems: Problems
     counts: Counts
     write: Callable[[list[tuple[Row, Encoded]]], None]
+    vision: Vision | None = None
     forms: dict[str, str] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)
     last: tuple[str, bool] = ("", False)
@@ -223,6 +231,7 @@ class _Rows:
                 content, unused = formats.read(row.fields, self.forms[row.source], columns, self.section.separator)
                 content = labelled.numbered(content, self.section.labels)
                 content = teachers.kept(content, self.section.teacher_tokens)
+                content = images.measured(content, row.folder, self.vision)
         except (DataError, Unusable) as error:
             return error
         for example in parts(content):
@@ -293,6 +302,9 @@ class _Rows:
                 return []
         if max(row.lengths) <= section.max_length:
             return [row]
+        if row.images and lengths.TOO_LONG[section.too_long].cuts:  # no image may lose some of its tokens
+            self.counts.affected.append(Affected(location, "dropped", TOO_LONG, length))
+            return []
         with located(read.row):
             what, pieces = lengths.shortened(row, section.max_length, section.too_long)
         trained = [piece for piece in pieces if piece.trained]
@@ -330,7 +342,8 @@ class _Rows:
         """Whether an earlier row has the same tokens and labels, by 64-bit hash; repetitions by weight do not count."""
         if location != self.last[0]:
             content = hash((
-                tuple(encoded.input_ids), tuple(encoded.labels), encoded.lengths, tuple(encoded.values.values())
+                tuple(encoded.input_ids), tuple(encoded.labels), encoded.lengths, tuple(encoded.values.values()),
+                tuple(image.digest for image in encoded.images),
             ))  # fmt: skip
             self.last = location, content in self.seen
             self.seen.add(content)

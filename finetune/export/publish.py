@@ -48,6 +48,7 @@ def export_model(
     run = RunDirectory.open(run)
     # Refuses an untrusted run before anything is written there.
     config = config_of(run, trust_remote_code=trust_remote_code)
+    finished_run.refuse_images(config, "`finetune export`")
     terminal = terminal or Terminal()
     with run.locked(), Signals():
         folder = run.path / form.folder
@@ -94,6 +95,7 @@ def merge(
     run = RunDirectory.open(run)
     # Refuses an untrusted run before anything is written there.
     config = config_of(run, trust_remote_code=trust_remote_code)
+    finished_run.refuse_images(config, "`finetune merge`")
     with run.locked(), Signals():
         return merge_locked(run, config, terminal or Terminal(), note_beside_output, onto)
 

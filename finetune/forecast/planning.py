@@ -37,7 +37,7 @@ from finetune.model.attention import backends, packing
 from finetune.model.base import load_architecture
 from finetune.model.distributed import context
 from finetune.model.recompute import checkpointing
-from finetune.model.source import catalog
+from finetune.model.source import catalog, vision
 from finetune.model.source.locate import at_hand
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.model.structure.quantization import LEAST_FIRST, with_kind
@@ -500,6 +500,6 @@ def _data(config: Config, architecture: Any) -> Prepared | None:
     except ArtifactError:
         return None  # training reports a tokenizer that cannot be used
     bounds.check_tokenizer(tokenizer, architecture, model)
-    data = prepare.prepare(config.data, tokenizer)
+    data = prepare.prepare(config.data, tokenizer, vision.of(config, architecture, tokenizer))
     contract.check_rows(config.training.objective, data.layout, config.distributed.context)
     return data

@@ -154,6 +154,11 @@ def trace_step(setting: StepSetting, models: Models | None = None) -> Trace:
     `models`, those are used again; the trace is the same.
     """
     models, config = models or Models(), setting.config
+    if config.model.vision != "none":
+        raise ForecastError(
+            "`model.vision`: a job with images cannot be forecast yet; `finetune train` with `memory.check: off` and a "
+            "number for `training.micro_batch` trains without a forecast"
+        )
     try:
         return _trace_step(setting, shorten, models)
     except (NotAlike, depth.Scattered):

@@ -24,6 +24,7 @@ from finetune.data import prepare
 from finetune.data.examples import shown
 from finetune.data.prepare import Question
 from finetune.errors import ConfigError, DataError, NumbersError
+from finetune.export import finished_run
 from finetune.inference import generation
 from finetune.inference.answer_settings import Settings
 from finetune.inference.intervals import CONFIDENCE, RESAMPLES, SEED, Measured, compared
@@ -131,6 +132,7 @@ def _refuse_values(limit: int | None, **lists: Sequence[str]) -> None:
 def _config(run: RunDirectory, data: str | PathLike[str] | None, *, answers: bool, trust_remote_code: bool) -> Config:
     """The config of the run, with the rows of `data` held out, if given; refuses `answers` of a model that has none."""
     config = config_of(run, trust_remote_code=trust_remote_code)
+    finished_run.refuse_images(config, "`finetune eval`")
     if config.scorer and answers:
         raise ConfigError(
             f"{run.path} is a {config.scorer}, which gives scores and no answers; leave out `--metric` and `--task`"

@@ -76,6 +76,6 @@ def _registered(name: str, given: Mapping[str, Any]) -> str:
         return name
     if columns & {"images", "videos", "audios"}:
         raise ConfigError(
-            f"{folder / 'dataset_info.json'}: `{name}` has images, video or sound, which are not trained on"
+            f"{folder / 'dataset_info.json'}: `{name}` has images, video or sound, which are not translated"
         )
     return source

@@ -13,7 +13,7 @@ from typing import Any
 from finetune.config import other_names
 from finetune.init import preferences
 
-_TEXT = "images, video and sound are not trained on here; if the rows are of text alone, remove the key"
+_TEXT = "training on images, video and sound is not translated; if the rows are of text alone, remove the key"
 _NO_TRAINING = "that is no training; to merge an adapter or to test it, see `finetune merge` and `finetune eval`"
 _REFERENCE = "the reference is the model that training starts from; if it is that, remove the key"
 _LOSSES = "one loss is minimised here; for `sft` beside it, write `preference.nll_weight`"

@@ -26,6 +26,7 @@ from finetune.model.attention import backends
 from finetune.model.base import load_architecture
 from finetune.model.build import Blueprint
 from finetune.model.distributed import context
+from finetune.model.source import vision
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.model.structure.experts import Mixture
 from finetune.model.structure.quantization import with_kind
@@ -85,7 +86,7 @@ def gather(
         build.check_files(config.model, architecture)
     stage(f"reading {named(config.data.train)}")
     with ranks.agreeing():
-        data = prepare(config.data, tokenizer)
+        data = prepare(config.data, tokenizer, vision.of(config, architecture, tokenizer))
         if data.warning and config.training.early_stopping:
             raise DataError(f"`training.early_stopping` needs an evaluation set; {data.warning}")
         contract.check_rows(config.training.objective, data.layout, config.distributed.context)
@@ -167,6 +168,10 @@ def _check_machine(config: Config, device: torch.device, note: Callable[[str], N
         )
     with ranks.agreeing():
         check(config, device)
+        if config.model.vision != "none" and ranks.world_size() > 1:
+            raise ConfigError(
+                "`model.vision`: rows with images are not shared among several processes yet; start one, or set `none`"
+            )
     environment = describe(device)
     provenance.refuse_other_ranks({"config": config.model_dump(mode="json"), "packages": environment["packages"]})
     return environment

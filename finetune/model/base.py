@@ -151,7 +151,7 @@ def load_base(
             torch.manual_seed(0)
         model = random_base(
             architecture, quantization, attention=attention, dtype=dtype, device=device,
-            remote_code=remote_code(section), placement=placement,
+            remote_code=remote_code(section), placement=placement, whole=section.vision != "none",
         )  # fmt: skip
     else:
         with placement.while_loading() if placement else contextlib.nullcontext():
@@ -180,6 +180,7 @@ def _pretrained(
             f"model `{section.name}`",
             lambda: from_safetensors(
                 locate(section.name),
+                whole=section.vision != "none",
                 config=in_files,
                 revision=section.revision,
                 **pinned_code(section),
@@ -208,7 +209,7 @@ def refuse_missing(report: dict[str, Any], what: str, remedy: str) -> None:
         raise ArtifactError(f"{what}: {len(missing)} weights are not in its files, such as `{missing[0]}`; {remedy}")
 
 
-def from_safetensors(name: str, **arguments: Any) -> Any:
+def from_safetensors(name: str, *, whole: bool = False, **arguments: Any) -> Any:
     """`from_pretrained` of `composite.loader`, restricted to safetensors files of `name`, a folder or a hub name.
 
     Raises ArtifactError for any other file, for one outside its folder or rejected by `weight_files.check`, and for an
@@ -223,7 +224,8 @@ def from_safetensors(name: str, **arguments: Any) -> Any:
         arguments["config"] = AutoConfig.from_pretrained(name, trust_remote_code=False)
         _refuse_kernels(arguments["config"], name)
     with _checked_files(name):
-        return composite.loader(arguments["config"]).from_pretrained(name, use_safetensors=True, **arguments)
+        known = composite.loader(arguments["config"], whole=whole)
+        return known.from_pretrained(name, use_safetensors=True, **arguments)
 
 
 @contextlib.contextmanager

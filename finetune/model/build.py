@@ -55,6 +55,7 @@ class Blueprint:
         return weightless_base(
             self.architecture, self.quantization,
             attention=self.attention, dtype=self.dtype, remote_code=remote_code(self.model), shorten=shorten,
+            whole=self.model.vision != "none",
         )  # fmt: skip
 
     def check(self, adapter: AdapterSection) -> Mixture | None:
@@ -90,10 +91,14 @@ def blueprint(config: Config, architecture: Any, attention: str) -> Blueprint:
 
 def choose_attention(config: Config, architecture: Any, device_type: str) -> tuple[str, str]:
     """The attention implementation that the job trains with on this machine, and the reason in one clause."""
-    return attentions.choose(
-        config.model.attention, architecture, device_type, config.training.precision,
-        packed=config.data.packing, longest=config.data.max_length,
-    )  # fmt: skip
+    name, longest = config.model.attention, config.data.max_length
+    if config.model.vision != "none":
+        # The tokens of an image may see each other, by a mask that other kernels and blocks of a window do not take.
+        name, longest = "sdpa" if name == "auto" else name, 0
+    implementation, reason = attentions.choose(
+        name, architecture, device_type, config.training.precision, packed=config.data.packing, longest=longest
+    )
+    return implementation, reason if name == config.model.attention else "it takes the masks of images"
 
 
 def weightless(model: ModelSection, architecture: Any = None) -> Any:

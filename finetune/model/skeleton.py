@@ -26,14 +26,16 @@ from finetune.runtime import patches
 
 def random_base(
     architecture: Any, quantization: QuantizationSection, *, attention: str, dtype: torch.dtype, device: torch.device,
-    remote_code: str | None = None, placement: Placement | None = None,
+    remote_code: str | None = None, placement: Placement | None = None, whole: bool = False,
 ) -> Any:  # fmt: skip
     """The architecture with random weights, materialised and quantized one module at a time; see `base.load_base`.
 
     Peak memory is the finished model plus one module's unquantized weights. Weights have the model's own
     initialisation, or zero where it defines none.
     """
-    model = weightless_base(architecture, quantization, attention=attention, dtype=dtype, remote_code=remote_code)
+    model = weightless_base(
+        architecture, quantization, attention=attention, dtype=dtype, remote_code=remote_code, whole=whole
+    )
     models, owner = _owners(model)
     for name, module in list(model.named_modules()):
         own = {f"{name}.{weight}" for weight, _ in module.named_parameters(recurse=False, remove_duplicate=False)}
@@ -73,9 +75,12 @@ def _owners(model: Any) -> tuple[list[Any], dict[nn.Module, Any]]:
 
 def weightless_base(
     architecture: Any, quantization: QuantizationSection, *, attention: str, dtype: torch.dtype,
-    remote_code: str | None = None, shorten: Callable[[Any], None] = lambda model: None,
+    remote_code: str | None = None, shorten: Callable[[Any], None] = lambda model: None, whole: bool = False,
 ) -> Any:  # fmt: skip
-    """The base on the meta device, with quantized linear layers and experts; `shorten` may remove layers first."""
+    """The base on the meta device, with quantized linear layers and experts; `shorten` may remove layers first.
+
+    `whole`: with the model of images of a composite one.
+    """
     known = catalog.model_class(architecture)
     if not remote_code and known is None:
         raise ConfigError(_not_a_language_model(architecture))
@@ -90,6 +95,7 @@ def weightless_base(
             f"the architecture `{architecture.model_type}`",
             lambda: _made(
                 deepcopy(architecture),
+                whole=whole,
                 attn_implementation=attentions.of_parts(attention, architecture),
                 dtype=dtype,
                 # Without this argument transformers would prompt on the terminal.

@@ -12,7 +12,7 @@ from finetune.measure import snapshots
 from finetune.model.precision import autocast
 from finetune.model.probes import causality
 from finetune.model.recompute.checkpointing import ByLength
-from finetune.model.source import identity
+from finetune.model.source import identity, vision
 from finetune.runtime import driver, libraries, ranks
 from finetune.runtime.device import require_default_stream
 from finetune.training import optimizers, probe_table, schedules, strategies
@@ -120,11 +120,12 @@ def _way(job: TrainingJob) -> MicroBatching:
 
 
 def _steps(job: TrainingJob) -> Steps:
-    training, rows = job.config.training, job.data.train
+    config, training, rows = job.config, job.config.training, job.data.train
     way = _way(job)
     collate = MicroBatches(
-        way, job.tokenizer.pad_token_id, ranks.rank(), ranks.world_size(), job.config.distributed.context
-    )
+        way, job.tokenizer.pad_token_id, ranks.rank(), ranks.world_size(), config.distributed.context,
+        vision.of(config, job.architecture, job.tokenizer),
+    )  # fmt: skip
     # The order of a run must outlive a change of what lets segments share tokens, such as `kernels.compile`.
     lengths = Sizes.of(rows, replace(way, shares=False)).lengths
     order = RowOrder(lengths, training.batch_size, training.seed, training.group_by_length)

@@ -17,9 +17,12 @@ import torch
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from finetune.config import Config
+from finetune.data import images
 from finetune.data.batching import MicroBatching, micro_batches
-from finetune.data.encoded import IGNORE, MISMATCHED, ONE_SEQUENCE, TEACHER, lengths_of
+from finetune.data.encoded import IGNORE, IMAGES, MISMATCHED, ONE_SEQUENCE, TEACHER, lengths_of
 from finetune.model.attention import packing
+from finetune.model.source import vision
+from finetune.model.source.vision import Vision
 from finetune.objectives import MODEL_INPUTS, layout_of
 
 Inputs = dict[str, Any]
@@ -30,7 +33,7 @@ sequences share tokens, also `key_parts`.
 A row is one sequence, unless the layout of the rows names segments: then each segment is one, those of a row one after
 the other, and `row` (sequences,) is the row of each. Each value of the rows is (rows,), float32; those of a teacher are
 (sequences, tokens, k), or packed (1, tokens, k). `mismatched` is the micro-batch of the segments that go through the
-model apart, if rows have such."""
+model apart, if rows have such. `images` are, if any row has some, the model's arguments for those of each row."""
 
 
 def micro_batching(config: Config, architecture: Any = None) -> MicroBatching:
@@ -65,9 +68,10 @@ class MicroBatches:
     """
 
     def __init__(
-        self, way: MicroBatching, pad_token_id: int, rank: int = 0, world_size: int = 1, context: int = 1
-    ) -> None:
-        self.way = way
+        self, way: MicroBatching, pad_token_id: int, rank: int = 0, world_size: int = 1, context: int = 1,
+        vision: Vision | None = None,
+    ) -> None:  # fmt: skip
+        self.way, self._vision = way, vision
         self._rank, self._world_size = rank // context, world_size // context
         split = context > 1  # each slice needs its positions
         self._collate = DataCollatorForLanguageModeling(
@@ -116,7 +120,17 @@ class MicroBatches:
         for name, none in zip(TEACHER, (0, -math.inf), strict=True) if layout.teacher else ():
             parts = [np.asarray(row[name]).reshape(-1, layout.teacher) for row in rows]
             inputs[name] = _padded(parts, inputs["input_ids"].shape, none)
+        if self._vision and any(row.get(IMAGES) for row in rows):
+            inputs |= self._seen(rows, inputs["input_ids"], self._vision)
         return inputs
+
+    def _seen(self, rows: Sequence[dict[str, Any]], ids: torch.Tensor, vision: Vision) -> Inputs:
+        """The images of each row, decoded and processed, and which tokens (sequences, tokens) stand for them."""
+        shown = [[images.decoded(image) for image in row.get(IMAGES) or ()] for row in rows]
+        seen: Inputs = {IMAGES: [vision.pixels(each) if each else {} for each in shown]}
+        if vision.token_types:
+            seen[vision.token_types] = torch.isin(ids, torch.tensor(vision.image_tokens)).long()
+        return seen
 
     def idle(self) -> Idle:
         """A micro-batch of one row without trained tokens."""
@@ -164,8 +178,9 @@ def passes(inputs: Inputs) -> list[Inputs]:
 
 def for_model(inputs: Inputs, *, masked: bool) -> Inputs:
     """The keyword arguments of the model's forward pass for a micro-batch, the padding mask included if `masked`."""
-    left_out = (MISMATCHED,) if masked else (MISMATCHED, "attention_mask")
-    return {name: value for name, value in inputs.items() if name not in left_out}
+    left_out = (MISMATCHED, IMAGES) if masked else (MISMATCHED, IMAGES, "attention_mask")
+    seen = vision.joined(inputs[IMAGES]) if IMAGES in inputs else {}
+    return {name: value for name, value in inputs.items() if name not in left_out} | seen
 
 
 def row_count(inputs: Inputs) -> int:
@@ -201,7 +216,7 @@ def _some(inputs: Inputs, first: int, end: int) -> Inputs:
     own = {name: value for name, value in inputs.items() if name in MODEL_INPUTS or name in TEACHER}
     some = _packed_rows if "cu_seq_lens_q" in inputs else _rows
     if "row" not in inputs:
-        return some(own, first, end)
+        return some(own, first, end) | ({IMAGES: inputs[IMAGES][first:end]} if IMAGES in inputs else {})
     start, stop = torch.searchsorted(inputs["row"], torch.tensor([first, end])).tolist()
     left = {name: value for name, value in inputs.items() if name not in own and name != "row"}
     values = {name: some(value, first, end) if name == MISMATCHED else value[first:end] for name, value in left.items()}

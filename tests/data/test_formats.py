@@ -362,11 +362,17 @@ def test_a_label_of_another_kind_is_a_column_like_any(subtests: pytest.Subtests)
             assert read({"text": "Once.", "label": 1}, "auto", {}) == (Text("Once."), ["label"])
 
 
-def test_images_are_refused_and_an_empty_field_for_them_is_not(subtests: pytest.Subtests) -> None:
-    for row in [*PLAIN_ROWS, {"text": "x"}, {"prompt": "a", "chosen": "b", "rejected": "c"}]:
+def test_media_that_are_not_read_are_refused_and_an_empty_field_for_them_is_not(subtests: pytest.Subtests) -> None:
+    plain = [{"text": "x"}, {"prompt": "a", "chosen": "b", "rejected": "c"}]
+    for row in [*PLAIN_ROWS, *plain]:
         for name in ["image", "images", "videos", "audio"]:
             with subtests.test(row=row, name=name):
                 for there in ("cat.png", ["cat.png"], {"bytes": "x"}):
+                    if name.startswith("image") and row in PLAIN_ROWS and "prompt" not in row:
+                        content, unused = read({**row, name: there}, "auto", {})
+                        assert len(content.images) == 1
+                        assert unused == []
+                        continue
                     with pytest.raises(RowError, match=f"`{name}`: only text is trained here"):
                         read({**row, name: there}, "auto", {})
                 for absent in (None, [], ""):
@@ -434,8 +440,8 @@ def test_a_field_of_the_wrong_type_is_named_with_its_type(subtests: pytest.Subte
         ("messages", {"messages": [{"role": "user", "content": []}]}, ["`messages[0].content`", "not a list"]),
         (
             "messages",
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
-            ["`messages[0].content[0]`", "'image_url'", "only text"],
+            {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": "x"}]}]},
+            ["`messages[0].content[0]`", "'input_audio'", "only text"],
         ),
         (
             "messages",

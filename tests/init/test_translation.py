@@ -403,7 +403,7 @@ def test_without_an_adapter_every_weight_is_trained_as_there(text: str, tmp_path
         ("base_model: x\nrl: of_tomorrow\n", 2, "`of_tomorrow` is not offered"),
         ("model_name_or_path: x\nstage: sft\nreward_model: y\n", 3, "no answers are written while training here"),
         ("base_model: x\nprocess_reward_model: true\n", 2, "whole answers are scored here"),
-        ("base_model: x\nprocessor_type: AutoProcessor\n", 2, "images, video and sound are not trained on here"),
+        ("base_model: x\nprocessor_type: AutoProcessor\n", 2, "training on images, video and sound is not translated"),
         ("base_model: x\ndiffusion: {noise_schedule: cosine}\n", 2, "text is generated token by token here"),
         ("base_model: x\nadapter: llama-adapter\n", 2, "adapters are LoRA here"),
         ("model_name_or_path: x\nstage: ppo\n", 2, "`ppo` is not offered"),

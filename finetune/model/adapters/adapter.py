@@ -69,7 +69,8 @@ def adapted(base: Any, section: AdapterSection, *, inference_mode: bool = False,
             ) from error
     config.task_type = task
     new_rows.complete(model)
-    if composite.is_language_alone(base):  # a part of a name may mean layers of the models that were left out as well
+    if composite.is_language_alone(base) or composite.beside_language(base):
+        # A part of a name may mean layers of the other models as well.
         config.target_modules = _layers_adapted(model)
     return model
 

@@ -138,12 +138,20 @@ def text(
     ArtifactError for a template that is invalid, violates the sandbox, or exceeds `RENDER_SECONDS` or `RENDER_BYTES`;
     and whatever the template itself raises.
     """
+    parts = _reads_parts_alone(tokenizer)
+    return _rendered(tokenizer, [_as_read(message, parts) for message in messages], tools, prompt, marks)
+
+
+def _rendered(
+    tokenizer: Any, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, prompt: bool = False,
+    marks: bool = False,
+) -> tuple[str, list[tuple[int, int]]]:  # fmt: skip
     from transformers.utils import chat_template_utils
 
     with _guarded():
         # `apply_chat_template` would return marks by token only, for one conversation at a time.
         [rendered], marked = chat_template_utils.render_jinja_template(
-            [[{key: value for key, value in message.items() if value is not None} for message in messages]],
+            [messages],
             tools=tools,
             chat_template=tokenizer.get_chat_template(None, tools),
             return_assistant_tokens_mask=marks,
@@ -153,6 +161,14 @@ def text(
         if len(rendered) > _RENDERED_CHARACTERS:
             raise MemoryError
     return rendered, marked[0] if marks else []
+
+
+def _as_read(message: dict[str, Any], parts: bool) -> dict[str, Any]:
+    """A message without empty fields; with `parts`, its text is a list of them."""
+    message = {key: value for key, value in message.items() if value is not None}
+    if parts and isinstance(text := message.get("content"), str):
+        message["content"] = [{"type": "text", "text": text}]
+    return message
 
 
 def ids(tokenizer: Any, messages: list[dict[str, Any]], *, prompt: bool = False) -> list[int]:
@@ -250,6 +266,26 @@ def kept_by_tokenizer(compute: Callable[[Any], T]) -> Callable[[Any], T]:
     """A function of a tokenizer that is computed once for each one with its chat template and number of tokens."""
     kept = functools.lru_cache(maxsize=8)(lambda tokenizer, template, size: compute(tokenizer))
     return functools.wraps(compute)(lambda tokenizer: kept(tokenizer, str(tokenizer.chat_template), len(tokenizer)))
+
+
+@kept_by_tokenizer
+def _reads_parts_alone(tokenizer: Any) -> bool:
+    """Whether the template writes the parts of a message, and leaves out a text that is not a list of them.
+
+    Those of Idefics 3 and SmolVLM take it for a list of characters, without an error.
+    """
+    question = str(_PROBE[0]["content"])
+
+    def written(content: Any) -> bool:
+        marked = f"<{question}>"
+        try:
+            return marked in _rendered(tokenizer, [{"role": "user", "content": content(marked)}])[0]
+        except ArtifactError:
+            raise
+        except Exception:  # a template may raise anything
+            return False
+
+    return not written(lambda text: text) and written(lambda text: [{"type": "text", "text": text}])
 
 
 @kept_by_tokenizer

@@ -6,7 +6,7 @@ from typing import Any
 
 from finetune.config import DataSection, ModelSection
 from finetune.errors import ArtifactError, ConfigError
-from finetune.model.source import catalog
+from finetune.model.source import catalog, vision
 from finetune.model.source import chat_template as template
 from finetune.model.source.locate import BUILTIN_BASE, hub_call, locate, pinned_code
 
@@ -34,7 +34,10 @@ def load_tokenizer(section: ModelSection, data: DataSection | None = None) -> An
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     data = DataSection() if data is None else data
-    chosen = template.choose(data.chat_template, tokenizer.chat_template)
+    given = tokenizer.chat_template
+    if own and section.vision != "none":  # older checkpoints have one of their own for rows with images
+        given = vision.chat_template(section) or given
+    chosen = template.choose(data.chat_template, given)
     template.check(chosen)
     tokenizer.chat_template = template.with_defaults(chosen, data.template_arguments)
     tokenizer.padding_side = "right"

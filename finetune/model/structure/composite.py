@@ -1,4 +1,4 @@
-"""The language part of a composite checkpoint: the model of text inside one that also sees or hears.
+"""A composite checkpoint, of a model that also sees or hears: its language part alone, or whole.
 
 Such a checkpoint is loaded with transformers' class for it, so that its modules have the names that PEFT looks up in
 the checkpoint as published, but without the models beside the language model: their weights are neither read nor held.
@@ -12,25 +12,41 @@ import functools
 import re
 from typing import Any
 
+from finetune.errors import ConfigError
 from finetune.model.source import catalog
 from finetune.model.structure import sequence_head
 
 _MARK = "_without_the_models_beside_its_language_model"
 
 
-def loader(architecture: Any) -> Any:
-    """The class whose `from_pretrained` makes the model of `architecture`."""
+def loader(architecture: Any, *, whole: bool = False) -> Any:
+    """The class whose `from_pretrained` makes the model of `architecture`, `whole` or its language part alone.
+
+    Raises ConfigError for a whole model without one for images.
+    """
     from transformers import AutoModelForCausalLM
 
+    if whole:
+        return _seeing(architecture)
     if sequence_head.is_wanted(architecture):
         return sequence_head.loader(architecture)
     known = catalog.model_class(architecture)
     return _language_alone(known) if catalog.is_whole(architecture, known) else AutoModelForCausalLM
 
 
-def from_config(architecture: Any, **arguments: Any) -> Any:
+def _seeing(architecture: Any) -> Any:
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as known
+
+    if "vision_config" not in architecture.sub_configs or type(architecture) not in known:
+        raise ConfigError(
+            f"`model.vision`: transformers has no model of type `{architecture.model_type}` that sees; set `none`"
+        )
+    return known[type(architecture)]
+
+
+def from_config(architecture: Any, *, whole: bool = False, **arguments: Any) -> Any:
     """A model of `architecture` with the weights of its own initialisation; `arguments` as for `from_pretrained`."""
-    made_by = loader(architecture)
+    made_by = loader(architecture, whole=whole)
     if made_by.__name__.startswith("Auto"):
         return made_by.from_config(architecture, **arguments)
     arguments.pop("trust_remote_code", None)
@@ -40,6 +56,20 @@ def from_config(architecture: Any, **arguments: Any) -> Any:
 def is_language_alone(model: Any) -> bool:
     """Whether models beside the language model of `model` were left out."""
     return hasattr(type(model), _MARK)
+
+
+def beside_language(model: Any) -> list[str]:
+    """Names of the parts of a whole model beside its decoder and its head: the model of images, and what follows it.
+
+    None for a model of text, or one whose other parts were left out.
+    """
+    if is_language_alone(model) or "vision_config" not in getattr(model.config, "sub_configs", {}):
+        return []
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    names = {module: name for name, module in model.named_modules()}
+    around = [module for module in model.modules() if module is not decoder and decoder in module.modules()]
+    parts = (part for module in around for part in module.children() if part not in (decoder, head, *around))
+    return [names[part] for part in parts]
 
 
 @functools.cache

@@ -26,7 +26,7 @@ from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
 from transformers.utils.quantization_config import FineGrainedFP8Config
 
-from finetune.model.structure import eight_bit, experts, linear_layers, packed
+from finetune.model.structure import composite, eight_bit, experts, linear_layers, packed
 from finetune.runtime import libraries, patches
 
 
@@ -66,9 +66,10 @@ def _quantizer(config: Any, published: Any) -> Any:
 
 def kept_modules(model: Any) -> list[str]:
     """Modules that stay in 16 bit: the output head (as in the QLoRA paper and in transformers), routers, and layers
-    whose weight the model's code reads directly.
+    whose weight the model's code reads directly, and the models beside the language model.
     """
-    return [*get_keys_to_not_convert(model), *experts.routers(model), *linear_layers.read_directly(model)]
+    beside = composite.beside_language(model)
+    return [*get_keys_to_not_convert(model), *experts.routers(model), *linear_layers.read_directly(model), *beside]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,309 @@
+"""Images of rows: where rows name them, their headers in preparation, and their pixels when a batch is made.
+
+An image is a file beside the data, or the bytes of one in a row. Nothing is fetched from a network.
+
+{"type": "image", "image": ...}   a part of a message's content; also "path", "url" or "bytes", or OpenAI's image_url
+{"type": "image"}                 the next of the row's column `images` (TRL)
+<image>                           in the text of a message, likewise (LLaMA-Factory, ms-swift)
+
+With a column, and no place for it, the images come before the first question (TRL).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import io
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.data import fields as row
+from finetune.data.encoded import RowImage
+from finetune.data.examples import Chat, Content, Example, Message, RowError, Several
+from finetune.data.fields import Fields
+from finetune.errors import DataError
+
+if TYPE_CHECKING:
+    from finetune.model.source.vision import Vision
+
+COLUMNS = ("images", "image")
+"""The fields of a row that may have its images."""
+
+MARK = "<image>"
+"""What stands for an image in the text of a message, if the row has a column of them."""
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+"""Pillow's names of the file formats that are read."""
+
+# Formats of more than 8 bits a channel would lose them without a word.
+_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
+_ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}
+_END_WITHIN = 2**16  # bytes: some programs write something after the end
+_MOST_BYTES = 2**28
+_ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # Exif 2.32, table 4: these swap height and width
+_DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,", re.IGNORECASE)
+_KEYS = ("image", "path", "url", "bytes")
+
+
+# -- where rows name them --------------------------------------------------------------------------------------------
+
+
+def part(value: Mapping[str, Any], where: str) -> RowImage:
+    """The image of a part of a message's content; an empty one stands for the next of the row's column."""
+    if value["type"] == "image_url":
+        url = value.get("image_url")
+        value = {"url": url.get("url") if isinstance(url, Mapping) else url}
+        if value["url"] is None:
+            raise RowError(f"`{where}.image_url` has no `url`")
+    given = [key for key in _KEYS if value.get(key) is not None]
+    if len(given) > 1:
+        raise RowError(f"`{where}` names its image twice, as `{given[0]}` and `{given[1]}`; keep one of them")
+    return _named(value[given[0]], f"{where}.{given[0]}") if given else RowImage()
+
+
+def placed(messages: list[Message], fields: Fields) -> tuple[list[Message], tuple[RowImage, ...]]:
+    """The messages with parts as chat templates expect them, and the images of all, those of the row's column too."""
+    column = _column(fields)
+    contents = [_parts(message["content"]) for message in messages]
+    shown = [one for parts in contents for one in parts if isinstance(one, RowImage)]
+    if column and not shown:
+        asks = [message["role"] == "user" for message in messages]
+        contents = [_at_marks(parts) if asked else parts for parts, asked in zip(contents, asks, strict=True)]
+        shown = [one for parts in contents for one in parts if isinstance(one, RowImage)]
+        if not shown and True in asks:
+            contents[asks.index(True)][:0] = column
+            return _with_parts(messages, contents), tuple(column)
+    blank = sum(one == RowImage() for one in shown)
+    if blank != len(column):
+        raise RowError(f"the messages have {blank} places for images of the row, and `images` has {len(column)}")
+    following = iter(column)
+    return _with_parts(messages, contents), tuple(next(following) if one == RowImage() else one for one in shown)
+
+
+def _parts(content: str | list[str | RowImage]) -> list[str | RowImage]:
+    return [content] if isinstance(content, str) else list(content)
+
+
+def _at_marks(parts: list[str | RowImage]) -> list[str | RowImage]:
+    """Texts with an empty image in place of each mark."""
+    split: list[str | RowImage] = []
+    for text in parts:
+        assert isinstance(text, str)
+        first, *others = text.split(MARK)
+        split += [first, *(each for other in others for each in (RowImage(), other))]
+    return [each for each in split if each != ""] or [""]
+
+
+def _with_parts(messages: list[Message], contents: list[list[str | RowImage]]) -> list[Message]:
+    result = []
+    for number, (message, parts) in enumerate(zip(messages, contents, strict=True)):
+        if not any(isinstance(one, RowImage) for one in parts):
+            result.append(message)
+            continue
+        if message["role"] != "user":
+            raise RowError(f"message {number} is of the role `{message['role']}`: only the user shows images")
+        named = [{"type": "image"} if isinstance(one, RowImage) else {"type": "text", "text": one} for one in parts]
+        result.append({**message, "content": named})
+    return result
+
+
+def _column(fields: Fields) -> list[RowImage]:
+    there = [name for name in COLUMNS if not row.is_nothing(fields.get(name))]
+    if len(there) > 1:
+        raise RowError("the row has `images` and `image`; keep one of them")
+    if not there:
+        return []
+    [name] = there
+    values = fields[name]
+    if not isinstance(values, list):
+        return [_named(values, name)]
+    return [_named(value, f"{name}[{index}]") for index, value in enumerate(values)]
+
+
+def _named(value: Any, where: str) -> RowImage:
+    """The image that a path, bytes, a data URL or an object with `path` or `bytes` names."""
+    if isinstance(value, Mapping):
+        if value.get("bytes"):
+            return _named(value["bytes"], f"{where}.bytes")
+        value = value.get("path")
+    if isinstance(value, bytes):
+        return RowImage(data=value)
+    if not isinstance(value, str) or not value:
+        raise RowError(f"`{where}` must be the path of an image, its bytes or a data URL, not {row.kind_of(value)}")
+    if found := _DATA_URL.match(value):
+        try:
+            return RowImage(data=base64.b64decode(value[found.end() :], validate=True))
+        except binascii.Error as error:
+            raise RowError(f"`{where}` is not base64: {error}") from None
+    if re.match(r"\w{2,}:", value):
+        raise RowError(
+            f"`{where}` is {value[:60]!r}: nothing is fetched; download the image, and write its path relative to the "
+            "data file"
+        )
+    return RowImage(path=value)
+
+
+# -- headers, in preparation -----------------------------------------------------------------------------------------
+
+
+def measured(content: Content, folder: Path | None, vision: Vision | None) -> Content:
+    """`content` with the size and the text of each image; paths are relative to `folder`.
+
+    Raises RowError for a file that is missing or broken, or has too many pixels, or that the base does not see.
+    """
+    if isinstance(content, Several):
+        segments = {name: _all_measured(each, folder, vision) for name, each in content.segments.items()}
+        return replace(content, segments=segments)
+    return _all_measured(content, folder, vision)
+
+
+def _all_measured(example: Example, folder: Path | None, vision: Vision | None) -> Example:
+    if not isinstance(example, Chat) or not example.images:
+        return example
+    if vision is None:
+        raise RowError(NOT_SEEN)
+    return replace(example, images=tuple(_measured(image, folder, vision) for image in example.images))
+
+
+NOT_SEEN = (
+    "the row has images, and of the base only the language layers are loaded; set `model.vision: frozen` for a base "
+    "that sees, or remove the row"
+)
+
+
+def _measured(image: RowImage, folder: Path | None, vision: Vision) -> RowImage:
+    from finetune.data import cache
+
+    if image.path:
+        image = replace(image, path=str(((folder or Path()) / image.path).absolute()))
+    name = image.path or "an image"
+    content = _content(image)
+    digest = cache.digest_of(content)
+    try:
+        height, width = _size(content, name)
+        text = vision.text(height, width)
+    except RowError:
+        raise
+    except Exception as error:  # anything may be in a file, and a processor has limits of its own
+        raise RowError(f"{name}: cannot be read as an image ({_why(error)}); replace it, or remove the row") from None
+    return replace(image, digest=digest, height=height, width=width, mark=vision.mark, text=text)
+
+
+def _why(error: Exception) -> str:
+    text = str(error).replace("<_io.BytesIO object at ", "").partition("\n")[0]
+    return "it is of no format that is read: " + ", ".join(FORMATS) if "cannot identify" in text else text
+
+
+def _content(image: RowImage) -> bytes:
+    """The bytes of an image's file. Raises RowError if there is no such file, or it is enormous."""
+    if not image.path:
+        return image.data
+    path = Path(image.path)
+    try:
+        if not path.is_file():
+            raise RowError(f"{path}: no such file, or not a regular one; paths are relative to the data file's folder")
+        if (size := path.stat().st_size) > _MOST_BYTES:
+            raise RowError(f"{path}: {size:,} bytes, more than the {_MOST_BYTES:,} that are read of an image")
+        return path.read_bytes()
+    except (OSError, ValueError) as error:
+        raise RowError(f"{image.path[:200]!r}: cannot be read: {error}") from None
+
+
+@contextlib.contextmanager
+def _opened(content: bytes) -> Iterator[Any]:
+    """Pillow's image, whose header alone is read yet; its warning of a decompression bomb is an error."""
+    from PIL import Image
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        with Image.open(io.BytesIO(content), formats=FORMATS) as opened:
+            yield opened
+
+
+def _size(content: bytes, name: str) -> tuple[int, int]:
+    """Height and width in pixels, upright, by the header. Pillow's own limit refuses decompression bombs."""
+    with _opened(content) as opened:
+        if opened.mode not in _MODES:
+            raise RowError(f"{name}: its pixels are of the kind {opened.mode}; convert it to 8 bits a channel")
+        if opened.format != "MPO" and getattr(opened, "is_animated", False):
+            raise RowError(f"{name}: has several frames; only still images are trained on")
+        end = _ENDS.get(opened.format or "", b"")
+        if end not in content[-_END_WITHIN:]:
+            raise RowError(f"{name}: the file is cut off; copy it again")
+        width, height = opened.size
+        turned = opened.getexif().get(_ORIENTATION) in _TURNED
+    return (width, height) if turned else (height, width)
+
+
+# -- the text that stands for them -----------------------------------------------------------------------------------
+
+
+def spelled_out(
+    text: str, marks: list[tuple[int, int]], images: tuple[RowImage, ...]
+) -> tuple[str, list[tuple[int, int]]]:
+    """A rendered conversation with the text of each image in place of its mark, and the spans of `marks` moved along.
+
+    Raises RowError if the chat template does not write a mark for each image.
+    """
+    if not all(image.text for image in images):
+        raise RowError(NOT_SEEN)
+    mark = images[0].mark
+    places = [found.span() for found in re.finditer(re.escape(mark), text)]
+    if len(places) != len(images):
+        raise RowError(
+            f"the chat template writes `{mark}` {len(places)} times for {len(images)} images; set `data.chat_template` "
+            "to one that writes it for each part of type `image`"
+        )
+    pieces, last = [], 0
+    for (start, end), image in zip(places, images, strict=True):
+        pieces += [text[last:start], image.text]
+        last = end
+
+    def moved(at: int) -> int:
+        before = (image for (_, end), image in zip(places, images, strict=True) if end <= at)
+        return at + sum(len(image.text) - len(mark) for image in before)
+
+    return "".join([*pieces, text[last:]]), [(moved(start), moved(end)) for start, end in marks]
+
+
+def shown_in(messages: list[Message]) -> int:
+    """How many images messages show."""
+    return sum(one["type"] == "image" for message in messages for one in _listed(message))
+
+
+def _listed(message: Message) -> Iterator[Mapping[str, Any]]:
+    if isinstance(message["content"], list):
+        yield from message["content"]
+
+
+# -- pixels, when a batch is made ------------------------------------------------------------------------------------
+
+
+def decoded(image: Mapping[str, Any]) -> Any:
+    """The pixels of an image of a prepared row, upright and in RGB, as a Pillow image.
+
+    Raises DataError for a file that is not as it was in preparation, or whose pixels cannot be decoded.
+    """
+    from PIL import ImageOps
+
+    from finetune.data import cache
+
+    name = image["path"] or "an image"
+    try:
+        content = _content(RowImage(image["path"], image["data"]))
+        if cache.digest_of(content) != image["digest"]:
+            raise RowError(f"{name}: the file has changed since the rows were prepared; start again")
+        with _opened(content) as opened:
+            return ImageOps.exif_transpose(opened).convert("RGB")
+    except RowError as error:
+        raise DataError(str(error)) from None
+    except Exception as error:  # anything may be in a file
+        raise DataError(
+            f"{name}: its pixels cannot be decoded ({_why(error)}); replace it, or remove the row"
+        ) from None

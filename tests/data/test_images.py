@@ -1,0 +1,271 @@
+"""Rows with images: where they are named, what is refused before a pixel is decoded, and how many tokens they take."""
+
+from __future__ import annotations
+
+import base64
+import io
+import random
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import seeing
+from PIL import Image
+
+from finetune.config import Config, DataSection, ModelSection
+from finetune.data import formats, images
+from finetune.data.counts import TOO_LONG
+from finetune.data.encoded import RowImage
+from finetune.data.examples import Chat, RowError
+from finetune.data.prepare import Prepared, prepare
+from finetune.errors import ConfigError, DataError
+from finetune.model.base import load_architecture
+from finetune.model.source.tokenizer import load_tokenizer
+from finetune.model.source.vision import FAMILIES, Vision, of
+
+SIZES = 500
+
+
+@pytest.fixture(scope="module", params=seeing.FAMILIES)
+def seen(request: pytest.FixtureRequest) -> tuple[Any, Vision]:
+    """A family's processor, and what is made of its parts."""
+    _, processor = seeing.FAMILIES[request.param]()
+    return processor, vision(processor, request.param)
+
+
+def vision(processor: Any, family: str) -> Vision:
+    settings = {
+        name: getattr(processor, name) for name in ("image_seq_len", "image_seq_length") if hasattr(processor, name)
+    }
+    return Vision(FAMILIES[family], processor.image_processor, settings, processor.tokenizer)
+
+
+def sizes(count: int) -> list[tuple[int, int]]:
+    """Heights and widths from 8 to 300 pixels, the first of them extreme."""
+    made = random.Random(0)
+    return [(8, 300), (300, 8), (31, 33), *((made.randint(8, 300), made.randint(8, 300)) for _ in range(count - 3))]
+
+
+def test_tokens_from_a_size_are_those_that_the_processor_makes(seen: tuple[Any, Vision]) -> None:
+    processor, of_size = seen
+    counted = processor._get_num_multimodal_tokens(image_sizes=sizes(SIZES))["num_image_tokens"]
+    for (height, width), count in zip(sizes(SIZES), counted, strict=True):
+        made = processor(text=[processor.image_token], images=[[Image.new("RGB", (width, height))]])
+        own = processor.tokenizer(of_size.text(height, width))["input_ids"]
+        assert own == made["input_ids"][0], (height, width)
+        assert count in (len(own), own.count(of_size.image_tokens[0])), (height, width)
+
+
+@pytest.mark.parametrize(("family", "pixels"), [("qwen3_vl", 24 * 24), ("idefics3", 40 * 40)])
+def test_a_bound_on_pixels_is_kept_by_tokens_and_pixels_alike(family: str, pixels: int, tmp_path: Path) -> None:
+    bounded, free = (of_base(seeing.base(tmp_path, family), **{"data.image_pixels": bound}) for bound in (pixels, None))
+    assert 0 < len(bounded.text(200, 160)) < len(free.text(200, 160))
+    made = bounded.pixels([Image.new("RGB", (160, 200), "red")])["pixel_values"]
+    # Each of Qwen's patches is of two frames; Idefics has the whole image beside its one tile.
+    assert made.numel() <= 3 * 2 * pixels
+
+
+def test_a_bound_where_pixels_are_fixed_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="makes the same pixels of any image"):
+        of_base(seeing.base(tmp_path, "gemma3"), **{"data.image_pixels": 100})
+
+
+def of_base(folder: Path, **changes: Any) -> Vision:
+    config = Config().changed({"model.name": str(folder), "model.vision": "frozen", **changes})
+    found = of(config, load_architecture(config.model), load_tokenizer(config.model, config.data))
+    assert found is not None
+    return found
+
+
+# -- where rows name them --------------------------------------------------------------------------------------------
+
+
+def read(row: dict[str, Any]) -> Chat:
+    content, unused = formats.read(row, "auto", {})
+    assert isinstance(content, Chat)
+    assert unused == []
+    return content
+
+
+def chat(asked: Any, answer: Any = "red", **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}], **more}
+
+
+TWO = [RowImage(path="a.png"), RowImage(path="b.png")]
+PARTS = [{"type": "image"}, {"type": "text", "text": "and"}, {"type": "image"}]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        chat([{"type": "image", "path": "a.png"}, PARTS[1], {"type": "image", "image": "b.png"}]),
+        chat([{"type": "image_url", "image_url": {"url": "a.png"}}, PARTS[1], {"type": "image", "url": "b.png"}]),
+        chat(PARTS, images=["a.png", {"path": "b.png", "bytes": None}]),
+        chat("<image>and<image>", images=["a.png", "b.png"]),
+        {
+            "conversations": [{"from": "human", "value": "<image>and<image>"}, {"from": "gpt", "value": "red"}],
+            "images": ["a.png", "b.png"],
+        },
+        {"instruction": "<image>and<image>", "output": "red", "images": ["a.png", "b.png"]},
+        {
+            "prompt": [{"role": "user", "content": PARTS}], "completion": [{"role": "assistant", "content": "red"}],
+            "images": ["a.png", "b.png"],
+        },
+    ],
+)  # fmt: skip
+def test_each_way_of_naming_images_is_read_alike(row: dict[str, Any]) -> None:
+    content = read(row)
+    assert list(content.images) == TWO
+    assert content.messages[0]["content"] == PARTS
+    assert content.messages[1]["content"] == "red"
+
+
+def test_images_without_a_place_come_before_the_first_question() -> None:
+    content = read(chat("which?", image="a.png"))
+    assert content.images == (TWO[0],)
+    assert content.messages[0]["content"] == [{"type": "image"}, {"type": "text", "text": "which?"}]
+
+
+def test_a_mark_in_a_row_without_images_is_text() -> None:
+    assert read(chat("<image>")).messages[0]["content"] == "<image>"
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        (chat("<image>", images=["a.png", "b.png"]), r"1 places .* `images` has 2"),
+        (chat([{"type": "image"}]), r"1 places .* `images` has 0"),
+        (chat([{"type": "image", "path": "a.png"}], images=["b.png"]), "0 places"),
+        (chat([{"type": "image", "path": "a.png", "url": "b.png"}]), "names its image twice"),
+        (chat("x", [{"type": "image", "path": "a.png"}]), "only the user shows images"),
+        (chat("x", images=["a.png"], image="b.png"), "`images` and `image`"),
+        (chat([{"type": "image", "url": "https://example.com/a.png"}]), "nothing is fetched"),
+        (chat([{"type": "image", "url": "data:image/png;base64,!"}]), "not base64"),
+        (chat([{"type": "image", "image": 3}]), "must be the path of an image, its bytes or a data URL, not a number"),
+        (chat([{"type": "image_url", "image_url": {}}]), "has no `url`"),
+        (chat([{"type": "video", "path": "a.mp4"}]), "only text is trained"),
+        ({"prompt": "x", "completion": "y", "images": ["a.png"]}, "`images`: only text is trained"),
+    ],
+)  # fmt: skip
+def test_rows_that_do_not_say_where_which_image_is_are_refused(row: dict[str, Any], why: str) -> None:
+    with pytest.raises(RowError, match=why):
+        read(row)
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return seeing.base(tmp_path_factory.mktemp("qwen"), "qwen3_vl")
+
+
+def prepared(base: Path, folder: Path, rows: list[dict[str, Any]], **section: Any) -> Prepared:
+    section = {"max_length": 256, **section}
+    data = DataSection(train=str(seeing.rows(folder, rows)), eval="none", **section)
+    tokenizer = load_tokenizer(ModelSection(name=str(base), vision="frozen"), data)
+    _, processor = seeing.qwen3_vl()
+    return prepare(data, tokenizer, Vision(FAMILIES["qwen3_vl"], processor.image_processor, {}, tokenizer))
+
+
+def encoded(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
+    written = io.BytesIO()
+    image.save(written, form, **options)
+    return written.getvalue()
+
+
+def test_rows_have_their_images_and_as_many_tokens_as_these_take(base: Path, tmp_path: Path) -> None:
+    name = seeing.picture(tmp_path, "a.png", (32, 24))
+    url = "data:image/png;base64," + base64.b64encode((tmp_path / name).read_bytes()).decode()
+    rows = [chat(PARTS, images=[name, url]), chat("none"), chat(PARTS[:1], images=[name]), chat(PARTS[:1], image=url)]
+    data = prepared(base, tmp_path, rows, duplicates="drop")
+    assert [[(one["height"], one["width"]) for one in row["images"]] for row in data.train] == [
+        [(24, 32), (24, 32)], [], [(24, 32)],
+    ]  # fmt: skip
+    assert [one["path"] for one in data.train[0]["images"]] == [str(tmp_path / name), ""]
+    assert len({one["digest"] for row in data.train for one in row["images"]}) == 1
+    tokens = seeing.qwen3_vl()[1].image_token_id
+    assert [row["input_ids"].count(tokens) for row in data.train] == [2 * 12, 0, 12]  # 8 x 8 pixels each
+    assert all(
+        row["labels"][at] == -100 for row in data.train for at, id in enumerate(row["input_ids"]) if id == tokens
+    )
+
+
+def test_a_text_that_spells_the_token_of_an_image_shows_none(base: Path, tmp_path: Path) -> None:
+    name = seeing.picture(tmp_path, "a.png", (16, 16))
+    data = prepared(
+        base, tmp_path, [chat([{"type": "text", "text": "<|image_pad|>"}, {"type": "image", "path": name}])]
+    )
+    assert data.train[0]["input_ids"].count(seeing.qwen3_vl()[1].image_token_id) == 4
+
+
+def test_a_row_is_never_cut_within_its_images(base: Path, tmp_path: Path) -> None:
+    name = seeing.picture(tmp_path, "a.png", (48, 48))
+    rows = [chat([{"type": "image", "path": name}]), chat("which?")]
+    for policy in ("truncate", "split", "drop"):
+        data = prepared(base, tmp_path, rows, max_length=48, too_long=policy)
+        assert data.train_counts.dropped_why == {TOO_LONG: 1}, policy
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: the row has \d+ tokens"):
+        prepared(base, tmp_path, rows, max_length=48, too_long="error")
+
+
+def test_a_photograph_is_upright(base: Path, tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (32, 16)).save(tmp_path / "a.jpg", exif=exif)
+    row = prepared(base, tmp_path, [chat(PARTS[:1], image="a.jpg")]).train[0]["images"][0]
+    assert (row["height"], row["width"]) == (32, 16)
+    assert images.decoded(row).size == (16, 32)
+
+
+def bomb(side: int) -> bytes:
+    """A PNG of so many pixels to a side by its header, of a few bytes."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    parts = (chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(bytes(99))), chunk(b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+GREY = Image.new("L", (20, 20))
+BROKEN = {
+    "empty": b"", "text": b"not an image",
+    "cut off": encoded(Image.effect_noise((64, 64), 50))[:-40],
+    "cut off JPEG": encoded(GREY, "JPEG")[:-4],
+    "animated": encoded(GREY, "GIF", save_all=True, append_images=[Image.new("L", (20, 20), 9)]),
+    "bomb": bomb(30_000), "smaller bomb": bomb(10_000), "16 bits": encoded(Image.new("I;16", (20, 20))),
+    "too narrow": encoded(Image.new("L", (1, 999))), "another format": encoded(GREY, "PPM"),
+}  # fmt: skip
+
+
+def test_files_that_cannot_be_trained_on_are_errors_with_their_row(base: Path, tmp_path: Path) -> None:
+    for number, content in enumerate(BROKEN.values()):
+        (tmp_path / f"{number}.png").write_bytes(content)
+    (tmp_path / "folder").mkdir()
+    names = [*(f"{number}.png" for number in range(len(BROKEN))), "folder", "missing.png", "a\0b.png", "x" * 5000]
+    with pytest.raises(DataError) as caught:
+        prepared(base, tmp_path, [chat(PARTS[:1], images=[name]) for name in names])
+    problems = str(caught.value).splitlines()
+    for number in range(1, len(names) + 1):
+        assert any(line.startswith(f"{tmp_path}/rows.jsonl:{number}: ") for line in problems), number
+    assert len([line for line in problems if "rows.jsonl:" in line]) == len(names)
+
+
+def test_a_file_that_changes_after_preparation_is_not_trained_on(base: Path, tmp_path: Path) -> None:
+    name = seeing.picture(tmp_path, "a.png", (16, 16))
+    [image] = prepared(base, tmp_path, [chat(PARTS[:1], images=[name])]).train[0]["images"]
+    assert images.decoded(image).size == (16, 16)
+    seeing.picture(tmp_path, "a.png", (16, 16), seed=1)
+    with pytest.raises(DataError, match="has changed"):
+        images.decoded(image)
+
+
+def test_rows_with_images_need_the_base_to_see(base: Path, tmp_path: Path) -> None:
+    name = seeing.picture(tmp_path, "a.png", (16, 16))
+    data = DataSection(train=str(seeing.rows(tmp_path, [chat(PARTS[:1], images=[name])])), eval="none")
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: .* set `model\.vision: frozen`"):
+        prepare(data, load_tokenizer(ModelSection(name=str(base)), data))

@@ -1,0 +1,218 @@
+"""Training on rows with images, beside plain transformers and PEFT: each family's own processor, model and adapter."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import seeing
+import torch
+from bitsandbytes.nn import Params4bit
+from jobs import metric, same_adapter
+from peft import LoraConfig, PeftModel, get_peft_model
+from PIL import Image
+from steps import assert_gradients_close, gradients, micro_batches, ready
+from transformers import AutoModelForImageTextToText
+
+import finetune
+from finetune.config import Config, dump
+from finetune.data.encoded import IMAGES
+from finetune.errors import ConfigError
+from finetune.storage.rundir import RunDirectory
+from finetune.training.collator import split
+from finetune.training.loop import Loop
+
+pytestmark = pytest.mark.slow
+
+ANSWERS = ("a red square", "a blue circle and a red one", "two")
+
+
+def example(folder: Path, number: int) -> dict[str, Any]:
+    """A row of none, one or two images, (34, 20) to (60, 58) pixels, with an answer of its own length."""
+    names = [
+        seeing.picture(folder, f"{number}_{at}.png", (34 + 13 * at, 20 + 19 * at), number) for at in range(number % 3)
+    ]
+    shown = [{"type": "image", "path": name} for name in names]
+    asked = [*shown[:1], {"type": "text", "text": f"Row {number}: what is it?"}, *shown[1:]]
+    return {
+        "messages": [
+            {"role": "user", "content": asked},
+            {"role": "assistant", "content": ANSWERS[number % len(ANSWERS)]},
+        ]
+    }
+
+
+@pytest.fixture(scope="module", params=seeing.FAMILIES)
+def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """A family, and a folder with its base and rows with images and without."""
+    folder = tmp_path_factory.mktemp(request.param)
+    seeing.base(folder / "base", request.param)
+    seeing.rows(folder, [example(folder, number) for number in range(6)])
+    return request.param, folder
+
+
+def config(folder: Path, **changes: Any) -> Config:
+    values: dict[str, Any] = {
+        "model.name": str(folder / "base"), "model.vision": "frozen", "quantization.kind": "none",
+        "data.train": str(folder / "rows.jsonl"), "data.eval": "none", "data.max_length": 256,
+        "training.batch_size": 6, "training.micro_batch": 3, "training.max_steps": 1, "training.precision": "fp32",
+        "memory.check": "off", "output.dir": str(folder / "run"), **changes,
+    }  # fmt: skip
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = value
+    return finetune.load_config(sections)
+
+
+def as_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose content is a list, as each family's chat template reads it."""
+    content = message["content"]
+    return message if isinstance(content, list) else {**message, "content": [{"type": "text", "text": content}]}
+
+
+def plain_inputs(folder: Path, processor: Any, row: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """A row as the family's processor makes it, with labels on the answer and the token that ends it."""
+    messages = [as_parts(message) for message in row["messages"]]
+    shown = [Image.open(folder / part["path"]) for part in messages[0]["content"] if part["type"] == "image"]
+    whole, prompt = (
+        processor(text=[text], images=[shown] if shown else None, return_tensors="pt", add_special_tokens=False)
+        for text in (
+            processor.apply_chat_template(messages),
+            processor.apply_chat_template(messages[:1], add_generation_prompt=True),
+        )
+    )
+    labels, first = whole["input_ids"].clone(), prompt["input_ids"].shape[1]
+    labels[:, :first] = -100
+    ends = {processor.tokenizer.convert_tokens_to_ids(name) for name in seeing.ENDS}
+    end = next(at for at in range(first, labels.shape[1]) if int(labels[0, at]) in ends)
+    labels[:, end + 1 :] = -100
+    return {**whole, "labels": labels}
+
+
+def of_plain_peft(folder: Path, family: str, loop: Loop) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of all rows, one by one, of transformers' model with the adapter of `loop`, by PEFT alone."""
+    _, processor = seeing.FAMILIES[family]()
+    base = AutoModelForImageTextToText.from_pretrained(folder / "base")
+    adapter = loop.step.model.peft_config["default"]
+    wanted = LoraConfig(r=adapter.r, lora_alpha=adapter.lora_alpha, target_modules=set(adapter.target_modules))
+    model = get_peft_model(base, wanted).train()
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    given = {name: weight for name, weight in loop.step.model.named_parameters() if weight.requires_grad}
+    assert trained.keys() == given.keys()
+    with torch.no_grad():
+        for name, weight in given.items():
+            trained[name].copy_(weight)
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    total, count = torch.zeros(()), 0
+    for row in rows:
+        inputs = plain_inputs(folder, processor, row)
+        labels = inputs.pop("labels")[0, 1:]
+        logits = model(**inputs).logits[0, :-1]
+        total = total + torch.nn.functional.cross_entropy(logits.float(), labels, reduction="sum")
+        count += int((labels != -100).sum())
+    (total / count).backward()
+    return float(total.detach()) / count, {name: weight.grad for name, weight in trained.items()}
+
+
+def test_loss_and_gradients_are_those_of_plain_transformers_and_peft(job: tuple[str, Path]) -> None:
+    family, folder = job
+    loop = ready(config(folder))
+    loss, found = gradients(loop, micro_batches(loop, range(6), 6))
+    expected_loss, expected = of_plain_peft(folder, family, loop)
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert_gradients_close(found, expected, within=1e-5)
+    assert not any("vision" in name or "visual" in name for name in found)
+
+
+def test_half_a_micro_batch_has_its_own_images(job: tuple[str, Path]) -> None:
+    loop = ready(config(job[1]))
+    loss, found = gradients(loop, micro_batches(loop, range(6), 6))
+    halves = [half for part in micro_batches(loop, range(6), 6) for half in split(part) or (part,)]
+    assert len(halves) > 2
+    other, parts = gradients(loop, halves)
+    assert other == pytest.approx(loss, rel=1e-5)
+    assert_gradients_close(parts, found, within=1e-5)
+
+
+def test_a_loss_follows_from_the_pixels_and_no_graph_from_the_tower(job: tuple[str, Path]) -> None:
+    loop = ready(config(job[1]))
+    [part] = micro_batches(loop, [2], 3)
+    graphs = []
+    for name, module in loop.step.model.named_modules():
+        if name.endswith(("visual", "vision_tower", "vision_model")):
+            module.register_forward_hook(lambda module, args, output: graphs.append(output[0].requires_grad))
+    loss, _ = gradients(loop, [part])
+    assert graphs == [False]
+    part[IMAGES] = [{**row, "pixel_values": row["pixel_values"].flip(-1)} for row in part[IMAGES]]
+    assert abs(gradients(loop, [part])[0] - loss) > 1e-4
+
+
+def test_a_run_publishes_an_adapter_that_peft_loads_and_other_commands_say_that_they_do_not_see(
+    job: tuple[str, Path], tmp_path: Path
+) -> None:
+    family, folder = job
+    run = tmp_path / "run"
+    changes = {"quantization.kind": "nf4", "training.max_steps": 3, "data.eval": "none", "training.learning_rate": 0.01}
+    finetune.train(config(folder, **changes, **{"output.dir": str(run)}))
+    base = AutoModelForImageTextToText.from_pretrained(folder / "base")
+    row = json.loads((folder / "rows.jsonl").read_text().splitlines()[2])
+    _, processor = seeing.FAMILIES[family]()
+    inputs = plain_inputs(folder, processor, row)
+    with torch.no_grad():
+        before = float(base(**inputs).loss)
+        assert float(PeftModel.from_pretrained(base, str(run / "adapter"))(**inputs).loss) < before
+    assert isinstance(finetune.generate(str(run), "What is it?", max_new_tokens=4), str)
+    for refused in (finetune.merge, finetune.evaluate, lambda run: finetune.export_model(run, "merged")):
+        with pytest.raises(ConfigError, match=r"does not work with them yet"):
+            refused(str(run))
+
+
+def test_neither_quantization_nor_an_adapter_touches_the_model_of_images(job: tuple[str, Path]) -> None:
+    model = ready(config(job[1], **{"quantization.kind": "nf4", "adapter.targets": ["q_proj", "down_proj"]})).step.model
+    for kind in (Params4bit, torch.nn.Parameter):
+        named = [name for name, weight in model.named_parameters() if isinstance(weight, kind) and weight.requires_grad]
+        named += [name for name, weight in model.named_parameters() if isinstance(weight, Params4bit)]
+        assert named
+        assert all("language_model" in name or "text_model" in name for name in named), named
+
+
+def test_a_run_of_images_alone_goes_on_to_the_same_bits_and_measures_its_evaluation_set(
+    job: tuple[str, Path], tmp_path: Path
+) -> None:
+    _family, folder = job
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    shown = [row for row in rows if any(part["type"] == "image" for part in row["messages"][0]["content"])]
+    changes = {
+        "data.train": str(seeing.rows(folder, shown, "shown.jsonl")), "data.eval": str(folder / "rows.jsonl"),
+        "training.batch_size": 2, "training.micro_batch": 1, "training.schedule": "constant",
+    }  # fmt: skip
+    one, other = RunDirectory(tmp_path / "one"), RunDirectory(tmp_path / "other")
+    for run, steps in ((one, 2), (one, 4), (other, 4)):
+        finetune.train(config(folder, **changes, **{"training.max_steps": steps, "output.dir": str(run.path)}))
+    assert same_adapter(one, other)
+    assert all(0 < loss < 20 for loss in metric(other, "eval_loss"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "exit_code", "said"),
+    [
+        (["data.packing=true"], 2, "rows are not packed with images yet"),
+        (["training.objective=dpo"], 2, "only `supervised` is trained with images yet"),
+        (["memory.check=refuse"], 2, "cannot be forecast yet"),
+        (["model.name=builtin:tiny-llama"], 2, "that sees"),
+        (["model.vision=none"], 3, "set `model.vision: frozen`"),
+        (["model.vision=none", "data.image_pixels=100"], 2, "only a base that sees has images"),
+    ],
+)
+def test_what_is_not_trained_is_refused_in_a_sentence(
+    changes: list[str], exit_code: int, said: str, job: tuple[str, Path], tmp_path: Path, call: Callable[..., Any]
+) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(dump(config(job[1], **{"output.dir": str(tmp_path / "run")})), encoding="utf-8")
+    code, _, error = call("train", file, *changes)
+    assert code == exit_code
+    assert said in " ".join(error.split())
