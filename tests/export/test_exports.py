@@ -586,7 +586,8 @@ def test_untrusted_names_are_escaped_in_a_card(
 @given(*[HOSTILE.map(lambda text: re.sub("[\x85\u2028\u2029]", "", text))] * 3)  # which PyYAML reads as line breaks
 @example("a\n---\nbase_model: evil\n---\n", "--- \n---", "\n...\n")
 def test_the_front_matter_of_a_card_holds_what_is_in_it_and_nothing_else(name: str, rows: str, licence: str) -> None:
-    values = {"base_model": name, "library_name": "peft", "datasets": [rows], "license": licence}
+    # As in every card, tags come last: huggingface_hub strips blanks from the end of the YAML.
+    values = {"base_model": name, "library_name": "peft", "datasets": [rows], "license": licence, "tags": ["finetune"]}
     header = f"---\n{ModelCardData(**values).to_yaml()}\n---\n\n# Body\n"
     assert ModelCard(header).data.to_dict() == values
     assert ModelCard(header).text.strip() == "# Body"
