@@ -20,7 +20,7 @@ LIMITS = {
     "files that know DeepSpeed": 4,
     "lines of finetune/": 49_100,  # to become 34,000
     "lines of tests/": 48_900,  # to become 34,000
-    "lines of benchmarks/": 10_250,  # to become 8,500
+    "lines of benchmarks/": 10_270,  # to become 8,500
     "words of docs/ and the README": 26_600,
 }
 
