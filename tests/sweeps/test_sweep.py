@@ -146,9 +146,12 @@ def test_seeds_are_averaged_and_too_few_differences_call_no_winner(tmp_path: Pat
     assert len(view.frame()) == 2
 
 
-def test_the_page_has_the_table_the_verdict_and_the_curves(interrupted: tuple[Path, running.SweepTable]) -> None:
+def test_the_page_has_the_table_the_verdict_and_the_curves(
+    interrupted: tuple[Path, running.SweepTable], tmp_path: Path
+) -> None:
     view = SweepView(interrupted[1])
-    page = view.page()
+    view.write(str(tmp_path / "page.html"))
+    page = (tmp_path / "page.html").read_text()
     for each in view.table.settings:
         assert each.setting in page
     assert view.values()["verdict"] in page
