@@ -146,7 +146,7 @@ def test_a_mark_in_a_row_without_images_is_text() -> None:
         (chat([{"type": "image", "image": 3}]), "must be the path of an image, its bytes or a data URL, not a number"),
         (chat([{"type": "image_url", "image_url": {}}]), "has no `url`"),
         (chat([{"type": "video", "path": "a.mp4"}]), "only text is trained"),
-        ({"prompt": "x", "completion": "y", "images": ["a.png"]}, "`images`: only text is trained"),
+        ({"prompt": "x", "completion": "y", "images": ["a.png"]}, "`images`: images are shown in conversations alone"),
     ],
 )  # fmt: skip
 def test_rows_that_do_not_say_where_which_image_is_are_refused(row: dict[str, Any], why: str) -> None:
@@ -211,11 +211,12 @@ def test_a_row_is_never_cut_within_its_images(base: Path, tmp_path: Path) -> Non
         prepared(base, tmp_path, rows, max_length=48, too_long="error")
 
 
-def test_a_photograph_is_upright(base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", ["jpg", "png", "webp", "tiff"])
+def test_a_photograph_is_upright(ending: str, base: Path, tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
-    Image.new("RGB", (32, 16)).save(tmp_path / "a.jpg", exif=exif)
-    row = prepared(base, tmp_path, [chat(PARTS[:1], image="a.jpg")]).train[0]["images"][0]
+    Image.new("RGB", (32, 16)).save(tmp_path / f"a.{ending}", exif=exif)
+    row = prepared(base, tmp_path, [chat(PARTS[:1], image=f"a.{ending}")]).train[0]["images"][0]
     assert (row["height"], row["width"]) == (32, 16)
     assert images.decoded(row).size == (16, 32)
 
@@ -232,10 +233,11 @@ def bomb(side: int) -> bytes:
 
 
 GREY = Image.new("L", (20, 20))
+NOISE = Image.effect_noise((64, 64), 50)
 BROKEN = {
     "empty": b"", "text": b"not an image",
-    "cut off": encoded(Image.effect_noise((64, 64), 50))[:-40],
     "cut off JPEG": encoded(GREY, "JPEG")[:-4],
+    **{f"cut off {kind}": encoded(NOISE, kind)[:-40] for kind in ("PNG", "WEBP", "GIF", "BMP", "TIFF")},
     "animated": encoded(GREY, "GIF", save_all=True, append_images=[Image.new("L", (20, 20), 9)]),
     "bomb": bomb(30_000), "smaller bomb": bomb(10_000), "16 bits": encoded(Image.new("I;16", (20, 20))),
     "too narrow": encoded(Image.new("L", (1, 999))), "another format": encoded(GREY, "PPM"),
@@ -253,6 +255,7 @@ def test_files_that_cannot_be_trained_on_are_errors_with_their_row(base: Path, t
     for number in range(1, len(names) + 1):
         assert any(line.startswith(f"{tmp_path}/rows.jsonl:{number}: ") for line in problems), number
     assert len([line for line in problems if "rows.jsonl:" in line]) == len(names)
+    assert "cannot be read: " not in next(line for line in problems if "missing.png" in line)
 
 
 def test_a_file_that_changes_after_preparation_is_not_trained_on(base: Path, tmp_path: Path) -> None:
