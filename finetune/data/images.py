@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.data import fields as row
-from finetune.data.encoded import RowImage
+from finetune.data.encoded import Encoded, RowImage
 from finetune.data.examples import Chat, Content, Example, Message, RowError, Several
 from finetune.data.fields import Fields
 from finetune.errors import DataError
@@ -274,6 +274,16 @@ def spelled_out(
         return at + sum(len(image.text) - len(mark) for image in before)
 
     return "".join([*pieces, text[last:]]), [(moved(start), moved(end)) for start, end in marks]
+
+
+def check_tokens(row: Encoded, vision: Vision) -> None:
+    """Raise RowError for tokens of images that the row does not have, as rows tokenized elsewhere may."""
+    there = sum(map(row.input_ids.count, vision.image_tokens))
+    if there != (wanted := sum(image.text.count(vision.token) for image in row.images)):
+        raise RowError(
+            f"it has {there} tokens `{vision.token}`, which stand for images, and {wanted} for the images of the row; "
+            "show images as parts of messages, and set `data.control_tokens: text`"
+        )
 
 
 def shown_in(messages: list[Message]) -> int:

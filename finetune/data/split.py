@@ -327,6 +327,9 @@ class _Rows:
             return TOO_LONG
         if isinstance(encoded, RowError):
             raise DataError(f"{read.row.location}: {encoded}")
+        if self.vision:
+            with located(read.row):
+                images.check_tokens(encoded, self.vision)
         return encoded
 
     def _remarks(self, location: str, row: Encoded) -> Iterator[tuple[str, str]]:

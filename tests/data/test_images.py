@@ -201,6 +201,18 @@ def test_a_text_that_spells_the_token_of_an_image_shows_none(base: Path, tmp_pat
     assert data.train[0]["input_ids"].count(seeing.qwen3_vl()[1].image_token_id) == 4
 
 
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+def test_tokens_of_images_that_a_row_does_not_have_are_errors(family: str, tmp_path: Path) -> None:
+    folder = seeing.base(tmp_path / "base", family)
+    seen, name = of_base(folder), seeing.picture(tmp_path, "a.png", (16, 16))
+    for row in (chat(seen.token), chat(PARTS[:1], seen.token, image=name)):
+        train = str(seeing.rows(tmp_path, [row]))
+        data = DataSection(train=train, eval="none", max_length=256, control_tokens="parse")
+        tokenizer = load_tokenizer(ModelSection(name=str(folder), vision="frozen"), data)
+        with pytest.raises(DataError, match=r"rows\.jsonl:1: (it has . tokens|the chat template writes)"):
+            prepare(data, tokenizer, seen)
+
+
 def test_a_row_is_never_cut_within_its_images(base: Path, tmp_path: Path) -> None:
     name = seeing.picture(tmp_path, "a.png", (48, 48))
     rows = [chat([{"type": "image", "path": name}]), chat("which?")]
