@@ -6,12 +6,12 @@ Each makes a view of what another folder computes. They import within the functi
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
 from finetune.config import Config, loaded
+from finetune.config.field_types import shown
 from finetune.errors import ConfigError
 from finetune.settings import load_config
 
@@ -124,11 +124,14 @@ def sweep(
     call goes on. Values of `training.seed` are averaged. Raises ConfigError for keys that members must share.
     """
     from finetune.report.sweep_view import SweepView
-    from finetune.sweeps import running
+    from finetune.sweeps import grid, running
 
     job = config if isinstance(config, (Config, Mapping)) else fspath(config)
-    source = job.model_dump() if isinstance(job, Config) else job
-    texts = {key: [json.dumps(value) for value in values] for key, values in keys.items()}
+    source = job.model_dump(exclude_unset=True) if isinstance(job, Config) else job
+    for key, values in keys.items():
+        if isinstance(values, str) or not isinstance(values, Iterable):
+            raise ConfigError(f"`{key}`: give a list of values, not {shown(values)}")
+    texts = {key: [*map(grid.as_text, values)] for key, values in keys.items()}
     seconds = None if budget is None else running.seconds_of(budget)
     return SweepView(running.sweep(source, [], texts, full=full, budget_seconds=seconds, terminal=terminal))
 

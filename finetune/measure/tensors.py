@@ -100,5 +100,6 @@ def _storage_bytes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     storages = {}
     for tensor in tensors:
         if tensor.layout is torch.strided and (storage := tensor.untyped_storage()).device.type == "cpu":  # fake: meta
-            storages[storage.data_ptr()] = storage.nbytes()
+            with contextlib.suppress(RuntimeError):  # those that torch.compile traces with have no memory (torch 2.13)
+                storages[storage.data_ptr()] = storage.nbytes()
     return storages

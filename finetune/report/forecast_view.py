@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,11 +68,11 @@ class PlanView(PageView):
     def as_dict(self) -> dict[str, Any]:
         return self.plan.as_dict()
 
-    def draw(self, path: Path) -> None:
+    def draw(self, path: str | PathLike[str]) -> None:
         """Write a plot of memory over the step as a PNG. Raises MachineError if it cannot be written."""
         from finetune.report import memory_plot  # imports matplotlib, which text output does not need
 
-        write_bytes(path, memory_plot.forecast(self.forecast))
+        write_bytes(Path(path), memory_plot.forecast(self.forecast))
 
     def show(self, console: Console) -> None:
         """Print what was chosen for `auto`, whether the job fits, what uses the memory, other costs, and the levers."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -59,6 +60,6 @@ class PageView(View):
         """The view as a self-contained HTML document."""
         return pages.page(self.title(), self.template, self.charts(), **self.values(), plot="")
 
-    def write(self, path: Path) -> None:
+    def write(self, path: str | PathLike[str]) -> None:
         """Write a self-contained HTML page. Raises MachineError if it cannot be written."""
-        write_text(path, self.page())
+        write_text(Path(path), self.page())

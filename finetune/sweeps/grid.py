@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,11 +13,13 @@ from typing import Any
 
 from finetune.config import Config
 from finetune.config.field_types import shown
+from finetune.config.strict_yaml import scalar
 from finetune.errors import ConfigError
 from finetune.settings import load_config
 
 SEED = "training.seed"
 _MOST = 256
+_LONGEST = 120  # characters of a name; most file systems take 255 bytes
 
 # What members have in common, since otherwise their losses say nothing about the setting; with why.
 _SHARED = {
@@ -25,6 +29,7 @@ _SHARED = {
     "preference.": "its values change what the loss means",
     "training.objective": "its values change what the loss means",
     "training.max_steps": "members are compared after the same share of a run of the same length",
+    "training.micro_batch": "it changes no loss; `finetune fit` chooses it",
     "training.epochs": "members are compared after the same share of a run of the same length",
     "training.early_stopping": "the sweep stops members itself",
     "adapter.kind": "members are adapters on one frozen base",
@@ -63,12 +68,19 @@ def members(
         chosen = dict(zip(keys, values, strict=True))
         name = ",".join(f"{names[key]}={value}" for key, value in chosen.items())
         setting = ",".join(f"{names[key]}={value}" for key, value in chosen.items() if key != SEED)
-        where = folder / re.sub(r"[^\w.,=+-]", "_", name)
-        own = [*(f"{key}={value}" for key, value in chosen.items()), f"output.dir={where}", "output.merge=false"]
+        where = folder / _directory(name)
+        path = json.dumps(str(where), ensure_ascii=False)  # a text of YAML, whatever is in it
+        own = [*(f"{key}={value}" for key, value in chosen.items()), f"output.dir={path}", "output.merge=false"]
         config = load_config(source, [*overrides, *own])
         made.append(Member(where.name, setting or "all seeds", {key: config.value(key) for key in chosen}, config))
     _check_members(made)
     return made
+
+
+def as_text(value: Any) -> str:
+    """A value of Python as in `section.key=value`."""
+    plain = isinstance(value, str) and re.fullmatch(r"[\w-]+", value) and scalar(value) == value
+    return str(value) if plain else json.dumps(value)
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
@@ -78,8 +90,8 @@ def split(arguments: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
     """
     overrides, keys = [], {}
     for argument in arguments:
-        key, equals, text = argument.partition("=")
-        values = _values(text)
+        name, equals, text = argument.partition("=")
+        key, values = name.strip(), _values(text)
         if equals and len(values) > 1:
             if key in keys:
                 raise ConfigError(f"`{key}` is given twice; write all of its values after one `{key}=`")
@@ -87,7 +99,7 @@ def split(arguments: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
         else:
             overrides.append(argument)
     for override in overrides:
-        if (key := override.partition("=")[0]) in keys:
+        if (key := override.partition("=")[0].strip()) in keys:
             raise ConfigError(f"`{key}` is given both as one value and as several; leave out `{override}`")
     return overrides, keys
 
@@ -141,12 +153,32 @@ def _check_members(made: Sequence[Member]) -> None:
             f"`training.objective: {job.training.objective}`: a sweep compares the loss of trained tokens, and this "
             "objective lowers another; train the runs one by one, and use `finetune compare`"
         )
+    if job.model.vision != "none":
+        raise ConfigError(
+            "`model.vision`: members are not compared on images yet; train the runs one by one, and use `finetune "
+            "compare`"
+        )
     if job.data.eval == "none":
         raise ConfigError("`data.eval: none`: members are compared on evaluation rows; set `auto` or a file")
     if job.adapter.kind != "lora":
         raise ConfigError("`adapter.kind: none` changes the base, which members share; set `lora`")
+    if job.model.vision != "none":
+        raise ConfigError(
+            f"`model.vision: {job.model.vision}`: a sweep compares losses of text alone; train the runs alone"
+        )
+    if job.quantization.kind == "auto":
+        raise ConfigError(
+            "`quantization.kind: auto` may choose another base for some members; set the kind that `finetune plan` "
+            "names"
+        )
     if any(each.adapter.init == "pissa" for each in configs):
         raise ConfigError("`adapter.init: pissa` changes the base, which members share; leave it out")
+
+
+def _directory(name: str) -> str:
+    """`name` without what a path cannot hold, and with a hash of what was lost."""
+    plain = re.sub(r"[^\w.,=+-]", "_", name, flags=re.ASCII)[:_LONGEST]
+    return plain if plain == name else f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def _short_names(keys: Mapping[str, Any]) -> dict[str, str]:

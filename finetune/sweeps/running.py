@@ -24,8 +24,8 @@ from finetune.config import Config, TrainingSection
 from finetune.data import fingerprint, prepare
 from finetune.data.prepare import Prepared
 from finetune.errors import ConfigError, DataError, NumbersError
-from finetune.lifecycle import resume
-from finetune.model import build
+from finetune.lifecycle import provenance, resume
+from finetune.model import bounds, build
 from finetune.model.adapters import adapter_files
 from finetune.model.base import load_architecture
 from finetune.model.resident import ResidentBase
@@ -39,6 +39,7 @@ from finetune.storage.files import write_bytes, write_json
 from finetune.storage.rundir import RunDirectory
 from finetune.sweeps import grid, halving
 from finetune.sweeps.grid import Member
+from finetune.training import evidence
 from finetune.training.callbacks import Callback
 from finetune.training.eval_loss import held_out_loss
 from finetune.training.progress import Progress, read_progress
@@ -62,6 +63,8 @@ def sweep(
         raise ConfigError("the budget is spent before the first step; give more, such as 30m or 2h")
     made = grid.members(source, overrides, keys)
     folder = Path(str(made[0].config.output.dir)).parent
+    if RunDirectory(folder).exists:
+        raise ConfigError(f"`output.dir`: {folder} is a run; give the sweep a directory of its own")
     table = _Sweep(folder, made, full, budget_seconds, terminal or Terminal(quiet=True)).run()
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / TABLE, table.as_dict())
@@ -136,9 +139,8 @@ class _Sweep:
 
     def _made_of(self, member: Member) -> str:
         """A hash of what a member's scores and their order follow from, besides the versions of libraries."""
-        job, training = member.config, self.members[0].config.training
-        rows = [fingerprint.of_rows(each) for each in (self._data.train, self._data.eval)]
-        parts = [job.model_dump_json(exclude={"output", "tracking"}), training.batch_size, training.micro_batch, rows]
+        batch_size = self.members[0].config.training.batch_size
+        parts = [member.config.model_dump_json(exclude={"output", "tracking"}), batch_size, self._rows]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
     @cached_property
@@ -148,10 +150,16 @@ class _Sweep:
 
     @cached_property
     def _data(self) -> Prepared:
-        data = prepare.prepare(self.members[0].config.data, self._tokenizer)
+        allowed, _ = bounds.as_known_base_allows(self.members[0].config)
+        data = prepare.prepare(allowed.data, self._tokenizer)
         if not data.eval:
             raise DataError(f"a sweep compares members on evaluation rows; {data.warning}")
         return data
+
+    @cached_property
+    def _rows(self) -> dict[str, str]:
+        """The hashes of the rows."""
+        return {"train": fingerprint.of_rows(self._data.train), "eval": fingerprint.of_rows(self._data.eval)}
 
     def _keep(self, file: Path, rows: np.ndarray) -> None:
         content = io.BytesIO()
@@ -163,6 +171,8 @@ class _Sweep:
         """Train a member up to `share` of its run, and return its (sum, trained tokens) of each evaluation row."""
         run, training = RunDirectory(Path(str(member.config.output.dir))), member.config.training
         saved = resume.find(run).checkpoint if run.exists else None
+        if saved:
+            self._refuse_other_job(member.config, run, saved)
         progress = read_progress(saved) if saved else Progress()
         before = progress.step - 1, progress.epoch * (1 - 1 / max(1, progress.step))
         if share < 1 and _share(training, *before) >= share:
@@ -182,16 +192,26 @@ class _Sweep:
         assert weights, "a paused run has a checkpoint"
         return self._losses(run.config(), weights)
 
+    def _refuse_other_job(self, config: Config, run: RunDirectory, saved: Path) -> None:
+        """Raise as training does for a checkpoint of other settings or rows, also where nothing is left to train."""
+        allowed, _ = bounds.as_known_base_allows(config)
+        config, _ = evidence.resolved_if_known(resume.as_started(allowed, run, fresh=False))
+        provenance.changes_since(run, saved, {"config": config.model_dump(mode="json"), "data": self._rows})
+
     def _losses(self, config: Config, weights: Path) -> np.ndarray:
         """(sum, trained tokens) of each evaluation row, in the same order for all members."""
-        first = self.members[0].config
         architecture, device = load_architecture(config.model), this_device()
         attention, _ = build.choose_attention(config, architecture, device.type)
         base = self.bases.load(build.blueprint(config, architecture, attention), device)
         model = adapter_files.load_adapter(base, weights, config.adapter)
-        in_order = config.model_copy(update={"training": first.training})
-        _, by_row = held_out_loss(model, self._tokenizer, self._data.eval, in_order)
+        _, by_row = held_out_loss(model, self._tokenizer, self._data.eval, self._in_order(config))
         return by_row.numpy()
+
+    def _in_order(self, config: Config) -> Config:
+        """`config`, with evaluation rows in an order that does not depend on the member, nor on what fits it."""
+        first = self.members[0].config.training
+        same = {"training.batch_size": first.batch_size, "training.micro_batch_tokens": first.micro_batch_tokens}
+        return config.changed({**same, "training.micro_batch": 1} if config.data.packing else same)
 
     def _table(self, unfinished: str) -> SweepTable:
         """The settings as they stand, the best first: by how far they were compared, then by their losses there."""

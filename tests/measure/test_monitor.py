@@ -28,6 +28,12 @@ class Scripted:
         return {"resident_bytes": self.peaks.pop(0)}
 
 
+def test_tensors_that_a_compiler_traces_with_take_no_memory() -> None:
+    before = tensors.live_bytes()
+    traced = torch._to_functional_tensor(torch.ones(MIB))
+    assert before < tensors.live_bytes() < before + 2 * traced.nbytes
+
+
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux sets the resident peak back")
 def test_resident_peak_is_that_of_the_phase_alone() -> None:
     gc.collect()  # what earlier tests left is not freed between the phases

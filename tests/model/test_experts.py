@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import shutil
@@ -160,6 +161,25 @@ def test_gradients_through_packed_experts_are_those_through_dequantized_ones(
     found = gradients(load(base_of("mixtral"), kind), layers)
     assert sum(gradient.abs().sum() for gradient in expected) > 0
     assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
+def test_a_copy_of_a_base_has_hooks_of_its_own_which_checkpointing_sets(base_of: Callable[[str], Path]) -> None:
+    base = load(base_of("mixtral"))
+    copied = copy.deepcopy(base)
+    assert experts.are_4_bit(copied)
+    checkpointing.apply(copied, MemorySection(checkpointing="all"), "cpu")
+
+    def saved_by_others(model: Any) -> int:
+        """The tensors that hooks around those of the experts get to save."""
+        saved: list[torch.Tensor] = []
+        [_, module, _], *_ = experts.weights(model)
+        states = torch.ones(2, 32, dtype=torch.bfloat16, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda one: one):
+            module(states, torch.zeros(2, 2, dtype=torch.long), torch.ones(2, 2, dtype=torch.bfloat16))
+        return len(saved)
+
+    assert saved_by_others(base) == 0
+    assert saved_by_others(copied) > 0
 
 
 @pytest.mark.parametrize("layers", ["all", "none"])

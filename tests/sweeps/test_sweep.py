@@ -110,6 +110,24 @@ def test_a_run_that_went_on_alone_cannot_be_compared_earlier(tmp_path: Path, job
         swept(tmp_path / "sweep", job)
 
 
+def test_a_run_of_another_job_is_no_member_of_this_one(tmp_path: Path, job: list[str]) -> None:
+    """Also where it ends just where this sweep would compare it."""
+    arguments = [*job, "training.max_steps=4", f"output.dir={tmp_path / 'sweep'}"]
+    [first, *_] = grid.members(TINY, arguments, RATES)
+    with pytest.raises(ZeroDivisionError):
+        finetune.train(first.config, callbacks=[lambda metrics: 1 / 0 if "loss" in metrics else None])
+    with pytest.raises(finetune.FinetuneError, match=r"adapter.rank \(4 → 2\)"):
+        running.sweep(TINY, [*arguments, "adapter.rank=2"], RATES)
+
+
+def test_members_are_compared_whatever_micro_batch_and_precision_each_has(tmp_path: Path, job: list[str]) -> None:
+    arguments = [*job, "training.max_steps=1", "training.micro_batch=auto", f"output.dir={tmp_path / 'sweep'}"]
+    table = running.sweep(TINY, arguments, {"training.precision": ["bf16", "fp32"]})
+    for each in table.settings:
+        [last] = metric(RunDirectory(each.runs[0]), "eval_loss")[-1:]
+        assert each.loss == pytest.approx(last, rel=1e-6)
+
+
 def test_a_spent_budget_says_where_the_same_command_goes_on(tmp_path: Path, job: list[str]) -> None:
     table = swept(tmp_path / "sweep", job, budget_seconds=1e-6)
     assert table.winner is None
@@ -128,9 +146,12 @@ def test_seeds_are_averaged_and_too_few_differences_call_no_winner(tmp_path: Pat
     assert len(view.frame()) == 2
 
 
-def test_the_page_has_the_table_the_verdict_and_the_curves(interrupted: tuple[Path, running.SweepTable]) -> None:
+def test_the_page_has_the_table_the_verdict_and_the_curves(
+    interrupted: tuple[Path, running.SweepTable], tmp_path: Path
+) -> None:
     view = SweepView(interrupted[1])
-    page = view.page()
+    view.write(str(tmp_path / "page.html"))
+    page = (tmp_path / "page.html").read_text()
     for each in view.table.settings:
         assert each.setting in page
     assert view.values()["verdict"] in page

@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -129,9 +128,10 @@ def quantize(model: nn.Module, config: Any) -> None:
 
 def unpack_in_forward(module: Any) -> None:
     """Dequantize the packed parameters of `module` for the time of its forward pass."""
-    if module not in _unpacking:
+    if _unpacking(module) is None:
         module.source_cls = type(module)  # transformers reads this from quantized modules
-        _unpacking[module] = unpacking = _Unpacking()
+        unpacking = _Unpacking()
+        setattr(module, _UNPACKING, unpacking)
         module.register_forward_pre_hook(unpacking.enter)
         # Also if the pass ends early, as in recomputation by activation checkpointing.
         module.register_forward_hook(unpacking.leave, always_call=True)
@@ -139,7 +139,7 @@ def unpack_in_forward(module: Any) -> None:
 
 def are_4_bit(model: nn.Module) -> bool:
     """Whether `quantize` made any experts of `model` 4-bit parameters."""
-    return any(module in _unpacking for module in model.modules())
+    return any(_unpacking(module) for module in model.modules())
 
 
 def dequantize(model: nn.Module, dtype: torch.dtype) -> None:
@@ -166,8 +166,8 @@ def checkpointed(layer: nn.Module, on: bool) -> None:
     checkpointed layer nothing is saved, and saved-tensor hooks would interfere with those of checkpointing.
     """
     for module in layer.modules():
-        if module in _unpacking:
-            _unpacking[module].saves_packed = not on
+        if unpacking := _unpacking(module):
+            unpacking.saves_packed = not on
 
 
 class _Unpacking:
@@ -198,8 +198,13 @@ class _Unpacking:
         self._undo.close()
 
 
-_unpacking: WeakKeyDictionary[nn.Module, _Unpacking] = WeakKeyDictionary()
-"""The hooks of each module with 4-bit experts."""
+# A copy of a module has a copy of its hooks in an attribute, and would not be found in a dictionary of modules.
+_UNPACKING = "finetune_unpacking"
+
+
+def _unpacking(module: nn.Module) -> _Unpacking | None:
+    """The hooks of a module with 4-bit experts."""
+    return getattr(module, _UNPACKING, None)
 
 
 def _dequantized_again(saved: Any) -> torch.Tensor:

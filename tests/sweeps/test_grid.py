@@ -1,0 +1,39 @@
+"""The names and values of a sweep's members."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import TINY
+
+import finetune
+from finetune.config import strict_yaml
+from finetune.errors import ConfigError
+from finetune.sweeps import grid
+
+
+@pytest.mark.parametrize(
+    "values", [["a|b", "a/b"], ["[q_proj, v_proj]", "'.*proj'"], [f"[{', '.join(['q_proj'] * 60)}]", "é" * 200]]
+)
+def test_each_member_has_a_directory_that_every_file_system_takes(values: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "a: b #c"
+    made = grid.members(TINY, [f"output.dir='{folder}'"], {"adapter.targets": values})
+    paths = [Path(str(each.config.output.dir)) for each in made]
+    assert len({*paths}) == len(values)
+    for path, each in zip(paths, made, strict=True):
+        assert path == folder / each.name
+        assert len(each.name.encode()) < 200
+        path.mkdir(parents=True)
+
+
+@pytest.mark.parametrize("value", ["auto", "null", "3", "1e-3", 1e-4, None, True, ["a", "b"], {"a": 1}, "a b, 'c'"])
+def test_a_value_of_python_is_read_back(value: Any) -> None:
+    assert strict_yaml.parse(f"key: {grid.as_text(value)}").values == {"key": value}
+
+
+@pytest.mark.parametrize("values", ["1e-4,2e-4", 1e-4])
+def test_values_of_python_are_a_list(values: Any) -> None:
+    with pytest.raises(ConfigError, match="give a list of values"):
+        finetune.sweep({}, {"training.learning_rate": values})
