@@ -54,7 +54,7 @@ from finetune.runtime import libraries, ranks
 from finetune.runtime.signals import Signals
 from finetune.settings import CHOICES
 from finetune.storage.rundir import RunDirectory
-from finetune.training import collator, strategies
+from finetune.training import collator, evidence, strategies
 from finetune.training import run as training
 from finetune.training.checks import check
 from finetune.training.tracking import Trackers
@@ -275,6 +275,7 @@ def train(
 
     `loaded` is called once the base is there, and `built` once the model is that which is trained.
     """
+    config, _ = evidence.resolved(config, architecture)
     check(config, device)
     tokenizer = load_tokenizer(config.model)
     implementation, _ = build.choose_attention(config, architecture, device.type)

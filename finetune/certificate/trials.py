@@ -35,6 +35,8 @@ _SLOWER = 1.1
 # Tokens of the calls that are compared element by element, and rows: ragged ends, and several programs of a grid.
 _COMPARED = ((1, 16), (3, 17), (1, 1000))
 _STEPS = 10
+# What the losses of ten steps are compared at, whatever the job trains at.
+_RATE = 2e-4
 # More than 32 bits with a sign can count.
 _LARGE_ELEMENTS = 2**31
 # The kernels of whose operators one such result is tried.
@@ -258,7 +260,7 @@ def _steps(
     section, training = job.config.optimizer, job.config.training
     name = _chosen_optimizer(job)
     name = name if paged else optimizers.OPTIMIZERS[name].unpaged or name
-    optimizer = optimizers.make(name, section, training.rate, model)
+    optimizer = optimizers.make(name, section, _RATE, model)
     inputs, losses, seconds = job.inputs(job.rows, job.tokens), [], []
     results = job.results(model, inputs, fused_loss=LOSS not in off)
 

@@ -85,7 +85,7 @@ def capacity(section: AdapterSection, model: Any, tokens: int) -> str | None:
     if section.kind == "none" or not tokens:
         return None
     share = sum(math.prod(experts.shape(weight)) for weight in model.parameters() if weight.requires_grad) / tokens
-    said = f"{share:.2g} adapter weights for each trained token of the rows"
+    said = f"{f'{share:,.0f}' if share >= 10 else f'{share:.2g}'} adapter weights for each trained token of the rows"
     if share >= 1:
         return said
     rank = 2 ** math.ceil(math.log2(section.rank / share))
