@@ -34,7 +34,6 @@ class Job(overhead.Job):
 
     @property
     def settings(self) -> list[str]:
-        """finetune's: what both sides need alike."""
         return [setting for setting in super().settings if not setting.startswith("memory.")]
 
 
@@ -48,7 +47,6 @@ ARCHITECTURES = {"25M": beside_peers.ARCHITECTURES["25M"], "125M": beside_peers.
 
 
 def main() -> None:
-    """Run the jobs and write after each."""
     parser = harness.parser(__doc__, "beside_defaults.json")
     parser.add_argument("--job", action="append", choices=JOBS, help="only this job (may be repeated)")
     parser.add_argument("--rounds", type=int, default=1, help="pairs of runs (default 1)")

@@ -5,7 +5,8 @@
 
 Runs what a user types in a folder with a spreadsheet of questions and answers, on the built-in base, and writes what
 they print to docs/first_minutes.txt. No config is written by hand: `finetune init` writes it. How long each command
-took is in benchmarks/results/first_minutes.json, and so is how long configs/tiny_cpu.yaml takes to its first step.
+took is in benchmarks/results/first_minutes.json, and so is how long configs/tiny_cpu.yaml takes to its first step: with
+an empty cache, and with the rows and the plan of that start.
 """
 
 from __future__ import annotations
@@ -56,9 +57,11 @@ def main() -> None:
         steps = list(_session(folder, installed=arguments.installed))
     lines = [f"$ {command}\n{output.rstrip()}\n[{seconds:.1f} s]\n" for command, output, seconds in steps]
     TRANSCRIPT.write_text("\n".join(lines), encoding="utf-8")
+    with tempfile.TemporaryDirectory(prefix="first-") as cache:
+        first, again = (round(_seconds_to_first_step(cache), 1) for _ in range(2))
     found = {
         "seconds": {command: round(seconds, 1) for command, _, seconds in steps},
-        "tiny_cpu_seconds_to_first_step": round(_seconds_to_first_step(), 1),
+        "tiny_cpu_seconds_to_first_step": {"first start": first, "second start": again},
     }
     harness.save(harness.RESULTS / "first_minutes.json", found)
     sys.stdout.write(TRANSCRIPT.read_text(encoding="utf-8"))
@@ -91,14 +94,13 @@ def _session(folder: Path, *, installed: bool) -> Iterator[tuple[str, str, float
         yield command, done.stdout, time.perf_counter() - started
 
 
-def _seconds_to_first_step() -> float:
-    """From the start of the command to the line of its first step."""
+def _seconds_to_first_step(cache: str) -> float:
+    """From the start of the command to the line of its first step, with what this cache keeps."""
     run = Path(tempfile.mkdtemp(prefix="first-step-"))
     command = [sys.executable, "-m", "finetune", "train", "configs/tiny_cpu.yaml", f"output.dir={run / 'run'}"]
     started = time.perf_counter()
-    with subprocess.Popen(
-        command, cwd=harness.ROOT, env=harness.variables(), stdout=subprocess.PIPE, text=True
-    ) as process:
+    environment = harness.variables(extra={"HF_DATASETS_CACHE": cache})
+    with subprocess.Popen(command, cwd=harness.ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
         for line in process.stdout:
             if line.startswith("step 1/"):

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.data import fields as row
-from finetune.data.encoded import RowImage
+from finetune.data.encoded import Encoded, RowImage
 from finetune.data.examples import Chat, Content, Example, Message, RowError, Several
 from finetune.data.fields import Fields
 from finetune.errors import DataError
@@ -42,7 +42,8 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 
 # Formats of more than 8 bits a channel would lose them without a word.
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
-_ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}
+# Of GIF, BMP and TIFF all pixels are decoded to see whether the file is whole; WebP is not opened unless it is.
+_ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND", "WEBP": b""}
 _END_WITHIN = 2**16  # bytes: some programs write something after the end
 _MOST_BYTES = 2**28
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # Exif 2.32, table 4: these swap height and width
@@ -134,7 +135,8 @@ def _named(value: Any, where: str) -> RowImage:
     if isinstance(value, bytes):
         return RowImage(data=value)
     if not isinstance(value, str) or not value:
-        raise RowError(f"`{where}` must be the path of an image, its bytes or a data URL, not {row.kind_of(value)}")
+        kind = "empty text" if value == "" else row.kind_of(value)
+        raise RowError(f"`{where}` must be the path of an image, its bytes or a data URL, not {kind}")
     if found := _DATA_URL.match(value):
         try:
             return RowImage(data=base64.b64decode(value[found.end() :], validate=True))
@@ -205,13 +207,14 @@ def _content(image: RowImage) -> bytes:
         return image.data
     path = Path(image.path)
     try:
-        if not path.is_file():
-            raise RowError(f"{path}: no such file, or not a regular one; paths are relative to the data file's folder")
-        if (size := path.stat().st_size) > _MOST_BYTES:
-            raise RowError(f"{path}: {size:,} bytes, more than the {_MOST_BYTES:,} that are read of an image")
-        return path.read_bytes()
+        regular, size = path.is_file(), 0
+        if regular and (size := path.stat().st_size) <= _MOST_BYTES:
+            return path.read_bytes()
     except (OSError, ValueError) as error:
-        raise RowError(f"{image.path[:200]!r}: cannot be read: {error}") from None
+        raise RowError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if regular:
+        raise RowError(f"{path}: {size:,} bytes, more than the {_MOST_BYTES:,} that are read of an image")
+    raise RowError(f"{path}: no such file, or not a regular one; paths are relative to the data file's folder")
 
 
 @contextlib.contextmanager
@@ -227,14 +230,15 @@ def _opened(content: bytes) -> Iterator[Any]:
 
 
 def _size(content: bytes, name: str) -> tuple[int, int]:
-    """Height and width in pixels, upright, by the header. Pillow's own limit refuses decompression bombs."""
+    """Height and width in pixels, upright, of a whole file. Pillow's own limit refuses decompression bombs."""
     with _opened(content) as opened:
         if opened.mode not in _MODES:
             raise RowError(f"{name}: its pixels are of the kind {opened.mode}; convert it to 8 bits a channel")
         if opened.format != "MPO" and getattr(opened, "is_animated", False):
             raise RowError(f"{name}: has several frames; only still images are trained on")
-        end = _ENDS.get(opened.format or "", b"")
-        if end not in content[-_END_WITHIN:]:
+        if (end := _ENDS.get(opened.format or "")) is None:
+            opened.load()
+        elif end not in content[-_END_WITHIN:]:
             raise RowError(f"{name}: the file is cut off; copy it again")
         width, height = opened.size
         turned = opened.getexif().get(_ORIENTATION) in _TURNED
@@ -270,6 +274,16 @@ def spelled_out(
         return at + sum(len(image.text) - len(mark) for image in before)
 
     return "".join([*pieces, text[last:]]), [(moved(start), moved(end)) for start, end in marks]
+
+
+def check_tokens(row: Encoded, vision: Vision) -> None:
+    """Raise RowError for tokens of images that the row does not have, as rows tokenized elsewhere may."""
+    there = sum(map(row.input_ids.count, vision.image_tokens))
+    if there != (wanted := sum(image.text.count(vision.token) for image in row.images)):
+        raise RowError(
+            f"it has {there} tokens `{vision.token}`, which stand for images, and {wanted} for the images of the row; "
+            "show images as parts of messages, and set `data.control_tokens: text`"
+        )
 
 
 def shown_in(messages: list[Message]) -> int:

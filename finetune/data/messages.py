@@ -209,7 +209,10 @@ def refuse_unseen(fields: Fields, read: Collection[str]) -> None:
     """Raise RowError for a row with a column of images that is not among the fields that its format has read."""
     for name in images.COLUMNS:
         if name not in read and not row.is_nothing(fields.get(name)):
-            raise RowError(_only_text(name))
+            raise RowError(
+                f"`{name}`: images are shown in conversations alone; write `messages`, or remove the row, or only the "
+                "field if possible"
+            )
 
 
 def refuse_other_training(fields: Fields, where: str = "", *, answers: bool) -> None:

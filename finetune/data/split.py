@@ -50,6 +50,7 @@ from finetune.data.examples import (
     Chat,
     Completion,
     Content,
+    Example,
     NoSuchField,
     RowError,
     Tokens,
@@ -79,7 +80,7 @@ _ANSWERS = "answers.arrow"  # before they are mismatched
 
 # Size of a batch to read, tokenize and write: enough to use all cores of the tokenizer, small enough for memory.
 _BATCH_ROWS = 256
-_BATCH_CHARACTERS = 2**19
+_BATCH_SIZE = 2**19
 
 
 @contextlib.contextmanager
@@ -160,13 +161,16 @@ class _Read(NamedTuple):
     problems: int
 
     @property
-    def characters(self) -> int:
-        if isinstance(self.content, Exception):
-            return 0
-        return sum(
-            len(example.input_ids) if isinstance(example, Tokens) else sum(map(len, control.texts(example)))
-            for example in parts(self.content)
-        )
+    def size(self) -> int:
+        """Characters of text, ids of tokens and bytes of images."""
+        return 0 if isinstance(self.content, Exception) else sum(map(_size, parts(self.content)))
+
+
+def _size(example: Example) -> int:
+    if isinstance(example, Tokens):
+        return len(example.input_ids)
+    shown = example.images if isinstance(example, Chat) else ()
+    return sum(map(len, control.texts(example))) + sum(len(image.data) for image in shown)
 
 
 def _answers_are_equal(row: Encoded) -> bool:
@@ -197,15 +201,15 @@ class _Rows:
 
     def _batches(self, rows: Iterable[Row]) -> Iterator[list[_Read]]:
         batch: list[_Read] = []
-        characters = 0
+        size = 0
         try:
             for row in rows:
                 for read in self._several(row, self._read(row)):
                     batch.append(read)
-                    characters += read.characters
-                if len(batch) >= _BATCH_ROWS or characters >= _BATCH_CHARACTERS:
+                    size += read.size
+                if len(batch) >= _BATCH_ROWS or size >= _BATCH_SIZE:
                     yield batch
-                    batch, characters = [], 0
+                    batch, size = [], 0
         except DataError:  # ends reading, but the rows before it may have problems too
             yield batch
             raise
@@ -323,6 +327,9 @@ class _Rows:
             return TOO_LONG
         if isinstance(encoded, RowError):
             raise DataError(f"{read.row.location}: {encoded}")
+        if self.vision:
+            with located(read.row):
+                images.check_tokens(encoded, self.vision)
         return encoded
 
     def _remarks(self, location: str, row: Encoded) -> Iterator[tuple[str, str]]:

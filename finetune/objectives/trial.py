@@ -12,6 +12,7 @@ from torch import nn
 from finetune.config import AdapterSection, Config, ModelSection, QuantizationSection
 from finetune.errors import ConfigError, NumbersError
 from finetune.model import build, probes, small_copy
+from finetune.model.adapters.adapter import linear_but
 from finetune.model.base import load_architecture, load_base
 from finetune.model.probes import causality
 from finetune.model.source import catalog
@@ -24,7 +25,7 @@ def check_model(config: Config, architecture: Any, attention: str, adapter: Adap
     """Check that `adapter` on a base of this architecture can be trained; returns how its experts are stored.
 
     Raises as `Blueprint.check` does; ArtifactError for a model that sees later tokens; and ConfigError for one whose
-    logits are not those of its head, or whose code fails in bfloat16, in which merged models are written.
+    logits are not those of its head, whose adapters get no gradient, or whose code fails in bfloat16.
     """
     mixture = build.blueprint(config, architecture, attention).check(adapter)
     if not hasattr(architecture.get_text_config(), "num_hidden_layers"):
@@ -43,7 +44,7 @@ def _try_copy(architecture: Any) -> None:
     try:
         model = small_copy.model_of(small_copy.config_of(architecture), small_copy.MOST_PARAMETERS).eval()
         for layer in model.modules():
-            if isinstance(layer, nn.Linear):  # as random weights of a narrow layer, its output would be next to nothing
+            if isinstance(layer, nn.Linear):  # with weights as those of a wide layer, its output is next to nothing
                 nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
         ids, *_ = probes.rows(1, probes.TOKENS, model)
         probes.logits(model, input_ids=ids)
@@ -52,6 +53,14 @@ def _try_copy(architecture: Any) -> None:
         return
     with contextlib.suppress(NumbersError):
         causality.prove(model)
+    model.requires_grad_(False)
+    for name in linear_but(model):
+        model.get_submodule(name).weight.requires_grad_(True)
+    if not model(input_ids=ids, use_cache=False).logits.requires_grad:
+        raise ConfigError(
+            f"`model.name`: no gradient reaches the layers of {type(model).__name__} while its embedding is frozen, as "
+            "beside an adapter; use another base"
+        )
     log_probs.attach(model)
     log_probs.check(model)
 

@@ -146,7 +146,7 @@ def test_a_mark_in_a_row_without_images_is_text() -> None:
         (chat([{"type": "image", "image": 3}]), "must be the path of an image, its bytes or a data URL, not a number"),
         (chat([{"type": "image_url", "image_url": {}}]), "has no `url`"),
         (chat([{"type": "video", "path": "a.mp4"}]), "only text is trained"),
-        ({"prompt": "x", "completion": "y", "images": ["a.png"]}, "`images`: only text is trained"),
+        ({"prompt": "x", "completion": "y", "images": ["a.png"]}, "`images`: images are shown in conversations alone"),
     ],
 )  # fmt: skip
 def test_rows_that_do_not_say_where_which_image_is_are_refused(row: dict[str, Any], why: str) -> None:
@@ -201,6 +201,18 @@ def test_a_text_that_spells_the_token_of_an_image_shows_none(base: Path, tmp_pat
     assert data.train[0]["input_ids"].count(seeing.qwen3_vl()[1].image_token_id) == 4
 
 
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+def test_tokens_of_images_that_a_row_does_not_have_are_errors(family: str, tmp_path: Path) -> None:
+    folder = seeing.base(tmp_path / "base", family)
+    seen, name = of_base(folder), seeing.picture(tmp_path, "a.png", (16, 16))
+    for row in (chat(seen.token), chat(PARTS[:1], seen.token, image=name)):
+        train = str(seeing.rows(tmp_path, [row]))
+        data = DataSection(train=train, eval="none", max_length=256, control_tokens="parse")
+        tokenizer = load_tokenizer(ModelSection(name=str(folder), vision="frozen"), data)
+        with pytest.raises(DataError, match=r"rows\.jsonl:1: (it has . tokens|the chat template writes)"):
+            prepare(data, tokenizer, seen)
+
+
 def test_a_row_is_never_cut_within_its_images(base: Path, tmp_path: Path) -> None:
     name = seeing.picture(tmp_path, "a.png", (48, 48))
     rows = [chat([{"type": "image", "path": name}]), chat("which?")]
@@ -211,11 +223,12 @@ def test_a_row_is_never_cut_within_its_images(base: Path, tmp_path: Path) -> Non
         prepared(base, tmp_path, rows, max_length=48, too_long="error")
 
 
-def test_a_photograph_is_upright(base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", ["jpg", "png", "webp", "tiff"])
+def test_a_photograph_is_upright(ending: str, base: Path, tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
-    Image.new("RGB", (32, 16)).save(tmp_path / "a.jpg", exif=exif)
-    row = prepared(base, tmp_path, [chat(PARTS[:1], image="a.jpg")]).train[0]["images"][0]
+    Image.new("RGB", (32, 16)).save(tmp_path / f"a.{ending}", exif=exif)
+    row = prepared(base, tmp_path, [chat(PARTS[:1], image=f"a.{ending}")]).train[0]["images"][0]
     assert (row["height"], row["width"]) == (32, 16)
     assert images.decoded(row).size == (16, 32)
 
@@ -232,10 +245,11 @@ def bomb(side: int) -> bytes:
 
 
 GREY = Image.new("L", (20, 20))
+NOISE = Image.effect_noise((64, 64), 50)
 BROKEN = {
     "empty": b"", "text": b"not an image",
-    "cut off": encoded(Image.effect_noise((64, 64), 50))[:-40],
     "cut off JPEG": encoded(GREY, "JPEG")[:-4],
+    **{f"cut off {kind}": encoded(NOISE, kind)[:-40] for kind in ("PNG", "WEBP", "GIF", "BMP", "TIFF")},
     "animated": encoded(GREY, "GIF", save_all=True, append_images=[Image.new("L", (20, 20), 9)]),
     "bomb": bomb(30_000), "smaller bomb": bomb(10_000), "16 bits": encoded(Image.new("I;16", (20, 20))),
     "too narrow": encoded(Image.new("L", (1, 999))), "another format": encoded(GREY, "PPM"),
@@ -253,6 +267,7 @@ def test_files_that_cannot_be_trained_on_are_errors_with_their_row(base: Path, t
     for number in range(1, len(names) + 1):
         assert any(line.startswith(f"{tmp_path}/rows.jsonl:{number}: ") for line in problems), number
     assert len([line for line in problems if "rows.jsonl:" in line]) == len(names)
+    assert "cannot be read: " not in next(line for line in problems if "missing.png" in line)
 
 
 def test_a_file_that_changes_after_preparation_is_not_trained_on(base: Path, tmp_path: Path) -> None:

@@ -583,7 +583,8 @@ def test_untrusted_names_are_escaped_in_a_card(
 
 
 @settings(max_examples=100, deadline=None)
-@given(*[HOSTILE.map(lambda text: re.sub("[\x85\u2028\u2029]", "", text))] * 3)  # which PyYAML reads as line breaks
+# Without what PyYAML reads as line breaks, and the spaces that ModelCardData cuts off at the end.
+@given(*[HOSTILE.map(lambda text: re.sub(r"[\x85\u2028\u2029]|[^\S\x00-\x7f]+$", "", text))] * 3)
 @example("a\n---\nbase_model: evil\n---\n", "--- \n---", "\n...\n")
 def test_the_front_matter_of_a_card_holds_what_is_in_it_and_nothing_else(name: str, rows: str, licence: str) -> None:
     # As in every card, tags come last: huggingface_hub strips blanks from the end of the YAML.

@@ -131,6 +131,8 @@ BASES: list[tuple[str, Change, list[str], int, str, str]] = [
     ("a decoder that sees later tokens", default("xlm", vocab_size=4096), [], 7, "sees the token it predicts",
      "use a decoder"),
     ("another head", default("prophetnet"), [], 2, "ProphetNetForCausalLM", "use another base"),
+    ("a gradient that stops", default("reformer", is_decoder=True, vocab_size=4096), [], 2, "no gradient reaches",
+     "use another base"),
     ("code that fails in 16 bit", default("xlnet"), [], 2, "in bfloat16", "use another base"),
     ("bytes in patches", default("blt", vocab_size=4096), [], 2, "of type `blt`", "use another base"),
     ("a classifier", says({"architectures": ["LlamaForSequenceClassification"]}), [], 2, "sequence classifier",

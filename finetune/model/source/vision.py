@@ -101,7 +101,7 @@ PIXELS = ("pixel_values", "image_grid_thw", "pixel_attention_mask")
 
 class Vision:
     """The images of a base: `mark` is what its chat template writes for one, and `image_tokens` are the ids of tokens
-    that stand for its features. Raises ArtifactError for a tokenizer without them.
+    that stand for its features, of which `token` is the text. Raises ArtifactError for a tokenizer without them.
     """
 
     def __init__(self, family: VisionFamily, images: Any, settings: Mapping[str, Any], tokenizer: Any) -> None:
@@ -117,6 +117,7 @@ class Vision:
                 f"the tokenizer has no token `{missing[0]}`, which stands for an image; set `model.tokenizer` to the "
                 "one of the base"
             )
+        self.token: str = token
         self.image_tokens: list[int] = [tokenizer.convert_tokens_to_ids(token)]
         self.token_types = family.token_types
         self.text = functools.lru_cache(maxsize=4096)(self._text)
