@@ -392,7 +392,7 @@ def plan(config: Config, gpu: str | None = None, gpus: int = 1, follow: Follow =
 
 def fit(config: Config, gpu: str | None = None, gpus: int = 1, follow: Follow = _as_it_is) -> Fitted:
     """The job fitted to `gpu`, whatever micro-batch and checkpointing it names (see `finetune.fit`)."""
-    return _fit(_free_planner(config, gpu, gpus, follow))
+    return _fit(_free_planner(config, gpu, gpus, follow), config)
 
 
 def fit_with_limits(
@@ -400,13 +400,17 @@ def fit_with_limits(
 ) -> tuple[Fitted, Limits]:  # fmt: skip
     """`fit`, and the limits of the fitted job on that device."""
     planner = _free_planner(config, gpu, gpus, follow)
-    fitted = _fit(planner)
+    fitted = _fit(planner, config)
     return fitted, planner.limits(fitted.config)
 
 
-def _fit(planner: Planner) -> Fitted:
-    fitted, why = planner.fit(), planner.why_quantized
-    return replace(fitted, reasons={**({"quantization.kind": why} if why else {}), **fitted.reasons})
+def _fit(planner: Planner, asked: Config) -> Fitted:
+    fitted, reasons = planner.fit(), dict[str, str]()
+    if asked.training.learning_rate == "auto":
+        _, reasons["training.learning_rate"] = evidence.best_rate(planner.job, planner.architecture)
+    if why := planner.why_quantized:
+        reasons["quantization.kind"] = why
+    return replace(fitted, reasons={**reasons, **fitted.reasons})
 
 
 def _free_planner(config: Config, gpu: str | None, gpus: int, follow: Follow) -> Planner:

@@ -162,10 +162,6 @@ def _check_members(made: Sequence[Member]) -> None:
         raise ConfigError("`data.eval: none`: members are compared on evaluation rows; set `auto` or a file")
     if job.adapter.kind != "lora":
         raise ConfigError("`adapter.kind: none` changes the base, which members share; set `lora`")
-    if job.model.vision != "none":
-        raise ConfigError(
-            f"`model.vision: {job.model.vision}`: a sweep compares losses of text alone; train the runs alone"
-        )
     if job.quantization.kind == "auto":
         raise ConfigError(
             "`quantization.kind: auto` may choose another base for some members; set the kind that `finetune plan` "

@@ -131,7 +131,6 @@ def unpack_in_forward(module: Any) -> None:
     if _unpacking(module) is None:
         module.source_cls = type(module)  # transformers reads this from quantized modules
         unpacking = _Unpacking()
-        setattr(module, _UNPACKING, unpacking)
         module.register_forward_pre_hook(unpacking.enter)
         # Also if the pass ends early, as in recomputation by activation checkpointing.
         module.register_forward_hook(unpacking.leave, always_call=True)
@@ -198,13 +197,10 @@ class _Unpacking:
         self._undo.close()
 
 
-# A copy of a module has a copy of its hooks in an attribute, and would not be found in a dictionary of modules.
-_UNPACKING = "finetune_unpacking"
-
-
 def _unpacking(module: nn.Module) -> _Unpacking | None:
-    """The hooks of a module with 4-bit experts."""
-    return getattr(module, _UNPACKING, None)
+    """The hooks of a module with 4-bit experts: its own, as a copy of a module has copies of them."""
+    hooks = module._forward_pre_hooks.values()  # noqa: SLF001 -- torch has no public name for them
+    return next((one for hook in hooks if isinstance(one := getattr(hook, "__self__", None), _Unpacking)), None)
 
 
 def _dequantized_again(saved: Any) -> torch.Tensor:
