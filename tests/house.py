@@ -114,6 +114,7 @@ CALLED_BY_LIBRARIES = {
     "call_binop": "jinja2: sandboxed environment",
     "get_load_operations": "transformers: HfQuantizer",
     "get_quantize_ops": "transformers: HfQuantizer",
+    "is_serializable": "transformers: HfQuantizer",
     "on_finalized_text": "transformers: TextStreamer",
     "readinto": "io.RawIOBase",
     "validate_environment": "transformers: HfQuantizer",
