@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from finetune.config import QuantizationSection
-from finetune.errors import ArtifactError, ConfigError, first_line
+from finetune.errors import ArtifactError, ConfigError, FinetuneError, first_line
 from finetune.model.attention import backends as attentions
 from finetune.model.attention import packing
 from finetune.model.distributed.placement import Placement
@@ -125,7 +125,7 @@ def _made(architecture: Any, **arguments: Any) -> Any:
     """The model of a config. Raises ArtifactError if transformers' code fails, most often for a value or a package."""
     try:
         return composite.from_config(architecture, **arguments)
-    except (OSError, MemoryError):
+    except (OSError, MemoryError, FinetuneError):
         raise
     except Exception as error:
         raise ArtifactError(
