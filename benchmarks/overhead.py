@@ -71,6 +71,7 @@ class Job:
             f"training.micro_batch={self.batch // 2}",
             f"training.precision={self.precision}",
             "training.group_by_length=false",
+            "training.learning_rate=2e-4",  # transformers' and TRL's in the scripts
             "training.warmup=0",  # transformers' begins at a rate of 0, ours at its first fraction
             f"training.max_steps={self.steps}",
             "optimizer.kind=adamw_torch_fused",

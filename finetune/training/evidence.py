@@ -17,9 +17,9 @@ _RATE, _BATCH = 2e-4, 16
 """With LoRA of alpha 32 at a batch of 128, the loss of 35 models of 1B to 1T parameters was within 1.1% of the best at
 3e-4 and within 4.2% (median 0.6%) at 1e-3, whatever their size (tinker-cookbook, `chat_sl/results/sft_sweep.md`). The
 rate goes with the square root of the batch (the same, `hyperparams.md`), so this is 5.7e-4 there."""
-_WIDTH, _NARROWER = 2000, 0.781
-"""For bases narrower than any of those, the width and the exponent by which the rate grows ("LoRA Without Regret",
-Thinking Machines Lab, 2025)."""
+_WIDTH, _NARROWER = 2000, 1.15
+"""The width of the narrowest of those, and the exponent by which the rate grows for narrower ones, so that it is 3e-3
+for a width of 192 at a batch of 16, which was the best here (benchmarks/results/choices.json)."""
 _EVERY_WEIGHT = 0.1
 """The best rate for training every weight, over LoRA's (the same)."""
 _FAR = 5

@@ -314,7 +314,7 @@ def test_pairs_become_a_config_that_trains_by_dpo_and_without_it_on_the_chosen_a
     assert "objective: dpo  # rows have a chosen and a rejected answer\n" in text
     assert "columns:  # turns of the chat template; left out, they are text without it\n" in text
     config = load_config("job.yaml")
-    assert (config.data.format, config.training.learning_rate, config.training.epochs) == ("pairs", 3.1e-5, 3)
+    assert (config.data.format, config.training.learning_rate, config.training.epochs) == ("pairs", 7.4e-5, 3)
     _, shown, _ = call("data", "job.yaml")
     assert "rejected" in shown
     short = ("training.max_steps=1", "data.eval=none", "training.eval_every=null")
@@ -357,4 +357,4 @@ def test_labelled_answers_become_a_config_for_kto(
     assert "objective: kto  # rows have an answer that is labelled good or bad\n" in text
     config = load_config("job.yaml")
     assert (config.data.format, config.data.columns) == ("unpaired", {"instruction": "prompt"})
-    assert (config.training.learning_rate, config.training.epochs) == (1.6e-5, 3)
+    assert (config.training.learning_rate, config.training.epochs) == (3.7e-5, 3)

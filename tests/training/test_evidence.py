@@ -28,7 +28,7 @@ def of_width(width: int) -> Any:
         ([], 8192, 2e-4),
         (["training.batch_size=64"], 4096, 4e-4),
         (["training.batch_size=4"], 4096, 1e-4),
-        ([], 500, 5.9e-4),  # 2e-4 * 4 ** 0.781
+        ([], 500, 9.8e-4),  # 2e-4 * 4 ** 1.15
         (["training.objective=dpo"], 4096, 1e-5),
         (["training.objective=kto"], 4096, 5e-6),
         (["training.objective=reward"], 4096, 1e-4),
@@ -72,7 +72,7 @@ def test_a_run_is_recorded_with_its_rate_and_one_of_an_earlier_version_keeps_its
     run = RunDirectory(tmp_path / "run")
     finetune.train(load_config(TINY, settings))
     rate = run.config().training.learning_rate
-    assert rate == 6.2e-4  # 2e-4 * (2000 / 192) ** 0.781 / 2
-    run.config_file.write_text(run.config_file.read_text().replace("0.00062", "0.0002"))
+    assert rate == 1.5e-3  # 2e-4 * (2000 / 192) ** 1.15 / 2
+    run.config_file.write_text(run.config_file.read_text().replace("0.0015", "0.0002"))
     finetune.train(load_config(TINY, settings))
     assert "is finished" in capsys.readouterr().out
