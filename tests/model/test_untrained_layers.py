@@ -27,7 +27,7 @@ _BESIDE = {"bart", "whisper", "deepseek_v32", "deepseek_v4", "glm_moe_dsa"}
 # Composite, but no model of defaults made small.
 _NOT_BUILT = {
     "blt": "takes bytes", "dbrx": "parts without a model", "dots3_note": "sizes that must agree",
-    "emu3": "named image tokens", "gemma3n": "needs timm", "gemma4_assistant": "drafts for another model",
+    "gemma3n": "needs timm", "gemma4_assistant": "drafts for another model",
     "gemma4_unified_assistant": "drafts for another model", "musicgen": "no text", "musicgen_melody": "no text",
     "qwen4_exp": "no defaults",
 }  # fmt: skip
