@@ -48,7 +48,7 @@ def export_model(
     run = RunDirectory.open(run)
     # Refuses an untrusted run before anything is written there.
     config = config_of(run, trust_remote_code=trust_remote_code)
-    finished_run.refuse_images(config, "`finetune export`")
+    finished_run.refuse_images(config.model, "`finetune export`")
     terminal = terminal or Terminal()
     with run.locked(), Signals():
         folder = run.path / form.folder
@@ -95,7 +95,7 @@ def merge(
     run = RunDirectory.open(run)
     # Refuses an untrusted run before anything is written there.
     config = config_of(run, trust_remote_code=trust_remote_code)
-    finished_run.refuse_images(config, "`finetune merge`")
+    finished_run.refuse_images(config.model, "`finetune merge`")
     with run.locked(), Signals():
         return merge_locked(run, config, terminal or Terminal(), note_beside_output, onto)
 
@@ -123,7 +123,7 @@ def _out_of_memory_explained(run: RunDirectory, format: str) -> contextlib.Abstr
 def _conversion(run: RunDirectory, config: Config, form: ExportFormat, kind: str) -> Conversion:
     """The inputs of a conversion, checked before anything is loaded or written."""
     note, device = note_beside_output, this_device()
-    tokenizer = finished_run.tokenizer_of(run, config, finished_run.weights_folder(run, config))
+    tokenizer = finished_run.tokenizer_of(run, config, finished_run.weights_folder(run, config.adapter))
     base_identity = finished_run.base_of(run, config, note)
     rows, rows_of = prepare.compared_rows(config.data, tokenizer, proof.ROWS, proof.ROW_TOKENS, note)
 

@@ -46,11 +46,11 @@ def before(base: Any, tokenizer: Any, config: Config, run: RunDirectory, note: C
         return kept
     stage("the base answers a few questions, to compare with later")
     positions = bounds.table_size(base) or math.inf
-    prompts = [(each, _ids(each.prompt, tokenizer, config)) for each in asked]
+    prompts = [(each, generation.prompt_ids(each.prompt, tokenizer, config.data.control_tokens)) for each in asked]
     # Training rows are truncated, questions are not.
     short = [(each, ids) for each, ids in prompts if len(ids) < positions]
     try:
-        replies = _replies(base, tokenizer, [ids for _, ids in short], config)
+        replies = _replies(base, tokenizer, [ids for _, ids in short], config.training.precision)
     except (torch.OutOfMemoryError, MemoryError, FinetuneError):
         raise
     except Exception as error:  # the model's code may raise anything
@@ -72,18 +72,14 @@ def after(model: Any, tokenizer: Any, config: Config, run: RunDirectory, asked: 
     """Write the trained model's answers beside the base's."""
     if not asked:
         return
-    prompts = [_ids(prompt, tokenizer, config) for prompt, _ in asked]
-    for (_, row), reply in zip(asked, _replies(model, tokenizer, prompts, config), strict=True):
+    prompts = [generation.prompt_ids(prompt, tokenizer, config.data.control_tokens) for prompt, _ in asked]
+    for (_, row), reply in zip(asked, _replies(model, tokenizer, prompts, config.training.precision), strict=True):
         row["after"] = reply
     write_json(run.answers_file, [row for _, row in asked])
 
 
-def _ids(prompt: examples.Example, tokenizer: Any, config: Config) -> list[int]:
-    return generation.prompt_ids(prompt, tokenizer, config.data.control_tokens)
-
-
-def _replies(model: Any, tokenizer: Any, prompts: list[list[int]], config: Config) -> list[str]:
-    with autocast(config.training.precision, model.device):
+def _replies(model: Any, tokenizer: Any, prompts: list[list[int]], precision: str) -> list[str]:
+    with autocast(precision, model.device):
         return [each.text for each in generation.answers(model, tokenizer, prompts, Settings(_TOKENS))]
 
 

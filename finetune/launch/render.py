@@ -39,7 +39,7 @@ def write(
     if missing := [f"--{name}" for name in target.needs if not given[name]]:
         raise ConfigError(f"--on {on} needs {' and '.join(missing)}")
     job = load_config(config, overrides)
-    check_shares(job, nodes * gpus)
+    check_shares(job.training, job.distributed, nodes * gpus)
     _check_heads(job)
     run = Path(job.output.dir or f"runs/{config.stem}")
     file = output or Path(f"{config.stem}{target.suffix}")

@@ -109,7 +109,7 @@ class Terminal:
             facts["not used"] = f"columns {unused}"
         if forecast:
             facts |= words.shorter(forecast) | {"memory": words.verdict(forecast)}
-        facts |= words.reference(config, forecast, in_step_share(config, data))
+        facts |= words.reference(config, forecast, in_step_share(config.training, data))
         self._facts(facts)
 
     def built(self, model: Any, left_out: Mapping[str, int], capacity: str | None = None) -> None:
