@@ -351,8 +351,7 @@ def _preferences_eval() -> str:
     return _excerpt(
         "preferences_eval",
         [
-            "┏", "┃  ", "┡", "│ pair loss", *both, "│ reward margin", *both, "│ accuracy", *both, "│ the longer",
-            "│ answer is the", "│ chosen one", *both, "└",
+            "┏", "┃  ", "┡", "│ pair loss", *both, "...", "│ accuracy", *both, "...", "└",
         ],
     )  # fmt: skip
 
