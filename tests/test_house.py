@@ -24,7 +24,7 @@ LIMITS = {
     "lines of finetune/": 51_500,  # to become 34,000
     "lines of tests/": 50_600,  # to become 34,000
     "lines of benchmarks/": 10_600,  # to become 8,500
-    "words of docs/ and the README": 27_000,
+    "words of docs/ and the README": 26_500,
 }
 
 

@@ -11,7 +11,7 @@ import torch
 
 from finetune.certificate import making, store, trials
 from finetune.certificate.trials import FUSED, LARGE, TRIALS
-from finetune.config import Config, MemorySection, TrainingSection
+from finetune.config import Config, KernelsSection, MemorySection, ModelSection, TrainingSection
 from finetune.forecast import devices
 from finetune.forecast.devices import Device
 from finetune.forecast.planning import Planner
@@ -136,10 +136,10 @@ def micro_batch(training: TrainingSection, longest: int) -> tuple[int, int]:
     return rows, max(2 ** (positions - 1).bit_length() // rows - 3, 8)
 
 
-def is_tried(config: Config, device_type: str) -> bool:
+def is_tried(kernels: KernelsSection, model: ModelSection, device_type: str) -> bool:
     """Whether the config asks for a certificate on a device, and its model can be made without foreign code."""
-    wanted = config.kernels.certificate
-    return (wanted == "on" or (wanted == "auto" and device_type == "cuda")) and remote_code(config.model) is None
+    wanted = kernels.certificate
+    return (wanted == "on" or (wanted == "auto" and device_type == "cuda")) and remote_code(model) is None
 
 
 def standing(request: dict[str, Any]) -> Certificate:
@@ -168,7 +168,7 @@ def _model_of(job: dict[str, Any]) -> dict[str, Any]:
 def follow(planner: Planner) -> Planner:
     """`planner` for what will be run on this machine, by what is known of its device."""
     config, device = planner.job, torch.device(planner.device.type)
-    if not is_tried(config, device.type):
+    if not is_tried(config.kernels, config.model, device.type):
         return planner
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())

@@ -24,7 +24,7 @@ def certify(
 
     The first rank of each machine tries its GPU, and the others take its word.
     """
-    if not verdict.is_tried(config, device.type):
+    if not verdict.is_tried(config.kernels, config.model, device.type):
         return config, inputs, Certificate()
     blueprint = inputs.blueprint
     rows, tokens = verdict.micro_batch(config.training, max(inputs.data.train["length"]))
