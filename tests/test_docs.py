@@ -24,6 +24,7 @@ from finetune import cli, objectives, settings
 from finetune.data import formats, sources
 from finetune.data.examples import Chat
 from finetune.forecast import traced_step
+from finetune.lifecycle import provenance
 from finetune.objectives import preference
 from finetune.storage import records
 from finetune.storage.rundir import RunDirectory
@@ -147,6 +148,13 @@ def test_the_page_of_faults_names_tests_that_exist_and_every_file_of_fault_tests
     files = {f"faults/{file.name}" for file in (TESTS / "faults").glob("test_*.py")}
     assert files
     assert files - {file for file, _ in named} == set()
+
+
+def test_the_page_of_interruptions_names_what_may_change_before_a_resume() -> None:
+    text = (ROOT / "docs" / "interruptions.md").read_text(encoding="utf-8")
+    section = text.split("## What may change before a resume\n")[1].split("\n## ")[0]
+    named = set(re.findall(r"`([a-z_.]+)`", section))
+    assert {key for key in provenance.MAY_CHANGE if not {key, key.rstrip("."), key.rpartition(".")[2]} & named} == set()
 
 
 def test_the_page_of_the_run_directory_names_every_event_that_the_code_writes() -> None:
