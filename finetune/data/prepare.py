@@ -190,11 +190,6 @@ def prepare_held_out(section: DataSection, tokenizer: Any, vision: Vision | None
 HELD_OUT = "the evaluation set"
 
 
-def held_out_ids(section: DataSection, tokenizer: Any, rows: int, tokens: int) -> list[list[int]]:
-    """Token ids of the first held-out rows (else training rows), of one segment each, cut to `tokens`."""
-    return [segment.input_ids for segment in _first_held_out(section, tokenizer, rows, tokens)]
-
-
 def _first_held_out(
     section: DataSection, tokenizer: Any, rows: int, tokens: int, vision: Vision | None = None
 ) -> list[Segment]:

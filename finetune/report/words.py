@@ -110,9 +110,9 @@ def energy(joules: float) -> str:
     return f"{kwh:.3g} kWh" if kwh >= 1 else f"{1000 * kwh:.3g} Wh"
 
 
-def image(one: SampleImage) -> str:
-    """An image of a row: its name, size and tokens."""
-    return f"{one.name}: {count(one.width)} x {count(one.height)} pixels, {count(one.tokens)} tokens"
+def image_size(image: SampleImage) -> str:
+    """The size of an image of a row in pixels and tokens."""
+    return f"{count(image.width)} x {count(image.height)} pixels, {count(image.tokens)} tokens"
 
 
 def base(config: Config) -> str:

@@ -183,5 +183,6 @@ def test_members_are_compared_on_rows_with_images(tmp_path: Path) -> None:
     better = [one for one in table.settings if one.loss is not None]
     assert len(better) == 2
     for one in better:
-        losses = metric(RunDirectory(tmp_path / "run" / one.name), "eval_loss")
+        [name] = one.runs
+        losses = metric(RunDirectory(tmp_path / "run" / name), "eval_loss")
         assert losses[-1] == pytest.approx(one.loss, rel=1e-4)
