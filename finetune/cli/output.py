@@ -15,7 +15,7 @@ from finetune.runtime import libraries
 from finetune.runtime.stages import stage
 
 if TYPE_CHECKING:
-    from finetune.config import Config
+    from finetune.config import Config, DataSection
     from finetune.report.terminal import Terminal
     from finetune.report.view import PageView, View
 
@@ -26,6 +26,13 @@ def importing(doing: str, then: str = "") -> Iterator[None]:
     stage(f"{doing}: importing the libraries{then}")
     with libraries.importing():
         yield
+
+
+def collecting(section: DataSection) -> contextlib.AbstractContextManager[None]:
+    """In the block, which imports libraries, another process collects built-in rows (see `sources.collecting`)."""
+    from finetune.data import sources
+
+    return sources.collecting(section)
 
 
 def new_terminal(*, quiet: bool = False) -> Terminal:
