@@ -10,7 +10,17 @@ import typer
 
 import finetune
 from finetune.cli import options
-from finetune.cli.output import announce, give, give_page, importing, new_terminal, note_missing, print_json, wrote
+from finetune.cli.output import (
+    announce,
+    collecting,
+    give,
+    give_page,
+    importing,
+    new_terminal,
+    note_missing,
+    print_json,
+    wrote,
+)
 from finetune.cli.program import command, refusing
 from finetune.errors import ConfigError, OutOfMemoryError
 from finetune.report.visible import LINES, visible
@@ -30,7 +40,7 @@ def train(
     """Train as the config says, or resume an interrupted run."""
     with refusing():
         job = finetune.load_config(config, overrides or [])
-    with importing(f"train {config}"):
+    with collecting(job.data), importing(f"train {config}"):
         from finetune import recipe
         from finetune.runtime import ranks
     result = recipe.train(job, fresh=fresh, terminal=new_terminal(quiet=as_json))
@@ -75,7 +85,7 @@ def data(
 ) -> None:
     """Show the data as the model sees it. What is trained, and what is padding; no GPU or weights needed."""
     job = finetune.load_config(config, overrides or [])
-    with importing(f"data of {config}", ", then tokenizing the rows"):
+    with collecting(job.data), importing(f"data of {config}", ", then tokenizing the rows"):
         from finetune.data import inspection
         from finetune.report.data_view import DataView
     give_page(DataView(inspection.inspect_data(job)), as_json, page)
@@ -162,7 +172,7 @@ def _plan_training(
     job: Config, gpu: str | None, gpus: int, picture: Path | None, page: Path | None, as_json: bool
 ) -> bool:
     """Print, draw and write the forecast of a training step, and return whether it fits."""
-    with libraries.importing():
+    with collecting(job.data), libraries.importing():
         from finetune.certificate import verdict
         from finetune.forecast import planning
         from finetune.report.forecast_view import PlanView
@@ -192,7 +202,7 @@ def fit(
     job = finetune.load_config(config, overrides or [])
     if not as_json:
         announce(f"fit of {config}", job)
-    with libraries.importing():
+    with collecting(job.data), libraries.importing():
         from finetune.certificate import verdict
         from finetune.forecast import planning
         from finetune.report.forecast_view import FittedView

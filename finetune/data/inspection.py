@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import math
 from bisect import bisect_left
 from collections import Counter
@@ -185,7 +186,6 @@ def facts(prepared: Prepared, tokenizer: Any) -> DataFacts:
 
 def _samples(prepared: Prepared, tokenizer: Any, most: int | None = None) -> tuple[Sample, ...]:
     """The segments of the first training rows, with at most `most` tokens of each. A mismatched one is not trained."""
-    rows = prepared.train.select(range(min(_SHOWN_ROWS, len(prepared.train))))
     names = prepared.layout.segments or ("",)
     return tuple(
         _with_images(
@@ -199,7 +199,7 @@ def _samples(prepared: Prepared, tokenizer: Any, most: int | None = None) -> tup
             row,
             prepared.vision,
         )
-        for row in rows
+        for row in itertools.islice(prepared.train, _SHOWN_ROWS)
         for name, segment in zip(names, segments_of(row), strict=True)
     )
 

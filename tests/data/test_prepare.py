@@ -247,9 +247,9 @@ def ids(rows: Any) -> list[int]:
 def test_a_share_is_held_out_by_hash_the_same_each_time(write: Write, tokenizer: Any) -> None:
     section = DataSection(train=write(MANY), eval="auto", eval_share=0.1)
     first, second = prepare(section, tokenizer), prepare(section, tokenizer)
-    assert first.train[:] == second.train[:]
+    assert [*first.train] == [*second.train]
     assert first.eval is not None
-    assert first.eval[:] == second.eval[:]
+    assert [*first.eval] == [*second.eval]
     assert first.eval_counts is not None
     assert first.train_counts.rows + first.eval_counts.rows == len(MANY)
     # 150 expected; four standard deviations are 46.
