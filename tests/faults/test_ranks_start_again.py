@@ -81,8 +81,7 @@ def starts(run: RunDirectory) -> list[int]:
 @pytest.mark.parametrize(
     ("overrides", "place"),
     [
-        pytest.param([FSDP], "", id="slices of the weights, forward", marks=pytest.mark.slow),
-        pytest.param([FSDP], "backward", id="slices of the weights, backward"),
+        pytest.param([FSDP], "backward", id="slices of the weights"),
         pytest.param([CONTEXT], "backward", id="slices of rows"),
         pytest.param(ZERO, "backward", id="deepspeed", marks=pytest.mark.slow),
     ],

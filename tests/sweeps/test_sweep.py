@@ -17,7 +17,7 @@ from finetune.settings import load_config
 from finetune.storage.rundir import RunDirectory
 from finetune.sweeps import grid, running
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("hurried")]
 
 JOB = [*QUICK, "training.max_steps=8", "data.eval_share=0.3", "adapter.rank=4", "adapter.dropout=0.1"]
 RATES = {"training.learning_rate": ["1e-3", "3e-3", "1e-2", "1"]}
@@ -33,8 +33,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def job(rows: str) -> list[str]:
-    return [*JOB, rows]
+def job(rows: str, shallow_base: Path) -> list[str]:
+    return [*JOB, rows, f"model.name={shallow_base}"]
 
 
 def swept(folder: Path, job: list[str], **options: Any) -> running.SweepTable:
@@ -121,7 +121,8 @@ def test_a_run_of_another_job_is_no_member_of_this_one(tmp_path: Path, job: list
 
 
 def test_members_are_compared_whatever_micro_batch_and_precision_each_has(tmp_path: Path, job: list[str]) -> None:
-    arguments = [*job, "training.max_steps=1", "training.micro_batch=auto", f"output.dir={tmp_path / 'sweep'}"]
+    arguments = [*job, "training.max_steps=1", "training.micro_batch=auto", "memory.checkpointing=none",
+                 f"output.dir={tmp_path / 'sweep'}"]  # fmt: skip
     table = running.sweep(TINY, arguments, {"training.precision": ["bf16", "fp32"]})
     for each in table.settings:
         [last] = metric(RunDirectory(each.runs[0]), "eval_loss")[-1:]
