@@ -110,7 +110,7 @@ class Children:
     ) -> None:
         self._folder, self._count, self.config = folder, 0, config
         folder.mkdir(parents=True, exist_ok=True)
-        address = (shared or folder) / "forks"
+        self.address = address = (shared or folder) / "forks"
         self._server: subprocess.Popen[str] | None = None
         self._connection = socket.socket(socket.AF_UNIX)
         with open(address.with_suffix(".lock"), "w") as lock:
@@ -224,10 +224,15 @@ def _serve(preload: str, config: str, address: str) -> None:
                     selector.unregister(key.fileobj)
                     os.close(key.fd)
                     connection, pid = key.data
-                    _say(asking[connection], {"status": os.waitpid(pid, 0)[1]})
+                    status = os.waitpid(pid, 0)[1]
+                    if connection in asking:
+                        _say(asking[connection], {"status": status})
                 elif line := asking[key.fileobj].readline():
                     _answer(json.loads(line), key.fileobj, main, asking, selector)
                 else:
+                    for waited in [each.data for each in selector.get_map().values() if each.data]:
+                        if waited[0] is key.fileobj:  # who waits was killed, and with it is what it waits for
+                            os.kill(waited[1], signal.SIGKILL)
                     selector.unregister(key.fileobj)
                     asking.pop(key.fileobj).close()
                     key.fileobj.close()
@@ -344,12 +349,15 @@ def _plain() -> Any:
 
 
 def _child(
-    main: Any, arguments: list[str], log: str, fault: dict[str, Any] | None, environment: dict[str, str]
-) -> None:
+    main: Any, arguments: list[str], log: str, fault: dict[str, Any] | None, environment: dict[str, str],
+    folder: str = "",
+) -> None:  # fmt: skip
     import torch
 
     code = 70
     os.environ |= environment
+    if folder:
+        os.chdir(folder)
     from finetune.runtime import rank_watch
 
     rank_watch.BEAT_SECONDS = 0.2  # a lost rank is noticed at the next beat
