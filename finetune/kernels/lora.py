@@ -53,6 +53,10 @@ class FrozenLinear:
         ops.decode_(out, self.weight)
         return out
 
+    def downward(self, dtype: torch.dtype) -> Tensor | None:
+        """A in `dtype`; None without an adapter."""
+        return None if self.a is None else self.a.detach().to(dtype)
+
     def decoded_once(self, dtype: torch.dtype) -> FrozenLinear:
         """The layer for many products: W in `dtype`; A and B in float32, in which their gradients are summed."""
         a, b = (None if one is None else one.float() for one in (self.a, self.b))
@@ -165,13 +169,9 @@ class _Project(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layers: Layers, *_: Tensor) -> tuple[Tensor, ...]:
         ctx.layers = layers
-        with without_autocast(x):
-            wide = take_room(x)
-            wide = rows(x) if wide is None else wide
-            outputs, low = keeping.kept(lambda: _by_themselves(*products(wide, layers)))
-        ctx.save_for_backward(x, low.data)
-        # Tensors of their own and not views: work in place on one must not count as a change of the others.
-        return tuple(output.view(*x.shape[:-1], -1).data for output in outputs)
+        outputs, low = values(x, layers)
+        ctx.save_for_backward(x, low)
+        return outputs
 
     @staticmethod
     @once_differentiable
@@ -181,6 +181,16 @@ class _Project(torch.autograd.Function):
             back = Backward.of(ctx.layers, gradients)
             dx = back.of_input().view(x.shape) if ctx.needs_input_grad[0] else None
             return dx, None, *back.of_factors(rows(x), low)
+
+
+def values(x: Tensor, layers: Layers) -> tuple[tuple[Tensor, ...], Tensor]:
+    """The outputs (..., O) of `layers` for x (..., H), and U (n, R); without a graph, and kept for a recomputation."""
+    with without_autocast(x):
+        wide = take_room(x)
+        wide = rows(x) if wide is None else wide
+        outputs, low = keeping.kept(lambda: _by_themselves(*products(wide, layers)))
+    # Tensors of their own and not views: work in place on one must not count as a change of the others.
+    return tuple(output.view(*x.shape[:-1], -1).data for output in outputs), low.data
 
 
 def _by_themselves(outputs: tuple[Tensor, ...], low: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -205,22 +215,26 @@ def rows(x: Tensor) -> Tensor:
 
 def rank(layers: Layers) -> int:
     """The sum of all layers' ranks: the columns of U and S."""
-    return _columns(layers)[-1].stop
+    return columns_of(layers)[-1].stop
 
 
-def products(x: Tensor, layers: Layers, out: Tensor | None = None) -> tuple[tuple[Tensor, ...], Tensor]:
+def products(
+    x: Tensor, layers: Layers, out: Tensor | None = None, *, holds_low: bool = False
+) -> tuple[tuple[Tensor, ...], Tensor]:  # fmt: skip
     """Y of each layer (n, O), all in one block (`out` if given), and U (n, R).
 
-    `x` is (n, H), or (n, H + R rounded up to a multiple of 8, or more) with room for U.
+    `x` is (n, H), or (n, H + R rounded up to a multiple of 8, or more) with room for U, which stands there already if
+    it `holds_low`.
     """
     inputs, columns = layers[0].inputs, _aligned(layers[0].inputs + rank(layers))
     if x.shape[1] >= columns > inputs and any(layer.weight.dtype is not x.dtype for layer in layers):
-        return _joined_products(x[:, :columns], layers, out)
+        return _joined_products(x[:, :columns], layers, out, holds_low)
+    low = x[:, inputs : inputs + rank(layers)] if holds_low else None
     x = x[:, :inputs]
-    a, b = _factors(x, layers)
-    low = low_rank(x, a, layers)
+    a, b = _factors(x, layers, with_a=not holds_low)
+    low = low_rank(x, a, layers) if low is None else low
     outputs = _split(_block(x, layers) if out is None else out, layers)
-    for layer, output, own, upward in zip(layers, outputs, _columns(layers), b, strict=True):
+    for layer, output, own, upward in zip(layers, outputs, columns_of(layers), b, strict=True):
         bias = None if layer.bias is None else layer.bias.to(x.dtype)
         if upward is None:
             ops.multiply_(output, x, layer.decoded(x.dtype).t(), bias)
@@ -230,7 +244,9 @@ def products(x: Tensor, layers: Layers, out: Tensor | None = None) -> tuple[tupl
     return outputs, low
 
 
-def _joined_products(x: Tensor, layers: Layers, out: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor]:
+def _joined_products(
+    x: Tensor, layers: Layers, out: Tensor | None, holds_low: bool
+) -> tuple[tuple[Tensor, ...], Tensor]:  # fmt: skip
     """`products` as one product, [X | U] [W | B]ᵀ, with zeros in B for the ranks of other layers.
 
     For layers q and k of ranks 2 and 1, the second factor has the rows
@@ -248,13 +264,15 @@ def _joined_products(x: Tensor, layers: Layers, out: Tensor | None) -> tuple[tup
     if end_of_ranks < x.shape[1]:
         x[:, end_of_ranks:].zero_()
     at, b = 0, []
-    for layer, own in zip(layers, _columns(layers), strict=True):
+    for layer, own in zip(layers, columns_of(layers), strict=True):
         end = at + layer.outputs
         layer.decoded(x.dtype, weight[at:end, :inputs])
         b.append(upward[at:end, own])
         at = end
-    a, _ = _factors(x, layers, b)
-    low = low_rank(x[:, :inputs], a, layers, x[:, inputs:end_of_ranks])
+    a, _ = _factors(x, layers, b, with_a=not holds_low)
+    low = x[:, inputs:end_of_ranks]
+    if not holds_low:
+        low_rank(x[:, :inputs], a, layers, low)
     bias = None
     if any(layer.bias is not None for layer in layers):
         bias = torch.cat([x.new_zeros(one.outputs) if one.bias is None else one.bias.to(x.dtype) for one in layers])
@@ -294,7 +312,7 @@ class Backward:
         outer = [rows(gradient) for gradient in gradients]
         a, b = _factors(outer[0], layers)
         s = outer[0].new_empty(len(outer[0]), len(a))
-        for gradient, own, upward in zip(outer, _columns(layers), b, strict=True):
+        for gradient, own, upward in zip(outer, columns_of(layers), b, strict=True):
             if upward is not None:
                 ops.multiply_(s[:, own], gradient, upward, None, _scale(layers))
         return cls(layers, outer, a, s)
@@ -312,35 +330,53 @@ class Backward:
         return dx
 
     def of_factors(self, x: Tensor, low: Tensor) -> list[Tensor]:
-        """dA = Sᵀ X and dB = dYᵀ U of each adapted layer in the types of A and B, in the order of `factors`."""
-        whole, gradients = None, []
-        for layer, outer, own in zip(self.layers, self.outer, _columns(self.layers), strict=True):
-            if layer.a is None or layer.b is None:
-                continue
-            whole = ops.product(self.s.t(), x, layer.a.dtype) if whole is None else whole
-            gradients += [whole[own], ops.product(outer.t(), low[:, own], layer.b.dtype)]
-        return gradients
+        """The gradients of A and B of each adapted layer, in the order of `factors`."""
+        return list(itertools.chain.from_iterable(zip(self.of_a(x), self.of_b(low), strict=True)))
+
+    def of_a(self, x: Tensor) -> list[Tensor]:
+        """dA = Sᵀ X of each adapted layer, in the type of A."""
+        if not len(self.a):
+            return []
+        whole = ops.product(self.s.t(), x, factors(self.layers)[0].dtype)
+        return [
+            whole[own] for layer, own in zip(self.layers, columns_of(self.layers), strict=True) if layer.a is not None
+        ]
+
+    def of_b(self, low: Tensor) -> list[Tensor]:
+        """dB = dYᵀ U of each adapted layer, in the type of B."""
+        return [
+            ops.product(outer.t(), low[:, own], layer.b.dtype)
+            for layer, outer, own in zip(self.layers, self.outer, columns_of(self.layers), strict=True)
+            if layer.b is not None
+        ]
 
 
-def _factors(like: Tensor, layers: Layers, out: Sequence[Tensor] | None = None) -> tuple[Tensor, list[Tensor | None]]:
-    """A of all layers (R, H), and B of each (None without an adapter), in the type of `like`; B in `out` if given."""
+def _factors(
+    like: Tensor, layers: Layers, out: Sequence[Tensor] | None = None, *, with_a: bool = True
+) -> tuple[Tensor, list[Tensor | None]]:  # fmt: skip
+    """A of all layers (R, H), and B of each (None without an adapter), in the type of `like`; B in `out` if given.
+
+    Without `with_a`, A has no values.
+    """
     adapted = [(layer.a, layer.b, number) for number, layer in enumerate(layers) if layer.a is not None]
     a = like.new_empty(rank(layers), layers[0].inputs)
     b: list[Any] = [None] * len(layers)
     for _, own, number in adapted:
         b[number] = torch.empty_like(own, dtype=like.dtype) if out is None else out[number]
-    if adapted:
+    into, values = [], []
+    if adapted and with_a:
         into, values = list(a.split([len(down) for down, _, _ in adapted])), [down for down, _, _ in adapted]
-        ups = [(b[number], up) for _, up, number in adapted]
-        if out is None:
-            into += [own for own, _ in ups]
-            values += [up for _, up in ups]
+    ups = [(b[number], up) for _, up, number in adapted]
+    if out is None:
+        into += [own for own, _ in ups]
+        values += [up for _, up in ups]
+    if into:
         # In one launch, for which torch 2.13 has no public name (and ruff does not see it as private). A tensor with
         # other strides would have it copy them all one by one (ForeachUtils.h, `can_use_fast_route`).
         torch._foreach_copy_(into, values)
-        if out is not None:
-            for beside, up in ups:
-                beside.copy_(up)
+    if out is not None:
+        for beside, up in ups:
+            beside.copy_(up)
     return a, b
 
 
@@ -356,7 +392,7 @@ def _scale(layers: Layers) -> float:
     return next(layer.scale for layer in layers if layer.a is not None)
 
 
-def _columns(layers: Layers) -> list[slice]:
+def columns_of(layers: Layers) -> list[slice]:
     """Each layer's columns in U and S."""
     ends = itertools.accumulate((0 if layer.a is None else len(layer.a) for layer in layers), initial=0)
     return [slice(start, end) for start, end in itertools.pairwise(ends)]

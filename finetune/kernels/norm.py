@@ -57,7 +57,8 @@ def replace(module: Any) -> Callable[[], None]:
         if weight.dtype is not x.dtype:
             normalized: Tensor = plain(x)
             return normalized
-        y: Tensor = _RmsNorm.apply(x, weight, eps, formula, _room.get(module, 0))
+        x, inputs = _with_residual(x)
+        y: Tensor = _RmsNorm.apply(x, weight, eps, formula, _room.get(module, 0), inputs)
         return y
 
     return put(module, forward)
@@ -68,22 +69,69 @@ def leave_room(module: nn.Module, columns: int) -> None:
     _room[module] = columns
 
 
-class _RmsNorm(torch.autograd.Function):
-    """Saves the input and 1/rms for the backward pass."""
+_Inputs = list[Any]
+"""What the backward pass of a norm needs besides the gradient of its output, once that pass begins."""
+
+
+def _with_residual(x: Tensor) -> tuple[Tensor, _Inputs | None]:
+    """`x` for a norm, whose gradient is then added to that of all later uses of `x` by the norm's own kernel.
+
+    None beside it where autograd must add them: it lets no view be given another history, nor a leaf.
+    """
+    if not (torch.is_grad_enabled() and x.requires_grad) or x.is_leaf or x._is_view() or x.stride(-1) != 1:  # noqa: SLF001
+        return x, None
+    inputs: _Inputs = []
+    # The values of `x` stay as they are, so for those who saved them it is not changed.
+    with torch.autograd._unsafe_preserve_version_counter(x):  # noqa: SLF001 -- torch 2.13 has no public name for it
+        _, alias = _Residual.apply(x, inputs)
+    return alias, inputs
+
+
+class _Residual(torch.autograd.Function):
+    """Becomes the origin of x itself, which the model's code adds to a block's output, and of x as a norm's input.
+
+    The norm hands on the gradient of its own output, and `inputs`.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, formula: NormFormula, room: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, inputs: _Inputs) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.inputs = inputs
+        ctx.mark_dirty(x)
+        return x, x.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, None]:
+        if dy is None:
+            return dx, None
+        x, weight, rstd, offset = ctx.inputs
+        ctx.inputs.clear()
+        onto = None if dx is None else ops.along_rows(dx)
+        return ops.rms_norm_backward(ops.along_rows(dy), x, weight, rstd, offset, onto), None
+
+
+class _RmsNorm(torch.autograd.Function):
+    """Saves the input and 1/rms for the backward pass, which with `inputs` is that of `_Residual`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, eps: float, formula: NormFormula, room: int, inputs: _Inputs | None
+    ) -> Tensor:  # fmt: skip
         x = ops.along_rows(x)
         y, rstd = ops.rms_norm(x, weight, eps, formula.offset, formula.cast_first, room)
-        ctx.offset = formula.offset
+        ctx.offset, ctx.inputs = formula.offset, inputs
         ctx.save_for_backward(x, weight, rstd)
         return narrowed(y, x.shape[-1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        x, weight, rstd = ctx.saved_tensors
-        return ops.rms_norm_backward(ops.along_rows(dy), x, weight, rstd, ctx.offset), None, None, None, None
+        inputs = *ctx.saved_tensors, ctx.offset
+        if ctx.inputs is None:
+            return ops.rms_norm_backward(ops.along_rows(dy), *inputs), *[None] * 5
+        ctx.inputs[:] = inputs
+        return dy, *[None] * 5
 
 
 def _eps(module: nn.Module) -> float | None:

@@ -109,22 +109,27 @@ def _clean(out: Tensor, like: Tensor) -> Tensor:
     return out
 
 
-@_operator("(Tensor dy, Tensor x, Tensor weight, Tensor rstd, float offset=0.0) -> Tensor")
-def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float = 0.0) -> Tensor:
+@_operator("(Tensor dy, Tensor x, Tensor weight, Tensor rstd, float offset=0.0, Tensor? onto=None) -> Tensor")
+def rms_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float = 0.0, onto: Tensor | None = None
+) -> Tensor:
     """The gradient of x from that of y, the inputs of `rms_norm` and its 1/rms; the weight is frozen.
 
-    With g = dy * weight: dx = g * rstd - x * rstd^3 * mean(g * x), in float32.
+    With g = dy * weight: dx = g * rstd - x * rstd^3 * mean(g * x), in float32; plus `onto`, a gradient of x from
+    elsewhere.
     """
     dx, weight = with_room(x, 0), weight.float() + offset if offset else weight.float()
     for gradient, values, inverse, out in _blocks(dy, x, rstd.unsqueeze(-1), dx):
         scaled, values = gradient.float() * weight, values.float()
         along = (scaled * values).mean(-1, keepdim=True).mul_(inverse.pow(3))
         torch.addcmul(scaled.mul_(inverse), values, along, value=-1, out=out)
-    return dx
+    return dx if onto is None else dx.add_(onto)
 
 
 @_fake(rms_norm_backward)
-def _(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float = 0.0) -> Tensor:
+def _(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float = 0.0, onto: Tensor | None = None
+) -> Tensor:  # fmt: skip
     return with_room(x, 0)
 
 
@@ -163,34 +168,64 @@ _ACTIVATE_BACKWARD: dict[str, Callable[..., Tensor]] = {
 ACTIVATIONS = tuple(_ACTIVATE)
 
 
-@_operator("(Tensor gate, Tensor up, str activation, int room=0) -> Tensor")
-def gated(gate: Tensor, up: Tensor, activation: str, room: int = 0) -> Tensor:
-    """`activation`(gate) * up (..., width and `room`), for one of ACTIVATIONS; columns beside it have no meaning."""
+@_operator("(Tensor gate, Tensor up, str activation, int room=0, Tensor? factor=None, float scale=1.0) -> Tensor")
+def gated(
+    gate: Tensor, up: Tensor, activation: str, room: int = 0, factor: Tensor | None = None, scale: float = 1.0
+) -> Tensor:
+    """a = `activation`(gate) * up (..., width and `room`), for one of ACTIVATIONS.
+
+    With a `factor` (r, width), the r columns beside a are scale * a factorᵀ. Further columns have no meaning.
+    """
     out = _clean(with_room(gate, room), gate)
-    for x, factor, product in _blocks(gate, up, out[..., : gate.shape[-1]]):
-        _ACTIVATE[activation](x, product).mul_(factor)
+    for x, factor_of_x, result in _blocks(gate, up, out[..., : gate.shape[-1]]):
+        _ACTIVATE[activation](x, result).mul_(factor_of_x)
+    if factor is not None:
+        whole = out.view(-1, out.shape[-1])
+        a, low = whole[:, : gate.shape[-1]], whole[:, gate.shape[-1] : gate.shape[-1] + len(factor)]
+        multiply_(low, a, factor.t(), None, scale)
     return out
 
 
 @_fake(gated)
-def _(gate: Tensor, up: Tensor, activation: str, room: int = 0) -> Tensor:
+def _(
+    gate: Tensor, up: Tensor, activation: str, room: int = 0, factor: Tensor | None = None, scale: float = 1.0
+) -> Tensor:
     return with_room(gate, room)
 
 
-@_operator("(Tensor(a!) da, Tensor(b!) gate, Tensor(c!) up, str activation) -> ()")
-def gated_backward_(da: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
-    """Replace `da`, the gradient of a = `gated`(gate, up), by a, and gate and up by their gradients."""
-    for gradient, x, factor in _blocks(da, gate, up):
-        activated, product = _ACTIVATE[activation](x, torch.empty_like(x)), gradient * factor
-        _ACTIVATE_BACKWARD[activation](product, x, x)
-        torch.mul(activated, factor, out=product)
+@_operator(
+    "(Tensor(a!) gate, Tensor(b!) up, Tensor da, str activation, Tensor s, Tensor of_gate, Tensor of_up, "
+    "ScalarType dtype) -> (Tensor, Tensor, Tensor)"
+)
+def gated_backward_(
+    gate: Tensor, up: Tensor, da: Tensor, activation: str, s: Tensor, of_gate: Tensor, of_up: Tensor,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Replace gate and up (..., width), n rows in all, by their gradients, from `da`, that of a = `gated`(gate, up).
+
+    Returns three products in `dtype`, over all rows, with `s`, `of_gate` and `of_up` (n, r), each of its own rank: sᵀ a
+    (r, width), dgateᵀ of_gate and dupᵀ of_up (width, r).
+    """
+    a = gate.new_empty(gate.shape)
+    for result, x, factor, gradient in _blocks(a, gate, up, da):
+        activated, of_activated = _ACTIVATE[activation](x, torch.empty_like(x)), gradient * factor
+        _ACTIVATE_BACKWARD[activation](of_activated, x, x)
+        torch.mul(activated, factor, out=result)
         torch.mul(activated, gradient, out=factor)
-        gradient.copy_(product)
+    a, dgate, dup = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (a, gate, up))
+    return product(s.t(), a, dtype), product(dgate.t(), of_gate, dtype), product(dup.t(), of_up, dtype)
 
 
 @_fake(gated_backward_)
-def _(da: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
-    return None
+def _(
+    gate: Tensor, up: Tensor, da: Tensor, activation: str, s: Tensor, of_gate: Tensor, of_up: Tensor,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    width = gate.shape[-1]
+    return (
+        s.new_empty(s.shape[1], width, dtype=dtype),
+        *(low.new_empty(width, low.shape[1], dtype=dtype) for low in (of_gate, of_up)),
+    )
 
 
 @_operator(

@@ -56,8 +56,9 @@ def _rms_norm(
 
 @triton.jit
 def _rms_norm_backward(
-    dy, x, weight, rstd, dx, rows, width, middle, inner, dy_outer, dy_middle, dy_inner, x_outer, x_middle, x_inner,
-    OFFSET: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    dy, x, onto, weight, rstd, dx, rows, width, middle, inner, dy_outer, dy_middle, dy_inner, x_outer, x_middle,
+    x_inner, onto_outer, onto_middle, onto_inner, OFFSET: tl.constexpr, ADDS: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)[None, :]
@@ -70,6 +71,9 @@ def _rms_norm_backward(
     inverse = tl.load(rstd + row, row < rows, 0.0)
     along = tl.sum(grad * values, 1) / width * inverse * inverse * inverse
     grad = grad * inverse[:, None] - values * along[:, None]
+    if ADDS:
+        start = _start(row, middle, inner, onto_outer, onto_middle, onto_inner)
+        grad += tl.load(onto + start[:, None] + column, inside, 0.0).to(tl.float32)
     tl.store(dx + (row.to(tl.int64) * width)[:, None] + column, grad.to(dx.dtype.element_ty), inside)
 
 
@@ -86,11 +90,15 @@ def rms_norm(
     return y, rstd
 
 
-def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float = 0.0) -> Tensor:
-    width = x.shape[-1]
-    dx = with_room(x, 0)
+def rms_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float = 0.0, onto: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    width, dx, added = x.shape[-1], with_room(x, 0), x if onto is None else onto
     grid, sizes = _tiles_of_rows(rstd.numel(), width)
-    _rms_norm_backward[grid](dy, x, weight, rstd, dx, rstd.numel(), width, *_rows(dy, x), OFFSET=offset, **sizes)
+    _rms_norm_backward[grid](
+        dy, x, added, weight, rstd, dx, rstd.numel(), width, *_rows(dy, x, added), OFFSET=offset,
+        ADDS=onto is not None, **sizes,
+    )  # fmt: skip
     return dx
 
 
@@ -178,34 +186,122 @@ def _gated(
 
 
 @triton.jit
-def _gated_backward(
-    da, gate, up, width, middle, inner, da_outer, da_middle, da_inner, gate_outer, gate_middle, gate_inner,
-    up_outer, up_middle, up_inner, ACTIVATION: tl.constexpr, WIDTH: tl.constexpr,
+def _gated_low(
+    gate, up, out, factor, rows, width, rank, out_row, middle, inner, gate_outer, gate_middle, gate_inner,
+    up_outer, up_middle, up_inner, SCALE, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    RANK: tl.constexpr,
 ):  # fmt: skip
-    row, column = tl.program_id(0), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    inside = column < width
-    da += _start(row, middle, inner, da_outer, da_middle, da_inner) + column
-    gate += _start(row, middle, inner, gate_outer, gate_middle, gate_inner) + column
-    up += _start(row, middle, inner, up_outer, up_middle, up_inner) + column
-    grad = tl.load(da, inside, 0.0).to(tl.float32)
-    factor = tl.load(up, inside, 0.0).to(tl.float32)
-    activated, slope = _activate(tl.load(gate, inside, 0.0).to(tl.float32), ACTIVATION)
-    tl.store(da, (activated * factor).to(da.dtype.element_ty), inside)
-    tl.store(gate, (grad * factor * slope).to(gate.dtype.element_ty), inside)
-    tl.store(up, (grad * activated).to(up.dtype.element_ty), inside)
+    """`_gated` for some whole rows, and their product with a factor (rank, width) beside them."""
+    row, below = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, RANK)
+    gate += _start(row, middle, inner, gate_outer, gate_middle, gate_inner)[:, None]
+    up += _start(row, middle, inner, up_outer, up_middle, up_inner)[:, None]
+    out += (row.to(tl.int64) * out_row)[:, None]
+    low = tl.zeros((ROWS, RANK), tl.float32)
+    for first in range(0, width, WIDTH):
+        column = first + tl.arange(0, WIDTH)
+        inside = (row < rows)[:, None] & (column < width)[None, :]
+        activated, _ = _activate(tl.load(gate + column[None, :], inside, 0.0).to(tl.float32), ACTIVATION)
+        activated *= tl.load(up + column[None, :], inside, 0.0).to(tl.float32)
+        rounded = activated.to(out.dtype.element_ty)
+        tl.store(out + column[None, :], rounded, inside)
+        at = factor + below[None, :] * width + column[:, None]
+        right = tl.load(at, (below < rank)[None, :] & (column < width)[:, None], 0.0)
+        low = tl.dot(rounded, right, low, input_precision="ieee")
+    beside = (row < rows)[:, None] & (below < rank)[None, :]
+    tl.store(out + width + below[None, :], (low * SCALE).to(out.dtype.element_ty), beside)
 
 
-def gated(gate: Tensor, up: Tensor, activation: str, room: int = 0) -> Tensor:
+@triton.jit
+def _add_product(total, left, left_row, row, rows, rank, right, RANK: tl.constexpr):
+    """`total` (RANK, columns) and the product of the same rows of `left` (rows, rank), transposed, and `right`."""
+    below = tl.arange(0, RANK)
+    at = left + (row.to(tl.int64) * left_row)[None, :] + below[:, None]
+    transposed = tl.load(at, (row < rows)[None, :] & (below < rank)[:, None], 0.0)
+    return tl.dot(transposed, right, total, input_precision="ieee")
+
+
+@triton.jit
+def _gated_backward(
+    gate, up, da, s, low_gate, low_up, of_s, of_gate, of_up, rows, width, s_rank, gate_rank, up_rank, s_row,
+    low_gate_row, low_up_row, middle, inner, gate_outer, gate_middle, gate_inner, up_outer, up_middle, up_inner,
+    da_outer, da_middle, da_inner, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    S_RANK: tl.constexpr, GATE_RANK: tl.constexpr, UP_RANK: tl.constexpr,
+):  # fmt: skip
+    """All rows of some columns, so that the sums over rows need no other program's, and come in one order."""
+    column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    sum_s = tl.zeros((S_RANK, WIDTH), tl.float32)
+    sum_gate, sum_up = tl.zeros((GATE_RANK, WIDTH), tl.float32), tl.zeros((UP_RANK, WIDTH), tl.float32)
+    for first in range(0, rows, ROWS):
+        row = first + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & (column < width)[None, :]
+        at_gate = gate + _start(row, middle, inner, gate_outer, gate_middle, gate_inner)[:, None] + column[None, :]
+        at_up = up + _start(row, middle, inner, up_outer, up_middle, up_inner)[:, None] + column[None, :]
+        at_da = da + _start(row, middle, inner, da_outer, da_middle, da_inner)[:, None] + column[None, :]
+        grad = tl.load(at_da, inside, 0.0).to(tl.float32)
+        factor = tl.load(at_up, inside, 0.0).to(tl.float32)
+        activated, slope = _activate(tl.load(at_gate, inside, 0.0).to(tl.float32), ACTIVATION)
+        product = (activated * factor).to(da.dtype.element_ty)
+        sum_s = _add_product(sum_s, s, s_row, row, rows, s_rank, product, S_RANK)
+        product = (grad * factor * slope).to(gate.dtype.element_ty)
+        tl.store(at_gate, product, inside)
+        sum_gate = _add_product(sum_gate, low_gate, low_gate_row, row, rows, gate_rank, product, GATE_RANK)
+        product = (grad * activated).to(up.dtype.element_ty)
+        tl.store(at_up, product, inside)
+        sum_up = _add_product(sum_up, low_up, low_up_row, row, rows, up_rank, product, UP_RANK)
+    inside = (column < width)[None, :]
+    below = tl.arange(0, S_RANK)[:, None]
+    tl.store(of_s + below * width + column[None, :], sum_s.to(of_s.dtype.element_ty), inside & (below < s_rank))
+    below = tl.arange(0, GATE_RANK)[:, None]
+    at = column.to(tl.int64)[None, :] * gate_rank + below
+    tl.store(of_gate + at, sum_gate.to(of_gate.dtype.element_ty), inside & (below < gate_rank))
+    below = tl.arange(0, UP_RANK)[:, None]
+    at = column.to(tl.int64)[None, :] * up_rank + below
+    tl.store(of_up + at, sum_up.to(of_up.dtype.element_ty), inside & (below < up_rank))
+
+
+def gated(
+    gate: Tensor, up: Tensor, activation: str, room: int = 0, factor: Tensor | None = None, scale: float = 1.0
+) -> Tensor:
     width, out = gate.shape[-1], with_room(gate, room)
-    grid, sizes = _tiles_of_columns(gate.numel() // width, width)
-    _gated[grid](gate, up, out, width, out.shape[-1], *_rows(gate, up), ACTIVATION=activation, **sizes)
+    rows = gate.numel() // width
+    if factor is None:
+        grid, sizes = _tiles_of_columns(rows, width)
+        _gated[grid](gate, up, out, width, out.shape[-1], *_rows(gate, up), ACTIVATION=activation, **sizes)
+        return out
+    _gated_low[triton.cdiv(rows, _ROWS),](
+        gate, up, out, factor.contiguous(), rows, width, len(factor), out.shape[-1], *_rows(gate, up), scale,
+        ACTIVATION=activation, ROWS=_ROWS, WIDTH=64, RANK=_padded_rank(len(factor)), **_PRODUCTS,
+    )  # fmt: skip
     return out
 
 
-def gated_backward_(da: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
-    width = da.shape[-1]
-    grid, sizes = _tiles_of_columns(da.numel() // width, width)
-    _gated_backward[grid](da, gate, up, width, *_rows(da, gate, up), ACTIVATION=activation, **sizes)
+def gated_backward_(
+    gate: Tensor, up: Tensor, da: Tensor, activation: str, s: Tensor, of_gate: Tensor, of_up: Tensor,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    width, lows = gate.shape[-1], (s, of_gate, of_up)
+    _assert_along_rows(*lows)
+    of_s = s.new_empty(s.shape[1], width, dtype=dtype)
+    others = [low.new_empty(width, low.shape[1], dtype=dtype) for low in lows[1:]]
+    padded = [_padded_rank(low.shape[1]) for low in lows]
+    part = max(2048 // max(*padded, 32), 16)  # so that the sums stay in registers
+    _gated_backward[triton.cdiv(width, part),](
+        gate, up, da, *lows, of_s, *others, len(s), width, *(low.shape[1] for low in lows),
+        *(low.stride(0) for low in lows), *_rows(gate, up, da), ACTIVATION=activation, ROWS=_ROWS, WIDTH=part,
+        S_RANK=padded[0], GATE_RANK=padded[1], UP_RANK=padded[2], **_PRODUCTS,
+    )  # fmt: skip
+    return of_s, *others
+
+
+_ROWS = 32
+"""Rows of a tile whose product with a factor is taken: a tensor core wants 16 at least."""
+# By what compilers make of them (`tests/kernels/test_triton_kernels.py`): no spills, and few registers.
+_PRODUCTS = {"num_warps": 8, "num_stages": 2, "enable_fp_fusion": False}
+
+
+def _padded_rank(rank: int) -> int:
+    """A power of two, and no less than a tensor core's 16."""
+    return max(triton.next_power_of_2(rank), 16)
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------

@@ -476,9 +476,10 @@ def test_a_kernel_that_computes_something_else_is_turned_off_and_named(monkeypat
     plain = step(model, job)
     right = ops.gated_backward_
 
-    def wrong(da: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str) -> None:
-        right(da, gate, up, activation)
+    def wrong(gate: torch.Tensor, *others: Any) -> Any:
+        returned = right(gate, *others)
         gate.mul_(1.2)
+        return returned
 
     monkeypatch.setattr(mlp.ops, "gated_backward_", wrong)
     attached = kernels.attach(model, "on")
@@ -617,8 +618,8 @@ def test_factors_are_copied_in_one_launch_where_all_are_contiguous(monkeypatch: 
 def test_the_proof_takes_the_path_of_training_for_layers_of_one_input(monkeypatch: pytest.MonkeyPatch) -> None:
     right = lora._joined_products
 
-    def wrong(x: torch.Tensor, layers: lora.Layers, out: torch.Tensor | None) -> Any:
-        outputs, low = right(x, layers, out)
+    def wrong(x: torch.Tensor, layers: lora.Layers, *others: Any) -> Any:
+        outputs, low = right(x, layers, *others)
         return (tuple(one * 1.5 for one in outputs) if len(layers) > 1 else outputs), low
 
     monkeypatch.setattr(lora, "_joined_products", wrong)
