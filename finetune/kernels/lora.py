@@ -40,16 +40,15 @@ class FrozenLinear:
     b: Tensor | None = None
     scale: float = 1.0
 
-    def decoded(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """W (O, H) in `dtype`, written into `out` if given; the weight itself if it has that type and `out` is None.
+    def decoded(self, dtype: torch.dtype) -> Tensor:
+        """W (O, H) in `dtype`; the weight itself if it has that type.
 
         A new block is freed after its product, and the caching allocator hands it out again for the next: between
         products its memory serves others.
         """
-        if out is None:
-            if self.weight.dtype is dtype:
-                return self.weight.detach()
-            out = torch.empty(self.outputs, self.inputs, dtype=dtype, device=self.weight.device)
+        if self.weight.dtype is dtype:
+            return self.weight.detach()
+        out = torch.empty(self.outputs, self.inputs, dtype=dtype, device=self.weight.device)
         ops.decode_(out, self.weight)
         return out
 
@@ -258,21 +257,14 @@ def _joined_products(
     """
     inputs, end_of_ranks = layers[0].inputs, layers[0].inputs + rank(layers)
     weight = x.new_empty(sum(layer.outputs for layer in layers), x.shape[1])
-    upward = weight[:, inputs:]
-    if len(layers) > 1 or end_of_ranks < x.shape[1]:
-        upward.zero_()
     if end_of_ranks < x.shape[1]:
         x[:, end_of_ranks:].zero_()
-    at, b = 0, []
-    for layer, own in zip(layers, columns_of(layers), strict=True):
-        end = at + layer.outputs
-        layer.decoded(x.dtype, weight[at:end, :inputs])
-        b.append(upward[at:end, own])
-        at = end
-    a, _ = _factors(x, layers, b, with_a=not holds_low)
+    each = weight.split([layer.outputs for layer in layers])
+    for layer, own, out in zip(layers, columns_of(layers), each, strict=True):
+        ops.decode_(out, layer.weight, inputs, None if layer.b is None else layer.b.detach(), own.start)
     low = x[:, inputs:end_of_ranks]
     if not holds_low:
-        low_rank(x[:, :inputs], a, layers, low)
+        low_rank(x[:, :inputs], _factors(x, layers, with_b=False)[0], layers, low)
     bias = None
     if any(layer.bias is not None for layer in layers):
         bias = torch.cat([x.new_zeros(one.outputs) if one.bias is None else one.bias.to(x.dtype) for one in layers])
@@ -352,31 +344,25 @@ class Backward:
 
 
 def _factors(
-    like: Tensor, layers: Layers, out: Sequence[Tensor] | None = None, *, with_a: bool = True
+    like: Tensor, layers: Layers, *, with_a: bool = True, with_b: bool = True
 ) -> tuple[Tensor, list[Tensor | None]]:  # fmt: skip
-    """A of all layers (R, H), and B of each (None without an adapter), in the type of `like`; B in `out` if given.
+    """A of all layers (R, H), and B of each (None without an adapter), in the type of `like`.
 
-    Without `with_a`, A has no values.
+    Those that are not wanted have no values.
     """
     adapted = [(layer.a, layer.b, number) for number, layer in enumerate(layers) if layer.a is not None]
     a = like.new_empty(rank(layers), layers[0].inputs)
     b: list[Any] = [None] * len(layers)
-    for _, own, number in adapted:
-        b[number] = torch.empty_like(own, dtype=like.dtype) if out is None else out[number]
     into, values = [], []
     if adapted and with_a:
         into, values = list(a.split([len(down) for down, _, _ in adapted])), [down for down, _, _ in adapted]
-    ups = [(b[number], up) for _, up, number in adapted]
-    if out is None:
-        into += [own for own, _ in ups]
-        values += [up for _, up in ups]
+    for _, up, number in adapted if with_b else ():
+        b[number] = torch.empty_like(up, dtype=like.dtype)
+        into.append(b[number])
+        values.append(up)
     if into:
-        # In one launch, for which torch 2.13 has no public name (and ruff does not see it as private). A tensor with
-        # other strides would have it copy them all one by one (ForeachUtils.h, `can_use_fast_route`).
+        # In one launch, for which torch 2.13 has no public name (and ruff does not see it as private).
         torch._foreach_copy_(into, values)
-    if out is not None:
-        for beside, up in ups:
-            beside.copy_(up)
     return a, b
 
 

@@ -230,33 +230,50 @@ def _(
 
 @_operator(
     "(Tensor(a!) out, Tensor packed, Tensor absmax, int blocksize, str quant_type, "
-    "Tensor? absmax_code=None, Tensor? absmax_scale=None, Tensor? absmax_offset=None, int absmax_blocksize=256) -> ()"
+    "Tensor? absmax_code=None, Tensor? absmax_scale=None, Tensor? absmax_offset=None, int absmax_blocksize=256, "
+    "int? inputs=None, Tensor? beside=None, int at=0) -> ()"
 )
 def decode_4bit_(
     out: Tensor, packed: Tensor, absmax: Tensor, blocksize: int, quant_type: str,
     absmax_code: Tensor | None = None, absmax_scale: Tensor | None = None, absmax_offset: Tensor | None = None,
-    absmax_blocksize: int = 256,
+    absmax_blocksize: int = 256, inputs: int | None = None, beside: Tensor | None = None, at: int = 0,
 ) -> None:  # fmt: skip
     """Write the values of an NF4 or FP4 weight into `out` (outputs, inputs), equal to bitsandbytes' to the bit.
 
     `packed` holds two codes a byte, the first in the upper four bits, and `absmax` the scale of each `blocksize`
     values: in float32, or in 8 bits with its own code (256), scales in float32 and offset (nested quantization).
+
+    With `inputs`, `out` has further columns: zeros, but for a factor `beside` (outputs, r) from the one with the number
+    `at`.
     """
+    weight = out[:, :inputs]
     if absmax_code is not None:
         absmax = torch.ops.bitsandbytes.dequantize_blockwise(
             absmax, absmax_scale, absmax_code, absmax_blocksize, torch.float32
         )
         absmax += absmax_offset
-    out.copy_(torch.ops.bitsandbytes.dequantize_4bit(packed, absmax, blocksize, quant_type, out.shape, out.dtype))
+    weight.copy_(torch.ops.bitsandbytes.dequantize_4bit(packed, absmax, blocksize, quant_type, weight.shape, out.dtype))
+    if inputs is not None:
+        _write_beside(out[:, inputs:], beside, at)
 
 
 @_fake(decode_4bit_)
 def _(
     out: Tensor, packed: Tensor, absmax: Tensor, blocksize: int, quant_type: str,
     absmax_code: Tensor | None = None, absmax_scale: Tensor | None = None, absmax_offset: Tensor | None = None,
-    absmax_blocksize: int = 256,
+    absmax_blocksize: int = 256, inputs: int | None = None, beside: Tensor | None = None, at: int = 0,
 ) -> None:  # fmt: skip
     return None
+
+
+def _write_beside(columns: Tensor, factor: Tensor | None, at: int) -> None:
+    """Write a factor (outputs, r) into `columns` (outputs, columns) from number `at` on, and zeros into the others."""
+    own = slice(at, at if factor is None else at + factor.shape[1])
+    for rest in (columns[:, : own.start], columns[:, own.stop :]):
+        if rest.shape[1]:
+            rest.zero_()
+    if factor is not None:
+        columns[:, own].copy_(factor)
 
 
 @_operator("(Tensor(a!) out, Tensor codes, Tensor scales) -> ()")
@@ -327,19 +344,28 @@ def _is_native(dtype: torch.dtype) -> bool:
     return unit is None or bool(torch.cpu.get_capabilities().get(unit))
 
 
-def decode_(out: Tensor, weight: Tensor) -> None:
-    """Write the values of a weight, quantized or not, into `out` (outputs, inputs)."""
+def decode_(
+    out: Tensor, weight: Tensor, inputs: int | None = None, beside: Tensor | None = None, at: int = 0
+) -> None:  # fmt: skip
+    """Write the values of a weight, quantized or not, into `out` (outputs, inputs), and others as `decode_4bit_`."""
+    whole = out
+    out = whole[:, :inputs]
     if (how := packing_of(weight)) is not None:
         how.decode(weight.data, out)
     elif (scales := getattr(weight, "SCB", None)) is not None:
         decode_int8_(out, weight.data, scales)
     elif (state := getattr(weight, "quant_state", None)) is not None:
-        nested = []
+        nested = [None, None, None, 256]
         if state.nested:
             nested = [state.state2.code, state.state2.absmax, state.offset, state.state2.blocksize]
-        decode_4bit_(out, weight.data, state.absmax, state.blocksize, state.quant_type, *nested)
+        decode_4bit_(
+            whole, weight.data, state.absmax, state.blocksize, state.quant_type, *nested, inputs, beside, at
+        )  # fmt: skip
+        return
     else:
         out.copy_(weight)
+    if inputs is not None:
+        _write_beside(whole[:, inputs:], beside, at)
 
 
 # Values of a block: few enough that intermediate results stay in a core's cache.

@@ -268,9 +268,10 @@ def gated(
         grid, sizes = _tiles_of_columns(rows, width)
         _gated[grid](gate, up, out, width, out.shape[-1], *_rows(gate, up), ACTIVATION=activation, **sizes)
         return out
+    rank = _padded_rank(factor)
     _gated_low[triton.cdiv(rows, _ROWS),](
         gate, up, out, factor.contiguous(), rows, width, len(factor), out.shape[-1], *_rows(gate, up), scale,
-        ACTIVATION=activation, ROWS=_ROWS, WIDTH=64, RANK=_padded_rank(len(factor)), **_PRODUCTS,
+        ACTIVATION=activation, RANK=rank, **_tile_with_product(rank, factor.element_size()),
     )  # fmt: skip
     return out
 
@@ -283,25 +284,31 @@ def gated_backward_(
     _assert_along_rows(*lows)
     of_s = s.new_empty(s.shape[1], width, dtype=dtype)
     others = [low.new_empty(width, low.shape[1], dtype=dtype) for low in lows[1:]]
-    padded = [_padded_rank(low.shape[1]) for low in lows]
-    part = max(2048 // max(*padded, 32), 16)  # so that the sums stay in registers
-    _gated_backward[triton.cdiv(width, part),](
+    ranks = [_padded_rank(low.t()) for low in lows]
+    sizes = _tile_with_product(max(ranks), s.element_size())
+    _gated_backward[triton.cdiv(width, sizes["WIDTH"]),](
         gate, up, da, *lows, of_s, *others, len(s), width, *(low.shape[1] for low in lows),
-        *(low.stride(0) for low in lows), *_rows(gate, up, da), ACTIVATION=activation, ROWS=_ROWS, WIDTH=part,
-        S_RANK=padded[0], GATE_RANK=padded[1], UP_RANK=padded[2], **_PRODUCTS,
+        *(low.stride(0) for low in lows), *_rows(gate, up, da), ACTIVATION=activation, S_RANK=ranks[0],
+        GATE_RANK=ranks[1], UP_RANK=ranks[2], **sizes,
     )  # fmt: skip
     return of_s, *others
 
 
 _ROWS = 32
-"""Rows of a tile whose product with a factor is taken: a tensor core wants 16 at least."""
-# By what compilers make of them (`tests/kernels/test_triton_kernels.py`): no spills, and few registers.
-_PRODUCTS = {"num_warps": 8, "num_stages": 2, "enable_fp_fusion": False}
 
 
-def _padded_rank(rank: int) -> int:
-    """A power of two, and no less than a tensor core's 16."""
-    return max(triton.next_power_of_2(rank), 16)
+def _padded_rank(factor: Tensor) -> int:
+    """A power of two, no less than the rank of a factor (rank, width) and the 16 that a tensor core wants."""
+    return max(triton.next_power_of_2(len(factor)), 16)
+
+
+def _tile_with_product(rank: int, element_bytes: int) -> dict[str, int]:
+    """Sizes of a tile that is multiplied by a factor of this rank: sums stay in registers, what is loaded ahead in 48
+    KiB of shared memory.
+    """
+    stages = 2 if rank * element_bytes <= 128 else 1
+    width = max(2048 // max(rank, 32), 16)
+    return {"ROWS": _ROWS, "WIDTH": width, "num_warps": 8, "num_stages": stages, "enable_fp_fusion": False}
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------
@@ -309,14 +316,45 @@ def _padded_rank(rank: int) -> int:
 
 @triton.jit
 def _decode_4bit(
-    out, packed, code, absmax, absmax_code, absmax_scale, absmax_offset, count, pairs, width, out_row,
+    out, packed, code, absmax, absmax_code, absmax_scale, absmax_offset, count, pairs, width, out_row, beside, rank, at,
+    columns, decoding, NESTED: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr, BLOCKS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The first programs are `decoding`, and the others write what stands beside the weight."""
+    program = tl.program_id(0)
+    if program < decoding:
+        _decode_blocks(
+            program, out, packed, code, absmax, absmax_code, absmax_scale, absmax_offset, count, pairs, width, out_row,
+            NESTED, ALIGNED, SIZE, BLOCKS,
+        )  # fmt: skip
+    else:
+        _write_beside(
+            program - decoding, out + width, beside, count // width, rank, at, columns, out_row, ROWS, COLUMNS
+        )
+
+
+@triton.jit
+def _write_beside(
+    part, out, factor, rows, rank, at, columns, out_row, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    row, column = part * ROWS + tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
+    own = (row < rows) & (column >= at) & (column < at + rank)
+    values = tl.load(factor + row.to(tl.int64) * rank + column - at, own, 0.0)
+    tl.store(
+        out + row.to(tl.int64) * out_row + column, values.to(out.dtype.element_ty), (row < rows) & (column < columns)
+    )
+
+
+@triton.jit
+def _decode_blocks(
+    program, out, packed, code, absmax, absmax_code, absmax_scale, absmax_offset, count, pairs, width, out_row,
     NESTED: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """`BLOCKS` blocks of `SIZE` values with a scale each; `NESTED` scales of 8 bits share one, 0 for none.
 
     `ALIGNED`: no block reaches from one row of the weight into the next.
     """
-    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    block = program * BLOCKS + tl.arange(0, BLOCKS)
     start = block.to(tl.int64) * SIZE
     if NESTED:
         index = tl.load(absmax + block, start < count, 0).to(tl.int32)
@@ -350,14 +388,18 @@ def _decode_int8(out, codes, scales, width, out_row, WIDTH: tl.constexpr):
 def decode_4bit_(
     out: Tensor, packed: Tensor, absmax: Tensor, blocksize: int, quant_type: str,
     absmax_code: Tensor | None = None, absmax_scale: Tensor | None = None, absmax_offset: Tensor | None = None,
-    absmax_blocksize: int = 256,
+    absmax_blocksize: int = 256, inputs: int | None = None, beside: Tensor | None = None, at: int = 0,
 ) -> None:  # fmt: skip
-    packed, count, width = packed.view(torch.uint8), out.numel(), out.shape[-1]
-    blocks = max(_TILE // blocksize, 1)
-    _decode_4bit[triton.cdiv(count, blocks * blocksize),](
+    packed, rows, width = packed.view(torch.uint8), len(out), out.shape[-1] if inputs is None else inputs
+    count, columns = rows * width, out.shape[-1] - width
+    blocks, padded = max(_TILE // blocksize, 1), triton.next_power_of_2(max(columns, 1))
+    decoding, each = triton.cdiv(count, blocks * blocksize), max(_TILE // padded, 1)
+    factor = out if beside is None else beside.contiguous()
+    _decode_4bit[decoding + (triton.cdiv(rows, each) if columns else 0),](
         out, packed, _code(quant_type, out.device), absmax, absmax_code, absmax_scale, absmax_offset, count,
-        packed.numel(), width, out.stride(0), NESTED=0 if absmax_code is None else absmax_blocksize,
-        ALIGNED=width % blocksize == 0, SIZE=blocksize, BLOCKS=blocks, **_options(blocks * blocksize),
+        packed.numel(), width, out.stride(0), factor, 0 if beside is None else beside.shape[1], at, columns, decoding,
+        NESTED=0 if absmax_code is None else absmax_blocksize, ALIGNED=width % blocksize == 0, SIZE=blocksize,
+        BLOCKS=blocks, ROWS=each, COLUMNS=padded, **_options(blocks * blocksize),
     )  # fmt: skip
 
 

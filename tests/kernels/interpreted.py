@@ -62,12 +62,12 @@ def four_bit(weight: Tensor, **options: Any) -> Tensor:
     return bnb.nn.Params4bit(weight, requires_grad=False, **options).to("cpu")
 
 
-def decode(out: Tensor, weight: Tensor) -> None:
+def decode(out: Tensor, weight: Tensor, *beside: Any) -> None:
     """`ops.decode_` with the kernels for its operators."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("decode_4bit_", "decode_int8_"):
             patch.setattr(ops, name, getattr(triton_kernels, name))
-        ops.decode_(out, weight)
+        ops.decode_(out, weight, *beside)
 
 
 def in_float32(program: Any, *args: Any) -> Any:
@@ -190,6 +190,16 @@ def test_4_bit_weights_to_the_bit(dtype, kind, nested, shape, size) -> None:
     found, expected = torch.zeros(2, shape[0], shape[1] + 5, dtype=dtype)[..., : shape[1]]
     ops.decode_(expected, weight)
     decode(found, weight)
+    assert torch.equal(found, expected)
+
+
+@dtypes
+@pytest.mark.parametrize("factor", [torch.randn(130, 7), None], ids=["factor", "zeros"])
+def test_a_factor_and_zeros_beside_a_4_bit_weight(dtype, factor) -> None:
+    weight = four_bit(torch.randn(130, 192, dtype=dtype))
+    found, expected = torch.ones(2, 130, 192 + 21, dtype=dtype)[..., : 192 + 20]
+    ops.decode_(expected, weight, 192, factor, 5)
+    decode(found, weight, 192, factor, 5)
     assert torch.equal(found, expected)
 
 

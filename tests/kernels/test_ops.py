@@ -112,7 +112,8 @@ def test_a_gated_activation_and_its_gradients_are_autograds(dtype, activation) -
 def test_a_gated_activation_and_its_gradients_are_multiplied_by_factors(dtype) -> None:
     gate, up, da = torch.randn(3, 3, 5, 33, dtype=dtype)
     factor, (s, of_gate, of_up) = torch.randn(4, 33, dtype=dtype), strided(15, 6, dtype=dtype).split((1, 3, 2), 1)
-    wide, a = ops.gated(gate, up, "silu", 4, factor, 0.5), ops.gated(gate, up, "silu")
+    wide, a = (ops.gated(gate, up, "silu", 4, *given) for given in ((factor, 0.5), ()))
+    a = a[..., :33]
     assert torch.equal(wide[..., :33], a)
     assert_rounded(wide[..., 33:37], 0.5 * a.double() @ factor.double().t(), 33)
     sums = ops.gated_backward_(gate, up, da, "silu", s, of_gate, of_up, dtype)
@@ -142,6 +143,21 @@ def test_a_4_bit_weight_decodes_to_bitsandbytes_values_beside_other_columns(dtyp
     ops.decode_(buffer[:, : shape[1]], weight)
     assert torch.equal(buffer[:, : shape[1]], bnb.functional.dequantize_4bit(weight.data, weight.quant_state))
     assert not buffer[:, shape[1] :].any()
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8", "none"])
+def test_a_factor_and_zeros_stand_beside_a_decoded_weight(dtype, kind) -> None:
+    weight = torch.randn(6, 64, dtype=dtype)
+    weight = {"nf4": lambda: quantized(dtype, "nf4", True, (6, 64)), "int8": lambda: eight_bit.quantized(weight)}.get(
+        kind, lambda: weight
+    )()
+    out, alone, factor = torch.ones(6, 72, dtype=dtype), torch.empty(6, 64, dtype=dtype), torch.randn(6, 3)
+    ops.decode_(out, weight, 64, factor, 2)
+    ops.decode_(alone, weight)
+    zeros = alone.new_zeros(6, 3)
+    assert torch.equal(out, torch.cat([alone, zeros[:, :2], factor.to(dtype), zeros], dim=1))
+    ops.decode_(out, weight, 64)
+    assert torch.equal(out, torch.cat([alone, alone.new_zeros(6, 8)], dim=1))
 
 
 def test_an_8_bit_and_a_16_bit_weight_decode_to_what_their_layers_multiply_by(dtype) -> None:
@@ -174,6 +190,10 @@ def calls(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         "decode_4bit_ nested": (ops.decode_4bit_, (
             strided(48, 130, dtype=dtype), nested.data, state.absmax, 64, "nf4",
             state.state2.code, state.state2.absmax, state.offset, 256,
+        )),
+        "decode_4bit_ beside a factor": (ops.decode_4bit_, (
+            strided(48, 150, dtype=dtype), plain.data, plain.quant_state.absmax, 64, "fp4", None, None, None, 256, 130,
+            torch.randn(48, 4), 8,
         )),
         "decode_4bit_": (ops.decode_4bit_, (
             strided(48, 130, dtype=dtype), plain.data, plain.quant_state.absmax, 64, "fp4"

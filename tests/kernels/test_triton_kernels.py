@@ -36,6 +36,10 @@ def test_the_kernels_compute_what_the_operators_do_on_a_cpu() -> None:
 # -- compiled for a card -----------------------------------------------------------------------------------------------
 
 
+# The kernels that multiply tiles by factors of up to rank 256 (with rank 16: at most 100 registers and 16 KiB on cards that multiply 16-bit values).
+_LIMITS = dict.fromkeys(("_gated_low", "_gated_backward"), (255, 48 * 1024))
+
+
 def launch_all(dtype: torch.dtype) -> None:
     """Each kernel as a layer of a large model starts it, with tensors that have no memory."""
 
@@ -68,6 +72,9 @@ def launch_all(dtype: torch.dtype) -> None:
         out, packed, scales.to(torch.uint8), 64, "nf4", empty(256, dtype=single), empty(2752, dtype=single),
         empty(dtype=single),
     )  # fmt: skip
+    triton_kernels.decode_4bit_(
+        empty(11008, 4096 + 48), packed, scales, 64, "nf4", inputs=4096, beside=empty(11008, 16, dtype=single), at=16
+    )
     triton_kernels.decode_int8_(out, empty(11008, 4096, dtype=torch.int8), empty(11008, dtype=single))
 
 
@@ -118,8 +125,9 @@ def test_they_compile_without_spills_and_move_rows_in_large_pieces(compiled, dty
         with subtests.test(name, launch=place):
             used = resources(kernel.asm["cubin"], tmp_path / "cubin")
             assert used["STACK"] == used["LOCAL"] == 0
-            assert used["REG"] <= 96  # of 65,536: a third of the threads that a multiprocessor holds, and more
-            assert kernel.metadata.shared <= 8 * 1024
+            registers, shared = _LIMITS.get(name, (96, 8 * 1024))
+            assert used["REG"] <= registers  # of 65,536; with 96 a third of the threads that a multiprocessor holds
+            assert kernel.metadata.shared <= shared
             moved = re.findall(r"\b(ld|st)\.global(?:\.\w+)*\.b16\b", kernel.asm["ptx"])
             assert len(moved) <= 2, (
                 "rows in pieces of 16 bytes; a vector that many rows share may come in single values"
