@@ -23,6 +23,7 @@ _EXACT = ("decode_4bit_", "decode_int8_")
 # Their results have further columns without a meaning (`kernels.room`), beside as many as these say of the arguments.
 _COLUMNS: dict[str, Callable[..., int]] = {
     "rms_norm": lambda x, *others: int(x.shape[-1]),
+    "rms_norm_backward": lambda dy, *others: int(dy.shape[-1]),
     "gated": lambda gate, up, activation, room=0, factor=None, *others: (
         int(gate.shape[-1]) + (0 if factor is None else len(factor))
     ),

@@ -596,7 +596,7 @@ _IS_CAUSAL = {_FLASH: 4, f"{_FLASH}_backward": 7, _VARLEN: 7, f"{_VARLEN}_backwa
 
 def _flops_on_cuda() -> dict[str, Callable[..., int]]:
     causal = {name: _causal_half(name) for name in _IS_CAUSAL}
-    onto = ("aten::addmm_", "finetune::multiply_", "finetune::add_product_")
+    onto = ("aten::addmm_", "finetune::multiply_", "finetune::multiply_joined_", "finetune::add_product_")
     return {
         **_FLOPS, **causal, "finetune::product": lambda left, right, *_, **__: 2 * left.numel() * right.shape[1],
         "finetune::gated": _gated, "finetune::gated_backward_": _gated_backward,

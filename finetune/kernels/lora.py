@@ -297,21 +297,25 @@ class Backward:
     outer: Sequence[Tensor]
     a: Tensor
     s: Tensor
+    joined: Tensor | None
 
     @classmethod
     def of(cls, layers: Layers, gradients: Sequence[Tensor]) -> Backward:
-        """Compute S from the gradients (..., O) of each layer's output."""
-        outer = [rows(gradient) for gradient in gradients]
-        a, b = _factors(outer[0], layers)
-        s = outer[0].new_empty(len(outer[0]), len(a))
+        """Compute S from the gradients (..., O) of each layer's output, beside that of a single one if it has room."""
+        outer, joined = [rows(gradient) for gradient in gradients], _with_room_for_low(layers, gradients[0])
+        a, b = _factors(outer[0], layers, with_a=joined is None)
+        s = outer[0].new_empty(len(outer[0]), len(a)) if joined is None else joined[:, layers[0].outputs :][:, : len(a)]
         for gradient, own, upward in zip(outer, columns_of(layers), b, strict=True):
             if upward is not None:
                 ops.multiply_(s[:, own], gradient, upward, None, _scale(layers))
-        return cls(layers, outer, a, s)
+        return cls(layers, outer, a, s, joined)
 
     def of_input(self, out: Tensor | None = None) -> Tensor:
         """dX = S A + dY W (n, H), summed over the layers; written into `out` if given."""
         dx = self.s.new_empty(len(self.s), self.layers[0].inputs) if out is None else out
+        if self.joined is not None:
+            self._joined_product(self.joined, dx)
+            return dx
         write = ops.multiply_
         if len(self.a):
             write(dx, self.s, self.a)
@@ -320,6 +324,17 @@ class Backward:
             write(dx, gradient, layer.decoded(dx.dtype))
             write = ops.add_product_
         return dx
+
+    def _joined_product(self, joined: Tensor, out: Tensor) -> None:
+        """Write dX of a single layer into `out`, as one product [dY | S] [W; A]."""
+        (layer,) = self.layers
+        assert layer.a is not None
+        weight = out.new_empty(joined.shape[1], layer.inputs)
+        ops.decode_(weight[: layer.outputs], layer.weight)
+        weight[layer.outputs :][: len(layer.a)].copy_(layer.a.detach())
+        if layer.outputs + len(layer.a) < len(weight):
+            weight[layer.outputs + len(layer.a) :].zero_()
+        ops.multiply_joined_(out, joined, weight, layer.outputs)
 
     def of_factors(self, x: Tensor, low: Tensor) -> list[Tensor]:
         """The gradients of A and B of each adapted layer, in the order of `factors`."""
@@ -341,6 +356,20 @@ class Backward:
             for layer, outer, own in zip(self.layers, self.outer, columns_of(self.layers), strict=True)
             if layer.b is not None
         ]
+
+
+def _with_room_for_low(layers: Layers, gradient: Tensor) -> Tensor | None:
+    """dY (n, O and columns for S) of a single adapted layer whose weight must be decoded, if it has room for them."""
+    layer = layers[0]
+    if len(layers) > 1 or layer.a is None or layer.weight.dtype is gradient.dtype:
+        return None
+    end = layer.outputs + len(layer.a)
+    wide = take_room(gradient)
+    if wide is None or wide.shape[1] < _aligned(end):
+        return None
+    if end < _aligned(end):
+        wide[:, end : _aligned(end)].zero_()
+    return wide[:, : _aligned(end)]
 
 
 def _factors(

@@ -25,8 +25,8 @@ class NormFormula:
     cast_first: bool
 
 
-_room: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-"""The columns of room that each replaced module leaves."""
+_room: WeakKeyDictionary[nn.Module, tuple[int, int]] = WeakKeyDictionary()
+"""The columns of room that each replaced module leaves beside its output and the gradient of its input."""
 
 # Llama's, OLMo 2's and Gemma's.
 _FORMULAS = (NormFormula(0.0, True), NormFormula(0.0, False), NormFormula(1.0, False))
@@ -58,15 +58,15 @@ def replace(module: Any) -> Callable[[], None]:
             normalized: Tensor = plain(x)
             return normalized
         x, inputs = _with_residual(x)
-        y: Tensor = _RmsNorm.apply(x, weight, eps, formula, _room.get(module, 0), inputs)
+        y: Tensor = _RmsNorm.apply(x, weight, eps, formula, _room.get(module, (0, 0)), inputs)
         return y
 
     return put(module, forward)
 
 
-def leave_room(module: nn.Module, columns: int) -> None:
-    """Let a replaced module leave this many columns of room beside its output (see `kernels.room`)."""
-    _room[module] = columns
+def leave_room(module: nn.Module, of_output: int, of_gradient: int) -> None:
+    """Let a replaced module leave so many columns of room beside its output, and beside the gradient of its input."""
+    _room[module] = (of_output, of_gradient)
 
 
 _Inputs = list[Any]
@@ -105,10 +105,9 @@ class _Residual(torch.autograd.Function):
     def backward(ctx: Any, dx: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, None]:
         if dy is None:
             return dx, None
-        x, weight, rstd, offset = ctx.inputs
+        inputs, room = ctx.inputs
         ctx.inputs.clear()
-        onto = None if dx is None else ops.along_rows(dx)
-        return ops.rms_norm_backward(ops.along_rows(dy), x, weight, rstd, offset, onto), None
+        return _of_input(dy, inputs, room, dx), None
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -116,11 +115,12 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, eps: float, formula: NormFormula, room: int, inputs: _Inputs | None
+        ctx: Any, x: Tensor, weight: Tensor, eps: float, formula: NormFormula, room: tuple[int, int],
+        inputs: _Inputs | None,
     ) -> Tensor:  # fmt: skip
         x = ops.along_rows(x)
-        y, rstd = ops.rms_norm(x, weight, eps, formula.offset, formula.cast_first, room)
-        ctx.offset, ctx.inputs = formula.offset, inputs
+        y, rstd = ops.rms_norm(x, weight, eps, formula.offset, formula.cast_first, room[0])
+        ctx.offset, ctx.inputs, ctx.room = formula.offset, inputs, room[1]
         ctx.save_for_backward(x, weight, rstd)
         return narrowed(y, x.shape[-1])
 
@@ -129,9 +129,15 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         inputs = *ctx.saved_tensors, ctx.offset
         if ctx.inputs is None:
-            return ops.rms_norm_backward(ops.along_rows(dy), *inputs), *[None] * 5
-        ctx.inputs[:] = inputs
+            return _of_input(dy, inputs, ctx.room, None), *[None] * 5
+        ctx.inputs[:] = inputs, ctx.room
         return dy, *[None] * 5
+
+
+def _of_input(dy: Tensor, inputs: tuple[Any, ...], room: int, onto: Tensor | None) -> Tensor:
+    """The gradient of x, with room beside it; `inputs` are x, weight, 1/rms and offset."""
+    onto = None if onto is None else ops.along_rows(onto)
+    return narrowed(ops.rms_norm_backward(ops.along_rows(dy), *inputs, onto, room), dy.shape[-1])
 
 
 def _eps(module: nn.Module) -> float | None:

@@ -109,28 +109,33 @@ def _clean(out: Tensor, like: Tensor) -> Tensor:
     return out
 
 
-@_operator("(Tensor dy, Tensor x, Tensor weight, Tensor rstd, float offset=0.0, Tensor? onto=None) -> Tensor")
+@_operator(
+    "(Tensor dy, Tensor x, Tensor weight, Tensor rstd, float offset=0.0, Tensor? onto=None, int room=0) -> Tensor"
+)
 def rms_norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float = 0.0, onto: Tensor | None = None
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float = 0.0, onto: Tensor | None = None, room: int = 0
 ) -> Tensor:
-    """The gradient of x from that of y, the inputs of `rms_norm` and its 1/rms; the weight is frozen.
+    """The gradient of x (..., width and `room`) from that of y, the inputs of `rms_norm` and its 1/rms.
 
     With g = dy * weight: dx = g * rstd - x * rstd^3 * mean(g * x), in float32; plus `onto`, a gradient of x from
-    elsewhere.
+    elsewhere. The weight is frozen.
     """
-    dx, weight = with_room(x, 0), weight.float() + offset if offset else weight.float()
+    wide, weight = _clean(with_room(x, room), x), weight.float() + offset if offset else weight.float()
+    dx = wide[..., : x.shape[-1]] if room else wide
     for gradient, values, inverse, out in _blocks(dy, x, rstd.unsqueeze(-1), dx):
         scaled, values = gradient.float() * weight, values.float()
         along = (scaled * values).mean(-1, keepdim=True).mul_(inverse.pow(3))
         torch.addcmul(scaled.mul_(inverse), values, along, value=-1, out=out)
-    return dx if onto is None else dx.add_(onto)
+    if onto is not None:
+        dx.add_(onto)
+    return wide
 
 
 @_fake(rms_norm_backward)
 def _(
-    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float = 0.0, onto: Tensor | None = None
-) -> Tensor:  # fmt: skip
-    return with_room(x, 0)
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float = 0.0, onto: Tensor | None = None, room: int = 0
+) -> Tensor:
+    return with_room(x, room)
 
 
 @_operator("(Tensor(a!) q, Tensor(b!) k, Tensor cos, Tensor sin, bool backward=False) -> ()")
@@ -317,6 +322,21 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 @_fake(add_product_)
 def _(total: Tensor, left: Tensor, right: Tensor) -> None:
+    return None
+
+
+@_operator("(Tensor(a!) out, Tensor left, Tensor right, int end) -> ()")
+def multiply_joined_(out: Tensor, left: Tensor, right: Tensor, end: int) -> None:
+    """Write left right into `out`: the products of two pairs side by side, which end and begin at column `end`.
+
+    A CPU adds the first to the second, as it does where they lie apart, so that the sum is the same to the bit.
+    """
+    multiply_(out, left[:, end:], right[end:])
+    add_product_(out, left[:, :end], right[:end])
+
+
+@_fake(multiply_joined_)
+def _(out: Tensor, left: Tensor, right: Tensor, end: int) -> None:
     return None
 
 

@@ -56,7 +56,7 @@ def _rms_norm(
 
 @triton.jit
 def _rms_norm_backward(
-    dy, x, onto, weight, rstd, dx, rows, width, middle, inner, dy_outer, dy_middle, dy_inner, x_outer, x_middle,
+    dy, x, onto, weight, rstd, dx, rows, width, dx_row, middle, inner, dy_outer, dy_middle, dy_inner, x_outer, x_middle,
     x_inner, onto_outer, onto_middle, onto_inner, OFFSET: tl.constexpr, ADDS: tl.constexpr, ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -74,7 +74,7 @@ def _rms_norm_backward(
     if ADDS:
         start = _start(row, middle, inner, onto_outer, onto_middle, onto_inner)
         grad += tl.load(onto + start[:, None] + column, inside, 0.0).to(tl.float32)
-    tl.store(dx + (row.to(tl.int64) * width)[:, None] + column, grad.to(dx.dtype.element_ty), inside)
+    tl.store(dx + (row.to(tl.int64) * dx_row)[:, None] + column, grad.to(dx.dtype.element_ty), inside)
 
 
 def rms_norm(
@@ -91,12 +91,12 @@ def rms_norm(
 
 
 def rms_norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float = 0.0, onto: Tensor | None = None
-) -> Tensor:  # fmt: skip
-    width, dx, added = x.shape[-1], with_room(x, 0), x if onto is None else onto
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float = 0.0, onto: Tensor | None = None, room: int = 0
+) -> Tensor:
+    width, dx, added = x.shape[-1], with_room(x, room), x if onto is None else onto
     grid, sizes = _tiles_of_rows(rstd.numel(), width)
     _rms_norm_backward[grid](
-        dy, x, added, weight, rstd, dx, rstd.numel(), width, *_rows(dy, x, added), OFFSET=offset,
+        dy, x, added, weight, rstd, dx, rstd.numel(), width, dx.shape[-1], *_rows(dy, x, added), OFFSET=offset,
         ADDS=onto is not None, **sizes,
     )  # fmt: skip
     return dx
@@ -410,6 +410,10 @@ def decode_int8_(out: Tensor, codes: Tensor, scales: Tensor) -> None:
 
 def multiply_(out: Tensor, left: Tensor, right: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> None:
     torch.addmm(out if bias is None else bias, left, right, beta=0 if bias is None else 1, alpha=scale, out=out)
+
+
+def multiply_joined_(out: Tensor, left: Tensor, right: Tensor, end: int) -> None:
+    torch.mm(left, right, out=out)
 
 
 def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:

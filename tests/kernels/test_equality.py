@@ -751,6 +751,7 @@ def test_norms_add_the_gradient_of_what_passes_beside_them() -> None:
     with _Calls() as calls:
         step(model, job)
     assert (calls.of("finetune::rms_norm_backward"), calls.added) == (4, 3)
+    assert calls.of("finetune::multiply_joined_") == 4, "S of two layers' last products stands beside what they return"
 
 
 @pytest.mark.parametrize("source", [lambda w: w * 2, lambda w: (w * 2).view(3, 2, 8), lambda w: w], ids=str)

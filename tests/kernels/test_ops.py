@@ -123,10 +123,23 @@ def test_a_gated_activation_and_its_gradients_are_multiplied_by_factors(dtype) -
         assert_rounded(found, one, 15)
 
 
+def test_two_products_side_by_side_are_those_apart(dtype) -> None:
+    left, right = strided(5, 9, dtype=dtype), torch.randn(9, 7, dtype=dtype)
+    found, expected = torch.empty(2, 5, 7, dtype=dtype)
+    ops.multiply_joined_(found, left, right, 6)
+    ops.multiply_(expected, left[:, 6:].contiguous(), right[6:])
+    ops.add_product_(expected, left[:, :6].contiguous(), right[:6])
+    assert torch.equal(found, expected)
+
+
 def test_results_leave_room_for_further_columns(dtype) -> None:
     x, weight = torch.randn(3, 5, 12, dtype=dtype), torch.randn(12, dtype=dtype)
     for wide, exact in (
         (ops.rms_norm(x, weight, 1e-6, room=24)[0], ops.rms_norm(x, weight, 1e-6)[0]),
+        (
+            ops.rms_norm_backward(x, x, weight, x[..., 0].float(), 0.0, x, 24),
+            ops.rms_norm_backward(x, x, weight, x[..., 0].float(), 0.0, x),
+        ),
         (ops.gated(x, x, "silu", room=24), ops.gated(x, x, "silu")),
     ):
         assert wide.shape == (3, 5, 48), "rows begin at multiples of 16 values"
@@ -180,7 +193,8 @@ def calls(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     state, plain, eight = nested.quant_state, quantized(dtype, "fp4", nested=False), eight_bit.quantized(x[0])
     return {
         "rms_norm": (ops.rms_norm, (x, weight, 1e-6, 1.0, False)),
-        "rms_norm_backward": (ops.rms_norm_backward, (x, x * 2, weight, torch.rand(3, 5), 1.0, x)),
+        "rms_norm_backward": (ops.rms_norm_backward, (x, x * 2, weight, torch.rand(3, 5), 1.0, x, 4)),
+        "multiply_joined_": (ops.multiply_joined_, (x[0].clone(), x[0], torch.randn(32, 32, dtype=dtype), 24)),
         "rope_": (ops.rope_, (heads[:, :, :4], heads[:, :, 4:], angle, angle, True)),
         "gated": (ops.gated, (x, x * 2, "gelu")),
         "gated with a factor": (ops.gated, (x, x * 2, "silu", 2, x[0, :2], 0.5)),

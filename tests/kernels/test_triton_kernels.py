@@ -36,7 +36,7 @@ def test_the_kernels_compute_what_the_operators_do_on_a_cpu() -> None:
 # -- compiled for a card -----------------------------------------------------------------------------------------------
 
 
-# The kernels that multiply tiles by factors of up to rank 256 (with rank 16: at most 100 registers and 16 KiB on cards that multiply 16-bit values).
+# The kernels that multiply tiles by factors of up to rank 256 (with rank 16, in 16 bit, 100 and 16 KiB).
 _LIMITS = dict.fromkeys(("_gated_low", "_gated_backward"), (255, 48 * 1024))
 
 
@@ -50,7 +50,7 @@ def launch_all(dtype: torch.dtype) -> None:
     for width in (128, 3584, 4096, 16384):  # heads, Qwen2.5 7B, Llama 7B, Llama 405B
         x, weight = empty(4, 2048, width), empty(width)
         _, rstd = triton_kernels.rms_norm(x, weight, 1e-5, room=16)
-        triton_kernels.rms_norm_backward(x, x, weight, rstd, onto=x)
+        triton_kernels.rms_norm_backward(x, x, weight, rstd, onto=x, room=16)
     for heads, others, size in ((32, 32, 128), (28, 4, 128), (16, 8, 256)):
         joint = empty(4, 2048, heads + 2 * others, size)
         triton_kernels.rope_(
