@@ -259,9 +259,9 @@ def _joined_products(
     weight = x.new_empty(sum(layer.outputs for layer in layers), x.shape[1])
     if end_of_ranks < x.shape[1]:
         x[:, end_of_ranks:].zero_()
-    each = weight.split([layer.outputs for layer in layers])
-    for layer, own, out in zip(layers, columns_of(layers), each, strict=True):
-        ops.decode_(out, layer.weight, inputs, None if layer.b is None else layer.b.detach(), own.start)
+    parts = weight.split([layer.outputs for layer in layers])
+    for layer, own, part in zip(layers, columns_of(layers), parts, strict=True):
+        ops.decode_(part, layer.weight, inputs, None if layer.b is None else layer.b.detach(), own.start)
     low = x[:, inputs:end_of_ranks]
     if not holds_low:
         low_rank(x[:, :inputs], _factors(x, layers, with_b=False)[0], layers, low)
