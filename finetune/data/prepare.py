@@ -13,7 +13,7 @@ from finetune.config import Config, DataSection, entries, named
 from finetune.config.field_types import GIVEN, unknown
 from finetune.data import chat, formats, in_memory, labelled, sources
 from finetune.data.counts import Counts
-from finetune.data.encoded import ANSWER, DESIRABLE, IGNORE, IMAGES, TEACHER, RowLayout, columns
+from finetune.data.encoded import ANSWER, DESIRABLE, IGNORE, IMAGES, SEEN, TEACHER, RowLayout, columns
 from finetune.data.examples import Chat, Completion, Content, Example, Several, Unusable
 from finetune.data.mismatched import OnePrompt
 from finetune.data.problems import Problems
@@ -28,7 +28,7 @@ ROWS_TO_JUDGE = 10
 """Different held-out rows from which on their loss chooses an adapter: that of fewer depends more on which rows these
 are than on the adapter."""
 
-_SEQUENCES = ("input_ids", "labels", "segments", "shared", IMAGES, *TEACHER)
+_SEQUENCES = ("input_ids", "labels", "segments", "shared", IMAGES, SEEN, *TEACHER)
 
 # A fifth of these are that many.
 _ROWS_TO_SPARE_SOME = 5 * ROWS_TO_JUDGE
@@ -40,7 +40,8 @@ class Prepared:
 
     A split is a `datasets.Dataset` of input_ids, labels, length, trained (number of tokens), place and source; where
     the layout has any, also the lengths of a row's `segments` and the number of tokens that they have `shared`, and its
-    values by name. A `warning` is set if `data.eval: auto` found nothing to hold out.
+    values by name. A `warning` is set if `data.eval: auto` found nothing to hold out. `vision` is that of a base for
+    whose images the rows were prepared.
     """
 
     train: Any
@@ -48,6 +49,7 @@ class Prepared:
     train_counts: Counts
     eval_counts: Counts | None
     warning: str | None = None
+    vision: Vision | None = None
 
     @property
     def kind(self) -> str:
@@ -123,7 +125,7 @@ def prepare(section: DataSection, tokenizer: Any, vision: Vision | None = None) 
             f"{where} teaches nothing: the trained tokens of its {train_counts.rows} rows contain no text, only "
             "end-of-turn tokens and white space; check that the answers are not empty, and `data.format`"
         )
-    return Prepared(train, held_out, train_counts, eval_counts, warning)
+    return Prepared(train, held_out, train_counts, eval_counts, warning, vision)
 
 
 def with_classes(config: Config) -> Config:

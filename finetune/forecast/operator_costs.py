@@ -445,8 +445,12 @@ def _flash_tile(query: Any, key: Any) -> tuple[int, int]:
 
 
 def _scratch_on_cuda(func: Any, args: Any, named: Any) -> list[int]:
-    """The workspaces of attention."""
+    """The workspaces of attention, and of putting features of images in the place of tokens."""
     name = func.name()
+    if name == "aten::masked_scatter":
+        # Where each number goes, and the mask for each number (torch 2.13, IndexKernel.cpp `masked_scatter__cuda`,
+        # IndexKernel.cu `launch_masked_scatter_kernel`: maskPrefixSum, mask_cont).
+        return [8 * args[0].numel(), args[0].numel()]
     if name == _FLASH and named.get("attn_mask") is not None:
         return _padded_mask(args[0], named["attn_mask"])
     if name == f"{_FLASH}_backward":

@@ -101,7 +101,8 @@ PIXELS = ("pixel_values", "image_grid_thw", "pixel_attention_mask")
 
 class Vision:
     """The images of a base: `mark` is what its chat template writes for one, and `image_tokens` are the ids of tokens
-    that stand for its features, of which `token` is the text. Raises ArtifactError for a tokenizer without them.
+    that stand for its features, of which `token` is the text. `bounded` gives the same with a bound of pixels; None
+    where they are fixed. Raises ArtifactError for a tokenizer without the tokens.
     """
 
     def __init__(self, family: VisionFamily, images: Any, settings: Mapping[str, Any], tokenizer: Any) -> None:
@@ -121,10 +122,16 @@ class Vision:
         self.image_tokens: list[int] = [tokenizer.convert_tokens_to_ids(token)]
         self.token_types = family.token_types
         self.text = functools.lru_cache(maxsize=4096)(self._text)
+        self.blank = functools.lru_cache(maxsize=4096)(self._blank)
+        self.bounded: Callable[[int], Vision] | None = None
 
     def _text(self, height: int, width: int) -> str:
         """What takes the place of `mark` for an image of this size. Raises what the processor does."""
         return str(self._rule(self._processor, self._family.counted(self._images, height, width), 0))
+
+    def count(self, height: int, width: int) -> int:
+        """The number of tokens that stand for an image of this size."""
+        return self.text(height, width).count(self.token)
 
     def pixels(self, images: Sequence[Any]) -> dict[str, torch.Tensor]:
         """The model's arguments for the images of one row, Pillow's, beside its tokens.
@@ -139,6 +146,19 @@ class Vision:
                     "than its size says, so it cannot be trained on; set `model.vision: none`"
                 )
         return {name: made[name] for name in PIXELS if name in made}
+
+    def _blank(self, sizes: tuple[tuple[int, int], ...]) -> dict[str, torch.Tensor]:
+        """`pixels` of white images of these sizes (height, width), the numbers of the pixels themselves left out.
+
+        Those are on the meta device, and so are masks of single pixels.
+        """
+        from PIL import Image
+
+        made = self.pixels([Image.new("RGB", (width, height), "white") for height, width in sizes])
+        return {
+            name: value.to("meta") if value.is_floating_point() or value.dim() > 2 else value
+            for name, value in made.items()
+        }
 
 
 def joined(rows: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -176,9 +196,16 @@ def of(config: Config, architecture: Any, tokenizer: Any) -> Vision | None:
     family, images = FAMILIES[kind], _image_processor(section)
     if pixels and not family.bound:
         raise ConfigError(f"`data.image_pixels`: {section.name} makes the same pixels of any image; remove it")
-    if pixels and family.bound:
-        images = _image_processor(section, size=family.bound(images, pixels))
-    return Vision(family, images, _settings(section), tokenizer)
+    settings = _settings(section)
+
+    @functools.cache
+    def bounded(pixels: int) -> Vision:
+        assert family.bound
+        return Vision(family, _image_processor(section, size=family.bound(images, pixels)), settings, tokenizer)
+
+    found = bounded(pixels) if pixels else Vision(family, images, settings, tokenizer)
+    found.bounded = bounded if family.bound else None
+    return found
 
 
 def _image_processor(section: ModelSection, **changed: Any) -> Any:
