@@ -504,7 +504,7 @@ class _TracedStep:
         self._computed_last = inputs  # so that an evaluation counts this one twice
         del inputs, others
 
-    def _on_host(self, inputs: Inputs, count: int) -> list[torch.Tensor]:
+    def _on_host(self, inputs: Any, count: int) -> list[torch.Tensor]:
         """`count` more micro-batches, which wait in host memory; on a CPU that is what is forecast."""
         if self._device.type != "cpu":
             return []
@@ -532,7 +532,11 @@ class _TracedStep:
 
     def _evaluate(self, batch: Batch, train: Batch, count: int) -> None:
         self.recorder.phase = "evaluation"
-        waiting = self._on_host(self._inputs(train), count)
+        held = self._inputs(train)
+        # The images of one of the step's micro-batches are still there.
+        waiting = self._on_host({name: value for name, value in held.items() if name != IMAGES}, count)
+        waiting += self._on_host(held.get(IMAGES, {}), count - 1)
+        del held
         start = self._random_state()
         inputs, objective = self._inputs(batch), self._step.objective
         loss = functools.partial(summed_loss, precision=self._config.training.precision, masked=self._step.masked)
@@ -675,7 +679,7 @@ def _know(known: KnownValues, fake: Inputs, inputs: Inputs, *, padded: bool) -> 
         known.know(one, value)
 
 
-def _tensors(inputs: Inputs) -> list[torch.Tensor]:
+def _tensors(inputs: Any) -> list[torch.Tensor]:
     """The tensors of inputs, of the segments that go apart as well."""
     return [each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor)]
 

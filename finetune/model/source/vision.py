@@ -95,6 +95,8 @@ FAMILIES: dict[str, VisionFamily] = {
 }
 """By transformers' `model_type`."""
 
+_OF_TILES = 5  # dimensions of pixels (rows, tiles, channels, height, width)
+
 PIXELS = ("pixel_values", "image_grid_thw", "pixel_attention_mask")
 """The model's arguments for images, of those that image processors make."""
 
@@ -164,10 +166,13 @@ class Vision:
 def joined(rows: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """The model's arguments for the images of several rows; rows without any have none.
 
-    Tiles are (rows, tiles, ...): a row of fewer gets black ones, which the model leaves out.
+    Tiles are (1, tiles, ...), as if all were of one row: models take them in order, and none is black to fill a row up.
     """
     there = [row for row in rows if row]
-    return {name: _joined([row[name] for row in there]) for name in PIXELS if there and name in there[0]}
+    names = [name for name in PIXELS if there and name in there[0]]
+    if there and there[0]["pixel_values"].dim() == _OF_TILES:
+        return {name: torch.cat([row[name] for row in there], dim=1) for name in names}
+    return {name: _joined([row[name] for row in there]) for name in names}
 
 
 def _joined(values: Sequence[torch.Tensor]) -> torch.Tensor:
