@@ -15,12 +15,14 @@ from jobs import metric, same_adapter
 from peft import LoraConfig, PeftModel, get_peft_model
 from PIL import Image
 from steps import assert_gradients_close, gradients, micro_batches, ready
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, ProcessorMixin
 
 import finetune
 from finetune.config import Config, dump
 from finetune.data.encoded import IMAGES
 from finetune.errors import ConfigError
+from finetune.model.source.vision import PIXELS
+from finetune.objectives import MODEL_INPUTS
 from finetune.storage.rundir import RunDirectory
 from finetune.training.collator import split
 from finetune.training.loop import Loop
@@ -74,6 +76,9 @@ def as_parts(message: dict[str, Any]) -> dict[str, Any]:
     return message if isinstance(content, list) else {**message, "content": [{"type": "text", "text": content}]}
 
 
+apply_chat_template = ProcessorMixin.apply_chat_template  # without the arguments that SmolVLM's adds for films
+
+
 def plain_inputs(folder: Path, processor: Any, row: dict[str, Any]) -> dict[str, torch.Tensor]:
     """A row as the family's processor makes it, with labels on the answer and the token that ends it."""
     messages = [as_parts(message) for message in row["messages"]]
@@ -81,8 +86,8 @@ def plain_inputs(folder: Path, processor: Any, row: dict[str, Any]) -> dict[str,
     whole, prompt = (
         processor(text=[text], images=[shown] if shown else None, return_tensors="pt", add_special_tokens=False)
         for text in (
-            processor.apply_chat_template(messages),
-            processor.apply_chat_template(messages[:1], add_generation_prompt=True),
+            apply_chat_template(processor, messages),
+            apply_chat_template(processor, messages[:1], add_generation_prompt=True),
         )
     )
     labels, first = whole["input_ids"].clone(), prompt["input_ids"].shape[1]
@@ -126,6 +131,10 @@ def test_loss_and_gradients_are_those_of_plain_transformers_and_peft(job: tuple[
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert_gradients_close(found, expected, within=1e-5)
     assert not any("vision" in name or "visual" in name for name in found)
+
+
+def test_objectives_pass_on_all_that_a_model_takes_of_images() -> None:
+    assert set(PIXELS) <= MODEL_INPUTS
 
 
 def test_half_a_micro_batch_has_its_own_images(job: tuple[str, Path]) -> None:
