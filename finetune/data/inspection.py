@@ -162,7 +162,7 @@ def inspect(
         micro_batch=training.micro_batch,
         micro_batch_tokens=training.micro_batch_tokens,
         batchings=_batchings(
-            sizes.segments or [(length,) for length in sizes.lengths], prepared.layout, training, section
+            sizes.segments or [(length,) for length in sizes.lengths], prepared.layout, training, section, sizes.areas
         ),
         worst_batch=worst_batches(sizes, way, training.batch_size, "the data's rows")[0],
         samples=_samples(prepared, tokenizer),
@@ -265,9 +265,10 @@ def _bins(lengths: Sequence[int]) -> tuple[Bin, ...]:
 
 
 def _batchings(
-    segments: Sequence[Sequence[int]], layout: RowLayout, training: TrainingSection, section: DataSection
-) -> tuple[Batching, ...]:
-    """One epoch of rows with segments of these lengths, under each of BATCHINGS."""
+    segments: Sequence[Sequence[int]], layout: RowLayout, training: TrainingSection, section: DataSection,
+    areas: Sequence[int] = (),
+) -> tuple[Batching, ...]:  # fmt: skip
+    """One epoch of rows with segments of these lengths, and images of these areas, under each of BATCHINGS."""
     chosen = _chosen(training)
     largest = chosen.rows * layout.together * max(map(max, segments))
     tokens = MicroBatching.of(chosen, section, layout).tokens or largest
@@ -276,8 +277,8 @@ def _batchings(
     for name, (grouped, by_tokens, packed) in BATCHINGS.items():
         way = MicroBatching(1 if by_tokens else chosen.rows, tokens if by_tokens else None, packed, layout)
         lengths = [*map(way.length, segments)]
-        order = RowOrder(lengths, training.batch_size, training.seed, grouped)
-        parts = list(epoch(lengths, order, training.batch_size, way))
+        order = RowOrder(lengths, training.batch_size, training.seed, grouped, areas)
+        parts = list(epoch(lengths, order, training.batch_size, way, areas))
         positions = sum(
             sum(part) if way.packed else len(part) * way.layout.together * max(part) for part in parts
         )  # with padding

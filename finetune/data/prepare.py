@@ -13,7 +13,7 @@ from finetune.config import Config, DataSection, entries, named
 from finetune.config.field_types import GIVEN, unknown
 from finetune.data import chat, formats, images, in_memory, labelled, sources
 from finetune.data.counts import Counts
-from finetune.data.encoded import ANSWER, DESIRABLE, IGNORE, IMAGES, TEACHER, RowLayout, Segment, columns
+from finetune.data.encoded import ANSWER, DESIRABLE, IGNORE, IMAGES, SEEN, TEACHER, RowLayout, Segment, columns
 from finetune.data.examples import Chat, Completion, Content, Example, Several, Unusable, images_of, parts
 from finetune.data.mismatched import OnePrompt
 from finetune.data.problems import Problems
@@ -29,7 +29,7 @@ ROWS_TO_JUDGE = 10
 """Different held-out rows from which on their loss chooses an adapter: that of fewer depends more on which rows these
 are than on the adapter."""
 
-_SEQUENCES = ("input_ids", "labels", "segments", "shared", IMAGES, *TEACHER)
+_SEQUENCES = ("input_ids", "labels", "segments", "shared", IMAGES, SEEN, *TEACHER)
 
 # A fifth of these are that many.
 _ROWS_TO_SPARE_SOME = 5 * ROWS_TO_JUDGE

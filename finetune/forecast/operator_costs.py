@@ -34,6 +34,9 @@ _VARLEN = "torch_attn::_varlen_attn"
 # aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, `mha_bwd`).
 _FLASH_LENGTH, _FLASH_HEAD = 128, 32
 _MASK_ROW = 8
+# Of truth values, such as which pixels are black: they are copied as integers first, on either device (torch 2.13,
+# aten/src/ATen/native/ReduceOpsUtils.h `make_reduction`).
+_SUM = "aten::sum.dim_IntList"
 
 
 @dataclass(frozen=True)
@@ -263,6 +266,8 @@ def _scratch_on_cpu(func: Any, args: Any, named: Any) -> list[int]:
         return [*_flash_tiles(*args[:2], tiles=1), *_flash_packed(args[0], args[1], _is_causal(name, args, named))]
     if name == f"{_FLASH}_backward":
         return _flash_backward_tiles(*args[:3])
+    if name == _SUM and args[0].dtype is torch.bool:
+        return [8 * args[0].numel()]
     if name == "aten::_safe_softmax":
         return [args[0].numel()]  # whether a row is masked throughout (torch 2.13, native/transformers/attention.cpp)
     if torch.Tag.pointwise in func.tags and not name.startswith(_NOT_PROMOTED):
@@ -445,8 +450,14 @@ def _flash_tile(query: Any, key: Any) -> tuple[int, int]:
 
 
 def _scratch_on_cuda(func: Any, args: Any, named: Any) -> list[int]:
-    """The workspaces of attention."""
+    """The workspaces of attention, and of putting features of images in the place of tokens."""
     name = func.name()
+    if name == "aten::masked_scatter":
+        # Where each number goes, and the mask for each number (torch 2.13, IndexKernel.cpp `masked_scatter__cuda`,
+        # IndexKernel.cu `launch_masked_scatter_kernel`: maskPrefixSum, mask_cont).
+        return [8 * args[0].numel(), args[0].numel()]
+    if name == _SUM and args[0].dtype is torch.bool:
+        return [8 * args[0].numel()]
     if name == _FLASH and named.get("attn_mask") is not None:
         return _padded_mask(args[0], named["attn_mask"])
     if name == f"{_FLASH}_backward":

@@ -34,6 +34,7 @@ CHOSEN = {
     "small tiles, deep",  # layers are extrapolated
     "small tiles, bf16, evaluated",
     "glm_moe_dsa, small tiles",  # adapters that no gradient reaches
+    "qwen3-vl nf4, text beside images",
 }
 
 

@@ -131,13 +131,17 @@ def test_a_run_of_images_alone_goes_on_to_the_same_bits_and_measures_its_evaluat
     shown = [row for row in rows if any(part["type"] == "image" for part in row["messages"][0]["content"])]
     changes = {
         "data.train": str(seeing.rows(folder, shown, "shown.jsonl")), "data.eval": str(folder / "rows.jsonl"),
-        "training.batch_size": 2, "training.micro_batch": 1, "training.schedule": "constant",
+        "training.batch_size": 2, "training.micro_batch": "auto", "training.schedule": "constant",
+        "memory.check": "refuse",
     }  # fmt: skip
     one, other = RunDirectory(tmp_path / "one"), RunDirectory(tmp_path / "other")
     for run, steps in ((one, 2), (one, 4), (other, 4)):
         finetune.train(config(folder, **changes, **{"training.max_steps": steps, "output.dir": str(run.path)}))
     assert same_adapter(one, other)
     assert all(0 < loss < 20 for loss in metric(other, "eval_loss"))
+    compared = json.loads((other.path / "forecast.json").read_text())["differences"]
+    assert {each["phase"] for each in compared} >= {"forward", "backward", "optimizer", "evaluation"}
+    assert all(abs(each["relative"]) < 0.02 for each in compared), compared
 
 
 @pytest.mark.parametrize(
@@ -145,7 +149,6 @@ def test_a_run_of_images_alone_goes_on_to_the_same_bits_and_measures_its_evaluat
     [
         (["data.packing=true"], 2, "rows are not packed with images yet"),
         (["training.objective=dpo"], 2, "only `supervised` is trained with images yet"),
-        (["memory.check=refuse"], 2, "cannot be forecast yet"),
         (["model.name=builtin:tiny-llama"], 2, "that sees"),
         (["model.vision=none"], 3, "set `model.vision: frozen`"),
         (["model.vision=none", "data.image_pixels=100"], 2, "only a base that sees has images"),
