@@ -99,9 +99,9 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     groups = file_groups(config)
     names = served_names(*groups) if groups else {}
     base = build.load(config, architecture, job.device)
-    base_logits = proof.logits(base, job.rows)
+    base_logits = proof.logits(base, job.rows, job.shown)
     adapted = adapter_files.load_adapter(base, job.run.adapter, config.adapter)
-    trained = proof.logits(adapted, job.rows)
+    trained = proof.logits(adapted, job.rows, job.shown)
     pairs = plain(adapted)
     renamed = {name: _served(names, name) for name in pairs}
     on_experts = Experts(adapted, groups[1] if groups else [], architecture.model_type)
@@ -119,7 +119,8 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     read = _read(adapted.unload(), config.adapter, renamed, rank, folder, on_experts)
     # The products are summed in another order; the base is rounded to the same dtype in both.
     roundoff = proof.ROUNDOFF[base_dtype(config.adapter, config.training)]
-    result = job.compare("plain adapter", read, proof.logits(read, job.rows), trained, base_logits, roundoff)
+    found = proof.logits(read, job.rows, job.shown)
+    result = job.compare("plain adapter", read, found, trained, base_logits, roundoff)
     differences = []
     if overrides:
         differences.append(

@@ -30,7 +30,7 @@ def model_card(run: RunDirectory, config: Config, record: dict[str, Any], writte
     data = ModelCardData(
         base_model=model.name if on_hub else None,
         library_name="peft" if record["format"] == "adapter" else "transformers",
-        pipeline_tag="text-classification" if config.scorer else "text-generation",
+        pipeline_tag=_task(config),
         tags=[
             "finetune",
             *(["lora"] if config.adapter.kind == "lora" else []),
@@ -51,6 +51,13 @@ def model_card(run: RunDirectory, config: Config, record: dict[str, Any], writte
         *(["## Proof\n\n" + _proof(record, config)] if "error" in record else []),
     ]
     return "\n\n".join(sections) + "\n"
+
+
+def _task(config: Config) -> str:
+    """The hub's name for what the model does."""
+    if config.model.vision != "none":
+        return "image-text-to-text"
+    return "text-classification" if config.scorer else "text-generation"
 
 
 def _licence(model: ModelSection) -> dict[str, Any]:
@@ -102,6 +109,8 @@ def _settings(config: Config) -> dict[str, str]:
         **({"rotary scaling": f"{rope.rope_type}, factor {rope.factor:g}"} if rope else {}),
         "precision": training.precision,
         "longest row": f"{config.data.max_length} tokens",
+        **({"model of images": config.model.vision} if config.model.vision != "none" else {}),
+        **({"most pixels of an image": f"{pixels:,}"} if (pixels := config.data.image_pixels) else {}),
         **({} if adapter.targets == "all-linear" else {"adapter targets": ", ".join(map(_code, adapter.targets))}),
         **({"other ranks": _code(str(adapter.ranks))} if adapter.ranks else {}),
         **({"adapter variants": ", ".join(variants)} if variants else {}),

@@ -11,22 +11,13 @@ from transformers import GenerationConfig
 
 from finetune.config import Config, ModelSection
 from finetune.data import fingerprint
-from finetune.errors import ArtifactError, ConfigError
+from finetune.errors import ArtifactError
 from finetune.model.adapters.adapter_files import check_files
 from finetune.model.base import from_safetensors, load_architecture, refuse_missing
 from finetune.model.source import identity
 from finetune.model.source.locate import hub_call, pinned_code
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.storage.rundir import RunDirectory
-
-
-def refuse_images(config: Config, what: str) -> None:
-    """Raise ConfigError for a run that was trained on images, on which `what` does not work yet."""
-    if config.model.vision != "none":
-        raise ConfigError(
-            f"`model.vision`: the run was trained on images, and {what} does not work with them yet; load its adapter/ "
-            "on the base with PEFT, by transformers' AutoModelForImageTextToText"
-        )
 
 
 def weights_folder(run: RunDirectory, config: Config) -> Path:
@@ -71,7 +62,12 @@ def load_merged(
                 architecture.auto_map["AutoModelForCausalLM"] = f"{section.name}--{reference}"
             code["generation_config"] = GenerationConfig.from_pretrained(str(folder))
         return from_safetensors(
-            str(folder), dtype=dtype or "auto", device_map={"": device}, output_loading_info=True, **code
+            str(folder),
+            whole=section.vision != "none",
+            dtype=dtype or "auto",
+            device_map={"": device},
+            output_loading_info=True,
+            **code,
         )
 
     model, report = hub_call(f"merged model {folder}", load)

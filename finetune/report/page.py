@@ -218,7 +218,7 @@ def _differences(run: RunDirectory) -> list[Difference]:
 # -- the rest ----------------------------------------------------------------------------------------------------------
 
 
-def _samples(data: DataFacts | None) -> list[list[tuple[str, list[tuple[str, bool]]]]]:
+def _samples(data: DataFacts | None) -> list[list[data_view.SpeltRow]]:
     """The first rows of data.json for the page, in groups that stand beside each other."""
     return data_view.spelt(data_view.together(data["samples"], [*data["train"].get("segments", {})])) if data else []
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.config import AdapterSection, Config, TrainingSection
 from finetune.data.counts import CONTROL_TOKENS, Counts
 from finetune.objectives import OBJECTIVES
+from finetune.storage.records import SampleImage
 
 if TYPE_CHECKING:  # these import torch, which would delay the first line of a plan
     from finetune.data.batching import Batch
@@ -107,6 +108,11 @@ def energy(joules: float) -> str:
     """Energy in Wh or kWh to three digits."""
     kwh = joules / 3.6e6
     return f"{kwh:.3g} kWh" if kwh >= 1 else f"{1000 * kwh:.3g} Wh"
+
+
+def image(one: SampleImage) -> str:
+    """An image of a row: its name, size and tokens."""
+    return f"{one.name}: {count(one.width)} x {count(one.height)} pixels, {count(one.tokens)} tokens"
 
 
 def base(config: Config) -> str:

@@ -153,11 +153,6 @@ def _check_members(made: Sequence[Member]) -> None:
             f"`training.objective: {job.training.objective}`: a sweep compares the loss of trained tokens, and this "
             "objective lowers another; train the runs one by one, and use `finetune compare`"
         )
-    if job.model.vision != "none":
-        raise ConfigError(
-            "`model.vision`: members are not compared on images yet; train the runs one by one, and use `finetune "
-            "compare`"
-        )
     if job.data.eval == "none":
         raise ConfigError("`data.eval: none`: members are compared on evaluation rows; set `auto` or a file")
     if job.adapter.kind != "lora":

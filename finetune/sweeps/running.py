@@ -29,6 +29,7 @@ from finetune.model import bounds, build
 from finetune.model.adapters import adapter_files
 from finetune.model.base import load_architecture
 from finetune.model.resident import ResidentBase
+from finetune.model.source import vision
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.report.terminal import Terminal
 from finetune.results.figures import Figures
@@ -151,7 +152,8 @@ class _Sweep:
     @cached_property
     def _data(self) -> Prepared:
         allowed, _ = bounds.as_known_base_allows(self.members[0].config)
-        data = prepare.prepare(allowed.data, self._tokenizer)
+        seen = vision.of(allowed, load_architecture(allowed.model), self._tokenizer)
+        data = prepare.prepare(allowed.data, self._tokenizer, seen)
         if not data.eval:
             raise DataError(f"a sweep compares members on evaluation rows; {data.warning}")
         return data

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import seeing
 import torch
 from jobs import QUICK, TINY, metric, same_adapter
+from seeing_jobs import config, example
 
 import finetune
 from finetune import recipe
@@ -170,3 +172,16 @@ def test_a_resident_base_gives_each_training_its_own_modules_around_the_same_wei
     assert first is not second
     pairs = zip(first.named_parameters(), second.named_parameters(), strict=True)
     assert all(one is other for (_, one), (_, other) in pairs)
+
+
+def test_members_are_compared_on_rows_with_images(tmp_path: Path) -> None:
+    seeing.base(tmp_path / "base", "qwen3_vl")
+    seeing.rows(tmp_path, [example(tmp_path, number) for number in range(6)])
+    held_out = seeing.rows(tmp_path, [example(tmp_path, number) for number in range(6, 9)], "held_out.jsonl")
+    job = config(tmp_path, **{"data.eval": str(held_out), "training.max_steps": 2})
+    table = running.sweep(job.model_dump(), [], {"training.learning_rate": ["1e-4", "2e-2"]})
+    better = [one for one in table.settings if one.loss is not None]
+    assert len(better) == 2
+    for one in better:
+        losses = metric(RunDirectory(tmp_path / "run" / one.name), "eval_loss")
+        assert losses[-1] == pytest.approx(one.loss, rel=1e-4)
