@@ -337,7 +337,7 @@ def _collected(source: str, split: str) -> list[dict[str, Any]]:
 
 
 def _hub(name: str) -> Records:
-    for index, fields in enumerate(_fetched(name), start=1):
+    for index, fields in enumerate(in_memory.undecoded(_fetched(name)), start=1):
         yield f"{name}[train]:{index}", dict(fields)
 
 
