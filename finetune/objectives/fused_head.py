@@ -42,7 +42,7 @@ def scores_labelled(device: torch.device) -> bool:
 
 
 def add(model: Any) -> None:
-    """Make `model(**batch, fused_lm_head=True)` return `TokenScores` of `labels`, or of `shift_labels`, shifted already.
+    """Make `model(**batch, fused_lm_head=True)` return `TokenScores` of `labels`, or `shift_labels`, already shifted.
 
     Without that argument the forward pass stays the model's own.
     """
