@@ -169,7 +169,7 @@ def _plan_training(
     planned = planning.plan(job, gpu, gpus, verdict.follow)
     view = PlanView(planned)
     if not as_json:
-        note_missing(job)
+        note_missing(job.data)
         if (kind := planned.config.quantization.kind) != job.quantization.kind and not planned.why_quantized:
             new_terminal().note(f"quantization.kind: {kind}, the form that `{job.model.name}` is published in")
     if picture:
@@ -198,7 +198,7 @@ def fit(
         from finetune.report.forecast_view import FittedView
     fitted, limits = planning.fit_with_limits(job, gpu, gpus, verdict.follow)
     if not as_json:
-        note_missing(job)
+        note_missing(job.data)
     target = output or Path(f"{config.stem}_fitted.yaml")
     planning.write(fitted, target)
     give(FittedView(fitted, limits, target), as_json)

@@ -48,7 +48,7 @@ def before(base: Any, tokenizer: Any, config: Config, run: RunDirectory, note: C
         return kept
     stage("the base answers a few questions, to compare with later")
     positions = bounds.table_size(base) or math.inf
-    prompts = [(each, _ids(each.prompt, tokenizer, config)) for each in asked]
+    prompts = [(each, generation.prompt_ids(each.prompt, tokenizer, config.data.control_tokens)) for each in asked]
     # Training rows are truncated, questions are not.
     short = [(each, ids) for each, ids in prompts if len(ids) < positions]
     try:

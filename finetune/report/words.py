@@ -139,12 +139,11 @@ def adapter(section: AdapterSection) -> str:
     return f"{' '.join(kinds)} of rank {rank}, alpha {section.alpha:g}, on {targets}{start}"
 
 
-def training(config: Config) -> str:
+def training(section: TrainingSection, optimizer: str) -> str:
     """Steps, objective, optimizer and learning rate, such as `20 steps, supervised, adamw_8bit, ...`."""
-    section = config.training
     number, unit = (section.max_steps, "step") if section.max_steps else (section.epochs, "epoch")
     return (
-        f"{number:,g} {unit}{'s' * (number != 1)}, {section.objective}, {config.optimizer.kind}, "
+        f"{number:,g} {unit}{'s' * (number != 1)}, {section.objective}, {optimizer}, "
         f"learning rate {learning_rate(section)}, {section.schedule}"
     )
 

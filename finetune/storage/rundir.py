@@ -128,13 +128,13 @@ class RunDirectory:
         events = (self.path / "processes").glob("*/events.jsonl")
         return [self, *(RunDirectory(file.parent) for file in sorted(events))]
 
-    def data(self, config: Config) -> DataSection:
-        """The data section of `config`, with the chat template saved beside the trained weights, if it is one."""
+    def data(self, section: DataSection) -> DataSection:
+        """`section`, with the chat template saved beside the trained weights, if it is one."""
         for folder in (self.adapter, self.merged):
             file = folder / "chat_template.jinja"
             if file.is_file() and not (folder / "additional_chat_templates").is_dir():
-                return config.data.model_copy(update={"chat_template": str(file)})
-        return config.data
+                return section.model_copy(update={"chat_template": str(file)})
+        return section
 
     def config(self) -> Config:
         """The resolved config this run was started with, for comparison; use `settings.config_of` to act on it."""

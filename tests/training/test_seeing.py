@@ -20,6 +20,8 @@ from transformers import AutoModelForImageTextToText
 import finetune
 from finetune.config import dump
 from finetune.data.encoded import IMAGES
+from finetune.model.source.vision import PIXELS
+from finetune.objectives import MODEL_INPUTS
 from finetune.storage.rundir import RunDirectory
 from finetune.training.collator import split
 from finetune.training.loop import Loop
@@ -69,6 +71,10 @@ def test_loss_and_gradients_are_those_of_plain_transformers_and_peft(job: tuple[
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert_gradients_close(found, expected, within=1e-5)
     assert not any("vision" in name or "visual" in name for name in found)
+
+
+def test_objectives_pass_on_all_that_a_model_takes_of_images() -> None:
+    assert set(PIXELS) <= MODEL_INPUTS
 
 
 def test_half_a_micro_batch_has_its_own_images(job: tuple[str, Path]) -> None:
