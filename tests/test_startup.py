@@ -16,18 +16,21 @@ from finetune.runtime import libraries
 TINY = Path(__file__).parent.parent / "configs" / "tiny_cpu.yaml"
 SLOW = ("torch", "transformers", "datasets", "peft", "trl", "accelerate", "bitsandbytes", "numpy", "matplotlib")
 
-# Runs the command of its arguments, and tells which modules were there at the first line of output and at the end.
+# Runs the command of its arguments, and tells which modules were there at the first line of output, after the first
+# training step and at the end.
 WATCHED = """
 import json, sys
 
 class Watched:
-    modules = None
+    modules = after_step = None
 
     def __init__(self, stream):
         self._stream = stream
 
     def write(self, text):
         Watched.modules = Watched.modules or sorted(sys.modules)
+        if text.startswith("step 1/"):
+            Watched.after_step = sorted(sys.modules)
         return self._stream.write(text)
 
     def __getattr__(self, name):
@@ -43,17 +46,21 @@ try:
     cli.main()
 finally:
     with open(report, "w") as file:
-        json.dump({"at_first_line": Watched.modules, "at_the_end": sorted(sys.modules)}, file)
+        modules = Watched.modules, Watched.after_step, sorted(sys.modules)
+        json.dump(dict(zip(("at_first_line", "after_first_step", "at_the_end"), modules)), file)
 """
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A command that ended: its exit code, its first line, and the modules loaded by then and at its end."""
+    """A command that ended: its exit code, its first line, and the modules loaded by then, after its first training
+    step, if it took one, and at its end.
+    """
 
     exit_code: int
     first_line: str
     at_first_line: set[str]
+    after_first_step: set[str]
     at_the_end: set[str]
 
 
@@ -62,7 +69,7 @@ def watched(folder: Path, *arguments: Any) -> Ended:
     command = [sys.executable, "-c", WATCHED, report, *arguments]
     ended = subprocess.run([str(part) for part in command], cwd=folder, capture_output=True, text=True)
     assert "Traceback" not in ended.stderr
-    modules = {name: set(found) for name, found in json.loads(report.read_text()).items()}
+    modules = {name: set(found or ()) for name, found in json.loads(report.read_text()).items()}
     return Ended(ended.returncode, (ended.stdout or ended.stderr).splitlines()[0], **modules)
 
 
@@ -133,7 +140,7 @@ def test_a_forecast_prints_its_job_before_it_imports_the_libraries(
     # What a forecast does not take: pictures, trackers, compilers, other trainers; and our kernels, of which the fused
     # job here needs shapes alone. Triton itself is there where bitsandbytes is: it imports it.
     unneeded = {
-        "matplotlib", "sklearn", "torchvision", "tensorboard", "wandb", "IPython",
+        "matplotlib", "sklearn", "scipy", "pandas", "torchvision", "tensorboard", "wandb", "IPython",
         "torch._inductor.compile_fx", "torch._inductor.scheduler", "torch._inductor.codegen",
         "transformers.pipelines", "trl.trainer.dpo_trainer", "trl.trainer.grpo_trainer", "finetune.recipe",
         "finetune.kernels.triton_kernels",
@@ -148,6 +155,20 @@ def test_a_terminal_shows_that_libraries_are_imported(tmp_path: Path) -> None:
     assert ended.at_first_line.isdisjoint(SLOW)
     # A run needs the compiler only for kernels that it lacks, and pictures only at its end.
     assert ended.at_the_end.isdisjoint({"torch._inductor.compile_fx", "matplotlib"})
+
+
+@pytest.mark.slow
+def test_a_run_takes_its_first_step_without_what_it_does_not_need(tmp_path: Path) -> None:
+    job = ["training.max_steps=1", "output.merge=false", f"output.dir={tmp_path / 'run'}"]
+    ended = watched(tmp_path, "train", TINY, *job)
+    assert ended.exit_code == 0
+    assert "torch" in ended.after_first_step
+    assert ended.after_first_step.isdisjoint(
+        {"datasets", "pandas", "scipy", "sklearn", "matplotlib", "tensorboard", "torchvision", "IPython"}
+        | {"trl.trainer", "trl.trainer.sft_trainer", "transformers.trainer", "transformers.pipelines"}
+        | {"torch._inductor.compile_fx", "torch._inductor.scheduler", "torch._inductor.codegen"}
+        | {"finetune.kernels.triton_kernels"}
+    )
 
 
 def test_models_are_listed_as_transformers_lists_them() -> None:
