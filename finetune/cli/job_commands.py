@@ -58,6 +58,7 @@ def sweep(
         ),
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="Train every setting to its end.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Move an earlier sweep aside and start over.")] = False,
     budget: Annotated[str | None, typer.Option(help="Start no training after this time: 90s, 30m or 2h.")] = None,
     page: options.Page = None,
     as_json: options.Json = False,
@@ -72,7 +73,8 @@ def sweep(
         from finetune.report.sweep_view import SweepView
         from finetune.sweeps import running
     seconds = None if budget is None else running.seconds_of(budget)
-    table = running.sweep(config, rest, keys, full=full, budget_seconds=seconds, terminal=new_terminal(quiet=as_json))
+    terminal = new_terminal(quiet=as_json)
+    table = running.sweep(config, rest, keys, full=full, fresh=fresh, budget_seconds=seconds, terminal=terminal)
     give_page(SweepView(table), as_json, page)
 
 
@@ -179,7 +181,7 @@ def _plan_training(
     planned = planning.plan(job, gpu, gpus, verdict.follow)
     view = PlanView(planned)
     if not as_json:
-        note_missing(job)
+        note_missing(job.data)
         if (kind := planned.config.quantization.kind) != job.quantization.kind and not planned.why_quantized:
             new_terminal().note(f"quantization.kind: {kind}, the form that `{job.model.name}` is published in")
     if picture:
@@ -208,7 +210,7 @@ def fit(
         from finetune.report.forecast_view import FittedView
     fitted, limits = planning.fit_with_limits(job, gpu, gpus, verdict.follow)
     if not as_json:
-        note_missing(job)
+        note_missing(job.data)
     target = output or Path(f"{config.stem}_fitted.yaml")
     planning.write(fitted, target)
     give(FittedView(fitted, limits, target), as_json)

@@ -72,11 +72,11 @@ def announce(title: str, job: Config) -> None:
     printing.say(Console(), f"{title}: {words.base(job)}; adapter: {words.adapter(job.adapter)}")
 
 
-def note_missing(job: Config) -> None:
+def note_missing(section: DataSection) -> None:
     """Note the rows that were missing from a forecast; their file may be on the machine that will train."""
     from finetune.data import sources
 
-    for why in sources.missing(job.data.train):
+    for why in sources.missing(section.train):
         new_terminal().note(f"{why}; without it every row counts as `data.max_length` long")
 
 

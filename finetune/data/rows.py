@@ -11,7 +11,7 @@ from typing import Any, overload
 import numpy as np
 
 from finetune.data.cache import writing
-from finetune.data.encoded import IMAGES, ONE_SEQUENCE, TEACHER, Encoded, RowLayout
+from finetune.data.encoded import IMAGES, ONE_SEQUENCE, SEEN, TEACHER, Encoded, RowLayout
 from finetune.data.sources import Row
 
 
@@ -90,7 +90,12 @@ def _schema(layout: RowLayout, images: bool) -> Any:
         columns[IMAGES] = pyarrow.list_(
             pyarrow.struct({"path": text, "data": pyarrow.binary(), "digest": text, **size})
         )
+        columns[SEEN] = ids
     return pyarrow.schema(list(columns.items()))
+
+
+def _seen(row: Encoded) -> list[int]:
+    return [number for image in row.images for number in (image.height, image.width, image.tokens)]
 
 
 def _columns(rows: list[tuple[Row, Encoded]], layout: RowLayout, *, images: bool) -> list[Any]:
@@ -125,6 +130,7 @@ def _columns(rows: list[tuple[Row, Encoded]], layout: RowLayout, *, images: bool
         *(numbers((encoded.values[name] for _, encoded in rows), np.float64) for name in layout.values),
         *(map(of_teacher, range(len(TEACHER))) if layout.teacher else ()),
         *([[[vars(image) for image in encoded.images] for _, encoded in rows]] if images else []),
+        *([[_seen(encoded) for _, encoded in rows]] if images else []),
     ]
 
 
@@ -160,7 +166,7 @@ def _texts(values: Iterable[str]) -> Any:
 def writer(path: Path, *, images: bool = False) -> Iterator[Callable[[list[tuple[Row, Encoded]]], None]]:
     """A function that appends tokenized rows, all of one layout, to an Arrow file, a record batch per call.
 
-    `images`: whether rows have the column of their images, which is empty for those without.
+    `images`: whether rows have the columns of their images, which are empty for those without.
     """
     import pyarrow
 

@@ -156,6 +156,20 @@ SET_RNG_STATE = Patch(
     "A trace would give it the fake tensors of `get_rng_state`.",
     _FAKE_STATE,
 )
+TENSOR = Patch(
+    "torch:tensor",
+    "torch 2.13",
+    "built in",
+    "A list with fake tensors of one element is made a tensor of the numbers that a trace knows of them.",
+    "torch reads a fake tensor's number as `item` does.",
+)
+FAKE_LIST = Patch(
+    "torch._subclasses.fake_tensor:FakeTensor.tolist",
+    "torch 2.13",
+    "(self)",
+    "The values that a trace knows of a fake tensor are listed at once, not number by number.",
+    "it lists known values.",
+)
 IS_AUTOCAST_ENABLED = Patch(
     "torch:is_autocast_enabled",
     "torch 2.13",

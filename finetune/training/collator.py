@@ -9,7 +9,8 @@ Each rank takes its share of the rows; together they take the same rows as a sin
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,14 @@ import torch
 
 from finetune.config import Config
 from finetune.data import images
-from finetune.data.batching import MicroBatching, micro_batches
-from finetune.data.encoded import IGNORE, IMAGES, MISMATCHED, ONE_SEQUENCE, TEACHER, lengths_of
+from finetune.data.batching import MicroBatching, area, micro_batches
+from finetune.data.encoded import IGNORE, IMAGES, MISMATCHED, ONE_SEQUENCE, SEEN, TEACHER, lengths_of
 from finetune.model.attention import packing
 from finetune.model.source import vision
 from finetune.model.source.vision import Vision
 from finetune.objectives import MODEL_INPUTS, layout_of
+
+_DECODERS = 4  # threads; Pillow and numpy release the interpreter's lock while they work
 
 Inputs = dict[str, Any]
 """A micro-batch: `input_ids`, `labels` and `attention_mask` (sequences, tokens). If packed, `input_ids`, `labels` and
@@ -33,6 +36,10 @@ A row is one sequence, unless the layout of the rows names segments: then each s
 the other, and `row` (sequences,) is the row of each. Each value of the rows is (rows,), float32; those of a teacher are
 (sequences, tokens, k), or packed (1, tokens, k). `mismatched` is the micro-batch of the segments that go through the
 model apart, if rows have such. `images` are, if any row has some, the model's arguments for those of each row."""
+
+
+Pixels = Callable[[Mapping[str, Any], Vision], dict[str, torch.Tensor]]
+"""From a row to the model's arguments for its images; none for a row without images."""
 
 
 def micro_batching(config: Config, architecture: Any = None) -> MicroBatching:
@@ -67,14 +74,15 @@ class MicroBatches:
     """Collates this rank's share of rows (`encoded.columns`) into a list of micro-batches.
 
     Each `context` ranks in a row have one share, whose rows they split: micro-batches then have `position_ids`, and as
-    many tokens as can be divided among them.
+    many tokens as can be divided among them. `pixels` makes the model's arguments of a row's images; by default it
+    decodes and processes them.
     """
 
     def __init__(
         self, way: MicroBatching, pad_token_id: int, rank: int = 0, world_size: int = 1, context: int = 1,
-        vision: Vision | None = None,
+        vision: Vision | None = None, pixels: Pixels | None = None,
     ) -> None:  # fmt: skip
-        self.way, self._vision = way, vision
+        self.way, self._vision, self._pixels = way, vision, pixels or decoded
         self._rank, self._world_size = rank // context, world_size // context
         self._pad_token_id, self._context = pad_token_id, context
 
@@ -82,8 +90,12 @@ class MicroBatches:
         shares = [rows[rank :: self._world_size] for rank in range(self._world_size)]
         way = self.way
         parts = [
-            micro_batches([way.length(lengths_of(row), way.shared(row)) for row in share], way) for share in shares
-        ]
+            micro_batches(
+                [way.length(lengths_of(row), way.shared(row)) for row in share], way,
+                [area(row[SEEN]) for row in share] if self._vision else (),
+            )
+            for share in shares
+        ]  # fmt: skip
         mine = shares[self._rank]
         own = [self.micro_batch([mine[row] for row in part]) for part in parts[self._rank]]
         # Ranks synchronise in every micro-batch, so all need the same number.
@@ -116,7 +128,7 @@ class MicroBatches:
         for name, none in zip(TEACHER, (0, -math.inf), strict=True) if layout.teacher else ():
             parts = [np.asarray(row[name]).reshape(-1, layout.teacher) for row in rows]
             inputs[name] = _padded(parts, inputs["input_ids"].shape, none)
-        if self._vision and any(row.get(IMAGES) for row in rows):
+        if self._vision and any(row.get(SEEN) for row in rows):
             inputs |= self._seen(rows, inputs["input_ids"], self._vision)
         return inputs
 
@@ -143,9 +155,9 @@ class MicroBatches:
         return {"input_ids": torch.from_numpy(ids)[None], "labels": torch.from_numpy(labels)[None], **places}
 
     def _seen(self, rows: Sequence[dict[str, Any]], ids: torch.Tensor, vision: Vision) -> Inputs:
-        """The images of each row, decoded and processed, and which tokens (sequences, tokens) stand for them."""
-        shown = [[images.decoded(image) for image in row.get(IMAGES) or ()] for row in rows]
-        seen: Inputs = {IMAGES: [vision.pixels(each) if each else {} for each in shown]}
+        """The images of each row, and which tokens (sequences, tokens) stand for them."""
+        with ThreadPoolExecutor(_DECODERS, "images") as workers:
+            seen: Inputs = {IMAGES: [*workers.map(lambda row: self._pixels(row, vision), rows)]}
         if vision.token_types:
             seen[vision.token_types] = torch.isin(ids, torch.tensor(vision.image_tokens)).long()
         return seen
@@ -162,6 +174,12 @@ class MicroBatches:
         row = {"input_ids": [0] * tokens, "labels": [label] * tokens, **dict.fromkeys(self.way.layout.values, 0.0)}
         row |= dict.fromkeys(TEACHER, [0] * (tokens * self.way.layout.teacher)) if self.way.layout.teacher else {}
         return {**row, "segments": lengths, "shared": shared} if self.way.layout.segments else row
+
+
+def decoded(row: Mapping[str, Any], vision: Vision) -> dict[str, torch.Tensor]:
+    """The model's arguments for the images of a row of a prepared split; none for a row without images."""
+    shown = [images.decoded(image) for image in row[IMAGES]]
+    return vision.pixels(shown) if shown else {}
 
 
 def _padded(parts: Sequence[np.ndarray], shape: Sequence[int], none: float) -> torch.Tensor:
