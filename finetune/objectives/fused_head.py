@@ -28,7 +28,7 @@ tiled: Any = ChunkedLogProbFunction
 
 
 @dataclass
-class HeadOutput(ModelOutput):
+class TokenScores(ModelOutput):
     """`log_probs` and `label_mask` (rows, tokens - 1): zero and False where the label is -100; `aux_loss` ().
 
     `loss` (): the mean cross-entropy of the labels, with `aux_loss`, as the model's own.
@@ -46,7 +46,7 @@ def scores_labelled(device: torch.device) -> bool:
 
 
 def add(model: Any) -> None:
-    """Make `model(**batch, fused_lm_head=True)` return `HeadOutput` of `labels`, or of `shift_labels`, already shifted.
+    """Make `model(**batch, fused_lm_head=True)` return `TokenScores` of `labels`, or of shifted `shift_labels`.
 
     Without that argument the forward pass stays the model's own.
     """
@@ -74,7 +74,7 @@ def add(model: Any) -> None:
         if balanced:
             balance = experts.balancing_loss(output.router_logits, text, inputs.get("attention_mask"))
             loss = loss + getattr(text, "router_aux_loss_coef", 0.0) * balance
-        return HeadOutput(loss=loss, log_probs=log_probs, label_mask=labelled, aux_loss=balance)
+        return TokenScores(loss=loss, log_probs=log_probs, label_mask=labelled, aux_loss=balance)
 
     patches.CAUSAL_MODEL_FORWARD.put(types.MethodType(forward, model), model)
 
