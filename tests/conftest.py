@@ -23,6 +23,7 @@ import torch
 from children import Children
 from jobs import QUICK, TINY
 from safetensors.torch import load_file, save_file
+from seeing_jobs import AFTER, SeeingRun
 
 import finetune
 from finetune import cli
@@ -191,6 +192,12 @@ def trained(shared_folder: Path, rows_file: Path) -> RunDirectory:
 def run(trained: RunDirectory, tmp_path: Path) -> RunDirectory:
     """A copy of the trained run that a test may write to."""
     return RunDirectory(shutil.copytree(trained.path, tmp_path / "run"))
+
+
+@pytest.fixture(scope="session", params=AFTER)
+def seeing_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SeeingRun:
+    """A finished run of each of a few families of bases that see. Do not write to it."""
+    return SeeingRun.trained(tmp_path_factory.mktemp(request.param), request.param)
 
 
 @pytest.fixture(scope="session")

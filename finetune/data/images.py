@@ -17,18 +17,20 @@ import contextlib
 import io
 import re
 import warnings
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.data import fields as row
-from finetune.data.encoded import Encoded, RowImage
+from finetune.data.encoded import RowImage
 from finetune.data.examples import Chat, Content, Example, Message, RowError, Several
 from finetune.data.fields import Fields
 from finetune.errors import DataError
 
 if TYPE_CHECKING:
+    import torch
+
     from finetune.model.source.vision import Vision
 
 COLUMNS = ("images", "image")
@@ -39,6 +41,9 @@ MARK = "<image>"
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 """Pillow's names of the file formats that are read."""
+
+THUMBNAIL = 160
+"""The largest height and width of the small image that a page shows."""
 
 # Formats of more than 8 bits a channel would lose them without a word.
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
@@ -60,7 +65,7 @@ def part(value: Mapping[str, Any], where: str) -> RowImage:
         url = value.get("image_url")
         value = {"url": url.get("url") if isinstance(url, Mapping) else url}
         if value["url"] is None:
-            raise RowError(f"`{where}.image_url` has no `url`")
+            raise RowError(f"`{where}.image_url` has no `url`; write the path of the image there, or a data URL")
     given = [key for key in _KEYS if value.get(key) is not None]
     if len(given) > 1:
         raise RowError(f"`{where}` names its image twice, as `{given[0]}` and `{given[1]}`; keep one of them")
@@ -81,9 +86,30 @@ def placed(messages: list[Message], fields: Fields) -> tuple[list[Message], tupl
             return _with_parts(messages, contents), tuple(column)
     blank = sum(one == RowImage() for one in shown)
     if blank != len(column):
-        raise RowError(f"the messages have {blank} places for images of the row, and `images` has {len(column)}")
+        raise RowError(
+            f"the messages have {blank} places for images of the row, and `images` has {len(column)}; write as many of "
+            "one as of the other"
+        )
     following = iter(column)
     return _with_parts(messages, contents), tuple(next(following) if one == RowImage() else one for one in shown)
+
+
+def shown_with(example: Example, several: Sequence[str | bytes]) -> Example:
+    """A person's prompt with these images, paths or the bytes of files; where the prompt has no marks, before its text.
+
+    Raises RowError for images of plain text.
+    """
+    return placed_in(example, {COLUMNS[0]: [*several]})
+
+
+def placed_in(example: Example, fields: Fields) -> Example:
+    """A person's prompt with the images of its row's column. Raises RowError for images of plain text."""
+    if not _column(fields):
+        return example
+    if not isinstance(example, Chat):
+        raise RowError("images are shown in conversations alone, and this run was trained on plain text")
+    messages, shown = placed(example.messages, fields)
+    return replace(example, messages=messages, images=shown)
 
 
 def _parts(content: str | list[str | RowImage]) -> list[str | RowImage]:
@@ -107,7 +133,10 @@ def _with_parts(messages: list[Message], contents: list[list[str | RowImage]]) -
             result.append(message)
             continue
         if message["role"] != "user":
-            raise RowError(f"message {number} is of the role `{message['role']}`: only the user shows images")
+            raise RowError(
+                f"message {number} is of the role `{message['role']}`: only the user shows images; move them to a "
+                "message of the user, or remove the row"
+            )
         named = [{"type": "image"} if isinstance(one, RowImage) else {"type": "text", "text": one} for one in parts]
         result.append({**message, "content": named})
     return result
@@ -141,7 +170,9 @@ def _named(value: Any, where: str) -> RowImage:
         try:
             return RowImage(data=base64.b64decode(value[found.end() :], validate=True))
         except binascii.Error as error:
-            raise RowError(f"`{where}` is not base64: {error}") from None
+            raise RowError(f"`{where}` is not base64: {error}; write the path of the image instead") from None
+    if value.lower().startswith("data:"):
+        raise RowError(f"`{where}` is {value[:60]!r}; a data URL of an image begins with `data:image/png;base64,`")
     if re.match(r"\w{2,}:", value):
         raise RowError(
             f"`{where}` is {value[:60]!r}: nothing is fetched; download the image, and write its path relative to the "
@@ -159,12 +190,13 @@ def measured(content: Content, folder: Path | None, vision: Vision | None) -> Co
     Raises RowError for a file that is missing or broken, or has too many pixels, or that the base does not see.
     """
     if isinstance(content, Several):
-        segments = {name: _all_measured(each, folder, vision) for name, each in content.segments.items()}
+        segments = {name: measured_example(each, folder, vision) for name, each in content.segments.items()}
         return replace(content, segments=segments)
-    return _all_measured(content, folder, vision)
+    return measured_example(content, folder, vision)
 
 
-def _all_measured(example: Example, folder: Path | None, vision: Vision | None) -> Example:
+def measured_example(example: Example, folder: Path | None, vision: Vision | None) -> Example:
+    """`measured`, of one example."""
     if not isinstance(example, Chat) or not example.images:
         return example
     if vision is None:
@@ -193,7 +225,8 @@ def _measured(image: RowImage, folder: Path | None, vision: Vision) -> RowImage:
         raise
     except Exception as error:  # anything may be in a file, and a processor has limits of its own
         raise RowError(f"{name}: cannot be read as an image ({_why(error)}); replace it, or remove the row") from None
-    return replace(image, digest=digest, height=height, width=width, mark=vision.mark, text=text)
+    tokens = vision.count(height, width)
+    return replace(image, digest=digest, height=height, width=width, mark=vision.mark, text=text, tokens=tokens)
 
 
 def _why(error: Exception) -> str:
@@ -211,9 +244,12 @@ def _content(image: RowImage) -> bytes:
         if regular and (size := path.stat().st_size) <= _MOST_BYTES:
             return path.read_bytes()
     except (OSError, ValueError) as error:
-        raise RowError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        why = getattr(error, "strerror", None) or error
+        raise RowError(f"{path}: cannot be read: {why}; correct the path or the file, or remove the row") from None
     if regular:
-        raise RowError(f"{path}: {size:,} bytes, more than the {_MOST_BYTES:,} that are read of an image")
+        raise RowError(
+            f"{path}: {size:,} bytes, more than the {_MOST_BYTES:,} that are read of an image; save it smaller"
+        )
     raise RowError(f"{path}: no such file, or not a regular one; paths are relative to the data file's folder")
 
 
@@ -235,10 +271,10 @@ def _size(content: bytes, name: str) -> tuple[int, int]:
         if opened.mode not in _MODES:
             raise RowError(f"{name}: its pixels are of the kind {opened.mode}; convert it to 8 bits a channel")
         if opened.format != "MPO" and getattr(opened, "is_animated", False):
-            raise RowError(f"{name}: has several frames; only still images are trained on")
+            raise RowError(f"{name}: has several frames; save one of them, as only still images are trained on")
         if (end := _ENDS.get(opened.format or "")) is None:
             opened.load()
-        elif end not in content[-_END_WITHIN:]:
+        elif end not in content[max(opened.fp.tell(), len(content) - _END_WITHIN) :]:  # that of a preview comes before
             raise RowError(f"{name}: the file is cut off; copy it again")
         width, height = opened.size
         turned = opened.getexif().get(_ORIENTATION) in _TURNED
@@ -276,14 +312,32 @@ def spelled_out(
     return "".join([*pieces, text[last:]]), [(moved(start), moved(end)) for start, end in marks]
 
 
-def check_tokens(row: Encoded, vision: Vision) -> None:
+def check_tokens(ids: Sequence[int], shown: Iterable[RowImage], vision: Vision) -> None:
     """Raise RowError for tokens of images that the row does not have, as rows tokenized elsewhere may."""
-    there = sum(map(row.input_ids.count, vision.image_tokens))
-    if there != (wanted := sum(image.text.count(vision.token) for image in row.images)):
+    there = sum(map(ids.count, vision.image_tokens))
+    if there != (wanted := sum(image.text.count(vision.token) for image in shown)):
         raise RowError(
             f"it has {there} tokens `{vision.token}`, which stand for images, and {wanted} for the images of the row; "
             "show images as parts of messages, and set `data.control_tokens: text`"
         )
+
+
+def tokens_of(height: int, width: int, vision: Vision) -> int:
+    """How many tokens stand for an image of this size, without those around them."""
+    return vision.text(height, width).count(vision.token)
+
+
+def as_in_rows(example: Chat) -> list[Message]:
+    """The messages of an example as rows have them, with the paths of its images."""
+    following = iter(example.images)
+
+    def named(part: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**part, "path": next(following).path} if part["type"] == "image" else part
+
+    return [
+        {**message, "content": [*map(named, message["content"])]} if isinstance(message["content"], list) else message
+        for message in example.messages
+    ]
 
 
 def shown_in(messages: list[Message]) -> int:
@@ -321,3 +375,40 @@ def decoded(image: Mapping[str, Any]) -> Any:
         raise DataError(
             f"{name}: its pixels cannot be decoded ({_why(error)}); replace it, or remove the row"
         ) from None
+
+
+def thumbnail(image: Mapping[str, Any]) -> bytes:
+    """A JPEG of an image of a prepared row, at most THUMBNAIL pixels high and wide. Raises as `decoded` does."""
+    picture, written = decoded(image), io.BytesIO()
+    picture.thumbnail((THUMBNAIL, THUMBNAIL))
+    picture.save(written, "JPEG", quality=75)
+    return written.getvalue()
+
+
+def processed(rows: Sequence[Sequence[Mapping[str, Any]]], vision: Vision) -> list[dict[str, torch.Tensor]]:
+    """The model's arguments for the images of each row, decoded; none for a row without any. Raises as `decoded`."""
+    return [vision.pixels([decoded(image) for image in row]) if row else {} for row in rows]
+
+
+@dataclass(frozen=True)
+class ShownImages:
+    """The measured images of several rows, whose pixels are decoded when the model gets them; by default none."""
+
+    vision: Vision | None = None
+    rows: Sequence[Sequence[RowImage]] = ()
+
+    def arguments(self, ids: torch.Tensor, numbers: Iterable[int]) -> dict[str, torch.Tensor]:
+        """The model's arguments beside the tokens `ids` (rows, tokens) of the rows of these numbers, on their device.
+
+        None if no row shows an image. Raises as `decoded` does.
+        """
+        rows = [list(map(vars, self.rows[number])) for number in numbers] if self.rows else []
+        if self.vision is None or not any(rows):
+            return {}
+        from finetune.model.source.vision import joined
+
+        seen = joined(processed(rows, self.vision))
+        return {**self.vision.types(ids), **{name: value.to(ids.device) for name, value in seen.items()}}
+
+
+NO_IMAGES = ShownImages()

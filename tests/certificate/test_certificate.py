@@ -353,7 +353,7 @@ def test_a_passing_failure_is_reported_and_tried_again_at_the_next_start(why, mo
     monkeypatch.setattr(making, "_lines", lambda child, until: iter(child.lines))
     first = verdict.obtain(requested(), print, str)
     assert first.failed("mlp")
-    (line, *_) = first.lines(load_config(TINY, []))
+    (line, *_) = first.lines(load_config(TINY, []).fused)
     assert line.endswith("it is tried again at the next start")
     del tried[:]
     assert not verdict.obtain(requested(), print, str).kernels_off

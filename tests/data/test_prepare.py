@@ -247,9 +247,9 @@ def ids(rows: Any) -> list[int]:
 def test_a_share_is_held_out_by_hash_the_same_each_time(write: Write, tokenizer: Any) -> None:
     section = DataSection(train=write(MANY), eval="auto", eval_share=0.1)
     first, second = prepare(section, tokenizer), prepare(section, tokenizer)
-    assert first.train[:] == second.train[:]
+    assert [*first.train] == [*second.train]
     assert first.eval is not None
-    assert first.eval[:] == second.eval[:]
+    assert [*first.eval] == [*second.eval]
     assert first.eval_counts is not None
     assert first.train_counts.rows + first.eval_counts.rows == len(MANY)
     # 150 expected; four standard deviations are 46.
@@ -290,7 +290,7 @@ def test_compared_rows_are_called_what_they_are(
     if held_out == "lost":
         section = DataSection(train="python:0123456789abcdef")
     notes: list[str] = []
-    rows, rows_of = compared_rows(section, tokenizer, 3, 4, notes.append)
+    rows, _, rows_of = compared_rows(section, tokenizer, 3, 4, notes.append)
     assert rows_of == said
     assert [len(row) for row in rows] == [4, 4, 4]
     assert bool(notes) == (held_out == "lost")

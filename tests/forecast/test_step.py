@@ -33,6 +33,7 @@ CHOSEN = {
     "small tiles, deep",  # layers are extrapolated
     "small tiles, bf16, evaluated",
     "glm_moe_dsa, small tiles",  # adapters that no gradient reaches
+    "qwen3-vl nf4, text beside images",
 }
 
 
@@ -71,7 +72,8 @@ def modules_replaced() -> list[tuple[Any, list[str]]]:
     from torch.utils import _foreach_utils
     from transformers import masking_utils
     from trl.kernels import chunked_logprob
-    from trl.trainer import utils
+
+    from finetune.objectives import fused_head
 
     names: list[tuple[Any, list[str]]] = [
         (masking_utils, ["is_tracing"]),
@@ -81,7 +83,7 @@ def modules_replaced() -> list[tuple[Any, list[str]]]:
         (torch, ["is_autocast_enabled"]),
         (optimizer, ["_get_foreach_kernels_supported_devices", "_foreach_supported_types"]),
         (_foreach_utils, ["_foreach_supported_types"]),
-        (utils, ["_use_triton"]),
+        (fused_head, ["scores_labelled"]),
         (chunked_logprob, ["_use_triton", "triton", "_forward_kernel", "_backward_kernel", "_addmm_fp32"]),
     ]
     return names

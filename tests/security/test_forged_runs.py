@@ -110,7 +110,7 @@ def readers(whole: RunDirectory) -> dict[str, Callable[[RunDirectory], object]]:
         run.check_layout()
         if run.has_results:
             provenance.refuse_changes(config, run)
-            resuming._wants_more_steps(config, run)
+            resuming._wants_more_steps(config.training, run)
         _ = run.finished, run.steps_done, run.saved_steps
         start = resuming.find(run)
         provenance.changes_since(run, start.checkpoint, made_with)
@@ -122,7 +122,7 @@ def readers(whole: RunDirectory) -> dict[str, Callable[[RunDirectory], object]]:
 
     def answer(run: RunDirectory) -> None:
         """As merge, generate and eval do."""
-        _ = run.data(RunDirectory.open(run.path).config())
+        _ = run.data(RunDirectory.open(run.path).config().data)
         with run.locked():
             fingerprint.check(tokenizer, run.adapter)
             fingerprint.check(tokenizer, run.merged)

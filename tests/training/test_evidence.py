@@ -48,6 +48,13 @@ def test_a_given_rate_stays_and_one_that_the_evidence_calls_bad_is_told() -> Non
     assert evidence.resolved(load_config({}, ["training.learning_rate=3e-2"]), of_width(192))[1] is None
 
 
+def test_no_rate_is_guessed_for_an_optimizer_that_no_sweep_tells_of() -> None:
+    with pytest.raises(finetune.ConfigError, match=r"no sweep tells the rate of `sgd`.*set a number"):
+        evidence.resolved_if_known(load_config({}, ["optimizer.kind=sgd"]))
+    given = ["optimizer.kind=sgd", "training.learning_rate=0.1"]
+    assert evidence.resolved(load_config({}, given), of_width(4096))[1] is None
+
+
 def test_adapters_on_attention_alone_are_told() -> None:
     for targets, told in [("[q_proj, v_proj]", True), ("[q_proj, down_proj]", False), ("all-linear", False)]:
         settings = ["training.learning_rate=2e-4", f"adapter.targets={targets}"]
