@@ -216,6 +216,10 @@ def calls(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     }  # fmt: skip
 
 
+at_once = pytest.mark.parametrize("seeded", [2**16], indirect=True, ids=["at once"])  # blocks change no shape
+
+
+@at_once
 @pytest.mark.slow
 def test_schemas_and_shapes_are_those_of_the_results(dtype, subtests) -> None:
     for name, (operator, args) in calls(dtype).items():
@@ -223,6 +227,7 @@ def test_schemas_and_shapes_are_those_of_the_results(dtype, subtests) -> None:
             torch.library.opcheck(operator, args)
 
 
+@at_once
 @pytest.mark.slow
 def test_the_cpu_programs_of_operators_run_on_fake_tensors(dtype, subtests) -> None:
     for name, (operator, args) in calls(dtype).items():

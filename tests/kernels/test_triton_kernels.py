@@ -112,7 +112,7 @@ def resources(cubin: bytes, file: Path) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("compiled", "dtype"),
     [
-        *((card, torch.bfloat16) for card in (86, 89, 90, 100, 120)),
+        *((card, torch.bfloat16) for card in (89, 90, 100, 120)),  # 86 has the instructions of 80 and 89
         *((card, torch.float16) for card in (75, 80)),
         (80, torch.float32),
     ],
