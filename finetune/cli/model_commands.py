@@ -67,6 +67,10 @@ def generate(
     file: Annotated[
         Path | None, options.file("--file", "Prompts: text lines, or rows with `prompt` or `messages`.")
     ] = None,
+    shown: Annotated[
+        list[Path] | None,
+        typer.Option("--image", help="An image that the prompts show; may be repeated."),
+    ] = None,
     model: options.Model = "adapter",
     system: options.System = None,
     batch: Annotated[int, typer.Option(min=1, help="How many prompts at a time.")] = 16,
@@ -80,8 +84,9 @@ def generate(
         from finetune.inference import commands
     settings = Settings(**answers, batch_size=batch)
     commands.generate(
-        opened, prompts or [], file, model, settings, as_json=as_json, system=system, trust_remote_code=trust_code
-    )
+        opened, prompts or [], file, model, settings, as_json=as_json, system=system, shown=[*map(str, shown or ())],
+        trust_remote_code=trust_code,
+    )  # fmt: skip
 
 
 @functools.partial(command, shared=options.made_of(Settings))

@@ -240,7 +240,6 @@ RULES = (
             ("kernels.compile", but("none"), "layers are not compiled", "kernels.compile: none"),
             ("distributed.kind", only("fsdp", "deepspeed"), "a model is not divided", "distributed.kind: ddp"),
             ("distributed.context", but(1), "rows are not split over ranks", "distributed.context: 1"),
-            ("output.merge", only(True), "nothing is merged", "output.merge: false"),
         )
     ),
     Rule(

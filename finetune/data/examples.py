@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from finetune.data.encoded import RowImage, Teacher
@@ -116,6 +117,11 @@ def parts(content: Content) -> tuple[Example, ...]:
     return tuple(content.segments.values()) if isinstance(content, Several) else (content,)
 
 
+def images_of(example: Example) -> tuple[RowImage, ...]:
+    """The images that an example shows, in order."""
+    return example.images if isinstance(example, Chat) else ()
+
+
 def text_of(message: Message) -> str:
     """The text of a message, without the images that it shows."""
     content = message["content"]
@@ -144,14 +150,23 @@ def shown(prompt: Chat | Completion) -> str:
     """A prompt for display: a single user message without its role, a conversation with one role per line."""
     if isinstance(prompt, Completion):
         return prompt.prompt
+    names = (Path(image.path).name or f"image {image.digest[:8]}" for image in prompt.images)
     if [message["role"] for message in prompt.messages] == ["user"]:
-        return str(prompt.messages[0]["content"])
-    return "\n".join(f"{message['role']}: {_said(message)}" for message in prompt.messages)
+        return _written(prompt.messages[0], names)
+    return "\n".join(f"{message['role']}: {_said(message, names)}" for message in prompt.messages)
 
 
-def _said(message: Message) -> str:
+def _said(message: Message, names: Iterator[str]) -> str:
     calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls") or ()]
-    return "\n".join([*([message["content"]] if message["content"] or not calls else []), *calls])
+    return "\n".join([*([_written(message, names)] if message["content"] or not calls else []), *calls])
+
+
+def _written(message: Message, names: Iterator[str]) -> str:
+    """The text of a message, with the next of `names` in the place of each image."""
+    content = message["content"]
+    if isinstance(content, str):
+        return content
+    return " ".join(f"[{next(names)}]" if part["type"] == "image" else part["text"] for part in content)
 
 
 def in_common(first: Sequence[Any], second: Sequence[Any]) -> int:

@@ -17,18 +17,20 @@ import contextlib
 import io
 import re
 import warnings
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.data import fields as row
-from finetune.data.encoded import Encoded, RowImage
+from finetune.data.encoded import RowImage
 from finetune.data.examples import Chat, Content, Example, Message, RowError, Several
 from finetune.data.fields import Fields
 from finetune.errors import DataError
 
 if TYPE_CHECKING:
+    import torch
+
     from finetune.model.source.vision import Vision
 
 COLUMNS = ("images", "image")
@@ -39,6 +41,9 @@ MARK = "<image>"
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 """Pillow's names of the file formats that are read."""
+
+THUMBNAIL = 160
+"""The largest height and width of the small image that a page shows."""
 
 # Formats of more than 8 bits a channel would lose them without a word.
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
@@ -84,6 +89,24 @@ def placed(messages: list[Message], fields: Fields) -> tuple[list[Message], tupl
         raise RowError(f"the messages have {blank} places for images of the row, and `images` has {len(column)}")
     following = iter(column)
     return _with_parts(messages, contents), tuple(next(following) if one == RowImage() else one for one in shown)
+
+
+def shown_with(example: Example, several: Sequence[str | bytes]) -> Example:
+    """A person's prompt with these images, paths or the bytes of files; where the prompt has no marks, before its text.
+
+    Raises RowError for images of plain text.
+    """
+    return placed_in(example, {COLUMNS[0]: [*several]})
+
+
+def placed_in(example: Example, fields: Fields) -> Example:
+    """A person's prompt with the images of its row's column. Raises RowError for images of plain text."""
+    if not _column(fields):
+        return example
+    if not isinstance(example, Chat):
+        raise RowError("images are shown in conversations alone, and this run was trained on plain text")
+    messages, shown = placed(example.messages, fields)
+    return replace(example, messages=messages, images=shown)
 
 
 def _parts(content: str | list[str | RowImage]) -> list[str | RowImage]:
@@ -159,12 +182,13 @@ def measured(content: Content, folder: Path | None, vision: Vision | None) -> Co
     Raises RowError for a file that is missing or broken, or has too many pixels, or that the base does not see.
     """
     if isinstance(content, Several):
-        segments = {name: _all_measured(each, folder, vision) for name, each in content.segments.items()}
+        segments = {name: measured_example(each, folder, vision) for name, each in content.segments.items()}
         return replace(content, segments=segments)
-    return _all_measured(content, folder, vision)
+    return measured_example(content, folder, vision)
 
 
-def _all_measured(example: Example, folder: Path | None, vision: Vision | None) -> Example:
+def measured_example(example: Example, folder: Path | None, vision: Vision | None) -> Example:
+    """`measured`, of one example."""
     if not isinstance(example, Chat) or not example.images:
         return example
     if vision is None:
@@ -277,14 +301,32 @@ def spelled_out(
     return "".join([*pieces, text[last:]]), [(moved(start), moved(end)) for start, end in marks]
 
 
-def check_tokens(row: Encoded, vision: Vision) -> None:
+def check_tokens(ids: Sequence[int], shown: Iterable[RowImage], vision: Vision) -> None:
     """Raise RowError for tokens of images that the row does not have, as rows tokenized elsewhere may."""
-    there = sum(map(row.input_ids.count, vision.image_tokens))
-    if there != (wanted := sum(image.text.count(vision.token) for image in row.images)):
+    there = sum(map(ids.count, vision.image_tokens))
+    if there != (wanted := sum(image.text.count(vision.token) for image in shown)):
         raise RowError(
             f"it has {there} tokens `{vision.token}`, which stand for images, and {wanted} for the images of the row; "
             "show images as parts of messages, and set `data.control_tokens: text`"
         )
+
+
+def tokens_of(height: int, width: int, vision: Vision) -> int:
+    """How many tokens stand for an image of this size, without those around them."""
+    return vision.text(height, width).count(vision.token)
+
+
+def as_in_rows(example: Chat) -> list[Message]:
+    """The messages of an example as rows have them, with the paths of its images."""
+    following = iter(example.images)
+
+    def named(part: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**part, "path": next(following).path} if part["type"] == "image" else part
+
+    return [
+        {**message, "content": [*map(named, message["content"])]} if isinstance(message["content"], list) else message
+        for message in example.messages
+    ]
 
 
 def shown_in(messages: list[Message]) -> int:
@@ -322,3 +364,40 @@ def decoded(image: Mapping[str, Any]) -> Any:
         raise DataError(
             f"{name}: its pixels cannot be decoded ({_why(error)}); replace it, or remove the row"
         ) from None
+
+
+def thumbnail(image: Mapping[str, Any]) -> bytes:
+    """A JPEG of an image of a prepared row, at most THUMBNAIL pixels high and wide. Raises as `decoded` does."""
+    picture, written = decoded(image), io.BytesIO()
+    picture.thumbnail((THUMBNAIL, THUMBNAIL))
+    picture.save(written, "JPEG", quality=75)
+    return written.getvalue()
+
+
+def processed(rows: Sequence[Sequence[Mapping[str, Any]]], vision: Vision) -> list[dict[str, torch.Tensor]]:
+    """The model's arguments for the images of each row, decoded; none for a row without any. Raises as `decoded`."""
+    return [vision.pixels([decoded(image) for image in row]) if row else {} for row in rows]
+
+
+@dataclass(frozen=True)
+class ShownImages:
+    """The measured images of several rows, whose pixels are decoded when the model gets them; by default none."""
+
+    vision: Vision | None = None
+    rows: Sequence[Sequence[RowImage]] = ()
+
+    def arguments(self, ids: torch.Tensor, numbers: Iterable[int]) -> dict[str, torch.Tensor]:
+        """The model's arguments beside the tokens `ids` (rows, tokens) of the rows of these numbers, on their device.
+
+        None if no row shows an image. Raises as `decoded` does.
+        """
+        rows = [list(map(vars, self.rows[number])) for number in numbers] if self.rows else []
+        if self.vision is None or not any(rows):
+            return {}
+        from finetune.model.source.vision import joined
+
+        seen = joined(processed(rows, self.vision))
+        return {**self.vision.types(ids), **{name: value.to(ids.device) for name, value in seen.items()}}
+
+
+NO_IMAGES = ShownImages()

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import base64
+import itertools
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain, groupby
+from pathlib import Path
 from typing import Any, Literal, cast
 
 from finetune.config import Config, DataSection, TrainingSection, loaded
-from finetune.data import chat, fingerprint, formats, sources
+from finetune.data import chat, fingerprint, formats, images, sources
 from finetune.data.batching import Batch, MicroBatching, RowOrder, Sizes, epoch, longest_first, worst_batches
-from finetune.data.encoded import DESIRABLE, IGNORE, MISMATCHED, RowLayout, Segment, segments_of
+from finetune.data.encoded import DESIRABLE, IGNORE, IMAGES, MISMATCHED, RowLayout, Segment, segments_of
 from finetune.data.examples import RowError
 from finetune.data.prepare import Counts, Prepared, prepare, with_classes
 from finetune.errors import ArtifactError
@@ -22,12 +26,13 @@ from finetune.model.source import chat_template as template
 from finetune.model.source import vision
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.runtime import libraries
-from finetune.storage.records import DataFacts, Sample, SplitFacts, TokenText
+from finetune.storage.records import DataFacts, Sample, SampleImage, SplitFacts, TokenText
 
 # Sample rows shown with their mask: enough to notice a wrong one.
 _SHOWN_ROWS = 3
-# Of each, a run keeps this many tokens for its report: a row may have 131,072, and its report is sent around.
-_KEPT_TOKENS = 512
+# Of each, a run keeps this many tokens for its report: a row may have 131,072, and its report is sent around. As many
+# images of a row are shown.
+_KEPT_TOKENS, _SHOWN_IMAGES = 512, 8
 
 # Upper ends of the length bins: 2^n and 1.5 * 2^n, so that short and long rows are both visible.
 _BIN_ENDS = [4, *(end for power in range(3, 40) for end in (2**power, 3 * 2 ** (power - 1)))]
@@ -119,6 +124,8 @@ class Inspection:
         """The same as JSON values."""
         values = asdict(replace(self, train=Counts(), eval=None))  # their rows are summarised below
         values["worst_batch"] = self.worst_batch.as_dict()
+        for image in chain.from_iterable(sample["images"] for sample in values["samples"]):
+            del image["thumbnail"]
         for name, counts in (("train", self.train), ("eval", self.eval)):
             values[name] = counts and counts.as_dict()
         return values
@@ -179,18 +186,38 @@ def facts(prepared: Prepared, tokenizer: Any) -> DataFacts:
 
 def _samples(prepared: Prepared, tokenizer: Any, most: int | None = None) -> tuple[Sample, ...]:
     """The segments of the first training rows, with at most `most` tokens of each. A mismatched one is not trained."""
-    rows = prepared.train.select(range(min(_SHOWN_ROWS, len(prepared.train))))
     names = prepared.layout.segments or ("",)
     return tuple(
-        _sample(
-            _place(row) + (f", {name}" if name else ""),
-            Segment(segment.input_ids, [IGNORE] * len(segment.labels)) if name == MISMATCHED else segment,
-            tokenizer,
-            most,
+        _with_images(
+            _sample(
+                _place(row) + (f", {name}" if name else ""),
+                Segment(segment.input_ids, [IGNORE] * len(segment.labels)) if name == MISMATCHED else segment,
+                tokenizer,
+                most,
+                prepared.vision,
+            ),
+            row,
+            prepared.vision,
         )
-        for row in rows
+        for row in itertools.islice(prepared.train, _SHOWN_ROWS)
         for name, segment in zip(names, segments_of(row), strict=True)
     )
+
+
+def _with_images(sample: Sample, row: Mapping[str, Any], seen: vision.Vision | None) -> Sample:
+    """A sample with the first images of its row. Raises DataError for pixels that cannot be decoded."""
+    shown = row.get(IMAGES) or ()
+    if seen is None or not shown:
+        return sample
+    first = tuple(
+        SampleImage(
+            Path(image["path"]).name or "an image", image["height"], image["width"],
+            images.tokens_of(image["height"], image["width"], seen),
+            base64.b64encode(images.thumbnail(image)).decode(),
+        )
+        for image in shown[:_SHOWN_IMAGES]
+    )  # fmt: skip
+    return replace(sample, images=first, images_shown=len(shown))
 
 
 def _place(row: dict[str, Any]) -> str:
@@ -278,10 +305,19 @@ def _chosen(training: TrainingSection) -> TrainingSection:
     return training.model_copy(update={"micro_batch": training.batch_size}) if auto else training
 
 
-def _sample(location: str, segment: Segment, tokenizer: Any, most: int | None) -> Sample:
-    trained = [position > 0 and label != IGNORE for position, label in enumerate(segment.labels[:most])]
-    pieces = _pieces(segment.input_ids[:most], trained, tokenizer)
-    return Sample(location, len(segment.input_ids), segment.trained, tuple(pieces))
+def _sample(
+    location: str, segment: Segment, tokenizer: Any, most: int | None, seen: vision.Vision | None = None
+) -> Sample:
+    ids, labels = segment.input_ids, segment.labels
+    of_images = seen.image_tokens if seen else ()
+    # Of the tokens of an image, which are all the same, the first.
+    kept = [at for at, token in enumerate(ids) if token not in of_images or at == 0 or ids[at - 1] != token][:most]
+    trained = [at > 0 and labels[at] != IGNORE for at in kept]
+    pieces = _pieces([ids[at] for at in kept], trained, tokenizer)
+    if seen:
+        runs = iter([len(list(run)) for token, run in groupby(ids) if token in of_images])
+        pieces = [replace(one, text=f"{one.text} x {next(runs)}") if one.text == seen.token else one for one in pieces]
+    return Sample(location, len(ids), segment.trained, tuple(pieces))
 
 
 def _pieces(ids: Sequence[int], trained: Sequence[bool], tokenizer: Any) -> list[TokenText]:

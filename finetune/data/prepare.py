@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.config import Config, DataSection, entries, named
 from finetune.config.field_types import GIVEN, unknown
-from finetune.data import chat, formats, in_memory, labelled, sources
+from finetune.data import chat, formats, images, in_memory, labelled, sources
 from finetune.data.counts import Counts
-from finetune.data.encoded import ANSWER, DESIRABLE, IGNORE, IMAGES, SEEN, TEACHER, RowLayout, columns
-from finetune.data.examples import Chat, Completion, Content, Example, Several, Unusable
+from finetune.data.encoded import ANSWER, DESIRABLE, IGNORE, IMAGES, SEEN, TEACHER, RowLayout, Segment, columns
+from finetune.data.examples import Chat, Completion, Content, Example, Several, Unusable, images_of, parts
 from finetune.data.mismatched import OnePrompt
 from finetune.data.problems import Problems
+from finetune.data.rows import RowTable
 from finetune.data.sources import Row
 from finetune.data.split import Preparation, located
 from finetune.errors import ArtifactError, ConfigError, DataError
@@ -38,14 +39,14 @@ _ROWS_TO_SPARE_SOME = 5 * ROWS_TO_JUDGE
 class Prepared:
     """Tokenized splits and their statistics.
 
-    A split is a `datasets.Dataset` of input_ids, labels, length, trained (number of tokens), place and source; where
+    A split is a `RowTable` of input_ids, labels, length, trained (number of tokens), place and source; where
     the layout has any, also the lengths of a row's `segments` and the number of tokens that they have `shared`, and its
     values by name. A `warning` is set if `data.eval: auto` found nothing to hold out. `vision` is that of a base for
     whose images the rows were prepared.
     """
 
-    train: Any
-    eval: Any | None
+    train: RowTable
+    eval: RowTable | None
     train_counts: Counts
     eval_counts: Counts | None
     warning: str | None = None
@@ -173,43 +174,77 @@ def check_ids(data: Prepared, tokenizer: Any, size: int | None, base: str) -> No
         )
 
 
-def _largest_id(rows: Any) -> int:
+def _largest_id(rows: RowTable) -> int:
     """The largest token id of all rows; takes about a second for 10^9 memory-mapped tokens."""
     import pyarrow.compute
 
-    return max(
-        (pyarrow.compute.max(chunk.flatten()).as_py() or 0 for chunk in rows.data.column("input_ids").chunks), default=0
-    )
+    ids = rows.table.column("input_ids").chunks
+    return max((pyarrow.compute.max(chunk.flatten()).as_py() or 0 for chunk in ids), default=0)
 
 
-def prepare_held_out(section: DataSection, tokenizer: Any) -> tuple[Any, Counts]:
+def prepare_held_out(section: DataSection, tokenizer: Any, vision: Vision | None = None) -> tuple[Any, Counts]:
     """Prepare only the held-out split. Raises DataError if there is none, or if all its rows were dropped."""
-    return _held_out(Preparation(section, tokenizer))
+    return _held_out(Preparation(section, tokenizer, vision))
 
 
 HELD_OUT = "the evaluation set"
 
 
-def held_out_ids(section: DataSection, tokenizer: Any, rows: int, tokens: int) -> list[list[int]]:
-    """Token ids of the first held-out rows (else training rows), of one segment each, cut to `tokens`."""
-    ids = []
-    for row, content in itertools.islice(_held_out_examples(section, tokenizer), rows):
+def _first_held_out(
+    section: DataSection, tokenizer: Any, rows: int, tokens: int, vision: Vision | None = None
+) -> list[Segment]:
+    """The first held-out rows (else training rows), of one segment each, cut to `tokens` unless they show images.
+
+    With a base that sees, rows with images and without take half of the places each, if there are as many.
+    """
+    segments: list[Segment] = []
+    for row, content in _to_compare(section, tokenizer, rows, vision):
         with located(row):
-            encoded = chat.encode(content, tokenizer, section.loss_on, section.control_tokens)
-            ids.append(encoded.segments[0].input_ids[:tokens])
-    return ids
+            content = images.measured(content, row.folder, vision)
+            segment = chat.encode(content, tokenizer, section.loss_on, section.control_tokens).segments[0]
+        if not segment.images:
+            segment = segment.cut(tokens)
+        elif len(segment.input_ids) > section.max_length:  # left out in training as well
+            continue
+        segments.append(segment)
+        if len(segments) == rows:
+            break
+    return segments
+
+
+def _to_compare(
+    section: DataSection, tokenizer: Any, rows: int, vision: Vision | None
+) -> Iterable[tuple[Row, Content]]:
+    examples = _held_out_examples(section, tokenizer, vision)
+    if vision is None:
+        return itertools.islice(examples, rows)
+    shown: list[tuple[Row, Content]] = []
+    of_text: list[tuple[Row, Content]] = []
+    for row, content in itertools.islice(examples, _TRIED_ROWS):
+        (shown if _shows_images(content) else of_text).append((row, content))
+    return [*shown[: rows // 2], *of_text, *shown[rows // 2 :]]
+
+
+def _shows_images(content: Content) -> bool:
+    return any(map(images_of, parts(content)))
 
 
 def compared_rows(
-    section: DataSection, tokenizer: Any, rows: int, tokens: int, note: Callable[[str], None]
-) -> tuple[list[list[int]], str]:
-    """`held_out_ids` and a name for these rows, for the proof of an export; built-in ones if the rows are not here."""
-    if not is_here(section):
+    section: DataSection, tokenizer: Any, rows: int, tokens: int, note: Callable[[str], None],
+    vision: Vision | None = None,
+) -> tuple[list[list[int]], images.ShownImages, str]:  # fmt: skip
+    """Token ids and images of `_first_held_out`, and a name for these rows, for the proof of an export; built-in ones
+    if the rows are not here.
+    """
+    if here := is_here(section):
+        name = HELD_OUT if holds_out(section, tokenizer, vision) else "the training rows"
+    else:
         note("the rows were given from Python and are not kept on disk: the built-in ones are compared instead")
         section = DataSection(chat_template=section.chat_template, control_tokens=section.control_tokens)
-        return held_out_ids(section, tokenizer, rows, tokens), "the built-in rows"
-    ids = held_out_ids(section, tokenizer, rows, tokens)
-    return ids, HELD_OUT if holds_out(section, tokenizer) else "the training rows"
+        name = "the built-in rows"
+    segments = _first_held_out(section, tokenizer, rows, tokens, vision if here else None)
+    shown = images.ShownImages(vision, [segment.images for segment in segments])
+    return [segment.input_ids for segment in segments], shown, name
 
 
 def is_here(section: DataSection) -> bool:
@@ -219,9 +254,9 @@ def is_here(section: DataSection) -> bool:
     return not lost and (section.format in formats.FORMATS or section.format == "auto")
 
 
-def holds_out(section: DataSection, tokenizer: Any) -> bool:
+def holds_out(section: DataSection, tokenizer: Any, vision: Vision | None = None) -> bool:
     """Whether any row is held out."""
-    _, rows = _splits(Preparation(section, tokenizer), Problems())
+    _, rows = _splits(Preparation(section, tokenizer, vision), Problems())
     return next(iter(rows or ()), None) is not None
 
 
@@ -233,20 +268,23 @@ class Question(NamedTuple):
     reference: str
 
 
-def questions(section: DataSection, tokenizer: Any) -> Iterator[Question]:
+def questions(section: DataSection, tokenizer: Any, vision: Vision | None = None) -> Iterator[Question]:
     """The held-out rows (training rows if none are held out) that end with an answer in words.
 
-    Of a pair that is the chosen one. Plain texts, conversations with tools or images, and answers that are not trained
-    or are labelled undesirable are left out.
+    Of a pair that is the chosen one. Plain texts, conversations with tools, and answers that are not trained or are
+    labelled undesirable are left out, and without `vision` conversations with images.
     """
-    for row, content in _held_out_examples(section, tokenizer):
+    for row, content in _held_out_examples(section, tokenizer, vision):
+        if _shows_images(content):
+            if vision is None:
+                continue
+            with located(row):
+                content = images.measured(content, row.folder, vision)
         example = _answered(content)
         match example:
-            case Chat(images=images) if images:
-                continue
             case Chat([*asked, {"role": "assistant", "content": reference, **rest}], context, tools=None) if asked:
                 if reference.strip() and not rest.get("tool_calls") and len(asked) not in context:
-                    yield Question(row, Chat(asked), reference)
+                    yield Question(row, Chat(asked, images=example.images), reference)
             case Completion(text, reference) if text and reference.strip():
                 yield Question(row, replace(example, completion=""), reference)
 
@@ -258,15 +296,17 @@ def _answered(content: Content) -> Example | None:
     return content.segments.get(ANSWER if content.values.get(DESIRABLE) else "chosen")
 
 
-def _held_out_examples(section: DataSection, tokenizer: Any) -> Iterator[tuple[Row, Content]]:
-    for row in held_out_rows(section, tokenizer):
+def _held_out_examples(
+    section: DataSection, tokenizer: Any, vision: Vision | None = None
+) -> Iterator[tuple[Row, Content]]:
+    for row in held_out_rows(section, tokenizer, vision):
         with located(row), contextlib.suppress(Unusable):
             yield row, formats.read(row.fields, section.format, section.columns, section.separator)[0]
 
 
-def held_out_rows(section: DataSection, tokenizer: Any) -> Iterator[Row]:
+def held_out_rows(section: DataSection, tokenizer: Any, vision: Vision | None = None) -> Iterator[Row]:
     """The held-out rows as read from the source; the training rows if nothing is held out."""
-    train_rows, eval_rows = _splits(Preparation(section, tokenizer), Problems())
+    train_rows, eval_rows = _splits(Preparation(section, tokenizer, vision), Problems())
     held_out = iter(eval_rows or ())
     first = next(held_out, None)
     yield from train_rows if first is None else itertools.chain([first], held_out)

@@ -55,6 +55,7 @@ from finetune.data.examples import (
     RowError,
     Tokens,
     Unusable,
+    images_of,
     kind,
     parts,
     system,
@@ -169,8 +170,7 @@ class _Read(NamedTuple):
 def _size(example: Example) -> int:
     if isinstance(example, Tokens):
         return len(example.input_ids)
-    shown = example.images if isinstance(example, Chat) else ()
-    return sum(map(len, control.texts(example))) + sum(len(image.data) for image in shown)
+    return sum(map(len, control.texts(example))) + sum(len(image.data) for image in images_of(example))
 
 
 def _answers_are_equal(row: Encoded) -> bool:
@@ -329,7 +329,7 @@ class _Rows:
             raise DataError(f"{read.row.location}: {encoded}")
         if self.vision:
             with located(read.row):
-                images.check_tokens(encoded, self.vision)
+                images.check_tokens(encoded.input_ids, encoded.images, self.vision)
         return encoded
 
     def _remarks(self, location: str, row: Encoded) -> Iterator[tuple[str, str]]:

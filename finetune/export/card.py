@@ -30,7 +30,7 @@ def model_card(run: RunDirectory, config: Config, record: dict[str, Any], writte
     data = ModelCardData(
         base_model=model.name if on_hub else None,
         library_name="peft" if record["format"] == "adapter" else "transformers",
-        pipeline_tag="text-classification" if config.scorer else "text-generation",
+        pipeline_tag=_task(config),
         tags=[
             "finetune",
             *(["lora"] if config.adapter.kind == "lora" else []),
@@ -47,10 +47,17 @@ def model_card(run: RunDirectory, config: Config, record: dict[str, Any], writte
         *([f"## Prompts\n\nThe model was {prompts}."] if (prompts := _prompts(run, config, record)) else []),
         *([f"## Classes\n\n{', '.join(map(_code, labels))}"] if (labels := config.data.labels) else []),
         "## Settings\n\n" + _table({**_settings(config), **_start(run)}),
-        *(["## Training\n\n" + _table(measured)] if (measured := _measured(run, config)) else []),
-        *(["## Proof\n\n" + _proof(record, config)] if "error" in record else []),
+        *(["## Training\n\n" + _table(measured)] if (measured := _measured(run, config.training.objective)) else []),
+        *(["## Proof\n\n" + _proof(record, scores=config.scorer is not None)] if "error" in record else []),
     ]
     return "\n\n".join(sections) + "\n"
+
+
+def _task(config: Config) -> str:
+    """The hub's name for what the model does."""
+    if config.model.vision != "none":
+        return "image-text-to-text"
+    return "text-classification" if config.scorer else "text-generation"
 
 
 def _licence(model: ModelSection) -> dict[str, Any]:
@@ -102,6 +109,8 @@ def _settings(config: Config) -> dict[str, str]:
         **({"rotary scaling": f"{rope.rope_type}, factor {rope.factor:g}"} if rope else {}),
         "precision": training.precision,
         "longest row": f"{config.data.max_length} tokens",
+        **({"model of images": config.model.vision} if config.model.vision != "none" else {}),
+        **({"most pixels of an image": f"{pixels:,}"} if (pixels := config.data.image_pixels) else {}),
         **({} if adapter.targets == "all-linear" else {"adapter targets": ", ".join(map(_code, adapter.targets))}),
         **({"other ranks": _code(str(adapter.ranks))} if adapter.ranks else {}),
         **({"adapter variants": ", ".join(variants)} if variants else {}),
@@ -122,7 +131,7 @@ def _start(run: RunDirectory) -> dict[str, str]:
     return {"started from": f"{_code(public(one['name']))} (sha256 {_escaped(one['sha256'])})"} if one else {}
 
 
-def _measured(run: RunDirectory, config: Config) -> dict[str, str]:
+def _measured(run: RunDirectory, objective: str) -> dict[str, str]:
     lines = run.metrics()
     losses = {line["step"]: line["eval_loss"] for line in lines if line.get("eval_loss") is not None}
     published = last = max(losses, default=0)
@@ -137,17 +146,17 @@ def _measured(run: RunDirectory, config: Config) -> dict[str, str]:
     if trained:
         facts["steps"] = str(trained[-1]["step"])
     if 0 in losses and published in losses:
-        unit = " (nats per trained token)" if config.training.objective == "supervised" else ""
+        unit = " (nats per trained token)" if objective == "supervised" else ""
         facts["evaluation loss"] = f"{losses[0]:.4f} before, {losses[published]:.4f} after{unit}"
     if peaks:
         facts["peak memory"] = f"{max(peaks) / 2**30:.2f} GiB"
     return facts
 
 
-def _proof(record: dict[str, Any], config: Config) -> str:
+def _proof(record: dict[str, Any], *, scores: bool) -> str:
     against = record.get("compared_with", "base plus adapter")
     file = "export.json" if "not_proven" in record else "merge.json"
-    chosen = "highest score" if config.scorer else "most likely next token"
+    chosen = "highest score" if scores else "most likely next token"
     text = (
         f"Its logits, computed from the written files, were compared with {against}, on {record['rows']} rows of "
         f"{record['rows_of']} ({record['tokens']} tokens): they differ by {record['error']:.3%} (bound "

@@ -11,8 +11,9 @@ import torch
 from finetune.config import Config, QuantizationSection
 from finetune.data.chat import prompt_ids
 from finetune.data.examples import RowError, asked, learnt
+from finetune.data.images import NO_IMAGES, ShownImages
 from finetune.export import proof
-from finetune.model.attention import backends
+from finetune.model import build
 from finetune.model.base import load_architecture
 from finetune.model.build import Blueprint
 from finetune.model.source import chat_template
@@ -23,7 +24,8 @@ from finetune.storage.rundir import RunDirectory
 
 @dataclass(frozen=True)
 class Conversion:
-    """One conversion: outputs are compared on the token ids `rows` of `rows_of`; `kind` is the type of a GGUF file.
+    """One conversion: outputs are compared on the token ids `rows` of `rows_of`, which show the images `shown`; `kind`
+    is the type of a GGUF file.
 
     `base_identity` is that of `model.source.identity.of_base`. `load_merged` loads the merged model, which was proven
     when it was published, to compute in a dtype (None: as written).
@@ -38,6 +40,7 @@ class Conversion:
     kind: str
     base_identity: str | None
     load_merged: Callable[[torch.dtype | None], Any]
+    shown: ShownImages = NO_IMAGES
 
     @property
     def architecture(self) -> Any:
@@ -64,7 +67,7 @@ class Conversion:
     def blueprint(self, quantization: QuantizationSection, dtype: torch.dtype) -> Blueprint:
         """The base with another quantization than in training."""
         architecture = self.architecture
-        implementation, _ = backends.choose("auto", architecture, self.device.type, self.config.training.precision)
+        implementation = build.attention_of_exports(self.config, architecture, self.device.type)
         return Blueprint(self.config.model, quantization, architecture, implementation, dtype)
 
     def base_logits(self, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -72,7 +75,7 @@ class Conversion:
         if self.config.model.weights == "random":
             return [torch.zeros(len(row), 1) for row in self.rows]
         base = self.blueprint(QuantizationSection(kind="none"), dtype).load(self.device)
-        logits = proof.logits(base, self.rows)
+        logits = proof.logits(base, self.rows, self.shown)
         del base
         libraries.return_freed_memory()
         return logits

@@ -35,6 +35,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from finetune.data.images import NO_IMAGES, ShownImages
 from finetune.errors import ArtifactError
 from finetune.model.structure import sequence_head, streamed
 from finetune.runtime import libraries, patches
@@ -95,18 +96,21 @@ def rounded_at_random(weight: torch.Tensor, dtype: torch.dtype, seed: int) -> to
 
 
 @torch.inference_mode()
-def logits(model: Any, rows: list[list[int]]) -> list[torch.Tensor]:
+def logits(model: Any, rows: list[list[int]], shown: ShownImages = NO_IMAGES) -> list[torch.Tensor]:
     """Logits of each row of token ids, centred over the vocabulary, float32 on the CPU, (tokens, vocabulary).
 
-    Of a sequence classifier, the scores of each token (tokens, labels) as they are.
+    The rows show the images `shown`. Of a sequence classifier, the scores of each token (tokens, labels) as they are.
     """
     model.eval()
-    return [_centred(model, row, model.device) for row in rows]
+    return [_centred(model, row, model.device, shown, number) for number, row in enumerate(rows)]
 
 
-def _centred(model: Any, row: list[int], device: torch.device) -> torch.Tensor:
+def _centred(
+    model: Any, row: list[int], device: torch.device, shown: ShownImages = NO_IMAGES, number: int = 0
+) -> torch.Tensor:
+    ids = torch.tensor([row], device=device)
     with libraries.without_cudnn_attention():
-        output: torch.Tensor = model(input_ids=torch.tensor([row], device=device)).logits[0].float().cpu()
+        output: torch.Tensor = model(input_ids=ids, **shown.arguments(ids, [number])).logits[0].float().cpu()
     return output if sequence_head.is_classifier(model) else output.sub_(output.mean(dim=-1, keepdim=True))
 
 
@@ -119,16 +123,17 @@ class Streamed:
 
     def __init__(
         self, model: Any, fetch: Callable[[str], torch.Tensor | None], rows: list[list[int]], stride: int,
-        device: torch.device,
+        device: torch.device, shown: ShownImages = NO_IMAGES,
     ) -> None:  # fmt: skip
         self._model, self._fetch, self._rows, self._device = model.eval(), fetch, rows, device
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._layers, self._head = base.base_model, base.get_output_embeddings()
         longest = max(map(len, rows))
-        # Padded on the right, where no token of a causal model sees it: (rows, tokens).
+        # Padded on the right, where no token of a causal model sees it, nor one of an image: (rows, tokens).
         ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
+        seen = shown.arguments(ids, range(len(rows)))
         with torch.no_grad(), libraries.without_cudnn_attention(), streamed.running(model, fetch, device):
-            output = self._layers(input_ids=ids, use_cache=False)
+            output = self._layers(input_ids=ids, use_cache=False, **seen)
         self._kind = type(output)
         self._states = [
             states[:, : len(row) : stride] for row, states in zip(rows, output.last_hidden_state.split(1), strict=True)

@@ -17,6 +17,8 @@ from finetune.export.export_formats import FORMATS, ExportFormat
 from finetune.export.gguf import gguf_types
 from finetune.export.merging import merge as merging
 from finetune.measure.out_of_memory import as_out_of_memory_error
+from finetune.model.base import load_architecture
+from finetune.model.source import vision
 from finetune.model.source.locate import locate
 from finetune.report.terminal import Terminal, note_beside_output
 from finetune.runtime import libraries
@@ -48,7 +50,6 @@ def export_model(
     run = RunDirectory.open(run)
     # Refuses an untrusted run before anything is written there.
     config = config_of(run, trust_remote_code=trust_remote_code)
-    finished_run.refuse_images(config, "`finetune export`")
     terminal = terminal or Terminal()
     with run.locked(), Signals():
         folder = run.path / form.folder
@@ -95,7 +96,6 @@ def merge(
     run = RunDirectory.open(run)
     # Refuses an untrusted run before anything is written there.
     config = config_of(run, trust_remote_code=trust_remote_code)
-    finished_run.refuse_images(config, "`finetune merge`")
     with run.locked(), Signals():
         return merge_locked(run, config, terminal or Terminal(), note_beside_output, onto)
 
@@ -123,14 +123,15 @@ def _out_of_memory_explained(run: RunDirectory, format: str) -> contextlib.Abstr
 def _conversion(run: RunDirectory, config: Config, form: ExportFormat, kind: str) -> Conversion:
     """The inputs of a conversion, checked before anything is loaded or written."""
     note, device = note_beside_output, this_device()
-    tokenizer = finished_run.tokenizer_of(run, config, finished_run.weights_folder(run, config))
+    tokenizer = finished_run.tokenizer_of(run, config, finished_run.weights_folder(run, config.adapter))
     base_identity = finished_run.base_of(run, config, note)
-    rows, rows_of = prepare.compared_rows(config.data, tokenizer, proof.ROWS, proof.ROW_TOKENS, note)
+    seen = vision.of(config, load_architecture(config.model), tokenizer)
+    rows, shown, rows_of = prepare.compared_rows(config.data, tokenizer, proof.ROWS, proof.ROW_TOKENS, note, seen)
 
     def load_merged(dtype: Any) -> Any:
         return finished_run.load_merged(run, config.model, device, dtype)
 
-    job = Conversion(run, config, tokenizer, rows, rows_of, device, kind, base_identity, load_merged)
+    job = Conversion(run, config, tokenizer, rows, rows_of, device, kind, base_identity, load_merged, shown)
     _module(form).check(job)
     return job
 

@@ -607,11 +607,22 @@ _IS_CAUSAL = {_FLASH: 4, f"{_FLASH}_backward": 7, _VARLEN: 7, f"{_VARLEN}_backwa
 
 def _flops_on_cuda() -> dict[str, Callable[..., int]]:
     causal = {name: _causal_half(name) for name in _IS_CAUSAL}
-    onto = ("aten::addmm_", "finetune::multiply_", "finetune::add_product_")
+    onto = ("aten::addmm_", "finetune::multiply_", "finetune::multiply_joined_", "finetune::add_product_")
     return {
         **_FLOPS, **causal, "finetune::product": lambda left, right, *_, **__: 2 * left.numel() * right.shape[1],
+        "finetune::gated": _gated, "finetune::gated_backward_": _gated_backward,
         **dict.fromkeys(onto, lambda held, left, right, *_, **__: 2 * left.numel() * right.shape[1]),
     }  # fmt: skip
+
+
+def _gated(gate: Any, up: Any, activation: str, room: int = 0, factor: Any = None, *_: Any, **__: Any) -> int:
+    """The product with a factor."""
+    return 0 if factor is None else 2 * gate.numel() * len(factor)
+
+
+def _gated_backward(gate: Any, up: Any, da: Any, activation: str, *lows: Any, **__: Any) -> int:
+    """Those with s, and with what the two halves took."""
+    return 2 * gate.numel() * sum(low.shape[1] for low in lows[:3])
 
 
 def _causal_half(name: str) -> Callable[..., int]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from finetune import objectives
-from finetune.config import Config, contradictions, dump, explained, loaded
+from finetune.config import Config, DistributedSection, TrainingSection, contradictions, dump, explained, loaded
 from finetune.config.field_types import LEVELS
 from finetune.data import batching, prepare, sources
 from finetune.data.batching import Batch, MicroBatching, RowOrder, Sizes
@@ -99,22 +99,21 @@ class Planner:
     def _kept_or_traced(
         self, config: Config, batch: Batch, evaluation: Batch | None, evenly: bool = False
     ) -> Forecast:  # fmt: skip
-        kept = Kept(self.architecture, self._device(config), self.gpus, evenly)
+        kept = Kept(self.architecture, self._device(config.distributed), self.gpus, evenly)
         reference = self._scored(config)
         return kept.get(
             config, [batch, evaluation, reference], lambda: self._forecast(config, batch, evaluation, reference, evenly)
         )
 
-    def _device(self, config: Config) -> Device:
+    def _device(self, section: DistributedSection) -> Device:
         """The device as one of the ranks uses it."""
-        section = config.distributed
         return devices.of_ranks(self.device, strategies.groups(section, self.gpus), section.context)
 
     def _forecast(
         self, config: Config, batch: Batch, evaluation: Batch | None, reference: Batch | None = None,
         evenly: bool = False,
     ) -> Forecast:  # fmt: skip
-        device = self._device(config)
+        device = self._device(config.distributed)
         if config.training.deterministic and not device.cublas_workspace:
             device = replace(device, cublas_workspace=libraries.DETERMINISTIC_CUBLAS, measured_workspace_bytes=0)
         implementation = _attention(config, self.architecture, device)
@@ -123,7 +122,7 @@ class Planner:
         if not batch.padded and not flash and backends.shares_keys(self.architecture):
             # Without flash attention, heads that share keys take PyTorch's plain products, scores and all.
             implementation = packing.eager_like(implementation)
-        section = config.distributed
+        section, adapts = config.distributed, config.adapter.kind == "lora"
         is_shared = strategies.applies(section, self.gpus)
         setting = StepSetting(
             config, self.architecture, batch, evaluation, device, implementation, self.gpus, reference, evenly,
@@ -135,11 +134,11 @@ class Planner:
         run = RunSetting(
             micro_batches=max(1, per_rank),
             pixel_bytes=pixel_bytes(batch, setting.vision) if setting.vision else 0,
-            merge_bytes=file_sizes.merge_bytes(config, trace),
-            disk_bytes=file_sizes.disk_bytes(config, trace),
+            merge_bytes=file_sizes.merge_bytes(trace) if adapts else 0,
+            disk_bytes=file_sizes.disk_bytes(config.output, trace, adapts=adapts),
             checkpoint_bytes=file_sizes.checkpoint_bytes(trace),
             merges=config.output.merge,
-            saves_between=file_sizes.saves_between(config),
+            saves_between=file_sizes.saves_between(config.output, config.training.max_steps),
             from_files=config.model.weights != "random" and not strategies.loads_parts(section, self.gpus),
             gpus=self.gpus,
             sharing=section.model_dump() if is_shared else None,
@@ -155,7 +154,7 @@ class Planner:
         way = micro_batching(config, self.architecture)
         batches = reference_scores.positions(way, data, self._share(config)) / forecast.batch.positions
         rows = len(data.train) + len(data.eval or ())
-        in_step = reference_scores.in_step_share(config, data)
+        in_step = reference_scores.in_step_share(config.training, data)
         return job_forecast.with_reference(forecast, shares, rows, batches, in_step)
 
     def with_routing(self, config: Config, forecast: Forecast) -> Forecast:
@@ -426,7 +425,7 @@ def plan(config: Config, gpu: str | None = None, gpus: int = 1, follow: Follow =
 
 def fit(config: Config, gpu: str | None = None, gpus: int = 1, follow: Follow = _as_it_is) -> Fitted:
     """The job fitted to `gpu`, whatever micro-batch and checkpointing it names (see `finetune.fit`)."""
-    return _fit(_free_planner(config, gpu, gpus, follow), config)
+    return _fit(_free_planner(config, gpu, gpus, follow), config.training)
 
 
 def fit_with_limits(
@@ -434,13 +433,13 @@ def fit_with_limits(
 ) -> tuple[Fitted, Limits]:  # fmt: skip
     """`fit`, and the limits of the fitted job on that device."""
     planner = _free_planner(config, gpu, gpus, follow)
-    fitted = _fit(planner, config)
+    fitted = _fit(planner, config.training)
     return fitted, planner.limits(fitted.config)
 
 
-def _fit(planner: Planner, asked: Config) -> Fitted:
+def _fit(planner: Planner, asked: TrainingSection) -> Fitted:
     fitted, reasons = planner.fit(), dict[str, str]()
-    if asked.training.learning_rate == "auto":
+    if asked.learning_rate == "auto":
         _, reasons["training.learning_rate"] = evidence.best_rate(planner.job, planner.architecture)
     if why := planner.why_quantized:
         reasons["quantization.kind"] = why
@@ -497,8 +496,8 @@ def planner_for(
     libraries.quiet()
     if gpus < 1:
         raise ConfigError(f"`gpus` must be at least 1, not {gpus}")
-    check_shares(loaded(config), gpus)
-    check_optimizer(config)
+    check_shares(loaded(config).training, config.distributed, gpus)
+    check_optimizer(config.optimizer, config.distributed)
     device = devices.find(gpu or ("auto" if torch.cuda.is_available() else "cpu"), config.memory)
     config = _with_classes(config)
     architecture = load_architecture(config.model, listed=True)

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from finetune import kernels, objectives
-from finetune.config import AdapterSection, Config
+from finetune.config import AdapterSection, Config, MemorySection
 from finetune.data.batching import Batch, per_step
 from finetune.data.encoded import IMAGES, SEEN
 from finetune.errors import FinetuneError, ForecastError, first_line
@@ -124,8 +124,8 @@ class _KeptLayers:
     levels: tuple[str, ...]
 
     @classmethod
-    def of(cls, kinds: Sequence[Hashable], config: Config, shortening: Shortening) -> _KeptLayers:
-        levels = checkpointing.pattern(config.memory.checkpointing, len(kinds))
+    def of(cls, kinds: Sequence[Hashable], memory: MemorySection, shortening: Shortening) -> _KeptLayers:
+        levels = checkpointing.pattern(memory.checkpointing, len(kinds))
         shortened = shortening(list(zip(kinds, levels, strict=True)))
         kept = shortened.layers
         return cls(shortened, tuple(kinds[number] for number in kept), tuple(levels[number] for number in kept))
@@ -176,15 +176,11 @@ def trace_step(setting: StepSetting, models: Models | None = None) -> Trace:
         ) from error
 
 
-def _loss_is_fused(config: Config, device: Device) -> bool:
-    return config.fused != "off" and "loss" not in device.kernels_off
-
-
 def _trace_step(setting: StepSetting, shortening: Shortening, models: Models) -> Trace:
     """Look the trace up, or run the step on a model that is ready or made for it, and keep both."""
     config, device, ready = setting.config, setting.device, None
     if kinds := models.kinds.get(setting.job):
-        kept = _KeptLayers.of(kinds, config, shortening)
+        kept = _KeptLayers.of(kinds, config.memory, shortening)
         if trace := models.traces.get((setting.job, setting.step, kept.kinds, kept.levels)):
             return extrapolate(trace, kept.shortened)
         ready = models.ready.pop((setting.job, kept.kinds), None)
@@ -196,7 +192,7 @@ def _trace_step(setting: StepSetting, shortening: Shortening, models: Models) ->
         fake_ranks.placing(config.distributed, setting.world_size) as placement,
         fake_ranks.splitting(config.distributed, setting.world_size) as group,
         device_paths.undisturbed(),
-        log_probs.tiles(config.memory.loss_tokens, fused=_loss_is_fused(config, device)),
+        log_probs.tiles(config.memory.loss_tokens, fused=config.fused != "off" and "loss" not in device.kernels_off),
         device_paths.like(device, recorder, ready.mode if ready else None) as mode,
         setting.engine.around(recorder),
     ):
@@ -229,12 +225,13 @@ class _TracedStep:
         fused = not setting.attention.startswith(("eager", "packed", packing.WINDOWED))
 
         def keep_layers(kinds: Sequence[Hashable]) -> Shortened:
-            self.kinds, self.kept = kinds, _KeptLayers.of(kinds, self._config, shortening)
+            self.kinds, self.kept = kinds, _KeptLayers.of(kinds, self._config.memory, shortening)
             return self.kept.shortened
 
+        attention = "sdpa" if fused else setting.attention
         self._fake = FakeModel(
-            self._config, setting.architecture, "sdpa" if fused else setting.attention, mode, recorder, keep_layers,
-            self._attach, self._measure,
+            build.blueprint(self._config, setting.architecture, attention), self._config.adapter, mode, recorder,
+            keep_layers, self._attach, self._measure,
         )  # fmt: skip
         self._base, self._model, self._layers = self._fake.base, self._fake.model, self._fake.layers
         checkpointing.choose(self._base, self.kept.levels)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from finetune.inference import generation
 from finetune.inference.answer_settings import Settings
 from finetune.model import bounds
 from finetune.model.precision import autocast
+from finetune.model.source import vision
 from finetune.runtime import ranks
 from finetune.runtime.stages import stage
 from finetune.storage.files import write_json
@@ -41,16 +42,17 @@ def before(base: Any, tokenizer: Any, config: Config, run: RunDirectory, note: C
     answers = ranks.is_main() and not config.scorer and config.model.weights != "random"
     if not answers or holds_parts(config.distributed, ranks.world_size()):
         return []
-    asked = list(itertools.islice(questions(config.data, tokenizer), _QUESTIONS))
+    seen = vision.of(config, base.config, tokenizer)
+    asked = list(itertools.islice(questions(config.data, tokenizer, seen), _QUESTIONS))
     if kept := _kept(asked, run, note):
         return kept
     stage("the base answers a few questions, to compare with later")
     positions = bounds.table_size(base) or math.inf
-    prompts = [(each, _ids(each.prompt, tokenizer, config)) for each in asked]
+    prompts = [(each, generation.prompt_ids(each.prompt, tokenizer, config.data.control_tokens)) for each in asked]
     # Training rows are truncated, questions are not.
     short = [(each, ids) for each, ids in prompts if len(ids) < positions]
     try:
-        replies = _replies(base, tokenizer, [ids for _, ids in short], config)
+        replies = _replies(base, tokenizer, [each.prompt for each, _ in short], config)
     except (torch.OutOfMemoryError, MemoryError, FinetuneError):
         raise
     except Exception as error:  # the model's code may raise anything
@@ -72,19 +74,17 @@ def after(model: Any, tokenizer: Any, config: Config, run: RunDirectory, asked: 
     """Write the trained model's answers beside the base's."""
     if not asked:
         return
-    prompts = [_ids(prompt, tokenizer, config) for prompt, _ in asked]
-    for (_, row), reply in zip(asked, _replies(model, tokenizer, prompts, config), strict=True):
+    replies = _replies(model, tokenizer, [prompt for prompt, _ in asked], config)
+    for (_, row), reply in zip(asked, replies, strict=True):
         row["after"] = reply
     write_json(run.answers_file, [row for _, row in asked])
 
 
-def _ids(prompt: examples.Example, tokenizer: Any, config: Config) -> list[int]:
-    return generation.prompt_ids(prompt, tokenizer, config.data.control_tokens)
-
-
-def _replies(model: Any, tokenizer: Any, prompts: list[list[int]], config: Config) -> list[str]:
+def _replies(model: Any, tokenizer: Any, prompts: Sequence[examples.Example], config: Config) -> list[str]:
+    ids = [generation.prompt_ids(prompt, tokenizer, config.data.control_tokens) for prompt in prompts]
+    shown = generation.shown_in(prompts, vision.of(config, model.config, tokenizer))
     with autocast(config.training.precision, model.device):
-        return [each.text for each in generation.answers(model, tokenizer, prompts, Settings(_TOKENS))]
+        return [each.text for each in generation.answers(model, tokenizer, ids, Settings(_TOKENS), shown=shown)]
 
 
 def _kept(asked: list[Question], run: RunDirectory, note: Callable[[str], None]) -> Asked:

@@ -10,8 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from finetune.config.field_types import shortened
-from finetune.data.examples import Chat, Example, Message, opening
-from finetune.errors import ConfigError, DataError, MachineError
+from finetune.data import images
+from finetune.data.examples import Chat, Example, images_of, opening
+from finetune.errors import ConfigError, DataError, FinetuneError, MachineError
 from finetune.inference.answer_settings import Settings
 from finetune.inference.jobs import Ready
 from finetune.storage.files import append_line
@@ -22,12 +23,13 @@ COMMANDS = {
     "/both": "answer with both, the base first; the conversation goes on from the adapter's answer",
     "/retry": "answer the last line again",
     "/temperature": "show the temperature, or set it: /temperature 0.7; 0 is greedy",
+    "/image": "show an image with the next line: /image cat.jpg",
     "/save": "append the conversation to a file, as a row that can be trained on: /save rows.jsonl",
     "/reset": "forget the conversation",
     "/help": "show these commands",
     "/quit": "leave, as does Ctrl-D; Ctrl-C stops an answer",
 }
-_WITH_ARGUMENT = ("/temperature", "/save")
+_WITH_ARGUMENT = ("/temperature", "/image", "/save")
 
 
 class Conversation:
@@ -37,10 +39,10 @@ class Conversation:
         self, ready: Ready, settings: Settings, say: Callable[[str], None], note: Callable[[str], None]
     ) -> None:
         self._ready, self._settings, self._say, self._note = ready, settings, say, note
-        self._messages: list[Message] = []
+        self._so_far = self._before = Chat([])
         self._turns = 0
-        self._last: str | None = None
-        self._before: list[Message] = []
+        self._last: tuple[str, list[str]] | None = None
+        self._shown: list[str] = []  # paths of images, with the next line
         self._models = ["adapter"]
 
     def greet(self) -> None:
@@ -72,12 +74,14 @@ class Conversation:
             case "/help":
                 self._note("\n".join(f"{name:12}  {help}" for name, help in COMMANDS.items()))
             case "/reset":
-                self._messages, self._before, self._last = [], [], None
+                self._so_far, self._before, self._last, self._shown = Chat([]), Chat([]), None, []
                 self._note("the conversation begins anew")
             case "/retry":
                 self._retry()
             case "/temperature":
                 self._set_temperature(argument)
+            case "/image":
+                self._show(argument)
             case "/save":
                 self._save(argument)
             case _:
@@ -97,8 +101,9 @@ class Conversation:
             return
         if not self._settings.temperature:
             self._note("at temperature 0 a model always gives the same answer; /temperature 0.7 varies it")
-        self._messages = self._before
-        self._answer(self._last)
+        self._so_far = self._before
+        line, self._shown = self._last
+        self._answer(line)
 
     def _set_temperature(self, text: str) -> None:
         try:
@@ -110,34 +115,56 @@ class Conversation:
         except ConfigError as error:
             self._note(str(error))
 
+    def _show(self, path: str) -> None:
+        if not path:
+            self._note("name a file: /image cat.jpg")
+            return
+        file = str(Path(path).expanduser())
+        try:
+            [image] = images_of(self._ready.asked("", [file]))
+        except FinetuneError as error:
+            self._note(str(error))
+            return
+        self._shown.append(file)
+        size = f"{image.width} x {image.height} pixels, {self._ready.tokens_of(image)} tokens"
+        self._note(f"the next line shows {path} ({size})")
+
     def _save(self, path: str) -> None:
-        if not path or not self._messages:
-            self._note("name a file: /save rows.jsonl" if self._messages else "there is no conversation to save")
+        if not path or not self._so_far.messages:
+            self._note("name a file: /save rows.jsonl" if self._so_far.messages else "there is no conversation to save")
             return
         try:
-            append_line(Path(path).expanduser(), {"messages": [*opening(self._ready.system), *self._messages]})
+            messages = [*opening(self._ready.system), *images.as_in_rows(self._so_far)]
+            append_line(Path(path).expanduser(), {"messages": messages})
             self._note(f"saved as a row of {path}")
         except MachineError as error:
             self._note(str(error))
 
     def _answer(self, line: str) -> None:
-        turns = self._ready.kind == "chat"
-        asked = [*self._messages, {"role": "user", "content": line}]
-        prompt = Chat([*opening(self._ready.system), *asked]) if turns else self._ready.asked(line)
+        try:
+            prompt = self._ready.asked(line, self._shown)
+        except FinetuneError as error:
+            self._note(str(error))
+            return
+        before, shown, self._shown = self._so_far, self._shown, []
+        asked = before
+        if turns := isinstance(prompt, Chat):
+            asked = Chat([*before.messages, prompt.messages[-1]], images=(*before.images, *prompt.images))
+            prompt = replace(asked, messages=[*opening(self._ready.system), *asked.messages])
         # A new seed each turn, so that a repeated question gets another sampled answer.
         settings = replace(self._settings, seed=self._settings.seed + self._turns)
         self._turns += 1
-        self._last, self._before = line, self._messages
+        self._last, self._before = (line, shown), before
         for model in self._models:
             if len(self._models) > 1:
                 self._say(f"[{model}] ")
             try:
                 text = self._stream(model, prompt, settings)
-            except ConfigError as error:
+            except (ConfigError, DataError) as error:
                 self._note(f"{error}, or /reset")
                 return
         if turns:
-            self._messages = [*asked, {"role": "assistant", "content": text}]
+            self._so_far = replace(asked, messages=[*asked.messages, {"role": "assistant", "content": text}])
 
     def _stream(self, model: str, prompt: Example, settings: Settings) -> str:
         """The answer of a model, up to an interrupt if there is one."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.field_types import shortened
-from finetune.data import examples, readers
+from finetune.data import examples, images, readers
 from finetune.data.examples import Example, RowError
 from finetune.data.fields import text
 from finetune.data.messages import conversation, read_messages
@@ -19,7 +19,9 @@ from finetune.data.problems import Problems
 from finetune.errors import ConfigError, DataError
 from finetune.inference import chat_session
 from finetune.inference.answer_settings import Settings
-from finetune.inference.jobs import UNRECORDED, ready, system_of
+from finetune.inference.jobs import UNRECORDED, ready, system_of, vision_of, with_images
+from finetune.model.source.tokenizer import load_tokenizer
+from finetune.model.source.vision import Vision
 from finetune.report import words
 from finetune.report.terminal import note_beside_output
 from finetune.report.visible import LINES, visible
@@ -29,20 +31,23 @@ from finetune.storage.rundir import RunDirectory
 
 def generate(
     run: RunDirectory, texts: Sequence[str], file: Path | None, which: str, settings: Settings, *, as_json: bool,
-    system: str | None = None, trust_remote_code: bool = False,
+    system: str | None = None, shown: Sequence[str] = (), trust_remote_code: bool = False,
 ) -> None:  # fmt: skip
     """Answer `texts`, the prompts of `file`, or without both those of standard input.
 
-    A single text is answered as text, streamed, or with `as_json` as one JSON object; prompts otherwise as JSON lines,
-    in order. They are read before the model is loaded.
+    Each text shows the images `shown`. A single text is answered as text, streamed, or with `as_json` as one JSON
+    object; prompts otherwise as JSON lines, in order. They are read before the model is loaded.
     """
     if texts and file:
         raise ConfigError("--prompt and --file both name prompts; give one of them")
-    ask = _asking(run, system, trust_remote_code)
+    if shown and not texts:
+        raise ConfigError("--image goes with --prompt; rows of a file name their images themselves")
+    ask, seen = _asking(run, system, trust_remote_code)
     if texts:
-        asked = [Prompt(ask(one), {"prompt": one}) for one in texts]
+        named = {"images": [*shown]} if shown else {}
+        asked = [Prompt(with_images(ask(one), shown, seen), {"prompt": one, **named}) for one in texts]
     else:
-        asked = prompts_from_file(file, ask) if file else prompts_from_standard_input(ask)
+        asked = prompts_from_file(file, ask, seen) if file else prompts_from_standard_input(ask, seen)
     opened = ready(run, which, system=system, cache=settings.cache, trust_remote_code=trust_remote_code)
     if len(texts) == 1 and not as_json:
         opened.stream(asked[0].example, settings, _say)
@@ -65,13 +70,21 @@ def chat(
     chat_session.converse(opened, settings, _say, note_beside_output)
 
 
-def _asking(run: RunDirectory, system: str | None, trust_remote_code: bool) -> Callable[[str], Example]:
-    """Return a function from a prompt to an example; prints the system message if it comes from the run's rows."""
+def _asking(
+    run: RunDirectory, system: str | None, trust_remote_code: bool
+) -> tuple[Callable[[str], Example], Vision | None]:
+    """Return a function from a prompt to an example, and the vision of the run's base.
+
+    Prints the system message if it comes from the run's rows.
+    """
     used, kind = system_of(run, system), examples.learnt(run.events()) or UNRECORDED
     if used and system is None:
         note_beside_output(f"system message of the rows: {shortened(used, 200)} (--system gives another, or '' none)")
-    separator = config_of(run, trust_remote_code=trust_remote_code).data.separator
-    return lambda text: examples.asked(kind, text, separator, used)
+    config = config_of(run, trust_remote_code=trust_remote_code)
+    seen = None
+    if config.model.vision != "none":
+        seen = vision_of(config, load_tokenizer(config.model, run.data(config.data)))
+    return lambda text: examples.asked(kind, text, config.data.separator, used), seen
 
 
 def _say(piece: str) -> None:
@@ -87,8 +100,13 @@ class Prompt:
     row: dict[str, Any]
 
 
-def prompts_from_file(path: Path, asked: Callable[[str], Example]) -> list[Prompt]:
-    """The prompts of a file: rows with `messages` or `prompt`, or lines of text; `asked` makes an example of a text."""
+def prompts_from_file(
+    path: Path, asked: Callable[[str], Example], seen: Vision | None = None, folder: Path | None = None
+) -> list[Prompt]:
+    """The prompts of a file: rows with `messages` or `prompt`, or lines of text; `asked` makes an example of a text.
+
+    Images are shown to a base of the vision `seen`; their paths are relative to `folder`, by default the file's.
+    """
     if not path.exists():
         raise DataError(f"{path}: no such file")
     prompts: list[Prompt] = []
@@ -97,7 +115,8 @@ def prompts_from_file(path: Path, asked: Callable[[str], Example]) -> list[Promp
         for location, fields in read(path, problems):
             row = {"prompt" if name == "text" else name: value for name, value in fields.items()}
             try:
-                prompts.append(Prompt(_example(row, asked), row))
+                example = images.measured_example(_example(row, asked), folder or path.parent, seen)
+                prompts.append(Prompt(example, row))
             except RowError as error:
                 problems.add(f"{location}: {error}")
     if not prompts:
@@ -105,7 +124,7 @@ def prompts_from_file(path: Path, asked: Callable[[str], Example]) -> list[Promp
     return prompts
 
 
-def prompts_from_standard_input(asked: Callable[[str], Example]) -> list[Prompt]:
+def prompts_from_standard_input(asked: Callable[[str], Example], seen: Vision | None = None) -> list[Prompt]:
     """The prompts of standard input: JSON lines if it begins with a brace, otherwise lines of text."""
     if sys.stdin.isatty():
         raise ConfigError(
@@ -116,7 +135,7 @@ def prompts_from_standard_input(asked: Callable[[str], Example]) -> list[Prompt]
         path = Path(folder) / ("stdin.jsonl" if content.lstrip().startswith(b"{") else "stdin.txt")
         path.write_bytes(content)
         try:
-            return prompts_from_file(path, asked)
+            return prompts_from_file(path, asked, seen, Path())
         except DataError as error:
             raise DataError(str(error).replace(str(path), "standard input")) from None
 
@@ -124,7 +143,7 @@ def prompts_from_standard_input(asked: Callable[[str], Example]) -> list[Prompt]
 def _example(row: dict[str, Any], asked: Callable[[str], Example]) -> Example:
     name = "messages" if "messages" in row else "prompt"
     if name == "prompt" and not isinstance(row.get("prompt"), list):
-        return asked(text(row, "prompt"))
+        return images.placed_in(asked(text(row, "prompt")), row)
     example = conversation(read_messages(row, name), row, where=name)
     if example.messages[-1]["role"] == "assistant":
         raise RowError(f"`{name}` ends with the assistant's answer; remove that message")

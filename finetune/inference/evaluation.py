@@ -18,17 +18,16 @@ from typing import Any
 
 import numpy as np
 
-from finetune.config import Config, named
+from finetune.config import Config, DataSection, named
 from finetune.config.field_types import pick
 from finetune.data import prepare
 from finetune.data.examples import shown
 from finetune.data.prepare import Question
 from finetune.errors import ConfigError, DataError, NumbersError
-from finetune.export import finished_run
 from finetune.inference import generation
 from finetune.inference.answer_settings import Settings
 from finetune.inference.intervals import CONFIDENCE, RESAMPLES, SEED, Measured, compared
-from finetune.inference.jobs import EARLIER_ADAPTER, MODELS, model_of
+from finetune.inference.jobs import EARLIER_ADAPTER, MODELS, model_of, vision_of
 from finetune.inference.metrics import Metric, find
 from finetune.inference.model_results import ModelResults
 from finetune.inference.pair_scores import ComparedPairs
@@ -37,6 +36,7 @@ from finetune.inference.tasks import Tasks
 from finetune.lifecycle.failures import blaming_base
 from finetune.model import bounds
 from finetune.model.source.tokenizer import load_tokenizer
+from finetune.model.source.vision import Vision
 from finetune.objectives import OBJECTIVES
 from finetune.report import page
 from finetune.report.scores import Scores
@@ -75,11 +75,12 @@ def evaluate(
     run = RunDirectory.open(run)
     _refuse_values(limit, metrics=metrics, tasks=tasks, models=models)
     config = _config(run, data, answers=bool(metrics or tasks), trust_remote_code=trust_remote_code)
-    chosen = _chosen(run, config, models)
-    tokenizer = load_tokenizer(config.model, run.data(config))
-    with_loss = _has_rows(config, tokenizer, needed=bool(metrics or data) or not tasks)  # tasks alone need none
+    chosen = _chosen(run, models, adapts=config.adapter.kind == "lora")
+    tokenizer = load_tokenizer(config.model, run.data(config.data))
+    seen = vision_of(config, tokenizer)
+    with_loss = _has_rows(config.data, tokenizer, seen, needed=bool(metrics or data) or not tasks)  # tasks need none
     settings = Settings(max_new_tokens, batch_size=batch_size)
-    job = _EvaluationJob(run, config, settings, [find(name) for name in metrics], with_loss)
+    job = _EvaluationJob(run, config, settings, [find(name) for name in metrics], with_loss, seen)
     if config.scorer:
         job.scored = ScoredRows.of(config, tokenizer)
     elif with_loss:
@@ -132,7 +133,6 @@ def _refuse_values(limit: int | None, **lists: Sequence[str]) -> None:
 def _config(run: RunDirectory, data: str | PathLike[str] | None, *, answers: bool, trust_remote_code: bool) -> Config:
     """The config of the run, with the rows of `data` held out, if given; refuses `answers` of a model that has none."""
     config = config_of(run, trust_remote_code=trust_remote_code)
-    finished_run.refuse_images(config, "`finetune eval`")
     if config.scorer and answers:
         raise ConfigError(
             f"{run.path} is a {config.scorer}, which gives scores and no answers; leave out `--metric` and `--task`"
@@ -140,34 +140,35 @@ def _config(run: RunDirectory, data: str | PathLike[str] | None, *, answers: boo
     return config if data is None else config.changed({"data.eval": fspath(data)})
 
 
-def _has_rows(config: Config, tokenizer: Any, *, needed: bool) -> bool:
+def _has_rows(section: DataSection, tokenizer: Any, seen: Vision | None, *, needed: bool) -> bool:
     """Whether there is an evaluation set. Raises DataError if one is `needed` and there is none."""
-    held_out = (needed or prepare.is_here(config.data)) and prepare.holds_out(config.data, tokenizer)
+    held_out = (needed or prepare.is_here(section)) and prepare.holds_out(section, tokenizer, seen)
     if needed and not held_out:
         raise DataError(
-            f"no evaluation set (`data.eval: {named(config.data.eval)}`): set it to a file, or a larger "
+            f"no evaluation set (`data.eval: {named(section.eval)}`): set it to a file, or a larger "
             "`data.eval_share`, and train again; or give a file with `--data`; `--task` needs none"
         )
     return held_out
 
 
-def _chosen(run: RunDirectory, config: Config, models: Sequence[str]) -> list[str]:
+def _chosen(run: RunDirectory, models: Sequence[str], *, adapts: bool) -> list[str]:
     """The models to measure, in the order of MODELS. A run without an adapter trained the merged model itself."""
     for name in models:
         pick(MODELS, name, "model")
-    there = [name for name in MODELS if name != "merged" or (config.adapter.kind == "lora" and run.merged.exists())]
+    there = [name for name in MODELS if name != "merged" or (adapts and run.merged.exists())]
     return [name for name in MODELS if name in (models or there)]
 
 
 @dataclass
 class _EvaluationJob:
-    """The measurements of each model; the loss is among them if there is an evaluation set."""
+    """The measurements of each model; the loss is among them if there is an evaluation set. `seen` is its vision."""
 
     run: RunDirectory
     config: Config
     settings: Settings
     metrics: list[Metric]
     with_loss: bool
+    seen: Vision | None = None
     questions: list[Question] = field(default_factory=list)
     tasks: Tasks | None = None
     scored: ScoredRows | None = None
@@ -177,7 +178,7 @@ class _EvaluationJob:
 
     def ask(self, tokenizer: Any, limit: int | None) -> None:
         """Read the questions, and try each metric on a reference, before any model is loaded."""
-        self.questions = list(itertools.islice(prepare.questions(self.config.data, tokenizer), limit))
+        self.questions = list(itertools.islice(prepare.questions(self.config.data, tokenizer, self.seen), limit))
         if not self.questions:
             raise DataError(
                 "no row of the evaluation set ends with an answer to compare with; metrics need conversations without "
@@ -194,7 +195,7 @@ class _EvaluationJob:
         if self.compared:
             results = self.compared.measure(model, tokenizer)
         elif self.with_loss:
-            rows, _ = prepare.prepare_held_out(self.config.data, tokenizer)
+            rows, _ = prepare.prepare_held_out(self.config.data, tokenizer, self.seen)
             nats, by_row = held_out_loss(model, tokenizer, rows, self.config)
             if not math.isfinite(nats):
                 raise NumbersError(
@@ -220,7 +221,8 @@ class _EvaluationJob:
         if not self.questions:
             raise DataError(f"every question takes all of the base's {positions} positions; shorten them")
         prompts = list(itertools.compress(ids, fits))
-        results.answers = list(generation.answers(model, tokenizer, prompts, self.settings))
+        shown = generation.shown_in([one.prompt for one in self.questions], self.seen)
+        results.answers = list(generation.answers(model, tokenizer, prompts, self.settings, shown=shown))
         known = bounds.positions(model.config) or math.inf
         self.beyond += sum(len(ids) + each.tokens > known for ids, each in zip(prompts, results.answers, strict=True))
         for metric in self.metrics:

@@ -16,13 +16,16 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList, TextStreamer
 
-from finetune.data import chat, formats
-from finetune.errors import ArtifactError, ConfigError, NumbersError
+from finetune.data import chat, formats, images
+from finetune.data.examples import images_of
+from finetune.data.images import NO_IMAGES, ShownImages
+from finetune.errors import ArtifactError, ConfigError, DataError, NumbersError
 from finetune.inference.answer_settings import Settings
 from finetune.measure.out_of_memory import is_out_of_memory
 from finetune.model import bounds, probes
 from finetune.model.attention import caches
 from finetune.model.source import chat_template
+from finetune.model.source.vision import Vision
 from finetune.runtime import libraries, patches
 from finetune.runtime.randomness import RandomState
 
@@ -80,37 +83,54 @@ class Positions:
             )
 
 
-def prompt_ids(example: formats.Example, tokenizer: Any, control_tokens: chat.ControlTokens) -> list[int]:
-    """Token ids of a prompt, rendered as in training (`control_tokens` is `data.control_tokens`); never empty."""
+def prompt_ids(
+    example: formats.Example, tokenizer: Any, control_tokens: chat.ControlTokens, vision: Vision | None = None
+) -> list[int]:
+    """Token ids of a prompt, rendered as in training (`control_tokens` is `data.control_tokens`); never empty.
+
+    With the `vision` of the base, tokens of images that the prompt does not show are refused.
+    """
     try:
         ids = chat.prompt_ids(example, tokenizer, control_tokens)
     except formats.RowError as error:
         raise ArtifactError(f"the chat template cannot render the prompt: {error}") from None
+    if vision:
+        try:
+            images.check_tokens(ids, images_of(example), vision)
+        except formats.RowError as error:
+            raise DataError(f"the prompt cannot be answered: {error}") from None
     return ids or [tokenizer.eos_token_id]  # an empty prompt, and a tokenizer without BOS
+
+
+def shown_in(prompts: Sequence[formats.Example], vision: Vision | None) -> ShownImages:
+    """The images that prompts show to a base of this vision."""
+    return ShownImages(vision, [images_of(prompt) for prompt in prompts])
 
 
 def answers(
     model: Any, tokenizer: Any, prompts: Sequence[list[int]], settings: Settings,
-    cache_bytes: Callable[[int], None] = lambda size: None,
+    cache_bytes: Callable[[int], None] = lambda size: None, shown: ShownImages = NO_IMAGES,
 ) -> Iterator[Answer]:  # fmt: skip
-    """The answers to `prompts` (token ids, as `prompt_ids` makes them), in their order.
+    """The answers to `prompts` (token ids, as `prompt_ids` makes them), which show the images `shown`, in their order.
 
     They are generated in batches of like length, padded on the left; greedy answers are those that each prompt gets
     alone, up to rounding. A model whose rows are not independent gets one prompt at a time. A batch that runs out of
     memory is halved. `cache_bytes` is called with the size of each batch's KV cache once it is complete.
     Prompts that leave no position for an answer are refused (PromptTooLong) before anything is generated.
     """
-    generation = _Generation(model, tokenizer, settings, cache_bytes)
+    generation = _Generation(model, tokenizer, settings, cache_bytes, shown)
     rooms = [generation.room(prompt) for prompt in prompts]
     return generation.answers(prompts, rooms)
 
 
-def stream(model: Any, tokenizer: Any, prompt: list[int], settings: Settings, say: Callable[[str], None]) -> Answer:
+def stream(
+    model: Any, tokenizer: Any, prompt: list[int], settings: Settings, say: Callable[[str], None],
+    shown: ShownImages = NO_IMAGES,
+) -> Answer:  # fmt: skip
     """The answer to one prompt, passed to `say` in pieces as soon as they are certain."""
-    generation = _Generation(model, tokenizer, settings, lambda size: None)
-    [answer] = generation.generate(
-        [prompt], generation.room(prompt), settings.seed, _Streamer(tokenizer, say, settings.stop)
-    )
+    generation = _Generation(model, tokenizer, settings, lambda size: None, shown)
+    streamer = _Streamer(tokenizer, say, settings.stop)
+    [answer] = generation.generate({0: prompt}, generation.room(prompt), settings.seed, streamer)
     return answer
 
 
@@ -145,8 +165,11 @@ def _begun(text: str, stop: str) -> int:
 
 
 class _Generation:
-    def __init__(self, model: Any, tokenizer: Any, settings: Settings, cache_bytes: Callable[[int], None]) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, settings: Settings, cache_bytes: Callable[[int], None], shown: ShownImages
+    ) -> None:
         self._model, self._tokenizer, self._settings, self._cache_bytes = model, tokenizer, settings, cache_bytes
+        self._shown = shown
         self._positions = bounds.table_size(model)
         self._stop_ids = chat_template.stop_ids(tokenizer)
         caches.make(settings.cache, model.config, 1)
@@ -184,7 +207,8 @@ class _Generation:
             by_length = sorted(window, key=lambda at: (rooms[at], len(prompts[at])))
             for room, group in groupby(by_length, rooms.__getitem__):
                 for batch in _batched(list(group), size):
-                    made = self._halving([prompts[at] for at in batch], room, self._settings.seed + min(batch))
+                    rows = {at: prompts[at] for at in batch}
+                    made = self._halving(rows, room, self._settings.seed + min(batch))
                     answered.update(zip(batch, made, strict=True))
             yield from (answered[at] for at in window)
 
@@ -209,20 +233,23 @@ class _Generation:
             )  # fmt: skip
         return output.logits[1][0].float()
 
-    def _halving(self, rows: list[list[int]], room: int, seed: int) -> list[Answer]:
+    def _halving(self, rows: dict[int, list[int]], room: int, seed: int) -> list[Answer]:
         try:
             return self.generate(rows, room, seed)
         except (MemoryError, RuntimeError) as error:
             if len(rows) == 1 or not is_out_of_memory(error):
                 raise
         libraries.return_freed_memory()
-        half = len(rows) // 2
-        return [*self._halving(rows[:half], room, seed), *self._halving(rows[half:], room, seed)]
+        half, each = len(rows) // 2, list(rows.items())
+        return [*self._halving(dict(each[:half]), room, seed), *self._halving(dict(each[half:]), room, seed)]
 
-    def generate(self, rows: list[list[int]], room: int, seed: int, streamer: _Streamer | None = None) -> list[Answer]:
-        """The answers of one batch, of at most `room` tokens each."""
+    def generate(
+        self, rows: dict[int, list[int]], room: int, seed: int, streamer: _Streamer | None = None
+    ) -> list[Answer]:
+        """The answers of one batch, of at most `room` tokens each, to prompts by their number."""
         settings, before = self._settings, RandomState()
-        inputs = self._padded(rows)
+        inputs = self._padded(list(rows.values()))
+        inputs |= self._shown.arguments(inputs["input_ids"], rows)
         with _evaluating(self._model):
             try:
                 torch.manual_seed(seed)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from os import PathLike, fspath
 from typing import Any
 
 from finetune.config import Config
 from finetune.config.field_types import pick, shown
-from finetune.data import examples
-from finetune.errors import ConfigError
+from finetune.data import examples, images
+from finetune.data.encoded import RowImage
+from finetune.errors import ConfigError, DataError
 from finetune.export import finished_run
 from finetune.inference import generation
 from finetune.inference.answer_settings import Settings
@@ -20,6 +22,7 @@ from finetune.model import bounds, build
 from finetune.model.adapters import adapter_files
 from finetune.model.attention import caches
 from finetune.model.base import load_architecture
+from finetune.model.source import vision
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.report.terminal import note_beside_output
 from finetune.runtime import libraries
@@ -42,22 +45,30 @@ EARLIER_ADAPTER = "The merged model is of an earlier adapter; `finetune merge` m
 
 @dataclass(frozen=True)
 class Ready:
-    """A model of a run, ready to answer; `kind` of its rows, and its `system` message, empty for none."""
+    """A model of a run, ready to answer; `kind` of its rows, and its `system` message, empty for none.
+
+    `vision` is that of its base, None if it does not see.
+    """
 
     config: Config
     model: Any
     tokenizer: Any
     kind: str
     system: str = ""
+    vision: vision.Vision | None = None
 
     @property
     def switchable(self) -> bool:
         """Whether the model is a base with an adapter that can be switched off."""
         return hasattr(self.model, "disable_adapter")
 
-    def asked(self, text: str) -> examples.Example:
-        """A user's text in the form of the run's rows."""
-        return examples.asked(self.kind, text, self.config.data.separator, self.system)
+    def asked(self, text: str, shown: Sequence[str | bytes] = ()) -> examples.Example:
+        """A user's text in the form of the run's rows, with the images `shown`; see `with_images`."""
+        return with_images(examples.asked(self.kind, text, self.config.data.separator, self.system), shown, self.vision)
+
+    def tokens_of(self, image: RowImage) -> int:
+        """How many tokens a measured image takes."""
+        return images.tokens_of(image.height, image.width, self.vision) if self.vision else 0
 
     def answers(
         self, prompts: Sequence[examples.Example], settings: Settings,
@@ -65,8 +76,9 @@ class Ready:
     ) -> Iterator[Answer]:  # fmt: skip
         """See `generation.answers`."""
         ids = [self._ids(prompt) for prompt in prompts]
+        shown = self._shown(prompts)
         with blaming_base(self.config.model):
-            generated = generation.answers(self.model, self.tokenizer, ids, settings, cache_bytes)
+            generated = generation.answers(self.model, self.tokenizer, ids, settings, cache_bytes, shown)
             self._positions.prompt(max(map(len, ids), default=0))
             for prompt, answer in zip(ids, generated, strict=True):
                 yield answer
@@ -77,7 +89,7 @@ class Ready:
         ids = self._ids(prompt)
         self._positions.prompt(len(ids))
         with blaming_base(self.config.model):
-            answer = generation.stream(self.model, self.tokenizer, ids, settings, say)
+            answer = generation.stream(self.model, self.tokenizer, ids, settings, say, self._shown([prompt]))
         # On a line of its own, below the answer.
         self._positions.answer(len(ids), answer.tokens, lambda: say("\n"))
         return answer
@@ -87,7 +99,28 @@ class Ready:
         return generation.Positions(self.model, note_beside_output)
 
     def _ids(self, prompt: examples.Example) -> list[int]:
-        return generation.prompt_ids(prompt, self.tokenizer, self.config.data.control_tokens)
+        return generation.prompt_ids(prompt, self.tokenizer, self.config.data.control_tokens, self.vision)
+
+    def _shown(self, prompts: Sequence[examples.Example]) -> images.ShownImages:
+        return generation.shown_in(prompts, self.vision)
+
+
+def with_images(prompt: examples.Example, shown: Sequence[str | bytes], seen: vision.Vision | None) -> examples.Example:
+    """`prompt` with these images, paths or the bytes of files, measured for a base of the vision `seen`.
+
+    Raises ConfigError for a base that does not see, and DataError for an image that it cannot be shown.
+    """
+    if shown and seen is None:
+        raise ConfigError("this run shows no images to its base: it was trained with `model.vision: none`")
+    try:
+        return images.measured_example(images.shown_with(prompt, shown), None, seen)
+    except examples.RowError as error:
+        raise DataError(str(error)) from None
+
+
+def vision_of(config: Config, tokenizer: Any) -> vision.Vision | None:
+    """The vision of a run's base, with the run's bound on pixels; None if it was trained on text alone."""
+    return vision.of(config, load_architecture(config.model), tokenizer) if config.model.vision != "none" else None
 
 
 def system_of(run: RunDirectory, system: str | None) -> str:
@@ -126,25 +159,28 @@ def ready(
     kind = examples.learnt(run.events())
     if not kind:
         note_beside_output(f"{run.path} does not record the format of its rows; prompts are sent as conversations")
-    return Ready(config, model, tokenizer, kind or UNRECORDED, system)
+    return Ready(config, model, tokenizer, kind or UNRECORDED, system, vision_of(config, tokenizer))
 
 
 def generate(
-    run: Run, prompt: str, *, which: str = "adapter", system: str | None = None, max_new_tokens: int = 256,
-    trust_remote_code: bool = False,
+    run: Run, prompt: str, *, images: Sequence[str | PathLike[str] | bytes] = (), which: str = "adapter",
+    system: str | None = None, max_new_tokens: int = 256, trust_remote_code: bool = False,
 ) -> str:  # fmt: skip
     """Answer `prompt` greedily with the run's `base`, `adapter` or `merged` model.
 
     A run trained on conversations answers it as a user message, after the `system` message: by default the one that all
-    of its rows have in common, with "" none. One trained on completions or plain text continues it.
+    of its rows have in common, with "" none. One trained on completions or plain text continues it. `images`, paths or
+    the bytes of files, are shown before the prompt's text, or at its marks `<image>`.
 
-    Raises ConfigError for an unknown model, and ArtifactError if weights, tokenizer or base are damaged or not those of
-    the run, or need Python code that is not allowed.
+    Raises ConfigError for an unknown model and for images of a run without them, DataError for a broken image, and
+    ArtifactError if weights, tokenizer or base are damaged or not those of the run, or need Python code that is not
+    allowed.
     """
     if not isinstance(prompt, str):
         raise ConfigError(f"`prompt` must be text, not {shown(prompt)}")
     opened = ready(RunDirectory.open(run), which, system=system, trust_remote_code=trust_remote_code)
-    return next(opened.answers([opened.asked(prompt)], Settings(max_new_tokens))).text
+    example = opened.asked(prompt, [one if isinstance(one, bytes) else fspath(one) for one in images])
+    return next(opened.answers([example], Settings(max_new_tokens))).text
 
 
 def model_of(run: RunDirectory, config: Config, which: str) -> tuple[Any, Any]:
@@ -158,11 +194,11 @@ def model_of(run: RunDirectory, config: Config, which: str) -> tuple[Any, Any]:
     if which == "adapter":
         tokenizer = finished_run.tokenizer_of(run, config, run.adapter)
     else:
-        tokenizer = load_tokenizer(config.model, run.data(config))
+        tokenizer = load_tokenizer(config.model, run.data(config.data))
     architecture = load_architecture(config.model)
     bounds.check_tokenizer(tokenizer, architecture, config.model)
     base = build.load(config, architecture, device)
-    if finished_run.weights_folder(run, config).exists():
+    if finished_run.weights_folder(run, config.adapter).exists():
         finished_run.base_of(run, config, note_beside_output)
     if which == "base":
         return base, tokenizer

@@ -101,6 +101,12 @@ def choose_attention(config: Config, architecture: Any, device_type: str) -> tup
     return implementation, reason if name == config.model.attention else "it takes the masks of images"
 
 
+def attention_of_exports(config: Config, architecture: Any, device_type: str) -> str:
+    """The attention implementation that the models of a merge or an export are compared with."""
+    name = "auto" if config.model.vision == "none" else "sdpa"  # which takes the masks of images
+    return attentions.choose(name, architecture, device_type, config.training.precision)[0]
+
+
 def weightless(model: ModelSection, architecture: Any = None) -> Any:
     """The unquantized base on the meta device, to compare names and shapes. Raises as `load_architecture` does."""
     architecture = load_architecture(model) if architecture is None else architecture

@@ -193,12 +193,31 @@ def _lengths(data: Inspection) -> list[tuple[str, float, str, str]]:
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
-def spelt(groups: Iterable[list[tuple[str, Sample]]]) -> list[list[tuple[str, list[tuple[str, bool]]]]]:
-    """Rows for a page, in groups that stand beside each other: captions, and pieces as (text, trained)."""
+SpeltRow = tuple[str, list[tuple[str, bool]], list[tuple[str, str, str]], str]
+
+
+def spelt(groups: Iterable[list[tuple[str, Sample]]]) -> list[list[SpeltRow]]:
+    """Rows for a page, in groups that stand beside each other.
+
+    Of each its caption, pieces as (text, trained), images as (JPEG in base64, name, size), and a remark on others.
+    """
     return [
-        [(caption, [(_spelt(piece, "↵"), piece.trained) for piece in sample.pieces]) for caption, sample in rows]
+        [
+            (
+                caption,
+                [(_spelt(piece, "↵"), piece.trained) for piece in sample.pieces],
+                [(image.thumbnail, image.name, words.image_size(image)) for image in sample.images],
+                _further(sample),
+            )
+            for caption, sample in rows
+        ]
         for rows in groups
     ]
+
+
+def _further(sample: Sample) -> str:
+    left_out = sample.images_shown - len(sample.images)
+    return f"and {words.count(left_out)} more image{'s' * (left_out > 1)}" if left_out > 0 else ""
 
 
 def _together(data: Inspection) -> Iterator[list[tuple[str, Sample]]]:
@@ -231,9 +250,11 @@ def together(samples: Sequence[Sample], names: Sequence[str]) -> Iterator[list[t
 
 
 def _lines(caption: str, sample: Sample, console: Console, marks: tuple[str, str]) -> list[Text]:
-    """A row below its caption."""
+    """A row below its caption and what is known of its images."""
     row = _row(sample, console, marks).split("\n")
-    return [printing.plain(console, caption, _CONTEXT), *(Text.assemble("    ", line) for line in row)]
+    known = [f"{image.name}: {words.image_size(image)}" for image in sample.images] + [_further(sample)]
+    above = [printing.plain(console, line, _CONTEXT) for line in (caption, *filter(None, known))]
+    return [above[0], *(Text.assemble("    ", line) for line in (*above[1:], *row))]
 
 
 def _caption(sample: Sample) -> str:

@@ -118,7 +118,7 @@ def _job(
     if rows:
         facts["data"] = ", ".join(rows)
     if config:
-        facts["training"] = words.training(config)
+        facts["training"] = words.training(config.training, config.optimizer.kind)
         if figures.trained and figures.steps > (config.training.max_steps or figures.steps):
             facts["training"] += f"; an earlier start had done {words.count(figures.steps)} by then"
     if changed := [event for event in figures.events if event["event"] == "schedule_changed"]:
@@ -218,7 +218,7 @@ def _differences(run: RunDirectory) -> list[Difference]:
 # -- the rest ----------------------------------------------------------------------------------------------------------
 
 
-def _samples(data: DataFacts | None) -> list[list[tuple[str, list[tuple[str, bool]]]]]:
+def _samples(data: DataFacts | None) -> list[list[data_view.SpeltRow]]:
     """The first rows of data.json for the page, in groups that stand beside each other."""
     return data_view.spelt(data_view.together(data["samples"], [*data["train"].get("segments", {})])) if data else []
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.config import AdapterSection, Config, TrainingSection
 from finetune.data.counts import CONTROL_TOKENS, Counts
 from finetune.objectives import OBJECTIVES
+from finetune.storage.records import SampleImage
 
 if TYPE_CHECKING:  # these import torch, which would delay the first line of a plan
     from finetune.data.batching import Batch
@@ -110,6 +111,11 @@ def energy(joules: float) -> str:
     return f"{kwh:.3g} kWh" if kwh >= 1 else f"{1000 * kwh:.3g} Wh"
 
 
+def image_size(image: SampleImage) -> str:
+    """The size of an image of a row in pixels and tokens."""
+    return f"{count(image.width)} x {count(image.height)} pixels, {count(image.tokens)} tokens"
+
+
 def base(config: Config) -> str:
     """The base and how it is stored, such as `meta-llama/Llama-2-7b-hf in nf4; bf16 arithmetic`."""
     quantization = config.quantization
@@ -134,12 +140,11 @@ def adapter(section: AdapterSection) -> str:
     return f"{' '.join(kinds)} of rank {rank}, alpha {section.alpha:g}, on {targets}{start}"
 
 
-def training(config: Config) -> str:
+def training(section: TrainingSection, optimizer: str) -> str:
     """Steps, objective, optimizer and learning rate, such as `20 steps, supervised, adamw_8bit, ...`."""
-    section = config.training
     number, unit = (section.max_steps, "step") if section.max_steps else (section.epochs, "epoch")
     return (
-        f"{number:,g} {unit}{'s' * (number != 1)}, {section.objective}, {config.optimizer.kind}, "
+        f"{number:,g} {unit}{'s' * (number != 1)}, {section.objective}, {optimizer}, "
         f"learning rate {learning_rate(section)}, {section.schedule}"
     )
 

@@ -303,15 +303,36 @@ class TokenText:
     trained: bool
 
 
+# Base64 in a page is what a page embeds, and must not be able to be anything else.
+Thumbnail = Annotated[str, Field(pattern=r"^[A-Za-z0-9+/]*={0,2}$", max_length=2**17)]
+
+
+@_class_record
+@dataclass(frozen=True)
+class SampleImage:
+    """An image of a row: its size in pixels, how many tokens stand for it, and a small JPEG of it, in base64."""
+
+    name: str
+    height: Count
+    width: Count
+    tokens: Count
+    thumbnail: Thumbnail = field(repr=False)
+
+
 @_class_record
 @dataclass(frozen=True)
 class Sample:
-    """A training row as the model sees it; `tokens` and `trained_tokens` count the whole row."""
+    """A training row as the model sees it; `tokens` and `trained_tokens` count the whole row.
+
+    `images` are the first of its `images_shown` images.
+    """
 
     place: str
     tokens: Count
     trained_tokens: Count
     pieces: tuple[TokenText, ...]
+    images: tuple[SampleImage, ...] = ()
+    images_shown: Count = 0
 
 
 @_dict_record

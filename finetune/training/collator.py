@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from finetune.config import Config
 from finetune.data import images
@@ -63,6 +62,10 @@ def cannot_share(config: Config, architecture: Any) -> str | None:
     return packing.cannot_share(config.model.attention, architecture)
 
 
+_Sequence = tuple[np.ndarray, np.ndarray]
+"""Token ids and labels of a sequence, (tokens,) each."""
+
+
 class Idle(Inputs):
     """A micro-batch without trained tokens, for a rank that has fewer micro-batches in a step than others."""
 
@@ -81,11 +84,7 @@ class MicroBatches:
     ) -> None:  # fmt: skip
         self.way, self._vision, self._pixels = way, vision, pixels or decoded
         self._rank, self._world_size = rank // context, world_size // context
-        split = context > 1  # each slice needs its positions
-        self._collate = DataCollatorForLanguageModeling(
-            pad_token_id=pad_token_id, padding_free=way.packed, return_position_ids=split,
-            pad_to_multiple_of=context if split else None,
-        )  # fmt: skip
+        self._pad_token_id, self._context = pad_token_id, context
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> list[Inputs]:
         shares = [rows[rank :: self._world_size] for rank in range(self._world_size)]
@@ -105,8 +104,8 @@ class MicroBatches:
     def micro_batch(self, rows: Sequence[dict[str, Any]]) -> Inputs:
         """Collate these rows into one micro-batch."""
         layout = self.way.layout
-        arrays: list[dict[str, Any]] = []
-        measured: list[dict[str, Any]] = []
+        sequences: list[_Sequence] = []
+        measured: list[_Sequence] = []
         shared: list[int] = []
         for row in rows:
             ends = np.cumsum(lengths_of(row))[:-1]
@@ -114,17 +113,14 @@ class MicroBatches:
             ids, labels = (np.split(np.asarray(row[name]), ends) for name in ("input_ids", "labels"))
             before = [0, *[self.way.shared(row)] * len(ends)]
             own = [
-                {"input_ids": segment[first:], "labels": wanted[first:]}
-                for segment, wanted, first in zip(ids, labels, before, strict=True)
+                (segment[first:], wanted[first:]) for segment, wanted, first in zip(ids, labels, before, strict=True)
             ]
-            arrays += own[: layout.together]
+            sequences += own[: layout.together]
             measured += own[layout.together :]
             shared += before[: layout.together]
-        inputs = self._collate(arrays)
-        if any(shared):
-            inputs |= packing.places([len(each["input_ids"]) for each in arrays], shared)
+        inputs = self._joined(sequences, shared)
         if measured:
-            inputs[MISMATCHED] = self._collate(measured)
+            inputs[MISMATCHED] = self._joined(measured, [0] * len(measured))
         if layout != ONE_SEQUENCE:
             inputs["row"] = torch.arange(len(rows)).repeat_interleave(layout.together)
         for name in (*layout.values, *(one for one in layout.optional if one in rows[0])):
@@ -135,6 +131,28 @@ class MicroBatches:
         if self._vision and any(row.get(SEEN) for row in rows):
             inputs |= self._seen(rows, inputs["input_ids"], self._vision)
         return inputs
+
+    def _joined(self, sequences: Sequence[_Sequence], shared: Sequence[int]) -> Inputs:
+        """The sequences padded to the longest, or packed; packed ones see `shared` tokens before their own."""
+        lengths = [len(ids) for ids, _ in sequences]
+        if not self.way.packed:
+            tokens = math.ceil(max(lengths) / self._context) * self._context
+            inside = np.arange(tokens) < np.array(lengths)[:, None]
+            ids = np.full(inside.shape, self._pad_token_id, np.int64)
+            labels = np.full(inside.shape, IGNORE, np.int64)
+            ids[inside], labels[inside] = (np.concatenate(each) for each in zip(*sequences, strict=True))
+            inputs = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
+            if self._context > 1:  # each slice needs its positions
+                inputs["position_ids"] = torch.from_numpy(np.where(inside, np.arange(tokens), 0))
+            return {**inputs, "attention_mask": torch.from_numpy(inside.astype(np.int64))}
+        padding = -sum(lengths) % self._context  # each token of it a sequence of its own
+        lengths, shared = [*lengths, *[1] * padding], [*shared, *[0] * padding]
+        ids, labels = (np.concatenate(each) for each in zip(*sequences, strict=True))
+        ids = np.concatenate([ids, np.full(padding, self._pad_token_id)])
+        labels = np.concatenate([labels, np.full(padding, IGNORE)])
+        places = packing.places(lengths, shared)
+        labels[places["cu_seq_lens_q"][:-1].numpy()] = IGNORE  # nothing predicts the first token of a sequence
+        return {"input_ids": torch.from_numpy(ids)[None], "labels": torch.from_numpy(labels)[None], **places}
 
     def _seen(self, rows: Sequence[dict[str, Any]], ids: torch.Tensor, vision: Vision) -> Inputs:
         """The images of each row, and which tokens (sequences, tokens) stand for them."""

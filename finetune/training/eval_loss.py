@@ -24,6 +24,7 @@ from finetune.model.attention import packing
 from finetune.model.distributed.placement import release_gathered
 from finetune.model.precision import autocast
 from finetune.model.probes.causality import capability_of, needs_mask
+from finetune.model.source import vision
 from finetune.objectives import OBJECTIVES, Objective, log_probs
 from finetune.runtime import ranks
 from finetune.runtime.libraries import without_cudnn_attention
@@ -219,7 +220,7 @@ def _watched(
     """The sum and count of `objective` over `rows`, and what is `read` of each micro-batch's output, on the CPU."""
     training = config.training
     log_probs.attach(model)
-    collate = MicroBatches(way, tokenizer.pad_token_id)
+    collate = MicroBatches(way, tokenizer.pad_token_id, vision=vision.of(config, model.config, tokenizer))
     by_row: list[torch.Tensor] = []
     watching = model.register_forward_hook(
         lambda model, _, batch, outputs: by_row.append(read(batch, outputs)), with_kwargs=True

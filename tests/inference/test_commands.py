@@ -220,7 +220,7 @@ def test_both_answer_a_line_and_the_conversation_goes_on_from_the_adapter(opened
     assert adapter == f"[adapter] {text_of(opened, 'Say 5')}"
     assert base.startswith("[base] ")
     assert base.removeprefix("[base]") != adapter.removeprefix("[adapter]")
-    assert [message["content"] for message in conversation._messages] == ["Say 5", text_of(opened, "Say 5")]
+    assert [message["content"] for message in conversation._so_far.messages] == ["Say 5", text_of(opened, "Say 5")]
 
 
 def test_retry_replaces_the_last_answer_at_the_current_temperature(
@@ -236,7 +236,7 @@ def test_retry_replaces_the_last_answer_at_the_current_temperature(
     for _ in range(3):
         conversation.take("/retry")
     assert len(set("".join(said).splitlines())) > 2
-    assert [message["role"] for message in conversation._messages] == ["user", "assistant"]
+    assert [message["role"] for message in conversation._so_far.messages] == ["user", "assistant"]
     for word, answer in (("x", "x is no number"), ("-1", "`temperature` must be 0"), ("", "the temperature is 5")):
         conversation.take(f"/temperature {word}")
         assert noted[-1].startswith(answer)
@@ -247,7 +247,7 @@ def test_a_retry_of_a_line_that_was_too_long_keeps_the_turns_before(
 ) -> None:
     conversation, _, noted = conversing(opened)
     conversation.take("Say 5")
-    before = list(conversation._messages)
+    before = list(conversation._so_far.messages)
 
     def too_long(*_: object) -> None:
         raise generation.PromptTooLong("the prompt is too long")
@@ -256,7 +256,7 @@ def test_a_retry_of_a_line_that_was_too_long_keeps_the_turns_before(
     conversation.take("Say 6")
     conversation.take("/retry")
     assert noted.count("the prompt is too long, or /reset") == 2
-    assert conversation._messages == before
+    assert conversation._so_far.messages == before
 
 
 def test_a_conversation_is_saved_as_a_row_that_can_be_trained_on(opened: jobs.Ready, tmp_path: Path) -> None:
@@ -342,7 +342,7 @@ def test_an_interrupt_stops_the_answer_and_not_the_chat(opened: jobs.Ready) -> N
     conversation = chat_session.Conversation(opened, SETTINGS, say, said.append)
     assert conversation.take("What is `abc`?")
     assert said[1:] == [" [stopped]", "\n"]
-    assert conversation._messages[-1] == {"role": "assistant", "content": said[0]}
+    assert conversation._so_far.messages[-1] == {"role": "assistant", "content": said[0]}
     assert conversation.take("Say 5")
     assert said[-1] == "\n"
     assert len("".join(said[3:])) > 1

@@ -233,5 +233,5 @@ def test_pairs_show_their_prompt_once_and_both_answers_side_by_side(quick: Any, 
     prompt, both, *_ = view.values()["samples"]
     assert [len(prompt), len(both)] == [1, 2]
     assert not any(trained for _, trained in prompt[0][1])
-    assert all(trained for _, pieces in both for text, trained in pieces if text.strip("↵\n"))
+    assert all(trained for _, pieces, *_ in both for text, trained in pieces if text.strip("↵\n"))
     assert "grid-template-columns" in view.page()

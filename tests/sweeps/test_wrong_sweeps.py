@@ -40,7 +40,6 @@ WRONG: list[tuple[list[str], str]] = [
     (["output.dir=a,b"], "a run directory of its own"),
     ([_RATES, "data.eval=none"], "set `auto` or a file"),
     ([_RATES, "training.objective=dpo"], "finetune compare"),
-    ([_RATES, "model.vision=frozen"], "not compared on images yet"),
     ([_RATES, "adapter.kind=none", "quantization.kind=none"], "set `lora`"),
     (["adapter.init=default,pissa", "quantization.kind=none"], "changes the base"),
     ([f"training.seed={','.join(map(str, range(200)))}", _RATES], "more than 256"),

@@ -30,6 +30,11 @@ def check(job: Conversion) -> None:
             f"{job.run.path} is a {job.config.scorer}, whose head has no GGUF form here; export `merged`, which "
             "transformers loads as a sequence classifier"
         )
+    if job.config.model.vision != "none":
+        raise ConfigError(
+            f"{job.run.path} was trained on images, for which llama.cpp needs the projector in a file of its own, "
+            "which is not written here; export `merged`, which vLLM and transformers serve with images"
+        )
     family = gguf_families.family(job.architecture)
     if not family.readable and not llama_cpp.installed():
         raise MachineError(

@@ -16,17 +16,18 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from finetune.config import Config, QuantizationSection
+from finetune.data.images import NO_IMAGES, ShownImages
 from finetune.errors import ArtifactError
 from finetune.export import proof
 from finetune.export.merging.updates import Updates, base_name
+from finetune.model import build
 from finetune.model.adapters.adapter_files import weightless_adapter
-from finetune.model.attention import backends
 from finetune.model.base import load_architecture, refuse_not_finite
 from finetune.model.build import Blueprint
 from finetune.model.precision import PRECISIONS
 from finetune.model.skeleton import make_buffers
 from finetune.model.source import prequantized
-from finetune.model.structure import experts, streamed
+from finetune.model.structure import composite, experts, streamed
 from finetune.runtime import libraries
 from finetune.storage import weight_files
 
@@ -42,23 +43,29 @@ ONTO: dict[Onto, str] = {
 
 
 class Bases:
-    """The base of a run in its files: to merge into, and to run."""
+    """The base of a run in its files: to merge into, and to run on rows that show the images `shown`, of `longest`
+    tokens at most.
+    """
 
-    def __init__(self, config: Config, adapter: Path, files: list[Path], device: torch.device) -> None:
+    def __init__(
+        self, config: Config, adapter: Path, files: list[Path], device: torch.device, shown: ShownImages = NO_IMAGES,
+        longest: int = proof.ROW_TOKENS,
+    ) -> None:  # fmt: skip
         if not files:
             raise ArtifactError(
                 f"the weights of {config.model.name} are not in safetensors files, which a merge reads; convert them"
             )
-        self.config, self.adapter, self.files, self.device = config, adapter, files, device
+        self.config, self.adapter, self.files, self.device, self._shown = config, adapter, files, device, shown
         self.dtype = self.compute_dtype = PRECISIONS[config.training.precision].merged
         self.architecture = load_architecture(config.model)
         self.requantized = prequantized.requantizes(config.quantization, self.architecture)
         text = self.architecture.get_text_config()
-        self.layers, self.stride = text.num_hidden_layers, proof.stride(text.vocab_size, proof.ROW_TOKENS)
+        self.layers, self.stride = text.num_hidden_layers, proof.stride(text.vocab_size, longest)
         self.bare = self._weightless(self.architecture)
         self.weights = streamed.Weights(self.bare, files, PRECISIONS[config.training.precision].dtype)
         self.adapted = weightless_adapter(self._weightless(self.architecture), adapter, config.adapter)
         self.updates = Updates(self.adapted, adapter, device)
+        self._beside = tuple(f"{part}." for part in composite.beside_language(self.bare))
         self.mixture = experts.is_mixture(self.bare)
         # Trained embeddings or head are separate tensors.
         tied = self.bare.all_tied_weights_keys.items()
@@ -91,7 +98,11 @@ class Bases:
     def run(self, model: Any, fetch: Callable[[str], torch.Tensor | None], rows: list[list[int]]) -> proof.Streamed:
         """Logits of a model whose weights `fetch` reads."""
         libraries.return_freed_memory()  # what merging or an earlier model left
-        return proof.Streamed(model, fetch, rows, self.stride, self.device)
+        return proof.Streamed(model, fetch, rows, self.stride, self.device, self._shown)
+
+    def keeps(self, group: streamed.ConversionGroup) -> bool:
+        """Whether tensors are of the model of images, and stay as they are in the files."""
+        return any(name.startswith(self._beside) and name not in self.updates for name in group.targets)
 
     def run_of_files(self, folder: Path, rows: list[list[int]]) -> proof.Streamed:
         """Logits of the merged model that was written to `folder`."""
@@ -103,7 +114,7 @@ class Bases:
 
     def _weightless(self, architecture: Any, quantization: QuantizationSection | None = None) -> Any:
         config = self.config
-        implementation, _ = backends.choose("auto", architecture, self.device.type, config.training.precision)
+        implementation = build.attention_of_exports(config, architecture, self.device.type)
         quantization = quantization or QuantizationSection(kind="none")
         return Blueprint(config.model, quantization, architecture, implementation, self.dtype).weightless()
 
@@ -152,6 +163,8 @@ class Merging:
     def tensors(self, group: streamed.ConversionGroup) -> dict[str, torch.Tensor]:
         """The tensors of the merged model's files that replace a group of the base's."""
         weights = self.bases.weights
+        if self.bases.keeps(group):
+            return {source: weights.stored(source) for source in group.sources}
         if not any(name in self.bases.updates or name in self.quantized for name in group.targets):
             return {source: self._rounded(weights.stored(source)) for source in group.sources}
         merged = {name: self._merged(name, weight) for name, weight in weights.converted(group).items()}

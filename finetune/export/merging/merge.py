@@ -29,7 +29,7 @@ from finetune.export.export_formats import FORMATS
 from finetune.export.merging import merged_files
 from finetune.export.merging.bases import ONTO, Bases, Merging, Onto
 from finetune.model.base import load_architecture
-from finetune.model.source import file_hashes, identity, prequantized
+from finetune.model.source import file_hashes, identity, prequantized, vision
 from finetune.model.source.locate import weights_directory
 from finetune.model.structure import sequence_head
 from finetune.runtime import libraries
@@ -54,11 +54,13 @@ def merge(
         raise ArtifactError(f"{run.path} has a base of random weights, which were not saved; there is nothing to merge")
     chosen = _chosen(config, onto)
     tokenizer = finished_run.tokenizer_of(run, config, run.adapter)
-    rows, rows_of = data_prepare.compared_rows(config.data, tokenizer, proof.ROWS, proof.ROW_TOKENS, note)
+    seen = vision.of(config, load_architecture(config.model), tokenizer)
+    rows, shown, rows_of = data_prepare.compared_rows(config.data, tokenizer, proof.ROWS, proof.ROW_TOKENS, note, seen)
 
     folder = weights_directory(config.model.name, config.model.revision, download=True)
     base_identity = finished_run.base_of(run, config, note)
-    bases = Bases(config, run.adapter, identity.loaded_files(folder), device)
+    longest = max([proof.ROW_TOKENS, *map(len, rows)])
+    bases = Bases(config, run.adapter, identity.loaded_files(folder), device, shown, longest)
     made_from = {
         "onto": chosen, "base": base_identity, "dtype": str(bases.dtype),
         "adapter": file_hashes.sha256(run.adapter / "adapter_model.safetensors"),
@@ -66,7 +68,7 @@ def merge(
 
     def make(written: Path) -> dict[str, Any]:
         fingerprint.save(tokenizer, base_identity, written)
-        merged_files.write_settings(bases, folder, tokenizer, written)
+        merged_files.write_settings(bases, folder, tokenizer, written, seen)
         merged_files.write_weights(bases.merging(chosen), written)
         return {
             "format": "merged",

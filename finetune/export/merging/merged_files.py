@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +15,13 @@ from transformers import GenerationConfig
 from finetune.errors import MachineError
 from finetune.export.merging.bases import Bases, Merging
 from finetune.model.source import chat_template
+from finetune.model.source.vision import Vision
 from finetune.model.structure import sequence_head, streamed
 from finetune.storage import weight_files
 from finetune.storage.files import amount, write_json
+
+PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+"""The files of what makes a base's images and films, beside its tokenizer."""
 
 
 def layouts(bases: Bases) -> dict[str, weight_files.FileLayout]:
@@ -26,11 +31,12 @@ def layouts(bases: Bases) -> dict[str, weight_files.FileLayout]:
     """
     unused = {source for group in bases.weights.groups if not group.targets for source in group.sources}
     left_out = unused if bases.weights.new else set()
+    kept = {source for group in bases.weights.groups if bases.keeps(group) for source in group.sources}
     order = {source: number for number, group in enumerate(bases.weights.groups) for source in group.sources}
     planned, count = {}, len(bases.files)
     for number, file in enumerate(bases.files, start=1):
         tensors = {
-            name: (bases.dtype if dtype.is_floating_point else dtype, shape)
+            name: (bases.dtype if dtype.is_floating_point and name not in kept else dtype, shape)
             for name, (dtype, shape) in bases.weights.layout_of(file).items()
             if name not in left_out
         }
@@ -83,11 +89,25 @@ def _tensors(merging: Merging, of: dict[str, streamed.ConversionGroup], names: l
             yield tensors.pop(name)
 
 
-def write_settings(bases: Bases, base: Path, tokenizer: Any, folder: Path) -> None:
+def _bound(file: Path, seen: Vision) -> None:
+    """Write the settings with which a run's images were processed to a processor's file, if it is of images."""
+    values = json.loads(file.read_text(encoding="utf-8"))
+    of_images = values.get("image_processor", values)
+    if "image_processor_type" in of_images:
+        of_images |= {key: value for key, value in seen.settings().items() if key in of_images}
+        write_json(file, values)
+
+
+def write_settings(bases: Bases, base: Path, tokenizer: Any, folder: Path, seen: Vision | None) -> None:
     """Write config.json and generation_config.json; generation stops at the end of a turn as it was trained.
 
-    A classifier has no generation_config.json.
+    A classifier has no generation_config.json. The base's processors are copied, with the run's bound on pixels.
     """
+    for name in PROCESSORS:
+        if (base / name).is_file():
+            shutil.copyfile(base / name, folder / name)
+            if seen and bases.config.data.image_pixels:
+                _bound(folder / name, seen)
     if sequence_head.is_classifier(bases.bare):
         sequence_head.name_padding(bases.merged_architecture, tokenizer)
         bases.merged_architecture.save_pretrained(str(folder))

@@ -227,6 +227,17 @@ class Vision:
         made, texts = self._processor._process_images([list(images)], **self._options)  # noqa: SLF001
         return made, texts
 
+    def settings(self) -> dict[str, Any]:
+        """The contents of the image processor's file, with the job's bound on pixels."""
+        settings: dict[str, Any] = self._processor.image_processor.to_dict()
+        return settings
+
+    def types(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The model's argument, if it has one, for which of the tokens `ids` (rows, tokens) stand for images."""
+        if not self.token_types:
+            return {}
+        return {self.token_types: torch.isin(ids, torch.tensor(self.image_tokens, device=ids.device)).long()}
+
 
 def joined(rows: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """The model's arguments for the images of several rows; rows without any have none.
