@@ -159,10 +159,8 @@ class Sizes:
     def some(self, rows: Sequence[int]) -> Sizes:
         """The sizes of these rows."""
         lengths, trained = ([values[row] for row in rows] for values in (self.lengths, self.trained))
-        segments, shared, images = (
-            [values[row] for row in rows] if values else () for values in (self.segments, self.shared, self.images)
-        )
-        return Sizes(lengths, trained, segments, shared, images)
+        segments, images = ([values[row] for row in rows] if values else () for values in (self.segments, self.images))
+        return Sizes(lengths, trained, segments, [self.shared[row] for row in rows] if self.shared else (), images)
 
     @property
     def areas(self) -> list[int]:

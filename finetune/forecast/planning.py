@@ -126,7 +126,7 @@ class Planner:
         is_shared = strategies.applies(section, self.gpus)
         setting = StepSetting(
             config, self.architecture, batch, evaluation, device, implementation, self.gpus, reference, evenly,
-            self.data and self.data.vision,
+            self.data.vision if self.data else None,
         )  # fmt: skip
         trace = trace_step(setting, self._models)
         way = micro_batching(config, self.architecture)
@@ -287,17 +287,18 @@ class Planner:
 
     def images(self, config: Config) -> ImageMemory | None:
         """What an image takes, and the largest that fits, one row at a time; None for rows of text."""
-        if self.data is None or self.data.vision is None:
+        data = self.data
+        if data is None or data.vision is None:
             return None
         config = config.changed({"training.micro_batch": 1, "training.micro_batch_tokens": None})
         batch = max(self._largest_batches(config)[0], key=lambda one: one.area)
 
         def forecast(one: Batch, seeing: Vision, pixels: int | None) -> Forecast:
-            planner = replace(self, data=replace(self.data, vision=seeing))
+            planner = replace(self, data=replace(data, vision=seeing))
             bounded = config.changed({"data.image_pixels": pixels or config.data.image_pixels})
             return planner._kept_or_traced(bounded, one, None)  # noqa: SLF001
 
-        return image_memory.of(batch, self.data.vision, config.data.max_length, forecast)
+        return image_memory.of(batch, data.vision, config.data.max_length, forecast)
 
     def limits(self, config: Config) -> Limits:
         """The longest rows, most rows and highest rank that fit with every layer checkpointed."""
