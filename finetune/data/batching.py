@@ -158,9 +158,11 @@ class Sizes:
 
     def some(self, rows: Sequence[int]) -> Sizes:
         """The sizes of these rows."""
-        lengths, trained = ([values[row] for row in rows] for values in (self.lengths, self.trained))
-        segments, images = ([values[row] for row in rows] if values else () for values in (self.segments, self.images))
-        return Sizes(lengths, trained, segments, [self.shared[row] for row in rows] if self.shared else (), images)
+
+        def of(values: Sequence[Any]) -> Sequence[Any]:
+            return [values[row] for row in rows] if values else ()
+
+        return Sizes(of(self.lengths), of(self.trained), of(self.segments), of(self.shared), of(self.images))
 
     @property
     def areas(self) -> list[int]:

@@ -28,7 +28,7 @@ tiled: Any = ChunkedLogProbFunction
 
 
 @dataclass
-class Scores(ModelOutput):
+class TokenScores(ModelOutput):
     """`log_probs` and `label_mask` (rows, tokens - 1): zero and False where the label is -100; `aux_loss` ()."""
 
     log_probs: Tensor | None = None
@@ -42,7 +42,7 @@ def scores_labelled(device: torch.device) -> bool:
 
 
 def add(model: Any) -> None:
-    """Make `model(**batch, fused_lm_head=True)` return `Scores` of `labels`, or of `shift_labels`, already shifted.
+    """Make `model(**batch, fused_lm_head=True)` return `TokenScores` of `labels`, or of `shift_labels`, already shifted.
 
     Without that argument the forward pass stays the model's own.
     """
@@ -68,7 +68,7 @@ def add(model: Any) -> None:
         log_probs, labelled = _scored(hidden, shift_labels, head, softcap, scale)
         mask = inputs.get("attention_mask")
         balance = experts.balancing_loss(output.router_logits, text, mask) if balanced else None
-        return Scores(log_probs=log_probs, label_mask=labelled, aux_loss=balance)
+        return TokenScores(log_probs=log_probs, label_mask=labelled, aux_loss=balance)
 
     patches.CAUSAL_MODEL_FORWARD.put(types.MethodType(forward, model), model)
 
