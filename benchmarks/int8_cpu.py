@@ -17,7 +17,7 @@ import harness
 import torch
 
 from finetune.config import DataSection, ModelSection, QuantizationSection
-from finetune.data.prepare import held_out_ids
+from finetune.data.prepare import compared_rows
 from finetune.export import proof
 from finetune.model.base import load_architecture, load_base
 from finetune.model.source.tokenizer import load_tokenizer
@@ -46,7 +46,7 @@ def inputs_in_8_bit(model: torch.nn.Module) -> Any:
 
 def logit_errors() -> dict[str, float]:
     """Relative error of the logits for each way to store the base and compute with it."""
-    rows = held_out_ids(DataSection(), load_tokenizer(ModelSection()), ROWS, TOKENS)
+    rows, _, _ = compared_rows(DataSection(), load_tokenizer(ModelSection()), ROWS, TOKENS, print)
     exact = proof.logits(base("none", torch.float32), rows)
     models = {
         "bf16": base("none", torch.bfloat16),

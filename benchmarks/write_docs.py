@@ -198,14 +198,6 @@ def _swapped_seconds(found: Any) -> float:
     return swapped / DISK_READ_BYTES + swapped / DISK_WRITE_BYTES
 
 
-def _beside_experts(found: Any) -> float:
-    """Bytes that adapters on experts in 16 bit add to a job."""
-    with_them, without = (
-        one["plan"]["needed_bytes"] for one in found["plans"] if "quantization.kind=none" in one["changes"]
-    )
-    return with_them - without
-
-
 def _losses(found: Any) -> dict[tuple[Any, ...], float]:
     """The last evaluation loss of each short run, by rank, targets, rate and seed."""
     return {
@@ -238,9 +230,6 @@ FIGURES = {
     "images-rows": Figure("beside_images", "job/rows", ","),
     "pairs-trained": Figure("preferences", "rows/train", ","),
     "pairs-steps": Figure("preferences", "steps"),
-    "pairs-before": Figure("preferences", "eval_losses/0", ".4f"),
-    "pairs-after": Figure("preferences", "eval_losses/60", ".4f"),
-    "pairs-accuracy": Figure("preferences", "measures/accuracy/adapter/value", ".1%"),
     "pairs-chosen": Figure("preferences", "last/rewards_chosen", ".2f"),
     "pairs-rejected": Figure("preferences", "last/rewards_rejected", ".2f"),
     # the forecast
@@ -268,6 +257,7 @@ FIGURES = {
     "loop-110m": Figure("beside_peers_cpu", f"jobs/110M/beside/trl/{_LOOP}", ".2f"),
     "loop-110m-kept": Figure("beside_peers_cpu", f"jobs/110M/beside/trl-kept/{_LOOP}", ".2f"),
     "step-launches": Figure("step_cost", "steps/Llama-2-7B/H100/ours/calls", ","),
+    "step-decoding": Figure("step_cost", lambda found: _gigabytes(found, "decoding of weights"), ".1f"),
     "step-low-rank": Figure("step_cost", "layer/fused/parts/low-rank products/backward/gigabytes", ".1f"),
     "step-moved": Figure("step_cost", "layer/fused/whole/gigabytes", ".1f"),
     "step-least": Figure("step_cost", lambda found: min(_times_as_fast(found)), ".2f"),
@@ -291,7 +281,6 @@ FIGURES = {
     "int8-inputs": Figure("int8_cpu", f"logits/{_QUANTIZED_INPUTS}", ".1%"),
     "int8": Figure("int8_cpu", "logits/int8", ".1%"),
     "int8-nf4": Figure("int8_cpu", "logits/nf4", ".1%"),
-    "beside-experts": Figure("plan_mixtures", _beside_experts, ".2f", GIB),
     "long-card": Figure("long_context", f"{_LONG}/needed_bytes", ".1f", GIB),
     "long-host": Figure("long_context", f"{_LONG}/host_bytes", ".1f", GIB),
     "swapped-seconds": Figure("plan_many_gpus", _swapped_seconds, ".0f"),
@@ -367,8 +356,7 @@ def _preferences_eval() -> str:
     return _excerpt(
         "preferences_eval",
         [
-            "┏", "┃  ", "┡", "│ pair loss", *both, "│ reward margin", *both, "│ accuracy", *both, "│ the longer",
-            "│ answer is the", "│ chosen one", *both, "└",
+            "┏", "┃  ", "┡", "│ pair loss", *both, "...", "│ accuracy", *both, "...", "└",
         ],
     )  # fmt: skip
 
@@ -444,6 +432,11 @@ def _beside_trl() -> str:
 
     heads = " | TRL recomputes all | TRL recomputes nothing | MiB, ours / TRL, all | MiB, nothing | losses"
     return _table(heads, (row(name, job) for name, job in result("beside_peers_cpu")["jobs"].items()))
+
+
+def _gigabytes(found: Any, part: str) -> float:
+    """What a part of a fused layer moves in all passes."""
+    return sum(one["gigabytes"] for one in found["layer"]["fused"]["parts"][part].values())
 
 
 def _step_over_least() -> str:

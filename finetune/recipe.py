@@ -43,11 +43,11 @@ def train(
     terminal = (terminal or Terminal()) if ranks.is_main() else Terminal(quiet=True)
     with ranks.refusing():
         config, note = bounds.as_known_base_allows(with_classes(config))
-        check_shares(config)
+        check_shares(config.training, config.distributed)
     if note:
         terminal.note(note)
     run = RunDirectory(config.output.dir or "runs/unnamed")
-    with session.opened(config, run, terminal) as (device, signals, lock):
+    with session.opened(config.model, run, terminal) as (device, signals, lock):
         config, note = evidence.resolved_if_known(resume.as_started(config, run, fresh=fresh))
         if note:
             terminal.note(note)

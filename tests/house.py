@@ -342,6 +342,21 @@ class House:
             if not source.name.startswith("finetune.config.") and any(map(words.search, source.identifiers))
         ]
 
+    def sections_as_whole(self) -> list[str]:
+        """Parameters that are the whole config where one section of it, or one property, is all that is read.
+
+        Passing the config on, comparing it or calling one of its methods takes the whole.
+        """
+        return [
+            f"{self._place(source, node)}: {node.name} reads {parameter.arg}.{''.join(read) or '-'}"
+            for source in self.sources
+            for node in source.nodes
+            if isinstance(node, ast.FunctionDef)
+            for parameter in (*node.args.args, *node.args.kwonlyargs)
+            if parameter.annotation and ast.unparse(parameter.annotation).split(" | ")[0] == "Config"
+            if (read := _attributes_read(node, parameter.arg)) is not None and len(read) <= 1
+        ]
+
     def folders_without_contract(self) -> list[str]:
         """Packages of more than one module that are the container of no contract of import-linter."""
         settings = tomllib.loads((self.root / "pyproject.toml").read_text(encoding="utf-8"))
@@ -379,6 +394,7 @@ class House:
             "attributes hung on foreign objects": self.hung_attributes(),
             "entries of the lists here that nothing needs": self.unknown_in_table(),
             "folders without a contract of imports": self.folders_without_contract(),
+            "whole configs where a section would do": self.sections_as_whole(),
             "internal imports of training/run.py": self.imported_by("finetune.training.run"),
             "files that know sharding": self.files_that_know(SHARDING),
             "files that know DeepSpeed": self.files_that_know(DEEPSPEED),
@@ -423,6 +439,15 @@ def _stores_on_others(node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
     for owner, name in stores:
         if not (isinstance(owner, ast.Name) and owner.id in {"self", "cls", "ctx"}):
             yield owner, name
+
+
+def _attributes_read(function: ast.FunctionDef, name: str) -> set[str] | None:
+    """The attributes of the variable `name` that `function` reads; None if it uses the object itself."""
+    nodes = [node for statement in function.body for node in ast.walk(statement)]
+    called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+    owners = {id(node.value): node.attr for node in nodes if isinstance(node, ast.Attribute) and id(node) not in called}
+    uses = [id(node) for node in nodes if isinstance(node, ast.Name) and node.id == name]
+    return {owners[use] for use in uses} if owners.keys() >= {*uses} else None
 
 
 @functools.cache

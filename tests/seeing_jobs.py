@@ -11,6 +11,7 @@ from typing import Any
 import seeing
 import torch
 from PIL import Image
+from transformers import ProcessorMixin
 
 import finetune
 from finetune.config import Config
@@ -57,6 +58,9 @@ def as_parts(message: dict[str, Any]) -> dict[str, Any]:
     return message if isinstance(content, list) else {**message, "content": [{"type": "text", "text": content}]}
 
 
+apply_chat_template = ProcessorMixin.apply_chat_template  # without the arguments that SmolVLM's adds for films
+
+
 def plain_inputs(folder: Path, processor: Any, row: dict[str, Any]) -> dict[str, torch.Tensor]:
     """A row as the family's processor makes it, with labels on the answer and the token that ends it."""
     messages = [as_parts(message) for message in row["messages"]]
@@ -64,8 +68,8 @@ def plain_inputs(folder: Path, processor: Any, row: dict[str, Any]) -> dict[str,
     whole, prompt = (
         processor(text=[text], images=[shown] if shown else None, return_tensors="pt", add_special_tokens=False)
         for text in (
-            processor.apply_chat_template(messages),
-            processor.apply_chat_template(messages[:1], add_generation_prompt=True),
+            apply_chat_template(processor, messages),
+            apply_chat_template(processor, messages[:1], add_generation_prompt=True),
         )
     )
     labels, first = whole["input_ids"].clone(), prompt["input_ids"].shape[1]

@@ -24,6 +24,7 @@ from finetune import cli, objectives, settings
 from finetune.data import formats, sources
 from finetune.data.examples import Chat
 from finetune.forecast import traced_step
+from finetune.lifecycle import provenance
 from finetune.objectives import preference
 from finetune.storage import records
 from finetune.storage.rundir import RunDirectory
@@ -129,7 +130,7 @@ def test_the_page_of_troubleshooting_quotes_messages_of_the_program() -> None:
     """A quoted message is part of a text in the code; where it says `…`, the program may fill in something."""
     text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     quoted = [line for block in re.findall(r"^```text\n(.*?)^```", text, re.M | re.S) for line in block.splitlines()]
-    assert len(quoted) > 30
+    assert len(quoted) > 15
     texts = "\0".join(said())
     pattern = {line: "[^\0]*".join(map(re.escape, line.split("…"))) for line in quoted}
     assert [line for line in quoted if not re.search(pattern[line], texts)] == []
@@ -147,6 +148,13 @@ def test_the_page_of_faults_names_tests_that_exist_and_every_file_of_fault_tests
     files = {f"faults/{file.name}" for file in (TESTS / "faults").glob("test_*.py")}
     assert files
     assert files - {file for file, _ in named} == set()
+
+
+def test_the_page_of_interruptions_names_what_may_change_before_a_resume() -> None:
+    text = (ROOT / "docs" / "interruptions.md").read_text(encoding="utf-8")
+    section = text.split("## What may change before a resume\n")[1].split("\n## ")[0]
+    named = set(re.findall(r"`([a-z_.]+)`", section))
+    assert {key for key in provenance.MAY_CHANGE if not {key, key.rstrip("."), key.rpartition(".")[2]} & named} == set()
 
 
 def test_the_page_of_the_run_directory_names_every_event_that_the_code_writes() -> None:
@@ -175,6 +183,7 @@ def test_the_page_of_the_run_directory_names_every_key_and_file() -> None:
         if inspect.isclass(shape) and shape.__module__ == records.__name__ and name not in ("Lines", "WeightIndex")
     }
     keys = {key for annotations in shapes.values() for key in annotations} | Progress().as_json().keys()
+    keys |= {name for objective in objectives.OBJECTIVES.values() for name in objective.statistics}
     assert {"tokens_per_second", "padding_share", "lowered", "made_with", "evaluations_without_gain"} <= keys
     assert {key for key in keys if f"`{key}`" not in text} == set()
     paths = [path for name, path in vars(RunDirectory("run")).items() if name != "path"]

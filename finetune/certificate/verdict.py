@@ -11,7 +11,7 @@ import torch
 
 from finetune.certificate import making, store, trials
 from finetune.certificate.trials import FUSED, LARGE, TRIALS
-from finetune.config import Config, MemorySection
+from finetune.config import Config, KernelsSection, MemorySection, ModelSection, TrainingSection
 from finetune.forecast import devices
 from finetune.forecast.devices import Device
 from finetune.forecast.planning import Planner
@@ -46,10 +46,10 @@ class Certificate:
         """The same with these kernels off, as the model itself shows them to be."""
         return Certificate([*self.results, *(TrialResult(kernel, "failed") for kernel in kernels)])
 
-    def lines(self, config: Config) -> list[str]:
+    def lines(self, fused: str) -> list[str]:
         """One line for each trial that did not hold: what is off, why, what that costs, and whether it is kept."""
         return [
-            f"certificate: {TRIALS[result.trial].tries} is off: {result.reason}; {_costs(result.trial, config)}"
+            f"certificate: {TRIALS[result.trial].tries} is off: {result.reason}; {_costs(result.trial, fused)}"
             + ("; it is tried again at the next start" if result.transient else "")
             for result in self.results
             if result.is_off and result.trial in TRIALS and TRIALS[result.trial].costs
@@ -95,8 +95,8 @@ class Certificate:
         }
 
 
-def _costs(trial: str, config: Config) -> str:
-    if trial == "model" and config.fused == "off":
+def _costs(trial: str, fused: str) -> str:
+    if trial == "model" and fused == "off":
         return "the run goes on; `memory.checkpointing=none` leaves out what may differ"
     return TRIALS[trial].costs
 
@@ -126,20 +126,20 @@ def request(
     }  # fmt: skip
 
 
-def micro_batch(config: Config, longest: int) -> tuple[int, int]:
+def micro_batch(training: TrainingSection, longest: int) -> tuple[int, int]:
     """Rows and tokens of the micro-batch to try, a little less than a power of two, so that data of about the same
     length has the same certificate.
     """
-    rows = config.training.micro_batch if isinstance(config.training.micro_batch, int) else 1
+    rows = training.micro_batch if isinstance(training.micro_batch, int) else 1
     rows = min(rows, 8)
     positions = min(max(rows * longest, _LEAST_TOKENS), _MOST_TOKENS)
     return rows, max(2 ** (positions - 1).bit_length() // rows - 3, 8)
 
 
-def is_tried(config: Config, device_type: str) -> bool:
+def is_tried(kernels: KernelsSection, model: ModelSection, device_type: str) -> bool:
     """Whether the config asks for a certificate on a device, and its model can be made without foreign code."""
-    wanted = config.kernels.certificate
-    return (wanted == "on" or (wanted == "auto" and device_type == "cuda")) and remote_code(config.model) is None
+    wanted = kernels.certificate
+    return (wanted == "on" or (wanted == "auto" and device_type == "cuda")) and remote_code(model) is None
 
 
 def standing(request: dict[str, Any]) -> Certificate:
@@ -168,13 +168,14 @@ def _model_of(job: dict[str, Any]) -> dict[str, Any]:
 def follow(planner: Planner) -> Planner:
     """`planner` for what will be run on this machine, by what is known of its device."""
     config, device = planner.job, torch.device(planner.device.type)
-    if not is_tried(config, device.type):
+    if not is_tried(config.kernels, config.model, device.type):
         return planner
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     longest = max(planner.data.train["length"]) if planner.data else config.data.max_length
     attention, _ = build.choose_attention(config, planner.architecture, device.type)
-    certificate = standing(request(config, planner.architecture, attention, device, *micro_batch(config, longest)))
+    rows, tokens = micro_batch(config.training, longest)
+    certificate = standing(request(config, planner.architecture, attention, device, rows, tokens))
     changes = certificate.changes(config, device.type)
     return replace(planner, job=config.changed(changes), device=certificate.here(device, config.memory))
 

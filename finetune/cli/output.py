@@ -15,7 +15,7 @@ from finetune.runtime import libraries
 from finetune.runtime.stages import stage
 
 if TYPE_CHECKING:
-    from finetune.config import Config
+    from finetune.config import Config, DataSection
     from finetune.report.terminal import Terminal
     from finetune.report.view import PageView, View
 
@@ -26,6 +26,13 @@ def importing(doing: str, then: str = "") -> Iterator[None]:
     stage(f"{doing}: importing the libraries{then}")
     with libraries.importing():
         yield
+
+
+def collecting(section: DataSection) -> contextlib.AbstractContextManager[None]:
+    """In the block, which imports libraries, another process collects built-in rows (see `sources.collecting`)."""
+    from finetune.data import sources
+
+    return sources.collecting(section)
 
 
 def new_terminal(*, quiet: bool = False) -> Terminal:
@@ -65,11 +72,11 @@ def announce(title: str, job: Config) -> None:
     printing.say(Console(), f"{title}: {words.base(job)}; adapter: {words.adapter(job.adapter)}")
 
 
-def note_missing(job: Config) -> None:
+def note_missing(section: DataSection) -> None:
     """Note the rows that were missing from a forecast; their file may be on the machine that will train."""
     from finetune.data import sources
 
-    for why in sources.missing(job.data.train):
+    for why in sources.missing(section.train):
         new_terminal().note(f"{why}; without it every row counts as `data.max_length` long")
 
 

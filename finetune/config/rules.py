@@ -239,7 +239,6 @@ RULES = (
             ("training.neftune_noise_alpha", but(None), "no noise is added", "training.neftune_noise_alpha: null"),
             ("kernels.compile", but("none"), "layers are not compiled", "kernels.compile: none"),
             ("distributed.context", but(1), "rows are not split over ranks", "distributed.context: 1"),
-            ("output.merge", only(True), "nothing is merged", "output.merge: false"),
         )
     ),
     Rule(

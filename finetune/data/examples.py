@@ -166,7 +166,7 @@ def _written(message: Message, names: Iterator[str]) -> str:
     content = message["content"]
     if isinstance(content, str):
         return content
-    return "".join(f"[{next(names)}] " if part["type"] == "image" else part["text"] for part in content)
+    return " ".join(f"[{next(names)}]" if part["type"] == "image" else part["text"] for part in content)
 
 
 def in_common(first: Sequence[Any], second: Sequence[Any]) -> int:

@@ -225,7 +225,8 @@ def _measured(image: RowImage, folder: Path | None, vision: Vision) -> RowImage:
         raise
     except Exception as error:  # anything may be in a file, and a processor has limits of its own
         raise RowError(f"{name}: cannot be read as an image ({_why(error)}); replace it, or remove the row") from None
-    return replace(image, digest=digest, height=height, width=width, mark=vision.mark, text=text)
+    tokens = vision.count(height, width)
+    return replace(image, digest=digest, height=height, width=width, mark=vision.mark, text=text, tokens=tokens)
 
 
 def _why(error: Exception) -> str:

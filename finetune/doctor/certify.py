@@ -41,7 +41,7 @@ def certify(config: Config | None, terminal: Terminal) -> CertificateView:
     config, _ = evidence.resolved_if_known(config)
     architecture = load_architecture(config.model, listed=config.model.weights == "random")
     attention, _ = build.choose_attention(config, architecture, device.type)
-    rows, tokens = verdict.micro_batch(config, config.data.max_length)
+    rows, tokens = verdict.micro_batch(config.training, config.data.max_length)
     request = verdict.request(config, architecture, attention, device, rows, tokens)
     made = verdict.obtain(request, terminal.note, lambda tries: stage(f"trying {tries}"), anew=True)
     record = CertificateRecord(format=1, made_for=store.made_for(request), results=list(made.results))

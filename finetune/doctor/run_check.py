@@ -210,7 +210,7 @@ def _tokenizer(run: RunDirectory, config: Config, foreign: bool) -> Finding:
     try:
         with libraries.offline():
             try:
-                tokenizer = load_tokenizer(config.model, run.data(config))
+                tokenizer = load_tokenizer(config.model, run.data(config.data))
             except ArtifactError as error:
                 if not foreign:
                     raise
@@ -225,7 +225,7 @@ def _tokenizer(run: RunDirectory, config: Config, foreign: bool) -> Finding:
 
 def _base(run: RunDirectory, config: Config) -> Iterator[Finding]:
     """Check that the config's base is the one of training."""
-    if not finished_run.weights_folder(run, config).exists():
+    if not finished_run.weights_folder(run, config.adapter).exists():
         return
     unknown: list[str] = []
     try:

@@ -23,7 +23,7 @@ from peft import LoraConfig
 from peft.tuners.lora import LoraLayer, ParamWrapper
 from safetensors.torch import load_file, save_file
 
-from finetune.config import AdapterSection, Config
+from finetune.config import AdapterSection, ModelSection
 from finetune.config.field_types import is_pattern
 from finetune.data import fingerprint
 from finetune.errors import ConfigError
@@ -83,7 +83,7 @@ def _why_not_plain(job: Conversion) -> str | None:
         return "`data.new_tokens` trained rows of the embedding and the head as well, which these programs refuse"
     if parameters:
         return f"it is on parameters that are no linear layers, {', '.join(parameters)}"
-    if refused := refusal(job.architecture.model_type, on_experts, stored=bool(_files(job.config))):
+    if refused := refusal(job.architecture.model_type, on_experts, stored=bool(_files(job.config.model))):
         return refused
     if section.init == "loftq":
         return "an adapter started by LoftQ belongs to the quantized base, which these programs do not load"
@@ -96,7 +96,7 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     """Write the plain adapter to `folder` and prove it with PEFT's layers. Returns the facts of export.json."""
     config = job.config
     architecture = job.architecture
-    groups = file_groups(config)
+    groups = file_groups(config.model)
     names = served_names(*groups) if groups else {}
     base = build.load(config, architecture, job.device)
     base_logits = proof.logits(base, job.rows, job.shown)
@@ -159,11 +159,11 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     }
 
 
-def file_groups(config: Config) -> tuple[Any, list[streamed.ConversionGroup]] | None:
+def file_groups(model: ModelSection) -> tuple[Any, list[streamed.ConversionGroup]] | None:
     """The base without weights, and how the tensors of its safetensors files become its weights; None without them."""
-    if not (files := _files(config)):
+    if not (files := _files(model)):
         return None
-    base = build.weightless(config.model)
+    base = build.weightless(model)
     return base, streamed.Weights(base, files).groups
 
 
@@ -183,11 +183,11 @@ def served_names(base: Any, groups: list[streamed.ConversionGroup]) -> dict[str,
     return {target: target if target in alike else source for target, source in alone.items()}
 
 
-def _files(config: Config) -> list[Path]:
+def _files(model: ModelSection) -> list[Path]:
     """The safetensors files that the base's weights are loaded from; none for random weights."""
-    if config.model.weights == "random":
+    if model.weights == "random":
         return []
-    return identity.loaded_files(weights_directory(config.model.name, config.model.revision))
+    return identity.loaded_files(weights_directory(model.name, model.revision))
 
 
 def _check_names(job: Conversion, folder: Path) -> None:
@@ -195,7 +195,7 @@ def _check_names(job: Conversion, folder: Path) -> None:
     kind = job.architecture.model_type
     stored = weight_files.shapes(folder / adapter_files.WEIGHTS)
     layers = {name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in stored}
-    names = [name for file in _files(job.config) for name in weight_files.shapes(file)]
+    names = [name for file in _files(job.config.model) for name in weight_files.shapes(file)]
     server_names.served(sorted(layers), names, kind)
 
 

@@ -47,8 +47,8 @@ def model_card(run: RunDirectory, config: Config, record: dict[str, Any], writte
         *([f"## Prompts\n\nThe model was {prompts}."] if (prompts := _prompts(run, config, record)) else []),
         *([f"## Classes\n\n{', '.join(map(_code, labels))}"] if (labels := config.data.labels) else []),
         "## Settings\n\n" + _table({**_settings(config), **_start(run)}),
-        *(["## Training\n\n" + _table(measured)] if (measured := _measured(run, config)) else []),
-        *(["## Proof\n\n" + _proof(record, config)] if "error" in record else []),
+        *(["## Training\n\n" + _table(measured)] if (measured := _measured(run, config.training.objective)) else []),
+        *(["## Proof\n\n" + _proof(record, scores=config.scorer is not None)] if "error" in record else []),
     ]
     return "\n\n".join(sections) + "\n"
 
@@ -131,7 +131,7 @@ def _start(run: RunDirectory) -> dict[str, str]:
     return {"started from": f"{_code(public(one['name']))} (sha256 {_escaped(one['sha256'])})"} if one else {}
 
 
-def _measured(run: RunDirectory, config: Config) -> dict[str, str]:
+def _measured(run: RunDirectory, objective: str) -> dict[str, str]:
     lines = run.metrics()
     losses = {line["step"]: line["eval_loss"] for line in lines if line.get("eval_loss") is not None}
     published = last = max(losses, default=0)
@@ -146,17 +146,17 @@ def _measured(run: RunDirectory, config: Config) -> dict[str, str]:
     if trained:
         facts["steps"] = str(trained[-1]["step"])
     if 0 in losses and published in losses:
-        unit = " (nats per trained token)" if config.training.objective == "supervised" else ""
+        unit = " (nats per trained token)" if objective == "supervised" else ""
         facts["evaluation loss"] = f"{losses[0]:.4f} before, {losses[published]:.4f} after{unit}"
     if peaks:
         facts["peak memory"] = f"{max(peaks) / 2**30:.2f} GiB"
     return facts
 
 
-def _proof(record: dict[str, Any], config: Config) -> str:
+def _proof(record: dict[str, Any], *, scores: bool) -> str:
     against = record.get("compared_with", "base plus adapter")
     file = "export.json" if "not_proven" in record else "merge.json"
-    chosen = "highest score" if config.scorer else "most likely next token"
+    chosen = "highest score" if scores else "most likely next token"
     text = (
         f"Its logits, computed from the written files, were compared with {against}, on {record['rows']} rows of "
         f"{record['rows_of']} ({record['tokens']} tokens): they differ by {record['error']:.3%} (bound "

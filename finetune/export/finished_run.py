@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from finetune.config import Config, ModelSection
+from finetune.config import AdapterSection, Config, ModelSection
 from finetune.data import fingerprint
 from finetune.errors import ArtifactError
 from finetune.model.adapters.adapter_files import check_files
@@ -20,14 +20,14 @@ from finetune.model.source.tokenizer import load_tokenizer
 from finetune.storage.rundir import RunDirectory
 
 
-def weights_folder(run: RunDirectory, config: Config) -> Path:
+def weights_folder(run: RunDirectory, adapter: AdapterSection) -> Path:
     """The folder of the trained weights: the adapter, or the model of a run that trained every weight."""
-    return run.adapter if config.adapter.kind == "lora" else run.merged
+    return run.adapter if adapter.kind == "lora" else run.merged
 
 
 def tokenizer_of(run: RunDirectory, config: Config, folder: Path) -> Any:
     """The run's tokenizer, after checking that the weights in `folder` were trained with it, and an adapter's files."""
-    tokenizer = load_tokenizer(config.model, run.data(config))
+    tokenizer = load_tokenizer(config.model, run.data(config.data))
     if folder == run.adapter:
         check_files(folder, config.adapter)
     fingerprint.check(tokenizer, folder)
@@ -37,7 +37,7 @@ def tokenizer_of(run: RunDirectory, config: Config, folder: Path) -> Any:
 def base_of(run: RunDirectory, config: Config, note: Callable[[str], None] = lambda text: None) -> str | None:
     """The identity of the base (see `identity.of_base`), after checking that the trained weights are of that base."""
     base_identity = identity.of_base(config.model, note)
-    fingerprint.check_base(config.model, base_identity, weights_folder(run, config), note)
+    fingerprint.check_base(config.model, base_identity, weights_folder(run, config.adapter), note)
     return base_identity
 
 

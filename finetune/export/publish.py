@@ -123,7 +123,7 @@ def _out_of_memory_explained(run: RunDirectory, format: str) -> contextlib.Abstr
 def _conversion(run: RunDirectory, config: Config, form: ExportFormat, kind: str) -> Conversion:
     """The inputs of a conversion, checked before anything is loaded or written."""
     note, device = note_beside_output, this_device()
-    tokenizer = finished_run.tokenizer_of(run, config, finished_run.weights_folder(run, config))
+    tokenizer = finished_run.tokenizer_of(run, config, finished_run.weights_folder(run, config.adapter))
     base_identity = finished_run.base_of(run, config, note)
     seen = vision.of(config, load_architecture(config.model), tokenizer)
     rows, shown, rows_of = prepare.compared_rows(config.data, tokenizer, proof.ROWS, proof.ROW_TOKENS, note, seen)

@@ -6,8 +6,9 @@ the module of that name, or to the part of a packed module (`packed_modules_mapp
 there is none. So a layer is served if its adapter's name becomes that of its weight.
 
 Read at vllm-project/vllm: lora/utils.py (001e63a, `parse_fine_tuned_lora_name`), lora/lora_model.py (0306474), and of
-model_executor/models: mistral3.py (02677fd), mllama4.py (00dd549, without rules: the names are those of the files) and
-parts of qwen3_5.py (00def4f). The rules of Gemma 3 and 4 and of Qwen's VL models are from excerpts; vLLM was not run.
+model_executor/models: mistral3.py (02677fd), parts of qwen3_5.py (00def4f), and mllama4.py (00dd549) and idefics3.py
+(00fb5b4), which have no rules: the names are those of the files. The rules of Gemma 3 and 4 and of Qwen's VL models are
+from excerpts; vLLM was not run.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ RULES: dict[str, dict[str, str]] = {
     **{name: {**_NESTED, "model.": "language_model.model."} for name in ("qwen2_vl", "qwen2_5_vl")},
     "gemma4": {**_NESTED, "model": "language_model.model"},
     "llama4": {},
+    "idefics3": {},
 }
 """Prefixes that vLLM replaces in names of the language model, by the `model_type` of composite checkpoints."""
 

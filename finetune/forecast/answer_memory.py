@@ -24,7 +24,7 @@ from finetune.forecast.fake_model import FakeModel, Shortening
 from finetune.forecast.replay import Replay, replayed
 from finetune.forecast.trace import CATEGORIES, Trace
 from finetune.forecast.trace_recorder import Answers, TraceRecorder
-from finetune.model import bounds
+from finetune.model import bounds, build
 from finetune.model.adapters.adapter import attach
 from finetune.model.attention import backends, caches
 from finetune.model.base import load_architecture
@@ -185,7 +185,8 @@ class _TracedInference:
 
     def __init__(self, job: _Inference, mode: Any, recorder: TraceRecorder, shortening: Shortening) -> None:
         self._job, self._mode, self._recorder = job, mode, recorder
-        self.fake = FakeModel(job.config, job.architecture, job.attention, mode, recorder, shortening, self._attach)
+        base = build.blueprint(job.config, job.architecture, job.attention)
+        self.fake = FakeModel(base, job.config.adapter, mode, recorder, shortening, self._attach)
         layers = self.fake.layers
         for number, layer in enumerate(layers):
             for module in layer.modules():

@@ -12,12 +12,11 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from finetune.config import AdapterSection, Config
+from finetune.config import AdapterSection
 from finetune.forecast import depth, fake
 from finetune.forecast.extrapolate import Shortened
 from finetune.forecast.trace_recorder import TraceRecorder
-from finetune.model import build
-from finetune.model.base import base_dtype
+from finetune.model.build import Blueprint
 from finetune.model.recompute import checkpointing
 from finetune.model.source import prequantized
 from finetune.model.structure import experts
@@ -34,14 +33,14 @@ class FakeModel:
     """
 
     def __init__(
-        self, config: Config, architecture: Any, attention: str, mode: FakeTensorMode, recorder: TraceRecorder,
+        self, blueprint: Blueprint, adapter: AdapterSection, mode: FakeTensorMode, recorder: TraceRecorder,
         shortening: Shortening, attach: Callable[[Any, AdapterSection], Any],
         whole: Callable[[Any], None] = lambda base: None,
     ) -> None:  # fmt: skip
-        self._config, self._mode, self._recorder = config, mode, recorder
-        section = config.adapter
-        files = config.model.weights == "pretrained"
-        self._published = files and bool(prequantized.stated(architecture, config.quantization))
+        self._blueprint, self._mode, self._recorder = blueprint, mode, recorder
+        section, quantization = adapter, blueprint.quantization
+        files = blueprint.model.weights == "pretrained"
+        self._published = files and bool(prequantized.stated(blueprint.architecture, quantization))
 
         def shorten(base: Any) -> None:
             nonlocal section
@@ -52,24 +51,23 @@ class FakeModel:
                 depth.keep(base, self.shortened.layers)
                 section = depth.renamed(section, base, named)
 
-        self.base = build.blueprint(config, architecture, attention).weightless(shorten)
+        self.base = blueprint.weightless(shorten)
         self.base_modules = list(self.base.modules())
         # An adapter's initial values change no size; PiSSA and LoftQ would need weights.
         self.model = attach(self.base, section.model_copy(update={"init": "default", "start_from": None}))
         self.layers = checkpointing.layers(self.base)
         self._layer_of = {id(module): number for number, layer in enumerate(self.layers) for module in layer.modules()}
-        fake.fill(self.model, config.quantization, mode)
+        fake.fill(self.model, quantization, mode)
 
     def load(self, module: nn.Module) -> None:
         """Record that a module's own weights are read, in 16 bit and quantized if training does that, and kept."""
         quantized = [weight for weight in module.parameters(recurse=False) if fake.is_quantized(weight)]
         if quantized and not self._published:
             self._recorder.layer, self._recorder.category = self._layer_of.get(id(module)), "workspace"
-            dtype = base_dtype(self._config.adapter, self._config.training)
             with self._mode, self._recorder:
-                full = [torch.empty(experts.shape(weight), dtype=dtype) for weight in quantized]
+                full = [torch.empty(experts.shape(weight), dtype=self._blueprint.dtype) for weight in quantized]
                 for values, weight in zip(full, quantized, strict=True):
-                    fake.quantize(values, self._config.quantization, weight)
+                    fake.quantize(values, self._blueprint.quantization, weight)
                 del values, full  # while it is still this layer's
         self.keep(module)
 

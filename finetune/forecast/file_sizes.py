@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import itertools
 
-from finetune.config import Config
+from finetune.config import OutputSection
 from finetune.forecast.trace import Trace
 
 _SIXTEEN_BIT = 2
 _FLOAT32 = 4
 
 
-def disk_bytes(config: Config, trace: Trace) -> int:
+def disk_bytes(output: OutputSection, trace: Trace, *, adapts: bool) -> int:
     """Bytes on disk: the checkpoints kept and the one being written, what is published, and the merged model."""
     trained, checkpoint = _bytes(trace, "adapter"), checkpoint_bytes(trace)
-    merged = _SIXTEEN_BIT * trace.parameters if config.output.merge and config.adapter.kind == "lora" else 0
-    return (config.output.keep + 1) * checkpoint + trained + merged
+    merged = _SIXTEEN_BIT * trace.parameters if output.merge and adapts else 0
+    return (output.keep + 1) * checkpoint + trained + merged
 
 
 def checkpoint_bytes(trace: Trace) -> int:
@@ -23,18 +23,15 @@ def checkpoint_bytes(trace: Trace) -> int:
     return _bytes(trace, "adapter") + _bytes(trace, "optimizer_states")
 
 
-def saves_between(config: Config) -> bool:
-    """Whether training goes on after a save; assumed so where the config does not say how many steps there are."""
-    every, steps = config.output.save_every, config.training.max_steps
-    return every is not None and (steps is None or steps > every)
+def saves_between(output: OutputSection, steps: int | None) -> bool:
+    """Whether training goes on after a save; assumed so if the number of `steps` is unknown."""
+    return output.save_every is not None and (steps is None or steps > output.save_every)
 
 
-def merge_bytes(config: Config, trace: Trace) -> int:
+def merge_bytes(trace: Trace) -> int:
     """Device memory of `finetune merge`: a weight in float32 with its update (peft 0.21, `Linear.get_delta_weight`: a
     product, and that product scaled), or while the result is proven a layer or the head in 16 bit.
     """
-    if config.adapter.kind != "lora":
-        return 0
     return max(3 * _FLOAT32 * trace.largest_weight, _SIXTEEN_BIT * trace.largest_part)
 
 

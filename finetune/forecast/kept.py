@@ -76,7 +76,7 @@ class Kept:
         varying = (*_MEMORY, *(_RATES if self.device.type == "cpu" else ()))
         parts = [
             config.model_dump_json(exclude=_IRRELEVANT),
-            file_sizes.saves_between(config),
+            file_sizes.saves_between(config.output, config.training.max_steps),
             type(self.architecture).__name__,
             self.architecture.to_dict(),
             [batch and asdict(batch) for batch in batches],

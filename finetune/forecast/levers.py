@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.config import Config
+from finetune.config import AdapterSection, Config, QuantizationSection, TrainingSection
 from finetune.training import strategies
 
 _SHORTEST = 64
@@ -34,36 +34,35 @@ def levers(config: Config, gpus: int = 1) -> list[Lever]:
         left.append(Lever({"output.merge": False}, "merged later, where there is more memory"))
     if memory.loss_tokens > _SMALLEST_TILE:
         left.append(Lever({"memory.loss_tokens": _SMALLEST_TILE}, "same loss, smaller products"))
-    left += _micro_batches(config)
+    left += _micro_batches(config.training, config.data.max_length)
     if memory.checkpointing != "all":
         left.append(Lever({"memory.checkpointing": "all"}, "about a third more time"))
     if memory.offload == "none" and config.kernels.compile == "none":
         left.append(Lever({"memory.checkpointing": "all", "memory.offload": "checkpoints"}, "copies to the host"))
-    left += _weights(config)
+    left += _weights(config.quantization, config.adapter)
     if config.data.max_length > _SHORTEST:
         left.append(Lever({"data.max_length": config.data.max_length // 2}, "longer rows are cut"))
     return left
 
 
-def _micro_batches(config: Config) -> Iterator[Lever]:
-    training = config.training
+def _micro_batches(training: TrainingSection, max_length: int) -> Iterator[Lever]:
     if training.micro_batch_tokens:
-        if training.micro_batch_tokens > config.data.max_length:
-            half = max(training.micro_batch_tokens // 2, config.data.max_length)
+        if training.micro_batch_tokens > max_length:
+            half = max(training.micro_batch_tokens // 2, max_length)
             yield Lever({"training.micro_batch_tokens": half}, "same gradient, more passes")
     elif training.micro_batch != "auto" and training.rows > 1:
         rows = max(rows for rows in range(1, training.rows // 2 + 1) if training.batch_size % rows == 0)
         yield Lever({"training.micro_batch": rows}, "same gradient, more passes")
 
 
-def _weights(config: Config) -> Iterator[Lever]:
+def _weights(quantization: QuantizationSection, adapter: AdapterSection) -> Iterator[Lever]:
     """Smaller weights, trained or not."""
-    if config.quantization.kind not in ("nf4", "mxfp4", "nvfp4", "fp8") and config.adapter.kind == "lora":
+    if quantization.kind not in ("nf4", "mxfp4", "nvfp4", "fp8") and adapter.kind == "lora":
         yield Lever({"quantization.kind": "nf4"}, "weights in 4 bit")
-    if config.adapter.kind == "none":
+    if adapter.kind == "none":
         yield Lever({"adapter.kind": "lora", "quantization.kind": "nf4"}, "an adapter instead of every weight")
-    elif config.adapter.rank > 8:
-        yield Lever({"adapter.rank": config.adapter.rank // 2}, "a smaller adapter")
+    elif adapter.rank > 8:
+        yield Lever({"adapter.rank": adapter.rank // 2}, "a smaller adapter")
 
 
 def _sharing(config: Config, gpus: int) -> Iterator[Lever]:

@@ -48,7 +48,7 @@ def before(base: Any, tokenizer: Any, config: Config, run: RunDirectory, note: C
         return kept
     stage("the base answers a few questions, to compare with later")
     positions = bounds.table_size(base) or math.inf
-    prompts = [(each, _ids(each.prompt, tokenizer, config)) for each in asked]
+    prompts = [(each, generation.prompt_ids(each.prompt, tokenizer, config.data.control_tokens)) for each in asked]
     # Training rows are truncated, questions are not.
     short = [(each, ids) for each, ids in prompts if len(ids) < positions]
     try:
@@ -80,12 +80,8 @@ def after(model: Any, tokenizer: Any, config: Config, run: RunDirectory, asked: 
     write_json(run.answers_file, [row for _, row in asked])
 
 
-def _ids(prompt: examples.Example, tokenizer: Any, config: Config) -> list[int]:
-    return generation.prompt_ids(prompt, tokenizer, config.data.control_tokens)
-
-
 def _replies(model: Any, tokenizer: Any, prompts: Sequence[examples.Example], config: Config) -> list[str]:
-    ids = [_ids(prompt, tokenizer, config) for prompt in prompts]
+    ids = [generation.prompt_ids(prompt, tokenizer, config.data.control_tokens) for prompt in prompts]
     shown = generation.shown_in(prompts, vision.of(config, model.config, tokenizer))
     with autocast(config.training.precision, model.device):
         return [each.text for each in generation.answers(model, tokenizer, ids, Settings(_TOKENS), shown=shown)]

@@ -83,7 +83,7 @@ def _asking(
     config = config_of(run, trust_remote_code=trust_remote_code)
     seen = None
     if config.model.vision != "none":
-        seen = vision_of(config, load_tokenizer(config.model, run.data(config)))
+        seen = vision_of(config, load_tokenizer(config.model, run.data(config.data)))
     return lambda text: examples.asked(kind, text, config.data.separator, used), seen
 
 

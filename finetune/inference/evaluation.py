@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from finetune.config import Config, named
+from finetune.config import Config, DataSection, named
 from finetune.config.field_types import pick
 from finetune.data import prepare
 from finetune.data.examples import shown
@@ -75,10 +75,10 @@ def evaluate(
     run = RunDirectory.open(run)
     _refuse_values(limit, metrics=metrics, tasks=tasks, models=models)
     config = _config(run, data, answers=bool(metrics or tasks), trust_remote_code=trust_remote_code)
-    chosen = _chosen(run, config, models)
-    tokenizer = load_tokenizer(config.model, run.data(config))
+    chosen = _chosen(run, models, adapts=config.adapter.kind == "lora")
+    tokenizer = load_tokenizer(config.model, run.data(config.data))
     seen = vision_of(config, tokenizer)
-    with_loss = _has_rows(config, tokenizer, seen, needed=bool(metrics or data) or not tasks)  # tasks alone need none
+    with_loss = _has_rows(config.data, tokenizer, seen, needed=bool(metrics or data) or not tasks)  # tasks need none
     settings = Settings(max_new_tokens, batch_size=batch_size)
     job = _EvaluationJob(run, config, settings, [find(name) for name in metrics], with_loss, seen)
     if config.scorer:
@@ -140,22 +140,22 @@ def _config(run: RunDirectory, data: str | PathLike[str] | None, *, answers: boo
     return config if data is None else config.changed({"data.eval": fspath(data)})
 
 
-def _has_rows(config: Config, tokenizer: Any, seen: Vision | None, *, needed: bool) -> bool:
+def _has_rows(section: DataSection, tokenizer: Any, seen: Vision | None, *, needed: bool) -> bool:
     """Whether there is an evaluation set. Raises DataError if one is `needed` and there is none."""
-    held_out = (needed or prepare.is_here(config.data)) and prepare.holds_out(config.data, tokenizer, seen)
+    held_out = (needed or prepare.is_here(section)) and prepare.holds_out(section, tokenizer, seen)
     if needed and not held_out:
         raise DataError(
-            f"no evaluation set (`data.eval: {named(config.data.eval)}`): set it to a file, or a larger "
+            f"no evaluation set (`data.eval: {named(section.eval)}`): set it to a file, or a larger "
             "`data.eval_share`, and train again; or give a file with `--data`; `--task` needs none"
         )
     return held_out
 
 
-def _chosen(run: RunDirectory, config: Config, models: Sequence[str]) -> list[str]:
+def _chosen(run: RunDirectory, models: Sequence[str], *, adapts: bool) -> list[str]:
     """The models to measure, in the order of MODELS. A run without an adapter trained the merged model itself."""
     for name in models:
         pick(MODELS, name, "model")
-    there = [name for name in MODELS if name != "merged" or (config.adapter.kind == "lora" and run.merged.exists())]
+    there = [name for name in MODELS if name != "merged" or (adapts and run.merged.exists())]
     return [name for name in MODELS if name in (models or there)]
 
 

@@ -194,11 +194,11 @@ def model_of(run: RunDirectory, config: Config, which: str) -> tuple[Any, Any]:
     if which == "adapter":
         tokenizer = finished_run.tokenizer_of(run, config, run.adapter)
     else:
-        tokenizer = load_tokenizer(config.model, run.data(config))
+        tokenizer = load_tokenizer(config.model, run.data(config.data))
     architecture = load_architecture(config.model)
     bounds.check_tokenizer(tokenizer, architecture, config.model)
     base = build.load(config, architecture, device)
-    if finished_run.weights_folder(run, config).exists():
+    if finished_run.weights_folder(run, config.adapter).exists():
         finished_run.base_of(run, config, note_beside_output)
     if which == "base":
         return base, tokenizer

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from finetune.config import Config
+from finetune.config import ModelSection
 from finetune.config.field_types import pick
 from finetune.errors import ArtifactError, ConfigError, MachineError
 from finetune.launch.targets import TARGETS, Target
@@ -39,8 +39,8 @@ def write(
     if missing := [f"--{name}" for name in target.needs if not given[name]]:
         raise ConfigError(f"--on {on} needs {' and '.join(missing)}")
     job = load_config(config, overrides)
-    check_shares(job, nodes * gpus)
-    _check_heads(job)
+    check_shares(job.training, job.distributed, nodes * gpus)
+    _check_heads(job.model, job.distributed.context)
     run = Path(job.output.dir or f"runs/{config.stem}")
     file = output or Path(f"{config.stem}{target.suffix}")
     if file.resolve() == config.resolve():
@@ -67,15 +67,15 @@ def write(
     return file, target.submit.format(file=shlex.quote(str(file)))
 
 
-def _check_heads(job: Config) -> None:
-    """Raise ConfigError for a model whose rows cannot be split over `distributed.context` ranks.
+def _check_heads(model: ModelSection, size: int) -> None:
+    """Raise ConfigError for a model whose rows cannot be split over `size` ranks (`distributed.context`).
 
     A model that this machine does not have passes: the cluster may have it on a disk of its own.
     """
-    if job.distributed.context == 1:
+    if size == 1:
         return
     with contextlib.suppress(ArtifactError, MachineError):
-        context.check(load_architecture(job.model, listed=True), job.distributed.context)
+        context.check(load_architecture(model, listed=True), size)
 
 
 def _in_working_directory(config: Path) -> Path:

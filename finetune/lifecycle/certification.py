@@ -24,10 +24,10 @@ def certify(
 
     The first rank of each machine tries its GPU, and the others take its word.
     """
-    if not verdict.is_tried(config, device.type):
+    if not verdict.is_tried(config.kernels, config.model, device.type):
         return config, inputs, Certificate()
     blueprint = inputs.blueprint
-    rows, tokens = verdict.micro_batch(config, max(inputs.data.train["length"]))
+    rows, tokens = verdict.micro_batch(config.training, max(inputs.data.train["length"]))
     request = verdict.request(config, blueprint.architecture, blueprint.attention, device, rows, tokens)
 
     def began(tries: str) -> None:
@@ -36,7 +36,7 @@ def certify(
     made = verdict.obtain(request, terminal.note, began) if ranks.is_local_main() else None
     by_rank = ranks.gathered(None if made is None else tuple(made.results))
     certificate = Certificate(list(chain.from_iterable(filter(None, by_rank))))
-    for line in dict.fromkeys(certificate.lines(config)):
+    for line in dict.fromkeys(certificate.lines(config.fused)):
         terminal.note(line)
     if device.type == "cuda" and certificate.failed("segments"):
         segments.disable()

@@ -95,7 +95,7 @@ def confirm_base(config: Config, run: RunDirectory, inputs: JobInputs, start: St
     base = identity.confirmed(config.model, inputs.provenance["base"], note)
     whole = {**_provenance(config, inputs), "base": base}
     provenance.refuse_other_ranks(whole)
-    ranks.main_does(lambda: _log_changes(config, run, start, whole, note))
+    ranks.main_does(lambda: _log_changes(config.model.name, run, start, whole, note))
     return whole
 
 
@@ -103,11 +103,11 @@ def _provenance(config: Config, inputs: JobInputs) -> dict[str, Any]:
     return {**inputs.provenance, "config": asked_config(config, inputs).model_dump(mode="json")}
 
 
-def _log_changes(config: Config, run: RunDirectory, start: Start, now: dict[str, Any], note: Note) -> None:
+def _log_changes(base: str, run: RunDirectory, start: Start, now: dict[str, Any], note: Note) -> None:
     if changes := provenance.changes_since(run, start.checkpoint, now):
         run.event("changed", **changes)
         if "base" in changes:
             note(
                 "the checkpoint was saved by an earlier version, which identified a base by samples, so whether "
-                f"{config.model.name} is still the same is unknown"
+                f"{base} is still the same is unknown"
             )

@@ -24,10 +24,10 @@ from finetune.storage.rundir import RunDirectory
 Differences = Mapping[str, Mapping[str, tuple[Any, Any]]]
 """For each part of the provenance its values that differ: (before, now), by key."""
 
-# Settings that may change when a run is resumed: its length, its monitoring, and its use of memory and time.
-_MAY_CHANGE = ("training.max_steps", "training.epochs", "training.micro_batch", "training.eval_every",
-               "training.early_stopping", "preference.reference", "memory.", "kernels.", "distributed.", "tracking.",
-               "output.")  # fmt: skip
+MAY_CHANGE = ("training.max_steps", "training.epochs", "training.micro_batch", "training.eval_every",
+              "training.early_stopping", "preference.reference", "memory.", "kernels.", "distributed.", "tracking.",
+              "output.")  # fmt: skip
+"""Settings that may change when a run is resumed: its length, its monitoring, and its use of memory and time."""
 
 # Only rank 0 writes `output.dir`.
 _PATH_KEYS = ("model.name", "model.tokenizer", "data.train", "data.eval", "data.chat_template", "adapter.start_from",
@@ -187,7 +187,7 @@ def _values(part: str, value: Any) -> dict[str, Any]:
 
 def _harmful(differences: Differences) -> dict[str, Mapping[str, tuple[Any, Any]]]:
     config = differences.get("config", {})
-    return {**differences, "config": _without(config, [key for key in config if key.startswith(_MAY_CHANGE)])}
+    return {**differences, "config": _without(config, [key for key in config if key.startswith(MAY_CHANGE)])}
 
 
 def _without(changes: Mapping[str, tuple[Any, Any]], keys: Iterable[str]) -> dict[str, tuple[Any, Any]]:

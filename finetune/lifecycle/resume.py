@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from finetune.config import AdapterSection, Config
+from finetune.config import AdapterSection, Config, ModelSection, TrainingSection
 from finetune.errors import ArtifactError, FinetuneError
 from finetune.lifecycle import provenance
 from finetune.model import build
@@ -68,9 +68,9 @@ def _is_finished(config: Config, run: RunDirectory, note: Callable[[str], None],
     if fresh or not run.has_results:
         return False
     provenance.refuse_changes(config, run)
-    if not run.finished or _wants_more_steps(config, run):
+    if not run.finished or _wants_more_steps(config.training, run):
         return False
-    if run.complete_checkpoints() and (wrong := _unlike_trained(config, run)):
+    if run.complete_checkpoints() and (wrong := _unlike_trained(config.model, config.adapter, run)):
         note(f"{wrong}: this is done now")
         return False
     unmerged = config.output.merge and config.adapter.kind == "lora" and not run.merged.exists()
@@ -98,13 +98,13 @@ def as_started(config: Config, run: RunDirectory, *, fresh: bool) -> Config:
     return config.changed({key: then.value(key) for key in left})
 
 
-def _unlike_trained(config: Config, run: RunDirectory) -> str | None:
+def _unlike_trained(model: ModelSection, adapter: AdapterSection, run: RunDirectory) -> str | None:
     """The problem of a finished run's adapter, as some were published by earlier versions; reads no weights."""
-    if config.adapter.kind == "none":
+    if adapter.kind == "none":
         return None
     try:
-        adapter_files.check_files(run.adapter, config.adapter)
-        adapter_files.weightless_adapter(build.weightless(config.model), run.adapter, config.adapter)
+        adapter_files.check_files(run.adapter, adapter)
+        adapter_files.weightless_adapter(build.weightless(model), run.adapter, adapter)
     except ArtifactError as error:
         return str(error)
     except FinetuneError:  # without its base nothing can be published anew
@@ -112,8 +112,8 @@ def _unlike_trained(config: Config, run: RunDirectory) -> str | None:
     return None
 
 
-def _wants_more_steps(config: Config, run: RunDirectory) -> bool:
-    now, then = config.training, run.config().training
+def _wants_more_steps(now: TrainingSection, run: RunDirectory) -> bool:
+    then = run.config().training
     if (now.early_stopping or math.inf) > (then.early_stopping or math.inf):
         return True
     if now.max_steps:  # early stopping may have ended it before its `max_steps`

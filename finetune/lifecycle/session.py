@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from finetune.config import Config
+from finetune.config import Config, ModelSection
 from finetune.errors import FinetuneError, Terminated
 from finetune.forecast.devices import cap
 from finetune.lifecycle import failures
@@ -63,7 +63,7 @@ def releasing() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def opened(config: Config, run: RunDirectory, terminal: Terminal) -> Iterator[tuple[torch.device, Signals, Lock]]:
+def opened(model: ModelSection, run: RunDirectory, terminal: Terminal) -> Iterator[tuple[torch.device, Signals, Lock]]:
     """In the block, signals are handled, ranks are connected, and failures of the disk and the base are explained.
 
     On exit, the terminal's live line ends and the lock is released.
@@ -75,7 +75,7 @@ def opened(config: Config, run: RunDirectory, terminal: Terminal) -> Iterator[tu
             ranks.together(device),
             Lock(run) as lock,
             failures.disk_errors(run),
-            failures.blaming_base(config.model),
+            failures.blaming_base(model),
         ):
             yield device, signals, lock
 

@@ -19,8 +19,8 @@ Batch = dict[str, Any]
 
 MODEL_INPUTS = frozenset({
     "input_ids", "labels", "attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
-    "max_length_k", "seq_idx", "key_parts", "pixel_values", "image_grid_thw", "pixel_attention_mask",
-    "mm_token_type_ids", "token_type_ids",
+    "max_length_k", "seq_idx", "key_parts", "pixel_values", "image_grid_thw", "pixel_attention_mask", "image_sizes",
+    "image_position_ids", "mm_token_type_ids", "token_type_ids",
 })  # fmt: skip
 """The entries of a batch that are the model's."""
 

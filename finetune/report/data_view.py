@@ -193,20 +193,20 @@ def _lengths(data: Inspection) -> list[tuple[str, float, str, str]]:
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
-SpeltRow = tuple[str, list[tuple[str, bool]], list[tuple[str, str]], str]
+SpeltRow = tuple[str, list[tuple[str, bool]], list[tuple[str, str, str]], str]
 
 
 def spelt(groups: Iterable[list[tuple[str, Sample]]]) -> list[list[SpeltRow]]:
     """Rows for a page, in groups that stand beside each other.
 
-    Of each its caption, pieces as (text, trained), images as (JPEG in base64, caption), and a remark on further images.
+    Of each its caption, pieces as (text, trained), images as (JPEG in base64, name, size), and a remark on others.
     """
     return [
         [
             (
                 caption,
                 [(_spelt(piece, "↵"), piece.trained) for piece in sample.pieces],
-                [(image.thumbnail, words.image(image)) for image in sample.images],
+                [(image.thumbnail, image.name, words.image_size(image)) for image in sample.images],
                 _further(sample),
             )
             for caption, sample in rows
@@ -252,8 +252,8 @@ def together(samples: Sequence[Sample], names: Sequence[str]) -> Iterator[list[t
 def _lines(caption: str, sample: Sample, console: Console, marks: tuple[str, str]) -> list[Text]:
     """A row below its caption and what is known of its images."""
     row = _row(sample, console, marks).split("\n")
-    known = filter(None, [*map(words.image, sample.images), _further(sample)])
-    above = [printing.plain(console, line, _CONTEXT) for line in (caption, *known)]
+    known = [f"{image.name}: {words.image_size(image)}" for image in sample.images] + [_further(sample)]
+    above = [printing.plain(console, line, _CONTEXT) for line in (caption, *filter(None, known))]
     return [above[0], *(Text.assemble("    ", line) for line in (*above[1:], *row))]
 
 

@@ -118,7 +118,7 @@ def _job(
     if rows:
         facts["data"] = ", ".join(rows)
     if config:
-        facts["training"] = words.training(config)
+        facts["training"] = words.training(config.training, config.optimizer.kind)
         if figures.trained and figures.steps > (config.training.max_steps or figures.steps):
             facts["training"] += f"; an earlier start had done {words.count(figures.steps)} by then"
     if changed := [event for event in figures.events if event["event"] == "schedule_changed"]:

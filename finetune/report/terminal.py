@@ -109,7 +109,7 @@ class Terminal:
             facts["not used"] = f"columns {unused}"
         if forecast:
             facts |= words.shorter(forecast) | {"memory": words.verdict(forecast)}
-        facts |= words.reference(config, forecast, in_step_share(config, data))
+        facts |= words.reference(config, forecast, in_step_share(config.training, data))
         self._facts(facts)
 
     def built(self, model: Any, left_out: Mapping[str, int], capacity: str | None = None) -> None:
@@ -278,7 +278,11 @@ def _job(config: Config, data: Prepared, processes: int, mixture: Mixture | None
     facts["evaluation set"] = _evaluation_set(config, data)
     if prompts := words.prompts(config.data.separator, data.train_counts, data.eval_counts):
         facts["prompts"] = prompts
-    return {**facts, "batch": _batching(config, processes), "training": words.training(config)}
+    return {
+        **facts,
+        "batch": _batching(config, processes),
+        "training": words.training(config.training, config.optimizer.kind),
+    }
 
 
 def _evaluation_set(config: Config, data: Prepared) -> str:

@@ -15,6 +15,7 @@ from finetune.storage.records import SampleImage
 if TYPE_CHECKING:  # these import torch, which would delay the first line of a plan
     from finetune.data.batching import Batch
     from finetune.forecast.answer_memory import Serving
+    from finetune.forecast.image_memory import ImageMemory
     from finetune.forecast.job_forecast import Forecast
     from finetune.measure.monitor import Peak
     from finetune.model.structure.experts import Mixture
@@ -110,9 +111,9 @@ def energy(joules: float) -> str:
     return f"{kwh:.3g} kWh" if kwh >= 1 else f"{1000 * kwh:.3g} Wh"
 
 
-def image(one: SampleImage) -> str:
-    """An image of a row: its name, size and tokens."""
-    return f"{one.name}: {count(one.width)} x {count(one.height)} pixels, {count(one.tokens)} tokens"
+def image_size(image: SampleImage) -> str:
+    """The size of an image of a row in pixels and tokens."""
+    return f"{count(image.width)} x {count(image.height)} pixels, {count(image.tokens)} tokens"
 
 
 def base(config: Config) -> str:
@@ -139,12 +140,11 @@ def adapter(section: AdapterSection) -> str:
     return f"{' '.join(kinds)} of rank {rank}, alpha {section.alpha:g}, on {targets}{start}"
 
 
-def training(config: Config) -> str:
+def training(section: TrainingSection, optimizer: str) -> str:
     """Steps, objective, optimizer and learning rate, such as `20 steps, supervised, adamw_8bit, ...`."""
-    section = config.training
     number, unit = (section.max_steps, "step") if section.max_steps else (section.epochs, "epoch")
     return (
-        f"{number:,g} {unit}{'s' * (number != 1)}, {section.objective}, {config.optimizer.kind}, "
+        f"{number:,g} {unit}{'s' * (number != 1)}, {section.objective}, {optimizer}, "
         f"learning rate {learning_rate(section)}, {section.schedule}"
     )
 
@@ -244,6 +244,18 @@ def routing(forecast: Forecast) -> dict[str, str]:
         return {}
     least, most = size(forecast.evenly_routed_bytes), size(forecast.needed_bytes)
     return {"routing": f"{least} if experts get equally many tokens, {most} if one gets all"}
+
+
+def images(memory: ImageMemory | None) -> dict[str, str]:
+    """What an image takes, and the largest that fits; empty for rows of text."""
+    if memory is None:
+        return {}
+    each = f"{memory.width} x {memory.height} pixels are {count(memory.tokens)} tokens and {size(memory.bytes)} a row"
+    if memory.most_pixels is None:
+        return {"images": f"{each}, as any image"}
+    if not memory.most_pixels:
+        return {"images": f"{each}; no `data.image_pixels` makes them fit"}
+    return {"images": f"{each}; one a row fits up to `data.image_pixels: {memory.most_pixels}`"}
 
 
 def device(environment: Mapping[str, Any] | None, device: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from finetune.config import Config
+from finetune.config import Config, DistributedSection, OptimizerSection, TrainingSection
 from finetune.errors import ConfigError, MachineError
 from finetune.runtime import ranks
 from finetune.training import tracking
@@ -23,13 +23,13 @@ def check(config: Config, device: torch.device) -> None:
         raise MachineError(f"{torch.cuda.get_device_name()} does not support bfloat16; set `training.precision: fp16`")
     tracking.check(config.tracking)
     STRATEGIES[config.distributed.kind].check(config.distributed, device)
-    check_shares(config)
-    check_optimizer(config)
+    check_shares(config.training, config.distributed)
+    check_optimizer(config.optimizer, config.distributed)
 
 
-def check_optimizer(config: Config) -> None:
+def check_optimizer(optimizer: OptimizerSection, section: DistributedSection) -> None:
     """Raise ConfigError for an optimizer that cannot update what a rank holds."""
-    kind, part = config.optimizer.kind, STRATEGIES[config.distributed.kind].updates
+    kind, part = optimizer.kind, STRATEGIES[section.kind].updates
     if OPTIMIZERS[kind].can_update(part):
         return
     if part == "number":
@@ -42,10 +42,9 @@ def check_optimizer(config: Config) -> None:
     )
 
 
-def check_shares(config: Config, processes: int | None = None) -> None:
+def check_shares(training: TrainingSection, section: DistributedSection, processes: int | None = None) -> None:
     """Raise ConfigError for a batch that cannot be divided among the `processes`, by default all ranks."""
-    training, processes = config.training, processes or ranks.world_size()
-    section, context = config.distributed, config.distributed.context
+    processes, context = processes or ranks.world_size(), section.context
     if processes % context:
         raise ConfigError(
             f"`distributed.context`: {processes} process{'es' if processes > 1 else ''} cannot form groups of "

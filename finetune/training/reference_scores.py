@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import torch
 
-from finetune.config import AdapterSection, Config
+from finetune.config import AdapterSection, Config, TrainingSection
 from finetune.data.batching import (
     Batch,
     MicroBatching,
@@ -126,13 +126,12 @@ def decided(config: Config, data: Prepared | None) -> Config:
     objective = OBJECTIVES.get(config.training.objective)
     if objective is None or not objective.reference or config.preference.reference != "auto":
         return config
-    cached = config.caches_reference or in_step_share(config, data) >= 1
+    cached = config.caches_reference or in_step_share(config.training, data) >= 1
     return config.changed({"preference.reference": "cached" if cached else "in_step"})
 
 
-def in_step_share(config: Config, data: Prepared | None) -> float:
+def in_step_share(training: TrainingSection, data: Prepared | None) -> float:
     """The rows that steps and evaluations would score, over the number of rows; without data, no evaluation counts."""
-    training = config.training
     if data is None:
         return 0.0 if training.max_steps else training.epochs
     trained, held_out = data.train_counts.rows, data.eval_counts.rows if data.eval_counts else 0
@@ -217,7 +216,7 @@ def _passes(job: TrainingJob, loop: Loop, scores: Scores) -> Iterator[tuple[list
         loop.retry.report,
         *([loop.evaluation.report] if loop.evaluation else []),
     ]
-    for rows, report in zip((job.data.train, job.data.eval), reports, strict=False):
+    for rows, report in zip([*filter(None, (job.data.train, job.data.eval))], reports, strict=False):
         inputs, lengths = rows.select_columns(columns(rows)), Sizes.of(rows, way).lengths
         left = [batch for batch in batches(lengths, way) if np.isnan(scores[first:][batch]).any()]
         for at in range(0, len(left), ranks.world_size()):

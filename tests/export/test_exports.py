@@ -500,7 +500,7 @@ def test_the_card_inherits_the_licence_and_has_what_was_measured(
 
 def test_the_card_has_the_loss_of_the_weights_that_were_published(run: RunDirectory) -> None:
     def after() -> str:
-        return card._measured(run, run.config())["evaluation loss"].split(" before, ")[1].split()[0]
+        return card._measured(run, run.config().training.objective)["evaluation loss"].split(" before, ")[1].split()[0]
 
     first, *_, last = (line for line in run.metrics() if "eval_loss" in line)
     run.event("best_loaded", step=first["step"])

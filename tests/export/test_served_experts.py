@@ -40,7 +40,7 @@ def written(name: str, folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
     made = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
     made.from_config(config, dtype=torch.float32).save_pretrained(folder / "base")
     job = Config().changed({"model.name": str(folder / "base"), "model.weights": "pretrained"})
-    base, groups = adapter_export.file_groups(job)
+    base, groups = adapter_export.file_groups(job.model)
     adapted = adapter.attach(base.to_empty(device="cpu"), AdapterSection(rank=6, expert_rank=3), name, seed=0)
     for weight in adapter_files.weights(adapted).values():
         torch.nn.init.normal_(weight)

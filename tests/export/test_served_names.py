@@ -130,7 +130,7 @@ def test_the_exported_adapter_is_found_in_the_whole_of_a_composite_checkpoint(
     for weight in adapter_files.weights(adapted).values():
         torch.nn.init.normal_(weight, std=0.1)
     job = Config().changed({"model.name": section.name, "model.weights": "pretrained"})
-    names, pairs = adapter_export.served_names(*adapter_export.file_groups(job)), adapter_export.plain(adapted)
+    names, pairs = adapter_export.served_names(*adapter_export.file_groups(job.model)), adapter_export.plain(adapted)
     renamed = {layer: adapter_export._served(names, layer) for layer in pairs}
     adapter_export.write(pairs, renamed, adapted.peft_config["default"], section.name, tmp_path / "adapter")
     files = weight_files.shapes(tmp_path / "base" / "model.safetensors")
@@ -159,7 +159,7 @@ def test_a_prefix_that_files_lack_is_kept_and_a_layer_without_a_weight_in_the_fi
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("bloom", vocab_size=64, hidden_size=16, n_layer=1))
     model.transformer.save_pretrained(tmp_path)
     job = Config().changed({"model.name": str(tmp_path), "model.weights": "pretrained"})
-    names = adapter_export.served_names(*adapter_export.file_groups(job))
+    names = adapter_export.served_names(*adapter_export.file_groups(job.model))
     layer = "transformer.h.0.mlp.dense_h_to_4h"
     assert "h.0.mlp.dense_h_to_4h.weight" in weight_files.shapes(tmp_path / "model.safetensors")
     assert adapter_export._served(names, layer) == layer

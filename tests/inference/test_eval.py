@@ -117,7 +117,7 @@ def test_losses_are_those_of_training_and_lie_in_their_intervals(scores: Scores,
 
 def test_answers_are_scored_against_references_and_kept(scores: Scores, run: RunDirectory) -> None:
     config = run.config()
-    asked = list(questions(config.data, load_tokenizer(config.model, run.data(config))))
+    asked = list(questions(config.data, load_tokenizer(config.model, run.data(config.data))))
     rule = measure(scores, "rule.py:score")
     assert {figure["value"] for figure in rule["models"].values()} == {2}
     assert rule["rows"] == len(asked)

@@ -53,10 +53,12 @@ def plain(seen: SeeingRun, opened: jobs.Ready) -> Any:
 def test_the_loss_of_base_and_adapter_on_rows_with_images_is_that_of_plain_transformers(
     seeing_run: SeeingRun, opened: jobs.Ready, tmp_path: Path
 ) -> None:
-    rows = seeing_run.folder / "held_out.jsonl"
-    measures = finetune.evaluate(seeing_run.copied(tmp_path), data=rows).as_dict()["measures"]
-    [found] = [one for one in measures if one["name"] == "loss"]
-    assert found["rows"] == 6
+    run, rows = seeing_run.copied(tmp_path), seeing_run.folder / "held_out.jsonl"
+    scores = finetune.evaluate(run, data=rows, metrics=["f1"], max_new_tokens=2)
+    found, words = ({one["name"]: one for one in scores.as_dict()["measures"]}[name] for name in ("loss", "f1"))
+    assert found["rows"] == words["rows"] == 6
+    answered = [json.loads(line) for line in run.eval_answers_file.read_text().splitlines()]
+    assert answered[2]["question"] == "[8_0.png] Row 8: what is it? [8_1.png]"
     model, total = plain(seeing_run, opened), {"adapter": 0.0, "base": 0.0}
     count = 0
     for row in seeing_run.rows():

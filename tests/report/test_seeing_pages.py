@@ -46,9 +46,9 @@ def test_the_look_at_the_data_shows_a_few_small_images_with_their_tokens(
     token = seeing_run.processor.tokenizer.convert_tokens_to_ids(_token(seeing_run))
     counted = int((inputs == token).sum())
     markup = (tmp_path / "data.html").read_text(encoding="utf-8")
-    for text in (out, markup):
-        assert f"1_0.png: 34 x 20 pixels, {counted} tokens" in text
-        assert "many_7.png: 500 x 250 pixels" in text
+    for text, between in ((out, ": "), (markup, "<br>")):
+        assert f"1_0.png{between}34 x 20 pixels, {counted} tokens" in text
+        assert f"many_7.png{between}500 x 250 pixels" in text
         assert "and 2 more images" in text
         assert "many_8.png" not in text
         assert f" x {counted}" in text or seeing_run.family == "idefics3"  # whose image is several runs of tokens
@@ -71,7 +71,7 @@ def test_a_report_keeps_its_images_when_the_files_are_gone(seeing_run: SeeingRun
     page.write(run)
     markup = run.report_file.read_text(encoding="utf-8")
     assert [one.size for one in thumbnails(markup)] == [(34, 20), (34, 20), (47, 39)]  # of rows of 0, 1 and 2 images
-    assert "2_1.png: 47 x 39 pixels" in markup
+    assert "2_1.png<br>47 x 39 pixels" in markup
     assert "[6_0.png]" not in markup
     assert re.search(r"\[7_0\.png\] Row 7", markup)  # a question of the evaluation set
 

@@ -33,6 +33,7 @@ from finetune.config import Config
 from finetune.data import fingerprint
 from finetune.doctor import run_check as run_directory
 from finetune.errors import ArtifactError, FinetuneError
+from finetune.inference import answers
 from finetune.lifecycle import provenance
 from finetune.lifecycle import resume as resuming
 from finetune.model.source.tokenizer import load_tokenizer
@@ -109,7 +110,7 @@ def readers(whole: RunDirectory) -> dict[str, Callable[[RunDirectory], object]]:
         run.check_layout()
         if run.has_results:
             provenance.refuse_changes(config, run)
-            resuming._wants_more_steps(config, run)
+            resuming._wants_more_steps(config.training, run)
         _ = run.finished, run.steps_done, run.saved_steps
         start = resuming.find(run)
         provenance.changes_since(run, start.checkpoint, made_with)
@@ -121,7 +122,7 @@ def readers(whole: RunDirectory) -> dict[str, Callable[[RunDirectory], object]]:
 
     def answer(run: RunDirectory) -> None:
         """As merge, generate and eval do."""
-        _ = run.data(RunDirectory.open(run.path).config())
+        _ = run.data(RunDirectory.open(run.path).config().data)
         with run.locked():
             fingerprint.check(tokenizer, run.adapter)
             fingerprint.check(tokenizer, run.merged)
@@ -429,10 +430,13 @@ def unfinished(half: RunDirectory, tmp_path: Path, hurried: None) -> Config:
     "text",
     ["[", "[3]", '[{"question": "x", "reference": "y", "before": "z", "after": null, "messages": [{"role": 3}]}]'],
 )
-def test_forged_answers_do_not_stop_training_and_are_generated_again(unfinished: Config, text: str) -> None:
+def test_forged_answers_do_not_stop_training_and_are_generated_again(
+    unfinished: Config, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = RunDirectory(unfinished.output.dir)
     before = run.answers()
     run.answers_file.write_text(text)
+    monkeypatch.setattr(answers, "_QUESTIONS", len(before))
     assert finetune.train(unfinished).run.steps_done == 4
     assert [(row["question"], row["before"]) for row in run.answers()] == [
         (row["question"], row["before"]) for row in before

@@ -20,6 +20,8 @@ from transformers import AutoModelForImageTextToText
 import finetune
 from finetune.config import dump
 from finetune.data.encoded import IMAGES
+from finetune.model.source.vision import PIXELS
+from finetune.objectives import MODEL_INPUTS
 from finetune.storage.rundir import RunDirectory
 from finetune.training.batches import Steps, one_ahead
 from finetune.training.collator import split
@@ -70,6 +72,10 @@ def test_loss_and_gradients_are_those_of_plain_transformers_and_peft(job: tuple[
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert_gradients_close(found, expected, within=1e-5)
     assert not any("vision" in name or "visual" in name for name in found)
+
+
+def test_objectives_pass_on_all_that_a_model_takes_of_images() -> None:
+    assert set(PIXELS) <= MODEL_INPUTS
 
 
 def test_half_a_micro_batch_has_its_own_images(job: tuple[str, Path]) -> None:
@@ -127,7 +133,8 @@ def test_a_run_of_images_alone_goes_on_to_the_same_bits_and_measures_its_evaluat
     shown = [row for row in rows if any(part["type"] == "image" for part in row["messages"][0]["content"])]
     changes = {
         "data.train": str(seeing.rows(folder, shown, "shown.jsonl")), "data.eval": str(folder / "rows.jsonl"),
-        "training.batch_size": 2, "training.micro_batch": 1, "training.schedule": "constant",
+        "training.batch_size": 2, "training.micro_batch": "auto", "training.schedule": "constant",
+        "memory.check": "refuse",
     }  # fmt: skip
     one, other = RunDirectory(tmp_path / "one"), RunDirectory(tmp_path / "other")
     in_turn = Steps.epoch
@@ -138,6 +145,9 @@ def test_a_run_of_images_alone_goes_on_to_the_same_bits_and_measures_its_evaluat
             finetune.train(config(folder, **changes, **{"training.max_steps": steps, "output.dir": str(run.path)}))
     assert same_adapter(one, other)
     assert all(0 < loss < 20 for loss in metric(other, "eval_loss"))
+    compared = json.loads((other.path / "forecast.json").read_text())["differences"]
+    assert {each["phase"] for each in compared} >= {"forward", "backward", "optimizer", "evaluation"}
+    assert all(abs(each["relative"]) < 0.02 for each in compared), compared
 
 
 @pytest.mark.parametrize(
@@ -145,7 +155,6 @@ def test_a_run_of_images_alone_goes_on_to_the_same_bits_and_measures_its_evaluat
     [
         (["data.packing=true"], 2, "rows are not packed with images yet"),
         (["training.objective=dpo"], 2, "only `supervised` is trained with images yet"),
-        (["memory.check=refuse"], 2, "cannot be forecast yet"),
         (["distributed.kind=deepspeed"], 2, "would not gather the model of images with the others; set `gradients`"),
         (["model.name=builtin:tiny-llama"], 2, "that sees"),
         (["model.vision=none"], 3, "set `model.vision: frozen`"),

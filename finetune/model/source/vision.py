@@ -1,148 +1,235 @@
-"""What turns images into tokens and pixels: the image processor of a base that sees, and the rule of its tokens.
+"""What turns images into tokens and pixels: the processor of a base that sees, and the count of an image's tokens.
 
-How many tokens an image takes follows from its size alone, by the rule of transformers' processor. That is not made
-whole: those that also take films cannot be without torchvision. A family of bases is one entry in FAMILIES.
+transformers' processor counts them from an image's size (`_get_num_multimodal_tokens`). Where they are one run between
+fixed texts, nothing more is needed; other families are an entry in FAMILIES. Either way the processor makes a few blank
+images at the start, and every image of a batch, whose tokens must be those of their sizes.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
 from finetune.config import Config, ModelSection
-from finetune.errors import ArtifactError, ConfigError
+from finetune.errors import ArtifactError, ConfigError, MachineError, first_line
 from finetune.model.source.locate import hub_call, locate
 
 
 @dataclass(frozen=True)
 class VisionFamily:
-    """Bases with one processor, transformers' class of the name `processor`.
+    """What is particular to the bases of a type.
 
-    `attributes(settings, tokenizer)` are those of the processor that its `replace_image_token` reads, from the settings
-    in its file, and `counted(images, height, width)` what that reads of the processed images, from the size of one and
-    the image processor. `bound` is the size for which that makes no more than so many pixels of an image; None where
-    they are fixed. `fixed`: arguments of the image processor. `token_types`: the model's argument that says which
-    tokens are of images.
+    `bound` has the arguments of the image processor for which that makes no more than so many pixels of an image; None
+    where they are fixed. `made(processor, height, width)` is what the processor's `replace_image_token` reads of an
+    image of that size, where its tokens are not one run. `processor` is the name of transformers' class, if the base's
+    own needs more to be installed than its images do.
     """
 
-    processor: str
-    attributes: Callable[[Mapping[str, Any], Any], dict[str, Any]]
-    counted: Callable[[Any, int, int], dict[str, Any]]
-    bound: Callable[[Any, int], dict[str, int]] | None = None
-    fixed: Mapping[str, Any] | None = None
-    token_types: str | None = None
+    bound: Callable[[Any, int], dict[str, Any]] | None = None
+    made: Callable[[Any, int, int], dict[str, Any]] | None = None
+    processor: str | None = None
 
 
-def _qwen(settings: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
-    return {"image_token": getattr(tokenizer, "image_token", None) or "<|image_pad|>"}
+def _bound_area(images: Any, pixels: int) -> dict[str, Any]:
+    return {"size": {"shortest_edge": min(images.size["shortest_edge"], pixels), "longest_edge": pixels}}
 
 
-def _patches(images: Any, height: int, width: int) -> dict[str, Any]:
-    return {"image_grid_thw": np.array([[1, images.get_number_of_image_patches(height, width), 1]])}
+def _bound_edge(images: Any, pixels: int) -> dict[str, Any]:
+    return {"size": {"longest_edge": min(max(1, math.isqrt(pixels)), images.size["longest_edge"])}}
 
 
-def _bound_area(images: Any, pixels: int) -> dict[str, int]:
-    return {"shortest_edge": min(images.size["shortest_edge"], pixels), "longest_edge": pixels}
+def _bound_square(images: Any, pixels: int) -> dict[str, Any]:
+    tile = images.max_image_size["longest_edge"]
+    edge = max(1, math.isqrt(pixels) // tile) * tile
+    return {"size": {"longest_edge": min(edge, images.size["longest_edge"])}}
 
 
-def _idefics(settings: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
-    return {
-        "image_token": "<image>",
-        "fake_image_token": "<fake_token_around_image>",
-        "global_image_tag": "<global-img>",  # Idefics 3
-        "global_image_token": "<global-img>",  # SmolVLM
-        "image_seq_len": settings.get("image_seq_len", 169),
-    }
+def _bound_tiles(images: Any, pixels: int) -> dict[str, Any]:
+    tiles = pixels // (images.size["height"] * images.size["width"])
+    return {"max_patches": min(max(1, tiles), images.max_patches)}
 
 
-def _tiles(images: Any, height: int, width: int) -> dict[str, Any]:
-    _, rows, columns = images.get_number_of_image_patches(height, width)
+_SOFT_TOKENS = (70, 140, 280, 560, 1120)  # all that transformers' image processor of Gemma 4 takes
+
+
+def _bound_tokens(images: Any, pixels: int) -> dict[str, Any]:
+    tokens = min(pixels // (images.patch_size * images.pooling_kernel_size) ** 2, images.max_soft_tokens)
+    return {"max_soft_tokens": max((_SOFT_TOKENS[0], *(number for number in _SOFT_TOKENS if number <= tokens)))}
+
+
+def _tiles(processor: Any, height: int, width: int) -> dict[str, Any]:
+    _, rows, columns = processor.image_processor.get_number_of_image_patches(height, width)
     return {"rows": [[rows]], "cols": [[columns]]}
 
 
-def _bound_tiles(images: Any, pixels: int) -> dict[str, int]:
-    tile = images.max_image_size["longest_edge"]
-    edge = max(1, math.isqrt(pixels) // tile) * tile
-    return {"longest_edge": min(edge, images.size["longest_edge"])}
+def _resized(processor: Any, height: int, width: int) -> dict[str, Any]:
+    from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_output_image_size
+
+    blank = np.broadcast_to(np.uint8(0), (height, width, 3))  # only its size is read
+    edge, patch = processor.image_processor.size["longest_edge"], processor.patch_size * processor.spatial_merge_size
+    return {"image_sizes": [get_resize_output_image_size(blank, edge, patch)]}
 
 
-def _gemma(settings: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
-    names = {"boi": "<start_of_image>", "image": "<image_soft_token>", "eoi": "<end_of_image>"}
-    first, token, last = (getattr(tokenizer, f"{name}_token", None) or usual for name, usual in names.items())
-    sequence = f"\n\n{first}{token * settings.get('image_seq_length', 256)}{last}\n\n"
-    return {"image_token": first, "full_image_sequence": sequence, "soft_token": token}
-
-
-def _whole(images: Any, height: int, width: int) -> dict[str, Any]:
-    return {"num_crops": [0]}
-
-
-_ROWS_AND_COLUMNS = {"return_row_col_info": True}
+_QWEN = VisionFamily(_bound_area)
 
 FAMILIES: dict[str, VisionFamily] = {
-    "qwen3_vl": VisionFamily("Qwen3VLProcessor", _qwen, _patches, _bound_area, token_types="mm_token_type_ids"),
-    "idefics3": VisionFamily("Idefics3Processor", _idefics, _tiles, _bound_tiles, _ROWS_AND_COLUMNS),
-    "gemma3": VisionFamily(
-        "Gemma3Processor", _gemma, _whole, fixed={"do_pan_and_scan": False}, token_types="token_type_ids"
-    ),
+    "qwen2_vl": _QWEN,
+    "qwen2_5_vl": _QWEN,
+    "qwen3_vl": _QWEN,
+    "qwen3_vl_moe": _QWEN,
+    "qwen3_5": _QWEN,
+    "qwen3_5_moe": _QWEN,
+    "gemma3": VisionFamily(),
+    "gemma4": VisionFamily(_bound_tokens),
+    "idefics3": VisionFamily(_bound_square, _tiles),
+    # Its own needs num2words, for films; of images both write the same.
+    "smolvlm": VisionFamily(_bound_square, _tiles, "Idefics3Processor"),
+    "internvl": VisionFamily(_bound_tiles),
+    "mistral3": VisionFamily(_bound_edge, _resized),
 }
-"""By transformers' `model_type`."""
+"""By transformers' `model_type`. Bases of other types are taken if what the processor makes shows that it can count."""
 
-PIXELS = ("pixel_values", "image_grid_thw", "pixel_attention_mask")
-"""The model's arguments for images, of those that image processors make."""
+PIXELS = ("pixel_values", "image_grid_thw", "pixel_attention_mask", "image_sizes", "image_position_ids")
+"""The model's arguments for images; those of its other arguments that a processor may make are of tokens."""
+
+_OF_TILES = 5  # dimensions of pixels (rows, tiles, channels, height, width)
+_MOST_READ = 2**20  # numbers: a processor's output of more is of pixels
+
+_TRIED = ((40, 40), (40, 120), (700, 500))  # heights and widths of the blank images
 
 
 class Vision:
     """The images of a base: `mark` is what its chat template writes for one, and `image_tokens` are the ids of tokens
-    that stand for its features, of which `token` is the text. Raises ArtifactError for a tokenizer without them.
+    that stand for its features, of which `token` is the text. `token_types` is the model's argument that says which
+    tokens are of images. `bounded` gives the same with a bound of pixels; None where they are fixed.
+
+    Raises ArtifactError for a tokenizer without them, and ConfigError for a processor that makes other tokens of an
+    image than it counts from its size.
     """
 
-    def __init__(self, family: VisionFamily, images: Any, settings: Mapping[str, Any], tokenizer: Any) -> None:
-        import transformers
-
-        self._family, self._images = family, images
-        self._rule = getattr(transformers, family.processor).replace_image_token
-        self._processor = SimpleNamespace(image_processor=images, **family.attributes(settings, tokenizer))
-        self.mark: str = self._processor.image_token
-        token = getattr(self._processor, "soft_token", self.mark)
-        if missing := [one for one in (self.mark, token) if one not in tokenizer.get_vocab()]:
+    def __init__(self, processor: Any, architecture: Any, family: VisionFamily) -> None:
+        self._processor, self._family = processor, family
+        self._kind = architecture.model_type
+        self._arguments = inspect.signature(model_class(architecture).forward).parameters
+        self._options = processor._merge_kwargs()["images_kwargs"] | {"return_tensors": "pt"}  # noqa: SLF001
+        self.mark: str = processor.image_token
+        vocabulary = processor.tokenizer.get_vocab()
+        ids = [getattr(architecture, name, None) for name in ("image_token_id", "image_token_index")]
+        known = {id: token for token, id in vocabulary.items() if id in ids}
+        if self.mark not in vocabulary or not known:
+            missing = self.mark if known else ids[0]
             raise ArtifactError(
-                f"the tokenizer has no token `{missing[0]}`, which stands for an image; set `model.tokenizer` to the "
-                "one of the base"
+                f"the tokenizer has no token `{missing}`, which stands for an image; set `model.tokenizer` to the one "
+                "of the base"
             )
-        self.token: str = token
-        self.image_tokens: list[int] = [tokenizer.convert_tokens_to_ids(token)]
-        self.token_types = family.token_types
+        [(id, self.token)] = known.items()
+        self.image_tokens: list[int] = [id]
+        types = (name for name in ("mm_token_type_ids", "token_type_ids") if name in self._arguments)
+        self.token_types = next(types, None) if processor.return_mm_token_type_ids else None
+        self._around = "", ""
+        self._uncounted = 0
         self.text = functools.lru_cache(maxsize=4096)(self._text)
+        self.blank = functools.lru_cache(maxsize=4096)(self._pixels_of_blank)
+        self.bounded: Callable[[int], Vision] | None = None
+        try:
+            self._try()
+        except ConfigError:
+            raise
+        except Exception as error:  # processors of any kind may raise anything
+            raise self._refusal(f"fails on a blank image ({type(error).__name__}: {first_line(error)})") from error
 
     def _text(self, height: int, width: int) -> str:
         """What takes the place of `mark` for an image of this size. Raises what the processor does."""
-        return str(self._rule(self._processor, self._family.counted(self._images, height, width), 0))
+        if self._family.made:
+            return str(self._processor.replace_image_token(self._family.made(self._processor, height, width), 0))
+        before, after = self._around
+        return before + self.token * (self._count(height, width) + self._uncounted) + after
+
+    def count(self, height: int, width: int) -> int:
+        """The number of tokens that stand for an image of this size."""
+        return self.text(height, width).count(self.token)
+
+    def _count(self, height: int, width: int) -> int:
+        counted = self._processor._get_num_multimodal_tokens(image_sizes=[(height, width)])  # noqa: SLF001
+        return int(counted["num_image_tokens"][0])
+
+    def _try(self) -> None:
+        """Learn from blank images what is around the tokens of one, and that they are as many as their size says."""
+        if not (self._family.made or hasattr(self._processor, "_get_num_multimodal_tokens")):
+            raise self._refusal("does not count the tokens of an image from its size")
+        for number, (height, width) in enumerate(_TRIED):
+            text = self._processed([self._blank(height, width)])[1][0]
+            if number == 0 and not self._family.made:
+                tokens = text.count(self.token)
+                before, run, after = text.partition(self.token * tokens)
+                if not (tokens and run):
+                    raise self._refusal("does not write the tokens of an image in one run")
+                self._around, self._uncounted = (before, after), tokens - self._count(height, width)
+            if text != self._text(height, width):
+                raise self._refusal(f"makes other tokens of an image of {width} x {height} pixels than its size says")
+        made = self.sample()
+        if others := made.keys() - {*PIXELS, "input_ids", "attention_mask", self.token_types}:
+            raise self._refusal(f"gives the model `{min(others)}`, which is not passed on here")
+        if made["input_ids"][0].tolist() != self._processor.tokenizer(self._text(*_TRIED[0]))["input_ids"]:
+            raise self._refusal("adds tokens of its own to a row with an image")
+
+    def _refusal(self, why: str) -> ConfigError:
+        return ConfigError(
+            f"`model.vision`: images are not trained on with a base of type `{self._kind}`: its processor {why}; set "
+            f"`none` to train on rows of text, or use a base of one of the types {', '.join(FAMILIES)}"
+        )
+
+    @staticmethod
+    def _blank(height: int, width: int) -> Any:
+        from PIL import Image
+
+        return Image.new("RGB", (width, height))
+
+    def sample(self) -> dict[str, torch.Tensor]:
+        """The model's arguments for a row of a blank image alone, made by transformers' processor."""
+        made = self._processor(text=[self.mark], images=[[self._blank(*_TRIED[0])]], return_tensors="pt")
+        return {name: made[name] for name in made if name in self._arguments}
 
     def pixels(self, images: Sequence[Any]) -> dict[str, torch.Tensor]:
         """The model's arguments for the images of one row, Pillow's, beside its tokens.
 
         Raises ArtifactError if the processor's own tokens for them are not those of their sizes.
         """
-        made = self._images([list(images)], return_tensors="pt", **(self._family.fixed or {}))
-        for number, image in enumerate(images):
-            if self._rule(self._processor, made, number) != self.text(image.height, image.width):
+        made, texts = self._processed(images)
+        for image, text in zip(images, texts, strict=True):
+            if text != self.text(image.height, image.width):
                 raise ArtifactError(
-                    f"{self._family.processor} makes other tokens of an image of {image.width} x {image.height} pixels "
-                    "than its size says, so it cannot be trained on; set `model.vision: none`"
+                    f"the processor of a base of type `{self._kind}` makes other tokens of an image of {image.width} x "
+                    f"{image.height} pixels than its size says, so it cannot be trained on; set `model.vision: none`"
                 )
-        return {name: made[name] for name in PIXELS if name in made}
+        return {name: made[name] for name in PIXELS if name in made and name in self._arguments}
+
+    def _pixels_of_blank(self, sizes: tuple[tuple[int, int], ...]) -> dict[str, torch.Tensor]:
+        """`pixels` of blank images of these sizes (height, width), without what no size follows from.
+
+        The numbers of pixels, and masks of single ones, are on the meta device.
+        """
+        made = self.pixels([self._blank(*size) for size in sizes])
+        return {
+            name: value.to("meta") if value.is_floating_point() or value.numel() > _MOST_READ else value
+            for name, value in made.items()
+        }
+
+    def _processed(self, images: Sequence[Any]) -> tuple[Mapping[str, Any], list[str]]:
+        """What the processor makes of the images of one row, and the text that takes the place of each."""
+        made, texts = self._processor._process_images([list(images)], **self._options)  # noqa: SLF001
+        return made, texts
 
     def settings(self) -> dict[str, Any]:
         """The contents of the image processor's file, with the job's bound on pixels."""
-        settings: dict[str, Any] = self._images.to_dict()
+        settings: dict[str, Any] = self._processor.image_processor.to_dict()
         return settings
 
     def types(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -155,10 +242,13 @@ class Vision:
 def joined(rows: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """The model's arguments for the images of several rows; rows without any have none.
 
-    Tiles are (rows, tiles, ...): a row of fewer gets black ones, which the model leaves out.
+    Tiles are (1, tiles, ...), as if all were of one row: models take them in order, and none is black to fill a row up.
     """
     there = [row for row in rows if row]
-    return {name: _joined([row[name] for row in there]) for name in PIXELS if there and name in there[0]}
+    names = [name for name in PIXELS if there and name in there[0]]
+    if there and there[0]["pixel_values"].dim() == _OF_TILES:
+        return {name: torch.cat([row[name] for row in there], dim=1) for name in names}
+    return {name: _joined([row[name] for row in there]) for name in names}
 
 
 def _joined(values: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -171,25 +261,93 @@ def _joined(values: Sequence[torch.Tensor]) -> torch.Tensor:
     return whole
 
 
+def model_class(architecture: Any) -> Any:
+    """transformers' class of the whole model of `architecture`. Raises ConfigError for one that sees no images."""
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as known
+
+    if "vision_config" not in architecture.sub_configs or type(architecture) not in known:
+        raise ConfigError(
+            f"`model.vision`: transformers has no model of type `{architecture.model_type}` that sees; set `none`"
+        )
+    return known[type(architecture)]
+
+
 def of(config: Config, architecture: Any, tokenizer: Any) -> Vision | None:
     """The vision of a job; None if it trains on rows of text alone.
 
-    Raises ConfigError for a base of no family here, and for a bound on pixels that it does not have.
+    Raises ConfigError for a base whose images are not trained on here, and for a bound on pixels that it does not have.
     """
     if config.model.vision == "none":
         return None
-    section, kind, pixels = config.model, architecture.model_type, config.data.image_pixels
-    if kind not in FAMILIES:
-        raise ConfigError(
-            f"`model.vision`: images are not trained on here with a base of type `{kind}`, but with one of "
-            f"{', '.join(FAMILIES)}; set `none` to train on rows of text"
-        )
-    family, images = FAMILIES[kind], _image_processor(section)
+    model_class(architecture)
+    section, pixels = config.model, config.data.image_pixels
+    family = FAMILIES.get(architecture.model_type, VisionFamily())
+    images = _image_processor(section)
     if pixels and not family.bound:
         raise ConfigError(f"`data.image_pixels`: {section.name} makes the same pixels of any image; remove it")
-    if pixels and family.bound:
-        images = _image_processor(section, size=family.bound(images, pixels))
-    return Vision(family, images, _settings(section), tokenizer)
+
+    @functools.cache
+    def bounded(pixels: int | None) -> Vision:
+        own = _image_processor(section, **family.bound(images, pixels)) if pixels and family.bound else images
+        seeing = Vision(_processor(section, architecture, family, own, tokenizer), architecture, family)
+        seeing.bounded = bounded if family.bound else None
+        return seeing
+
+    return bounded(pixels)
+
+
+def _processor(section: ModelSection, architecture: Any, family: VisionFamily, images: Any, tokenizer: Any) -> Any:
+    """transformers' processor of the base with its image processor and its tokenizer, but none of films or sound.
+
+    Those of films need torchvision. Raises MachineError where that of images does, too.
+    """
+    known, settings = _processor_class(architecture, family), _settings(section)
+    try:
+        parts = dict.fromkeys(known.get_attributes()) | {"image_processor": images, "tokenizer": Unchanged(tokenizer)}
+        names = inspect.signature(known.__init__).parameters.keys() - parts.keys()
+        of_images = type(known.__name__, (known,), {"check_argument_for_proper_class": lambda *_: None})
+        return of_images(**parts, **{name: settings[name] for name in names if name in settings})
+    except ImportError as error:
+        packages = ", ".join(getattr(known, "_backends", [])) or first_line(error)
+        raise MachineError(
+            f"`model.vision`: transformers' processor of a base of type `{architecture.model_type}` needs packages "
+            f"that are not installed: pip install {packages}"
+        ) from None
+    except AttributeError as error:
+        raise ArtifactError(
+            f"the tokenizer lacks what the processor of a base of type `{architecture.model_type}` reads of it "
+            f"({first_line(error)}); set `model.tokenizer` to the one of the base"
+        ) from None
+
+
+def _processor_class(architecture: Any, family: VisionFamily) -> Any:
+    import transformers
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    if family.processor:
+        return getattr(transformers, family.processor)
+    if type(architecture) not in PROCESSOR_MAPPING:
+        raise ConfigError(
+            f"`model.vision`: transformers has no processor for a base of type `{architecture.model_type}`; set `none`"
+        )
+    return PROCESSOR_MAPPING[type(architecture)]
+
+
+class Unchanged:
+    """A tokenizer to which processors add no tokens, as that of Gemma 4 would one of films."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, *texts: Any, **options: Any) -> Any:
+        return self._tokenizer(*texts, **options)
+
+    def add_special_tokens(self, *_: Any, **__: Any) -> int:
+        """As many tokens as were added."""
+        return 0
 
 
 def _image_processor(section: ModelSection, **changed: Any) -> Any:
