@@ -71,7 +71,7 @@ class Bench(overhead.Bench):
 def main() -> None:
     parser = harness.parser(__doc__, "beside_images.json")
     parser.add_argument("--rounds", type=int, default=3, help="after a warm-up (default 3)")
-    parser.add_argument("--steps", type=int, default=40, help="of 8 rows (default 40)")
+    parser.add_argument("--steps", type=int, default=60, help="of 8 rows (default 60)")
     parser.add_argument("--side", choices=SIDES, action="append", help="only beside this run of TRL's, or these")
     options = parser.parse_args()
     sides = {side: SIDES[side] for side in options.side or SIDES}
