@@ -24,7 +24,7 @@ LIMITS = {
     "lines of finetune/": 53_600,  # to become 34,000
     "lines of tests/": 52_800,  # to become 34,000
     "lines of benchmarks/": 11_300,  # to become 8,500
-    "words of docs/ and the README": 26_000,
+    "words of docs/ and the README": 26_500,
 }
 
 
