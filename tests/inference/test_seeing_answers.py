@@ -13,6 +13,7 @@ import pytest
 import seeing
 import torch
 from peft import PeftModel
+from PIL import Image
 from seeing_jobs import SeeingRun, plain_inputs
 from transformers import AutoModelForImageTextToText
 
@@ -128,6 +129,10 @@ def test_an_image_that_cannot_be_shown_is_an_error_of_a_sentence(
         code, out, err = call("generate", run, "--prompt", "What?", "--image", folder / name)
         assert (code, out) == (3, ""), err
         assert told in " ".join(err.split())
+    with monkeypatch.context() as patch:
+        patch.setattr(Image, "MAX_IMAGE_PIXELS", 700)  # an error from twice as many on
+        code, _, err = call("generate", run, "--prompt", "What?", "--image", picture)
+        assert (code, "(1600 pixels) exceeds limit" in " ".join(err.split())) == (3, True)
     rows = seeing.rows(folder, [{"prompt": "What?", "images": ["missing.png"]}], "bad.jsonl")
     code, _, err = call("generate", run, "--file", rows)
     assert (code, "bad.jsonl:1" in err, "no such file" in " ".join(err.split())) == (3, True, True)
