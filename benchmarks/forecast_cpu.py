@@ -294,7 +294,10 @@ SEEING: dict[str, Architecture] = {
             "gemma4", **{f"{name}_id": token for name, token in _SEES.items()}, video_token_id="<|video|>",
             audio_token_id="<|audio|>",
         ),
-        "text_config": {**NEWER["gemma4"], "vocab_size": 1024, "use_bidirectional_attention": "vision"},
+        "text_config": {
+            **NEWER["gemma4"], "vocab_size": 1024, "vocab_size_per_layer_input": 1024,
+            "use_bidirectional_attention": "vision",
+        },
         "vision_config": {
             **_TOWER, **_LAYERS, "num_key_value_heads": 4, "head_dim": 48, "patch_size": 16, "pooling_kernel_size": 3,
             "position_embedding_size": 256,
