@@ -1,6 +1,6 @@
-"""The process that runs trials: `python -m finetune.certificate.child FD`, with a job as JSON on its standard input.
+"""What the process that runs trials does; `making` starts it.
 
-It writes each result as a line of JSON to the file descriptor FD as soon as it has it, so that a crash costs one trial.
+It writes each result as a line of JSON to a file descriptor as soon as it has it, so that a crash costs one trial.
 """
 
 from __future__ import annotations
@@ -106,7 +106,3 @@ def _end_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before that
         sys.exit(1)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), json.load(sys.stdin))

@@ -28,6 +28,13 @@ _SECRET = re.compile(
     r"(^|_)(TOKENS?|(API)?KEYS?|SECRETS?|PASSWORD|PASSWD|CREDENTIALS?|PROXY)(_|$)|^(AWS|AZURE|GOOGLE|WANDB)_",
     re.IGNORECASE,
 )
+_CHILD = """
+import json, sys
+from finetune.runtime import libraries
+with libraries.importing():
+    from finetune.certificate import child
+child.main(int(sys.argv[1]), json.load(sys.stdin))
+"""
 # The kernel's out-of-memory killer, and a batch system that ends a job.
 _SIGNALS_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
 
@@ -97,7 +104,7 @@ class Child(subprocess.Popen):
                 asked.write(json.dumps(request).encode())
                 asked.seek(0)
                 super().__init__(
-                    [sys.executable, "-P", "-m", "finetune.certificate.child", str(write)], stdin=asked,
+                    [sys.executable, "-P", "-c", _CHILD, str(write)], stdin=asked,
                     stdout=self.printed, stderr=self.printed, pass_fds=[write], start_new_session=True,
                     env=environment,
                 )  # fmt: skip
