@@ -145,7 +145,7 @@ def test_a_forecast_prints_its_job_before_it_imports_the_libraries(
     # What a forecast does not take: pictures, trackers, compilers, other trainers; and our kernels, of which the fused
     # job here needs shapes alone. Triton itself is there where bitsandbytes is: it imports it.
     unneeded = {
-        "matplotlib", "sklearn", "scipy", "pandas", "torchvision", "tensorboard", "wandb", "IPython",
+        "matplotlib", "sklearn", "torchvision", "tensorboard", "wandb", "IPython",
         "torch._inductor.compile_fx", "torch._inductor.scheduler", "torch._inductor.codegen",
         "transformers.pipelines", "trl.trainer.dpo_trainer", "trl.trainer.grpo_trainer", "finetune.recipe",
         "finetune.kernels.triton_kernels",

@@ -363,7 +363,12 @@ def collecting(section: DataSection) -> Iterator[None]:
     code = "import sys; from finetune.data import sources; [*map(sources.collect, sys.argv[1:])]"
     nothing, environment = subprocess.DEVNULL, os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-P", "-c", code, *missing]
-    with subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, env=environment) as child:
+    try:
+        child = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, env=environment)
+    except OSError:
+        yield
+        return
+    with child:
         try:
             yield
         except BaseException:

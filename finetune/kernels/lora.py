@@ -5,9 +5,10 @@ For n tokens, H inputs, O outputs, rank r and scale s, with W (O, H), A (r, H) a
     Y = X Wᵀ + U Bᵀ,  U = s X Aᵀ;     S = s dY B,  dX = dY W + S A,  dA = Sᵀ X,  dB = dYᵀ U
 
 Layers that take the same input are computed by one function, with U and S of all side by side. If X has room beside it
-(`kernels.room`) and W must be decoded anyway, U is written there, and one product with [W | B] gives Y. Otherwise U Bᵀ
-is written first and X Wᵀ added by its own product, as S A before dY W: adding onto the larger of the two would round it
-twice, and read and write it once more. Base weights are decoded for each product, in both directions.
+(`kernels.room`) and W must be decoded anyway, U is written there, and one product with [W | B] gives Y; in the same way
+S stands beside dY, and one product with [W; A] gives dX. Otherwise U Bᵀ is written first and X Wᵀ added by its own
+product, as S A before dY W: adding onto the larger of the two would round it twice, and read and write it once more.
+Base weights are decoded for each product, in both directions.
 """
 
 from __future__ import annotations

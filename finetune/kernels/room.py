@@ -1,12 +1,14 @@
-"""Room: empty columns beside the rows of a tensor, for the rank-r product U of the layers that take it.
+"""Room: empty columns beside the rows of a tensor, for the rank-r product of the layers that take it: U, or S of a
+gradient.
 
 A norm or an activation writes its output (n, H) into the first columns of a wider block, and `lora.products` writes U
 (n, R) right beside it, so that one product of the block with [W | B] gives the layers' output:
 
     [ output: H columns | room, of which U takes R ]
 
-The norm's output reaches the layers through the model's own code, as a plain tensor. The table of this module says how
-many columns stand beside it. The first block of layers that asks takes them, and a second one finds none.
+What a norm returns reaches the layers through the model's own code or autograd, as a plain tensor. The table of this
+module says how many columns stand beside it. The first block of layers that asks takes them, and a second one finds
+none.
 """
 
 from __future__ import annotations

@@ -271,7 +271,7 @@ def gated(
     rank = _padded_rank(factor)
     _gated_low[triton.cdiv(rows, _ROWS),](
         gate, up, out, factor.contiguous(), rows, width, len(factor), out.shape[-1], *_rows(gate, up), scale,
-        ACTIVATION=activation, RANK=rank, **_tile_with_product(rank, factor.element_size()),
+        ACTIVATION=activation, RANK=rank, **_tile_with_product(rank, factor, 2048, 3),
     )  # fmt: skip
     return out
 
@@ -285,7 +285,7 @@ def gated_backward_(
     of_s = s.new_empty(s.shape[1], width, dtype=dtype)
     others = [low.new_empty(width, low.shape[1], dtype=dtype) for low in lows[1:]]
     ranks = [_padded_rank(low.t()) for low in lows]
-    sizes = _tile_with_product(max(ranks), s.element_size())
+    sizes = _tile_with_product(max(ranks), s, 1024, 2)
     _gated_backward[triton.cdiv(width, sizes["WIDTH"]),](
         gate, up, da, *lows, of_s, *others, len(s), width, *(low.shape[1] for low in lows),
         *(low.stride(0) for low in lows), *_rows(gate, up, da), ACTIVATION=activation, S_RANK=ranks[0],
@@ -302,12 +302,12 @@ def _padded_rank(factor: Tensor) -> int:
     return max(triton.next_power_of_2(len(factor)), 16)
 
 
-def _tile_with_product(rank: int, element_bytes: int) -> dict[str, int]:
-    """Sizes of a tile that is multiplied by a factor of this rank: sums stay in registers, what is loaded ahead in 48
-    KiB of shared memory.
+def _tile_with_product(rank: int, factor: Tensor, sums: int, ahead: int) -> dict[str, int]:
+    """Sizes of a tile that is multiplied by a factor of this rank: about so many `sums` stay in registers, and what is
+    loaded up to `ahead` tiles ahead in 48 KiB of shared memory.
     """
-    stages = 2 if rank * element_bytes <= 128 else 1
-    width = max(2048 // max(rank, 32), 16)
+    stages = ahead if rank * factor.element_size() <= 128 else 1
+    width = min(max(sums // rank, 16), 64)
     return {"ROWS": _ROWS, "WIDTH": width, "num_warps": 8, "num_stages": stages, "enable_fp_fusion": False}
 
 

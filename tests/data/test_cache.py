@@ -280,10 +280,11 @@ def test_builtin_rows_are_collected_by_another_process(kept: Path, monkeypatch: 
 
 
 def test_rows_that_no_process_can_collect_are_collected_here(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/bin/false")
     monkeypatch.setitem(sources.BUILTIN, "builtin:python_docs", lambda split: [{"text": split}])
-    with sources.collecting(DataSection(train="builtin:python_docs")):
-        pass
+    for executable in (shutil.which("false"), "no/such/python"):
+        monkeypatch.setattr(sys, "executable", executable)
+        with sources.collecting(DataSection(train="builtin:python_docs")):
+            pass
     [row] = sources.rows("builtin:python_docs", "train")
     assert row.fields == {"text": "train"}
 

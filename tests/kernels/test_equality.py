@@ -551,9 +551,11 @@ def test_inputs_whose_rows_do_not_stand_side_by_side_give_the_same_norm() -> Non
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(norm.ops, "rms_norm", rms_norm)
-        y = norm._RmsNorm.apply(x, weight, 1e-6, norm.NormFormula(0.0, True), 0)
+        y = norm._RmsNorm.apply(x, weight, 1e-6, norm.NormFormula(0.0, True), (0, 0), None)
     assert seen == [1]
-    torch.testing.assert_close(y, norm._RmsNorm.apply(x.contiguous(), weight, 1e-6, norm.NormFormula(0.0, True), 0))
+    torch.testing.assert_close(
+        y, norm._RmsNorm.apply(x.contiguous(), weight, 1e-6, norm.NormFormula(0.0, True), (0, 0), None)
+    )
 
 
 def test_a_rotation_reads_angles_side_by_side_and_leaves_other_queries_to_the_model() -> None:
