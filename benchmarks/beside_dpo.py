@@ -147,7 +147,7 @@ def passed(beside: Mapping[str, Any]) -> bool:
     return all(default[question] for question in ("fast", "equal", "small"))
 
 
-def beside(rounds: list[Round], memory: Round, side: str) -> dict[str, Any]:
+def beside(rounds: list[Round], memory: Round, side: str, bounds: Mapping[str, float] = BOUNDS) -> dict[str, Any]:
     """Time, losses and resident peak of finetune beside one of TRL's."""
     found = overhead.summary([dict(each[side]) for each in rounds])
     pair = rounds[-1][side]
@@ -158,8 +158,8 @@ def beside(rounds: list[Round], memory: Round, side: str) -> dict[str, Any]:
         "resident_bytes": resident,
         "losses": {name: [one["losses"][0], one["losses"][-1]] for name, one in pair.items()},
         "largest_loss_difference": apart,
-        "fast": found["ratios"]["process_seconds"]["median"] <= BOUNDS["process"],
-        "equal": apart <= BOUNDS["losses"],
+        "fast": found["ratios"]["process_seconds"]["median"] <= bounds["process"],
+        "equal": apart <= bounds["losses"],
         "small": resident["finetune"] <= resident["plain"],
     }
 

@@ -19,14 +19,16 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import harness
+import processors
 import yaml
+from processors import Size
 
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 
@@ -229,11 +231,54 @@ NEWER: dict[str, Architecture] = {
 ARCHITECTURES |= NEWER
 
 
+def _decoder(model_type: str, **more: Any) -> Architecture:
+    return {**_small(model_type, head_dim=32), "num_hidden_layers": 6, "vocab_size": 1024, **more}
+
+
+# Bases that see; the tokens of images are where `processors.folder` puts them.
+SEEING: dict[str, Architecture] = {
+    "qwen3-vl": {
+        "model_type": "qwen3_vl", "image_token_id": 260, "video_token_id": 261, "vision_start_token_id": 258,
+        "vision_end_token_id": 259, **UNTIED,
+        "text_config": _decoder(
+            "qwen3_vl_text",
+            rope_parameters={"rope_type": "default", "mrope_section": [8, 4, 4], "rope_theta": 10000.0},
+        ),
+        "vision_config": {
+            "hidden_size": 192, "intermediate_size": 512, "depth": 6, "num_heads": 4, "patch_size": 16,
+            "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 128, "num_position_embeddings": 256,
+            "deepstack_visual_indexes": [1, 3, 5],
+        },
+    },
+    "gemma3-vl": {
+        "model_type": "gemma3", "mm_tokens_per_image": 64, "boi_token_index": 258, "eoi_token_index": 259,
+        "image_token_index": 260,
+        "text_config": _decoder(
+            "gemma3_text", sliding_window=128, sliding_window_pattern=3, query_pre_attn_scalar=32
+        ),
+        "vision_config": {
+            "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4,
+            "image_size": 224, "patch_size": 14,
+        },
+    },
+    "idefics3": {
+        "model_type": "idefics3", "image_token_id": 259, "pad_token_id": 257, "scale_factor": 2, **UNTIED,
+        "text_config": _decoder("llama"),
+        "vision_config": {
+            "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4,
+            "image_size": 112, "patch_size": 14,
+        },
+    },
+}  # fmt: skip
+ARCHITECTURES |= SEEING
+
+
 @dataclass(frozen=True)
 class Setting:
     """One job: rows of `length` tokens, of which the last `trained` (by default three quarters) are trained.
 
-    `overrides` are those of the command line. `padded` makes the last of several rows shorter.
+    `overrides` are those of the command line. `padded` makes the last of several rows shorter. `images` are the sizes
+    of each row's, for a base that sees.
     """
 
     name: str
@@ -244,10 +289,14 @@ class Setting:
     overrides: str = ""
     trained: int | None = None
     padded: bool = True
+    images: tuple[tuple[Size, ...], ...] = ()
 
     @property
     def config(self) -> dict[str, Any]:
         given = dict(override.split("=", 1) for override in self.overrides.split())
+        if self.images:
+            kind = ARCHITECTURES[self.architecture]["model_type"]
+            given = {"model.vision": "frozen", "model.name": processors.folder(kind), **given}
         return {
             "data.eval": "none",
             "data.max_length": self.length,
@@ -282,6 +331,7 @@ class Setting:
 
 
 _S = Setting
+_256, _512, _1024 = (256, 256), (512, 512), (768, 1024)
 _FP32 = "quantization.kind=none training.precision=fp32"
 _BF16 = "quantization.kind=none"
 _INT8 = "quantization.kind=int8"
@@ -514,6 +564,33 @@ SETTINGS = (
             ("experts in a loop, no checkpointing", "dbrx", 256, 2, f"{_BF16} {_KEPT}"),
         )
     ),
+    # Images: of several sizes and several a row, and rows of text beside them.
+    *(
+        _S(name, architecture, length, len(images), 1, f"{_SMALL_TILES} {overrides}", images=images)
+        for name, architecture, length, images, overrides in (
+            ("qwen3-vl nf4, 256 px", "qwen3-vl", 256, ((_256,),), ""),
+            ("qwen3-vl nf4, 512 px", "qwen3-vl", 320, ((_512,),), ""),
+            ("qwen3-vl nf4, 1024 x 768 px", "qwen3-vl", 800, ((_1024,),), ""),
+            ("qwen3-vl bf16, wide and tall", "qwen3-vl", 320, (((96, 640), (640, 96)),), _BF16),
+            ("qwen3-vl bf16, no checkpointing, 2 rows", "qwen3-vl", 320, ((_512,), (_256,)), f"{_BF16} {_KEPT}"),
+            ("qwen3-vl nf4, text beside images", "qwen3-vl", 320, ((), (_256, _256), (_512,), ()), ""),
+            ("qwen3-vl fused, evaluated", "qwen3-vl", 320, ((_512,), ()), f"{_FUSED} data.eval=rows"),
+            ("qwen3-vl fp32, one layer kept", "qwen3-vl", 320, ((_512,),), f"{_FP32} {_MIXED}"),
+            ("gemma3-vl nf4", "gemma3-vl", 256, ((_256,),), ""),
+            ("gemma3-vl nf4, three images", "gemma3-vl", 320, ((_256, _512, _1024),), ""),
+            ("gemma3-vl bf16, no checkpointing, 2 rows", "gemma3-vl", 256, ((_512,), (_256,)), f"{_BF16} {_KEPT}"),
+            ("gemma3-vl nf4, text beside images", "gemma3-vl", 256, ((_512, _256), (), (), (_256,)), ""),
+            ("gemma3-vl fused, evaluated", "gemma3-vl", 256, ((_512,), ()), f"{_FUSED} data.eval=rows"),
+            ("gemma3-vl fp32, one layer kept", "gemma3-vl", 256, ((_512,),), f"{_FP32} {_MIXED}"),
+            ("idefics3 nf4", "idefics3", 384, ((_256,),), ""),
+            ("idefics3 nf4, two images", "idefics3", 640, ((_512, _1024),), ""),
+            ("idefics3 bf16, wide", "idefics3", 384, (((96, 640),),), _BF16),
+            ("idefics3 bf16, no checkpointing, 2 rows", "idefics3", 384, ((_512,), ((96, 640),)), f"{_BF16} {_KEPT}"),
+            ("idefics3 nf4, text beside images", "idefics3", 384, ((), (_512,), (_1024,), ()), ""),
+            ("idefics3 fused, evaluated", "idefics3", 384, ((_512,), ()), f"{_FUSED} data.eval=rows"),
+            ("idefics3 fp32, one layer kept", "idefics3", 384, ((_512,),), f"{_FP32} {_MIXED}"),
+        )
+    ),
 )  # fmt: skip
 assert len({setting.name for setting in SETTINGS}) == len(SETTINGS)
 
@@ -522,7 +599,7 @@ def measure(setting: Setting) -> dict[str, int]:
     import measured_step
 
     config, architecture = setting.resolved(), setting.build_architecture()
-    found = measured_step.measure(config, architecture, setting.rows, padded=setting.padded)
+    found = measured_step.measure(config, architecture, setting.rows, padded=setting.padded, images=setting.images)
     return peaks(found.peak_allocated_bytes, found.phases)
 
 
@@ -531,8 +608,8 @@ def peaks(peak_allocated_bytes: int, phases: Mapping[str, int]) -> dict[str, int
     return {"peak": peak_allocated_bytes, **{phase: phases[phase] for phase in COMPARED if phase in phases}}
 
 
-def step_setting(setting: Setting) -> Any:
-    """The step of `setting` as the forecast traces it, with its largest batches."""
+def step_settings(setting: Setting) -> list[Any]:
+    """The steps of `setting` as the forecast traces them, one for each of its largest batches."""
     import torch
     from measured_step import STEPS, by_row, shared
 
@@ -540,24 +617,37 @@ def step_setting(setting: Setting) -> Any:
     from finetune.forecast import devices
     from finetune.forecast.traced_step import StepSetting
     from finetune.model.attention import backends
+    from finetune.model.source import vision
+    from finetune.model.source.tokenizer import load_tokenizer
     from finetune.training.collator import micro_batching
 
     config, architecture = setting.resolved(), setting.build_architecture()
     torch.set_num_threads(1)  # kernels have room for each thread
     way, rows = micro_batching(config, architecture), by_row(config, setting.rows)
-    data = rows * STEPS  # of which the run takes the largest in its warm-up, whatever the order
-    columns = {
+    data = rows * (
+        1 if setting.images else STEPS
+    )  # of which the run takes the largest in its warm-up, whatever the order
+    seeing = None
+    if setting.images:
+        seeing = vision.of(config, architecture, load_tokenizer(config.model))
+    columns: dict[str, Any] = {
         "length": [sum(length for length, _ in row) for row in data],
         "trained": [sum(trained for _, trained in row) for row in data],
         "segments": [[length for length, _ in row] for row in data],
         "shared": [*map(shared, data)],
     }
-    [batch] = worst_batches(Sizes.of(columns, way), way, len(rows), "the setting")
+    sizes = Sizes.of(columns, way)
+    if seeing:
+        sizes = dataclasses.replace(sizes, images=[processors.seen(seeing, own) for own in setting.images])
+    batches = worst_batches(sizes, way, len(rows), "the setting")
     attention = backends.planned(
         config.model.attention, architecture, "cpu", config.training.precision, packed=config.data.packing
     )
-    held_out = None if config.data.eval == "none" else batch
-    return StepSetting(config, architecture, batch, held_out, devices.find("cpu", config.memory), attention)
+    card, held_out = devices.find("cpu", config.memory), config.data.eval != "none"
+    return [
+        StepSetting(config, architecture, batch, batch if held_out else None, card, attention, vision=seeing)
+        for batch in batches
+    ]
 
 
 def forecast(setting: Setting) -> dict[str, int]:
@@ -569,13 +659,18 @@ def forecast_range(setting: Setting) -> dict[str, dict[str, int]]:
     """The forecast of `setting`; where routing matters, beside that `evenly` routed."""
     from finetune.forecast.traced_step import trace_step
 
-    step = step_setting(setting)
-    trace = trace_step(step)
-    found = {"forecast": _peaks_of(step, trace)}
-    if trace.routed:
-        evenly = dataclasses.replace(step, evenly=True)
-        found["evenly"] = _peaks_of(evenly, trace_step(evenly))
+    steps = step_settings(setting)
+    traces = [*map(trace_step, steps)]
+    found = {"forecast": _most([*map(_peaks_of, steps, traces)])}
+    if any(trace.routed for trace in traces):
+        evenly = [dataclasses.replace(step, evenly=True) for step in steps]
+        found["evenly"] = _most([_peaks_of(step, trace_step(step)) for step in evenly])
     return found
+
+
+def _most(peaks: Sequence[dict[str, int]]) -> dict[str, int]:
+    """The largest peak of each phase."""
+    return {phase: max(each[phase] for each in peaks) for phase in peaks[0]}
 
 
 def _peaks_of(step: Any, trace: Any) -> dict[str, int]:

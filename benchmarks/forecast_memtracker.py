@@ -68,7 +68,7 @@ def tracked(setting: forecast_cpu.Setting) -> dict[str, int]:
     from finetune.objectives import log_probs
     from finetune.training.eval_loss import summed_loss
 
-    job = forecast_cpu.step_setting(setting)
+    [job] = forecast_cpu.step_settings(setting)
     config, cpu, batch = job.config, job.device, job.train
     recorder = TraceRecorder(cpu.operators, Answers(uneven=False, trained_tokens=0))  # records nothing here
     with (

@@ -178,7 +178,7 @@ def forget_references() -> None:
         shutil.rmtree(scores)
 
 
-def in_order(lengths: Sequence[int], way: Any) -> list[list[int]]:
+def in_order(lengths: Sequence[int], way: Any, areas: Sequence[int] = ()) -> list[list[int]]:
     """`finetune.data.batching.micro_batches` by rows, but cut in the order in which the rows come."""
     return [list(range(at, min(at + way.rows, len(lengths)))) for at in range(0, len(lengths), way.rows)]
 

@@ -19,6 +19,7 @@ operator, nor by gloo.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import tempfile
 import time
@@ -31,7 +32,9 @@ from unittest import mock
 
 import datasets
 import harness
+import processors
 import torch
+from processors import Size
 from torch import distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
@@ -48,6 +51,7 @@ from finetune.model import build
 from finetune.model.adapters import published
 from finetune.model.adapters.adapter import attach
 from finetune.model.attention import caches
+from finetune.model.source import vision
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.objectives import OBJECTIVES
 from finetune.runtime import libraries, ranks
@@ -65,6 +69,9 @@ STEPS = 2
 IGNORED = -100
 _MARK = "phase:"
 _ATTACH, _BUILT, _BETWEEN = "attach", "built", "between"
+
+Shown = Sequence[Sequence[Size]]
+"""Sizes of the images of each row of a micro-batch; empty for rows of text."""
 
 Row = tuple[int, int]
 """Length of a row, or of one segment of it, and how many of its tokens, at its end, are trained."""
@@ -143,14 +150,22 @@ def shared(row: Sequence[Row]) -> int:
     return max(0, min(length - trained for length, trained in row) - 1) if len(row) > 1 else 0
 
 
-def measure(config: Config, architecture: Any, rows: Sequence[Row], *, padded: bool = True) -> Measured:
+def measure(
+    config: Config,
+    architecture: Any,
+    rows: Sequence[Row],
+    *,
+    padded: bool = True,
+    images: Shown = (),
+) -> Measured:
     """Train two steps of `config` on a model of `architecture`, every micro-batch made of `rows`, under the profiler.
 
-    With several rows and `padded` one must be shorter than the longest, so that an attention mask is needed.
+    With several rows and `padded` one must be shorter than the longest, so that an attention mask is needed. `images`
+    are the sizes of each row's, if rows have some; `model.name` is then a folder of `processors.py`.
     """
     measured = Measured()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        _job(config, architecture, rows, padded)
+        _job(config, architecture, rows, padded, images)
     _read(_events(profiler), measured)
     return measured
 
@@ -238,15 +253,20 @@ def _check(config: Config, rows: Sequence[Row], padded: bool) -> None:
     assert (len(lengths) > 1) == (padded and len(rows) > 1), "rows do not fit `padded`"
 
 
-def _job(config: Config, architecture: Any, rows: Sequence[Row], padded: bool) -> int:
+def _job(config: Config, architecture: Any, rows: Sequence[Row], padded: bool, images: Shown = ()) -> int:
     """The job itself; what it added to the resident size at its peak."""
     _check(config, rows, padded)
     torch.set_num_threads(1)
     libraries.quiet()
-    data, monitor = _data(config, architecture.vocab_size, rows), _Marks()
-    steps, _ = train(
-        config, architecture, data, torch.device("cpu"), monitor, lambda: _mark(_ATTACH), lambda: _mark(_BUILT)
-    )
+    with tempfile.TemporaryDirectory(prefix="images-") as pictures:
+        vocabulary = architecture.get_text_config().vocab_size
+        # Each step has all rows with images, of which no others could make a larger micro-batch.
+        data, monitor = _data(config, vocabulary, rows, 1 if images else STEPS), _Marks()
+        if images:
+            data = _with_images(data, config, architecture, images, Path(pictures))
+        steps, _ = train(
+            config, architecture, data, torch.device("cpu"), monitor, lambda: _mark(_ATTACH), lambda: _mark(_BUILT)
+        )
     _mark(_BETWEEN)
     resident_bytes = _status("VmHWM") - monitor.resident_before
     check_steps(config, architecture, rows, steps)
@@ -301,25 +321,52 @@ def train(
             mock.patch.object(collator, "micro_batches", harness.in_order),
             # The profiler loses blocks in the proof of what is published.
             mock.patch.object(published, "prove", lambda *_: None),
+            # The profiler does not see numpy's memory, in which processors leave pixels, nor that of other threads.
+            mock.patch.object(vision.Vision, "pixels", _copied(vision.Vision.pixels)),
+            mock.patch.object(collator, "ThreadPoolExecutor", _ThisThread),
         ):
             training.train(training.complete(job))
         return [line for line in run.metrics() if "loss" in line], implementation
 
 
-def _data(config: Config, vocabulary: int, rows: Sequence[Row]) -> Prepared:
-    """`rows` for every micro-batch of every step, stored so that the trainer's own random order restores theirs."""
+def _data(config: Config, vocabulary: int, rows: Sequence[Row], steps: int = STEPS) -> Prepared:
+    """`rows` for every micro-batch of the `steps` of an epoch, stored so that the trainer's own random order restores
+    theirs.
+    """
     held_out = by_row(config, rows)
-    wanted = held_out * (config.training.batch_size // config.training.micro_batch) * STEPS
-    section, layout = config.training, layout_of(config)
-    order = RowOrder(range(len(wanted)), section.batch_size, section.seed, section.group_by_length)
+    wanted = held_out * (config.training.batch_size // config.training.micro_batch) * steps
+    layout = layout_of(config)
     stored: list[Sequence[Row]] = [()] * len(wanted)
-    for row, place in zip(wanted, order, strict=True):
+    for row, place in zip(wanted, _order(config, len(wanted)), strict=True):
         stored[place] = row
     train, counts = _split(stored, vocabulary, layout)
     if config.data.eval == "none":
         return Prepared(train, None, counts, None)
     evaluated, evaluated_counts = _split(held_out, vocabulary, layout)
     return Prepared(train, evaluated, counts, evaluated_counts)
+
+
+def _copied(pixels: Callable[..., dict[str, torch.Tensor]]) -> Callable[..., dict[str, torch.Tensor]]:
+    return lambda *args: {name: value.clone() for name, value in pixels(*args).items()}
+
+
+class _ThisThread:
+    """In place of a pool of threads."""
+
+    map = map
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def __enter__(self) -> _ThisThread:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def _order(config: Config, rows: int) -> RowOrder:
+    """The order in which the trainer takes rows, whatever their lengths."""
+    section = config.training
+    return RowOrder(range(rows), section.batch_size, section.seed, section.group_by_length)
 
 
 def _split(rows: Sequence[Sequence[Row]], vocabulary: int, layout: RowLayout) -> tuple[Any, Counts]:
@@ -345,6 +392,29 @@ def _split(rows: Sequence[Sequence[Row]], vocabulary: int, layout: RowLayout) ->
     lengths = columns["length"]
     counts = Counts(len(rows), sum(lengths), sum(columns["trained"]), max(lengths))
     return datasets.Dataset.from_dict(columns), counts
+
+
+def _with_images(data: Prepared, config: Config, architecture: Any, images: Shown, folder: Path) -> Prepared:
+    """`data`, each of whose rows has the images of its place in the micro-batch, at its start."""
+    seeing = vision.of(config, architecture, load_tokenizer(config.model))
+    assert seeing
+
+    def showing(rows: Any, order: Iterable[int]) -> Any:
+        columns = rows.to_dict()
+        columns |= {"images": [[]] * len(rows), "seen": [[]] * len(rows)}
+        for name in ("input_ids", "labels"):  # no token of an image is text
+            columns[name] = [[one if one < 0 else one % 248 + 8 for one in row] for row in columns[name]]
+        for number, place in enumerate(order):
+            own = images[number % len(images)]
+            starts = processors.starts(seeing, own)
+            columns["input_ids"][place][: len(starts)] = starts
+            columns["images"][place] = processors.shown(folder, own)
+            columns["seen"][place] = processors.seen(seeing, own)
+        return datasets.Dataset.from_dict(columns)
+
+    held_out = None if data.eval is None else showing(data.eval, range(len(data.eval)))
+    train = showing(data.train, _order(config, len(data.train)))
+    return dataclasses.replace(data, train=train, eval=held_out, vision=seeing)
 
 
 class _Marks(Monitor):

@@ -253,6 +253,7 @@ FIGURES = {
     "loop-110m": Figure("beside_peers_cpu", f"jobs/110M/beside/trl/{_LOOP}", ".2f"),
     "loop-110m-kept": Figure("beside_peers_cpu", f"jobs/110M/beside/trl-kept/{_LOOP}", ".2f"),
     "step-launches": Figure("step_cost", "steps/Llama-2-7B/H100/ours/calls", ","),
+    "step-decoding": Figure("step_cost", lambda found: _gigabytes(found, "decoding of weights"), ".1f"),
     "step-low-rank": Figure("step_cost", "layer/fused/parts/low-rank products/backward/gigabytes", ".1f"),
     "step-moved": Figure("step_cost", "layer/fused/whole/gigabytes", ".1f"),
     "step-least": Figure("step_cost", lambda found: min(_times_as_fast(found)), ".2f"),
@@ -427,6 +428,11 @@ def _beside_trl() -> str:
 
     heads = " | TRL recomputes all | TRL recomputes nothing | MiB, ours / TRL, all | MiB, nothing | losses"
     return _table(heads, (row(name, job) for name, job in result("beside_peers_cpu")["jobs"].items()))
+
+
+def _gigabytes(found: Any, part: str) -> float:
+    """What a part of a fused layer moves in all passes."""
+    return sum(one["gigabytes"] for one in found["layer"]["fused"]["parts"][part].values())
 
 
 def _step_over_least() -> str:

@@ -113,6 +113,7 @@ def sweep(
     keys: Mapping[str, Sequence[Any]],
     *,
     full: bool = False,
+    fresh: bool = False,
     budget: str | None = None,
     terminal: Terminal | None = None,
 ) -> SweepView:
@@ -121,7 +122,8 @@ def sweep(
 
     Each member is an ordinary run in `output.dir`. Half of the settings are stopped early, again and again, where they
     can be told apart; none with `full`. After a `budget` such as `30m` or `2h` no further training starts; the same
-    call goes on. Values of `training.seed` are averaged. Raises ConfigError for keys that members must share.
+    call goes on, or works beside another process; `fresh` moves an earlier sweep aside. Values of `training.seed` are
+    averaged. Raises ConfigError for keys that members must share.
     """
     from finetune.report.sweep_view import SweepView
     from finetune.sweeps import grid, running
@@ -133,7 +135,9 @@ def sweep(
             raise ConfigError(f"`{key}`: give a list of values, not {shown(values)}")
     texts = {key: [*map(grid.as_text, values)] for key, values in keys.items()}
     seconds = None if budget is None else running.seconds_of(budget)
-    return SweepView(running.sweep(source, [], texts, full=full, budget_seconds=seconds, terminal=terminal))
+    return SweepView(
+        running.sweep(source, [], texts, full=full, fresh=fresh, budget_seconds=seconds, terminal=terminal)
+    )
 
 
 def compare(runs: Sequence[Run]) -> RunsView:

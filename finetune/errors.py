@@ -46,6 +46,10 @@ class MachineError(FinetuneError):
     exit_code = 4
 
 
+class InUseError(MachineError):
+    """Another process works in the same directory."""
+
+
 class NumbersError(FinetuneError):
     """Training produced numbers that are not finite, or diverged."""
 

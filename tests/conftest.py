@@ -128,9 +128,10 @@ def rows_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs without what takes a third of a short one and decides nothing: the plot, and more than a token an answer."""
+    """Runs without what takes a third of a short one and decides nothing: the plot, and all but a token of answers."""
     monkeypatch.setattr(plots, "training", lambda run: write_bytes(run.plot_file, b""))
     monkeypatch.setattr(answers, "_TOKENS", 1)
+    monkeypatch.setattr(answers, "_QUESTIONS", 1)
 
 
 @pytest.fixture
@@ -163,16 +164,20 @@ def quick(tmp_path: Path, rows_file: Path, shallow_base: Path, hurried: None):
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> RunDirectory:
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of this session, that the processes of pytest-xdist share."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
+@pytest.fixture(scope="session")
+def trained(shared_folder: Path, rows_file: Path) -> RunDirectory:
     """A finished run of the tiny job, forecast and long enough for the adapter to matter. Do not write to it.
 
     The processes of pytest-xdist share it: the first that asks trains, and the others wait.
     """
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
-    run = RunDirectory(folder / "trained")
-    with open(folder / "trained.lock", "w") as lock:
+    run = RunDirectory(shared_folder / "trained")
+    with open(shared_folder / "trained.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not run.path.exists():
             job = [
@@ -215,10 +220,10 @@ def shallow_base(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 @pytest.fixture(scope="session")
-def children(tmp_path_factory: pytest.TempPathFactory, shallow_base: Path) -> Iterator[Children]:
+def children(tmp_path_factory: pytest.TempPathFactory, shallow_base: Path, shared_folder: Path) -> Iterator[Children]:
     """Starts processes forked from one that has imported the libraries; jobs in them train two layers of the base."""
     folder = tmp_path_factory.mktemp("children")
     config = folder / "shallow_cpu.yaml"
     config.write_text(TINY.read_text().replace("builtin:tiny-llama", str(shallow_base)))
-    with Children(folder, config=config) as started:
+    with Children(folder, config=config, shared=shared_folder) as started:
         yield started

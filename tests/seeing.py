@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import random
+import struct
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -287,6 +290,24 @@ def picture(folder: Path, name: str, size: tuple[int, int], seed: int = 0) -> st
     values = random.Random(seed).randbytes(3 * size[0] * size[1])
     Image.frombytes("RGB", size, values).save(folder / name)
     return name
+
+
+def encoded(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
+    """The file of an image."""
+    written = io.BytesIO()
+    image.save(written, form, **options)
+    return written.getvalue()
+
+
+def bomb(side: int) -> bytes:
+    """A PNG of so many pixels to a side by its header, of a few bytes."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    parts = (chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(bytes(99))), chunk(b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
 
 def rows(folder: Path, several: list[Mapping[str, Any]], name: str = "rows.jsonl") -> Path:

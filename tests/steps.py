@@ -15,9 +15,11 @@ import torch
 
 import finetune
 from finetune.config import Config
+from finetune.inference import answers
 from finetune.model.recompute import checkpointing
 from finetune.objectives import supervised
 from finetune.storage.rundir import RunDirectory
+from finetune.training import run as training
 from finetune.training.collator import Inputs
 from finetune.training.loop import Loop
 from finetune.training.recorder import StepCounts
@@ -28,13 +30,15 @@ class _Ready(Exception):
 
 
 def ready(config: Config) -> Loop:
-    """The loop of a run as it stands before the first step; its adapter's update is not zero."""
+    """The loop of a run as it stands before the first step, without a warm-up; its adapter's update is not zero."""
 
     def stop(self: Loop, resumed_from: Path | None) -> None:
         raise _Ready(self)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Loop, "run", stop)
+        patch.setattr(training, "warm_up", lambda *given: {})  # leaves all as it was: test_largest_batch_first.py
+        patch.setattr(answers, "before", lambda *given: [])
         with pytest.raises(_Ready) as stopped:
             finetune.train(config)
     loop: Loop = stopped.value.args[0]

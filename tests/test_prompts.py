@@ -14,7 +14,7 @@ import pytest
 import finetune
 from finetune.data.examples import Chat, Completion, Message, shown
 from finetune.data.prepare import prepare
-from finetune.inference import generation
+from finetune.inference import answers, generation
 from finetune.model.source.tokenizer import load_tokenizer
 
 Rows = list[dict[str, Any]]
@@ -48,6 +48,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         return iter([generation.Answer("said", 1, ended=True)] * len(prompts))
 
     monkeypatch.setattr(generation, "answers", said)
+    monkeypatch.setattr(answers, "_QUESTIONS", 3)  # which take no time here
     return found
 
 

@@ -411,7 +411,8 @@ def test_a_plan_has_the_config_what_was_chosen_and_the_levers(quick) -> None:
     assert plan.fitted
     assert plan.config.training.micro_batch == plan.fitted.value("training.micro_batch")
     assert plan.levers == ()
-    refused = finetune.plan(quick("data.train=someone/rows", "data.max_length=2048", "data.eval=none"), "1MiB")
+    few = ("data.max_length=2048", "memory.checkpointing=all", "memory.loss_tokens=512", "adapter.rank=8")
+    refused = finetune.plan(quick("data.train=someone/rows", "data.eval=none", *few), "1MiB")
     assert refused.fitted is None
     assert [lever.cost for lever, after in refused.levers]
 

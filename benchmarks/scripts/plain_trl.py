@@ -1,5 +1,6 @@
 """A plain TRL script: LoRA on a chat file, as its documentation shows it. The other side of benchmarks/overhead.py, and
-of benchmarks/beside_peers.py on a CPU; with --pairs, DPO on a file of pairs, that of benchmarks/beside_dpo.py.
+of benchmarks/beside_peers.py on a CPU; with --pairs, DPO on a file of pairs, that of benchmarks/beside_dpo.py; with
+--images, on rows that have some, that of benchmarks/beside_images.py.
 
 It knows nothing of finetune, and can be read and run alone:
 
@@ -16,9 +17,9 @@ from pathlib import Path
 
 import torch
 import trl
-from datasets import load_dataset
+from datasets import Image, List, load_dataset
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer, set_seed
 
 
 def main() -> None:
@@ -33,16 +34,24 @@ def main() -> None:
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--checkpointing", choices=("all", "none"), default="none", help="layers that are recomputed")
     parser.add_argument("--pairs", choices=("in-step", "precomputed"), help="DPO, and when the reference is computed")
+    parser.add_argument(
+        "--images", action="store_true", help="rows with `images`; only the language layers are trained"
+    )
     parser.add_argument("--learning-rate", type=float, default=2e-4)
     options = parser.parse_args()
     bf16 = options.precision == "bf16"
 
     set_seed(42)
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16 if bf16 else torch.float32)
+    processor = (AutoProcessor if options.images else AutoTokenizer).from_pretrained(options.model)
+    auto = AutoModelForImageTextToText if options.images else AutoModelForCausalLM
+    model = auto.from_pretrained(options.model, dtype=torch.bfloat16 if bf16 else torch.float32)
     model.config.use_cache = False
     set_seed(42)
-    model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
+    targets = r".*\.text_model\..*_proj" if options.images else "all-linear"
+    model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules=targets, task_type="CAUSAL_LM"))
+    rows = load_dataset("json", data_files=options.data, split="train")
+    if options.images:
+        rows = rows.cast_column("images", List(Image()))
 
     if options.pairs:
         trainer_class, config_class = trl.DPOTrainer, trl.DPOConfig
@@ -52,8 +61,8 @@ def main() -> None:
         own = {"assistant_only_loss": True}
     trainer = trainer_class(
         model=model,
-        processing_class=tokenizer,
-        train_dataset=load_dataset("json", data_files=options.data, split="train"),
+        processing_class=processor,
+        train_dataset=rows,
         args=config_class(
             output_dir=str(options.output),
             use_cpu=True,

@@ -20,8 +20,14 @@ _ELEMENT = {torch.float32: 1e-4, torch.bfloat16: 16 * 2**-8, torch.float16: 16 *
 _NORM = {torch.float32: 1e-5, torch.bfloat16: 4 * 2**-8, torch.float16: 4 * 2**-11}
 # Their results must be equal to the bit; the codes of a weight are not converted to float32.
 _EXACT = ("decode_4bit_", "decode_int8_")
-# Their results have further columns without a meaning (`kernels.room`).
-_WITH_ROOM = ("rms_norm", "gated")
+# Their results have further columns without a meaning (`kernels.room`), beside as many as these say of the arguments.
+_COLUMNS: dict[str, Callable[..., int]] = {
+    "rms_norm": lambda x, *others: int(x.shape[-1]),
+    "rms_norm_backward": lambda dy, *others: int(dy.shape[-1]),
+    "gated": lambda gate, up, activation, room=0, factor=None, *others: (
+        int(gate.shape[-1]) + (0 if factor is None else len(factor))
+    ),
+}
 
 _REFERENCE: dict[str, Callable[..., Any]] = dict(ops.ON_CPU)
 # Of the memory on each side of a result, a multiple of what kernels read at once.
@@ -55,7 +61,7 @@ def _problem(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> st
         return f"`{name}` writes beside its result"
     again, _ = _tried(operator, args, kwargs)
     coarsest = max((one.dtype for one in (*args, *first) if _is_float(one)), key=lambda dtype: torch.finfo(dtype).eps)
-    width = args[0].shape[-1] if name in _WITH_ROOM else None
+    width = _COLUMNS[name](*args) if name in _COLUMNS else None
     for result, second, exact in zip(first, again, expected, strict=True):
         if width and result.dim() == exact.dim() and result.shape[-1] > width:
             result, second, exact = (each[..., :width] for each in (result, second, exact))

@@ -10,7 +10,17 @@ import typer
 
 import finetune
 from finetune.cli import options
-from finetune.cli.output import announce, give, give_page, importing, new_terminal, note_missing, print_json, wrote
+from finetune.cli.output import (
+    announce,
+    collecting,
+    give,
+    give_page,
+    importing,
+    new_terminal,
+    note_missing,
+    print_json,
+    wrote,
+)
 from finetune.cli.program import command, refusing
 from finetune.errors import ConfigError, OutOfMemoryError
 from finetune.report.visible import LINES, visible
@@ -30,7 +40,7 @@ def train(
     """Train as the config says, or resume an interrupted run."""
     with refusing():
         job = finetune.load_config(config, overrides or [])
-    with importing(f"train {config}"):
+    with collecting(job.data), importing(f"train {config}"):
         from finetune import recipe
         from finetune.runtime import ranks
     result = recipe.train(job, fresh=fresh, terminal=new_terminal(quiet=as_json))
@@ -48,6 +58,7 @@ def sweep(
         ),
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="Train every setting to its end.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Move an earlier sweep aside and start over.")] = False,
     budget: Annotated[str | None, typer.Option(help="Start no training after this time: 90s, 30m or 2h.")] = None,
     page: options.Page = None,
     as_json: options.Json = False,
@@ -62,7 +73,8 @@ def sweep(
         from finetune.report.sweep_view import SweepView
         from finetune.sweeps import running
     seconds = None if budget is None else running.seconds_of(budget)
-    table = running.sweep(config, rest, keys, full=full, budget_seconds=seconds, terminal=new_terminal(quiet=as_json))
+    terminal = new_terminal(quiet=as_json)
+    table = running.sweep(config, rest, keys, full=full, fresh=fresh, budget_seconds=seconds, terminal=terminal)
     give_page(SweepView(table), as_json, page)
 
 
@@ -75,7 +87,7 @@ def data(
 ) -> None:
     """Show the data as the model sees it. What is trained, and what is padding; no GPU or weights needed."""
     job = finetune.load_config(config, overrides or [])
-    with importing(f"data of {config}", ", then tokenizing the rows"):
+    with collecting(job.data), importing(f"data of {config}", ", then tokenizing the rows"):
         from finetune.data import inspection
         from finetune.report.data_view import DataView
     give_page(DataView(inspection.inspect_data(job)), as_json, page)
@@ -162,7 +174,7 @@ def _plan_training(
     job: Config, gpu: str | None, gpus: int, picture: Path | None, page: Path | None, as_json: bool
 ) -> bool:
     """Print, draw and write the forecast of a training step, and return whether it fits."""
-    with libraries.importing():
+    with collecting(job.data), libraries.importing():
         from finetune.certificate import verdict
         from finetune.forecast import planning
         from finetune.report.forecast_view import PlanView
@@ -192,7 +204,7 @@ def fit(
     job = finetune.load_config(config, overrides or [])
     if not as_json:
         announce(f"fit of {config}", job)
-    with libraries.importing():
+    with collecting(job.data), libraries.importing():
         from finetune.certificate import verdict
         from finetune.forecast import planning
         from finetune.report.forecast_view import FittedView

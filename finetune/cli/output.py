@@ -28,6 +28,13 @@ def importing(doing: str, then: str = "") -> Iterator[None]:
         yield
 
 
+def collecting(section: DataSection) -> contextlib.AbstractContextManager[None]:
+    """In the block, which imports libraries, another process collects built-in rows (see `sources.collecting`)."""
+    from finetune.data import sources
+
+    return sources.collecting(section)
+
+
 def new_terminal(*, quiet: bool = False) -> Terminal:
     """A terminal; its module takes long to import."""
     from finetune.report.terminal import Terminal

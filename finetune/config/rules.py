@@ -238,7 +238,6 @@ RULES = (
             ("training.objective", but("supervised"), "only `supervised` is trained", "training.objective: supervised"),
             ("training.neftune_noise_alpha", but(None), "no noise is added", "training.neftune_noise_alpha: null"),
             ("kernels.compile", but("none"), "layers are not compiled", "kernels.compile: none"),
-            ("distributed.kind", only("fsdp", "deepspeed"), "a model is not divided", "distributed.kind: ddp"),
             ("distributed.context", but(1), "rows are not split over ranks", "distributed.context: 1"),
         )
     ),
@@ -266,6 +265,12 @@ def contradictions(config: Config) -> list[tuple[str, str]]:
     if config.distributed.context > 1 and config.training.objective.startswith(GIVEN):
         message = "a loss given from Python would see slices of rows; set `distributed.context: 1`"
         broken.append(("training.objective", message))
+    if config.model.vision != "none" and (config.distributed.kind, config.distributed.stage) == (
+        "deepspeed",
+        "weights",
+    ):
+        message = "a rank without images would not gather the model of images with the others; set `gradients`, or "
+        broken.append(("distributed.stage", message + "`distributed.kind: fsdp`"))
     if len(set(config.tracking.to)) < len(config.tracking.to):
         broken.append(("tracking.to", "names a tracker twice; keep `tracking.to` to one of each"))
     rows, part = config.training.batch_size, config.training.micro_batch

@@ -3,6 +3,9 @@
 The order is shuffled, optionally grouped by length, and depends only on seed and epoch. A step is split by rows, by
 tokens or by packing; none of them changes its gradient. Whether a job fits in memory is decided by the largest
 micro-batch that any order can produce.
+
+The area of a row's images is measured in their tokens, each of which stands for as many pixels. Rows of like area are
+put together as well as rows of like length; a limit of tokens is one of area, as a row's tokens include its images'.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -18,15 +21,15 @@ import torch
 from torch.utils.data import Sampler
 
 from finetune.config import DataSection, TrainingSection
-from finetune.data.encoded import ONE_SEQUENCE, RowLayout
+from finetune.data.encoded import ONE_SEQUENCE, SEEN, RowLayout
 
 # Rows are sorted by length within windows of this many batches: large enough for little padding, small enough to keep
 # the order of batches random. transformers' LengthGroupedSampler uses the same value.
 _WINDOW_BATCHES = 50
 
-Order = Literal["length", "share", "keys"]
-"""The rows of a largest micro-batch, by length, by the share of their tokens that segments share, or by keys: positions
-that attention sees.
+Order = Literal["length", "share", "keys", "area"]
+"""The rows of a largest micro-batch, by length, by the share of their tokens that segments share, by keys: positions
+that attention sees, or by the area of their images. By length, the area decides about all but the longest row.
 """
 
 # By how much the rows that share most must exceed the longest to be a micro-batch to reckon with.
@@ -36,13 +39,16 @@ _MORE_KEYS = 1.01
 class RowOrder(Sampler[int]):
     """Row indices of one epoch.
 
-    With `group_by_length`, each batch of `batch_size` rows has similar lengths: rows are shuffled, sorted by length
-    within windows, and the batches of each window are shuffled again. Resuming needs only the epoch, and the order
-    does not depend on the micro-batch size.
+    With `group_by_length`, each batch of `batch_size` rows has similar lengths, and images of similar `areas`: rows are
+    shuffled, sorted within windows, and the batches of each window are shuffled again. Resuming needs only the epoch,
+    and the order does not depend on the micro-batch size.
     """
 
-    def __init__(self, lengths: Sequence[int], batch_size: int, seed: int, group_by_length: bool) -> None:
+    def __init__(
+        self, lengths: Sequence[int], batch_size: int, seed: int, group_by_length: bool, areas: Sequence[int] = ()
+    ) -> None:  # fmt: skip
         self.lengths = list(lengths)
+        self.areas = list(areas)
         self.batch_size = batch_size
         self.seed = seed
         self.group_by_length = group_by_length
@@ -64,7 +70,7 @@ class RowOrder(Sampler[int]):
     def _grouped(self, order: list[int], generator: torch.Generator) -> Iterator[list[int]]:
         window = self.batch_size * _WINDOW_BATCHES
         for start in range(0, len(order), window):
-            rows = sorted(order[start : start + window], key=self.lengths.__getitem__)
+            rows = sorted(order[start : start + window], key=_likeness(self.lengths, self.areas))
             batches = [rows[at : at + self.batch_size] for at in range(0, len(rows), self.batch_size)]
             # A short batch must stay last, or every later batch would straddle two length groups.
             full = [batch for batch in batches if len(batch) == self.batch_size]
@@ -122,19 +128,22 @@ class MicroBatching:
 @dataclass(frozen=True)
 class Sizes:
     """Tokens of each row: the `lengths` by which rows are batched, how many are `trained`, and those of its `segments`
-    that are computed, if a pass has several of a row; how many are `shared`, if segments share any.
+    that are computed, if a pass has several of a row; how many are `shared`, if segments share any. `images` are the
+    height, width and tokens of a row's images, one after the other, if rows may have some.
     """
 
     lengths: Sequence[int]
     trained: Sequence[int]
     segments: Sequence[Sequence[int]] = ()
     shared: Sequence[int] = ()
+    images: Sequence[Sequence[int]] = ()
 
     @classmethod
     def of(cls, rows: Any, way: MicroBatching) -> Sizes:
         """The sizes of the rows of a prepared split."""
         if not way.layout.segments:
-            return cls(rows["length"][:], rows["trained"][:])
+            there = SEEN in getattr(rows, "column_names", ())
+            return cls(rows["length"][:], rows["trained"][:], images=rows[SEEN][:] if there else ())
         segments, shared = rows["segments"][:], rows["shared"][:]
         lengths = [*map(way.length, segments, shared)]
         computed = [*map(way.computed, segments, shared)] if way.layout.together > 1 else ()
@@ -149,9 +158,16 @@ class Sizes:
 
     def some(self, rows: Sequence[int]) -> Sizes:
         """The sizes of these rows."""
-        lengths, trained = ([values[row] for row in rows] for values in (self.lengths, self.trained))
-        segments = [self.segments[row] for row in rows] if self.segments else ()
-        return Sizes(lengths, trained, segments, [self.shared[row] for row in rows] if self.shared else ())
+
+        def of(values: Sequence[Any]) -> Sequence[Any]:
+            return [values[row] for row in rows] if values else ()
+
+        return Sizes(of(self.lengths), of(self.trained), of(self.segments), of(self.shared), of(self.images))
+
+    @property
+    def areas(self) -> list[int]:
+        """The area of each row's images; none where rows have no images."""
+        return [*map(area, self.images)]
 
     @property
     def uneven(self) -> bool:
@@ -159,33 +175,49 @@ class Sizes:
         return len(set(itertools.chain.from_iterable(self.segments) if self.segments else self.lengths)) > 1
 
 
-def micro_batches(lengths: Sequence[int], way: MicroBatching) -> list[list[int]]:
+def area(seen: Sequence[int]) -> int:
+    """The area of a row's images, in tokens: every third number of `encoded.SEEN`."""
+    return sum(seen[2::3])
+
+
+def _likeness(lengths: Sequence[int], areas: Sequence[int]) -> Callable[[int], Any]:
+    """The key of a row to sort by: areas of the same power of two are alike, and of these the lengths decide."""
+    return (lambda row: (areas[row].bit_length(), lengths[row])) if areas else lengths.__getitem__
+
+
+def micro_batches(lengths: Sequence[int], way: MicroBatching, areas: Sequence[int] = ()) -> list[list[int]]:
     """Micro-batches of one optimizer step, as lists of indices into `lengths` (tokens per row).
 
-    Rows of similar length are together, so that little is padded: by rows the shortest first, by tokens the longest.
-    Packing is best-fit decreasing. A row longer than the token budget forms a micro-batch of its own.
+    Rows of similar length, and of images of similar `areas`, are together, so that little is padded: by rows the
+    smallest first, by tokens the largest. Packing is best-fit decreasing. A row longer than the token budget forms a
+    micro-batch of its own.
     """
+    order = sorted(range(len(lengths)), key=_likeness(lengths, areas), reverse=bool(way.tokens))
     if not way.tokens:
-        order = sorted(range(len(lengths)), key=lengths.__getitem__)
         return [order[at : at + way.rows] for at in range(0, len(order), way.rows)]
-    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     if way.packed:
         return _best_fit(order, lengths, way.tokens)
-    parts = []
-    while order:
-        rows = way.capacity(lengths[order[0]])
-        parts.append(order[:rows])
-        order = order[rows:]
+    parts: list[list[int]] = []
+    longest = 0
+    for row in order:
+        longest = max(longest, lengths[row])
+        if not parts or len(parts[-1]) >= way.capacity(longest):
+            parts.append([])
+            longest = lengths[row]
+        parts[-1].append(row)
     return parts
 
 
-def epoch(lengths: Sequence[int], order: Iterable[int], batch_size: int, way: MicroBatching) -> Iterator[list[int]]:
+def epoch(
+    lengths: Sequence[int], order: Iterable[int], batch_size: int, way: MicroBatching, areas: Sequence[int] = ()
+) -> Iterator[list[int]]:  # fmt: skip
     """The lengths of the rows of each micro-batch of an epoch, as a single process trains them."""
-    rows = [lengths[row] for row in order]
+    rows = list(order)
     for at in range(0, len(rows), batch_size):
         step = rows[at : at + batch_size]
-        for part in micro_batches(step, way):
-            yield [step[row] for row in part]
+        own = [lengths[row] for row in step]
+        for part in micro_batches(own, way, [areas[row] for row in step] if areas else ()):
+            yield [own[row] for row in part]
 
 
 def _best_fit(order: Sequence[int], lengths: Sequence[int], tokens: int) -> list[list[int]]:
@@ -209,7 +241,7 @@ class Batch:
     `padded`: whether some sequence is shorter than the longest. `trained_tokens`: labelled positions in all rows.
     `source`: where the lengths come from. `packed`: the lengths of the sequences in a packed micro-batch, which the
     model sees as one. `shared`: how many tokens the sequences of each row share, which its first one has. `order`: by
-    which its rows are the first ones.
+    which its rows are the first ones. `images`: the height, width and tokens of each row's, as `encoded.SEEN` has them.
     """
 
     rows: int
@@ -221,6 +253,12 @@ class Batch:
     segments: int = 1
     shared: tuple[int, ...] = ()
     order: Order = "length"
+    images: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def area(self) -> int:
+        """The area of all images, in tokens."""
+        return sum(map(area, self.images))
 
     @property
     def keys(self) -> int:
@@ -244,8 +282,12 @@ class Batch:
         return [sequences[at : at + self.segments] for at in range(0, len(sequences), self.segments)]
 
     def as_dict(self) -> dict[str, Any]:
-        """The batch as JSON values; `segments` only where rows have several, and `shared` where these share tokens."""
-        left_out = {"segments": self.segments == 1, "shared": not self.shared, "order": True}
+        """The batch as JSON values; `segments` only where rows have several, `shared` where these share tokens, and
+        `images` where rows have some.
+        """
+        left_out = {
+            "segments": self.segments == 1, "shared": not self.shared, "order": True, "images": not self.images
+        }  # fmt: skip
         return {name: value for name, value in asdict(self).items() if not left_out.get(name)}
 
 
@@ -255,12 +297,42 @@ def worst_batches(sizes: Sizes, way: MicroBatching, step_rows: int, source: str)
     `step_rows` is the number of rows per step and process. Every order can occur in some epoch. When batching by
     tokens there are up to two: the one with the most tokens, padding included, and at least as many trained tokens as
     any other; and the one with the longest row or, if packed rows share tokens, the one with the most keys, as shared
-    ones are kept once more for attention.
+    ones are kept once more for attention. If rows have images there is another one, of the largest area.
     """
     if way.packed:
         return _largest_of_packed(sizes, way, step_rows, source)
-    if not way.tokens:
-        return [_worst_batch(sizes, way.rows, way.layout.together, source)]
+    if way.tokens:
+        batches = _largest_by_tokens(sizes, way, step_rows, source)
+    else:
+        batches = [_worst_batch(sizes, way.rows, way.layout.together, source)]
+    if not any(sizes.areas):
+        return batches
+    batches = [_with_images(sizes, batch) for batch in batches]
+    largest = _largest_by_area(sizes, way, step_rows, source)
+    return batches if replace(largest, order="length") in batches else [*batches, largest]
+
+
+def _with_images(sizes: Sizes, batch: Batch) -> Batch:
+    return replace(batch, images=tuple(tuple(sizes.images[row]) for row in chosen_rows(sizes, batch)))
+
+
+def _largest_by_area(sizes: Sizes, way: MicroBatching, step_rows: int, source: str) -> Batch:
+    """The micro-batch with the largest area of images that some order of these rows produces."""
+    areas, most = sizes.areas, (0, 0, 0)
+    best: list[int] = []  # the largest areas, for as many rows as a micro-batch can hold
+    for length, each in sorted(zip(sizes.lengths, areas, strict=True)):
+        heapq.heappush(best, each)
+        while len(best) > min(way.capacity(length), step_rows):
+            heapq.heappop(best)
+        most = max(most, (sum(best), length, len(best)))
+    _, length, rows = most
+    within = sizes.no_longer(length)
+    own = within.some(first_rows(within, "area")[:rows])
+    batch = replace(_worst_batch(own, rows, way.layout.together, source), order="area")
+    return _with_images(sizes, batch)
+
+
+def _largest_by_tokens(sizes: Sizes, way: MicroBatching, step_rows: int, source: str) -> list[Batch]:
     order = sorted(range(len(sizes.lengths)), key=lambda row: (sizes.lengths[row], sizes.trained[row]))
     rows = [(sizes.lengths[row], sizes.trained[row]) for row in order]
     shapes: dict[int, tuple[int, int, int]] = {}
@@ -338,8 +410,10 @@ def _cut_to(segments: Sequence[int], tokens: int) -> tuple[int, ...]:
 
 def first_rows(sizes: Sizes, order: Order) -> list[int]:
     """Row indices by `order`, the largest first; of equal rows, the first."""
-    if order == "length":
-        return longest_first(sizes.lengths)
+    if order in ("length", "area"):
+        by_length, areas = longest_first(sizes.lengths), sizes.areas
+        kept = [] if order == "area" else by_length[:1]
+        return kept + sorted(by_length[len(kept) :], key=lambda row: -areas[row]) if areas else by_length
     if order == "share":
         return sorted(range(len(sizes.lengths)), key=lambda row: -sizes.shared[row] / sizes.lengths[row])
     return longest_first(
@@ -348,6 +422,13 @@ def first_rows(sizes: Sizes, order: Order) -> list[int]:
             for length, shared, segments in zip(sizes.lengths, sizes.shared, sizes.segments, strict=True)
         ]
     )
+
+
+def chosen_rows(sizes: Sizes, batch: Batch) -> list[int]:
+    """Indices of the rows that form a micro-batch of this shape, in its order."""
+    every = batch.order not in ("length", "area")
+    within = [row for row, length in enumerate(sizes.lengths) if every or length <= batch.tokens]
+    return [within[row] for row in first_rows(sizes.some(within), batch.order)[: len(batch.by_row)]]
 
 
 def longest_first(lengths: Sequence[int]) -> list[int]:

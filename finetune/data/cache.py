@@ -103,6 +103,11 @@ def writing(path: Path | None = None) -> Iterator[None]:
         ) from None
 
 
+def has(key: str) -> bool:
+    """Whether there is an undamaged entry of this key."""
+    return _cached(key) is not None
+
+
 def _cached(key: str) -> Path | None:
     entry = folder() / key
     if not_private(entry):

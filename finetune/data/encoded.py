@@ -36,7 +36,7 @@ class RowImage:
     """An image of a row: the path of its file, or the bytes of one.
 
     Once measured, it has the file's digest, its size in pixels, and the `text` that takes the place of `mark`, which
-    the chat template writes for an image.
+    the chat template writes for an image; `tokens` of that stand for the image's features.
     """
 
     path: str = ""
@@ -46,10 +46,14 @@ class RowImage:
     width: int = 0
     mark: str = ""
     text: str = field(default="", repr=False)
+    tokens: int = 0
 
 
 IMAGES = "images"
 """The column of a row's images, each with its path or data, digest, height and width."""
+
+SEEN = "seen"
+"""The column of the height, width and tokens of each image of a row, one image after the other."""
 
 MISMATCHED = "mismatched"
 """The name of a second segment that goes through the model apart from the first."""

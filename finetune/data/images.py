@@ -65,7 +65,7 @@ def part(value: Mapping[str, Any], where: str) -> RowImage:
         url = value.get("image_url")
         value = {"url": url.get("url") if isinstance(url, Mapping) else url}
         if value["url"] is None:
-            raise RowError(f"`{where}.image_url` has no `url`")
+            raise RowError(f"`{where}.image_url` has no `url`; write the path of the image there, or a data URL")
     given = [key for key in _KEYS if value.get(key) is not None]
     if len(given) > 1:
         raise RowError(f"`{where}` names its image twice, as `{given[0]}` and `{given[1]}`; keep one of them")
@@ -86,7 +86,10 @@ def placed(messages: list[Message], fields: Fields) -> tuple[list[Message], tupl
             return _with_parts(messages, contents), tuple(column)
     blank = sum(one == RowImage() for one in shown)
     if blank != len(column):
-        raise RowError(f"the messages have {blank} places for images of the row, and `images` has {len(column)}")
+        raise RowError(
+            f"the messages have {blank} places for images of the row, and `images` has {len(column)}; write as many of "
+            "one as of the other"
+        )
     following = iter(column)
     return _with_parts(messages, contents), tuple(next(following) if one == RowImage() else one for one in shown)
 
@@ -130,7 +133,10 @@ def _with_parts(messages: list[Message], contents: list[list[str | RowImage]]) -
             result.append(message)
             continue
         if message["role"] != "user":
-            raise RowError(f"message {number} is of the role `{message['role']}`: only the user shows images")
+            raise RowError(
+                f"message {number} is of the role `{message['role']}`: only the user shows images; move them to a "
+                "message of the user, or remove the row"
+            )
         named = [{"type": "image"} if isinstance(one, RowImage) else {"type": "text", "text": one} for one in parts]
         result.append({**message, "content": named})
     return result
@@ -164,7 +170,9 @@ def _named(value: Any, where: str) -> RowImage:
         try:
             return RowImage(data=base64.b64decode(value[found.end() :], validate=True))
         except binascii.Error as error:
-            raise RowError(f"`{where}` is not base64: {error}") from None
+            raise RowError(f"`{where}` is not base64: {error}; write the path of the image instead") from None
+    if value.lower().startswith("data:"):
+        raise RowError(f"`{where}` is {value[:60]!r}; a data URL of an image begins with `data:image/png;base64,`")
     if re.match(r"\w{2,}:", value):
         raise RowError(
             f"`{where}` is {value[:60]!r}: nothing is fetched; download the image, and write its path relative to the "
@@ -217,7 +225,8 @@ def _measured(image: RowImage, folder: Path | None, vision: Vision) -> RowImage:
         raise
     except Exception as error:  # anything may be in a file, and a processor has limits of its own
         raise RowError(f"{name}: cannot be read as an image ({_why(error)}); replace it, or remove the row") from None
-    return replace(image, digest=digest, height=height, width=width, mark=vision.mark, text=text)
+    tokens = vision.count(height, width)
+    return replace(image, digest=digest, height=height, width=width, mark=vision.mark, text=text, tokens=tokens)
 
 
 def _why(error: Exception) -> str:
@@ -235,9 +244,12 @@ def _content(image: RowImage) -> bytes:
         if regular and (size := path.stat().st_size) <= _MOST_BYTES:
             return path.read_bytes()
     except (OSError, ValueError) as error:
-        raise RowError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        why = getattr(error, "strerror", None) or error
+        raise RowError(f"{path}: cannot be read: {why}; correct the path or the file, or remove the row") from None
     if regular:
-        raise RowError(f"{path}: {size:,} bytes, more than the {_MOST_BYTES:,} that are read of an image")
+        raise RowError(
+            f"{path}: {size:,} bytes, more than the {_MOST_BYTES:,} that are read of an image; save it smaller"
+        )
     raise RowError(f"{path}: no such file, or not a regular one; paths are relative to the data file's folder")
 
 
@@ -259,10 +271,10 @@ def _size(content: bytes, name: str) -> tuple[int, int]:
         if opened.mode not in _MODES:
             raise RowError(f"{name}: its pixels are of the kind {opened.mode}; convert it to 8 bits a channel")
         if opened.format != "MPO" and getattr(opened, "is_animated", False):
-            raise RowError(f"{name}: has several frames; only still images are trained on")
+            raise RowError(f"{name}: has several frames; save one of them, as only still images are trained on")
         if (end := _ENDS.get(opened.format or "")) is None:
             opened.load()
-        elif end not in content[-_END_WITHIN:]:
+        elif end not in content[max(opened.fp.tell(), len(content) - _END_WITHIN) :]:  # that of a preview comes before
             raise RowError(f"{name}: the file is cut off; copy it again")
         width, height = opened.size
         turned = opened.getexif().get(_ORIENTATION) in _TURNED
@@ -373,9 +385,9 @@ def thumbnail(image: Mapping[str, Any]) -> bytes:
     return written.getvalue()
 
 
-def processed(rows: Sequence[Sequence[Mapping[str, Any]]], vision: Vision) -> list[dict[str, torch.Tensor]]:
-    """The model's arguments for the images of each row, decoded; none for a row without any. Raises as `decoded`."""
-    return [vision.pixels([decoded(image) for image in row]) if row else {} for row in rows]
+def processed(row: Sequence[Mapping[str, Any]], vision: Vision) -> dict[str, torch.Tensor]:
+    """The model's arguments for the images of a row, decoded; none for a row without any. Raises as `decoded`."""
+    return vision.pixels([decoded(image) for image in row]) if row else {}
 
 
 @dataclass(frozen=True)
@@ -395,7 +407,7 @@ class ShownImages:
             return {}
         from finetune.model.source.vision import joined
 
-        seen = joined(processed(rows, self.vision))
+        seen = joined([processed(row, self.vision) for row in rows])
         return {**self.vision.types(ids), **{name: value.to(ids.device) for name, value in seen.items()}}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import math
 from bisect import bisect_left
 from collections import Counter
@@ -161,7 +162,7 @@ def inspect(
         micro_batch=training.micro_batch,
         micro_batch_tokens=training.micro_batch_tokens,
         batchings=_batchings(
-            sizes.segments or [(length,) for length in sizes.lengths], prepared.layout, training, section
+            sizes.segments or [(length,) for length in sizes.lengths], prepared.layout, training, section, sizes.areas
         ),
         worst_batch=worst_batches(sizes, way, training.batch_size, "the data's rows")[0],
         samples=_samples(prepared, tokenizer),
@@ -185,7 +186,6 @@ def facts(prepared: Prepared, tokenizer: Any) -> DataFacts:
 
 def _samples(prepared: Prepared, tokenizer: Any, most: int | None = None) -> tuple[Sample, ...]:
     """The segments of the first training rows, with at most `most` tokens of each. A mismatched one is not trained."""
-    rows = prepared.train.select(range(min(_SHOWN_ROWS, len(prepared.train))))
     names = prepared.layout.segments or ("",)
     return tuple(
         _with_images(
@@ -199,7 +199,7 @@ def _samples(prepared: Prepared, tokenizer: Any, most: int | None = None) -> tup
             row,
             prepared.vision,
         )
-        for row in rows
+        for row in itertools.islice(prepared.train, _SHOWN_ROWS)
         for name, segment in zip(names, segments_of(row), strict=True)
     )
 
@@ -265,9 +265,10 @@ def _bins(lengths: Sequence[int]) -> tuple[Bin, ...]:
 
 
 def _batchings(
-    segments: Sequence[Sequence[int]], layout: RowLayout, training: TrainingSection, section: DataSection
-) -> tuple[Batching, ...]:
-    """One epoch of rows with segments of these lengths, under each of BATCHINGS."""
+    segments: Sequence[Sequence[int]], layout: RowLayout, training: TrainingSection, section: DataSection,
+    areas: Sequence[int] = (),
+) -> tuple[Batching, ...]:  # fmt: skip
+    """One epoch of rows with segments of these lengths, and images of these areas, under each of BATCHINGS."""
     chosen = _chosen(training)
     largest = chosen.rows * layout.together * max(map(max, segments))
     tokens = MicroBatching.of(chosen, section, layout).tokens or largest
@@ -276,8 +277,8 @@ def _batchings(
     for name, (grouped, by_tokens, packed) in BATCHINGS.items():
         way = MicroBatching(1 if by_tokens else chosen.rows, tokens if by_tokens else None, packed, layout)
         lengths = [*map(way.length, segments)]
-        order = RowOrder(lengths, training.batch_size, training.seed, grouped)
-        parts = list(epoch(lengths, order, training.batch_size, way))
+        order = RowOrder(lengths, training.batch_size, training.seed, grouped, areas)
+        parts = list(epoch(lengths, order, training.batch_size, way, areas))
         positions = sum(
             sum(part) if way.packed else len(part) * way.layout.together * max(part) for part in parts
         )  # with padding

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from finetune.data.counts import Counts
 from finetune.data.encoded import ANSWER, DESIRABLE, IGNORE, MISMATCHED, Encoded, Segment
-from finetune.data.rows import mapped, writer
+from finetune.data.rows import RowTable, mapped, writer
 from finetune.data.sources import Row
 from finetune.errors import DataError
 
@@ -52,12 +52,9 @@ def add(file: Path, into: Path, counts: Counts, max_length: int, named: str) -> 
     with writer(into) as write:
         for at in range(0, len(rows), _BATCH_ROWS):
             others = partners[at : at + _BATCH_ROWS]
-            numbers = range(at, at + len(others))
             kept = [
-                _with(own, starts[number], shown, starts[other], max_length)
-                for number, own, other, shown in zip(
-                    numbers, _some(rows, numbers), others, _some(rows, others), strict=True
-                )
+                _with(rows[number], starts[number], rows[other], starts[other], max_length)
+                for number, other in enumerate(others, start=at)
             ]
             write(kept)
             for _, encoded in kept:
@@ -96,23 +93,16 @@ def _next_to_another_prompt(order: Sequence[int], prompts: Sequence[int]) -> dic
     return following
 
 
-def _answers(rows: Any) -> _Located:
+def _answers(rows: RowTable) -> _Located:
     answers = _Located([], [], [])
     known: dict[int, int] = {}  # by the hash of a prompt's tokens, its number in order of appearance
-    for at in range(0, len(rows), _BATCH_ROWS):
-        for row in _some(rows, range(at, min(at + _BATCH_ROWS, len(rows)))):
-            ids, labels = row["input_ids"], row["labels"]
-            start = next(at for at, label in enumerate(labels) if label != IGNORE)
-            answers.starts.append(start)
-            answers.lengths.append(len(ids) - start)
-            answers.prompts.append(known.setdefault(hash(tuple(ids[:start])), len(known)))
+    for row in rows:
+        ids, labels = row["input_ids"], row["labels"]
+        start = next(at for at, label in enumerate(labels) if label != IGNORE)
+        answers.starts.append(start)
+        answers.lengths.append(len(ids) - start)
+        answers.prompts.append(known.setdefault(hash(tuple(ids[:start])), len(known)))
     return answers
-
-
-def _some(rows: Any, numbers: Sequence[int]) -> list[dict[str, Any]]:
-    """Rows by their numbers, read at once."""
-    columns = rows[numbers]
-    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
 def _with(own: dict[str, Any], start: int, other: dict[str, Any], at: int, max_length: int) -> tuple[Row, Encoded]:

@@ -13,10 +13,11 @@ from finetune.config import Config, DataSection, entries, named
 from finetune.config.field_types import GIVEN, unknown
 from finetune.data import chat, formats, images, in_memory, labelled, sources
 from finetune.data.counts import Counts
-from finetune.data.encoded import ANSWER, DESIRABLE, IGNORE, IMAGES, TEACHER, RowLayout, Segment, columns
+from finetune.data.encoded import ANSWER, DESIRABLE, IGNORE, IMAGES, SEEN, TEACHER, RowLayout, Segment, columns
 from finetune.data.examples import Chat, Completion, Content, Example, Several, Unusable, images_of, parts
 from finetune.data.mismatched import OnePrompt
 from finetune.data.problems import Problems
+from finetune.data.rows import RowTable
 from finetune.data.sources import Row
 from finetune.data.split import Preparation, located
 from finetune.errors import ArtifactError, ConfigError, DataError
@@ -28,7 +29,7 @@ ROWS_TO_JUDGE = 10
 """Different held-out rows from which on their loss chooses an adapter: that of fewer depends more on which rows these
 are than on the adapter."""
 
-_SEQUENCES = ("input_ids", "labels", "segments", "shared", IMAGES, *TEACHER)
+_SEQUENCES = ("input_ids", "labels", "segments", "shared", IMAGES, SEEN, *TEACHER)
 
 # A fifth of these are that many.
 _ROWS_TO_SPARE_SOME = 5 * ROWS_TO_JUDGE
@@ -38,14 +39,14 @@ _ROWS_TO_SPARE_SOME = 5 * ROWS_TO_JUDGE
 class Prepared:
     """Tokenized splits and their statistics.
 
-    A split is a `datasets.Dataset` of input_ids, labels, length, trained (number of tokens), place and source; where
+    A split is a `RowTable` of input_ids, labels, length, trained (number of tokens), place and source; where
     the layout has any, also the lengths of a row's `segments` and the number of tokens that they have `shared`, and its
     values by name. A `warning` is set if `data.eval: auto` found nothing to hold out. `vision` is that of a base for
     whose images the rows were prepared.
     """
 
-    train: Any
-    eval: Any | None
+    train: RowTable
+    eval: RowTable | None
     train_counts: Counts
     eval_counts: Counts | None
     warning: str | None = None
@@ -173,13 +174,12 @@ def check_ids(data: Prepared, tokenizer: Any, size: int | None, base: str) -> No
         )
 
 
-def _largest_id(rows: Any) -> int:
+def _largest_id(rows: RowTable) -> int:
     """The largest token id of all rows; takes about a second for 10^9 memory-mapped tokens."""
     import pyarrow.compute
 
-    return max(
-        (pyarrow.compute.max(chunk.flatten()).as_py() or 0 for chunk in rows.data.column("input_ids").chunks), default=0
-    )
+    ids = rows.table.column("input_ids").chunks
+    return max((pyarrow.compute.max(chunk.flatten()).as_py() or 0 for chunk in ids), default=0)
 
 
 def prepare_held_out(section: DataSection, tokenizer: Any, vision: Vision | None = None) -> tuple[Any, Counts]:

@@ -4,22 +4,74 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
 from finetune.data.cache import writing
-from finetune.data.encoded import IMAGES, ONE_SEQUENCE, TEACHER, Encoded, RowLayout
+from finetune.data.encoded import IMAGES, ONE_SEQUENCE, SEEN, TEACHER, Encoded, RowLayout
 from finetune.data.sources import Row
 
 
-def mapped(path: Path) -> Any:
-    """The memory-mapped `datasets.Dataset` of a file that `writer` wrote."""
-    import datasets
+class RowTable:
+    """Rows of an Arrow table by number, and its columns by name.
 
-    return datasets.Dataset.from_file(str(path))
+    As those of `datasets`, which takes half a second to import; only data sets of the hub are read with it.
+    """
+
+    def __init__(self, table: Any) -> None:
+        self.table = table
+
+    @property
+    def column_names(self) -> list[str]:
+        """The names of the columns."""
+        names: list[str] = self.table.column_names
+        return names
+
+    def __len__(self) -> int:
+        return int(self.table.num_rows)
+
+    @overload
+    def __getitem__(self, key: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, key: str) -> list[Any]: ...
+    def __getitem__(self, key: int | str) -> dict[str, Any] | list[Any]:
+        if isinstance(key, str):
+            values: list[Any] = self.table.column(key).to_pylist()
+            return values
+        if not 0 <= key < len(self):
+            raise IndexError(key)
+        return {name: _value(column[key]) for name, column in zip(self.column_names, self.table.columns, strict=True)}
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return map(self.__getitem__, range(len(self)))
+
+    def select_columns(self, names: Sequence[str]) -> RowTable:
+        """The rows with these columns alone."""
+        return RowTable(self.table.select(names))
+
+    def add_column(self, name: str, values: np.ndarray) -> RowTable:
+        """The rows with another column, held in memory."""
+        return RowTable(self.table.append_column(name, _array(values)))
+
+
+def _value(scalar: Any) -> Any:
+    """The value of an Arrow scalar; numbers of a list are converted at once."""
+    import pyarrow
+
+    if pyarrow.types.is_list(scalar.type) and pyarrow.types.is_primitive(scalar.type.value_type):
+        return np.from_dlpack(scalar.values).tolist()  # `to_numpy` imports pandas
+    return scalar.as_py()
+
+
+def mapped(path: Path) -> RowTable:
+    """The memory-mapped rows of a file that `writer` wrote."""
+    import pyarrow
+
+    with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as stream:
+        return RowTable(stream.read_all())
 
 
 def _schema(layout: RowLayout, images: bool) -> Any:
@@ -38,14 +90,83 @@ def _schema(layout: RowLayout, images: bool) -> Any:
         columns[IMAGES] = pyarrow.list_(
             pyarrow.struct({"path": text, "data": pyarrow.binary(), "digest": text, **size})
         )
+        columns[SEEN] = ids
     return pyarrow.schema(list(columns.items()))
+
+
+def _seen(row: Encoded) -> list[int]:
+    return [number for image in row.images for number in (image.height, image.width, image.tokens)]
+
+
+def _columns(rows: list[tuple[Row, Encoded]], layout: RowLayout, *, images: bool) -> list[Any]:
+    """The columns of `_schema` of some rows."""
+    sizes = [sum(encoded.lengths) for _, encoded in rows]
+    ends = np.cumsum([0, *sizes], dtype=np.int32)
+
+    def column(values: Iterable[list[int]]) -> Any:
+        return _lists(ends, np.fromiter(itertools.chain.from_iterable(values), dtype=np.int32, count=ends[-1]))
+
+    def of_teacher(number: int) -> Any:
+        """The ids or the log-probabilities: `layout.teacher` of each token, one after the other."""
+        teachers = [encoded.segments[0].teacher for _, encoded in rows]
+        flat = np.concatenate([each[number].ravel() for each in teachers if each is not None])
+        return _lists(ends * layout.teacher, flat)
+
+    def numbers(values: Iterable[float], kind: Any = np.int64) -> Any:
+        return _array(np.array([*values], dtype=kind))
+
+    def segments() -> Any:
+        each = [encoded.lengths for _, encoded in rows]
+        return _lists(np.cumsum([0, *map(len, each)], dtype=np.int32), np.concatenate(each).astype(np.int32))
+
+    return [
+        column(encoded.input_ids for _, encoded in rows),
+        column(encoded.labels for _, encoded in rows),
+        numbers(sizes),
+        numbers(encoded.trained for _, encoded in rows),
+        _texts(row.location for row, _ in rows),
+        _texts(row.source for row, _ in rows),
+        *([segments(), numbers(encoded.shared for _, encoded in rows)] if layout.segments else []),
+        *(numbers((encoded.values[name] for _, encoded in rows), np.float64) for name in layout.values),
+        *(map(of_teacher, range(len(TEACHER))) if layout.teacher else ()),
+        *([[[vars(image) for image in encoded.images] for _, encoded in rows]] if images else []),
+        *([[_seen(encoded) for _, encoded in rows]] if images else []),
+    ]
+
+
+# `pyarrow.array` imports pandas.
+
+
+def _array(values: np.ndarray) -> Any:
+    """Numbers (n,) as an Arrow array that shares their memory."""
+    import pyarrow
+
+    values = np.ascontiguousarray(values)
+    kind = pyarrow.from_numpy_dtype(values.dtype)
+    return pyarrow.Array.from_buffers(kind, len(values), [None, pyarrow.py_buffer(values)])
+
+
+def _lists(ends: np.ndarray, flat: np.ndarray) -> Any:
+    """The parts of `flat` between `ends` (int32, from 0) as an Arrow array of lists."""
+    import pyarrow
+
+    return pyarrow.ListArray.from_arrays(_array(ends), _array(flat))
+
+
+def _texts(values: Iterable[str]) -> Any:
+    """Texts as an Arrow array."""
+    import pyarrow
+
+    each = [value.encode() for value in values]
+    ends = np.cumsum([0, *map(len, each)], dtype=np.int32)
+    return pyarrow.StringArray.from_buffers(len(each), pyarrow.py_buffer(ends), pyarrow.py_buffer(b"".join(each)))
 
 
 @contextlib.contextmanager
 def writer(path: Path, *, images: bool = False) -> Iterator[Callable[[list[tuple[Row, Encoded]]], None]]:
     """A function that appends tokenized rows, all of one layout, to an Arrow file, a record batch per call.
 
-    `images`: whether rows have the column of their images, which is empty for those without.
+    `images`: whether rows have the columns of their images, which are empty for those without.
     """
     import pyarrow
 
@@ -60,33 +181,8 @@ def writer(path: Path, *, images: bool = False) -> Iterator[Callable[[list[tuple
     def write(rows: list[tuple[Row, Encoded]]) -> None:
         if not rows:
             return
-        sizes = [sum(encoded.lengths) for _, encoded in rows]
-        ends = np.cumsum([0, *sizes], dtype=np.int32)
-
-        def column(values: Iterable[list[int]]) -> Any:
-            flat = np.fromiter(itertools.chain.from_iterable(values), dtype=np.int32, count=ends[-1])
-            return pyarrow.ListArray.from_arrays(ends, flat)
-
-        def of_teacher(number: int) -> Any:
-            """The ids or the log-probabilities: `layout.teacher` of each token, one after the other."""
-            teachers = [encoded.segments[0].teacher for _, encoded in rows]
-            flat = np.concatenate([each[number].ravel() for each in teachers if each is not None])
-            return pyarrow.ListArray.from_arrays(ends * layout.teacher, flat)
-
         layout = rows[0][1].layout
-        columns = [
-            column(encoded.input_ids for _, encoded in rows),
-            column(encoded.labels for _, encoded in rows),
-            sizes,
-            [encoded.trained for _, encoded in rows],
-            [row.location for row, _ in rows],
-            [row.source for row, _ in rows],
-            *([[encoded.lengths for _, encoded in rows]] if layout.segments else []),
-            *([[encoded.shared for _, encoded in rows]] if layout.segments else []),
-            *([encoded.values[name] for _, encoded in rows] for name in layout.values),
-            *(map(of_teacher, range(len(TEACHER))) if layout.teacher else ()),
-            *([[[vars(image) for image in encoded.images] for _, encoded in rows]] if images else []),
-        ]
+        columns = _columns(rows, layout, images=images)
         with writing():
             if stream is None:
                 begin(layout)

@@ -12,12 +12,13 @@ import itertools
 import json
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from finetune.config import Source, Sources, entries
+from finetune.config import DataSection, Source, Sources, entries
 from finetune.config.field_types import GIVEN, nearest, source_name, unknown
 from finetune.data import cache, in_memory, lines, python_docs, stdlib_docs
 from finetune.data.compressed import COMPRESSIONS
@@ -53,6 +54,7 @@ _BESIDE_ROWS = ("dataset_info.json", "state.json", "dataset_dict.json", "cache-*
 
 # The rows of a built-in source, in the cache.
 _COLLECTED = "rows.json"
+_SPLITS = ("train", "eval")
 
 # One shard of several, as the hub and `datasets` name them.
 _PART = re.compile(r"(?P<name>.*?)(?P<number>\d{4,})-of-(?P<parts>\d{4,})(?P<ending>\D.*)")
@@ -332,8 +334,41 @@ def _collected(source: str, split: str) -> list[dict[str, Any]]:
         with cache.writing():
             (folder / _COLLECTED).write_text(json.dumps(BUILTIN[source](split)), encoding="utf-8")
 
-    key = hashlib.sha256(json.dumps([_contents(source), split]).encode()).hexdigest()
+    key = _collection(source, split)
     return json.loads((cache.entry(lambda: key, fill) / _COLLECTED).read_text(encoding="utf-8"))
+
+
+def _collection(source: str, split: str) -> str:
+    """The key in the cache of the rows of a built-in source."""
+    return hashlib.sha256(json.dumps([_contents(source), split]).encode()).hexdigest()
+
+
+def collect(source: str) -> None:
+    """Put the rows of a built-in source into the cache, unless they are there."""
+    for split in _SPLITS:
+        _collected(source, split)
+
+
+@contextlib.contextmanager
+def collecting(section: DataSection) -> Iterator[None]:
+    """In the block, another process collects the built-in rows that `section` names and the cache lacks.
+
+    For the seconds in which this process imports the libraries. If it fails, this one collects them, and says why.
+    """
+    named = {entry.source for several in (section.train, section.eval) for entry in entries(several)} & BUILTIN.keys()
+    missing = [one for one in named if not all(cache.has(_collection(one, split)) for split in _SPLITS)]
+    if not missing:
+        yield
+        return
+    code = "import sys; from finetune.data import sources; [*map(sources.collect, sys.argv[1:])]"
+    nothing, environment = subprocess.DEVNULL, os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-P", "-c", code, *missing]
+    with subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, env=environment) as child:
+        try:
+            yield
+        except BaseException:
+            child.kill()
+            raise
 
 
 def _hub(name: str) -> Records:
@@ -352,6 +387,7 @@ def _fetched(name: str) -> Any:
     from huggingface_hub.errors import HfHubHTTPError
 
     hub.fail_fast()
+    datasets.disable_progress_bars()
     try:
         return datasets.load_dataset(name, split="train")
     except (datasets.exceptions.DatasetNotFoundError, ConnectionError, HfHubHTTPError, OSError) as error:

@@ -24,6 +24,7 @@ from finetune.forecast import devices
 from finetune.model.attention import backends
 from finetune.report import words
 from finetune.runtime import driver, libraries
+from finetune.storage.private import data_cache
 from finetune.training import optimizers
 
 # A 7B model in 16 bit has 13 GiB, and merging writes it once more.
@@ -124,10 +125,9 @@ def _host_memory() -> Finding:
 
 
 def _disks() -> Iterator[Finding]:
-    from datasets.config import HF_DATASETS_CACHE
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    folders = {"runs": Path("runs"), "model cache": Path(HF_HUB_CACHE), "data cache": Path(HF_DATASETS_CACHE)}
+    folders = {"runs": Path("runs"), "model cache": Path(HF_HUB_CACHE), "data cache": data_cache()}
     for name, path in folders.items():
         folder = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.is_dir())
         free = shutil.disk_usage(folder).free

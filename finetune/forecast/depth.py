@@ -12,7 +12,7 @@ from finetune.config import AdapterSection
 from finetune.config.field_types import is_pattern
 from finetune.model.adapters import adapter
 from finetune.model.recompute.checkpointing import layers
-from finetune.model.structure import linear_layers
+from finetune.model.structure import composite, linear_layers
 
 
 class Scattered(Exception):
@@ -24,10 +24,18 @@ def kinds(model: nn.Module) -> list[Hashable]:
     config: Any = model.config
     per_layer = _per_layer(config.get_text_config(), len(layers(model)))
     untrained = {model.get_submodule(name) for name in linear_layers.untrained(model)}
+    seeing = _after_which_images_are_added(model)
     return [
-        (_make_up(layer, untrained), *(repr(values[number]) for values in per_layer.values()))
+        (_make_up(layer, untrained), *(repr(values[number]) for values in per_layer.values()), number < seeing)
         for number, layer in enumerate(layers(model))
     ]
+
+
+def _after_which_images_are_added(model: nn.Module) -> int:
+    """How many layers, the first ones, get features of the model of images added to what they return (DeepStack)."""
+    if not composite.beside_language(model):
+        return 0
+    return len(getattr(model.config.vision_config, "deepstack_visual_indexes", None) or ())
 
 
 Named = dict[nn.Module, tuple[bool, int]]

@@ -9,9 +9,11 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 from finetune.forecast import fake
 from finetune.forecast.devices import Device
@@ -27,6 +29,7 @@ def like(device: Device, recorder: TraceRecorder, mode: FakeTensorMode | None = 
     copies = _TracedCopies(recorder)
     with contextlib.ExitStack() as stack:
         stack.enter_context(patches.IS_TRACING.by(lambda tensor=None: False))
+        stack.enter_context(_known_values(recorder))
         stack.enter_context(fake.for_dora())
         stack.enter_context(device.operators.as_there())
         if device.type == "cpu":
@@ -63,6 +66,22 @@ def _random_state_kept() -> Iterator[None]:
         yield
     finally:
         before.restore()
+
+
+@contextlib.contextmanager
+def _known_values(recorder: TraceRecorder) -> Iterator[None]:
+    """Let programs read lists of values that the recorder knows, and make tensors of such values."""
+    plain_tensor, plain_list = torch.tensor, FakeTensor.tolist
+
+    def tensor(data: Any, **kwargs: Any) -> torch.Tensor:
+        return plain_tensor(tree_map_only(FakeTensor, FakeTensor.item, data), **kwargs)
+
+    def listed(self: FakeTensor) -> Any:
+        values = recorder.answers.known and recorder.answers.known.listed(self)
+        return plain_list(self) if values is None else values
+
+    with patches.TENSOR.by(tensor), patches.FAKE_LIST.by(listed):
+        yield
 
 
 @contextlib.contextmanager

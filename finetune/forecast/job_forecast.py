@@ -162,7 +162,9 @@ def make(trace: Trace, device: Device, batch: Batch, attention: str, run: RunSet
     categories, least = replay.at_peak(), run.merge_bytes if run.merges else 0
     if least > replay.peak_reserved_bytes:  # by then the job's own memory is given back
         categories = {**dict.fromkeys(categories, 0), "base_weights": least, **outside_by_category(device)}
-    outside = device.outside_bytes if device.type == "cpu" else run.checkpoint_bytes
+    # Of this step and the next, and once more as a micro-batch's are joined.
+    waiting = run.pixel_bytes * (2 * run.micro_batches + 1)
+    outside = device.outside_bytes if device.type == "cpu" else run.checkpoint_bytes + waiting
     return Forecast(
         device=device,
         attention=attention,

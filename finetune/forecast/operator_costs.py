@@ -34,6 +34,9 @@ _VARLEN = "torch_attn::_varlen_attn"
 # aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, `mha_bwd`).
 _FLASH_LENGTH, _FLASH_HEAD = 128, 32
 _MASK_ROW = 8
+# Of truth values, such as which pixels are black: they are copied as integers first, on either device (torch 2.13,
+# aten/src/ATen/native/ReduceOpsUtils.h `make_reduction`).
+_SUM = "aten::sum.dim_IntList"
 
 
 @dataclass(frozen=True)
@@ -263,6 +266,8 @@ def _scratch_on_cpu(func: Any, args: Any, named: Any) -> list[int]:
         return [*_flash_tiles(*args[:2], tiles=1), *_flash_packed(args[0], args[1], _is_causal(name, args, named))]
     if name == f"{_FLASH}_backward":
         return _flash_backward_tiles(*args[:3])
+    if name == _SUM and args[0].dtype is torch.bool:
+        return [8 * args[0].numel()]
     if name == "aten::_safe_softmax":
         return [args[0].numel()]  # whether a row is masked throughout (torch 2.13, native/transformers/attention.cpp)
     if torch.Tag.pointwise in func.tags and not name.startswith(_NOT_PROMOTED):
@@ -445,8 +450,14 @@ def _flash_tile(query: Any, key: Any) -> tuple[int, int]:
 
 
 def _scratch_on_cuda(func: Any, args: Any, named: Any) -> list[int]:
-    """The workspaces of attention."""
+    """The workspaces of attention, and of putting features of images in the place of tokens."""
     name = func.name()
+    if name == "aten::masked_scatter":
+        # Where each number goes, and the mask for each number (torch 2.13, IndexKernel.cpp `masked_scatter__cuda`,
+        # IndexKernel.cu `launch_masked_scatter_kernel`: maskPrefixSum, mask_cont).
+        return [8 * args[0].numel(), args[0].numel()]
+    if name == _SUM and args[0].dtype is torch.bool:
+        return [8 * args[0].numel()]
     if name == _FLASH and named.get("attn_mask") is not None:
         return _padded_mask(args[0], named["attn_mask"])
     if name == f"{_FLASH}_backward":
@@ -596,11 +607,22 @@ _IS_CAUSAL = {_FLASH: 4, f"{_FLASH}_backward": 7, _VARLEN: 7, f"{_VARLEN}_backwa
 
 def _flops_on_cuda() -> dict[str, Callable[..., int]]:
     causal = {name: _causal_half(name) for name in _IS_CAUSAL}
-    onto = ("aten::addmm_", "finetune::multiply_", "finetune::add_product_")
+    onto = ("aten::addmm_", "finetune::multiply_", "finetune::multiply_joined_", "finetune::add_product_")
     return {
         **_FLOPS, **causal, "finetune::product": lambda left, right, *_, **__: 2 * left.numel() * right.shape[1],
+        "finetune::gated": _gated, "finetune::gated_backward_": _gated_backward,
         **dict.fromkeys(onto, lambda held, left, right, *_, **__: 2 * left.numel() * right.shape[1]),
     }  # fmt: skip
+
+
+def _gated(gate: Any, up: Any, activation: str, room: int = 0, factor: Any = None, *_: Any, **__: Any) -> int:
+    """The product with a factor."""
+    return 0 if factor is None else 2 * gate.numel() * len(factor)
+
+
+def _gated_backward(gate: Any, up: Any, da: Any, activation: str, *lows: Any, **__: Any) -> int:
+    """Those with s, and with what the two halves took."""
+    return 2 * gate.numel() * sum(low.shape[1] for low in lows[:3])
 
 
 def _causal_half(name: str) -> Callable[..., int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterator
@@ -36,33 +37,37 @@ def launches_nothing(operator: Any) -> bool:
 
 def moved_bytes(operator: Any, args: Any, kwargs: Any, out: Any) -> int:
     """Bytes that an operator reads and writes, by its schema; a tensor changed in place counts twice."""
-    arguments, name = schema(operator).arguments, operator.name()
-    by_name = {argument.name: argument for argument in arguments}
-    returns = schema(operator).returns
-    results = zip(returns, (out,) if len(returns) == 1 else out or (), strict=True)
-    written = sum(_bytes(result) for returned, result in results if returned.alias_info is None)
-    moved = written
-    given = [*zip(arguments, args, strict=False), *((by_name[key], value) for key, value in kwargs.items())]
-    for argument, value in given:
+    passes, fresh = _passes(operator)
+    results = (out,) if len(fresh) == 1 else out or ()
+    moved = written = sum(_bytes(result) for new, result in zip(fresh, results, strict=True) if new)
+    given = [*zip(passes.values(), args, strict=False), *((passes[key], value) for key, value in kwargs.items())]
+    for (times, gathers), value in given:
         size = _bytes(value)
-        changed = argument.alias_info is not None and argument.alias_info.is_write
-        if argument is arguments[0] and name in _GATHER:
-            size = min(size, written)
-        elif argument is arguments[0] and _SHAPED_LIKE.match(name):
-            size = 0
-        overwritten = changed and (argument.name == "out" or name in _OVERWRITE)
-        moved += size * (changed + (not overwritten))
+        moved += times * (min(size, written) if gathers else size)
     return moved
+
+
+@functools.cache
+def _passes(operator: Any) -> tuple[dict[str, tuple[int, bool]], list[bool]]:
+    """For each argument, how often an operator goes over it, and whether it reads no more of it than it returns; and
+    whether each result is new.
+    """
+    passes, name = {}, operator.name()
+    for number, argument in enumerate(schema(operator).arguments):
+        changed = argument.alias_info is not None and argument.alias_info.is_write
+        overwritten = changed and (argument.name == "out" or name in _OVERWRITE)
+        gathers = number == 0 and name in _GATHER
+        only_shape = number == 0 and not gathers and _SHAPED_LIKE.match(name)
+        passes[argument.name] = 0 if only_shape else changed + (not overwritten), gathers
+    return passes, [returned.alias_info is None for returned in schema(operator).returns]
 
 
 def _bytes(value: Any) -> int:
     """The bytes of the tensors in an argument; what a tensor repeats along a dimension (stride 0) counts once."""
-    return sum(
-        tensor.element_size()
-        * math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or not size)
-        for tensor in flat(value)
-        if isinstance(tensor, torch.Tensor)
-    )
+    if isinstance(value, torch.Tensor):
+        sizes = zip(value.shape, value.stride(), strict=True)
+        return value.element_size() * math.prod([size for size, stride in sizes if stride or not size])
+    return sum(map(_bytes, value)) if isinstance(value, (tuple, list)) else 0
 
 
 def flat(values: Any) -> Iterator[Any]:

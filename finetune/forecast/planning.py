@@ -23,15 +23,16 @@ from finetune.data import batching, prepare, sources
 from finetune.data.batching import Batch, MicroBatching, RowOrder, Sizes
 from finetune.data.prepare import Prepared
 from finetune.errors import ArtifactError, ConfigError, ForecastError
-from finetune.forecast import by_length, devices, file_sizes, job_forecast
+from finetune.forecast import by_length, devices, file_sizes, image_memory, job_forecast
 from finetune.forecast import fit as fitting
 from finetune.forecast.devices import Device
 from finetune.forecast.fit import Fitted, Limits, NothingFits
+from finetune.forecast.image_memory import ImageMemory
 from finetune.forecast.job_forecast import Forecast
 from finetune.forecast.kept import Kept
 from finetune.forecast.levers import Lever, levers
 from finetune.forecast.replay import RunSetting
-from finetune.forecast.traced_step import Models, StepSetting, trace_step
+from finetune.forecast.traced_step import Models, StepSetting, pixel_bytes, trace_step
 from finetune.model import bounds, build
 from finetune.model.attention import backends, packing
 from finetune.model.base import load_architecture
@@ -40,6 +41,7 @@ from finetune.model.recompute import checkpointing
 from finetune.model.source import catalog, vision
 from finetune.model.source.locate import at_hand
 from finetune.model.source.tokenizer import load_tokenizer
+from finetune.model.source.vision import Vision
 from finetune.model.structure.quantization import LEAST_FIRST, with_kind
 from finetune.objectives import contract
 from finetune.runtime import libraries
@@ -123,13 +125,15 @@ class Planner:
         section, adapts = config.distributed, config.adapter.kind == "lora"
         is_shared = strategies.applies(section, self.gpus)
         setting = StepSetting(
-            config, self.architecture, batch, evaluation, device, implementation, self.gpus, reference, evenly
+            config, self.architecture, batch, evaluation, device, implementation, self.gpus, reference, evenly,
+            self.data.vision if self.data else None,
         )  # fmt: skip
         trace = trace_step(setting, self._models)
         way = micro_batching(config, self.architecture)
         per_rank = batching.per_step(config.training.batch_size, way, batch) // section.shares(self.gpus)
         run = RunSetting(
             micro_batches=max(1, per_rank),
+            pixel_bytes=pixel_bytes(batch, setting.vision) if setting.vision else 0,
             merge_bytes=file_sizes.merge_bytes(trace) if adapts else 0,
             disk_bytes=file_sizes.disk_bytes(config.output, trace, adapts=adapts),
             checkpoint_bytes=file_sizes.checkpoint_bytes(trace),
@@ -255,9 +259,10 @@ class Planner:
         plain = config.kernels.compile == config.memory.offload == "none"
         if not levels or self.data is None or way.tokens or in_parts or shares.context > 1 or not plain:
             return fitted
-        lengths, training = Sizes.of(self.data.train, way).lengths, config.training
-        order = RowOrder(lengths, training.batch_size, training.seed, training.group_by_length)
-        seen = batching.epoch(lengths, itertools.islice(order, _ROWS_SEEN), training.batch_size, way)
+        sizes, training = Sizes.of(self.data.train, way), config.training
+        order = RowOrder(sizes.lengths, training.batch_size, training.seed, training.group_by_length, sizes.areas)
+        rows = itertools.islice(order, _ROWS_SEEN)
+        seen = batching.epoch(sizes.lengths, rows, training.batch_size, way, sizes.areas)
 
         def at(level: str, most_tokens: int | None = None) -> Forecast:
             return self.forecast(config.changed({"memory.checkpointing": level}), most_tokens=most_tokens)
@@ -279,6 +284,21 @@ class Planner:
             if fits:
                 break
         return most
+
+    def images(self, config: Config) -> ImageMemory | None:
+        """What an image takes, and the largest that fits, one row at a time; None for rows of text."""
+        data = self.data
+        if data is None or data.vision is None:
+            return None
+        config = config.changed({"training.micro_batch": 1, "training.micro_batch_tokens": None})
+        batch = max(self._largest_batches(config)[0], key=lambda one: one.area)
+
+        def forecast(one: Batch, seeing: Vision, pixels: int | None) -> Forecast:
+            planner = replace(self, data=replace(data, vision=seeing))
+            bounded = config.changed({"data.image_pixels": pixels or config.data.image_pixels})
+            return planner._kept_or_traced(bounded, one, None)  # noqa: SLF001
+
+        return image_memory.of(batch, data.vision, config.data.max_length, forecast)
 
     def limits(self, config: Config) -> Limits:
         """The longest rows, most rows and highest rank that fit with every layer checkpointed."""
@@ -314,6 +334,11 @@ class Planner:
         Training rows are at most `most_tokens` long.
         """
         way, step_rows = micro_batching(config, self.architecture), self._share(config)
+        if config.model.vision != "none" and self.data is None:
+            raise ForecastError(
+                "`data.train`: a forecast with images needs the rows and the processor of the base on this machine; "
+                "copy them here, or set `model.vision: none` for one of text"
+            )
         if self.data is None or config.data.max_length != self.job.data.max_length:
             longest = batching.longest_batches(way, step_rows, config.data.max_length)
             return longest, None if config.data.eval == "none" else longest[0]
@@ -324,7 +349,9 @@ class Planner:
 
         key, data = (way, step_rows, most_tokens), self.data
         if key not in self._largest:
-            evaluation = None if data.eval is None else largest(data.eval, None)[0]
+            evaluation = None
+            if data.eval is not None:
+                evaluation = max(largest(data.eval, None), key=lambda batch: batch.positions + batch.area)
             self._largest[key] = largest(data.train, most_tokens), evaluation
         return self._largest[key]
 
@@ -356,6 +383,8 @@ class Plan:
     """What was chosen where the job says `auto`; None where nothing was, or nothing fits."""
     why_quantized: str | None = None
     """The reason for the kind of quantization, where the job says `auto`."""
+    images: ImageMemory | None = None
+    """What an image takes, where rows have images."""
 
     def as_dict(self) -> dict[str, Any]:
         levers = [
@@ -368,7 +397,9 @@ class Plan:
             }
             for lever, after in self.levers
         ]
-        return {**self.forecast.as_dict(), "quantization": self.config.quantization.kind, "levers": levers}
+        images = {"images": self.images.as_dict()} if self.images else {}
+        quantization = self.config.quantization.kind
+        return {**self.forecast.as_dict(), "quantization": quantization, **images, "levers": levers}
 
 
 Follow = Callable[[Planner], Planner]
@@ -386,7 +417,7 @@ def plan(config: Config, gpu: str | None = None, gpus: int = 1, follow: Follow =
     forecast = planner.with_reference(config, fitted.forecast if fitted else planner.forecast(config))
     forecast = planner.with_routing(config, forecast)
     levers = () if forecast.fits else tuple(planner.levers(config, forecast))
-    return Plan(config, forecast, levers, fitted, planner.why_quantized)
+    return Plan(config, forecast, levers, fitted, planner.why_quantized, planner.images(config))
 
 
 def fit(config: Config, gpu: str | None = None, gpus: int = 1, follow: Follow = _as_it_is) -> Fitted:

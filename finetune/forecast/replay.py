@@ -40,6 +40,7 @@ class RunSetting:
     `micro_batches`: how many make a step on one rank.
     `checkpoint_bytes`: the copy in host memory from which a checkpoint is written. It is there after the last step, and
     with `saves_between` during a forward and backward pass as well.
+    `pixel_bytes`: those of a micro-batch's images, which wait in host memory for a step and for the next one.
     `merges`: whether the run merges at its end, so that the merge must fit as well. `merge_bytes` (its device memory)
     and `disk_bytes` are those of `finetune.forecast.file_sizes`.
     `from_files`: whether transformers loads the base whole; else random weights are made, or shards are read.
@@ -51,6 +52,7 @@ class RunSetting:
     merge_bytes: int = 0
     disk_bytes: int = 0
     checkpoint_bytes: int = 0
+    pixel_bytes: int = 0
     merges: bool = False
     saves_between: bool = False
     from_files: bool = False

@@ -23,10 +23,12 @@ import torch
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from finetune.forecast import operators
+from finetune.forecast.known_values import KnownValues
 from finetune.forecast.operator_costs import DeviceOperators
 from finetune.forecast.operators import flat
 from finetune.forecast.trace import Stretch, Trace, TracedBlock
@@ -127,6 +129,7 @@ class TraceRecorder(TorchDispatchMode):
         self._run_otherwise: tuple[_Case, ...] = (
             (lambda call: call.name in operators.python, self._run_in_python),
             (lambda call: call.name == "aten::add.Tensor" and _accumulates_in_place(call.args), self._add_in_place),
+            (lambda call: self.answers.know_size(call), self._run_on_values),
         )
 
     def trace(self) -> Trace:
@@ -234,6 +237,8 @@ class TraceRecorder(TorchDispatchMode):
                 return run(call)
         scratch = self._before(call)
         out = call.run()
+        if self.answers.known:
+            self.answers.known.follow(call.func, call.args, call.kwargs, out)
         self._after(call, out, scratch)
         return out
 
@@ -274,6 +279,9 @@ class TraceRecorder(TorchDispatchMode):
 
     def _read(self, call: _Call) -> Any:
         """The value of a tensor of one element, which fake tensors do not have."""
+        known = self.answers.known and self.answers.known.number(call.args[0])
+        if known is not None:
+            return known
         return self.answers.scalar(call.args[0], self._made_by.get(call.args[0]))
 
     def _run_in_python(self, call: _Call) -> Any:
@@ -290,6 +298,19 @@ class TraceRecorder(TorchDispatchMode):
         for part in flat(out):
             self.mark(part, outer)
         return out
+
+    def _run_on_values(self, call: _Call) -> Any:
+        """An operator's result of the size that follows from its values."""
+        known = self.answers.known
+        assert known
+
+        def made(value: torch.Tensor) -> torch.Tensor:
+            fake = torch.empty(value.shape, dtype=value.dtype)
+            known.know(fake, value)
+            return fake
+
+        with self:
+            return tree_map_only(torch.Tensor, made, known.computed(call.func, call.args, call.kwargs))
 
     def _add_in_place(self, call: _Call) -> Any:
         """Add a gradient into the one that autograd holds."""
@@ -449,10 +470,15 @@ class Answers:
     """The worst batch's answers where a program reads data.
 
     `uneven`: whether attention needs a mask, for padding or packed rows. `trained_tokens`: the number of positions with
-    a label. `tokens`: the number of positions; 0 where all experts get equally many in grouped products.
+    a label. `tokens`: the number of positions; 0 where all experts get equally many in grouped products. `known` are
+    values from which other answers follow, of a batch with images.
     """
 
-    def __init__(self, uneven: bool, trained_tokens: int, tokens: int = 0, routing: Routing | None = None) -> None:
+    def __init__(
+        self, uneven: bool, trained_tokens: int, tokens: int = 0, routing: Routing | None = None,
+        known: KnownValues | None = None,
+    ) -> None:  # fmt: skip
+        self.known = known
         self.uneven = uneven
         self.trained_tokens = trained_tokens
         self.tokens = tokens
@@ -474,6 +500,12 @@ class Answers:
             return not self.uneven if source in _ALL else True
         return 0.5 if tensor.dtype.is_floating_point else 1
 
+    def know_size(self, call: _Call) -> bool:
+        """Whether the size of an operator's result follows from its inputs' known values."""
+        if self.known is None or torch.Tag.dynamic_output_shape not in call.func.tags:
+            return False
+        return self.known.know_all([call.args, call.kwargs])
+
     def busiest(self, rows: int, experts: int) -> int:
         """The most of `rows` (each token, once for each of its experts) that go to one expert: every token once."""
         self._routing.matters = True
@@ -485,7 +517,9 @@ class Answers:
         if len(indices) == 1 and indices[0] is not None and indices[0].dtype is torch.bool:
             mask = indices[0]
             flat = source.reshape(-1, *source.shape[mask.dim() :])
-            return func, (flat, [mask.new_zeros(min(self.trained_tokens, mask.numel()), dtype=torch.long)])
+            known = self.known and self.known.number(mask)
+            rows = min(self.trained_tokens, mask.numel()) if known is None else known
+            return func, (flat, [mask.new_zeros(rows, dtype=torch.long)])
         return func, args
 
     def _nonzero(self, func: Any, args: Any) -> tuple[Any, Any]:

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from finetune import kernels, objectives
 from finetune.config import AdapterSection, Config, MemorySection
 from finetune.data.batching import Batch, per_step
+from finetune.data.encoded import IMAGES, SEEN
 from finetune.errors import FinetuneError, ForecastError, first_line
 from finetune.forecast import depth, device_paths, fake_ranks
 from finetune.forecast.devices import Device
@@ -30,6 +31,7 @@ from finetune.forecast.extrapolate import NotAlike, Shortened, extrapolate, shor
 from finetune.forecast.fake_model import FakeModel, Shortening
 from finetune.forecast.fake_shards import FakeSharded
 from finetune.forecast.fake_zero import FakeZero
+from finetune.forecast.known_values import KnownValues
 from finetune.forecast.trace import Trace
 from finetune.forecast.trace_recorder import Answers, Routing, TracedMonitor, TraceRecorder
 from finetune.forecast.traced_engine import Traced, TracedEngine
@@ -41,6 +43,7 @@ from finetune.model.distributed.placement import Placement
 from finetune.model.probes.causality import needs_mask
 from finetune.model.recompute import checkpointing
 from finetune.model.skeleton import mixture
+from finetune.model.source.vision import Vision
 from finetune.model.structure import experts
 from finetune.objectives import log_probs
 from finetune.training import optimizers, reference_scores, strategies
@@ -64,7 +67,7 @@ class StepSetting:
 
     `attention` is the name of the implementation. Without an `evaluation` batch none is traced; the `reference` is
     scored in batches like `train` if its own largest one is unknown. `evenly`: each expert gets as many tokens as every
-    other, instead of one expert all of them.
+    other, instead of one expert all of them. `vision` makes the images of batches that have some.
     """
 
     config: Config
@@ -76,11 +79,14 @@ class StepSetting:
     world_size: int = 1
     reference: Batch | None = None
     evenly: bool = False
+    vision: Vision | None = None
 
     @property
     def job(self) -> Hashable:
         """The key of a model and its optimizer: the config except what `step` has, the attention, and the routing."""
-        left_out = {"memory": {"checkpointing", "loss_tokens"}, "training": {"micro_batch"}}
+        left_out = {
+            "memory": {"checkpointing", "loss_tokens"}, "training": {"micro_batch"}, "data": {"image_pixels"}
+        }  # fmt: skip
         return self.config.model_dump_json(exclude=left_out), self.attention, self.evenly
 
     @property
@@ -154,11 +160,6 @@ def trace_step(setting: StepSetting, models: Models | None = None) -> Trace:
     `models`, those are used again; the trace is the same.
     """
     models, config = models or Models(), setting.config
-    if config.model.vision != "none":
-        raise ForecastError(
-            "`model.vision`: a job with images cannot be forecast yet; `finetune train` with `memory.check: off` and a "
-            "number for `training.micro_batch` trains without a forecast"
-        )
     try:
         return _trace_step(setting, shorten, models)
     except (NotAlike, depth.Scattered):
@@ -197,7 +198,7 @@ def _trace_step(setting: StepSetting, shortening: Shortening, models: Models) ->
     ):
         if ready:
             traced = ready
-            traced.change(config, kept)
+            traced.change(setting, kept)
         else:
             traced = _TracedStep(setting, mode, recorder, shortening, placement)
             traced.prepare(setting, group)
@@ -214,7 +215,7 @@ class _TracedStep:
         self, setting: StepSetting, mode: FakeTensorMode, recorder: TraceRecorder, shortening: Shortening,
         placement: Placement | None,
     ) -> None:  # fmt: skip
-        self._architecture = setting.architecture
+        self._architecture, self._vision = setting.architecture, setting.vision
         self._configure(setting.config)
         self.mode, self.recorder = mode, recorder
         self._device, self._rows, self._placement = setting.device, setting.rows, placement
@@ -243,7 +244,9 @@ class _TracedStep:
             config = config.changed({"training.precision": "bf16"})
         self._config = config
         self._way = micro_batching(config, self._architecture)
-        self._collator = MicroBatches(self._way, pad_token_id=0, context=config.distributed.context)
+        self._collator = MicroBatches(
+            self._way, pad_token_id=0, context=config.distributed.context, vision=self._vision, pixels=_blank
+        )
 
     def _measure(self, base: Any) -> None:
         """Keep the figures of the whole base before it is shortened."""
@@ -296,9 +299,10 @@ class _TracedStep:
             saved_bytes=self.engine.saved_bytes(), **self._of_base,
         )  # fmt: skip
 
-    def change(self, config: Config, kept: _KeptLayers) -> None:
+    def change(self, setting: StepSetting, kept: _KeptLayers) -> None:
         """Be the model of another setting, whose layers are of the same kinds."""
-        self._configure(config)
+        self._vision = setting.vision
+        self._configure(setting.config)
         self.kept = kept
         checkpointing.choose(self._base, kept.levels)
 
@@ -497,7 +501,7 @@ class _TracedStep:
         self._computed_last = inputs  # so that an evaluation counts this one twice
         del inputs, others
 
-    def _on_host(self, inputs: Inputs, count: int) -> list[torch.Tensor]:
+    def _on_host(self, inputs: Any, count: int) -> list[torch.Tensor]:
         """`count` more micro-batches, which wait in host memory; on a CPU that is what is forecast."""
         if self._device.type != "cpu":
             return []
@@ -525,7 +529,11 @@ class _TracedStep:
 
     def _evaluate(self, batch: Batch, train: Batch, count: int) -> None:
         self.recorder.phase = "evaluation"
-        waiting = self._on_host(self._inputs(train), count)
+        held = self._inputs(train)
+        # The images of one of the step's micro-batches are still there.
+        waiting = self._on_host({name: value for name, value in held.items() if name != IMAGES}, count)
+        waiting += self._on_host(held.get(IMAGES, {}), count - 1)
+        del held
         start = self._random_state()
         inputs, objective = self._inputs(batch), self._step.objective
         loss = functools.partial(summed_loss, precision=self._config.training.precision, masked=self._step.masked)
@@ -601,15 +609,46 @@ class _TracedStep:
         """A batch as the collator makes it. Where packed rows begin is known, which decides what attention takes."""
         # With a mask transformers looks for padding in it; without one, whether positions start anew, as packed.
         uneven = (batch.padded and self._step.masked) or len(batch.packed) > 1
-        self.recorder.answers = Answers(uneven, batch.trained_tokens, batch.positions, self._routing)
-        rows = zip(batch.by_row, batch.shared_by_row, strict=True)
-        inputs = self._collator.micro_batch([self._collator.row(own, shared=shared) for own, shared in rows])
+        known = KnownValues() if batch.area else None
+        # Of a batch with images the mask of its padding is known, and the masks of pixels leave nothing out.
+        self.recorder.answers = Answers(
+            uneven and not known, batch.trained_tokens, batch.positions, self._routing, known
+        )
+        rows = [
+            self._collator.row(own, shared=shared)
+            for own, shared in zip(batch.by_row, batch.shared_by_row, strict=True)
+        ]
+        if batch.area and self._vision:
+            rows = [_showing(row, seen, self._vision) for row, seen in zip(rows, batch.images, strict=True)]
+        inputs = self._collator.micro_batch(rows)
         with self.mode:
             plain = _without_values(inputs)
-        moved = plain if self._device.type == "cpu" else for_model(plain, masked=self._step.masked)
+        if known:
+            _know(known, plain, inputs, padded=batch.padded)
+        # On a card the images of the rows are joined on the host, and what is recorded as joined is their copy there.
+        here = {name: value for name, value in plain.items() if name != IMAGES}
+        moved = plain if self._device.type == "cpu" else for_model(here, masked=self._step.masked)
         for value in _tensors(moved):
             self.recorder.keep(value, "activations")
         return plain
+
+
+def _showing(row: dict[str, Any], seen: tuple[int, ...], vision: Vision) -> dict[str, Any]:
+    """A row with the tokens of its images, which a token of text keeps apart."""
+    ids = [token for count in seen[2::3] for token in (0, *vision.image_tokens[:1] * count)]
+    return {**row, "input_ids": ids + row["input_ids"][len(ids) :], SEEN: seen}
+
+
+def _blank(row: Mapping[str, Any], vision: Vision) -> dict[str, torch.Tensor]:
+    """White images of the sizes of a row's."""
+    seen = row.get(SEEN, ())
+    return vision.blank(tuple(zip(seen[::3], seen[1::3], strict=True))) if seen else {}
+
+
+def pixel_bytes(batch: Batch, vision: Vision) -> int:
+    """Bytes of the images of a batch as they wait for their pass."""
+    rows = (_blank({SEEN: seen}, vision) for seen in batch.images)
+    return sum(value.nbytes for row in rows for value in row.values())
 
 
 def _without_values(inputs: Inputs) -> Inputs:
@@ -617,6 +656,8 @@ def _without_values(inputs: Inputs) -> Inputs:
     return {
         name: _without_values(value)
         if isinstance(value, dict)
+        else [{key: torch.ones(one.shape, dtype=one.dtype) for key, one in each.items()} for each in value]
+        if name == IMAGES
         else torch.ones_like(value)
         if isinstance(value, torch.Tensor) and value.dim() > 1
         else value
@@ -624,7 +665,18 @@ def _without_values(inputs: Inputs) -> Inputs:
     }
 
 
-def _tensors(inputs: Inputs) -> list[torch.Tensor]:
+def _know(known: KnownValues, fake: Inputs, inputs: Inputs, *, padded: bool) -> None:
+    """Give `fake` inputs the values of `inputs`, except labels; if `padded`, the last token of the last row is none."""
+    if padded:
+        inputs["attention_mask"][-1, -1] = 0
+    pairs = [(fake[name], value) for name, value in inputs.items() if name not in (IMAGES, "labels")]
+    for made, row in zip(fake[IMAGES], inputs[IMAGES], strict=True):
+        pairs += [(made[name], value) for name, value in row.items() if not value.is_meta]
+    for one, value in pairs:
+        known.know(one, value)
+
+
+def _tensors(inputs: Any) -> list[torch.Tensor]:
     """The tensors of inputs, of the segments that go apart as well."""
     return [each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor)]
 

@@ -108,7 +108,13 @@ def _replace(model: Any, attached: Attached, without: Collection[str]) -> None:
 
 
 def _give_room(model: nn.Module, attached: Attached) -> None:
-    """Let norms leave room beside their output for the rank-r products of the blocks next to them (`kernels.room`)."""
+    """Let norms leave room for rank-r products (`kernels.room`): beside their output, for the blocks next to them, and
+    beside the gradient of their input, for the layers whose outputs were summed up in it.
+    """
+    last: dict[int, int] = {}
+    for layer in (*attached.replaced["lora"], *(mlp.layers(module)[-1] for module in attached.replaced["mlp"])):
+        one = lora.current(layer)
+        last[one.outputs] = max(last.get(one.outputs, 0), lora.rank([one]))
     for parent in model.modules():
         ranks: dict[int, int] = {}
         for block in parent.children():
@@ -117,7 +123,7 @@ def _give_room(model: nn.Module, attached: Attached) -> None:
                 ranks[layers[0].inputs] = max(ranks.get(layers[0].inputs, 0), lora.rank(layers))
         for module in parent.children():
             if module in attached.replaced["norm"]:
-                norm.leave_room(module, ranks.get(len(module.weight), 0))
+                norm.leave_room(module, *(each.get(len(module.weight), 0) for each in (ranks, last)))
 
 
 def _first_layers(block: nn.Module, attached: Attached) -> Iterator[list[nn.Module]]:

@@ -40,18 +40,21 @@ class FrozenLinear:
     b: Tensor | None = None
     scale: float = 1.0
 
-    def decoded(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """W (O, H) in `dtype`, written into `out` if given; the weight itself if it has that type and `out` is None.
+    def decoded(self, dtype: torch.dtype) -> Tensor:
+        """W (O, H) in `dtype`; the weight itself if it has that type.
 
         A new block is freed after its product, and the caching allocator hands it out again for the next: between
         products its memory serves others.
         """
-        if out is None:
-            if self.weight.dtype is dtype:
-                return self.weight.detach()
-            out = torch.empty(self.outputs, self.inputs, dtype=dtype, device=self.weight.device)
+        if self.weight.dtype is dtype:
+            return self.weight.detach()
+        out = torch.empty(self.outputs, self.inputs, dtype=dtype, device=self.weight.device)
         ops.decode_(out, self.weight)
         return out
+
+    def downward(self, dtype: torch.dtype) -> Tensor | None:
+        """A in `dtype`; None without an adapter."""
+        return None if self.a is None else self.a.detach().to(dtype)
 
     def decoded_once(self, dtype: torch.dtype) -> FrozenLinear:
         """The layer for many products: W in `dtype`; A and B in float32, in which their gradients are summed."""
@@ -165,13 +168,9 @@ class _Project(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layers: Layers, *_: Tensor) -> tuple[Tensor, ...]:
         ctx.layers = layers
-        with without_autocast(x):
-            wide = take_room(x)
-            wide = rows(x) if wide is None else wide
-            outputs, low = keeping.kept(lambda: _by_themselves(*products(wide, layers)))
-        ctx.save_for_backward(x, low.data)
-        # Tensors of their own and not views: work in place on one must not count as a change of the others.
-        return tuple(output.view(*x.shape[:-1], -1).data for output in outputs)
+        outputs, low = values(x, layers)
+        ctx.save_for_backward(x, low)
+        return outputs
 
     @staticmethod
     @once_differentiable
@@ -181,6 +180,16 @@ class _Project(torch.autograd.Function):
             back = Backward.of(ctx.layers, gradients)
             dx = back.of_input().view(x.shape) if ctx.needs_input_grad[0] else None
             return dx, None, *back.of_factors(rows(x), low)
+
+
+def values(x: Tensor, layers: Layers) -> tuple[tuple[Tensor, ...], Tensor]:
+    """The outputs (..., O) of `layers` for x (..., H), and U (n, R); without a graph, and kept for a recomputation."""
+    with without_autocast(x):
+        wide = take_room(x)
+        wide = rows(x) if wide is None else wide
+        outputs, low = keeping.kept(lambda: _by_themselves(*products(wide, layers)))
+    # Tensors of their own and not views: work in place on one must not count as a change of the others.
+    return tuple(output.view(*x.shape[:-1], -1).data for output in outputs), low.data
 
 
 def _by_themselves(outputs: tuple[Tensor, ...], low: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -205,22 +214,26 @@ def rows(x: Tensor) -> Tensor:
 
 def rank(layers: Layers) -> int:
     """The sum of all layers' ranks: the columns of U and S."""
-    return _columns(layers)[-1].stop
+    return columns_of(layers)[-1].stop
 
 
-def products(x: Tensor, layers: Layers, out: Tensor | None = None) -> tuple[tuple[Tensor, ...], Tensor]:
+def products(
+    x: Tensor, layers: Layers, out: Tensor | None = None, *, holds_low: bool = False
+) -> tuple[tuple[Tensor, ...], Tensor]:  # fmt: skip
     """Y of each layer (n, O), all in one block (`out` if given), and U (n, R).
 
-    `x` is (n, H), or (n, H + R rounded up to a multiple of 8, or more) with room for U.
+    `x` is (n, H), or (n, H + R rounded up to a multiple of 8, or more) with room for U, which stands there already if
+    it `holds_low`.
     """
     inputs, columns = layers[0].inputs, _aligned(layers[0].inputs + rank(layers))
     if x.shape[1] >= columns > inputs and any(layer.weight.dtype is not x.dtype for layer in layers):
-        return _joined_products(x[:, :columns], layers, out)
+        return _joined_products(x[:, :columns], layers, out, holds_low)
+    low = x[:, inputs : inputs + rank(layers)] if holds_low else None
     x = x[:, :inputs]
-    a, b = _factors(x, layers)
-    low = low_rank(x, a, layers)
+    a, b = _factors(x, layers, with_a=not holds_low)
+    low = low_rank(x, a, layers) if low is None else low
     outputs = _split(_block(x, layers) if out is None else out, layers)
-    for layer, output, own, upward in zip(layers, outputs, _columns(layers), b, strict=True):
+    for layer, output, own, upward in zip(layers, outputs, columns_of(layers), b, strict=True):
         bias = None if layer.bias is None else layer.bias.to(x.dtype)
         if upward is None:
             ops.multiply_(output, x, layer.decoded(x.dtype).t(), bias)
@@ -230,7 +243,9 @@ def products(x: Tensor, layers: Layers, out: Tensor | None = None) -> tuple[tupl
     return outputs, low
 
 
-def _joined_products(x: Tensor, layers: Layers, out: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor]:
+def _joined_products(
+    x: Tensor, layers: Layers, out: Tensor | None, holds_low: bool
+) -> tuple[tuple[Tensor, ...], Tensor]:  # fmt: skip
     """`products` as one product, [X | U] [W | B]ᵀ, with zeros in B for the ranks of other layers.
 
     For layers q and k of ranks 2 and 1, the second factor has the rows
@@ -242,19 +257,14 @@ def _joined_products(x: Tensor, layers: Layers, out: Tensor | None) -> tuple[tup
     """
     inputs, end_of_ranks = layers[0].inputs, layers[0].inputs + rank(layers)
     weight = x.new_empty(sum(layer.outputs for layer in layers), x.shape[1])
-    upward = weight[:, inputs:]
-    if len(layers) > 1 or end_of_ranks < x.shape[1]:
-        upward.zero_()
     if end_of_ranks < x.shape[1]:
         x[:, end_of_ranks:].zero_()
-    at, b = 0, []
-    for layer, own in zip(layers, _columns(layers), strict=True):
-        end = at + layer.outputs
-        layer.decoded(x.dtype, weight[at:end, :inputs])
-        b.append(upward[at:end, own])
-        at = end
-    a, _ = _factors(x, layers, b)
-    low = low_rank(x[:, :inputs], a, layers, x[:, inputs:end_of_ranks])
+    parts = weight.split([layer.outputs for layer in layers])
+    for layer, own, part in zip(layers, columns_of(layers), parts, strict=True):
+        ops.decode_(part, layer.weight, inputs, None if layer.b is None else layer.b.detach(), own.start)
+    low = x[:, inputs:end_of_ranks]
+    if not holds_low:
+        low_rank(x[:, :inputs], _factors(x, layers, with_b=False)[0], layers, low)
     bias = None
     if any(layer.bias is not None for layer in layers):
         bias = torch.cat([x.new_zeros(one.outputs) if one.bias is None else one.bias.to(x.dtype) for one in layers])
@@ -287,21 +297,25 @@ class Backward:
     outer: Sequence[Tensor]
     a: Tensor
     s: Tensor
+    joined: Tensor | None
 
     @classmethod
     def of(cls, layers: Layers, gradients: Sequence[Tensor]) -> Backward:
-        """Compute S from the gradients (..., O) of each layer's output."""
-        outer = [rows(gradient) for gradient in gradients]
-        a, b = _factors(outer[0], layers)
-        s = outer[0].new_empty(len(outer[0]), len(a))
-        for gradient, own, upward in zip(outer, _columns(layers), b, strict=True):
+        """Compute S from the gradients (..., O) of each layer's output, beside that of a single one if it has room."""
+        outer, joined = [rows(gradient) for gradient in gradients], _with_room_for_low(layers, gradients[0])
+        a, b = _factors(outer[0], layers, with_a=joined is None)
+        s = outer[0].new_empty(len(outer[0]), len(a)) if joined is None else joined[:, layers[0].outputs :][:, : len(a)]
+        for gradient, own, upward in zip(outer, columns_of(layers), b, strict=True):
             if upward is not None:
                 ops.multiply_(s[:, own], gradient, upward, None, _scale(layers))
-        return cls(layers, outer, a, s)
+        return cls(layers, outer, a, s, joined)
 
     def of_input(self, out: Tensor | None = None) -> Tensor:
         """dX = S A + dY W (n, H), summed over the layers; written into `out` if given."""
         dx = self.s.new_empty(len(self.s), self.layers[0].inputs) if out is None else out
+        if self.joined is not None:
+            self._joined_product(self.joined, dx)
+            return dx
         write = ops.multiply_
         if len(self.a):
             write(dx, self.s, self.a)
@@ -311,36 +325,73 @@ class Backward:
             write = ops.add_product_
         return dx
 
+    def _joined_product(self, joined: Tensor, out: Tensor) -> None:
+        """Write dX of a single layer into `out`, as one product [dY | S] [W; A]."""
+        (layer,) = self.layers
+        assert layer.a is not None
+        weight = out.new_empty(joined.shape[1], layer.inputs)
+        ops.decode_(weight[: layer.outputs], layer.weight)
+        weight[layer.outputs :][: len(layer.a)].copy_(layer.a.detach())
+        if layer.outputs + len(layer.a) < len(weight):
+            weight[layer.outputs + len(layer.a) :].zero_()
+        ops.multiply_joined_(out, joined, weight, layer.outputs)
+
     def of_factors(self, x: Tensor, low: Tensor) -> list[Tensor]:
-        """dA = Sᵀ X and dB = dYᵀ U of each adapted layer in the types of A and B, in the order of `factors`."""
-        whole, gradients = None, []
-        for layer, outer, own in zip(self.layers, self.outer, _columns(self.layers), strict=True):
-            if layer.a is None or layer.b is None:
-                continue
-            whole = ops.product(self.s.t(), x, layer.a.dtype) if whole is None else whole
-            gradients += [whole[own], ops.product(outer.t(), low[:, own], layer.b.dtype)]
-        return gradients
+        """The gradients of A and B of each adapted layer, in the order of `factors`."""
+        return list(itertools.chain.from_iterable(zip(self.of_a(x), self.of_b(low), strict=True)))
+
+    def of_a(self, x: Tensor) -> list[Tensor]:
+        """dA = Sᵀ X of each adapted layer, in the type of A."""
+        if not len(self.a):
+            return []
+        whole = ops.product(self.s.t(), x, factors(self.layers)[0].dtype)
+        return [
+            whole[own] for layer, own in zip(self.layers, columns_of(self.layers), strict=True) if layer.a is not None
+        ]
+
+    def of_b(self, low: Tensor) -> list[Tensor]:
+        """dB = dYᵀ U of each adapted layer, in the type of B."""
+        return [
+            ops.product(outer.t(), low[:, own], layer.b.dtype)
+            for layer, outer, own in zip(self.layers, self.outer, columns_of(self.layers), strict=True)
+            if layer.b is not None
+        ]
 
 
-def _factors(like: Tensor, layers: Layers, out: Sequence[Tensor] | None = None) -> tuple[Tensor, list[Tensor | None]]:
-    """A of all layers (R, H), and B of each (None without an adapter), in the type of `like`; B in `out` if given."""
+def _with_room_for_low(layers: Layers, gradient: Tensor) -> Tensor | None:
+    """dY (n, O and columns for S) of a single adapted layer whose weight must be decoded, if it has room for them."""
+    layer = layers[0]
+    if len(layers) > 1 or layer.a is None or layer.weight.dtype is gradient.dtype:
+        return None
+    end = layer.outputs + len(layer.a)
+    wide = take_room(gradient)
+    if wide is None or wide.shape[1] < _aligned(end):
+        return None
+    if end < _aligned(end):
+        wide[:, end : _aligned(end)].zero_()
+    return wide[:, : _aligned(end)]
+
+
+def _factors(
+    like: Tensor, layers: Layers, *, with_a: bool = True, with_b: bool = True
+) -> tuple[Tensor, list[Tensor | None]]:  # fmt: skip
+    """A of all layers (R, H), and B of each (None without an adapter), in the type of `like`.
+
+    Those that are not wanted have no values.
+    """
     adapted = [(layer.a, layer.b, number) for number, layer in enumerate(layers) if layer.a is not None]
     a = like.new_empty(rank(layers), layers[0].inputs)
     b: list[Any] = [None] * len(layers)
-    for _, own, number in adapted:
-        b[number] = torch.empty_like(own, dtype=like.dtype) if out is None else out[number]
-    if adapted:
+    into, values = [], []
+    if adapted and with_a:
         into, values = list(a.split([len(down) for down, _, _ in adapted])), [down for down, _, _ in adapted]
-        ups = [(b[number], up) for _, up, number in adapted]
-        if out is None:
-            into += [own for own, _ in ups]
-            values += [up for _, up in ups]
-        # In one launch, for which torch 2.13 has no public name (and ruff does not see it as private). A tensor with
-        # other strides would have it copy them all one by one (ForeachUtils.h, `can_use_fast_route`).
+    for _, up, number in adapted if with_b else ():
+        b[number] = torch.empty_like(up, dtype=like.dtype)
+        into.append(b[number])
+        values.append(up)
+    if into:
+        # In one launch, for which torch 2.13 has no public name (and ruff does not see it as private).
         torch._foreach_copy_(into, values)
-        if out is not None:
-            for beside, up in ups:
-                beside.copy_(up)
     return a, b
 
 
@@ -356,7 +407,7 @@ def _scale(layers: Layers) -> float:
     return next(layer.scale for layer in layers if layer.a is not None)
 
 
-def _columns(layers: Layers) -> list[slice]:
+def columns_of(layers: Layers) -> list[slice]:
     """Each layer's columns in U and S."""
     ends = itertools.accumulate((0 if layer.a is None else len(layer.a) for layer in layers), initial=0)
     return [slice(start, end) for start, end in itertools.pairwise(ends)]

@@ -1,14 +1,15 @@
 """A gated MLP, down(act(gate(x)) * up(x)), with gate and up in one layer or in two (SwiGLU, GeGLU: arXiv 2002.05202).
 
-Kept for the backward pass: x with its U, gate and up. What follows them is split into two autograd functions, one that
-has all of the graph and one that has all of the values:
+Kept for the backward pass: x with its U, gate and up. It is split into two autograd functions, one that has all of the
+graph and one that has all of the values after gate and up:
 
-    forward    gate, up -> _Graph -> placeholder (a shape without values) -> _Output -> y
-                           keeps gate, up                                    computes y, keeps nothing
-    backward   dgate, dup <- _Graph <----------------- dy ------------------ _Output <- dy
+    forward    x, gate, up -> _Graph -> placeholder (a shape without values) -> _Output -> y
+                              keeps them                                        computes y, keeps nothing
+    backward   dx <---------- _Graph <----------------- dy -------------------- _Output <- dy
 
 The recomputation of a checkpointed layer ends once everything that was kept is there again: so it ends at `_Graph`, and
-neither the activation nor the last product is computed again.
+neither the activation nor the last product is computed again. What the last product's adapter took, its U, is small and
+stays from the first time.
 
 A long input is taken in tiles where its layer is recomputed anyway: then x alone is kept, and gate and up are computed
 again by the backward pass, tile by tile, instead of by the recomputation, which ends before them (unless a norm follows
@@ -18,6 +19,7 @@ once for all tiles.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -26,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from finetune.kernels import lora, ops
-from finetune.kernels.lora import Backward, FrozenLinear, Layers, low_rank, rows
+from finetune.kernels.lora import Backward, FrozenLinear, Layers, rows
 from finetune.model.distributed.placement import is_divided
 from finetune.model.recompute import keeping
 
@@ -71,8 +73,9 @@ def replace(module: nn.Module) -> Callable[[], None]:
         *inner, down = map(lora.current, parts)
         if _in_tiles(x):
             return _computed(_InTiles(activation, inner, down, x.dtype), x)
-        gate, up = _halves(lora.project(x, inner))
-        return _computed(_AfterHalves(activation, down, gate.dtype), gate, up)
+        with torch.no_grad():
+            hidden, low = lora.values(x, inner)
+        return _computed(_Whole(activation, inner, down, x), x, low, *hidden)
 
     return lora.put(module, forward)
 
@@ -152,24 +155,31 @@ class _Formula(Protocol):
     def gradients(self, dy: Tensor, *kept: Tensor) -> list[Tensor]: ...
 
 
-class _AfterHalves:
-    """down(act(gate) * up) of gate and up, which are kept."""
+class _Whole:
+    """The MLP with x (..., H), its U (n, R), and gate and up, together or apart, kept."""
 
-    def __init__(self, activation: str, down: FrozenLinear, dtype: torch.dtype) -> None:
-        self._activation, self._down = activation, down
-        self.trained: Sequence[Tensor] = lora.factors([down])
-        self.dtype, self.outputs = dtype, down.outputs
+    def __init__(self, activation: str, inner: Layers, down: FrozenLinear, x: Tensor) -> None:
+        self._activation, self._inner, self._down, self._needs_dx = activation, inner, down, x.requires_grad
+        self.trained: Sequence[Tensor] = lora.factors([*inner, down])
+        self.dtype, self.outputs = x.dtype, down.outputs
+        self._low_of_down: Tensor | None = None
 
-    def values(self, gate: Tensor, up: Tensor) -> Tensor:
-        a = ops.gated(gate, up, self._activation, lora.rank([self._down]))
-        with lora.without_autocast(gate):
-            (y,), _ = lora.products(rows(a), [self._down])
-        return y.view(*gate.shape[:-1], -1)
+    def values(self, x: Tensor, low: Tensor, *hidden: Tensor) -> Tensor:
+        with lora.without_autocast(x):
+            a = _activated(hidden, self._activation, self._down)
+            (y,), low_of_down = lora.products(a, [self._down], holds_low=True)
+            self._low_of_down = low_of_down.contiguous()  # not as a view, so that `a` is freed
+        return y.view(*x.shape[:-1], -1)
 
-    def gradients(self, dy: Tensor, gate: Tensor, up: Tensor) -> list[Tensor]:
-        with lora.without_autocast(gate):
-            of_down = _backward_(gate, up, self._activation, self._down, dy)
-        return [gate, up, *of_down]
+    def gradients(self, dy: Tensor, x: Tensor, low: Tensor, *hidden: Tensor) -> list[Any]:
+        assert self._low_of_down is not None
+        with lora.without_autocast(x):
+            back, of_b, of_down = _backward_(
+                hidden, self._activation, self._inner, self._down, dy, low, self._low_of_down
+            )  # fmt: skip
+            dx = back.of_input().view(x.shape) if self._needs_dx else None
+            of_inner = _paired(back.of_a(rows(x)), of_b)
+        return [dx, None, *[None] * len(hidden), *of_inner, *of_down]
 
 
 class _InTiles:
@@ -186,7 +196,7 @@ class _InTiles:
             *inner, down = (layer.decoded_once(x.dtype) for layer in self._layers)
             for x_tile, y_tile in _tiles(x, y):
                 hidden, _ = lora.products(x_tile, inner)
-                lora.products(ops.gated(*_halves(hidden), self._activation), [down], y_tile)
+                lora.products(_activated(hidden, self._activation, down), [down], y_tile, holds_low=True)
         return y
 
     def gradients(self, dy: Tensor, x: Tensor) -> list[Tensor]:
@@ -195,10 +205,12 @@ class _InTiles:
             *inner, down = (layer.decoded_once(x.dtype) for layer in self._layers)
             for x_tile, dy_tile, dx_tile in _tiles(x, dy, dx):
                 hidden, low = lora.products(x_tile, inner)
-                of_down = _backward_(*_halves(hidden), self._activation, down, dy_tile)
-                back = Backward.of(inner, hidden)
+                low_of_down = _activated(hidden, self._activation, down)[:, down.inputs :].contiguous()
+                back, of_b, of_down = _backward_(
+                    hidden, self._activation, inner, down, dy_tile, low, low_of_down
+                )  # fmt: skip
                 back.of_input(dx_tile)
-                _add_(sums, [*back.of_factors(x_tile, low), *of_down])
+                _add_(sums, [*_paired(back.of_a(x_tile), of_b), *of_down])
         return [dx, *_as_trained(sums, self.trained)]
 
 
@@ -277,12 +289,38 @@ def _halves(hidden: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return gate, up
 
 
-def _backward_(gate: Tensor, up: Tensor, activation: str, down: FrozenLinear, dy: Tensor) -> list[Tensor]:
-    """Replace gate and up by their gradients in place; returns the gradients of the last layer's factors."""
-    back = Backward.of([down], [dy])
-    a = back.of_input()
-    ops.gated_backward_(a.view(gate.shape), gate, up, activation)  # the gradient in `a` becomes a
-    return back.of_factors(a, low_rank(a, back.a, [down]))
+def _activated(hidden: Sequence[Tensor], activation: str, down: FrozenLinear) -> Tensor:
+    """What `down` takes (n, width and room), with its U beside it."""
+    a = down.downward(hidden[0].dtype)
+    return rows(ops.gated(*_halves(hidden), activation, lora.rank([down]), a, down.scale))
+
+
+def _backward_(
+    hidden: Sequence[Tensor], activation: str, inner: Layers, down: FrozenLinear, dy: Tensor, low: Tensor,
+    low_of_down: Tensor,
+) -> tuple[Backward, list[Tensor], list[Tensor]]:  # fmt: skip
+    """Replace gate and up, the `hidden` tensors, by their gradients. `low` and `low_of_down` are U of inner and down.
+
+    Returns the backward pass of `inner` from there, dB of its adapted layers, and the gradients of down's factors.
+    """
+    gate, up = _halves(hidden)
+    of_down = Backward.of([down], [dy])
+    lows = [low[:, own] for own in lora.columns_of(inner)]
+    of_a, of_gate, of_up = ops.gated_backward_(
+        gate, up, of_down.of_input().view(gate.shape), activation, of_down.s, lows[0], lows[-1],
+        lora.factors([*inner, down])[0].dtype,
+    )  # fmt: skip
+    of_b = [of_gate, of_up] if len(inner) == 2 else [torch.cat([of_gate, of_up])]
+    return (
+        Backward.of(inner, hidden),
+        [one for one, layer in zip(of_b, inner, strict=True) if layer.b is not None],
+        [] if down.a is None else [of_a, *of_down.of_b(low_of_down)],
+    )
+
+
+def _paired(of_a: Sequence[Tensor], of_b: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Gradients of A and B in turn, as `lora.factors` has them."""
+    return itertools.chain.from_iterable(zip(of_a, of_b, strict=True))
 
 
 def _inner(module: nn.Module) -> tuple[str, ...]:

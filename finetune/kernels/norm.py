@@ -25,8 +25,8 @@ class NormFormula:
     cast_first: bool
 
 
-_room: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-"""The columns of room that each replaced module leaves."""
+_room: WeakKeyDictionary[nn.Module, tuple[int, int]] = WeakKeyDictionary()
+"""The columns of room that each replaced module leaves beside its output and the gradient of its input."""
 
 # Llama's, OLMo 2's and Gemma's.
 _FORMULAS = (NormFormula(0.0, True), NormFormula(0.0, False), NormFormula(1.0, False))
@@ -57,33 +57,87 @@ def replace(module: Any) -> Callable[[], None]:
         if weight.dtype is not x.dtype:
             normalized: Tensor = plain(x)
             return normalized
-        y: Tensor = _RmsNorm.apply(x, weight, eps, formula, _room.get(module, 0))
+        x, inputs = _with_residual(x)
+        y: Tensor = _RmsNorm.apply(x, weight, eps, formula, _room.get(module, (0, 0)), inputs)
         return y
 
     return put(module, forward)
 
 
-def leave_room(module: nn.Module, columns: int) -> None:
-    """Let a replaced module leave this many columns of room beside its output (see `kernels.room`)."""
-    _room[module] = columns
+def leave_room(module: nn.Module, of_output: int, of_gradient: int) -> None:
+    """Let a replaced module leave so many columns of room beside its output, and beside the gradient of its input."""
+    _room[module] = (of_output, of_gradient)
+
+
+_Inputs = list[Any]
+"""What the backward pass of a norm needs besides the gradient of its output, once that pass begins."""
+
+
+def _with_residual(x: Tensor) -> tuple[Tensor, _Inputs | None]:
+    """`x` for a norm, whose gradient is then added to that of all later uses of `x` by the norm's own kernel.
+
+    None beside it where autograd must add them: it lets no view be given another history, nor a leaf.
+    """
+    if not (torch.is_grad_enabled() and x.requires_grad) or x.is_leaf or x._is_view() or x.stride(-1) != 1:  # noqa: SLF001
+        return x, None
+    inputs: _Inputs = []
+    # The values of `x` stay as they are, so for those who saved them it is not changed.
+    with torch.autograd._unsafe_preserve_version_counter(x):  # noqa: SLF001 -- torch 2.13 has no public name for it
+        _, alias = _Residual.apply(x, inputs)
+    return alias, inputs
+
+
+class _Residual(torch.autograd.Function):
+    """Becomes the origin of x itself, which the model's code adds to a block's output, and of x as a norm's input.
+
+    The norm hands on the gradient of its own output, and `inputs`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, inputs: _Inputs) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.inputs = inputs
+        ctx.mark_dirty(x)
+        return x, x.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, None]:
+        if dy is None:
+            return dx, None
+        inputs, room = ctx.inputs
+        ctx.inputs.clear()
+        return _of_input(dy, inputs, room, dx), None
 
 
 class _RmsNorm(torch.autograd.Function):
-    """Saves the input and 1/rms for the backward pass."""
+    """Saves the input and 1/rms for the backward pass, which with `inputs` is that of `_Residual`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, formula: NormFormula, room: int) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, eps: float, formula: NormFormula, room: tuple[int, int],
+        inputs: _Inputs | None,
+    ) -> Tensor:  # fmt: skip
         x = ops.along_rows(x)
-        y, rstd = ops.rms_norm(x, weight, eps, formula.offset, formula.cast_first, room)
-        ctx.offset = formula.offset
+        y, rstd = ops.rms_norm(x, weight, eps, formula.offset, formula.cast_first, room[0])
+        ctx.offset, ctx.inputs, ctx.room = formula.offset, inputs, room[1]
         ctx.save_for_backward(x, weight, rstd)
         return narrowed(y, x.shape[-1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        x, weight, rstd = ctx.saved_tensors
-        return ops.rms_norm_backward(ops.along_rows(dy), x, weight, rstd, ctx.offset), None, None, None, None
+        inputs = *ctx.saved_tensors, ctx.offset
+        if ctx.inputs is None:
+            return _of_input(dy, inputs, ctx.room, None), *[None] * 5
+        ctx.inputs[:] = inputs, ctx.room
+        return dy, *[None] * 5
+
+
+def _of_input(dy: Tensor, inputs: tuple[Any, ...], room: int, onto: Tensor | None) -> Tensor:
+    """The gradient of x, with room beside it; `inputs` are x, weight, 1/rms and offset."""
+    onto = None if onto is None else ops.along_rows(onto)
+    return narrowed(ops.rms_norm_backward(ops.along_rows(dy), *inputs, onto, room), dy.shape[-1])
 
 
 def _eps(module: nn.Module) -> float | None:

@@ -109,23 +109,33 @@ def _clean(out: Tensor, like: Tensor) -> Tensor:
     return out
 
 
-@_operator("(Tensor dy, Tensor x, Tensor weight, Tensor rstd, float offset=0.0) -> Tensor")
-def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float = 0.0) -> Tensor:
-    """The gradient of x from that of y, the inputs of `rms_norm` and its 1/rms; the weight is frozen.
+@_operator(
+    "(Tensor dy, Tensor x, Tensor weight, Tensor rstd, float offset=0.0, Tensor? onto=None, int room=0) -> Tensor"
+)
+def rms_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float = 0.0, onto: Tensor | None = None, room: int = 0
+) -> Tensor:
+    """The gradient of x (..., width and `room`) from that of y, the inputs of `rms_norm` and its 1/rms.
 
-    With g = dy * weight: dx = g * rstd - x * rstd^3 * mean(g * x), in float32.
+    With g = dy * weight: dx = g * rstd - x * rstd^3 * mean(g * x), in float32; plus `onto`, a gradient of x from
+    elsewhere. The weight is frozen.
     """
-    dx, weight = with_room(x, 0), weight.float() + offset if offset else weight.float()
+    wide, weight = _clean(with_room(x, room), x), weight.float() + offset if offset else weight.float()
+    dx = wide[..., : x.shape[-1]] if room else wide
     for gradient, values, inverse, out in _blocks(dy, x, rstd.unsqueeze(-1), dx):
         scaled, values = gradient.float() * weight, values.float()
         along = (scaled * values).mean(-1, keepdim=True).mul_(inverse.pow(3))
         torch.addcmul(scaled.mul_(inverse), values, along, value=-1, out=out)
-    return dx
+    if onto is not None:
+        dx.add_(onto)
+    return wide
 
 
 @_fake(rms_norm_backward)
-def _(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float = 0.0) -> Tensor:
-    return with_room(x, 0)
+def _(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float = 0.0, onto: Tensor | None = None, room: int = 0
+) -> Tensor:
+    return with_room(x, room)
 
 
 @_operator("(Tensor(a!) q, Tensor(b!) k, Tensor cos, Tensor sin, bool backward=False) -> ()")
@@ -163,65 +173,112 @@ _ACTIVATE_BACKWARD: dict[str, Callable[..., Tensor]] = {
 ACTIVATIONS = tuple(_ACTIVATE)
 
 
-@_operator("(Tensor gate, Tensor up, str activation, int room=0) -> Tensor")
-def gated(gate: Tensor, up: Tensor, activation: str, room: int = 0) -> Tensor:
-    """`activation`(gate) * up (..., width and `room`), for one of ACTIVATIONS; columns beside it have no meaning."""
+@_operator("(Tensor gate, Tensor up, str activation, int room=0, Tensor? factor=None, float scale=1.0) -> Tensor")
+def gated(
+    gate: Tensor, up: Tensor, activation: str, room: int = 0, factor: Tensor | None = None, scale: float = 1.0
+) -> Tensor:
+    """a = `activation`(gate) * up (..., width and `room`), for one of ACTIVATIONS.
+
+    With a `factor` (r, width), the r columns beside a are scale * a factorᵀ. Further columns have no meaning.
+    """
     out = _clean(with_room(gate, room), gate)
-    for x, factor, product in _blocks(gate, up, out[..., : gate.shape[-1]]):
-        _ACTIVATE[activation](x, product).mul_(factor)
+    for x, factor_of_x, result in _blocks(gate, up, out[..., : gate.shape[-1]]):
+        _ACTIVATE[activation](x, result).mul_(factor_of_x)
+    if factor is not None:
+        whole = out.view(-1, out.shape[-1])
+        a, low = whole[:, : gate.shape[-1]], whole[:, gate.shape[-1] : gate.shape[-1] + len(factor)]
+        multiply_(low, a, factor.t(), None, scale)
     return out
 
 
 @_fake(gated)
-def _(gate: Tensor, up: Tensor, activation: str, room: int = 0) -> Tensor:
+def _(
+    gate: Tensor, up: Tensor, activation: str, room: int = 0, factor: Tensor | None = None, scale: float = 1.0
+) -> Tensor:
     return with_room(gate, room)
 
 
-@_operator("(Tensor(a!) da, Tensor(b!) gate, Tensor(c!) up, str activation) -> ()")
-def gated_backward_(da: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
-    """Replace `da`, the gradient of a = `gated`(gate, up), by a, and gate and up by their gradients."""
-    for gradient, x, factor in _blocks(da, gate, up):
-        activated, product = _ACTIVATE[activation](x, torch.empty_like(x)), gradient * factor
-        _ACTIVATE_BACKWARD[activation](product, x, x)
-        torch.mul(activated, factor, out=product)
+@_operator(
+    "(Tensor(a!) gate, Tensor(b!) up, Tensor da, str activation, Tensor s, Tensor of_gate, Tensor of_up, "
+    "ScalarType dtype) -> (Tensor, Tensor, Tensor)"
+)
+def gated_backward_(
+    gate: Tensor, up: Tensor, da: Tensor, activation: str, s: Tensor, of_gate: Tensor, of_up: Tensor,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Replace gate and up (..., width), n rows in all, by their gradients, from `da`, that of a = `gated`(gate, up).
+
+    Returns three products in `dtype`, over all rows, with `s`, `of_gate` and `of_up` (n, r), each of its own rank: sᵀ a
+    (r, width), dgateᵀ of_gate and dupᵀ of_up (width, r).
+    """
+    a = gate.new_empty(gate.shape)
+    for result, x, factor, gradient in _blocks(a, gate, up, da):
+        activated, of_activated = _ACTIVATE[activation](x, torch.empty_like(x)), gradient * factor
+        _ACTIVATE_BACKWARD[activation](of_activated, x, x)
+        torch.mul(activated, factor, out=result)
         torch.mul(activated, gradient, out=factor)
-        gradient.copy_(product)
+    a, dgate, dup = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (a, gate, up))
+    return product(s.t(), a, dtype), product(dgate.t(), of_gate, dtype), product(dup.t(), of_up, dtype)
 
 
 @_fake(gated_backward_)
-def _(da: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
-    return None
+def _(
+    gate: Tensor, up: Tensor, da: Tensor, activation: str, s: Tensor, of_gate: Tensor, of_up: Tensor,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    width = gate.shape[-1]
+    return (
+        s.new_empty(s.shape[1], width, dtype=dtype),
+        *(low.new_empty(width, low.shape[1], dtype=dtype) for low in (of_gate, of_up)),
+    )
 
 
 @_operator(
     "(Tensor(a!) out, Tensor packed, Tensor absmax, int blocksize, str quant_type, "
-    "Tensor? absmax_code=None, Tensor? absmax_scale=None, Tensor? absmax_offset=None, int absmax_blocksize=256) -> ()"
+    "Tensor? absmax_code=None, Tensor? absmax_scale=None, Tensor? absmax_offset=None, int absmax_blocksize=256, "
+    "int? inputs=None, Tensor? beside=None, int at=0) -> ()"
 )
 def decode_4bit_(
     out: Tensor, packed: Tensor, absmax: Tensor, blocksize: int, quant_type: str,
     absmax_code: Tensor | None = None, absmax_scale: Tensor | None = None, absmax_offset: Tensor | None = None,
-    absmax_blocksize: int = 256,
+    absmax_blocksize: int = 256, inputs: int | None = None, beside: Tensor | None = None, at: int = 0,
 ) -> None:  # fmt: skip
     """Write the values of an NF4 or FP4 weight into `out` (outputs, inputs), equal to bitsandbytes' to the bit.
 
     `packed` holds two codes a byte, the first in the upper four bits, and `absmax` the scale of each `blocksize`
     values: in float32, or in 8 bits with its own code (256), scales in float32 and offset (nested quantization).
+
+    With `inputs`, `out` has further columns: zeros, but for a factor `beside` (outputs, r) from the one with the number
+    `at`.
     """
+    weight = out[:, :inputs]
     if absmax_code is not None:
         absmax = torch.ops.bitsandbytes.dequantize_blockwise(
             absmax, absmax_scale, absmax_code, absmax_blocksize, torch.float32
         )
         absmax += absmax_offset
-    out.copy_(torch.ops.bitsandbytes.dequantize_4bit(packed, absmax, blocksize, quant_type, out.shape, out.dtype))
+    weight.copy_(torch.ops.bitsandbytes.dequantize_4bit(packed, absmax, blocksize, quant_type, weight.shape, out.dtype))
+    if inputs is not None:
+        _write_beside(out[:, inputs:], beside, at)
 
 
 @_fake(decode_4bit_)
 def _(
     out: Tensor, packed: Tensor, absmax: Tensor, blocksize: int, quant_type: str,
     absmax_code: Tensor | None = None, absmax_scale: Tensor | None = None, absmax_offset: Tensor | None = None,
-    absmax_blocksize: int = 256,
+    absmax_blocksize: int = 256, inputs: int | None = None, beside: Tensor | None = None, at: int = 0,
 ) -> None:  # fmt: skip
     return None
+
+
+def _write_beside(columns: Tensor, factor: Tensor | None, at: int) -> None:
+    """Write a factor (outputs, r) into `columns` (outputs, columns) from number `at` on, and zeros into the others."""
+    own = slice(at, at if factor is None else at + factor.shape[1])
+    for rest in (columns[:, : own.start], columns[:, own.stop :]):
+        if rest.shape[1]:
+            rest.zero_()
+    if factor is not None:
+        columns[:, own].copy_(factor)
 
 
 @_operator("(Tensor(a!) out, Tensor codes, Tensor scales) -> ()")
@@ -268,6 +325,21 @@ def _(total: Tensor, left: Tensor, right: Tensor) -> None:
     return None
 
 
+@_operator("(Tensor(a!) out, Tensor left, Tensor right, int end) -> ()")
+def multiply_joined_(out: Tensor, left: Tensor, right: Tensor, end: int) -> None:
+    """Write left right into `out`: the products of two pairs side by side, which end and begin at column `end`.
+
+    A CPU adds the first to the second, as it does where they lie apart, so that the sum is the same to the bit.
+    """
+    multiply_(out, left[:, end:], right[end:])
+    add_product_(out, left[:, :end], right[:end])
+
+
+@_fake(multiply_joined_)
+def _(out: Tensor, left: Tensor, right: Tensor, end: int) -> None:
+    return None
+
+
 @_operator("(Tensor left, Tensor right, ScalarType dtype) -> Tensor")
 def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """left right in `dtype`. On CUDA its sums of 16-bit factors are float32's; a CPU may round them on the way."""
@@ -292,19 +364,28 @@ def _is_native(dtype: torch.dtype) -> bool:
     return unit is None or bool(torch.cpu.get_capabilities().get(unit))
 
 
-def decode_(out: Tensor, weight: Tensor) -> None:
-    """Write the values of a weight, quantized or not, into `out` (outputs, inputs)."""
+def decode_(
+    out: Tensor, weight: Tensor, inputs: int | None = None, beside: Tensor | None = None, at: int = 0
+) -> None:  # fmt: skip
+    """Write the values of a weight, quantized or not, into `out` (outputs, inputs), and others as `decode_4bit_`."""
+    whole = out
+    out = whole[:, :inputs]
     if (how := packing_of(weight)) is not None:
         how.decode(weight.data, out)
     elif (scales := getattr(weight, "SCB", None)) is not None:
         decode_int8_(out, weight.data, scales)
     elif (state := getattr(weight, "quant_state", None)) is not None:
-        nested = []
+        nested = [None, None, None, 256]
         if state.nested:
             nested = [state.state2.code, state.state2.absmax, state.offset, state.state2.blocksize]
-        decode_4bit_(out, weight.data, state.absmax, state.blocksize, state.quant_type, *nested)
+        decode_4bit_(
+            whole, weight.data, state.absmax, state.blocksize, state.quant_type, *nested, inputs, beside, at
+        )  # fmt: skip
+        return
     else:
         out.copy_(weight)
+    if inputs is not None:
+        _write_beside(whole[:, inputs:], beside, at)
 
 
 # Values of a block: few enough that intermediate results stay in a core's cache.

@@ -56,8 +56,9 @@ def _rms_norm(
 
 @triton.jit
 def _rms_norm_backward(
-    dy, x, weight, rstd, dx, rows, width, middle, inner, dy_outer, dy_middle, dy_inner, x_outer, x_middle, x_inner,
-    OFFSET: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    dy, x, onto, weight, rstd, dx, rows, width, dx_row, middle, inner, dy_outer, dy_middle, dy_inner, x_outer, x_middle,
+    x_inner, onto_outer, onto_middle, onto_inner, OFFSET: tl.constexpr, ADDS: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)[None, :]
@@ -70,7 +71,10 @@ def _rms_norm_backward(
     inverse = tl.load(rstd + row, row < rows, 0.0)
     along = tl.sum(grad * values, 1) / width * inverse * inverse * inverse
     grad = grad * inverse[:, None] - values * along[:, None]
-    tl.store(dx + (row.to(tl.int64) * width)[:, None] + column, grad.to(dx.dtype.element_ty), inside)
+    if ADDS:
+        start = _start(row, middle, inner, onto_outer, onto_middle, onto_inner)
+        grad += tl.load(onto + start[:, None] + column, inside, 0.0).to(tl.float32)
+    tl.store(dx + (row.to(tl.int64) * dx_row)[:, None] + column, grad.to(dx.dtype.element_ty), inside)
 
 
 def rms_norm(
@@ -86,11 +90,15 @@ def rms_norm(
     return y, rstd
 
 
-def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float = 0.0) -> Tensor:
-    width = x.shape[-1]
-    dx = with_room(x, 0)
+def rms_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float = 0.0, onto: Tensor | None = None, room: int = 0
+) -> Tensor:
+    width, dx, added = x.shape[-1], with_room(x, room), x if onto is None else onto
     grid, sizes = _tiles_of_rows(rstd.numel(), width)
-    _rms_norm_backward[grid](dy, x, weight, rstd, dx, rstd.numel(), width, *_rows(dy, x), OFFSET=offset, **sizes)
+    _rms_norm_backward[grid](
+        dy, x, added, weight, rstd, dx, rstd.numel(), width, dx.shape[-1], *_rows(dy, x, added), OFFSET=offset,
+        ADDS=onto is not None, **sizes,
+    )  # fmt: skip
     return dx
 
 
@@ -178,34 +186,129 @@ def _gated(
 
 
 @triton.jit
-def _gated_backward(
-    da, gate, up, width, middle, inner, da_outer, da_middle, da_inner, gate_outer, gate_middle, gate_inner,
-    up_outer, up_middle, up_inner, ACTIVATION: tl.constexpr, WIDTH: tl.constexpr,
+def _gated_low(
+    gate, up, out, factor, rows, width, rank, out_row, middle, inner, gate_outer, gate_middle, gate_inner,
+    up_outer, up_middle, up_inner, SCALE, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    RANK: tl.constexpr,
 ):  # fmt: skip
-    row, column = tl.program_id(0), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    inside = column < width
-    da += _start(row, middle, inner, da_outer, da_middle, da_inner) + column
-    gate += _start(row, middle, inner, gate_outer, gate_middle, gate_inner) + column
-    up += _start(row, middle, inner, up_outer, up_middle, up_inner) + column
-    grad = tl.load(da, inside, 0.0).to(tl.float32)
-    factor = tl.load(up, inside, 0.0).to(tl.float32)
-    activated, slope = _activate(tl.load(gate, inside, 0.0).to(tl.float32), ACTIVATION)
-    tl.store(da, (activated * factor).to(da.dtype.element_ty), inside)
-    tl.store(gate, (grad * factor * slope).to(gate.dtype.element_ty), inside)
-    tl.store(up, (grad * activated).to(up.dtype.element_ty), inside)
+    """`_gated` for some whole rows, and their product with a factor (rank, width) beside them."""
+    row, below = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, RANK)
+    gate += _start(row, middle, inner, gate_outer, gate_middle, gate_inner)[:, None]
+    up += _start(row, middle, inner, up_outer, up_middle, up_inner)[:, None]
+    out += (row.to(tl.int64) * out_row)[:, None]
+    low = tl.zeros((ROWS, RANK), tl.float32)
+    for first in range(0, width, WIDTH):
+        column = first + tl.arange(0, WIDTH)
+        inside = (row < rows)[:, None] & (column < width)[None, :]
+        activated, _ = _activate(tl.load(gate + column[None, :], inside, 0.0).to(tl.float32), ACTIVATION)
+        activated *= tl.load(up + column[None, :], inside, 0.0).to(tl.float32)
+        rounded = activated.to(out.dtype.element_ty)
+        tl.store(out + column[None, :], rounded, inside)
+        at = factor + below[None, :] * width + column[:, None]
+        right = tl.load(at, (below < rank)[None, :] & (column < width)[:, None], 0.0)
+        low = tl.dot(rounded, right, low, input_precision="ieee")
+    beside = (row < rows)[:, None] & (below < rank)[None, :]
+    tl.store(out + width + below[None, :], (low * SCALE).to(out.dtype.element_ty), beside)
 
 
-def gated(gate: Tensor, up: Tensor, activation: str, room: int = 0) -> Tensor:
+@triton.jit
+def _add_product(total, left, left_row, row, rows, rank, right, RANK: tl.constexpr):
+    """`total` (RANK, columns) and the product of the same rows of `left` (rows, rank), transposed, and `right`."""
+    below = tl.arange(0, RANK)
+    at = left + (row.to(tl.int64) * left_row)[None, :] + below[:, None]
+    transposed = tl.load(at, (row < rows)[None, :] & (below < rank)[:, None], 0.0)
+    return tl.dot(transposed, right, total, input_precision="ieee")
+
+
+@triton.jit
+def _gated_backward(
+    gate, up, da, s, low_gate, low_up, of_s, of_gate, of_up, rows, width, s_rank, gate_rank, up_rank, s_row,
+    low_gate_row, low_up_row, middle, inner, gate_outer, gate_middle, gate_inner, up_outer, up_middle, up_inner,
+    da_outer, da_middle, da_inner, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    S_RANK: tl.constexpr, GATE_RANK: tl.constexpr, UP_RANK: tl.constexpr,
+):  # fmt: skip
+    """All rows of some columns, so that the sums over rows need no other program's, and come in one order."""
+    column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    sum_s = tl.zeros((S_RANK, WIDTH), tl.float32)
+    sum_gate, sum_up = tl.zeros((GATE_RANK, WIDTH), tl.float32), tl.zeros((UP_RANK, WIDTH), tl.float32)
+    for first in range(0, rows, ROWS):
+        row = first + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & (column < width)[None, :]
+        at_gate = gate + _start(row, middle, inner, gate_outer, gate_middle, gate_inner)[:, None] + column[None, :]
+        at_up = up + _start(row, middle, inner, up_outer, up_middle, up_inner)[:, None] + column[None, :]
+        at_da = da + _start(row, middle, inner, da_outer, da_middle, da_inner)[:, None] + column[None, :]
+        grad = tl.load(at_da, inside, 0.0).to(tl.float32)
+        factor = tl.load(at_up, inside, 0.0).to(tl.float32)
+        activated, slope = _activate(tl.load(at_gate, inside, 0.0).to(tl.float32), ACTIVATION)
+        product = (activated * factor).to(da.dtype.element_ty)
+        sum_s = _add_product(sum_s, s, s_row, row, rows, s_rank, product, S_RANK)
+        product = (grad * factor * slope).to(gate.dtype.element_ty)
+        tl.store(at_gate, product, inside)
+        sum_gate = _add_product(sum_gate, low_gate, low_gate_row, row, rows, gate_rank, product, GATE_RANK)
+        product = (grad * activated).to(up.dtype.element_ty)
+        tl.store(at_up, product, inside)
+        sum_up = _add_product(sum_up, low_up, low_up_row, row, rows, up_rank, product, UP_RANK)
+    inside = (column < width)[None, :]
+    below = tl.arange(0, S_RANK)[:, None]
+    tl.store(of_s + below * width + column[None, :], sum_s.to(of_s.dtype.element_ty), inside & (below < s_rank))
+    below = tl.arange(0, GATE_RANK)[:, None]
+    at = column.to(tl.int64)[None, :] * gate_rank + below
+    tl.store(of_gate + at, sum_gate.to(of_gate.dtype.element_ty), inside & (below < gate_rank))
+    below = tl.arange(0, UP_RANK)[:, None]
+    at = column.to(tl.int64)[None, :] * up_rank + below
+    tl.store(of_up + at, sum_up.to(of_up.dtype.element_ty), inside & (below < up_rank))
+
+
+def gated(
+    gate: Tensor, up: Tensor, activation: str, room: int = 0, factor: Tensor | None = None, scale: float = 1.0
+) -> Tensor:
     width, out = gate.shape[-1], with_room(gate, room)
-    grid, sizes = _tiles_of_columns(gate.numel() // width, width)
-    _gated[grid](gate, up, out, width, out.shape[-1], *_rows(gate, up), ACTIVATION=activation, **sizes)
+    rows = gate.numel() // width
+    if factor is None:
+        grid, sizes = _tiles_of_columns(rows, width)
+        _gated[grid](gate, up, out, width, out.shape[-1], *_rows(gate, up), ACTIVATION=activation, **sizes)
+        return out
+    rank = _padded_rank(factor)
+    _gated_low[triton.cdiv(rows, _ROWS),](
+        gate, up, out, factor.contiguous(), rows, width, len(factor), out.shape[-1], *_rows(gate, up), scale,
+        ACTIVATION=activation, RANK=rank, **_tile_with_product(rank, factor.element_size()),
+    )  # fmt: skip
     return out
 
 
-def gated_backward_(da: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
-    width = da.shape[-1]
-    grid, sizes = _tiles_of_columns(da.numel() // width, width)
-    _gated_backward[grid](da, gate, up, width, *_rows(da, gate, up), ACTIVATION=activation, **sizes)
+def gated_backward_(
+    gate: Tensor, up: Tensor, da: Tensor, activation: str, s: Tensor, of_gate: Tensor, of_up: Tensor,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    width, lows = gate.shape[-1], (s, of_gate, of_up)
+    _assert_along_rows(*lows)
+    of_s = s.new_empty(s.shape[1], width, dtype=dtype)
+    others = [low.new_empty(width, low.shape[1], dtype=dtype) for low in lows[1:]]
+    ranks = [_padded_rank(low.t()) for low in lows]
+    sizes = _tile_with_product(max(ranks), s.element_size())
+    _gated_backward[triton.cdiv(width, sizes["WIDTH"]),](
+        gate, up, da, *lows, of_s, *others, len(s), width, *(low.shape[1] for low in lows),
+        *(low.stride(0) for low in lows), *_rows(gate, up, da), ACTIVATION=activation, S_RANK=ranks[0],
+        GATE_RANK=ranks[1], UP_RANK=ranks[2], **sizes,
+    )  # fmt: skip
+    return of_s, *others
+
+
+_ROWS = 32
+
+
+def _padded_rank(factor: Tensor) -> int:
+    """A power of two, no less than the rank of a factor (rank, width) and the 16 that a tensor core wants."""
+    return max(triton.next_power_of_2(len(factor)), 16)
+
+
+def _tile_with_product(rank: int, element_bytes: int) -> dict[str, int]:
+    """Sizes of a tile that is multiplied by a factor of this rank: sums stay in registers, what is loaded ahead in 48
+    KiB of shared memory.
+    """
+    stages = 2 if rank * element_bytes <= 128 else 1
+    width = max(2048 // max(rank, 32), 16)
+    return {"ROWS": _ROWS, "WIDTH": width, "num_warps": 8, "num_stages": stages, "enable_fp_fusion": False}
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------
@@ -213,14 +316,45 @@ def gated_backward_(da: Tensor, gate: Tensor, up: Tensor, activation: str) -> No
 
 @triton.jit
 def _decode_4bit(
-    out, packed, code, absmax, absmax_code, absmax_scale, absmax_offset, count, pairs, width, out_row,
+    out, packed, code, absmax, absmax_code, absmax_scale, absmax_offset, count, pairs, width, out_row, beside, rank, at,
+    columns, decoding, NESTED: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr, BLOCKS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The first programs are `decoding`, and the others write what stands beside the weight."""
+    program = tl.program_id(0)
+    if program < decoding:
+        _decode_blocks(
+            program, out, packed, code, absmax, absmax_code, absmax_scale, absmax_offset, count, pairs, width, out_row,
+            NESTED, ALIGNED, SIZE, BLOCKS,
+        )  # fmt: skip
+    else:
+        _write_beside(
+            program - decoding, out + width, beside, count // width, rank, at, columns, out_row, ROWS, COLUMNS
+        )
+
+
+@triton.jit
+def _write_beside(
+    part, out, factor, rows, rank, at, columns, out_row, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    row, column = part * ROWS + tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
+    own = (row < rows) & (column >= at) & (column < at + rank)
+    values = tl.load(factor + row.to(tl.int64) * rank + column - at, own, 0.0)
+    tl.store(
+        out + row.to(tl.int64) * out_row + column, values.to(out.dtype.element_ty), (row < rows) & (column < columns)
+    )
+
+
+@triton.jit
+def _decode_blocks(
+    program, out, packed, code, absmax, absmax_code, absmax_scale, absmax_offset, count, pairs, width, out_row,
     NESTED: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """`BLOCKS` blocks of `SIZE` values with a scale each; `NESTED` scales of 8 bits share one, 0 for none.
 
     `ALIGNED`: no block reaches from one row of the weight into the next.
     """
-    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    block = program * BLOCKS + tl.arange(0, BLOCKS)
     start = block.to(tl.int64) * SIZE
     if NESTED:
         index = tl.load(absmax + block, start < count, 0).to(tl.int32)
@@ -254,14 +388,18 @@ def _decode_int8(out, codes, scales, width, out_row, WIDTH: tl.constexpr):
 def decode_4bit_(
     out: Tensor, packed: Tensor, absmax: Tensor, blocksize: int, quant_type: str,
     absmax_code: Tensor | None = None, absmax_scale: Tensor | None = None, absmax_offset: Tensor | None = None,
-    absmax_blocksize: int = 256,
+    absmax_blocksize: int = 256, inputs: int | None = None, beside: Tensor | None = None, at: int = 0,
 ) -> None:  # fmt: skip
-    packed, count, width = packed.view(torch.uint8), out.numel(), out.shape[-1]
-    blocks = max(_TILE // blocksize, 1)
-    _decode_4bit[triton.cdiv(count, blocks * blocksize),](
+    packed, rows, width = packed.view(torch.uint8), len(out), out.shape[-1] if inputs is None else inputs
+    count, columns = rows * width, out.shape[-1] - width
+    blocks, padded = max(_TILE // blocksize, 1), triton.next_power_of_2(max(columns, 1))
+    decoding, each = triton.cdiv(count, blocks * blocksize), max(_TILE // padded, 1)
+    factor = out if beside is None else beside.contiguous()
+    _decode_4bit[decoding + (triton.cdiv(rows, each) if columns else 0),](
         out, packed, _code(quant_type, out.device), absmax, absmax_code, absmax_scale, absmax_offset, count,
-        packed.numel(), width, out.stride(0), NESTED=0 if absmax_code is None else absmax_blocksize,
-        ALIGNED=width % blocksize == 0, SIZE=blocksize, BLOCKS=blocks, **_options(blocks * blocksize),
+        packed.numel(), width, out.stride(0), factor, 0 if beside is None else beside.shape[1], at, columns, decoding,
+        NESTED=0 if absmax_code is None else absmax_blocksize, ALIGNED=width % blocksize == 0, SIZE=blocksize,
+        BLOCKS=blocks, ROWS=each, COLUMNS=padded, **_options(blocks * blocksize),
     )  # fmt: skip
 
 
@@ -272,6 +410,10 @@ def decode_int8_(out: Tensor, codes: Tensor, scales: Tensor) -> None:
 
 def multiply_(out: Tensor, left: Tensor, right: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> None:
     torch.addmm(out if bias is None else bias, left, right, beta=0 if bias is None else 1, alpha=scale, out=out)
+
+
+def multiply_joined_(out: Tensor, left: Tensor, right: Tensor, end: int) -> None:
+    torch.mm(left, right, out=out)
 
 
 def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -168,10 +168,6 @@ def _check_machine(config: Config, device: torch.device, note: Callable[[str], N
         )
     with ranks.agreeing():
         check(config, device)
-        if config.model.vision != "none" and ranks.world_size() > 1:
-            raise ConfigError(
-                "`model.vision`: rows with images are not shared among several processes yet; start one, or set `none`"
-            )
     environment = describe(device)
     provenance.refuse_other_ranks({"config": config.model_dump(mode="json"), "packages": environment["packages"]})
     return environment

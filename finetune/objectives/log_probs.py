@@ -1,9 +1,9 @@
-"""Log-probabilities of labels, computed in tiles without materialising the logits, by TRL's fused head.
+"""Log-probabilities of labels, computed in tiles without materialising the logits.
 
 `model(**batch, fused_lm_head=True)` is one function made of parts that several modules own. From the outside in:
 
     context.split      in its block: whole rows become this rank's row slices, attention exchanges them
-    attach             for good: TRL's `add_fused_lm_head` takes the hidden states and calls its tiled function
+    attach             for good: `fused_head` takes the hidden states and calls TRL's tiled function
     tiles              in its block: the tokens of a tile, and whether `kernels.head.LogProbs` is that tiled function
     kernels.head       `LogProbs`: the gradient together with the values, by TRL's kernels
     libraries.without_triton, forecast.device_paths
@@ -21,16 +21,14 @@ from typing import Any
 
 import torch
 import transformers
-from trl.trainer.utils import add_fused_lm_head
 
 from finetune.errors import ConfigError
 from finetune.kernels import head, self_test
 from finetune.model import probes
 from finetune.model.structure import experts, sequence_head
+from finetune.objectives import fused_head
 from finetune.runtime import patches
 
-# Config attributes for the number of experts; TRL 1.16 reads only the first.
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # Columns of logits that TRL's function takes at a time in the proof: on a CPU it makes as much of the head float32.
 _PROOF_COLUMNS = 1024
 # Root mean square of the difference from the model's own log-probabilities, in nats: that of a model without such a
@@ -48,14 +46,14 @@ def attach(model: Any) -> str | None:
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     unbalanced = _prepare_balancing_loss(base)
     if not sequence_head.is_classifier(model):
-        add_fused_lm_head(base, outputs=("log_probs",))
+        fused_head.add(base)
     return unbalanced
 
 
 def check(model: Any) -> None:
     """Compare the log-probabilities of a few tokens with those of the model's own logits. `model` must be attached.
 
-    TRL multiplies the states after the last layer by the head, and knows some scales and caps of logits. Raises
+    The fused head multiplies the states after the last layer, and knows some scales and caps of logits. Raises
     ConfigError for a model that computes anything else in between or after, such as ModernBERT's decoder.
     """
     if sequence_head.is_classifier(model):
@@ -148,8 +146,7 @@ def tiles(tokens: int, *, fused: bool = False) -> Iterator[None]:
 def _prepare_balancing_loss(model: Any) -> str | None:
     """Make the head return the load-balancing loss if the model has experts, and only then; see `attach`.
 
-    TRL assumes a mixture of experts if the config has `output_router_logits`, as some dense models' do (Granite 4,
-    Doge).
+    The config of some dense models has `output_router_logits` as well (Granite 4, Doge).
     """
     config = model.config.get_text_config()
     if not hasattr(config, "output_router_logits"):
@@ -158,10 +155,6 @@ def _prepare_balancing_loss(model: Any) -> str | None:
     wanted = bool(mixture and getattr(config, "router_aux_loss_coef", 0.0))
     readable = any("router_logits" in getattr(part, "can_record_outputs", ()) for part in model.modules())
     config.output_router_logits = wanted and readable
-    own = next((name for name in _EXPERT_COUNTS if hasattr(config, name)), "num_experts")
-    own = type(config).attribute_map.get(own, own)  # DeepSeek V4's is another name itself, which is not looked up twice
-    if config.output_router_logits and own != "num_experts":
-        patches.ATTRIBUTE_MAP.put({**type(config).attribute_map, "num_experts": own}, type(config))
     if readable or not wanted:
         return None
     return (  # Granite's mixtures and DBRX up to transformers 5.17

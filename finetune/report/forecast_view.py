@@ -81,6 +81,8 @@ class PlanView(PageView):
         if self.plan.fitted:
             ChosenView(self.plan.fitted).show(console)
         show(self.forecast, console)
+        if images := words.images(self.plan.images):
+            printing.facts(console, images)
         if self.plan.levers:
             printing.say(console, _levers_title(self.plan.levers), style="bold")
             printing.table(console, *_levers_table(self.plan.levers), texts=("fits", "cost"))
@@ -89,7 +91,7 @@ class PlanView(PageView):
         forecast, levers = self.forecast, self.plan.levers
         return {
             "verdict": words.verdict(forecast),
-            "facts": [*_settings(forecast).items(), *_costs(forecast).items()],
+            "facts": [*_settings(forecast).items(), *_costs(forecast).items(), *words.images(self.plan.images).items()],
             "categories": _bars(forecast),
             "phases": _phases_table(forecast),
             "levers_title": _levers_title(levers) if levers else "",

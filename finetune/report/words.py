@@ -15,6 +15,7 @@ from finetune.storage.records import SampleImage
 if TYPE_CHECKING:  # these import torch, which would delay the first line of a plan
     from finetune.data.batching import Batch
     from finetune.forecast.answer_memory import Serving
+    from finetune.forecast.image_memory import ImageMemory
     from finetune.forecast.job_forecast import Forecast
     from finetune.measure.monitor import Peak
     from finetune.model.structure.experts import Mixture
@@ -243,6 +244,18 @@ def routing(forecast: Forecast) -> dict[str, str]:
         return {}
     least, most = size(forecast.evenly_routed_bytes), size(forecast.needed_bytes)
     return {"routing": f"{least} if experts get equally many tokens, {most} if one gets all"}
+
+
+def images(memory: ImageMemory | None) -> dict[str, str]:
+    """What an image takes, and the largest that fits; empty for rows of text."""
+    if memory is None:
+        return {}
+    each = f"{memory.width} x {memory.height} pixels are {count(memory.tokens)} tokens and {size(memory.bytes)} a row"
+    if memory.most_pixels is None:
+        return {"images": f"{each}, as any image"}
+    if not memory.most_pixels:
+        return {"images": f"{each}; no `data.image_pixels` makes them fit"}
+    return {"images": f"{each}; one a row fits up to `data.image_pixels: {memory.most_pixels}`"}
 
 
 def device(environment: Mapping[str, Any] | None, device: str) -> str:

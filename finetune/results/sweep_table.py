@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-State = Literal["finished", "stopped", "waiting", "diverged"]
+State = Literal["finished", "stopped", "waiting", "diverged", "failed"]
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class SettingResult:
 
     `loss`: nats per trained token of the evaluation rows, after `share` of the run, in which all of its `runs` were
     compared last; None if not compared yet. `difference`: that from the best setting after the same share, with its
-    95% confidence interval paired by rows; None of the best itself. `why`: of one that was stopped or diverged.
+    95% confidence interval paired by rows; None of the best itself. `why`: of one that was stopped, diverged or failed.
     `seconds`: of training, over all starts.
     """
 

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import importlib.metadata
 import logging
 import math
 import os
@@ -101,7 +102,8 @@ def importing() -> Iterator[None]:
         with patches.COMPILE.by(_compiling_later(torch.compile)):
             import bitsandbytes  # noqa: F401
 
-        with models_listed_once():
+        listed_once = functools.cache(importlib.metadata.packages_distributions)
+        with patches.PACKAGES_LISTING.by(listed_once), models_listed_once(), patches.SCIPY.by(lambda: False):
             yield
         gc.freeze()
     finally:
@@ -170,13 +172,11 @@ def return_freed_memory() -> None:
 
 
 def quiet() -> None:
-    """Turn off progress bars and logs of transformers and datasets, except for errors."""
-    import datasets
+    """Turn off progress bars and logs of transformers, except for errors."""
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    datasets.disable_progress_bars()
 
 
 @contextlib.contextmanager
@@ -286,6 +286,5 @@ def without_triton() -> None:
     from torch import backends
 
     patches.TILES_USE_TRITON.put(lambda device: False)
-    patches.HEAD_LABELLED_ONLY.put(lambda device: device.type == "cuda")
     if native := getattr(backends, "python_native", None):  # torch 2.11 has no such kernels
         native.triton.disable()

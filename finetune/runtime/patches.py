@@ -130,6 +130,20 @@ SET_RNG_STATE = Patch(
     "A trace would give it the fake tensors of `get_rng_state`.",
     _FAKE_STATE,
 )
+TENSOR = Patch(
+    "torch:tensor",
+    "torch 2.13",
+    "built in",
+    "A list with fake tensors of one element is made a tensor of the numbers that a trace knows of them.",
+    "torch reads a fake tensor's number as `item` does.",
+)
+FAKE_LIST = Patch(
+    "torch._subclasses.fake_tensor:FakeTensor.tolist",
+    "torch 2.13",
+    "(self)",
+    "The values that a trace knows of a fake tensor are listed at once, not number by number.",
+    "it lists known values.",
+)
 IS_AUTOCAST_ENABLED = Patch(
     "torch:is_autocast_enabled",
     "torch 2.13",
@@ -281,10 +295,10 @@ LOADING_WARMUP = Patch(
 )
 BALANCING_LOSS = Patch(
     "transformers.models.mixtral.modeling_mixtral:load_balancing_loss_func",
-    "transformers 5.23, trl 1.16",
+    "transformers 5.23",
     "(gate_logits, num_experts=..., top_k=..., attention_mask=...)",
-    "With context parallelism the loss takes the tokens of all ranks; TRL's head imports it.",
-    "TRL's head takes the function as an argument.",
+    "With context parallelism the loss takes the tokens of all ranks.",
+    "transformers computes it over several ranks.",
 )
 CAUSAL_MODEL_FORWARD = Patch(
     "transformers:LlamaForCausalLM.forward",
@@ -319,14 +333,6 @@ ROTARY = Patch(
     "transformers calls it through a table of its own for each model.",
     objects="a copy of attention's forward pass",
 )
-ATTRIBUTE_MAP = Patch(
-    "transformers:PreTrainedConfig.attribute_map",
-    "transformers 5.23, trl 1.16",
-    "dict",
-    "TRL reads the number of experts as `num_experts`; configs name it in four ways.",
-    "TRL reads the other names.",
-    objects="the config class of a mixture of experts",
-)
 ROUTER_LOGITS = Patch(
     "transformers:MixtralConfig.output_router_logits",
     "transformers 5.23",
@@ -358,6 +364,13 @@ CHECKPOINT_FUNCTION = Patch(
     "Each layer is recomputed by its own level.",
     "`gradient_checkpointing_kwargs` can differ by layer.",
     objects="decoder layers",
+)
+SCIPY = Patch(
+    "transformers.utils:is_scipy_available",
+    "transformers 5.23",
+    "()",
+    "Every model imports the losses of object detection, and these import scipy.",
+    "they import it when they are called.",
 )
 MODELS_LISTING = Patch(
     "transformers.utils.import_utils:create_import_structure_from_path",
@@ -415,21 +428,6 @@ DORA_DEQUANTIZE = Patch(
 
 # -- TRL ---------------------------------------------------------------------------------------------------------------
 
-HEAD_FUNCTION = Patch(
-    "trl.trainer.utils:_ChunkedLogProbFunction",
-    "trl 1.16",
-    "(ctx, hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping=..., logit_scale=..., "
-    "outputs=...)",
-    "The kernel `loss` computes the gradient with the log-probabilities.",
-    "`add_fused_lm_head` takes the function as an argument.",
-)
-HEAD_LABELLED_ONLY = Patch(
-    "trl.trainer.utils:_use_triton",
-    "trl 1.16",
-    "(device)",
-    "TRL selects labelled positions only with Triton; here they are selected without it too.",
-    "the selection does not depend on Triton.",
-)
 TILES_USE_TRITON = Patch(
     "trl.kernels.chunked_logprob:_use_triton",
     "trl 1.16",
@@ -442,7 +440,7 @@ TILE_TOKENS = Patch(
     "trl 1.16",
     "int",
     "The size of a tile is planned with the memory of a step.",
-    "`add_fused_lm_head` takes the number of tokens.",
+    "`ChunkedLogProbFunction` takes the number of tokens.",
 )
 TILES_TRITON = Patch(
     "trl.kernels.chunked_logprob:triton",
@@ -546,6 +544,13 @@ SHARED_MEMORY = Patch(
 
 # -- other libraries ---------------------------------------------------------------------------------------------------
 
+PACKAGES_LISTING = Patch(
+    "importlib.metadata:packages_distributions",
+    "transformers 5.23, trl 1.16",
+    "()",
+    "On import both read the metadata of all installed packages.",
+    "one of them asks for the packages that it looks for.",
+)
 HUB_OFFLINE = Patch(
     "huggingface_hub.constants:HF_HUB_OFFLINE",
     "huggingface_hub 2.4",
@@ -568,8 +573,23 @@ TASK_COMMIT = Patch(
     _SWITCH,
 )
 
-# -- finetune itself, where a trace takes another path than a step -----------------------------------------------------
+# -- finetune itself, where a trace or a kernel takes another path than a step -----------------------------------------
 
+HEAD_FUNCTION = Patch(
+    "finetune.objectives.fused_head:tiled",
+    "finetune",
+    "(ctx, hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping=..., logit_scale=..., "
+    "outputs=...)",
+    "The kernel `loss` computes the gradient with the log-probabilities; a teacher's tokens are scored besides.",
+    "the function of a pass is an argument of the model.",
+)
+HEAD_LABELLED_ONLY = Patch(
+    "finetune.objectives.fused_head:scores_labelled",
+    "finetune",
+    "(device)",
+    "The kernel `loss` scores labelled tokens alone on a CPU as well, and so does a trace of CUDA.",
+    "the plain loss does so on a CPU.",
+)
 OFFLOAD_COPIES = Patch(
     "finetune.model.recompute.offload:copies_of",
     "finetune",

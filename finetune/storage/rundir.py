@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import re
 import shlex
@@ -21,7 +20,7 @@ from typing import Any
 from finetune.config import Config, DataSection, dump, load
 from finetune.config.field_types import shown
 from finetune.errors import ArtifactError, MachineError
-from finetune.storage import files, records
+from finetune.storage import files, locks, records
 
 _CHECKPOINT = "step-"
 
@@ -148,29 +147,7 @@ class RunDirectory:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Keep other processes from training here; the kernel releases the lock however this process ends."""
-        try:
-            file = open(self.lock_file, "a+", encoding="utf-8", errors="replace")  # noqa: SIM115 -- closed below
-        except OSError as error:
-            raise MachineError(files.not_written(self.lock_file, error)) from None
-        with self.held(), file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                file.seek(0)
-                raise MachineError(
-                    f"{self.path} is in use by process {re.sub('[^0-9]', '', file.read(20))}: wait until it ends, stop "
-                    "it, or set another `output.dir`"
-                ) from None
-            except OSError as error:
-                # Some network file systems do not support locks; training there matters more than the guard.
-                if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                    raise MachineError(f"{self.lock_file} cannot be locked: {error.strerror}") from None
-            try:
-                file.truncate(0)
-                file.write(f"{os.getpid()}\n")
-                file.flush()
-            except OSError as error:
-                raise MachineError(files.not_written(self.lock_file, error)) from None
+        with locks.locked(self.lock_file, str(self.path), "or set another `output.dir`"), self.held():
             yield
 
     def event(self, name: str, **fields: Any) -> None:

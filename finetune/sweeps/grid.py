@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -78,9 +79,12 @@ def members(
 
 
 def as_text(value: Any) -> str:
-    """A value of Python as in `section.key=value`."""
+    """A value of Python or numpy as in `section.key=value`. Raises ConfigError for one that YAML cannot say."""
     plain = isinstance(value, str) and re.fullmatch(r"[\w-]+", value) and scalar(value) == value
-    return str(value) if plain else json.dumps(value)
+    try:
+        return str(value) if plain else json.dumps(value, default=operator.methodcaller("item"))
+    except (AttributeError, TypeError, ValueError):
+        raise ConfigError(f"{shown(value)} is no value of a config; give numbers, texts, or lists of them") from None
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:

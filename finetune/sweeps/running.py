@@ -1,11 +1,13 @@
 """Trains the members of a sweep on one resident base, stopping those that fall behind; the same call goes on.
 
 A member is trained by `recipe.train` as it would be alone, so its numbers are those of a lone run. It is paused by an
-exception after a step, whose checkpoint it goes on from.
+exception after a step, whose checkpoint it goes on from. Several processes may make the same call, one for each GPU:
+each takes members that no other has, and all come to the same decisions from the same scores.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -23,7 +25,7 @@ from finetune import recipe
 from finetune.config import Config, TrainingSection
 from finetune.data import fingerprint, prepare
 from finetune.data.prepare import Prepared
-from finetune.errors import ConfigError, DataError, NumbersError
+from finetune.errors import ConfigError, DataError, InUseError, NumbersError, OutOfMemoryError, first_line
 from finetune.lifecycle import provenance, resume
 from finetune.model import bounds, build
 from finetune.model.adapters import adapter_files
@@ -36,6 +38,7 @@ from finetune.results.figures import Figures
 from finetune.results.sweep_table import SettingResult, State, SweepTable
 from finetune.runtime import ranks
 from finetune.runtime.device import this_device
+from finetune.storage import locks
 from finetune.storage.files import write_bytes, write_json
 from finetune.storage.rundir import RunDirectory
 from finetune.sweeps import grid, halving
@@ -46,30 +49,52 @@ from finetune.training.eval_loss import held_out_loss
 from finetune.training.progress import Progress, read_progress
 
 TABLE, _SCORES = "sweep.json", "scores"
+_OTHERWISE = "or set another `output.dir`"
+_POLL_SECONDS = 0.5
+_NOT_FINITE = np.array([[np.inf, 1.0]])
+"""The score of a member that diverged or failed."""
 
 
 def sweep(
     source: str | Path | Mapping[str, Any], overrides: Sequence[str], keys: Mapping[str, Sequence[str]], *,
-    full: bool = False, budget_seconds: float | None = None, terminal: Terminal | None = None,
+    full: bool = False, fresh: bool = False, budget_seconds: float | None = None, terminal: Terminal | None = None,
 ) -> SweepTable:  # fmt: skip
     """Train every combination of `keys` (see `grid.members`) in `output.dir`, and compare them on the evaluation rows.
 
     Half of the settings are stopped early, again and again, where they can be told apart; none with `full`. After
-    `budget_seconds` no further training starts. Another call with the same arguments goes on where one ended. Raises
-    ConfigError for a sweep that compares nothing, and what `recipe.train` raises, but for a member that diverges.
+    `budget_seconds` no further training starts. Another call with the same arguments goes on where one ended, or works
+    beside it; with `fresh`, an earlier sweep is moved aside. Raises ConfigError for a sweep that compares nothing, and
+    what `recipe.train` raises, but for a member that diverges or does not fit the memory.
     """
     if ranks.world_size() > 1:
-        raise ConfigError("a sweep runs in one process; start it without torchrun")
+        raise ConfigError(
+            "a member of a sweep runs in one process; without torchrun, start the same command once for each GPU, and "
+            "they share the members"
+        )
     if budget_seconds is not None and budget_seconds <= 0:
         raise ConfigError("the budget is spent before the first step; give more, such as 30m or 2h")
     made = grid.members(source, overrides, keys)
     folder = Path(str(made[0].config.output.dir)).parent
     if RunDirectory(folder).exists:
         raise ConfigError(f"`output.dir`: {folder} is a run; give the sweep a directory of its own")
+    if fresh and folder.exists():
+        _move_aside(folder)
     table = _Sweep(folder, made, full, budget_seconds, terminal or Terminal(quiet=True)).run()
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / TABLE, table.as_dict())
     return table
+
+
+def _move_aside(folder: Path) -> None:
+    """Rename an earlier sweep. Raises InUseError while another process trains one of its members."""
+    for lock in (folder / _SCORES).glob("*.lock"):
+        with locks.locked(lock, str(folder), _OTHERWISE):
+            pass
+    RunDirectory(folder).move_aside()
+
+
+class _BudgetSpent(Exception):
+    """No further training starts."""
 
 
 class _Paused(Exception):
@@ -107,36 +132,61 @@ class _Sweep:
         """Train in rounds, each to a larger share; after each, some settings are stopped."""
         going = list(dict.fromkeys(member.setting for member in self.members))
         for share in [*([] if self.full else halving.shares(len(going))), 1.0]:
-            scores = self.scores[share] = {}
-            for setting in going:
-                if (rows := self._scored(setting, share)) is None:
-                    return self._table(f"the budget was spent; the same command goes on with {setting}")
-                scores[setting] = rows
-            going = self._going_on(scores, share)
+            try:
+                self._compare(going, share)
+            except _BudgetSpent as spent:
+                return self._table(f"the budget was spent; the same command goes on with {spent}")
+            going = self._going_on(self.scores[share], share)
         return self._table("")
+
+    def _compare(self, going: Sequence[str], share: float) -> None:
+        """Have all members of the settings `going` trained up to `share`, here or by other processes."""
+        scores = self.scores[share] = {}
+        rows: dict[str, np.ndarray] = {}
+        members = {setting: [each for each in self.members if each.setting == setting] for setting in going}
+        while len(scores) < len(going):
+            known = len(rows)
+            for member in (each for setting in members.values() for each in setting if each.name not in rows):
+                with contextlib.suppress(InUseError):
+                    rows[member.name] = self._scored(member, share)
+                own = members[member.setting]
+                if all(each.name in rows for each in own):
+                    scores[member.setting] = sum((rows[each.name] for each in own), np.zeros(1))
+            if len(rows) == known:  # the rest is with other processes
+                time.sleep(_POLL_SECONDS)
 
     def _going_on(self, scores: dict[str, np.ndarray], share: float) -> list[str]:
         kept = halving.finite(scores)
-        self.why |= dict.fromkeys(scores.keys() - kept.keys(), ("diverged", "its loss is not finite"))
+        diverged = scores.keys() - kept.keys() - self.why.keys()
+        self.why |= dict.fromkeys(diverged, ("diverged", "its loss is not finite"))
         if share < 1:
             for setting, why in halving.stopped(kept).items():
                 self.why[setting] = "stopped", why
                 self.terminal.note(f"{setting}: stopped after {share:.3g} of a run, {why}")
         return [setting for setting in kept if setting not in self.why]
 
-    def _scored(self, setting: str, share: float) -> np.ndarray | None:
-        """The rows' sums over the seeds of a setting, trained up to `share`; None if the budget is spent before."""
-        total: np.ndarray | None = None
-        for member in (each for each in self.members if each.setting == setting):
-            file = self.folder / _SCORES / f"{member.name}-{share:.4f}-{self._made_of(member)}.npy"
-            if not file.exists():
-                if self.budget_seconds is not None and time.monotonic() - self.started > self.budget_seconds:
-                    return None
-                self._keep(file, self._trained(member, share))
-            rows = np.load(file, allow_pickle=False)
-            self.terminal.note(f"{member.name}: eval loss {halving.loss(rows):.4f} after {share:.3g} of its run")
-            total = rows if total is None else total + rows
-        return total
+    def _scored(self, member: Member, share: float) -> np.ndarray:
+        """(sum, trained tokens) of each evaluation row by a member, trained up to `share` unless its score is there.
+
+        Raises InUseError while another process trains it, and _BudgetSpent.
+        """
+        scores = self.folder / _SCORES
+        file = scores / f"{member.name}-{share:.4f}-{self._made_of(member)}.npy"
+        if not file.exists():
+            if self.budget_seconds is not None and time.monotonic() - self.started > self.budget_seconds:
+                raise _BudgetSpent(member.setting)
+            scores.mkdir(parents=True, exist_ok=True)
+            with locks.locked(scores / f"{member.name}.lock", f"{self.folder}: {member.name}", _OTHERWISE):
+                try:
+                    if not file.exists():  # another process may have written it meanwhile
+                        self._keep(file, self._trained(member, share))
+                except OutOfMemoryError as error:
+                    self.why[member.setting] = "failed", first_line(error)
+                    self.terminal.note(f"{member.setting}: {first_line(error)}")
+                    return _NOT_FINITE
+        rows = np.load(file, allow_pickle=False)
+        self.terminal.note(f"{member.name}: eval loss {halving.loss(rows):.4f} after {share:.3g} of its run")
+        return rows
 
     def _made_of(self, member: Member) -> str:
         """A hash of what a member's scores and their order follow from, besides the versions of libraries."""
@@ -166,7 +216,6 @@ class _Sweep:
     def _keep(self, file: Path, rows: np.ndarray) -> None:
         content = io.BytesIO()
         np.save(content, rows)
-        file.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(file, content.getvalue())
 
     def _trained(self, member: Member, share: float) -> np.ndarray:
@@ -189,7 +238,7 @@ class _Sweep:
         except _Paused:
             pass
         except NumbersError:
-            return np.array([[np.inf, 1.0]])
+            return _NOT_FINITE
         weights = run.adapter if share == 1 else resume.find(run).checkpoint
         assert weights, "a paused run has a checkpoint"
         return self._losses(run.config(), weights)
@@ -228,6 +277,8 @@ class _Sweep:
             undecided = f"{', '.join(tied)} cannot be told apart on these rows"
         elif not (tied or unfinished):
             undecided = "every setting diverged; sweep lower learning rates"
+            if any(state == "failed" for state, _ in self.why.values()):
+                undecided = "no setting was trained to its end; see why below each"
         rows = max((len(rows) for each in self.scores.values() for rows in each.values()), default=0)
         return SweepTable(self.folder, results, rows, tied[0] if len(tied) == 1 else None, undecided)
 

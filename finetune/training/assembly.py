@@ -127,6 +127,6 @@ def _steps(job: TrainingJob) -> Steps:
         vision.of(config, job.architecture, job.tokenizer),
     )  # fmt: skip
     # The order of a run must outlive a change of what lets segments share tokens, such as `kernels.compile`.
-    lengths = Sizes.of(rows, replace(way, shares=False)).lengths
-    order = RowOrder(lengths, training.batch_size, training.seed, training.group_by_length)
+    sizes = Sizes.of(rows, replace(way, shares=False))
+    order = RowOrder(sizes.lengths, training.batch_size, training.seed, training.group_by_length, sizes.areas)
     return Steps(rows, order, collate, training.batch_size, on_card=job.device.type == "cuda")

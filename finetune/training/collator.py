@@ -9,21 +9,23 @@ Each rank takes its share of the rows; together they take the same rows as a sin
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import torch
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from finetune.config import Config
 from finetune.data import images
-from finetune.data.batching import MicroBatching, micro_batches
-from finetune.data.encoded import IGNORE, IMAGES, MISMATCHED, ONE_SEQUENCE, TEACHER, lengths_of
+from finetune.data.batching import MicroBatching, area, micro_batches
+from finetune.data.encoded import IGNORE, IMAGES, MISMATCHED, ONE_SEQUENCE, SEEN, TEACHER, lengths_of
 from finetune.model.attention import packing
 from finetune.model.source import vision
 from finetune.model.source.vision import Vision
 from finetune.objectives import MODEL_INPUTS, layout_of
+
+_DECODERS = 4  # threads; Pillow and numpy release the interpreter's lock while they work
 
 Inputs = dict[str, Any]
 """A micro-batch: `input_ids`, `labels` and `attention_mask` (sequences, tokens). If packed, `input_ids`, `labels` and
@@ -34,6 +36,10 @@ A row is one sequence, unless the layout of the rows names segments: then each s
 the other, and `row` (sequences,) is the row of each. Each value of the rows is (rows,), float32; those of a teacher are
 (sequences, tokens, k), or packed (1, tokens, k). `mismatched` is the micro-batch of the segments that go through the
 model apart, if rows have such. `images` are, if any row has some, the model's arguments for those of each row."""
+
+
+Pixels = Callable[[Mapping[str, Any], Vision], dict[str, torch.Tensor]]
+"""From a row to the model's arguments for its images; none for a row without images."""
 
 
 def micro_batching(config: Config, architecture: Any = None) -> MicroBatching:
@@ -56,6 +62,10 @@ def cannot_share(config: Config, architecture: Any) -> str | None:
     return packing.cannot_share(config.model.attention, architecture)
 
 
+_Sequence = tuple[np.ndarray, np.ndarray]
+"""Token ids and labels of a sequence, (tokens,) each."""
+
+
 class Idle(Inputs):
     """A micro-batch without trained tokens, for a rank that has fewer micro-batches in a step than others."""
 
@@ -64,27 +74,28 @@ class MicroBatches:
     """Collates this rank's share of rows (`encoded.columns`) into a list of micro-batches.
 
     Each `context` ranks in a row have one share, whose rows they split: micro-batches then have `position_ids`, and as
-    many tokens as can be divided among them.
+    many tokens as can be divided among them. `pixels` makes the model's arguments of a row's images; by default it
+    decodes and processes them.
     """
 
     def __init__(
         self, way: MicroBatching, pad_token_id: int, rank: int = 0, world_size: int = 1, context: int = 1,
-        vision: Vision | None = None,
+        vision: Vision | None = None, pixels: Pixels | None = None,
     ) -> None:  # fmt: skip
-        self.way, self._vision = way, vision
+        self.way, self._vision, self._pixels = way, vision, pixels or decoded
         self._rank, self._world_size = rank // context, world_size // context
-        split = context > 1  # each slice needs its positions
-        self._collate = DataCollatorForLanguageModeling(
-            pad_token_id=pad_token_id, padding_free=way.packed, return_position_ids=split,
-            pad_to_multiple_of=context if split else None,
-        )  # fmt: skip
+        self._pad_token_id, self._context = pad_token_id, context
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> list[Inputs]:
         shares = [rows[rank :: self._world_size] for rank in range(self._world_size)]
         way = self.way
         parts = [
-            micro_batches([way.length(lengths_of(row), way.shared(row)) for row in share], way) for share in shares
-        ]
+            micro_batches(
+                [way.length(lengths_of(row), way.shared(row)) for row in share], way,
+                [area(row[SEEN]) for row in share] if self._vision else (),
+            )
+            for share in shares
+        ]  # fmt: skip
         mine = shares[self._rank]
         own = [self.micro_batch([mine[row] for row in part]) for part in parts[self._rank]]
         # Ranks synchronise in every micro-batch, so all need the same number.
@@ -93,8 +104,8 @@ class MicroBatches:
     def micro_batch(self, rows: Sequence[dict[str, Any]]) -> Inputs:
         """Collate these rows into one micro-batch."""
         layout = self.way.layout
-        arrays: list[dict[str, Any]] = []
-        measured: list[dict[str, Any]] = []
+        sequences: list[_Sequence] = []
+        measured: list[_Sequence] = []
         shared: list[int] = []
         for row in rows:
             ends = np.cumsum(lengths_of(row))[:-1]
@@ -102,17 +113,14 @@ class MicroBatches:
             ids, labels = (np.split(np.asarray(row[name]), ends) for name in ("input_ids", "labels"))
             before = [0, *[self.way.shared(row)] * len(ends)]
             own = [
-                {"input_ids": segment[first:], "labels": wanted[first:]}
-                for segment, wanted, first in zip(ids, labels, before, strict=True)
+                (segment[first:], wanted[first:]) for segment, wanted, first in zip(ids, labels, before, strict=True)
             ]
-            arrays += own[: layout.together]
+            sequences += own[: layout.together]
             measured += own[layout.together :]
             shared += before[: layout.together]
-        inputs = self._collate(arrays)
-        if any(shared):
-            inputs |= packing.places([len(each["input_ids"]) for each in arrays], shared)
+        inputs = self._joined(sequences, shared)
         if measured:
-            inputs[MISMATCHED] = self._collate(measured)
+            inputs[MISMATCHED] = self._joined(measured, [0] * len(measured))
         if layout != ONE_SEQUENCE:
             inputs["row"] = torch.arange(len(rows)).repeat_interleave(layout.together)
         for name in (*layout.values, *(one for one in layout.optional if one in rows[0])):
@@ -120,17 +128,36 @@ class MicroBatches:
         for name, none in zip(TEACHER, (0, -math.inf), strict=True) if layout.teacher else ():
             parts = [np.asarray(row[name]).reshape(-1, layout.teacher) for row in rows]
             inputs[name] = _padded(parts, inputs["input_ids"].shape, none)
-        if self._vision and any(row.get(IMAGES) for row in rows):
+        if self._vision and any(row.get(SEEN) for row in rows):
             inputs |= self._seen(rows, inputs["input_ids"], self._vision)
         return inputs
 
+    def _joined(self, sequences: Sequence[_Sequence], shared: Sequence[int]) -> Inputs:
+        """The sequences padded to the longest, or packed; packed ones see `shared` tokens before their own."""
+        lengths = [len(ids) for ids, _ in sequences]
+        if not self.way.packed:
+            tokens = math.ceil(max(lengths) / self._context) * self._context
+            inside = np.arange(tokens) < np.array(lengths)[:, None]
+            ids = np.full(inside.shape, self._pad_token_id, np.int64)
+            labels = np.full(inside.shape, IGNORE, np.int64)
+            ids[inside], labels[inside] = (np.concatenate(each) for each in zip(*sequences, strict=True))
+            inputs = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
+            if self._context > 1:  # each slice needs its positions
+                inputs["position_ids"] = torch.from_numpy(np.where(inside, np.arange(tokens), 0))
+            return {**inputs, "attention_mask": torch.from_numpy(inside.astype(np.int64))}
+        padding = -sum(lengths) % self._context  # each token of it a sequence of its own
+        lengths, shared = [*lengths, *[1] * padding], [*shared, *[0] * padding]
+        ids, labels = (np.concatenate(each) for each in zip(*sequences, strict=True))
+        ids = np.concatenate([ids, np.full(padding, self._pad_token_id)])
+        labels = np.concatenate([labels, np.full(padding, IGNORE)])
+        places = packing.places(lengths, shared)
+        labels[places["cu_seq_lens_q"][:-1].numpy()] = IGNORE  # nothing predicts the first token of a sequence
+        return {"input_ids": torch.from_numpy(ids)[None], "labels": torch.from_numpy(labels)[None], **places}
+
     def _seen(self, rows: Sequence[dict[str, Any]], ids: torch.Tensor, vision: Vision) -> Inputs:
-        """The images of each row, decoded and processed, and which tokens (sequences, tokens) stand for them."""
-        shown = [[images.decoded(image) for image in row.get(IMAGES) or ()] for row in rows]
-        seen: Inputs = {IMAGES: [vision.pixels(each) if each else {} for each in shown]}
-        if vision.token_types:
-            seen[vision.token_types] = torch.isin(ids, torch.tensor(vision.image_tokens)).long()
-        return seen
+        """The images of each row, and which tokens (sequences, tokens) stand for them."""
+        with ThreadPoolExecutor(_DECODERS, "images") as workers:
+            return {IMAGES: [*workers.map(lambda row: self._pixels(row, vision), rows)], **vision.types(ids)}
 
     def idle(self) -> Idle:
         """A micro-batch of one row without trained tokens."""
@@ -144,6 +171,11 @@ class MicroBatches:
         row = {"input_ids": [0] * tokens, "labels": [label] * tokens, **dict.fromkeys(self.way.layout.values, 0.0)}
         row |= dict.fromkeys(TEACHER, [0] * (tokens * self.way.layout.teacher)) if self.way.layout.teacher else {}
         return {**row, "segments": lengths, "shared": shared} if self.way.layout.segments else row
+
+
+def decoded(row: Mapping[str, Any], vision: Vision) -> dict[str, torch.Tensor]:
+    """The model's arguments for the images of a row of a prepared split; none for a row without images."""
+    return images.processed(row[IMAGES], vision)
 
 
 def _padded(parts: Sequence[np.ndarray], shape: Sequence[int], none: float) -> torch.Tensor:

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from finetune.config import AdapterSection, Config
-from finetune.errors import FinetuneError
+from finetune.errors import ConfigError, FinetuneError
 from finetune.model.base import load_architecture
 from finetune.model.structure import experts
 from finetune.objectives import OBJECTIVES
@@ -35,7 +35,7 @@ def best_rate(config: Config, architecture: Any) -> tuple[float, str]:
         f"a batch of {batch}": math.sqrt(batch / _BATCH),
         f"a width of {width}": max(1.0, _WIDTH / width) ** _NARROWER,
         config.training.objective: objective.rate if objective else 1.0,
-        config.optimizer.kind: OPTIMIZERS[config.optimizer.kind].rate,
+        config.optimizer.kind: OPTIMIZERS[config.optimizer.kind].rate or 1.0,
         "training every weight": _EVERY_WEIGHT if config.adapter.kind == "none" else 1.0,
     }
     why = [f"{factor:.2g} for {name}" for name, factor in factors.items() if factor != 1]
@@ -50,14 +50,15 @@ def _width(architecture: Any) -> int:
 def resolved(config: Config, architecture: Any) -> tuple[Config, str | None]:
     """`config` with a number for `training.learning_rate: auto`, and a note that says what it comes from.
 
-    For other values, the note says what speaks against them, if anything does.
+    For other values, the note says what speaks against them, if anything does. For an optimizer of which no
+    sweep tells the rate, `auto` is AdamW's.
     """
-    given = config.training.learning_rate
+    given, optimizer = config.training.learning_rate, OPTIMIZERS[config.optimizer.kind]
     rate, why = best_rate(config, architecture)
     if given == "auto":
         config = config.changed({"training.learning_rate": rate})
         notes = [f"training.learning_rate: {rate:g}, {why}"]
-    elif not rate / _FAR <= given <= rate * _FAR and _width(architecture) >= _WIDTH:
+    elif not rate / _FAR <= given <= rate * _FAR and _width(architecture) >= _WIDTH and optimizer.rate:
         way = "above" if given > rate else "below"
         notes = [f"training.learning_rate: {given:g} is far {way} {rate:g}, {why}"]
     else:
@@ -70,7 +71,16 @@ def resolved(config: Config, architecture: Any) -> tuple[Config, str | None]:
 
 
 def resolved_if_known(config: Config) -> tuple[Config, str | None]:
-    """`resolved` if the base's config can be loaded, else `config` unchanged."""
+    """`resolved` if the base's config can be loaded, else `config` unchanged.
+
+    Raises ConfigError for `auto` with an optimizer of which no sweep tells the rate.
+    """
+    kind = config.optimizer.kind
+    if config.training.learning_rate == "auto" and OPTIMIZERS[kind].rate is None:
+        raise ConfigError(
+            f"`training.learning_rate: auto`: no sweep tells the rate of `{kind}`, which is far from AdamW's; set a "
+            "number, and try several with `finetune sweep`"
+        )
     try:
         return resolved(config, load_architecture(config.model))
     except FinetuneError:

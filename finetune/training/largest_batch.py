@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from bitsandbytes.optim.optimizer import Optimizer8bit
 
-from finetune.data.batching import Batch, Sizes, first_rows, per_step, worst_batches
+from finetune.data.batching import Batch, Sizes, chosen_rows, per_step, worst_batches
 from finetune.data.encoded import IGNORE, TEACHER, segments_of
 from finetune.measure.monitor import Peak
 from finetune.model.distributed import optimizer_states
@@ -120,13 +120,6 @@ def labelled(rows: Sequence[dict[str, Any]], trained_tokens: int) -> list[dict[s
             labels += segment.labels
         more.append({**row, "labels": labels})
     return more
-
-
-def chosen_rows(sizes: Sizes, batch: Batch) -> list[int]:
-    """Indices of the rows that form a micro-batch of this shape, in its order."""
-    every = batch.order != "length"
-    rows = [row for row in first_rows(sizes, batch.order) if every or sizes.lengths[row] <= batch.tokens]
-    return rows[: len(batch.by_row)]
 
 
 def _without_effect(step: Step, update: Callable[[float], None]) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch.distributed import DistError
 
 from finetune.config import Config
-from finetune.data.encoded import MISMATCHED, segments_of
+from finetune.data.encoded import IMAGES, MISMATCHED, segments_of
 from finetune.measure.out_of_memory import StepOutOfMemoryError, is_out_of_memory, reason
 from finetune.model.distributed import optimizer_states
 from finetune.runtime import libraries, ranks
@@ -32,16 +32,21 @@ from finetune.training.step import Count, Step
 
 
 class Limit:
-    """The size from which micro-batches are split: the smallest that did not fit, in positions (rows x tokens)."""
+    """The sizes from which micro-batches are split: those that did not fit, in positions (rows x tokens) and pixels.
+
+    A micro-batch is split if it has as many of both as one that did not fit.
+    """
 
     def __init__(self) -> None:
-        self.positions: int | None = None
+        self._too_large: list[tuple[int, int]] = []
 
     def parts(self, micro_batches: Iterable[Inputs]) -> list[Inputs]:
         """The micro-batches, each halved until it is below the limit or a single row."""
         parts: list[Inputs] = []
         for inputs in micro_batches:
-            halves = split(inputs) if self.positions is not None and _positions(inputs) >= self.positions else None
+            positions, pixels = _positions(inputs), _pixels(inputs)
+            too_large = any(positions >= most[0] and pixels >= most[1] for most in self._too_large)
+            halves = split(inputs) if too_large else None
             parts += self.parts(halves) if halves else [inputs]
         return parts
 
@@ -49,13 +54,18 @@ class Limit:
         """Record that `inputs`, one of `parts`, does not fit; False if it is a single row."""
         if split(inputs) is None:
             return False
-        self.positions = _positions(inputs)
+        self._too_large.append((_positions(inputs), _pixels(inputs)))
         return True
 
 
 def _positions(inputs: Inputs) -> int:
     """Positions of the larger pass over a micro-batch, if segments go through the model apart."""
     return max(each["input_ids"].numel() for each in (inputs, inputs.get(MISMATCHED, inputs)))
+
+
+def _pixels(inputs: Inputs) -> int:
+    """Numbers in the pixels of a micro-batch's images, as the processor makes them."""
+    return sum(value.numel() for row in inputs.get(IMAGES, ()) for value in row.values())
 
 
 def smaller(inputs: Inputs, config: Config, shares: int) -> dict[str, int]:

@@ -26,14 +26,14 @@ class Optimizer:
     """One optimizer: `build` returns its class and arguments, `unpaged` names the one without paging, and `ignores`
     are the keys of the section that do not apply to it, and that a config must not set. `updates`: the smallest part of
     a weight that it can update without the rest: rows, or any number by itself, with states in torch's form. `rate`:
-    its usual learning rate over AdamW's."""
+    its usual learning rate over AdamW's, None where no sweep tells it."""
 
     help: str
     build: Callable[[OptimizerSection], Built]
     unpaged: str | None = None
     ignores: tuple[str, ...] = ()
     updates: Literal["weight", "row", "number"] = "row"
-    rate: float = 1.0
+    rate: float | None = 1.0
 
     def can_update(self, part: Literal["weight", "row", "number"]) -> bool:
         """Whether the optimizer can update this part of a weight without the rest."""
@@ -243,7 +243,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
         ignores=("beta1", "beta2", "epsilon"),
         updates="weight",
     ),
-    "sgd": Optimizer("SGD with momentum `beta1`", _sgd, ignores=("beta2", "epsilon"), updates="number"),
+    "sgd": Optimizer("SGD with momentum `beta1`", _sgd, ignores=("beta2", "epsilon"), updates="number", rate=None),
     "paged_ademamix_8bit": Optimizer(
         "AdEMAMix, 8-bit states paged to the host under memory pressure",
         _bitsandbytes("AdEMAMix", 8, True),

@@ -216,7 +216,7 @@ def _passes(job: TrainingJob, loop: Loop, scores: Scores) -> Iterator[tuple[list
         loop.retry.report,
         *([loop.evaluation.report] if loop.evaluation else []),
     ]
-    for rows, report in zip((job.data.train, job.data.eval), reports, strict=False):
+    for rows, report in zip([*filter(None, (job.data.train, job.data.eval))], reports, strict=False):
         inputs, lengths = rows.select_columns(columns(rows)), Sizes.of(rows, way).lengths
         left = [batch for batch in batches(lengths, way) if np.isnan(scores[first:][batch]).any()]
         for at in range(0, len(left), ranks.world_size()):

@@ -184,16 +184,34 @@ def expected(quick, trained) -> list[float]:
     return trained
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_kernel_that_fails_is_off_with_one_line_and_the_training_is_right(
-    fault, quick, capsys, monkeypatch, clock, expected
-) -> None:
+TRAINED = ("one wrong element", "SIGSEGV", "a hang")
+"""Those after which a job is trained as well: a result that differs, a process that ends, and one that does not."""
+
+
+@pytest.fixture
+def reason(fault: str, monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace) -> str:
+    """What is said of `fault`, which a kernel has from now on."""
     replaced, reason = FAULTS[fault]
     if fault == "a hang":
         monkeypatch.setitem(trials.TRIALS, "mlp", dataclasses.replace(trials.TRIALS["mlp"], limit_seconds=1.0))
     monkeypatch.setitem(ops.ON_CPU, "finetune::gated", replaced(ops.ON_CPU["finetune::gated"], clock))
     monkeypatch.setattr(ops, "gated", replaced(ops.gated, clock))  # in this process as well: it must not be called
+    return reason
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault not in TRAINED])
+def test_a_kernel_that_fails_is_off_with_one_line(fault, reason) -> None:
+    made = verdict.obtain(requested(), print, str)
+    assert made.kernels_off == {"mlp"}, "the others hold, and the model without it"
+    (line,) = made.lines(load_config(TINY, []))
+    assert line.startswith("certificate: kernel `mlp` is off: ")
+    assert reason in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", TRAINED)
+def test_without_a_kernel_that_fails_the_training_is_right(fault, expected, reason, quick, capsys) -> None:
     capsys.readouterr()
     losses = metric(finetune.train(quick(*JOB)).run, "loss")
     printed = " ".join("".join(capsys.readouterr()).split())

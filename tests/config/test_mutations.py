@@ -1,4 +1,4 @@
-"""Two thousand damaged configs: each loads, or is refused with one clear error of the right kind, and nothing else.
+"""A thousand damaged configs: each loads, or is refused with one clear error of the right kind, and nothing else.
 
 The shipped configs and a full one are mutated: bytes flipped, values replaced by extremes and by other types, tokens
 swapped, lines doubled and moved. What loads goes through the cheap stages of a run as well: the machine's checks, the
@@ -23,7 +23,7 @@ from finetune.model.source.tokenizer import load_tokenizer
 from finetune.settings import load_config
 from finetune.training.checks import check
 
-MUTATIONS, TO_STAGES = 2_000, 400
+MUTATIONS, TO_STAGES = 1_000, 200
 
 # The sections that the stages before the forecast act on.
 STAGED = ("model", "quantization", "data", "tracking")

@@ -15,6 +15,7 @@ from finetune.data.batching import (
     MicroBatching,
     RowOrder,
     Sizes,
+    chosen_rows,
     longest_batch,
     longest_batches,
     micro_batches,
@@ -309,3 +310,43 @@ def test_without_data_every_row_is_assumed_to_have_the_maximum_length() -> None:
         "rows": 2, "tokens": 7, "padded": True, "trained_tokens": 12, "source": "data.max_length",
         "packed": (),
     }  # fmt: skip
+
+
+# Height, width and tokens of the images of six rows.
+IMAGES = [(), (8, 8, 1), (32, 32, 16), (), (8, 8, 1, 64, 64, 64), (32, 32, 16)]
+SIZES = Sizes([90, 30, 40, 20, 70, 35], [9, 3, 4, 2, 7, 35], images=IMAGES)
+
+
+def test_rows_with_images_of_like_area_are_together() -> None:
+    rows = micro_batches(SIZES.lengths, MicroBatching(2), SIZES.areas)
+    assert rows == [[3, 0], [1, 5], [2, 4]]
+    by_tokens = micro_batches(SIZES.lengths, MicroBatching(1, 80), SIZES.areas)
+    assert by_tokens == [[4], [2, 5], [1], [0], [3]]
+    assert all(len(part) * max(SIZES.lengths[row] for row in part) <= 80 for part in by_tokens if len(part) > 1)
+    plain, grouped = (
+        batches(list(RowOrder([50] * 64, 8, 1, True, areas)), 8) for areas in ((), [row % 4 * 100 for row in range(64)])
+    )
+    assert [len({row % 4 for row in batch}) for batch in grouped] == [1] * 8
+    assert [len({row % 4 for row in batch}) for batch in plain] != [1] * 8
+
+
+@pytest.mark.parametrize("way", [MicroBatching(2), MicroBatching(1, 100)])
+def test_the_largest_micro_batches_are_those_of_rows_that_there_are(way: MicroBatching) -> None:
+    longest, largest = (found := worst_batches(SIZES, way, 6, "test"))[0], found[-1]
+    assert {(each.order, *chosen_rows(SIZES, each)) for each in found} >= {
+        (longest.order, *chosen_rows(SIZES, longest)), ("area", *chosen_rows(SIZES, largest))
+    }  # fmt: skip
+    for batch in found:
+        rows = chosen_rows(SIZES, batch)
+        assert batch.images == tuple(IMAGES[row] for row in rows)
+        assert batch.tokens == max(SIZES.lengths[row] for row in rows)
+    most = max(sum(SIZES.areas[row] for row in part) for part in micro_batches(SIZES.lengths, way, SIZES.areas))
+    assert largest.area >= most
+
+
+def test_the_largest_micro_batch_by_length_has_the_largest_images_beside_its_longest_row() -> None:
+    longest, largest = worst_batches(SIZES, MicroBatching(3), 6, "test")
+    assert chosen_rows(SIZES, longest) == [0, 4, 2]
+    assert chosen_rows(SIZES, largest) == [4, 2, 5]
+    assert (longest.tokens, largest.tokens) == (90, 70)
+    assert "images" not in worst_batches(Sizes([3], [1]), MicroBatching(1), 1, "test")[0].as_dict()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import runpy
 import shutil
 import signal
 import stat
@@ -14,17 +15,22 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import datasets
+import pyarrow
 import pytest
 
 from finetune.config import DataSection, Source
 from finetune.data import cache, sources
 from finetune.data import split as splitting
 from finetune.data.counts import Counts
+from finetune.data.encoded import IGNORE, Encoded, Segment
 from finetune.data.prepare import Prepared, prepare, prepare_held_out
+from finetune.data.rows import RowTable, writer
+from finetune.data.rows import mapped as map_file
 from finetune.errors import DataError
-from finetune.storage.private import not_private
+from finetune.storage.private import data_cache, not_private
 
 TEXTS = [{"text": f"one two {'so ' * number}"} for number in range(9)]
 
@@ -32,7 +38,9 @@ TEXTS = [{"text": f"one two {'so ' * number}"} for number in range(9)]
 @pytest.fixture(autouse=True)
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the entries, which only this test uses."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")  # which it read when imported
+    monkeypatch.setattr(splitting, "mapped", mapped)
     return cache.folder()
 
 
@@ -51,8 +59,17 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def file_of(rows: Any) -> Path:
-    return Path(rows.cache_files[0]["filename"])
+_FILES: WeakKeyDictionary[RowTable, Path] = WeakKeyDictionary()
+
+
+def mapped(file: Path) -> RowTable:
+    rows = map_file(file)
+    _FILES[rows] = file
+    return rows
+
+
+def file_of(rows: RowTable) -> Path:
+    return _FILES[rows]
 
 
 def section(source: Path, **settings: Any) -> DataSection:
@@ -60,7 +77,36 @@ def section(source: Path, **settings: Any) -> DataSection:
 
 
 def everything(prepared: Prepared) -> list[Any]:
-    return [prepared.train[:], prepared.eval and prepared.eval[:], prepared.train_counts, prepared.eval_counts]
+    return [[*prepared.train], [*(prepared.eval or ())], prepared.train_counts, prepared.eval_counts]
+
+
+@pytest.mark.parametrize("variables", [{}, {"XDG_CACHE_HOME": "~/x"}, {"HF_HOME": "~/h"}, {"HF_DATASETS_CACHE": "d"}])
+def test_the_cache_is_where_datasets_has_its_own(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("XDG_CACHE_HOME", "HF_HOME", "HF_DATASETS_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    config = runpy.run_path(datasets.config.__file__)
+    assert data_cache() == config["HF_DATASETS_CACHE"]
+
+
+def test_rows_are_read_as_datasets_reads_them(tmp_path: Path) -> None:
+    written = [
+        (sources.Row(f"a:{row}", {}, "a"), Encoded((Segment([*range(row + 1)], [IGNORE, *range(row)]),)))
+        for row in range(5)
+    ]
+    with writer(tmp_path / "rows") as write:
+        write(written[:2])
+        write(written[2:])
+    rows, theirs = map_file(tmp_path / "rows"), datasets.Dataset.from_file(str(tmp_path / "rows"))
+    assert [*rows] == theirs.to_list()
+    assert len(rows) == len(theirs)
+    assert rows.column_names == theirs.column_names
+    assert all(rows[name] == theirs[name][:] for name in rows.column_names)
+    some = ["labels", "place"]
+    assert [*rows.select_columns(some)] == theirs.select_columns(some).to_list()
+    with pytest.raises(IndexError):
+        rows[5]
 
 
 # -- what is found again ---------------------------------------------------------------------------------------------
@@ -80,12 +126,13 @@ def test_a_second_start_finds_the_rows_of_the_first(source: Path, tokenizer: Any
 
 
 def test_the_rows_are_mapped_from_their_file_with_their_types(source: Path, tokenizer: Any) -> None:
+    before = pyarrow.total_allocated_bytes()
     rows = prepare(section(source), tokenizer).train
-    ids, count, text = datasets.List(datasets.Value("int32")), datasets.Value("int64"), datasets.Value("string")
-    assert rows.features == {
+    ids, count, text = pyarrow.list_(pyarrow.int32()), pyarrow.int64(), pyarrow.string()
+    assert {field.name: field.type for field in rows.table.schema} == {
         "input_ids": ids, "labels": ids, "length": count, "trained": count, "place": text, "source": text,
     }  # fmt: skip
-    assert isinstance(rows.data, datasets.table.MemoryMappedTable)
+    assert pyarrow.total_allocated_bytes() == before
 
 
 def test_rows_left_out_are_listed_alike_by_a_second_start(tmp_path: Path, tokenizer: Any) -> None:
@@ -307,9 +354,9 @@ def test_of_two_that_make_the_same_entry_the_second_takes_that_of_the_first(kept
 
 def test_rows_in_use_outlive_their_entry(source: Path, tokenizer: Any, kept: Path) -> None:
     rows = prepare(section(source), tokenizer).train
-    expected = rows[:]
+    expected = [*rows]
     shutil.rmtree(kept)
-    assert rows[:] == expected
+    assert [*rows] == expected
 
 
 # -- the folder ------------------------------------------------------------------------------------------------------

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import base64
-import io
 import random
-import struct
-import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import seeing
 from PIL import Image
+from seeing import encoded
 
 from finetune.config import Config, DataSection, ModelSection
 from finetune.data import formats, images
@@ -163,12 +161,6 @@ def prepared(base: Path, folder: Path, rows: list[dict[str, Any]], **section: An
     return prepare(data, tokenizer, of_base(base))
 
 
-def encoded(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
-    written = io.BytesIO()
-    image.save(written, form, **options)
-    return written.getvalue()
-
-
 def test_rows_have_their_images_and_as_many_tokens_as_these_take(base: Path, tmp_path: Path) -> None:
     name = seeing.picture(tmp_path, "a.png", (32, 24))
     url = "data:image/png;base64," + base64.b64encode((tmp_path / name).read_bytes()).decode()
@@ -226,17 +218,6 @@ def test_a_photograph_is_upright(ending: str, base: Path, tmp_path: Path) -> Non
     assert images.decoded(row).size == (16, 32)
 
 
-def bomb(side: int) -> bytes:
-    """A PNG of so many pixels to a side by its header, of a few bytes."""
-
-    def chunk(kind: bytes, content: bytes) -> bytes:
-        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
-
-    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
-    parts = (chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(bytes(99))), chunk(b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
-
-
 GREY = Image.new("L", (20, 20))
 NOISE = Image.effect_noise((64, 64), 50)
 BROKEN = {
@@ -244,7 +225,7 @@ BROKEN = {
     "cut off JPEG": encoded(GREY, "JPEG")[:-4],
     **{f"cut off {kind}": encoded(NOISE, kind)[:-40] for kind in ("PNG", "WEBP", "GIF", "BMP", "TIFF")},
     "animated": encoded(GREY, "GIF", save_all=True, append_images=[Image.new("L", (20, 20), 9)]),
-    "bomb": bomb(30_000), "smaller bomb": bomb(10_000), "16 bits": encoded(Image.new("I;16", (20, 20))),
+    "bomb": seeing.bomb(30_000), "smaller bomb": seeing.bomb(10_000), "16 bits": encoded(Image.new("I;16", (20, 20))),
     "too narrow": encoded(Image.new("L", (1, 999))), "another format": encoded(GREY, "PPM"),
 }  # fmt: skip
 

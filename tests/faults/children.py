@@ -8,13 +8,16 @@ at the n-th that matches.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import importlib
 import json
 import os
 import re
 import resource
+import selectors
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -23,7 +26,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "configs" / "tiny_cpu.yaml"
@@ -98,20 +101,26 @@ class Child:
 class Children:
     """Starts children. Close it, or use it as a context manager.
 
-    `config`: the file that the jobs of tests change keys of.
+    `config`: the file that the jobs of tests change keys of. Processes that name the same folder as `shared` have one
+    process fork for all of them: the first that comes starts it, and it ends with the last.
     """
 
-    def __init__(self, folder: Path, *, preload: str = "finetune", config: Path = TINY) -> None:
+    def __init__(
+        self, folder: Path, *, preload: str = "finetune", config: Path = TINY, shared: Path | None = None
+    ) -> None:
         self._folder, self._count, self.config = folder, 0, config
         folder.mkdir(parents=True, exist_ok=True)
-        environment = {
-            **os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
-            "OMP_WAIT_POLICY": "passive",
-        }  # fmt: skip
-        self._server = subprocess.Popen(
-            [sys.executable, __file__, preload, str(config)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            cwd=ROOT, env=environment,
-        )  # fmt: skip
+        self.address = address = (shared or folder) / "forks"
+        self._server: subprocess.Popen[str] | None = None
+        self._connection = socket.socket(socket.AF_UNIX)
+        with open(address.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                self._connection.connect(str(address))
+            except OSError:
+                self._server = _started(preload, config, address)
+                self._connection.connect(str(address))
+        self._stream = self._connection.makefile("rw")
 
     def __enter__(self) -> Children:
         return self
@@ -120,18 +129,14 @@ class Children:
         self.close()
 
     def close(self) -> None:
-        assert self._server.stdin
-        assert self._server.stdout
-        self._server.stdin.close()
-        self._server.stdout.close()
-        self._server.wait()
+        self._stream.close()
+        self._connection.close()
+        if self._server:
+            self._server.wait()
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        assert self._server.stdin
-        assert self._server.stdout
-        self._server.stdin.write(json.dumps(request) + "\n")
-        self._server.stdin.flush()
-        answer = self._server.stdout.readline()
+        _say(self._stream, request)
+        answer = self._stream.readline()
         assert answer, "the process that forks is gone"
         return json.loads(answer)
 
@@ -168,6 +173,28 @@ class Children:
         return [json.loads(output.read_text()) for output in outputs]
 
 
+def _started(preload: str, config: Path, address: Path) -> subprocess.Popen[str]:
+    """The process that forks, ready to be asked."""
+    address.unlink(missing_ok=True)
+    environment = {
+        **os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "passive",
+    }  # fmt: skip
+    server = subprocess.Popen(
+        [sys.executable, __file__, preload, str(config), str(address)], stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment,
+    )  # fmt: skip
+    assert server.stdout
+    with server.stdout as ready:
+        assert ready.readline() == "ready\n"
+    return server
+
+
+def _say(stream: TextIO, values: dict[str, Any]) -> None:
+    stream.write(json.dumps(values) + "\n")
+    stream.flush()
+
+
 def _as_rank(rank: int, ranks: int) -> dict[str, str]:
     size = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     return {**size, "RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -176,25 +203,58 @@ def _as_rank(rank: int, ranks: int) -> dict[str, str]:
 # -- in the process that forks, and in its children ------------------------------------------------------------------
 
 
-def _serve(preload: str, config: str) -> None:
+def _serve(preload: str, config: str, address: str) -> None:
+    """Fork and wait as those that connect to `address` ask, until the last of them is gone."""
     main = _finetune(config) if preload == "finetune" else _plain()
     gc.collect()
     gc.freeze()
-    for line in sys.stdin:
-        request = json.loads(line)
-        if "wait" in request:
-            _, status = os.waitpid(request["wait"], 0)
-            _answer(status=status)
-            continue
-        pid = os.fork()
-        if not pid:
-            _child(main, **request)
-        _answer(pid=pid)
+    with socket.socket(socket.AF_UNIX) as listening, selectors.DefaultSelector() as selector:
+        listening.bind(address)
+        listening.listen()
+        selector.register(listening, selectors.EVENT_READ)
+        print("ready", flush=True)  # noqa: T201 -- `_started` reads it
+        asking: dict[socket.socket, TextIO] = {}
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is listening:
+                    connection, _ = listening.accept()
+                    asking[connection] = connection.makefile("rw")
+                    selector.register(connection, selectors.EVENT_READ)
+                elif key.data:
+                    selector.unregister(key.fileobj)
+                    os.close(key.fd)
+                    connection, pid = key.data
+                    status = os.waitpid(pid, 0)[1]
+                    if connection in asking:
+                        _say(asking[connection], {"status": status})
+                elif line := asking[key.fileobj].readline():
+                    _answer(json.loads(line), key.fileobj, main, asking, selector)
+                else:
+                    for waited in [each.data for each in selector.get_map().values() if each.data]:
+                        if waited[0] is key.fileobj:  # who waits was killed, and with it is what it waits for
+                            os.kill(waited[1], signal.SIGKILL)
+                    selector.unregister(key.fileobj)
+                    asking.pop(key.fileobj).close()
+                    key.fileobj.close()
+                    if not asking:
+                        return
 
 
-def _answer(**values: int) -> None:
-    sys.stdout.write(json.dumps(values) + "\n")
-    sys.stdout.flush()
+def _answer(
+    request: dict[str, Any], connection: socket.socket, main: Any, asking: dict[socket.socket, TextIO],
+    selector: selectors.BaseSelector,
+) -> None:  # fmt: skip
+    """Fork, or answer once the process that the request names has ended."""
+    if "wait" in request:
+        pid = request["wait"]
+        selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (connection, pid))
+        return
+    pid = os.fork()
+    if not pid:
+        for each in list(selector.get_map().values()):  # nobody is to wait for a child to answer
+            os.close(each.fd)
+        _child(main, **request)
+    _say(asking[connection], {"pid": pid})
 
 
 def _finetune(config: str) -> Any:
@@ -208,8 +268,8 @@ def _finetune(config: str) -> Any:
     from finetune.training import reference_scores
 
     torch.set_num_threads(1)
-    # Whole answers and the plot would take half the time of a run of seconds.
-    answers._TOKENS = 1
+    # Several whole answers and the plot would take half the time of a run of seconds.
+    answers._TOKENS = answers._QUESTIONS = 1
     reference_scores._KEPT_EVERY_SECONDS = 0.2  # a pass of seconds is kept in parts as well
     plots.training = lambda run: write_bytes(run.plot_file, b"")
     os.fsync = lambda descriptor: None  # as in conftest.py
@@ -289,12 +349,15 @@ def _plain() -> Any:
 
 
 def _child(
-    main: Any, arguments: list[str], log: str, fault: dict[str, Any] | None, environment: dict[str, str]
-) -> None:
+    main: Any, arguments: list[str], log: str, fault: dict[str, Any] | None, environment: dict[str, str],
+    folder: str = "",
+) -> None:  # fmt: skip
     import torch
 
     code = 70
     os.environ |= environment
+    if folder:
+        os.chdir(folder)
     from finetune.runtime import rank_watch
 
     rank_watch.BEAT_SECONDS = 0.2  # a lost rank is noticed at the next beat

@@ -15,7 +15,7 @@ from steps import before_each_step, ready
 
 import finetune
 from finetune.config import OptimizerSection
-from finetune.data.batching import MicroBatching, Sizes, worst_batches
+from finetune.data.batching import MicroBatching, Sizes, chosen_rows, worst_batches
 from finetune.data.encoded import IGNORE
 from finetune.errors import DataError
 from finetune.model.distributed.engine import OneProcess
@@ -89,7 +89,7 @@ def test_the_rows_chosen_make_the_worst_batches(tokens: int | None) -> None:
     way = MicroBatching(2, tokens)
     sizes = Sizes(lengths, lengths)
     for batch in worst_batches(sizes, way, 4, "the data's rows"):
-        rows = largest_batch.chosen_rows(sizes, batch)
+        rows = chosen_rows(sizes, batch)
         assert (len(rows), max(lengths[row] for row in rows)) == (batch.rows, batch.tokens)
 
 

@@ -62,7 +62,6 @@ def alone(children: Children, job: list[str], tmp_path_factory: pytest.TempPathF
 @pytest.mark.parametrize(
     ("ranks", "way"),
     [
-        pytest.param(2, ["preference.reference=in_step"], id="two copies"),
         pytest.param(2, ["preference.reference=cached"], id="two copies, cached reference"),
         pytest.param(
             2, ["preference.reference=in_step", "distributed.kind=fsdp", "data.packing=true"],

@@ -106,7 +106,7 @@ def test_a_signal_to_one_process_saves_and_ends_all(job: Make, alone: RunDirecto
 
 
 def test_a_signal_in_the_evaluation_that_ends_two_ranks_early_adds_no_step(job: Make) -> None:
-    early = ["training.max_steps=30", "training.eval_every=1", "training.early_stopping=2",
+    early = ["training.max_steps=30", "training.micro_batch=3", "training.eval_every=1", "training.early_stopping=1",
              "training.learning_rate=0.5", "training.schedule=constant", "output.best=false"]  # fmt: skip
     whole = job(*early, run="whole")
     assert_all(whole.go(2), 0)

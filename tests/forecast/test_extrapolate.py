@@ -176,8 +176,18 @@ def test_only_the_first_and_last_layer_may_free_blocks_elsewhere() -> None:
         ),
         pytest.param("mixture", 6, {}, id="a mixture of experts"),
         # The layers that are kept have other numbers than in the whole model.
-        pytest.param("llama", 8, {"adapter__targets": ["q_proj", ".*layers[.]([0-5]|7)[.]mlp.*"]}, id="by pattern"),
-        pytest.param("llama", 8, {"adapter__ranks": {"layers[.]([0-5]|7)[.].*": 64, "q_proj": 2}}, id="ranks"),
+        pytest.param(
+            "llama",
+            8,
+            {"adapter__targets": ["q_proj", ".*layers[.]([0-5]|7)[.]mlp.*"], "quantization__kind": "none"},
+            id="by pattern",
+        ),
+        pytest.param(
+            "llama",
+            8,
+            {"adapter__ranks": {"layers[.]([0-5]|7)[.].*": 64, "q_proj": 2}, "quantization__kind": "none"},
+            id="ranks",
+        ),
     ],
 )
 def test_the_extrapolated_trace_has_the_peaks_of_the_whole_one(

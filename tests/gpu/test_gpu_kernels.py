@@ -66,15 +66,23 @@ def test_rotation(cuda, dtype, backward) -> None:
 def test_gated_activations(cuda, dtype, activation) -> None:
     both, da = torch.randn(2, TOKENS, 2 * INNER, dtype=dtype), torch.randn(2, TOKENS, INNER, dtype=dtype)
     there, gradient = both.clone().to(cuda), da.clone().to(cuda)
-    a = ops.gated(*there.chunk(2, -1), activation, 16)
+    factor, lows = torch.randn(16, INNER, dtype=dtype), torch.randn(3, 2 * TOKENS, 16, dtype=dtype)
+    a = ops.gated(*there.chunk(2, -1), activation, 16, factor.to(cuda))
     assert_one_rounding(a[..., :INNER], exactly(ops.gated, *both.chunk(2, -1), activation))
+    sums = [(a[..., INNER : INNER + 16], a[..., :INNER].float() @ factor.to(cuda).float().t())]
     version = there._version
-    ops.gated_backward_(gradient, *there.chunk(2, -1), activation)
+    found = ops.gated_backward_(*there.chunk(2, -1), gradient, activation, *lows.to(cuda), torch.float32)
     assert there._version > version, "autograd sees that gate and up are changed"
-    exact, exact_gradient = both.float(), da.float()
-    exactly(ops.gated_backward_, exact_gradient, *exact.chunk(2, -1), activation)
+    exact = both.float()
+    exactly(ops.gated_backward_, *exact.chunk(2, -1), da.float(), activation, *lows.float(), torch.float32)
     assert_one_rounding(there, exact)
-    assert_one_rounding(gradient, exact_gradient)
+    products = [a[..., :INNER], *there.chunk(2, -1)]
+    whole = [
+        product.flatten(0, 1).float().t() @ low.to(cuda).float() for product, low in zip(products, lows, strict=True)
+    ]
+    sums += zip(found, [whole[0].t(), *whole[1:]], strict=True)
+    for one, other in sums:
+        assert (one.float() - other).norm() <= torch.finfo(dtype).eps * other.norm()
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])

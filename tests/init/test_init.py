@@ -317,7 +317,7 @@ def test_pairs_become_a_config_that_trains_by_dpo_and_without_it_on_the_chosen_a
     assert (config.data.format, config.training.learning_rate, config.training.epochs) == ("pairs", 7.4e-5, 3)
     _, shown, _ = call("data", "job.yaml")
     assert "rejected" in shown
-    short = ("training.max_steps=1", "data.eval=none", "training.eval_every=null")
+    short = ("training.max_steps=1", "data.eval=none", "training.eval_every=null", "memory.check=off")
     code, shown, err = call("train", "job.yaml", *short)
     assert (code, "30 rows" in shown) == (0, True)
     said = "of preferences only the chosen answer is trained; to train on both, set `training.objective: dpo`"

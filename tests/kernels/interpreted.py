@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from triton import knobs
+from triton import language as tl
 from triton.runtime import interpreter
 from trl.kernels import ChunkedLogProbFunction, chunked_logprob
 
@@ -39,6 +40,18 @@ def rounded_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.tensor(values).bfloat16().view(torch.uint16).numpy()
 
     monkeypatch.setattr(interpreter, "_convert_float", convert)
+    plain_dot = interpreter.InterpreterBuilder.create_dot
+
+    def dot(builder: Any, left: Any, right: Any, *others: Any) -> Any:
+        left, right = (
+            interpreter.TensorHandle(plain(each.data, each.dtype, tl.float32, None).view("float32"), tl.float32)
+            if each.dtype == tl.bfloat16
+            else each
+            for each in (left, right)
+        )
+        return plain_dot(builder, left, right, *others)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
 
 
 def strided(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -49,12 +62,12 @@ def four_bit(weight: Tensor, **options: Any) -> Tensor:
     return bnb.nn.Params4bit(weight, requires_grad=False, **options).to("cpu")
 
 
-def decode(out: Tensor, weight: Tensor) -> None:
+def decode(out: Tensor, weight: Tensor, *beside: Any) -> None:
     """`ops.decode_` with the kernels for its operators."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("decode_4bit_", "decode_int8_"):
             patch.setattr(ops, name, getattr(triton_kernels, name))
-        ops.decode_(out, weight)
+        ops.decode_(out, weight, *beside)
 
 
 def in_float32(program: Any, *args: Any) -> Any:
@@ -81,11 +94,15 @@ def test_norms(dtype, shape, offset, cast_first) -> None:
     assert y.shape == expected.shape
     torch.testing.assert_close(rstd, expected_rstd)
     assert_one_rounding(y[..., : shape[-1]], expected[..., : shape[-1]].float())
+    onto = strided(*shape, dtype=dtype)
     exact = in_float32(ops.rms_norm_backward, dy, x, weight, rstd, offset)
     for gradient in (dy, dy.transpose(0, -2).contiguous().transpose(0, -2)):  # also where tokens lie within heads
         dx = triton_kernels.rms_norm_backward(gradient, x, weight, rstd, offset)
         assert dx.dtype == dtype
         assert_one_rounding(dx, exact)
+        dx = triton_kernels.rms_norm_backward(gradient, x, weight, rstd, offset, onto, 3)
+        assert dx.shape == expected.shape
+        assert_one_rounding(dx[..., : shape[-1]], exact + onto.float())
 
 
 @dtypes
@@ -116,11 +133,53 @@ def test_gated_activations(dtype, activation, width) -> None:
     found = triton_kernels.gated(gate, up, activation, 3)
     assert found.shape[-1] >= width + 3
     assert_one_rounding(found[..., :width], in_float32(ops.gated, gate, up, activation))
-    expected = [value.float().clone() for value in (da, gate, up)]
-    ops.gated_backward_(*expected, activation)
-    triton_kernels.gated_backward_(da, gate, up, activation)
-    for value, exact in zip((da, gate, up), expected, strict=True):
+    no_factors = torch.empty(3, 6, 0, dtype=dtype)
+    expected = [value.float().clone() for value in (gate, up)]
+    ops.gated_backward_(*expected, da.float(), activation, *no_factors.float(), torch.float32)
+    triton_kernels.gated_backward_(gate, up, da, activation, *no_factors, torch.float32)
+    for value, exact in zip((gate, up), expected, strict=True):
         assert_one_rounding(value, exact)
+
+
+@dtypes
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+@pytest.mark.parametrize("ranks", [(1, 1, 1), (16, 4, 24), (130, 0, 64)], ids=str)
+@pytest.mark.parametrize("rows", [1, 100])
+def test_products_with_factors_beside_gated_activations(dtype, ranks, rows) -> None:
+    width = 200
+    both, da = torch.randn(rows, 2, 2 * width, dtype=dtype), strided(rows, 2, width, dtype=dtype)
+    gate, up = both.chunk(2, -1)
+    s, of_gate, of_up = strided(2 * rows, sum(ranks), dtype=dtype).split(ranks, 1)
+    factor = torch.randn(ranks[0], width, dtype=dtype)
+    found, expected = (
+        program(gate, up, "silu", ranks[0], factor, 0.3).float()[..., : width + ranks[0]]
+        for program in (triton_kernels.gated, ops.gated)
+    )
+    assert_one_rounding(found[..., :width].to(dtype), in_float32(ops.gated, gate, up, "silu"))
+    # Of rounded values the sums are the same but for their order.
+    assert_sums(found[..., width:].to(dtype), 0.3 * found[..., :width] @ factor.float().t(), width)
+    assert_sums(expected[..., width:].to(dtype), 0.3 * expected[..., :width] @ factor.float().t(), width)
+
+    exact = [value.float().clone() for value in (gate, up)]
+    a = in_float32(ops.gated, gate, up, "silu").to(dtype)
+    ops.gated_backward_(*exact, da.float(), "silu", s.float(), of_gate.float(), of_up.float(), torch.float32)
+    for wanted in (torch.float32, dtype):
+        halves = [value.clone() for value in (gate, up)]
+        sums = triton_kernels.gated_backward_(*halves, da, "silu", s, of_gate, of_up, wanted)
+        for value, other in zip(halves, exact, strict=True):
+            assert_one_rounding(value, other)
+        dgate, dup = (value.flatten(0, 1).float() for value in halves)
+        of_rounded = s.float().t() @ a.flatten(0, 1).float(), dgate.t() @ of_gate.float(), dup.t() @ of_up.float()
+        for one, other in zip(sums, of_rounded, strict=True):
+            assert one.dtype is wanted
+            assert_sums(one, other, 2 * rows)
+
+
+def assert_sums(found: Tensor, expected: Tensor, count: int) -> None:
+    """Sums of `count` products, which float32 rounds in another order, and then `found`'s type."""
+    error = torch.finfo(found.dtype).eps
+    assert found.shape == expected.shape
+    torch.testing.assert_close(found.float(), expected, rtol=max(error, 1e-5), atol=1e-6 * count)
 
 
 @dtypes
@@ -132,6 +191,16 @@ def test_4_bit_weights_to_the_bit(dtype, kind, nested, shape, size) -> None:
     found, expected = torch.zeros(2, shape[0], shape[1] + 5, dtype=dtype)[..., : shape[1]]
     ops.decode_(expected, weight)
     decode(found, weight)
+    assert torch.equal(found, expected)
+
+
+@dtypes
+@pytest.mark.parametrize("factor", [torch.randn(130, 7), None], ids=["factor", "zeros"])
+def test_a_factor_and_zeros_beside_a_4_bit_weight(dtype, factor) -> None:
+    weight = four_bit(torch.randn(130, 192, dtype=dtype))
+    found, expected = torch.ones(2, 130, 192 + 21, dtype=dtype)[..., : 192 + 20]
+    ops.decode_(expected, weight, 192, factor, 5)
+    decode(found, weight, 192, factor, 5)
     assert torch.equal(found, expected)
 
 
@@ -173,19 +242,26 @@ def test_rows_that_lie_further_apart_than_32_bits_reach() -> None:
     y, rstd = triton_kernels.rms_norm(x, weight, 1e-6, room=FAR - 64)
     assert y.stride(0) == FAR
     torch.testing.assert_close(y[:, :64], ops.rms_norm(near[0], weight, 1e-6)[0])
-    dx = triton_kernels.rms_norm_backward(other, x, weight, rstd)
-    assert_one_rounding(dx, in_float32(ops.rms_norm_backward, near[1], near[0], weight, rstd))
+    dx = triton_kernels.rms_norm_backward(other, x, weight, rstd, onto=third, room=FAR - 64)
+    assert dx.stride(0) == FAR
+    assert_one_rounding(dx[:, :64], in_float32(ops.rms_norm_backward, near[1], near[0], weight, rstd) + near[2].float())
     across = far_apart(2, 64).transpose(0, 1)
     for rows in (across, across.unsqueeze(-2)):
         found, expected = (module.rms_norm(rows, weight, 1e-6)[0] for module in (triton_kernels, ops))
         torch.testing.assert_close(found, expected)
-    y = triton_kernels.gated(x, other, "silu", FAR - 64)
-    assert_one_rounding(y[:, :64], in_float32(ops.gated, near[0], near[1], "silu"))
-    triton_kernels.gated_backward_(x, other, third, "silu")
+    for factor in (None, torch.randn(2, 64).half()):
+        y = triton_kernels.gated(x, other, "silu", FAR - 64, factor)
+        assert y.stride(0) == FAR
+        assert_one_rounding(y[:, :64], in_float32(ops.gated, near[0], near[1], "silu"))
+    assert_sums(y[:, 64:66], y[:, :64].float() @ factor.float().t(), 64)
+    left = torch.randn(3, 2).half()
+    sums = triton_kernels.gated_backward_(x, other, third, "silu", left, left, left, torch.float32)
     exact = [values.float() for values in near]
-    ops.gated_backward_(*exact, "silu")
-    for found, expected in zip((x, other, third), exact, strict=True):
-        assert_one_rounding(found, expected)
+    expected = ops.gated_backward_(*exact, "silu", *[left.float()] * 3, torch.float32)
+    for found, one in zip((x, other), exact[:2], strict=True):
+        assert_one_rounding(found, one)
+    for found, one in zip(sums, expected, strict=True):
+        torch.testing.assert_close(found, one, rtol=1e-2, atol=1e-2)  # the factors of the sums are rounded
 
     q, k, angle = far_apart(3, 4, 16), far_apart(3, 2, 16), far_apart(3, 16)
     exact = [q.float(), k.float()]

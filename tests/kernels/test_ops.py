@@ -42,10 +42,10 @@ def strided(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(*shape[:-1], shape[-1] + 5, dtype=dtype)[..., 2 : 2 + shape[-1]]
 
 
-def assert_rounded(found: Tensor, exact: Tensor) -> None:
-    """`found` is `exact` (float64) but for the rounding of its type, twice."""
+def assert_rounded(found: Tensor, exact: Tensor, terms: int = 1) -> None:
+    """`found` is `exact` (float64) but for the rounding of its type, twice, and of a sum of so many `terms`."""
     assert found.dtype != torch.float64
-    torch.testing.assert_close(found.double(), exact, rtol=2 * torch.finfo(found.dtype).eps, atol=2e-6)
+    torch.testing.assert_close(found.double(), exact, rtol=2 * torch.finfo(found.dtype).eps, atol=2e-6 * terms)
 
 
 def quantized(dtype: torch.dtype, kind: str, nested: bool, shape: tuple[int, int] = (48, 130)) -> Any:
@@ -68,7 +68,9 @@ def test_a_norm_is_the_modules_to_the_bit_and_its_gradient_exact(dtype, family, 
     exact = x.double().requires_grad_()
     factor = norm.weight.detach().double() + offset
     (exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + 1e-6) * factor).backward(dy.double())
-    assert_rounded(ops.rms_norm_backward(dy, x, norm.weight.data, rstd, offset), exact.grad)
+    dx = ops.rms_norm_backward(dy, x, norm.weight.data, rstd, offset)
+    assert_rounded(dx, exact.grad)
+    assert torch.equal(ops.rms_norm_backward(dy, x, norm.weight.data, rstd, offset, dy), dx + dy), "as autograd adds"
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5], ids=["whole", "partial"])
@@ -101,16 +103,43 @@ def test_a_gated_activation_and_its_gradients_are_autograds(dtype, activation) -
     expected.backward(da)
     with torch.no_grad():
         found = ops.gated(gate, up, activation)
-        ops.gated_backward_(da, gate, up, activation)
+        ops.gated_backward_(gate, up, da, activation, *torch.empty(3, 15, 0, dtype=dtype), dtype)
     # torch has two GELUs in float32, one for values that lie side by side (oneDNN's), apart by less than 1e-6.
-    for value, exact in ((found, expected), (da, expected), (gate, gate.grad), (up, up.grad)):
+    for value, exact in ((found, expected), (gate, gate.grad), (up, up.grad)):
         torch.testing.assert_close(value, exact, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+def test_a_gated_activation_and_its_gradients_are_multiplied_by_factors(dtype) -> None:
+    gate, up, da = torch.randn(3, 3, 5, 33, dtype=dtype)
+    factor, (s, of_gate, of_up) = torch.randn(4, 33, dtype=dtype), strided(15, 6, dtype=dtype).split((1, 3, 2), 1)
+    wide, a = (ops.gated(gate, up, "silu", 4, *given) for given in ((factor, 0.5), ()))
+    a = a[..., :33]
+    assert torch.equal(wide[..., :33], a)
+    assert_rounded(wide[..., 33:37], 0.5 * a.double() @ factor.double().t(), 33)
+    sums = ops.gated_backward_(gate, up, da, "silu", s, of_gate, of_up, dtype)
+    a, gate, up = (value.flatten(0, 1).double() for value in (a, gate, up))
+    exact = s.double().t() @ a, gate.t() @ of_gate.double(), up.t() @ of_up.double()
+    for found, one in zip(sums, exact, strict=True):
+        assert_rounded(found, one, 15)
+
+
+def test_two_products_side_by_side_are_those_apart(dtype) -> None:
+    left, right = strided(5, 9, dtype=dtype), torch.randn(9, 7, dtype=dtype)
+    found, expected = torch.empty(2, 5, 7, dtype=dtype)
+    ops.multiply_joined_(found, left, right, 6)
+    ops.multiply_(expected, left[:, 6:].contiguous(), right[6:])
+    ops.add_product_(expected, left[:, :6].contiguous(), right[:6])
+    assert torch.equal(found, expected)
 
 
 def test_results_leave_room_for_further_columns(dtype) -> None:
     x, weight = torch.randn(3, 5, 12, dtype=dtype), torch.randn(12, dtype=dtype)
     for wide, exact in (
         (ops.rms_norm(x, weight, 1e-6, room=24)[0], ops.rms_norm(x, weight, 1e-6)[0]),
+        (
+            ops.rms_norm_backward(x, x, weight, x[..., 0].float(), 0.0, x, 24),
+            ops.rms_norm_backward(x, x, weight, x[..., 0].float(), 0.0, x),
+        ),
         (ops.gated(x, x, "silu", room=24), ops.gated(x, x, "silu")),
     ):
         assert wide.shape == (3, 5, 48), "rows begin at multiples of 16 values"
@@ -127,6 +156,21 @@ def test_a_4_bit_weight_decodes_to_bitsandbytes_values_beside_other_columns(dtyp
     ops.decode_(buffer[:, : shape[1]], weight)
     assert torch.equal(buffer[:, : shape[1]], bnb.functional.dequantize_4bit(weight.data, weight.quant_state))
     assert not buffer[:, shape[1] :].any()
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8", "none"])
+def test_a_factor_and_zeros_stand_beside_a_decoded_weight(dtype, kind) -> None:
+    weight = torch.randn(6, 64, dtype=dtype)
+    weight = {"nf4": lambda: quantized(dtype, "nf4", True, (6, 64)), "int8": lambda: eight_bit.quantized(weight)}.get(
+        kind, lambda: weight
+    )()
+    out, alone, factor = torch.ones(6, 72, dtype=dtype), torch.empty(6, 64, dtype=dtype), torch.randn(6, 3)
+    ops.decode_(out, weight, 64, factor, 2)
+    ops.decode_(alone, weight)
+    zeros = alone.new_zeros(6, 3)
+    assert torch.equal(out, torch.cat([alone, zeros[:, :2], factor.to(dtype), zeros], dim=1))
+    ops.decode_(out, weight, 64)
+    assert torch.equal(out, torch.cat([alone, alone.new_zeros(6, 8)], dim=1))
 
 
 def test_an_8_bit_and_a_16_bit_weight_decode_to_what_their_layers_multiply_by(dtype) -> None:
@@ -149,13 +193,21 @@ def calls(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     state, plain, eight = nested.quant_state, quantized(dtype, "fp4", nested=False), eight_bit.quantized(x[0])
     return {
         "rms_norm": (ops.rms_norm, (x, weight, 1e-6, 1.0, False)),
-        "rms_norm_backward": (ops.rms_norm_backward, (x, x * 2, weight, torch.rand(3, 5), 1.0)),
+        "rms_norm_backward": (ops.rms_norm_backward, (x, x * 2, weight, torch.rand(3, 5), 1.0, x, 4)),
+        "multiply_joined_": (ops.multiply_joined_, (x[0].clone(), x[0], torch.randn(32, 32, dtype=dtype), 24)),
         "rope_": (ops.rope_, (heads[:, :, :4], heads[:, :, 4:], angle, angle, True)),
         "gated": (ops.gated, (x, x * 2, "gelu")),
-        "gated_backward_": (ops.gated_backward_, (x, x * 2, x * 3, "silu")),
+        "gated with a factor": (ops.gated, (x, x * 2, "silu", 2, x[0, :2], 0.5)),
+        "gated_backward_": (ops.gated_backward_, (
+            x, x * 2, x * 3, "silu", *strided(15, 6, dtype=dtype).split((1, 3, 2), 1), torch.float32
+        )),
         "decode_4bit_ nested": (ops.decode_4bit_, (
             strided(48, 130, dtype=dtype), nested.data, state.absmax, 64, "nf4",
             state.state2.code, state.state2.absmax, state.offset, 256,
+        )),
+        "decode_4bit_ beside a factor": (ops.decode_4bit_, (
+            strided(48, 150, dtype=dtype), plain.data, plain.quant_state.absmax, 64, "fp4", None, None, None, 256, 130,
+            torch.randn(48, 4), 8,
         )),
         "decode_4bit_": (ops.decode_4bit_, (
             strided(48, 130, dtype=dtype), plain.data, plain.quant_state.absmax, 64, "fp4"
@@ -164,6 +216,10 @@ def calls(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     }  # fmt: skip
 
 
+at_once = pytest.mark.parametrize("seeded", [2**16], indirect=True, ids=["at once"])  # blocks change no shape
+
+
+@at_once
 @pytest.mark.slow
 def test_schemas_and_shapes_are_those_of_the_results(dtype, subtests) -> None:
     for name, (operator, args) in calls(dtype).items():
@@ -171,6 +227,7 @@ def test_schemas_and_shapes_are_those_of_the_results(dtype, subtests) -> None:
             torch.library.opcheck(operator, args)
 
 
+@at_once
 @pytest.mark.slow
 def test_the_cpu_programs_of_operators_run_on_fake_tensors(dtype, subtests) -> None:
     for name, (operator, args) in calls(dtype).items():

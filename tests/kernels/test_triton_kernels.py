@@ -36,6 +36,10 @@ def test_the_kernels_compute_what_the_operators_do_on_a_cpu() -> None:
 # -- compiled for a card -----------------------------------------------------------------------------------------------
 
 
+# The kernels that multiply tiles by factors of up to rank 256 (with rank 16, in 16 bit, 100 and 16 KiB).
+_LIMITS = dict.fromkeys(("_gated_low", "_gated_backward"), (255, 48 * 1024))
+
+
 def launch_all(dtype: torch.dtype) -> None:
     """Each kernel as a layer of a large model starts it, with tensors that have no memory."""
 
@@ -46,7 +50,7 @@ def launch_all(dtype: torch.dtype) -> None:
     for width in (128, 3584, 4096, 16384):  # heads, Qwen2.5 7B, Llama 7B, Llama 405B
         x, weight = empty(4, 2048, width), empty(width)
         _, rstd = triton_kernels.rms_norm(x, weight, 1e-5, room=16)
-        triton_kernels.rms_norm_backward(x, x, weight, rstd)
+        triton_kernels.rms_norm_backward(x, x, weight, rstd, onto=x, room=16)
     for heads, others, size in ((32, 32, 128), (28, 4, 128), (16, 8, 256)):
         joint = empty(4, 2048, heads + 2 * others, size)
         triton_kernels.rope_(
@@ -55,7 +59,12 @@ def launch_all(dtype: torch.dtype) -> None:
     for activation in ("silu", "gelu", "gelu_tanh"):
         gate, up = empty(4, 2048, 2 * 11008).chunk(2, -1)
         triton_kernels.gated(gate, up, activation, room=16)
-        triton_kernels.gated_backward_(empty(4, 2048, 11008), gate, up, activation)
+        for rank in (16, 64, 256):
+            triton_kernels.gated(gate, up, activation, rank, empty(rank, 11008))
+            triton_kernels.gated_backward_(
+                gate, up, empty(4, 2048, 11008), activation, empty(8192, rank),
+                *empty(8192, 2 * rank).split(rank, 1), single,
+            )  # fmt: skip
     out = empty(11008, 4096 + 16)[:, :4096]
     packed, scales = empty(11008 * 4096 // 2, 1, dtype=torch.uint8), empty(11008 * 64, dtype=single)
     triton_kernels.decode_4bit_(out, packed, scales, 64, "nf4")
@@ -63,6 +72,9 @@ def launch_all(dtype: torch.dtype) -> None:
         out, packed, scales.to(torch.uint8), 64, "nf4", empty(256, dtype=single), empty(2752, dtype=single),
         empty(dtype=single),
     )  # fmt: skip
+    triton_kernels.decode_4bit_(
+        empty(11008, 4096 + 48), packed, scales, 64, "nf4", inputs=4096, beside=empty(11008, 16, dtype=single), at=16
+    )
     triton_kernels.decode_int8_(out, empty(11008, 4096, dtype=torch.int8), empty(11008, dtype=single))
 
 
@@ -100,7 +112,7 @@ def resources(cubin: bytes, file: Path) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("compiled", "dtype"),
     [
-        *((card, torch.bfloat16) for card in (86, 89, 90, 100, 120)),
+        *((card, torch.bfloat16) for card in (89, 90, 100, 120)),  # 86 has the instructions of 80 and 89
         *((card, torch.float16) for card in (75, 80)),
         (80, torch.float32),
     ],
@@ -108,13 +120,14 @@ def resources(cubin: bytes, file: Path) -> dict[str, int]:
 )
 def test_they_compile_without_spills_and_move_rows_in_large_pieces(compiled, dtype, tmp_path, subtests) -> None:
     launch_all(dtype)
-    assert len({name for name, _ in compiled}) == 7
+    assert len({name for name, _ in compiled}) == 8
     for place, (name, kernel) in enumerate(compiled):
         with subtests.test(name, launch=place):
             used = resources(kernel.asm["cubin"], tmp_path / "cubin")
             assert used["STACK"] == used["LOCAL"] == 0
-            assert used["REG"] <= 96  # of 65,536: a third of the threads that a multiprocessor holds, and more
-            assert kernel.metadata.shared <= 8 * 1024
+            registers, shared = _LIMITS.get(name, (96, 8 * 1024))
+            assert used["REG"] <= registers  # of 65,536; with 96 a third of the threads that a multiprocessor holds
+            assert kernel.metadata.shared <= shared
             moved = re.findall(r"\b(ld|st)\.global(?:\.\w+)*\.b16\b", kernel.asm["ptx"])
             assert len(moved) <= 2, (
                 "rows in pieces of 16 bytes; a vector that many rows share may come in single values"

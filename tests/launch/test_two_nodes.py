@@ -12,12 +12,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from children import Children
 from jobs import QUICK, TINY
 
 from finetune.launch import render
 from finetune.storage.rundir import RunDirectory
 
-ROOT = Path(__file__).resolve().parents[2]
+FORKED_RANK = Path(__file__).resolve().parents[1] / "faults" / "forked_rank.py"
 TWICE = '#!/bin/bash\nshift\n"$@" & first=$!\n"$@" & wait $! && wait $first\n'
 
 
@@ -38,12 +39,24 @@ def rank_under(process: psutil.Process, rank: int) -> psutil.Process:
     raise AssertionError
 
 
+def in_forks(folder: Path, children: Children) -> None:
+    """Let `python -m finetune` in `folder` run in a fork of a process that has imported it."""
+    (folder / "finetune").mkdir()
+    (folder / "finetune" / "__init__.py").touch()
+    (folder / "finetune" / "__main__.py").write_text(
+        f"import runpy, sys\n"
+        f"sys.argv[1:1] = {[str(children.address), str(folder)]!r}\n"
+        f"runpy.run_path({str(FORKED_RANK)!r}, run_name='__main__')\n"
+    )
+
+
 @pytest.mark.slow
 def test_two_agents_train_one_run_and_start_again_after_a_kill(
-    tmp_path: Path, rows_file: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, rows_file: Path, monkeypatch: pytest.MonkeyPatch, children: Children
 ) -> None:
     """By themselves, at a new rendezvous, from the last checkpoint."""
     monkeypatch.chdir(tmp_path)
+    in_forks(tmp_path, children)
     for name, text in {"srun": TWICE, "scontrol": "#!/bin/bash\necho localhost\n"}.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(stat.S_IRWXU)
@@ -53,7 +66,7 @@ def test_two_agents_train_one_run_and_start_again_after_a_kill(
     run = RunDirectory(tmp_path / "run")
     environment = {
         **os.environ, "SLURM_JOB_ID": str(free_port() - 20000), "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "a,b",
-        "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
+        "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     with open(tmp_path / "log", "w") as log:

@@ -19,9 +19,7 @@ from finetune.model.source import file_hashes, identity
 @pytest.fixture(autouse=True)
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of its own for what is remembered."""
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(
         file_hashes, "_COARSEST_TIMESTAMP_NANOSECONDS", 10**8
     )  # this machine's ticks are of milliseconds

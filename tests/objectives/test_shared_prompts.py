@@ -22,7 +22,7 @@ from steps import (
 
 import finetune
 from finetune.config import Config
-from finetune.data.batching import MicroBatching, Sizes, worst_batches
+from finetune.data.batching import MicroBatching, Sizes, chosen_rows, worst_batches
 from finetune.data.encoded import IGNORE, Encoded, Segment
 from finetune.model.attention import packing
 from finetune.model.probes import packed_rows
@@ -157,8 +157,8 @@ def test_the_rows_that_share_most_are_a_largest_micro_batch_beside_the_longest()
     assert (most.by_row, most.shared) == ([(18, 5), (18, 5), (1, 1)], (15, 15, 1))
     assert longest.positions == most.positions == 48
     assert most.keys == 48 + 31
-    assert largest_batch.chosen_rows(sizes, longest)[0] == 0
-    assert largest_batch.chosen_rows(sizes, most) == [1, 2, 3]
+    assert chosen_rows(sizes, longest)[0] == 0
+    assert chosen_rows(sizes, most) == [1, 2, 3]
 
 
 def test_where_a_step_has_few_rows_those_with_the_most_keys_are_a_largest_micro_batch() -> None:
@@ -170,7 +170,7 @@ def test_where_a_step_has_few_rows_those_with_the_most_keys_are_a_largest_micro_
     longest, most = worst_batches(sizes, way, 2, "here")
     assert (longest.positions, longest.keys) == (2000, 2000)
     assert (most.positions, most.keys) == (1940, 2 * (950 + 960))
-    assert largest_batch.chosen_rows(sizes, most) == [1, 4]
+    assert chosen_rows(sizes, most) == [1, 4]
 
 
 def test_labels_that_a_larger_batch_may_have_are_not_put_on_what_is_computed_elsewhere(job) -> None:

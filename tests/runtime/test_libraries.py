@@ -44,7 +44,7 @@ def test_a_fork_of_a_process_that_has_tokenized_in_parallel_tokenizes_too() -> N
 # -- 4-bit weights on a CPU --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@torch.compiler.set_stance("force_eager")  # bitsandbytes compiles its code for odd rows, for each shape anew
 def test_4_bit_weights_are_dequantized_by_the_scale_of_their_own_block(subtests: pytest.Subtests) -> None:
     """Blocks of 64 go on across the ends of rows."""
     for dtype in [torch.float32, torch.bfloat16]:

@@ -18,7 +18,6 @@ import torch
 from steps import assert_gradients_close, gradients, micro_batches, ready
 from torch.backends import python_native
 from trl.kernels import chunked_logprob
-from trl.trainer import utils
 
 import finetune
 from finetune.data.batching import Batch
@@ -27,6 +26,7 @@ from finetune.errors import MachineError
 from finetune.forecast import devices, job_forecast, replay
 from finetune.measure.out_of_memory import is_out_of_memory
 from finetune.model.attention import backends
+from finetune.objectives import fused_head
 from finetune.runtime import libraries
 from finetune.runtime.device import this_device
 
@@ -71,8 +71,7 @@ def forget() -> None:
 @pytest.fixture
 def avoided(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a process does without Triton, for the length of a test."""
-    for module in (chunked_logprob, utils):
-        monkeypatch.setattr(module, "_use_triton", module._use_triton)
+    monkeypatch.setattr(chunked_logprob, "_use_triton", chunked_logprob._use_triton)
     libraries.without_triton()
     yield
     python_native.triton.enable()
@@ -127,8 +126,8 @@ def test_a_full_card_is_out_of_memory_and_not_an_obstacle(triton) -> None:
 
 def test_without_it_no_library_takes_its_kernels_on_a_gpu(avoided) -> None:
     assert not chunked_logprob._use_triton(CUDA)
-    assert utils._use_triton(CUDA), "places without a label are left out all the same"
-    assert not utils._use_triton(torch.device("cpu"))
+    assert fused_head.scores_labelled(CUDA), "places without a label are left out all the same"
+    assert not fused_head.scores_labelled(torch.device("cpu"))
     assert not python_native.triton.enabled
 
 
@@ -144,7 +143,7 @@ def test_the_loss_of_labelled_positions_alone_is_the_loss(avoided, quick, monkey
         scored.append(len(hidden))
         return forward(ctx, hidden, *rest)
 
-    monkeypatch.setattr(utils, "_use_triton", lambda device: True)  # as on a GPU, see above
+    monkeypatch.setattr(fused_head, "scores_labelled", lambda device: True)  # as on a GPU, see above
     monkeypatch.setattr(chunked_logprob.ChunkedLogProbFunction, "forward", staticmethod(counted))
     compact_loss, found = gradients(loop, inputs)
     assert sum(scored) == sum(int((part["labels"][:, 1:] != -100).sum()) for part in inputs)

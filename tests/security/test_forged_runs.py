@@ -33,6 +33,7 @@ from finetune.config import Config
 from finetune.data import fingerprint
 from finetune.doctor import run_check as run_directory
 from finetune.errors import ArtifactError, FinetuneError
+from finetune.inference import answers
 from finetune.lifecycle import provenance
 from finetune.lifecycle import resume as resuming
 from finetune.model.source.tokenizer import load_tokenizer
@@ -429,10 +430,13 @@ def unfinished(half: RunDirectory, tmp_path: Path, hurried: None) -> Config:
     "text",
     ["[", "[3]", '[{"question": "x", "reference": "y", "before": "z", "after": null, "messages": [{"role": 3}]}]'],
 )
-def test_forged_answers_do_not_stop_training_and_are_generated_again(unfinished: Config, text: str) -> None:
+def test_forged_answers_do_not_stop_training_and_are_generated_again(
+    unfinished: Config, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = RunDirectory(unfinished.output.dir)
     before = run.answers()
     run.answers_file.write_text(text)
+    monkeypatch.setattr(answers, "_QUESTIONS", len(before))
     assert finetune.train(unfinished).run.steps_done == 4
     assert [(row["question"], row["before"]) for row in run.answers()] == [
         (row["question"], row["before"]) for row in before

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from jobs import TINY
 
@@ -31,6 +32,12 @@ def test_each_member_has_a_directory_that_every_file_system_takes(values: list[s
 @pytest.mark.parametrize("value", ["auto", "null", "3", "1e-3", 1e-4, None, True, ["a", "b"], {"a": 1}, "a b, 'c'"])
 def test_a_value_of_python_is_read_back(value: Any) -> None:
     assert strict_yaml.parse(f"key: {grid.as_text(value)}").values == {"key": value}
+
+
+def test_values_of_numpy_are_read_as_pythons_and_others_are_refused() -> None:
+    assert [grid.as_text(each) for each in (np.float64(1e-4), np.int64(3), np.bool_(True))] == ["0.0001", "3", "true"]
+    with pytest.raises(ConfigError, match="is no value of a config"):
+        grid.as_text(object())
 
 
 @pytest.mark.parametrize("values", ["1e-4,2e-4", 1e-4])

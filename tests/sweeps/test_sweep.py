@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,15 @@ from seeing_jobs import config, example
 
 import finetune
 from finetune import recipe
+from finetune.errors import InUseError, OutOfMemoryError
 from finetune.report.sweep_view import SweepView
+from finetune.report.terminal import Terminal
 from finetune.settings import load_config
+from finetune.storage import locks
 from finetune.storage.rundir import RunDirectory
 from finetune.sweeps import grid, running
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.usefixtures("hurried")
 
 JOB = [*QUICK, "training.max_steps=8", "data.eval_share=0.3", "adapter.rank=4", "adapter.dropout=0.1"]
 RATES = {"training.learning_rate": ["1e-3", "3e-3", "1e-2", "1"]}
@@ -35,8 +40,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def job(rows: str) -> list[str]:
-    return [*JOB, rows]
+def job(rows: str, shallow_base: Path) -> list[str]:
+    return [*JOB, rows, f"model.name={shallow_base}"]
 
 
 def swept(folder: Path, job: list[str], **options: Any) -> running.SweepTable:
@@ -63,6 +68,7 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory, job: list[str]) -> tup
     return folder, swept(folder, job)
 
 
+@pytest.mark.slow
 def test_the_members_that_reach_the_end_are_lone_runs_to_the_bit(
     interrupted: tuple[Path, running.SweepTable], tmp_path: Path, job: list[str]
 ) -> None:
@@ -76,6 +82,7 @@ def test_the_members_that_reach_the_end_are_lone_runs_to_the_bit(
         assert same_adapter(member, lone)
 
 
+@pytest.mark.slow
 def test_half_is_stopped_and_the_table_says_why_and_where(interrupted: tuple[Path, running.SweepTable]) -> None:
     folder, table = interrupted
     states = {each.setting: (each.state, each.share) for each in table.settings}
@@ -91,12 +98,14 @@ def test_half_is_stopped_and_the_table_says_why_and_where(interrupted: tuple[Pat
     assert json.loads((folder / running.TABLE).read_text()) == table.as_dict()
 
 
+@pytest.mark.slow
 def test_the_loss_of_the_best_is_that_of_its_own_evaluation(interrupted: tuple[Path, running.SweepTable]) -> None:
     folder, table = interrupted
     last = metric(RunDirectory(folder / table.settings[0].setting), "eval_loss")[-1]
     assert table.settings[0].loss == pytest.approx(last, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_sweep_that_is_done_trains_nothing_again(
     interrupted: tuple[Path, running.SweepTable], monkeypatch: pytest.MonkeyPatch, job: list[str]
 ) -> None:
@@ -105,6 +114,7 @@ def test_a_sweep_that_is_done_trains_nothing_again(
     assert swept(folder, job).as_dict() == table.as_dict()
 
 
+@pytest.mark.slow
 def test_a_run_that_went_on_alone_cannot_be_compared_earlier(tmp_path: Path, job: list[str]) -> None:
     [first, *_] = grid.members(TINY, [*job, f"output.dir={tmp_path / 'sweep'}"], RATES)
     finetune.train(first.config)
@@ -122,8 +132,10 @@ def test_a_run_of_another_job_is_no_member_of_this_one(tmp_path: Path, job: list
         running.sweep(TINY, [*arguments, "adapter.rank=2"], RATES)
 
 
+@pytest.mark.slow
 def test_members_are_compared_whatever_micro_batch_and_precision_each_has(tmp_path: Path, job: list[str]) -> None:
-    arguments = [*job, "training.max_steps=1", "training.micro_batch=auto", f"output.dir={tmp_path / 'sweep'}"]
+    arguments = [*job, "training.max_steps=1", "training.micro_batch=auto", "memory.checkpointing=none",
+                 f"output.dir={tmp_path / 'sweep'}"]  # fmt: skip
     table = running.sweep(TINY, arguments, {"training.precision": ["bf16", "fp32"]})
     for each in table.settings:
         [last] = metric(RunDirectory(each.runs[0]), "eval_loss")[-1:]
@@ -137,6 +149,66 @@ def test_a_spent_budget_says_where_the_same_command_goes_on(tmp_path: Path, job:
     assert {each.state for each in table.settings} == {"waiting"}
 
 
+@pytest.mark.slow
+def test_members_that_another_process_has_are_left_to_it(tmp_path: Path, job: list[str]) -> None:
+    """It is held here by a thread, until all others have been trained."""
+    scores = tmp_path / "sweep" / "scores"
+    scores.mkdir(parents=True)
+    rates, held = {"training.learning_rate": ["1e-3", "3e-3"]}, scores / "learning_rate=1e-3.lock"
+    locked, order = threading.Event(), []
+
+    def hold() -> None:
+        with locks.locked(held, "the member", "or wait"):
+            locked.set()
+            while not any(scores.glob("learning_rate=3e-3-*.npy")):
+                time.sleep(0.05)
+            order.append("released")
+
+    other = threading.Thread(target=hold)
+    other.start()
+    assert locked.wait(10)
+    said = Terminal(quiet=True)
+    said.note = order.append  # type: ignore[method-assign]
+    arguments = [*job, "training.max_steps=1", f"output.dir={tmp_path / 'sweep'}"]
+    table = running.sweep(TINY, arguments, rates, full=True, terminal=said)
+    other.join()
+    assert [each.partition(":")[0] for each in order] == ["learning_rate=3e-3", "released", "learning_rate=1e-3"]
+    assert {each.state for each in table.settings} == {"finished"}
+
+
+@pytest.mark.slow
+def test_a_member_that_does_not_fit_is_told_and_the_others_go_on(
+    tmp_path: Path, job: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = recipe.train
+
+    def too_large(config: Any, **options: Any) -> Any:
+        if config.adapter.rank == 8:
+            raise OutOfMemoryError("it needs 30.0 GiB of 24.0 GiB\nlower the rank")
+        return train(config, **options)
+
+    monkeypatch.setattr(recipe, "train", too_large)
+    arguments = [*job, "training.max_steps=1", f"output.dir={tmp_path / 'sweep'}"]
+    table = running.sweep(TINY, arguments, {"adapter.rank": ["8", "4"]})
+    assert [(each.setting, each.state) for each in table.settings] == [("rank=4", "finished"), ("rank=8", "failed")]
+    assert table.settings[1].why == "it needs 30.0 GiB of 24.0 GiB"
+    assert table.winner == "rank=4"
+
+
+def test_fresh_moves_an_earlier_sweep_aside(tmp_path: Path, job: list[str]) -> None:
+    arguments = [*job, f"output.dir={tmp_path / 'sweep'}"]
+    for _ in range(2):
+        running.sweep(TINY, arguments, RATES, fresh=True, budget_seconds=1e-6)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["sweep", "sweep.1"]
+    (tmp_path / "sweep" / "scores").mkdir()
+    with (
+        locks.locked(tmp_path / "sweep" / "scores" / "one.lock", "the member", "or wait"),
+        pytest.raises(InUseError, match="is in use by process"),
+    ):
+        running.sweep(TINY, arguments, RATES, fresh=True)
+
+
+@pytest.mark.slow
 def test_seeds_are_averaged_and_too_few_differences_call_no_winner(tmp_path: Path, job: list[str]) -> None:
     config = load_config(TINY, [*job, "training.max_steps=1", f"output.dir={tmp_path / 'sweep'}"])
     view = finetune.sweep(config, {"adapter.alpha": [32, 33], "training.seed": [1, 2]}, full=True)
@@ -148,6 +220,7 @@ def test_seeds_are_averaged_and_too_few_differences_call_no_winner(tmp_path: Pat
     assert len(view.frame()) == 2
 
 
+@pytest.mark.slow
 def test_the_page_has_the_table_the_verdict_and_the_curves(
     interrupted: tuple[Path, running.SweepTable], tmp_path: Path
 ) -> None:

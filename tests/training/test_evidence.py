@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from jobs import QUICK, TINY
 
 import finetune
 from finetune.config import AdapterSection
 from finetune.settings import load_config
-from finetune.storage.rundir import RunDirectory
 from finetune.training import evidence
 
 
@@ -51,6 +48,13 @@ def test_a_given_rate_stays_and_one_that_the_evidence_calls_bad_is_told() -> Non
     assert evidence.resolved(load_config({}, ["training.learning_rate=3e-2"]), of_width(192))[1] is None
 
 
+def test_no_rate_is_guessed_for_an_optimizer_that_no_sweep_tells_of() -> None:
+    with pytest.raises(finetune.ConfigError, match=r"no sweep tells the rate of `sgd`.*set a number"):
+        evidence.resolved_if_known(load_config({}, ["optimizer.kind=sgd"]))
+    given = ["optimizer.kind=sgd", "training.learning_rate=0.1"]
+    assert evidence.resolved(load_config({}, given), of_width(4096))[1] is None
+
+
 def test_adapters_on_attention_alone_are_told() -> None:
     for targets, told in [("[q_proj, v_proj]", True), ("[q_proj, down_proj]", False), ("all-linear", False)]:
         settings = ["training.learning_rate=2e-4", f"adapter.targets={targets}"]
@@ -66,13 +70,12 @@ def test_the_capacity_names_a_rank_that_has_a_weight_for_each_token() -> None:
 
 
 def test_a_run_is_recorded_with_its_rate_and_one_of_an_earlier_version_keeps_its_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    quick, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = [*QUICK, f"output.dir={tmp_path / 'run'}", "training.max_steps=1", "training.learning_rate=auto"]
-    run = RunDirectory(tmp_path / "run")
-    finetune.train(load_config(TINY, settings))
+    config = quick("training.max_steps=1", "training.learning_rate=auto")
+    run = finetune.train(config).run
     rate = run.config().training.learning_rate
     assert rate == 1.5e-3  # 2e-4 * (2000 / 192) ** 1.15 / 2
     run.config_file.write_text(run.config_file.read_text().replace("0.0015", "0.0002"))
-    finetune.train(load_config(TINY, settings))
+    finetune.train(config)
     assert "is finished" in capsys.readouterr().out

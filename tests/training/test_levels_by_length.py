@@ -20,6 +20,7 @@ from finetune.storage.rundir import RunDirectory
 from finetune.training import oom_retry
 from finetune.training.collator import Inputs, tokens_a_row
 from finetune.training.job import TrainingJob
+from finetune.training.largest_batch import warm_up
 from finetune.training.loop import Loop
 from finetune.training.step import Step
 
@@ -99,6 +100,7 @@ def test_the_largest_of_each_length_is_tried_before_the_first_step(
     seen = computed(monkeypatch)
     shorten(monkeypatch, TABLE)
     loop = ready(quick(*JOB))
+    warm_up(loop.step, loop.steps, loop.retry, loop.evaluation)
     lengths = loop.steps.rows["length"][:]
     most = [max(length for length in lengths if length <= bound) for bound in (max(lengths), SHORT, MIDDLE)]
     assert [tokens for tokens, _ in seen] == [tokens for tokens in most for _ in range(2)]

@@ -11,10 +11,10 @@ import torch
 from datasets import Dataset
 
 from finetune.data.batching import MicroBatching
-from finetune.data.encoded import IGNORE
+from finetune.data.encoded import IGNORE, IMAGES
 from finetune.objectives import OBJECTIVES
 from finetune.objectives.kto import LABELLED
-from finetune.training.collator import MicroBatches, apart
+from finetune.training.collator import Inputs, MicroBatches, apart
 from finetune.training.largest_batch import in_both_passes, longer_segment
 from finetune.training.oom_retry import Limit, Retry, UpdateStart, location_of
 
@@ -77,6 +77,20 @@ def test_a_mismatched_answer_that_does_not_fit_leaves_smaller_micro_batches_whol
     long, short = (collate.micro_batch([answer(at, *lengths) for at in (100, 200)]) for lengths in ((4, 40), (8, 8)))
     assert limit.lower(long)
     assert [len(limit.parts([each])) for each in (long, short)] == [2, 1]
+
+
+def test_images_that_do_not_fit_leave_micro_batches_of_fewer_pixels_whole() -> None:
+    collate, limit = MicroBatches(MicroBatching(2), 0), Limit()
+
+    def shown(tokens: int, *pixels: int) -> Inputs:
+        rows = [{"input_ids": [1] * tokens, "labels": [1] * tokens}] * 2
+        return {**collate.micro_batch(rows), IMAGES: [{"pixel_values": torch.ones(each, 4)} for each in pixels]}
+
+    assert limit.lower(shown(8, 30, 50))
+    for inputs, parts in ((shown(8, 50, 30), 2), (shown(9, 80, 1), 2), (shown(9, 40, 30), 1), (shown(7, 80, 80), 1)):
+        assert len(limit.parts([inputs])) == parts
+    assert limit.lower(shown(90, 0, 0))
+    assert [len(limit.parts([shown(*sizes)])) for sizes in ((90, 0, 0), (89, 0, 0))] == [2, 1]
 
 
 def test_an_update_that_did_nothing_leaves_the_states_where_they_are(

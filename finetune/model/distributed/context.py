@@ -119,7 +119,7 @@ def _of_whole_rows(make: Callable[..., Any], padding: Tensor | None, size: int) 
 
 
 def _balanced(model: Any, group: ProcessGroup) -> contextlib.AbstractContextManager[Any]:
-    """A context in which TRL's head (1.16) computes a mixture's load-balancing loss over the tokens of all slices."""
+    """A context in which a mixture's load-balancing loss is computed over the tokens of all slices."""
     if not getattr(model.config.get_text_config(), "output_router_logits", False):
         return contextlib.nullcontext()
     return patches.BALANCING_LOSS.by(functools.partial(_balancing_loss, group))

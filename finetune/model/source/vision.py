@@ -99,13 +99,16 @@ FAMILIES: dict[str, VisionFamily] = {
 PIXELS = ("pixel_values", "image_grid_thw", "pixel_attention_mask", "image_sizes", "image_position_ids")
 """The model's arguments for images; those of its other arguments that a processor may make are of tokens."""
 
+_OF_TILES = 5  # dimensions of pixels (rows, tiles, channels, height, width)
+_MOST_READ = 2**20  # numbers: a processor's output of more is of pixels
+
 _TRIED = ((40, 40), (40, 120), (700, 500))  # heights and widths of the blank images
 
 
 class Vision:
     """The images of a base: `mark` is what its chat template writes for one, and `image_tokens` are the ids of tokens
     that stand for its features, of which `token` is the text. `token_types` is the model's argument that says which
-    tokens are of images.
+    tokens are of images. `bounded` gives the same with a bound of pixels; None where they are fixed.
 
     Raises ArtifactError for a tokenizer without them, and ConfigError for a processor that makes other tokens of an
     image than it counts from its size.
@@ -133,6 +136,8 @@ class Vision:
         self._around = "", ""
         self._uncounted = 0
         self.text = functools.lru_cache(maxsize=4096)(self._text)
+        self.blank = functools.lru_cache(maxsize=4096)(self._pixels_of_blank)
+        self.bounded: Callable[[int], Vision] | None = None
         try:
             self._try()
         except ConfigError:
@@ -146,6 +151,10 @@ class Vision:
             return str(self._processor.replace_image_token(self._family.made(self._processor, height, width), 0))
         before, after = self._around
         return before + self.token * (self._count(height, width) + self._uncounted) + after
+
+    def count(self, height: int, width: int) -> int:
+        """The number of tokens that stand for an image of this size."""
+        return self.text(height, width).count(self.token)
 
     def _count(self, height: int, width: int) -> int:
         counted = self._processor._get_num_multimodal_tokens(image_sizes=[(height, width)])  # noqa: SLF001
@@ -202,6 +211,17 @@ class Vision:
                 )
         return {name: made[name] for name in PIXELS if name in made and name in self._arguments}
 
+    def _pixels_of_blank(self, sizes: tuple[tuple[int, int], ...]) -> dict[str, torch.Tensor]:
+        """`pixels` of blank images of these sizes (height, width), without what no size follows from.
+
+        The numbers of pixels, and masks of single ones, are on the meta device.
+        """
+        made = self.pixels([self._blank(*size) for size in sizes])
+        return {
+            name: value.to("meta") if value.is_floating_point() or value.numel() > _MOST_READ else value
+            for name, value in made.items()
+        }
+
     def _processed(self, images: Sequence[Any]) -> tuple[Mapping[str, Any], list[str]]:
         """What the processor makes of the images of one row, and the text that takes the place of each."""
         made, texts = self._processor._process_images([list(images)], **self._options)  # noqa: SLF001
@@ -222,10 +242,13 @@ class Vision:
 def joined(rows: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """The model's arguments for the images of several rows; rows without any have none.
 
-    Tiles are (rows, tiles, ...): a row of fewer gets black ones, which the model leaves out.
+    Tiles are (1, tiles, ...), as if all were of one row: models take them in order, and none is black to fill a row up.
     """
     there = [row for row in rows if row]
-    return {name: _joined([row[name] for row in there]) for name in PIXELS if there and name in there[0]}
+    names = [name for name in PIXELS if there and name in there[0]]
+    if there and there[0]["pixel_values"].dim() == _OF_TILES:
+        return {name: torch.cat([row[name] for row in there], dim=1) for name in names}
+    return {name: _joined([row[name] for row in there]) for name in names}
 
 
 def _joined(values: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -262,9 +285,15 @@ def of(config: Config, architecture: Any, tokenizer: Any) -> Vision | None:
     images = _image_processor(section)
     if pixels and not family.bound:
         raise ConfigError(f"`data.image_pixels`: {section.name} makes the same pixels of any image; remove it")
-    if pixels and family.bound:
-        images = _image_processor(section, **family.bound(images, pixels))
-    return Vision(_processor(section, architecture, family, images, tokenizer), architecture, family)
+
+    @functools.cache
+    def bounded(pixels: int | None) -> Vision:
+        own = _image_processor(section, **family.bound(images, pixels)) if pixels and family.bound else images
+        seeing = Vision(_processor(section, architecture, family, own, tokenizer), architecture, family)
+        seeing.bounded = bounded if family.bound else None
+        return seeing
+
+    return bounded(pixels)
 
 
 def _processor(section: ModelSection, architecture: Any, family: VisionFamily, images: Any, tokenizer: Any) -> Any:

@@ -20,7 +20,8 @@ from torch import nn
 from finetune.model.structure.packed import packing_of
 
 _ROUTER_CLASS = re.compile("Router|TopKGating")
-# Config attributes for the number of experts that a token visits (transformers 5.23).
+# Config attributes for the number of experts, and for how many of them a token visits (transformers 5.23).
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _ACTIVE = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
 
 
@@ -100,6 +101,15 @@ def active(model: nn.Module) -> int:
     config: Any = model.config
     text = config.get_text_config()
     return max(next((int(count) for name in _ACTIVE if (count := getattr(text, name, None))), 1), 1)
+
+
+def balancing_loss(router_logits: Any, text: Any, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    """The load-balancing loss of a mixture with the config `text` (arXiv 2101.03961), which all families share."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    count = next(getattr(text, name) for name in _EXPERTS if hasattr(text, name))
+    loss: torch.Tensor = load_balancing_loss_func(router_logits, count, text.num_experts_per_tok, attention_mask)
+    return loss
 
 
 def is_mixture(model: nn.Module) -> bool:

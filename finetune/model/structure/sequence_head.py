@@ -17,6 +17,7 @@ from transformers.utils import ModelOutput
 
 from finetune.errors import ConfigError
 from finetune.model.source import catalog
+from finetune.model.structure import experts
 
 HEAD = "score"
 _MARK = "_scores_tokens"
@@ -110,12 +111,8 @@ def _forward(
     asked = {"use_cache": False, **({"output_router_logits": True} if balanced else {}), **inputs}
     output = model.base_model(input_ids=input_ids, **asked)
     hidden, aux_loss = output.last_hidden_state, None
-    if balanced:  # as TRL's head does for a language model
-        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-
-        aux_loss = load_balancing_loss_func(
-            output.router_logits, text.num_experts, text.num_experts_per_tok, inputs.get("attention_mask")
-        )
+    if balanced:
+        aux_loss = experts.balancing_loss(output.router_logits, text, inputs.get("attention_mask"))
     if fused_lm_head:
         assert labels is not None
         hidden = hidden.flatten(0, 1)[_last_trained(labels, inputs.get("cu_seq_lens_q"))]

@@ -1,0 +1,136 @@
+"""What a forecast knows of images: values that a program reads, and what the largest image takes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import seeing
+import tiny_models
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+import finetune
+from finetune.config import Config
+from finetune.errors import ForecastError
+from finetune.forecast import device_paths, planning
+from finetune.forecast.known_values import KnownValues
+from finetune.forecast.trace_recorder import Answers, TraceRecorder
+
+GIB = 2**30
+
+
+def read(program: Any, *inputs: torch.Tensor) -> Any:
+    """What a program makes of fake tensors whose values are known."""
+    known = KnownValues()
+    recorder = TraceRecorder(tiny_models.cpu().operators, Answers(False, 3, known=known))
+    with device_paths.like(tiny_models.cpu(), recorder) as mode:
+        fakes = [mode.from_tensor(one) for one in inputs]
+        for fake, value in zip(fakes, inputs, strict=True):
+            known.know(fake, value)
+        with mode, recorder:
+            return program(*fakes)
+
+
+GRID = torch.tensor([[1, 4, 6], [1, 2, 2]])
+
+
+def test_sizes_follow_from_known_values() -> None:
+    def program(grid: torch.Tensor) -> Any:
+        patches = grid.prod(-1)
+        rows = torch.arange(int(patches.sum()))
+        heights = torch.repeat_interleave(grid[:, 1], patches)
+        late = rows[rows > 20]
+        made = torch.tensor([patches.max(), rows[3]])
+        return patches.tolist(), grid.tolist(), heights.shape, late.tolist(), made.tolist()
+
+    assert read(program, GRID) == ([24, 4], GRID.tolist(), (28,), [21, 22, 23, 24, 25, 26, 27], [24, 3])
+
+
+def test_a_tensor_that_is_changed_in_place_is_known_with_its_views() -> None:
+    def program(grid: torch.Tensor) -> Any:
+        first = grid[0]
+        grid[:, 1] += 10
+        return first.tolist()
+
+    assert read(program, GRID.clone()) == [1, 14, 6]
+
+
+def test_what_unknown_numbers_are_written_to_is_not_known_any_more() -> None:
+    known = KnownValues()
+    with FakeTensorMode() as mode:
+        known.know(grid := mode.from_tensor(GRID), GRID)
+        row = grid[0]
+        known.follow(torch.ops.aten.select.int, (grid, 0, 0), {}, row)
+        assert known.listed(row) == [1, 4, 6]
+        known.follow(torch.ops.aten.add_.Tensor, (row, torch.empty(3)), {}, row)
+    assert known.of(row) is known.of(grid) is None
+
+
+def test_pixels_that_are_not_known_are_not_black() -> None:
+    def program(tiles: torch.Tensor) -> Any:
+        values = tiles.new_empty(3, 8).bernoulli_() * 0.5
+        real = (values == 0.0).sum(dim=-1) != 8
+        assert isinstance(values, FakeTensor)
+        return real.tolist(), values[real].shape
+
+    assert read(program, torch.ones(1)) == ([True] * 3, (3, 8))
+
+
+# -- a job -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=seeing.FAMILIES)
+def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Config]:
+    """A family, and a job with its base and rows with none, one and two images."""
+    folder = tmp_path_factory.mktemp(request.param)
+    seeing.base(folder / "base", request.param)
+    rows = []
+    for number in range(6):
+        names = [seeing.picture(folder, f"{number}_{at}.png", (34 + 13 * at, 20 + 19 * at)) for at in range(number % 3)]
+        asked = [*({"type": "image", "path": name} for name in names), {"type": "text", "text": "What is it?"}]
+        rows.append({"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": "a circle"}]})
+    sections = {
+        "model": {"name": str(folder / "base"), "vision": "frozen"},
+        "data": {"train": str(seeing.rows(folder, rows)), "eval": "none", "max_length": 256},
+        "training": {"batch_size": 6, "micro_batch": "auto", "max_steps": 2, "learning_rate": 1e-3},
+        "output": {"dir": str(folder / "run")},
+    }
+    return request.param, finetune.load_config(sections)
+
+
+@pytest.mark.slow
+def test_a_plan_says_what_an_image_takes_and_the_largest_that_fits(job: tuple[str, Config]) -> None:
+    family, config = job
+    view = finetune.plan(config, "cpu")
+    images = view.as_dict()["images"]
+    assert view.config.training.micro_batch in (1, 2, 3, 6)
+    assert (images["width"], images["height"]) in ((34, 20), (47, 39))
+    assert images["tokens"] > 0
+    assert images["bytes"] > 0
+    fixed = family == "gemma3"
+    assert images["most_pixels"] is None if fixed else images["most_pixels"] >= 64 * 64
+    assert json.loads(json.dumps(view.as_dict()))["batch"]["images"]
+    assert f"{images['tokens']} tokens" in str(view)
+
+
+@pytest.mark.slow
+def test_a_larger_image_takes_more_and_the_largest_is_bounded_by_the_budget(job: tuple[str, Config]) -> None:
+    family, config = job
+    if family != "qwen3_vl":
+        pytest.skip("images of one size")
+    planner = planning.planner_for(config.changed({"data.max_length": 512}), "RTX 4090")
+    whole = planner.images(planner.resolve()[0])
+    assert whole
+    assert planner.data
+    seen = [planner.data.vision.bounded(side * side) for side in (64, 128)]
+    assert [each.count(256, 256) for each in seen] == [64, 256]
+    assert whole.most_pixels
+    assert whole.most_pixels > 128 * 128
+
+
+def test_a_forecast_with_images_needs_the_rows(job: tuple[str, Config]) -> None:
+    missing = job[1].changed({"data.train": "hf://nobody/nothing-here"})
+    with pytest.raises(ForecastError, match="needs the rows"):
+        finetune.plan(missing, "cpu")
