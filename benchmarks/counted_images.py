@@ -32,9 +32,9 @@ names = {}
 for cell in nbformat.read(notebook, as_version=4).cells:
     if cell.cell_type == "code":
         exec(cell.source.replace("seed = 0", f"seed = {seed}"), names)
-result = names["result"]
+result, measures = names["result"], names["scores"].as_dict()["measures"]
 found = {"steps": result.run.steps_done, "seconds": result.summary()["seconds"], "rows": len(names["rows"]),
-         "held_out": len(names["held_out"]), "measures": names["scores"].as_dict()["measures"]}
+         "held_out": len(names["held_out"]), "measures": {one["name"]: one["models"] for one in measures}}
 open(f"{folder}/found.json", "w").write(json.dumps(found))
 open(f"{folder}/picture.png", "wb").write(canvas.png(names["figure"]))
 """

@@ -235,39 +235,77 @@ def _decoder(model_type: str, **more: Any) -> Architecture:
     return {**_small(model_type, head_dim=32), "num_hidden_layers": 6, "vocab_size": 1024, **more}
 
 
-# Bases that see; the tokens of images are where `processors.folder` puts them.
+def _tokens(model_type: str, **named: str) -> dict[str, int]:
+    return {key: processors.token(model_type, token) for key, token in named.items()}
+
+
+def _qwen_vl(model_type: str, text: Architecture, **tower: Any) -> Architecture:
+    ids = _tokens(
+        model_type, image_token_id="<|image_pad|>", video_token_id="<|video_pad|>",
+        vision_start_token_id="<|vision_start|>", vision_end_token_id="<|vision_end|>",
+    )  # fmt: skip
+    grid = {"depth": 6, "num_heads": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    return {"model_type": model_type, **UNTIED, **ids, "text_config": text, "vision_config": {**grid, **tower}}
+
+
+def _tiled(model_type: str) -> Architecture:
+    return {
+        "model_type": model_type, **_tokens(model_type, image_token_id="<image>"), "pad_token_id": 257,
+        "scale_factor": 2, **UNTIED, "text_config": _decoder("llama"),
+        "vision_config": {**_TOWER, **_LAYERS, "image_size": 112, "patch_size": 14},
+    }  # fmt: skip
+
+
+_ROPE: Any = {"rope_type": "default", "mrope_section": [8, 4, 4], "rope_theta": 10000.0}
+_TOWER: Any = {"hidden_size": 192, "intermediate_size": 512}
+_LAYERS: Any = {"num_hidden_layers": 6, "num_attention_heads": 4}
+_SIXTEEN: Any = {**_TOWER, "patch_size": 16, "out_hidden_size": 128, "num_position_embeddings": 256}
+_SEES = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+
+# Bases that see.
 SEEING: dict[str, Architecture] = {
-    "qwen3-vl": {
-        "model_type": "qwen3_vl", "image_token_id": 260, "video_token_id": 261, "vision_start_token_id": 258,
-        "vision_end_token_id": 259, **UNTIED,
-        "text_config": _decoder(
-            "qwen3_vl_text",
-            rope_parameters={"rope_type": "default", "mrope_section": [8, 4, 4], "rope_theta": 10000.0},
-        ),
-        "vision_config": {
-            "hidden_size": 192, "intermediate_size": 512, "depth": 6, "num_heads": 4, "patch_size": 16,
-            "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 128, "num_position_embeddings": 256,
-            "deepstack_visual_indexes": [1, 3, 5],
-        },
-    },
+    "qwen2-vl": _qwen_vl(
+        "qwen2_vl", _decoder("qwen2_vl_text", rope_parameters=_ROPE), embed_dim=192, hidden_size=128, mlp_ratio=3
+    ),
+    "qwen2.5-vl": _qwen_vl(
+        "qwen2_5_vl", _decoder("qwen2_5_vl_text", rope_parameters=_ROPE), **_TOWER, out_hidden_size=128,
+        fullatt_block_indexes=[2, 5],
+    ),
+    "qwen3-vl": _qwen_vl(
+        "qwen3_vl", _decoder("qwen3_vl_text", rope_parameters=_ROPE), **_SIXTEEN, deepstack_visual_indexes=[1, 3, 5]
+    ),
+    "qwen3.5-vl": _qwen_vl(
+        "qwen3_5",
+        {**NEWER["qwen3_5"], "vocab_size": 1024, "head_dim": 32,
+         "rope_parameters": {**_ROPE, "partial_rotary_factor": 1.0}},
+        **_SIXTEEN,
+    ),
     "gemma3-vl": {
-        "model_type": "gemma3", "mm_tokens_per_image": 64, "boi_token_index": 258, "eoi_token_index": 259,
-        "image_token_index": 260,
+        "model_type": "gemma3", "mm_tokens_per_image": 64,
+        **_tokens("gemma3", **{f"{name}_index": token for name, token in _SEES.items()}),
         "text_config": _decoder(
             "gemma3_text", sliding_window=128, sliding_window_pattern=3, query_pre_attn_scalar=32
         ),
+        "vision_config": {**_TOWER, **_LAYERS, "image_size": 224, "patch_size": 14},
+    },
+    "gemma4-vl": {
+        "model_type": "gemma4", "audio_config": None,
+        **_tokens(
+            "gemma4", **{f"{name}_id": token for name, token in _SEES.items()}, video_token_id="<|video|>",
+            audio_token_id="<|audio|>",
+        ),
+        "text_config": {**NEWER["gemma4"], "vocab_size": 1024, "use_bidirectional_attention": "vision"},
         "vision_config": {
-            "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4,
-            "image_size": 224, "patch_size": 14,
+            **_TOWER, **_LAYERS, "num_key_value_heads": 4, "head_dim": 48, "patch_size": 16, "pooling_kernel_size": 3,
+            "position_embedding_size": 256,
         },
     },
-    "idefics3": {
-        "model_type": "idefics3", "image_token_id": 259, "pad_token_id": 257, "scale_factor": 2, **UNTIED,
-        "text_config": _decoder("llama"),
-        "vision_config": {
-            "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4,
-            "image_size": 112, "patch_size": 14,
-        },
+    "idefics3": _tiled("idefics3"),
+    "smolvlm": _tiled("smolvlm"),
+    "internvl": {
+        "model_type": "internvl", **_tokens("internvl", image_token_id="<IMG_CONTEXT>"), "image_seq_length": 16,
+        **UNTIED, "text_config": _decoder("qwen2"),
+        "vision_config": {**_TOWER, **_LAYERS, "image_size": [112, 112], "patch_size": [14, 14]},
     },
 }  # fmt: skip
 ARCHITECTURES |= SEEING
@@ -589,6 +627,12 @@ SETTINGS = (
             ("idefics3 nf4, text beside images", "idefics3", 384, ((), (_512,), (_1024,), ()), ""),
             ("idefics3 fused, evaluated", "idefics3", 384, ((_512,), ()), f"{_FUSED} data.eval=rows"),
             ("idefics3 fp32, one layer kept", "idefics3", 384, ((_512,),), f"{_FP32} {_MIXED}"),
+            ("qwen2-vl bf16, no checkpointing", "qwen2-vl", 384, ((_512,),), f"{_BF16} {_KEPT}"),
+            ("qwen2.5-vl nf4, text beside images", "qwen2.5-vl", 384, ((_512,), (), (_256,)), ""),
+            ("qwen3.5-vl nf4, two images", "qwen3.5-vl", 384, ((_512, _256),), ""),
+            ("gemma4-vl nf4, 2 rows", "gemma4-vl", 256, ((_512, _256), (_1024,)), ""),
+            ("smolvlm bf16, text beside images", "smolvlm", 384, ((_512,), (), (_256,)), _BF16),
+            ("internvl nf4, two images", "internvl", 384, ((_512, _256),), ""),
         )
     ),
 )  # fmt: skip

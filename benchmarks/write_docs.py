@@ -224,6 +224,10 @@ FIGURES = {
     "merge-bound": Figure("tiny_cpu", "merge/bound", ".2%"),
     "merge-effect": Figure("tiny_cpu", "merge/effect", ".1%"),
     # the run on preferences
+    "counted-rows": Figure("counted_images", "runs/0/rows", ","),
+    "counted-steps": Figure("counted_images", "runs/0/steps"),
+    "counted-held-out": Figure("counted_images", "runs/0/held_out"),
+    "images-rows": Figure("beside_images", "job/rows", ","),
     "pairs-trained": Figure("preferences", "rows/train", ","),
     "pairs-steps": Figure("preferences", "steps"),
     "pairs-chosen": Figure("preferences", "last/rewards_chosen", ".2f"),
@@ -501,6 +505,27 @@ def _beside_dpo() -> str:
     return _table(heads, (row(side, one) for side, one in result("beside_dpo")["beside"].items()))
 
 
+def _beside_images() -> str:
+    names = {"trl": "its defaults", "trl-kept": "nothing recomputed"}
+
+    def row(side: str, one: Any) -> str:
+        process, loop = (one["ratios"][f"{name}_seconds"]["median"] for name in ("process", "loop"))
+        return f"{names[side]} | {process:.2f} | {loop:.2f} | {one['largest_loss_difference']:.0e}"
+
+    heads = "TRL's SFTTrainer with | process | loop | losses"
+    return _table(heads, (row(side, one) for side, one in result("beside_images")["beside"].items()))
+
+
+def _counted_images() -> str:
+    def row(seed: str, one: Any) -> str:
+        right = one["measures"]["exact_match"]
+        before, after = ("{value:.1%} ({low:.1%} to {high:.1%})".format(**right[name]) for name in ("base", "adapter"))
+        return f"{seed} | {before} | {after} | {one['seconds']:.0f}"
+
+    heads = "seed | right before | right after | seconds"
+    return _table(heads, (row(seed, one) for seed, one in result("counted_images")["runs"].items()))
+
+
 def _rank_kills() -> str:
     def row(share: str, file: str) -> str:
         found = result(file)["found"]
@@ -626,6 +651,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "beside-trl": _beside_trl,
     "beside-defaults": _beside_defaults,
     "beside-dpo": _beside_dpo,
+    "beside-images": _beside_images,
+    "counted-images": _counted_images,
     "step-over-least": _step_over_least,
     "batching": _batching,
     "kills": _kill_table,

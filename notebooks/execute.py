@@ -49,7 +49,8 @@ class Kernel:
             if started:
                 client.kc = started.kc
             path = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+            # Where it is not told its device, DeepSpeed prints which one it found.
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": path}
             self._loop.run_until_complete(client.async_execute(cleanup_kc=False, env=environment))
             started = self._first = started or client
 

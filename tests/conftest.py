@@ -48,8 +48,7 @@ _SLOW = {
 
 # Those whose longest tests would keep one process busy after the others are done, were they started last.
 _FIRST = {
-    "test_gpu_bodies.py", "test_gpu_slices.py", "test_notebooks.py", "test_ranks_start_again.py",
-    "test_triton_kernels.py", "test_two_nodes.py",
+    "test_gpu_bodies.py", "test_gpu_slices.py", "test_model_doctor.py", "test_notebooks.py", "test_triton_kernels.py",
 }  # fmt: skip
 
 

@@ -154,7 +154,7 @@ def gemma3() -> tuple[Any, Any]:
         "query_pre_attn_scalar": 8,
     }  # fmt: skip
     ids = _ids(tokenizer, **{name.replace("token", "token_index"): token for name, token in seen.items()})
-    tower = {**_TOWER, "num_hidden_layers": 2, "image_size": 32, "patch_size": 8}
+    tower = {**_TOWER, "num_hidden_layers": 2, "image_size": 32, "patch_size": 8, "vision_use_head": False}
     model = _model("Gemma3", text_config=text, vision_config=tower, mm_tokens_per_image=4, **ids)
     return model, _processor("Gemma3Processor", pictures, tokenizer, image_seq_length=4, chat_template=_GEMMA)
 

@@ -66,6 +66,8 @@ def test_training_is_as_fast_as_is_said_with_equal_losses() -> None:
     assert all(one["equal"] and one["small"] and one["fast"] for beside in in_float32 for one in beside.values())
     assert all(one["equal"] and one["small"] for one in results("beside_dpo")["beside"].values())
     assert results("beside_dpo")["beside"]["trl"]["fast"]
+    assert all(one["equal"] for one in results("beside_images")["beside"].values())
+    assert results("beside_images")["beside"]["trl"]["fast"]
     for one in (job["beside"]["trl"] for job in results("beside_defaults")["jobs"].values()):
         assert all(one[question] for question in ("fast", "equal"))
     for one in (one for cards in results("step_cost")["steps"].values() for one in cards.values()):
@@ -74,6 +76,13 @@ def test_training_is_as_fast_as_is_said_with_equal_losses() -> None:
     assert results("by_length")["passed"]
     assert results("preparation")["ratio"]["median"] >= 2
     assert results("saving")["held_over_raw"] <= 1.1
+
+
+def test_a_base_that_sees_learns_to_count_with_each_seed() -> None:
+    counted = results("counted_images")
+    right = [run["measures"]["exact_match"] for run in counted["runs"].values()]
+    assert len(right) == 3
+    assert all(one["base"]["high"] < 0.3 and one["adapter"]["low"] > counted["least"] for one in right)
 
 
 def test_every_killed_run_resumed_with_its_weights() -> None:

@@ -14,7 +14,7 @@ from execute import PATH, Kernel  # noqa: E402
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 
-# Fewer and smaller steps, fewer rows, and of the forecasts along a row of levers the ends and the middle.
+# Fewer and smaller steps, fewer rows, and of the forecasts along a row of levers the ends.
 FEWER = {
     "choosing": {
         "range(12)": "range(6)",
@@ -29,8 +29,10 @@ FEWER = {
         '"max_length": 256}': '"max_length": 64, "eval_share": 0.05}, "memory": {"check": "off"}',
         "max_new_tokens=48": "max_new_tokens=4",
     },
+    "seeing": {"range(2000)": "range(48)", "range(200)": "range(12)", '"max_steps": 200': '"max_steps": 2'},
+    "small_card": {"(512, 2048)": "(2048,)"},
     "will_it_fit": {
-        "    forecasts[lever] = ": "    if lever not in [*levers][::4]:\n        continue\n    forecasts[lever] = ",
+        "    forecasts[lever] = ": "    if lever not in [*levers][::9]:\n        continue\n    forecasts[lever] = ",
         '"max_steps": 3': '"max_steps": 1',
     },
     "your_data": {'"max_steps": 12': '"max_steps": 4'},
@@ -50,6 +52,7 @@ SHOWN = {
     "export_and_serve": ["agreement", "7 in words: seven", "llama-server"],
     "quickstart": ["image/png", "eval loss", "backward", "adapter: ", "agreement"],
     "resume_and_extend": ["image/png", "Step 6 is saved", "resuming from", "batch_size (8 → 16)", "schedule_changed"],
+    "seeing": ["image/png", "exact_match", "tokens"],
     "small_card": ["fits", "2048 tokens", "no GPU here"],
     "where_memory_goes": ["image/png", "backward", "keeps growing", "no GPU here"],
     "will_it_fit": ["image/png", "base in 4 bit", "RTX 4090", "difference"],

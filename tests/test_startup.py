@@ -29,7 +29,7 @@ class Watched:
     def write(self, text):
         Watched.modules = Watched.modules or sorted(sys.modules)
         written = self._stream.write(text)
-        if first_line_alone:
+        if ends_at is not None and text.startswith(ends_at):
             self._stream.flush()
             tell()
             os._exit(0)
@@ -43,9 +43,9 @@ def tell():
         json.dump({"at_first_line": Watched.modules, "at_the_end": sorted(sys.modules)}, file)
 
 report = sys.argv.pop(1)
-first_line_alone = sys.argv[1] == "its first line"
+ends_at = {"its first line": "", "its first step": "step 1/"}.get(sys.argv[1])
 on_a_terminal = sys.argv[1] == "on a terminal"
-if first_line_alone or on_a_terminal:
+if ends_at is not None or on_a_terminal:
     del sys.argv[1]
 if on_a_terminal:
     Watched.isatty = lambda stream: True
@@ -145,7 +145,7 @@ def test_a_forecast_prints_its_job_before_it_imports_the_libraries(
     # What a forecast does not take: pictures, trackers, compilers, other trainers; and our kernels, of which the fused
     # job here needs shapes alone. Triton itself is there where bitsandbytes is: it imports it.
     unneeded = {
-        "matplotlib", "sklearn", "torchvision", "tensorboard", "wandb", "IPython",
+        "matplotlib", "sklearn", "scipy", "pandas", "torchvision", "tensorboard", "wandb", "IPython",
         "torch._inductor.compile_fx", "torch._inductor.scheduler", "torch._inductor.codegen",
         "transformers.pipelines", "trl.trainer.dpo_trainer", "trl.trainer.grpo_trainer", "finetune.recipe",
         "finetune.kernels.triton_kernels",
@@ -160,6 +160,19 @@ def test_a_terminal_shows_that_libraries_are_imported(tmp_path: Path) -> None:
     assert ended.at_first_line.isdisjoint(SLOW)
     # A run needs the compiler only for kernels that it lacks, and pictures only at its end.
     assert ended.at_the_end.isdisjoint({"torch._inductor.compile_fx", "matplotlib"})
+
+
+@pytest.mark.slow
+def test_a_run_takes_its_first_step_without_what_it_does_not_need(tmp_path: Path) -> None:
+    ended = watched(tmp_path, "its first step", "train", TINY, f"output.dir={tmp_path / 'run'}")
+    assert "eval_loss" in (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8")
+    assert "torch" in ended.at_the_end
+    assert ended.at_the_end.isdisjoint(
+        {"datasets", "pandas", "scipy", "sklearn", "matplotlib", "tensorboard", "torchvision", "IPython"}
+        | {"trl.trainer", "trl.trainer.sft_trainer", "transformers.trainer", "transformers.pipelines"}
+        | {"torch._inductor.compile_fx", "torch._inductor.scheduler", "torch._inductor.codegen"}
+        | {"finetune.kernels.triton_kernels"}
+    )
 
 
 def test_models_are_listed_as_transformers_lists_them() -> None:

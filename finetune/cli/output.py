@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,8 @@ def importing(doing: str, then: str = "") -> Iterator[None]:
 
 def collecting(section: DataSection) -> contextlib.AbstractContextManager[None]:
     """In the block, which imports libraries, another process collects built-in rows (see `sources.collecting`)."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":  # one of the ranks on this machine does
+        return contextlib.nullcontext()
     from finetune.data import sources
 
     return sources.collecting(section)

@@ -229,7 +229,6 @@ RULES = (
                 "quantization.kind: nf4",
             ),
             ("adapter.kind", only("none"), "no base is trained in full", "adapter.kind: lora"),
-            ("adapter.extra_modules", but([]), "no module is trained in full", "adapter.extra_modules: []"),
             ("adapter.init", but("default"), "an adapter starts from nothing but zero", "adapter.init: default"),
             ("adapter.start_from", but(None), "an adapter starts from no other", "adapter.start_from: null"),
             ("data.packing", only(True), "rows are not packed", "data.packing: false"),

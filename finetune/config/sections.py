@@ -93,9 +93,9 @@ class ModelSection(Section):
     labels: list[str] = []
     """What a sequence classifier's head scores, in place of the next token. The objectives `reward` and
     `classification` set it."""
-    vision: Literal["none", "frozen"] = "none"
+    vision: Literal["none", "frozen", "adapter"] = "none"
     """What is loaded of a base that also sees: `none`, its language layers alone; `frozen`, its model of images too,
-    which rows with images need. Adapters are on the language layers; nothing else is trained or quantized."""
+    which rows with images need; `adapter`, the same with adapters on that model as well. It is not quantized."""
     attention: Annotated[str, Choice("model.attention")] = "auto"
     """Attention implementation; `auto` takes the fastest available on this machine and logs why."""
     trust_remote_code: bool = False

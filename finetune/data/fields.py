@@ -6,6 +6,7 @@ Rows from Python may hold anything; `plain` makes them like those of a file.
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -168,8 +169,15 @@ def _name(key: Any, where: str) -> str:
 
 
 def _described(value: Any) -> Any:
-    """A value that JSON lacks as JSON: the numbers of an array, or an object's text without its address."""
+    """A value that JSON lacks as JSON: the numbers of an array, or an object's text without its address.
+
+    Of images and of arrays of several dimensions, which are large, a digest.
+    """
     try:
+        if hasattr(value, "getbands"):  # an image of Pillow
+            return ["image", value.size, hashlib.sha256(value.convert("RGBA").tobytes()).hexdigest()]
+        if getattr(value, "ndim", 0) > 1 and hasattr(value, "tobytes"):
+            return [str(value.dtype), list(value.shape), hashlib.sha256(value.tobytes()).hexdigest()]
         if hasattr(value, "tolist"):
             return value.tolist()
         text = str(value)

@@ -6,6 +6,7 @@ error.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable
@@ -27,14 +28,22 @@ _ROWS_AT_ONCE = 10_000
 
 def of(tokenizer: Any) -> str:
     """sha256 (hex) of everything that determines a row's tokens: vocabulary, rules, special tokens, chat template."""
+    others = json.dumps([tokenizer.special_tokens_map, tokenizer.chat_template])
     if hasattr(tokenizer, "backend_tokenizer"):
-        rules = json.loads(tokenizer.backend_tokenizer.to_str())
-        # These reflect the last call rather than the tokenizer.
-        del rules["truncation"], rules["padding"]
-    else:
-        rules = tokenizer.get_vocab()
-    parts = [rules, tokenizer.special_tokens_map, tokenizer.chat_template]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+        return _of_backend(tokenizer.backend_tokenizer.to_str(), others)
+    return _sha256(tokenizer.get_vocab(), others)
+
+
+@functools.lru_cache(maxsize=1)  # a run asks several times, and sorting a large vocabulary takes half a second
+def _of_backend(text: str, others: str) -> str:
+    rules = json.loads(text)
+    # These reflect the last call rather than the tokenizer.
+    del rules["truncation"], rules["padding"]
+    return _sha256(rules, others)
+
+
+def _sha256(rules: dict[str, Any], others: str) -> str:
+    return hashlib.sha256(json.dumps([rules, *json.loads(others)], sort_keys=True).encode()).hexdigest()
 
 
 def of_rows(rows: Any) -> str:

@@ -1,6 +1,7 @@
 """Images of rows: where rows name them, their headers in preparation, and their pixels when a batch is made.
 
-An image is a file beside the data, or the bytes of one in a row. Nothing is fetched from a network.
+An image is a file beside the data, or the bytes of one in a row; from Python also an image of Pillow, or an array of
+its pixels. Nothing is fetched from a network.
 
 {"type": "image", "image": ...}   a part of a message's content; also "path", "url" or "bytes", or OpenAI's image_url
 {"type": "image"}                 the next of the row's column `images` (TRL)
@@ -156,7 +157,9 @@ def _column(fields: Fields) -> list[RowImage]:
 
 
 def _named(value: Any, where: str) -> RowImage:
-    """The image that a path, bytes, a data URL or an object with `path` or `bytes` names."""
+    """The image that a path, bytes, a data URL or an object with `path` or `bytes` names, or one given from Python."""
+    if (file := _as_file(value, where)) is not None:
+        return RowImage(data=file)
     if isinstance(value, Mapping):
         if value.get("bytes"):
             return _named(value["bytes"], f"{where}.bytes")
@@ -179,6 +182,32 @@ def _named(value: Any, where: str) -> RowImage:
             "data file"
         )
     return RowImage(path=value)
+
+
+def _as_file(value: Any, where: str) -> bytes | None:
+    """A PNG file of Pillow's image or of an array of its pixels, (height, width) or with 3 or 4 channels; else None."""
+    if isinstance(value, (Mapping, bytes, str)) or not hasattr(value, "tobytes"):
+        return None
+    from PIL import Image
+
+    if not isinstance(value, Image.Image):
+        try:
+            _height, _width, *_ = value.shape  # of one dimension Pillow would make an image as well
+            value = Image.fromarray(value)
+        except (TypeError, ValueError, AttributeError):
+            raise RowError(
+                f"`{where}` is not an array of an image: give one of uint8 and the shape (height, width, 3)"
+            ) from None
+    if value.mode not in _MODES:
+        raise RowError(f"`{where}`: {_too_deep(value.mode)}")
+    written = io.BytesIO()
+    drawn = value.convert("RGB") if value.mode in ("PA", "CMYK", "YCbCr") else value  # which PNG has not
+    drawn.save(written, "PNG", compress_level=1, exif=value.getexif())
+    return written.getvalue()
+
+
+def _too_deep(mode: str) -> str:
+    return f"its pixels are of the kind {mode}; convert it to 8 bits a channel"
 
 
 # -- headers, in preparation -----------------------------------------------------------------------------------------
@@ -269,7 +298,7 @@ def _size(content: bytes, name: str) -> tuple[int, int]:
     """Height and width in pixels, upright, of a whole file. Pillow's own limit refuses decompression bombs."""
     with _opened(content) as opened:
         if opened.mode not in _MODES:
-            raise RowError(f"{name}: its pixels are of the kind {opened.mode}; convert it to 8 bits a channel")
+            raise RowError(f"{name}: {_too_deep(opened.mode)}")
         if opened.format != "MPO" and getattr(opened, "is_animated", False):
             raise RowError(f"{name}: has several frames; save one of them, as only still images are trained on")
         if (end := _ENDS.get(opened.format or "")) is None:

@@ -26,7 +26,7 @@ def given(rows: Iterable[Any], key: str) -> str:
     They are copied, so that a later change does not reach a run; a `datasets.Dataset`, which does not change, is not.
     Raises DataError for a row of another type, and as `fields.plain`.
     """
-    kept = rows if _is_dataset(rows) else [_copied(row, f"{key}[{index}]") for index, row in enumerate(rows)]
+    kept = undecoded(rows) if _is_dataset(rows) else [_copied(row, f"{key}[{index}]") for index, row in enumerate(rows)]
     digest, size_bytes = hashlib.sha256(), 0
     for row in kept:
         text = as_json(row).encode() + b"\n"
@@ -44,6 +44,13 @@ def _copied(row: Any, location: str) -> dict[str, Any]:
         return plain(row)
     except RowError as error:
         raise DataError(f"{location}: {error}") from None
+
+
+def undecoded(rows: Any) -> Iterable[Mapping[str, Any]]:
+    """The rows of a `datasets.Dataset`, each of its images as the bytes or the path of the file that is in it."""
+    from datasets.features.features import require_decoding
+
+    return rows.to_iterable_dataset().decode(False) if any(map(require_decoding, rows.features.values())) else rows
 
 
 def is_here(name: str) -> bool:

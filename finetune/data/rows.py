@@ -11,7 +11,7 @@ from typing import Any, overload
 import numpy as np
 
 from finetune.data.cache import writing
-from finetune.data.encoded import IMAGES, ONE_SEQUENCE, SEEN, TEACHER, Encoded, RowLayout
+from finetune.data.encoded import IMAGES, ONE_SEQUENCE, SEEN, TEACHER, Encoded, RowImage, RowLayout
 from finetune.data.sources import Row
 
 
@@ -94,10 +94,6 @@ def _schema(layout: RowLayout, images: bool) -> Any:
     return pyarrow.schema(list(columns.items()))
 
 
-def _seen(row: Encoded) -> list[int]:
-    return [number for image in row.images for number in (image.height, image.width, image.tokens)]
-
-
 def _columns(rows: list[tuple[Row, Encoded]], layout: RowLayout, *, images: bool) -> list[Any]:
     """The columns of `_schema` of some rows."""
     sizes = [sum(encoded.lengths) for _, encoded in rows]
@@ -115,9 +111,12 @@ def _columns(rows: list[tuple[Row, Encoded]], layout: RowLayout, *, images: bool
     def numbers(values: Iterable[float], kind: Any = np.int64) -> Any:
         return _array(np.array([*values], dtype=kind))
 
-    def segments() -> Any:
-        each = [encoded.lengths for _, encoded in rows]
-        return _lists(np.cumsum([0, *map(len, each)], dtype=np.int32), np.concatenate(each).astype(np.int32))
+    def lists(each: list[Sequence[int]]) -> Any:
+        flat = np.fromiter(itertools.chain.from_iterable(each), dtype=np.int32)
+        return _lists(np.cumsum([0, *map(len, each)], dtype=np.int32), flat)
+
+    def seen(images: Iterable[RowImage]) -> list[int]:
+        return [number for image in images for number in (image.height, image.width, image.tokens)]
 
     return [
         column(encoded.input_ids for _, encoded in rows),
@@ -126,11 +125,12 @@ def _columns(rows: list[tuple[Row, Encoded]], layout: RowLayout, *, images: bool
         numbers(encoded.trained for _, encoded in rows),
         _texts(row.location for row, _ in rows),
         _texts(row.source for row, _ in rows),
-        *([segments(), numbers(encoded.shared for _, encoded in rows)] if layout.segments else []),
+        *([lists([encoded.lengths for _, encoded in rows])] if layout.segments else []),
+        *([numbers(encoded.shared for _, encoded in rows)] if layout.segments else []),
         *(numbers((encoded.values[name] for _, encoded in rows), np.float64) for name in layout.values),
         *(map(of_teacher, range(len(TEACHER))) if layout.teacher else ()),
         *([[[vars(image) for image in encoded.images] for _, encoded in rows]] if images else []),
-        *([[_seen(encoded) for _, encoded in rows]] if images else []),
+        *([lists([seen(encoded.images) for _, encoded in rows])] if images else []),
     ]
 
 

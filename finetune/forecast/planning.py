@@ -339,7 +339,10 @@ class Planner:
                 "`data.train`: a forecast with images needs the rows and the processor of the base on this machine; "
                 "copy them here, or set `model.vision: none` for one of text"
             )
-        if self.data is None or config.data.max_length != self.job.data.max_length:
+        shorter = config.data.max_length != self.job.data.max_length
+        if shorter and self.data and self.data.vision:  # rows with images are dropped, not cut
+            most_tokens = min(most_tokens or config.data.max_length, config.data.max_length)
+        elif self.data is None or shorter:
             longest = batching.longest_batches(way, step_rows, config.data.max_length)
             return longest, None if config.data.eval == "none" else longest[0]
 
@@ -351,7 +354,8 @@ class Planner:
         if key not in self._largest:
             evaluation = None
             if data.eval is not None:
-                evaluation = max(largest(data.eval, None), key=lambda batch: batch.positions + batch.area)
+                held_out = largest(data.eval, most_tokens if shorter else None)
+                evaluation = max(held_out, key=lambda batch: batch.positions + batch.area)
             self._largest[key] = largest(data.train, most_tokens), evaluation
         return self._largest[key]
 

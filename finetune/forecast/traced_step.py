@@ -310,6 +310,9 @@ class _TracedStep:
         """Forget the step, so that another can be traced; False if it did not leave the model as it was."""
         self.recorder.phase = "after"
         self._computed_last = None
+        for module in self._model.modules():
+            if "rope_deltas" in vars(module):  # of the last batch, which models of images keep to generate from it
+                vars(module)["rope_deltas"] = None
         return self.recorder.rewind(self._start)
 
     def _once(self, what: Hashable, record: Callable[[], None]) -> None:

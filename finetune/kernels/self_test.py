@@ -118,27 +118,31 @@ def _results(module: nn.Module, called: _CallInputs) -> dict[str, Tensor]:
     """The output of `module`, and the gradients of its first input and its adapters."""
     given: dict[Any, Any] = {**dict(enumerate(called.args)), **called.kwargs}
     key, hidden = next((key, value) for key, value in given.items() if isinstance(value, Tensor))
-    given[key] = _copied(hidden, called.room).requires_grad_()
+    leaf = hidden.detach().requires_grad_()
+    given[key] = _copied(leaf, called.room)
     positional = [given[index] for index in range(len(called.args))]
     output = module(*positional, **{name: given[name] for name in called.kwargs})
     output = output[0] if isinstance(output, tuple) else output
     generator = torch.Generator().manual_seed(1)
     outer = torch.randn(output.shape, generator=generator).to(output)
     trained = {name: one for name, one in module.named_parameters() if one.requires_grad}
-    inputs = [given[key], *trained.values()]
+    inputs = [leaf, *trained.values()]
     gradients = torch.autograd.grad(output, inputs, outer, allow_unused=True)
     named = zip(["the input", *trained], gradients, strict=True)
     return {"output": output.detach(), **{f"gradient of {name}": each for name, each in named if each is not None}}
 
 
 def _copied(hidden: Tensor, room: int) -> Tensor:
-    """A copy of `hidden` with its strides, and with `room` columns of zeros beside its rows (see `ops.rms_norm`)."""
+    """A copy of `hidden` with its strides, and with `room` columns of zeros beside its rows (see `ops.rms_norm`).
+
+    It has a graph, as in training: a norm treats a leaf otherwise.
+    """
     width = hidden.shape[-1]
     if room:
         copy = narrowed(hidden.new_zeros(*hidden.shape[:-1], width + room), width)
     else:
         copy = torch.empty_strided(hidden.shape, hidden.stride(), dtype=hidden.dtype, device=hidden.device)
-    return copy.copy_(hidden.detach())
+    return copy.copy_(hidden)
 
 
 def difference(fused: dict[str, Tensor], plain: dict[str, Tensor], dtype: torch.dtype, origin: str) -> str | None:

@@ -320,29 +320,22 @@ def _decode_4bit(
     columns, decoding, NESTED: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr, BLOCKS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The first programs are `decoding`, and the others write what stands beside the weight."""
+    """The first programs are `decoding`, and the others write what stands beside the weight, if anything does."""
     program = tl.program_id(0)
-    if program < decoding:
+    if COLUMNS == 0 or program < decoding:
         _decode_blocks(
             program, out, packed, code, absmax, absmax_code, absmax_scale, absmax_offset, count, pairs, width, out_row,
             NESTED, ALIGNED, SIZE, BLOCKS,
         )  # fmt: skip
     else:
-        _write_beside(
-            program - decoding, out + width, beside, count // width, rank, at, columns, out_row, ROWS, COLUMNS
-        )
-
-
-@triton.jit
-def _write_beside(
-    part, out, factor, rows, rank, at, columns, out_row, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
-    row, column = part * ROWS + tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
-    own = (row < rows) & (column >= at) & (column < at + rank)
-    values = tl.load(factor + row.to(tl.int64) * rank + column - at, own, 0.0)
-    tl.store(
-        out + row.to(tl.int64) * out_row + column, values.to(out.dtype.element_ty), (row < rows) & (column < columns)
-    )
+        row, column = (program - decoding) * ROWS + tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
+        inside = row < count // width
+        values = tl.zeros((ROWS, COLUMNS), tl.float32)
+        if beside is not None:
+            own = inside & (column >= at) & (column < at + rank)
+            values += tl.load(beside + row.to(tl.int64) * rank + column - at, own, 0.0)
+        to = out + width + row.to(tl.int64) * out_row + column
+        tl.store(to, values.to(out.dtype.element_ty), inside & (column < columns))
 
 
 @triton.jit
@@ -392,9 +385,9 @@ def decode_4bit_(
 ) -> None:  # fmt: skip
     packed, rows, width = packed.view(torch.uint8), len(out), out.shape[-1] if inputs is None else inputs
     count, columns = rows * width, out.shape[-1] - width
-    blocks, padded = max(_TILE // blocksize, 1), triton.next_power_of_2(max(columns, 1))
-    decoding, each = triton.cdiv(count, blocks * blocksize), max(_TILE // padded, 1)
-    factor = out if beside is None else beside.contiguous()
+    blocks, padded = max(_TILE // blocksize, 1), triton.next_power_of_2(columns) if columns else 0
+    decoding, each = triton.cdiv(count, blocks * blocksize), max(_TILE // max(padded, 1), 1)
+    factor = None if beside is None else beside.contiguous()
     _decode_4bit[decoding + (triton.cdiv(rows, each) if columns else 0),](
         out, packed, _code(quant_type, out.device), absmax, absmax_code, absmax_scale, absmax_offset, count,
         packed.numel(), width, out.stride(0), factor, 0 if beside is None else beside.shape[1], at, columns, decoding,

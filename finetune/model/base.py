@@ -157,6 +157,8 @@ def load_base(
         with placement.while_loading() if placement else contextlib.nullcontext():
             model = _pretrained(section, architecture, quantization, attention, dtype, device)
         keep_training_layout(model)
+    if section.vision == "adapter":
+        composite.adapt_images(model)
     libraries.return_freed_memory()
     return model
 

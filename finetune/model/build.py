@@ -25,7 +25,7 @@ from finetune.model.recompute import checkpointing
 from finetune.model.skeleton import mixture, weightless_base
 from finetune.model.source import identity, prequantized
 from finetune.model.source.locate import locate, remote_code
-from finetune.model.structure import linear_layers, streamed
+from finetune.model.structure import composite, linear_layers, streamed
 from finetune.model.structure.experts import Mixture
 from finetune.runtime.stages import stage
 
@@ -52,11 +52,14 @@ class Blueprint:
 
     def weightless(self, shorten: Callable[[Any], None] = lambda base: None) -> Any:
         """The base on the meta device: all modules, but no memory. `shorten` may remove layers first."""
-        return weightless_base(
+        base = weightless_base(
             self.architecture, self.quantization,
             attention=self.attention, dtype=self.dtype, remote_code=remote_code(self.model), shorten=shorten,
             whole=self.model.vision != "none",
         )  # fmt: skip
+        if self.model.vision == "adapter":
+            composite.adapt_images(base)
+        return base
 
     def check(self, adapter: AdapterSection) -> Mixture | None:
         """Check that the base can be trained, without its weights; returns how its experts are stored (`mixture`).

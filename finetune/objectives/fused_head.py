@@ -29,8 +29,12 @@ tiled: Any = ChunkedLogProbFunction
 
 @dataclass
 class TokenScores(ModelOutput):
-    """`log_probs` and `label_mask` (rows, tokens - 1): zero and False where the label is -100; `aux_loss` ()."""
+    """`log_probs` and `label_mask` (rows, tokens - 1): zero and False where the label is -100; `aux_loss` ().
 
+    `loss` (): the mean cross-entropy of the labels, with `aux_loss`, as the model's own.
+    """
+
+    loss: Tensor | None = None
     log_probs: Tensor | None = None
     label_mask: Tensor | None = None
     aux_loss: Tensor | None = None
@@ -42,7 +46,7 @@ def scores_labelled(device: torch.device) -> bool:
 
 
 def add(model: Any) -> None:
-    """Make `model(**batch, fused_lm_head=True)` return `TokenScores` of `labels`, or of `shift_labels`, shifted already.
+    """Make `model(**batch, fused_lm_head=True)` return `TokenScores` of `labels`, or of shifted `shift_labels`.
 
     Without that argument the forward pass stays the model's own.
     """
@@ -66,9 +70,11 @@ def add(model: Any) -> None:
             hidden, shift_labels = hidden[:, :-1], labels[:, 1:]
         head = model.get_output_embeddings()  # looked up in each pass, because FSDP and PEFT replace it
         log_probs, labelled = _scored(hidden, shift_labels, head, softcap, scale)
-        mask = inputs.get("attention_mask")
-        balance = experts.balancing_loss(output.router_logits, text, mask) if balanced else None
-        return TokenScores(log_probs=log_probs, label_mask=labelled, aux_loss=balance)
+        loss, balance = -log_probs.sum() / labelled.sum().clamp(min=1), None
+        if balanced:
+            balance = experts.balancing_loss(output.router_logits, text, inputs.get("attention_mask"))
+            loss = loss + getattr(text, "router_aux_loss_coef", 0.0) * balance
+        return TokenScores(loss=loss, log_probs=log_probs, label_mask=labelled, aux_loss=balance)
 
     patches.CAUSAL_MODEL_FORWARD.put(types.MethodType(forward, model), model)
 

@@ -177,12 +177,14 @@ def sharing(section: Mapping[str, Any]) -> str:
 
 
 def batch(shape: Batch) -> str:
-    """The largest micro-batch in words, such as `4 rows x 2,048 tokens, padded`."""
+    """The largest micro-batch in words, such as `4 rows x 2,048 tokens, padded, with 3 images`."""
     if shape.packed:
         return f"{count(len(shape.by_row))} rows packed into {count(shape.tokens)} tokens"
     rows = f"{count(shape.rows)} row{'' if shape.rows == 1 else 's'}"
     each = f"{shape.segments} x " if shape.segments > 1 else ""
-    return f"{rows} x {each}{count(shape.tokens)} tokens{', padded' if shape.padded else ''}"
+    shown = sum(map(len, shape.images)) // 3
+    images = f", with {count(shown)} image{'s' * (shown > 1)}" if shown else ""
+    return f"{rows} x {each}{count(shape.tokens)} tokens{', padded' if shape.padded else ''}{images}"
 
 
 def shorter(forecast: Forecast) -> dict[str, str]:

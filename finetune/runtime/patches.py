@@ -11,8 +11,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 _ABSENT = object()
@@ -83,6 +85,15 @@ class Patch:
 
         return undo
 
+    def put_unimported(self, value: Any) -> None:
+        """Give the attribute this value without importing its module, unless that is imported already.
+
+        A stand-in takes the module's place, until anything else is asked of it.
+        """
+        module = self.target.partition(":")[0]
+        if module not in sys.modules:
+            sys.modules[module] = _Unimported(module, {self.attribute: value})
+
     @contextlib.contextmanager
     def in_table(self, table: Any, key: str, value: Any) -> Iterator[None]:
         """In the block, put `value` before the functions that a library's table has for `key`."""
@@ -97,6 +108,21 @@ class Patch:
         import torch
 
         return torch.library.Library(self.target.split(":ops.")[1].split(".")[0], "IMPL", dispatch_key)
+
+
+class _Unimported(ModuleType):
+    """Stands for a module with the attributes it is given, and imports it when it is asked for another one."""
+
+    def __init__(self, name: str, given: dict[str, Any]) -> None:
+        super().__init__(name)
+        vars(self).update(given)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what the import system looks for
+            raise AttributeError(name)
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        return getattr(importlib.import_module(self.__name__), name)
 
 
 _FAKE_CUDA = "CUDA tensors can be fake on a machine without CUDA."
@@ -428,6 +454,14 @@ DORA_DEQUANTIZE = Patch(
 
 # -- TRL ---------------------------------------------------------------------------------------------------------------
 
+GATHERED_HEAD = Patch(
+    "trl.trainer.utils:maybe_gather_lm_head_ctx",
+    "trl 1.16",
+    "(*params)",
+    "The tiled loss imports it in its backward pass, and with it pandas and the trainers; it is for weights of "
+    "DeepSpeed by way of transformers.",
+    "the kernels import nothing of the trainers.",
+)
 TILES_USE_TRITON = Patch(
     "trl.kernels.chunked_logprob:_use_triton",
     "trl 1.16",

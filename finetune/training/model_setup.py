@@ -12,6 +12,7 @@ from finetune.kernels import compiled
 from finetune.model.adapters.adapter import casts_by_autocast
 from finetune.model.distributed import context
 from finetune.model.precision import autocast
+from finetune.model.source import vision
 from finetune.objectives import log_probs
 from finetune.runtime import libraries, ranks
 from finetune.training import probe_table
@@ -27,7 +28,8 @@ def complete(job: TrainingJob) -> TrainingJob:
     config, model = job.config, job.model
     with autocast(config.training.precision, job.device), libraries.without_cudnn_attention():
         attached, off = _fuse(job)
-        probe_table.run("built", Subject(config, model))
+        seen = vision.of(config, job.architecture, job.tokenizer)
+        probe_table.run("built", Subject(config, model, vision=seen))
         if config.kernels.compile == "layers":
             _compile(job, attached)
         off |= _attach_loss(job)

@@ -14,7 +14,8 @@ from torch.distributed import ProcessGroup
 
 from finetune.config import Config
 from finetune.kernels import Attached, self_test
-from finetune.model.probes import causality, packed_rows, split_rows
+from finetune.model.probes import causality, packed_rows, seeing, split_rows
+from finetune.model.source.vision import Vision
 from finetune.objectives import contract, log_probs
 
 Stage = Literal["fused", "built", "scoring", "sharing", "split"]
@@ -25,12 +26,15 @@ that share tokens, with rows split.
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to probe: the job's config, the kernels attached to it, and the group that splits its rows, if any."""
+    """A model to probe: the job's config, the kernels attached to it, the group that splits its rows, and the images of
+    its rows, if any.
+    """
 
     config: Config
     model: Any
     attached: Attached | None = None
     group: ProcessGroup | None = None
+    vision: Vision | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,11 @@ def _sharing(subject: Subject) -> Sequence[str]:
     return [unlike] if unlike else []
 
 
+def _images(subject: Subject) -> None:
+    assert subject.vision is not None
+    seeing.prove(subject.model, subject.vision.sample())
+
+
 def _objective(subject: Subject) -> None:
     training = subject.config.training
     contract.prove(training.objective, subject.model, training.precision)
@@ -68,6 +77,10 @@ PROBES: dict[str, Probe] = {
     "packing": Probe(
         "packed rows do not see each other", "built", lambda subject: packed_rows.prove(subject.model),
         lambda config: config.data.packing,
+    ),
+    "images": Probe(
+        "the base takes what its processor makes of an image, whose gradient reaches what is trained alone", "built",
+        _images, lambda config: config.model.vision != "none",
     ),
     "causality": Probe("no token sees a later one", "built", lambda subject: causality.prove(subject.model)),
     "head": Probe(

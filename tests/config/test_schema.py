@@ -201,13 +201,14 @@ def test_a_rule_between_keys_holds_in_schema_and_program_alike(
     config = tmp_path / "job.yaml"
     refused = set()
     for key, other in {(rule.key, rule.other) for rule in RULES}:
-        for value, beside in itertools.product(values_of(key), values_of(other)):
-            values: dict[str, dict[str, Any]] = {}
-            for place, one in ((key, value), (other, beside)):
-                section, _, name = place.partition(".")
-                values.setdefault(section, {})[name] = one
-            with subtests.test(values=values):
+        with subtests.test(key=key, other=other):
+            for value, beside in itertools.product(values_of(key), values_of(other)):
+                values: dict[str, dict[str, Any]] = {}
+                for place, one in ((key, value), (other, beside)):
+                    section, _, name = place.partition(".")
+                    values.setdefault(section, {})[name] = one
                 config.write_text(json.dumps(values))
-                assert check(values) is accepts(config)
-                refused |= set() if check(values) else {(key, other)}
+                accepted = check(values)
+                assert accepted is accepts(config), values
+                refused |= set() if accepted else {(key, other)}
     assert refused == {(rule.key, rule.other) for rule in RULES}

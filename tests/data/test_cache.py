@@ -264,6 +264,30 @@ def test_the_builtin_rows_are_collected_once(kept: Path, monkeypatch: pytest.Mon
     assert made == ["train", "eval"]
 
 
+@pytest.mark.slow
+def test_builtin_rows_are_collected_by_another_process(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = DataSection(train="builtin:python_docs")
+    with sources.collecting(job):
+        pass
+    monkeypatch.setitem(sources.BUILTIN, "builtin:python_docs", None)  # cannot be collected here
+    assert next(sources.rows("builtin:python_docs", "eval"))
+    assert next(sources.rows("builtin:python_docs", "train"))
+    monkeypatch.setattr(subprocess, "Popen", None)
+    with sources.collecting(job):
+        pass
+    with sources.collecting(DataSection(train="rows.jsonl")):
+        pass
+
+
+def test_rows_that_no_process_can_collect_are_collected_here(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    monkeypatch.setitem(sources.BUILTIN, "builtin:python_docs", lambda split: [{"text": split}])
+    with sources.collecting(DataSection(train="builtin:python_docs")):
+        pass
+    [row] = sources.rows("builtin:python_docs", "train")
+    assert row.fields == {"text": "train"}
+
+
 def fetched(cache_folder: Path, commit: str, rows: list[dict[str, Any]]) -> None:
     """What `datasets` leaves of the hub's `someone/thing` at a commit, which it loads without a network."""
     folder = cache_folder / "someone___thing" / "default" / "0.0.0" / commit

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import base64
+import io
 import random
 from pathlib import Path
 from typing import Any
 
+import datasets
+import numpy as np
 import pytest
 import seeing
 from PIL import Image
 from seeing import encoded
 
 from finetune.config import Config, DataSection, ModelSection
-from finetune.data import formats, images
+from finetune.data import formats, images, in_memory
 from finetune.data.counts import TOO_LONG
 from finetune.data.encoded import RowImage
 from finetune.data.examples import Chat, RowError
@@ -258,3 +261,50 @@ def test_rows_with_images_need_the_base_to_see(base: Path, tmp_path: Path) -> No
     data = DataSection(train=str(seeing.rows(tmp_path, [chat(PARTS[:1], images=[name])])), eval="none")
     with pytest.raises(DataError, match=r"rows\.jsonl:1: .* set `model\.vision: frozen`"):
         prepare(data, load_tokenizer(ModelSection(name=str(base)), data))
+
+
+# -- from Python -----------------------------------------------------------------------------------------------------
+
+
+PICTURE = Image.effect_noise((24, 16), 90).convert("RGB")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        PICTURE,
+        np.array(PICTURE),
+        PICTURE.convert("RGBA"),
+        {"bytes": encoded(PICTURE), "path": None},
+        Image.open(io.BytesIO(encoded(PICTURE))),
+    ],
+)
+def test_images_and_arrays_from_python_are_the_files_that_they_would_be(given: Any, base: Path, tmp_path: Path) -> None:
+    rows = [chat([{"type": "image", "image": given}]), chat(PARTS[:1], images=[given]), chat("which?", image=given)]
+    data = DataSection(train=in_memory.given(rows, "train"), eval="none", max_length=256)
+    tokenizer = load_tokenizer(ModelSection(name=str(base), vision="frozen"), data)
+    for row in prepare(data, tokenizer, of_base(base)).train:
+        [image] = row["images"]
+        assert images.decoded(image).tobytes() == PICTURE.tobytes()
+
+
+def test_a_data_set_gives_the_files_of_its_images_as_they_are(base: Path, tmp_path: Path) -> None:
+    file = encoded(PICTURE, "JPEG")
+    features = datasets.Features({"text": datasets.Value("string"), "images": datasets.List(datasets.Image())})
+    rows = datasets.Dataset.from_dict({"text": ["one"], "images": [[{"bytes": file, "path": None}]]}, features=features)
+    [(_, row)] = in_memory.records(in_memory.given(rows, "train"), "train")
+    assert row["images"] == [{"bytes": file, "path": None}]
+
+
+def test_rows_of_different_images_from_python_have_different_names() -> None:
+    red, blue = Image.new("RGB", (8, 8), "red"), Image.new("RGB", (8, 8), "blue")
+    given = [red, blue, np.array(red), np.array(blue), red.copy()]
+    *different, again = (in_memory.given([{"image": one}], "train") for one in given)
+    assert len(set(different)) == len(different)
+    assert again == different[0]
+
+
+@pytest.mark.parametrize("given", [np.zeros((4, 4), "uint16"), np.zeros((4, 4, 3), "float32"), np.zeros(4, "uint8")])
+def test_arrays_that_are_no_images_are_refused(given: Any) -> None:
+    with pytest.raises(RowError, match=r"`image`.*(8 bits a channel|of uint8)"):
+        read(chat("which?", image=given))

@@ -17,13 +17,14 @@ from typing import Any
 
 import pytest
 import seeing
-from PIL import Image
+from PIL import Image, ImageFile
 from seeing import encoded
 
-from finetune.config import DataSection, ModelSection
+from finetune.config import Config
 from finetune.data import images
 from finetune.data.encoded import RowImage
 from finetune.data.examples import Chat, RowError
+from finetune.model.base import load_architecture
 from finetune.model.source import vision
 from finetune.model.source.tokenizer import load_tokenizer
 
@@ -207,17 +208,17 @@ def refusal(base: Path, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.fixture
-def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The decoders that Pillow has begun to decode pixels with."""
-    used: list[str] = []
-    decoder = Image._getdecoder
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """The formats of the files whose pixels Pillow has begun to decode."""
+    formats: list[str | None] = []
+    load = ImageFile.ImageFile.load
 
-    def noted(mode: str, name: str, *others: Any) -> Any:
-        used.append(name)
-        return decoder(mode, name, *others)
+    def noted(file: ImageFile.ImageFile) -> Any:
+        formats.append(file.format)
+        return load(file)
 
-    monkeypatch.setattr(Image, "_getdecoder", noted)
-    return used
+    monkeypatch.setattr(ImageFile.ImageFile, "load", noted)
+    return formats
 
 
 @pytest.fixture
@@ -270,7 +271,7 @@ def test_more_than_sixty_mistakes_are_made() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "BMP", "TIFF"])
-def test_a_bomb_is_refused_before_it_is_decoded(kind: str, refusal: Any, decoded: list[str]) -> None:
+def test_a_bomb_is_refused_before_it_is_decoded(kind: str, refusal: Any, decoded: list[str | None]) -> None:
     Path("wrong.png").write_bytes(enormous(kind))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     code, said = refusal([named("wrong.png")])
@@ -278,16 +279,15 @@ def test_a_bomb_is_refused_before_it_is_decoded(kind: str, refusal: Any, decoded
     assert decoded == []
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024  # KiB; its pixels take 900 MB
     Image.open(GOOD).load()
-    assert decoded == ["zip"]
+    assert decoded == ["PNG"]
 
 
 @pytest.fixture
 def seen(base: Path) -> vision.Vision:
-    model = ModelSection(name=str(base), vision="frozen")
-    _, processor = seeing.qwen3_vl()
-    return vision.Vision(
-        vision.FAMILIES["qwen3_vl"], processor.image_processor, {}, load_tokenizer(model, DataSection())
-    )
+    config = Config().changed({"model.name": str(base), "model.vision": "frozen"})
+    found = vision.of(config, load_architecture(config.model), load_tokenizer(config.model, config.data))
+    assert found is not None
+    return found
 
 
 @pytest.fixture

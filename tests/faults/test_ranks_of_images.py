@@ -18,7 +18,7 @@ from finetune.storage.rundir import RunDirectory
 # Two rows a rank in two micro-batches, and one row for both in the last step of an epoch.
 JOB = [*QUICK, "model.vision=frozen", "quantization.kind=none", "training.precision=fp32", "data.max_length=128",
        "training.batch_size=4", "training.micro_batch=1", "training.max_steps=4", "output.save_every=2",
-       "data.eval=none", "training.eval_every=null"]  # fmt: skip
+       "training.eval_every=4"]  # fmt: skip
 # Plain descent, so that a gradient that is off shows as such.
 EXACT = ["adapter.dropout=0", "optimizer.kind=sgd", "training.learning_rate=0.1", "training.warmup=0"]
 RANDOM = ["adapter.dropout=0.1", "optimizer.kind=adamw_8bit", "training.learning_rate=0.01"]
@@ -48,7 +48,9 @@ def row(folder: Path, number: int, images: int) -> dict[str, Any]:
 @pytest.fixture
 def job(children: Children, folder: Path, tmp_path: Path) -> Make:
     def make(*overrides: str, rows: str = "mixed", run: str = "run") -> Together:
+        held_out = next(name for name in SHOWN if name != rows)
         named = [f"model.name={folder / 'base'}", f"data.train={folder / rows}.jsonl"]
+        named += [f"data.eval={folder / held_out}.jsonl"]
         return Together(children, [*JOB, *named, *overrides], RunDirectory(tmp_path / run))
 
     return make
@@ -73,7 +75,7 @@ def test_ranks_train_what_one_process_trains(job: Make, rows: str, way: list[str
     alone, together = job(*EXACT, *quantized, rows=rows, run="alone"), job(*EXACT, *way, rows=rows)
     assert_all(alone.go(1), 0)
     assert_all(together.go(2), 0)
-    for name in ("loss", "grad_norm"):
+    for name in ("loss", "grad_norm", "eval_loss"):
         assert metric(together.run, name) == pytest.approx(metric(alone.run, name), rel=1e-5)
     torch.testing.assert_close(adapter_weights(together.run), adapter_weights(alone.run), rtol=0, atol=1e-6)
     assert metric(alone.run, "loss")[-1] < metric(alone.run, "loss")[0]
@@ -113,7 +115,8 @@ def test_a_run_whose_images_changed_does_not_go_on(job: Make, picture_of_row_5: 
 def test_an_image_that_changes_meanwhile_ends_all_ranks(job: Make, picture_of_row_5: Path) -> None:
     """The rank with its row names it: the third time that it is read, after the preparation and the warm-up."""
     flips = Fault("read", r"5_0\.png$", nth=3, action="flip")
-    ended = job(*EXACT, rows="one").go(2, {0: flips, 1: flips})
+    together = job(*EXACT, "data.eval=none", "training.eval_every=null", rows="one")
+    ended = together.go(2, {0: flips, 1: flips})
     assert sorted(each.code for each in ended) == [3, 4]
     for each in ended:
         said = " ".join(each.output.split())

@@ -62,13 +62,13 @@ def alone(children: Children, job: list[str], tmp_path_factory: pytest.TempPathF
 @pytest.mark.parametrize(
     ("ranks", "way"),
     [
+        pytest.param(2, ["preference.reference=in_step"], id="two copies"),
         pytest.param(2, ["preference.reference=cached"], id="two copies, cached reference"),
         pytest.param(
             2, ["preference.reference=in_step", "distributed.kind=fsdp", "data.packing=true"],
             id="two slices, prompts computed once",
         ),
         pytest.param(2, ["preference.reference=cached", "distributed.kind=deepspeed"], id="ZeRO"),
-        pytest.param(4, ["preference.reference=in_step"], id="four copies"),
         pytest.param(4, ["preference.reference=cached", "distributed.kind=fsdp"], id="four slices, cached reference"),
     ],
 )  # fmt: skip

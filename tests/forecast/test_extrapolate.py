@@ -166,7 +166,12 @@ def test_only_the_first_and_last_layer_may_free_blocks_elsewhere() -> None:
     ("architecture", "layers", "changes"),
     [
         # More layers of the first level than are traced of both.
-        pytest.param("llama", 10, {"memory__checkpointing": {"all": 8, "keep-both": 2}}, id="two levels"),
+        pytest.param(
+            "llama",
+            10,
+            {"memory__checkpointing": {"all": 8, "keep-both": 2}, "quantization__kind": "none"},
+            id="two levels",
+        ),
         pytest.param("llama", 6, {"memory__checkpointing": "keep-both", "kernels__fused": "on"}, id="fused, kept"),
         pytest.param(
             "llama",

@@ -274,7 +274,7 @@ def test_nccl_has_a_term_for_several_gpus_and_for_nothing_else() -> None:
 
     def made(ranks: int, device: Device, **changes: Any) -> Forecast:
         config = job(**{"distributed__kind": "ddp", **changes})
-        return Planner(config, tiny_models.architecture(layers=2), device, None, ranks).forecast()
+        return Planner(config, tiny_models.architecture(layers=1), device, None, ranks).forecast()
 
     assert "communicators" not in made(1, card).categories
     assert "communicators" not in made(2, tiny_models.cpu()).categories

@@ -96,7 +96,7 @@ def test_embeddings_and_head_are_whole_only_where_they_are_used(tied: bool, shar
     decoder.layers[0].register_forward_pre_hook(look("first layer"))
     decoder.register_forward_hook(look("loss"))
     ids = torch.zeros(1, 8, dtype=torch.long)
-    loss = -model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs.sum()
+    loss = model(input_ids=ids, labels=ids, fused_lm_head=True).loss
     assert whole == [("first layer", tied, tied), ("loss", tied, True)]
     loss.backward()
     assert all(isinstance(weight, DTensor) for weight in model.parameters())

@@ -183,8 +183,9 @@ def test_a_teacher_is_learnt_from_as_forecast_and_a_run_resumes_to_the_same_bits
     assert evaluations[-1] < evaluations[0]
     assert all(value > 0 for value in metric(whole, "cross_entropy"))
     forecast_that_held(whole)
-    halted = stopped_and_resumed(job(*keys, "memory.check=off", "output.save_every=3", run="halted"), 4)
-    assert same_adapter(whole, halted)
+    if packing == "true":  # of padded rows test_steps.py shows it
+        halted = stopped_and_resumed(job(*keys, "memory.check=off", "output.save_every=3", run="halted"), 4)
+        assert same_adapter(whole, halted)
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def test_labels_are_scored_as_by_trl(family: str, labelled: bool, monkeypatch: p
     with patches.HEAD_LABELLED_ONLY.by(lambda device: labelled):
         for labels in ({"labels": _LABELS}, {"shift_labels": shifted}, {"labels": torch.full_like(_LABELS, -100)}):
             (found, gradients), (expected, as_expected) = scores(ours, **labels), scores(theirs, **labels)
-            for name in ("log_probs", "label_mask", "aux_loss"):
+            for name in ("loss", "log_probs", "label_mask", "aux_loss"):
                 one, other = getattr(found, name), getattr(expected, name)
                 assert (one is None) == (other is None)
                 assert one is None or torch.equal(one, other), name

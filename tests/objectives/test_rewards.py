@@ -116,8 +116,9 @@ def test_a_reward_model_learns_as_forecast_and_resumes_to_the_same_bits(job, tmp
     assert losses[-1] < losses[0]
     assert metric(whole, "rewards_accuracies")[-1] == 1
     forecast_that_held(whole)
-    halted = stopped_and_resumed(job(*keys, "memory.check=off", "output.save_every=3", run="halted"), 4)
-    assert same_adapter(whole, halted)
+    if packing == "true":  # of padded rows test_steps.py shows it
+        halted = stopped_and_resumed(job(*keys, "memory.check=off", "output.save_every=3", run="halted"), 4)
+        assert same_adapter(whole, halted)
 
 
 def scores(model: Any, rows: list[list[int]]) -> list[float]:

@@ -174,8 +174,9 @@ def test_a_run_learns_the_pairs_and_resumes_to_the_same_bits(job, tmp_path: Path
     assert losses[-1] < losses[0]
     assert held_out[-1] < held_out[0], "the objective's own loss, by pair"
     assert forecast_that_held(whole)["batch"]["segments"] == 2
-    halted = stopped_and_resumed(job(*keys, "memory.check=off", "output.save_every=3", run="halted"), 4)
-    assert same_adapter(whole, halted)
+    if packing == "true":  # of padded rows test_steps.py shows it
+        halted = stopped_and_resumed(job(*keys, "memory.check=off", "output.save_every=3", run="halted"), 4)
+        assert same_adapter(whole, halted)
 
 
 def test_the_look_at_the_data_has_both_answers(job, call, tmp_path: Path) -> None:

@@ -13,18 +13,19 @@ import torch
 from bitsandbytes.nn import Params4bit
 from jobs import metric, same_adapter
 from peft import LoraConfig, PeftModel, get_peft_model
-from seeing_jobs import config, example, plain_inputs
+from seeing_jobs import ANSWERS, config, example, plain_inputs
 from steps import assert_gradients_close, gradients, micro_batches, ready
 from transformers import AutoModelForImageTextToText
 
 import finetune
 from finetune.config import dump
 from finetune.data.encoded import IMAGES
+from finetune.errors import ArtifactError
 from finetune.model.source.vision import PIXELS
 from finetune.objectives import MODEL_INPUTS
 from finetune.storage.rundir import RunDirectory
 from finetune.training.batches import Steps, one_ahead
-from finetune.training.collator import split
+from finetune.training.collator import Inputs, for_model, split
 from finetune.training.loop import Loop
 
 pytestmark = pytest.mark.slow
@@ -44,7 +45,10 @@ def of_plain_peft(folder: Path, family: str, loop: Loop) -> tuple[float, dict[st
     _, processor = seeing.FAMILIES[family]()
     base = AutoModelForImageTextToText.from_pretrained(folder / "base")
     adapter = loop.step.model.peft_config["default"]
-    wanted = LoraConfig(r=adapter.r, lora_alpha=adapter.lora_alpha, target_modules=set(adapter.target_modules))
+    wanted = LoraConfig(
+        r=adapter.r, lora_alpha=adapter.lora_alpha, target_modules=set(adapter.target_modules),
+        modules_to_save=adapter.modules_to_save,
+    )  # fmt: skip
     model = get_peft_model(base, wanted).train()
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     given = {name: weight for name, weight in loop.step.model.named_parameters() if weight.requires_grad}
@@ -64,14 +68,53 @@ def of_plain_peft(folder: Path, family: str, loop: Loop) -> tuple[float, dict[st
     return float(total.detach()) / count, {name: weight.grad for name, weight in trained.items()}
 
 
-def test_loss_and_gradients_are_those_of_plain_transformers_and_peft(job: tuple[str, Path]) -> None:
+@pytest.mark.parametrize("vision", ["frozen", "adapter"])
+def test_loss_and_gradients_are_those_of_plain_transformers_and_peft(vision: str, job: tuple[str, Path]) -> None:
     family, folder = job
-    loop = ready(config(folder))
+    loop = ready(config(folder, **{"model.vision": vision}))
     loss, found = gradients(loop, micro_batches(loop, range(6), 6))
     expected_loss, expected = of_plain_peft(folder, family, loop)
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert_gradients_close(found, expected, within=1e-5)
-    assert not any("vision" in name or "visual" in name for name in found)
+    seen = [name for name in found if "vision" in name or "visual" in name]
+    assert bool(seen) == (vision == "adapter")
+    assert all(found[name].any() for name in seen)
+
+
+@pytest.mark.parametrize(
+    ("family", "projector"), [("qwen3_vl", "merger"), ("gemma4", "embed_vision"), ("smolvlm", "connector")]
+)
+def test_a_projector_is_trained_whole_by_name(family: str, projector: str, tmp_path: Path) -> None:
+    seeing.base(tmp_path / "base", family)
+    seeing.rows(tmp_path, [example(tmp_path, number) for number in range(3)])
+    loop = ready(
+        config(tmp_path, **{"adapter.extra_modules": [projector], "training.batch_size": 3, "training.micro_batch": 3})
+    )
+    loss, found = gradients(loop, micro_batches(loop, range(3), 3))
+    expected_loss, expected = of_plain_peft(tmp_path, family, loop)
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert_gradients_close(found, expected, within=1e-5)
+    assert all(found[name].any() for name in found if projector in name)
+    assert any(projector in name for name in found)
+
+
+@pytest.mark.parametrize(
+    ("family", "file", "changes"),
+    [
+        ("qwen3_vl", "preprocessor_config.json", {"patch_size": 8}),
+        ("gemma4", "preprocessor_config.json", {"patch_size": 8}),
+        ("gemma3", "processor_config.json", {"image_seq_length": 5}),
+        ("internvl", "processor_config.json", {"image_seq_length": 5}),
+    ],
+)
+def test_files_of_another_processor_are_refused_in_a_sentence(
+    family: str, file: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    settings = seeing.base(tmp_path / "base", family) / file
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | changes))
+    seeing.rows(tmp_path, [example(tmp_path, number) for number in range(3)])
+    with pytest.raises(ArtifactError, match="the files of its processor are not of this model"):
+        finetune.train(config(tmp_path, **{"training.batch_size": 3, "training.micro_batch": 3}))
 
 
 def test_objectives_pass_on_all_that_a_model_takes_of_images() -> None:
@@ -99,6 +142,42 @@ def test_a_loss_follows_from_the_pixels_and_no_graph_from_the_tower(job: tuple[s
     assert graphs == [False]
     part[IMAGES] = [{**row, "pixel_values": row["pixel_values"].flip(-1)} for row in part[IMAGES]]
     assert abs(gradients(loop, [part])[0] - loss) > 1e-4
+
+
+def test_a_blank_image_changes_its_own_row_alone_and_a_removed_one_its_tokens(job: tuple[str, Path]) -> None:
+    loop = ready(config(job[1]))
+
+    def scores(part: Inputs) -> torch.Tensor:
+        with torch.no_grad():
+            return loop.step.model(**for_model(part, masked=True), fused_lm_head=True).log_probs
+
+    [part] = micro_batches(loop, [1, 2], 2)
+    before, [one, other] = scores(part), part[IMAGES]
+    part[IMAGES] = [one, {**other, "pixel_values": torch.full_like(other["pixel_values"], 0.5)}]
+    after = scores(part)
+    torch.testing.assert_close(after[0], before[0], rtol=0, atol=1e-6)
+    assert (after[1] - before[1]).abs().max() > 1e-4
+    [shown], [text] = (micro_batches(loop, [row], 1) for row in (1, 0))
+    assert IMAGES in shown
+    assert IMAGES not in text
+    assert not torch.isin(text["input_ids"], loop.steps.collate._vision.image_tokens[0]).any()
+
+
+def test_rows_of_text_train_as_on_the_language_layers_alone(job: tuple[str, Path], tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": [{"type": "text", "text": f"Row {number}?"}]},
+                          {"role": "assistant", "content": ANSWERS[number]}]} for number in range(3)]  # fmt: skip
+    changes = {
+        "data.train": str(seeing.rows(tmp_path, rows)), "training.batch_size": 3, "training.micro_batch": 3,
+        "model.attention": "sdpa", "training.learning_rate": 0.01,
+    }  # fmt: skip
+    found = []
+    for vision in ("none", "frozen"):
+        loop = ready(config(job[1], **{"model.vision": vision, **changes}))
+        loss, gradients_ = gradients(loop, micro_batches(loop, range(3), 3))
+        found.append((loss, {name.partition("layers.")[2]: value for name, value in gradients_.items()}))
+    (alone, expected), (whole, given) = found
+    assert whole == pytest.approx(alone, rel=1e-6)
+    assert_gradients_close(given, expected, within=1e-6)
 
 
 def test_a_run_publishes_an_adapter_that_peft_loads(job: tuple[str, Path], tmp_path: Path) -> None:
@@ -133,16 +212,16 @@ def test_a_run_of_images_alone_goes_on_to_the_same_bits_and_measures_its_evaluat
     shown = [row for row in rows if any(part["type"] == "image" for part in row["messages"][0]["content"])]
     changes = {
         "data.train": str(seeing.rows(folder, shown, "shown.jsonl")), "data.eval": str(folder / "rows.jsonl"),
-        "training.batch_size": 2, "training.micro_batch": "auto", "training.schedule": "constant",
-        "memory.check": "refuse",
+        "training.batch_size": 2, "training.micro_batch": 1, "training.schedule": "constant",
     }  # fmt: skip
     one, other = RunDirectory(tmp_path / "one"), RunDirectory(tmp_path / "other")
     in_turn = Steps.epoch
-    for run, steps in ((one, 2), (one, 4), (other, 4)):
+    for run, steps, check in ((one, 2, "off"), (one, 4, "off"), (other, 4, "refuse")):
+        own = {"training.max_steps": steps, "output.dir": str(run.path), "memory.check": check}
         with monkeypatch.context() as patch:
             if run is one:
                 patch.setattr(Steps, "epoch", lambda *epoch: one_ahead(in_turn(*epoch)))
-            finetune.train(config(folder, **changes, **{"training.max_steps": steps, "output.dir": str(run.path)}))
+            finetune.train(config(folder, **changes, **own))
     assert same_adapter(one, other)
     assert all(0 < loss < 20 for loss in metric(other, "eval_loss"))
     compared = json.loads((other.path / "forecast.json").read_text())["differences"]
@@ -154,6 +233,7 @@ def test_a_run_of_images_alone_goes_on_to_the_same_bits_and_measures_its_evaluat
     ("changes", "exit_code", "said"),
     [
         (["data.packing=true"], 2, "rows are not packed with images yet"),
+        (["model.attention=flash_attention_2"], 2, "no other attention is used with images yet"),
         (["training.objective=dpo"], 2, "only `supervised` is trained with images yet"),
         (["distributed.kind=deepspeed"], 2, "would not gather the model of images with the others; set `gradients`"),
         (["model.name=builtin:tiny-llama"], 2, "that sees"),

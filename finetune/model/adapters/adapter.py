@@ -347,10 +347,12 @@ def _refuse_on_parameters(base: Any, chosen: dict[str, Any], section: AdapterSec
 
 
 def _check_extra_modules(base: Any, section: AdapterSection) -> None:
+    seen = composite.beside_language(base)  # their parts, such as a projector, may be trained whole
     trainable = (
         name
         for name, module in base.named_modules()
-        if (own := list(module.parameters(recurse=False))) and all(tensor.is_floating_point() for tensor in own)
+        if (own := list(module.parameters(recurse=any(f"{name}.".startswith(f"{part}.") for part in seen))))
+        and all(tensor.is_floating_point() for tensor in own)
     )
     _check(section.extra_modules, sorted(set(map(_last, trainable))), "adapter.extra_modules")
 

@@ -52,9 +52,10 @@ def places(lengths: Sequence[int], shared: Sequence[int] = (), device: Any = "cp
     """
     before = list(shared) or [0] * len(lengths)
     seen = [own + first for own, first in zip(lengths, before, strict=True)]
-    starts, key_starts = (
-        torch.tensor([0, *itertools.accumulate(each)], dtype=torch.int32, device=device) for each in (lengths, seen)
-    )
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+    key_starts = starts
+    if any(before):
+        key_starts = torch.tensor([0, *itertools.accumulate(seen)], dtype=torch.int32, device=device)
     positions = [torch.arange(first, end, device=device) for first, end in zip(before, seen, strict=True)]
     number = torch.arange(len(lengths), dtype=torch.int32, device=device)
     return {

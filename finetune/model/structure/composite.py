@@ -13,7 +13,7 @@ import re
 from typing import Any
 
 from finetune.model.source import catalog, vision
-from finetune.model.structure import sequence_head
+from finetune.model.structure import linear_layers, sequence_head
 
 _MARK = "_without_the_models_beside_its_language_model"
 
@@ -59,6 +59,13 @@ def beside_language(model: Any) -> list[str]:
     around = [module for module in model.modules() if module is not decoder and decoder in module.modules()]
     parts = (part for module in around for part in module.children() if part not in (decoder, head, *around))
     return [names[part] for part in parts]
+
+
+def adapt_images(model: Any) -> None:
+    """Let adapters on the model of images in `model` count as trained, as rows with images do train them."""
+    encoder = model.get_encoder(modality="image")
+    [part] = (name for name, module in model.named_modules() if module is encoder)
+    linear_layers.trained_by_images(model, part)
 
 
 @functools.cache

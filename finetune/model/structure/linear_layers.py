@@ -58,6 +58,12 @@ def untrained(model: Any) -> frozenset[str]:
     return _names(model)[1]
 
 
+def trained_by_images(model: Any, part: str) -> None:
+    """From now on count the layers of `part`, the name of a module in `model`, as trained: rows have images."""
+    read, untrained = _names(model)
+    _names_of[model] = read, frozenset(name for name in untrained if not name.startswith(f"{part}."))
+
+
 def after_layers(model: Any) -> list[str]:
     """Full names of the layers that text passes between the model's last decoder layer and its head, such as BERT's."""
     inside, head, beside = set(model.base_model.modules()), model.get_output_embeddings(), untrained(model)
@@ -149,13 +155,13 @@ def _pass(
             logits = model(input_ids=row, use_cache=False).logits
         finally:
             model.train(was_training)
-    reached = _leaves(logits)
+    reached = leaves(logits)
     return {layer for layer in layers if layer.weight in reached} | computed
 
 
-def _leaves(output: torch.Tensor) -> set[torch.Tensor]:
+def leaves(output: torch.Tensor) -> set[torch.Tensor]:
     """The leaf tensors that `output` has a gradient to."""
-    leaves: set[torch.Tensor] = set()
+    found: set[torch.Tensor] = set()
     seen: set[Any] = set()
     waiting = [output.grad_fn]
     while waiting:
@@ -164,9 +170,9 @@ def _leaves(output: torch.Tensor) -> set[torch.Tensor]:
             continue
         seen.add(node)
         if hasattr(node, "variable"):
-            leaves.add(node.variable)
+            found.add(node.variable)
         waiting += [before for before, _ in node.next_functions]
-    return leaves
+    return found
 
 
 def _kind(model: nn.Module, name: str) -> tuple[type, str]:
