@@ -414,9 +414,9 @@ def thumbnail(image: Mapping[str, Any]) -> bytes:
     return written.getvalue()
 
 
-def processed(rows: Sequence[Sequence[Mapping[str, Any]]], vision: Vision) -> list[dict[str, torch.Tensor]]:
-    """The model's arguments for the images of each row, decoded; none for a row without any. Raises as `decoded`."""
-    return [vision.pixels([decoded(image) for image in row]) if row else {} for row in rows]
+def processed(row: Sequence[Mapping[str, Any]], vision: Vision) -> dict[str, torch.Tensor]:
+    """The model's arguments for the images of a row, decoded; none for a row without any. Raises as `decoded`."""
+    return vision.pixels([decoded(image) for image in row]) if row else {}
 
 
 @dataclass(frozen=True)
@@ -436,7 +436,7 @@ class ShownImages:
             return {}
         from finetune.model.source.vision import joined
 
-        seen = joined(processed(rows, self.vision))
+        seen = joined([processed(row, self.vision) for row in rows])
         return {**self.vision.types(ids), **{name: value.to(ids.device) for name, value in seen.items()}}
 
 

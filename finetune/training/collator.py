@@ -157,10 +157,7 @@ class MicroBatches:
     def _seen(self, rows: Sequence[dict[str, Any]], ids: torch.Tensor, vision: Vision) -> Inputs:
         """The images of each row, and which tokens (sequences, tokens) stand for them."""
         with ThreadPoolExecutor(_DECODERS, "images") as workers:
-            seen: Inputs = {IMAGES: [*workers.map(lambda row: self._pixels(row, vision), rows)]}
-        if vision.token_types:
-            seen[vision.token_types] = torch.isin(ids, torch.tensor(vision.image_tokens)).long()
-        return seen
+            return {IMAGES: [*workers.map(lambda row: self._pixels(row, vision), rows)], **vision.types(ids)}
 
     def idle(self) -> Idle:
         """A micro-batch of one row without trained tokens."""
@@ -178,8 +175,7 @@ class MicroBatches:
 
 def decoded(row: Mapping[str, Any], vision: Vision) -> dict[str, torch.Tensor]:
     """The model's arguments for the images of a row of a prepared split; none for a row without images."""
-    shown = [images.decoded(image) for image in row[IMAGES]]
-    return vision.pixels(shown) if shown else {}
+    return images.processed(row[IMAGES], vision)
 
 
 def _padded(parts: Sequence[np.ndarray], shape: Sequence[int], none: float) -> torch.Tensor:
