@@ -168,6 +168,12 @@ def _check_machine(config: Config, device: torch.device, note: Callable[[str], N
         )
     with ranks.agreeing():
         check(config, device)
+        beside = {*config.adapter.extra_modules} - {"embed_tokens", "lm_head"}
+        if ranks.world_size() > 1 and (config.model.vision == "adapter" or (config.model.vision != "none" and beside)):
+            raise ConfigError(
+                "`model.vision`: a process whose rows have no images has no gradient for the model of images, which "
+                "others would wait for; start one process, or set `frozen` and no `adapter.extra_modules`"
+            )
     environment = describe(device)
     provenance.refuse_other_ranks({"config": config.model_dump(mode="json"), "packages": environment["packages"]})
     return environment
