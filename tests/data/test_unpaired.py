@@ -233,7 +233,7 @@ def test_the_look_at_answers_marks_no_token_of_a_mismatched_one(
     look = finetune.inspect_data(quick(f"data.train={tmp_path / 'rows.jsonl'}", "training.objective=kto"))
     prompt, both, *_ = look.values()["samples"]
     assert "Why" in "".join(text for text, _ in prompt[0][1])
-    assert [any(trained for _, trained in pieces) for _, pieces in both] == [True, False]
+    assert [any(trained for _, trained in pieces) for _, pieces, *_ in both] == [True, False]
     assert "0 trained" in both[1][0]
     as_chat = look.values()["samples"][-1][0][0]
     assert "if `data.columns: {instruction: prompt}` made the rows turns" in as_chat
