@@ -77,7 +77,7 @@ def sweep(
     folder = Path(str(made[0].config.output.dir)).parent
     if RunDirectory(folder).exists:
         raise ConfigError(f"`output.dir`: {folder} is a run; give the sweep a directory of its own")
-    if fresh and folder.exists():
+    if fresh and any((folder / name).exists() for name in (TABLE, _SCORES)):
         _move_aside(folder)
     table = _Sweep(folder, made, full, budget_seconds, terminal or Terminal(quiet=True)).run()
     folder.mkdir(parents=True, exist_ok=True)

@@ -208,6 +208,13 @@ def test_fresh_moves_an_earlier_sweep_aside(tmp_path: Path, job: list[str]) -> N
         running.sweep(TINY, arguments, RATES, fresh=True)
 
 
+def test_fresh_moves_no_folder_aside_that_has_no_sweep(tmp_path: Path, job: list[str]) -> None:
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep" / "notes.txt").touch()
+    running.sweep(TINY, [*job, f"output.dir={tmp_path / 'sweep'}"], RATES, fresh=True, budget_seconds=1e-6)
+    assert (tmp_path / "sweep" / "notes.txt").exists()
+
+
 @pytest.mark.slow
 def test_seeds_are_averaged_and_too_few_differences_call_no_winner(tmp_path: Path, job: list[str]) -> None:
     config = load_config(TINY, [*job, "training.max_steps=1", f"output.dir={tmp_path / 'sweep'}"])
