@@ -74,6 +74,8 @@ def sweep(
     if budget_seconds is not None and budget_seconds <= 0:
         raise ConfigError("the budget is spent before the first step; give more, such as 30m or 2h")
     made = grid.members(source, overrides, keys)
+    for member in made:
+        evidence.refuse_guess(member.config)
     folder = Path(str(made[0].config.output.dir)).parent
     if RunDirectory(folder).exists:
         raise ConfigError(f"`output.dir`: {folder} is a run; give the sweep a directory of its own")
