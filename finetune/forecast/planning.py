@@ -356,6 +356,8 @@ class Planner:
             if data.eval is not None:
                 held_out = largest(data.eval, most_tokens if shorter else None)
                 evaluation = max(held_out, key=lambda batch: batch.positions + batch.area)
+                most = max(batch.trained_tokens for batch in held_out)  # of rows with fewer images, perhaps
+                evaluation = replace(evaluation, trained_tokens=min(most, evaluation.positions))
             self._largest[key] = largest(data.train, most_tokens), evaluation
         return self._largest[key]
 
