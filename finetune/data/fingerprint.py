@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -60,13 +61,14 @@ def of_rows(rows: Any) -> str:
                     known = each.flatten().field("digest").to_pylist()
                     digest.update(json.dumps([each.value_lengths().to_pylist(), known]).encode())
                 continue
-            values = column.combine_chunks()
-            if not hasattr(values, "value_lengths"):
-                digest.update(np.from_dlpack(values).astype("<f8", copy=False).tobytes())
-                continue
-            for each in (values.value_lengths(), values.flatten()):
+            # Chunk by chunk: joined, lists could have more values than their offsets can number.
+            parts, lists = [column.chunks], pyarrow.types.is_list(column.type)
+            if lists:
+                parts = [[each.value_lengths() for each in column.chunks], [each.flatten() for each in column.chunks]]
+            for each in itertools.chain.from_iterable(parts):
                 numbers = np.from_dlpack(each)  # `to_numpy` imports pandas
-                digest.update(numbers.astype("<f4" if numbers.dtype.kind == "f" else "<i4", copy=False).tobytes())
+                kind = ("<f4" if numbers.dtype.kind == "f" else "<i4") if lists else "<f8"
+                digest.update(numbers.astype(kind, copy=False).tobytes())
     return digest.hexdigest()
 
 

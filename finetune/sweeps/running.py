@@ -74,15 +74,29 @@ def sweep(
     if budget_seconds is not None and budget_seconds <= 0:
         raise ConfigError("the budget is spent before the first step; give more, such as 30m or 2h")
     made = grid.members(source, overrides, keys)
+    for member in made:
+        evidence.refuse_guess(member.config)
     folder = Path(str(made[0].config.output.dir)).parent
     if RunDirectory(folder).exists:
         raise ConfigError(f"`output.dir`: {folder} is a run; give the sweep a directory of its own")
-    if fresh and folder.exists():
+    if fresh and any((folder / name).exists() for name in (TABLE, _SCORES)):
         _move_aside(folder)
     table = _Sweep(folder, made, full, budget_seconds, terminal or Terminal(quiet=True)).run()
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / TABLE, table.as_dict())
+    _write(folder, table)
     return table
+
+
+def _write(folder: Path, table: SweepTable) -> None:
+    """Write the table, one process after the other: those that share the members end in the same moment."""
+    (folder / _SCORES).mkdir(parents=True, exist_ok=True)
+    while True:
+        with (
+            contextlib.suppress(InUseError),
+            locks.locked(folder / _SCORES / "table.lock", f"{folder / TABLE}", _OTHERWISE),
+        ):
+            write_json(folder / TABLE, table.as_dict())
+            return
+        time.sleep(_POLL_SECONDS)
 
 
 def _move_aside(folder: Path) -> None:

@@ -70,17 +70,19 @@ def resolved(config: Config, architecture: Any) -> tuple[Config, str | None]:
     return config, "\n".join(f"{note} (docs/choosing.md)" for note in notes) or None
 
 
-def resolved_if_known(config: Config) -> tuple[Config, str | None]:
-    """`resolved` if the base's config can be loaded, else `config` unchanged.
-
-    Raises ConfigError for `auto` with an optimizer of which no sweep tells the rate.
-    """
+def refuse_guess(config: Config) -> None:
+    """Raise ConfigError for `training.learning_rate: auto` with an optimizer of which no sweep tells the rate."""
     kind = config.optimizer.kind
     if config.training.learning_rate == "auto" and OPTIMIZERS[kind].rate is None:
         raise ConfigError(
             f"`training.learning_rate: auto`: no sweep tells the rate of `{kind}`, which is far from AdamW's; set a "
             "number, and try several with `finetune sweep`"
         )
+
+
+def resolved_if_known(config: Config) -> tuple[Config, str | None]:
+    """`resolved` if the base's config can be loaded, else `config` unchanged. Raises as `refuse_guess`."""
+    refuse_guess(config)
     try:
         return resolved(config, load_architecture(config.model))
     except FinetuneError:

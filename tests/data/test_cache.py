@@ -22,7 +22,7 @@ import pyarrow
 import pytest
 
 from finetune.config import DataSection, Source
-from finetune.data import cache, sources
+from finetune.data import cache, fingerprint, sources
 from finetune.data import split as splitting
 from finetune.data.counts import Counts
 from finetune.data.encoded import IGNORE, Encoded, Segment
@@ -107,6 +107,22 @@ def test_rows_are_read_as_datasets_reads_them(tmp_path: Path) -> None:
     assert [*rows.select_columns(some)] == theirs.select_columns(some).to_list()
     with pytest.raises(IndexError):
         rows[5]
+
+
+def test_rows_of_many_batches_have_the_fingerprint_of_one_and_are_not_joined_for_it() -> None:
+    """Joined, lists of more than 2^31 tokens have no offsets of 32 bits."""
+    lists = pyarrow.array([[*range(row % 50)] for row in range(1000)], pyarrow.list_(pyarrow.int32()))
+    numbers = pyarrow.array([*range(1000)], pyarrow.int64())
+    whole = pyarrow.table({"input_ids": lists, "labels": lists, "length": numbers, "shared": numbers})
+    parts = pyarrow.concat_tables([whole.slice(at, 100) for at in range(0, 1000, 100)])
+    pool, before = pyarrow.proxy_memory_pool(pyarrow.default_memory_pool()), pyarrow.default_memory_pool()
+    expected = fingerprint.of_rows(RowTable(whole))
+    pyarrow.set_memory_pool(pool)
+    try:
+        assert fingerprint.of_rows(RowTable(parts)) == expected
+    finally:
+        pyarrow.set_memory_pool(before)
+    assert pool.max_memory() < 4 * len(lists.flatten())
 
 
 # -- what is found again ---------------------------------------------------------------------------------------------

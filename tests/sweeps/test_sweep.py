@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -200,12 +202,35 @@ def test_fresh_moves_an_earlier_sweep_aside(tmp_path: Path, job: list[str]) -> N
     for _ in range(2):
         running.sweep(TINY, arguments, RATES, fresh=True, budget_seconds=1e-6)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["sweep", "sweep.1"]
-    (tmp_path / "sweep" / "scores").mkdir()
     with (
         locks.locked(tmp_path / "sweep" / "scores" / "one.lock", "the member", "or wait"),
         pytest.raises(InUseError, match="is in use by process"),
     ):
         running.sweep(TINY, arguments, RATES, fresh=True)
+
+
+def test_fresh_moves_no_folder_aside_that_has_no_sweep(tmp_path: Path, job: list[str]) -> None:
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep" / "notes.txt").touch()
+    running.sweep(TINY, [*job, f"output.dir={tmp_path / 'sweep'}"], RATES, fresh=True, budget_seconds=1e-6)
+    assert (tmp_path / "sweep" / "notes.txt").exists()
+
+
+def test_processes_that_end_in_the_same_moment_write_one_table(
+    tmp_path: Path, job: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are threads here, on a slow disk."""
+    fsync, arguments = os.fsync, [*job, f"output.dir={tmp_path / 'sweep'}"]
+    monkeypatch.setattr(os, "fsync", lambda file: (time.sleep(0.1), fsync(file)))
+
+    def write() -> running.SweepTable:
+        return running.sweep(TINY, arguments, RATES, budget_seconds=1e-6)
+
+    write()  # the rows are prepared
+    with ThreadPoolExecutor(3) as threads:
+        tables = [threads.submit(write) for _ in range(3)]
+    written = json.loads((tmp_path / "sweep" / running.TABLE).read_text())
+    assert [table.result().as_dict() for table in tables] == [written] * 3
 
 
 @pytest.mark.slow

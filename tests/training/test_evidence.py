@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from jobs import TINY
 
 import finetune
 from finetune.config import AdapterSection
+from finetune.errors import ConfigError
 from finetune.settings import load_config
 from finetune.training import evidence
 
@@ -49,8 +51,12 @@ def test_a_given_rate_stays_and_one_that_the_evidence_calls_bad_is_told() -> Non
 
 
 def test_no_rate_is_guessed_for_an_optimizer_that_no_sweep_tells_of() -> None:
-    with pytest.raises(finetune.ConfigError, match=r"no sweep tells the rate of `sgd`.*set a number"):
+    with pytest.raises(ConfigError, match=r"no sweep tells the rate of `sgd`.*set a number"):
         evidence.resolved_if_known(load_config({}, ["optimizer.kind=sgd"]))
+    with pytest.raises(ConfigError, match="no sweep tells the rate of `sgd`"):
+        finetune.fit(load_config(TINY, ["optimizer.kind=sgd", "training.learning_rate=auto"]), "24GiB")
+    with pytest.raises(ConfigError, match="no sweep tells the rate of `sgd`"):
+        finetune.sweep({"data": {"train": "no rows"}}, {"optimizer.kind": ["adamw_torch_fused", "sgd"]})
     given = ["optimizer.kind=sgd", "training.learning_rate=0.1"]
     assert evidence.resolved(load_config({}, given), of_width(4096))[1] is None
 
