@@ -316,6 +316,13 @@ def _with_images(sizes: Sizes, batch: Batch) -> Batch:
     return replace(batch, images=tuple(tuple(sizes.images[row]) for row in chosen_rows(sizes, batch)))
 
 
+def with_most_images(sizes: Sizes, batch: Batch) -> Batch:
+    """A batch of longer rows than these, with the images of those of the largest area, whose tokens are not trained."""
+    shown = _with_images(sizes, replace(batch, order="area"))
+    others = ((),) * (batch.rows - len(shown.images))
+    return replace(batch, images=(*shown.images, *others), trained_tokens=batch.trained_tokens - shown.area)
+
+
 def _largest_by_area(sizes: Sizes, way: MicroBatching, step_rows: int, source: str) -> Batch:
     """The micro-batch with the largest area of images that some order of these rows produces."""
     areas, most = sizes.areas, (0, 0, 0)

@@ -339,11 +339,15 @@ class Planner:
                 "`data.train`: a forecast with images needs the rows and the processor of the base on this machine; "
                 "copy them here, or set `model.vision: none` for one of text"
             )
-        shorter = config.data.max_length != self.job.data.max_length
-        if shorter and self.data and self.data.vision:  # rows with images are dropped, not cut
+        longer = config.data.max_length > self.job.data.max_length
+        shorter = config.data.max_length < self.job.data.max_length
+        sees = self.data is not None and self.data.vision is not None
+        if shorter and sees:  # rows with images are dropped, not cut
             most_tokens = min(most_tokens or config.data.max_length, config.data.max_length)
-        elif self.data is None or shorter:
+        elif self.data is None or shorter or longer:
             longest = batching.longest_batches(way, step_rows, config.data.max_length)
+            if self.data and sees:
+                longest = [batching.with_most_images(Sizes.of(self.data.train, way), batch) for batch in longest]
             return longest, None if config.data.eval == "none" else longest[0]
 
         def largest(rows: Any, most_tokens: int | None) -> list[Batch]:
@@ -356,6 +360,8 @@ class Planner:
             if data.eval is not None:
                 held_out = largest(data.eval, most_tokens if shorter else None)
                 evaluation = max(held_out, key=lambda batch: batch.positions + batch.area)
+                most = max(batch.trained_tokens for batch in held_out)  # of rows with fewer images, perhaps
+                evaluation = replace(evaluation, trained_tokens=min(most, evaluation.positions))
             self._largest[key] = largest(data.train, most_tokens), evaluation
         return self._largest[key]
 

@@ -157,7 +157,10 @@ class MicroBatches:
     def _seen(self, rows: Sequence[dict[str, Any]], ids: torch.Tensor, vision: Vision) -> Inputs:
         """The images of each row, and which tokens (sequences, tokens) stand for them."""
         with ThreadPoolExecutor(_DECODERS, "images") as workers:
-            return {IMAGES: [*workers.map(lambda row: self._pixels(row, vision), rows)], **vision.types(ids)}
+            made = workers.map(lambda row: self._pixels(row, vision), rows)
+            # Copied, since what another thread allocates is not counted (measure/tensors.py).
+            seen = [{name: value.clone() for name, value in images.items()} for images in made]
+        return {IMAGES: seen, **vision.types(ids)}
 
     def idle(self) -> Idle:
         """A micro-batch of one row without trained tokens."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -54,7 +55,12 @@ def _run_largest(step: Step, steps: Steps, retry: Retry, evaluation: EvalLoss | 
     bounds = [each.tokens for each in step.levels.shorter] if step.levels else []
     for batch, inputs in itertools.chain(*(_largest(steps.rows, steps, step_rows, most) for most in (None, *bounds))):
         # With gradient accumulation, gradients of earlier micro-batches exist while later ones run.
-        passes = min(2, per_step(step_rows, steps.collate.way, batch))
+        micro_batches = per_step(step_rows, steps.collate.way, batch)
+        passes = min(2, micro_batches)
+        # Those of a step are in host memory until the next one; on a CPU that is what is measured.
+        waiting = []
+        if step.device.type == "cpu":
+            waiting = [inputs, *(deepcopy(inputs) for _ in range(micro_batches - 1))]
         count = engine.warm_up_count(int(step.objective.count(inputs)))
         retry.forward_backward(step, [inputs] * passes, count)
         _without_effect(step, engine.empty_update)
@@ -62,6 +68,7 @@ def _run_largest(step: Step, steps: Steps, retry: Retry, evaluation: EvalLoss | 
         for _, inputs in _largest(evaluation.rows, steps, step_rows):
             with monitor.phase("evaluation"):
                 evaluation.loss([[inputs]])
+    del waiting
 
 
 def _largest(rows: Any, steps: Steps, step_rows: int, most_tokens: int | None = None) -> Iterator[tuple[Batch, Inputs]]:

@@ -130,6 +130,18 @@ def test_a_larger_image_takes_more_and_the_largest_is_bounded_by_the_budget(job:
     assert whole.most_pixels > 128 * 128
 
 
+def test_longer_rows_than_the_data_has_are_forecast_with_its_images(job: tuple[str, Config]) -> None:
+    config = job[1].changed({"training.micro_batch": 2, "memory.checkpointing": "all"})
+    planner = planning.planner_for(config, "RTX 4090")
+    longest, much_longer = (
+        planner.forecast(config.changed({"data.max_length": tokens}), evaluates=False) for tokens in (256, 2048)
+    )
+    assert longest.batch.tokens < 256
+    assert much_longer.batch.tokens == 2048
+    assert much_longer.batch.area == longest.batch.area > 0
+    assert much_longer.peak_allocated_bytes > longest.peak_allocated_bytes
+
+
 def test_a_forecast_with_images_needs_the_rows(job: tuple[str, Config]) -> None:
     missing = job[1].changed({"data.train": "hf://nobody/nothing-here"})
     with pytest.raises(ForecastError, match="needs the rows"):

@@ -756,7 +756,9 @@ def test_norms_add_the_gradient_of_what_passes_beside_them() -> None:
     assert calls.of("finetune::multiply_joined_") == 4, "S of two layers' last products stands beside what they return"
 
 
-@pytest.mark.parametrize("source", [lambda w: w * 2, lambda w: (w * 2).view(3, 2, 8), lambda w: w], ids=str)
+@pytest.mark.parametrize(
+    "source", [lambda w: w * 2, lambda w: (w * 2).view(3, 2, 8), lambda w: w], ids=["result", "view", "leaf"]
+)
 def test_a_norms_input_may_be_used_before_and_after_it(source: Callable[..., torch.Tensor]) -> None:
     """Also a view and a leaf, to whose gradients autograd adds."""
     module = LlamaRMSNorm(8).requires_grad_(False)
