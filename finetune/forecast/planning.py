@@ -355,6 +355,7 @@ class Planner:
             return batching.worst_batches(sizes, way, step_rows, "the data's rows")
 
         key, data = (way, step_rows, most_tokens), self.data
+        assert data is not None, "without rows, the longest are assumed"
         if key not in self._largest:
             evaluation = None
             if data.eval is not None:
