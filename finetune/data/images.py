@@ -95,8 +95,8 @@ def placed(messages: list[Message], fields: Fields) -> tuple[list[Message], tupl
     return _with_parts(messages, contents), tuple(next(following) if one == RowImage() else one for one in shown)
 
 
-def shown_with(example: Example, several: Sequence[str | bytes]) -> Example:
-    """A person's prompt with these images, paths or the bytes of files; where the prompt has no marks, before its text.
+def shown_with(example: Example, several: Sequence[Any]) -> Example:
+    """A person's prompt with these images, as rows may have them; where the prompt has no marks, before its text.
 
     Raises RowError for images of plain text.
     """
@@ -279,7 +279,7 @@ def _content(image: RowImage) -> bytes:
         raise RowError(
             f"{path}: {size:,} bytes, more than the {_MOST_BYTES:,} that are read of an image; save it smaller"
         )
-    raise RowError(f"{path}: no such file, or not a regular one; paths are relative to the data file's folder")
+    raise RowError(f"{path}: no such file, or not a regular one; paths in a data file are relative to its folder")
 
 
 @contextlib.contextmanager

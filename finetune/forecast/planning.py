@@ -341,12 +341,11 @@ class Planner:
             )
         longer = config.data.max_length > self.job.data.max_length
         shorter = config.data.max_length < self.job.data.max_length
-        sees = self.data is not None and self.data.vision is not None
-        if shorter and sees:  # rows with images are dropped, not cut
+        if shorter and self.data and self.data.vision:  # rows with images are dropped, not cut
             most_tokens = min(most_tokens or config.data.max_length, config.data.max_length)
         elif self.data is None or shorter or longer:
             longest = batching.longest_batches(way, step_rows, config.data.max_length)
-            if self.data and sees:
+            if self.data and self.data.vision:
                 longest = [batching.with_most_images(Sizes.of(self.data.train, way), batch) for batch in longest]
             return longest, None if config.data.eval == "none" else longest[0]
 

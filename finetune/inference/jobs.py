@@ -62,7 +62,7 @@ class Ready:
         """Whether the model is a base with an adapter that can be switched off."""
         return hasattr(self.model, "disable_adapter")
 
-    def asked(self, text: str, shown: Sequence[str | bytes] = ()) -> examples.Example:
+    def asked(self, text: str, shown: Sequence[Any] = ()) -> examples.Example:
         """A user's text in the form of the run's rows, with the images `shown`; see `with_images`."""
         return with_images(examples.asked(self.kind, text, self.config.data.separator, self.system), shown, self.vision)
 
@@ -105,8 +105,8 @@ class Ready:
         return generation.shown_in(prompts, self.vision)
 
 
-def with_images(prompt: examples.Example, shown: Sequence[str | bytes], seen: vision.Vision | None) -> examples.Example:
-    """`prompt` with these images, paths or the bytes of files, measured for a base of the vision `seen`.
+def with_images(prompt: examples.Example, shown: Sequence[Any], seen: vision.Vision | None) -> examples.Example:
+    """`prompt` with these images, as rows may have them, measured for a base of the vision `seen`.
 
     Raises ConfigError for a base that does not see, and DataError for an image that it cannot be shown.
     """
@@ -163,14 +163,14 @@ def ready(
 
 
 def generate(
-    run: Run, prompt: str, *, images: Sequence[str | PathLike[str] | bytes] = (), which: str = "adapter",
+    run: Run, prompt: str, *, images: Sequence[Any] = (), which: str = "adapter",
     system: str | None = None, max_new_tokens: int = 256, trust_remote_code: bool = False,
 ) -> str:  # fmt: skip
     """Answer `prompt` greedily with the run's `base`, `adapter` or `merged` model.
 
     A run trained on conversations answers it as a user message, after the `system` message: by default the one that all
-    of its rows have in common, with "" none. One trained on completions or plain text continues it. `images`, paths or
-    the bytes of files, are shown before the prompt's text, or at its marks `<image>`.
+    of its rows have in common, with "" none. One trained on completions or plain text continues it. `images`, as rows
+    from Python may have them, are shown before the prompt's text, or at its marks `<image>`.
 
     Raises ConfigError for an unknown model and for images of a run without them, DataError for a broken image, and
     ArtifactError if weights, tokenizer or base are damaged or not those of the run, or need Python code that is not
@@ -178,8 +178,10 @@ def generate(
     """
     if not isinstance(prompt, str):
         raise ConfigError(f"`prompt` must be text, not {shown(prompt)}")
+    if not isinstance(images, (list, tuple)):
+        raise ConfigError(f"`images` must be a list of images, not {shown(images)}")
     opened = ready(RunDirectory.open(run), which, system=system, trust_remote_code=trust_remote_code)
-    example = opened.asked(prompt, [one if isinstance(one, bytes) else fspath(one) for one in images])
+    example = opened.asked(prompt, [fspath(one) if isinstance(one, PathLike) else one for one in images])
     return next(opened.answers([example], Settings(max_new_tokens))).text
 
 

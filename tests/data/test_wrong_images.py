@@ -110,12 +110,12 @@ def named(value: Any, key: str = "path") -> dict[str, Any]:
 FETCHED = "nothing is fetched; download the image"
 ROWS: list[tuple[str, dict[str, Any], str, str]] = [
     # (what is wrong, the second row of the file, what is said of it, the cure)
-    ("no such file", named("missing.png"), "no such file", "relative to the data file's folder"),
-    ("a folder", named("folder"), "not a regular one", "relative to the data file's folder"),
-    ("a device", named("/dev/zero"), "not a regular one", "relative to the data file's folder"),
-    ("a link to nothing", named("link.png"), "no such file", "relative to the data file's folder"),
-    ("a path of Windows", named("C:\\pictures\\good.png"), "no such file", "relative to the data file's folder"),
-    ("a path with a zero", named("good\0.png"), "no such file", "relative to the data file's folder"),
+    ("no such file", named("missing.png"), "no such file", "in a data file are relative to its folder"),
+    ("a folder", named("folder"), "not a regular one", "in a data file are relative to its folder"),
+    ("a device", named("/dev/zero"), "not a regular one", "in a data file are relative to its folder"),
+    ("a link to nothing", named("link.png"), "no such file", "in a data file are relative to its folder"),
+    ("a path of Windows", named("C:\\pictures\\good.png"), "no such file", "in a data file are relative to its folder"),
+    ("a path with a zero", named("good\0.png"), "no such file", "in a data file are relative to its folder"),
     ("a path that is too long", named("x" * 5000), "cannot be read: File name too long", "correct the path"),
     ("a web address", named("https://example.com/a.png", "url"), "`messages[0].content[0].url`", FETCHED),
     ("a web address in OpenAI's format", row({"type": "image_url", "image_url": {"url": "http://example.com/a.png"}}),

@@ -19,6 +19,7 @@ from transformers import AutoModelForImageTextToText
 
 import finetune
 from finetune.data import images
+from finetune.errors import ConfigError, DataError
 from finetune.inference import commands, jobs
 from finetune.inference.answer_settings import Settings
 from finetune.inference.chat_session import Conversation
@@ -110,8 +111,13 @@ def test_images_decide_an_answer(seeing_run: SeeingRun, opened: jobs.Ready, call
     asked = ["generate", run.path, "--prompt", "What?", "--max-new-tokens", 5, "--json"]
     said = [json.loads(call(*asked, "--image", file)[1])["answer"] for file in files]
     assert len({*said}) > 1
-    assert finetune.generate(run, "What?", images=[files[0].read_bytes()], max_new_tokens=5) == said[0]
+    for image in (files[0].read_bytes(), Image.open(files[0])):
+        assert finetune.generate(run, "What?", images=[image], max_new_tokens=5) == said[0]
     assert finetune.generate(run, "What?", images=[files[0]], which="base", max_new_tokens=5) != said[0]
+    with pytest.raises(ConfigError, match=r"`images` must be a list of images, not 'cat\.png'"):
+        finetune.generate(run, "What?", images="cat.png")
+    with pytest.raises(DataError, match=r"`images\[0\]` must be the path of an image"):
+        finetune.generate(run, "What?", images=[3])
 
 
 @pytest.mark.parametrize("seeing_run", ["gemma3"], indirect=True)
