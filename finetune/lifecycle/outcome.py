@@ -6,7 +6,6 @@ from typing import Any
 
 from finetune.forecast.job_forecast import Forecast
 from finetune.measure.monitor import Peak
-from finetune.report import forecast_view
 from finetune.report.terminal import Terminal
 from finetune.storage.files import write_json
 from finetune.storage.rundir import RunDirectory
@@ -20,5 +19,4 @@ def record(
     run.event("trained", **facts, memory=peaks)
     if forecast:
         write_json(run.forecast_file, forecast.beside(peaks))
-        process = forecast_view.process(forecast.needed_bytes, peaks, shows_images=forecast.batch.area > 0)
-        terminal.compared(forecast.differences(peaks), process)
+        terminal.compared(forecast.differences(peaks), forecast.needed_bytes, peaks)

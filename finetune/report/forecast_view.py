@@ -219,17 +219,13 @@ def compare(differences: Sequence[Difference], console: Console, note: str = "")
         printing.say(console, note)
 
 
-def process(needed_bytes: int, peaks: dict[str, Peak], *, shows_images: bool = False) -> str:
-    """The memory of the whole process, which the table of a CPU's tensors leaves out; empty for a GPU.
-
-    `shows_images`: whether rows of the batch do, whose pixels as processors leave them are not among torch's tensors.
-    """
+def process(needed_bytes: int, peaks: dict[str, Peak]) -> str:
+    """The memory of the whole process, which the table of a CPU's tensors leaves out; empty for a GPU."""
     resident = max((peak.get("resident_bytes", 0) for peak in peaks.values()), default=0)
     if not resident:
         return ""
-    pixels = ", pixels of images forecast but not measured" if shows_images else ""
     return (
-        f"tensors, in a step on the largest batch{pixels}; with libraries the process was to take "
+        "tensors, in a step on the largest batch; with libraries the process was to take "
         f"{words.size(needed_bytes)} and took up to {words.size(resident)}"
     )
 

@@ -15,7 +15,7 @@ from finetune.report.scores import Scores
 from finetune.results.figures import RECENT_STEPS, Figures
 from finetune.storage import records
 from finetune.storage.files import write_text
-from finetune.storage.records import DataFacts, Difference, ForecastRecord
+from finetune.storage.records import DataFacts, Difference
 from finetune.storage.rundir import RunDirectory
 
 # Events whose facts have a section of their own.
@@ -75,7 +75,7 @@ def write(run: RunDirectory, *, plot: bool = False) -> Path:
         results=result_rows(run, figures),
         compared=forecast_view.compared(differences),
         large=forecast_view.LARGE if any(one.measured_bytes and one.large for one in differences) else "",
-        process=_process(forecast, figures) if forecast and differences else "",
+        process=forecast_view.process(forecast["needed_bytes"], figures.peaks) if forecast and differences else "",
         peaks=words.peak_table(figures.peaks),
         scores=Scores.read(run),
         answers=run.answers(),
@@ -208,12 +208,6 @@ def _forecast(run: RunDirectory) -> str:
             tensors = measure == "allocated_bytes"
             return f"forecast {f'{needed}, of its tensors {text}' if tensors else text}, {budget}"
     return f"forecast {needed}, {budget}"
-
-
-def _process(forecast: ForecastRecord, figures: Figures) -> str:
-    """The memory of the whole process."""
-    images = any(forecast.get("batch", {}).get("images", []))
-    return forecast_view.process(forecast["needed_bytes"], figures.peaks, shows_images=images)
 
 
 def _differences(run: RunDirectory) -> list[Difference]:

@@ -21,7 +21,7 @@ from rich.text import Text
 from finetune.config import Config, DataSection
 from finetune.data.prepare import Prepared
 from finetune.forecast.job_forecast import Forecast
-from finetune.measure.monitor import headline
+from finetune.measure.monitor import Peak, headline
 from finetune.model.structure import experts
 from finetune.model.structure.experts import Mixture
 from finetune.report import forecast_view, printing, words
@@ -80,9 +80,9 @@ class Terminal:
 
     # -- before training -------------------------------------------------------------------------------------------
 
-    def compared(self, differences: Sequence[Difference], process: str) -> None:
-        """Print forecast and measurement by phase; on a CPU also those of the whole `process`."""
-        forecast_view.compare(differences, self._console, process)
+    def compared(self, differences: Sequence[Difference], needed_bytes: int, peaks: dict[str, Peak]) -> None:
+        """Print forecast and measurement by phase; on a CPU also those of the whole process."""
+        forecast_view.compare(differences, self._console, forecast_view.process(needed_bytes, peaks))
         self._peaks_shown = bool(differences)
 
     def opened(

@@ -246,13 +246,6 @@ class UpTo:
 
 
 @_dict_record
-class LargestBatch(TypedDict):
-    """The batch of a forecast; `images` of each row, if some have any."""
-
-    images: NotRequired[list[list[Count]]]
-
-
-@_dict_record
 class ForecastRecord(TypedDict):
     """forecast.json, with `differences` from the measurements at the end, and the levels of short rows `by_length`."""
 
@@ -260,7 +253,6 @@ class ForecastRecord(TypedDict):
     needed_bytes: Bytes
     budget_bytes: Bytes
     differences: list[Difference]
-    batch: NotRequired[LargestBatch]
     by_length: NotRequired[list[UpTo]]
 
 

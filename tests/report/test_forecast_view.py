@@ -180,9 +180,6 @@ def test_a_comparison_on_a_cpu_adds_the_memory_of_the_process() -> None:
     assert forecast_view.process(873 * MIB, peaks) == (
         "tensors, in a step on the largest batch; with libraries the process was to take 873 MiB and took up to 950 MiB"
     )
-    assert "largest batch, pixels of images forecast but not measured; with" in forecast_view.process(
-        873 * MIB, peaks, shows_images=True
-    )
     assert forecast_view.process(GIB, {"forward": {"allocated_bytes": GIB, "reserved_bytes": GIB}}) == ""
 
 
