@@ -11,6 +11,7 @@ from finetune.errors import (
     DataError,
     FinetuneError,
     ForecastError,
+    InUseError,
     MachineError,
     NumbersError,
     OutOfMemoryError,
@@ -33,7 +34,7 @@ def test_each_kind_of_error_has_its_documented_exit_code() -> None:
 def test_every_error_is_a_finetune_error_with_a_code_of_the_documented_ones() -> None:
     kinds = {kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, FinetuneError)}
     kinds -= {FinetuneError}
-    assert kinds - set(EXIT_CODES) == {ForecastError}
+    assert kinds - set(EXIT_CODES) == {ForecastError, InUseError}
     assert {kind.exit_code for kind in kinds} == set(EXIT_CODES.values())
     assert FinetuneError.exit_code not in {0, *EXIT_CODES.values()}
 

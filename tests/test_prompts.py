@@ -43,7 +43,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The tokens of each prompt that a model was asked, in place of its answers."""
     found: list[list[int]] = []
 
-    def said(model: Any, tokenizer: Any, prompts: list[list[int]], *_: Any) -> Iterator[generation.Answer]:
+    def said(model: Any, tokenizer: Any, prompts: list[list[int]], *_: Any, **__: Any) -> Iterator[generation.Answer]:
         found.extend(prompts)
         return iter([generation.Answer("said", 1, ended=True)] * len(prompts))
 

@@ -55,6 +55,9 @@ _BESIDE_ROWS = ("dataset_info.json", "state.json", "dataset_dict.json", "cache-*
 # The rows of a built-in source, in the cache.
 _COLLECTED = "rows.json"
 _SPLITS = ("train", "eval")
+_COLLECT = [
+    sys.executable, "-P", "-c", "import sys; from finetune.data import sources; [*map(sources.collect, sys.argv[1:])]",
+]  # fmt: skip
 
 # One shard of several, as the hub and `datasets` name them.
 _PART = re.compile(r"(?P<name>.*?)(?P<number>\d{4,})-of-(?P<parts>\d{4,})(?P<ending>\D.*)")
@@ -360,9 +363,8 @@ def collecting(section: DataSection) -> Iterator[None]:
     if not missing:
         yield
         return
-    code = "import sys; from finetune.data import sources; [*map(sources.collect, sys.argv[1:])]"
     nothing, environment = subprocess.DEVNULL, os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-P", "-c", code, *missing]
+    command = [*_COLLECT, *missing]
     try:
         child = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, env=environment)
     except OSError:

@@ -213,7 +213,7 @@ def test_a_kv_cache_that_this_transformers_lacks_is_refused(model: Any, tokenize
 def test_a_model_that_trains_but_cannot_generate_is_trained_without_sample_answers(
     quick: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def broken(*arguments: Any) -> None:
+    def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("no cache of this kind")
 
     monkeypatch.setattr(generation, "answers", broken)

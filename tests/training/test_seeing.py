@@ -214,6 +214,7 @@ def test_steps_that_a_thread_prepares_ahead_are_those_prepared_in_turn(job: tupl
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("job", ["qwen3_vl", "gemma3", "idefics3", "internvl"], indirect=True)
 def test_a_run_of_images_alone_goes_on_to_the_same_bits_and_measures_its_evaluation_set(
     job: tuple[str, Path], tmp_path: Path
 ) -> None:
