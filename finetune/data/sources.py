@@ -55,9 +55,7 @@ _BESIDE_ROWS = ("dataset_info.json", "state.json", "dataset_dict.json", "cache-*
 # The rows of a built-in source, in the cache.
 _COLLECTED = "rows.json"
 _SPLITS = ("train", "eval")
-_COLLECT = [
-    sys.executable, "-P", "-c", "import sys; from finetune.data import sources; [*map(sources.collect, sys.argv[1:])]",
-]  # fmt: skip
+_COLLECT = ["-P", "-c", "import sys; from finetune.data import sources; [*map(sources.collect, sys.argv[1:])]"]
 
 # One shard of several, as the hub and `datasets` name them.
 _PART = re.compile(r"(?P<name>.*?)(?P<number>\d{4,})-of-(?P<parts>\d{4,})(?P<ending>\D.*)")
@@ -364,7 +362,7 @@ def collecting(section: DataSection) -> Iterator[None]:
         yield
         return
     nothing, environment = subprocess.DEVNULL, os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [*_COLLECT, *missing]
+    command = [sys.executable, *_COLLECT, *missing]
     try:
         child = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, env=environment)
     except OSError:

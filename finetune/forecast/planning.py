@@ -455,8 +455,8 @@ def _fit(planner: Planner, asked: TrainingSection) -> Fitted:
 
 def _free_planner(config: Config, gpu: str | None, gpus: int, follow: Follow) -> Planner:
     """A planner that chooses micro-batch and checkpointing, whatever the config says. Raises as `refuse_guess`."""
-    evidence.refuse_guess(config)
     rows = {} if loaded(config).training.micro_batch_tokens else {"training.micro_batch": "auto"}
+    evidence.refuse_guess(config)
     free = config.changed({**rows, "memory.checkpointing": "auto", "memory.offload": "none"})
     return planner_for(free, gpu, gpus, follow)
 

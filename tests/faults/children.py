@@ -28,6 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from finetune.storage import private
+
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "configs" / "tiny_cpu.yaml"
 IMPATIENT = "FINETUNE_TESTS_IMPATIENT"
@@ -149,7 +151,8 @@ class Children:
         log.touch()  # a child may be killed before it comes to that
         request = {
             "arguments": [str(item) for item in arguments], "log": str(log), "fault": fault and fault.__dict__,
-            "environment": environment or {},
+            # The process that forks it may be another worker's, whose cache is not the one of this test.
+            "environment": {"HF_DATASETS_CACHE": str(private.data_cache()), **(environment or {})},
         }  # fmt: skip
         return Child(self, self.ask(request)["pid"], log)
 

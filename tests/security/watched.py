@@ -37,8 +37,9 @@ _GIT = ["git", "-C", str(_ROOT), "rev-parse", "HEAD"]
 
 def _is_ours(command: list[str]) -> bool:
     """Whether a process is asked for the commit, or collects rows of ours, of which it is given the names alone."""
-    start = len(sources._COLLECT)
-    return command == _GIT or (command[:start] == sources._COLLECT and {*command[start:]} <= {*sources.BUILTIN})
+    collect = [sys.executable, *sources._COLLECT]
+    start = len(collect)
+    return command == _GIT or (command[:start] == collect and {*command[start:]} <= {*sources.BUILTIN})
 
 
 @dataclass

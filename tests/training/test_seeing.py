@@ -31,6 +31,9 @@ from finetune.training.loop import Loop
 
 pytestmark = pytest.mark.slow
 
+of_each_kind = pytest.mark.parametrize("job", ["qwen3_vl", "gemma3", "idefics3", "internvl"], indirect=True)
+"""Families whose images are of each form: any area, one size, tiles of a row, and tiles alone."""
+
 
 @pytest.fixture(scope="module", params=seeing.FAMILIES)
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
@@ -122,6 +125,7 @@ def test_objectives_pass_on_all_that_a_model_takes_of_images() -> None:
     assert set(PIXELS) <= MODEL_INPUTS
 
 
+@of_each_kind
 def test_half_a_micro_batch_has_its_own_images(job: tuple[str, Path]) -> None:
     loop = ready(config(job[1]))
     loss, found = gradients(loop, micro_batches(loop, range(6), 6))
@@ -132,6 +136,7 @@ def test_half_a_micro_batch_has_its_own_images(job: tuple[str, Path]) -> None:
     assert_gradients_close(parts, found, within=1e-5)
 
 
+@of_each_kind
 def test_a_loss_follows_from_the_pixels_and_no_graph_from_the_tower(job: tuple[str, Path]) -> None:
     loop = ready(config(job[1]))
     [part] = micro_batches(loop, [2], 3)
@@ -181,6 +186,7 @@ def test_rows_of_text_train_as_on_the_language_layers_alone(job: tuple[str, Path
     assert_gradients_close(given, expected, within=1e-6)
 
 
+@of_each_kind
 def test_a_run_publishes_an_adapter_that_peft_loads(job: tuple[str, Path], tmp_path: Path) -> None:
     family, folder = job
     run = tmp_path / "run"
@@ -195,6 +201,7 @@ def test_a_run_publishes_an_adapter_that_peft_loads(job: tuple[str, Path], tmp_p
         assert float(PeftModel.from_pretrained(base, str(run / "adapter"))(**inputs).loss) < before
 
 
+@of_each_kind
 def test_neither_quantization_nor_an_adapter_touches_the_model_of_images(job: tuple[str, Path]) -> None:
     model = ready(config(job[1], **{"quantization.kind": "nf4", "adapter.targets": ["q_proj", "down_proj"]})).step.model
     for kind in (Params4bit, torch.nn.Parameter):
@@ -204,6 +211,7 @@ def test_neither_quantization_nor_an_adapter_touches_the_model_of_images(job: tu
         assert all("language_model" in name or "text_model" in name for name in named), named
 
 
+@of_each_kind
 def test_steps_that_a_thread_prepares_ahead_are_those_prepared_in_turn(job: tuple[str, Path]) -> None:
     """Beside a card; a run that goes on then has the same images, as none of them depends on when it was decoded."""
     steps = ready(config(job[1], **{"training.batch_size": 2, "training.micro_batch": 1})).steps
@@ -214,7 +222,7 @@ def test_steps_that_a_thread_prepares_ahead_are_those_prepared_in_turn(job: tupl
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("job", ["qwen3_vl", "gemma3", "idefics3", "internvl"], indirect=True)
+@of_each_kind
 def test_a_run_of_images_alone_goes_on_to_the_same_bits_and_measures_its_evaluation_set(
     job: tuple[str, Path], tmp_path: Path
 ) -> None:
