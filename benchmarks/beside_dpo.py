@@ -104,11 +104,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="beside-") as scratch:
         job = Job(steps=options.steps, threads=1, logged=1, pairs=Path(scratch) / "pairs.jsonl")
         bench = Bench(Path(scratch), job)
-        # The first round is the warm-up (page cache, byte code), and shows memory: what is freed is given back at once.
-        bench.allocator = harness.ALLOCATOR
-        memory = one_round(bench, sides)
-        bench.allocator = overhead.ALLOCATORS["kept"]
-        rounds = [one_round(bench, sides) for _ in range(options.rounds)]
+        memory, rounds = all_rounds(bench, sides, options.rounds)
     found = {
         "bounds": BOUNDS,
         "job": {
@@ -131,6 +127,16 @@ Round = Mapping[str, Mapping[str, dict[str, Any]]]
 def one_round(bench: overhead.Bench, sides: Mapping[str, list[str]]) -> Round:
     """Run each side of TRL, and after each of them ours."""
     return {side: {"plain": bench.plain(*options), "finetune": bench.finetune()} for side, options in sides.items()}
+
+
+def all_rounds(bench: overhead.Bench, sides: Mapping[str, list[str]], rounds: int) -> tuple[Round, list[Round]]:
+    """A round that is the warm-up (page cache, byte code) and shows memory, as what is freed is given back at once; and
+    those that are timed.
+    """
+    bench.allocator = harness.ALLOCATOR
+    memory = one_round(bench, sides)
+    bench.allocator = overhead.ALLOCATORS["kept"]
+    return memory, [one_round(bench, sides) for _ in range(rounds)]
 
 
 def seconds(rounds: list[Round]) -> list[dict[str, Any]]:

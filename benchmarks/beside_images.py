@@ -82,11 +82,7 @@ def main() -> None:
             train=folder / "rows.jsonl",
         )  # fmt: skip
         bench = Bench(folder, job)
-        # The first round is the warm-up (page cache, byte code), and shows memory: what is freed is given back at once.
-        bench.allocator = harness.ALLOCATOR
-        memory = beside_dpo.one_round(bench, sides)
-        bench.allocator = overhead.ALLOCATORS["kept"]
-        rounds = [beside_dpo.one_round(bench, sides) for _ in range(options.rounds)]
+        memory, rounds = beside_dpo.all_rounds(bench, sides, options.rounds)
     found = {
         "bounds": BOUNDS,
         "job": {"steps": job.steps, "rows": job.steps * job.batch,

@@ -94,7 +94,7 @@ def folder(model_type: str) -> str:
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    family, path = FAMILIES[model_type], _kept()
+    family, path = FAMILIES[model_type], Path(_new_folder(model_type).name)
     letters = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -112,9 +112,9 @@ def folder(model_type: str) -> str:
     return str(path)
 
 
-def _kept(kept: list[tempfile.TemporaryDirectory[str]] = []) -> Path:  # noqa: B006 -- lives as long as the process
-    kept.append(tempfile.TemporaryDirectory(prefix="processor-"))
-    return Path(kept[-1].name)
+@functools.cache  # which keeps it until the process ends
+def _new_folder(model_type: str) -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix=f"{model_type}-")
 
 
 def seen(vision: Any, sizes: Sequence[Size]) -> list[int]:

@@ -351,11 +351,6 @@ def check_tokens(ids: Sequence[int], shown: Iterable[RowImage], vision: Vision) 
         )
 
 
-def tokens_of(height: int, width: int, vision: Vision) -> int:
-    """How many tokens stand for an image of this size, without those around them."""
-    return vision.text(height, width).count(vision.token)
-
-
 def as_in_rows(example: Chat) -> list[Message]:
     """The messages of an example as rows have them, with the paths of its images."""
     following = iter(example.images)

@@ -212,7 +212,7 @@ def _with_images(sample: Sample, row: Mapping[str, Any], seen: vision.Vision | N
     first = tuple(
         SampleImage(
             Path(image["path"]).name or "an image", image["height"], image["width"],
-            images.tokens_of(image["height"], image["width"], seen),
+            seen.count(image["height"], image["width"]),
             base64.b64encode(images.thumbnail(image)).decode(),
         )
         for image in shown[:_SHOWN_IMAGES]

@@ -67,8 +67,8 @@ class Ready:
         return with_images(examples.asked(self.kind, text, self.config.data.separator, self.system), shown, self.vision)
 
     def tokens_of(self, image: RowImage) -> int:
-        """How many tokens a measured image takes."""
-        return images.tokens_of(image.height, image.width, self.vision) if self.vision else 0
+        """How many tokens stand for a measured image."""
+        return image.tokens
 
     def answers(
         self, prompts: Sequence[examples.Example], settings: Settings,

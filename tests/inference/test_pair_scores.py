@@ -14,6 +14,7 @@ import torch
 import finetune
 from finetune.data.encoded import segments_of
 from finetune.data.prepare import prepare_held_out, questions
+from finetune.inference import answers as sample_answers
 from finetune.inference.jobs import model_of
 from finetune.storage.rundir import RunDirectory
 
@@ -131,12 +132,13 @@ def test_where_the_reference_is_not_the_base_the_trained_tokens_are_measured_as_
 
 
 @pytest.mark.slow
-def test_sample_questions_of_pairs_are_answered_by_the_chosen_one(job: Any) -> None:
+def test_sample_questions_of_pairs_are_answered_by_the_chosen_one(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample_answers, "_QUESTIONS", 3)
     config = job("training.objective=dpo", "training.max_steps=1")
     finetune.train(config)
     run = RunDirectory(config.output.dir)
     answers = run.answers()
-    assert answers
+    assert len(answers) == 3
     assert all(row["reference"].startswith("yes") and row["before"] is not None for row in answers)
     _, tokenizer = model_of(run, config, "base")
     assert {each.reference.split()[0] for each in questions(config.data, tokenizer)} == {"yes"}
