@@ -12,6 +12,7 @@ import datasets
 import numpy as np
 import pytest
 import seeing
+import transformers
 from PIL import Image
 from seeing import encoded
 
@@ -21,8 +22,9 @@ from finetune.data.counts import TOO_LONG
 from finetune.data.encoded import RowImage
 from finetune.data.examples import Chat, RowError
 from finetune.data.prepare import Prepared, prepare
-from finetune.errors import ConfigError, DataError
+from finetune.errors import ConfigError, DataError, MachineError
 from finetune.model.base import load_architecture
+from finetune.model.source import vision
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.model.source.vision import Vision, of
 
@@ -187,6 +189,17 @@ def test_a_text_that_spells_the_token_of_an_image_shows_none(base: Path, tmp_pat
         base, tmp_path, [chat([{"type": "text", "text": "<|image_pad|>"}, {"type": "image", "path": name}])]
     )
     assert data.train[0]["input_ids"].count(seeing.qwen3_vl()[1].image_token_id) == 4
+
+
+def test_a_package_that_transformers_needs_for_images_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it needs torchvision for all of them in version 5.17."""
+
+    def lacking(*_: Any, **__: Any) -> None:
+        raise ImportError("AutoImageProcessor requires the Torchvision library but it was not found")
+
+    monkeypatch.setattr(transformers.AutoImageProcessor, "from_pretrained", lacking)
+    with pytest.raises(MachineError, match=r"cannot read images here.*install torchvision, or a newer transformers"):
+        vision._image_processor(ModelSection())
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])

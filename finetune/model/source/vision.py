@@ -351,12 +351,19 @@ class Unchanged:
 
 
 def _image_processor(section: ModelSection, **changed: Any) -> Any:
-    from transformers import AutoImageProcessor
+    """transformers' image processor of the base. Raises MachineError where that needs a package that is not here."""
+    from transformers import AutoImageProcessor, __version__
 
     def load() -> Any:
-        return AutoImageProcessor.from_pretrained(
-            locate(section.name), revision=section.revision, trust_remote_code=False, **changed
-        )
+        try:
+            return AutoImageProcessor.from_pretrained(
+                locate(section.name), revision=section.revision, trust_remote_code=False, **changed
+            )
+        except ImportError as error:  # transformers 5.17 has none without torchvision, whatever the base
+            raise MachineError(
+                f"`model.vision`: transformers {__version__} cannot read images here ({first_line(error)[:120]}); "
+                "install torchvision, or a newer transformers"
+            ) from None
 
     return hub_call(f"the image processor of `{section.name}`", load)
 
