@@ -9,14 +9,17 @@ Shapes: weights are (..., rows, columns); products sum over columns, along which
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
+
+from finetune.model.structure import block_formats
 
 # Values that are converted at a time, so that intermediate results stay small beside the weights.
 _PART = 2**24
@@ -374,6 +377,35 @@ def _each(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     return rows.repeat_interleave(_ROWS, dim=-2)[..., : shape[-2], :]
 
 
+# -- formats of llama.cpp and of integers ------------------------------------------------------------------------------
+
+
+def _of_blocks(form: block_formats.BlockFormat) -> PackedForm:
+    """A format of `block_formats`, whose blocks divide the rows of a weight."""
+
+    def fields(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        found = form.search(weight.float(), None)
+        return form.pack(block_formats.nearest(form, weight.float(), form.grid(found)), found)
+
+    stored, scales = fields(torch.zeros(1, form.columns))
+
+    def shapes(shape: torch.Size) -> tuple[torch.Size, torch.Size]:
+        *others, columns = shape
+        sizes = (columns // form.columns * block.shape[-1] for block in (stored, scales))
+        stored_shape, scales_shape = (torch.Size((*others, size)) for size in sizes)
+        return stored_shape, scales_shape
+
+    def encode(weight: torch.Tensor, codes: torch.Tensor, to_scales: torch.Tensor) -> None:
+        for made, out in zip(fields(weight), (codes, to_scales), strict=True):
+            out.copy_(made)
+
+    def decode(codes: torch.Tensor, of_scales: torch.Tensor, out: torch.Tensor) -> None:
+        levels, found = form.unpack(codes, of_scales)
+        out.copy_(block_formats.values(form, levels, form.grid(found)))
+
+    return PackedForm(shapes, scales.dtype, encode, decode, layouts=(), config="FineGrainedFP8Config")
+
+
 FORMS: dict[str, PackedForm] = {
     "mxfp4": PackedForm(
         _mxfp4_shapes, torch.uint8, _encode_mxfp4, _decode_mxfp4, (Layout(("_blocks", "_scales"), _bytes),),
@@ -391,8 +423,9 @@ FORMS: dict[str, PackedForm] = {
         _fp8_shapes, torch.float32, _encode_fp8, _decode_fp8, (Layout(("", "_scale_inv"), _factors),),
         config="FineGrainedFP8Config",
     ),
+    **{name: _of_blocks(form) for name, form in block_formats.BLOCK_FORMATS.items()},
 }  # fmt: skip
-"""Forms by the kind of `quantization.kind`, which is also the `quant_method` of a config.json."""
+"""Forms by name. That of a published form is the kind of `quantization.kind` and the `quant_method` of config.json."""
 
 
 # -- layers ------------------------------------------------------------------------------------------------------------
@@ -407,6 +440,35 @@ class PackedLinear(nn.Linear):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return _PackedProduct.apply(x, self.weight.data, packing_of(self.weight), bias)
+
+
+class PackedEmbedding(nn.Embedding):
+    """An embedding whose frozen, packed weight is decoded where it is looked up; the forms of a file have whole rows.
+
+    `of` makes one of any embedding: a class of a model, such as one that scales what it looks up, stays what it is.
+    """
+
+    @staticmethod
+    def of(embedding: nn.Embedding, weight: nn.Parameter) -> nn.Embedding:
+        """A module like `embedding`, with a packed weight."""
+        kind = _packed_class(type(embedding))
+        made = kind.__new__(kind)
+        made.__dict__.update(embedding.__dict__, _parameters=dict(embedding._parameters))
+        made.weight = weight
+        return made
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Map ids (...) to rows (..., embedding_dim)."""
+        how, rows = packing_of(self.weight), input.flatten()
+        assert how is not None
+        found = replace(how, scales=how.scales[rows], shape=torch.Size((len(rows), how.shape[-1])))
+        return found.decoded(self.weight.data[rows]).view(*input.shape, -1)
+
+
+@functools.cache
+def _packed_class(kind: type[nn.Embedding]) -> type[nn.Embedding]:
+    """`kind`, with the lookup of a `PackedEmbedding` where it calls torch's."""
+    return PackedEmbedding if kind is nn.Embedding else type(kind.__name__, (kind, PackedEmbedding), {})
 
 
 class _PackedProduct(torch.autograd.Function):

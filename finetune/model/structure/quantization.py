@@ -13,7 +13,7 @@ class Quantization:
     """A kind of quantization with its arguments for BitsAndBytesConfig (None: another library's, or unquantized), and
     the keys that it `ignores`.
 
-    `packed`: the weights are a form of `packed.FORMS`.
+    `packed`: the weights are of a form of `packed.FORMS`, or by a recipe of `recipes.RECIPES` of several.
     """
 
     help: str
@@ -42,6 +42,14 @@ QUANTIZATIONS: dict[str, Quantization] = {
     "nvfp4": Quantization(
         "4-bit floats in blocks of 16, each with a scale in 8 bits (NVIDIA), as compressed-tensors and ModelOpt write",
         None, packed=True, ignores=("double",),
+    ),
+    "q8_0": Quantization(
+        "8-bit integers in blocks of 32, as in a GGUF file of llama.cpp, with the embedding and the head", None,
+        packed=True, ignores=("double",),
+    ),
+    "q4_0": Quantization(
+        "4-bit integers in blocks of 32, with an embedding and a head in 6 bit, as in a GGUF file of llama.cpp", None,
+        packed=True, ignores=("double",),
     ),
     "fp8": Quantization(
         "8-bit floats in blocks of 128 x 128, as DeepSeek and Qwen's FP8 models are published", None,
@@ -80,7 +88,8 @@ def library_config(section: QuantizationSection, compute_dtype: Any, published: 
         form = given["quant_method"]
         # What is passed to transformers 5.23 replaces what config.json says, also by None.
         kept = given.get("modules_to_not_convert") or given.get("ignored_layers")
-        config = getattr(transformers, packed.FORMS[form].config)
+        # FP8's has what a recipe needs, too.
+        config = getattr(transformers, packed.FORMS[form if form in packed.FORMS else "fp8"].config)
         return config(quant_method=form, dequantize=not kind.packed, modules_to_not_convert=kept)
     if kind.arguments is None:
         return None
