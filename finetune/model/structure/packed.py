@@ -1,8 +1,9 @@
-"""Frozen weights in the bytes that models are published in (MXFP4, NVFP4, FP8), on every device.
+"""Frozen weights in the bytes that models are published and served in, on every device.
 
 A packed parameter holds bytes, and its `Packing` how they become values. A layer decodes its weight for each product
 and again in the backward pass, and keeps only the bytes between. Decoding is plain torch, equal to the bit to
-transformers' own (5.23, `Mxfp4Dequantize` and `Fp8Dequantize`) and to that of compressed-tensors (0.20).
+transformers' own (5.23, `Mxfp4Dequantize` and `Fp8Dequantize`), to that of compressed-tensors (0.20) and, for GGUF's
+formats (`block_formats`), to llama.cpp's.
 
 Shapes: weights are (..., rows, columns); products sum over columns, along which blocks lie.
 """
@@ -20,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from finetune.model.structure import block_formats
+from finetune.model.structure.block_formats import BLOCK_FORMATS, BlockFormat
 
 # Values that are converted at a time, so that intermediate results stay small beside the weights.
 _PART = 2**24
@@ -44,15 +46,15 @@ class PackedForm:
     the latter begun by `begin` from the whole weight. `decode`: writes the values of bytes and scales into a tensor of
     any floating type. `layouts`: how the files of a base that is published in this form name its tensors, and
     `transposed` whether the model reads the values transposed (gpt-oss). `config`: transformers' class for its
-    config.json.
+    config.json, if it has one.
     """
 
     shapes: Callable[[torch.Size], tuple[torch.Size, torch.Size]]
     scale_dtype: torch.dtype
     encode: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
     decode: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-    layouts: tuple[Layout, ...]
-    config: str
+    layouts: tuple[Layout, ...] = ()
+    config: str | None = None
     transposed: bool = False
     values_per_byte: int = 1
     begin: Callable[[torch.Tensor, torch.Tensor], None] | None = None
@@ -377,33 +379,24 @@ def _each(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     return rows.repeat_interleave(_ROWS, dim=-2)[..., : shape[-2], :]
 
 
-# -- formats of llama.cpp and of integers ------------------------------------------------------------------------------
+# -- GGUF's formats ----------------------------------------------------------------------------------------------------
 
 
-def _of_blocks(form: block_formats.BlockFormat) -> PackedForm:
-    """A format of `block_formats`, whose blocks divide the rows of a weight."""
-
-    def fields(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        found = form.search(weight.float(), None)
-        return form.pack(block_formats.nearest(form, weight.float(), form.grid(found)), found)
-
-    stored, scales = fields(torch.zeros(1, form.columns))
+def _in_blocks(form: BlockFormat) -> PackedForm:
+    """Blocks of whole rows, whose bytes hold their scales too."""
 
     def shapes(shape: torch.Size) -> tuple[torch.Size, torch.Size]:
         *others, columns = shape
-        sizes = (columns // form.columns * block.shape[-1] for block in (stored, scales))
-        stored_shape, scales_shape = (torch.Size((*others, size)) for size in sizes)
-        return stored_shape, scales_shape
+        assert columns % form.columns == 0
+        return torch.Size((*others, columns // form.columns * form.block_bytes)), torch.Size((*others, 0))
 
-    def encode(weight: torch.Tensor, codes: torch.Tensor, to_scales: torch.Tensor) -> None:
-        for made, out in zip(fields(weight), (codes, to_scales), strict=True):
-            out.copy_(made)
+    def encode(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        codes.copy_(block_formats.encode(form, weight)[0])
 
-    def decode(codes: torch.Tensor, of_scales: torch.Tensor, out: torch.Tensor) -> None:
-        levels, found = form.unpack(codes, of_scales)
-        out.copy_(block_formats.values(form, levels, form.grid(found)))
+    def decode(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+        block_formats.decode(form, codes, scales, out)
 
-    return PackedForm(shapes, scales.dtype, encode, decode, layouts=(), config="FineGrainedFP8Config")
+    return PackedForm(shapes, torch.uint8, encode, decode)
 
 
 FORMS: dict[str, PackedForm] = {
@@ -423,9 +416,9 @@ FORMS: dict[str, PackedForm] = {
         _fp8_shapes, torch.float32, _encode_fp8, _decode_fp8, (Layout(("", "_scale_inv"), _factors),),
         config="FineGrainedFP8Config",
     ),
-    **{name: _of_blocks(form) for name, form in block_formats.BLOCK_FORMATS.items()},
+    **{name: _in_blocks(form) for name, form in BLOCK_FORMATS.items()},
 }  # fmt: skip
-"""Forms by name. That of a published form is the kind of `quantization.kind` and the `quant_method` of config.json."""
+"""Forms by name, which is transformers' `quant_method` if that has a config for them."""
 
 
 # -- layers ------------------------------------------------------------------------------------------------------------
@@ -453,8 +446,7 @@ class PackedEmbedding(nn.Embedding):
         """A module like `embedding`, with a packed weight."""
         kind = _packed_class(type(embedding))
         made = kind.__new__(kind)
-        made.__dict__.update(embedding.__dict__, _parameters=dict(embedding._parameters))
-        made.weight = weight
+        made.__dict__.update(embedding.__dict__, _parameters={"weight": weight})
         return made
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

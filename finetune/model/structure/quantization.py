@@ -43,18 +43,21 @@ QUANTIZATIONS: dict[str, Quantization] = {
         "4-bit floats in blocks of 16, each with a scale in 8 bits (NVIDIA), as compressed-tensors and ModelOpt write",
         None, packed=True, ignores=("double",),
     ),
-    "q8_0": Quantization(
-        "8-bit integers in blocks of 32, as in a GGUF file of llama.cpp, with the embedding and the head", None,
-        packed=True, ignores=("double",),
-    ),
-    "q4_0": Quantization(
-        "4-bit integers in blocks of 32, with an embedding and a head in 6 bit, as in a GGUF file of llama.cpp", None,
-        packed=True, ignores=("double",),
-    ),
     "fp8": Quantization(
         "8-bit floats in blocks of 128 x 128, as DeepSeek and Qwen's FP8 models are published", None,
         packed=True, ignores=("double",),
     ),
+    **{
+        kind: Quantization(f"{words}, as in a GGUF file of llama.cpp", None, packed=True, ignores=("double",))
+        for kind, words in (
+            ("q4_k_m", "4-bit integers with two levels of scales, and 6 bit in half of the layers"),
+            ("q5_k_m", "5-bit integers with two levels of scales, and 6 bit in half of the layers"),
+            ("q6_k", "6-bit integers with two levels of scales"),
+            ("q8_0", "8-bit integers in blocks of 32"),
+            ("q4_0", "4-bit integers in blocks of 32"),
+            ("iq4_xs", "4-bit codes of a table of values, with two levels of scales"),
+        )
+    },
     "published": Quantization("as in the base's files: `mxfp4`, `nvfp4`, `fp8` or `none`", None, ignores=("double",)),
     "none": Quantization("the training precision", None, ignores=("double",)),
     "auto": Quantization(
@@ -88,8 +91,8 @@ def library_config(section: QuantizationSection, compute_dtype: Any, published: 
         form = given["quant_method"]
         # What is passed to transformers 5.23 replaces what config.json says, also by None.
         kept = given.get("modules_to_not_convert") or given.get("ignored_layers")
-        # FP8's has what a recipe needs, too.
-        config = getattr(transformers, packed.FORMS[form if form in packed.FORMS else "fp8"].config)
+        known = packed.FORMS.get(form)
+        config = getattr(transformers, (known and known.config) or "FineGrainedFP8Config")
         return config(quant_method=form, dequantize=not kind.packed, modules_to_not_convert=kept)
     if kind.arguments is None:
         return None
