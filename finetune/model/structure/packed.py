@@ -10,8 +10,9 @@ Shapes: weights are (..., rows, columns); products sum over columns, along which
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -432,6 +433,34 @@ class PackedLinear(nn.Linear):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return _PackedProduct.apply(x, self.weight.data, packing_of(self.weight), bias)
+
+
+class PackedEmbedding(nn.Embedding):
+    """An embedding whose frozen, packed weight is decoded where it is looked up; the forms of a file have whole rows.
+
+    `of` makes one of any embedding: a class of a model, such as one that scales what it looks up, stays what it is.
+    """
+
+    @staticmethod
+    def of(embedding: nn.Embedding, weight: nn.Parameter) -> nn.Embedding:
+        """A module like `embedding`, with a packed weight."""
+        kind = _packed_class(type(embedding))
+        made = kind.__new__(kind)
+        made.__dict__.update(embedding.__dict__, _parameters={"weight": weight})
+        return made
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Map ids (...) to rows (..., embedding_dim)."""
+        how, rows = packing_of(self.weight), input.flatten()
+        assert how is not None
+        found = replace(how, scales=how.scales[rows], shape=torch.Size((len(rows), how.shape[-1])))
+        return found.decoded(self.weight.data[rows]).view(*input.shape, -1)
+
+
+@functools.cache
+def _packed_class(kind: type[nn.Embedding]) -> type[nn.Embedding]:
+    """`kind`, with the lookup of a `PackedEmbedding` where it calls torch's."""
+    return PackedEmbedding if kind is nn.Embedding else type(kind.__name__, (kind, PackedEmbedding), {})
 
 
 class _PackedProduct(torch.autograd.Function):
