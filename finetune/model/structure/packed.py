@@ -18,6 +18,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from finetune.model.structure.fixed_point import POSITIONS
+
 # Values that are converted at a time, so that intermediate results stay small beside the weights.
 _PART = 2**24
 
@@ -391,6 +393,10 @@ FORMS: dict[str, PackedForm] = {
         _fp8_shapes, torch.float32, _encode_fp8, _decode_fp8, (Layout(("", "_scale_inv"), _factors),),
         config="FineGrainedFP8Config",
     ),
+    **{
+        name: PackedForm(how.shapes, torch.uint8, how.encode, how.decode, (), config="FineGrainedFP8Config")
+        for name, how in POSITIONS.items()
+    },
 }  # fmt: skip
 """Forms by the kind of `quantization.kind`, which is also the `quant_method` of a config.json."""
 
