@@ -13,8 +13,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.errors import ConfigError
-from finetune.export.gguf import gguf_export, gguf_families, gguf_model, llama_cpp
-from finetune.model.source import chat_template
+from finetune.export.gguf import gguf_export, gguf_model, llama_cpp
+from finetune.model.source import chat_template, gguf_families
 from finetune.model.structure import block_formats, packed
 from finetune.model.structure.block_formats import BLOCK_FORMATS
 

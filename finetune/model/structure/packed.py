@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from finetune.model.structure import block_formats
 from finetune.model.structure.block_formats import BLOCK_FORMATS, BlockFormat
+from finetune.model.structure.fixed_point import POSITIONS
 
 # Values that are converted at a time, so that intermediate results stay small beside the weights.
 _PART = 2**24
@@ -417,6 +418,10 @@ FORMS: dict[str, PackedForm] = {
         config="FineGrainedFP8Config",
     ),
     **{name: _in_blocks(form) for name, form in BLOCK_FORMATS.items()},
+    **{
+        name: PackedForm(how.shapes, torch.uint8, how.encode, how.decode, (), config="FineGrainedFP8Config")
+        for name, how in POSITIONS.items()
+    },
 }  # fmt: skip
 """Forms by name, which is transformers' `quant_method` if that has a config for them."""
 
