@@ -117,7 +117,6 @@ RULES = (
         Rule("output.serve", but(None), other, others, f"{reason}; remove it, or set `{remedy}`")
         for other, others, reason, remedy in (
             ("adapter.kind", only("none"), "every weight is trained, and no base is served", "adapter.kind: lora"),
-            ("model.weights", only("random"), "random weights are not kept", "model.weights: pretrained"),
             (
                 "training.objective", only("reward", "classification"),
                 "a model with a head for scores is served as it is", "training.objective: supervised",

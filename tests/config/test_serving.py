@@ -117,7 +117,6 @@ WRONG: list[tuple[tuple[str, ...], str, tuple[str, ...]]] = [
     (("quantization.kind=q6_k", "adapter.extra_modules=[embed_tokens]"), "adapter.extra_modules",
      ("quantization.kind=nf4",)),
     ((*_AUTO, "adapter.kind=none"), "output.serve", ("adapter.kind=lora",)),
-    ((*_AUTO, "model.weights=random"), "output.serve", ("model.weights=pretrained",)),
     ((*_AUTO, "training.objective=reward"), "output.serve", ("training.objective=supervised",)),
     ((*_AUTO, "output.merge=true"), "output.merge", ("output.merge=false",)),
     ((*_AUTO, "quantization.kind=nf4"), "quantization.kind", ("output.way=rounded",)),
