@@ -1,7 +1,7 @@
 """A Hugging Face model as a GGUF file, tensor by tensor.
 
 The container, its quantization and the names of tensors are the `gguf` package's. What each architecture needs besides
-is in `gguf_families`. The file of a multimodal model holds its language model.
+is in `model.source.gguf_families`. The file of a multimodal model holds its language model.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import errno
 import functools
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from finetune.config import QuantizationSection
 from finetune.errors import ConfigError
-from finetune.export.gguf import gguf_families, gguf_packed, gguf_recipes, gguf_vocabulary
-from finetune.export.gguf.gguf_families import Family
+from finetune.export.gguf import gguf_packed, gguf_recipes, gguf_vocabulary
 from finetune.export.gguf.gguf_packed import Tensor
 from finetune.export.gguf.gguf_types import TYPES
 from finetune.model import bounds
 from finetune.model.skeleton import weightless_base
+from finetune.model.source import gguf_families, gguf_names
+from finetune.model.source.gguf_families import Family
 from finetune.model.structure import streamed
 from finetune.storage import weight_files
 
@@ -69,16 +70,16 @@ def write_lora(config: Any, pairs: dict[str, tuple[torch.Tensor, torch.Tensor]],
         writer.add_type("adapter")
         writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
         writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(rank))
-        names, own_names = _names(text, family), _own_names([f"{module}.weight" for module in pairs])
+        names, own_names = gguf_names.mapped(text, family), gguf_names.own([f"{module}.weight" for module in pairs])
         made = {}
         for module, (down, up) in pairs.items():
             own = own_names.get(f"{module}.weight", "")
             # Another order of columns would change A.
             whole = own and not own.endswith("linear_attn.out_proj.weight")
-            stored = _stored(own, up, text, family) if whole else {}
+            stored = gguf_names.stored(own, up, text, family) if whole else {}
             if stored.keys() != {own}:
                 raise ConfigError(f"llama.cpp has no form for a LoRA on `{module}`; export `merged` instead")
-            name = _name_of(names, own, family)
+            name = gguf_names.name_of(names, own, family)
             made[f"{name}.lora_a"] = down
             made[f"{name}.lora_b"] = stored[own]
         exact = gguf.GGMLQuantizationType.F32
@@ -137,7 +138,7 @@ def _tensors(
     folder: Path, config: Any, family: Family, kind: str, packed: Mapping[str, nn.Parameter]
 ) -> Iterator[Tensor]:
     text = gguf_families.text(config)
-    names = _names(text, family)
+    names = gguf_names.mapped(text, family)
     if (factors := _frequency_factors(text)) is not None:
         yield "rope_freqs.weight", list(factors.shape), gguf.GGMLQuantizationType.F32, lambda: factors
     files = sorted(folder.glob("*.safetensors"))
@@ -148,55 +149,25 @@ def _tensors(
     weights = streamed.Weights(model, files)
     tied = model.all_tied_weights_keys
     known = model.state_dict()
-    for name, own in _own_names(known).items():
+    for name, own in gguf_names.own(known).items():
         if name in tied:
             continue
         if name in packed:
-            store = functools.partial(_stored, own, config=text, family=family)
+            store = functools.partial(gguf_names.stored, own, config=text, family=family)
             for part, *rest in gguf_packed.tensors(name, packed[name], store):
-                yield _name_of(names, part, family), *rest
+                yield gguf_names.name_of(names, part, family), *rest
             continue
-        for part, shaped in _stored(own, known[name].to("meta"), text, family).items():
+        for part, shaped in gguf_names.stored(own, known[name].to("meta"), text, family).items():
 
             def load(name: str = name, own: str = own, part: str = part) -> torch.Tensor:
-                return _stored(own, weights[name], text, family)[part]
+                return gguf_names.stored(own, weights[name], text, family)[part]
 
-            stored, shape = _name_of(names, part, family), list(shaped.shape)
+            stored, shape = gguf_names.name_of(names, part, family), list(shaped.shape)
             wanted = _type(stored, shape, kind, text)
             if wanted in gguf_recipes.FLOATS:
                 yield from gguf_packed.rounded(stored, shape, wanted, load)
             else:
                 yield stored, shape, wanted, load
-
-
-def _own_names(names: Iterable[str]) -> dict[str, str]:
-    """The names of weights in the language model alone, without those of other parts of the model."""
-    part = "language_model."
-    if not any(part in name for name in names):
-        return {name: name for name in names}
-    return {name: name.replace(part, "", 1) for name in names if part in name or name.startswith("lm_head.")}
-
-
-def _names(config: Any, family: Family) -> Any:
-    [arch] = [key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == family.arch]
-    return gguf.get_tensor_name_map(arch, config.num_hidden_layers)
-
-
-def _name_of(names: Any, name: str, family: Family) -> str:
-    known: str | None = names.get_name(name, try_suffixes=(".weight", ".bias", ".scale"))
-    if known is None:
-        raise ConfigError(f"the tensor `{name}` has no place in llama.cpp's `{family.arch}`; export `merged` instead")
-    return known
-
-
-def _stored(name: str, tensor: torch.Tensor, config: Any, family: Family) -> gguf_families.Parts:
-    """The tensors that llama.cpp stores for one of the model's: a weight, a bias, or a LoRA's B."""
-    if family.permuted and ".self_attn." in name:
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
-        if heads:
-            # From halves of each head (transformers) to pairs (llama.cpp).
-            tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(tensor.shape)
-    return family.parts(name, tensor, config)
 
 
 def _frequency_factors(config: Any) -> torch.Tensor | None:

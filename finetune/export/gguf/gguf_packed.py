@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType as Types
 from torch import nn
 
 from finetune.errors import ConfigError
-from finetune.export.gguf.gguf_families import Parts
+from finetune.model.source.gguf_families import Parts
 from finetune.model.structure import packed
 
 Tensor = tuple[str, list[int], Any, Callable[[], torch.Tensor]]
