@@ -186,8 +186,13 @@ _FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128
         ({"intermediate_size": 500}, ["output.serve=nvfp4"], "output.serve", "output.serve=q8_0"),
         (
             {"model_type": "qwen3_moe", "num_experts": 4}, ["output.serve=q4_0", "output.way=exact"], "output.way",
-            "output.way=adapter",
+            "output.way=rounded",
         ),
+        ({"model_type": "qwen3_moe", "num_experts": 4}, ["output.serve=q4_0"], "output.way", "adapter.expert_rank=0"),
+        ({"model_type": "qwen3_moe", "num_experts": 4}, ["output.serve=q4_0"], "output.way", "output.way=rounded"),
+        ({"model_type": "qwen3_5_text"}, ["output.serve=q4_k_m"], "output.way", "output.way=rounded"),
+        ({"model_type": "olmo2"}, ["output.serve=q4_k_m"], "output.serve", "output.serve=16bit"),
+        ({"hidden_act": "gelu"}, ["output.serve=q8_0"], "output.serve", "output.serve=16bit"),
     ],
     ids=str,
 )  # fmt: skip
