@@ -26,7 +26,7 @@ from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
 from transformers.utils.quantization_config import FineGrainedFP8Config
 
-from finetune.model.structure import composite, eight_bit, experts, linear_layers, packed, recipes
+from finetune.model.structure import composite, eight_bit, experts, linear_layers, packed, recipes, sequence_head
 from finetune.runtime import libraries, patches
 
 
@@ -277,7 +277,8 @@ def _tables(model: Any) -> dict[torch.nn.Module, str]:
         for name, module in model.named_modules()
         if name.endswith("embed_tokens_per_layer")
     }
-    if (head := model.get_output_embeddings()) is not None and type(head) is torch.nn.Linear:
+    head = model.get_output_embeddings()
+    if type(head) is torch.nn.Linear and not sequence_head.is_classifier(model):  # whose head is trained
         tables[head] = recipes.HEAD
     return {**tables, model.get_input_embeddings(): recipes.EMBEDDING}
 
