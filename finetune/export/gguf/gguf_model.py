@@ -19,7 +19,6 @@ import gguf
 import numpy as np
 import torch
 from torch import nn
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from finetune.config import QuantizationSection
 from finetune.errors import ArtifactError, ConfigError
@@ -158,7 +157,7 @@ def _tensors(
 ) -> Iterator[Tensor]:
     text = gguf_families.text(config)
     names = gguf_names.mapped(text, family)
-    if (factors := _frequency_factors(text)) is not None:
+    if (factors := gguf_names.frequency_factors(text)) is not None:
         yield "rope_freqs.weight", list(factors.shape), gguf.GGMLQuantizationType.F32, lambda: factors
     for name, own, shaped, whole in _sources(folder, config):
         store = functools.partial(gguf_names.stored, own, config=text, family=family)
@@ -211,18 +210,6 @@ def _unequal(written: Mapping[str, Any], name: str, expected: np.ndarray) -> int
 
 
 _FACTORED = (gguf.GGMLQuantizationType.NVFP4,)
-
-
-def _frequency_factors(config: Any) -> torch.Tensor | None:
-    """The divisors of the rotary frequencies for a scaling that is stored as a tensor: (head size / 2,), else None."""
-    rope, head = gguf_families.rope(config), gguf_families.head_size(config)
-    if rope["rope_type"] == "proportional":
-        rotated = int(rope["partial_rotary_factor"] * head // 2)
-        return torch.tensor([1.0] * rotated + [1e30] * (head // 2 - rotated)) * rope.get("factor", 1.0)
-    if rope["rope_type"] != "llama3":
-        return None
-    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
-    return 1.0 / rope["rope_theta"] ** (torch.arange(0, head, 2, dtype=torch.float32) / head) / scaled
 
 
 def _type(name: str, shape: list[int], kind: str, config: Any) -> Any:
