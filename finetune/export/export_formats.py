@@ -33,7 +33,7 @@ FORMATS: dict[str, ExportFormat] = {
     "gguf": ExportFormat("one GGUF file, for llama.cpp", "gguf", "gguf.gguf_export"),
     "ollama": ExportFormat("a GGUF file and a Modelfile, for Ollama", "ollama", "gguf.ollama"),
     **{
-        kind: ExportFormat(f"{words}, for vLLM and SGLang", kind, "compressed", kind=kind)
+        kind: ExportFormat(f"{words}, for vLLM and SGLang", kind, "compressed_export", kind=kind)
         for kind, words in (
             ("fp8", "8-bit floats in blocks of 128 x 128"),
             ("nvfp4", "4-bit floats in blocks of 16"),

@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType, GGUFReader, dequantize
 from transformers import AutoConfig
 
 from finetune.errors import ArtifactError, ConfigError
-from finetune.export import compressed, proof, server_commands
+from finetune.export import compressed_export, proof, server_commands
 from finetune.export.gguf import gguf_model, gguf_packed, gguf_recipes
 from finetune.model.source import chat_template
 from finetune.model.structure.packed import exact, pack
@@ -88,7 +88,7 @@ def test_a_weight_on_another_grid_is_refused_and_not_rounded_again(
     assert written["blk.1.attn_q.weight"].tensor_type.name == "Q8_0"
     (tmp_path / "fp8").mkdir()
     with pytest.raises(ConfigError, match="held in q4_0, and these files in fp8"):
-        compressed.write(model, tmp_path / "fp8", config, "fp8", {name: pack("q4_0", weight)})
+        compressed_export.write(model, tmp_path / "fp8", config, "fp8", {name: pack("q4_0", weight)})
 
 
 def test_a_file_that_decodes_to_other_values_than_trained_is_refused(model: Path) -> None:  # trap 6: ao#2937
@@ -109,7 +109,9 @@ def test_no_projection_is_left_in_16_bit(kind: str, model: Path, tmp_path: Path)
     if kind == "nvfp4":
         config, folder = AutoConfig.from_pretrained(model), tmp_path / "compressed"
         folder.mkdir()
-        read = compressed.write(model, folder, config, kind, compressed.Rounded(model, config, kind))
+        read = compressed_export.write(
+            model, folder, config, kind, compressed_export.RoundedWeights(model, config, kind)
+        )
         assert {part.split(".")[-2] for part in read.parts} == set(PROJECTIONS)
 
 
@@ -132,7 +134,7 @@ def test_the_factor_of_compressed_tensors_divides(model: Path, tmp_path: Path) -
     from safetensors.torch import load_file
 
     config = AutoConfig.from_pretrained(model)
-    compressed.write(model, tmp_path, config, "nvfp4", compressed.Rounded(model, config, "nvfp4"))
+    compressed_export.write(model, tmp_path, config, "nvfp4", compressed_export.RoundedWeights(model, config, "nvfp4"))
     written, merged = (load_file(folder / "model.safetensors") for folder in (tmp_path, model))
     name = "model.layers.0.self_attn.o_proj.weight"
     largest = merged[name].float().abs().max()
