@@ -86,8 +86,8 @@ def served(record: Mapping[str, Any]) -> str | None:
     if weights := record.get("weights"):
         text = f"{weights['differing']:,} of {weights['count']:,} weights differ from the trained ones. {text}"
     losses = record.get("losses") or {}
-    if record.get("gain_kept") is not None:
-        name = "served" if "served" in losses else record.get("onto", "16-bit")
+    name = "served" if "served" in losses else record.get("onto", "16-bit")
+    if record.get("gain_kept") is not None and losses.keys() >= {name, "base", "trained"}:
         text += (
             f"; its held-out loss is {losses[name]:.4f}, beside {losses['base']:.4f} of the base and "
             f"{losses['trained']:.4f} as trained: {record['gain_kept']:.1%} of the gain is kept"
