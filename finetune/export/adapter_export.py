@@ -127,14 +127,15 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     roundoff = proof.ROUNDOFF[base_dtype(config.adapter, config.training)]
     found = proof.logits(read, job.rows, job.shown)
     result = job.compare("plain adapter", read, found, trained, base_logits, roundoff)
+    served = job.served(found, trained, base_logits)
     differences, held = list[str](), dict[str, Any]()
     if beside:
         file, weights, differences = beside
         again = held_base.read(job, file, weights, base_dtype(config.adapter, config.training))
         held = {"file": file.name, "kind": config.quantization.kind, "weights_differing": 0 if again else None}
         if again:
-            served = _read(again, config.adapter, renamed, rank, folder, on_experts)
-            held |= held_base.likeness(job, trained, proof.logits(served, job.rows))
+            read_again = _read(again, config.adapter, renamed, rank, folder, on_experts)
+            held |= held_base.likeness(job, trained, proof.logits(read_again, job.rows))
         held["llama_cpp"], unrun = held_base.run(job, file, folder / GGUF, trained)
     if overrides:
         differences.append(
@@ -155,8 +156,9 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
         "layers": len(pairs) + len(on_experts),
         "layers_served": activated,
         "gguf": None if left_out else GGUF,
-        "base": held or None,
+        "held_base": held or None,
         **asdict(result),
+        **served,
         "compared_with": "base plus adapter as trained, in PEFT",
         "base_overrides": overrides,
         "known_differences": differences,

@@ -105,7 +105,7 @@ def run(
     ran, not_proven = llama_cpp.compare(file, job, trained, lora=lora)
     if ran is None:
         return None, not_proven
-    written, expected, _ = llama_cpp.logits(file, job, trained, trained, lora)
+    written, expected, *_ = llama_cpp.logits(file, job, trained, trained, lora)
     found = proof.Likeness()
     for one, other in zip(expected, written, strict=True):
         found.add(one, other, torch.zeros(0, dtype=torch.long))
