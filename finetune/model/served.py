@@ -16,14 +16,20 @@ def resolved(config: Config, architecture: Any) -> tuple[Config, str | None]:
     Raises ConfigError for a base that cannot be served so, and as `prequantized.resolved`.
     """
     config, way = serving.resolved(config)
-    config, published = prequantized.resolved(config, architecture)
     if way:
-        _check(config, architecture.get_text_config())
+        _check(config, architecture)
+    config, published = prequantized.resolved(config, architecture)
     return config, "\n".join(filter(None, (way, published))) or None
 
 
-def _check(config: Config, text: Any) -> None:
-    serve, way = str(config.output.serve), config.output.way
+def _check(config: Config, architecture: Any) -> None:
+    serve, way, text = str(config.output.serve), config.output.way, architecture.get_text_config()
+    published = prequantized.form(architecture)
+    if published and way != "rounded" and published != serving.kind_of(serve):
+        raise ConfigError(
+            f"`output.serve`: {config.model.name} is published in {prequantized.METHODS[published]}, which is not "
+            f"quantized again to {serve}; set `{published}`, or `output.way: rounded`"
+        )
     if way == "exact" and experts.count(text):
         raise ConfigError(
             f"`output.way`: the experts of {config.model.name} are not trained as they are rounded; set `adapter` or "

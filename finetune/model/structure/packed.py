@@ -11,6 +11,7 @@ Shapes: weights are (..., rows, columns); products sum over columns, along which
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -115,6 +116,18 @@ def pack(form: str, weight: torch.Tensor, *, transposed: bool = False) -> nn.Par
     if not weight.is_meta:
         encode(form, rows_first, codes, scales)
     return packed(codes, Packing(form, scales, weight.shape, weight.dtype, transposed))
+
+
+def digest(model: nn.Module) -> str | None:
+    """SHA-256 (hex) of the bytes and scales of the packed weights of `model`; None if it has none."""
+    whole, found = hashlib.sha256(), False
+    for name, parameter in sorted(model.named_parameters()):
+        if how := packing_of(parameter):
+            found = True
+            whole.update(f"{name} {how.form} {list(how.shape)}".encode())
+            for tensor in (parameter.data, how.scales):
+                whole.update(tensor.contiguous().view(torch.uint8).cpu().numpy().data)
+    return whole.hexdigest() if found else None
 
 
 @dataclass(frozen=True)
