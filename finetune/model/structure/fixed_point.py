@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from finetune.model.structure.block_fields import is_linear
 from finetune.model.structure.block_formats import BLOCK_FORMATS, BlockFormat, Fields, Grid
 
 _MOST_IN_A_BYTE = 64
@@ -110,7 +111,8 @@ class Positions:
         if self.even:
             level.add_(self.form.levels[0])
         else:
-            level = torch.tensor(self.form.levels, device=codes.device)[level.int()]
+            levels = torch.tensor(self.form.levels, dtype=torch.float32, device=codes.device)
+            level = levels.index_select(0, level.flatten().int()).view(level.shape)
         level.mul_(grid.scales.unsqueeze(-1))
         if grid.offsets is not None:
             level.sub_(grid.offsets.unsqueeze(-1))
@@ -124,7 +126,7 @@ class Positions:
             position.add_(moved)
         if self.even:
             return position.floor_().clamp_(0, len(self.form.levels) - 1)
-        levels = torch.tensor(self.form.levels, device=codes.device)
+        levels = torch.tensor(self.form.levels, dtype=torch.float32, device=codes.device)
         boundaries = (levels[1:] + levels[:-1]) / 2
         return torch.bucketize(position.add_(self.low), boundaries, right=True).float()
 
@@ -147,8 +149,7 @@ def _positions(name: str, form: BlockFormat) -> Positions:
     levels = form.levels
     low, high = levels[0] - (levels[1] - levels[0]) / 2, levels[-1] + (levels[-1] - levels[-2]) / 2
     bytes_each = 1 if len(levels) <= _MOST_IN_A_BYTE else 2
-    even = levels == tuple(range(int(levels[0]), int(levels[0]) + len(levels)))
-    return Positions(name, form, bytes_each, low, (high - low) / 256**bytes_each, even)
+    return Positions(name, form, bytes_each, low, (high - low) / 256**bytes_each, is_linear(levels))
 
 
 # Weights whose values are made at a time, so that intermediate results stay small beside them.
@@ -164,8 +165,17 @@ def _parts(columns: int, codes: torch.Tensor, grid: Grid, *tensors: torch.Tensor
         yield codes[own], Grid(grid.scales[own], offsets), *(tensor[own] for tensor in tensors)
 
 
-POSITIONS: Mapping[str, Positions] = {f"exact_{name}": _positions(name, form) for name, form in BLOCK_FORMATS.items()}
-"""By the name that `packed.FORMS` has for weights stored so."""
+POSITIONS: Mapping[str, Positions] = {
+    f"exact_{name}": _positions(name, form)
+    for name, form in BLOCK_FORMATS.items()
+    if is_linear(form.levels) or len(form.levels) <= _MOST_IN_A_BYTE
+}
+"""By the name that `packed.FORMS` has for weights stored so. Not of FP8, whose levels are as close as positions."""
+
+
+def held(form: str) -> str:
+    """The name of the form in which training holds a weight that is served in `form`; `form` if that has none."""
+    return f"exact_{form}" if f"exact_{form}" in POSITIONS else form
 
 
 @functools.cache

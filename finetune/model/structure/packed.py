@@ -432,7 +432,7 @@ FORMS: dict[str, PackedForm] = {
     ),
     **{name: _in_blocks(form) for name, form in BLOCK_FORMATS.items()},
     **{
-        name: PackedForm(how.shapes, torch.uint8, how.encode, how.decode, (), config="FineGrainedFP8Config")
+        name: PackedForm(how.shapes, torch.uint8, how.encode, how.decode)
         for name, how in POSITIONS.items()
     },
 }  # fmt: skip

@@ -93,7 +93,9 @@ def library_config(section: QuantizationSection, compute_dtype: Any, published: 
         kept = given.get("modules_to_not_convert") or given.get("ignored_layers")
         known = packed.FORMS.get(form)
         config = getattr(transformers, (known and known.config) or "FineGrainedFP8Config")
-        return config(quant_method=form, dequantize=not kind.packed, modules_to_not_convert=kept)
+        made = config(quant_method=form, dequantize=not kind.packed, modules_to_not_convert=kept)
+        made.exact = section.snap  # for `quantizers`
+        return made
     if kind.arguments is None:
         return None
     if not kind.four_bit:

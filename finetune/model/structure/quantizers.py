@@ -26,7 +26,7 @@ from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
 from transformers.utils.quantization_config import FineGrainedFP8Config
 
-from finetune.model.structure import composite, eight_bit, experts, linear_layers, packed, recipes
+from finetune.model.structure import composite, eight_bit, experts, fixed_point, linear_layers, packed, recipes
 from finetune.runtime import libraries, patches
 
 
@@ -168,13 +168,14 @@ class _Packed:
                 yield name, module, own
 
     def _process_model_before_weight_loading(self, model: Any, **named: Any) -> None:
-        forms = self.forms(model)
+        forms, head = self.forms(model), model.get_output_embeddings()
         for name, module, own in list(self.targets(model)):
             if name not in forms:
                 continue
             path, form = name.removesuffix(".weight"), forms[name]
             if isinstance(module, (torch.nn.Linear, Conv1D)):
-                model.set_submodule(path, _packed_linear(module, form))
+                exact = self.quantization_config.exact and module is not head
+                model.set_submodule(path, _packed_linear(module, fixed_point.held(form) if exact else form))
             elif isinstance(module, torch.nn.Embedding):
                 model.set_submodule(path, packed.PackedEmbedding.of(module, packed.pack(form, module.weight.data)))
                 model.get_submodule(path).source_cls = type(module)
