@@ -162,7 +162,11 @@ def _tensors(
                 return gguf_names.stored(own, weights[name], text, family)[part]
 
             stored, shape = gguf_names.name_of(names, part, family), list(shaped.shape)
-            yield stored, shape, _type(stored, shape, kind, text), load
+            wanted = _type(stored, shape, kind, text)
+            if wanted in gguf_recipes.FLOATS:
+                yield from gguf_packed.rounded(stored, shape, wanted, load)
+            else:
+                yield stored, shape, wanted, load
 
 
 def _type(name: str, shape: list[int], kind: str, config: Any) -> Any:
@@ -211,7 +215,7 @@ def _encoded(name: str, tensor: torch.Tensor, kind: Any) -> np.ndarray:
     for start in range(0, len(matrix), rows):
         values = np.ascontiguousarray(matrix[start : start + rows].float().numpy())
         with np.errstate(over="ignore"):
-            part = gguf_recipes.quantize(values, kind) if gguf_recipes.fallback(kind) else gguf.quantize(values, kind)
+            part = gguf_recipes.quantize(values, kind) if kind in gguf_recipes.BY_GGML else gguf.quantize(values, kind)
         if part.dtype == np.float16 and not np.isfinite(part).all():
             raise ConfigError(f"`{name}` has values beyond the range of float16; use `--type bf16`")
         encoded[start : start + rows] = part.view(np.uint8)
