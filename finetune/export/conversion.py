@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from finetune.config import Config, QuantizationSection
 from finetune.data.chat import prompt_ids
@@ -28,7 +29,8 @@ class Conversion:
     is the type of a GGUF file.
 
     `base_identity` is that of `model.source.identity.of_base`. `load_merged` loads the merged model, which was proven
-    when it was published, to compute in a dtype (None: as written).
+    when it was published, to compute in a dtype (None: as written). `packed` weights, by the model's names, are those
+    that a GGUF file has as they are.
     """
 
     run: RunDirectory
@@ -41,6 +43,7 @@ class Conversion:
     base_identity: str | None
     load_merged: Callable[[torch.dtype | None], Any]
     shown: ShownImages = NO_IMAGES
+    packed: Mapping[str, nn.Parameter] = field(default_factory=dict)
 
     @property
     def architecture(self) -> Any:

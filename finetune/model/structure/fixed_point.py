@@ -26,6 +26,9 @@ import torch
 from finetune.model.structure.block_fields import is_linear
 from finetune.model.structure.block_formats import BLOCK_FORMATS, BlockFormat, Fields, Grid
 
+Update = tuple[torch.Tensor, torch.Tensor, float]
+"""A (r, columns) and B (rows, r) in float32, and kappa."""
+
 _MOST_IN_A_BYTE = 64
 """Levels of a format whose positions fit in 8 bits."""
 
@@ -76,19 +79,19 @@ class Positions:
     ) -> None:
         """Write W^ (rows, columns) into `out`, of any floating type; A and B are in float32."""
         for codes_part, grid_part, b_part, out_part in _parts(a.shape[1], codes, grid, b, out):
-            self._values(codes_part, grid_part, out_part, moved(grid_part, a, b_part, kappa))
+            self._values(codes_part, grid_part, out_part, shift_of(grid_part, a, b_part, kappa))
 
     def as_stored(
-        self, codes: torch.Tensor, scales: torch.Tensor, update: tuple[torch.Tensor, torch.Tensor, float] | None
+        self, codes: torch.Tensor, scales: torch.Tensor, update: Update | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The bytes and scales of the values after an update (A, B, kappa) of a matrix, as the format stores them."""
+        """The bytes and scales of the values after an update of a matrix, as the format stores them."""
         fields = self.fields(scales, codes.shape[-1] // self.bytes_each)
         grid = self.form.grid(fields)
         if update is None:
             return self.form.pack(self._nearest(codes, grid).to(torch.uint8).flatten(-2), fields)
         a, b, kappa = update
         parts = _parts(a.shape[1], codes, grid, b)
-        nearest = [self._nearest(code, own, moved(own, a, up, kappa)).to(torch.uint8) for code, own, up in parts]
+        nearest = [self._nearest(code, own, shift_of(own, a, up, kappa)).to(torch.uint8) for code, own, up in parts]
         return self.form.pack(torch.cat(nearest).flatten(-2), fields)
 
     def grid(self, scales: torch.Tensor, columns: int) -> Grid:
@@ -105,9 +108,9 @@ class Positions:
         return fields
 
     def _values(
-        self, codes: torch.Tensor, grid: Grid, out: torch.Tensor, moved: torch.Tensor | None = None
+        self, codes: torch.Tensor, grid: Grid, out: torch.Tensor, shift: torch.Tensor | None = None
     ) -> None:  # fmt: skip
-        level = self._nearest(codes, grid, moved)
+        level = self._nearest(codes, grid, shift)
         if self.even:
             level.add_(self.form.levels[0])
         else:
@@ -118,12 +121,12 @@ class Positions:
             level.sub_(grid.offsets.unsqueeze(-1))
         out.copy_(level.flatten(-2))
 
-    def _nearest(self, codes: torch.Tensor, grid: Grid, moved: torch.Tensor | None = None) -> torch.Tensor:
+    def _nearest(self, codes: torch.Tensor, grid: Grid, shift: torch.Tensor | None = None) -> torch.Tensor:
         """The numbers of the nearest levels, as floats (..., rows, groups, group)."""
         position = codes.float() if self.bytes_each == 1 else codes.view(torch.int16).float().add_(2**15)
         position = position.add_(0.5).mul_(self.step).unflatten(-1, (-1, self.form.group))
-        if moved is not None:
-            position.add_(moved)
+        if shift is not None:
+            position.add_(shift)
         if self.even:
             return position.floor_().clamp_(0, len(self.form.levels) - 1)
         levels = torch.tensor(self.form.levels, dtype=torch.float32, device=codes.device)
@@ -131,7 +134,7 @@ class Positions:
         return torch.bucketize(position.add_(self.low), boundaries, right=True).float()
 
 
-def moved(grid: Grid, a: torch.Tensor, b: torch.Tensor, kappa: float) -> torch.Tensor:
+def shift_of(grid: Grid, a: torch.Tensor, b: torch.Tensor, kappa: float) -> torch.Tensor:
     """kappa B A / scale (rows, groups, group): by how much an update moves positions; 0 where the scale is."""
     # As a batch of one: selective checkpointing would keep a product of matrices (`recompute.keeping`).
     product = torch.bmm((b * kappa).unsqueeze(0), a.unsqueeze(0)).squeeze(0)

@@ -21,7 +21,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from finetune.model.structure import block_formats
+from finetune.model.structure import block_formats, fixed_point
 from finetune.model.structure.block_formats import BLOCK_FORMATS, BlockFormat
 from finetune.model.structure.fixed_point import POSITIONS
 
@@ -98,6 +98,17 @@ def values(parameter: nn.Parameter) -> torch.Tensor:
     how = packing_of(parameter)
     assert how is not None
     return how.decoded(parameter.data)
+
+
+def as_served(parameter: nn.Parameter, update: fixed_point.Update | None = None) -> nn.Parameter:
+    """A packed parameter as its form is served: of one held as positions (`fixed_point`) the nearest values after an
+    update.
+    """
+    how, positions = packing_of(parameter), fixed_point.of(parameter)
+    if how is None or positions is None:
+        return parameter
+    codes, scales = positions.as_stored(parameter.data, how.scales, update)
+    return packed(codes, replace(how, form=positions.name, scales=scales))
 
 
 def packed(codes: torch.Tensor, how: Packing) -> nn.Parameter:

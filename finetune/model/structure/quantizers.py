@@ -97,6 +97,13 @@ class Rounding:
         four_bit = kind(weight, requires_grad=False, **self.parameter.__dict__).to(weight.device)
         return bnb.functional.dequantize_4bit(four_bit.data, four_bit.quant_state)
 
+    def served(self, weight: torch.Tensor, update: fixed_point.Update | None) -> torch.nn.Parameter:
+        """`weight` packed as it is served, after an update that is rounded with it."""
+        how = packed.packing_of(self.parameter)
+        assert how is not None
+        held = packed.pack(how.form, weight.T if self.transposed else weight, transposed=how.transposed)
+        return packed.as_served(held, update)
+
 
 def roundings(model: Any) -> dict[str, Rounding]:
     """The rounding of each quantized parameter of a base on the meta device, by name."""
