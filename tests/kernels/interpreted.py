@@ -230,7 +230,7 @@ def test_a_4_bit_weight_of_an_odd_width_in_blocks_small_and_large(kind, size) ->
 
 @dtypes
 @pytest.mark.parametrize("rank", [3, 16, 40])
-@pytest.mark.parametrize("name", POSITIONS)
+@pytest.mark.parametrize("name", ["exact_q4_0", "exact_q4_k", "exact_q8_0", "exact_iq4_nl"])
 def test_weights_are_rounded_as_on_a_cpu(name, rank, dtype) -> None:
     how = POSITIONS[name]
     columns = 2 * how.form.columns

@@ -77,7 +77,8 @@ def launch_all(dtype: torch.dtype) -> None:
         empty(11008, 4096 + 48), packed, scales, 64, "nf4", inputs=4096, beside=empty(11008, 16, dtype=single), at=16
     )
     triton_kernels.decode_int8_(out, empty(11008, 4096, dtype=torch.int8), empty(11008, dtype=single))
-    for name, how in POSITIONS.items():
+    for name in ("exact_q4_k", "exact_q8_0", "exact_iq4_xs"):  # in 8 and in 16 bits, and of uneven levels
+        how = POSITIONS[name]
         groups = empty(11008, 4096 // how.form.group, dtype=single)
         codes = empty(11008, 4096 * how.bytes_each, dtype=torch.uint8)
         factors = empty(16, 4096, dtype=single), empty(11008, 16, dtype=single)

@@ -32,7 +32,7 @@ class ExactLinear(peft_layer.Linear):
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         bias = self.base_layer.bias
-        output: torch.Tensor = _Product.apply(
+        output: torch.Tensor = _RoundedProduct.apply(
             x, None if bias is None else bias.to(x.dtype), self.base_layer.weight, *update_of(self)
         )
         return output
@@ -69,7 +69,7 @@ def as_served(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
                 yield f"{path.removesuffix('.base_layer')}.{own}", packed.as_served(parameter, update)
 
 
-class _Product(torch.autograd.Function):
+class _RoundedProduct(torch.autograd.Function):
     """Saves X, A and B."""
 
     @staticmethod

@@ -29,12 +29,13 @@ from finetune.model.structure.block_formats import BLOCK_FORMATS, BlockFormat, F
 Update = tuple[torch.Tensor, torch.Tensor, float]
 """A (r, columns) and B (rows, r) in float32, and kappa."""
 
+_PREFIX = "exact_"
 _MOST_IN_A_BYTE = 64
 """Levels of a format whose positions fit in 8 bits."""
 
 
 @dataclass(frozen=True)
-class Positions:
+class FixedPoint:
     """How positions between the levels of a format are stored: `bytes_each`, and `step` of a code in levels.
 
     `name` is that of the format, `low` the level at position 0; `even`: whether the levels are consecutive integers.
@@ -142,17 +143,17 @@ def shift_of(grid: Grid, a: torch.Tensor, b: torch.Tensor, kappa: float) -> torc
     return product.unflatten(-1, (inverse.shape[-1], -1)).mul_(inverse.unsqueeze(-1))
 
 
-def of(weight: Any) -> Positions | None:
+def of(weight: Any) -> FixedPoint | None:
     """How the positions of a packed parameter are stored; None if it has none."""
     how = getattr(weight, "packing", None)
     return None if how is None else POSITIONS.get(how.form)
 
 
-def _positions(name: str, form: BlockFormat) -> Positions:
+def _positions(name: str, form: BlockFormat) -> FixedPoint:
     levels = form.levels
     low, high = levels[0] - (levels[1] - levels[0]) / 2, levels[-1] + (levels[-1] - levels[-2]) / 2
     bytes_each = 1 if len(levels) <= _MOST_IN_A_BYTE else 2
-    return Positions(name, form, bytes_each, low, (high - low) / 256**bytes_each, is_linear(levels))
+    return FixedPoint(name, form, bytes_each, low, (high - low) / 256**bytes_each, is_linear(levels))
 
 
 # Weights whose values are made at a time, so that intermediate results stay small beside them.
@@ -168,17 +169,22 @@ def _parts(columns: int, codes: torch.Tensor, grid: Grid, *tensors: torch.Tensor
         yield codes[own], Grid(grid.scales[own], offsets), *(tensor[own] for tensor in tensors)
 
 
-POSITIONS: Mapping[str, Positions] = {
-    f"exact_{name}": _positions(name, form)
+POSITIONS: Mapping[str, FixedPoint] = {
+    f"{_PREFIX}{name}": _positions(name, form)
     for name, form in BLOCK_FORMATS.items()
     if is_linear(form.levels) or len(form.levels) <= _MOST_IN_A_BYTE
 }
 """By the name that `packed.FORMS` has for weights stored so. Not of FP8, whose levels are as close as positions."""
 
 
-def held(form: str) -> str:
-    """The name of the form in which training holds a weight that is served in `form`; `form` if that has none."""
-    return f"exact_{form}" if f"exact_{form}" in POSITIONS else form
+def held(name: str, *, exact: bool = True) -> str:
+    """The name in training of a form, or of a kind of mixed forms, whose positions are held where that is `exact`."""
+    return f"{_PREFIX}{name}" if exact else name
+
+
+def served(name: str) -> str:
+    """The reverse of `held`."""
+    return name.removeprefix(_PREFIX)
 
 
 @functools.cache

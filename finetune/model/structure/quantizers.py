@@ -33,7 +33,7 @@ from finetune.runtime import libraries, patches
 @contextlib.contextmanager
 def used() -> Iterator[None]:
     """In the block, transformers loads models with the quantizers of this module."""
-    others = dict.fromkeys(("nvfp4", *recipes.RECIPES), FineGrainedFP8Config)
+    others = dict.fromkeys(_QUANTIZERS.keys() - auto.AUTO_QUANTIZER_MAPPING.keys(), FineGrainedFP8Config)
     configs = {**auto.AUTO_QUANTIZATION_CONFIG_MAPPING, **others}
     with (
         patches.QUANTIZERS.by({**auto.AUTO_QUANTIZER_MAPPING, **_QUANTIZERS}),
@@ -146,6 +146,7 @@ class _Packed:
     """Replaces the weights of linear layers and experts by packed ones, and loads them from either form of files."""
 
     form: str
+    exact = False
     pre_quantized: bool
     quantization_config: Any
 
@@ -181,8 +182,8 @@ class _Packed:
                 continue
             path, form = name.removesuffix(".weight"), forms[name]
             if isinstance(module, (torch.nn.Linear, Conv1D)):
-                exact = self.quantization_config.exact and module is not head
-                model.set_submodule(path, _packed_linear(module, fixed_point.held(form) if exact else form))
+                form = fixed_point.held(form, exact=self.exact and module is not head)
+                model.set_submodule(path, _packed_linear(module, form))
             elif isinstance(module, torch.nn.Embedding):
                 model.set_submodule(path, packed.PackedEmbedding.of(module, packed.pack(form, module.weight.data)))
                 model.get_submodule(path).source_cls = type(module)
@@ -246,7 +247,7 @@ class _Mixed(_Own):
             for path, module in model.named_modules()
             for own, form in recipes.remembered(module).items()
         }
-        return known or recipe_of(model, self.quantization_config.quant_method)
+        return known or recipe_of(model, fixed_point.served(self.quantization_config.quant_method))
 
     def targets(self, model: Any) -> Iterator[tuple[str, Any, str]]:
         yield from super().targets(model)
@@ -261,6 +262,12 @@ class _Mixed(_Own):
             if packed.packing_of(weight := model.get_parameter(other)):
                 path, _, own = name.rpartition(".")
                 setattr(model.get_submodule(path), own, weight)
+
+
+class _Exact(_Mixed):
+    """Holds the layers that adapters can be on as positions between the levels of their forms."""
+
+    exact = True
 
 
 def recipe_of(model: Any, kind: str) -> dict[str, str]:
@@ -363,4 +370,5 @@ _QUANTIZERS: dict[str, Any] = {
     "fp8": _Fp8,
     "nvfp4": _Nvfp4,
     **dict.fromkeys(recipes.RECIPES, _Mixed),
+    **dict.fromkeys(map(fixed_point.held, recipes.RECIPES), _Exact),
 }
