@@ -21,7 +21,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from finetune.model.structure import block_formats
+from finetune.model.structure import block_formats, fixed_point
 from finetune.model.structure.block_formats import BLOCK_FORMATS, BlockFormat
 from finetune.model.structure.fixed_point import POSITIONS
 from finetune.model.structure.float_blocks import mxfp4_exponents, power_of_two
@@ -106,6 +106,17 @@ def exact(parameter: nn.Parameter) -> torch.Tensor:
     how = packing_of(parameter)
     assert how is not None
     return how.decoded(parameter.data, torch.float32)
+
+
+def as_served(parameter: nn.Parameter, update: fixed_point.Update | None = None) -> nn.Parameter:
+    """A packed parameter as its form is served: of one held as positions (`fixed_point`) the nearest values after an
+    update.
+    """
+    how, positions = packing_of(parameter), fixed_point.of(parameter)
+    if how is None or positions is None:
+        return parameter
+    codes, scales = positions.as_stored(parameter.data, how.scales, update)
+    return packed(codes, replace(how, form=positions.name, scales=scales))
 
 
 def packed(codes: torch.Tensor, how: Packing) -> nn.Parameter:
@@ -436,7 +447,7 @@ FORMS: dict[str, PackedForm] = {
     ),
     **{name: _in_blocks(form) for name, form in BLOCK_FORMATS.items() if name not in ("mxfp4", "nvfp4", "fp8")},
     **{
-        name: PackedForm(how.shapes, torch.uint8, how.encode, how.decode, (), config="FineGrainedFP8Config")
+        name: PackedForm(how.shapes, torch.uint8, how.encode, how.decode)
         for name, how in POSITIONS.items()
     },
 }  # fmt: skip

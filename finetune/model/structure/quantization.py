@@ -83,11 +83,11 @@ def library_config(section: QuantizationSection, compute_dtype: Any, published: 
     """
     import transformers
 
-    from finetune.model.structure import packed
+    from finetune.model.structure import fixed_point, packed
 
     kind = QUANTIZATIONS[section.kind]
     if kind.packed or published:
-        given = published or {"quant_method": section.kind}
+        given = published or {"quant_method": fixed_point.held(section.kind, exact=section.snap)}
         form = given["quant_method"]
         # What is passed to transformers 5.23 replaces what config.json says, also by None.
         kept = given.get("modules_to_not_convert") or given.get("ignored_layers")

@@ -26,14 +26,23 @@ from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
 from transformers.utils.quantization_config import FineGrainedFP8Config
 
-from finetune.model.structure import composite, eight_bit, experts, linear_layers, packed, recipes, sequence_head
+from finetune.model.structure import (
+    composite,
+    eight_bit,
+    experts,
+    fixed_point,
+    linear_layers,
+    packed,
+    recipes,
+    sequence_head,
+)
 from finetune.runtime import libraries, patches
 
 
 @contextlib.contextmanager
 def used() -> Iterator[None]:
     """In the block, transformers loads models with the quantizers of this module."""
-    others = dict.fromkeys(("nvfp4", *recipes.RECIPES), FineGrainedFP8Config)
+    others = dict.fromkeys(_QUANTIZERS.keys() - auto.AUTO_QUANTIZER_MAPPING.keys(), FineGrainedFP8Config)
     configs = {**auto.AUTO_QUANTIZATION_CONFIG_MAPPING, **others}
     with (
         patches.QUANTIZERS.by({**auto.AUTO_QUANTIZER_MAPPING, **_QUANTIZERS}),
@@ -97,6 +106,13 @@ class Rounding:
         four_bit = kind(weight, requires_grad=False, **self.parameter.__dict__).to(weight.device)
         return bnb.functional.dequantize_4bit(four_bit.data, four_bit.quant_state)
 
+    def served(self, weight: torch.Tensor, update: fixed_point.Update | None) -> torch.nn.Parameter:
+        """`weight` packed as it is served, after an update that is rounded with it."""
+        how = packed.packing_of(self.parameter)
+        assert how is not None
+        held = packed.pack(how.form, weight.T if self.transposed else weight, transposed=how.transposed)
+        return packed.as_served(held, update)
+
 
 def roundings(model: Any) -> dict[str, Rounding]:
     """The rounding of each quantized parameter of a base on the meta device, by name."""
@@ -139,6 +155,7 @@ class _Packed:
     """Replaces the weights of linear layers and experts by packed ones, and loads them from either form of files."""
 
     form: str
+    exact = False
     pre_quantized: bool
     quantization_config: Any
 
@@ -168,12 +185,13 @@ class _Packed:
                 yield name, module, own
 
     def _process_model_before_weight_loading(self, model: Any, **named: Any) -> None:
-        forms = self.forms(model)
+        forms, head = self.forms(model), model.get_output_embeddings()
         for name, module, own in list(self.targets(model)):
             if name not in forms:
                 continue
             path, form = name.removesuffix(".weight"), forms[name]
             if isinstance(module, (torch.nn.Linear, Conv1D)):
+                form = fixed_point.held(form, exact=self.exact and module is not head)
                 model.set_submodule(path, _packed_linear(module, form))
             elif isinstance(module, torch.nn.Embedding):
                 model.set_submodule(path, packed.PackedEmbedding.of(module, packed.pack(form, module.weight.data)))
@@ -238,7 +256,7 @@ class _Mixed(_Own):
             for path, module in model.named_modules()
             for own, form in recipes.remembered(module).items()
         }
-        return known or recipe_of(model, self.quantization_config.quant_method)
+        return known or recipe_of(model, fixed_point.served(self.quantization_config.quant_method))
 
     def targets(self, model: Any) -> Iterator[tuple[str, Any, str]]:
         yield from super().targets(model)
@@ -253,6 +271,12 @@ class _Mixed(_Own):
             if packed.packing_of(weight := model.get_parameter(other)):
                 path, _, own = name.rpartition(".")
                 setattr(model.get_submodule(path), own, weight)
+
+
+class _Exact(_Mixed):
+    """Holds the layers that adapters can be on as positions between the levels of their forms."""
+
+    exact = True
 
 
 def recipe_of(model: Any, kind: str) -> dict[str, str]:
@@ -356,4 +380,5 @@ _QUANTIZERS: dict[str, Any] = {
     "fp8": _Fp8,
     "nvfp4": _Nvfp4,
     **dict.fromkeys(recipes.RECIPES, _Mixed),
+    **dict.fromkeys(map(fixed_point.held, recipes.RECIPES), _Exact),
 }
