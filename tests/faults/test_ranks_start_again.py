@@ -140,7 +140,7 @@ def test_after_an_evaluation_that_does_not_fit_the_same_command_goes_on(job: Mak
     assert_as(together.run, alone)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_torchrun_starts_the_ranks_again_by_itself(
     job: Make, cut: RunDirectory, children: Children, tmp_path: Path
 ) -> None:

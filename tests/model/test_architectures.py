@@ -11,6 +11,7 @@ import every_architecture
 import pytest
 import tiny_models
 import torch
+from jobs import sampled
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.config import Config
@@ -135,6 +136,9 @@ def test_each_trains_in_each_kind_of_quantization(directory: Path, kind: str) ->
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", sampled(ARCHITECTURES, "bloom", "rwkv", "mamba", "gemma3n_text", "jamba"), indirect=True
+)
 def test_each_has_a_forecast(directory: Path) -> None:
     config = job(directory)
     architecture = base.load_architecture(config.model)
@@ -268,7 +272,7 @@ _UNLIKE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("known", _UNLIKE)
+@pytest.mark.parametrize("known", sampled(_UNLIKE, "gemma4", "jamba", "kimi_linear"))
 def test_a_model_unlike_others_is_planned_and_trained_and_answers(known: str, tmp_path: Path, quick: Any) -> None:
     import finetune
 
