@@ -26,14 +26,13 @@ from finetune.export import proof
 from finetune.export.conversion import Conversion
 from finetune.export.gguf import (
     gguf_export,
-    gguf_families,
     gguf_model,
     gguf_recipes,
     gguf_types,
     gguf_vocabulary,
     llama_cpp,
 )
-from finetune.model.source import catalog, chat_template
+from finetune.model.source import catalog, chat_template, gguf_families, gguf_names
 from finetune.settings import load_config
 from finetune.storage.rundir import RunDirectory
 from tests.published_bases import publish
@@ -154,7 +153,7 @@ def test_every_family_is_proven_in_llama_cpp_and_a_wrong_tensor_refused(
     assert facts["error"] <= facts["bound"] < 0.01
     assert facts["llama_cpp"]["agreement"] >= 0.95
     assert facts["llama_cpp"]["tokenized_alike"] == 2
-    stored = gguf_model._stored
+    stored = gguf_names.stored
 
     def wrong(tensor: str, *others: Any) -> Any:
         parts = stored(tensor, *others)
@@ -163,7 +162,7 @@ def test_every_family_is_proven_in_llama_cpp_and_a_wrong_tensor_refused(
             for part, each in parts.items()
         }
 
-    monkeypatch.setattr(gguf_model, "_stored", wrong)
+    monkeypatch.setattr(gguf_names, "stored", wrong)
     with pytest.raises(ArtifactError, match="is not the trained model"):
         gguf_export.make(job, tmp_path)
 

@@ -14,8 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from finetune.errors import ConfigError, MachineError
 from finetune.export import proof
 from finetune.export.conversion import Conversion
-from finetune.export.gguf import gguf_families, gguf_model, gguf_recipes, gguf_vocabulary, llama_cpp
+from finetune.export.gguf import gguf_model, gguf_recipes, gguf_vocabulary, llama_cpp
 from finetune.export.gguf.gguf_types import TYPES
+from finetune.model.source import gguf_families
 from finetune.model.source.locate import hub_call
 from finetune.model.structure import experts
 from finetune.runtime import libraries, patches
