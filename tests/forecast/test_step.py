@@ -32,7 +32,6 @@ CHOSEN = {
     "gemma2, no checkpointing",  # eager attention
     "small tiles, deep",  # layers are extrapolated
     "small tiles, bf16, evaluated",
-    "glm_moe_dsa, small tiles",  # adapters that no gradient reaches
 }
 
 
