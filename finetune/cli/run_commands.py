@@ -64,7 +64,7 @@ def report(run: options.Run) -> None:
 
 @command
 def compare(
-    runs: Annotated[list[Path], typer.Argument(help="Run directories, two or more.")],
+    runs: Annotated[list[Path], typer.Argument(help="Run directories, two or more, or that of a sweep.")],
     page: options.Page = None,
     as_json: options.Json = False,
 ) -> None:
