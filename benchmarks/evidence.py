@@ -84,7 +84,7 @@ PARTS = {
     }),
     "every-weight": Part({
         "batch 4": _batch(4, 1e-4, 2e-4, 4e-4, 8e-4, **_EVERY_WEIGHT),
-        "batch 64": _batch(64, 2e-4, 4e-4, 8e-4, 1.6e-3, **_EVERY_WEIGHT),
+        "batch 64": _batch(64, 4e-4, 8e-4, 1.6e-3, 3.2e-3, **_EVERY_WEIGHT),
     }),
     "rank": Part({f"rank {rank}": Setting({"adapter.rank": rank}, _AROUND) for rank in (1, 64)}),
     "targets": Part({
@@ -300,7 +300,7 @@ def findings(parts: Mapping[str, Any]) -> dict[str, Any]:
                 apart = [own - other for own, other in zip(at_best, tuned(reference), strict=True)]
                 one["over reference"] = interval(apart)
             found.setdefault(part, {})[name] = one
-    if slope := _slope(parts.get("batch")):
+    if slope := _slope(parts.get("batch", {}).get("losses", {})):
         found["batch"]["exponent of the batch"] = slope
     return found
 
@@ -314,14 +314,14 @@ REFERENCES = {
 
 def _reference(part: str, parts: Mapping[str, Any]) -> Losses | None:
     other, name = REFERENCES[part]
-    return parts[other]["losses"][name] if other in parts else None
+    return parts[other]["losses"].get(name) if other in parts else None
 
 
-def _slope(measured: Mapping[str, Any] | None) -> dict[str, float] | None:
+def _slope(by_batch: Mapping[str, Losses]) -> dict[str, float] | None:
     """The power of the batch that the best rate goes with, from the smallest to the largest."""
-    if not measured:
+    sizes = {int(name.split()[1]): best_rates(losses) for name, losses in by_batch.items()}
+    if len(sizes) < 2:
         return None
-    sizes = {int(name.split()[1]): best_rates(losses) for name, losses in measured["losses"].items()}
     small, large = (sizes[size] for size in (min(sizes), max(sizes)))
     if not (small and large):
         return None
