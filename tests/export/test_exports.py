@@ -31,7 +31,7 @@ from finetune.export import adapter_export, card, export_formats, finished_run, 
 from finetune.export.conversion import Conversion
 from finetune.export.gguf import gguf_model, gguf_recipes, gguf_types, llama_cpp, ollama
 from finetune.model import build
-from finetune.model.source import chat_template
+from finetune.model.source import chat_template, gguf_names
 from finetune.report.terminal import Terminal
 from finetune.storage.rundir import RunDirectory
 
@@ -249,13 +249,13 @@ def test_llama_cpp_checks_a_run(run: RunDirectory, kind: str, agreement: float) 
 def test_a_file_with_a_wrong_tensor_is_not_published(
     run: RunDirectory, no_llama_cpp: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stored = gguf_model._stored
+    stored = gguf_names.stored
 
     def doubled(name: str, *others: Any) -> dict[str, torch.Tensor]:
         parts = stored(name, *others)
         return {part: tensor * (2 if "layers.1.mlp.up_proj" in name else 1) for part, tensor in parts.items()}
 
-    monkeypatch.setattr(gguf_model, "_stored", doubled)
+    monkeypatch.setattr(gguf_names, "stored", doubled)
     with pytest.raises(ArtifactError, match=r"the GGUF file \(f16\) is not the trained model"):
         export(run, "gguf")
     assert not (run.path / "gguf").exists()
