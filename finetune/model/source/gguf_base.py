@@ -23,7 +23,7 @@ from finetune.storage import files, locks, weight_files
 
 SUFFIX = ".gguf"
 METHOD = "gguf"
-"""The `quant_method` of the folder's config.json, which has the form of each packed weight in `forms`."""
+"""The `quant_method` of the folder's config.json, whose `modules_to_convert` has the form of each packed weight."""
 
 _STAMP = "gguf.json"
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -108,7 +108,7 @@ class _File:
         self._family = gguf_families.family(self.config)
         with torch.device("meta"):
             self._model = AutoModelForCausalLM.from_config(self.config)
-        self.config.quantization_config = {"quant_method": METHOD, "forms": {}}
+        self.config.quantization_config = {"quant_method": METHOD, "modules_to_convert": {}}
 
     def _key(self, name: str) -> Any:
         return self._keys.get(f"{self._keys['general.architecture']}.{name}")
@@ -181,7 +181,7 @@ class _File:
         from tokenizers import processors
         from transformers import AutoTokenizer
 
-        if not self.config.quantization_config["forms"]:
+        if not self.config.quantization_config["modules_to_convert"]:
             del self.config.quantization_config
         self.config.save_pretrained(folder)
         tokenizer = AutoTokenizer.from_pretrained(self._file.parent, gguf_file=self._file.name)
@@ -219,9 +219,11 @@ class _File:
                 f"of {', '.join((*_PACKED, *_PLAIN))}"
             )
         [kind] = kinds
+        if kind in _PACKED and len(shape) > 2:
+            raise ArtifactError(f"{self._file}: its experts are in {kind}, which is not kept; use a file in BF16")
         if kind in _PLAIN:
             return name, _PLAIN[kind], shape, lambda: self._plain(name, shape, tensors, rows, _PLAIN[kind])
-        self.config.quantization_config["forms"][name] = kind.lower()
+        self.config.quantization_config["modules_to_convert"][name] = kind.lower()
         stored = torch.Size((*shape[:-1], tensors[0].data.shape[-1]))
         return f"{name}_{kind.lower()}", torch.uint8, stored, lambda: _in_order(tensors, rows, stored, torch.uint8)
 

@@ -9,7 +9,7 @@ This module imports transformers, so import it only where weights are loaded.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -27,13 +27,14 @@ from transformers.quantizers.quantizers_utils import get_module_from_name, shoul
 from transformers.utils.quantization_config import FineGrainedFP8Config
 
 from finetune.model.structure import composite, eight_bit, experts, linear_layers, packed, recipes
+from finetune.model.structure.block_formats import BLOCK_FORMATS
 from finetune.runtime import libraries, patches
 
 
 @contextlib.contextmanager
 def used() -> Iterator[None]:
     """In the block, transformers loads models with the quantizers of this module."""
-    others = dict.fromkeys(("nvfp4", *recipes.RECIPES), FineGrainedFP8Config)
+    others = dict.fromkeys(("nvfp4", "gguf", *recipes.RECIPES), FineGrainedFP8Config)
     configs = {**auto.AUTO_QUANTIZATION_CONFIG_MAPPING, **others}
     with (
         patches.QUANTIZERS.by({**auto.AUTO_QUANTIZER_MAPPING, **_QUANTIZERS}),
@@ -149,6 +150,10 @@ class _Packed:
         """The form of each parameter to be packed, by name."""
         return {name: self.form for name, _, _ in self.targets(model)}
 
+    def published_forms(self) -> Iterable[str]:
+        """The forms that weights of the base's files may be in."""
+        return (self.form,)
+
     def targets(self, model: Any) -> Iterator[tuple[str, Any, str]]:
         """(name in the model, module, name in the module) of each parameter that may be packed."""
         config, kept = self.quantization_config, kept_modules(model)
@@ -233,12 +238,7 @@ class _Mixed(_Own):
     """Gives each weight the form that a recipe says, also the embedding and the head."""
 
     def forms(self, model: Any) -> dict[str, str]:
-        known = {
-            f"{path}.{own}": form
-            for path, module in model.named_modules()
-            for own, form in recipes.remembered(module).items()
-        }
-        return known or recipe_of(model, self.quantization_config.quant_method)
+        return recipes.of_modules(model) or recipe_of(model, self.quantization_config.quant_method)
 
     def targets(self, model: Any) -> Iterator[tuple[str, Any, str]]:
         yield from super().targets(model)
@@ -253,6 +253,18 @@ class _Mixed(_Own):
             if packed.packing_of(weight := model.get_parameter(other)):
                 path, _, own = name.rpartition(".")
                 setattr(model.get_submodule(path), own, weight)
+
+
+class _Gguf(_Mixed):
+    """Gives each weight the form that a GGUF file has it in, which config.json names (`source.gguf_base`)."""
+
+    serialized_names: ClassVar = {"weight": ["weight", *(f"weight_{form}" for form in BLOCK_FORMATS)]}
+
+    def forms(self, model: Any) -> dict[str, str]:
+        return recipes.of_modules(model) or dict(self.quantization_config.modules_to_convert)
+
+    def published_forms(self) -> Iterable[str]:
+        return BLOCK_FORMATS
 
 
 def recipe_of(model: Any, kind: str) -> dict[str, str]:
@@ -321,24 +333,26 @@ class _Keep(ConversionOps):
 
     @torch.no_grad()
     def convert(self, input_dict: dict[str, Any], *, full_layer_name: str, model: Any, **named: Any) -> dict[str, Any]:
-        form = self.hf_quantizer.form
         given = {name: value if isinstance(value, list) else [value] for name, value in input_dict.items()}
         module, last = get_module_from_name(model, full_layer_name)
         parameter = getattr(module, last)
         wanted = packed.packing_of(parameter)
-        parts = packed.published(given, (form,))
+        parts = packed.published(given, self.hf_quantizer.published_forms())
         if not parts:  # of a module that the base's authors left in 16 bit
             if wanted:
-                raise ValueError(f"{full_layer_name} has no scales, though config.json says that it is in {form}")
+                raise ValueError(
+                    f"{full_layer_name} has no scales, though config.json says that it is in {wanted.form}"
+                )
             weights = {name: value for name, value in given.items() if not name.endswith("_scale")}
             plain = self._after(weights, full_layer_name, model, named)
             return {name: value.to(parameter.dtype) for name, value in plain.items()}
         codes, scales = dict[str, Any](), dict[str, Any]()
         for name, one in parts.items():
             codes[name], *factors = (given[part] for part in one.names)
-            scales[name] = [one.layout.joined(*each) for each in zip(*factors, strict=True)]
+            scales[name] = [one.layout.scales(*each) for each in zip(codes[name], *factors, strict=True)]
         (stored,), (joined,) = (self._after(part, full_layer_name, model, named).values() for part in (codes, scales))
         dtype = wanted.dtype if wanted else parameter.dtype
+        [form] = {one.form for one in parts.values()}
         made = packed.from_published(form, stored, joined, experts.shape(parameter), dtype)
         return {full_layer_name: made if wanted else packed.values(made).contiguous()}
 
@@ -355,4 +369,5 @@ _QUANTIZERS: dict[str, Any] = {
     "fp8": _Fp8,
     "nvfp4": _Nvfp4,
     **dict.fromkeys(recipes.RECIPES, _Mixed),
+    "gguf": _Gguf,
 }
