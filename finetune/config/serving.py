@@ -42,6 +42,7 @@ GGUF = tuple(name for name, served in SERVED.items() if served.gguf)
 """The kinds whose embedding and head are quantized too, and whose files are GGUF."""
 GRIDS = tuple(name for name in SERVED if name != "16bit")
 """The kinds of weights that are held packed."""
+_PUBLISHED = ("mxfp4", "nvfp4", "fp8")  # kinds in which bases are published; these are rounded from what they are
 _SAFETENSORS = tuple(name for name in SERVED if name not in GGUF)
 
 
@@ -153,7 +154,7 @@ def contradictions(config: Config) -> Iterator[tuple[str, str]]:
     if not given:
         return
     if resolved(config)[0].output.way == "rounded":
-        if kind in GRIDS and kind != "mxfp4":
+        if kind in GRIDS and kind not in _PUBLISHED:
             yield (
                 "quantization.kind",
                 f"an update of weights in {kind} is mostly lost when they are rounded again to {serve}; set `none` or "

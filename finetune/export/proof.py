@@ -279,5 +279,9 @@ class Likeness:
 
     def result(self) -> dict[str, float]:
         """`kl`, `agreement` and `loss` over all rows."""
-        kl, same = torch.cat(self._tokens, dim=1).mean(dim=1).tolist()
-        return {"kl": max(kl, 0.0), "agreement": same, "loss": float(torch.cat(self._losses).mean())}
+        _, same = torch.cat(self._tokens, dim=1).mean(dim=1).tolist()
+        return {"kl": self.kl(), "agreement": same, "loss": float(torch.cat(self._losses).mean())}
+
+    def kl(self) -> float:
+        """The mean divergence over all rows."""
+        return max(float(torch.cat(self._tokens, dim=1)[0].mean()), 0.0)

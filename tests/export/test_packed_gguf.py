@@ -15,28 +15,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from finetune.errors import ConfigError
 from finetune.export.gguf import gguf_export, gguf_model, llama_cpp
 from finetune.model.source import chat_template, gguf_families
-from finetune.model.structure import block_formats, packed
-from finetune.model.structure.block_formats import BLOCK_FORMATS
+from finetune.model.structure import packed
 
 CPU = torch.device("cpu")
 
 
-def pack(form: str, weight: torch.Tensor, *, transposed: bool = False) -> nn.Parameter:
-    if form not in BLOCK_FORMATS:
-        return packed.pack(form, weight, transposed=transposed)
-    kind = BLOCK_FORMATS[form]
-    fields = kind.search(weight.float(), None)
-    codes, scales = kind.pack(block_formats.nearest(kind, weight.float(), kind.grid(fields)), fields)
-    return packed.packed(codes, packed.Packing(form, scales, weight.shape, weight.dtype))
-
-
 def values(weight: nn.Parameter) -> torch.Tensor:
-    how: Any = packed.packing_of(weight)
-    if how.form not in BLOCK_FORMATS:
-        return how.decoded(weight.data, torch.float32)
-    kind = BLOCK_FORMATS[how.form]
-    codes, fields = kind.unpack(weight.data, how.scales)
-    return block_formats.values(kind, codes, kind.grid(fields))
+    how = packed.packing_of(weight)
+    assert how is not None
+    return how.decoded(weight.data, torch.float32)
 
 
 class Packed:
@@ -53,7 +40,7 @@ class Packed:
         self.config, self.folder = AutoConfig.from_pretrained(folder), folder
         transposed = shape.fields["model_type"] == "gpt_oss"
         self.weights = {
-            key: pack(form, weight.data * 8, transposed=transposed and weight.dim() == 3)
+            key: packed.pack(form, weight.data * 8, transposed=transposed and weight.dim() == 3)
             for key, weight in model.named_parameters()
             if key.endswith(endings)
         }

@@ -42,7 +42,8 @@ def write(
 ) -> list[str]:  # fmt: skip
     """Write the model in `folder` (safetensors) to `file`, its matrices in the type `kind` (a key of `TYPES`).
 
-    `packed` weights, by the model's names, take the place of the folder's, and their bytes are written as they are.
+    `packed` weights, by the model's names, take the place of the folder's, and their bytes are written as they are;
+    all others are then written in 16 bit.
     Takes the memory of one tensor. Returns the known differences of llama.cpp, as sentences. Raises ConfigError for a
     model that llama.cpp cannot express, OSError if the disk lacks room.
     """
@@ -162,7 +163,11 @@ def _tensors(
                 return gguf_names.stored(own, weights[name], text, family)[part]
 
             stored, shape = gguf_names.name_of(names, part, family), list(shaped.shape)
-            yield stored, shape, _type(stored, shape, kind, text), load
+            wanted = _type(stored, shape, "f16" if packed else kind, text)
+            if wanted in gguf_recipes.FLOATS:
+                yield from gguf_packed.rounded(stored, shape, wanted, load)
+            else:
+                yield stored, shape, wanted, load
 
 
 def _type(name: str, shape: list[int], kind: str, config: Any) -> Any:
@@ -211,7 +216,7 @@ def _encoded(name: str, tensor: torch.Tensor, kind: Any) -> np.ndarray:
     for start in range(0, len(matrix), rows):
         values = np.ascontiguousarray(matrix[start : start + rows].float().numpy())
         with np.errstate(over="ignore"):
-            part = gguf_recipes.quantize(values, kind) if gguf_recipes.fallback(kind) else gguf.quantize(values, kind)
+            part = gguf_recipes.quantize(values, kind) if kind in gguf_recipes.BY_GGML else gguf.quantize(values, kind)
         if part.dtype == np.float16 and not np.isfinite(part).all():
             raise ConfigError(f"`{name}` has values beyond the range of float16; use `--type bf16`")
         encoded[start : start + rows] = part.view(np.uint8)

@@ -47,6 +47,18 @@ def tensors(name: str, weight: nn.Parameter, store: Callable[[torch.Tensor], Par
             yield scale, list(factors.shape), Types.F32, functools.partial(torch.clone, factors)
 
 
+def rounded(name: str, shape: list[int], kind: Any, load: Callable[[], torch.Tensor]) -> Iterator[Tensor]:
+    """A tensor that is rounded to MXFP4 or NVFP4, which in llama.cpp's own files lacks the factor of each matrix."""
+
+    def made() -> nn.Parameter:
+        return packed.pack(kind.name.lower(), load())
+
+    yield name, shape, kind, lambda: _bytes(made())
+    if kind is Types.NVFP4:
+        scale = name.removesuffix("weight") + "scale"
+        yield scale, shape[:-2] or [1], Types.F32, lambda: _factors(name, packed.packing_of(made()).scales)
+
+
 def _rows(name: str, how: packed.Packing, store: Callable[[torch.Tensor], Parts]) -> dict[str, torch.Tensor]:
     """The numbers of the rows (..., rows) that each tensor of llama.cpp has, counted over all matrices of a weight."""
     *others, rows, columns = (*how.shape[:-2], *reversed(how.shape[-2:])) if how.transposed else how.shape
@@ -66,8 +78,8 @@ def _rows(name: str, how: packed.Packing, store: Callable[[torch.Tensor], Parts]
     return found
 
 
-def _bytes(weight: nn.Parameter, rows: torch.Tensor) -> torch.Tensor:
-    """The bytes of rows of a weight, in the order of its GGUF type: (..., rows, bytes of a row)."""
+def _bytes(weight: nn.Parameter, rows: torch.Tensor | None = None) -> torch.Tensor:
+    """The bytes of rows of a weight (None: all), in the order of its GGUF type: (..., rows, bytes of a row)."""
     how: Any = packed.packing_of(weight)
     codes, scales = (_chosen(each, rows) for each in (weight.data, how.scales))
     if how.form == "mxfp4":
@@ -78,9 +90,9 @@ def _bytes(weight: nn.Parameter, rows: torch.Tensor) -> torch.Tensor:
     return codes
 
 
-def _chosen(stored: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    if stored.numel() == 0:
-        return stored
+def _chosen(stored: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+    if rows is None or stored.numel() == 0:
+        return stored.cpu()
     every = stored.reshape(-1, stored.shape[-1])
     return every[rows.to(every.device)].cpu()
 
@@ -91,7 +103,7 @@ def _halves(codes: torch.Tensor, block: int) -> torch.Tensor:
     return values[..., 0, :] | values[..., 1, :] << 4
 
 
-def _factors(name: str, scales: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def _factors(name: str, scales: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
     """The factor of each matrix in float32: (matrices,). Products are multiplied by it in llama.cpp."""
     both = _chosen(scales[..., : packed.FACTOR_BYTES], rows).contiguous().view(torch.float32)
     if (both != both[..., :1, :]).any():

@@ -26,8 +26,8 @@ from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
 from transformers.utils.quantization_config import FineGrainedFP8Config
 
-from finetune.model.structure import composite, eight_bit, experts, linear_layers, packed, recipes
-from finetune.model.structure.block_formats import BLOCK_FORMATS
+from finetune.model.source import gguf_base
+from finetune.model.structure import composite, eight_bit, experts, linear_layers, packed, recipes, sequence_head
 from finetune.runtime import libraries, patches
 
 
@@ -241,6 +241,8 @@ class _Mixed(_Own):
         return recipes.of_modules(model) or recipe_of(model, self.quantization_config.quant_method)
 
     def targets(self, model: Any) -> Iterator[tuple[str, Any, str]]:
+        if self.quantization_config.dequantize:
+            return
         yield from super().targets(model)
         tables = _tables(model)
         for name, module in list(model.named_modules()):
@@ -258,13 +260,14 @@ class _Mixed(_Own):
 class _Gguf(_Mixed):
     """Gives each weight the form that a GGUF file has it in, which config.json names (`source.gguf_base`)."""
 
-    serialized_names: ClassVar = {"weight": ["weight", *(f"weight_{form}" for form in BLOCK_FORMATS)]}
+    form = "gguf"
+    serialized_names: ClassVar = {"weight": ["weight", *(f"weight_{form}" for form in gguf_base.FORMS)]}
 
     def forms(self, model: Any) -> dict[str, str]:
         return recipes.of_modules(model) or dict(self.quantization_config.modules_to_convert)
 
     def published_forms(self) -> Iterable[str]:
-        return BLOCK_FORMATS
+        return gguf_base.FORMS
 
 
 def recipe_of(model: Any, kind: str) -> dict[str, str]:
@@ -289,7 +292,8 @@ def _tables(model: Any) -> dict[torch.nn.Module, str]:
         for name, module in model.named_modules()
         if name.endswith("embed_tokens_per_layer")
     }
-    if (head := model.get_output_embeddings()) is not None and type(head) is torch.nn.Linear:
+    head = model.get_output_embeddings()
+    if type(head) is torch.nn.Linear and not sequence_head.is_classifier(model):  # whose head is trained
         tables[head] = recipes.HEAD
     return {**tables, model.get_input_embeddings(): recipes.EMBEDDING}
 

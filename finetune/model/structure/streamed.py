@@ -84,11 +84,12 @@ class Weights(Mapping[str, torch.Tensor]):
 
     def stored(self, source: str) -> torch.Tensor:
         """A tensor as the files hold it, or the values of a packed one."""
+        values = self._unpacked(source) if source in self._packed else self._read(source)
         if source in self._rows:
-            table = self._read(source)
-            return nn.functional.pad(table, (0, 0, 0, max(self._rows[source] - len(table), 0)))
-        if source not in self._packed:
-            return self._read(source)
+            return nn.functional.pad(values, (0, 0, 0, max(self._rows[source] - len(values), 0)))
+        return values
+
+    def _unpacked(self, source: str) -> torch.Tensor:
         one = self._packed[source]
         codes, *parts = map(self._read, one.names)
         scales = one.layout.scales(codes, *parts)
