@@ -43,8 +43,7 @@ from finetune.runtime import libraries, patches
 @contextlib.contextmanager
 def used() -> Iterator[None]:
     """In the block, transformers loads models with the quantizers of this module."""
-    own = {"gguf", *(_QUANTIZERS.keys() - auto.AUTO_QUANTIZER_MAPPING.keys())}
-    others = dict.fromkeys(own, FineGrainedFP8Config)
+    others = {name: FineGrainedFP8Config for name, kind in _QUANTIZERS.items() if issubclass(kind, _Own)}
     configs = {**auto.AUTO_QUANTIZATION_CONFIG_MAPPING, **others}
     with (
         patches.QUANTIZERS.by({**auto.AUTO_QUANTIZER_MAPPING, **_QUANTIZERS}),
