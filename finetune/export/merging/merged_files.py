@@ -31,7 +31,7 @@ def layouts(bases: Bases) -> dict[str, weight_files.FileLayout]:
     """
     unused = {source for group in bases.weights.groups if not group.targets for source in group.sources}
     left_out = unused if bases.weights.new else set()
-    kept = {source for group in bases.weights.groups if bases.keeps(group) for source in group.sources}
+    kept = {source for group in bases.weights.groups if bases.keeps(*group.targets) for source in group.sources}
     order = {source: number for number, group in enumerate(bases.weights.groups) for source in group.sources}
     planned, count = {}, len(bases.files)
     for number, file in enumerate(bases.files, start=1):
