@@ -15,12 +15,13 @@ from transformers import GenerationConfig
 from finetune.errors import MachineError
 from finetune.export.merging.bases import Bases, Merging
 from finetune.model.source import chat_template
+from finetune.model.source.locate import IMAGE_PROCESSORS
 from finetune.model.source.vision import Vision
 from finetune.model.structure import sequence_head, streamed
 from finetune.storage import weight_files
 from finetune.storage.files import amount, write_json
 
-PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+PROCESSORS = (*IMAGE_PROCESSORS, "video_preprocessor_config.json")
 """The files of what makes a base's images and films, beside its tokenizer."""
 
 
