@@ -209,7 +209,7 @@ for _schema in (
 
 def encode(form: str, weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
     """Write the bytes and scales of `weight` in a form of FORMS."""
-    if form in BLOCK_FORMATS:
+    if not FORMS[form].layouts:  # in which no base is published
         torch.ops.finetune.pack_(codes, scales, weight, form)
     else:
         encode_in_parts(codes, scales, weight, form)
@@ -217,7 +217,7 @@ def encode(form: str, weight: torch.Tensor, codes: torch.Tensor, scales: torch.T
 
 def decode(form: str, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
     """Write the values of bytes and scales into `out`, which is exact in float32 and rounded once to other types."""
-    if form in BLOCK_FORMATS:
+    if not FORMS[form].layouts:  # in which no base is published
         torch.ops.finetune.unpack_(out, codes, scales, form)
     else:
         decode_in_parts(out, codes, scales, form)
