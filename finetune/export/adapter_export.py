@@ -127,15 +127,16 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     roundoff = proof.ROUNDOFF[base_dtype(config.adapter, config.training)]
     found = proof.logits(read, job.rows, job.shown)
     result = job.compare("plain adapter", read, found, trained, base_logits, roundoff)
+    served = job.served(found, trained, base_logits)
     differences, held = list[str](), dict[str, Any]()
     if beside:
         file, weights, differences = beside
         again = held_base.read(job, file, weights, base_dtype(config.adapter, config.training))
         held = {"file": file.name, "kind": config.quantization.kind, "weights_differing": 0 if again else None}
         if again:
-            served = _read(again, config.adapter, renamed, rank, folder, on_experts)
-            held |= held_base.likeness(job, trained, proof.logits(served, job.rows))
-        held["llama_cpp"], unrun = held_base.run(job, file, folder / GGUF, trained)
+            whole = _read(again, config.adapter, renamed, rank, folder, on_experts)
+            held |= job.served(proof.logits(whole, job.rows), trained, base_logits)["served"]
+        held["llama_cpp"], unrun = held_base.run(job, file, folder / GGUF, trained, base_logits)
     if overrides:
         differences.append(
             f"the base must be served with {json.dumps(overrides)} in its config.json, as the commands do; the files "
@@ -157,6 +158,7 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
         "gguf": None if left_out else GGUF,
         "base": held or None,
         **asdict(result),
+        **served,
         "compared_with": "base plus adapter as trained, in PEFT",
         "base_overrides": overrides,
         "known_differences": differences,

@@ -101,6 +101,13 @@ def values(parameter: nn.Parameter) -> torch.Tensor:
     return how.decoded(parameter.data)
 
 
+def exact(parameter: nn.Parameter) -> torch.Tensor:
+    """The values of a packed parameter in float32, in which no form is rounded."""
+    how = packing_of(parameter)
+    assert how is not None
+    return how.decoded(parameter.data, torch.float32)
+
+
 def packed(codes: torch.Tensor, how: Packing) -> nn.Parameter:
     """A frozen parameter of these bytes."""
     parameter: Any = nn.Parameter(codes, requires_grad=False)
