@@ -50,7 +50,7 @@ def trace(config: Config, world_size: int, **given: Any) -> Trace:
     "changes",
     [
         {},
-        {"distributed__stage": "gradients", "quantization__kind": "none"},
+        pytest.param({"distributed__stage": "gradients", "quantization__kind": "none"}, marks=pytest.mark.long),
         {"quantization__kind": "none", "adapter__kind": "none", "training__batch_size": 16},
     ],
     ids=["weights of nf4", "gradients", "every weight, accumulated"],
@@ -258,12 +258,12 @@ def test_a_batch_that_ranks_cannot_share_is_refused_before_anything_is_forecast(
 
 
 @functools.cache
-def zero(stage: str, ranks: int, card: str | None = None, **changes: Any) -> Forecast:
+def zero(stage: str, ranks: int, card: str | None = None, layers: int = 2, **changes: Any) -> Forecast:
     config = job(
         distributed__kind="deepspeed", distributed__stage=stage, optimizer__kind="adamw_torch_fused", **changes
     )
     device = tiny_models.card(card) if card else tiny_models.cpu()
-    return Planner(config, tiny_models.architecture(layers=LAYERS), device, None, ranks).forecast()
+    return Planner(config, tiny_models.architecture(layers=layers), device, None, ranks).forecast()
 
 
 @pytest.mark.slow
@@ -276,12 +276,13 @@ def test_nccl_has_a_term_for_several_gpus_and_for_nothing_else() -> None:
         config = job(**{"distributed__kind": "ddp", **changes})
         return Planner(config, tiny_models.architecture(layers=1), device, None, ranks).forecast()
 
-    assert "communicators" not in made(1, card).categories
+    one = made(1, card)
+    assert "communicators" not in one.categories
     assert "communicators" not in made(2, tiny_models.cpu()).categories
     two, eight = made(2, card), made(8, card)
     assert two.categories["communicators"] == 544 * mib
     assert eight.categories["communicators"] == 688 * mib
-    assert two.categories["context"] == made(1, card).categories["context"]
+    assert two.categories["context"] == one.categories["context"]
     assert two.needed_bytes == two.peak_reserved_bytes + card.outside_bytes + 544 * mib
     assert sum(two.categories.values()) == two.needed_bytes
     split = {"distributed__context": 2}
@@ -305,7 +306,7 @@ def test_each_stage_of_zero_shards_what_it_says() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["gradients", "weights"])
+@pytest.mark.parametrize("stage", [pytest.param("gradients", marks=pytest.mark.long), "weights"])
 def test_layers_under_zero_are_extrapolated_to_what_traced_ones_take(stage: str) -> None:
     config = job(distributed__kind="deepspeed", distributed__stage=stage, optimizer__kind="adamw_torch_fused")
     assert peaks(trace(config, 4)) == peaks(trace(config, 4, shortening=lambda kinds: whole(len(kinds))))
@@ -322,7 +323,8 @@ def test_zero_sends_reduced_gradients_and_gathered_weights() -> None:
 
 @pytest.mark.slow
 def test_zero_offloads_to_the_host_and_to_a_disk() -> None:
-    plain, host = zero("weights", 2, CARD, **FULL), zero("weights", 2, CARD, **FULL, distributed__offload="cpu")
+    plain = zero("weights", 2, CARD, LAYERS, **FULL)
+    host = zero("weights", 2, CARD, LAYERS, **FULL, distributed__offload="cpu")
     assert host.needed_bytes < plain.needed_bytes
     assert host.host_bytes > plain.host_bytes
     assert host.copied_bytes > plain.copied_bytes == 0
@@ -335,8 +337,8 @@ def test_the_time_of_a_disk_is_its_bytes_over_its_bandwidth() -> None:
     changes = {**FULL, "distributed__nvme_path": "/tmp", "optimizer__kind": "adamw_torch_fused"}
     config = job(distributed__kind="deepspeed", distributed__offload="nvme", **changes)
     disk = Planner(config, architecture, tiny_models.card(CARD), None, 1).forecast()
-    memory = zero("weights", 1, CARD, **FULL, distributed__offload="cpu")
-    trained = zero("optimizer", 1, **FULL).categories["adapter"]
+    memory = zero("weights", 1, CARD, LAYERS, **FULL, distributed__offload="cpu")
+    trained = zero("optimizer", 1, layers=LAYERS, **FULL).categories["adapter"]
     assert 0.99 * 4 * trained < disk.swapped_bytes < 4 * trained
     assert disk.seconds - memory.seconds == pytest.approx(disk.swapped_bytes * (1 / 7e9 + 1 / 5e9), rel=0.01)
     assert disk.as_dict()["sharding"]["offload"] == "nvme"

@@ -19,6 +19,8 @@ from finetune.config import ModelSection, QuantizationSection
 from finetune.model import base
 from finetune.model.skeleton import weightless_base
 from finetune.model.structure import packed, streamed
+from finetune.model.structure.quantization import QUANTIZATIONS
+from finetune.model.structure.recipes import RECIPES
 from tests.model import nvfp4_reference
 
 CPU = torch.device("cpu")
@@ -158,7 +160,7 @@ def test_nvfp4_is_written_and_read_as_by_the_libraries_that_publish_it(library: 
     codes = "weight_packed" if library == "compressed-tensors" else "weight"
     layout = packed.published([codes, "weight_scale", factor])["weight"].layout
     scales = tensors["weight_scale"].view(len(weight), -1)
-    joined = layout.joined(scales.view(torch.float8_e4m3fn), tensors[factor])
+    joined = layout.scales(tensors["weight_packed"], scales.view(torch.float8_e4m3fn), tensors[factor])
     read = packed.from_published("nvfp4", tensors["weight_packed"], joined, weight.shape, torch.bfloat16)
     assert torch.equal(packed.values(read), tensors["values"].view_as(weight)), "but for ModelOpt's 0 where this is -0"
     written = packed.pack("nvfp4", weight)
@@ -205,11 +207,12 @@ def test_a_published_base_is_read_in_16_bit_by_a_merge_and_without_quantization(
         assert torch.equal(files[name].float(), weight), name
 
 
-@pytest.mark.parametrize("form", packed.FORMS)
+@pytest.mark.parametrize("form", [kind for kind, one in QUANTIZATIONS.items() if one.packed])
 def test_random_weights_are_packed_where_a_16_bit_base_has_linear_layers_and_experts(form: str) -> None:
     section = ModelSection(weights="random")
     model = base.load_base(
         section, QuantizationSection(kind=form), CONFIGS["fp8"], attention="eager", dtype=torch.float32, device=CPU
     )
-    assert sum(packed.packing_of(weight) is not None for weight in model.parameters()) == 2 * (4 + 2)
+    tables = 2 if form in RECIPES else 0
+    assert sum(packed.packing_of(weight) is not None for weight in model.parameters()) == 2 * (4 + 2) + tables
     assert model(IDS).logits.isfinite().all()

@@ -17,11 +17,11 @@ from finetune.config import Config, ModelSection
 from finetune.config.sections import RopeScaling
 from finetune.errors import ConfigError
 from finetune.export import adapter_export, card, server_commands
-from finetune.export.gguf import gguf_families, gguf_model
+from finetune.export.gguf import gguf_model
 from finetune.model import bounds, build
 from finetune.model.base import load_architecture
 from finetune.model.skeleton import make_buffers
-from finetune.model.source import catalog, identity, rope
+from finetune.model.source import catalog, gguf_families, identity, rope
 from finetune.storage.rundir import RunDirectory
 
 TYPES = ("linear", "yarn", "llama3")

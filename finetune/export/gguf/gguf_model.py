@@ -1,7 +1,7 @@
 """A Hugging Face model as a GGUF file, tensor by tensor.
 
 The container, its quantization and the names of tensors are the `gguf` package's. What each architecture needs besides
-is in `gguf_families`. The file of a multimodal model holds its language model.
+is in `model.source.gguf_families`. The file of a multimodal model holds its language model.
 """
 
 from __future__ import annotations
@@ -11,22 +11,25 @@ import errno
 import functools
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import torch
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from torch import nn
 
 from finetune.config import QuantizationSection
-from finetune.errors import ConfigError
-from finetune.export.gguf import gguf_families, gguf_recipes, gguf_vocabulary
-from finetune.export.gguf.gguf_families import Family
+from finetune.errors import ArtifactError, ConfigError
+from finetune.export.gguf import gguf_packed, gguf_recipes, gguf_vocabulary
+from finetune.export.gguf.gguf_packed import Tensor
 from finetune.export.gguf.gguf_types import TYPES
 from finetune.model import bounds
 from finetune.model.skeleton import weightless_base
+from finetune.model.source import gguf_families, gguf_names
+from finetune.model.source.gguf_families import Family
+from finetune.model.structure import packed as packing
 from finetune.model.structure import streamed
 from finetune.storage import weight_files
 
@@ -35,10 +38,13 @@ _CHUNK = 2**24
 
 
 def write(
-    folder: Path, config: Any, tokenizer: Any, file: Path, kind: str, *, starts_with_bos: bool, end_of_turn: int | None
-) -> list[str]:
+    folder: Path, config: Any, tokenizer: Any, file: Path, kind: str, *, starts_with_bos: bool,
+    end_of_turn: int | None, packed: Mapping[str, nn.Parameter] = {},
+) -> list[str]:  # fmt: skip
     """Write the model in `folder` (safetensors) to `file`, its matrices in the type `kind` (a key of `TYPES`).
 
+    `packed` weights, by the model's names, take the place of the folder's, and their bytes are written as they are;
+    all others are then written in 16 bit.
     Takes the memory of one tensor. Returns the known differences of llama.cpp, as sentences. Raises ConfigError for a
     model that llama.cpp cannot express, OSError if the disk lacks room.
     """
@@ -51,9 +57,8 @@ def write(
         known += gguf_vocabulary.add(
             writer, tokenizer, text.vocab_size, starts_with_bos=starts_with_bos, end_of_turn=end_of_turn
         )
-        tensors = list(_tensors(folder, config, family))
-        infos = [(name, _type(name, shape, kind, text), shape) for name, shape, _ in tensors]
-        _write_tensors(writer, file, infos, (make for _, _, make in tensors))
+        tensors = list(_tensors(folder, config, family, kind, packed))
+        _write_tensors(writer, file, tensors)
     if text is not config:
         known.append("the file holds the language model alone; what sees or hears stays with `merged`")
     return known
@@ -66,20 +71,23 @@ def write_lora(config: Any, pairs: dict[str, tuple[torch.Tensor, torch.Tensor]],
         writer.add_type("adapter")
         writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
         writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(rank))
-        names, own_names = _names(text, family), _own_names([f"{module}.weight" for module in pairs])
+        names, own_names = gguf_names.mapped(text, family), gguf_names.own([f"{module}.weight" for module in pairs])
         made = {}
         for module, (down, up) in pairs.items():
             own = own_names.get(f"{module}.weight", "")
             # Another order of columns would change A.
             whole = own and not own.endswith("linear_attn.out_proj.weight")
-            stored = _stored(own, up, text, family) if whole else {}
+            stored = gguf_names.stored(own, up, text, family) if whole else {}
             if stored.keys() != {own}:
                 raise ConfigError(f"llama.cpp has no form for a LoRA on `{module}`; export `merged` instead")
-            name = _name_of(names, own, family)
+            name = gguf_names.name_of(names, own, family)
             made[f"{name}.lora_a"] = down
             made[f"{name}.lora_b"] = stored[own]
-        infos = [(name, gguf.GGMLQuantizationType.F32, list(tensor.shape)) for name, tensor in made.items()]
-        _write_tensors(writer, file, infos, (functools.partial(torch.clone, tensor) for tensor in made.values()))
+        exact = gguf.GGMLQuantizationType.F32
+        _write_tensors(
+            writer, file,
+            [(name, list(one.shape), exact, functools.partial(torch.clone, one)) for name, one in made.items()],
+        )  # fmt: skip
 
 
 def _add_parameters(writer: Any, config: Any, family: Family) -> list[str]:
@@ -126,15 +134,12 @@ def context(config: Any) -> tuple[int, list[str]]:
 # Small matrices that decide much, or that llama.cpp takes in float32 alone.
 _EXACT = (".bias", ".scale", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "ssm_conv1d.weight")
 
-Tensor = tuple[str, list[int], Callable[[], torch.Tensor]]
+
+Source = tuple[str, str, torch.Tensor, Callable[[], torch.Tensor]]
+"""A weight's name, that in the language model alone, the weight on the meta device, and a function that loads it."""
 
 
-def _tensors(folder: Path, config: Any, family: Family) -> Iterator[Tensor]:
-    """Name, shape and a function that loads each tensor of the GGUF file."""
-    text = gguf_families.text(config)
-    names = _names(text, family)
-    if (factors := _frequency_factors(text)) is not None:
-        yield "rope_freqs.weight", list(factors.shape), lambda: factors
+def _sources(folder: Path, config: Any) -> Iterator[Source]:
     files = sorted(folder.glob("*.safetensors"))
     for file in files:
         weight_files.check(file)
@@ -143,57 +148,69 @@ def _tensors(folder: Path, config: Any, family: Family) -> Iterator[Tensor]:
     weights = streamed.Weights(model, files)
     tied = model.all_tied_weights_keys
     known = model.state_dict()
-    for name, own in _own_names(known).items():
-        if name in tied:
+    for name, own in gguf_names.own(known).items():
+        if name not in tied:
+            yield name, own, known[name].to("meta"), functools.partial(weights.__getitem__, name)
+
+
+def _tensors(
+    folder: Path, config: Any, family: Family, kind: str, packed: Mapping[str, nn.Parameter]
+) -> Iterator[Tensor]:
+    text = gguf_families.text(config)
+    names = gguf_names.mapped(text, family)
+    if (factors := gguf_names.frequency_factors(text)) is not None:
+        yield "rope_freqs.weight", list(factors.shape), gguf.GGMLQuantizationType.F32, lambda: factors
+    for name, own, shaped, whole in _sources(folder, config):
+        store = functools.partial(gguf_names.stored, own, config=text, family=family)
+        if name in packed:
+            for part, *rest in gguf_packed.tensors(name, packed[name], store):
+                yield gguf_names.name_of(names, part, family), *rest
             continue
-        for part, shaped in _stored(own, known[name].to("meta"), text, family).items():
+        for part, each in store(shaped).items():
 
-            def load(name: str = name, own: str = own, part: str = part) -> torch.Tensor:
-                return _stored(own, weights[name], text, family)[part]
+            def load(whole: Callable[[], torch.Tensor] = whole, store: Any = store, part: str = part) -> torch.Tensor:
+                stored: torch.Tensor = store(whole())[part]
+                return stored
 
-            yield _name_of(names, part, family), list(shaped.shape), load
-
-
-def _own_names(names: Iterable[str]) -> dict[str, str]:
-    """The names of weights in the language model alone, without those of other parts of the model."""
-    part = "language_model."
-    if not any(part in name for name in names):
-        return {name: name for name in names}
-    return {name: name.replace(part, "", 1) for name in names if part in name or name.startswith("lm_head.")}
+            stored, shape = gguf_names.name_of(names, part, family), list(each.shape)
+            wanted = _type(stored, shape, "f16" if packed else kind, text)
+            if wanted in gguf_recipes.FLOATS:
+                yield from gguf_packed.rounded(stored, shape, wanted, load)
+            else:
+                yield stored, shape, wanted, load
 
 
-def _names(config: Any, family: Family) -> Any:
-    [arch] = [key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == family.arch]
-    return gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+def differing(folder: Path, config: Any, file: Path, packed: Mapping[str, nn.Parameter]) -> dict[str, int]:
+    """The `count` of weights in `file`, and of those whose values, decoded by the gguf package, are `differing`.
+
+    They are compared with those of the model in `folder`, or of `packed` weights. Raises ArtifactError if one of the
+    latter differs.
+    """
+    family, text = gguf_families.family(config), gguf_families.text(config)
+    names = gguf_names.mapped(text, family)
+    written = {one.name: one for one in gguf.GGUFReader(file).tensors}
+    found = {"count": 0, "differing": 0}
+    for name, own, _, whole in _sources(folder, config):
+        values = packing.exact(packed[name]).cpu() if name in packed else whole()
+        for part, expected in gguf_names.stored(own, values, text, family).items():
+            count = _unequal(written, gguf_names.name_of(names, part, family), expected.float().numpy())
+            if count and name in packed:
+                raise ArtifactError(f"{count:,} values of `{name}` in {file.name} are not those that were trained")
+            found = {"count": found["count"] + expected.numel(), "differing": found["differing"] + count}
+    return found
 
 
-def _name_of(names: Any, name: str, family: Family) -> str:
-    known: str | None = names.get_name(name, try_suffixes=(".weight", ".bias", ".scale"))
-    if known is None:
-        raise ConfigError(f"the tensor `{name}` has no place in llama.cpp's `{family.arch}`; export `merged` instead")
-    return known
+def _unequal(written: Mapping[str, Any], name: str, expected: np.ndarray) -> int:
+    """How many values of a tensor are not the expected ones; the factor of NVFP4 rounds the last place of a float32."""
+    one = written[name]
+    values = gguf.dequantize(one.data, one.tensor_type).reshape(expected.shape)
+    if (scale := written.get(name.removesuffix("weight") + "scale")) is not None and one.tensor_type in _FACTORED:
+        values = values * scale.data.reshape(-1, *[1] * (values.ndim - 1 if values.ndim > 2 else 1))
+        return int((np.abs(values - expected) > 2.0**-22 * np.abs(expected)).sum())
+    return int((values != expected).sum())
 
 
-def _stored(name: str, tensor: torch.Tensor, config: Any, family: Family) -> gguf_families.Parts:
-    """The tensors that llama.cpp stores for one of the model's: a weight, a bias, or a LoRA's B."""
-    if family.permuted and ".self_attn." in name:
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
-        if heads:
-            # From halves of each head (transformers) to pairs (llama.cpp).
-            tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(tensor.shape)
-    return family.parts(name, tensor, config)
-
-
-def _frequency_factors(config: Any) -> torch.Tensor | None:
-    """The divisors of the rotary frequencies for a scaling that is stored as a tensor: (head size / 2,), else None."""
-    rope, head = gguf_families.rope(config), gguf_families.head_size(config)
-    if rope["rope_type"] == "proportional":
-        rotated = int(rope["partial_rotary_factor"] * head // 2)
-        return torch.tensor([1.0] * rotated + [1e30] * (head // 2 - rotated)) * rope.get("factor", 1.0)
-    if rope["rope_type"] != "llama3":
-        return None
-    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
-    return 1.0 / rope["rope_theta"] ** (torch.arange(0, head, 2, dtype=torch.float32) / head) / scaled
+_FACTORED = (gguf.GGMLQuantizationType.NVFP4,)
 
 
 def _type(name: str, shape: list[int], kind: str, config: Any) -> Any:
@@ -215,12 +232,10 @@ def _written(writer: Any) -> Iterator[Any]:
         writer.close()
 
 
-def _write_tensors(
-    writer: Any, file: Path, infos: list[tuple[str, Any, list[int]]], tensors: Iterator[Callable[[], torch.Tensor]]
-) -> None:
+def _write_tensors(writer: Any, file: Path, tensors: list[Tensor]) -> None:
     """Write header, keys and then each tensor, one in memory at a time."""
     total = 0
-    for name, kind, shape in infos:
+    for name, shape, kind, _ in tensors:
         stored = gguf.quant_shape_to_byte_shape(shape, kind)
         size = int(np.prod(stored))
         total += size
@@ -230,19 +245,21 @@ def _write_tensors(
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for (name, kind, _), load in zip(infos, tensors, strict=True):
+    for name, _, kind, load in tensors:
         writer.write_tensor_data(_encoded(name, load(), kind))
 
 
 def _encoded(name: str, tensor: torch.Tensor, kind: Any) -> np.ndarray:
-    """The bytes of a tensor in a GGUF type, converted a few rows at a time."""
+    """The bytes of a tensor in a GGUF type, converted a few rows at a time; those of a packed one are given."""
+    if tensor.dtype is torch.uint8:
+        return tensor.numpy()
     matrix = tensor.reshape(-1, tensor.shape[-1])
     encoded = np.empty(gguf.quant_shape_to_byte_shape(matrix.shape, kind), dtype=np.uint8)
     rows = max(1, _CHUNK // matrix.shape[-1])
     for start in range(0, len(matrix), rows):
         values = np.ascontiguousarray(matrix[start : start + rows].float().numpy())
         with np.errstate(over="ignore"):
-            part = gguf_recipes.quantize(values, kind) if gguf_recipes.fallback(kind) else gguf.quantize(values, kind)
+            part = gguf_recipes.quantize(values, kind) if kind in gguf_recipes.BY_GGML else gguf.quantize(values, kind)
         if part.dtype == np.float16 and not np.isfinite(part).all():
             raise ConfigError(f"`{name}` has values beyond the range of float16; use `--type bf16`")
         encoded[start : start + rows] = part.view(np.uint8)

@@ -1,9 +1,9 @@
-"""K-quants: the type that llama.cpp's recipes give a tensor, and the quantization by llama.cpp's own function.
+"""Files of several types: the one that llama.cpp's recipes give a tensor, and quantization by llama.cpp's own function.
 
-The `gguf` package reads these types and does not write them; the `xllamacpp` wheel exports ggml's function that does.
-The recipes are those of `llama-quantize` without an importance matrix (src/llama-quant.cpp of b10605). Small files of
-Llama, Mistral, Qwen 2.5 and 3, Gemma 2 and 3, and Phi 4 were equal to those that `llama_model_quantize` (b11739) makes
-from a bfloat16 file, in the bytes of all tensors; the rules for 80 layers and for experts were read, not run.
+The `gguf` package reads K-quants and IQ4_XS and does not write them; the `xllamacpp` wheel exports ggml's function that
+does. The recipes are in `finetune.model.structure.recipes`. Small files of Llama, Mistral, Qwen 2.5 and 3, Gemma 2 and
+3, and Phi 4 were equal to those that `llama_model_quantize` (b11739) makes from a bfloat16 file, in the bytes of all
+tensors; the rules for 80 layers and for experts were read, not run.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from gguf import GGMLQuantizationType as Types
 from gguf import quant_shape_to_byte_shape
 
 from finetune.errors import MachineError
+from finetune.model.structure import recipes
 
 
 def check(kind: str) -> None:
@@ -34,31 +35,28 @@ def check(kind: str) -> None:
 
 
 def type_of(name: str, kind: str, config: Any) -> Any:
-    """The type of the matrix `name` in a file of the K-quant `kind`; `config` is transformers' of the model."""
-    main = Types[kind.upper().removesuffix("_M")]
-    if name == "output.weight" or (name == "token_embd.weight" and config.tie_word_embeddings):
-        return Types.Q6_K
-    if name == "per_layer_model_proj.weight":
-        return Types.F16
-    _, _, inside = name.partition("blk.")
-    layer, _, part = inside.removesuffix(".weight").removesuffix("_exps").partition(".")
-    if not kind.endswith("_m") or part not in ("attn_v", "attn_qkv", "ffn_down"):
-        return main
-    layers = config.num_hidden_layers
-    offset = int(layer) - layers // 8
-    if offset < 0 or int(layer) >= 7 * layers // 8 or offset % 3 == 2:
-        return Types.Q6_K
-    # The 70B model: eight heads share these weights.
-    return Types.Q5_K if part != "ffn_down" and layers == 80 and main is Types.Q4_K else main
+    """The type of the matrix `name` in a file of `kind`; `config` is transformers' of the model."""
+    if kind.upper() in (one.name for one in FLOATS):
+        # llama.cpp has no recipe for all matrices, and reads no factor of NVFP4 beside an embedding.
+        return Types.Q8_0 if name in (recipes.HEAD, recipes.EMBEDDING) else Types[kind.upper()]
+    return Types[(recipes.wanted(name, kind, config) or "f16").upper()]
+
+
+FLOATS = (Types.MXFP4, Types.NVFP4)
+BY_GGML = (Types.Q4_K, Types.Q5_K, Types.Q6_K, Types.IQ4_XS, Types.IQ4_NL)
+"""Types that `quantize` writes."""
 
 
 def fallback(kind: Any) -> Any:
-    """The type that replaces a K-quant if rows are not divisible by 256; None for other types."""
-    return {Types.Q4_K: Types.Q5_0, Types.Q5_K: Types.Q5_1, Types.Q6_K: Types.Q8_0}.get(kind)
+    """The type that replaces one whose blocks, of 256 or (NVFP4) 64, do not divide a row; None if there is none."""
+    if kind is Types.NVFP4:
+        return Types.Q8_0
+    replacing = recipes.FALLBACKS.get(kind.name.lower())
+    return replacing and Types[replacing.upper()]
 
 
 def quantize(matrix: np.ndarray, kind: Any) -> np.ndarray:
-    """The bytes of a float32 matrix as a K-quant: (rows, bytes of a row)."""
+    """The bytes of a float32 matrix in a type of `BY_GGML`: (rows, bytes of a row)."""
     matrix = np.ascontiguousarray(matrix, dtype=np.float32)
     quantized = np.empty(quant_shape_to_byte_shape(matrix.shape, kind), dtype=np.uint8)
     rows, width = matrix.shape

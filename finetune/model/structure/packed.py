@@ -1,22 +1,31 @@
-"""Frozen weights in the bytes that models are published in (MXFP4, NVFP4, FP8), on every device.
+"""Frozen weights in the bytes that models are published and served in, on every device.
 
 A packed parameter holds bytes, and its `Packing` how they become values. A layer decodes its weight for each product
 and again in the backward pass, and keeps only the bytes between. Decoding is plain torch, equal to the bit to
-transformers' own (5.23, `Mxfp4Dequantize` and `Fp8Dequantize`) and to that of compressed-tensors (0.20).
+transformers' own (5.23, `Mxfp4Dequantize` and `Fp8Dequantize`), to that of compressed-tensors (0.20) and, for GGUF's
+formats (`block_formats`), to llama.cpp's.
 
 Shapes: weights are (..., rows, columns); products sum over columns, along which blocks lie.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
+
+from finetune.model.structure import block_formats, fixed_point
+from finetune.model.structure.block_formats import BLOCK_FORMATS, BlockFormat
+from finetune.model.structure.fixed_point import POSITIONS
+from finetune.model.structure.float_blocks import mxfp4_exponents, power_of_two
 
 # Values that are converted at a time, so that intermediate results stay small beside the weights.
 _PART = 2**24
@@ -26,11 +35,15 @@ _PART = 2**24
 class Layout:
     """How files name the tensors of a packed weight: the `endings` of its bytes and of its scales.
 
-    `joined` makes the scales of a `Packing` from those of the files.
+    `joined` makes the scales of a `Packing` from those of the files; None where the bytes hold them.
     """
 
     endings: tuple[str, ...]
-    joined: Callable[..., torch.Tensor]
+    joined: Callable[..., torch.Tensor] | None = None
+
+    def scales(self, codes: torch.Tensor, *stored: torch.Tensor) -> torch.Tensor:
+        """The scales of a `Packing` from the tensors of a file."""
+        return self.joined(*stored) if self.joined else codes[..., :0]
 
 
 @dataclass(frozen=True)
@@ -41,17 +54,17 @@ class PackedForm:
     the latter begun by `begin` from the whole weight. `decode`: writes the values of bytes and scales into a tensor of
     any floating type. `layouts`: how the files of a base that is published in this form name its tensors, and
     `transposed` whether the model reads the values transposed (gpt-oss). `config`: transformers' class for its
-    config.json.
+    config.json, if it has one.
     """
 
     shapes: Callable[[torch.Size], tuple[torch.Size, torch.Size]]
     scale_dtype: torch.dtype
     encode: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
     decode: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-    layouts: tuple[Layout, ...]
-    config: str
+    layouts: tuple[Layout, ...] = ()
+    config: str | None = None
     transposed: bool = False
-    values_per_byte: int = 1
+    values_per_byte: int | Fraction = 1
     begin: Callable[[torch.Tensor, torch.Tensor], None] | None = None
 
 
@@ -93,6 +106,24 @@ def values(parameter: nn.Parameter) -> torch.Tensor:
     return how.decoded(parameter.data)
 
 
+def exact(parameter: nn.Parameter) -> torch.Tensor:
+    """The values of a packed parameter in float32, in which no form is rounded."""
+    how = packing_of(parameter)
+    assert how is not None
+    return how.decoded(parameter.data, torch.float32)
+
+
+def as_served(parameter: nn.Parameter, update: fixed_point.Update | None = None) -> nn.Parameter:
+    """A packed parameter as its form is served: of one held as positions (`fixed_point`) the nearest values after an
+    update.
+    """
+    how, positions = packing_of(parameter), fixed_point.of(parameter)
+    if how is None or positions is None:
+        return parameter
+    codes, scales = positions.as_stored(parameter.data, how.scales, update)
+    return packed(codes, replace(how, form=positions.name, scales=scales))
+
+
 def packed(codes: torch.Tensor, how: Packing) -> nn.Parameter:
     """A frozen parameter of these bytes."""
     parameter: Any = nn.Parameter(codes, requires_grad=False)
@@ -103,12 +134,31 @@ def packed(codes: torch.Tensor, how: Packing) -> nn.Parameter:
 def pack(form: str, weight: torch.Tensor, *, transposed: bool = False) -> nn.Parameter:
     """`weight` as a packed parameter on its device, which may be the meta device."""
     rows_first = weight.mT if transposed else weight
-    shapes = FORMS[form].shapes(rows_first.shape)
-    codes = torch.empty(shapes[0], dtype=torch.uint8, device=weight.device)
-    scales = torch.empty(shapes[1], dtype=FORMS[form].scale_dtype, device=weight.device)
+    codes, scales = empty(form, rows_first)
     if not weight.is_meta:
         encode(form, rows_first, codes, scales)
     return packed(codes, Packing(form, scales, weight.shape, weight.dtype, transposed))
+
+
+def digest(model: nn.Module) -> str | None:
+    """SHA-256 (hex) of the bytes and scales of the packed weights of `model`; None if it has none."""
+    whole, found = hashlib.sha256(), False
+    for name, parameter in sorted(model.named_parameters()):
+        if how := packing_of(parameter):
+            found = True
+            whole.update(f"{name} {how.form} {list(how.shape)}".encode())
+            for tensor in (parameter.data, how.scales):
+                whole.update(tensor.contiguous().view(torch.uint8).cpu().numpy().data)
+    return whole.hexdigest() if found else None
+
+
+def empty(form: str, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for the bytes and scales of a weight in a form of FORMS, on its device."""
+    codes, scales = FORMS[form].shapes(weight.shape)
+    return (
+        torch.empty(codes, dtype=torch.uint8, device=weight.device),
+        torch.empty(scales, dtype=FORMS[form].scale_dtype, device=weight.device),
+    )
 
 
 @dataclass(frozen=True)
@@ -144,10 +194,10 @@ def hidden(weights: Mapping[str, Published]) -> set[str]:
     return (parts | others) - weights.keys()
 
 
-def published_shape(form: str, codes: Sequence[int], scales: Sequence[int]) -> torch.Size:
+def published_shape(form: str, codes: Sequence[int], scales: Sequence[int] = ()) -> torch.Size:
     """The shape of the values of a weight of files, by the shapes of its first two tensors, as the model reads them."""
     if not FORMS[form].transposed:
-        return torch.Size((*codes[:-1], codes[-1] * FORMS[form].values_per_byte))
+        return torch.Size((*codes[:-1], int(codes[-1] * FORMS[form].values_per_byte)))
     *others, rows, blocks = scales
     return torch.Size((*others, blocks * _BLOCK, rows))
 
@@ -171,29 +221,65 @@ def from_published(
     return packed(codes.reshape(expected[0]), Packing(form, scales, shape, dtype, transposed))
 
 
+# Many operators of torch each; a forecast counts one, with the memory of what is inside (`forecast.operator_costs`).
+_library = torch.library.Library("finetune", "FRAGMENT")
+for _schema in (
+    "pack_(Tensor(a!) codes, Tensor(b!) scales, Tensor weight, str form) -> ()",
+    "unpack_(Tensor(a!) out, Tensor codes, Tensor scales, str form) -> ()",
+):
+    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+
 def encode(form: str, weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
     """Write the bytes and scales of `weight` in a form of FORMS."""
+    if not FORMS[form].layouts:  # in which no base is published
+        torch.ops.finetune.pack_(codes, scales, weight, form)
+    else:
+        encode_in_parts(codes, scales, weight, form)
+
+
+def decode(form: str, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the values of bytes and scales into `out`, which is exact in float32 and rounded once to other types."""
+    if not FORMS[form].layouts:  # in which no base is published
+        torch.ops.finetune.unpack_(out, codes, scales, form)
+    else:
+        decode_in_parts(out, codes, scales, form)
+
+
+def encode_in_parts(codes: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor, form: str) -> None:
+    """`encode` by torch's operators, `_PART` values at a time."""
     if begin := FORMS[form].begin:
         begin(weight, scales)
     for part in _parts(weight.shape, FORMS[form].shapes, codes, scales, weight):
         FORMS[form].encode(part[2], part[0], part[1])
 
 
-def decode(form: str, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the values of bytes and scales into `out`, which is exact in float32 and rounded once to other types."""
+def decode_in_parts(out: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, form: str) -> None:
+    """`decode` by torch's operators, `_PART` values at a time."""
     for part in _parts(out.shape, FORMS[form].shapes, codes, scales, out):
         FORMS[form].decode(*part)
+
+
+for _name, _program in (("pack_", encode_in_parts), ("unpack_", decode_in_parts)):
+    _library.impl(_name, _program, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"finetune::{_name}", lambda *tensors: None, lib=_library)
+
+
+def part_shape(shape: torch.Size) -> torch.Size:
+    """The shape (experts, rows, columns) of the parts in which weights are converted: `_PART` values, or 128 rows."""
+    *experts, rows, columns = shape
+    rows_each = min(max(_PART // columns // _ROWS, 1) * _ROWS, max(rows, 1))
+    experts_each = min(max(_PART // (rows_each * columns), 1), *(experts or [1]))
+    return torch.Size((experts_each, rows_each, columns))
 
 
 def _parts(
     shape: torch.Size, shapes: Callable[[torch.Size], tuple[torch.Size, torch.Size]], *tensors: torch.Tensor
 ) -> Iterator[Sequence[torch.Tensor]]:
-    """Bytes, scales and values of at most `_PART` values, or 128 rows: some experts, and some rows of each."""
-    *experts, rows, columns = shape
-    tensors = tuple(tensor if experts else tensor.unsqueeze(0) for tensor in tensors)
-    rows_each = max(_PART // columns // _ROWS, 1) * _ROWS
-    scale_rows = shapes(torch.Size((min(rows, rows_each), columns)))[1][0]
-    experts_each = max(_PART // (min(rows, rows_each) * columns), 1)
+    """Bytes, scales and values of each part: some experts, and some rows of each."""
+    tensors = tuple(tensor if len(shape) == 3 else tensor.unsqueeze(0) for tensor in tensors)
+    experts_each, rows_each, columns = part_shape(shape)
+    scale_rows = shapes(torch.Size((rows_each, columns)))[1][0]
     codes, scales, values = tensors
     for some in zip(*(tensor.split(experts_each) for tensor in (codes, scales, values)), strict=True):
         yield from zip(
@@ -225,7 +311,7 @@ def _decode_mxfp4(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) 
     # Twice the values and half the scales, since the largest scale, 2^128, is infinite in float32.
     table = (2 * _pairs(codes.device)).to(dtype).view(pair).view(-1)
     values = table.index_select(0, codes.flatten().int()).view(dtype).view(*scales.shape, _BLOCK)
-    values *= _power_of_two(scales.int() - 1).to(dtype).unsqueeze(-1)
+    values *= power_of_two(scales.int() - 1).to(dtype).unsqueeze(-1)
     out.copy_(values.view(*codes.shape[:-1], -1)[..., : out.shape[-1]])
 
 
@@ -239,21 +325,14 @@ def _pairs(device: torch.device) -> torch.Tensor:
     return halves * (0.5 - (nibbles >> 3))  # the sign also of 0
 
 
-def _power_of_two(exponents: torch.Tensor) -> torch.Tensor:
-    """2^(e - 127) in float32 for e from -1 to 255 (infinite), built from its bits; those up to 0 are subnormal."""
-    exponents = exponents.int()
-    return torch.maximum(exponents << 23, 1 << 21 << (exponents + 1).clamp_(0, 1)).view(torch.float32)
-
-
 def _encode_mxfp4(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
     """Section 6.3: a block's scale is the power of two of its largest value over that of e2m1, 4; values are rounded
     to nearest, ties to even, and those above 6 to 6.
     """
     columns = weight.shape[-1]
     blocks = functional.pad(weight.float(), (0, -columns % _BLOCK)).unflatten(-1, (-1, _BLOCK))
-    exponent = torch.frexp(blocks.abs().amax(-1)).exponent - 3  # frexp's mantissa is below 1
-    scales.copy_(exponent.clamp_(-127, 127) + 127)
-    codes.copy_(_e2m1(blocks / _power_of_two(scales).unsqueeze(-1)))
+    scales.copy_(mxfp4_exponents(blocks))
+    codes.copy_(_e2m1(blocks / power_of_two(scales).unsqueeze(-1)))
 
 
 def _e2m1(blocks: torch.Tensor) -> torch.Tensor:
@@ -269,7 +348,7 @@ def _e2m1(blocks: torch.Tensor) -> torch.Tensor:
 
 _SMALL_BLOCK = 16
 """Values with one scale in e4m3."""
-_FACTORS = 8
+FACTOR_BYTES = 8
 """Bytes of two factors in float32, with which the scales of a row begin: one multiplies them, one divides them.
 
 A weight has one such factor. ModelOpt publishes that which multiplies, compressed-tensors that which divides; the
@@ -280,7 +359,7 @@ other is 1. As rows have their own, weights can be joined, such as those of expe
 def _nvfp4_shapes(shape: torch.Size) -> tuple[torch.Size, torch.Size]:
     *others, columns = shape
     blocks = -(-columns // _SMALL_BLOCK)
-    return torch.Size((*others, blocks * _SMALL_BLOCK // 2)), torch.Size((*others, _FACTORS + blocks))
+    return torch.Size((*others, blocks * _SMALL_BLOCK // 2)), torch.Size((*others, FACTOR_BYTES + blocks))
 
 
 def _multiplied(scales: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
@@ -295,18 +374,18 @@ def _divided(scales: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
 
 def _with_factors(scales: torch.Tensor, *factors: torch.Tensor) -> torch.Tensor:
     each = torch.cat([factor.float().reshape(1) for factor in factors]).view(torch.uint8)
-    return torch.cat((each.expand(*scales.shape[:-1], _FACTORS), scales.view(torch.uint8)), dim=-1)
+    return torch.cat((each.expand(*scales.shape[:-1], FACTOR_BYTES), scales.view(torch.uint8)), dim=-1)
 
 
 def _block_scales(scales: torch.Tensor) -> torch.Tensor:
     """The scale of each block (..., rows, blocks) in float32."""
-    factors = scales[..., :_FACTORS].contiguous().view(torch.float32)
-    each = scales[..., _FACTORS:].contiguous().view(torch.float8_e4m3fn).float()
+    factors = scales[..., :FACTOR_BYTES].contiguous().view(torch.float32)
+    each = scales[..., FACTOR_BYTES:].contiguous().view(torch.float8_e4m3fn).float()
     return each * factors[..., :1] / factors[..., 1:]
 
 
 def _decode_nvfp4(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-    """Codes: two e2m1 values a byte, the first in the lower four bits. Scales: `_FACTORS`, then e4m3."""
+    """Codes: two e2m1 values a byte, the first in the lower four bits. Scales: `FACTOR_BYTES`, then e4m3."""
     each = _block_scales(scales)
     values = _pairs(codes.device).index_select(0, codes.flatten().int()).view(*each.shape, _SMALL_BLOCK)
     values *= each.unsqueeze(-1)
@@ -318,15 +397,15 @@ def _begin_nvfp4(weight: torch.Tensor, scales: torch.Tensor) -> None:
     largest = torch.maximum(weight.amax((-2, -1)), -weight.amin((-2, -1))).float()
     divisor = (_LARGEST * 6 / largest).nan_to_num_(nan=1.0, posinf=1.0)
     factors = torch.stack((torch.ones_like(divisor), divisor), dim=-1)
-    scales[..., :_FACTORS] = factors.view(torch.uint8).unsqueeze(-2)
+    scales[..., :FACTOR_BYTES] = factors.view(torch.uint8).unsqueeze(-2)
 
 
 def _encode_nvfp4(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
     """A block's scale makes its largest value 6, as in compressed-tensors; 0 would be no scale."""
     blocks = functional.pad(weight.float(), (0, -weight.shape[-1] % _SMALL_BLOCK)).unflatten(-1, (-1, _SMALL_BLOCK))
-    divisor = scales[..., 4:_FACTORS].contiguous().view(torch.float32)
+    divisor = scales[..., 4:FACTOR_BYTES].contiguous().view(torch.float32)
     each = (divisor * (blocks.abs().amax(-1) / 6)).clamp_(_SMALLEST, _LARGEST)
-    scales[..., _FACTORS:] = each.to(torch.float8_e4m3fn).view(torch.uint8)
+    scales[..., FACTOR_BYTES:] = each.to(torch.float8_e4m3fn).view(torch.uint8)
     codes.copy_(_e2m1(blocks / _block_scales(scales).unsqueeze(-1)))
 
 
@@ -347,7 +426,7 @@ def _factors(scales: torch.Tensor) -> torch.Tensor:
     """Factors in float32 from those of files, which may be powers of two in e8m0."""
     if scales.dtype is torch.float8_e8m0fnu:
         scales = scales.view(torch.uint8)
-    return _power_of_two(scales) if scales.dtype is torch.uint8 else scales.float()
+    return power_of_two(scales) if scales.dtype is torch.uint8 else scales.float()
 
 
 def _decode_fp8(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
@@ -374,6 +453,32 @@ def _each(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     return rows.repeat_interleave(_ROWS, dim=-2)[..., : shape[-2], :]
 
 
+# -- GGUF's formats and INT4 -------------------------------------------------------------------------------------------
+
+
+def _in_blocks(name: str, form: BlockFormat) -> PackedForm:
+    """Whole blocks in each row, whose bytes hold most formats' scales too."""
+
+    def shapes(shape: torch.Size) -> tuple[torch.Size, torch.Size]:
+        *others, columns = shape
+        assert columns % form.columns == 0
+        each = (columns // form.columns * count for count in (form.block_bytes, form.block_scales))
+        codes, scales = (torch.Size((*others, count)) for count in each)
+        return codes, scales
+
+    def encode(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        for stored, made in zip((codes, scales), block_formats.encode(form, weight), strict=True):
+            stored.copy_(made)
+
+    def decode(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+        block_formats.decode(form, codes, scales, out)
+
+    if form.block_scales:
+        return PackedForm(shapes, torch.float32, encode, decode)
+    each = Fraction(form.columns, form.block_bytes)
+    return PackedForm(shapes, torch.uint8, encode, decode, (Layout((f"_{name}",)),), values_per_byte=each)
+
+
 FORMS: dict[str, PackedForm] = {
     "mxfp4": PackedForm(
         _mxfp4_shapes, torch.uint8, _encode_mxfp4, _decode_mxfp4, (Layout(("_blocks", "_scales"), _bytes),),
@@ -391,8 +496,13 @@ FORMS: dict[str, PackedForm] = {
         _fp8_shapes, torch.float32, _encode_fp8, _decode_fp8, (Layout(("", "_scale_inv"), _factors),),
         config="FineGrainedFP8Config",
     ),
+    **{name: _in_blocks(name, form) for name, form in BLOCK_FORMATS.items() if name not in ("mxfp4", "nvfp4", "fp8")},
+    **{
+        name: PackedForm(how.shapes, torch.uint8, how.encode, how.decode)
+        for name, how in POSITIONS.items()
+    },
 }  # fmt: skip
-"""Forms by the kind of `quantization.kind`, which is also the `quant_method` of a config.json."""
+"""Forms by name, which is transformers' `quant_method` if that has a config for them."""
 
 
 # -- layers ------------------------------------------------------------------------------------------------------------
@@ -407,6 +517,34 @@ class PackedLinear(nn.Linear):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return _PackedProduct.apply(x, self.weight.data, packing_of(self.weight), bias)
+
+
+class PackedEmbedding(nn.Embedding):
+    """An embedding whose frozen, packed weight is decoded where it is looked up; the forms of a file have whole rows.
+
+    `of` makes one of any embedding: a class of a model, such as one that scales what it looks up, stays what it is.
+    """
+
+    @staticmethod
+    def of(embedding: nn.Embedding, weight: nn.Parameter) -> nn.Embedding:
+        """A module like `embedding`, with a packed weight."""
+        kind = _packed_class(type(embedding))
+        made = kind.__new__(kind)
+        made.__dict__.update(embedding.__dict__, _parameters={"weight": weight})
+        return made
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Map ids (...) to rows (..., embedding_dim)."""
+        how, rows = packing_of(self.weight), input.flatten()
+        assert how is not None
+        found = replace(how, scales=how.scales[rows], shape=torch.Size((len(rows), how.shape[-1])))
+        return found.decoded(self.weight.data[rows]).view(*input.shape, -1)
+
+
+@functools.cache
+def _packed_class(kind: type[nn.Embedding]) -> type[nn.Embedding]:
+    """`kind`, with the lookup of a `PackedEmbedding` where it calls torch's."""
+    return PackedEmbedding if kind is nn.Embedding else type(kind.__name__, (kind, PackedEmbedding), {})
 
 
 class _PackedProduct(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ class Quantization:
     """A kind of quantization with its arguments for BitsAndBytesConfig (None: another library's, or unquantized), and
     the keys that it `ignores`.
 
-    `packed`: the weights are a form of `packed.FORMS`.
+    `packed`: the weights are of a form of `packed.FORMS`, or by a recipe of `recipes.RECIPES` of several.
     """
 
     help: str
@@ -47,7 +48,26 @@ QUANTIZATIONS: dict[str, Quantization] = {
         "8-bit floats in blocks of 128 x 128, as DeepSeek and Qwen's FP8 models are published", None,
         packed=True, ignores=("double",),
     ),
-    "published": Quantization("as in the base's files: `mxfp4`, `nvfp4`, `fp8` or `none`", None, ignores=("double",)),
+    **{
+        kind: Quantization(f"{words}, as in a GGUF file of llama.cpp", None, packed=True, ignores=("double",))
+        for kind, words in (
+            ("q4_k_m", "4-bit integers with two levels of scales, and 6 bit in half of the layers"),
+            ("q5_k_m", "5-bit integers with two levels of scales, and 6 bit in half of the layers"),
+            ("q6_k", "6-bit integers with two levels of scales"),
+            ("q8_0", "8-bit integers in blocks of 32"),
+            ("q4_0", "4-bit integers in blocks of 32"),
+            ("iq4_xs", "4-bit codes of a table of values, with two levels of scales"),
+        )
+    },
+    "int4": Quantization(
+        "4-bit integers in blocks of 128, as compressed-tensors writes", None, packed=True, ignores=("double",)
+    ),
+    "gguf": Quantization(
+        "each weight as in the GGUF file that the base is", None, packed=True, ignores=("double",)
+    ),
+    "published": Quantization(
+        "as in the base's files: `mxfp4`, `nvfp4`, `fp8`, `gguf` or `none`", None, ignores=("double",)
+    ),
     "none": Quantization("the training precision", None, ignores=("double",)),
     "auto": Quantization(
         "the form that the base is published in; else the first of `none`, `int8`, `fp8` and `nf4` with which the "
@@ -72,16 +92,19 @@ def library_config(section: QuantizationSection, compute_dtype: Any, published: 
     """
     import transformers
 
-    from finetune.model.structure import packed
+    from finetune.model.structure import fixed_point, packed
 
     kind = QUANTIZATIONS[section.kind]
     if kind.packed or published:
-        given = published or {"quant_method": section.kind}
+        given = published or {"quant_method": fixed_point.held(section.kind, exact=section.snap)}
         form = given["quant_method"]
         # What is passed to transformers 5.23 replaces what config.json says, also by None.
         kept = given.get("modules_to_not_convert") or given.get("ignored_layers")
-        config = getattr(transformers, packed.FORMS[form].config)
-        return config(quant_method=form, dequantize=not kind.packed, modules_to_not_convert=kept)
+        known = packed.FORMS.get(form)
+        config = getattr(transformers, (known and known.config) or "FineGrainedFP8Config")
+        config = functools.partial(config, quant_method=form, dequantize=not kind.packed, modules_to_not_convert=kept)
+        # transformers' config has no other place for the forms of single weights.
+        return config(modules_to_convert=given["modules_to_convert"]) if form == "gguf" else config()
     if kind.arguments is None:
         return None
     if not kind.four_bit:

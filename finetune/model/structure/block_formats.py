@@ -1,0 +1,158 @@
+"""Formats of blocks of weights, each with a scale: which values a weight may have, and how they are stored.
+
+The values of a weight (..., rows, columns) are `scale * level - offset`: a code chooses one of the format's levels, and
+a group of neighbouring columns shares scale and offset (`Grid`). What is stored are the fields of the format, such as
+scales in 6 bits and the factor of all of them in float16 (`Fields`). Any codes and fields make a legal weight; only
+decoding is fixed, and equal to the bit to llama.cpp's (ggml/src/ggml-quants.c).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from finetune.model.structure import float_blocks, k_quants, small_blocks
+from finetune.model.structure.block_fields import Fields as Fields
+from finetune.model.structure.block_fields import Grid as Grid
+from finetune.model.structure.block_fields import Stored, is_linear
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """A format of blocks of `columns` weights of a row, of which `group` share a scale.
+
+    `levels`: the value of each code, ascending. `search`: the fields for weights (..., rows, columns) in float32, so
+    that the squares of errors, weighted with the `importance` of each column (None: all alike), are small. `grid`: what
+    fields decode to. `pack`: bytes, and scales (without columns where the bytes hold them), from codes in uint8 of the
+    weight's shape; `unpack` is its reverse. `block_bytes` are those of a block, and `block_scales` the numbers in
+    float32 beside them.
+    """
+
+    columns: int
+    group: int
+    levels: tuple[float, ...]
+    search: Callable[[torch.Tensor, torch.Tensor | None], Fields]
+    grid: Callable[[Fields], Grid]
+    pack: Callable[[torch.Tensor, Fields], Stored]
+    unpack: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, Fields]]
+    block_bytes: int
+    block_scales: int = 0
+
+
+def nearest(form: BlockFormat, weight: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """The codes (uint8, the weight's shape) of the levels that are nearest to `weight` (float32)."""
+    wanted = weight.unflatten(-1, (-1, form.group))
+    if grid.offsets is not None:
+        wanted = wanted + grid.offsets.unsqueeze(-1)
+    wanted = (wanted / grid.scales.unsqueeze(-1)).nan_to_num_(0.0, 0.0, 0.0)  # a scale of 0 has one value
+    if is_linear(form.levels):
+        codes = wanted.round_().clamp_(form.levels[0], form.levels[-1]).sub_(form.levels[0])
+    else:
+        levels = torch.tensor(form.levels, dtype=torch.float32, device=weight.device)
+        codes = torch.bucketize(wanted, (levels[1:] + levels[:-1]) / 2, out_int32=True)
+    return codes.to(torch.uint8).flatten(-2)
+
+
+def values(form: BlockFormat, codes: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """The values in float32 of codes (..., rows, columns), rounded as llama.cpp rounds them."""
+    if is_linear(form.levels):
+        made = codes.float().add_(form.levels[0])
+    else:
+        levels = torch.tensor(form.levels, dtype=torch.float32, device=codes.device)
+        made = levels.index_select(0, codes.flatten().int()).view(codes.shape)
+    made = made.unflatten(-1, (-1, form.group)).mul_(grid.scales.unsqueeze(-1))
+    if grid.offsets is not None:
+        made -= grid.offsets.unsqueeze(-1)
+    return made.flatten(-2)
+
+
+def decode(form: BlockFormat, stored: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the values of bytes and scales into `out`."""
+    codes, fields = form.unpack(stored, scales)
+    out.copy_(values(form, codes, form.grid(fields)))
+
+
+def encode(form: BlockFormat, weight: torch.Tensor, importance: torch.Tensor | None = None) -> Stored:
+    """The bytes and scales of a weight, each value rounded to the nearest of those that `form.search` finds."""
+    weight = weight.float()
+    fields = form.search(weight, importance)
+    return form.pack(nearest(form, weight, form.grid(fields)), fields)
+
+
+BLOCK_FORMATS: dict[str, BlockFormat] = {
+    "q4_0": BlockFormat(
+        32, 32, tuple(range(-8, 8)), small_blocks.search_q4_0, small_blocks.one_scale,
+        small_blocks.pack_4_bit, small_blocks.unpack_4_bit, 18,
+    ),
+    "q4_1": BlockFormat(
+        32, 32, tuple(range(16)), small_blocks.search_q4_1, small_blocks.one_scale_and_offset,
+        small_blocks.pack_q4_1, small_blocks.unpack_q4_1, 20,
+    ),
+    "q5_0": BlockFormat(
+        32, 32, tuple(range(-16, 16)), small_blocks.search_q5_0, small_blocks.one_scale,
+        small_blocks.pack_q5_0, small_blocks.unpack_q5_0, 22,
+    ),
+    "q5_1": BlockFormat(
+        32, 32, tuple(range(32)), small_blocks.search_q5_1, small_blocks.one_scale_and_offset,
+        small_blocks.pack_q5_1, small_blocks.unpack_q5_1, 24,
+    ),
+    "q8_0": BlockFormat(
+        32, 32, tuple(range(-128, 128)), small_blocks.search_q8_0, small_blocks.one_scale,
+        small_blocks.pack_q8_0, small_blocks.unpack_q8_0, 34,
+    ),
+    "iq4_nl": BlockFormat(
+        32, 32, k_quants.IQ4_LEVELS, small_blocks.search_iq4_nl, small_blocks.one_scale,
+        small_blocks.pack_4_bit, small_blocks.unpack_4_bit, 18,
+    ),
+    "q4_k": BlockFormat(
+        256, 32, tuple(range(16)), k_quants.search_q4_k, k_quants.grid_with_offsets,
+        k_quants.pack_q4_k, k_quants.unpack_q4_k, 144,
+    ),
+    "q5_k": BlockFormat(
+        256, 32, tuple(range(32)), k_quants.search_q5_k, k_quants.grid_with_offsets,
+        k_quants.pack_q5_k, k_quants.unpack_q5_k, 176,
+    ),
+    "q6_k": BlockFormat(
+        256, 16, tuple(range(-32, 32)), k_quants.search_q6_k, k_quants.grid_of_products,
+        k_quants.pack_q6_k, k_quants.unpack_q6_k, 210,
+    ),
+    "iq4_xs": BlockFormat(
+        256, 32, k_quants.IQ4_LEVELS, k_quants.search_iq4_xs, k_quants.grid_of_products,
+        k_quants.pack_iq4_xs, k_quants.unpack_iq4_xs, 136,
+    ),
+    "gguf_mxfp4": BlockFormat(
+        32, 32, float_blocks.TWICE_E2M1_LEVELS, float_blocks.search_mxfp4, float_blocks.grid_of_exponents,
+        float_blocks.pack_gguf_mxfp4, float_blocks.unpack_gguf_mxfp4, 17,
+    ),
+    "gguf_nvfp4": BlockFormat(
+        64, 16, float_blocks.E2M1_LEVELS, float_blocks.search_gguf_nvfp4, float_blocks.grid_gguf_nvfp4,
+        float_blocks.pack_gguf_nvfp4, float_blocks.unpack_gguf_nvfp4, 36,
+    ),
+    "mxfp4": BlockFormat(
+        32, 32, float_blocks.TWICE_E2M1_LEVELS, float_blocks.search_mxfp4, float_blocks.grid_of_exponents,
+        float_blocks.pack_mxfp4, float_blocks.unpack_mxfp4, 16,
+    ),
+    "nvfp4": BlockFormat(
+        16, 16, float_blocks.E2M1_LEVELS, float_blocks.search_nvfp4, float_blocks.grid_nvfp4,
+        float_blocks.pack_nvfp4, float_blocks.unpack_nvfp4, 8,
+    ),
+    "fp8": BlockFormat(
+        128, 128, float_blocks.E4M3_LEVELS, float_blocks.search_fp8, float_blocks.grid_of_scales,
+        float_blocks.pack_fp8, float_blocks.unpack_fp8, 128,
+    ),
+    "int4": BlockFormat(
+        128, 128, tuple(range(-8, 8)), float_blocks.search_int4, float_blocks.grid_of_scales,
+        float_blocks.pack_int4, float_blocks.unpack_int4, 64, 1,
+    ),
+    "int4_zero": BlockFormat(
+        128, 128, tuple(range(16)), float_blocks.search_int4_zero, float_blocks.grid_with_zeros,
+        float_blocks.pack_int4_zero, float_blocks.unpack_int4_zero, 64, 2,
+    ),
+}  # fmt: skip
+"""Formats by the name that `packed.FORMS` has for them too.
+
+Those that begin with `gguf_` have the fields of the formats after which they are named (NVFP4 without its factors), in
+the layout of a GGUF file; `int4_zero` is INT4 with a zero point.
+"""
