@@ -56,6 +56,11 @@ def check(job: Conversion) -> None:
             f"{job.run.path} trained every weight and has no adapter: {job.run.merged} is the whole model. Export "
             "`merged` or `gguf` instead"
         )
+    if job.config.quantization.snap:
+        raise ConfigError(
+            f"the adapter of {job.run.path} was trained to be rounded with its base (`output.way: exact`), and beside "
+            "it would give less than the base alone; export `gguf` instead"
+        )
     if why := _why_not_plain(job):
         raise ConfigError(
             f"the adapter of {job.run.path} has no form for other programs: {why}. Export `merged` or `gguf` instead; "
@@ -127,15 +132,16 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     roundoff = proof.ROUNDOFF[base_dtype(config.adapter, config.training)]
     found = proof.logits(read, job.rows, job.shown)
     result = job.compare("plain adapter", read, found, trained, base_logits, roundoff)
+    served = job.served(found, trained, base_logits)
     differences, held = list[str](), dict[str, Any]()
     if beside:
         file, weights, differences = beside
         again = held_base.read(job, file, weights, base_dtype(config.adapter, config.training))
         held = {"file": file.name, "kind": config.quantization.kind, "weights_differing": 0 if again else None}
         if again:
-            served = _read(again, config.adapter, renamed, rank, folder, on_experts)
-            held |= held_base.likeness(job, trained, proof.logits(served, job.rows))
-        held["llama_cpp"], unrun = held_base.run(job, file, folder / GGUF, trained)
+            whole = _read(again, config.adapter, renamed, rank, folder, on_experts)
+            held |= job.served(proof.logits(whole, job.rows), trained, base_logits)["served"]
+        held["llama_cpp"], unrun = held_base.run(job, file, folder / GGUF, trained, base_logits)
     if overrides:
         differences.append(
             f"the base must be served with {json.dumps(overrides)} in its config.json, as the commands do; the files "
@@ -155,8 +161,9 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
         "layers": len(pairs) + len(on_experts),
         "layers_served": activated,
         "gguf": None if left_out else GGUF,
-        "base": held or None,
+        "held_base": held or None,
         **asdict(result),
+        **served,
         "compared_with": "base plus adapter as trained, in PEFT",
         "base_overrides": overrides,
         "known_differences": differences,

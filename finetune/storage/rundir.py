@@ -238,6 +238,11 @@ class RunDirectory:
         """The recorded proof of the merged model, if there is one. Raises ArtifactError."""
         return records.find(self.merged / "merge.json", records.MERGE_PROOF)
 
+    def kept(self, folder: str) -> records.Kept | None:
+        """What an export in `folder` keeps of the trained model, if it is there. Raises ArtifactError."""
+        name = "merge.json" if folder == self.merged.name else "export.json"
+        return records.find(self.path / folder / name, records.KEPT)
+
     @property
     def is_merged(self) -> bool:
         """Whether the merged model was made from the current adapter."""
