@@ -8,7 +8,7 @@ from typing import Any
 from finetune.config import serving
 from finetune.config.field_types import GIVEN, source_name
 from finetune.config.sections import Config, entries
-from finetune.config.serving import GGUF, GRIDS
+from finetune.config.serving import EXACT, GGUF, GRIDS
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,12 @@ RULES = (
             ("adapter.dropout", but(0.0), "have one update, and dropout another in each pass", "adapter.dropout: 0"),
             ("adapter.dora", only(True), "are a sum, which DoRA rescales", "adapter.dora: false"),
             ("adapter.init", but("default"), "start from a zero update", "adapter.init: default"),
-            ("quantization.kind", but(*GRIDS), "need a kind with a grid", "quantization.kind: q4_k_m"),
+            (
+                "adapter.extra_modules", but([]), "have no weights beside them that are trained in full",
+                "adapter.extra_modules: []",
+            ),
+            ("quantization.kind", but(*EXACT), f"are in one of {', '.join(EXACT)}", "quantization.kind: q4_k_m"),
+            ("kernels.compile", but("none"), "are not compiled", "kernels.compile: none"),
         )
     ),
     Rule(

@@ -58,6 +58,11 @@ def check(job: Conversion) -> None:
             f"{job.run.path} trained every weight and has no adapter: {job.run.merged} is the whole model. Export "
             "`merged` or `gguf` instead"
         )
+    if job.config.quantization.snap:
+        raise ConfigError(
+            f"the adapter of {job.run.path} was trained to be rounded with its base (`output.way: exact`), and beside "
+            "it would give less than the base alone; export `gguf` instead"
+        )
     if why := _why_not_plain(job):
         raise ConfigError(
             f"the adapter of {job.run.path} has no form for other programs: {why}. Export `merged` or `gguf` instead; "
@@ -135,11 +140,8 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     if beside:
         file, weights, differences = beside
         again = held_base.read(job, file, weights, base_dtype(config.adapter, config.training))
-        held = {
-            "file": f"{_BASE}/{file.name}",
-            "kind": config.quantization.kind,
-            "weights_differing": 0 if again else None,
-        }
+        held = {"file": f"{_BASE}/{file.name}", "kind": config.quantization.kind}
+        held["weights_differing"] = 0 if again else None
         if again:
             whole = _read(again, config.adapter, renamed, rank, folder, on_experts)
             held |= job.served(proof.logits(whole, job.rows), trained, base_logits)["served"]
@@ -163,7 +165,7 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
         "layers": len(pairs) + len(on_experts),
         "layers_served": activated,
         "gguf": None if left_out else GGUF,
-        "base": held or None,
+        "held_base": held or None,
         **asdict(result),
         **served,
         "compared_with": "base plus adapter as trained, in PEFT",
@@ -189,7 +191,8 @@ def _write_base(job: Conversion, base: Any, folder: Path) -> dict[str, Any]:
     Raises ArtifactError if the bytes are not those of the training, or decode to other weights.
     """
     kind, model = job.config.quantization.kind, job.config.model
-    if kind not in LAYOUTS or model.weights == "random" or prequantized.form(job.architecture) or held_base.wanted(job):
+    own = model.weights == "pretrained" and not prequantized.form(job.architecture)
+    if kind not in LAYOUTS or not own or held_base.wanted(job):
         return {}
     folder.mkdir()
     held = held_base.packed_of(job, base)

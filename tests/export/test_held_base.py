@@ -54,7 +54,7 @@ def test_base_and_adapter_compute_what_was_trained(kind: str, base: Path, tmp_pa
     assert run.config().quantization.kind == kind
     assert run.config().output.runtime == "llama.cpp"
     record = export(run)
-    held = record["base"]
+    held = record["held_base"]
     assert held["file"] == f"base/model-{kind}.gguf"
     assert held["weights_differing"] == 0
     assert held["kl"] <= 1e-6
@@ -69,7 +69,7 @@ def test_base_and_adapter_compute_what_was_trained(kind: str, base: Path, tmp_pa
 
 def test_a_tied_base_with_rows_that_blocks_do_not_divide_is_shipped_as_trained(tmp_path: Path) -> None:
     run = trained("builtin:tiny-llama", tmp_path / "run", "quantization.kind=q4_k_m")
-    held = export(run)["base"]
+    held = export(run)["held_base"]
     assert (held["weights_differing"], held["agreement"]) == (0, 1)
     assert held["kl"] <= 1e-6
 
@@ -79,7 +79,7 @@ def test_a_base_in_integers_is_written_as_compressed_tensors_reads_it(base: Path
     assert (run.config().output.runtime, run.config().output.way) == ("vllm", "adapter")
     record = export(run)
     folder = run.path / "plain-adapter" / "base"
-    assert record["base"] == {"file": "base", "kind": "int4", "weights_differing": 0}
+    assert record["held_base"] == {"file": "base", "kind": "int4", "weights_differing": 0}
     stated = json.loads((folder / "config.json").read_text())["quantization_config"]
     assert stated["quant_method"] == "compressed-tensors"
     assert record["serve"]["vLLM"].startswith(f"vllm serve {folder} --enable-lora ")
