@@ -17,6 +17,8 @@ def resolved(config: Config, architecture: Any) -> tuple[Config, str | None]:
     """
     config, way = serving.resolved(config)
     if way:
+        if prequantized.form(architecture) == "gguf" and config.quantization.kind in serving.GGUF:
+            config = config.changed({"quantization.kind": "gguf"})  # the file is what is served
         _check(config, architecture)
     config, published = prequantized.resolved(config, architecture)
     return config, "\n".join(filter(None, (way, published))) or None
@@ -25,7 +27,8 @@ def resolved(config: Config, architecture: Any) -> tuple[Config, str | None]:
 def _check(config: Config, architecture: Any) -> None:
     serve, way, text = str(config.output.serve), config.output.way, architecture.get_text_config()
     published = prequantized.form(architecture)
-    if published and way != "rounded" and published != serving.kind_of(serve):
+    in_file = published == config.quantization.kind == "gguf" and way == "adapter"
+    if published and way != "rounded" and published != serving.kind_of(serve) and not in_file:
         raise ConfigError(
             f"`output.serve`: {config.model.name} is published in {prequantized.METHODS[published]}, which is not "
             f"quantized again to {serve}; set `{published}`, or `output.way: rounded`"
