@@ -40,11 +40,6 @@ def _check(config: Config, architecture: Any) -> None:
             f"`output.way`: llama.cpp has no form for an adapter on the experts of {config.model.name}; set `rounded`, "
             "or `adapter.expert_rank: 0`, which leaves out experts"
         )
-    if (serve, way) == ("nvfp4", "adapter") and published is None:
-        raise ConfigError(
-            "`output.way`: servers compute several weights as one, with one factor of NVFP4, and a base that is held "
-            "in training has one for each weight; set `rounded`, or train on a base that is published in NVFP4"
-        )
     if way == "exact" and experts.count(text):
         raise ConfigError(
             f"`output.way`: the experts of {config.model.name} are not trained as they are rounded; set `adapter` or "
@@ -58,6 +53,11 @@ def _check(config: Config, architecture: Any) -> None:
                 f"`output.serve`: {serve} has blocks of {block} weights, which do not divide the {name} {width} of "
                 f"{config.model.name}; set `q8_0` or another form of GGUF files, or `16bit`"
             )
+    if (serve, way) == ("nvfp4", "adapter") and published is None:
+        raise ConfigError(
+            "`output.way`: servers compute several weights as one, with one factor of NVFP4, and a base that is held "
+            "in training has one for each weight; set `rounded`, or train on a base that is published in NVFP4"
+        )
 
 
 def _check_llama_cpp(config: Config, architecture: Any, text: Any) -> None:
