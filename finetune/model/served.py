@@ -53,7 +53,7 @@ def _check(config: Config, architecture: Any) -> None:
                 f"`output.serve`: {serve} has blocks of {block} weights, which do not divide the {name} {width} of "
                 f"{config.model.name}; set `q8_0` or another form of GGUF files, or `16bit`"
             )
-    if (serve, way) == ("nvfp4", "adapter") and published is None:
+    if (serve, way) == ("nvfp4", "adapter") and published is None and config.output.runtime != "llama.cpp":
         raise ConfigError(
             "`output.way`: servers compute several weights as one, with one factor of NVFP4, and a base that is held "
             "in training has one for each weight; set `rounded`, or train on a base that is published in NVFP4"
