@@ -8,7 +8,7 @@ from typing import Any
 from finetune.config import serving
 from finetune.config.field_types import GIVEN, source_name
 from finetune.config.sections import Config, entries
-from finetune.config.serving import EXACT, GGUF, GRIDS
+from finetune.config.serving import EXACT, GGUF, PACKED
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ RULES = (
         "LoftQ starts from a 4-bit base's error; set `quantization.kind: nf4`",
     ),
     Rule(
-        "adapter.dora", only(True), "quantization.kind", only(*GRIDS, "gguf", "published"),
+        "adapter.dora", only(True), "quantization.kind", only(*PACKED, "published"),
         "DoRA needs the norms of weights that are held packed; set `dora: false`, or `quantization.kind: none`",
     ),
     *(
@@ -172,7 +172,7 @@ RULES = (
         for key, values, reason, remedy in (
             *(
                 ("quantization.kind", only(kind), f"the scales of {kind} weights cannot be sharded", "nf4` or `none")
-                for kind in ("int8", *GRIDS, "gguf")
+                for kind in ("int8", *PACKED)
             ),
             ("adapter.init", but("default"), f"an initialization from the weights {_WHOLE}", "default"),
             ("adapter.dora", only(True), f"DoRA {_WHOLE}", "false"),

@@ -171,7 +171,7 @@ class Written(streamed.Weights):
         own = {name[len(source) :]: self._tensor(name) for name in self._found if _is_part(name, source)}
         codes, scales = layout.read(own)
         *others, rows, count = codes.shape
-        values = torch.empty((*others, rows, count * packed.FORMS[form].values_per_byte))
+        values = torch.empty((*others, rows, int(count * packed.FORMS[form].values_per_byte)))
         packed.decode(form, codes, scales, values)
         return values.mT if layout is EXPERTS else values
 
