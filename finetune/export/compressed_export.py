@@ -40,6 +40,8 @@ def check(job: Conversion) -> None:
     """Raise ConfigError if the model has no such form."""
     if job.config.scorer:
         raise ConfigError(f"{job.run.path} is a {job.config.scorer}, which is served in 16 bit; export `merged`")
+    if job.config.model.vision != "none":
+        raise ConfigError(f"{job.run.path} was trained on images, and is served in 16 bit; export `merged`")
     if not rounded_names(_bare(job.architecture), job.kind):
         raise ConfigError(
             f"no weight of this model has a form in {job.kind}, whose blocks have {LAYOUTS[job.kind].columns} columns; "
@@ -155,10 +157,14 @@ def _bare(config: Any) -> Any:
     return weightless_base(config, plain, attention="eager", dtype=torch.bfloat16)
 
 
+Part = tuple[str, WrittenForm, torch.Size]
+"""Form, layout and shape of the values of a packed tensor of the files, rows first."""
+
+
 class Written(streamed.Weights):
     """The weights of a written folder, decoded in float32; their names are those of the 16-bit files in `source`."""
 
-    def __init__(self, model: Any, source: Path, folder: Path, parts: Mapping[str, tuple[str, WrittenForm]]) -> None:
+    def __init__(self, model: Any, source: Path, folder: Path, parts: Mapping[str, Part]) -> None:
         super().__init__(model, sorted(source.glob("*.safetensors")))
         self._parts, self._found = parts, dict[str, Path]()
         for file in folder.glob("*.safetensors"):
@@ -167,11 +173,10 @@ class Written(streamed.Weights):
     def stored(self, source: str) -> torch.Tensor:
         if source not in self._parts:
             return self._tensor(source)
-        form, layout = self._parts[source]
+        form, layout, shape = self._parts[source]
         own = {name[len(source) :]: self._tensor(name) for name in self._found if _is_part(name, source)}
         codes, scales = layout.read(own)
-        *others, rows, count = codes.shape
-        values = torch.empty((*others, rows, count * packed.FORMS[form].values_per_byte))
+        values = torch.empty(shape)
         packed.decode(form, codes, scales, values)
         return values.mT if layout is EXPERTS else values
 
@@ -220,8 +225,8 @@ class _FilePlan:
         self._model, self._read, self._form, self._weights = model, read, form, weights
         self._transposed = _transposed(model)
         self._shapes = {name: weight.shape for name, weight in model.state_dict().items()}
-        self.parts: dict[str, tuple[str, WrittenForm]] = {}
-        self._of: dict[str, tuple[str, torch.Tensor, torch.Size]] = {}
+        self.parts: dict[str, Part] = {}
+        self._of: dict[str, tuple[str, torch.Tensor]] = {}
         placed = set()
         for group in read.groups:
             for name in set(group.targets) & weights.keys():
@@ -229,7 +234,7 @@ class _FilePlan:
                 self._add(name, group)
         if lost := weights.keys() - placed:
             raise ConfigError(f"`{min(lost)}` is not a weight of the merged model's files; export `merged` instead")
-        if form == "nvfp4":
+        if form == "nvfp4" and not isinstance(weights, RoundedWeights):
             self._check_factors()
 
     def _add(self, name: str, group: streamed.ConversionGroup) -> None:
@@ -252,8 +257,8 @@ class _FilePlan:
                 "`fp8` or `merged` instead"
             )
         for part, each in rows.items():
-            self.parts[part] = self._form, layout
-            self._of[part] = name, each, torch.Size((*each.shape, columns))
+            self.parts[part] = self._form, layout, torch.Size((*each.shape, columns))
+            self._of[part] = name, each
 
     def tensors_of(self, stored: Mapping[str, tuple[torch.dtype, torch.Size]]) -> dict[str, Tensor]:
         """Type, shape and a function that loads each tensor of the file in whose place this one is."""
@@ -262,10 +267,9 @@ class _FilePlan:
             if source not in self._of:
                 planned[source] = dtype, shape, lambda source=source: self._read.stored(source)
                 continue
-            _, _, values = self._of[source]
+            _, layout, values = self.parts[source]
             codes, scales = packed.FORMS[self._form].shapes(values)
             kind = packed.FORMS[self._form].scale_dtype
-            layout = self.parts[source][1]
             empty = layout.write(
                 torch.empty(codes, dtype=torch.uint8, device="meta"),
                 torch.empty(scales, dtype=kind, device="meta"),
@@ -278,13 +282,13 @@ class _FilePlan:
         return planned
 
     def _tensors(self, source: str) -> Mapping[str, torch.Tensor]:
-        name, rows, shape = self._of[source]
+        (name, rows), (_, layout, shape) = self._of[source], self.parts[source]
         weight = self._weights[name]
         how: Any = packed.packing_of(weight)
         if how.form != self._form:
             raise ConfigError(f"`{name}` is held in {how.form}, and these files in {self._form}")
         scales = _blocks_of_rows(name, how, rows) if self._form == "fp8" else row_selection.bytes_of(how.scales, rows)
-        return self.parts[source][1].write(row_selection.bytes_of(weight.data, rows), scales, shape)
+        return layout.write(row_selection.bytes_of(weight.data, rows), scales, shape)
 
     def _check_factors(self) -> None:
         for name in self._weights:
