@@ -6,6 +6,7 @@ that the model has in one tensor are taken apart by rows.
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -265,7 +266,7 @@ class _FilePlan:
         planned: dict[str, Tensor] = {}
         for source, (dtype, shape) in stored.items():
             if source not in self._of:
-                planned[source] = dtype, shape, lambda source=source: self._read.stored(source)
+                planned[source] = dtype, shape, functools.partial(self._read.stored, source)
                 continue
             _, layout, values = self.parts[source]
             codes, scales = packed.FORMS[self._form].shapes(values)
@@ -276,25 +277,25 @@ class _FilePlan:
                 values,
             )
             for ending, tensor in empty.items():
-                planned[source + ending] = (
-                    tensor.dtype, tensor.shape, lambda source=source, ending=ending: self._tensors(source)[ending]
-                )  # fmt: skip
+                load = functools.partial(self._tensor, source, ending)
+                planned[source + ending] = tensor.dtype, tensor.shape, load
         return planned
 
-    def _tensors(self, source: str) -> Mapping[str, torch.Tensor]:
+    def _tensor(self, source: str, ending: str) -> torch.Tensor:
         (name, rows), (_, layout, shape) = self._of[source], self.parts[source]
         weight = self._weights[name]
         how: Any = packed.packing_of(weight)
         if how.form != self._form:
             raise ConfigError(f"`{name}` is held in {how.form}, and these files in {self._form}")
         scales = _blocks_of_rows(name, how, rows) if self._form == "fp8" else row_selection.bytes_of(how.scales, rows)
-        return layout.write(row_selection.bytes_of(weight.data, rows), scales, shape)
+        return layout.write(row_selection.bytes_of(weight.data, rows), scales, shape)[ending]
 
     def _check_factors(self) -> None:
         for name in self._weights:
             for names in together_of(name):
                 known = [each for each in names if each in self._weights]
-                factors = [packed.packing_of(self._weights[each]).scales[0, : packed.FACTOR_BYTES] for each in known]
+                packings: list[Any] = [packed.packing_of(self._weights[each]) for each in known]
+                factors = [how.scales[0, : packed.FACTOR_BYTES] for how in packings]
                 if name == known[0] and any(not torch.equal(each, factors[0]) for each in factors):
                     raise ConfigError(
                         f"{', '.join(f'`{each}`' for each in known)} have different factors of NVFP4, of which vLLM "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -72,16 +73,19 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     base = job.base_logits(dtype)
     # transformers does not read the factors of NVFP4.
     readable = gguf_families.family(config).readable and job.kind != "nvfp4"
+    logits: Sequence[Any]
+    following: list[list[int]] | None = None
     if readable:
         written = load(file, config, dtype, job.device)
         read_back = proof.logits(written, job.rows)
         del written
         libraries.return_freed_memory()
-        logits, following = (read_back, expected, base), None
+        logits = read_back, expected, base
         if TYPES[job.kind].recipe:  # `compare` reports what 4 to 6 bits change; llama.cpp must agree with this file
             expected = read_back
     else:
-        (*logits, following), roundoff = llama_cpp.logits(file, job, expected, base), roundoff * llama_cpp.ROUNDINGS
+        *logits, following = llama_cpp.logits(file, job, expected, base)
+        roundoff *= llama_cpp.ROUNDINGS
     result = job.compare(f"GGUF file ({job.kind})", model, *logits, roundoff)
     ran, not_proven = llama_cpp.compare(
         file, job, expected,
