@@ -158,6 +158,8 @@ def _bare(config: Any) -> Any:
     return weightless_base(config, plain, attention="eager", dtype=torch.bfloat16)
 
 
+_ENDINGS = ("", "_scale_inv", "_packed", "_scale", "_global_scale", "_shape", "_blocks", "_scales")
+
 Part = tuple[str, WrittenForm, torch.Size]
 """Form, layout and shape of the values of a packed tensor of the files, rows first."""
 
@@ -175,7 +177,7 @@ class Written(streamed.Weights):
         if source not in self._parts:
             return self._tensor(source)
         form, layout, shape = self._parts[source]
-        own = {name[len(source) :]: self._tensor(name) for name in self._found if _is_part(name, source)}
+        own = {ending: self._tensor(source + ending) for ending in _ENDINGS if source + ending in self._found}
         codes, scales = layout.read(own)
         values = torch.empty(shape)
         packed.decode(form, codes, scales, values)
@@ -184,13 +186,6 @@ class Written(streamed.Weights):
     def _tensor(self, name: str) -> torch.Tensor:
         self._file_of[name] = self._found[name]
         return self._read(name)
-
-
-def _is_part(name: str, source: str) -> bool:
-    return name.startswith(source) and name[len(source) :] in ENDINGS
-
-
-ENDINGS = ("", "_scale_inv", "_packed", "_scale", "_global_scale", "_shape", "_blocks", "_scales")
 
 
 def write(source: Path, folder: Path, config: Any, form: str, weights: Mapping[str, nn.Parameter]) -> Written:
