@@ -28,7 +28,8 @@ class ExportFormat:
 FORMATS: dict[str, ExportFormat] = {
     "merged": ExportFormat("16-bit safetensors, for transformers and vLLM", "merged"),
     "adapter": ExportFormat(
-        "plain LoRA, for vLLM, SGLang and llama.cpp", "plain-adapter", "adapter_export", merged=False
+        "plain LoRA, for vLLM, SGLang and llama.cpp, with a base that training held as GGUF files do", "plain-adapter",
+        "adapter_export", merged=False,
     ),
     "gguf": ExportFormat("one GGUF file, for llama.cpp", "gguf", "gguf.gguf_export"),
     "ollama": ExportFormat("a GGUF file and a Modelfile, for Ollama", "ollama", "gguf.ollama"),
@@ -41,4 +42,4 @@ FORMATS: dict[str, ExportFormat] = {
             ("int4", "4-bit integers in groups of 128"),
         )
     },
-}
+}  # fmt: skip

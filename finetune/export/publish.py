@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,11 @@ from finetune.export.conversion import Conversion
 from finetune.export.export_formats import FORMATS, ExportFormat
 from finetune.export.gguf import gguf_types
 from finetune.export.merging import merge as merging
+from finetune.export.merging.bases import Bases, ServedWeights
 from finetune.measure.out_of_memory import as_out_of_memory_error
 from finetune.model.base import load_architecture
-from finetune.model.source import vision
-from finetune.model.source.locate import locate
+from finetune.model.source import identity, vision
+from finetune.model.source.locate import locate, weights_directory
 from finetune.report.terminal import Terminal, note_beside_output
 from finetune.runtime import libraries
 from finetune.runtime.device import this_device
@@ -145,7 +146,12 @@ def _conversion(run: RunDirectory, config: Config, form: ExportFormat, kind: str
     def load_merged(dtype: Any) -> Any:
         return finished_run.load_merged(run, config.model, device, dtype)
 
-    job = Conversion(run, config, tokenizer, rows, rows_of, device, kind, base_identity, load_merged, shown)
+    packed: Mapping[str, Any] = {}
+    if config.quantization.snap:
+        folder = weights_directory(config.model.name, config.model.revision, download=True)
+        bases = Bases(config, run.adapter, identity.loaded_files(folder), device)
+        kind, packed = config.quantization.kind, ServedWeights(bases.merging("quantized"))
+    job = Conversion(run, config, tokenizer, rows, rows_of, device, kind, base_identity, load_merged, shown, packed)
     _module(form).check(job)
     return job
 

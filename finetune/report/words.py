@@ -65,6 +65,11 @@ def number(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}"
 
 
+def as_in_a_file(value: Any) -> str:
+    """`true`, `null` and `[a, b]`, as a config has them, not as Python does."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
 def statistic(name: str) -> str:
     """A statistic of an objective, such as `rewards_margins`, in words."""
     return name.replace("_", " ")

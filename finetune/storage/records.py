@@ -84,6 +84,7 @@ class EventLine(TypedDict):
     step: NotRequired[Step]
     memory: NotRequired[Peak | dict[str, Peak]]
     start_from: NotRequired[StartFrom]
+    sha256: NotRequired[str]
     world_size: NotRequired[Annotated[int, Field(ge=1, le=2**20)]]
     joules: NotRequired[Count]
     lowered: NotRequired[dict[_MicroBatch, Annotated[int, Field(ge=1, le=2**53)]]]

@@ -197,6 +197,12 @@ class RunDirectory:
         return steps
 
     @property
+    def packed_base(self) -> str | None:
+        """SHA-256 of the packed weights that were last trained on; None if there were none."""
+        packed = [event.get("sha256") for event in self.events() if event["event"] == "base_packed"]
+        return packed[-1] if packed else None
+
+    @property
     def has_results(self) -> bool:
         """Whether the run has results that another start would continue or overwrite."""
         return self.exists and bool(
