@@ -8,21 +8,15 @@ decoding is fixed, and equal to the bit to llama.cpp's (ggml/src/ggml-quants.c).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-Fields = Mapping[str, torch.Tensor]
-"""What a format stores of each block beside the codes, by name, in the types in which it is stored."""
-
-
-@dataclass(frozen=True)
-class Grid:
-    """The values that weights may have: `scales * level - offsets`, both in float32 (..., rows, columns / group)."""
-
-    scales: torch.Tensor
-    offsets: torch.Tensor | None = None
+from finetune.model.structure import k_quants, small_blocks
+from finetune.model.structure.block_fields import Fields as Fields
+from finetune.model.structure.block_fields import Grid as Grid
+from finetune.model.structure.block_fields import Stored, is_linear
 
 
 @dataclass(frozen=True)
@@ -32,7 +26,8 @@ class BlockFormat:
     `levels`: the value of each code, ascending. `search`: the fields for weights (..., rows, columns) in float32, so
     that the squares of errors, weighted with the `importance` of each column (None: all alike), are small. `grid`: what
     fields decode to. `pack`: bytes, and scales (without columns where the bytes hold them), from codes in uint8 of the
-    weight's shape; `unpack` is its reverse.
+    weight's shape; `unpack` is its reverse. `block_bytes`: bytes of a
+    block.
     """
 
     columns: int
@@ -40,8 +35,9 @@ class BlockFormat:
     levels: tuple[float, ...]
     search: Callable[[torch.Tensor, torch.Tensor | None], Fields]
     grid: Callable[[Fields], Grid]
-    pack: Callable[[torch.Tensor, Fields], tuple[torch.Tensor, torch.Tensor]]
+    pack: Callable[[torch.Tensor, Fields], Stored]
     unpack: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, Fields]]
+    block_bytes: int
 
 
 def nearest(form: BlockFormat, weight: torch.Tensor, grid: Grid) -> torch.Tensor:
@@ -50,86 +46,80 @@ def nearest(form: BlockFormat, weight: torch.Tensor, grid: Grid) -> torch.Tensor
     if grid.offsets is not None:
         wanted = wanted + grid.offsets.unsqueeze(-1)
     wanted = (wanted / grid.scales.unsqueeze(-1)).nan_to_num_(0.0, 0.0, 0.0)  # a scale of 0 has one value
-    levels = torch.tensor(form.levels, device=weight.device)
-    between = (levels[1:] + levels[:-1]) / 2
-    return torch.bucketize(wanted, between).to(torch.uint8).flatten(-2)
+    if is_linear(form.levels):
+        codes = wanted.round_().clamp_(form.levels[0], form.levels[-1]).sub_(form.levels[0])
+    else:
+        levels = torch.tensor(form.levels, dtype=torch.float32, device=weight.device)
+        codes = torch.bucketize(wanted, (levels[1:] + levels[:-1]) / 2, out_int32=True)
+    return codes.to(torch.uint8).flatten(-2)
 
 
 def values(form: BlockFormat, codes: torch.Tensor, grid: Grid) -> torch.Tensor:
     """The values in float32 of codes (..., rows, columns), rounded as llama.cpp rounds them."""
-    levels = torch.tensor(form.levels, device=codes.device)
-    made = levels[codes.int()].unflatten(-1, (-1, form.group)) * grid.scales.unsqueeze(-1)
+    if is_linear(form.levels):
+        made = codes.float().add_(form.levels[0])
+    else:
+        levels = torch.tensor(form.levels, dtype=torch.float32, device=codes.device)
+        made = levels.index_select(0, codes.flatten().int()).view(codes.shape)
+    made = made.unflatten(-1, (-1, form.group)).mul_(grid.scales.unsqueeze(-1))
     if grid.offsets is not None:
         made -= grid.offsets.unsqueeze(-1)
     return made.flatten(-2)
 
 
-# -- Q4_0 and Q8_0 -----------------------------------------------------------------------------------------------------
-
-_BLOCK = 32
-
-
-def _one_scale(fields: Fields) -> Grid:
-    return Grid(fields["d"].float())
+def decode(form: BlockFormat, stored: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the values of bytes and scales into `out`."""
+    codes, fields = form.unpack(stored, scales)
+    out.copy_(values(form, codes, form.grid(fields)))
 
 
-def _search_q4_0(weight: torch.Tensor, importance: torch.Tensor | None) -> Fields:
-    """The value of largest size becomes the lowest level, -8 (`quantize_row_q4_0_ref`)."""
-    blocks = weight.unflatten(-1, (-1, _BLOCK))
-    largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)).squeeze(-1)
-    return {"d": (largest / -8).half()}
-
-
-def _pack_q4_0(codes: torch.Tensor, fields: Fields) -> tuple[torch.Tensor, torch.Tensor]:
-    first, second = codes.unflatten(-1, (-1, 2, _BLOCK // 2)).unbind(-2)
-    return _joined(_bytes(fields["d"]), first | second << 4)
-
-
-def _unpack_q4_0(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, Fields]:
-    blocks = stored.unflatten(-1, (-1, 2 + _BLOCK // 2))
-    packed = blocks[..., 2:]
-    codes = torch.cat((packed & 15, packed >> 4), dim=-1).flatten(-2)
-    return codes, {"d": _half(blocks[..., :2])}
-
-
-def _search_q8_0(weight: torch.Tensor, importance: torch.Tensor | None) -> Fields:
-    """The value of largest size becomes the largest level, 127 (`quantize_row_q8_0_ref`)."""
-    return {"d": (weight.unflatten(-1, (-1, _BLOCK)).abs().amax(-1) / 127).half()}
-
-
-def _pack_q8_0(codes: torch.Tensor, fields: Fields) -> tuple[torch.Tensor, torch.Tensor]:
-    signed = (codes.to(torch.int16) - 128).to(torch.int8).view(torch.uint8)
-    return _joined(_bytes(fields["d"]), signed.unflatten(-1, (-1, _BLOCK)))
-
-
-def _unpack_q8_0(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, Fields]:
-    blocks = stored.unflatten(-1, (-1, 2 + _BLOCK))
-    signed = blocks[..., 2:].contiguous().view(torch.int8)
-    return (signed.to(torch.int16) + 128).to(torch.uint8).flatten(-2), {"d": _half(blocks[..., :2])}
-
-
-def _joined(*parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bytes of blocks (..., rows, blocks, bytes) as rows of bytes, and no scales."""
-    stored = torch.cat(parts, dim=-1).flatten(-2)
-    return stored, stored[..., :0]
-
-
-def _bytes(numbers: torch.Tensor) -> torch.Tensor:
-    """The bytes of one number a block: (..., blocks, bytes)."""
-    return numbers.unsqueeze(-1).contiguous().view(torch.uint8)
-
-
-def _half(stored: torch.Tensor) -> torch.Tensor:
-    """The numbers in float16 of two bytes each: (..., blocks)."""
-    return stored.contiguous().view(torch.float16).squeeze(-1)
+def encode(form: BlockFormat, weight: torch.Tensor, importance: torch.Tensor | None = None) -> Stored:
+    """The bytes and scales of a weight, each value rounded to the nearest of those that `form.search` finds."""
+    weight = weight.float()
+    fields = form.search(weight, importance)
+    return form.pack(nearest(form, weight, form.grid(fields)), fields)
 
 
 BLOCK_FORMATS: dict[str, BlockFormat] = {
     "q4_0": BlockFormat(
-        32, 32, tuple(range(-8, 8)), _search_q4_0, _one_scale, _pack_q4_0, _unpack_q4_0
+        32, 32, tuple(range(-8, 8)), small_blocks.search_q4_0, small_blocks.one_scale,
+        small_blocks.pack_4_bit, small_blocks.unpack_4_bit, 18,
+    ),
+    "q4_1": BlockFormat(
+        32, 32, tuple(range(16)), small_blocks.search_q4_1, small_blocks.one_scale_and_offset,
+        small_blocks.pack_q4_1, small_blocks.unpack_q4_1, 20,
+    ),
+    "q5_0": BlockFormat(
+        32, 32, tuple(range(-16, 16)), small_blocks.search_q5_0, small_blocks.one_scale,
+        small_blocks.pack_q5_0, small_blocks.unpack_q5_0, 22,
+    ),
+    "q5_1": BlockFormat(
+        32, 32, tuple(range(32)), small_blocks.search_q5_1, small_blocks.one_scale_and_offset,
+        small_blocks.pack_q5_1, small_blocks.unpack_q5_1, 24,
     ),
     "q8_0": BlockFormat(
-        32, 32, tuple(range(-128, 128)), _search_q8_0, _one_scale, _pack_q8_0, _unpack_q8_0
+        32, 32, tuple(range(-128, 128)), small_blocks.search_q8_0, small_blocks.one_scale,
+        small_blocks.pack_q8_0, small_blocks.unpack_q8_0, 34,
+    ),
+    "iq4_nl": BlockFormat(
+        32, 32, k_quants.IQ4_LEVELS, small_blocks.search_iq4_nl, small_blocks.one_scale,
+        small_blocks.pack_4_bit, small_blocks.unpack_4_bit, 18,
+    ),
+    "q4_k": BlockFormat(
+        256, 32, tuple(range(16)), k_quants.search_q4_k, k_quants.grid_with_offsets,
+        k_quants.pack_q4_k, k_quants.unpack_q4_k, 144,
+    ),
+    "q5_k": BlockFormat(
+        256, 32, tuple(range(32)), k_quants.search_q5_k, k_quants.grid_with_offsets,
+        k_quants.pack_q5_k, k_quants.unpack_q5_k, 176,
+    ),
+    "q6_k": BlockFormat(
+        256, 16, tuple(range(-32, 32)), k_quants.search_q6_k, k_quants.grid_of_products,
+        k_quants.pack_q6_k, k_quants.unpack_q6_k, 210,
+    ),
+    "iq4_xs": BlockFormat(
+        256, 32, k_quants.IQ4_LEVELS, k_quants.search_iq4_xs, k_quants.grid_of_products,
+        k_quants.pack_iq4_xs, k_quants.unpack_iq4_xs, 136,
     ),
 }  # fmt: skip
 """Formats by the name that `packed.FORMS` has for them too."""

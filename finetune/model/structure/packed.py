@@ -1,8 +1,9 @@
-"""Frozen weights in the bytes that models are published in (MXFP4, NVFP4, FP8), on every device.
+"""Frozen weights in the bytes that models are published and served in, on every device.
 
 A packed parameter holds bytes, and its `Packing` how they become values. A layer decodes its weight for each product
 and again in the backward pass, and keeps only the bytes between. Decoding is plain torch, equal to the bit to
-transformers' own (5.23, `Mxfp4Dequantize` and `Fp8Dequantize`) and to that of compressed-tensors (0.20).
+transformers' own (5.23, `Mxfp4Dequantize` and `Fp8Dequantize`), to that of compressed-tensors (0.20) and, for GGUF's
+formats (`block_formats`), to llama.cpp's.
 
 Shapes: weights are (..., rows, columns); products sum over columns, along which blocks lie.
 """
@@ -17,6 +18,9 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
+
+from finetune.model.structure import block_formats
+from finetune.model.structure.block_formats import BLOCK_FORMATS, BlockFormat
 
 # Values that are converted at a time, so that intermediate results stay small beside the weights.
 _PART = 2**24
@@ -41,15 +45,15 @@ class PackedForm:
     the latter begun by `begin` from the whole weight. `decode`: writes the values of bytes and scales into a tensor of
     any floating type. `layouts`: how the files of a base that is published in this form name its tensors, and
     `transposed` whether the model reads the values transposed (gpt-oss). `config`: transformers' class for its
-    config.json.
+    config.json, if it has one.
     """
 
     shapes: Callable[[torch.Size], tuple[torch.Size, torch.Size]]
     scale_dtype: torch.dtype
     encode: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
     decode: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-    layouts: tuple[Layout, ...]
-    config: str
+    layouts: tuple[Layout, ...] = ()
+    config: str | None = None
     transposed: bool = False
     values_per_byte: int = 1
     begin: Callable[[torch.Tensor, torch.Tensor], None] | None = None
@@ -374,6 +378,26 @@ def _each(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     return rows.repeat_interleave(_ROWS, dim=-2)[..., : shape[-2], :]
 
 
+# -- GGUF's formats ----------------------------------------------------------------------------------------------------
+
+
+def _in_blocks(form: BlockFormat) -> PackedForm:
+    """Blocks of whole rows, whose bytes hold their scales too."""
+
+    def shapes(shape: torch.Size) -> tuple[torch.Size, torch.Size]:
+        *others, columns = shape
+        assert columns % form.columns == 0
+        return torch.Size((*others, columns // form.columns * form.block_bytes)), torch.Size((*others, 0))
+
+    def encode(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        codes.copy_(block_formats.encode(form, weight)[0])
+
+    def decode(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+        block_formats.decode(form, codes, scales, out)
+
+    return PackedForm(shapes, torch.uint8, encode, decode)
+
+
 FORMS: dict[str, PackedForm] = {
     "mxfp4": PackedForm(
         _mxfp4_shapes, torch.uint8, _encode_mxfp4, _decode_mxfp4, (Layout(("_blocks", "_scales"), _bytes),),
@@ -391,8 +415,9 @@ FORMS: dict[str, PackedForm] = {
         _fp8_shapes, torch.float32, _encode_fp8, _decode_fp8, (Layout(("", "_scale_inv"), _factors),),
         config="FineGrainedFP8Config",
     ),
+    **{name: _in_blocks(form) for name, form in BLOCK_FORMATS.items()},
 }  # fmt: skip
-"""Forms by the kind of `quantization.kind`, which is also the `quant_method` of a config.json."""
+"""Forms by name, which is transformers' `quant_method` if that has a config for them."""
 
 
 # -- layers ------------------------------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ def library_config(section: QuantizationSection, compute_dtype: Any, published: 
         form = given["quant_method"]
         # What is passed to transformers 5.23 replaces what config.json says, also by None.
         kept = given.get("modules_to_not_convert") or given.get("ignored_layers")
-        config = getattr(transformers, packed.FORMS[form].config)
+        config = getattr(transformers, str(packed.FORMS[form].config))
         return config(quant_method=form, dequantize=not kind.packed, modules_to_not_convert=kept)
     if kind.arguments is None:
         return None

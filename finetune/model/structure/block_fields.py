@@ -1,0 +1,77 @@
+"""What a block of weights stores beside its codes, and the bytes of both.
+
+Shapes: bytes of blocks are (..., rows, blocks, bytes), numbers of blocks (..., rows, blocks), those of groups within
+blocks (..., rows, blocks, groups), codes (..., rows, columns) in uint8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Fields = Mapping[str, torch.Tensor]
+"""What a format stores of each block beside the codes, by name, in the types in which it is stored."""
+
+Stored = tuple[torch.Tensor, torch.Tensor]
+"""The bytes of rows, and the scales that are stored beside them (without columns if the bytes hold them)."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The values that weights may have: `scales * level - offsets`, both in float32 (..., rows, columns / group)."""
+
+    scales: torch.Tensor
+    offsets: torch.Tensor | None = None
+
+
+def joined(*parts: torch.Tensor) -> Stored:
+    """The bytes of blocks as rows of bytes, and no scales."""
+    stored = torch.cat(parts, dim=-1).flatten(-2)
+    return stored, stored[..., :0]
+
+
+def split(stored: torch.Tensor, *sizes: int) -> tuple[torch.Tensor, ...]:
+    """The parts of each block, of `sizes` bytes."""
+    return stored.unflatten(-1, (-1, sum(sizes))).split(sizes, dim=-1)
+
+
+def as_bytes(numbers: torch.Tensor) -> torch.Tensor:
+    """The bytes of one number a block."""
+    return numbers.unsqueeze(-1).contiguous().view(torch.uint8)
+
+
+def as_half(stored: torch.Tensor) -> torch.Tensor:
+    """The numbers in float16 of two bytes a block."""
+    return stored.contiguous().view(torch.float16).squeeze(-1)
+
+
+def in_halves(codes: torch.Tensor, width: int) -> torch.Tensor:
+    """The lower four bits of codes, (..., blocks, width / 2): the two halves of each `width` columns share bytes."""
+    first, second = codes.unflatten(-1, (-1, 2, width // 2)).unbind(-2)
+    return (first & 15) | (second << 4)
+
+
+def from_halves(stored: torch.Tensor) -> torch.Tensor:
+    """Codes of four bits, (..., blocks, width), from bytes (..., blocks, width / 2)."""
+    return torch.cat((stored & 15, stored >> 4), dim=-1)
+
+
+def together(parts: torch.Tensor, bits: int) -> torch.Tensor:
+    """Bytes (..., n) of parts (..., 8 / bits, n) that have so many `bits`, the first in the lowest."""
+    made = parts[..., 0, :].clone()
+    for part in range(1, parts.shape[-2]):
+        made |= parts[..., part, :] << (bits * part)
+    return made
+
+
+def apart(stored: torch.Tensor, bits: int) -> torch.Tensor:
+    """The parts (..., 8 / bits, n) of bytes (..., n)."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=stored.device)
+    return (stored.unsqueeze(-2) >> shifts.unsqueeze(-1)) & (2**bits - 1)
+
+
+def is_linear(levels: Sequence[float]) -> bool:
+    """Whether the levels are consecutive integers."""
+    return levels[-1] - levels[0] == len(levels) - 1

@@ -1,0 +1,97 @@
+"""Formats of blocks: decoded like llama.cpp to the bit, and searched with errors like its own."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Types
+
+from finetune.export.gguf import gguf_recipes
+from finetune.model.structure import block_formats, packed
+from finetune.model.structure.block_formats import BLOCK_FORMATS
+
+pytest.importorskip("xllamacpp", reason="llama.cpp is not installed")
+
+COLUMNS = 512
+
+
+def _library() -> Any:
+    module = importlib.util.find_spec("xllamacpp.xllamacpp")
+    return ctypes.CDLL(str(module and module.origin))
+
+
+def decoded_by_ggml(name: str, stored: torch.Tensor) -> torch.Tensor:
+    """The values (rows, COLUMNS) of bytes, by llama.cpp's function."""
+    function = getattr(_library(), f"dequantize_row_{name.replace('_k', '_K')}")
+    out = torch.empty(len(stored), COLUMNS)
+    function(ctypes.c_void_p(stored.data_ptr()), ctypes.c_void_p(out.data_ptr()), ctypes.c_int64(out.numel()))
+    return out
+
+
+def quantized_by_ggml(name: str, weight: torch.Tensor, importance: torch.Tensor | None) -> torch.Tensor:
+    """The bytes of a weight, by llama.cpp's search."""
+    stored = torch.empty(packed.FORMS[name].shapes(weight.shape)[0], dtype=torch.uint8)
+    given = None if importance is None else importance.data_ptr()
+    gguf_recipes.function()(Types[name.upper()], weight.data_ptr(), stored.data_ptr(), 0, *weight.shape, given)
+    return stored
+
+
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
+def test_random_bytes_decode_as_in_llama_cpp_and_are_packed_again(name: str) -> None:
+    form = BLOCK_FORMATS[name]
+    generator = torch.Generator().manual_seed(0)
+    row = packed.FORMS[name].shapes(torch.Size((2048, COLUMNS)))[0]
+    stored = torch.randint(0, 256, row, dtype=torch.uint8, generator=generator)
+    expected, made = decoded_by_ggml(name, stored), torch.empty(2048, COLUMNS)
+    packed.decode(name, stored, stored[:, :0], made)
+    finite = expected.isfinite()  # but for scales that are not, one in 32
+    assert finite.float().mean() > 0.9
+    assert torch.equal(made[finite].view(torch.int32), expected[finite].view(torch.int32))
+    codes, fields = form.unpack(stored, stored[:, :0])
+    assert torch.equal(form.pack(codes, fields)[0], stored)
+    rounded = torch.empty(2048, COLUMNS, dtype=torch.bfloat16)
+    packed.decode(name, stored, stored[:, :0], rounded)
+    assert torch.equal(rounded[finite], expected[finite].bfloat16())
+
+
+@pytest.mark.parametrize("important", [False, True])
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
+def test_errors_of_a_search_are_those_of_llama_cpp(name: str, important: bool) -> None:
+    """Root mean squares, relative to the weight's, plain and weighted with the importance of columns."""
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(128, COLUMNS, generator=generator) * torch.rand(128, 1, generator=generator).exp()
+    columns = torch.rand(COLUMNS, generator=generator) ** 4 + 0.01
+    importance = columns if important else None
+    theirs = decoded_by_ggml(name, quantized_by_ggml(name, weight, importance))
+    mine = decoded_by_ggml(name, block_formats.encode(BLOCK_FORMATS[name], weight, importance)[0])
+    for squares in (torch.ones(COLUMNS), columns):
+        errors = [((made - weight).square() * squares).sum().sqrt() for made in (mine, theirs)]
+        assert errors[0] < 1.01 * errors[1]
+
+
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
+def test_weights_that_a_search_cannot_scale_are_packed(name: str) -> None:
+    """Zeros, equal values, and one value beside zeros, in experts of which each has its rows."""
+    weight = torch.zeros(2, 3, COLUMNS)
+    weight[0, 1], weight[1, 0], weight[1, 2, 7] = -0.5, 3.0, 1.0
+    form = BLOCK_FORMATS[name]
+    for importance in (None, torch.ones(COLUMNS)):
+        stored, scales = block_formats.encode(form, weight, importance)
+        made = torch.empty_like(weight)
+        packed.decode(name, stored, scales, made)
+        assert (made - weight).abs().max() < 0.04 * weight.abs().max()
+        assert torch.equal(made[0, 0], weight[0, 0])
+
+
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
+def test_packed_parameters_have_experts_and_shapes_without_values(name: str) -> None:
+    weight = torch.randn(2, 4, COLUMNS, generator=torch.Generator().manual_seed(2), dtype=torch.bfloat16)
+    parameter = packed.pack(name, weight)
+    alone = packed.pack(name, weight[1])
+    assert torch.equal(parameter[1], alone)
+    assert torch.equal(packed.values(parameter)[1], packed.values(alone))
+    assert packed.pack(name, weight.to("meta")).shape == parameter.shape
