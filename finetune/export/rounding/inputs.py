@@ -1,0 +1,64 @@
+"""What the weights of a layer are multiplied with, summed up: the Hessians of the squares of errors of their products.
+
+A product is recognised by its weight's place in memory, in whatever module computes it, and so are those of single
+experts, whose weights share one parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+# Functions of an input (..., columns) and a weight, and whether the weight is (columns, rows).
+_PRODUCTS: dict[Callable[..., Any], bool] = {
+    functional.linear: False, torch.matmul: True, torch.mm: True, torch.Tensor.matmul: True, torch.Tensor.mm: True,
+    torch.Tensor.__matmul__: True,
+}  # fmt: skip
+
+Key = tuple[str, int]
+"""The name of a weight, and the number of an expert in it (0 for a matrix)."""
+
+
+class Inputs(TorchFunctionMode):
+    """In its block, sums x^T x (columns, columns) in float32 over the inputs x (tokens, columns) of each weight.
+
+    `weights`: (rows, columns) or (experts, rows, columns) by name, the last two exchanged where the model multiplies
+    `x @ weight`. Weights that share an input share its sum.
+    """
+
+    def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.tokens: dict[Key, int] = {}
+        self._sums: dict[Key, torch.Tensor] = {}
+        self._shared: dict[Key, Key] = {}
+        self._keys: dict[int, Key] = {}
+        for name, weight in weights.items():
+            for number, matrix in enumerate(weight.unbind() if weight.dim() == 3 else [weight]):
+                self._keys[matrix.data_ptr()] = name, number
+        self._last: tuple[torch.Tensor, Key] | None = None
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in _PRODUCTS and len(args) > 1 and args[1].dim() == 2:
+            if (key := self._keys.get(args[1].data_ptr())) is not None:
+                self._add(key, args[0])
+        return function(*args, **(kwargs or {}))
+
+    def of(self, key: Key) -> torch.Tensor | None:
+        """The sum for a weight; None if it had no input."""
+        return self._sums.get(self._shared.get(key, key))
+
+    def _add(self, key: Key, x: torch.Tensor) -> None:
+        self.tokens[key] = self.tokens.get(key, 0) + x.shape[:-1].numel()
+        if self._last is not None and self._last[0] is x:
+            self._shared[key] = self._last[1]
+            return
+        self._last = x, key
+        rows = x.flatten(0, -2).float()
+        if (total := self._sums.get(key)) is None:
+            self._sums[key] = rows.T @ rows
+        else:
+            total.addmm_(rows.T, rows)
