@@ -19,7 +19,7 @@ NEWEST := .venv-newest/bin
 TORCH ?= 2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup finetune data plan fit merge test test-fast durations test-oldest test-newest house check notebooks bench golden sweep many-gpus faults faults-ranks mutations exports answers gpu-check docs
+.PHONY: help setup finetune data plan fit merge test test-fast test-long durations test-oldest test-newest house check notebooks bench golden sweep many-gpus faults faults-ranks mutations exports answers gpu-check docs
 
 help: ## Show the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s '	'
@@ -74,17 +74,20 @@ test: $(DEV) ## Run the tests, notebooks included; FOLDER=data runs those of fin
 	$(BIN)/python -m pytest -n 3 --dist worksteal $(TESTED) $(ARGS)
 
 test-fast: $(DEV) ## Run all but the slow tests, for while you edit; FOLDER=data as above.
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu" $(TESTED) $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu and not long" $(TESTED) $(ARGS)
+
+test-long: $(DEV) ## Run the long tests, which make test leaves out: more cases of what others show.
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m long $(TESTED) $(ARGS)
 
 durations: $(DEV) ## Run the tests on an idle machine and write the seconds of each file to tests/durations.json.
 	report=$$(mktemp) && $(BIN)/python -m pytest -n 2 --dist worksteal --junitxml "$$report" && \
 		$(BIN)/python tests/durations.py "$$report"
 
 test-oldest: .venv-oldest/.ready ## Run the quick tests with the lowest versions that pyproject.toml allows.
-	$(OLDEST)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu" $(ARGS)
+	$(OLDEST)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu and not long" $(ARGS)
 
 test-newest: .venv-newest/.ready ## Run the quick tests with the newest versions that pyproject.toml allows.
-	$(NEWEST)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu" $(ARGS)
+	$(NEWEST)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu and not long" $(ARGS)
 
 house: ## Count names that exist twice, unlisted patches, hung attributes and who knows what, with their places.
 	$(PYTHON) tests/house.py
@@ -100,7 +103,7 @@ docs: $(DEV) ## Write figures, tables and references into the pages, and the sit
 	$(BIN)/mkdocs build --strict
 
 notebooks: $(DEV) ## Execute the notebooks.
-	$(BIN)/python -m pytest tests/test_notebooks.py
+	$(BIN)/python -m pytest -m "" tests/test_notebooks.py
 
 bench: $(DEV) ## Run the CPU benchmarks and write benchmarks/results/ (an hour).
 	$(BIN)/python benchmarks/overhead.py

@@ -15,6 +15,7 @@ from finetune import objectives
 from finetune.config import Choices, Config, ModelSection, Source, from_values, load
 from finetune.config.field_types import Help, shown
 from finetune.config.reference import json_schema, markdown
+from finetune.config.serving import RUNTIMES, SERVED, WAYS
 from finetune.data import formats, in_memory, sources
 from finetune.data.formats import DETECTED, FORMATS
 from finetune.data.lengths import TOO_LONG
@@ -36,6 +37,9 @@ from finetune.training.tracking import TRACKERS
 CHOICES: Choices = {
     "model.attention": {"auto": Help("the fastest of the following that works here"), **ATTENTIONS},
     "quantization.kind": QUANTIZATIONS,
+    "output.serve": SERVED,
+    "output.runtime": RUNTIMES,
+    "output.way": WAYS,
     "data.format": {"auto": DETECTED, **FORMATS},
     "data.chat_template": TEMPLATES,
     "data.too_long": TOO_LONG,

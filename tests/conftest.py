@@ -35,6 +35,9 @@ from finetune.report import plots
 from finetune.settings import load_config
 from finetune.storage.files import write_bytes
 from finetune.storage.rundir import RunDirectory
+from finetune.training import run as training_run
+from finetune.training.job import TrainingJob
+from finetune.training.loop import Loop
 
 # Nothing here outlives a loss of power, which alone fsync is for, and waiting for a disk is a tenth of a short run.
 os.fsync = lambda descriptor: None
@@ -134,6 +137,24 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def unwarmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs without a forecast take no step on the largest batch before the first one, a fifth of a short run's time.
+
+    It changes no state (test_largest_batch_first.py); `golden/` and `faults/` have it. A file whose tests look at it
+    overrides this.
+    """
+
+    def fit(job: TrainingJob, loop: Loop) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            if job.config.memory.check == "off":
+                patch.setattr(training_run, "warm_up", lambda *arguments: {})
+            plain(job, loop)
+
+    plain = training_run.fit
+    monkeypatch.setattr(training_run, "fit", fit)
+
+
+@pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[..., tuple[int, str, str]]:
     """Run `finetune ARGUMENTS` in this process; returns (exit code, stdout, stderr)."""
 
@@ -152,7 +173,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Call
 
 
 @pytest.fixture
-def quick(tmp_path: Path, rows_file: Path, shallow_base: Path, hurried: None):
+def quick(tmp_path: Path, rows_file: Path, shallow_base: Path, hurried: None, unwarmed: None):
     """A function from overrides to the config of a job of a second in its own run directory."""
 
     def make(*overrides: str, run: str = "run") -> Config:

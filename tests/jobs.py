@@ -1,9 +1,11 @@
 """The small job that many tests train, and what came of it."""
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -15,6 +17,17 @@ TINY = Path(__file__).parent.parent / "configs" / "tiny_cpu.yaml"
 QUICK = [
     "training.max_steps=4", "training.batch_size=4", "training.micro_batch=2", "output.merge=false", "memory.check=off",
 ]  # fmt: skip
+
+
+def sampled(cases: Iterable[Any], *often: Any) -> list[Any]:
+    """Parameters of a test, of which all but those that are tried `often` are left to the long tests."""
+    found = list(cases)
+    assert all(case in found for case in often), "they may have been renamed"
+    return [case if case in often else _long(case) for case in found]
+
+
+def _long(case: Any) -> Any:
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.long)
 
 
 def adapter_weights(run: RunDirectory) -> dict[str, torch.Tensor]:

@@ -163,8 +163,9 @@ def test_a_terminal_shows_that_libraries_are_imported(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_takes_its_first_step_without_what_it_does_not_need(tmp_path: Path) -> None:
-    ended = watched(tmp_path, "its first step", "train", TINY, f"output.dir={tmp_path / 'run'}")
+def test_a_run_takes_its_first_step_without_what_it_does_not_need(tmp_path: Path, rows_file: Path) -> None:
+    job = [f"data.train={rows_file}", "data.eval_share=0.2", f"output.dir={tmp_path / 'run'}"]
+    ended = watched(tmp_path, "its first step", "train", TINY, *job)
     assert "eval_loss" in (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8")
     assert "torch" in ended.at_the_end
     assert ended.at_the_end.isdisjoint(

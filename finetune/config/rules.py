@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from finetune.config import serving
 from finetune.config.field_types import GIVEN, source_name
 from finetune.config.sections import Config, entries
+from finetune.config.serving import GGUF, GRIDS
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,61 @@ RULES = (
         "LoftQ starts from a 4-bit base's error; set `quantization.kind: nf4`",
     ),
     Rule(
-        "adapter.dora", only(True), "quantization.kind", only("mxfp4", "nvfp4", "fp8", "published"),
+        "adapter.dora", only(True), "quantization.kind", only(*GRIDS, "published"),
         "DoRA needs the norms of weights that are held packed; set `dora: false`, or `quantization.kind: none`",
+    ),
+    *(
+        Rule(
+            key, values, "quantization.kind", only(*GGUF),
+            f"{reason} of which the embedding is packed; remove it, or set `quantization.kind: nf4`",
+        )
+        for key, values, reason in (
+            ("data.new_tokens", but([]), "rows cannot be added to a base"),
+            ("model.vocabulary", but(None), "the vocabulary cannot be raised in a base"),
+        )
+    ),
+    *(
+        Rule(
+            key, values, "quantization.snap", only(True),
+            f"weights that are rounded with their update {reason}; set `{remedy}`, or `output.way: adapter`",
+        )
+        for key, values, reason, remedy in (
+            ("adapter.dropout", but(0.0), "have one update, and dropout another in each pass", "adapter.dropout: 0"),
+            ("adapter.dora", only(True), "are a sum, which DoRA rescales", "adapter.dora: false"),
+            ("adapter.init", but("default"), "start from a zero update", "adapter.init: default"),
+            ("quantization.kind", but(*GRIDS), "need a kind with a grid", "quantization.kind: q4_k_m"),
+        )
+    ),
+    *(
+        Rule(key, values, "output.serve", only(None), "nothing is to be served; remove it, or set `output.serve`")
+        for key, values in (("output.runtime", but(None)), ("output.way", but("auto")))
+    ),
+    *(
+        Rule("output.serve", but(None), other, others, f"{reason}; remove it, or set `{remedy}`")
+        for other, others, reason, remedy in (
+            ("adapter.kind", only("none"), "every weight is trained, and no base is served", "adapter.kind: lora"),
+            ("model.weights", only("random"), "random weights are not kept", "model.weights: pretrained"),
+            (
+                "training.objective", only("reward", "classification"),
+                "a model with a head for scores is served as it is", "training.objective: supervised",
+            ),
+        )
+    ),
+    *(
+        Rule(
+            key, values, "output.way", only("adapter"),
+            f"what serves an adapter {reason}; set `{remedy}`, or `output.way: rounded`",
+        )
+        for key, values, reason, remedy in (
+            ("adapter.dora", only(True), "cannot rescale the weights of its base", "adapter.dora: false"),
+            ("adapter.extra_modules", but([]), "refuses whole modules beside it", "adapter.extra_modules: []"),
+            ("data.new_tokens", but([]), "refuses rows of tokens beside it", "data.new_tokens: []"),
+            ("adapter.init", only("pissa", "loftq"), "has the base as it is", "adapter.init: default"),
+        )
+    ),
+    Rule(
+        "output.merge", only(True), "output.way", only("adapter", "exact"),
+        "the merged model in 16 bit is not what is served; set `merge: false`, or `output.way: rounded`",
     ),
     Rule(
         "adapter.init", only("loftq"), "model.weights", only("random"),
@@ -109,7 +164,7 @@ RULES = (
         for key, values, reason, remedy in (
             *(
                 ("quantization.kind", only(kind), f"the scales of {kind} weights cannot be sharded", "nf4` or `none")
-                for kind in ("int8", "mxfp4", "nvfp4", "fp8")
+                for kind in ("int8", *GRIDS)
             ),
             ("adapter.init", but("default"), f"an initialization from the weights {_WHOLE}", "default"),
             ("adapter.dora", only(True), f"DoRA {_WHOLE}", "false"),
@@ -256,7 +311,10 @@ RULES = (
 
 def contradictions(config: Config) -> list[tuple[str, str]]:
     """(key, message with remedy) of each broken rule, and of checks that a schema cannot express."""
-    broken = [(rule.key, rule.message) for rule in RULES if rule.broken(config)]
+    broken = list(serving.contradictions(config))
+    if not broken:
+        config, _ = serving.resolved(config)
+    broken += [(rule.key, rule.message) for rule in RULES if rule.broken(config)]
     trained = {entry.source for entry in entries(config.data.train) if not entry.source.startswith("builtin:")}
     for held_out in (entry.source for entry in entries(config.data.eval) if entry.source in trained):
         remedy = "set `data.eval: auto` to hold out a share of it by hash"

@@ -120,6 +120,8 @@ class QuantizationSection(Section):
     loaded from files in 16 or 32 bit."""
     double: bool = True
     """Quantize the quantization constants as well: 4.127 instead of 4.5 bits per parameter (4-bit kinds only)."""
+    snap: bool = False
+    """Compute with the merged weights rounded to the grid of `kind`, as `output.way: exact` sets it."""
 
 
 class AdapterSection(Section):
@@ -478,6 +480,13 @@ class OutputSection(Section):
     set has ten different rows or more."""
     merge: bool = False
     """Merge after training, as `finetune merge` does."""
+    serve: Annotated[str, Choice("output.serve")] | None = None
+    """The form in which the trained model will be served. Training then prepares for it: by `way`, the base is held in
+    that form, or rounded to it afterwards."""
+    runtime: Annotated[str, Choice("output.runtime")] | None = None
+    """The program that serves it; null: the first that reads the form."""
+    way: Annotated[str, Choice("output.way")] = "auto"
+    """How the trained model becomes what is served."""
 
 
 class Config(Section):

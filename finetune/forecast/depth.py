@@ -12,7 +12,7 @@ from finetune.config import AdapterSection
 from finetune.config.field_types import is_pattern
 from finetune.model.adapters import adapter
 from finetune.model.recompute.checkpointing import layers
-from finetune.model.structure import composite, linear_layers
+from finetune.model.structure import composite, linear_layers, recipes
 
 
 class Scattered(Exception):
@@ -87,7 +87,10 @@ def _make_up(layer: nn.Module, untrained: Set[nn.Module]) -> Hashable:
         return tuple(tuple(weight.shape) for weight in module.parameters(recurse=False))
 
     parts = layer.named_modules()
-    return tuple((name, type(part).__name__, shapes(part), part in untrained) for name, part in parts)
+    return tuple(
+        (name, type(part).__name__, shapes(part), part in untrained, tuple(recipes.remembered(part).items()))
+        for name, part in parts
+    )
 
 
 def _per_layer(config: Any, count: int) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from finetune.kernels.room import with_room
+from finetune.model.structure.block_formats import Grid
+from finetune.model.structure.fixed_point import POSITIONS
 from finetune.model.structure.packed import packing_of
 
 _library = torch.library.Library("finetune", "DEF")
@@ -386,6 +388,35 @@ def decode_(
         out.copy_(weight)
     if inputs is not None:
         _write_beside(whole[:, inputs:], beside, at)
+
+
+@_operator(
+    "(Tensor(a!) out, Tensor codes, Tensor scales, Tensor? offsets, Tensor a, Tensor b, float kappa, str form) -> ()"
+)
+def snap_(
+    out: Tensor, codes: Tensor, scales: Tensor, offsets: Tensor | None, a: Tensor, b: Tensor, kappa: float, form: str
+) -> None:
+    """Write W^ into `out` (outputs, inputs): of the values scales * level - offsets those nearest to W + kappa b a.
+
+    `form` is the key of POSITIONS that `codes` are in. `scales` and `offsets` (outputs, groups), `a` (r, inputs) and
+    `b` (outputs, r) are in float32.
+    """
+    POSITIONS[form].snap_(codes, Grid(scales, offsets), out, a, b, kappa)
+
+
+@_fake(snap_)
+def _(
+    out: Tensor, codes: Tensor, scales: Tensor, offsets: Tensor | None, a: Tensor, b: Tensor, kappa: float, form: str
+) -> None:
+    return None
+
+
+def snap(out: Tensor, weight: Any, a: Tensor, b: Tensor, kappa: float) -> None:
+    """Write W^ of a weight that is stored as positions (`model.structure.fixed_point`) into `out`; see `snap_`."""
+    how = packing_of(weight)
+    assert how is not None
+    grid = POSITIONS[how.form].grid(how.scales, how.shape[-1])
+    snap_(out, weight.data, grid.scales, grid.offsets, a.float(), b.float(), kappa, how.form)
 
 
 # Values of a block: few enough that intermediate results stay in a core's cache.

@@ -9,9 +9,9 @@ from torch import nn
 
 from finetune.config import Config, ModelSection
 from finetune.errors import ArtifactError, ConfigError, FinetuneError
+from finetune.model import served
 from finetune.model.base import load_architecture
 from finetune.model.build import weightless
-from finetune.model.source import prequantized
 from finetune.model.source.tokenizer import new_rows
 
 # Rotary scaling types that extend the context beyond `max_position_embeddings`; for others (llama3, longrope) that
@@ -58,8 +58,8 @@ def positions(architecture: Any) -> int | None:
 
 
 def as_base_allows(config: Config, architecture: Any) -> tuple[Config, str | None]:
-    """`within_positions`, `with_new_rows` and `prequantized.resolved`; with a line for each note."""
-    config, kind = prequantized.resolved(config, architecture)
+    """`within_positions`, `with_new_rows` and `served.resolved`; with a line for each note."""
+    config, kind = served.resolved(config, architecture)
     config, length = within_positions(config, architecture)
     config, rows = with_new_rows(config, architecture)
     return config, "\n".join(filter(None, (kind, length, rows))) or None

@@ -21,6 +21,7 @@ from finetune.model.structure import composite, experts, linear_layers
 from finetune.model.structure.experts import Mixture
 from finetune.model.structure.packed import pack, packing_of
 from finetune.model.structure.quantization import QUANTIZATIONS, library_config
+from finetune.model.structure.recipes import RECIPES, remember
 from finetune.runtime import patches
 
 
@@ -106,6 +107,10 @@ def weightless_base(
     # Before layers, which may depend on each other, are removed or quantized.
     not_adaptable = linear_layers.probe(model)
     linear_layers.remember(model, not_adaptable)
+    if quantization.kind in RECIPES:  # which ask for the numbers of layers in the whole model
+        from finetune.model.structure import quantizers
+
+        remember(model, quantizers.recipe_of(model, quantization.kind))
     shorten(model)
     linear_layers.remember(model, not_adaptable)
     published = prequantized.stated(architecture, quantization)

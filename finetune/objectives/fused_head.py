@@ -16,8 +16,9 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from finetune.data.encoded import IGNORE
-from finetune.kernels.head import ChunkedLogProbFunction
+from finetune.kernels.head import ChunkedLogProbFunction, dtype_of
 from finetune.model.structure import experts
+from finetune.model.structure.packed import packing_of
 from finetune.runtime import patches
 
 _COLUMNS = 32768
@@ -86,6 +87,8 @@ def _scored(hidden: Tensor, labels: Tensor, head: Any, softcap: float | None, sc
     weight, bias = (  # FSDP2's shards are gathered once, before the tokens are divided
         one.full_tensor() if hasattr(one, "full_tensor") else one for one in (head.weight, head.bias)
     )
+    if how := packing_of(weight):
+        weight = how.decoded(weight.data, dtype_of(hidden))
     labelled = scores_labelled(hidden.device)
     log_probs, *_ = tiled.apply(
         hidden[mask] if labelled else hidden.flatten(0, 1), weight, bias,

@@ -26,6 +26,7 @@ from finetune.errors import ConfigError
 from finetune.kernels import head, self_test
 from finetune.model import probes
 from finetune.model.structure import experts, sequence_head
+from finetune.model.structure.packed import packing_of
 from finetune.objectives import fused_head
 from finetune.runtime import patches
 
@@ -68,7 +69,9 @@ def check(model: Any) -> None:
     with probes.evaluating(model), probes.attempt(refusal), torch.no_grad(), tiles(probes.TOKENS):
         fused = model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs
     weight = model.get_output_embeddings().weight
-    rounding = 4 * torch.finfo(head.dtype_of(weight)).eps * float(own.abs().max())
+    how = packing_of(weight)
+    of_head = weight.new_empty(0, dtype=how.dtype if how else weight.dtype)
+    rounding = 4 * torch.finfo(head.dtype_of(of_head)).eps * float(own.abs().max())
     distance = float((fused.float() - expected).square().mean().sqrt())
     if not distance <= _UNLIKE + rounding:
         raise _other_head(model, f"the log-probabilities of its tokens differ by {distance:.2g}")

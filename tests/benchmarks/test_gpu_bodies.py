@@ -19,7 +19,7 @@ def run_all() -> dict[str, str]:
     return outcomes
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_bodies_of_gpu_tests_run_as_far_as_the_list_says(children: Children) -> None:
     """`python tests/gpu/on_cpu.py` writes the list anew."""
     [outcomes] = children.call(run_all)

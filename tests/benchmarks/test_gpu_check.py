@@ -14,6 +14,7 @@ import gpu_jobs
 import gpu_slices
 import harness
 import pytest
+from jobs import sampled
 
 from finetune.settings import load_config
 
@@ -21,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["gpu_check", "forecast_gpu"])
+@pytest.mark.parametrize("script", sampled(["gpu_check", "forecast_gpu"], "gpu_check"))
 def test_without_a_cuda_device_it_says_so_and_exits_4(
     script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -55,7 +55,7 @@ def test_running_out_of_memory_is_a_result(tmp_path: Path) -> None:
     assert "tokens_per_second" not in found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_slices_run_without_a_gpu(tmp_path: Path) -> None:
     """Those that take the least; `python benchmarks/gpu_check.py --on cpu` runs all of them."""
     slices = {}

@@ -166,10 +166,15 @@ def test_a_run_without_adapter_is_refused(run: RunDirectory) -> None:
     "overrides",
     [
         ["adapter.dora=true"],
-        ["adapter.rslora=true", "adapter.targets=[q_proj, v_proj]", "adapter.extra_modules=[norm]"],
+        pytest.param(
+            ["adapter.rslora=true", "adapter.targets=[q_proj, v_proj]", "adapter.extra_modules=[norm]"],
+            marks=pytest.mark.long,
+        ),
         ["adapter.init=loftq", f"model.name={BUILTIN_BASE}"],  # near its base, as a cut one is not
         ["adapter.init=pissa", "quantization.kind=none"],
-        ["quantization.kind=int8", "adapter.dtype=bfloat16", "training.precision=bf16"],
+        pytest.param(
+            ["quantization.kind=int8", "adapter.dtype=bfloat16", "training.precision=bf16"], marks=pytest.mark.long
+        ),
     ],
     ids=lambda overrides: overrides[0],
 )

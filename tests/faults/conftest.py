@@ -11,6 +11,11 @@ from finetune.storage.rundir import RunDirectory
 
 
 @pytest.fixture
+def unwarmed() -> None:
+    """Runs with all that may fail in them."""
+
+
+@pytest.fixture
 def train_apart(children: Children, rows_file: Path, tmp_path: Path) -> Callable[..., tuple[RunDirectory, Ended]]:
     """A function that trains a job of seconds in a child, with a fault.
 

@@ -69,7 +69,10 @@ def alone(job: Make) -> Callable[[str], RunDirectory]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "stage"), [("nf4", "weights"), ("16 bit", "gradients"), ("full", "optimizer")])
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [("nf4", "weights"), ("16 bit", "gradients"), pytest.param("full", "optimizer", marks=pytest.mark.long)],
+)
 def test_ranks_train_what_one_process_trains(
     job: Make, alone: Callable[[str], RunDirectory], kind: str, stage: str
 ) -> None:

@@ -26,11 +26,11 @@ def files(folder: Path) -> dict[str, bytes]:
     "moment",
     [
         pytest.param(Fault("finetune.training.step:Step.clip", nth=3), id="step"),
-        pytest.param(Fault("open", r"step-00000003\.incomplete/"), id="checkpoint"),
+        pytest.param(Fault("open", r"step-00000003\.incomplete/"), id="checkpoint", marks=pytest.mark.long),
         pytest.param(Fault("open", r"adapter\.incomplete/"), id="adapter"),
         pytest.param(Fault("open", r"merged\.incomplete/"), id="merge"),
-        pytest.param(Fault("finetune.report.plots:training"), id="plot"),
-        pytest.param(Fault("finetune.report.page:write"), id="report"),
+        pytest.param(Fault("finetune.report.plots:training"), id="plot", marks=pytest.mark.long),
+        pytest.param(Fault("finetune.report.page:write"), id="report", marks=pytest.mark.long),
         pytest.param(Fault("finetune.report.terminal:Terminal.finished"), id="the last event"),
     ],
 )

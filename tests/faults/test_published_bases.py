@@ -19,7 +19,7 @@ JOB = [*QUICK, "data.eval=none", "training.eval_every=null", "training.batch_siz
        "output.save_every=2"]  # fmt: skip
 
 
-@pytest.mark.parametrize("form", ["mxfp4", "fp8"])
+@pytest.mark.parametrize("form", [pytest.param("mxfp4", marks=pytest.mark.long), "fp8"])
 def test_two_ranks_train_what_one_trains_and_resume_to_the_same_bits(
     form: str, children: Children, rows_file: Path, shallow_base: Path, tmp_path: Path
 ) -> None:

@@ -56,32 +56,45 @@ def job(children: Children, folder: Path, tmp_path: Path) -> Make:
     return make
 
 
+@pytest.fixture(scope="module")
+def trained() -> dict[tuple[str, ...], RunDirectory]:
+    """What one process trained, by the rows and the quantization, for the ranks of several tests."""
+    return {}
+
+
 @pytest.mark.parametrize(
     ("rows", "way"),
     [
-        pytest.param("mixed", [], id="copies"),
+        pytest.param("mixed", [], id="copies", marks=pytest.mark.long),
         pytest.param("one", [], id="copies, one rank without images"),
-        pytest.param("mixed", ["quantization.kind=nf4", "distributed.kind=fsdp"], id="slices of 4 bit"),
+        pytest.param(
+            "mixed", ["quantization.kind=nf4", "distributed.kind=fsdp"], id="slices of 4 bit", marks=pytest.mark.long
+        ),
         pytest.param("one", ["distributed.kind=fsdp"], id="slices, one rank without images"),
         pytest.param(
             "one", ["distributed.kind=deepspeed", "distributed.stage=gradients"], id="ZeRO, one rank without images"
         ),
     ],
 )
-def test_ranks_train_what_one_process_trains(job: Make, rows: str, way: list[str]) -> None:
+def test_ranks_train_what_one_process_trains(
+    job: Make, rows: str, way: list[str], trained: dict[tuple[str, ...], RunDirectory]
+) -> None:
     if "distributed.kind=deepspeed" in way:
         pytest.importorskip("deepspeed")
     quantized = [key for key in way if key.startswith("quantization")]
-    alone, together = job(*EXACT, *quantized, rows=rows, run="alone"), job(*EXACT, *way, rows=rows)
-    assert_all(alone.go(1), 0)
+    if (rows, *quantized) not in trained:
+        one = job(*EXACT, *quantized, rows=rows, run="alone")
+        assert_all(one.go(1), 0)
+        trained[rows, *quantized] = one.run
+    alone, together = trained[rows, *quantized], job(*EXACT, *way, rows=rows)
     assert_all(together.go(2), 0)
     for name in ("loss", "grad_norm", "eval_loss"):
-        assert metric(together.run, name) == pytest.approx(metric(alone.run, name), rel=1e-5)
-    torch.testing.assert_close(adapter_weights(together.run), adapter_weights(alone.run), rtol=0, atol=1e-6)
-    assert metric(alone.run, "loss")[-1] < metric(alone.run, "loss")[0]
+        assert metric(together.run, name) == pytest.approx(metric(alone, name), rel=1e-5)
+    torch.testing.assert_close(adapter_weights(together.run), adapter_weights(alone), rtol=0, atol=1e-6)
+    assert metric(alone, "loss")[-1] < metric(alone, "loss")[0]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_killed_processes_resume_to_the_same_bits(job: Make, ranks: int) -> None:
     whole, killed = job(*RANDOM, run="whole"), job(*RANDOM)
     assert_all(whole.go(ranks), 0)

@@ -59,18 +59,29 @@ def alone(children: Children, job: list[str], tmp_path_factory: pytest.TempPathF
     return run
 
 
+WAYS: dict[str, tuple[int, list[str]]] = {
+    "two copies": (2, ["preference.reference=in_step"]),
+    "two copies, cached reference": (2, ["preference.reference=cached"]),
+    "ZeRO": (2, ["preference.reference=cached", "distributed.kind=deepspeed"]),
+    "two slices, prompts computed once": (
+        2, ["preference.reference=in_step", "distributed.kind=fsdp", "data.packing=true"],
+    ),
+    "four slices, cached reference": (4, ["preference.reference=cached", "distributed.kind=fsdp"]),
+}  # fmt: skip
+"""Numbers of ranks and what they are told; the first three are tried with DPO, and the others with KTO."""
+
+
 @pytest.mark.parametrize(
-    ("ranks", "way"),
+    ("objective", "ranks", "way"),
     [
-        pytest.param(2, ["preference.reference=in_step"], id="two copies"),
-        pytest.param(2, ["preference.reference=cached"], id="two copies, cached reference"),
         pytest.param(
-            2, ["preference.reference=in_step", "distributed.kind=fsdp", "data.packing=true"],
-            id="two slices, prompts computed once",
-        ),
-        pytest.param(2, ["preference.reference=cached", "distributed.kind=deepspeed"], id="ZeRO"),
-        pytest.param(4, ["preference.reference=cached", "distributed.kind=fsdp"], id="four slices, cached reference"),
+            objective, *way, id=f"{objective}-{name}",
+            marks=[] if (objective == "dpo") == (number < 3) else pytest.mark.long,
+        )
+        for objective in RECORDED
+        for number, (name, way) in enumerate(WAYS.items())
     ],
+    indirect=["objective"],
 )  # fmt: skip
 def test_ranks_train_as_one_does(
     children: Children, job: list[str], objective: str, alone: RunDirectory, tmp_path: Path, ranks: int, way: list[str]

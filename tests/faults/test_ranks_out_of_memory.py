@@ -58,7 +58,7 @@ def said(ended: Ended) -> str:
 @pytest.mark.parametrize(
     ("place", "nth"),
     [
-        pytest.param("", 2, id="forward, in a pass that averages nothing"),
+        pytest.param("", 2, id="forward, in a pass that averages nothing", marks=pytest.mark.long),
         pytest.param("", LAYERS + 2, id="forward of the last pass"),
         pytest.param("backward", LAYERS + 2, id="backward, when some gradients are averaged"),
     ],

@@ -83,7 +83,7 @@ def starts(run: RunDirectory) -> list[int]:
     [
         pytest.param([FSDP], "backward", id="slices of the weights"),
         pytest.param([CONTEXT], "backward", id="slices of rows"),
-        pytest.param(ZERO, "backward", id="deepspeed", marks=pytest.mark.slow),
+        pytest.param(ZERO, "backward", id="deepspeed", marks=pytest.mark.long),
     ],
 )
 def test_the_same_command_goes_on_from_the_last_save_with_smaller_micro_batches(

@@ -75,7 +75,7 @@ def assert_close(found: RunDirectory, expected: RunDirectory, *, rounded: bool =
         assert metric(found, name) == pytest.approx(metric(expected, name), rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["nf4", pytest.param("16 bit", marks=pytest.mark.long), "full"])
 def test_sharded_ranks_train_what_one_process_trains(job: Make, kind: str, untied: Path) -> None:
     """Also at other stages, offloaded to the host, with layers that keep some results, and with a head of its own."""
     unsharded = [key for key in KINDS[kind] if not key.startswith("distributed")]

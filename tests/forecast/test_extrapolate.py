@@ -186,6 +186,7 @@ def test_only_the_first_and_last_layer_may_free_blocks_elsewhere() -> None:
             8,
             {"adapter__targets": ["q_proj", ".*layers[.]([0-5]|7)[.]mlp.*"], "quantization__kind": "none"},
             id="by pattern",
+            marks=pytest.mark.long,
         ),
         pytest.param(
             "llama",

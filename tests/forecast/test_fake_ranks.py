@@ -50,7 +50,7 @@ def trace(config: Config, world_size: int, **given: Any) -> Trace:
     "changes",
     [
         {},
-        {"distributed__stage": "gradients", "quantization__kind": "none"},
+        pytest.param({"distributed__stage": "gradients", "quantization__kind": "none"}, marks=pytest.mark.long),
         {"quantization__kind": "none", "adapter__kind": "none", "training__batch_size": 16},
     ],
     ids=["weights of nf4", "gradients", "every weight, accumulated"],
@@ -263,7 +263,7 @@ def zero(stage: str, ranks: int, card: str | None = None, **changes: Any) -> For
         distributed__kind="deepspeed", distributed__stage=stage, optimizer__kind="adamw_torch_fused", **changes
     )
     device = tiny_models.card(card) if card else tiny_models.cpu()
-    return Planner(config, tiny_models.architecture(layers=LAYERS), device, None, ranks).forecast()
+    return Planner(config, tiny_models.architecture(layers=2), device, None, ranks).forecast()
 
 
 @pytest.mark.slow
@@ -276,12 +276,13 @@ def test_nccl_has_a_term_for_several_gpus_and_for_nothing_else() -> None:
         config = job(**{"distributed__kind": "ddp", **changes})
         return Planner(config, tiny_models.architecture(layers=1), device, None, ranks).forecast()
 
-    assert "communicators" not in made(1, card).categories
+    one = made(1, card)
+    assert "communicators" not in one.categories
     assert "communicators" not in made(2, tiny_models.cpu()).categories
     two, eight = made(2, card), made(8, card)
     assert two.categories["communicators"] == 544 * mib
     assert eight.categories["communicators"] == 688 * mib
-    assert two.categories["context"] == made(1, card).categories["context"]
+    assert two.categories["context"] == one.categories["context"]
     assert two.needed_bytes == two.peak_reserved_bytes + card.outside_bytes + 544 * mib
     assert sum(two.categories.values()) == two.needed_bytes
     split = {"distributed__context": 2}
@@ -305,7 +306,7 @@ def test_each_stage_of_zero_shards_what_it_says() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["gradients", "weights"])
+@pytest.mark.parametrize("stage", [pytest.param("gradients", marks=pytest.mark.long), "weights"])
 def test_layers_under_zero_are_extrapolated_to_what_traced_ones_take(stage: str) -> None:
     config = job(distributed__kind="deepspeed", distributed__stage=stage, optimizer__kind="adamw_torch_fused")
     assert peaks(trace(config, 4)) == peaks(trace(config, 4, shortening=lambda kinds: whole(len(kinds))))
@@ -331,7 +332,7 @@ def test_zero_offloads_to_the_host_and_to_a_disk() -> None:
 @pytest.mark.slow
 def test_the_time_of_a_disk_is_its_bytes_over_its_bandwidth() -> None:
     """Weights, two states and gradients, in float32, each read and written once a step; norms are too small for it."""
-    architecture = tiny_models.architecture(layers=LAYERS)
+    architecture = tiny_models.architecture(layers=2)
     changes = {**FULL, "distributed__nvme_path": "/tmp", "optimizer__kind": "adamw_torch_fused"}
     config = job(distributed__kind="deepspeed", distributed__offload="nvme", **changes)
     disk = Planner(config, architecture, tiny_models.card(CARD), None, 1).forecast()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import tiny_models
 import torch
 from accelerate.state import GradientState
 from children import Children
-from forecast_cpu import LARGEST_ERROR, SETTINGS, UNDER_PREDICTION, Setting, apart, forecast, measure, relative_errors
+from forecast_cpu import LARGEST_ERROR, SETTINGS, UNDER_PREDICTION, Setting, forecast, measure, relative_errors
 from traces import peaks
 
 from finetune.config.field_types import LEVELS
@@ -33,26 +34,19 @@ CHOSEN = {
     "small tiles, deep",  # layers are extrapolated
     "small tiles, bf16, evaluated",
     "glm_moe_dsa, small tiles",  # adapters that no gradient reaches
-    "qwen3-vl nf4, text beside images",
 }
 
 
-def measure_chosen() -> dict[str, dict[str, int]]:
-    return {setting.name: apart(measure, setting) for setting in SETTINGS if setting.name in CHOSEN}
-
-
-@pytest.fixture(scope="module")
-def measured(children: Children) -> dict[str, dict[str, int]]:
-    """What the profiler counts while each of the settings trains, in processes of their own."""
-    [peaks] = children.call(measure_chosen)
-    return peaks
+def measured(name: str) -> dict[str, int]:
+    """What the profiler counts while a setting trains; called in a process of its own."""
+    return measure(next(setting for setting in SETTINGS if setting.name == name))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", [each for each in SETTINGS if each.name in CHOSEN], ids=lambda each: each.name)
-def test_the_forecast_holds_against_a_trained_step(setting: Setting, measured: dict[str, dict[str, int]]) -> None:
+def test_the_forecast_holds_against_a_trained_step(setting: Setting, children: Children) -> None:
     """Each phase by itself."""
-    errors = relative_errors(forecast(setting), measured[setting.name])
+    errors = relative_errors(forecast(setting), *children.call(measured, setting.name))
     assert {"load", "forward", "backward", "optimizer"} < errors.keys()
     outside = {phase: error for phase, error in errors.items() if not -UNDER_PREDICTION <= error <= LARGEST_ERROR}
     assert not outside, "forecast " + ", ".join(f"{phase} {100 * error:+.2f} %" for phase, error in outside.items())
@@ -305,6 +299,7 @@ def test_an_optimizer_that_divides_by_one_minus_what_it_reads_is_traced(monkeypa
 
 @pytest.mark.slow
 def test_sgd_with_weight_decay_copies_all_gradients_at_once_on_a_card_and_one_by_one_on_a_cpu() -> None:
+    @functools.cache
     def traced(where: Any, decay: float, layers: int = 2, **changes: Any) -> Trace:
         job = tiny_models.config(optimizer__kind="sgd", optimizer__weight_decay=decay)
         return tiny_models.trace(job, tiny_models.architecture(layers=layers), where=where, **changes)
@@ -356,8 +351,8 @@ _OTHERS: list[dict[str, Any]] = [
     [
         pytest.param("llama", 2, None, {}, _OTHERS[1:3], id="on a CPU"),
         pytest.param("llama", 2, "RTX 4090", {"kernels__fused": "on"}, _OTHERS, id="fused"),
-        pytest.param("llama", 2, None, {"quantization__kind": "int8"}, _OTHERS[:2], id="int8"),
-        pytest.param("windows", 3, "RTX 3090", {}, _OTHERS[:2], id="windows"),
+        pytest.param("llama", 2, None, {"quantization__kind": "int8"}, _OTHERS[:2], id="int8", marks=pytest.mark.long),
+        pytest.param("windows", 3, "RTX 3090", {}, _OTHERS[:2], id="windows", marks=pytest.mark.long),
         pytest.param("mixture", 2, "RTX 4090", {"training__precision": "fp16"}, _OTHERS[::3], id="mixture"),
     ],
 )

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from jobs import sampled
 
 import finetune
 from finetune.data.encoded import segments_of
@@ -43,7 +44,7 @@ def log_probs(model: Any, ids: list[int], labels: list[int]) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reference", ["in_step", "cached"])
+@pytest.mark.parametrize("reference", sampled(["in_step", "cached"], "cached"))
 def test_a_run_of_dpo_is_measured_on_held_out_pairs_as_by_whole_logits(job: Any, reference: str) -> None:
     config = job("training.objective=dpo", f"preference.reference={reference}", "output.merge=true")
     finetune.train(config)

@@ -112,9 +112,10 @@ def resources(cubin: bytes, file: Path) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("compiled", "dtype"),
     [
-        *((card, torch.bfloat16) for card in (89, 90, 100, 120)),  # 86 has the instructions of 80 and 89
-        *((card, torch.float16) for card in (75, 80)),
-        (80, torch.float32),
+        (75, torch.float16),  # the oldest and the newest; those between with the long tests
+        (120, torch.bfloat16),
+        *(pytest.param(card, torch.bfloat16, marks=pytest.mark.long) for card in (89, 90, 100)),  # 86 is as 80 and 89
+        *(pytest.param(80, dtype, marks=pytest.mark.long) for dtype in (torch.float16, torch.float32)),
     ],
     indirect=["compiled"],
 )

@@ -278,7 +278,8 @@ def test_a_model_unlike_others_is_planned_and_trained_and_answers(known: str, tm
     every_architecture.model(config).save_pretrained(tmp_path / "base")
     job = quick(
         f"model.name={tmp_path / 'base'}", "model.tokenizer=builtin:tiny-llama", "memory.check=refuse",
-        "training.max_steps=1", "training.batch_size=2", "quantization.kind=nf4", "data.eval=none",
+        "memory.checkpointing=all", "training.max_steps=1", "training.batch_size=2", "quantization.kind=nf4",
+        "data.eval=none",
     )  # fmt: skip
     run = finetune.train(job).run
     assert json.loads(run.forecast_file.read_text())["fits"]

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from finetune.config import ModelSection, QuantizationSection
+from finetune.config.serving import GGUF
 from finetune.errors import ArtifactError, FinetuneError, MachineError
 from finetune.model.base import load_architecture, load_base
 from finetune.model.source.chat_template import named
@@ -24,6 +25,8 @@ CPU = torch.device("cpu")
 SHARES_OF_16_BIT = {
     "nf4": 0.25, "fp4": 0.25, "int8": 0.5, "mxfp4": 0.25, "nvfp4": 0.25, "fp8": 0.5, "none": 1.0, "published": 1.0,
     "auto": 1.0,
+    # Rows of 192 weights, which blocks of 256 do not divide: Q5_0, Q5_1, Q8_0 and IQ4_NL.
+    "q4_k_m": 22 / 64, "q5_k_m": 24 / 64, "q6_k": 34 / 64, "q8_0": 34 / 64, "q4_0": 18 / 64, "iq4_xs": 18 / 64,
 }  # fmt: skip
 
 
@@ -49,8 +52,10 @@ def test_linear_layers_take_the_bytes_of_their_kind(kind: str, share_of_16_bit: 
     model = load(kind, weights=weights)
     projection = model.model.layers[0].mlp.up_proj
     assert weight_bytes(projection) == share_of_16_bit * 2 * 192 * 512
-    assert model.model.embed_tokens.weight.dtype == torch.bfloat16, "embeddings are not cast up"
-    assert type(model.lm_head) is torch.nn.Linear, "the head is not quantized"
+    of_a_file = kind in GGUF
+    assert model.model.embed_tokens.weight.dtype == (torch.uint8 if of_a_file else torch.bfloat16), "not cast up"
+    assert (type(model.lm_head) is torch.nn.Linear) is not of_a_file, "the head is quantized where a file has it so"
+    assert model.lm_head.weight is model.model.embed_tokens.weight
     assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import families
 import pytest
+from jobs import sampled
 
 from finetune.config import ModelSection
 from finetune.errors import ArtifactError, MachineError
@@ -27,7 +28,13 @@ def _error(found: families.Gradients, expected: families.Gradients) -> float:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*falling back to its reference")
-@pytest.mark.parametrize("model_type", families.FAMILIES.values())
+@pytest.mark.parametrize(
+    "model_type",
+    sampled(
+        families.FAMILIES.values(), "deepseek_v4", "gemma4", "glm_moe_dsa", "gpt_oss", "llama4", "minimax", "mistral3",
+        "nemotron_h", "qwen3_5", "qwen3_5_moe",
+    ),
+)  # fmt: skip
 def test_a_step_is_that_of_plain_transformers_and_peft(model_type: str) -> None:
     """Rows padded and packed, layers recomputed and not, beside each row by itself."""
     config = families.architecture(model_type)

@@ -30,7 +30,7 @@ _NAMES = ["model.embed_tokens.weight", "lm_head.weight"]
 
 
 @pytest.fixture(params=["tied", "untied"])
-def job(request: Any, tmp_path: Path, shallow_base: Path, hurried: None) -> Callable[..., Any]:
+def job(request: Any, tmp_path: Path, shallow_base: Path, hurried: None, unwarmed: None) -> Callable[..., Any]:
     """A function from steps and a folder to a job with new tokens, on a base whose head is its embedding, or not."""
     base = Path(shutil.copytree(shallow_base, tmp_path / "base"))
     if request.param == "untied":

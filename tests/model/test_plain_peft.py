@@ -49,6 +49,10 @@ OTHERS: dict[str, dict[str, Any]] = {
 MISTAKEN = {"deepseek_v3", "glm4_moe", "glm_moe_dsa", "ernie4_5_moe", "hunyuan_v1_moe", "qwen3_next"}
 
 
+OFTEN = {*MISTAKEN, "qwen3_5_moe_text", "gpt2", "llama", "mixtral", "mamba"}
+"""Those that are tried often; the others in the long tests."""
+
+
 def architectures() -> dict[str, dict[str, Any]]:
     """Every architecture that the tests build, as small as they do."""
     sizes = test_experts.SHARED
@@ -126,9 +130,14 @@ def read_by_peft(*folders: Path) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")  # PEFT sets it for GPT-2's layers
-def test_peft_alone_reads_every_tensor_of_every_architecture(tmp_path: Path, subtests: pytest.Subtests) -> None:
+@pytest.mark.parametrize(
+    "names", [OFTEN, pytest.param(architectures().keys() - OFTEN, marks=pytest.mark.long)], ids=len
+)
+def test_peft_alone_reads_every_tensor_of_every_architecture(
+    names: set[str], tmp_path: Path, subtests: pytest.Subtests
+) -> None:
     expected = {}
-    for name in architectures():
+    for name in sorted(names):
         folder = tmp_path / name
         base = base_of(name)
         base.save_pretrained(folder / "base")

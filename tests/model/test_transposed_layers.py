@@ -9,6 +9,7 @@ from typing import Any
 import every_architecture
 import pytest
 import torch
+from jobs import sampled
 
 import finetune
 from finetune.config import AdapterSection, Config
@@ -28,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["none", "nf4", "int8"])
+@pytest.mark.parametrize("kind", sampled(["none", "nf4", "int8"], "nf4"))
 def test_every_command_takes_the_adapter_of_a_run(kind: str, folder: Path, quick: Any) -> None:
     run = finetune.train(
         quick(f"model.name={folder}", "model.tokenizer=builtin:tiny-llama", f"quantization.kind={kind}")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from jobs import metric, same_adapter
+from jobs import metric, same_adapter, sampled
 from peft import PeftModel
 from steps import (
     assert_gradients_close,
@@ -173,7 +173,7 @@ def test_the_gradient_is_that_of_transformers_classifier_however_the_step_is_spl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("packing", ["false", "true"])
+@pytest.mark.parametrize("packing", sampled(["false", "true"], "true"))
 def test_a_classifier_learns_as_forecast_and_resumes_to_the_same_bits(job, tmp_path: Path, packing: str) -> None:
     keys = [*LEARNING, "training.eval_every=4", "memory.check=warn", f"data.packing={packing}"]
     whole = finetune.train(job(*keys, run="whole")).run

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import metric, same_adapter
+from jobs import metric, same_adapter, sampled
 from steps import (
     assert_gradients_close,
     forecast_that_held,
@@ -172,7 +172,7 @@ def test_a_teacher_that_is_the_base_has_nothing_to_teach(job, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("packing", ["false", "true"])
+@pytest.mark.parametrize("packing", sampled(["false", "true"], "false"))
 def test_a_teacher_is_learnt_from_as_forecast_and_a_run_resumes_to_the_same_bits(
     job, tmp_path: Path, packing: str
 ) -> None:

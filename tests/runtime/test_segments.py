@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from jobs import sampled
 
 from finetune.config import MemorySection
 from finetune.errors import MachineError
@@ -263,7 +264,7 @@ def test_what_the_user_has_set_stays(driver: Install, subtests: pytest.Subtests)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+@pytest.mark.parametrize("variable", sampled(["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"], "PYTORCH_ALLOC_CONF"))
 def test_settings_of_the_environment_are_the_users(variable: str) -> None:
     """With torch 2.13, and in a fork as with torch 2.11, which has no function that tells them."""
     code = (

@@ -26,7 +26,7 @@ from finetune.storage import locks
 from finetune.storage.rundir import RunDirectory
 from finetune.sweeps import grid, running
 
-pytestmark = pytest.mark.usefixtures("hurried")
+pytestmark = pytest.mark.usefixtures("hurried", "unwarmed")
 
 JOB = [*QUICK, "training.max_steps=8", "data.eval_share=0.3", "adapter.rank=4", "adapter.dropout=0.1"]
 RATES = {"training.learning_rate": ["1e-3", "3e-3", "1e-2", "1"]}

@@ -54,11 +54,8 @@ def eval_loss(run: RunDirectory) -> float:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["adapter.dora=true"],
-        ["adapter.extra_modules=[norm]"],
         ["adapter.dora=true", "adapter.extra_modules=[norm]", "adapter.ranks={q_proj: 2}"],
         ["adapter.rslora=true", "adapter.ranks={q_proj: 2, up_proj: 8}"],
-        ["deepseek", "adapter.expert_rank=0"],
         ["deepseek", "adapter.expert_rank=0", "adapter.extra_modules=[norm, embed_tokens]"],
     ],
     ids=" ".join,

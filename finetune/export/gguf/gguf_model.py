@@ -11,18 +11,19 @@ import errno
 import functools
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import torch
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from torch import nn
 
 from finetune.config import QuantizationSection
 from finetune.errors import ConfigError
-from finetune.export.gguf import gguf_recipes, gguf_vocabulary
+from finetune.export.gguf import gguf_packed, gguf_recipes, gguf_vocabulary
+from finetune.export.gguf.gguf_packed import Tensor
 from finetune.export.gguf.gguf_types import TYPES
 from finetune.model import bounds
 from finetune.model.skeleton import weightless_base
@@ -36,10 +37,12 @@ _CHUNK = 2**24
 
 
 def write(
-    folder: Path, config: Any, tokenizer: Any, file: Path, kind: str, *, starts_with_bos: bool, end_of_turn: int | None
-) -> list[str]:
+    folder: Path, config: Any, tokenizer: Any, file: Path, kind: str, *, starts_with_bos: bool,
+    end_of_turn: int | None, packed: Mapping[str, nn.Parameter] = {},
+) -> list[str]:  # fmt: skip
     """Write the model in `folder` (safetensors) to `file`, its matrices in the type `kind` (a key of `TYPES`).
 
+    `packed` weights, by the model's names, take the place of the folder's, and their bytes are written as they are.
     Takes the memory of one tensor. Returns the known differences of llama.cpp, as sentences. Raises ConfigError for a
     model that llama.cpp cannot express, OSError if the disk lacks room.
     """
@@ -52,9 +55,8 @@ def write(
         known += gguf_vocabulary.add(
             writer, tokenizer, text.vocab_size, starts_with_bos=starts_with_bos, end_of_turn=end_of_turn
         )
-        tensors = list(_tensors(folder, config, family))
-        infos = [(name, _type(name, shape, kind, text), shape) for name, shape, _ in tensors]
-        _write_tensors(writer, file, infos, (make for _, _, make in tensors))
+        tensors = list(_tensors(folder, config, family, kind, packed))
+        _write_tensors(writer, file, tensors)
     if text is not config:
         known.append("the file holds the language model alone; what sees or hears stays with `merged`")
     return known
@@ -79,8 +81,11 @@ def write_lora(config: Any, pairs: dict[str, tuple[torch.Tensor, torch.Tensor]],
             name = gguf_names.name_of(names, own, family)
             made[f"{name}.lora_a"] = down
             made[f"{name}.lora_b"] = stored[own]
-        infos = [(name, gguf.GGMLQuantizationType.F32, list(tensor.shape)) for name, tensor in made.items()]
-        _write_tensors(writer, file, infos, (functools.partial(torch.clone, tensor) for tensor in made.values()))
+        exact = gguf.GGMLQuantizationType.F32
+        _write_tensors(
+            writer, file,
+            [(name, list(one.shape), exact, functools.partial(torch.clone, one)) for name, one in made.items()],
+        )  # fmt: skip
 
 
 def _add_parameters(writer: Any, config: Any, family: Family) -> list[str]:
@@ -127,15 +132,14 @@ def context(config: Any) -> tuple[int, list[str]]:
 # Small matrices that decide much, or that llama.cpp takes in float32 alone.
 _EXACT = (".bias", ".scale", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "ssm_conv1d.weight")
 
-Tensor = tuple[str, list[int], Callable[[], torch.Tensor]]
 
-
-def _tensors(folder: Path, config: Any, family: Family) -> Iterator[Tensor]:
-    """Name, shape and a function that loads each tensor of the GGUF file."""
+def _tensors(
+    folder: Path, config: Any, family: Family, kind: str, packed: Mapping[str, nn.Parameter]
+) -> Iterator[Tensor]:
     text = gguf_families.text(config)
     names = gguf_names.mapped(text, family)
-    if (factors := _frequency_factors(text)) is not None:
-        yield "rope_freqs.weight", list(factors.shape), lambda: factors
+    if (factors := gguf_names.frequency_factors(text)) is not None:
+        yield "rope_freqs.weight", list(factors.shape), gguf.GGMLQuantizationType.F32, lambda: factors
     files = sorted(folder.glob("*.safetensors"))
     for file in files:
         weight_files.check(file)
@@ -147,24 +151,18 @@ def _tensors(folder: Path, config: Any, family: Family) -> Iterator[Tensor]:
     for name, own in gguf_names.own(known).items():
         if name in tied:
             continue
+        if name in packed:
+            store = functools.partial(gguf_names.stored, own, config=text, family=family)
+            for part, *rest in gguf_packed.tensors(name, packed[name], store):
+                yield gguf_names.name_of(names, part, family), *rest
+            continue
         for part, shaped in gguf_names.stored(own, known[name].to("meta"), text, family).items():
 
             def load(name: str = name, own: str = own, part: str = part) -> torch.Tensor:
                 return gguf_names.stored(own, weights[name], text, family)[part]
 
-            yield gguf_names.name_of(names, part, family), list(shaped.shape), load
-
-
-def _frequency_factors(config: Any) -> torch.Tensor | None:
-    """The divisors of the rotary frequencies for a scaling that is stored as a tensor: (head size / 2,), else None."""
-    rope, head = gguf_families.rope(config), gguf_families.head_size(config)
-    if rope["rope_type"] == "proportional":
-        rotated = int(rope["partial_rotary_factor"] * head // 2)
-        return torch.tensor([1.0] * rotated + [1e30] * (head // 2 - rotated)) * rope.get("factor", 1.0)
-    if rope["rope_type"] != "llama3":
-        return None
-    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
-    return 1.0 / rope["rope_theta"] ** (torch.arange(0, head, 2, dtype=torch.float32) / head) / scaled
+            stored, shape = gguf_names.name_of(names, part, family), list(shaped.shape)
+            yield stored, shape, _type(stored, shape, kind, text), load
 
 
 def _type(name: str, shape: list[int], kind: str, config: Any) -> Any:
@@ -186,12 +184,10 @@ def _written(writer: Any) -> Iterator[Any]:
         writer.close()
 
 
-def _write_tensors(
-    writer: Any, file: Path, infos: list[tuple[str, Any, list[int]]], tensors: Iterator[Callable[[], torch.Tensor]]
-) -> None:
+def _write_tensors(writer: Any, file: Path, tensors: list[Tensor]) -> None:
     """Write header, keys and then each tensor, one in memory at a time."""
     total = 0
-    for name, kind, shape in infos:
+    for name, shape, kind, _ in tensors:
         stored = gguf.quant_shape_to_byte_shape(shape, kind)
         size = int(np.prod(stored))
         total += size
@@ -201,12 +197,14 @@ def _write_tensors(
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for (name, kind, _), load in zip(infos, tensors, strict=True):
+    for name, _, kind, load in tensors:
         writer.write_tensor_data(_encoded(name, load(), kind))
 
 
 def _encoded(name: str, tensor: torch.Tensor, kind: Any) -> np.ndarray:
-    """The bytes of a tensor in a GGUF type, converted a few rows at a time."""
+    """The bytes of a tensor in a GGUF type, converted a few rows at a time; those of a packed one are given."""
+    if tensor.dtype is torch.uint8:
+        return tensor.numpy()
     matrix = tensor.reshape(-1, tensor.shape[-1])
     encoded = np.empty(gguf.quant_shape_to_byte_shape(matrix.shape, kind), dtype=np.uint8)
     rows = max(1, _CHUNK // matrix.shape[-1])

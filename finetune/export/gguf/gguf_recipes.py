@@ -1,9 +1,9 @@
 """K-quants: the type that llama.cpp's recipes give a tensor, and the quantization by llama.cpp's own function.
 
 The `gguf` package reads these types and does not write them; the `xllamacpp` wheel exports ggml's function that does.
-The recipes are those of `llama-quantize` without an importance matrix (src/llama-quant.cpp of b10605). Small files of
-Llama, Mistral, Qwen 2.5 and 3, Gemma 2 and 3, and Phi 4 were equal to those that `llama_model_quantize` (b11739) makes
-from a bfloat16 file, in the bytes of all tensors; the rules for 80 layers and for experts were read, not run.
+The recipes are in `finetune.model.structure.recipes`. Small files of Llama, Mistral, Qwen 2.5 and 3, Gemma 2 and 3,
+and Phi 4 were equal to those that `llama_model_quantize` (b11739) makes from a bfloat16 file, in the bytes of all
+tensors; the rules for 80 layers and for experts were read, not run.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from gguf import GGMLQuantizationType as Types
 from gguf import quant_shape_to_byte_shape
 
 from finetune.errors import MachineError
+from finetune.model.structure import recipes
 
 
 def check(kind: str) -> None:
@@ -35,26 +36,13 @@ def check(kind: str) -> None:
 
 def type_of(name: str, kind: str, config: Any) -> Any:
     """The type of the matrix `name` in a file of the K-quant `kind`; `config` is transformers' of the model."""
-    main = Types[kind.upper().removesuffix("_M")]
-    if name == "output.weight" or (name == "token_embd.weight" and config.tie_word_embeddings):
-        return Types.Q6_K
-    if name == "per_layer_model_proj.weight":
-        return Types.F16
-    _, _, inside = name.partition("blk.")
-    layer, _, part = inside.removesuffix(".weight").removesuffix("_exps").partition(".")
-    if not kind.endswith("_m") or part not in ("attn_v", "attn_qkv", "ffn_down"):
-        return main
-    layers = config.num_hidden_layers
-    offset = int(layer) - layers // 8
-    if offset < 0 or int(layer) >= 7 * layers // 8 or offset % 3 == 2:
-        return Types.Q6_K
-    # The 70B model: eight heads share these weights.
-    return Types.Q5_K if part != "ffn_down" and layers == 80 and main is Types.Q4_K else main
+    return Types[(recipes.wanted(name, kind, config) or "f16").upper()]
 
 
 def fallback(kind: Any) -> Any:
     """The type that replaces a K-quant if rows are not divisible by 256; None for other types."""
-    return {Types.Q4_K: Types.Q5_0, Types.Q5_K: Types.Q5_1, Types.Q6_K: Types.Q8_0}.get(kind)
+    replacing = recipes.FALLBACKS.get(kind.name.lower())
+    return replacing and Types[replacing.upper()]
 
 
 def quantize(matrix: np.ndarray, kind: Any) -> np.ndarray:

@@ -47,6 +47,7 @@ def adapted(base: Any, section: AdapterSection, *, inference_mode: bool = False,
     """`base` with a new adapter as `section` describes it; see `attach`."""
     from peft import get_peft_model
 
+    from finetune.model.adapters import exact_layers
     from finetune.model.adapters.expert_adapter import ParamWrapper
 
     config = lora_config(base, section)
@@ -68,6 +69,7 @@ def adapted(base: Any, section: AdapterSection, *, inference_mode: bool = False,
                 "choose others"
             ) from error
     config.task_type = task
+    exact_layers.attach(model)
     new_rows.complete(model)
     if composite.is_language_alone(base) or composite.beside_language(base):
         # A part of a name may mean layers of the other models as well.

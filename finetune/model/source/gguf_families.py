@@ -50,9 +50,13 @@ def text(config: Any) -> Any:
 
 def rope(config: Any) -> dict[str, Any]:
     """The rotary embedding's parameters; if layers differ, those of full attention."""
-    parameters = config.rope_parameters
-    parameters = parameters.get("full_attention", parameters)
-    return {"rope_type": "default", **parameters}
+    return {"rope_type": "default", **own_rope(config)}
+
+
+def own_rope(config: Any) -> dict[str, Any]:
+    """The part of `config` that `rope` copies."""
+    parameters: dict[str, Any] = config.rope_parameters
+    return parameters.get("full_attention", parameters)
 
 
 def head_size(config: Any) -> int:

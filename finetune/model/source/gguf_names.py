@@ -43,3 +43,17 @@ def stored(name: str, tensor: torch.Tensor, config: Any, family: Family) -> gguf
             # From halves of each head (transformers) to pairs (llama.cpp).
             tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(tensor.shape)
     return family.parts(name, tensor, config)
+
+
+def frequency_factors(config: Any) -> torch.Tensor | None:
+    """The divisors of the rotary frequencies for a scaling that is stored as a tensor: (head size / 2,), else None."""
+    rope, head = gguf_families.rope(config), gguf_families.head_size(config)
+    if rope["rope_type"] == "proportional":
+        rotated = int(rope["partial_rotary_factor"] * head // 2)
+        return torch.tensor([1.0] * rotated + [1e30] * (head // 2 - rotated)) * rope.get("factor", 1.0)
+    if rope["rope_type"] != "llama3":
+        return None
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    return 1.0 / rope["rope_theta"] ** (torch.arange(0, head, 2, dtype=torch.float32) / head) / scaled

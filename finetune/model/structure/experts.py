@@ -103,12 +103,16 @@ def active(model: nn.Module) -> int:
     return max(next((int(count) for name in _ACTIVE if (count := getattr(text, name, None))), 1), 1)
 
 
+def count(text: Any) -> int:
+    """The number of experts of a layer by a model's config; 0 for a dense model."""
+    return next((int(number) for name in _EXPERTS if (number := getattr(text, name, None))), 0)
+
+
 def balancing_loss(router_logits: Any, text: Any, attention_mask: torch.Tensor | None) -> torch.Tensor:
     """The load-balancing loss of a mixture with the config `text` (arXiv 2101.03961), which all families share."""
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-    count = next(getattr(text, name) for name in _EXPERTS if hasattr(text, name))
-    loss: torch.Tensor = load_balancing_loss_func(router_logits, count, text.num_experts_per_tok, attention_mask)
+    loss: torch.Tensor = load_balancing_loss_func(router_logits, count(text), text.num_experts_per_tok, attention_mask)
     return loss
 
 

@@ -10,8 +10,9 @@ Shapes: weights are (..., rows, columns); products sum over columns, along which
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.nn import functional
 
 from finetune.model.structure import block_formats
 from finetune.model.structure.block_formats import BLOCK_FORMATS, BlockFormat
+from finetune.model.structure.fixed_point import POSITIONS
 
 # Values that are converted at a time, so that intermediate results stay small beside the weights.
 _PART = 2**24
@@ -273,7 +275,7 @@ def _e2m1(blocks: torch.Tensor) -> torch.Tensor:
 
 _SMALL_BLOCK = 16
 """Values with one scale in e4m3."""
-_FACTORS = 8
+FACTOR_BYTES = 8
 """Bytes of two factors in float32, with which the scales of a row begin: one multiplies them, one divides them.
 
 A weight has one such factor. ModelOpt publishes that which multiplies, compressed-tensors that which divides; the
@@ -284,7 +286,7 @@ other is 1. As rows have their own, weights can be joined, such as those of expe
 def _nvfp4_shapes(shape: torch.Size) -> tuple[torch.Size, torch.Size]:
     *others, columns = shape
     blocks = -(-columns // _SMALL_BLOCK)
-    return torch.Size((*others, blocks * _SMALL_BLOCK // 2)), torch.Size((*others, _FACTORS + blocks))
+    return torch.Size((*others, blocks * _SMALL_BLOCK // 2)), torch.Size((*others, FACTOR_BYTES + blocks))
 
 
 def _multiplied(scales: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
@@ -299,18 +301,18 @@ def _divided(scales: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
 
 def _with_factors(scales: torch.Tensor, *factors: torch.Tensor) -> torch.Tensor:
     each = torch.cat([factor.float().reshape(1) for factor in factors]).view(torch.uint8)
-    return torch.cat((each.expand(*scales.shape[:-1], _FACTORS), scales.view(torch.uint8)), dim=-1)
+    return torch.cat((each.expand(*scales.shape[:-1], FACTOR_BYTES), scales.view(torch.uint8)), dim=-1)
 
 
 def _block_scales(scales: torch.Tensor) -> torch.Tensor:
     """The scale of each block (..., rows, blocks) in float32."""
-    factors = scales[..., :_FACTORS].contiguous().view(torch.float32)
-    each = scales[..., _FACTORS:].contiguous().view(torch.float8_e4m3fn).float()
+    factors = scales[..., :FACTOR_BYTES].contiguous().view(torch.float32)
+    each = scales[..., FACTOR_BYTES:].contiguous().view(torch.float8_e4m3fn).float()
     return each * factors[..., :1] / factors[..., 1:]
 
 
 def _decode_nvfp4(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-    """Codes: two e2m1 values a byte, the first in the lower four bits. Scales: `_FACTORS`, then e4m3."""
+    """Codes: two e2m1 values a byte, the first in the lower four bits. Scales: `FACTOR_BYTES`, then e4m3."""
     each = _block_scales(scales)
     values = _pairs(codes.device).index_select(0, codes.flatten().int()).view(*each.shape, _SMALL_BLOCK)
     values *= each.unsqueeze(-1)
@@ -322,15 +324,15 @@ def _begin_nvfp4(weight: torch.Tensor, scales: torch.Tensor) -> None:
     largest = torch.maximum(weight.amax((-2, -1)), -weight.amin((-2, -1))).float()
     divisor = (_LARGEST * 6 / largest).nan_to_num_(nan=1.0, posinf=1.0)
     factors = torch.stack((torch.ones_like(divisor), divisor), dim=-1)
-    scales[..., :_FACTORS] = factors.view(torch.uint8).unsqueeze(-2)
+    scales[..., :FACTOR_BYTES] = factors.view(torch.uint8).unsqueeze(-2)
 
 
 def _encode_nvfp4(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
     """A block's scale makes its largest value 6, as in compressed-tensors; 0 would be no scale."""
     blocks = functional.pad(weight.float(), (0, -weight.shape[-1] % _SMALL_BLOCK)).unflatten(-1, (-1, _SMALL_BLOCK))
-    divisor = scales[..., 4:_FACTORS].contiguous().view(torch.float32)
+    divisor = scales[..., 4:FACTOR_BYTES].contiguous().view(torch.float32)
     each = (divisor * (blocks.abs().amax(-1) / 6)).clamp_(_SMALLEST, _LARGEST)
-    scales[..., _FACTORS:] = each.to(torch.float8_e4m3fn).view(torch.uint8)
+    scales[..., FACTOR_BYTES:] = each.to(torch.float8_e4m3fn).view(torch.uint8)
     codes.copy_(_e2m1(blocks / _block_scales(scales).unsqueeze(-1)))
 
 
@@ -416,6 +418,10 @@ FORMS: dict[str, PackedForm] = {
         config="FineGrainedFP8Config",
     ),
     **{name: _in_blocks(form) for name, form in BLOCK_FORMATS.items()},
+    **{
+        name: PackedForm(how.shapes, torch.uint8, how.encode, how.decode, (), config="FineGrainedFP8Config")
+        for name, how in POSITIONS.items()
+    },
 }  # fmt: skip
 """Forms by name, which is transformers' `quant_method` if that has a config for them."""
 
@@ -432,6 +438,34 @@ class PackedLinear(nn.Linear):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return _PackedProduct.apply(x, self.weight.data, packing_of(self.weight), bias)
+
+
+class PackedEmbedding(nn.Embedding):
+    """An embedding whose frozen, packed weight is decoded where it is looked up; the forms of a file have whole rows.
+
+    `of` makes one of any embedding: a class of a model, such as one that scales what it looks up, stays what it is.
+    """
+
+    @staticmethod
+    def of(embedding: nn.Embedding, weight: nn.Parameter) -> nn.Embedding:
+        """A module like `embedding`, with a packed weight."""
+        kind = _packed_class(type(embedding))
+        made = kind.__new__(kind)
+        made.__dict__.update(embedding.__dict__, _parameters={"weight": weight})
+        return made
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Map ids (...) to rows (..., embedding_dim)."""
+        how, rows = packing_of(self.weight), input.flatten()
+        assert how is not None
+        found = replace(how, scales=how.scales[rows], shape=torch.Size((len(rows), how.shape[-1])))
+        return found.decoded(self.weight.data[rows]).view(*input.shape, -1)
+
+
+@functools.cache
+def _packed_class(kind: type[nn.Embedding]) -> type[nn.Embedding]:
+    """`kind`, with the lookup of a `PackedEmbedding` where it calls torch's."""
+    return PackedEmbedding if kind is nn.Embedding else type(kind.__name__, (kind, PackedEmbedding), {})
 
 
 class _PackedProduct(torch.autograd.Function):

@@ -13,7 +13,7 @@ class Quantization:
     """A kind of quantization with its arguments for BitsAndBytesConfig (None: another library's, or unquantized), and
     the keys that it `ignores`.
 
-    `packed`: the weights are a form of `packed.FORMS`.
+    `packed`: the weights are of a form of `packed.FORMS`, or by a recipe of `recipes.RECIPES` of several.
     """
 
     help: str
@@ -47,6 +47,17 @@ QUANTIZATIONS: dict[str, Quantization] = {
         "8-bit floats in blocks of 128 x 128, as DeepSeek and Qwen's FP8 models are published", None,
         packed=True, ignores=("double",),
     ),
+    **{
+        kind: Quantization(f"{words}, as in a GGUF file of llama.cpp", None, packed=True, ignores=("double",))
+        for kind, words in (
+            ("q4_k_m", "4-bit integers with two levels of scales, and 6 bit in half of the layers"),
+            ("q5_k_m", "5-bit integers with two levels of scales, and 6 bit in half of the layers"),
+            ("q6_k", "6-bit integers with two levels of scales"),
+            ("q8_0", "8-bit integers in blocks of 32"),
+            ("q4_0", "4-bit integers in blocks of 32"),
+            ("iq4_xs", "4-bit codes of a table of values, with two levels of scales"),
+        )
+    },
     "published": Quantization("as in the base's files: `mxfp4`, `nvfp4`, `fp8` or `none`", None, ignores=("double",)),
     "none": Quantization("the training precision", None, ignores=("double",)),
     "auto": Quantization(
@@ -80,7 +91,8 @@ def library_config(section: QuantizationSection, compute_dtype: Any, published: 
         form = given["quant_method"]
         # What is passed to transformers 5.23 replaces what config.json says, also by None.
         kept = given.get("modules_to_not_convert") or given.get("ignored_layers")
-        config = getattr(transformers, str(packed.FORMS[form].config))
+        known = packed.FORMS.get(form)
+        config = getattr(transformers, (known and known.config) or "FineGrainedFP8Config")
         return config(quant_method=form, dequantize=not kind.packed, modules_to_not_convert=kept)
     if kind.arguments is None:
         return None

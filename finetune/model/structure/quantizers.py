@@ -26,14 +26,15 @@ from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
 from transformers.utils.quantization_config import FineGrainedFP8Config
 
-from finetune.model.structure import composite, eight_bit, experts, linear_layers, packed
+from finetune.model.structure import composite, eight_bit, experts, linear_layers, packed, recipes
 from finetune.runtime import libraries, patches
 
 
 @contextlib.contextmanager
 def used() -> Iterator[None]:
     """In the block, transformers loads models with the quantizers of this module."""
-    configs = {**auto.AUTO_QUANTIZATION_CONFIG_MAPPING, "nvfp4": FineGrainedFP8Config}
+    others = dict.fromkeys(("nvfp4", *recipes.RECIPES), FineGrainedFP8Config)
+    configs = {**auto.AUTO_QUANTIZATION_CONFIG_MAPPING, **others}
     with (
         patches.QUANTIZERS.by({**auto.AUTO_QUANTIZER_MAPPING, **_QUANTIZERS}),
         patches.QUANTIZATION_CONFIGS.by(configs),
@@ -54,7 +55,7 @@ def prepare(model: Any, config: Any, published: Any = None) -> None:
 def packed_names(model: Any, config: Any, published: Any = None) -> set[str]:
     """Names of the parameters that `prepare` packs; none for bitsandbytes."""
     quantizer = _quantizer(config, published)
-    return {name for name, _, _ in quantizer.targets(model)} if isinstance(quantizer, _Packed) else set()
+    return set(quantizer.forms(model)) if isinstance(quantizer, _Packed) else set()
 
 
 def _quantizer(config: Any, published: Any) -> Any:
@@ -144,8 +145,12 @@ class _Packed:
     def validate_environment(self, **named: Any) -> None:
         """Accept any machine: packed weights need neither a GPU nor kernels."""
 
+    def forms(self, model: Any) -> dict[str, str]:
+        """The form of each parameter to be packed, by name."""
+        return {name: self.form for name, _, _ in self.targets(model)}
+
     def targets(self, model: Any) -> Iterator[tuple[str, Any, str]]:
-        """(name in the model, module, name in the module) of each parameter to be packed."""
+        """(name in the model, module, name in the module) of each parameter that may be packed."""
         config, kept = self.quantization_config, kept_modules(model)
         if config.dequantize:
             return
@@ -163,12 +168,18 @@ class _Packed:
                 yield name, module, own
 
     def _process_model_before_weight_loading(self, model: Any, **named: Any) -> None:
-        for name, module, own in self.targets(model):
+        forms = self.forms(model)
+        for name, module, own in list(self.targets(model)):
+            if name not in forms:
+                continue
+            path, form = name.removesuffix(".weight"), forms[name]
             if isinstance(module, (torch.nn.Linear, Conv1D)):
-                model.set_submodule(name.removesuffix(".weight"), _packed_linear(module, self.form))
+                model.set_submodule(path, _packed_linear(module, form))
+            elif isinstance(module, torch.nn.Embedding):
+                model.set_submodule(path, packed.PackedEmbedding.of(module, packed.pack(form, module.weight.data)))
+                model.get_submodule(path).source_cls = type(module)
             else:
-                transposed = getattr(module, "is_transposed", False)
-                setattr(module, own, packed.pack(self.form, getattr(module, own).data, transposed=transposed))
+                setattr(module, own, packed.pack(form, getattr(module, own).data, transposed=_is_transposed(module)))
                 experts.unpack_in_forward(module)
 
     def _process_model_after_weight_loading(self, model: Any, **named: Any) -> Any:
@@ -200,11 +211,8 @@ class _Fp8(_Packed, FineGrainedFP8HfQuantizer):
     form = "fp8"
 
 
-class _Nvfp4(_Packed, HfQuantizer):  # transformers' own (5.23) loads no published weights
-    form = "nvfp4"
-    serialized_names: ClassVar = {
-        "weight": ["weight", "weight_packed", "weight_scale", "weight_scale_2", "weight_global_scale"]
-    }
+class _Own(_Packed, HfQuantizer):
+    """A quantizer of this program alone."""
 
     def is_serializable(self) -> bool:
         return False
@@ -212,6 +220,71 @@ class _Nvfp4(_Packed, HfQuantizer):  # transformers' own (5.23) loads no publish
     @property
     def is_trainable(self) -> bool:
         return False
+
+
+class _Nvfp4(_Own):  # transformers' own (5.23) loads no published weights
+    form = "nvfp4"
+    serialized_names: ClassVar = {
+        "weight": ["weight", "weight_packed", "weight_scale", "weight_scale_2", "weight_global_scale"]
+    }
+
+
+class _Mixed(_Own):
+    """Gives each weight the form that a recipe says, also the embedding and the head."""
+
+    def forms(self, model: Any) -> dict[str, str]:
+        known = {
+            f"{path}.{own}": form
+            for path, module in model.named_modules()
+            for own, form in recipes.remembered(module).items()
+        }
+        return known or recipe_of(model, self.quantization_config.quant_method)
+
+    def targets(self, model: Any) -> Iterator[tuple[str, Any, str]]:
+        yield from super().targets(model)
+        tables = _tables(model)
+        for name, module in list(model.named_modules()):
+            if module in tables:
+                yield f"{name}.weight", module, "weight"
+
+    def _process_model_before_weight_loading(self, model: Any, **named: Any) -> None:
+        super()._process_model_before_weight_loading(model, **named)
+        for name, other in model.all_tied_weights_keys.items():
+            if packed.packing_of(weight := model.get_parameter(other)):
+                path, _, own = name.rpartition(".")
+                setattr(model.get_submodule(path), own, weight)
+
+
+def recipe_of(model: Any, kind: str) -> dict[str, str]:
+    """The form of each weight of `model`, unquantized on the meta device, in a file of a recipe, by name."""
+    quantizer = _Mixed(FineGrainedFP8Config(quant_method=kind), pre_quantized=False)
+    tables, text, forms = _tables(model), model.config.get_text_config(), dict[str, str]()
+    for name, module, own in quantizer.targets(model):
+        shape = (
+            module.nx
+            if isinstance(module, Conv1D)
+            else getattr(module, own).shape[-2 if _is_transposed(module) else -1]
+        )
+        if form := recipes.form_of(tables.get(module, name), shape, kind, text):
+            forms[name] = form
+    return forms
+
+
+def _tables(model: Any) -> dict[torch.nn.Module, str]:
+    """The embedding and the head of `model`, and an embedding of each layer (Gemma), with llama.cpp's names of them."""
+    tables = {
+        module: "per_layer_token_embd.weight"
+        for name, module in model.named_modules()
+        if name.endswith("embed_tokens_per_layer")
+    }
+    if (head := model.get_output_embeddings()) is not None and type(head) is torch.nn.Linear:
+        tables[head] = recipes.HEAD
+    return {**tables, model.get_input_embeddings(): recipes.EMBEDDING}
+
+
+def _is_transposed(module: Any) -> bool:
+    """Whether a module holds experts as (experts, inputs, outputs)."""
+    return getattr(module, "is_transposed", False)
 
 
 def _packed_linear(module: Any, form: str) -> packed.PackedLinear:
@@ -281,4 +354,5 @@ _QUANTIZERS: dict[str, Any] = {
     "mxfp4": _Mxfp4,
     "fp8": _Fp8,
     "nvfp4": _Nvfp4,
+    **dict.fromkeys(recipes.RECIPES, _Mixed),
 }

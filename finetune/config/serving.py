@@ -1,0 +1,166 @@
+"""What is served, by which runtime and in which way: the tables, and what follows from them for the base in training.
+
+Three ways lead to a served model. The base is held in training in the form that is served, and its adapter is shipped
+beside it; or the merged model is rounded to that form after training; or it is trained as it will be rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from finetune.config.sections import Config
+
+
+@dataclass(frozen=True)
+class Served:
+    """A form that is served; `block`: weights of a row whose number must divide its width, 1 where another form is
+    taken for other rows.
+    """
+
+    help: str
+    gguf: bool = False
+    block: int = 1
+
+
+SERVED: dict[str, Served] = {
+    "q4_k_m": Served("GGUF, 4 and 6 bit", gguf=True),
+    "q5_k_m": Served("GGUF, 5 and 6 bit", gguf=True),
+    "q6_k": Served("GGUF, 6 bit", gguf=True),
+    "q8_0": Served("GGUF, 8 bit", gguf=True),
+    "q4_0": Served("GGUF, 4 bit in blocks of 32", gguf=True),
+    "iq4_xs": Served("GGUF, 4 bit by a table of values", gguf=True),
+    "mxfp4": Served("4-bit floats in blocks of 32", block=32),
+    "nvfp4": Served("4-bit floats in blocks of 16", block=16),
+    "fp8": Served("8-bit floats in blocks of 128 x 128", block=128),
+    "int4": Served("4-bit integers in blocks of 128, as compressed-tensors writes", block=128),
+    "16bit": Served("the training precision"),
+}
+"""Each but `16bit` is also a kind of `quantization.kind`."""
+
+GGUF = tuple(name for name, served in SERVED.items() if served.gguf)
+"""The kinds whose embedding and head are quantized too, and whose files are GGUF."""
+GRIDS = tuple(name for name in SERVED if name != "16bit")
+"""The kinds of weights that are held packed."""
+_SAFETENSORS = tuple(name for name in SERVED if name not in GGUF)
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """A program that serves models: the forms that it `reads`, and those on which it takes a LoRA adapter."""
+
+    help: str
+    reads: tuple[str, ...]
+    adapters: tuple[str, ...]
+
+
+RUNTIMES: dict[str, Runtime] = {
+    "llama.cpp": Runtime(
+        "llama.cpp, and programs made of it but Ollama", (*GGUF, "mxfp4", "nvfp4", "16bit"),
+        (*GGUF, "mxfp4", "nvfp4", "16bit"),
+    ),
+    "ollama": Runtime("Ollama, which since 0.34.1 takes no adapters", (*GGUF, "mxfp4", "16bit"), ()),
+    "vllm": Runtime("vLLM", (*_SAFETENSORS, *GGUF), _SAFETENSORS),
+    "sglang": Runtime("SGLang", (*_SAFETENSORS, *GGUF), ("16bit",)),
+}  # fmt: skip
+"""As of 2026: llama.cpp#8056; ollama#14969; the tables of vllm#29424; sglang#9449."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to a served model; `words` say of the trained model what becomes of it."""
+
+    help: str
+    words: str
+
+
+WAYS: dict[str, Way] = {
+    "auto": Way("`adapter` where the runtime takes adapters on that form, else `rounded`", ""),
+    "adapter": Way(
+        "train on a base in the very form that is served, and ship the adapter beside it: nothing differs from what "
+        "was trained", "an adapter beside its base",
+    ),
+    "rounded": Way("merge in 16 bit after training, and round with the rows", "one file, rounded after training"),
+    "exact": Way(
+        "round each weight in training as in the file, which is then what was trained, bit for bit",
+        "one file, trained as it is rounded",
+    ),
+}  # fmt: skip
+
+
+def resolved(config: Config) -> tuple[Config, str | None]:
+    """`config` with a runtime, a way and the kind of quantization that follow from `output.serve`; and a line for it.
+
+    A base that is `published` in a form, or may be (`auto`), is compared with it when its config.json is read.
+    """
+    if config.output.serve is None:
+        return config, None
+    serve, runtime, way = config.output.serve, _runtime(config), config.output.way
+    takes = serve in RUNTIMES[runtime].adapters
+    why = "as asked"
+    if way == "auto":
+        way = "adapter" if takes else "rounded"
+        why = f"{runtime} takes {'' if takes else 'no '}adapters" + ("" if RUNTIMES[runtime].adapters else " at all")
+        why += f" on {serve}" if RUNTIMES[runtime].adapters else ""
+    changes: dict[str, object] = {"output.runtime": runtime, "output.way": way}
+    if way != "rounded":
+        changes |= {"quantization.kind": kind_of(serve), "quantization.double": True}
+    if way == "exact":
+        changes["quantization.snap"] = True
+    held = "" if way == "rounded" else f"; quantization.kind: {kind_of(serve)}"
+    return config.changed(changes), f"output.serve: {serve} for {runtime} as {WAYS[way].words} ({why}){held}"
+
+
+def kind_of(serve: str) -> str:
+    """The kind of quantization of a base that is held as it is served."""
+    return "none" if serve == "16bit" else serve
+
+
+def _runtime(config: Config) -> str:
+    """The runtime that is named, or the first that reads the form."""
+    named = config.output.runtime
+    return named or next(name for name, one in RUNTIMES.items() if config.output.serve in one.reads)
+
+
+def contradictions(config: Config) -> Iterator[tuple[str, str]]:
+    """(key, message with remedy) of each choice that excludes another beside `output.serve`."""
+    serve, way, kind = config.output.serve, config.output.way, config.quantization.kind
+    if serve is None:
+        return
+    name = _runtime(config)
+    runtime = RUNTIMES.get(name)
+    if runtime is None or serve not in SERVED:  # which their own fields refuse
+        return
+    if serve not in runtime.reads:
+        readers = ", ".join(f"`{other}`" for other, one in RUNTIMES.items() if serve in one.reads)
+        yield (
+            "output.runtime",
+            f"{name} does not read {serve}; set {readers}, or an `output.serve` of {', '.join(runtime.reads)}",
+        )
+        return
+    if way == "adapter" and serve not in runtime.adapters:
+        others = ", ".join(f"`{other}`" for other, one in RUNTIMES.items() if serve in one.adapters)
+        yield (
+            "output.way",
+            f"{name} takes no adapters on {serve}; set `rounded` or `exact` for one file, or `output.runtime` to one "
+            f"of {others}",
+        )
+        return
+    if way == "exact" and serve == "16bit":
+        yield "output.way", "16 bit is not rounded to a grid that could be trained on; set `adapter` or `rounded`"
+        return
+    given = "kind" in config.quantization.model_fields_set and kind not in ("auto", "published")
+    if not given:
+        return
+    if resolved(config)[0].output.way == "rounded":
+        if kind in GRIDS and kind != "mxfp4":
+            yield (
+                "quantization.kind",
+                f"an update of weights in {kind} is mostly lost when they are rounded again to {serve}; set `none` or "
+                "`nf4`, or `output.way: adapter`",
+            )
+    elif kind != kind_of(serve):
+        yield (
+            "quantization.kind",
+            f"trains on {kind}, and {serve} is served beside the adapter; remove it, or set `output.way: rounded`",
+        )

@@ -1,0 +1,261 @@
+"""A GGUF file as a base: its bytes under transformers' names and in its order, in a folder beside the file.
+
+What a GGUF file stores of a quantized weight stays as it is, so that a job trains on the very values that llama.cpp
+computes with; rows return to transformers' order, which blocks along columns allow. The folder is what other bases
+are that are published in a packed form (`structure.packed`): nothing else has to know about GGUF files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from finetune.errors import ArtifactError, FinetuneError, InUseError, MachineError, first_line
+from finetune.model.source import gguf_families, gguf_names
+from finetune.storage import files, locks, weight_files
+
+SUFFIX = ".gguf"
+METHOD = "gguf"
+"""The `quant_method` of the folder's config.json, which has the form of each packed weight in `forms`."""
+
+_STAMP = "gguf.json"
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_PACKED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
+
+
+def unpacked(file: Path) -> Path:
+    """The folder of a GGUF file's contents, written if it is missing or the file has changed since.
+
+    Raises ArtifactError for a file that is damaged, or whose model or types are not supported, MachineError where the
+    folder cannot be written.
+    """
+    folder = file.with_name(file.name + ".unpacked")
+    while not _is_of(file, folder):
+        with contextlib.suppress(InUseError), _lock(file):
+            if not _is_of(file, folder):
+                _unpack(file, folder)
+        time.sleep(0.1)
+    return folder
+
+
+def _lock(file: Path) -> contextlib.AbstractContextManager[None]:
+    return locks.locked(file.with_name(f".{file.name}.lock"), str(file), "or copy the file")
+
+
+def _is_of(file: Path, folder: Path) -> bool:
+    with contextlib.suppress(OSError, ValueError):
+        return bool(json.loads((folder / _STAMP).read_bytes()) == _stamp(file))
+    return False
+
+
+def _stamp(file: Path) -> dict[str, int]:
+    status = file.stat()
+    return {"bytes": status.st_size, "modified_ns": status.st_mtime_ns}
+
+
+def _unpack(file: Path, folder: Path) -> None:
+    stamp = _stamp(file)
+    try:
+        base = _File(file)
+        weights = {name: weight for name, *weight in base.weights()}
+        layout = weight_files.FileLayout({name: (dtype, shape) for name, (dtype, shape, _) in weights.items()})
+        with files.staged(folder) as partial:
+            base.save_settings(partial)
+            tensors = (load() for _, _, load in weights.values())
+            weight_files.write(partial / ("model" + weight_files.SUFFIX), layout, tensors)
+            files.write_json(partial / _STAMP, stamp)
+    except FinetuneError:
+        raise
+    except OSError as error:
+        raise MachineError(files.not_written(folder, error)) from None
+    except Exception as error:  # untrusted files may cause anything
+        raise ArtifactError(
+            f"{file}: it cannot be read as a GGUF file ({type(error).__name__}: {first_line(error)}); download it again"
+        ) from None
+
+
+class _File:
+    """A GGUF file, and the transformers model that it holds."""
+
+    def __init__(self, file: Path) -> None:
+        import gguf
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        self._file = file
+        reader = gguf.GGUFReader(file)
+        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+        whole = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.scores", "tokenizer.ggml.token_type")
+        self._keys = {name: field.contents() for name, field in reader.fields.items() if name not in whole}
+        if self._keys.get("split.count", 1) > 1:
+            raise ArtifactError(
+                f"{file}: it is one of {self._keys['split.count']} parts; join them with `llama-gguf-split --merge`"
+            )
+        self.config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+        family = gguf_families.FAMILIES.get(self.config.model_type)
+        if family is None or not family.readable:
+            raise ArtifactError(
+                f"{file}: a model of type `{self.config.model_type}` is not read from a GGUF file; name the folder or "
+                "the hub's name of its base"
+            )
+        self._complete(self.config)
+        self._family = gguf_families.family(self.config)
+        with torch.device("meta"):
+            self._model = AutoModelForCausalLM.from_config(self.config)
+        self.config.quantization_config = {"quant_method": METHOD, "forms": {}}
+
+    def _key(self, name: str) -> Any:
+        return self._keys.get(f"{self._keys['general.architecture']}.{name}")
+
+    def _complete(self, config: Any) -> None:
+        """Set what transformers' reader (5.23) leaves at its default, or takes in float32."""
+        config.dtype = torch.bfloat16
+        config.rms_norm_eps = float(str(np.float32(config.rms_norm_eps)))
+        for role, name in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+            setattr(config, f"{role}_token_id", self._keys.get(f"tokenizer.ggml.{name}_token_id"))
+        if head := self._key("attention.key_length"):
+            config.head_dim = head
+        if config.model_type.startswith("gemma"):
+            config.query_pre_attn_scalar = gguf_families.gemma_scale(
+                config, 46 if config.model_type == "gemma2" else 62
+            )
+            config.attn_logit_softcapping = self._key("attn_logit_softcapping")
+            config.final_logit_softcapping = self._key("final_logit_softcapping")
+        if pattern := self._key("attention.sliding_window_pattern"):
+            config.layer_types = ["sliding_attention" if slides else "full_attention" for slides in pattern]
+        if config.model_type == "gemma3_text":
+            theta, local = self._key("rope.freq_base"), self._key("rope.freq_base_swa")
+            config.rope_parameters["full_attention"]["rope_theta"] = theta
+            config.rope_parameters["sliding_attention"]["rope_theta"] = local or 10_000.0
+        if experts := self._key("expert_count"):
+            config.num_experts, config.num_experts_per_tok = experts, self._key("expert_used_count")
+            config.moe_intermediate_size = self._key("expert_feed_forward_length")
+            config.norm_topk_prob = True  # llama.cpp always does
+        self._scale(gguf_families.own_rope(config))
+
+    def _scale(self, rope: dict[str, Any]) -> None:
+        """Set the scaling of the rotary embedding, which transformers' reader leaves out."""
+        kind = self._key("rope.scaling.type")
+        if kind in ("linear", "yarn"):
+            rope.update(rope_type=kind, factor=self._key("rope.scaling.factor"))
+        if kind == "yarn":
+            rope["original_max_position_embeddings"] = self._key("rope.scaling.original_context_length")
+        if "rope_freqs.weight" in self._tensors:
+            factors = torch.from_numpy(np.array(self._tensors["rope_freqs.weight"].data))
+            rope.update(self._llama3(factors.double(), rope["rope_theta"]))
+
+    def _llama3(self, factors: torch.Tensor, theta: float) -> dict[str, Any]:
+        """Llama 3's scaling with these `factors` of wavelengths (head size / 2,).
+
+        Between 1 and the largest, 1 / factor is linear in the frequency (`_compute_llama3_parameters`), and
+        `low_freq_factor` is 1 in all releases.
+        """
+        largest = float(factors.max())
+        turns = theta ** (-torch.arange(len(factors), dtype=torch.float64) / len(factors)) / (2 * torch.pi)
+        between = (factors > 1.0001) & (factors < 0.9999 * largest)
+        share = (1 / factors[between] - 1 / largest) / (1 - 1 / largest)
+        context, high = 8192, 4.0  # as in all releases
+        if len(share) > 1:
+            slope, start = np.polyfit(turns[between].numpy(), share.numpy(), 1)
+            context, high = round(-slope / start), round(1 - 1 / start, 3)
+        elif len(share):
+            context = round(float((share * (high - 1) + 1) / turns[between]))
+        scaling = {
+            "rope_type": "llama3", "factor": round(largest, 4), "low_freq_factor": 1.0, "high_freq_factor": high,
+            "original_max_position_embeddings": context,
+        }  # fmt: skip
+        self.config.rope_parameters.update(scaling)
+        made = gguf_names.frequency_factors(self.config)
+        if made is None or not torch.allclose(made.double(), factors, rtol=1e-3):
+            raise ArtifactError(f"{self._file}: its rotary frequencies are scaled otherwise than Llama 3's")
+        return scaling
+
+    def save_settings(self, folder: Path) -> None:
+        """Write config.json and the tokenizer's files."""
+        from tokenizers import processors
+        from transformers import AutoTokenizer
+
+        if not self.config.quantization_config["forms"]:
+            del self.config.quantization_config
+        self.config.save_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(self._file.parent, gguf_file=self._file.name)
+        if not self._keys.get("tokenizer.ggml.add_bos_token", True):
+            tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)  # adds nothing
+        tokenizer.save_pretrained(folder)
+
+    def weights(self) -> Iterator[tuple[str, torch.dtype, torch.Size, Callable[[], torch.Tensor]]]:
+        """Name in the folder's file, type and shape there, and a function that loads it, of each weight."""
+        names, unused = gguf_names.mapped(self.config, self._family), self._tensors.keys() - {"rope_freqs.weight"}
+        tied = self._model.all_tied_weights_keys
+        for name, weight in self._model.state_dict().items():
+            if name in tied:
+                continue
+            parts = _rows(name, weight.shape, self.config, self._family)
+            of_file = {part: gguf_names.name_of(names, part, self._family) for part in parts}
+            unused -= set(of_file.values())
+            tensors = [self._tensor(of_file[part]) for part in parts]
+            yield self._weight(name, weight.shape, tensors, list(parts.values()))
+        if unused:
+            raise ArtifactError(f"{self._file}: transformers has no weight for its tensor `{sorted(unused)[0]}`")
+
+    def _tensor(self, name: str) -> Any:
+        if name not in self._tensors:
+            raise ArtifactError(f"{self._file}: it has no tensor `{name}`; download it again")
+        return self._tensors[name]
+
+    def _weight(
+        self, name: str, shape: torch.Size, tensors: list[Any], rows: list[torch.Tensor]
+    ) -> tuple[str, torch.dtype, torch.Size, Callable[[], torch.Tensor]]:
+        kinds = sorted({tensor.tensor_type.name for tensor in tensors})
+        if len(kinds) > 1 or kinds[0] not in (*_PLAIN, *_PACKED):
+            raise ArtifactError(
+                f"{self._file}: `{tensors[0].name}` is in {' and '.join(kinds)}, which no job keeps; use a file in one "
+                f"of {', '.join((*_PACKED, *_PLAIN))}"
+            )
+        [kind] = kinds
+        if kind in _PLAIN:
+            return name, _PLAIN[kind], shape, lambda: self._plain(name, shape, tensors, rows, _PLAIN[kind])
+        self.config.quantization_config["forms"][name] = kind.lower()
+        stored = torch.Size((*shape[:-1], tensors[0].data.shape[-1]))
+        return f"{name}_{kind.lower()}", torch.uint8, stored, lambda: _in_order(tensors, rows, stored, torch.uint8)
+
+    def _plain(
+        self, name: str, shape: torch.Size, tensors: list[Any], rows: list[torch.Tensor], dtype: torch.dtype
+    ) -> torch.Tensor:
+        values = _in_order(tensors, rows, shape, dtype)
+        if len(shape) > 1:
+            return values
+        # A vector may be stored with an addend or a factor (Gemma's norms).
+        zero, one = (
+            next(iter(gguf_names.stored(name, torch.full(shape, float(end)), self.config, self._family).values()))
+            for end in (0, 1)
+        )
+        return ((values.double() - zero) / (one - zero)).to(dtype)
+
+
+def _rows(name: str, shape: torch.Size, config: Any, family: gguf_families.Family) -> dict[str, torch.Tensor]:
+    """For each tensor of a file that a weight is stored as, which of the weight's rows it holds, in its order."""
+    if len(shape) == 1:
+        return {name: torch.arange(shape[0])} if not family.permuted else _rows(name, (*shape, 1), config, family)
+    numbers = torch.arange(shape[-2]).unsqueeze(-1).expand(*shape[:-1], 1)
+    parts = gguf_names.stored(name, numbers, config, family)
+    return {part: rows[(0,) * (len(shape) - 2)].squeeze(-1) for part, rows in parts.items()}
+
+
+def _in_order(tensors: list[Any], rows: list[torch.Tensor], shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """The rows of a weight in transformers' order, of the tensors of a file."""
+    values = torch.empty(shape, dtype=dtype)
+    dimension = max(len(shape) - 2, 0)
+    for tensor, numbers in zip(tensors, rows, strict=True):
+        part = torch.from_numpy(np.array(tensor.data)).view(dtype)
+        expected = [*shape[:dimension], len(numbers), *shape[dimension + 1 :]]
+        if list(part.shape) != expected:
+            raise ArtifactError(f"tensor `{tensor.name}` has the shape {list(part.shape)} instead of {expected}")
+        values.index_copy_(dimension, numbers, part)
+    return values

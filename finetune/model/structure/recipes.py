@@ -1,0 +1,121 @@
+"""Recipes: the form of each weight in a file of llama.cpp, whose types are mixed. A new one is one entry in RECIPES.
+
+The rules are those of `llama-quantize` without an importance matrix (src/llama-quant.cpp of b10605). Training, which
+holds a base in the forms of the file, and the writer of GGUF files ask the same function, by names of either.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from finetune.model.structure import experts
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The forms of a file: `main` of most matrices, `head` of the output head and of an embedding that is tied to it.
+
+    `more_bits`: about half of the layers have some matrices in `head`'s form.
+    """
+
+    main: str
+    head: str
+    more_bits: bool = False
+
+
+RECIPES: dict[str, Recipe] = {
+    "q4_k_m": Recipe("q4_k", "q6_k", more_bits=True),
+    "q5_k_m": Recipe("q5_k", "q6_k", more_bits=True),
+    "q6_k": Recipe("q6_k", "q6_k"),
+    "q8_0": Recipe("q8_0", "q8_0"),
+    "q4_0": Recipe("q4_0", "q6_k"),
+    "iq4_xs": Recipe("iq4_xs", "q6_k"),
+}
+
+FALLBACKS = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0", "iq4_xs": "iq4_nl"}
+"""The form, in blocks of 32, that replaces one in blocks of 256 where these do not divide rows."""
+
+HEAD, EMBEDDING = "output.weight", "token_embd.weight"
+"""llama.cpp's names of the output head and of the embedding."""
+
+# In names of llama.cpp and of transformers, without `.weight`: the number of a layer, and the last part.
+_IN_LAYER = re.compile(r"(?:^|\.)(?:blk|layers|h)\.(\d+)\..*?(\w+?)(?:_exps|_shexp)?$")
+_PARTS = {
+    "v_proj": "attn_v", "k_proj": "attn_k", "o_proj": "attn_output", "qkv_proj": "attn_qkv", "in_proj_qkv": "attn_qkv",
+    "down_proj": "ffn_down",
+}  # fmt: skip
+"""Parts of a layer whose form a recipe may change: llama.cpp's name of each, by transformers'."""
+# Small matrices that stay in 16 bit, by either name.
+_KEPT = ("per_layer_model_proj.weight", "per_layer_model_projection.weight")
+
+
+def wanted(name: str, kind: str, text: Any) -> str | None:
+    """The form of the matrix `name` in a file of `kind` (a key of RECIPES), if blocks divide its rows; None: 16 bit.
+
+    `name` is llama.cpp's or transformers' (the head and the embedding by llama.cpp's alone), `text` transformers'
+    config of the language model.
+    """
+    recipe = RECIPES[kind]
+    if name == HEAD or (name == EMBEDDING and text.tie_word_embeddings):
+        return recipe.head
+    if name.endswith(_KEPT):
+        return None
+    if not (found := _IN_LAYER.search(name.removesuffix(".weight"))):
+        return recipe.main
+    layer, layers, part = int(found[1]), text.num_hidden_layers, _PARTS.get(found[2], found[2])
+    if experts.count(text) == 8 and (form := _of_eight_experts(part, recipe)):
+        return form
+    if part in ("attn_v", "attn_qkv", "ffn_down"):
+        offset = layer - layers // 8
+        if recipe.more_bits and (offset < 0 or layer >= 7 * layers // 8 or offset % 3 == 2):
+            return recipe.head
+        if recipe.main == "iq4_xs" and (offset < 0 if part == "ffn_down" else _grouped(text) >= 4):
+            return "q5_k"
+        if part != "ffn_down" and layers == 80 and recipe.main == "q4_k":  # the 70B model: eight heads share these
+            return "q5_k"
+    return recipe.main
+
+
+def _of_eight_experts(part: str, recipe: Recipe) -> str | None:
+    """The form of the small matrices beside eight experts (Mixtral); None for others."""
+    if part in ("attn_v", "attn_qkv", "attn_k"):
+        return "q8_0"
+    return "q5_k" if part == "attn_output" and recipe.main in ("q4_k", "iq4_xs") else None
+
+
+def _grouped(text: Any) -> int:
+    """How many query heads share a head of keys and values."""
+    return int(text.num_attention_heads // (getattr(text, "num_key_value_heads", None) or text.num_attention_heads))
+
+
+def form_of(name: str, columns: int, kind: str, text: Any) -> str | None:
+    """The form (a key of `packed.FORMS`) of a matrix with rows of `columns`; as `wanted`, or what replaces it."""
+    first = wanted(name, kind, text)
+    for form in (first, FALLBACKS.get(first or "")):
+        if form and columns % (256 if form in FALLBACKS else 32) == 0:
+            return form
+    return None
+
+
+# -- of a model --------------------------------------------------------------------------------------------------------
+
+_forms: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
+"""For each module of a model that `remember` saw, the forms of its weights by their names in it."""
+
+
+def remember(model: Any, forms: Mapping[str, str]) -> None:
+    """Remember the forms of the weights of `model` by name, also for layers that are numbered anew afterwards."""
+    for name, form in forms.items():
+        path, _, own = name.rpartition(".")
+        _forms.setdefault(model.get_submodule(path), {})[own] = form
+
+
+def remembered(module: nn.Module) -> Mapping[str, str]:
+    """The forms of the weights of a module by their names in it; empty if they are of one form, or of none."""
+    return _forms.get(module, {})

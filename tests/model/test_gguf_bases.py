@@ -1,0 +1,120 @@
+"""A GGUF file is a base: its folder holds the file's own bytes, in the order and under the names of transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import gguf
+import gguf_in_llama_cpp as bench
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from finetune.config import ModelSection
+from finetune.errors import ArtifactError
+from finetune.model.base import load_architecture
+from finetune.model.source import gguf_base, gguf_families
+from finetune.model.source.locate import locate
+
+
+def readable(name: str) -> bool:
+    return gguf_families.FAMILIES.get(
+        bench.SHAPES[name].fields["model_type"], gguf_families.FAMILIES["gpt_oss"]
+    ).readable
+
+
+def written(name: str, folder: Path, kind: str) -> Path:
+    """A small model with random weights as a GGUF file, beside its folder."""
+    shape = bench.SHAPES[name]
+    tokenizer = shape.tokenizer()
+    config = bench.architecture(shape, len(tokenizer) + 3)
+    model = bench.train(config, tokenizer, steps=0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.1 * torch.randn_like(weight)
+    bench.write(bench.rounded(model), tokenizer, folder / "model")
+    bench.export(folder / "model", tokenizer, file := folder / "model.gguf", kind)
+    return file
+
+
+@pytest.mark.parametrize("name", sorted(filter(readable, bench.SHAPES)))
+def test_the_folder_of_a_file_is_the_model_that_it_was_written_from(name: str, tmp_path: Path) -> None:
+    folder = Path(locate(str(written(name, tmp_path, "bf16"))))
+    made, before = (
+        AutoModelForCausalLM.from_pretrained(each, dtype="float32") for each in (folder, tmp_path / "model")
+    )
+    ids = torch.arange(20, 60)[None]
+    torch.testing.assert_close(made(ids).logits, before(ids).logits, rtol=0, atol=1e-4)
+    texts = [str(text) for text in bench.texts()[:20]]
+    mine, theirs = (
+        AutoTokenizer.from_pretrained(each)(texts, add_special_tokens=False) for each in (folder, tmp_path / "model")
+    )
+    assert mine["input_ids"] == theirs["input_ids"]
+
+
+def test_packed_weights_are_the_bytes_of_the_file_with_rows_in_order(tmp_path: Path) -> None:
+    file = written("llama", tmp_path, "q8_0")
+    folder = gguf_base.unpacked(file)
+    stored = load_file(folder / "model.safetensors")
+    forms = json.loads((folder / "config.json").read_text())["quantization_config"]["forms"]
+    before = load_file(tmp_path / "model" / "model.safetensors")
+    assert set(forms.values()) == {"q8_0"}
+    for name in forms:
+        values = gguf.dequantize(stored[f"{name}_q8_0"].numpy(), gguf.GGMLQuantizationType.Q8_0)
+        again = gguf.dequantize(
+            gguf.quantize(before[name].float().numpy(), gguf.GGMLQuantizationType.Q8_0), gguf.GGMLQuantizationType.Q8_0
+        )
+        np.testing.assert_array_equal(values, again)
+
+
+def test_llama_3s_scaling_is_read_from_its_factors(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    file = written("llama", tmp_path, "bf16")
+    values = json.loads((folder / "config.json").read_text())
+    scaling = {
+        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    values["rope_parameters"] = scaling
+    (folder / "config.json").write_text(json.dumps(values))
+    bench.export(folder, AutoTokenizer.from_pretrained(folder), file, "bf16")
+    found = load_architecture(ModelSection(name=str(file))).rope_parameters
+    assert {key: found[key] for key in scaling} == scaling
+
+
+def test_a_file_that_changed_is_unpacked_again(tmp_path: Path) -> None:
+    file = written("llama", tmp_path, "q8_0")
+    first = gguf_base.unpacked(file)
+    stamp = (first / "gguf.json").read_bytes()
+    assert gguf_base.unpacked(file) == first
+    assert (first / "gguf.json").read_bytes() == stamp
+    bench.export(tmp_path / "model", AutoTokenizer.from_pretrained(tmp_path / "model"), file, "bf16")
+    config = json.loads((gguf_base.unpacked(file) / "config.json").read_text())
+    assert "quantization_config" not in config
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-5000])
+
+
+def other_magic(file: Path) -> None:
+    file.write_bytes(b"GGML" + file.read_bytes()[4:])
+
+
+def renamed(file: Path) -> None:
+    file.write_bytes(file.read_bytes().replace(b"blk.1.ffn_up.weight", b"blk.1.ffn_xx.weight"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [(cut, "cannot be read"), (other_magic, "cannot be read"), (renamed, r"no tensor `blk\.1\.ffn_up")],
+)
+def test_a_damaged_file_is_refused_and_leaves_nothing(damage: object, says: str, tmp_path: Path) -> None:
+    file = written("llama", tmp_path, "q8_0")
+    damage(file)  # type: ignore[operator]
+    with pytest.raises(ArtifactError, match=says):
+        gguf_base.unpacked(file)
+    assert not list(tmp_path.glob("*unpacked*"))
