@@ -29,9 +29,9 @@ def compensated(form: BlockFormat, weight: torch.Tensor, hessian: torch.Tensor) 
 
     A column that no input had is rounded by itself.
     """
-    hessian = damped(hessian)
-    importance = hessian.diagonal().clone()
-    factor = _inverse_factor(hessian)
+    damped = _damped(hessian)
+    importance = damped.diagonal().clone()
+    factor = _inverse_factor(damped)
     weight, codes, found = weight.clone(), torch.empty_like(weight, dtype=torch.uint8), list[Fields]()
     width = max(_COLUMNS, form.columns)
     for start in range(0, weight.shape[1], width):
@@ -53,7 +53,7 @@ def compensated(form: BlockFormat, weight: torch.Tensor, hessian: torch.Tensor) 
     return codes, {name: torch.cat([fields[name] for fields in found], dim=1) for name in found[0]}
 
 
-def damped(hessian: torch.Tensor) -> torch.Tensor:
+def _damped(hessian: torch.Tensor) -> torch.Tensor:
     """A copy with `DAMPING` of the mean on the diagonal, and that mean where no input had a column."""
     hessian = hessian.clone()
     diagonal = hessian.diagonal()
@@ -72,8 +72,9 @@ def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor:
     while failed:  # rounding of float32 made a small eigenvalue negative
         hessian.diagonal().mul_(1 + DAMPING)
         lower, failed = torch.linalg.cholesky_ex(hessian.flip(0, 1))
-    inverse = torch.eye(len(lower), device=lower.device)
+    inverse = torch.eye(len(lower), out=hessian)
     torch.linalg.solve_triangular(lower, inverse, upper=False, out=inverse)
+    del lower
     return inverse.flip(0, 1)
 
 

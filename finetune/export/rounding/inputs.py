@@ -44,21 +44,31 @@ class Inputs(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in _PRODUCTS and len(args) > 1 and args[1].dim() == 2:
             if (key := self._keys.get(args[1].data_ptr())) is not None:
-                self._add(key, args[0])
+                self.add(key, args[0])
         return function(*args, **(kwargs or {}))
 
-    def of(self, key: Key) -> torch.Tensor | None:
-        """The sum for a weight; None if it had no input."""
-        return self._sums.get(self._shared.get(key, key))
+    def source(self, key: Key) -> Key | None:
+        """The key of the sum for a weight, which others may share; None if it had no input."""
+        source = self._shared.get(key, key)
+        return source if source in self._sums else None
 
-    def _add(self, key: Key, x: torch.Tensor) -> None:
+    def sum(self, source: Key) -> torch.Tensor:
+        """The sum of a `source`."""
+        return self._sums[source]
+
+    def add(self, key: Key, x: torch.Tensor) -> None:
+        """Add an input (..., columns) of a weight."""
         self.tokens[key] = self.tokens.get(key, 0) + x.shape[:-1].numel()
         if self._last is not None and self._last[0] is x:
-            self._shared[key] = self._last[1]
+            self._shared[key] = self.source(self._last[1]) or key
             return
         self._last = x, key
         rows = x.flatten(0, -2).float()
-        if (total := self._sums.get(key)) is None:
-            self._sums[key] = rows.T @ rows
+        if key in self._sums:
+            self._sums[key].addmm_(rows.T, rows)
         else:
-            total.addmm_(rows.T, rows)
+            self._sums[key] = rows.T @ rows
+
+    def release(self) -> None:
+        """Forget the last input."""
+        self._last = None
