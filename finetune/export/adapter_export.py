@@ -121,6 +121,7 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     roundoff = proof.ROUNDOFF[base_dtype(config.adapter, config.training)]
     found = proof.logits(read, job.rows, job.shown)
     result = job.compare("plain adapter", read, found, trained, base_logits, roundoff)
+    served = job.served(found, trained, base_logits)
     differences = []
     if overrides:
         differences.append(
@@ -142,6 +143,7 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
         "layers_served": activated,
         "gguf": None if left_out else GGUF,
         **asdict(result),
+        **served,
         "compared_with": "base plus adapter as trained, in PEFT",
         "base_overrides": overrides,
         "known_differences": differences,

@@ -78,6 +78,25 @@ def preferred(line: Mapping[str, Any]) -> str:
     )
 
 
+def served(record: Mapping[str, Any]) -> str | None:
+    """What is lost between the trained and an exported model, as a sentence; None if the record does not say."""
+    if not (like := record.get("served")):
+        return None
+    text = f"To the trained model its KL divergence is {like['kl']:.2g} nats a token (at most {like['kl_max']:.2g})"
+    if weights := record.get("weights"):
+        text = f"{weights['differing']:,} of {weights['count']:,} weights differ from the trained ones. {text}"
+    losses = record.get("losses") or {}
+    if record.get("gain_kept") is not None:
+        name = "served" if "served" in losses else record.get("onto", "16-bit")
+        text += (
+            f"; its held-out loss is {losses[name]:.4f}, beside {losses['base']:.4f} of the base and "
+            f"{losses['trained']:.4f} as trained: {record['gain_kept']:.1%} of the gain is kept"
+        )
+    elif record.get("gain_unknown"):
+        text += f". No share of the gain can be told: {record['gain_unknown']}"
+    return f"{text}."
+
+
 def share(value: float) -> str:
     return f"{value:.1%}"
 

@@ -17,6 +17,8 @@ from finetune.model.structure.block_formats import BLOCK_FORMATS
 pytest.importorskip("xllamacpp", reason="llama.cpp is not installed")
 
 COLUMNS = 512
+GGUF = [name for name in BLOCK_FORMATS if packed.FORMS[name].shapes(torch.Size((1, COLUMNS)))[1][-1] == 0]
+OTHERS = [name for name in BLOCK_FORMATS if name not in GGUF]
 
 
 def _library() -> Any:
@@ -26,7 +28,7 @@ def _library() -> Any:
 
 def decoded_by_ggml(name: str, stored: torch.Tensor) -> torch.Tensor:
     """The values (rows, COLUMNS) of bytes, by llama.cpp's function."""
-    function = getattr(_library(), f"dequantize_row_{name.replace('_k', '_K')}")
+    function = getattr(_library(), f"dequantize_row_{name.removeprefix('gguf_').replace('_k', '_K')}")
     out = torch.empty(len(stored), COLUMNS)
     function(ctypes.c_void_p(stored.data_ptr()), ctypes.c_void_p(out.data_ptr()), ctypes.c_int64(out.numel()))
     return out
@@ -36,11 +38,13 @@ def quantized_by_ggml(name: str, weight: torch.Tensor, importance: torch.Tensor 
     """The bytes of a weight, by llama.cpp's search."""
     stored = torch.empty(packed.FORMS[name].shapes(weight.shape)[0], dtype=torch.uint8)
     given = None if importance is None else importance.data_ptr()
-    gguf_recipes.function()(Types[name.upper()], weight.data_ptr(), stored.data_ptr(), 0, *weight.shape, given)
+    gguf_recipes.function()(
+        Types[name.removeprefix("gguf_").upper()], weight.data_ptr(), stored.data_ptr(), 0, *weight.shape, given
+    )
     return stored
 
 
-@pytest.mark.parametrize("name", BLOCK_FORMATS)
+@pytest.mark.parametrize("name", GGUF)
 def test_random_bytes_decode_as_in_llama_cpp_and_are_packed_again(name: str) -> None:
     form = BLOCK_FORMATS[name]
     generator = torch.Generator().manual_seed(0)
@@ -51,15 +55,19 @@ def test_random_bytes_decode_as_in_llama_cpp_and_are_packed_again(name: str) -> 
     finite = expected.isfinite()  # but for scales that are not, one in 32
     assert finite.float().mean() > 0.9
     assert torch.equal(made[finite].view(torch.int32), expected[finite].view(torch.int32))
-    codes, fields = form.unpack(stored, stored[:, :0])
-    assert torch.equal(form.pack(codes, fields)[0], stored)
+    again = form.pack(*form.unpack(stored, stored[:, :0]))[0]
+    if name.startswith("gguf_"):  # which have two zeros
+        packed.decode(name, again, again[:, :0], made)
+        assert torch.equal(made[finite], expected[finite])
+    else:
+        assert torch.equal(again, stored)
     rounded = torch.empty(2048, COLUMNS, dtype=torch.bfloat16)
     packed.decode(name, stored, stored[:, :0], rounded)
     assert torch.equal(rounded[finite], expected[finite].bfloat16())
 
 
 @pytest.mark.parametrize("important", [False, True])
-@pytest.mark.parametrize("name", BLOCK_FORMATS)
+@pytest.mark.parametrize("name", GGUF)
 def test_errors_of_a_search_are_those_of_llama_cpp(name: str, important: bool) -> None:
     """Root mean squares, relative to the weight's, plain and weighted with the importance of columns."""
     generator = torch.Generator().manual_seed(1)
@@ -85,6 +93,48 @@ def test_weights_that_a_search_cannot_scale_are_packed(name: str) -> None:
         packed.decode(name, stored, scales, made)
         assert (made - weight).abs().max() < 0.04 * weight.abs().max()
         assert torch.equal(made[0, 0], weight[0, 0])
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_formats_of_vllm_have_the_values_that_their_bytes_are_read_as(name: str) -> None:
+    """And round like the functions that write them, but for ties and their other trials."""
+    weight = torch.randn(2, 256, COLUMNS, generator=torch.Generator().manual_seed(3)) / 50
+    form = BLOCK_FORMATS[name]
+    stored, scales = block_formats.encode(form, weight)
+    codes, fields = form.unpack(stored, scales)
+    made = block_formats.values(form, codes, form.grid(fields))
+    how = packed.Packing(name, scales, weight.shape, torch.float32)
+    assert torch.equal(packed.values(packed.packed(stored, how)), made)
+    assert all(torch.equal(one, other) for one, other in zip(form.pack(codes, fields), (stored, scales), strict=True))
+    assert (made - weight).norm() <= (packed.values(packed.pack(name, weight)) - weight).norm() * 1.0001
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("zero", [False, True])
+def test_int4_is_read_as_compressed_tensors_does(dtype: torch.dtype, zero: bool) -> None:
+    """compressed-tensors 0.20: `unpack_from_int32` (lowest bits first, less 8), `_dequantize` in the scale's type."""
+    generator = torch.Generator().manual_seed(4)
+    integers = torch.randint(-(2**31), 2**31 - 1, (8, COLUMNS // 8), dtype=torch.int32, generator=generator)
+    scale = torch.rand(8, COLUMNS // 128, generator=generator).to(dtype) / 30
+    zeros = torch.randint(-8, 8, scale.shape, generator=generator) if zero else torch.zeros_like(scale)
+    codes = torch.stack([(integers >> 4 * place & 15) - 8 for place in range(8)], dim=-1).flatten(1)
+    expected = (codes.to(dtype) - zeros.to(dtype).repeat_interleave(128, 1)) * scale.repeat_interleave(128, 1)
+    scales = torch.cat((scale, zeros + 8), dim=1).float() if zero else scale.float()
+    form = "int4_zero" if zero else "int4"
+    assert torch.equal(packed.values(packed.from_published(form, integers, scales, expected.shape, dtype)), expected)
+
+
+def test_int4_has_smaller_errors_than_with_the_scales_of_compressed_tensors() -> None:
+    """A largest value of 7.5 steps (`calculate_qparams`)."""
+    weight = torch.randn(64, 1024, generator=torch.Generator().manual_seed(5))
+    scales = weight.view(64, -1, 128).abs().amax(-1, keepdim=True) / 7.5
+    theirs = ((weight.view(64, -1, 128) / scales).round().clamp(-8, 7) * scales).view_as(weight) - weight
+    parameter = packed.pack("int4", weight)
+    assert (packed.values(parameter) - weight).norm() < 0.97 * theirs.norm()
+    how = packed.packing_of(parameter)
+    assert how is not None
+    assert torch.equal(how.scales, how.scales.bfloat16().float())
+    assert (how.scales > 0).all()
 
 
 @pytest.mark.parametrize("name", BLOCK_FORMATS)

@@ -173,8 +173,11 @@ def _prove(bases: Bases, chosen: Onto, rows: list[list[int]], folder: Path, *, h
     measured = {onto: each.result() for onto, each in likeness.items()}
     if runs.other:
         record["to_trained"] = {onto: {key: measured[onto][key] for key in ("kl", "agreement")} for onto in ONTO}
+    record["served"] = {key: measured[chosen][key] for key in ("kl", "kl_max", "agreement")}
     if held_out:
         record["losses"] = {onto: each["loss"] for onto, each in measured.items()}
+        losses = (likeness[name].losses() for name in ("base", "trained", chosen))
+        record["gain_kept"], record["gain_unknown"] = proof.gain_kept(*losses)
     return record
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from finetune.model.structure import k_quants, small_blocks
+from finetune.model.structure import float_blocks, k_quants, small_blocks
 from finetune.model.structure.block_fields import Fields as Fields
 from finetune.model.structure.block_fields import Grid as Grid
 from finetune.model.structure.block_fields import Stored, is_linear
@@ -26,8 +26,8 @@ class BlockFormat:
     `levels`: the value of each code, ascending. `search`: the fields for weights (..., rows, columns) in float32, so
     that the squares of errors, weighted with the `importance` of each column (None: all alike), are small. `grid`: what
     fields decode to. `pack`: bytes, and scales (without columns where the bytes hold them), from codes in uint8 of the
-    weight's shape; `unpack` is its reverse. `block_bytes`: bytes of a
-    block.
+    weight's shape; `unpack` is its reverse. `block_bytes` are those of a block, and `block_scales` the numbers in
+    float32 beside them.
     """
 
     columns: int
@@ -38,6 +38,7 @@ class BlockFormat:
     pack: Callable[[torch.Tensor, Fields], Stored]
     unpack: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, Fields]]
     block_bytes: int
+    block_scales: int = 0
 
 
 def nearest(form: BlockFormat, weight: torch.Tensor, grid: Grid) -> torch.Tensor:
@@ -121,5 +122,37 @@ BLOCK_FORMATS: dict[str, BlockFormat] = {
         256, 32, k_quants.IQ4_LEVELS, k_quants.search_iq4_xs, k_quants.grid_of_products,
         k_quants.pack_iq4_xs, k_quants.unpack_iq4_xs, 136,
     ),
+    "gguf_mxfp4": BlockFormat(
+        32, 32, float_blocks.TWICE_E2M1_LEVELS, float_blocks.search_mxfp4, float_blocks.grid_of_exponents,
+        float_blocks.pack_gguf_mxfp4, float_blocks.unpack_gguf_mxfp4, 17,
+    ),
+    "gguf_nvfp4": BlockFormat(
+        64, 16, float_blocks.E2M1_LEVELS, float_blocks.search_gguf_nvfp4, float_blocks.grid_gguf_nvfp4,
+        float_blocks.pack_gguf_nvfp4, float_blocks.unpack_gguf_nvfp4, 36,
+    ),
+    "mxfp4": BlockFormat(
+        32, 32, float_blocks.TWICE_E2M1_LEVELS, float_blocks.search_mxfp4, float_blocks.grid_of_exponents,
+        float_blocks.pack_mxfp4, float_blocks.unpack_mxfp4, 16,
+    ),
+    "nvfp4": BlockFormat(
+        16, 16, float_blocks.E2M1_LEVELS, float_blocks.search_nvfp4, float_blocks.grid_nvfp4,
+        float_blocks.pack_nvfp4, float_blocks.unpack_nvfp4, 8,
+    ),
+    "fp8": BlockFormat(
+        128, 128, float_blocks.E4M3_LEVELS, float_blocks.search_fp8, float_blocks.grid_of_scales,
+        float_blocks.pack_fp8, float_blocks.unpack_fp8, 128,
+    ),
+    "int4": BlockFormat(
+        128, 128, tuple(range(-8, 8)), float_blocks.search_int4, float_blocks.grid_of_scales,
+        float_blocks.pack_int4, float_blocks.unpack_int4, 64, 1,
+    ),
+    "int4_zero": BlockFormat(
+        128, 128, tuple(range(16)), float_blocks.search_int4_zero, float_blocks.grid_with_zeros,
+        float_blocks.pack_int4_zero, float_blocks.unpack_int4_zero, 64, 2,
+    ),
 }  # fmt: skip
-"""Formats by the name that `packed.FORMS` has for them too."""
+"""Formats by the name that `packed.FORMS` has for them too.
+
+Those that begin with `gguf_` have the fields of the formats after which they are named (NVFP4 without its factors), in
+the layout of a GGUF file; `int4_zero` is INT4 with a zero point.
+"""

@@ -23,6 +23,7 @@ from torch.nn import functional
 from finetune.model.structure import block_formats
 from finetune.model.structure.block_formats import BLOCK_FORMATS, BlockFormat
 from finetune.model.structure.fixed_point import POSITIONS
+from finetune.model.structure.float_blocks import mxfp4_exponents, power_of_two
 
 # Values that are converted at a time, so that intermediate results stay small beside the weights.
 _PART = 2**24
@@ -97,6 +98,13 @@ def values(parameter: nn.Parameter) -> torch.Tensor:
     how = packing_of(parameter)
     assert how is not None
     return how.decoded(parameter.data)
+
+
+def exact(parameter: nn.Parameter) -> torch.Tensor:
+    """The values of a packed parameter in float32, in which no form is rounded."""
+    how = packing_of(parameter)
+    assert how is not None
+    return how.decoded(parameter.data, torch.float32)
 
 
 def packed(codes: torch.Tensor, how: Packing) -> nn.Parameter:
@@ -231,7 +239,7 @@ def _decode_mxfp4(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) 
     # Twice the values and half the scales, since the largest scale, 2^128, is infinite in float32.
     table = (2 * _pairs(codes.device)).to(dtype).view(pair).view(-1)
     values = table.index_select(0, codes.flatten().int()).view(dtype).view(*scales.shape, _BLOCK)
-    values *= _power_of_two(scales.int() - 1).to(dtype).unsqueeze(-1)
+    values *= power_of_two(scales.int() - 1).to(dtype).unsqueeze(-1)
     out.copy_(values.view(*codes.shape[:-1], -1)[..., : out.shape[-1]])
 
 
@@ -245,21 +253,14 @@ def _pairs(device: torch.device) -> torch.Tensor:
     return halves * (0.5 - (nibbles >> 3))  # the sign also of 0
 
 
-def _power_of_two(exponents: torch.Tensor) -> torch.Tensor:
-    """2^(e - 127) in float32 for e from -1 to 255 (infinite), built from its bits; those up to 0 are subnormal."""
-    exponents = exponents.int()
-    return torch.maximum(exponents << 23, 1 << 21 << (exponents + 1).clamp_(0, 1)).view(torch.float32)
-
-
 def _encode_mxfp4(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
     """Section 6.3: a block's scale is the power of two of its largest value over that of e2m1, 4; values are rounded
     to nearest, ties to even, and those above 6 to 6.
     """
     columns = weight.shape[-1]
     blocks = functional.pad(weight.float(), (0, -columns % _BLOCK)).unflatten(-1, (-1, _BLOCK))
-    exponent = torch.frexp(blocks.abs().amax(-1)).exponent - 3  # frexp's mantissa is below 1
-    scales.copy_(exponent.clamp_(-127, 127) + 127)
-    codes.copy_(_e2m1(blocks / _power_of_two(scales).unsqueeze(-1)))
+    scales.copy_(mxfp4_exponents(blocks))
+    codes.copy_(_e2m1(blocks / power_of_two(scales).unsqueeze(-1)))
 
 
 def _e2m1(blocks: torch.Tensor) -> torch.Tensor:
@@ -353,7 +354,7 @@ def _factors(scales: torch.Tensor) -> torch.Tensor:
     """Factors in float32 from those of files, which may be powers of two in e8m0."""
     if scales.dtype is torch.float8_e8m0fnu:
         scales = scales.view(torch.uint8)
-    return _power_of_two(scales) if scales.dtype is torch.uint8 else scales.float()
+    return power_of_two(scales) if scales.dtype is torch.uint8 else scales.float()
 
 
 def _decode_fp8(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
@@ -380,24 +381,27 @@ def _each(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     return rows.repeat_interleave(_ROWS, dim=-2)[..., : shape[-2], :]
 
 
-# -- GGUF's formats ----------------------------------------------------------------------------------------------------
+# -- GGUF's formats and INT4 -------------------------------------------------------------------------------------------
 
 
 def _in_blocks(form: BlockFormat) -> PackedForm:
-    """Blocks of whole rows, whose bytes hold their scales too."""
+    """Whole blocks in each row, whose bytes hold most formats' scales too."""
 
     def shapes(shape: torch.Size) -> tuple[torch.Size, torch.Size]:
         *others, columns = shape
         assert columns % form.columns == 0
-        return torch.Size((*others, columns // form.columns * form.block_bytes)), torch.Size((*others, 0))
+        each = (columns // form.columns * count for count in (form.block_bytes, form.block_scales))
+        codes, scales = (torch.Size((*others, count)) for count in each)
+        return codes, scales
 
     def encode(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-        codes.copy_(block_formats.encode(form, weight)[0])
+        for stored, made in zip((codes, scales), block_formats.encode(form, weight), strict=True):
+            stored.copy_(made)
 
     def decode(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
         block_formats.decode(form, codes, scales, out)
 
-    return PackedForm(shapes, torch.uint8, encode, decode)
+    return PackedForm(shapes, torch.float32 if form.block_scales else torch.uint8, encode, decode)
 
 
 FORMS: dict[str, PackedForm] = {
@@ -417,7 +421,7 @@ FORMS: dict[str, PackedForm] = {
         _fp8_shapes, torch.float32, _encode_fp8, _decode_fp8, (Layout(("", "_scale_inv"), _factors),),
         config="FineGrainedFP8Config",
     ),
-    **{name: _in_blocks(form) for name, form in BLOCK_FORMATS.items()},
+    **{name: _in_blocks(form) for name, form in BLOCK_FORMATS.items() if name not in ("mxfp4", "nvfp4", "fp8")},
     **{
         name: PackedForm(how.shapes, torch.uint8, how.encode, how.decode, (), config="FineGrainedFP8Config")
         for name, how in POSITIONS.items()

@@ -15,16 +15,19 @@ _PART, _DEVICE_PART = 2**17, 2**23
 
 
 def scales(
-    groups: torch.Tensor, weights: torch.Tensor, numerators: Sequence[float], nearest: Callable[..., torch.Tensor]
-) -> torch.Tensor:
+    groups: torch.Tensor, weights: torch.Tensor, numerators: Sequence[float], nearest: Callable[..., torch.Tensor],
+    *, signed: bool = True,
+) -> torch.Tensor:  # fmt: skip
     """Scales for `scale * level` (`make_qx_quants` with rmse_type 1, `quantize_row_iq4_nl_impl`).
 
     Each trial makes the group's value of largest size one of the `numerators`, rounds to `nearest` levels, and takes
-    the scale that is best for these.
+    the scale that is best for these. Unless `signed`, it makes that value's size one of them, so that scales are
+    positive.
     """
 
     def found(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        largest = x.gather(-1, x.abs().argmax(-1, keepdim=True))
+        sizes = x.abs()
+        largest = x.gather(-1, sizes.argmax(-1, keepdim=True)) if signed else sizes.amax(-1, keepdim=True)
         best, scale = torch.zeros_like(largest), torch.zeros_like(largest)
         for numerator in numerators:
             levels = nearest((x * (numerator / largest)).nan_to_num_(0.0, 0.0, 0.0))

@@ -1,0 +1,214 @@
+"""MXFP4, NVFP4 and FP8 in the layouts of vLLM and transformers, the first two in GGUF's too, and INT4.
+
+Codes number the values of a format in ascending order, with one zero: of the bits that mean -0 nothing is left.
+Sources: `packed`, which writes and reads the first three; of GGUF's, ggml/src/ggml-quants.c of llama.cpp; of INT4, the
+format `pack-quantized` of compressed-tensors (0.20, `compressors/pack_quantized/base.py`).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from finetune.model.structure import scale_search
+from finetune.model.structure.block_fields import Fields, Grid, Stored, from_halves, in_halves, joined, split
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+E2M1_LEVELS = (-6.0, -4.0, -3.0, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_LARGEST_E2M1 = E2M1_LEVELS[-1]
+TWICE_E2M1_LEVELS = tuple(2 * level for level in E2M1_LEVELS)
+"""With half the scale, since the largest scale of MXFP4, 2^128, is infinite in float32."""
+
+_E4M3 = torch.finfo(torch.float8_e4m3fn)
+_SMALLEST_E4M3 = _E4M3.smallest_normal / 8
+_POSITIVE = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).tolist()
+E4M3_LEVELS = (*(-level for level in reversed(_POSITIVE)), 0.0, *_POSITIVE)
+
+
+def _signed(codes: torch.Tensor, sign: int) -> torch.Tensor:
+    """Bits of sign and size from codes in ascending order; `sign` is the bit of the sign, below which sizes end."""
+    middle = {8: 7, 128: 126}[sign]
+    return torch.where(codes < middle, middle - codes + sign, codes - middle)
+
+
+def _ascending(signed: torch.Tensor, sign: int) -> torch.Tensor:
+    middle = {8: 7, 128: 126}[sign]
+    return torch.where(signed < sign, signed + middle, middle + sign - signed)
+
+
+def power_of_two(exponents: torch.Tensor) -> torch.Tensor:
+    """2^(e - 127) in float32 for e from -1 to 255 (infinite), built from its bits; those up to 0 are subnormal."""
+    exponents = exponents.int()
+    return torch.maximum(exponents << 23, 1 << 21 << (exponents + 1).clamp_(0, 1)).view(torch.float32)
+
+
+def _in_pairs(codes: torch.Tensor) -> torch.Tensor:
+    return codes[..., ::2] | (codes[..., 1::2] << 4)
+
+
+def _from_pairs(stored: torch.Tensor) -> torch.Tensor:
+    return torch.stack((stored & 15, stored >> 4), dim=-1).flatten(-2)
+
+
+# -- MXFP4 -------------------------------------------------------------------------------------------------------------
+
+
+def mxfp4_exponents(blocks: torch.Tensor) -> torch.Tensor:
+    """The scale's exponent and 127 (..., blocks) of blocks (..., blocks, 32): OCP MX v1.0, section 6.3."""
+    exponent = torch.frexp(blocks.abs().amax(-1)).exponent - 3  # frexp's mantissa is below 1
+    return exponent.clamp_(-127, 127) + 127
+
+
+def search_mxfp4(weight: torch.Tensor, importance: torch.Tensor | None) -> Fields:
+    return {"exponents": mxfp4_exponents(weight.unflatten(-1, (-1, 32))).to(torch.uint8)}
+
+
+def grid_of_exponents(fields: Fields) -> Grid:
+    return Grid(power_of_two(fields["exponents"].int() - 1))
+
+
+def pack_mxfp4(codes: torch.Tensor, fields: Fields) -> Stored:
+    return _in_pairs(_signed(codes, 8)), fields["exponents"]
+
+
+def unpack_mxfp4(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, Fields]:
+    return _ascending(_from_pairs(stored), 8), {"exponents": scales}
+
+
+def pack_gguf_mxfp4(codes: torch.Tensor, fields: Fields) -> Stored:
+    return joined(fields["exponents"].unsqueeze(-1), in_halves(_signed(codes, 8), 32))
+
+
+def unpack_gguf_mxfp4(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, Fields]:
+    exponents, low = split(stored, 1, 16)
+    return _ascending(from_halves(low).flatten(-2), 8), {"exponents": exponents.squeeze(-1)}
+
+
+# -- NVFP4 -------------------------------------------------------------------------------------------------------------
+
+
+def _largest(weight: torch.Tensor, group: int) -> torch.Tensor:
+    return weight.unflatten(-1, (-1, group)).abs().amax(-1)
+
+
+def search_nvfp4(weight: torch.Tensor, importance: torch.Tensor | None) -> Fields:
+    """The largest value of a weight, or of an expert's, becomes 6 times 448, that of a block 6."""
+    largest = _largest(weight, 16)
+    divisor = (_E4M3.max * _LARGEST_E2M1 / largest.amax((-2, -1), keepdim=True)).nan_to_num_(nan=1.0, posinf=1.0)
+    each = (divisor * (largest / _LARGEST_E2M1)).clamp_(_SMALLEST_E4M3, _E4M3.max)
+    factors = torch.cat((torch.ones_like(divisor), divisor), dim=-1)
+    return {"factors": factors.repeat_interleave(weight.shape[-2], -2), "scales": each.to(torch.float8_e4m3fn)}
+
+
+def grid_nvfp4(fields: Fields) -> Grid:
+    """`factors` (..., rows, 2): one multiplies the scales, and one divides them."""
+    return Grid(fields["scales"].float() * fields["factors"][..., :1] / fields["factors"][..., 1:])
+
+
+def pack_nvfp4(codes: torch.Tensor, fields: Fields) -> Stored:
+    scales = torch.cat([fields[name].contiguous().view(torch.uint8) for name in ("factors", "scales")], dim=-1)
+    return _in_pairs(_signed(codes, 8)), scales
+
+
+def unpack_nvfp4(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, Fields]:
+    factors, each = scales[..., :8].contiguous(), scales[..., 8:].contiguous()
+    fields = {"factors": factors.view(torch.float32), "scales": each.view(torch.float8_e4m3fn)}
+    return _ascending(_from_pairs(stored), 8), fields
+
+
+def search_gguf_nvfp4(weight: torch.Tensor, importance: torch.Tensor | None) -> Fields:
+    """`quantize_row_nvfp4_ref`, without a factor: a file may have one, in a tensor of its own."""
+    each = (_largest(weight, 16) / _LARGEST_E2M1).clamp_(max=_E4M3.max)
+    return {"scales": each.to(torch.float8_e4m3fn)}
+
+
+def grid_gguf_nvfp4(fields: Fields) -> Grid:
+    """Scales have no sign, and what would be no number is 0 (`ggml_ue4m3_to_fp32`)."""
+    bits = fields["scales"].view(torch.uint8).int()
+    exponent, mantissa = bits >> 3 & 15, bits & 7
+    size = torch.where(exponent == 0, mantissa * 2.0, (mantissa + 8) * power_of_two(exponent + 127))
+    return Grid(torch.where(bits == 127, 0.0, size * 2.0**-10))
+
+
+def pack_gguf_nvfp4(codes: torch.Tensor, fields: Fields) -> Stored:
+    scales = fields["scales"].view(torch.uint8).unflatten(-1, (-1, 4))
+    return joined(scales, in_halves(_signed(codes, 8), 16).unflatten(-2, (-1, 4)).flatten(-2))
+
+
+def unpack_gguf_nvfp4(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, Fields]:
+    each, low = split(stored, 4, 32)
+    codes = _ascending(from_halves(low.unflatten(-1, (4, 8))).flatten(-3), 8)
+    return codes, {"scales": each.flatten(-2).view(torch.float8_e4m3fn)}
+
+
+# -- FP8 ---------------------------------------------------------------------------------------------------------------
+
+_ROWS = 128
+"""Rows with one scale; the fields have it for each row."""
+
+
+def search_fp8(weight: torch.Tensor, importance: torch.Tensor | None) -> Fields:
+    """The largest value of 128 x 128 becomes the largest of e4m3, 448."""
+    rows = [part.amax(-2, keepdim=True).expand_as(part) for part in _largest(weight, 128).split(_ROWS, -2)]
+    largest = torch.cat(rows, dim=-2)
+    return {"scales": torch.where(largest > 0, largest / _E4M3.max, 1.0)}
+
+
+def grid_of_scales(fields: Fields) -> Grid:
+    return Grid(fields["scales"])
+
+
+def pack_fp8(codes: torch.Tensor, fields: Fields) -> Stored:
+    return _signed(codes, 128), fields["scales"][..., ::_ROWS, :]
+
+
+def unpack_fp8(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, Fields]:
+    each = scales.repeat_interleave(_ROWS, dim=-2)[..., : stored.shape[-2], :]
+    return _ascending(stored, 128), {"scales": each}
+
+
+# -- INT4 --------------------------------------------------------------------------------------------------------------
+
+INT4_GROUP = 128
+
+
+def search_int4(weight: torch.Tensor, importance: torch.Tensor | None) -> Fields:
+    """Scales that are numbers in bfloat16, as they are published: of those that make the largest value 7 to 10 steps,
+    the one with the smallest error; compressed-tensors takes 7.5.
+    """
+    groups = weight.unflatten(-1, (-1, INT4_GROUP))
+    weights = torch.ones_like(groups) if importance is None else importance.expand_as(weight).view_as(groups)
+    trials = [7.5, *(7 + 0.2 * step for step in range(16))]
+    found = scale_search.scales(groups, weights, trials, lambda wanted: wanted.round_().clamp_(-8, 7), signed=False)
+    return {"scales": found.bfloat16().float()}
+
+
+def pack_int4(codes: torch.Tensor, fields: Fields) -> Stored:
+    """Of the integers of 32 bits in files the bytes: eight codes each, the first in the lowest bits."""
+    return _in_pairs(codes), fields["scales"]
+
+
+def unpack_int4(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, Fields]:
+    return _from_pairs(stored), {"scales": scales}
+
+
+def search_int4_zero(weight: torch.Tensor, importance: torch.Tensor | None) -> Fields:
+    """The range of values and zero in 15 equal steps, of which zero is one."""
+    low, high = (one.clamp(*limits) for one, limits in zip(
+        weight.unflatten(-1, (-1, INT4_GROUP)).aminmax(dim=-1), ((None, 0), (0, None)), strict=True,
+    ))  # fmt: skip
+    scales = ((high - low) / 15).bfloat16().float()
+    return {"scales": scales, "zeros": (-low / scales).nan_to_num_(0.0).round_().clamp_(0, 15)}
+
+
+def grid_with_zeros(fields: Fields) -> Grid:
+    return Grid(fields["scales"], fields["zeros"] * fields["scales"])
+
+
+def pack_int4_zero(codes: torch.Tensor, fields: Fields) -> Stored:
+    return _in_pairs(codes), torch.cat((fields["scales"], fields["zeros"]), dim=-1)
+
+
+def unpack_int4_zero(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, Fields]:
+    each, zeros = scales.chunk(2, dim=-1)
+    return _from_pairs(stored), {"scales": each, "zeros": zeros}
