@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import torch
 
-from finetune.model.structure.block_formats import BlockFormat, Fields, Grid, nearest, values
+from finetune.model.structure.block_formats import BLOCK_FORMATS, BlockFormat, Fields, Grid, nearest, values
 
 DAMPING = 0.01
 """What is added to the diagonal of a Hessian, relative to its mean (section 3.3, step 3)."""
@@ -32,25 +32,53 @@ def compensated(form: BlockFormat, weight: torch.Tensor, hessian: torch.Tensor) 
     damped = _damped(hessian)
     importance = damped.diagonal().clone()
     factor = _inverse_factor(damped)
-    weight, codes, found = weight.clone(), torch.empty_like(weight, dtype=torch.uint8), list[Fields]()
+    search = _Search(form, weight, importance)
+    weight, codes, single = weight.clone(), torch.empty_like(weight, dtype=torch.uint8), replace(form, group=1)
     width = max(_COLUMNS, form.columns)
     for start in range(0, weight.shape[1], width):
-        part, factor_of_part = weight[:, start : start + width], factor[start : start + width]
+        part, own = weight[:, start : start + width], factor[start : start + width, start : start + width]
         errors = torch.empty_like(part)
+        for column, grid in enumerate(search.grids(part, start)):
+            wanted = part[:, column : column + 1]
+            code = nearest(single, wanted, grid)
+            codes[:, start + column] = code[:, 0]
+            error = (wanted - values(single, code, grid)) / own[column, column]
+            errors[:, column] = error[:, 0]
+            part[:, column + 1 :] -= error * own[column, column + 1 :]
+        weight[:, start + width :] -= errors @ factor[start : start + width, start + width :]
+    return codes, search.fields()
+
+
+class _Search:
+    """The fields of each block, for the weights as they are when the sweep reaches it.
+
+    The factor of NVFP4 is that of a whole weight, so its fields are those of the weight as it was.
+    """
+
+    def __init__(self, form: BlockFormat, weight: torch.Tensor, importance: torch.Tensor) -> None:
+        self._form, self._importance, self._found = form, importance, list[Fields]()
+        self._whole = form.search(weight, importance) if form is BLOCK_FORMATS["nvfp4"] else None
+
+    def grids(self, part: torch.Tensor, start: int) -> Iterator[Grid]:
+        """The grid (rows, 1) of each column of `part`, whose first is `start`; `part` may change between two."""
+        form = self._form
         for first in range(0, part.shape[1], form.columns):
-            block = slice(first, first + form.columns)
-            fields = form.search(part[:, block].contiguous(), importance[start:][block])
-            found.append(fields)
-            for column, grid in zip(range(first, first + form.columns), _of_columns(form, fields), strict=True):
-                wanted, row = part[:, column : column + 1], factor_of_part[column, start : start + width]
-                single = replace(form, group=1)
-                code = nearest(single, wanted, grid)
-                codes[:, start + column] = code[:, 0]
-                error = (wanted - values(single, code, grid)) / row[column]
-                errors[:, column] = error[:, 0]
-                part[:, column + 1 :] -= error * row[column + 1 :]
-        weight[:, start + width :] -= errors @ factor_of_part[:, start + width :]
-    return codes, {name: torch.cat([fields[name] for fields in found], dim=1) for name in found[0]}
+            if self._whole is None:
+                block = part[:, first : first + form.columns].contiguous()
+                important = self._importance[start + first : start + first + form.columns]
+                self._found.append(form.search(block, important))
+                grid, before = form.grid(self._found[-1]), 0
+            else:
+                grid, before = form.grid(self._whole), start + first
+            for column in range(before, before + form.columns):
+                group = slice(column // form.group, column // form.group + 1)
+                yield Grid(grid.scales[:, group], None if grid.offsets is None else grid.offsets[:, group])
+
+    def fields(self) -> Fields:
+        """The fields of all blocks."""
+        if self._whole is not None:
+            return self._whole
+        return {name: torch.cat([fields[name] for fields in self._found], dim=1) for name in self._found[0]}
 
 
 def _damped(hessian: torch.Tensor) -> torch.Tensor:
@@ -76,11 +104,3 @@ def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor:
     torch.linalg.solve_triangular(lower, inverse, upper=False, out=inverse)
     del lower
     return inverse.flip(0, 1)
-
-
-def _of_columns(form: BlockFormat, fields: Fields) -> Iterator[Grid]:
-    """The grid (rows, 1) of each column of a block."""
-    grid = form.grid(fields)
-    for column in range(form.columns):
-        group = slice(column // form.group, column // form.group + 1)
-        yield Grid(grid.scales[:, group], None if grid.offsets is None else grid.offsets[:, group])

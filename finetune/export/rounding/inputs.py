@@ -6,17 +6,16 @@ experts, whose weights share one parameter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-# Functions of an input (..., columns) and a weight, and whether the weight is (columns, rows).
-_PRODUCTS: dict[Callable[..., Any], bool] = {
-    functional.linear: False, torch.matmul: True, torch.mm: True, torch.Tensor.matmul: True, torch.Tensor.mm: True,
-    torch.Tensor.__matmul__: True,
+# Functions of an input (..., columns) and a weight.
+_PRODUCTS: set[Any] = {
+    functional.linear, torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__,
 }  # fmt: skip
 
 Key = tuple[str, int]
@@ -42,9 +41,9 @@ class Inputs(TorchFunctionMode):
         self._last: tuple[torch.Tensor, Key] | None = None
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in _PRODUCTS and len(args) > 1 and args[1].dim() == 2:
-            if (key := self._keys.get(args[1].data_ptr())) is not None:
-                self.add(key, args[0])
+        weight = args[1] if function in _PRODUCTS and len(args) > 1 else None
+        if weight is not None and weight.dim() == 2 and (key := self._keys.get(weight.data_ptr())):
+            self.add(key, args[0])
         return function(*args, **(kwargs or {}))
 
     def source(self, key: Key) -> Key | None:

@@ -107,18 +107,22 @@ class _Layer:
         kept = self.rounding.kept
         if not kept.has(self.part):
             self.started(self.part)
-            weights = {name: self.layer.get_parameter(own).data for name, own in self._own.items()}
-            inputs = Inputs(weights)
-            with inputs:
-                for _ in self._in_parts(arguments, named):
-                    pass
-            inputs.release()
-            rows_first = {name: one.mT if name in kept.transposed else one for name, one in weights.items()}
-            kept.write(self.part, rounded(self.part.forms, rows_first, inputs))
+            self._round(arguments, named)
         for name, one in kept.read(self.part).items():
             parameter = self.layer.get_parameter(self._own[name])
             parameter.data = _decoded(one, parameter)
         return _joined(self._in_parts(arguments, named), len(self.rounding.rows))
+
+    def _round(self, arguments: Any, named: Any) -> None:
+        kept = self.rounding.kept
+        weights = {name: self.layer.get_parameter(own).data for name, own in self._own.items()}
+        inputs = Inputs(weights)
+        with inputs:
+            for _ in self._in_parts(arguments, named):
+                pass
+        inputs.release()
+        rows_first = {name: one.mT if name in kept.transposed else one for name, one in weights.items()}
+        kept.write(self.part, rounded(self.part.forms, rows_first, inputs))
 
     def _in_parts(self, arguments: Any, named: Any) -> Iterator[tuple[slice, Any]]:
         """Which rows, and what the layer computes of them."""

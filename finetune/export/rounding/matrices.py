@@ -41,7 +41,7 @@ def rounded(
     ArtifactError for inputs that are not finite.
     """
     made: dict[Key, Bytes] = {}
-    for (source, form), keys in _together(forms, weights, inputs).items():
+    for (source, form, _), keys in _together(forms, weights, inputs).items():
         assert inputs is not None
         made |= _compensated(form, {key: _matrix(weights, key) for key in keys}, inputs.sum(source))
     return {name: _collected(name, forms[name], weight, made) for name, weight in weights.items()}
@@ -49,24 +49,31 @@ def rounded(
 
 def _together(
     forms: Mapping[str, str], weights: Mapping[str, torch.Tensor], inputs: Inputs | None
-) -> dict[tuple[Key, str], list[Key]]:
-    """Matrices that have inputs and form in common, which are rounded as one."""
-    found: dict[tuple[Key, str], list[Key]] = {}
+) -> dict[tuple[Key, str, str], list[Key]]:
+    """Matrices that have inputs and form in common, which are rounded as one, by these; alone where blocks of FP8, of
+    128 rows, would be of two.
+    """
+    found: dict[tuple[Key, str, str], list[Key]] = {}
     for name, weight in weights.items():
-        for key in _keys(name, weight) if inputs and forms[name] in BLOCK_FORMATS else ():
+        form, (*_, rows, columns) = forms[name], weight.shape
+        if inputs is None or form not in BLOCK_FORMATS or columns % BLOCK_FORMATS[form].columns:
+            continue
+        for key in _keys(name, weight):
             source = inputs.source(key)
-            if source and inputs.tokens[key] >= TOKENS_PER_COLUMN * weight.shape[-1]:
-                found.setdefault((source, forms[name]), []).append(key)
+            if source and inputs.tokens[key] >= TOKENS_PER_COLUMN * columns:
+                found.setdefault((source, form, name if form == "fp8" and rows % 128 else ""), []).append(key)
     return found
 
 
 def _compensated(form: str, matrices: dict[Key, torch.Tensor], hessian: torch.Tensor) -> dict[Key, Bytes]:
     if not hessian.diagonal().isfinite().all():
-        raise ArtifactError(f"the inputs of `{next(iter(matrices))[0]}` are not finite in the training rows; train again")
+        raise ArtifactError(
+            f"the inputs of `{next(iter(matrices))[0]}` are not finite in the training rows; train again"
+        )
     joined = torch.cat([matrix.float() for matrix in matrices.values()])
     stored = BLOCK_FORMATS[form].pack(*compensated(BLOCK_FORMATS[form], joined, hessian))
     sizes = [len(matrix) for matrix in matrices.values()]
-    parts = (part.cpu().split(sizes) for part in stored)
+    parts = (part.cpu().split([size * len(part) // len(joined) for size in sizes]) for part in stored)
     return dict(zip(matrices, zip(*parts, strict=True), strict=True))
 
 
