@@ -48,7 +48,8 @@ def check(job: Conversion) -> None:
 
 def forms(model: Any, kind: str) -> dict[str, str]:
     """The form of each weight of `model` (on the meta device) in a file of `kind`. Raises ConfigError."""
-    return quantizers.recipe_of(model, pick(recipes.RECIPES, kind, "GGUF type to round to"))
+    pick(recipes.RECIPES, kind, "GGUF type to round to")
+    return quantizers.recipe_of(model, kind)
 
 
 def file_name(kind: str) -> str:
