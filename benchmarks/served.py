@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 from finetune.config import Config
 from finetune.data import prepare
 from finetune.data.encoded import IGNORE
-from finetune.export import compressed, finished_run
+from finetune.export import compressed_export, finished_run
 from finetune.export.conversion import Conversion
 from finetune.export.gguf import gguf_export
 from finetune.export.rounding import rounded_run
@@ -88,7 +88,7 @@ WAYS: dict[str, Callable[[Trained, str], Served]] = {"plain rounding": _plain, "
 def _forms(job: Trained, kind: str) -> dict[str, str]:
     with torch.device("meta"):
         bare = type(job.merged)(copy.deepcopy(job.merged.config))
-    return gguf_export.forms(bare, kind) if kind in recipes.RECIPES else compressed.forms(bare, kind)
+    return gguf_export.forms(bare, kind) if kind in recipes.RECIPES else compressed_export.forms(bare, kind)
 
 
 def _served(job: Trained, weights: dict[str, nn.Parameter], facts: dict[str, Any] | None = None) -> Served:

@@ -19,8 +19,8 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Layout:
-    """A layout of a packed weight (rows, columns).
+class WrittenForm:
+    """How a packed weight (rows, columns) is written.
 
     `write` returns its tensors, by what their names have after the weight's, from its bytes, scales and shape; `read`
     the bytes and scales from these. `stated` is the entry in config.json, given the modules that stay in 16 bit.
@@ -84,7 +84,7 @@ def _write_nvfp4(codes: torch.Tensor, scales: torch.Tensor, shape: torch.Size) -
 
 def _read_nvfp4(tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
     [layout] = [one for one in packed.FORMS["nvfp4"].layouts if one.endings[-1] == "_global_scale"]
-    return tensors["_packed"], layout.joined(tensors["_scale"], tensors["_global_scale"])
+    return tensors["_packed"], layout.scales(tensors["_packed"], tensors["_scale"], tensors["_global_scale"])
 
 
 # -- MXFP4 and INT4 ----------------------------------------------------------------------------------------------------
@@ -124,20 +124,20 @@ def _read_int4(tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
     return tensors["_packed"].view(torch.uint8), tensors["_scale"].float()
 
 
-LAYOUTS: dict[str, Layout] = {
-    "fp8": Layout(_write_fp8, _read_fp8, _state_fp8, 128),
-    "nvfp4": Layout(
+LAYOUTS: dict[str, WrittenForm] = {
+    "fp8": WrittenForm(_write_fp8, _read_fp8, _state_fp8, 128),
+    "nvfp4": WrittenForm(
         _write_nvfp4, _read_nvfp4,
         _compressed("nvfp4-pack-quantized", 16, type="float", strategy="tensor_group"), 16,
     ),
-    "mxfp4": Layout(
+    "mxfp4": WrittenForm(
         _write_mxfp4, _read_mxfp4,
         _compressed("mxfp4-pack-quantized", 32, type="float", strategy="group", scale_dtype="torch.uint8"), 32,
     ),
-    "int4": Layout(
+    "int4": WrittenForm(
         _write_int4, _read_int4, _compressed("pack-quantized", 128, type="int", strategy="group"), 128
     ),
 }  # fmt: skip
 """Layouts by the form of the weights, a key of `packed.FORMS`."""
-EXPERTS = Layout(_write_experts, _read_experts, _state_experts, 32)
+EXPERTS = WrittenForm(_write_experts, _read_experts, _state_experts, 32)
 """That of experts in MXFP4 whose values the model reads transposed (gpt-oss)."""

@@ -29,12 +29,13 @@ class ExportFormat:
 FORMATS: dict[str, ExportFormat] = {
     "merged": ExportFormat("16-bit safetensors, for transformers and vLLM", "merged"),
     "adapter": ExportFormat(
-        "plain LoRA, for vLLM, SGLang and llama.cpp", "plain-adapter", "adapter_export", merged=False
+        "plain LoRA, for vLLM, SGLang and llama.cpp, with a base that training held as GGUF files do", "plain-adapter",
+        "adapter_export", merged=False,
     ),
     "gguf": ExportFormat("one GGUF file, for llama.cpp", "gguf", "gguf.gguf_export"),
     "ollama": ExportFormat("a GGUF file and a Modelfile, for Ollama", "ollama", "gguf.ollama"),
     **{
-        kind: ExportFormat(f"{words}, for vLLM and SGLang", kind, "compressed", kind=kind)
+        kind: ExportFormat(f"{words}, for vLLM and SGLang", kind, "compressed_export", kind=kind)
         for kind, words in (
             ("fp8", "8-bit floats in blocks of 128 x 128"),
             ("nvfp4", "4-bit floats in blocks of 16"),
@@ -42,4 +43,4 @@ FORMATS: dict[str, ExportFormat] = {
             ("int4", "4-bit integers in groups of 128"),
         )
     },
-}
+}  # fmt: skip

@@ -290,6 +290,10 @@ class Likeness:
             "kl": max(kl, 0.0), "kl_max": max(largest, 0.0), "agreement": same, "loss": float(self.losses().mean())
         }  # fmt: skip
 
+    def kl(self) -> float:
+        """The mean divergence over all rows."""
+        return max(float(torch.cat(self._tokens, dim=1)[0].mean()), 0.0)
+
 
 LEAST_GAIN = 0.9
 """The share of what training gained that an export must keep to be uploaded without being asked twice."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,12 @@ from finetune.export.conversion import Conversion
 from finetune.export.export_formats import FORMATS, ExportFormat
 from finetune.export.gguf import gguf_types
 from finetune.export.merging import merge as merging
+from finetune.export.merging.bases import Bases, ServedWeights
 from finetune.export.rounding import rounded_run
 from finetune.measure.out_of_memory import as_out_of_memory_error
 from finetune.model.base import load_architecture
-from finetune.model.source import vision
-from finetune.model.source.locate import locate
+from finetune.model.source import identity, vision
+from finetune.model.source.locate import locate, weights_directory
 from finetune.report.terminal import Terminal, note_beside_output
 from finetune.runtime import libraries
 from finetune.runtime.device import this_device
@@ -64,8 +65,8 @@ def export_model(
                 kind = form.kind or type
                 job = _conversion(run, config, form, kind)
                 rounded = rounded or (config.output.way, config.output.serve) == ("rounded", kind)
-                if rounded and not hasattr(_module(form), "forms"):
-                    raise ConfigError(f"`--rounded`: nothing is rounded in `{format}`; export one that is quantized")
+                if rounded:
+                    _refuse_rounding(config, form, format)
                 if form.merged and config.adapter.kind == "lora" and not run.is_merged:
                     merge_locked(run, config, terminal, note_beside_output)
                 record = _convert(_rounded(job, form) if rounded else job, format, form)
@@ -152,9 +153,21 @@ def _conversion(run: RunDirectory, config: Config, form: ExportFormat, kind: str
     def load_merged(dtype: Any) -> Any:
         return finished_run.load_merged(run, config.model, device, dtype)
 
-    job = Conversion(run, config, tokenizer, rows, rows_of, device, kind, base_identity, load_merged, shown)
+    packed: Mapping[str, Any] = {}
+    if config.quantization.snap:
+        folder = weights_directory(config.model.name, config.model.revision, download=True)
+        bases = Bases(config, run.adapter, identity.loaded_files(folder), device)
+        kind, packed = config.quantization.kind, ServedWeights(bases.merging("quantized"))
+    job = Conversion(run, config, tokenizer, rows, rows_of, device, kind, base_identity, load_merged, shown, packed)
     _module(form).check(job)
     return job
+
+
+def _refuse_rounding(config: Config, form: ExportFormat, name: str) -> None:
+    if not hasattr(_module(form), "forms"):
+        raise ConfigError(f"`--rounded`: nothing is rounded in `{name}`; export a format that is quantized")
+    if config.quantization.snap:
+        raise ConfigError("`--rounded`: this run was trained as it is rounded (`output.way: exact`); leave it out")
 
 
 def _rounded(job: Conversion, form: ExportFormat) -> Conversion:
@@ -163,10 +176,10 @@ def _rounded(job: Conversion, form: ExportFormat) -> Conversion:
 
 
 def _convert(job: Conversion, name: str, form: ExportFormat) -> dict[str, Any]:
-    make = _module(form).make
+    make, rounded = _module(form).make, {"rounded": job.rounded} if job.rounded else {}
     return staging.publish(
         job.run, job.config, job.run.path / form.folder,
-        lambda folder: {"format": name, **make(job, folder), "rows_of": job.rows_of, "rounded": job.rounded},
+        lambda folder: {"format": name, **make(job, folder), "rows_of": job.rows_of, **rounded},
         base_identity=job.base_identity, device=job.device, record_file="export.json", written_as=form.help,
     )  # fmt: skip
 

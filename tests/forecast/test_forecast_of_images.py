@@ -9,6 +9,7 @@ import pytest
 import seeing
 import tiny_models
 import torch
+from jobs import sampled
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import finetune
@@ -81,7 +82,7 @@ def test_pixels_that_are_not_known_are_not_black() -> None:
 # -- a job -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["qwen3_vl", "gemma3", "idefics3"])
+@pytest.fixture(scope="module", params=sampled(["qwen3_vl", "gemma3", "idefics3"], "qwen3_vl", "gemma3"))
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Config]:
     """A family, and a job with its base and rows with none, one and two images; one job has settings to choose."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -94,7 +95,7 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     chosen = request.param == "gemma3"
     sections = {
         "model": {"name": str(folder / "base"), "vision": "frozen"},
-        "data": {"train": str(seeing.rows(folder, rows)), "eval": "none", "max_length": 256},
+        "data": {"train": str(seeing.rows(folder, rows)), "eval": "none", "max_length": 128},
         "training": {
             "batch_size": 6, "micro_batch": "auto" if chosen else 2, "max_steps": 2, "learning_rate": 1e-3,
         },

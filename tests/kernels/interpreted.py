@@ -18,13 +18,17 @@ from trl.kernels import ChunkedLogProbFunction, chunked_logprob
 
 from finetune.kernels import ops, triton_kernels
 from finetune.kernels.head import LogProbs
-from finetune.model.structure import eight_bit
+from finetune.model.structure import eight_bit, packed
+from finetune.model.structure.fixed_point import POSITIONS
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # From Triton's tiles, whose sizes are powers of two: less than one, one, and more than one with a rest.
 WIDTHS = [1, 7, 96, 128, 2500]
 
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+dtypes = pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)],
+    ids=lambda dtype: str(dtype).removeprefix("torch."),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -227,6 +231,25 @@ def test_a_4_bit_weight_of_an_odd_width_in_blocks_small_and_large(kind, size) ->
     assert torch.equal(found.flatten(), expected[:-1])
 
 
+@dtypes
+@pytest.mark.parametrize("rank", [3, 16, 40])
+@pytest.mark.parametrize("name", ["exact_q4_0", "exact_q4_k", "exact_q8_0", "exact_iq4_nl"])
+def test_weights_are_rounded_as_on_a_cpu(name, rank, dtype) -> None:
+    how = POSITIONS[name]
+    columns = 2 * how.form.columns
+    weight = packed.pack(name, torch.randn(75, columns))
+    grid = how.grid(weight.packing.scales, columns)
+    grid.scales[0, 0] = 0.0
+    args = weight.data, grid.scales, grid.offsets, torch.randn(rank, columns), torch.randn(75, rank) / 20, 0.5, name
+    found, expected = torch.zeros(2, 75, columns + 5, dtype=dtype)[..., :columns]
+    triton_kernels.snap_(found, *args)
+    ops.snap_(expected, *args)
+    # Sums in another order put few of them on the other side of the middle between two levels.
+    assert (found != expected).sum() <= 3
+    ops.decode_(expected, weight)
+    assert (found != expected).float().mean() > 0.1
+
+
 FAR = 2**30
 """As many values between two rows that the third is further from the first than 32 bits can count."""
 
@@ -273,9 +296,9 @@ def test_rows_that_lie_further_apart_than_32_bits_reach() -> None:
     assert_one_rounding(k, exact[1])
 
     half = torch.randn(3, 64).half()
-    for packed in (four_bit(half), eight_bit.quantized(half)):
-        decode(x, packed)
-        ops.decode_(near[0], packed)
+    for quantized in (four_bit(half), eight_bit.quantized(half)):
+        decode(x, quantized)
+        ops.decode_(near[0], quantized)
         assert torch.equal(x, near[0])
 
 

@@ -213,6 +213,10 @@ def calls(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...]]]:
             strided(48, 130, dtype=dtype), plain.data, plain.quant_state.absmax, 64, "fp4"
         )),
         "decode_int8_": (ops.decode_int8_, (strided(5, 32, dtype=dtype), eight.CB, eight.SCB)),
+        "snap_": (ops.snap_, (
+            strided(5, 64, dtype=dtype), torch.randint(256, (5, 64), dtype=torch.uint8), torch.rand(5, 2), None,
+            torch.randn(4, 64), torch.randn(5, 4), 0.5, "exact_q4_0",
+        )),
     }  # fmt: skip
 
 

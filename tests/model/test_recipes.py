@@ -50,7 +50,7 @@ def weightless(config: Any, kind: str = "none") -> Any:
 
 def test_the_kinds_that_are_served_are_those_of_the_tables() -> None:
     assert set(GGUF) == set(recipes.RECIPES)
-    assert {kind for kind, one in QUANTIZATIONS.items() if one.packed} == set(GRIDS)
+    assert {kind for kind, one in QUANTIZATIONS.items() if one.packed} == set(GRIDS) - {"int4"}
     assert all(packed.FORMS.keys() >= {one.main, one.head} for one in recipes.RECIPES.values())
     assert packed.FORMS.keys() >= set(recipes.FALLBACKS.values())
 

@@ -43,7 +43,8 @@ def write(
 ) -> list[str]:  # fmt: skip
     """Write the model in `folder` (safetensors) to `file`, its matrices in the type `kind` (a key of `TYPES`).
 
-    `packed` weights, by the model's names, take the place of the folder's, and their bytes are written as they are.
+    `packed` weights, by the model's names, take the place of the folder's, and their bytes are written as they are;
+    all others are then written in 16 bit.
     Takes the memory of one tensor. Returns the known differences of llama.cpp, as sentences. Raises ConfigError for a
     model that llama.cpp cannot express, OSError if the disk lacks room.
     """
@@ -172,7 +173,7 @@ def _tensors(
                 return stored
 
             stored, shape = gguf_names.name_of(names, part, family), list(each.shape)
-            wanted = _type(stored, shape, kind, text)
+            wanted = _type(stored, shape, "f16" if packed else kind, text)
             if wanted in gguf_recipes.FLOATS:
                 yield from gguf_packed.rounded(stored, shape, wanted, load)
             else:

@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType as Types
 from torch import nn
 
 from finetune.errors import ConfigError
-from finetune.export import packed_rows
+from finetune.export import row_selection
 from finetune.model.source.gguf_families import Parts
 from finetune.model.structure import packed
 
@@ -34,7 +34,7 @@ def tensors(name: str, weight: nn.Parameter, store: Callable[[torch.Tensor], Par
     kind = Types.__members__.get(how.form.removeprefix("gguf_").upper())
     if kind is None:
         raise ConfigError(f"`{name}` is held in {how.form}, which GGUF files do not have; export `merged` instead")
-    for part, rows in packed_rows.chosen(name, how.shape, store, "llama.cpp", transposed=how.transposed).items():
+    for part, rows in row_selection.chosen(name, how.shape, store, "llama.cpp", transposed=how.transposed).items():
         shape = [*rows.shape, how.shape[-2] if how.transposed else how.shape[-1]]
         if shape[-1] % GGML_QUANT_SIZES[kind][0]:
             raise ConfigError(
@@ -63,7 +63,7 @@ def rounded(name: str, shape: list[int], kind: Any, load: Callable[[], torch.Ten
 def _bytes(weight: nn.Parameter, rows: torch.Tensor | None = None) -> torch.Tensor:
     """The bytes of rows of a weight (None: all), in the order of its GGUF type: (..., rows, bytes of a row)."""
     how: Any = packed.packing_of(weight)
-    codes, scales = (packed_rows.bytes_of(each, rows) for each in (weight.data, how.scales))
+    codes, scales = (row_selection.bytes_of(each, rows) for each in (weight.data, how.scales))
     if how.form == "mxfp4":
         return torch.cat((scales.unsqueeze(-1), _halves(codes, 32)), dim=-1).flatten(-2)
     if how.form == "nvfp4":
@@ -80,7 +80,7 @@ def _halves(codes: torch.Tensor, block: int) -> torch.Tensor:
 
 def _factors(name: str, scales: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
     """The factor of each matrix in float32: (matrices,). Products are multiplied by it in llama.cpp."""
-    both = packed_rows.bytes_of(scales[..., : packed.FACTOR_BYTES], rows).contiguous().view(torch.float32)
+    both = row_selection.bytes_of(scales[..., : packed.FACTOR_BYTES], rows).contiguous().view(torch.float32)
     if (both != both[..., :1, :]).any():
         raise ConfigError(f"rows of `{name}` have different factors of NVFP4, of which a GGUF file has one a matrix")
     first = both[..., 0, :].reshape(-1, 2)

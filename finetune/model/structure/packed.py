@@ -11,8 +11,10 @@ Shapes: weights are (..., rows, columns); products sum over columns, along which
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from finetune.model.structure import block_formats
+from finetune.model.structure import block_formats, fixed_point
 from finetune.model.structure.block_formats import BLOCK_FORMATS, BlockFormat
 from finetune.model.structure.fixed_point import POSITIONS
 from finetune.model.structure.float_blocks import mxfp4_exponents, power_of_two
@@ -33,11 +35,15 @@ _PART = 2**24
 class Layout:
     """How files name the tensors of a packed weight: the `endings` of its bytes and of its scales.
 
-    `joined` makes the scales of a `Packing` from those of the files.
+    `joined` makes the scales of a `Packing` from those of the files; None where the bytes hold them.
     """
 
     endings: tuple[str, ...]
-    joined: Callable[..., torch.Tensor]
+    joined: Callable[..., torch.Tensor] | None = None
+
+    def scales(self, codes: torch.Tensor, *stored: torch.Tensor) -> torch.Tensor:
+        """The scales of a `Packing` from the tensors of a file."""
+        return self.joined(*stored) if self.joined else codes[..., :0]
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,7 @@ class PackedForm:
     layouts: tuple[Layout, ...] = ()
     config: str | None = None
     transposed: bool = False
-    values_per_byte: int = 1
+    values_per_byte: int | Fraction = 1
     begin: Callable[[torch.Tensor, torch.Tensor], None] | None = None
 
 
@@ -107,6 +113,17 @@ def exact(parameter: nn.Parameter) -> torch.Tensor:
     return how.decoded(parameter.data, torch.float32)
 
 
+def as_served(parameter: nn.Parameter, update: fixed_point.Update | None = None) -> nn.Parameter:
+    """A packed parameter as its form is served: of one held as positions (`fixed_point`) the nearest values after an
+    update.
+    """
+    how, positions = packing_of(parameter), fixed_point.of(parameter)
+    if how is None or positions is None:
+        return parameter
+    codes, scales = positions.as_stored(parameter.data, how.scales, update)
+    return packed(codes, replace(how, form=positions.name, scales=scales))
+
+
 def packed(codes: torch.Tensor, how: Packing) -> nn.Parameter:
     """A frozen parameter of these bytes."""
     parameter: Any = nn.Parameter(codes, requires_grad=False)
@@ -123,6 +140,18 @@ def pack(form: str, weight: torch.Tensor, *, transposed: bool = False) -> nn.Par
     if not weight.is_meta:
         encode(form, rows_first, codes, scales)
     return packed(codes, Packing(form, scales, weight.shape, weight.dtype, transposed))
+
+
+def digest(model: nn.Module) -> str | None:
+    """SHA-256 (hex) of the bytes and scales of the packed weights of `model`; None if it has none."""
+    whole, found = hashlib.sha256(), False
+    for name, parameter in sorted(model.named_parameters()):
+        if how := packing_of(parameter):
+            found = True
+            whole.update(f"{name} {how.form} {list(how.shape)}".encode())
+            for tensor in (parameter.data, how.scales):
+                whole.update(tensor.contiguous().view(torch.uint8).cpu().numpy().data)
+    return whole.hexdigest() if found else None
 
 
 @dataclass(frozen=True)
@@ -158,10 +187,10 @@ def hidden(weights: Mapping[str, Published]) -> set[str]:
     return (parts | others) - weights.keys()
 
 
-def published_shape(form: str, codes: Sequence[int], scales: Sequence[int]) -> torch.Size:
+def published_shape(form: str, codes: Sequence[int], scales: Sequence[int] = ()) -> torch.Size:
     """The shape of the values of a weight of files, by the shapes of its first two tensors, as the model reads them."""
     if not FORMS[form].transposed:
-        return torch.Size((*codes[:-1], codes[-1] * FORMS[form].values_per_byte))
+        return torch.Size((*codes[:-1], int(codes[-1] * FORMS[form].values_per_byte)))
     *others, rows, blocks = scales
     return torch.Size((*others, blocks * _BLOCK, rows))
 
@@ -384,7 +413,7 @@ def _each(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 # -- GGUF's formats and INT4 -------------------------------------------------------------------------------------------
 
 
-def _in_blocks(form: BlockFormat) -> PackedForm:
+def _in_blocks(name: str, form: BlockFormat) -> PackedForm:
     """Whole blocks in each row, whose bytes hold most formats' scales too."""
 
     def shapes(shape: torch.Size) -> tuple[torch.Size, torch.Size]:
@@ -401,7 +430,10 @@ def _in_blocks(form: BlockFormat) -> PackedForm:
     def decode(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
         block_formats.decode(form, codes, scales, out)
 
-    return PackedForm(shapes, torch.float32 if form.block_scales else torch.uint8, encode, decode)
+    if form.block_scales:
+        return PackedForm(shapes, torch.float32, encode, decode)
+    each = Fraction(form.columns, form.block_bytes)
+    return PackedForm(shapes, torch.uint8, encode, decode, (Layout((f"_{name}",)),), values_per_byte=each)
 
 
 FORMS: dict[str, PackedForm] = {
@@ -421,9 +453,9 @@ FORMS: dict[str, PackedForm] = {
         _fp8_shapes, torch.float32, _encode_fp8, _decode_fp8, (Layout(("", "_scale_inv"), _factors),),
         config="FineGrainedFP8Config",
     ),
-    **{name: _in_blocks(form) for name, form in BLOCK_FORMATS.items() if name not in ("mxfp4", "nvfp4", "fp8")},
+    **{name: _in_blocks(name, form) for name, form in BLOCK_FORMATS.items() if name not in ("mxfp4", "nvfp4", "fp8")},
     **{
-        name: PackedForm(how.shapes, torch.uint8, how.encode, how.decode, (), config="FineGrainedFP8Config")
+        name: PackedForm(how.shapes, torch.uint8, how.encode, how.decode)
         for name, how in POSITIONS.items()
     },
 }  # fmt: skip

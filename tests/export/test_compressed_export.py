@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, LlamaCo
 
 from finetune.config import ModelSection, QuantizationSection
 from finetune.errors import ConfigError
-from finetune.export import compressed
-from finetune.export.compressed import Rounded, write
+from finetune.export import compressed_export
+from finetune.export.compressed_export import RoundedWeights, write
 from finetune.model.base import load_architecture
 from finetune.model.source import prequantized
 from finetune.model.structure import packed
@@ -46,11 +46,11 @@ def saved(tmp_path: Path) -> Callable[[str], Path]:
     return save
 
 
-def written(source: Path, form: str) -> tuple[Path, dict[str, nn.Parameter], compressed.Written]:
+def written(source: Path, form: str) -> tuple[Path, dict[str, nn.Parameter], compressed_export.Written]:
     folder = source.parent / form
     folder.mkdir()
     config = AutoConfig.from_pretrained(source)
-    weights = dict(Rounded(source, config, form))
+    weights = dict(RoundedWeights(source, config, form))
     return folder, weights, write(source, folder, config, form, weights)
 
 

@@ -18,8 +18,8 @@ from torch import nn
 
 from finetune.config import QuantizationSection
 from finetune.errors import ArtifactError, ConfigError
-from finetune.export import packed_rows, proof
-from finetune.export.compressed_layouts import EXPERTS, LAYOUTS, Layout
+from finetune.export import proof, row_selection
+from finetune.export.compressed_layouts import EXPERTS, LAYOUTS, WrittenForm
 from finetune.export.conversion import Conversion
 from finetune.model.skeleton import weightless_base
 from finetune.model.structure import packed, quantizers, streamed
@@ -56,7 +56,7 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     """Write the model to `folder` and prove it. Returns the facts of export.json."""
     model = job.trained_model(None)
     trained, dtype = proof.logits(model, job.rows, job.shown), model.dtype
-    weights = job.packed or Rounded(job.run.merged, model.config, job.kind)
+    weights = job.packed or RoundedWeights(job.run.merged, model.config, job.kind)
     written = write(job.run.merged, folder, model.config, job.kind, weights)
     differing = _put(model, written, job.packed, rounded=job.rounded is not None)
     found, base = proof.logits(model, job.rows, job.shown), job.base_logits(dtype)
@@ -90,7 +90,7 @@ def _put(model: Any, written: Written, given: Mapping[str, nn.Parameter], *, rou
     return differing
 
 
-class Rounded(Mapping[str, nn.Parameter]):
+class RoundedWeights(Mapping[str, nn.Parameter]):
     """The linear layers and experts of the model in `folder`, rounded to a form when they are asked for."""
 
     def __init__(self, folder: Path, config: Any, form: str) -> None:
@@ -163,7 +163,7 @@ def _bare(config: Any) -> Any:
 class Written(streamed.Weights):
     """The weights of a written folder, decoded in float32; their names are those of the 16-bit files in `source`."""
 
-    def __init__(self, model: Any, source: Path, folder: Path, parts: Mapping[str, tuple[str, Layout]]) -> None:
+    def __init__(self, model: Any, source: Path, folder: Path, parts: Mapping[str, tuple[str, WrittenForm]]) -> None:
         super().__init__(model, sorted(source.glob("*.safetensors")))
         self._parts, self._found = parts, dict[str, Path]()
         for file in folder.glob("*.safetensors"):
@@ -202,7 +202,7 @@ def write(source: Path, folder: Path, config: Any, form: str, weights: Mapping[s
     model = _bare(config)
     files = sorted(source.glob("*.safetensors"))
     read = streamed.Weights(model, files)
-    plan = _Plan(model, read, form, weights)
+    plan = _FilePlan(model, read, form, weights)
     for file in files:
         tensors = plan.tensors_of(weight_files.layout_of(file))
         ordered = dict(sorted(tensors.items(), key=lambda one: -one[1][0].itemsize))  # aligned
@@ -218,14 +218,14 @@ def write(source: Path, folder: Path, config: Any, form: str, weights: Mapping[s
 Tensor = tuple[torch.dtype, torch.Size, Callable[[], torch.Tensor]]
 
 
-class _Plan:
+class _FilePlan:
     """The tensors of the files: those of `weights` taken apart by rows, and all others as they are."""
 
     def __init__(self, model: Any, read: streamed.Weights, form: str, weights: Mapping[str, nn.Parameter]) -> None:
         self._model, self._read, self._form, self._weights = model, read, form, weights
         self._transposed = _transposed(model)
         self._shapes = {name: weight.shape for name, weight in model.state_dict().items()}
-        self.parts: dict[str, tuple[str, Layout]] = {}
+        self.parts: dict[str, tuple[str, WrittenForm]] = {}
         self._of: dict[str, tuple[str, torch.Tensor, torch.Size]] = {}
         placed = set()
         for group in read.groups:
@@ -249,7 +249,7 @@ class _Plan:
             return self._read.reverted(group, {name: tensor})
 
         shape = self._shapes[name]
-        rows = packed_rows.chosen(name, shape, taken_apart, "this checkpoint", transposed=transposed)
+        rows = row_selection.chosen(name, shape, taken_apart, "this checkpoint", transposed=transposed)
         columns = shape[-2] if transposed else shape[-1]
         if not transposed and any(each.dim() > 1 for each in rows.values()) and self._form != "fp8":
             raise ConfigError(
@@ -288,8 +288,8 @@ class _Plan:
         how: Any = packed.packing_of(weight)
         if how.form != self._form:
             raise ConfigError(f"`{name}` is held in {how.form}, and these files in {self._form}")
-        scales = _blocks_of_rows(name, how, rows) if self._form == "fp8" else packed_rows.bytes_of(how.scales, rows)
-        return self.parts[source][1].write(packed_rows.bytes_of(weight.data, rows), scales, shape)
+        scales = _blocks_of_rows(name, how, rows) if self._form == "fp8" else row_selection.bytes_of(how.scales, rows)
+        return self.parts[source][1].write(row_selection.bytes_of(weight.data, rows), scales, shape)
 
     def _check_factors(self) -> None:
         for name in self._weights:
@@ -321,7 +321,7 @@ def _blocks_of_rows(name: str, how: packed.Packing, rows: torch.Tensor) -> torch
     expected = first.repeat_interleave(_ROWS, -1)[..., : rows.shape[-1]] + torch.arange(rows.shape[-1]) % _ROWS
     if (first % count % _ROWS).any() or not torch.equal(expected, rows):
         raise ConfigError(f"files do not have the blocks of `{name}` in FP8 whole; export `merged` instead")
-    return packed_rows.bytes_of(how.scales, first // count * blocks + first % count // _ROWS)
+    return row_selection.bytes_of(how.scales, first // count * blocks + first % count // _ROWS)
 
 
 def _write_index(folder: Path) -> None:
