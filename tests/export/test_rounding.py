@@ -311,7 +311,7 @@ def test_an_export_is_rounded_with_the_rows(run: RunDirectory) -> None:
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed")
     record = finetune.export_model(run, "gguf", type="q4_0", rounded=True)
     assert record["rounded"]["by_themselves"] == {}
-    assert record["rounded"]["tokens"] > 1000
+    assert record["rounded"]["tokens"] >= 512
     assert record["weights"]["differing"] > 0
     kept = {file.name: file.stat().st_mtime_ns for file in (run.path / "rounded-q4_0").iterdir()}
     assert len(load_file(run.path / "rounded-q4_0" / "layer-00000.safetensors")) == 3 * 7
