@@ -59,6 +59,9 @@ QUANTIZATIONS: dict[str, Quantization] = {
             ("iq4_xs", "4-bit codes of a table of values, with two levels of scales"),
         )
     },
+    "int4": Quantization(
+        "4-bit integers in blocks of 128, as compressed-tensors writes", None, packed=True, ignores=("double",)
+    ),
     "gguf": Quantization(
         "each weight as in the GGUF file that the base is", None, packed=True, ignores=("double",)
     ),
