@@ -62,9 +62,8 @@ def export_model(
         folder = run.path / form.folder
         if form.module:
             with _out_of_memory_explained(run, format):
-                kind = form.kind or type
-                job = _conversion(run, config, form, kind)
-                rounded = rounded or (config.output.way, config.output.serve) == ("rounded", kind)
+                job = _conversion(run, config, form, form.kind or type)
+                rounded = rounded or (config.output.way, config.output.serve) == ("rounded", job.kind)
                 if rounded:
                     _refuse_rounding(config, form, format)
                 if form.merged and config.adapter.kind == "lora" and not run.is_merged:

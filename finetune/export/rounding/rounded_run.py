@@ -47,8 +47,9 @@ def rounded(
     plain = QuantizationSection(kind="none")
     model = Blueprint(section, plain, architecture, implementation, dtype).weightless()
     ids = rows.rows(job.config.data, job.tokenizer, job.config.training.seed, note)
+    form_of = dict(forms(model, job.kind))
     made_from = {
-        "forms": dict(forms(model, job.kind)),
+        "forms": form_of,
         "merged": [file_hashes.sha256(file) for file in files],
         "rows": hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
         "computed_in": str(dtype),
@@ -56,7 +57,7 @@ def rounded(
     target = job.run.path / f"rounded-{job.kind}"
 
     def rounding(folder: Path) -> Rounding:
-        return Rounding(model, streamed.Weights(model, files, dtype), made_from["forms"], ids, folder, job.device)
+        return Rounding(model, streamed.Weights(model, files, dtype), form_of, ids, folder, job.device)
 
     if _record(target).get("made_from") != made_from:
         with staged(target, made_from) as folder:
