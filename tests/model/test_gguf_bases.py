@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import finetune
 from finetune.config import ModelSection
 from finetune.errors import ArtifactError
+from finetune.export import publish
 from finetune.export.gguf import gguf_export
 from finetune.model import build
 from finetune.model.base import load_architecture
@@ -142,6 +143,11 @@ def test_a_run_on_a_file_computes_with_its_values_and_is_merged(kind: str, tiny_
     ids = torch.arange(20, 60)[None]
     torch.testing.assert_close(trained(ids).logits, read(ids).logits, rtol=0, atol=1e-4)
     assert run.merged.is_dir()
+    record = publish.export_model(run, "adapter", terminal=Terminal(quiet=True))
+    assert record["held_base"]["file"] == str(file)
+    assert record["held_base"]["weights_differing"] == 0
+    assert record["held_base"]["kl"] <= 1e-6
+    assert record["serve"]["llama.cpp"].startswith(f"llama-server -m {file} --lora ")
 
 
 @pytest.mark.parametrize("name", ["builtin:tiny-llama", "missing.gguf"])
