@@ -67,7 +67,7 @@ def rounded(
                 f"rounding to {job.kind} with {ids.numel():,} tokens of the training rows, in {amount(peak)} of memory"
             )
             make_buffers(model, job.device)
-            one.complete(lambda part: note(f"rounding {part.file}"))
+            one.complete(lambda part: note(f"rounding part {one.parts.index(part) + 1} of {len(one.parts)}"))
             record = {"tokens": ids.numel(), "rows": len(ids), "forecast_bytes": peak, "by_themselves": one.plain()}
             write_json(folder / _RECORD, {"made_from": made_from, **record})
     facts = {key: value for key, value in _record(target).items() if key != "made_from"}
