@@ -140,7 +140,8 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     if beside:
         file, weights, differences = beside
         again = held_base.read(job, file, weights, base_dtype(config.adapter, config.training))
-        held = {"file": f"{_BASE}/{file.name}", "kind": config.quantization.kind}
+        own = f"{_BASE}/{file.name}" if file.is_relative_to(folder) else str(file.resolve())
+        held = {"file": own, "kind": config.quantization.kind}
         held["weights_differing"] = 0 if again else None
         if again:
             whole = _read(again, config.adapter, renamed, rank, folder, on_experts)

@@ -29,7 +29,7 @@ def wanted(job: Conversion) -> bool:
     kind = job.config.quantization.kind
     if job.config.scorer:
         return False
-    return kind in GGUF or (job.config.output.runtime == "llama.cpp" and kind in ("mxfp4", "nvfp4"))
+    return kind in (*GGUF, "gguf") or (job.config.output.runtime == "llama.cpp" and kind in ("mxfp4", "nvfp4"))
 
 
 def check(job: Conversion) -> None:
@@ -56,11 +56,13 @@ def packed_of(job: Conversion, base: Any) -> Held:
 
 def write(job: Conversion, base: Any, folder: Path) -> tuple[Path, Held, list[str]]:
     """Write `base`, as training holds it, to a file in a new `folder`; with its packed weights and llama.cpp's
-    differences.
+    differences. A base that is a GGUF file is not written again.
 
     Raises as `packed_of`.
     """
     kind, model, held = job.config.quantization.kind, job.config.model, packed_of(job, base)
+    if kind == "gguf":
+        return Path(model.name), held, []
     folder.mkdir()
     file = folder / gguf_export.file_name(kind)
     differences = gguf_model.write(
@@ -75,7 +77,7 @@ def read(job: Conversion, file: Path, held: Held, dtype: torch.dtype) -> Any | N
 
     Raises ArtifactError for a weight that it reads as other values than those that were trained on.
     """
-    if not gguf_families.family(job.architecture).readable or job.config.quantization.kind not in GGUF:
+    if not gguf_families.family(job.architecture).readable or job.config.quantization.kind not in (*GGUF, "gguf"):
         return None
     model = gguf_export.load(file, job.architecture, dtype, job.device)
     differing = {

@@ -528,8 +528,8 @@ class PackedEmbedding(nn.Embedding):
     @staticmethod
     def of(embedding: nn.Embedding, weight: nn.Parameter) -> nn.Embedding:
         """A module like `embedding`, with a packed weight."""
-        kind = _packed_class(type(embedding))
-        made = kind.__new__(kind)
+        of_model: Any = type(embedding)
+        made: nn.Embedding = object.__new__(_packed_class(of_model))
         made.__dict__.update(embedding.__dict__, _parameters={"weight": weight})
         return made
 
