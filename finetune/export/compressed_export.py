@@ -50,13 +50,18 @@ def check(job: Conversion) -> None:
         )
 
 
+def forms(model: Any, kind: str) -> dict[str, str]:
+    """The form of each weight of `model` (on the meta device) that is quantized."""
+    return dict.fromkeys(rounded_names(model, kind), kind)
+
+
 def make(job: Conversion, folder: Path) -> dict[str, Any]:
     """Write the model to `folder` and prove it. Returns the facts of export.json."""
     model = job.trained_model(None)
     trained, dtype = proof.logits(model, job.rows, job.shown), model.dtype
     weights = job.packed or RoundedWeights(job.run.merged, model.config, job.kind)
     written = write(job.run.merged, folder, model.config, job.kind, weights)
-    differing = _put(model, written, job.packed)
+    differing = _put(model, written, job.packed, rounded=job.rounded is not None)
     found, base = proof.logits(model, job.rows, job.shown), job.base_logits(dtype)
     result = job.compare(f"model in {job.kind}", model, found, trained, base, _ROUNDOFF[job.kind])
     return {
@@ -71,10 +76,10 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     }
 
 
-def _put(model: Any, written: Written, given: Mapping[str, nn.Parameter]) -> int:
+def _put(model: Any, written: Written, given: Mapping[str, nn.Parameter], *, rounded: bool) -> int:
     """Put the weights of written files into `model`; returns how many of them differ from its own.
 
-    Raises ArtifactError if one does that was `given` packed.
+    Raises ArtifactError if one is not as it was `given` packed, which with `rounded` is not as it was trained.
     """
     differing = 0
     for name, weight in model.named_parameters():
@@ -83,7 +88,7 @@ def _put(model: Any, written: Written, given: Mapping[str, nn.Parameter]) -> int
         count = int((found != expected).sum())
         if count and name in given:
             raise ArtifactError(f"{count:,} values of `{name}` are not those that were trained. Nothing was published")
-        differing += count
+        differing += int((found != weight.data).sum()) if rounded else count
         weight.data.copy_(found)
     return differing
 

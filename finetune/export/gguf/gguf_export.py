@@ -11,6 +11,7 @@ import psutil
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from finetune.config.field_types import pick
 from finetune.errors import ConfigError, MachineError
 from finetune.export import proof
 from finetune.export.conversion import Conversion
@@ -18,7 +19,7 @@ from finetune.export.gguf import gguf_model, gguf_recipes, gguf_vocabulary, llam
 from finetune.export.gguf.gguf_types import TYPES
 from finetune.model.source import gguf_families
 from finetune.model.source.locate import hub_call
-from finetune.model.structure import experts
+from finetune.model.structure import experts, quantizers, recipes
 from finetune.runtime import libraries, patches
 
 
@@ -48,6 +49,12 @@ def check(job: Conversion) -> None:
         )
     if TYPES[job.kind].recipe:
         gguf_recipes.check(job.kind)
+
+
+def forms(model: Any, kind: str) -> dict[str, str]:
+    """The form of each weight of `model` (on the meta device) in a file of `kind`. Raises ConfigError."""
+    pick(recipes.RECIPES, kind, "GGUF type to round to")
+    return quantizers.recipe_of(model, kind)
 
 
 def file_name(kind: str) -> str:
@@ -95,10 +102,13 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
         tokenizes_alike=gguf_vocabulary.SPACES_AFTER_SPECIAL not in differences,
         same_top=readable or not TYPES[job.kind].recipe,
     )  # fmt: skip
+    differing = gguf_model.differing(job.run.merged, config, file, job.packed)
+    if job.rounded:  # every weight is as it was rounded; how many that changed is another question
+        differing = gguf_model.differing(job.run.merged, config, file, {})
     return {
         "type": job.kind,
         "file": file.name,
-        "weights": gguf_model.differing(job.run.merged, config, file, job.packed),
+        "weights": differing,
         **asdict(result),
         **job.served(found, known, moved, following),
         "compared_with": "the merged model, in " + ("transformers' own GGUF reader" if readable else "llama.cpp"),
@@ -121,9 +131,9 @@ def _approximated(job: Conversion, model: Any, trained: list[torch.Tensor]) -> t
 
 def load(file: Path, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
     """The model in a GGUF file by transformers' reader, whose own configuration lacks what files store in tensors."""
-    config = gguf_families.text(config)
+    config = copy.deepcopy(gguf_families.text(config))
+    vars(config).pop("quantization_config", None)  # that of a GGUF file as a base
     if config.model_type == "gemma3_text":  # its scale of attention is in the file's norms
-        config = copy.deepcopy(config)
         config.query_pre_attn_scalar = gguf_families.gemma_scale(config)
     if config.model_type == "mistral":  # llama.cpp, and so the reader, takes it for a Llama
         fields = config.to_dict()
