@@ -20,7 +20,7 @@ from finetune.model.base import load_architecture
 from finetune.model.build import Blueprint
 from finetune.model.precision import PRECISIONS
 from finetune.model.skeleton import make_buffers
-from finetune.model.source import file_hashes
+from finetune.model.source import file_hashes, vision
 from finetune.model.structure import streamed
 from finetune.storage.files import amount, staged, write_json
 
@@ -46,7 +46,8 @@ def rounded(
     implementation = build.attention_of_exports(job.config, architecture, job.device.type)
     plain = QuantizationSection(kind="none")
     model = Blueprint(section, plain, architecture, implementation, dtype).weightless()
-    ids = rows.rows(job.config.data, job.tokenizer, job.config.training.seed, note)
+    seen = vision.of(job.config, job.architecture, job.tokenizer)
+    ids = rows.rows(job.config.data, job.tokenizer, job.config.training.seed, note, seen)
     form_of = dict(forms(model, job.kind))
     made_from = {
         "forms": form_of,
