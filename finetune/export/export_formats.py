@@ -29,8 +29,8 @@ class ExportFormat:
 FORMATS: dict[str, ExportFormat] = {
     "merged": ExportFormat("16-bit safetensors, for transformers and vLLM", "merged"),
     "adapter": ExportFormat(
-        "plain LoRA, for vLLM, SGLang and llama.cpp, with a base that training held as GGUF files do", "plain-adapter",
-        "adapter_export", merged=False,
+        "plain LoRA, for vLLM, SGLang and llama.cpp, with the base if training held it in a form of theirs",
+        "plain-adapter", "adapter_export", merged=False,
     ),
     "gguf": ExportFormat("one GGUF file, for llama.cpp", "gguf", "gguf.gguf_export"),
     "ollama": ExportFormat("a GGUF file and a Modelfile, for Ollama", "ollama", "gguf.ollama"),

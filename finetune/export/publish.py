@@ -154,6 +154,11 @@ def _conversion(run: RunDirectory, config: Config, form: ExportFormat, kind: str
 
     packed: Mapping[str, Any] = {}
     if config.quantization.snap:
+        if form.kind and form.kind != config.quantization.kind:
+            raise ConfigError(
+                f"{run.path} was trained as it is rounded to {config.quantization.kind}, and would be rounded again to "
+                f"{form.kind}, which was not trained; export that form, or train another run"
+            )
         folder = weights_directory(config.model.name, config.model.revision, download=True)
         bases = Bases(config, run.adapter, identity.loaded_files(folder), device)
         kind, packed = config.quantization.kind, ServedWeights(bases.merging("quantized"))
