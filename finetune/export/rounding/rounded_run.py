@@ -13,14 +13,14 @@ from torch import nn
 
 from finetune.config import QuantizationSection
 from finetune.export.conversion import Conversion
-from finetune.export.rounding import memory, rows
-from finetune.export.rounding.layers import Rounding
+from finetune.export.rounding import calibration, memory
+from finetune.export.rounding.layers import LayerRounding
 from finetune.model import build
 from finetune.model.base import load_architecture
 from finetune.model.build import Blueprint
 from finetune.model.precision import PRECISIONS
 from finetune.model.skeleton import make_buffers
-from finetune.model.source import file_hashes
+from finetune.model.source import file_hashes, vision
 from finetune.model.structure import streamed
 from finetune.storage.files import amount, staged, write_json
 
@@ -46,7 +46,8 @@ def rounded(
     implementation = build.attention_of_exports(job.config, architecture, job.device.type)
     plain = QuantizationSection(kind="none")
     model = Blueprint(section, plain, architecture, implementation, dtype).weightless()
-    ids = rows.rows(job.config.data, job.tokenizer, job.config.training.seed, note)
+    seen = vision.of(job.config, job.architecture, job.tokenizer)
+    ids = calibration.rows(job.config.data, job.tokenizer, job.config.training.seed, note, seen)
     form_of = dict(forms(model, job.kind))
     made_from = {
         "forms": form_of,
@@ -56,8 +57,8 @@ def rounded(
     }
     target = job.run.path / f"rounded-{job.kind}"
 
-    def rounding(folder: Path) -> Rounding:
-        return Rounding(model, streamed.Weights(model, files, dtype), form_of, ids, folder, job.device)
+    def rounding(folder: Path) -> LayerRounding:
+        return LayerRounding(model, streamed.Weights(model, files, dtype), form_of, ids, folder, job.device)
 
     if _record(target).get("made_from") != made_from:
         with staged(target, made_from) as folder:
