@@ -62,7 +62,8 @@ def test_a_line_says_what_was_chosen_and_why(job: Path) -> None:
     assert said == {
         "llama.cpp": "output.serve: q4_k_m for llama.cpp as an adapter beside its base (llama.cpp takes adapters on "
         "q4_k_m); quantization.kind: q4_k_m",
-        "ollama": "output.serve: q4_k_m for ollama as one file, rounded after training (ollama takes no adapters)",
+        "ollama": "output.serve: q4_k_m for ollama as one file, rounded after training (ollama takes no adapters at "
+        "all)",
         "vllm": "output.serve: q4_k_m for vllm as one file, rounded after training (vllm takes no adapters on q4_k_m)",
         "sglang": "output.serve: q4_k_m for sglang as one file, rounded after training (sglang takes no adapters on "
         "q4_k_m)",
@@ -74,7 +75,7 @@ def test_every_form_is_read_by_a_runtime_and_is_a_kind() -> None:
         assert any(form in runtime.reads for runtime in RUNTIMES.values())
     for runtime in RUNTIMES.values():
         assert {*runtime.adapters} <= {*runtime.reads} <= SERVED.keys()
-    assert set(GRIDS) <= CHOICES["quantization.kind"].keys() | {"int4"}
+    assert set(GRIDS) <= CHOICES["quantization.kind"].keys()
 
 
 _NOT_READ = [
@@ -129,7 +130,7 @@ WRONG: list[tuple[tuple[str, ...], str, tuple[str, ...]]] = [
     (("output.serve=q8_0", "output.way=rounded", "quantization.kind=q4_0"), "quantization.kind",
      ("quantization.kind=nf4",)),
     ((*_AUTO, "distributed.kind=fsdp"), "quantization.kind", ("distributed.kind=ddp",)),
-    ((*_AUTO, "distributed.kind=deepspeed"), "quantization.kind", ("output.way=rounded",)),
+    ((*_AUTO, "distributed.kind=deepspeed"), "quantization.kind", ("distributed.kind=ddp",)),
     (("output.serve=fp8", "model.vision=frozen"), "quantization.kind", ("model.vision=none",)),
 ]  # fmt: skip
 
@@ -165,13 +166,14 @@ def base(folder: Path, **changed: object) -> Path:
     """A base by its config.json alone."""
     sizes = {
         "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 4, "vocab_size": 64, "max_position_embeddings": 64,
+        "num_key_value_heads": 4, "vocab_size": 64, "max_position_embeddings": 4096,
     }  # fmt: skip
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", **sizes, **changed}))
     return folder
 
 
+_MIXTURE = {"model_type": "qwen3_moe", "num_experts": 4, "norm_topk_prob": True}
 _FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
 
 
@@ -185,12 +187,15 @@ _FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128
         ({"intermediate_size": 500}, ["output.serve=mxfp4"], "output.serve", "output.serve=q8_0"),
         ({"intermediate_size": 500}, ["output.serve=nvfp4"], "output.serve", "output.serve=q8_0"),
         (
-            {"model_type": "qwen3_moe", "num_experts": 4}, ["output.serve=q4_0", "output.way=exact"], "output.way",
+            _MIXTURE, ["output.serve=q4_0", "output.way=exact"], "output.way",
             "output.way=rounded",
         ),
-        ({"model_type": "qwen3_moe", "num_experts": 4}, ["output.serve=q4_0"], "output.way", "adapter.expert_rank=0"),
-        ({"model_type": "qwen3_moe", "num_experts": 4}, ["output.serve=q4_0"], "output.way", "output.way=rounded"),
-        ({"model_type": "qwen3_5_text"}, ["output.serve=q4_k_m"], "output.way", "output.way=rounded"),
+        (_MIXTURE, ["output.serve=q4_0"], "output.way", "adapter.expert_rank=0"),
+        (_MIXTURE, ["output.serve=q4_0"], "output.way", "output.way=rounded"),
+        (
+            {"model_type": "qwen3_5_text", "num_hidden_layers": 4}, ["output.serve=q4_k_m"], "output.way",
+            "output.way=rounded",
+        ),
         ({"model_type": "olmo2"}, ["output.serve=q4_k_m"], "output.serve", "output.serve=16bit"),
         ({"hidden_act": "gelu"}, ["output.serve=q8_0"], "output.serve", "output.serve=16bit"),
     ],

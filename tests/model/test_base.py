@@ -27,6 +27,7 @@ SHARES_OF_16_BIT = {
     "auto": 1.0,
     # Rows of 192 weights, which blocks of 256 do not divide: Q5_0, Q5_1, Q8_0 and IQ4_NL.
     "q4_k_m": 22 / 64, "q5_k_m": 24 / 64, "q6_k": 34 / 64, "q8_0": 34 / 64, "q4_0": 18 / 64, "iq4_xs": 18 / 64,
+    "int4": 1.0,  # 16 bit
 }  # fmt: skip
 
 

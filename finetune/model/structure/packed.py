@@ -129,9 +129,7 @@ def packed(codes: torch.Tensor, how: Packing) -> nn.Parameter:
 def pack(form: str, weight: torch.Tensor, *, transposed: bool = False) -> nn.Parameter:
     """`weight` as a packed parameter on its device, which may be the meta device."""
     rows_first = weight.mT if transposed else weight
-    shapes = FORMS[form].shapes(rows_first.shape)
-    codes = torch.empty(shapes[0], dtype=torch.uint8, device=weight.device)
-    scales = torch.empty(shapes[1], dtype=FORMS[form].scale_dtype, device=weight.device)
+    codes, scales = empty(form, rows_first)
     if not weight.is_meta:
         encode(form, rows_first, codes, scales)
     return packed(codes, Packing(form, scales, weight.shape, weight.dtype, transposed))
@@ -147,6 +145,15 @@ def digest(model: nn.Module) -> str | None:
             for tensor in (parameter.data, how.scales):
                 whole.update(tensor.contiguous().view(torch.uint8).cpu().numpy().data)
     return whole.hexdigest() if found else None
+
+
+def empty(form: str, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for the bytes and scales of a weight in a form of FORMS, on its device."""
+    codes, scales = FORMS[form].shapes(weight.shape)
+    return (
+        torch.empty(codes, dtype=torch.uint8, device=weight.device),
+        torch.empty(scales, dtype=FORMS[form].scale_dtype, device=weight.device),
+    )
 
 
 @dataclass(frozen=True)
@@ -209,29 +216,65 @@ def from_published(
     return packed(codes.reshape(expected[0]), Packing(form, scales, shape, dtype, transposed))
 
 
+# Many operators of torch each; a forecast counts one, with the memory of what is inside (`forecast.operator_costs`).
+_library = torch.library.Library("finetune", "FRAGMENT")
+for _schema in (
+    "pack_(Tensor(a!) codes, Tensor(b!) scales, Tensor weight, str form) -> ()",
+    "unpack_(Tensor(a!) out, Tensor codes, Tensor scales, str form) -> ()",
+):
+    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+
 def encode(form: str, weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
     """Write the bytes and scales of `weight` in a form of FORMS."""
+    if not FORMS[form].layouts:  # in which no base is published
+        torch.ops.finetune.pack_(codes, scales, weight, form)
+    else:
+        encode_in_parts(codes, scales, weight, form)
+
+
+def decode(form: str, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the values of bytes and scales into `out`, which is exact in float32 and rounded once to other types."""
+    if not FORMS[form].layouts:  # in which no base is published
+        torch.ops.finetune.unpack_(out, codes, scales, form)
+    else:
+        decode_in_parts(out, codes, scales, form)
+
+
+def encode_in_parts(codes: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor, form: str) -> None:
+    """`encode` by torch's operators, `_PART` values at a time."""
     if begin := FORMS[form].begin:
         begin(weight, scales)
     for part in _parts(weight.shape, FORMS[form].shapes, codes, scales, weight):
         FORMS[form].encode(part[2], part[0], part[1])
 
 
-def decode(form: str, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the values of bytes and scales into `out`, which is exact in float32 and rounded once to other types."""
+def decode_in_parts(out: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, form: str) -> None:
+    """`decode` by torch's operators, `_PART` values at a time."""
     for part in _parts(out.shape, FORMS[form].shapes, codes, scales, out):
         FORMS[form].decode(*part)
+
+
+for _name, _program in (("pack_", encode_in_parts), ("unpack_", decode_in_parts)):
+    _library.impl(_name, _program, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"finetune::{_name}", lambda *tensors: None, lib=_library)
+
+
+def part_shape(shape: torch.Size) -> torch.Size:
+    """The shape (experts, rows, columns) of the parts in which weights are converted: `_PART` values, or 128 rows."""
+    *experts, rows, columns = shape
+    rows_each = min(max(_PART // columns // _ROWS, 1) * _ROWS, max(rows, 1))
+    experts_each = min(max(_PART // (rows_each * columns), 1), *(experts or [1]))
+    return torch.Size((experts_each, rows_each, columns))
 
 
 def _parts(
     shape: torch.Size, shapes: Callable[[torch.Size], tuple[torch.Size, torch.Size]], *tensors: torch.Tensor
 ) -> Iterator[Sequence[torch.Tensor]]:
-    """Bytes, scales and values of at most `_PART` values, or 128 rows: some experts, and some rows of each."""
-    *experts, rows, columns = shape
-    tensors = tuple(tensor if experts else tensor.unsqueeze(0) for tensor in tensors)
-    rows_each = max(_PART // columns // _ROWS, 1) * _ROWS
-    scale_rows = shapes(torch.Size((min(rows, rows_each), columns)))[1][0]
-    experts_each = max(_PART // (min(rows, rows_each) * columns), 1)
+    """Bytes, scales and values of each part: some experts, and some rows of each."""
+    tensors = tuple(tensor if len(shape) == 3 else tensor.unsqueeze(0) for tensor in tensors)
+    experts_each, rows_each, columns = part_shape(shape)
+    scale_rows = shapes(torch.Size((rows_each, columns)))[1][0]
     codes, scales, values = tensors
     for some in zip(*(tensor.split(experts_each) for tensor in (codes, scales, values)), strict=True):
         yield from zip(

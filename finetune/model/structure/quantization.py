@@ -58,6 +58,9 @@ QUANTIZATIONS: dict[str, Quantization] = {
             ("iq4_xs", "4-bit codes of a table of values, with two levels of scales"),
         )
     },
+    "int4": Quantization(
+        "4-bit integers in blocks of 128, as compressed-tensors writes", None, packed=True, ignores=("double",)
+    ),
     "published": Quantization("as in the base's files: `mxfp4`, `nvfp4`, `fp8` or `none`", None, ignores=("double",)),
     "none": Quantization("the training precision", None, ignores=("double",)),
     "auto": Quantization(

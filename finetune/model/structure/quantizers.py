@@ -36,6 +36,7 @@ from finetune.model.structure import (
     recipes,
     sequence_head,
 )
+from finetune.model.structure.block_formats import BLOCK_FORMATS
 from finetune.runtime import libraries, patches
 
 
@@ -247,6 +248,16 @@ class _Nvfp4(_Own):  # transformers' own (5.23) loads no published weights
     }
 
 
+class _Int4(_Own):
+    form = "int4"
+
+    def targets(self, model: Any) -> Iterator[tuple[str, Any, str]]:
+        """Those with rows that blocks divide."""
+        for name, module, own in super().targets(model):
+            if _columns(module, own) % BLOCK_FORMATS[self.form].columns == 0:
+                yield name, module, own
+
+
 class _Mixed(_Own):
     """Gives each weight the form that a recipe says, also the embedding and the head."""
 
@@ -284,12 +295,7 @@ def recipe_of(model: Any, kind: str) -> dict[str, str]:
     quantizer = _Mixed(FineGrainedFP8Config(quant_method=kind), pre_quantized=False)
     tables, text, forms = _tables(model), model.config.get_text_config(), dict[str, str]()
     for name, module, own in quantizer.targets(model):
-        shape = (
-            module.nx
-            if isinstance(module, Conv1D)
-            else getattr(module, own).shape[-2 if _is_transposed(module) else -1]
-        )
-        if form := recipes.form_of(tables.get(module, name), shape, kind, text):
+        if form := recipes.form_of(tables.get(module, name), _columns(module, own), kind, text):
             forms[name] = form
     return forms
 
@@ -305,6 +311,12 @@ def _tables(model: Any) -> dict[torch.nn.Module, str]:
     if type(head) is torch.nn.Linear and not sequence_head.is_classifier(model):  # whose head is trained
         tables[head] = recipes.HEAD
     return {**tables, model.get_input_embeddings(): recipes.EMBEDDING}
+
+
+def _columns(module: Any, name: str) -> int:
+    """Values of a row, over which a weight's products sum."""
+    transposed = isinstance(module, Conv1D) or _is_transposed(module)
+    return int(getattr(module, name).shape[-2 if transposed else -1])
 
 
 def _is_transposed(module: Any) -> bool:
@@ -379,6 +391,7 @@ _QUANTIZERS: dict[str, Any] = {
     "mxfp4": _Mxfp4,
     "fp8": _Fp8,
     "nvfp4": _Nvfp4,
+    "int4": _Int4,
     **dict.fromkeys(recipes.RECIPES, _Mixed),
     **dict.fromkeys(map(fixed_point.held, recipes.RECIPES), _Exact),
 }
