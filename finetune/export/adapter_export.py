@@ -139,9 +139,9 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
         again = held_base.read(job, file, weights, base_dtype(config.adapter, config.training))
         held = {"file": file.name, "kind": config.quantization.kind, "weights_differing": 0 if again else None}
         if again:
-            read_again = _read(again, config.adapter, renamed, rank, folder, on_experts)
-            held |= held_base.likeness(job, trained, proof.logits(read_again, job.rows))
-        held["llama_cpp"], unrun = held_base.run(job, file, folder / GGUF, trained)
+            whole = _read(again, config.adapter, renamed, rank, folder, on_experts)
+            held |= job.served(proof.logits(whole, job.rows), trained, base_logits)["served"]
+        held["llama_cpp"], unrun = held_base.run(job, file, folder / GGUF, trained, base_logits)
     if overrides:
         differences.append(
             f"the base must be served with {json.dumps(overrides)} in its config.json, as the commands do; the files "

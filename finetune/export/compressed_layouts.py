@@ -84,7 +84,7 @@ def _write_nvfp4(codes: torch.Tensor, scales: torch.Tensor, shape: torch.Size) -
 
 def _read_nvfp4(tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
     [layout] = [one for one in packed.FORMS["nvfp4"].layouts if one.endings[-1] == "_global_scale"]
-    return tensors["_packed"], layout.joined(tensors["_scale"], tensors["_global_scale"])
+    return tensors["_packed"], layout.scales(tensors["_packed"], tensors["_scale"], tensors["_global_scale"])
 
 
 # -- MXFP4 and INT4 ----------------------------------------------------------------------------------------------------

@@ -10,8 +10,9 @@ because softmax ignores a constant shift.
 Some models amplify rounding by more than their depth explains, such as Gemma 4, whose attention does not scale its
 scores. Where the bound is exceeded, a merge is therefore compared once more, in float32, so that only the weights are
 rounded, and the effect of rounding is measured: the trained model is run with a random error of the same distribution
-in each weight that the merge rounds (`rounded_at_random`), which knows nothing of what was merged. The error of the
-merge may then be `MEASURED` times that effect, and no more.
+in each weight that the adapter changes (`rounded_at_random`), which knows nothing of what was merged, and with the
+others rounded to the type of the merged model, as a base stored in float32 has them. The error of the merge may then be
+`MEASURED` times that effect, and no more.
 
 Rounding may explain more than a gentle adapter changes, and then the bare base would lie within the bound as well. So
 the change itself must be there: with d the adapter's change of the logits and m that of the export, both from the base,

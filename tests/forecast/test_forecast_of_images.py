@@ -49,6 +49,23 @@ def test_sizes_follow_from_known_values() -> None:
     assert read(program, GRID) == ([24, 4], GRID.tolist(), (28,), [21, 22, 23, 24, 25, 26, 27], [24, 3])
 
 
+def test_torchs_device_contexts_are_not_changed_by_a_trace() -> None:
+    """With another list of functions transformers leaves the buffers of a base that is loaded later without values."""
+    listed = torch.utils._device._device_constructors
+
+    def program() -> None:
+        with torch.device("meta"):
+            torch.zeros(1)
+
+    listed.cache_clear()  # as in a process that has had no device context
+    try:
+        read(program)
+        with torch.device("meta"):
+            assert torch.tensor([]).is_meta
+    finally:
+        listed.cache_clear()
+
+
 def test_a_tensor_that_is_changed_in_place_is_known_with_its_views() -> None:
     def program(grid: torch.Tensor) -> Any:
         first = grid[0]

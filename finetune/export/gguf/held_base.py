@@ -14,7 +14,6 @@ from torch import nn
 
 from finetune.config.serving import GGUF
 from finetune.errors import ArtifactError, ConfigError, MachineError
-from finetune.export import proof
 from finetune.export.conversion import Conversion
 from finetune.export.gguf import gguf_export, gguf_model, llama_cpp
 from finetune.model.source import gguf_families
@@ -28,6 +27,8 @@ Held = dict[str, nn.Parameter]
 def wanted(job: Conversion) -> bool:
     """Whether the base of a run was held in training as a GGUF file would hold it."""
     kind = job.config.quantization.kind
+    if job.config.scorer:
+        return False
     return kind in GGUF or (job.config.output.runtime == "llama.cpp" and kind in ("mxfp4", "nvfp4"))
 
 
@@ -90,23 +91,13 @@ def _values(weight: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
     return how.decoded(weight.data, dtype)
 
 
-def likeness(job: Conversion, trained: list[torch.Tensor], other: list[torch.Tensor]) -> dict[str, float]:
-    """How alike the logits of the rows are: `kl`, `agreement` and `loss`."""
-    found = proof.Likeness()
-    for row, expected, written in zip(job.rows, trained, other, strict=True):
-        found.add(expected, written, torch.tensor(row[1:]))
-    return found.result()
-
-
 def run(
-    job: Conversion, file: Path, lora: Path, trained: list[torch.Tensor]
+    job: Conversion, file: Path, lora: Path, trained: list[torch.Tensor], base: list[torch.Tensor]
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """Run the file with the adapter `lora` in llama.cpp; returns figures, and what was not proven."""
     ran, not_proven = llama_cpp.compare(file, job, trained, lora=lora)
     if ran is None:
         return None, not_proven
-    written, expected, *_ = llama_cpp.logits(file, job, trained, trained, lora)
-    found = proof.Likeness()
-    for one, other in zip(expected, written, strict=True):
-        found.add(one, other, torch.zeros(0, dtype=torch.long))
-    return {**ran, "kl": found.kl()}, not_proven
+    written, expected, without, following = llama_cpp.logits(file, job, trained, base, lora)
+    found = job.served(written, expected, without, following)["served"]
+    return {**ran, "kl": found["kl"], "kl_max": found["kl_max"]}, not_proven

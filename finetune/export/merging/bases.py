@@ -101,9 +101,9 @@ class Bases:
         libraries.return_freed_memory()  # what merging or an earlier model left
         return proof.Streamed(model, fetch, rows, self.stride, self.device, self._shown)
 
-    def keeps(self, group: streamed.ConversionGroup) -> bool:
-        """Whether tensors are of the model of images, and stay as they are in the files."""
-        return any(name.startswith(self._beside) and name not in self.updates for name in group.targets)
+    def keeps(self, *names: str) -> bool:
+        """Whether one of these weights is of the model of images, and stays as it is in the files."""
+        return any(name.startswith(self._beside) and name not in self.updates for name in names)
 
     def run_of_files(self, folder: Path, rows: list[list[int]]) -> proof.Streamed:
         """Logits of the merged model that was written to `folder`."""
@@ -166,11 +166,15 @@ class Merging:
         return torch.zeros_like(own) if ".lora_B." in name else own  # the base's weights have the update already
 
     def rounded_at_random(self, name: str) -> torch.Tensor | None:
-        """`adapted`, with an error like that of rounding in each weight that the merge rounds."""
-        weight = self.adapted(name)
-        if weight is None or not (base_name(name) in self.bases.updates or ".modules_to_save." in name):
+        """`adapted`, with an error like that of rounding in each weight that the adapter changes, and each other one of
+        the base as the merge rounds it.
+        """
+        weight, plain, updates = self.adapted(name), base_name(name), self.bases.updates
+        if weight is None or (updates.fetch(name) is not None and ".modules_to_save." not in name):
             return weight
-        return proof.rounded_at_random(weight, self.bases.dtype, seed=zlib.crc32(name.encode()))
+        if plain in updates or ".modules_to_save." in name:
+            return proof.rounded_at_random(weight, self.bases.dtype, seed=zlib.crc32(name.encode()))
+        return weight if self.bases.keeps(plain) else self._rounded(weight)
 
     def merged(self, name: str) -> torch.Tensor | None:
         """A weight of the merged model."""
@@ -180,7 +184,7 @@ class Merging:
     def tensors(self, group: streamed.ConversionGroup) -> dict[str, torch.Tensor]:
         """The tensors of the merged model's files that replace a group of the base's."""
         weights = self.bases.weights
-        if self.bases.keeps(group):
+        if self.bases.keeps(*group.targets):
             return {source: weights.stored(source) for source in group.sources}
         if not any(name in self.bases.updates or name in self.quantized for name in group.targets):
             return {source: self._rounded(weights.stored(source)) for source in group.sources}

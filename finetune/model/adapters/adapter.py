@@ -286,9 +286,13 @@ def left_out(base: Any, section: AdapterSection) -> dict[str, int]:
     if section.targets != "all-linear":
         direct = frozenset()
         untrained = frozenset(name for name in untrained if is_target(name, section.targets))
+    untrained -= direct
+    seeing = tuple(f"{part}." for part in composite.beside_language(base))
+    frozen = frozenset(name for name in untrained if name.startswith(seeing))
     reasons = {
         "whose weights the model's code reads directly": direct,
-        "that rows of text do not train": untrained - direct,
+        "of the model of images, which stay as they are": frozen,
+        "that rows of text do not train": untrained - frozen,
     }
     return {reason: len(names) for reason, names in reasons.items() if names}
 

@@ -14,6 +14,7 @@ import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -34,11 +35,15 @@ _PART = 2**24
 class Layout:
     """How files name the tensors of a packed weight: the `endings` of its bytes and of its scales.
 
-    `joined` makes the scales of a `Packing` from those of the files.
+    `joined` makes the scales of a `Packing` from those of the files; None where the bytes hold them.
     """
 
     endings: tuple[str, ...]
-    joined: Callable[..., torch.Tensor]
+    joined: Callable[..., torch.Tensor] | None = None
+
+    def scales(self, codes: torch.Tensor, *stored: torch.Tensor) -> torch.Tensor:
+        """The scales of a `Packing` from the tensors of a file."""
+        return self.joined(*stored) if self.joined else codes[..., :0]
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ class PackedForm:
     layouts: tuple[Layout, ...] = ()
     config: str | None = None
     transposed: bool = False
-    values_per_byte: int = 1
+    values_per_byte: int | Fraction = 1
     begin: Callable[[torch.Tensor, torch.Tensor], None] | None = None
 
 
@@ -189,10 +194,10 @@ def hidden(weights: Mapping[str, Published]) -> set[str]:
     return (parts | others) - weights.keys()
 
 
-def published_shape(form: str, codes: Sequence[int], scales: Sequence[int]) -> torch.Size:
+def published_shape(form: str, codes: Sequence[int], scales: Sequence[int] = ()) -> torch.Size:
     """The shape of the values of a weight of files, by the shapes of its first two tensors, as the model reads them."""
     if not FORMS[form].transposed:
-        return torch.Size((*codes[:-1], codes[-1] * FORMS[form].values_per_byte))
+        return torch.Size((*codes[:-1], int(codes[-1] * FORMS[form].values_per_byte)))
     *others, rows, blocks = scales
     return torch.Size((*others, blocks * _BLOCK, rows))
 
@@ -451,7 +456,7 @@ def _each(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 # -- GGUF's formats and INT4 -------------------------------------------------------------------------------------------
 
 
-def _in_blocks(form: BlockFormat) -> PackedForm:
+def _in_blocks(name: str, form: BlockFormat) -> PackedForm:
     """Whole blocks in each row, whose bytes hold most formats' scales too."""
 
     def shapes(shape: torch.Size) -> tuple[torch.Size, torch.Size]:
@@ -468,7 +473,10 @@ def _in_blocks(form: BlockFormat) -> PackedForm:
     def decode(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
         block_formats.decode(form, codes, scales, out)
 
-    return PackedForm(shapes, torch.float32 if form.block_scales else torch.uint8, encode, decode)
+    if form.block_scales:
+        return PackedForm(shapes, torch.float32, encode, decode)
+    each = Fraction(form.columns, form.block_bytes)
+    return PackedForm(shapes, torch.uint8, encode, decode, (Layout((f"_{name}",)),), values_per_byte=each)
 
 
 FORMS: dict[str, PackedForm] = {
@@ -488,7 +496,7 @@ FORMS: dict[str, PackedForm] = {
         _fp8_shapes, torch.float32, _encode_fp8, _decode_fp8, (Layout(("", "_scale_inv"), _factors),),
         config="FineGrainedFP8Config",
     ),
-    **{name: _in_blocks(form) for name, form in BLOCK_FORMATS.items() if name not in ("mxfp4", "nvfp4", "fp8")},
+    **{name: _in_blocks(name, form) for name, form in BLOCK_FORMATS.items() if name not in ("mxfp4", "nvfp4", "fp8")},
     **{
         name: PackedForm(how.shapes, torch.uint8, how.encode, how.decode)
         for name, how in POSITIONS.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +62,12 @@ QUANTIZATIONS: dict[str, Quantization] = {
     "int4": Quantization(
         "4-bit integers in blocks of 128, as compressed-tensors writes", None, packed=True, ignores=("double",)
     ),
-    "published": Quantization("as in the base's files: `mxfp4`, `nvfp4`, `fp8` or `none`", None, ignores=("double",)),
+    "gguf": Quantization(
+        "each weight as in the GGUF file that the base is", None, packed=True, ignores=("double",)
+    ),
+    "published": Quantization(
+        "as in the base's files: `mxfp4`, `nvfp4`, `fp8`, `gguf` or `none`", None, ignores=("double",)
+    ),
     "none": Quantization("the training precision", None, ignores=("double",)),
     "auto": Quantization(
         "the form that the base is published in; else the first of `none`, `int8`, `fp8` and `nf4` with which the "
@@ -96,7 +102,9 @@ def library_config(section: QuantizationSection, compute_dtype: Any, published: 
         kept = given.get("modules_to_not_convert") or given.get("ignored_layers")
         known = packed.FORMS.get(form)
         config = getattr(transformers, (known and known.config) or "FineGrainedFP8Config")
-        return config(quant_method=form, dequantize=not kind.packed, modules_to_not_convert=kept)
+        config = functools.partial(config, quant_method=form, dequantize=not kind.packed, modules_to_not_convert=kept)
+        # transformers' config has no other place for the forms of single weights.
+        return config(modules_to_convert=given["modules_to_convert"]) if form == "gguf" else config()
     if kind.arguments is None:
         return None
     if not kind.four_bit:

@@ -9,7 +9,7 @@ This module imports transformers, so import it only where weights are loaded.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -26,6 +26,7 @@ from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
 from transformers.utils.quantization_config import FineGrainedFP8Config
 
+from finetune.model.source import gguf_base
 from finetune.model.structure import (
     composite,
     eight_bit,
@@ -43,7 +44,7 @@ from finetune.runtime import libraries, patches
 @contextlib.contextmanager
 def used() -> Iterator[None]:
     """In the block, transformers loads models with the quantizers of this module."""
-    others = dict.fromkeys(_QUANTIZERS.keys() - auto.AUTO_QUANTIZER_MAPPING.keys(), FineGrainedFP8Config)
+    others = {name: FineGrainedFP8Config for name, kind in _QUANTIZERS.items() if issubclass(kind, _Own)}
     configs = {**auto.AUTO_QUANTIZATION_CONFIG_MAPPING, **others}
     with (
         patches.QUANTIZERS.by({**auto.AUTO_QUANTIZER_MAPPING, **_QUANTIZERS}),
@@ -167,6 +168,10 @@ class _Packed:
         """The form of each parameter to be packed, by name."""
         return {name: self.form for name, _, _ in self.targets(model)}
 
+    def published_forms(self) -> Iterable[str]:
+        """The forms that weights of the base's files may be in."""
+        return (self.form,)
+
     def targets(self, model: Any) -> Iterator[tuple[str, Any, str]]:
         """(name in the model, module, name in the module) of each parameter that may be packed."""
         config, kept = self.quantization_config, kept_modules(model)
@@ -262,14 +267,12 @@ class _Mixed(_Own):
     """Gives each weight the form that a recipe says, also the embedding and the head."""
 
     def forms(self, model: Any) -> dict[str, str]:
-        known = {
-            f"{path}.{own}": form
-            for path, module in model.named_modules()
-            for own, form in recipes.remembered(module).items()
-        }
+        known = recipes.of_modules(model)
         return known or recipe_of(model, fixed_point.served(self.quantization_config.quant_method))
 
     def targets(self, model: Any) -> Iterator[tuple[str, Any, str]]:
+        if self.quantization_config.dequantize:
+            return
         yield from super().targets(model)
         tables = _tables(model)
         for name, module in list(model.named_modules()):
@@ -288,6 +291,19 @@ class _Exact(_Mixed):
     """Holds the layers that adapters can be on as positions between the levels of their forms."""
 
     exact = True
+
+
+class _Gguf(_Mixed):
+    """Gives each weight the form that a GGUF file has it in, which config.json names (`source.gguf_base`)."""
+
+    form = "gguf"
+    serialized_names: ClassVar = {"weight": ["weight", *(f"weight_{form}" for form in gguf_base.FORMS)]}
+
+    def forms(self, model: Any) -> dict[str, str]:
+        return recipes.of_modules(model) or dict(self.quantization_config.modules_to_convert)
+
+    def published_forms(self) -> Iterable[str]:
+        return gguf_base.FORMS
 
 
 def recipe_of(model: Any, kind: str) -> dict[str, str]:
@@ -358,24 +374,26 @@ class _Keep(ConversionOps):
 
     @torch.no_grad()
     def convert(self, input_dict: dict[str, Any], *, full_layer_name: str, model: Any, **named: Any) -> dict[str, Any]:
-        form = self.hf_quantizer.form
         given = {name: value if isinstance(value, list) else [value] for name, value in input_dict.items()}
         module, last = get_module_from_name(model, full_layer_name)
         parameter = getattr(module, last)
         wanted = packed.packing_of(parameter)
-        parts = packed.published(given, (form,))
+        parts = packed.published(given, self.hf_quantizer.published_forms())
         if not parts:  # of a module that the base's authors left in 16 bit
             if wanted:
-                raise ValueError(f"{full_layer_name} has no scales, though config.json says that it is in {form}")
+                raise ValueError(
+                    f"{full_layer_name} has no scales, though config.json says that it is in {wanted.form}"
+                )
             weights = {name: value for name, value in given.items() if not name.endswith("_scale")}
             plain = self._after(weights, full_layer_name, model, named)
             return {name: value.to(parameter.dtype) for name, value in plain.items()}
         codes, scales = dict[str, Any](), dict[str, Any]()
         for name, one in parts.items():
             codes[name], *factors = (given[part] for part in one.names)
-            scales[name] = [one.layout.joined(*each) for each in zip(*factors, strict=True)]
+            scales[name] = [one.layout.scales(*each) for each in zip(codes[name], *factors, strict=True)]
         (stored,), (joined,) = (self._after(part, full_layer_name, model, named).values() for part in (codes, scales))
         dtype = wanted.dtype if wanted else parameter.dtype
+        [form] = {one.form for one in parts.values()}
         made = packed.from_published(form, stored, joined, experts.shape(parameter), dtype)
         return {full_layer_name: made if wanted else packed.values(made).contiguous()}
 
@@ -394,4 +412,5 @@ _QUANTIZERS: dict[str, Any] = {
     "int4": _Int4,
     **dict.fromkeys(recipes.RECIPES, _Mixed),
     **dict.fromkeys(map(fixed_point.held, recipes.RECIPES), _Exact),
+    "gguf": _Gguf,
 }
