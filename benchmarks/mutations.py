@@ -387,7 +387,7 @@ def tried(mutants: dict[int, Mutant], test_file: str, folder: Path) -> list[dict
             # What is collected late would fail whichever test runs then.
             ignored = ("pytest.PytestAssertRewriteWarning", "pytest.PytestUnraisableExceptionWarning")
             options = [f"-Wignore::{name}" for name in ignored]
-            options += ["-p", "no:cacheprovider", f"--basetemp={folder / 'tests'}"]
+            options += ["-m", "", "-p", "no:cacheprovider", f"--basetemp={folder / 'tests'}"]
             pytest.main([*options, str(harness.ROOT / "tests" / test_file)], plugins=[Campaign(mutants, lines)])
         except BaseException:
             traceback.print_exc()

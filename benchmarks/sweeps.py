@@ -1,69 +1,174 @@
-"""A sweep of eight settings beside eight lone runs, as whole processes: time, memory, and the same winner.
+"""A sweep of eight learning rates beside eight lone runs and eight plain TRL scripts: time, memory, and the winner.
 
-Writes benchmarks/results/sweeps.json. The base is the built-in one.
+    python benchmarks/sweeps.py [--only JOB/SIDE] [--steps N]
+
+On the built-in base and on 125M random weights, in float32 on one thread. Every lone run and every script is a process
+of its own, from start to exit; a sweep is one, once with all members trained to the end and once with successive
+halving. Rows and steps are the same on all sides; the scripts evaluate nothing. Each side of a job is written as it
+ends, in a few minutes on an idle machine, and ratios are taken of those that are there.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import beside_peers
 import harness
+import overhead
 
-RATES = ["1e-4", "3e-4", "1e-3", "2e-3", "4e-3", "8e-3", "1.6e-2", "3e-2"]
-JOB = ["output.merge=false", "training.eval_every=null"]
+RATES = ("1e-4", "3e-4", "1e-3", "2e-3", "4e-3", "8e-3", "1.6e-2", "3e-2")
+HELD_OUT = 64
+JOBS = {"2M": overhead.Job(steps=40, threads=1), "125M": overhead.Job(steps=8, threads=1, batch=4, tokens=160)}
+ARCHITECTURES = {"125M": beside_peers.ARCHITECTURES["110M"]}
+"""Of random weights, with embeddings apart from the head; the other job has the built-in base."""
+
+# Writes rows to train on and to evaluate on.
+_ROWS = """
+import json, sys
+from finetune.data import sources
+
+rows = [json.dumps(row.fields) for row in sources.rows("builtin:python_docs")]
+for path, part in zip(sys.argv[2:], (rows[int(sys.argv[1]):], rows[:int(sys.argv[1])])):
+    open(path, "w", encoding="utf-8").write("\\n".join(part) + "\\n")
+"""
 
 
 def main() -> None:
-    arguments = harness.parser(__doc__, "sweeps.json").parse_args()
-    with tempfile.TemporaryDirectory(prefix="sweeps-") as scratch:
-        lone = [_lone(Path(scratch), rate) for rate in RATES]
-        full, halved = (_sweep(Path(scratch), *options) for options in (["--full"], []))
-    best = min(lone, key=lambda run: run["eval_loss"])
-    seconds = sum(run["seconds"] for run in lone)
-    harness.save(
-        arguments.output,
-        {
-            "lone_runs": {"seconds": round(seconds, 1), "resident_peak": max(run["resident_peak"] for run in lone),
-                          "winner": f"learning_rate={best['rate']}", "runs": lone},
-            "full": full | {"time": round(full["seconds"] / seconds, 3)},
-            "halved": halved | {"time": round(halved["seconds"] / seconds, 3)},
-        },
-    )  # fmt: skip
+    parser = harness.parser(__doc__, "sweeps.json")
+    parts = [f"{job}/{side}" for job in JOBS for side in SIDES]
+    parser.add_argument("--only", action="append", choices=parts, help="only this side of a job (may be repeated)")
+    parser.add_argument("--steps", type=int, help="of each run, instead of the job's own")
+    options = parser.parse_args()
+    jobs = harness.saved(options.output, "jobs")
+    for part in options.only or parts:
+        name, _, side = part.partition("/")
+        with tempfile.TemporaryDirectory(prefix="sweeps-") as scratch:
+            bench = Bench(Path(scratch), name, options.steps or JOBS[name].steps)
+            measured = SIDES[side](bench)
+        into = jobs.setdefault(name, {"sides": {}})
+        into["sides"][side] = measured
+        into |= {"settings": bench.described, "beside": beside(into["sides"])}
+        harness.save(options.output, {"rates": RATES, "jobs": jobs}, threads=1)
+        print(json.dumps({part: measured, "beside": into["beside"]}), flush=True)
 
 
-def _lone(scratch: Path, rate: str) -> dict[str, Any]:
-    run = scratch / f"lone-{rate}"
-    done = harness.succeeded(
-        harness.python("-m", "finetune", "train", harness.ROOT / "configs/tiny_cpu.yaml", *JOB, f"output.dir={run}",
-                       f"training.learning_rate={rate}")
-    )  # fmt: skip
-    lines = harness.read_lines(run / "metrics.jsonl")
-    loss = [line["eval_loss"] for line in lines if "eval_loss" in line][-1]
+class Bench:
+    """Runs the sides of a job, each process in a fresh directory."""
+
+    def __init__(self, scratch: Path, name: str, steps: int) -> None:
+        self.scratch, self.steps = scratch, steps
+        self.job = beside_peers.of_random_weights(JOBS[name], ARCHITECTURES.get(name), scratch)
+        self.rows, self.held_out = scratch / "rows.jsonl", scratch / "held_out.jsonl"
+        harness.succeeded(harness.python("-c", _ROWS, str(HELD_OUT), self.rows, self.held_out))
+        (scratch / "job.yaml").write_text("")
+
+    @property
+    def settings(self) -> list[str]:
+        job = self.job
+        return [
+            f"model.name={job.model}", "quantization.kind=none", f"data.train={self.rows}",
+            f"data.eval={self.held_out}", f"data.max_length={job.tokens}", f"training.batch_size={job.batch}",
+            f"training.max_steps={self.steps}", "training.precision=fp32", "training.eval_every=null",
+            "output.merge=false",
+        ]  # fmt: skip
+
+    @property
+    def described(self) -> list[str]:
+        return list(map(harness.without_paths, self.settings))
+
+    def run(self, *command: str | Path) -> dict[str, float]:
+        """Run a process to its end; its wall and CPU seconds."""
+        extra = {**harness.ALLOCATOR, "HF_DATASETS_CACHE": str(self.scratch / "cache")}
+        done = harness.succeeded(harness.python(*command, threads=self.job.threads, extra=extra))
+        return {"seconds": done.wall_seconds, "cpu_seconds": done.cpu_seconds}
+
+    def finetune(self, command: str, folder: Path, *arguments: str) -> dict[str, float]:
+        return self.run(
+            "-m", "finetune", command, self.scratch / "job.yaml", *self.settings, f"output.dir={folder}", *arguments
+        )
+
+
+def lone(bench: Bench) -> dict[str, Any]:
+    """A run for each rate."""
+
+    def one(rate: str) -> dict[str, Any]:
+        run = bench.scratch / rate
+        spent = bench.finetune("train", run, f"training.learning_rate={rate}")
+        losses = [line["eval_loss"] for line in harness.read_lines(run / "metrics.jsonl") if "eval_loss" in line]
+        return {**spent, "resident_bytes": _resident(run), "eval_loss": losses[-1]}
+
+    runs = {f"learning_rate={rate}": one(rate) for rate in RATES}
+    return {**_summed(runs), "winner": min(runs, key=lambda rate: runs[rate]["eval_loss"] or float("inf"))}
+
+
+def trl(bench: Bench) -> dict[str, Any]:
+    """A plain TRL script for each rate, which recomputes all, its default."""
+
+    def one(rate: str) -> dict[str, Any]:
+        output, script = bench.scratch / rate, Path("benchmarks/scripts/plain_trl.py")
+        own = {"data": bench.rows, "output": output, "learning-rate": rate, "max-steps": bench.steps}
+        options = [f"--{name}={value}" for name, value in own.items()]
+        spent = bench.run(script, *bench.job.options, *options, "--checkpointing=all")
+        return {**spent, "resident_bytes": json.loads((output / "loop.json").read_text())["resident_bytes"]}
+
+    return _summed({f"learning_rate={rate}": one(rate) for rate in RATES})
+
+
+def full(bench: Bench) -> dict[str, Any]:
+    """A sweep whose members are all trained to the end."""
+    return _swept(bench, "--full")
+
+
+def halved(bench: Bench) -> dict[str, Any]:
+    """A sweep that stops members early."""
+    return _swept(bench)
+
+
+SIDES: dict[str, Callable[[Bench], dict[str, Any]]] = {"lone": lone, "full": full, "halved": halved, "trl": trl}
+
+
+def _swept(bench: Bench, *options: str) -> dict[str, Any]:
+    folder = bench.scratch / "sweep"
+    spent = bench.finetune("sweep", folder, f"training.learning_rate={','.join(RATES)}", *options)
+    table = json.loads((folder / "sweep.json").read_text())
     return {
-        "rate": rate,
-        "seconds": round(done.wall_seconds, 1),
-        "resident_peak": harness.resident_peak(lines),
-        "eval_loss": loss,
+        **{name: round(value, 1) for name, value in spent.items()},
+        "resident_bytes": max(_resident(Path(run)) for each in table["settings"] for run in each["runs"]),
+        "winner": table["winner"],
+        "undecided": table["undecided"],
+        "settings": [{key: each[key] for key in ("setting", "state", "share", "loss")} for each in table["settings"]],
     }
 
 
-def _sweep(scratch: Path, *options: str) -> dict[str, Any]:
-    folder = scratch / f"sweep{''.join(options)}"
-    done = harness.succeeded(
-        harness.python("-m", "finetune", "sweep", harness.ROOT / "configs/tiny_cpu.yaml", *JOB, f"output.dir={folder}",
-                       f"training.learning_rate={','.join(RATES)}", *options)
-    )  # fmt: skip
-    table = json.loads((folder / "sweep.json").read_text())
-    lines = [harness.read_lines(file) for file in folder.glob("*/metrics.jsonl")]
-    settings = [{key: each[key] for key in ("setting", "state", "share", "loss")} for each in table["settings"]]
+def _resident(run: Path) -> int:
+    return max(peak["resident_bytes"] for peak in harness.peaks(run).values())
+
+
+def _summed(runs: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """The seconds of all processes, the largest peak, and what each measured."""
     return {
-        "seconds": round(done.wall_seconds, 1), "winner": table["winner"],
-        "resident_peak": max(map(harness.resident_peak, lines)),
-        "undecided": table["undecided"], "settings": settings,
-    }  # fmt: skip
+        **{key: round(sum(run[key] for run in runs.values()), 1) for key in ("seconds", "cpu_seconds")},
+        "resident_bytes": max(run["resident_bytes"] for run in runs.values()),
+        "runs": {
+            name: {key: round(value, 4) if isinstance(value, float) else value for key, value in run.items()}
+            for name, run in runs.items()
+        },
+    }
+
+
+def beside(sides: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Time and memory of each sweep over those of the lone runs, and over the scripts'."""
+    keys = ("seconds", "cpu_seconds", "resident_bytes")
+    return {
+        f"{ours}/{other}": {key: round(sides[ours][key] / sides[other][key], 3) for key in keys}
+        for ours in ("full", "halved")
+        for other in ("lone", "trl")
+        if ours in sides and other in sides
+    }
 
 
 if __name__ == "__main__":

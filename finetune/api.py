@@ -141,7 +141,8 @@ def sweep(
 
 
 def compare(runs: Sequence[Run]) -> RunsView:
-    """Put runs side by side; a notebook shows the result, and `write(path)` makes a page of it.
+    """Put runs side by side; a notebook shows the result, and `write(path)` makes a page of it. The directory of a
+    sweep stands for its runs.
 
     Raises ArtifactError for a path without a run, and ConfigError for fewer than two different runs.
     """

@@ -82,7 +82,7 @@ def train(
             placement = strategies.placement(config.distributed, device)
             with monitor.phase("load"):
                 base = bases.load(inputs.blueprint, device) if bases else inputs.blueprint.load(device, placement)
-            provenance = opening.confirm_base(config, own, inputs, start, terminal.note)
+            provenance = opening.confirm_base(config, own, inputs, start, base, terminal.note)
             monitor.take_step()  # loading is reported once, not with the first step
             answered = answers.before(base, inputs.tokenizer, config, own, terminal.note)
             model = build.trainable(

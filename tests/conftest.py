@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 from children import Children
-from jobs import QUICK, TINY
+from jobs import QUICK, TINY, sampled
 from safetensors.torch import load_file, save_file
 from seeing_jobs import AFTER, SeeingRun
 
@@ -214,7 +214,7 @@ def run(trained: RunDirectory, tmp_path: Path) -> RunDirectory:
     return RunDirectory(shutil.copytree(trained.path, tmp_path / "run"))
 
 
-@pytest.fixture(scope="session", params=AFTER)
+@pytest.fixture(scope="session", params=sampled(AFTER, "qwen3_vl", "gemma3"))
 def seeing_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SeeingRun:
     """A finished run of each of a few families of bases that see. Do not write to it."""
     return SeeingRun.trained(tmp_path_factory.mktemp(request.param), request.param)

@@ -20,6 +20,7 @@ TRAINED_PARAMETERS = {
     "gpt_oss_20b_mxfp4": 52_199_424,  # rank 4 on each of 32 experts
     "llama2_13b_qlora": 62_586_880,
     "llama3_8b_131k": 83_886_080,  # rank 32
+    "llama3_8b_q4_k_m": 41_943_040,
     "llama3_8b_qlora": 41_943_040,
     "llama70b_qlora": 207_093_760,
     "llama7b_dpo": 39_976_960,
@@ -38,7 +39,7 @@ TRAINED_PARAMETERS = {
 
 def test_every_config_has_a_stated_size() -> None:
     assert [path.stem for path in CONFIGS] == sorted(TRAINED_PARAMETERS)
-    assert len(CONFIGS) == 17
+    assert len(CONFIGS) == 18
 
 
 @pytest.mark.slow

@@ -32,6 +32,7 @@ FEWER = {
     },
     "seeing": {"range(2000)": "range(48)", "range(200)": "range(12)", '"max_steps": 200': '"max_steps": 2'},
     "small_card": {"(512, 2048)": "(2048,)"},
+    "sweep": {"[3e-4, 1e-3, 3e-3, 1e-2]": "[3e-4, 3e-3]", '"max_steps": 16': '"max_steps": 2'},
     "will_it_fit": {
         "    forecasts[lever] = ": "    if lever not in [*levers][::9]:\n        continue\n    forecasts[lever] = ",
         '"max_steps": 3': '"max_steps": 1',
@@ -55,6 +56,7 @@ SHOWN = {
     "resume_and_extend": ["image/png", "Step 6 is saved", "resuming from", "batch_size (8 → 16)", "schedule_changed"],
     "seeing": ["image/png", "exact_match", "tokens"],
     "small_card": ["fits", "2048 tokens", "no GPU here"],
+    "sweep": ["from the best", "training.learning_rate", "difference.low", "rank=2,seed=1"],
     "where_memory_goes": ["image/png", "backward", "keeps growing", "no GPU here"],
     "will_it_fit": ["image/png", "base in 4 bit", "RTX 4090", "difference"],
     "your_data": ["set `data.columns: {instruction: question, output: answer}`", "data.train[14 to 21]", "image/png"],

@@ -176,13 +176,15 @@ def _plan_training(
     """Print, draw and write the forecast of a training step, and return whether it fits."""
     with collecting(job.data), libraries.importing():
         from finetune.certificate import verdict
+        from finetune.config import serving
         from finetune.forecast import planning
         from finetune.report.forecast_view import PlanView
     planned = planning.plan(job, gpu, gpus, verdict.follow)
     view = PlanView(planned)
     if not as_json:
         note_missing(job.data)
-        if (kind := planned.config.quantization.kind) != job.quantization.kind and not planned.why_quantized:
+        asked, _ = serving.resolved(job)
+        if (kind := planned.config.quantization.kind) != asked.quantization.kind and not planned.why_quantized:
             new_terminal().note(f"quantization.kind: {kind}, the form that `{job.model.name}` is published in")
     if picture:
         view.draw(picture)

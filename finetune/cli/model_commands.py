@@ -46,6 +46,9 @@ def export(
     as_json: options.Json = False,
     type: Annotated[str, typer.Option(help=options.listed(TYPES))] = "f16",
     push: Annotated[str | None, typer.Option(help="Upload it to this repository of the hub, private if new.")] = None,
+    anyway: Annotated[
+        bool, typer.Option("--anyway", help="Upload it even if it keeps less than 90% of what training gained.")
+    ] = False,
 ) -> None:
     """Export for the programs that serve a model, and prove it. What was written must equal what was trained."""
     options.chosen("--to", format, FORMATS)
@@ -55,7 +58,7 @@ def export(
     with importing(f"export {run}"):
         write = finetune.export_model
     terminal = new_terminal(quiet=as_json)
-    record = write(opened, format, type=type, push=push, trust_remote_code=trust_code, terminal=terminal)
+    record = write(opened, format, type=type, push=push, anyway=anyway, trust_remote_code=trust_code, terminal=terminal)
     if as_json:
         print_json(record)
 

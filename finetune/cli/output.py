@@ -67,12 +67,16 @@ def wrote(path: Path, as_json: bool) -> None:
 
 
 def announce(title: str, job: Config) -> None:
-    """Print the job to be forecast, before its libraries take seconds to import."""
+    """Print the job to be forecast, and how it will be served, before its libraries take seconds to import."""
     from rich.console import Console
 
+    from finetune.config import serving
     from finetune.report import printing, words
 
+    job, served = serving.resolved(job)
     printing.say(Console(), f"{title}: {words.base(job)}; adapter: {words.adapter(job.adapter)}")
+    if served:
+        printing.say(Console(), served)
 
 
 def note_missing(section: DataSection) -> None:

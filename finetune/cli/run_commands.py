@@ -28,14 +28,24 @@ def launch(
     gpu: Annotated[str | None, typer.Option(help="The card's name for SkyPilot, such as H100.")] = None,
     image: Annotated[str | None, typer.Option(help="A container image that has finetune.")] = None,
     volume: Annotated[str, typer.Option(help="A volume that all nodes can write.")] = "finetune",
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="The keys are those of `finetune sweep`: each GPU takes members of it.")
+    ] = False,
     output: Annotated[Path | None, options.file("--output", "Where to write the file.")] = None,
 ) -> None:
     """Write the file that starts a job on a cluster. Its standard tool then starts the nodes, and restarts them."""
     from finetune.launch import render
 
     options.chosen("--on", on, TARGETS)
+    given, swept = overrides or [], []
+    if sweep:
+        from finetune.sweeps import grid
+
+        given, keys = grid.split(given)
+        grid.members(config, given, keys)
+        swept = [f"{key}={','.join(values)}" for key, values in keys.items()]
     file, submit = render.write(
-        config, overrides or [], on, nodes=nodes, gpus=gpus, gpu=gpu, image=image, volume=volume, output=output
+        config, given, on, nodes=nodes, gpus=gpus, gpu=gpu, image=image, volume=volume, output=output, swept=swept
     )
     typer.echo(visible(f"{file} starts the job: {submit}", LINES))
 
@@ -54,7 +64,7 @@ def report(run: options.Run) -> None:
 
 @command
 def compare(
-    runs: Annotated[list[Path], typer.Argument(help="Run directories, two or more.")],
+    runs: Annotated[list[Path], typer.Argument(help="Run directories, two or more, or that of a sweep.")],
     page: options.Page = None,
     as_json: options.Json = False,
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from finetune.config import serving
 from finetune.config.field_types import GIVEN, source_name
 from finetune.config.sections import Config, entries
-from finetune.config.serving import GGUF, GRIDS
+from finetune.config.serving import EXACT, GGUF, GRIDS
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,17 @@ RULES = (
             ("adapter.dropout", but(0.0), "have one update, and dropout another in each pass", "adapter.dropout: 0"),
             ("adapter.dora", only(True), "are a sum, which DoRA rescales", "adapter.dora: false"),
             ("adapter.init", but("default"), "start from a zero update", "adapter.init: default"),
-            ("quantization.kind", but(*GRIDS), "need a kind with a grid", "quantization.kind: q4_k_m"),
+            (
+                "adapter.extra_modules", but([]), "have no weights beside them that are trained in full",
+                "adapter.extra_modules: []",
+            ),
+            ("quantization.kind", but(*EXACT), f"are in one of {', '.join(EXACT)}", "quantization.kind: q4_k_m"),
+            ("kernels.compile", but("none"), "are not compiled", "kernels.compile: none"),
         )
+    ),
+    Rule(
+        "quantization.snap", only(True), "output.way", only("adapter", "rounded"),
+        "only `output.way: exact` serves weights as they are rounded in training; remove it, or set that",
     ),
     *(
         Rule(key, values, "output.serve", only(None), "nothing is to be served; remove it, or set `output.serve`")
@@ -113,7 +122,6 @@ RULES = (
         Rule("output.serve", but(None), other, others, f"{reason}; remove it, or set `{remedy}`")
         for other, others, reason, remedy in (
             ("adapter.kind", only("none"), "every weight is trained, and no base is served", "adapter.kind: lora"),
-            ("model.weights", only("random"), "random weights are not kept", "model.weights: pretrained"),
             (
                 "training.objective", only("reward", "classification"),
                 "a model with a head for scores is served as it is", "training.objective: supervised",
@@ -319,6 +327,9 @@ def contradictions(config: Config) -> list[tuple[str, str]]:
     for held_out in (entry.source for entry in entries(config.data.eval) if entry.source in trained):
         remedy = "set `data.eval: auto` to hold out a share of it by hash"
         broken.append(("data.eval", f"`{source_name(held_out)}` is training data; {remedy}"))
+    if config.quantization.kind in GGUF and {"embed_tokens", "lm_head"} & {*config.adapter.extra_modules}:
+        message = f"{config.quantization.kind} packs the embedding and the head, which cannot be trained then; set `[]`"
+        broken.append(("adapter.extra_modules", f"{message}, or `quantization.kind: nf4`"))
     if config.distributed.context > 1 and config.training.objective.startswith(GIVEN):
         message = "a loss given from Python would see slices of rows; set `distributed.context: 1`"
         broken.append(("training.objective", message))

@@ -42,6 +42,9 @@ GGUF = tuple(name for name, served in SERVED.items() if served.gguf)
 """The kinds whose embedding and head are quantized too, and whose files are GGUF."""
 GRIDS = tuple(name for name in SERVED if name != "16bit")
 """The kinds of weights that are held packed."""
+EXACT = GGUF
+"""The kinds that training rounds to exactly. The levels of FP8 lie as close as the positions that training keeps."""
+_PUBLISHED = ("mxfp4", "nvfp4", "fp8")  # kinds in which bases are published; these are rounded from what they are
 _SAFETENSORS = tuple(name for name in SERVED if name not in GGUF)
 
 
@@ -146,14 +149,18 @@ def contradictions(config: Config) -> Iterator[tuple[str, str]]:
             f"of {others}",
         )
         return
-    if way == "exact" and serve == "16bit":
-        yield "output.way", "16 bit is not rounded to a grid that could be trained on; set `adapter` or `rounded`"
+    if way == "exact" and serve not in EXACT:
+        why = "16 bit is no grid" if serve == "16bit" else f"no base is trained here as it is rounded to {serve}"
+        yield (
+            "output.way",
+            f"{why}; set `adapter` or `rounded`, or an `output.serve` of {', '.join(EXACT)}",
+        )
         return
     given = "kind" in config.quantization.model_fields_set and kind not in ("auto", "published")
     if not given:
         return
     if resolved(config)[0].output.way == "rounded":
-        if kind in GRIDS and kind != "mxfp4":
+        if kind in GRIDS and kind not in _PUBLISHED:
             yield (
                 "quantization.kind",
                 f"an update of weights in {kind} is mostly lost when they are rounded again to {serve}; set `none` or "

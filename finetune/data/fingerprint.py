@@ -109,8 +109,9 @@ def check_base(section: ModelSection, now: str | None, folder: Path, note: Calla
             f"{section.name} as it is now is unknown"
         )
     elif then != now:
+        parts = "config or weights" if section.vision == "none" else "config, weights or image processor"
         raise ArtifactError(
-            f"{folder} was trained on another base: config or weights of {section.name} have changed since (identity "
+            f"{folder} was trained on another base: {parts} of {section.name} have changed since (identity "
             f"{_digits(then)} then, {_digits(now)} now). Restore its files, or set `model.revision` in config.yaml to "
             "the original commit; else train again"
         )

@@ -29,8 +29,9 @@ def shortened(row: Encoded, limit: int, policy: str) -> tuple[str, list[Encoded]
     """Apply a policy to a row with a segment over `limit` tokens; returns what was done, and the resulting rows.
 
     Raises RowError if the policy is `error`, and if it would cut one of several segments: they would end differently.
+    An image is not cut either.
     """
-    if len(row.segments) > 1 and TOO_LONG[policy].cuts:
+    if len(row.segments) > 1 and not TOO_LONG[policy].blind:
         raise RowError(
             f"`{row.names[row.lengths.index(max(row.lengths))]}` has {max(row.lengths):,} tokens, over "
             f"`data.max_length` {limit:,}, and one of several segments is not cut alone: set `data.too_long: drop`"
@@ -40,10 +41,10 @@ def shortened(row: Encoded, limit: int, policy: str) -> tuple[str, list[Encoded]
 
 
 def _error(row: Segment, limit: int) -> tuple[str, list[Segment]]:
-    raise RowError(
-        f"the row has {len(row.input_ids):,} tokens, over `data.max_length` {limit:,}; raise it, or set "
-        f"`data.too_long` to one of {', '.join(name for name in TOO_LONG if name != 'error')}"
-    )
+    cures = "show fewer images or smaller ones (`data.image_pixels`), or set `data.too_long: drop`"
+    if not row.images:
+        cures = f"or set `data.too_long` to one of {', '.join(name for name in TOO_LONG if name != 'error')}"
+    raise RowError(f"the row has {len(row.input_ids):,} tokens, over `data.max_length` {limit:,}; raise it, {cures}")
 
 
 def _drop(row: Segment, limit: int) -> tuple[str, list[Segment]]:

@@ -1,4 +1,5 @@
-"""The adapter rewritten so that no server can misread it, in PEFT's format and as a GGUF file for llama.cpp.
+"""The adapter rewritten so that no server can misread it, in PEFT's format and as a GGUF file for llama.cpp; with the
+base as a GGUF file, if training held it so.
 
 vLLM and SGLang read `r`, `lora_alpha` and `use_rslora` of adapter_config.json and ignore patterns; llama.cpp's
 converter reads `lora_alpha` alone. So the scale of each layer is folded into its B, every rank is padded with zeros to
@@ -30,7 +31,7 @@ from finetune.errors import ConfigError
 from finetune.export import proof, server_commands, server_names
 from finetune.export.card import public
 from finetune.export.conversion import Conversion
-from finetune.export.gguf import gguf_model
+from finetune.export.gguf import gguf_model, held_base
 from finetune.export.server_experts import PROJECTIONS, Experts, refusal
 from finetune.model import build
 from finetune.model.adapters import adapter, adapter_files, plain_peft
@@ -55,11 +56,18 @@ def check(job: Conversion) -> None:
             f"{job.run.path} trained every weight and has no adapter: {job.run.merged} is the whole model. Export "
             "`merged` or `gguf` instead"
         )
+    if job.config.quantization.snap:
+        raise ConfigError(
+            f"the adapter of {job.run.path} was trained to be rounded with its base (`output.way: exact`), and beside "
+            "it would give less than the base alone; export `gguf` instead"
+        )
     if why := _why_not_plain(job):
         raise ConfigError(
             f"the adapter of {job.run.path} has no form for other programs: {why}. Export `merged` or `gguf` instead; "
             f"PEFT reads {job.run.adapter} as it is"
         )
+    if held_base.wanted(job):
+        held_base.check(job)
 
 
 def _why_not_plain(job: Conversion) -> str | None:
@@ -100,6 +108,7 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     names = served_names(*groups) if groups else {}
     base = build.load(config, architecture, job.device)
     base_logits = proof.logits(base, job.rows, job.shown)
+    beside = held_base.write(job, base, folder) if held_base.wanted(job) else None
     adapted = adapter_files.load_adapter(base, job.run.adapter, config.adapter)
     trained = proof.logits(adapted, job.rows, job.shown)
     pairs = plain(adapted)
@@ -115,13 +124,24 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     left_out: str | None = f"no {GGUF}: it has no form here for experts"
     if not on_experts:
         left_out = _write_gguf(architecture, pairs, rank, folder)
+    if beside and left_out:
+        raise ConfigError(f"{left_out}; its base is held as a GGUF file has it. Train with `output.way: rounded`")
     mistaken = plain_peft.mistaken(adapted.get_base_model(), pairs)
     read = _read(adapted.unload(), config.adapter, renamed, rank, folder, on_experts)
     # The products are summed in another order; the base is rounded to the same dtype in both.
     roundoff = proof.ROUNDOFF[base_dtype(config.adapter, config.training)]
     found = proof.logits(read, job.rows, job.shown)
     result = job.compare("plain adapter", read, found, trained, base_logits, roundoff)
-    differences = []
+    served = job.served(found, trained, base_logits)
+    differences, held = list[str](), dict[str, Any]()
+    if beside:
+        file, weights, differences = beside
+        again = held_base.read(job, file, weights, base_dtype(config.adapter, config.training))
+        held = {"file": file.name, "kind": config.quantization.kind, "weights_differing": 0 if again else None}
+        if again:
+            whole = _read(again, config.adapter, renamed, rank, folder, on_experts)
+            held |= job.served(proof.logits(whole, job.rows), trained, base_logits)["served"]
+        held["llama_cpp"], unrun = held_base.run(job, file, folder / GGUF, trained, base_logits)
     if overrides:
         differences.append(
             f"the base must be served with {json.dumps(overrides)} in its config.json, as the commands do; the files "
@@ -141,12 +161,14 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
         "layers": len(pairs) + len(on_experts),
         "layers_served": activated,
         "gguf": None if left_out else GGUF,
+        "held_base": held or None,
         **asdict(result),
+        **served,
         "compared_with": "base plus adapter as trained, in PEFT",
         "base_overrides": overrides,
         "known_differences": differences,
         "not_proven": [
-            left_out or f"{GGUF} was not run: llama.cpp needs the base as a GGUF file",
+            *(unrun if beside else [left_out or f"{GGUF} was not run: llama.cpp needs the base as a GGUF file"]),
             "vLLM and SGLang were not run; their limits are checked as of vLLM 0.33",
             *(["SGLang's names for experts, so that no command for it is given"] if on_experts else []),
             *([] if names else ["whether the base's files have layers of these names: they are not safetensors files"]),

@@ -163,6 +163,8 @@ def _proof(record: dict[str, Any], *, scores: bool) -> str:
         f"{record['bound']:.3%}, the effect of training {record['effect']:.3%}), and agree on the {chosen} "
         f"at {record['agreement']:.2%} of positions. `{file}` has the figures and the hash of the base."
     )
+    if lost := words.served(record):
+        text += f"\n\n{_escaped(lost)}"
     for title, key in (("Known differences", "known_differences"), ("Not proven here", "not_proven")):
         if record.get(key):
             text += f"\n\n{title}:\n\n" + "\n".join(f"- {one}" for one in record[key])

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from finetune.config import Config, QuantizationSection
 from finetune.data.chat import prompt_ids
 from finetune.data.examples import RowError, asked, learnt
 from finetune.data.images import NO_IMAGES, ShownImages
+from finetune.data.prepare import HELD_OUT
 from finetune.export import proof
 from finetune.model import build
 from finetune.model.base import load_architecture
 from finetune.model.build import Blueprint
 from finetune.model.source import chat_template
 from finetune.model.structure import experts
+from finetune.model.structure import packed as packing
 from finetune.runtime import libraries
 from finetune.storage.rundir import RunDirectory
 
@@ -28,7 +31,8 @@ class Conversion:
     is the type of a GGUF file.
 
     `base_identity` is that of `model.source.identity.of_base`. `load_merged` loads the merged model, which was proven
-    when it was published, to compute in a dtype (None: as written).
+    when it was published, to compute in a dtype (None: as written). `packed` weights, by the model's names, take the
+    place of its own, and are what was trained.
     """
 
     run: RunDirectory
@@ -41,6 +45,7 @@ class Conversion:
     base_identity: str | None
     load_merged: Callable[[torch.dtype | None], Any]
     shown: ShownImages = NO_IMAGES
+    packed: Mapping[str, nn.Parameter] = field(default_factory=dict)
 
     @property
     def architecture(self) -> Any:
@@ -91,3 +96,29 @@ class Conversion:
         result = proof.compare(written, trained, base, proof.bound(layers, roundoff), mixture=experts.is_mixture(model))
         proof.refuse_unless_equal(result, name)
         return result
+
+    def served(
+        self, written: list[torch.Tensor], trained: list[torch.Tensor], base: list[torch.Tensor],
+        following: list[list[int]] | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
+        """What is lost between the trained and the served model; see `proof.served`. Empty for a classifier.
+
+        `following`: the ids that follow the tokens with logits, if those are not all of the rows.
+        """
+        if self.config.scorer:
+            return {}
+        unknown = None
+        if self.config.model.weights == "random":
+            unknown = "the base had random weights, which were not saved"
+        elif self.rows_of != HELD_OUT:
+            unknown = f"no rows are held out, and the loss of {self.rows_of} says nothing of new ones"
+        return proof.served(
+            trained, written, None if unknown else base, following or [row[1:] for row in self.rows], unknown
+        )
+
+    def trained_model(self, dtype: torch.dtype | None) -> Any:
+        """The model that was trained, as it is to be served: the merged one, with the values of `packed` weights."""
+        model = self.load_merged(dtype)
+        for name, weight in self.packed.items():
+            model.get_parameter(name).data.copy_(packing.exact(weight))
+        return model

@@ -15,20 +15,31 @@ class ExportFormat:
     `module` of this package has two functions of a `Conversion`: `check(job)` raises ConfigError for a run
     that the format cannot express, before anything is loaded; `make(job, folder)` writes the files, proves them and
     returns the facts of export.json. It is empty for the merged model itself. `folder` is the name in the run
-    directory; `merged`: whether it is made from the merged model.
+    directory; `merged`: whether it is made from the merged model; `kind`: the form that a module of several writes.
     """
 
     help: str
     folder: str
     module: str = ""
     merged: bool = True
+    kind: str = ""
 
 
 FORMATS: dict[str, ExportFormat] = {
     "merged": ExportFormat("16-bit safetensors, for transformers and vLLM", "merged"),
     "adapter": ExportFormat(
-        "plain LoRA, for vLLM, SGLang and llama.cpp", "plain-adapter", "adapter_export", merged=False
+        "plain LoRA, for vLLM, SGLang and llama.cpp, with a base that training held as GGUF files do", "plain-adapter",
+        "adapter_export", merged=False,
     ),
     "gguf": ExportFormat("one GGUF file, for llama.cpp", "gguf", "gguf.gguf_export"),
     "ollama": ExportFormat("a GGUF file and a Modelfile, for Ollama", "ollama", "gguf.ollama"),
-}
+    **{
+        kind: ExportFormat(f"{words}, for vLLM and SGLang", kind, "compressed_export", kind=kind)
+        for kind, words in (
+            ("fp8", "8-bit floats in blocks of 128 x 128"),
+            ("nvfp4", "4-bit floats in blocks of 16"),
+            ("mxfp4", "4-bit floats in blocks of 32"),
+            ("int4", "4-bit integers in groups of 128"),
+        )
+    },
+}  # fmt: skip

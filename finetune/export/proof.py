@@ -10,8 +10,9 @@ because softmax ignores a constant shift.
 Some models amplify rounding by more than their depth explains, such as Gemma 4, whose attention does not scale its
 scores. Where the bound is exceeded, a merge is therefore compared once more, in float32, so that only the weights are
 rounded, and the effect of rounding is measured: the trained model is run with a random error of the same distribution
-in each weight that the merge rounds (`rounded_at_random`), which knows nothing of what was merged. The error of the
-merge may then be `MEASURED` times that effect, and no more.
+in each weight that the adapter changes (`rounded_at_random`), which knows nothing of what was merged, and with the
+others rounded to the type of the merged model, as a base stored in float32 has them. The error of the merge may then be
+`MEASURED` times that effect, and no more.
 
 Rounding may explain more than a gentle adapter changes, and then the bare base would lie within the bound as well. So
 the change itself must be there: with d the adapter's change of the logits and m that of the export, both from the base,
@@ -260,8 +261,8 @@ def refuse_unless_equal(
 
 
 class Likeness:
-    """The similarity of a model to the trained one: mean KL divergence (nats), share of equal most likely tokens, and
-    its loss (nats per token).
+    """The similarity of a model to the trained one: KL divergence (nats), share of equal most likely tokens, and its
+    loss (nats per token).
     """
 
     def __init__(self) -> None:
@@ -277,7 +278,63 @@ class Likeness:
             labels = following[start : start + _TOKENS]
             self._losses.append(-q[: len(labels)].gather(-1, labels[:, None]).double()[:, 0])
 
+    def losses(self) -> torch.Tensor:
+        """The loss of each token, in nats."""
+        return torch.cat(self._losses)
+
     def result(self) -> dict[str, float]:
-        """`kl`, `agreement` and `loss` over all rows."""
-        kl, same = torch.cat(self._tokens, dim=1).mean(dim=1).tolist()
-        return {"kl": max(kl, 0.0), "agreement": same, "loss": float(torch.cat(self._losses).mean())}
+        """`kl`, `agreement` and `loss` over all rows, and the largest divergence at one token, `kl_max`."""
+        tokens = torch.cat(self._tokens, dim=1)
+        kl, same = tokens.mean(dim=1).tolist()
+        largest = float(tokens[0].max())
+        return {
+            "kl": max(kl, 0.0), "kl_max": max(largest, 0.0), "agreement": same, "loss": float(self.losses().mean())
+        }  # fmt: skip
+
+    def kl(self) -> float:
+        """The mean divergence over all rows."""
+        return max(float(torch.cat(self._tokens, dim=1)[0].mean()), 0.0)
+
+
+LEAST_GAIN = 0.9
+"""The share of what training gained that an export must keep to be uploaded without being asked twice."""
+_ERRORS = 2.0
+"""Standard errors of the mean by which training must have lowered the loss, for a share of that to mean something."""
+
+
+def gain_kept(base: torch.Tensor, trained: torch.Tensor, served: torch.Tensor) -> tuple[float | None, str | None]:
+    """The share of the loss that training took off the base and that the served model has off too, from the losses of
+    the same held-out tokens; or None and why there is no such number.
+    """
+    gain = base - trained
+    mean, error = float(gain.mean()), float(gain.std() / math.sqrt(len(gain))) if len(gain) > 1 else math.inf
+    if not mean > _ERRORS * error:
+        return None, (
+            f"training changed the loss of these {len(gain)} tokens by {-mean:+.4f} \N{PLUS-MINUS SIGN} {error:.4f} "
+            "nats, which is too little to divide by"
+        )
+    return float((base - served).mean()) / mean, None
+
+
+def served(
+    trained: list[torch.Tensor], written: list[torch.Tensor], base: list[torch.Tensor] | None,
+    following: list[list[int]], unknown: str | None,
+) -> dict[str, Any]:  # fmt: skip
+    """What is lost between the trained and the served model: the keys `served`, `losses`, `gain_kept` and
+    `gain_unknown` of a record, from centred logits of the same rows and the ids that follow their tokens.
+
+    `unknown` is the reason why nothing can be said of the gain, if there is one; without a `base` there must be.
+    """
+    models = {"trained": trained, "served": written} | ({"base": base} if base else {})
+    likeness = {name: Likeness() for name in models}
+    for row, labels in enumerate(following):
+        for name, logits in models.items():
+            likeness[name].add(trained[row], logits[row], torch.tensor(labels, dtype=torch.long))
+    result = likeness["served"].result()
+    record: dict[str, Any] = {"served": {key: result[key] for key in ("kl", "kl_max", "agreement")}}
+    if unknown:
+        return {**record, "gain_kept": None, "gain_unknown": unknown}
+    losses = {name: each.losses() for name, each in likeness.items()}
+    kept, why = gain_kept(losses["base"], losses["trained"], losses["served"])
+    record["losses"] = {name: float(each.mean()) for name, each in losses.items()}
+    return {**record, "gain_kept": kept, "gain_unknown": why}

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from finetune.config import Config
 from finetune.config.field_types import pick
 from finetune.data import prepare
 from finetune.data.examples import learnt
+from finetune.errors import ArtifactError
 from finetune.export import finished_run, proof, server_commands, staging, upload
 from finetune.export.conversion import Conversion
 from finetune.export.export_formats import FORMATS, ExportFormat
 from finetune.export.gguf import gguf_types
 from finetune.export.merging import merge as merging
+from finetune.export.merging.bases import Bases, ServedWeights
 from finetune.measure.out_of_memory import as_out_of_memory_error
 from finetune.model.base import load_architecture
-from finetune.model.source import vision
-from finetune.model.source.locate import locate
+from finetune.model.source import identity, vision
+from finetune.model.source.locate import locate, weights_directory
 from finetune.report.terminal import Terminal, note_beside_output
 from finetune.runtime import libraries
 from finetune.runtime.device import this_device
@@ -29,13 +32,14 @@ from finetune.storage.rundir import Run, RunDirectory
 
 
 def export_model(
-    run: Run, format: str, *, type: str = "f16", push: str | None = None, trust_remote_code: bool = False,
-    terminal: Terminal | None = None,
+    run: Run, format: str, *, type: str = "f16", push: str | None = None, anyway: bool = False,
+    trust_remote_code: bool = False, terminal: Terminal | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Write the trained model in a format, for the programs that serve it, once it is proven to be what was trained.
 
     `format` is a key of `export_formats.FORMATS`, `type` (of a GGUF file) of `gguf_types.TYPES`; `push` names a
-    repository of the hub to upload the folder to. The merged model is made first if a format needs it.
+    repository of the hub to upload the folder to, which one that keeps less than `proof.LEAST_GAIN` of what training
+    gained is only `anyway`. The merged model is made first if a format needs it.
     `trust_remote_code` allows Python code shipped with the run's base.
 
     Returns the proof, `path`, and `serve`: command lines by program. Raises ArtifactError if the export differs by more
@@ -55,7 +59,7 @@ def export_model(
         folder = run.path / form.folder
         if form.module:
             with _out_of_memory_explained(run, format):
-                job = _conversion(run, config, form, type)
+                job = _conversion(run, config, form, form.kind or type)
                 if form.merged and config.adapter.kind == "lora" and not run.is_merged:
                     merge_locked(run, config, terminal, note_beside_output)
                 record = _convert(job, format, form)
@@ -76,9 +80,20 @@ def export_model(
         record["prompts"] = prompts
     terminal.serves(record["serve"], prompts)
     if push:
+        _refuse_lossy(folder, record, push, anyway=anyway)
         record["pushed"], record["also_there"] = upload.push(folder, push)
         terminal.pushed(record["pushed"], record["also_there"])
     return record
+
+
+def _refuse_lossy(folder: Path, record: dict[str, Any], push: str, *, anyway: bool) -> None:
+    kept = record.get("gain_kept")
+    if kept is not None and kept < proof.LEAST_GAIN and not anyway:
+        raise ArtifactError(
+            f"{folder} is written, but not pushed to {push}: it keeps {kept:.1%} of what training gained in held-out "
+            f"loss, and less than {proof.LEAST_GAIN:.0%} is pushed only when asked twice. Export a form with more "
+            "bits, train on the base in this form (`output.serve`), or add `--anyway`"
+        )
 
 
 def merge(
@@ -131,7 +146,12 @@ def _conversion(run: RunDirectory, config: Config, form: ExportFormat, kind: str
     def load_merged(dtype: Any) -> Any:
         return finished_run.load_merged(run, config.model, device, dtype)
 
-    job = Conversion(run, config, tokenizer, rows, rows_of, device, kind, base_identity, load_merged, shown)
+    packed: Mapping[str, Any] = {}
+    if config.quantization.snap:
+        folder = weights_directory(config.model.name, config.model.revision, download=True)
+        bases = Bases(config, run.adapter, identity.loaded_files(folder), device)
+        kind, packed = config.quantization.kind, ServedWeights(bases.merging("quantized"))
+    job = Conversion(run, config, tokenizer, rows, rows_of, device, kind, base_identity, load_merged, shown, packed)
     _module(form).check(job)
     return job
 

@@ -65,10 +65,11 @@ def _of_adapter(called: str, folder: Path, base: str, record: dict[str, Any]) ->
         )  # fmt: skip
     if record["gguf"] and rope.get("rope_type") != "llama3":  # llama.cpp has no option for llama3
         scaling = ["--rope-scaling", rope["rope_type"], "--rope-scale", f"{rope['factor']:g}"] if rope else []
-        lora = folder / record["gguf"]
+        lora, held = folder / record["gguf"], record.get("held_base")
         lines["llama.cpp"] = _line(
-            "llama-server", "-m", "BASE.gguf", "--lora", lora, "--jinja", "--alias", called, *scaling
-        )
+            "llama-server", "-m", folder / held["file"] if held else "BASE.gguf", "--lora", lora, "--jinja", "--alias",
+            called, *([] if held else scaling),
+        )  # fmt: skip
     return lines
 
 

@@ -80,6 +80,11 @@ def _known_values(recorder: TraceRecorder) -> Iterator[None]:
         values = recorder.answers.known and recorder.answers.known.listed(self)
         return plain_list(self) if values is None else values
 
+    # At its first use in a process, torch's device context lists the functions that obey it. It must list its own
+    # `torch.tensor`: by that transformers finds out whether a model is made without weights, and if not, takes the
+    # buffers of a base that is loaded later for filled (torch 2.13, `_device_constructors`).
+    with torch.device("meta"):
+        torch.empty(0)
     with patches.TENSOR.by(tensor), patches.FAKE_LIST.by(listed):
         yield
 

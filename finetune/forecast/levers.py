@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.config import AdapterSection, Config, QuantizationSection, TrainingSection
+from finetune.config import AdapterSection, Config, OutputSection, QuantizationSection, TrainingSection
+from finetune.config.serving import GRIDS
 from finetune.training import strategies
 
 _SHORTEST = 64
@@ -39,7 +40,7 @@ def levers(config: Config, gpus: int = 1) -> list[Lever]:
         left.append(Lever({"memory.checkpointing": "all"}, "about a third more time"))
     if memory.offload == "none" and config.kernels.compile == "none":
         left.append(Lever({"memory.checkpointing": "all", "memory.offload": "checkpoints"}, "copies to the host"))
-    left += _weights(config.quantization, config.adapter)
+    left += _weights(config.quantization, config.adapter, config.output)
     if config.data.max_length > _SHORTEST:
         left.append(Lever({"data.max_length": config.data.max_length // 2}, "longer rows are cut"))
     return left
@@ -55,9 +56,10 @@ def _micro_batches(training: TrainingSection, max_length: int) -> Iterator[Lever
         yield Lever({"training.micro_batch": rows}, "same gradient, more passes")
 
 
-def _weights(quantization: QuantizationSection, adapter: AdapterSection) -> Iterator[Lever]:
+def _weights(quantization: QuantizationSection, adapter: AdapterSection, output: OutputSection) -> Iterator[Lever]:
     """Smaller weights, trained or not."""
-    if quantization.kind not in ("nf4", "mxfp4", "nvfp4", "fp8") and adapter.kind == "lora":
+    as_served = output.serve is not None and output.way != "rounded"
+    if quantization.kind not in ("nf4", *GRIDS) and adapter.kind == "lora" and not as_served:
         yield Lever({"quantization.kind": "nf4"}, "weights in 4 bit")
     if adapter.kind == "none":
         yield Lever({"adapter.kind": "lora", "quantization.kind": "nf4"}, "an adapter instead of every weight")

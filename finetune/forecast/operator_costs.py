@@ -13,6 +13,7 @@ import contextlib
 import functools
 import itertools
 import re
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,10 +21,13 @@ from typing import Any
 import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from finetune.forecast import autocast, operators
 from finetune.kernels import ops as fused
+from finetune.model.structure import packed
 from finetune.runtime import patches
 
 # A CPU's attention, by which a trace also knows that of CUDA, and attention over packed rows.
@@ -77,7 +81,7 @@ def cpu() -> DeviceOperators:
     )
 
 
-def cuda() -> DeviceOperators:
+def cuda(capability: tuple[int, int] = (8, 9)) -> DeviceOperators:
     """A CUDA card, from compute capability 7.5 to 12.0: bitsandbytes' optimizers are single kernels there."""
     return DeviceOperators(
         python={
@@ -87,7 +91,7 @@ def cuda() -> DeviceOperators:
             "bitsandbytes::int8_vectorwise_dequant": _dequantize_int8,
         },
         scratch=_scratch_on_cuda,
-        flops=_flops_on_cuda(),
+        flops=_flops_on_cuda(capability),
         # Row sums, the gradients, and those of the queries from float32 (torch 2.13, flash_bwd_launch_template.h).
         launches=dict.fromkeys((f"{_FLASH}_backward", f"{_VARLEN}_backward"), 3),
         as_there=_on_cuda,
@@ -260,6 +264,8 @@ def _scratch_on_cpu(func: Any, args: Any, named: Any) -> list[int]:
     name = func.name()
     if name in _PRODUCTS:
         return [*_of_product(*_PRODUCTS[name](args)), *_laid_out_anew(name, args)]
+    if name in _IN_PARTS:
+        return _of_parts(name, args)
     if name in ("aten::scatter.src", "aten::scatter_.src") and args[0].dtype.itemsize < 4:
         return [4 * args[0].numel()]  # 16-bit values in float32 (native/cpu/ScatterGatherKernel.cpp)
     if name == _FLASH:
@@ -274,6 +280,59 @@ def _scratch_on_cpu(func: Any, args: Any, named: Any) -> list[int]:
         written = next((named[name] for name in ("out", "grad_input") if name in named), args[0])
         return _casts(func, [value for value in args if isinstance(value, torch.Tensor) and value.dim()], written)
     return []
+
+
+_IN_PARTS: dict[str, Callable[..., None]] = {
+    "finetune::pack_": packed.encode_in_parts,
+    "finetune::unpack_": packed.decode_in_parts,
+}
+"""The operators on weights in blocks: programs of torch's operators, which take some rows at a time."""
+
+
+def _of_parts(name: str, args: Sequence[Any]) -> list[int]:
+    """The most that such a program holds at a time, beside its arguments."""
+    weight = args[2 if name == "finetune::pack_" else 0]
+    return [_held_by_a_part(name, packed.part_shape(weight.shape), weight.dtype, args[-1])]
+
+
+@functools.cache
+def _held_by_a_part(name: str, shape: torch.Size, dtype: torch.dtype, form: str) -> int:
+    with unset_fake_temporarily():
+        weight = torch.empty(shape, dtype=dtype, device="meta")
+        stored = packed.empty(form, weight)
+        tensors = (*stored, weight) if name == "finetune::pack_" else (weight, *stored)
+        with _Held(tensors) as held:
+            _IN_PARTS[name](*tensors, form)
+    return held.most
+
+
+class _Held(TorchDispatchMode):
+    """Counts the bytes of the tensors that are made within, and of which there are most at a time."""
+
+    def __init__(self, given: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.most = self._now = 0
+        self._living: dict[int, Any] = {id(tensor.untyped_storage()): None for tensor in given}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **kwargs or {})
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor.untyped_storage())
+        return made
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = id(storage), storage.nbytes()  # one object for as long as the storage lives
+        if key in self._living:
+            return
+
+        def died(_: Any) -> None:
+            self._now -= size
+            del self._living[key]
+
+        self._living[key] = weakref.ref(storage, died)
+        self._now += size
+        self.most = max(self.most, self._now)
 
 
 # A mask beside other operands stays what it is (aten/src/ATen/native/TensorAdvancedIndexing.cpp, TensorCompare.cpp).
@@ -450,8 +509,10 @@ def _flash_tile(query: Any, key: Any) -> tuple[int, int]:
 
 
 def _scratch_on_cuda(func: Any, args: Any, named: Any) -> list[int]:
-    """The workspaces of attention, and of putting features of images in the place of tokens."""
+    """The workspaces of attention, of weights in blocks, and of putting features of images in the place of tokens."""
     name = func.name()
+    if name in _IN_PARTS:
+        return _of_parts(name, args)
     if name == "aten::masked_scatter":
         # Where each number goes, and the mask for each number (torch 2.13, IndexKernel.cpp `masked_scatter__cuda`,
         # IndexKernel.cu `launch_masked_scatter_kernel`: maskPrefixSum, mask_cont).
@@ -605,12 +666,19 @@ _FLOPS: dict[str, Callable[..., int]] = {
 _IS_CAUSAL = {_FLASH: 4, f"{_FLASH}_backward": 7, _VARLEN: 7, f"{_VARLEN}_backward": 10}
 
 
-def _flops_on_cuda() -> dict[str, Callable[..., int]]:
+_OVER_FLOAT32 = {(7, 5): 8, (8, 0): 16, (9, 0): 16, (10, 0): 28}
+"""How many operations in 16 bit a card does for one in float32, 4 at most on others (data sheets of T4, A100, H100 and
+B200; L4, A10 and RTX 6000 Ada)."""
+
+
+def _flops_on_cuda(capability: tuple[int, int]) -> dict[str, Callable[..., int]]:
+    slower = _OVER_FLOAT32.get(capability, 4)
     causal = {name: _causal_half(name) for name in _IS_CAUSAL}
     onto = ("aten::addmm_", "finetune::multiply_", "finetune::multiply_joined_", "finetune::add_product_")
     return {
         **_FLOPS, **causal, "finetune::product": lambda left, right, *_, **__: 2 * left.numel() * right.shape[1],
         "finetune::gated": _gated, "finetune::gated_backward_": _gated_backward,
+        "finetune::snap_": lambda out, codes, scales, offsets, a, b, *_, **__: 2 * a.numel() * len(b) * slower,
         **dict.fromkeys(onto, lambda held, left, right, *_, **__: 2 * left.numel() * right.shape[1]),
     }  # fmt: skip
 

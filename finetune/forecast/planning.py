@@ -395,6 +395,8 @@ class Plan:
     """The reason for the kind of quantization, where the job says `auto`."""
     images: ImageMemory | None = None
     """What an image takes, where rows have images."""
+    evidence: str | None = None
+    """The learning rate that `auto` is and what it comes from, or what speaks against the job's own settings."""
 
     def as_dict(self) -> dict[str, Any]:
         levers = [
@@ -408,8 +410,12 @@ class Plan:
             for lever, after in self.levers
         ]
         images = {"images": self.images.as_dict()} if self.images else {}
-        quantization = self.config.quantization.kind
-        return {**self.forecast.as_dict(), "quantization": quantization, **images, "levers": levers}
+        chosen = {
+            "quantization": self.config.quantization.kind,
+            "learning_rate": self.config.training.learning_rate,
+            "evidence": self.evidence,
+        }
+        return {**self.forecast.as_dict(), **chosen, **images, "levers": levers}
 
 
 Follow = Callable[[Planner], Planner]
@@ -423,11 +429,12 @@ def _as_it_is(planner: Planner) -> Planner:
 def plan(config: Config, gpu: str | None = None, gpus: int = 1, follow: Follow = _as_it_is) -> Plan:
     """Forecast the job on `gpu`, with its `auto` settings fitted (see `finetune.plan`)."""
     planner = planner_for(config, gpu, gpus, follow)
+    _, said = evidence.resolved(config, planner.architecture)
     config, fitted = planner.resolve()
     forecast = planner.with_reference(config, fitted.forecast if fitted else planner.forecast(config))
     forecast = planner.with_routing(config, forecast)
     levers = () if forecast.fits else tuple(planner.levers(config, forecast))
-    return Plan(config, forecast, levers, fitted, planner.why_quantized, planner.images(config))
+    return Plan(config, forecast, levers, fitted, planner.why_quantized, planner.images(config), said)
 
 
 def fit(config: Config, gpu: str | None = None, gpus: int = 1, follow: Follow = _as_it_is) -> Fitted:

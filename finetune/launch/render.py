@@ -26,10 +26,11 @@ SAVE_SECONDS = 300
 
 def write(
     config: Path, overrides: Sequence[str], on: str, *, nodes: int, gpus: int, output: Path | None = None,
-    gpu: str | None = None, image: str | None = None, volume: str = "finetune",
+    gpu: str | None = None, image: str | None = None, volume: str = "finetune", swept: Sequence[str] = (),
 ) -> tuple[Path, str]:  # fmt: skip
     """Write the file of the target `on` for `nodes` nodes with `gpus` GPUs each; its path and the command it is for.
 
+    With `swept`, keys with several values as `finetune sweep` takes them, each GPU has a process of the same sweep.
     `gpu` is the name of a card, `image` a container image with finetune, `volume` one that all nodes can mount. Raises
     ConfigError for a config that cannot be trained so or that the nodes would not find, an unknown target, a missing
     option, or an `output` that is the config; MachineError.
@@ -39,15 +40,19 @@ def write(
     if missing := [f"--{name}" for name in target.needs if not given[name]]:
         raise ConfigError(f"--on {on} needs {' and '.join(missing)}")
     job = load_config(config, overrides)
-    check_shares(job.training, job.distributed, nodes * gpus)
-    _check_heads(job.model, job.distributed.context)
+    if swept and not target.array:
+        able = " or ".join(name for name, each in TARGETS.items() if each.array)
+        raise ConfigError(f"--on {on} cannot start a sweep; use {able}, or start `finetune sweep` on each GPU yourself")
+    if not swept:
+        check_shares(job.training, job.distributed, nodes * gpus)
+        _check_heads(job.model, job.distributed.context)
     run = Path(job.output.dir or f"runs/{config.stem}")
     file = output or Path(f"{config.stem}{target.suffix}")
     if file.resolve() == config.resolve():
         raise ConfigError(f"--output: {file} is the config itself; give another name")
     if target.copied:
         config = _in_working_directory(config)
-    _refuse_unprintable(config, file, Path.cwd(), run, *overrides, *filter(None, (gpu, image, volume)))
+    _refuse_unprintable(config, file, Path.cwd(), run, *overrides, *swept, *filter(None, (gpu, image, volume)))
     text = _render(
         target.template,
         name=("finetune-" + re.sub("[^a-z0-9]+", "-", run.name.lower())[:40].strip("-")).strip("-"),
@@ -60,7 +65,8 @@ def write(
         directory=shlex.quote(str(Path.cwd())),
         save_seconds=SAVE_SECONDS,
         restarts=RESTARTS,
-        train=_train(target, gpus, config, overrides),
+        swept=bool(swept),
+        train=_sweep(config, [*overrides, *swept]) if swept else _train(target, gpus, config, overrides),
         run=shlex.quote(f"output.dir=/shared/{run.name}"),
     )
     write_text(file, text)
@@ -105,6 +111,11 @@ def _train(target: Target, gpus: int, config: Path, overrides: Sequence[str]) ->
             f'--rdzv-conf="{rendezvous}"', f"-m finetune train {shlex.join([str(config), *overrides])}",
         ]
     )  # fmt: skip
+
+
+def _sweep(config: Path, arguments: Sequence[str]) -> str:
+    """The command of each process of a sweep."""
+    return f"python -m finetune sweep {shlex.join([str(config), *arguments])}"
 
 
 def _render(template: str, **values: object) -> str:

@@ -14,7 +14,8 @@ class Target:
 
     `head` is the address of the first node and `first` whether this node is it, as shell words that torchrun's
     rendezvous gets; without `first` the node with the name `head` is. `needs` are the options that the file
-    needs. `copied`: the nodes have only a copy of the working directory, at another path.
+    needs. `copied`: the nodes have only a copy of the working directory, at another path. `array`: the template can
+    also start a process for each GPU, which share the members of a sweep.
     """
 
     help: str
@@ -24,6 +25,7 @@ class Target:
     first: str = ""
     needs: tuple[str, ...] = ()
     copied: bool = False
+    array: bool = False
 
     @property
     def suffix(self) -> str:
@@ -33,7 +35,8 @@ class Target:
 
 TARGETS: dict[str, Target] = {
     "slurm": Target(
-        "a batch script for SLURM", "slurm.sbatch.j2", "sbatch {file}", head='"$head:$((20000 + SLURM_JOB_ID % 10000))"'
+        "a batch script for SLURM", "slurm.sbatch.j2", "sbatch {file}",
+        head='"$head:$((20000 + SLURM_JOB_ID % 10000))"', array=True,
     ),
     "skypilot": Target(
         "a task for SkyPilot's managed jobs", "skypilot.sky.yaml.j2", "sky jobs launch {file}",

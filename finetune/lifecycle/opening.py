@@ -13,6 +13,7 @@ from finetune.lifecycle.preparation import JobInputs
 from finetune.lifecycle.resume import Start
 from finetune.lifecycle.session import Lock
 from finetune.model.source import identity
+from finetune.model.structure import packed
 from finetune.runtime import ranks
 from finetune.storage.checkpoint import set_aside
 from finetune.storage.files import write_json, write_lines
@@ -87,16 +88,31 @@ def _reopen(run: RunDirectory, start: Start, inputs: JobInputs, note: Note) -> N
     note(f"resuming from {start.checkpoint}, {why}")
 
 
-def confirm_base(config: Config, run: RunDirectory, inputs: JobInputs, start: Start, note: Note) -> dict[str, Any]:
-    """The provenance with the base, whose files are only certain to be local once it is loaded.
+def confirm_base(
+    config: Config, run: RunDirectory, inputs: JobInputs, start: Start, model: Any, note: Note
+) -> dict[str, Any]:
+    """The provenance with the base, whose files are only certain to be local once it is loaded as `model`.
 
-    Logs what has changed since the checkpoint.
+    Logs what has changed since the checkpoint, and the bytes of packed weights, which an export has to find again.
     """
     base = identity.confirmed(config.model, inputs.provenance["base"], note)
     whole = {**_provenance(config, inputs), "base": base}
     provenance.refuse_other_ranks(whole)
     ranks.main_does(lambda: _log_changes(config.model.name, run, start, whole, note))
+    ranks.main_does(lambda: _log_packed(config, run, model, note))
     return whole
+
+
+def _log_packed(config: Config, run: RunDirectory, model: Any, note: Note) -> None:
+    now, before = packed.digest(model), run.packed_base
+    if now is None or now == before:
+        return
+    run.event("base_packed", kind=config.quantization.kind, sha256=now)
+    if before:
+        note(
+            f"{config.model.name} has other bytes in {config.quantization.kind} than when the run was started, as "
+            "another device or version may round them; the adapter goes on with these"
+        )
 
 
 def _provenance(config: Config, inputs: JobInputs) -> dict[str, Any]:

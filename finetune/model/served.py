@@ -6,7 +6,7 @@ from typing import Any
 
 from finetune.config import Config, serving
 from finetune.errors import ConfigError
-from finetune.model.source import prequantized
+from finetune.model.source import gguf_families, prequantized
 from finetune.model.structure import experts
 
 
@@ -16,14 +16,27 @@ def resolved(config: Config, architecture: Any) -> tuple[Config, str | None]:
     Raises ConfigError for a base that cannot be served so, and as `prequantized.resolved`.
     """
     config, way = serving.resolved(config)
-    config, published = prequantized.resolved(config, architecture)
     if way:
-        _check(config, architecture.get_text_config())
+        _check(config, architecture)
+    config, published = prequantized.resolved(config, architecture)
     return config, "\n".join(filter(None, (way, published))) or None
 
 
-def _check(config: Config, text: Any) -> None:
-    serve, way = str(config.output.serve), config.output.way
+def _check(config: Config, architecture: Any) -> None:
+    serve, way, text = str(config.output.serve), config.output.way, architecture.get_text_config()
+    published = prequantized.form(architecture)
+    if published and way != "rounded" and published != serving.kind_of(serve):
+        raise ConfigError(
+            f"`output.serve`: {config.model.name} is published in {prequantized.METHODS[published]}, which is not "
+            f"quantized again to {serve}; set `{published}`, or `output.way: rounded`"
+        )
+    if serve in serving.GGUF:
+        _check_llama_cpp(config, architecture, text)
+    if way == "adapter" and config.output.runtime == "llama.cpp" and _adapts_experts(config, text):
+        raise ConfigError(
+            f"`output.way`: llama.cpp has no form for an adapter on the experts of {config.model.name}; set `rounded`, "
+            "or `adapter.expert_rank: 0`, which leaves out experts"
+        )
     if way == "exact" and experts.count(text):
         raise ConfigError(
             f"`output.way`: the experts of {config.model.name} are not trained as they are rounded; set `adapter` or "
@@ -37,3 +50,20 @@ def _check(config: Config, text: Any) -> None:
                 f"`output.serve`: {serve} has blocks of {block} weights, which do not divide the {name} {width} of "
                 f"{config.model.name}; set `q8_0` or another form of GGUF files, or `16bit`"
             )
+
+
+def _check_llama_cpp(config: Config, architecture: Any, text: Any) -> None:
+    try:
+        gguf_families.family(architecture)
+    except ConfigError as error:
+        raise ConfigError(f"`output.serve`: {error}; set `16bit`, or another form for vLLM") from None
+    if config.output.way != "rounded" and getattr(text, "linear_num_value_heads", None):
+        raise ConfigError(
+            f"`output.way`: llama.cpp stores columns of `linear_attn.out_proj` of {config.model.name} in another "
+            "order, in which packed weights and adapters cannot follow; set `rounded`"
+        )
+
+
+def _adapts_experts(config: Config, text: Any) -> bool:
+    section = config.adapter
+    return bool(experts.count(text)) and section.targets == "all-linear" and section.expert_rank != 0

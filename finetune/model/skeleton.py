@@ -111,9 +111,11 @@ def weightless_base(
         from finetune.model.structure import quantizers
 
         remember(model, quantizers.recipe_of(model, quantization.kind))
+    published = prequantized.stated(architecture, quantization)
+    if quantization.kind == "gguf" and published:
+        remember(model, published["modules_to_convert"])
     shorten(model)
     linear_layers.remember(model, not_adaptable)
-    published = prequantized.stated(architecture, quantization)
     quantization_config = library_config(quantization, dtype, published)
     if quantization_config is not None:
         from finetune.model.structure import quantizers

@@ -108,6 +108,14 @@ def of_runs(runs: Mapping[str, Figures]) -> list[dict[str, Any]]:
     )  # fmt: skip
 
 
+def by_value(title: str, unit: str, key: str, points: Mapping[str, tuple[float | None, ...]]) -> dict[str, Any]:
+    """The chart of (low, value, high) by values of a config key, which are drawn in the order given, evenly spaced."""
+    low, values, high = zip(*points.values(), strict=True)
+    places = [{"step": at} for at in range(len(points))]
+    table = _table(places, ("95%, high", "high", high), ("95%, low", "low", low), ("difference", "line", values))
+    return {**_chart(title, unit, "fixed", table), "along": key, "labels": [*points]}
+
+
 # -- fewer points ------------------------------------------------------------------------------------------------------
 
 

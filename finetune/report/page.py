@@ -34,6 +34,10 @@ _FILES = {
     "plain-adapter": "the adapter for vLLM, SGLang and llama.cpp",
     "gguf": "the model for llama.cpp",
     "ollama": "the model for Ollama",
+    "fp8": "the model in 8-bit floats, for vLLM and SGLang",
+    "nvfp4": "the model in 4-bit floats in blocks of 16, for vLLM and SGLang",
+    "mxfp4": "the model in 4-bit floats in blocks of 32, for vLLM and SGLang",
+    "int4": "the model in 4-bit integers, for vLLM and SGLang",
     "config.yaml": "every setting, which reproduces the run",
     "metrics.jsonl": "each step and evaluation",
     "events.jsonl": "what happened, and when",
@@ -47,6 +51,9 @@ _FILES = {
     "training.png": "loss and memory as a picture",
     "checkpoints": "from which the run can be continued",
 }
+
+_EXPORTS = ("merged", "plain-adapter", "gguf", "ollama", "fp8", "nvfp4", "mxfp4", "int4")
+"""Those of them that are served."""
 
 
 def write(run: RunDirectory, *, plot: bool = False) -> Path:
@@ -81,6 +88,7 @@ def write(run: RunDirectory, *, plot: bool = False) -> Path:
         answers=run.answers(),
         samples=_samples(data),
         proof=run.merge_proof(),
+        kept=[(f"{name}/", lost) for name in _EXPORTS if (lost := words.served(run.kept(name) or {}))],
         settings=dump(config, defaults=False) if config else settings,
         files=[
             (f"{name}/" if (run.path / name).is_dir() else name, what)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -90,7 +89,7 @@ class RunsView(PageView):
         compared = self.as_dict()
         head = ("", *self.runs)
         settings = [
-            (key, *(_as_in_a_file(each[name]) if name in each else "" for name in self.runs))
+            (key, *(words.as_in_a_file(each[name]) if name in each else "" for name in self.runs))
             for key, each in compared["differences"].items()
         ]
         return {
@@ -114,8 +113,3 @@ def _results(summaries: Iterable[dict[str, Any]]) -> list[tuple[str, ...]]:
     for name in dict.fromkeys(itertools.chain.from_iterable(recorded)):
         rows.append((words.statistic(name), *(words.number(each.get(name)) for each in recorded)))
     return [row for row in rows if any(row[1:])]
-
-
-def _as_in_a_file(value: Any) -> str:
-    """`true`, `null` and `[a, b]`, as a config has them, not as Python does."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,20 +47,62 @@ class SweepView(PageView):
         printing.table(console, head, rows, texts=("from the best", "state"))
         printing.say(console)
         printing.say(console, values["verdict"])
+        printing.say(console, values["cost"])
 
     def charts(self) -> list[dict[str, Any]]:
         runs = [RunDirectory(path) for each in self.table.settings for path in each.runs]
-        return curves.of_runs({run.path.name: Figures.read(run) for run in runs if run.exists})
+        curves_of_runs = curves.of_runs({run.path.name: Figures.read(run) for run in runs if run.exists})
+        return [*_by_key(self.table.settings), *curves_of_runs]
 
     def values(self) -> dict[str, Any]:
-        """The table of settings, and the verdict."""
+        """The table of settings, the verdict, and what was trained."""
         table = self.table
         rows = f"{words.count(table.rows)} evaluation rows"
         verdict = f"winner: {table.winner}, on {rows}" if table.winner else f"no winner: {table.undecided} ({rows})"
-        return {"settings": (_HEAD, [_row(each) for each in table.settings]), "verdict": verdict}
+        settings = _HEAD, [_row(each) for each in table.settings]
+        return {"settings": settings, "verdict": verdict, "cost": _cost(table.settings)}
 
     def __repr__(self) -> str:
         return f"<sweep of {len(self.table.settings)} settings in {self.table.folder}>"
+
+
+def _by_key(settings: Sequence[SettingResult]) -> list[dict[str, Any]]:
+    """A chart for each swept key: how far the best setting with each of its values is from the best one of all."""
+    charts = []
+    for key in settings[0].values:
+        best: dict[str, SettingResult] = {}
+        for each in sorted((one for one in settings if one.loss is not None), key=_above):
+            best.setdefault(words.as_in_a_file(each.values[key]), each)
+        if len(best) > 1:
+            ordered = sorted(best.items(), key=lambda one: _place(one[1].values[key]))
+            points = {label: _interval(each.difference) for label, each in ordered}
+            title = f"Loss above the best, by {key.rpartition('.')[2]}"
+            charts.append(curves.by_value(title, "nats per trained token", key, points))
+    return charts
+
+
+def _place(value: Any) -> tuple[bool, float, str]:
+    """Where a value is drawn: numbers by size, before others by spelling."""
+    is_number = isinstance(value, (int, float))
+    return not is_number, value if is_number else 0.0, words.as_in_a_file(value)
+
+
+def _above(result: SettingResult) -> float:
+    """How far the loss of a setting is above that of the best after the same share of a run."""
+    return (result.difference or {}).get("value") or 0.0
+
+
+def _interval(difference: dict[str, float | None] | None) -> tuple[float | None, ...]:
+    """(low, value, high) of a difference from the best, which the best itself does not have."""
+    return tuple(difference[name] for name in ("low", "value", "high")) if difference else (0.0, 0.0, 0.0)
+
+
+def _cost(settings: Sequence[SettingResult]) -> str:
+    """How much of all whole runs was trained, and in what time."""
+    runs = sum(len(each.runs) for each in settings)
+    trained = sum(each.share * len(each.runs) for each in settings)
+    seconds = words.duration(sum(each.seconds for each in settings))
+    return f"trained: {trained:.3g} of {words.count(runs)} whole runs, in {seconds}"
 
 
 def _row(result: SettingResult) -> tuple[str, ...]:

@@ -191,6 +191,8 @@ class Terminal:
         """Print the proof of the merged model, and its folder."""
         self.close()
         self._say(f"\nmerged and {_proven(proof, 'the adapter')}. It is in {folder}")
+        if (lost := words.served(proof)) and "to_trained" not in proof:  # which has a table
+            self._say(lost)
         if likeness := proof.get("to_trained"):
             losses = proof.get("losses", {})
             self._say(
@@ -208,6 +210,8 @@ class Terminal:
         """Print the proof of an export for other programs, and what it does not prove."""
         self.close()
         self._say(f"\nexported and {_proven(record, 'training')}. It is in {folder}")
+        if lost := words.served(record):
+            self._say(lost)
         for title, key in (("known difference", "known_differences"), ("not proven here", "not_proven")):
             for one in record.get(key, ()):
                 self._say(f"{title}: {one}")

@@ -65,6 +65,11 @@ def number(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}"
 
 
+def as_in_a_file(value: Any) -> str:
+    """`true`, `null` and `[a, b]`, as a config has them, not as Python does."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
 def statistic(name: str) -> str:
     """A statistic of an objective, such as `rewards_margins`, in words."""
     return name.replace("_", " ")
@@ -76,6 +81,25 @@ def preferred(line: Mapping[str, Any]) -> str:
     return ("" if margin is None else f"  margin {margin:.3f}") + (
         "" if accuracy is None else f"  accuracy {accuracy:.0%}"
     )
+
+
+def served(record: Mapping[str, Any]) -> str | None:
+    """What is lost between the trained and an exported model, as a sentence; None if the record does not say."""
+    if not (like := record.get("served")):
+        return None
+    text = f"To the trained model its KL divergence is {like['kl']:.2g} nats a token (at most {like['kl_max']:.2g})"
+    if weights := record.get("weights"):
+        text = f"{weights['differing']:,} of {weights['count']:,} weights differ from the trained ones. {text}"
+    losses = record.get("losses") or {}
+    name = "served" if "served" in losses else record.get("onto", "16-bit")
+    if record.get("gain_kept") is not None and losses.keys() >= {name, "base", "trained"}:
+        text += (
+            f"; its held-out loss is {losses[name]:.4f}, beside {losses['base']:.4f} of the base and "
+            f"{losses['trained']:.4f} as trained: {record['gain_kept']:.1%} of the gain is kept"
+        )
+    elif record.get("gain_unknown"):
+        text += f". No share of the gain can be told: {record['gain_unknown']}"
+    return f"{text}."
 
 
 def share(value: float) -> str:

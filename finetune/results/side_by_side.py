@@ -11,6 +11,7 @@ from finetune.config import as_written
 from finetune.config.field_types import shown
 from finetune.errors import ConfigError, first_line
 from finetune.results.figures import summary
+from finetune.results.sweep_table import TABLE
 from finetune.storage.rundir import Run, RunDirectory
 
 # A run's directory says nothing about what it trained.
@@ -47,16 +48,26 @@ class SideBySide:
 
 
 def compare(runs: Sequence[Run]) -> SideBySide:
-    """Open runs to compare them. Raises ArtifactError for a path without a run, ConfigError for fewer than two runs."""
+    """Open runs to compare them; the directory of a sweep stands for its runs.
+
+    Raises ArtifactError for a path without a run, ConfigError for fewer than two runs.
+    """
     if isinstance(runs, (str, Path, RunDirectory)) or not isinstance(runs, Iterable):
         raise ConfigError(f"expected a list of runs to compare, not {shown(runs)}")
-    opened = [RunDirectory.open(run) for run in runs]
+    opened = [RunDirectory.open(each) for run in runs for each in _members(run)]
     if len({run.path.resolve() for run in opened}) < max(2, len(opened)):
         raise ConfigError("give two run directories or more to compare, each once")
     names = [run.path.name for run in opened]
     if len(set(names)) < len(names):
         names = [str(run.path) for run in opened]
     return SideBySide(dict(zip(names, opened, strict=True)))
+
+
+def _members(run: Run) -> list[Run]:
+    """The runs of a sweep by name, or the run itself."""
+    if isinstance(run, RunDirectory) or not Path(run, TABLE).is_file():
+        return [run]
+    return [file.parent for file in sorted(Path(run).glob("*/config.yaml"))]
 
 
 def _differences(configs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -7,6 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+TABLE = "sweep.json"
+"""The file of a sweep's directory that has the table; the directories beside it are the runs."""
+
 State = Literal["finished", "stopped", "waiting", "diverged", "failed"]
 
 

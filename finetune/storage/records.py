@@ -84,6 +84,7 @@ class EventLine(TypedDict):
     step: NotRequired[Step]
     memory: NotRequired[Peak | dict[str, Peak]]
     start_from: NotRequired[StartFrom]
+    sha256: NotRequired[str]
     world_size: NotRequired[Annotated[int, Field(ge=1, le=2**20)]]
     joules: NotRequired[Count]
     lowered: NotRequired[dict[_MicroBatch, Annotated[int, Field(ge=1, le=2**53)]]]
@@ -346,7 +347,36 @@ class DataFacts(TypedDict):
 
 
 @_dict_record
-class MergeProof(TypedDict):
+class Distance(TypedDict):
+    """How far a served model is from the trained one: KL divergence in nats, and the share of equal top tokens."""
+
+    kl: Positive
+    kl_max: Positive
+    agreement: Share
+
+
+@_dict_record
+class DifferingWeights(TypedDict):
+    """The number of weights, and of those whose value is not the trained one."""
+
+    count: Count
+    differing: Count
+
+
+@_dict_record
+class Kept(TypedDict):
+    """What export.json and merge.json say of what an export keeps; those of earlier versions have none of it."""
+
+    weights: NotRequired[DifferingWeights]
+    served: NotRequired[Distance]
+    losses: NotRequired[dict[str, Number]]
+    gain_kept: NotRequired[Number | None]
+    gain_unknown: NotRequired[str | None]
+    onto: NotRequired[str]
+
+
+@_dict_record
+class MergeProof(Kept):
     """merge.json."""
 
     rows: Count
@@ -355,7 +385,6 @@ class MergeProof(TypedDict):
     bound: Positive
     effect: Positive
     agreement: Share
-    onto: NotRequired[str]
     rows_of: NotRequired[str]
 
 
@@ -434,6 +463,7 @@ DATA = TypeAdapter(DataFacts)
 OBJECT = TypeAdapter(dict[str, Any])
 WEIGHT_INDEX = TypeAdapter(WeightIndex)
 MERGE_PROOF = TypeAdapter(MergeProof)
+KEPT = TypeAdapter(Kept)
 FINGERPRINT = TypeAdapter(Fingerprint)
 MANIFEST = TypeAdapter(Manifest)
 PROVENANCE = TypeAdapter(Provenance)

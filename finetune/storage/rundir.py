@@ -197,6 +197,12 @@ class RunDirectory:
         return steps
 
     @property
+    def packed_base(self) -> str | None:
+        """SHA-256 of the packed weights that were last trained on; None if there were none."""
+        packed = [event.get("sha256") for event in self.events() if event["event"] == "base_packed"]
+        return packed[-1] if packed else None
+
+    @property
     def has_results(self) -> bool:
         """Whether the run has results that another start would continue or overwrite."""
         return self.exists and bool(
@@ -231,6 +237,11 @@ class RunDirectory:
     def merge_proof(self) -> records.MergeProof | None:
         """The recorded proof of the merged model, if there is one. Raises ArtifactError."""
         return records.find(self.merged / "merge.json", records.MERGE_PROOF)
+
+    def kept(self, folder: str) -> records.Kept | None:
+        """What an export in `folder` keeps of the trained model, if it is there. Raises ArtifactError."""
+        name = "merge.json" if folder == self.merged.name else "export.json"
+        return records.find(self.path / folder / name, records.KEPT)
 
     @property
     def is_merged(self) -> bool:

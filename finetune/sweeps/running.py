@@ -35,7 +35,7 @@ from finetune.model.source import vision
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.report.terminal import Terminal
 from finetune.results.figures import Figures
-from finetune.results.sweep_table import SettingResult, State, SweepTable
+from finetune.results.sweep_table import TABLE, SettingResult, State, SweepTable
 from finetune.runtime import ranks
 from finetune.runtime.device import this_device
 from finetune.storage import locks
@@ -48,7 +48,7 @@ from finetune.training.callbacks import Callback
 from finetune.training.eval_loss import held_out_loss
 from finetune.training.progress import Progress, read_progress
 
-TABLE, _SCORES = "sweep.json", "scores"
+_SCORES = "scores"
 _OTHERWISE = "or set another `output.dir`"
 _POLL_SECONDS = 0.5
 _NOT_FINITE = np.array([[np.inf, 1.0]])

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from jobs import TINY, metric
+from jobs import TINY, metric, sampled
 
 import finetune
 from finetune.certificate import child, making, small_model, store, trials, verdict
@@ -200,7 +200,13 @@ def reason(fault: str, monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault not in TRAINED])
+@pytest.mark.parametrize(
+    "fault",
+    sampled(
+        [fault for fault in FAULTS if fault not in TRAINED], "a write beside the result",
+        "another result the second time", "slower", "out of memory",
+    ),
+)  # fmt: skip
 def test_a_kernel_that_fails_is_off_with_one_line(fault, reason) -> None:
     made = verdict.obtain(requested(), print, str)
     assert made.kernels_off == {"mlp"}, "the others hold, and the model without it"
@@ -210,7 +216,7 @@ def test_a_kernel_that_fails_is_off_with_one_line(fault, reason) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", TRAINED)
+@pytest.mark.parametrize("fault", sampled(TRAINED, "one wrong element", "a hang"))
 def test_without_a_kernel_that_fails_the_training_is_right(fault, expected, reason, quick, capsys) -> None:
     capsys.readouterr()
     losses = metric(finetune.train(quick(*JOB)).run, "loss")
@@ -412,7 +418,7 @@ CACHES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], int]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("cache", sampled(CACHES, "forged", "as it was left"))
 def test_a_run_is_told_in_one_line_what_is_off_and_is_right_whatever_its_cache_holds(
     cache, quick, made, capsys, monkeypatch, expected
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -14,8 +15,7 @@ import pytest
 
 from finetune.data import python_docs
 
-TRAIN = python_docs.conversations("train")
-EVAL = python_docs.conversations("eval")
+conversations = functools.cache(python_docs.conversations)
 REPOSITORY = Path(__file__).parents[2]
 
 DIGEST_PROGRAM = """
@@ -65,25 +65,25 @@ def test_another_process_builds_the_same_rows_without_a_trace(tmp_path: Path) ->
 
 
 def test_changing_returned_rows_leaves_the_data_set_alone() -> None:
-    question_before = question(TRAIN[0])
+    question_before = question(conversations("train")[0])
     python_docs.conversations("train")[0]["messages"][0]["content"] = "changed"
     assert question(python_docs.conversations("train")[0]) == question_before
 
 
 def test_there_are_thousands_of_rows_and_about_a_twelfth_is_held_out() -> None:
-    assert 3000 <= len(TRAIN) + len(EVAL) <= 6000
-    assert 0.06 < len(EVAL) / (len(TRAIN) + len(EVAL)) < 0.10
+    assert 3000 <= len(conversations("train")) + len(conversations("eval")) <= 6000
+    assert 0.06 < len(conversations("eval")) / (len(conversations("train")) + len(conversations("eval"))) < 0.10
 
 
 def test_a_row_is_one_question_and_one_answer() -> None:
-    for row in TRAIN + EVAL:
+    for row in conversations("train") + conversations("eval"):
         assert row.keys() == {"messages"}
         assert [message["role"] for message in row["messages"]] == ["user", "assistant"]
         assert all(message.keys() == {"role", "content"} for message in row["messages"])
 
 
 def test_answers_are_whole_sentences_on_one_line_of_bounded_length() -> None:
-    for row in TRAIN + EVAL:
+    for row in conversations("train") + conversations("eval"):
         text = answer(row)
         assert python_docs.MIN_ANSWER_CHARS <= len(text) <= python_docs.MAX_ANSWER_CHARS
         assert text == on_one_line(text)
@@ -91,24 +91,24 @@ def test_answers_are_whole_sentences_on_one_line_of_bounded_length() -> None:
 
 
 def test_a_known_function_has_the_expected_row() -> None:
-    rows = {name(row): row for row in TRAIN + EVAL}
+    rows = {name(row): row for row in conversations("train") + conversations("eval")}
     expected = "Remove any common leading whitespace from every line in `text`."
     assert answer(rows["textwrap.dedent"]) == expected
 
 
 def test_names_answers_and_order() -> None:
-    names = [name(row) for row in TRAIN + EVAL]
-    answers = [answer(row) for row in TRAIN + EVAL]
+    names = [name(row) for row in conversations("train") + conversations("eval")]
+    answers = [answer(row) for row in conversations("train") + conversations("eval")]
     assert len(set(names)) == len(names)
     assert len(set(answers)) == len(answers)
-    assert [name(row) for row in TRAIN] == sorted(name(row) for row in TRAIN)
+    assert [name(row) for row in conversations("train")] == sorted(name(row) for row in conversations("train"))
 
 
 def test_no_held_out_answer_is_in_any_training_text() -> None:
     training_text = "\n".join(
-        [answer(row) for row in TRAIN] + [on_one_line(text) for text in python_docs.documents("train")]
+        [answer(row) for row in conversations("train")] + [on_one_line(text) for text in python_docs.documents("train")]
     )
-    assert [answer(row) for row in EVAL if answer(row) in training_text] == []
+    assert [answer(row) for row in conversations("eval") if answer(row) in training_text] == []
 
 
 def test_no_held_out_document_is_a_training_document() -> None:
@@ -120,17 +120,21 @@ def test_no_held_out_document_is_a_training_document() -> None:
 
 
 def test_no_held_out_name_is_in_any_training_text() -> None:
-    held_out = {name(row) for row in EVAL}
+    held_out = {name(row) for row in conversations("eval")}
     documents = list(python_docs.documents("train"))
-    assert held_out.isdisjoint(name(row) for row in TRAIN)
+    assert held_out.isdisjoint(name(row) for row in conversations("train"))
     assert held_out.isdisjoint(re.split(r"[\n(]", text, maxsplit=1)[0] for text in documents)
     # Spelled out in running text, only dotted names are unmistakable: `re` and `copy` are everyday words.
-    training_text = "\n".join([*map(question, TRAIN), *map(answer, TRAIN), *documents])
+    training_text = "\n".join(
+        [*map(question, conversations("train")), *map(answer, conversations("train")), *documents]
+    )
     assert held_out.isdisjoint(re.findall(r"\w+(?:\.\w+)+", training_text))
 
 
 def test_private_objects_are_documented_but_not_asked_about() -> None:
-    assert not any(part.startswith("_") for row in TRAIN + EVAL for part in name(row).split("."))
+    assert not any(
+        part.startswith("_") for row in conversations("train") + conversations("eval") for part in name(row).split(".")
+    )
     assert any(text.startswith("_collections_abc.") for text in python_docs.documents("train"))
 
 
@@ -143,7 +147,7 @@ def test_texts_hold_nothing_that_differs_between_runs_or_installations() -> None
 
 
 def test_pairs_are_the_questions_with_an_answer_and_the_same_words_out_of_order() -> None:
-    for split, rows in (("train", TRAIN), ("eval", EVAL)):
+    for split, rows in (("train", conversations("train")), ("eval", conversations("eval"))):
         made = python_docs.pairs(split)
         assert [[*row["prompt"], *row["chosen"]] for row in made] == [row["messages"] for row in rows]
         texts = [(row["chosen"][0]["content"], row["rejected"][0]["content"]) for row in made]

@@ -163,7 +163,7 @@ CONFIGS: list[tuple[list[str], int, str, str]] = [
     (["model.name=builtin:tiny-llama"], 2, "`model.vision`", "set `none`"),
     (["data.images=folder"], 2, "`data.images`", "did you mean `image_pixels`?"),
     (["data.max_length=20"], 3, "1 over data.max_length", "data.max_length"),
-    (["data.max_length=20", "data.too_long=error"], 3, "rows.jsonl:1", "data.max_length"),
+    (["data.max_length=20", "data.too_long=error"], 3, "rows.jsonl:1", "smaller ones (`data.image_pixels`), or set"),
     (["data.chat_template=text.jinja"], 3, "rows.jsonl:1", "set `data.chat_template`"),
 ]  # fmt: skip
 

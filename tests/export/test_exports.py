@@ -27,7 +27,7 @@ from transformers.cli.serve import Serve
 
 from finetune.config import ModelSection, dump
 from finetune.errors import ArtifactError, ConfigError, MachineError
-from finetune.export import adapter_export, card, export_formats, finished_run, publish, server_commands
+from finetune.export import adapter_export, card, export_formats, finished_run, proof, publish, server_commands
 from finetune.export.conversion import Conversion
 from finetune.export.gguf import gguf_model, gguf_recipes, gguf_types, llama_cpp, ollama
 from finetune.model import build
@@ -316,7 +316,7 @@ def test_a_type_that_llama_cpp_quantizes_needs_its_wheel(run: RunDirectory, monk
 
 def test_no_export_has_the_folder_name_of_another_part_of_a_run(tmp_path: Path) -> None:
     folders = [form.folder for form in export_formats.FORMATS.values()]
-    assert len(set(folders)) == len(folders) == 4
+    assert len(set(folders)) == len(folders) == 8
     run = RunDirectory(tmp_path)
     assert {tmp_path / folder for folder in folders} & set(vars(run).values()) == {run.merged}
 
@@ -649,6 +649,22 @@ def test_an_export_is_uploaded_only_when_asked_to_and_names_no_folder(
     assert (uploaded, name) == ("upload", "me/tuned")
     assert {"adapter_model.safetensors", "README.md", "export.json", "adapter.gguf"} <= files.keys()
     assert [file for file, content in files.items() if bytes(tmp_path.parents[1]) in content] == [], "base and rows"
+
+
+@pytest.mark.slow
+def test_what_keeps_little_of_the_gain_is_uploaded_only_when_asked_twice(
+    run: RunDirectory, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proof, "LEAST_GAIN", 1.5)  # an adapter keeps all
+    with pytest.raises(ArtifactError, match=r"not pushed to tuned: it keeps 100\.\d% of what .* add `--anyway`"):
+        export(run, "adapter", push="tuned")
+    assert hub.calls == []
+    kept = run.kept("plain-adapter")
+    assert kept is not None
+    assert kept["served"]["kl_max"] < 1e-4
+    assert kept["losses"]["base"] > kept["losses"]["trained"]
+    assert "of the gain is kept" in (run.path / "plain-adapter" / "README.md").read_text()
+    assert "pushed" in export(run, "adapter", push="tuned", anyway=True)
 
 
 @pytest.mark.slow

@@ -175,6 +175,25 @@ def test_other_types_are_proven_in_llama_cpp_too(name: str, kind: str, tmp_path:
     assert facts["compared_with"] == "the merged model, in llama.cpp"
 
 
+@pytest.mark.parametrize(
+    ("kind", "stored"),
+    [
+        ("q4_0", {"Q4_0", "Q6_K", "F32"}),
+        ("iq4_xs", {"IQ4_XS", "Q6_K", "F32"}),
+        ("mxfp4", {"MXFP4", "Q8_0", "F32"}),
+        ("nvfp4", {"NVFP4", "Q8_0", "F32"}),
+    ],
+)
+def test_four_bits_are_read_by_transformers_and_run_in_llama_cpp(kind: str, stored: set[str], tmp_path: Path) -> None:
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed")
+    facts = gguf_export.make(made_of("llama", tmp_path, kind, hidden_size=256, intermediate_size=256), tmp_path)
+    assert {one.tensor_type.name for one in GGUFReader(tmp_path / facts["file"]).tensors} == stored
+    assert facts["error"] <= facts["bound"] < 1.0
+    assert facts["kept"] > 0.8
+    if kind != "nvfp4":  # whose factors transformers does not read
+        assert facts["llama_cpp"]["agreement"] >= 0.9
+
+
 def test_a_family_that_llama_cpp_alone_reads_asks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = made_of("smollm3", tmp_path)
     monkeypatch.setattr(llama_cpp, "installed", lambda: False)

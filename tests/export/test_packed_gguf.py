@@ -9,34 +9,14 @@ import gguf_in_llama_cpp as bench
 import pytest
 import torch
 from gguf import GGUFReader, dequantize
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.errors import ConfigError
 from finetune.export.gguf import gguf_export, gguf_model, llama_cpp
 from finetune.model.source import chat_template, gguf_families
-from finetune.model.structure import block_formats, packed
-from finetune.model.structure.block_formats import BLOCK_FORMATS
+from finetune.model.structure import packed
 
 CPU = torch.device("cpu")
-
-
-def pack(form: str, weight: torch.Tensor, *, transposed: bool = False) -> nn.Parameter:
-    if form not in BLOCK_FORMATS:
-        return packed.pack(form, weight, transposed=transposed)
-    kind = BLOCK_FORMATS[form]
-    fields = kind.search(weight.float(), None)
-    codes, scales = kind.pack(block_formats.nearest(kind, weight.float(), kind.grid(fields)), fields)
-    return packed.packed(codes, packed.Packing(form, scales, weight.shape, weight.dtype))
-
-
-def values(weight: nn.Parameter) -> torch.Tensor:
-    how: Any = packed.packing_of(weight)
-    if how.form not in BLOCK_FORMATS:
-        return how.decoded(weight.data, torch.float32)
-    kind = BLOCK_FORMATS[how.form]
-    codes, fields = kind.unpack(weight.data, how.scales)
-    return block_formats.values(kind, codes, kind.grid(fields))
 
 
 class Packed:
@@ -53,7 +33,7 @@ class Packed:
         self.config, self.folder = AutoConfig.from_pretrained(folder), folder
         transposed = shape.fields["model_type"] == "gpt_oss"
         self.weights = {
-            key: pack(form, weight.data * 8, transposed=transposed and weight.dim() == 3)
+            key: packed.pack(form, weight.data * 8, transposed=transposed and weight.dim() == 3)
             for key, weight in model.named_parameters()
             if key.endswith(endings)
         }
@@ -72,7 +52,7 @@ class Packed:
         """The model that was trained: with the values of the packed weights, in float32."""
         model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
         for name, weight in self.weights.items():
-            model.get_parameter(name).data.copy_(values(weight))
+            model.get_parameter(name).data.copy_(packed.exact(weight))
         return model.eval()
 
 
@@ -92,7 +72,7 @@ def test_transformers_reads_the_values_that_were_packed(
     made = Packed(name, form, tmp_path / "model", endings)
     read = gguf_export.load(made.written(tmp_path / "model.gguf"), made.config, torch.float32, CPU)
     for key, weight in made.weights.items():
-        assert torch.equal(read.get_parameter(key), values(weight)), key
+        assert torch.equal(read.get_parameter(key), packed.exact(weight)), key
 
 
 @pytest.mark.parametrize(
@@ -130,7 +110,7 @@ def test_gguf_decodes_experts_to_the_values_that_were_packed(form: str, tmp_path
     made = Packed("gpt-oss", form, tmp_path / "model", ("experts.gate_up_proj", "experts.down_proj"))
     stored = {one.name: one for one in GGUFReader(made.written(tmp_path / "model.gguf")).tensors}
     for layer in range(2):
-        both = values(made.weights[f"model.layers.{layer}.mlp.experts.gate_up_proj"]).mT
+        both = packed.exact(made.weights[f"model.layers.{layer}.mlp.experts.gate_up_proj"]).mT
         for part, expected in (("gate", both[:, ::2]), ("up", both[:, 1::2])):
             one = stored[f"blk.{layer}.ffn_{part}_exps.weight"]
             found = torch.from_numpy(dequantize(one.data, one.tensor_type))

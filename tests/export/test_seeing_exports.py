@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,22 @@ def test_an_exported_adapter_has_the_names_of_the_base_and_peft_reads_it(seeing_
         return losses(PeftModel.from_pretrained(model, str(adapter)), seeing_run)
 
     assert with_adapter(folder) == pytest.approx(with_adapter(run.adapter), rel=1e-4)
+
+
+@pytest.mark.parametrize("seeing_run", ["qwen3_vl"], indirect=True)
+def test_a_processor_that_was_changed_since_training_is_refused(
+    seeing_run: SeeingRun, tmp_path: Path, call: Callable[..., Any]
+) -> None:
+    run, file = seeing_run.copied(tmp_path), seeing_run.folder / "base" / "preprocessor_config.json"
+    before = file.read_text(encoding="utf-8")
+    file.write_text(json.dumps({**json.loads(before), "image_mean": [0.1, 0.2, 0.3]}), encoding="utf-8")
+    try:
+        said = {command: call(command, run.path) for command in ("merge", "eval", "doctor")}
+    finally:
+        file.write_text(before, encoding="utf-8")
+    for code, output, error in said.values():
+        assert code == 7
+        assert "config, weights or image processor of" in " ".join((output + error).split())
 
 
 def test_a_model_card_says_that_the_model_sees(merged: tuple[RunDirectory, dict[str, Any]]) -> None:

@@ -24,6 +24,7 @@ from finetune.errors import ArtifactError, ConfigError, MachineError
 from finetune.export import proof
 from finetune.export.merging import merge, merged_files
 from finetune.export.merging.bases import Bases, Merging, Onto
+from finetune.export.merging.updates import base_name
 from finetune.model.adapters import adapter, adapter_files
 from finetune.model.base import load_architecture
 from finetune.model.build import Blueprint
@@ -120,12 +121,12 @@ VARIANTS: dict[str, tuple[str, list[str], Onto]] = {
 }  # fmt: skip
 
 
-def base_at(folder: Path, name: str, tiny_base: Path) -> Path:
+def base_at(folder: Path, name: str, tiny_base: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
     """A model in three shards, with the built-in base's tokenizer."""
     torch.manual_seed(0)
     fields = ARCHITECTURES[name]
     config = AutoConfig.for_model(name, **(fields if "text_config" in fields else {**_SIZES, **fields}))
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     for weight in model.parameters():
         if weight.dim() > 1:
             torch.nn.init.normal_(weight, std=0.1)
@@ -258,6 +259,30 @@ def test_the_random_error_is_distributed_like_rounding(dtype: torch.dtype) -> No
     assert random.norm() == pytest.approx(float(rounding.norm()), rel=0.01)
     assert random.abs().max() == pytest.approx(float(rounding.abs().max()), rel=0.05)
     assert abs(torch.dot(rounding, random)) < 0.01 * rounding.norm() * random.norm(), "the two are independent"
+
+
+def test_the_effect_of_rounding_is_that_of_all_weights_which_a_merge_rounds(tiny_base: Path, tmp_path: Path) -> None:
+    """An adapter's own weights are not rounded by themselves."""
+    base = base_at(tmp_path / "base", "gemma2", tiny_base, torch.float32)
+    job = [f"model.name={base}", "training.precision=fp32", "quantization.kind=none", "data.train=x.jsonl"]
+    config = load_config(Path("configs/tiny_cpu.yaml"), job)
+    write_adapter(config, tmp_path / "adapter")
+    bases = Bases(config, tmp_path / "adapter", identity.loaded_files(base), CPU)
+    found, of = bases.merging("16-bit"), set[str]()
+    for name, _ in bases.adapted.named_parameters():
+        known, plain = found.rounded_at_random(name), base_name(name)
+        assert known is not None
+        if ".default." in name:
+            of.add("adapter")
+            assert torch.equal(known, found.adapted(name))
+        elif plain in bases.updates:
+            of.add("updated")
+            assert not torch.equal(known.bfloat16(), found.merged(plain))
+        else:
+            of.add("others")
+            assert torch.equal(known, found.merged(plain))
+            assert known.dtype is torch.bfloat16
+    assert of == {"adapter", "updated", "others"}
 
 
 @pytest.mark.slow

@@ -91,7 +91,7 @@ def test_adapters_on_experts_are_refused_where_they_would_not_be_gathered(
         finetune.train(quick(*mixture))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_killed_ranks_resume_and_one_process_goes_on(job: Make) -> None:
     """With every weight trained, and without DeepSpeed, which reads and writes the same files."""
     full = ["optimizer.kind=adamw_torch_fused", "optimizer.weight_decay=0.1", "training.learning_rate=0.001"]

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from children import IMPATIENT, Children, Ended, Fault
-from jobs import QUICK
+from jobs import QUICK, sampled
 from safetensors.torch import load_file, save_file
 from together import Together
 
@@ -177,7 +177,7 @@ def test_ranks_that_start_again_ignore_what_earlier_attempts_left_in_the_store(m
 # -- lost ranks ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("ranks", "killed"), [(2, 0), (3, 1)])
+@pytest.mark.parametrize(("ranks", "killed"), sampled([(2, 0), (3, 1)], (3, 1)))
 def test_a_killed_rank_ends_the_others_naming_it_and_a_resume_goes_on(job: Make, ranks: int, killed: int) -> None:
     together = job()
     ended = together.go(ranks, {killed: Fault(STEP, nth=3, once=str(together.run.checkpoint(2)))})
@@ -190,7 +190,7 @@ def test_a_killed_rank_ends_the_others_naming_it_and_a_resume_goes_on(job: Make,
     assert [event["step"] for event in together.run.events() if event["event"] == "resumed"] == [2]
 
 
-@pytest.mark.parametrize("stopped", [0, 1])
+@pytest.mark.parametrize("stopped", sampled([0, 1], 0))
 def test_a_stopped_rank_ends_the_others_naming_it_and_itself_once_it_is_continued(job: Make, stopped: int) -> None:
     children = job().start(3, {stopped: Fault(STEP, nth=3, action="SIGSTOP")}, environment={IMPATIENT: "1"})
     held = children.pop(stopped)

@@ -19,7 +19,8 @@ JOB = [*QUICK, "data.eval=none", "training.eval_every=null", "training.batch_siz
        "output.save_every=2"]  # fmt: skip
 
 
-@pytest.mark.parametrize("form", [pytest.param("mxfp4", marks=pytest.mark.long), "fp8"])
+@pytest.mark.long
+@pytest.mark.parametrize("form", ["mxfp4", "fp8"])
 def test_two_ranks_train_what_one_trains_and_resume_to_the_same_bits(
     form: str, children: Children, rows_file: Path, shallow_base: Path, tmp_path: Path
 ) -> None:
@@ -38,6 +39,19 @@ def test_two_ranks_train_what_one_trains_and_resume_to_the_same_bits(
     assert_all(killed.go(2), 0)
     assert [event["step"] for event in killed.run.events() if event["event"] == "resumed"] == [2]
     assert same_adapter(killed.run, whole.run)
+
+
+def test_two_ranks_that_round_updates_with_their_weights_resume_to_the_same_bits(
+    children: Children, rows_file: Path, shallow_base: Path, tmp_path: Path
+) -> None:
+    exact = ["output.serve=q4_0", "output.way=exact", f"model.name={shallow_base}", f"data.train={rows_file}"]
+    whole, killed = (Together(children, [*JOB, *exact], RunDirectory(tmp_path / name)) for name in ("whole", "killed"))
+    assert_all(whole.go(2), 0)
+    killed.kill(2, step=3, saved=2)
+    assert_all(killed.go(2), 0)
+    assert [event["step"] for event in killed.run.events() if event["event"] == "resumed"] == [2]
+    assert same_adapter(killed.run, whole.run)
+    assert any(tensor.any() for name, tensor in adapter_weights(whole.run).items() if "lora_B" in name)
 
 
 def test_two_ranks_train_with_the_kind_that_the_first_decides(

@@ -72,7 +72,10 @@ def trained() -> dict[tuple[str, ...], RunDirectory]:
         ),
         pytest.param("one", ["distributed.kind=fsdp"], id="slices, one rank without images"),
         pytest.param(
-            "one", ["distributed.kind=deepspeed", "distributed.stage=gradients"], id="ZeRO, one rank without images"
+            "one",
+            ["distributed.kind=deepspeed", "distributed.stage=gradients"],
+            id="ZeRO, one rank without images",
+            marks=pytest.mark.long,
         ),
     ],
 )
@@ -94,7 +97,8 @@ def test_ranks_train_what_one_process_trains(
     assert metric(alone, "loss")[-1] < metric(alone, "loss")[0]
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_killed_processes_resume_to_the_same_bits(job: Make, ranks: int) -> None:
     whole, killed = job(*RANDOM, run="whole"), job(*RANDOM)
     assert_all(whole.go(ranks), 0)

@@ -68,7 +68,11 @@ WAYS: dict[str, tuple[int, list[str]]] = {
     ),
     "four slices, cached reference": (4, ["preference.reference=cached", "distributed.kind=fsdp"]),
 }  # fmt: skip
-"""Numbers of ranks and what they are told; the first three are tried with DPO, and the others with KTO."""
+"""Numbers of ranks and what they are told."""
+OFTEN = {
+    "dpo": ("two copies", "two copies, cached reference"),
+    "kto": ("two slices, prompts computed once", "four slices, cached reference"),
+}
 
 
 @pytest.mark.parametrize(
@@ -76,10 +80,10 @@ WAYS: dict[str, tuple[int, list[str]]] = {
     [
         pytest.param(
             objective, *way, id=f"{objective}-{name}",
-            marks=[] if (objective == "dpo") == (number < 3) else pytest.mark.long,
+            marks=[] if name in OFTEN[objective] else pytest.mark.long,
         )
         for objective in RECORDED
-        for number, (name, way) in enumerate(WAYS.items())
+        for name, way in WAYS.items()
     ],
     indirect=["objective"],
 )  # fmt: skip

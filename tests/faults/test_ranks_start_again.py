@@ -82,7 +82,7 @@ def starts(run: RunDirectory) -> list[int]:
     ("overrides", "place"),
     [
         pytest.param([FSDP], "backward", id="slices of the weights"),
-        pytest.param([CONTEXT], "backward", id="slices of rows"),
+        pytest.param([CONTEXT], "backward", id="slices of rows", marks=pytest.mark.long),
         pytest.param(ZERO, "backward", id="deepspeed", marks=pytest.mark.long),
     ],
 )
@@ -140,7 +140,7 @@ def test_after_an_evaluation_that_does_not_fit_the_same_command_goes_on(job: Mak
     assert_as(together.run, alone)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_torchrun_starts_the_ranks_again_by_itself(
     job: Make, cut: RunDirectory, children: Children, tmp_path: Path
 ) -> None:

@@ -172,7 +172,13 @@ def test_only_the_first_and_last_layer_may_free_blocks_elsewhere() -> None:
             {"memory__checkpointing": {"all": 8, "keep-both": 2}, "quantization__kind": "none"},
             id="two levels",
         ),
-        pytest.param("llama", 6, {"memory__checkpointing": "keep-both", "kernels__fused": "on"}, id="fused, kept"),
+        pytest.param(
+            "llama",
+            6,
+            {"memory__checkpointing": "keep-both", "kernels__fused": "on"},
+            id="fused, kept",
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             "llama",
             6,

@@ -27,7 +27,8 @@ def forecast(model: str = "llama", *, cache: str = "dynamic", layers: int = 4, *
 @pytest.mark.parametrize(
     ("model", "cache", "rows"),
     [
-        ("llama", "dynamic", 3), ("windows", "static", 1), ("mixture", "dynamic", 3),
+        ("llama", "dynamic", 3), ("windows", "static", 1),
+        pytest.param("mixture", "dynamic", 3, marks=pytest.mark.long),
         pytest.param("llama", "quantized", 3, marks=pytest.mark.skipif(not FP8, reason="no 8-bit KV cache here")),
     ],
 )  # fmt: skip

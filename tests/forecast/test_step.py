@@ -30,10 +30,8 @@ from finetune.training import optimizers
 # A sample of the sweep (`make sweep`): first a setting whose loss decides, then those whose layers do.
 CHOSEN = {
     "gemma2, no checkpointing",  # eager attention
-    "lfm2, small tiles",  # convolutions beside attention
     "small tiles, deep",  # layers are extrapolated
     "small tiles, bf16, evaluated",
-    "glm_moe_dsa, small tiles",  # adapters that no gradient reaches
 }
 
 

@@ -18,7 +18,18 @@ from golden_jobs import (
     plan,
     trajectory,
 )
+from jobs import sampled
 
+# What is pinned and not here is compared by the long tests.
+OFTEN = (
+    "nf4 on conversations", "nf4 without double quantization, packed", "batches by tokens",
+    "fp4 with weight-decomposed adapters", "int8 with dropout", "fp32 base from principal singular values",
+    "every weight trained", "SGD in small tiles of the loss", "AdEMAMix, rows split", RESUMED,
+)  # fmt: skip
+OFTEN_PLANNED = (
+    "tiny here", "tiny, packed", "tiny, int8", "tiny, every weight", "tiny, DoRA", "tiny, Adafactor",
+    "tiny on a card, everything auto", "7B", "9B with capped logits", "tiny here, fused", "7B, fused",
+)  # fmt: skip
 _PINNED = json.loads(TRAJECTORIES.read_text())
 _FUSED = json.loads(FUSED_TRAJECTORIES.read_text())
 _FORECASTS = json.loads(FORECASTS.read_text())
@@ -30,7 +41,7 @@ _KERNELS = 1e-5
 
 
 @pytest.mark.usefixtures("hurried")
-@pytest.mark.parametrize("name", [*JOBS, RESUMED])
+@pytest.mark.parametrize("name", sampled([*JOBS, RESUMED], *OFTEN))
 def test_a_trajectory_is_what_it_was(name, tmp_path: Path):
     assert not _moved(_PINNED, name, trajectory(name, tmp_path))
 
@@ -59,7 +70,7 @@ def _moved(recorded, name, found):
     return list(differences(pinned, found, 0 if same else _ELSEWHERE))
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", sampled(PLANS, *OFTEN_PLANNED))
 def test_a_forecast_is_what_it_was(name):
     found = json.loads(json.dumps(plan(name)))
     assert not list(differences(_FORECASTS["forecasts"][name], found, 0 if _SAME_VERSIONS else _ELSEWHERE))

@@ -93,6 +93,30 @@ def test_a_job_that_cannot_be_trained_is_refused(here: Path, on: str, changed: d
     assert list(here.iterdir()) == [here / CONFIG]
 
 
+SWEPT = ["training.learning_rate=1e-3,3e-3", "adapter.targets=[q_proj, v_proj],'.*a b'"]
+
+
+def test_a_sweep_has_a_process_for_each_gpu() -> None:
+    """Also one whose micro-batches no eight ranks could share."""
+    file, _ = render.write(CONFIG, ["training.micro_batch=8", AWKWARD], "slurm", **OPTIONS, swept=SWEPT)
+    script = file.read_text()
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    asked = {line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")}
+    assert {"array=0-7", "nodes=1", "ntasks-per-node=1", "gpus-per-node=1"} <= asked
+    [start] = [line for line in script.splitlines() if line.startswith("srun")]
+    words = shlex.split(start.removesuffix("&"))
+    assert words[words.index("python") :] == [
+        "python", "-m", "finetune", "sweep", str(CONFIG), "training.micro_batch=8", AWKWARD, *SWEPT,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("on", [name for name, target in TARGETS.items() if not target.array])
+def test_a_target_without_arrays_starts_no_sweep(on: str, here: Path) -> None:
+    with pytest.raises(ConfigError, match="use slurm, or start `finetune sweep` on each GPU"):
+        render.write(CONFIG, [], on, **OPTIONS, swept=SWEPT)
+    assert list(here.iterdir()) == [here / CONFIG]
+
+
 def test_attention_heads_that_the_ranks_of_a_group_cannot_share_are_refused_where_the_model_is_known() -> None:
     split = ["training.micro_batch=1", "training.batch_size=4", "distributed.context=4"]
     with pytest.raises(ConfigError, match="4 ranks cannot share 6 attention heads"):

@@ -11,6 +11,7 @@ import every_architecture
 import pytest
 import tiny_models
 import torch
+from jobs import sampled
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.config import Config
@@ -135,6 +136,7 @@ def test_each_trains_in_each_kind_of_quantization(directory: Path, kind: str) ->
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", sampled(ARCHITECTURES, "bloom", "rwkv", "mamba", "jamba"), indirect=True)
 def test_each_has_a_forecast(directory: Path) -> None:
     config = job(directory)
     architecture = base.load_architecture(config.model)
@@ -200,7 +202,7 @@ _DENSE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_model_without_experts_has_no_balancing_loss(subtests: pytest.Subtests) -> None:
     for known in _DENSE:
         with subtests.test(known=known):
@@ -268,7 +270,7 @@ _UNLIKE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("known", _UNLIKE)
+@pytest.mark.parametrize("known", sampled(_UNLIKE, "gemma4", "kimi_linear"))
 def test_a_model_unlike_others_is_planned_and_trained_and_answers(known: str, tmp_path: Path, quick: Any) -> None:
     import finetune
 

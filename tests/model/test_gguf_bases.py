@@ -59,7 +59,7 @@ def test_packed_weights_are_the_bytes_of_the_file_with_rows_in_order(tmp_path: P
     file = written("llama", tmp_path, "q8_0")
     folder = gguf_base.unpacked(file)
     stored = load_file(folder / "model.safetensors")
-    forms = json.loads((folder / "config.json").read_text())["quantization_config"]["forms"]
+    forms = json.loads((folder / "config.json").read_text())["quantization_config"]["modules_to_convert"]
     before = load_file(tmp_path / "model" / "model.safetensors")
     assert set(forms.values()) == {"q8_0"}
     for name in forms:

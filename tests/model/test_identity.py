@@ -81,6 +81,20 @@ def test_the_config_counts(base: Path) -> None:
     assert of(base) != before
 
 
+def test_the_processor_of_a_base_that_is_shown_images_counts(base: Path) -> None:
+    def identities() -> tuple[str | None, str | None]:
+        return of(base), identity.of_base(ModelSection(name=str(base), vision="frozen"))
+
+    seen = [identities()]
+    for file in ("preprocessor_config.json", "processor_config.json"):
+        for size in (32, 48):
+            (base / file).write_text(json.dumps({"size": size}))
+            seen.append(identities())
+    of_text, of_images = zip(*seen, strict=True)
+    assert len({*of_text}) == 1
+    assert len({*of_images}) == len(seen)
+
+
 def test_neither_times_nor_names_nor_files_that_are_not_loaded_count(base: Path, tmp_path: Path) -> None:
     before = of(base)
     os.utime(base / "model.safetensors", (1, 1))

@@ -160,7 +160,7 @@ def test_nvfp4_is_written_and_read_as_by_the_libraries_that_publish_it(library: 
     codes = "weight_packed" if library == "compressed-tensors" else "weight"
     layout = packed.published([codes, "weight_scale", factor])["weight"].layout
     scales = tensors["weight_scale"].view(len(weight), -1)
-    joined = layout.joined(scales.view(torch.float8_e4m3fn), tensors[factor])
+    joined = layout.scales(tensors["weight_packed"], scales.view(torch.float8_e4m3fn), tensors[factor])
     read = packed.from_published("nvfp4", tensors["weight_packed"], joined, weight.shape, torch.bfloat16)
     assert torch.equal(packed.values(read), tensors["values"].view_as(weight)), "but for ModelOpt's 0 where this is -0"
     written = packed.pack("nvfp4", weight)

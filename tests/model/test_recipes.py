@@ -34,7 +34,7 @@ _SIZES: dict[str, Any] = {
     "num_key_value_heads": 1, "head_dim": 64, "pad_token_id": 0,
 }  # fmt: skip
 _FEW: dict[str, Any] = {**_SIZES, "num_hidden_layers": 2}
-_EXPERTS: dict[str, Any] = {"moe_intermediate_size": 256, "num_experts_per_tok": 2}
+_EXPERTS: dict[str, Any] = {"moe_intermediate_size": 256, "num_experts_per_tok": 2, "norm_topk_prob": True}
 FAMILIES = {
     "llama": LlamaConfig(**_SIZES),
     "tied": Gemma3TextConfig(**{**_SIZES, "num_key_value_heads": 2}),
@@ -65,7 +65,7 @@ def test_training_gives_each_weight_the_type_that_llama_cpp_gives_its_tensor(
     for kind in recipes.RECIPES:
         with subtests.test(kind=kind):
             forms = quantizers.recipe_of(model, kind)
-            assert len(forms) > 10 * 5
+            assert len(forms) > 10 * 4
             for name, form in forms.items():
                 weight = model.get_parameter(name)
                 for part, stored in gguf_names.stored(name, weight, config, entry).items():
@@ -121,7 +121,7 @@ def test_rows_that_blocks_do_not_divide_have_another_form(kind: str, columns: in
 def results(model: Any) -> list[torch.Tensor]:
     """Loss by the fused head, and gradients of an adapter, with the logits."""
     torch.manual_seed(1)
-    adapted = get_peft_model(model, LoraConfig(target_modules=["o_proj", "down_proj"], init_lora_weights=False))
+    adapted = get_peft_model(model, LoraConfig(target_modules=["o_proj"], init_lora_weights=False))
     log_probs.attach(adapted)
     log_probs.check(adapted)
     loss = -adapted(input_ids=IDS, labels=IDS, fused_lm_head=True).log_probs.sum()

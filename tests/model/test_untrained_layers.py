@@ -9,15 +9,18 @@ from typing import Any
 
 import every_architecture
 import pytest
+import seeing
 import torch
 from jobs import adapter_weights, sampled
 from torch.nn.functional import cross_entropy
 from transformers import CONFIG_MAPPING
 
 import finetune
-from finetune.config import AdapterSection
+from finetune.config import AdapterSection, ModelSection
 from finetune.errors import ArtifactError, ConfigError
+from finetune.model import build
 from finetune.model.adapters import adapter, starting
+from finetune.model.base import load_architecture
 from finetune.model.structure import linear_layers
 from finetune.storage import weight_files
 
@@ -106,6 +109,17 @@ def test_a_target_in_both_adapts_only_the_text_layers_with_a_note(name: str, tar
     assert all("self_attn" in part and "tower" not in part for part in layers)
     skipped = adapter.left_out(model, chosen)
     assert skipped == {"that rows of text do not train": 2} if name == "bart" else skipped == {}
+
+
+def test_layers_of_a_frozen_model_of_images_are_reported_as_such(tmp_path: Path) -> None:
+    seen = ModelSection(name=str(seeing.base(tmp_path, "qwen3_vl")), vision="frozen")
+    model = build.weightless(seen, load_architecture(seen))
+    linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    tower = [name for name in linear if ".visual." in name]
+    assert 0 < len(tower) < len(linear)
+    reported = {"of the model of images, which stay as they are": len(tower)}
+    assert adapter.left_out(model, AdapterSection()) == reported
+    assert adapter.left_out(model, section("q_proj")) == {}
 
 
 @pytest.mark.slow

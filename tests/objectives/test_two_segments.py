@@ -216,7 +216,7 @@ def test_a_pair_with_one_answer_too_long_is_dropped_and_never_cut(job) -> None:
     found = prepared(job, *shorter, "data.too_long=drop")
     assert 0 < found.train_counts.dropped == len(whole.train) - len(found.train)
     assert all(max(each["segments"]) < longest for each in found.train)
-    for policy in ("truncate", "split"):
+    for policy in ("truncate", "split", "error"):
         with pytest.raises(DataError, match="one of several segments is not cut alone"):
             prepared(job, *shorter, f"data.too_long={policy}")
 

@@ -19,6 +19,8 @@ from finetune.forecast.planning import Plan
 from finetune.report import page
 from finetune.report.data_view import DataView
 from finetune.report.forecast_view import PlanView
+from finetune.report.sweep_view import SweepView
+from finetune.results.sweep_table import SettingResult, SweepTable
 from finetune.storage.files import write_json, write_lines, write_text
 from finetune.storage.rundir import RunDirectory
 
@@ -27,7 +29,7 @@ playwright = pytest.importorskip("playwright.sync_api", reason="needs the packag
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 
 LONG = "a-name-without-any-place-to-break-a-line-" * 4
-CHARTS = {"report": 5, "data": 0, "plan": 1, "compare": 6}
+CHARTS = {"report": 5, "data": 0, "plan": 1, "compare": 6, "sweep": 8}
 
 # Texts whose contrast with the background is below WCAG's AA (1.4.3): 4.5, and 3 from 24 pixels on.
 CONTRAST = """() => {
@@ -101,14 +103,37 @@ def make_run(folder: Path, name: str, steps: int) -> RunDirectory:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A report, a look at data, a plan and a comparison of two runs of different length."""
+    """A report, a look at data, a plan, and two runs of different length compared, also as a sweep of two keys."""
     folder = tmp_path_factory.mktemp("pages")
     runs = [make_run(folder, "short", 30), make_run(folder, "a_run_of_two-thousand-steps", 2000)]
-    files = {name: folder / f"{name}.html" for name in ("data", "plan", "compare")}
+    files = {name: folder / f"{name}.html" for name in ("data", "plan", "compare", "sweep")}
     write_text(files["data"], DataView(inspection()).page())
     write_text(files["plan"], PlanView(Plan(Config(), forecast(), ())).page())
     compare([run.path for run in runs]).write(files["compare"])
+    SweepView(sweep_of(runs)).write(files["sweep"])
     return {"report": runs[1].report_file, **files}
+
+
+def sweep_of(runs: list[RunDirectory]) -> SweepTable:
+    """Each run as a setting of its own, the second stopped early."""
+    values = {"training.learning_rate": 1e-4, "adapter.targets": "all-linear"}
+    other = {"training.learning_rate": 2e-4, "adapter.targets": ["q_proj", "k_proj", "v_proj"]}
+    apart, why = {"value": 0.2, "low": 0.1, "high": 0.3}, "its loss is 0.2000 above that of another"
+    paths = [[str(run.path)] for run in runs]
+    best = SettingResult("learning_rate=1e-4", values, paths[0], "finished", 1.0, 1.5, None, "", 30.0)
+    last = SettingResult("learning_rate=2e-4", other, paths[1], "stopped", 0.25, 1.7, apart, why, 7.5)
+    return SweepTable(runs[0].path.parent, [best, last], 100, best.setting, "")
+
+
+def test_along_the_values_of_a_key_a_chart_names_them(browser: Any, pages: dict[str, Path]) -> None:
+    view = browser.new_page(viewport={"width": 1280, "height": 900})
+    view.goto(pages["sweep"].as_uri())
+    for at, values in enumerate((["0.0001", "0.0002"], ['["q_proj", "k_proj", "v_proj"]', "all-linear"])):
+        box = view.locator(".u-over").nth(at).bounding_box()
+        for share, value in zip((0.25, 0.75), values, strict=True):
+            view.mouse.move(box["x"] + share * box["width"], box["y"] + box["height"] / 2)
+            assert view.locator(".u-legend").nth(at).locator(".u-value").first.inner_text() == value
+    view.close()
 
 
 @pytest.fixture(scope="module")

@@ -321,7 +321,7 @@ AREAS: dict[str, tuple[Callable[[Path], bool], list[str]]] = {
         ["doctor", "answer"],
     ),
 }
-MUTATIONS = 40
+MUTATIONS = 25
 
 
 @pytest.mark.parametrize("area", AREAS)

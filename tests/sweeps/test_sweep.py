@@ -21,6 +21,7 @@ from finetune import recipe
 from finetune.errors import InUseError, OutOfMemoryError
 from finetune.report.sweep_view import SweepView
 from finetune.report.terminal import Terminal
+from finetune.results.sweep_table import TABLE
 from finetune.settings import load_config
 from finetune.storage import locks
 from finetune.storage.rundir import RunDirectory
@@ -97,7 +98,7 @@ def test_half_is_stopped_and_the_table_says_why_and_where(interrupted: tuple[Pat
         assert setting.loss is not None
     best, second = table.settings[:2]
     assert best.loss < second.loss  # type: ignore[operator]
-    assert json.loads((folder / running.TABLE).read_text()) == table.as_dict()
+    assert json.loads((folder / TABLE).read_text()) == table.as_dict()
 
 
 @pytest.mark.slow
@@ -229,7 +230,7 @@ def test_processes_that_end_in_the_same_moment_write_one_table(
     write()  # the rows are prepared
     with ThreadPoolExecutor(3) as threads:
         tables = [threads.submit(write) for _ in range(3)]
-    written = json.loads((tmp_path / "sweep" / running.TABLE).read_text())
+    written = json.loads((tmp_path / "sweep" / TABLE).read_text())
     assert [table.result().as_dict() for table in tables] == [written] * 3
 
 
@@ -255,7 +256,25 @@ def test_the_page_has_the_table_the_verdict_and_the_curves(
     for each in view.table.settings:
         assert each.setting in page
     assert view.values()["verdict"] in page
-    assert [chart["title"] for chart in view.charts()]
+    chart = view.charts()[0]
+    assert chart["title"] == "Loss above the best, by learning_rate"
+    assert chart["labels"] == ["0.001", "0.003", "0.01", "1.0"], "by size, not by loss"
+    high, low, value = (series["values"] for series in chart["tables"][0]["series"])
+    best = chart["labels"].index(str(view.table.settings[0].values["training.learning_rate"]))
+    assert (low[best], value[best], high[best]) == (0, 0, 0)
+    assert all(below <= at <= above for below, at, above in zip(low, value, high, strict=True))
+
+
+@pytest.mark.slow
+def test_the_directory_of_a_sweep_is_compared_as_its_runs(
+    interrupted: tuple[Path, running.SweepTable], run: RunDirectory
+) -> None:
+    folder, table = interrupted
+    names = {each.setting for each in table.settings}
+    found = finetune.compare([folder]).as_dict()
+    assert set(found["runs"]) == names
+    assert set(found["differences"]["training.learning_rate"]) == names
+    assert set(finetune.compare([str(folder), run]).runs) == {*names, run.path.name}
 
 
 def test_a_resident_base_gives_each_training_its_own_modules_around_the_same_weights() -> None:

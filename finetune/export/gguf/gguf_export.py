@@ -56,7 +56,7 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     longest = gguf_model.context(job.architecture)[0] - 1
     job = replace(job, rows=[row[:longest] for row in job.rows])
     dtype = _dtype(job)
-    model = job.load_merged(dtype)
+    model = job.trained_model(dtype)
     trained = proof.logits(model, job.rows)
     approximated, expected = _approximated(job, model, trained)
     dtype, config = model.dtype, model.config
@@ -65,22 +65,23 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     starts_with_bos = bool(job.prompt) and job.prompt[0] == job.tokenizer.bos_token_id
     differences = gguf_model.write(
         job.run.merged, config, job.tokenizer, file, job.kind,
-        starts_with_bos=starts_with_bos, end_of_turn=job.end_of_turn,
+        starts_with_bos=starts_with_bos, end_of_turn=job.end_of_turn, packed=job.packed,
     )  # fmt: skip
     # Products are summed alike in both, so what a computation in 16 bit rounds counts as much as the weights.
     roundoff = max(TYPES[job.kind].roundoff, proof.ROUNDOFF[dtype])
     base = job.base_logits(dtype)
-    readable = gguf_families.family(config).readable
+    # transformers does not read the factors of NVFP4.
+    readable = gguf_families.family(config).readable and job.kind != "nvfp4"
     if readable:
         written = load(file, config, dtype, job.device)
         read_back = proof.logits(written, job.rows)
         del written
         libraries.return_freed_memory()
-        logits = read_back, expected, base
+        logits, following = (read_back, expected, base), None
         if TYPES[job.kind].recipe:  # `compare` reports what 4 to 6 bits change; llama.cpp must agree with this file
             expected = read_back
     else:
-        logits, roundoff = llama_cpp.logits(file, job, expected, base), roundoff * llama_cpp.ROUNDINGS
+        (*logits, following), roundoff = llama_cpp.logits(file, job, expected, base), roundoff * llama_cpp.ROUNDINGS
     result = job.compare(f"GGUF file ({job.kind})", model, *logits, roundoff)
     ran, not_proven = llama_cpp.compare(
         file, job, expected,
@@ -90,11 +91,13 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     return {
         "type": job.kind,
         "file": file.name,
+        "weights": gguf_model.differing(job.run.merged, config, file, job.packed),
         **asdict(result),
+        **job.served(*logits, following),
         "compared_with": "the merged model, in " + ("transformers' own GGUF reader" if readable else "llama.cpp"),
         "computed_in": str(dtype).removeprefix("torch."),
         "llama_cpp": ran,
-        "known_differences": [*differences, *approximated],
+        "known_differences": [*differences, *approximated, *([llama_cpp.FLOOR] if TYPES[job.kind].recipe else [])],
         "not_proven": not_proven,
     }
 

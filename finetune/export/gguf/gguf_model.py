@@ -11,7 +11,7 @@ import errno
 import functools
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from finetune.config import QuantizationSection
-from finetune.errors import ConfigError
+from finetune.errors import ArtifactError, ConfigError
 from finetune.export.gguf import gguf_packed, gguf_recipes, gguf_vocabulary
 from finetune.export.gguf.gguf_packed import Tensor
 from finetune.export.gguf.gguf_types import TYPES
@@ -29,6 +29,7 @@ from finetune.model import bounds
 from finetune.model.skeleton import weightless_base
 from finetune.model.source import gguf_families, gguf_names
 from finetune.model.source.gguf_families import Family
+from finetune.model.structure import packed as packing
 from finetune.model.structure import streamed
 from finetune.storage import weight_files
 
@@ -42,7 +43,8 @@ def write(
 ) -> list[str]:  # fmt: skip
     """Write the model in `folder` (safetensors) to `file`, its matrices in the type `kind` (a key of `TYPES`).
 
-    `packed` weights, by the model's names, take the place of the folder's, and their bytes are written as they are.
+    `packed` weights, by the model's names, take the place of the folder's, and their bytes are written as they are;
+    all others are then written in 16 bit.
     Takes the memory of one tensor. Returns the known differences of llama.cpp, as sentences. Raises ConfigError for a
     model that llama.cpp cannot express, OSError if the disk lacks room.
     """
@@ -133,13 +135,11 @@ def context(config: Any) -> tuple[int, list[str]]:
 _EXACT = (".bias", ".scale", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "ssm_conv1d.weight")
 
 
-def _tensors(
-    folder: Path, config: Any, family: Family, kind: str, packed: Mapping[str, nn.Parameter]
-) -> Iterator[Tensor]:
-    text = gguf_families.text(config)
-    names = gguf_names.mapped(text, family)
-    if (factors := gguf_names.frequency_factors(text)) is not None:
-        yield "rope_freqs.weight", list(factors.shape), gguf.GGMLQuantizationType.F32, lambda: factors
+Source = tuple[str, str, torch.Tensor, Callable[[], torch.Tensor]]
+"""A weight's name, that in the language model alone, the weight on the meta device, and a function that loads it."""
+
+
+def _sources(folder: Path, config: Any) -> Iterator[Source]:
     files = sorted(folder.glob("*.safetensors"))
     for file in files:
         weight_files.check(file)
@@ -149,20 +149,68 @@ def _tensors(
     tied = model.all_tied_weights_keys
     known = model.state_dict()
     for name, own in gguf_names.own(known).items():
-        if name in tied:
-            continue
+        if name not in tied:
+            yield name, own, known[name].to("meta"), functools.partial(weights.__getitem__, name)
+
+
+def _tensors(
+    folder: Path, config: Any, family: Family, kind: str, packed: Mapping[str, nn.Parameter]
+) -> Iterator[Tensor]:
+    text = gguf_families.text(config)
+    names = gguf_names.mapped(text, family)
+    if (factors := gguf_names.frequency_factors(text)) is not None:
+        yield "rope_freqs.weight", list(factors.shape), gguf.GGMLQuantizationType.F32, lambda: factors
+    for name, own, shaped, whole in _sources(folder, config):
+        store = functools.partial(gguf_names.stored, own, config=text, family=family)
         if name in packed:
-            store = functools.partial(gguf_names.stored, own, config=text, family=family)
             for part, *rest in gguf_packed.tensors(name, packed[name], store):
                 yield gguf_names.name_of(names, part, family), *rest
             continue
-        for part, shaped in gguf_names.stored(own, known[name].to("meta"), text, family).items():
+        for part, each in store(shaped).items():
 
-            def load(name: str = name, own: str = own, part: str = part) -> torch.Tensor:
-                return gguf_names.stored(own, weights[name], text, family)[part]
+            def load(whole: Callable[[], torch.Tensor] = whole, store: Any = store, part: str = part) -> torch.Tensor:
+                stored: torch.Tensor = store(whole())[part]
+                return stored
 
-            stored, shape = gguf_names.name_of(names, part, family), list(shaped.shape)
-            yield stored, shape, _type(stored, shape, kind, text), load
+            stored, shape = gguf_names.name_of(names, part, family), list(each.shape)
+            wanted = _type(stored, shape, "f16" if packed else kind, text)
+            if wanted in gguf_recipes.FLOATS:
+                yield from gguf_packed.rounded(stored, shape, wanted, load)
+            else:
+                yield stored, shape, wanted, load
+
+
+def differing(folder: Path, config: Any, file: Path, packed: Mapping[str, nn.Parameter]) -> dict[str, int]:
+    """The `count` of weights in `file`, and of those whose values, decoded by the gguf package, are `differing`.
+
+    They are compared with those of the model in `folder`, or of `packed` weights. Raises ArtifactError if one of the
+    latter differs.
+    """
+    family, text = gguf_families.family(config), gguf_families.text(config)
+    names = gguf_names.mapped(text, family)
+    written = {one.name: one for one in gguf.GGUFReader(file).tensors}
+    found = {"count": 0, "differing": 0}
+    for name, own, _, whole in _sources(folder, config):
+        values = packing.exact(packed[name]).cpu() if name in packed else whole()
+        for part, expected in gguf_names.stored(own, values, text, family).items():
+            count = _unequal(written, gguf_names.name_of(names, part, family), expected.float().numpy())
+            if count and name in packed:
+                raise ArtifactError(f"{count:,} values of `{name}` in {file.name} are not those that were trained")
+            found = {"count": found["count"] + expected.numel(), "differing": found["differing"] + count}
+    return found
+
+
+def _unequal(written: Mapping[str, Any], name: str, expected: np.ndarray) -> int:
+    """How many values of a tensor are not the expected ones; the factor of NVFP4 rounds the last place of a float32."""
+    one = written[name]
+    values = gguf.dequantize(one.data, one.tensor_type).reshape(expected.shape)
+    if (scale := written.get(name.removesuffix("weight") + "scale")) is not None and one.tensor_type in _FACTORED:
+        values = values * scale.data.reshape(-1, *[1] * (values.ndim - 1 if values.ndim > 2 else 1))
+        return int((np.abs(values - expected) > 2.0**-22 * np.abs(expected)).sum())
+    return int((values != expected).sum())
+
+
+_FACTORED = (gguf.GGMLQuantizationType.NVFP4,)
 
 
 def _type(name: str, shape: list[int], kind: str, config: Any) -> Any:
@@ -211,7 +259,7 @@ def _encoded(name: str, tensor: torch.Tensor, kind: Any) -> np.ndarray:
     for start in range(0, len(matrix), rows):
         values = np.ascontiguousarray(matrix[start : start + rows].float().numpy())
         with np.errstate(over="ignore"):
-            part = gguf_recipes.quantize(values, kind) if gguf_recipes.fallback(kind) else gguf.quantize(values, kind)
+            part = gguf_recipes.quantize(values, kind) if kind in gguf_recipes.BY_GGML else gguf.quantize(values, kind)
         if part.dtype == np.float16 and not np.isfinite(part).all():
             raise ConfigError(f"`{name}` has values beyond the range of float16; use `--type bf16`")
         encoded[start : start + rows] = part.view(np.uint8)

@@ -16,6 +16,7 @@ from gguf import GGMLQuantizationType as Types
 from torch import nn
 
 from finetune.errors import ConfigError
+from finetune.export import row_selection
 from finetune.model.source.gguf_families import Parts
 from finetune.model.structure import packed
 
@@ -30,10 +31,10 @@ def tensors(name: str, weight: nn.Parameter, store: Callable[[torch.Tensor], Par
     """
     how = packed.packing_of(weight)
     assert how is not None
-    kind = Types.__members__.get(how.form.upper())
+    kind = Types.__members__.get(how.form.removeprefix("gguf_").upper())
     if kind is None:
         raise ConfigError(f"`{name}` is held in {how.form}, which GGUF files do not have; export `merged` instead")
-    for part, rows in _rows(name, how, store).items():
+    for part, rows in row_selection.chosen(name, how.shape, store, "llama.cpp", transposed=how.transposed).items():
         shape = [*rows.shape, how.shape[-2] if how.transposed else how.shape[-1]]
         if shape[-1] % GGML_QUANT_SIZES[kind][0]:
             raise ConfigError(
@@ -47,29 +48,22 @@ def tensors(name: str, weight: nn.Parameter, store: Callable[[torch.Tensor], Par
             yield scale, list(factors.shape), Types.F32, functools.partial(torch.clone, factors)
 
 
-def _rows(name: str, how: packed.Packing, store: Callable[[torch.Tensor], Parts]) -> dict[str, torch.Tensor]:
-    """The numbers of the rows (..., rows) that each tensor of llama.cpp has, counted over all matrices of a weight."""
-    *others, rows, columns = (*how.shape[:-2], *reversed(how.shape[-2:])) if how.transposed else how.shape
-    number = torch.arange(rows * torch.Size(others).numel(), dtype=torch.int32).view(*others, rows, 1)
-    numbers, places = number.expand(*others, rows, columns), torch.arange(columns).expand(*others, rows, columns)
-    chosen, placed = (store(each.mT if how.transposed else each) for each in (numbers, places))
-    found = {}
-    for part, each in chosen.items():
-        if each is not numbers:
-            whole = each.dtype is number.dtype and each.shape[-1:] == (columns,)
-            if not whole or (each != each[..., :1]).any() or (placed[part] != places[(0,) * (len(others) + 1)]).any():
-                raise ConfigError(
-                    f"llama.cpp stores other columns or values of `{name}` than the model has, so its packed bytes "
-                    "cannot be kept; train with `quantization.kind: none`, or export `merged` instead"
-                )
-        found[part] = each[..., 0].long()
-    return found
+def rounded(name: str, shape: list[int], kind: Any, load: Callable[[], torch.Tensor]) -> Iterator[Tensor]:
+    """A tensor that is rounded to MXFP4 or NVFP4, which in llama.cpp's own files lacks the factor of each matrix."""
+
+    def made() -> nn.Parameter:
+        return packed.pack(kind.name.lower(), load())
+
+    yield name, shape, kind, lambda: _bytes(made())
+    if kind is Types.NVFP4:
+        scale = name.removesuffix("weight") + "scale"
+        yield scale, shape[:-2] or [1], Types.F32, lambda: _factors(name, packed.packing_of(made()).scales)
 
 
-def _bytes(weight: nn.Parameter, rows: torch.Tensor) -> torch.Tensor:
-    """The bytes of rows of a weight, in the order of its GGUF type: (..., rows, bytes of a row)."""
+def _bytes(weight: nn.Parameter, rows: torch.Tensor | None = None) -> torch.Tensor:
+    """The bytes of rows of a weight (None: all), in the order of its GGUF type: (..., rows, bytes of a row)."""
     how: Any = packed.packing_of(weight)
-    codes, scales = (_chosen(each, rows) for each in (weight.data, how.scales))
+    codes, scales = (row_selection.bytes_of(each, rows) for each in (weight.data, how.scales))
     if how.form == "mxfp4":
         return torch.cat((scales.unsqueeze(-1), _halves(codes, 32)), dim=-1).flatten(-2)
     if how.form == "nvfp4":
@@ -78,22 +72,15 @@ def _bytes(weight: nn.Parameter, rows: torch.Tensor) -> torch.Tensor:
     return codes
 
 
-def _chosen(stored: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    if stored.numel() == 0:
-        return stored
-    every = stored.reshape(-1, stored.shape[-1])
-    return every[rows.to(every.device)].cpu()
-
-
 def _halves(codes: torch.Tensor, block: int) -> torch.Tensor:
     """Bytes of two neighbours as bytes of a value of each half of a block: (..., blocks, bytes)."""
     values = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).unflatten(-1, (-1, 2, block // 2))
     return values[..., 0, :] | values[..., 1, :] << 4
 
 
-def _factors(name: str, scales: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def _factors(name: str, scales: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
     """The factor of each matrix in float32: (matrices,). Products are multiplied by it in llama.cpp."""
-    both = _chosen(scales[..., : packed.FACTOR_BYTES], rows).contiguous().view(torch.float32)
+    both = row_selection.bytes_of(scales[..., : packed.FACTOR_BYTES], rows).contiguous().view(torch.float32)
     if (both != both[..., :1, :]).any():
         raise ConfigError(f"rows of `{name}` have different factors of NVFP4, of which a GGUF file has one a matrix")
     first = both[..., 0, :].reshape(-1, 2)

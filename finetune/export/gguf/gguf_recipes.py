@@ -1,8 +1,8 @@
-"""K-quants: the type that llama.cpp's recipes give a tensor, and the quantization by llama.cpp's own function.
+"""Files of several types: the one that llama.cpp's recipes give a tensor, and quantization by llama.cpp's own function.
 
-The `gguf` package reads these types and does not write them; the `xllamacpp` wheel exports ggml's function that does.
-The recipes are in `finetune.model.structure.recipes`. Small files of Llama, Mistral, Qwen 2.5 and 3, Gemma 2 and 3,
-and Phi 4 were equal to those that `llama_model_quantize` (b11739) makes from a bfloat16 file, in the bytes of all
+The `gguf` package reads K-quants and IQ4_XS and does not write them; the `xllamacpp` wheel exports ggml's function that
+does. The recipes are in `finetune.model.structure.recipes`. Small files of Llama, Mistral, Qwen 2.5 and 3, Gemma 2 and
+3, and Phi 4 were equal to those that `llama_model_quantize` (b11739) makes from a bfloat16 file, in the bytes of all
 tensors; the rules for 80 layers and for experts were read, not run.
 """
 
@@ -35,18 +35,28 @@ def check(kind: str) -> None:
 
 
 def type_of(name: str, kind: str, config: Any) -> Any:
-    """The type of the matrix `name` in a file of the K-quant `kind`; `config` is transformers' of the model."""
+    """The type of the matrix `name` in a file of `kind`; `config` is transformers' of the model."""
+    if kind.upper() in (one.name for one in FLOATS):
+        # llama.cpp has no recipe for all matrices, and reads no factor of NVFP4 beside an embedding.
+        return Types.Q8_0 if name in (recipes.HEAD, recipes.EMBEDDING) else Types[kind.upper()]
     return Types[(recipes.wanted(name, kind, config) or "f16").upper()]
 
 
+FLOATS = (Types.MXFP4, Types.NVFP4)
+BY_GGML = (Types.Q4_K, Types.Q5_K, Types.Q6_K, Types.IQ4_XS, Types.IQ4_NL)
+"""Types that `quantize` writes."""
+
+
 def fallback(kind: Any) -> Any:
-    """The type that replaces a K-quant if rows are not divisible by 256; None for other types."""
+    """The type that replaces one whose blocks, of 256 or (NVFP4) 64, do not divide a row; None if there is none."""
+    if kind is Types.NVFP4:
+        return Types.Q8_0
     replacing = recipes.FALLBACKS.get(kind.name.lower())
     return replacing and Types[replacing.upper()]
 
 
 def quantize(matrix: np.ndarray, kind: Any) -> np.ndarray:
-    """The bytes of a float32 matrix as a K-quant: (rows, bytes of a row)."""
+    """The bytes of a float32 matrix in a type of `BY_GGML`: (rows, bytes of a row)."""
     matrix = np.ascontiguousarray(matrix, dtype=np.float32)
     quantized = np.empty(quant_shape_to_byte_shape(matrix.shape, kind), dtype=np.uint8)
     rows, width = matrix.shape

@@ -33,6 +33,10 @@ TYPES: dict[str, Type] = {
     "q6_k": Type("6 bit", "MOSTLY_Q6_K", 0.02, recipe=True),
     "q5_k_m": Type("5 and 6 bit", "MOSTLY_Q5_K_M", 0.04, recipe=True),
     "q4_k_m": Type("4 and 6 bit", "MOSTLY_Q4_K_M", 0.08, recipe=True),
+    "q4_0": Type("4 bit in blocks of 32", "MOSTLY_Q4_0", 0.09, recipe=True),
+    "iq4_xs": Type("4 bit by a table", "MOSTLY_IQ4_XS", 0.08, recipe=True),
+    "mxfp4": Type("4-bit floating point in blocks of 32", "MOSTLY_MXFP4_MOE", 0.12, recipe=True),
+    "nvfp4": Type("4-bit floating point in blocks of 16", "MOSTLY_NVFP4", 0.1, recipe=True),
 }
 
 

@@ -103,14 +103,24 @@ def serving(file: Path, context: int, lora: Path | None = None) -> Iterator[Serv
     del server
 
 
-Logits = tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]
+FLOOR = (
+    "llama.cpp also rounds the inputs of products to 8 bit: on a CPU that alone is a KL divergence of about 0.001 from "
+    "the same weights (Q4_K_M, a small model)"
+)
+
+Logits = tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[list[int]]]
 
 
-def logits(file: Path, job: Conversion, trained: list[torch.Tensor], base: list[torch.Tensor]) -> Logits:
-    """Centred logits of `file` in llama.cpp, and those of `trained` and `base`, at some positions of the rows."""
+def logits(
+    file: Path, job: Conversion, trained: list[torch.Tensor], base: list[torch.Tensor], lora: Path | None = None
+) -> Logits:
+    """Centred logits of `file` in llama.cpp, with the adapter `lora` if given, and those of `trained` and `base`, at
+    some positions of the rows; and the ids that follow those, which the last token of a row has not.
+    """
     prompts = _prompts(job.rows, _WHOLE_POSITIONS)
     by_row: dict[int, tuple[list[torch.Tensor], ...]] = {}
-    with serving(file, max(map(len, job.rows)) + 8) as server:
+    following: dict[int, list[int]] = {}
+    with serving(file, max(map(len, job.rows)) + 8, lora) as server:
         for row, length in prompts:
             expected = trained[row][length - 1].log_softmax(-1)
             said = server.log_probs(job.rows[row][:length], len(expected))
@@ -122,10 +132,11 @@ def logits(file: Path, job: Conversion, trained: list[torch.Tensor], base: list[
             for part, one in zip(by_row.setdefault(row, ([], [], [])), (written, expected), strict=False):
                 part.append(one - one.mean())
             by_row[row][2].append(base[row][length - 1])
+            following.setdefault(row, []).extend(job.rows[row][length : length + 1])
     if not by_row:
         raise ArtifactError(f"llama.cpp names no probabilities, given {file.name}. Nothing was published")
     first, second, third = ([torch.stack(parts[part]) for parts in by_row.values()] for part in range(3))
-    return first, second, third
+    return first, second, third, list(following.values())
 
 
 def _prompts(rows: list[list[int]], count: int) -> list[tuple[int, int]]:
@@ -135,9 +146,11 @@ def _prompts(rows: list[list[int]], count: int) -> list[tuple[int, int]]:
 
 
 def compare(
-    file: Path, job: Conversion, expected: list[torch.Tensor], *, tokenizes_alike: bool = True, same_top: bool = True
-) -> tuple[dict[str, Any] | None, list[str]]:
-    """Run `file` in llama.cpp and compare it with the `expected` logits; returns figures and what was not proven.
+    file: Path, job: Conversion, expected: list[torch.Tensor], *, tokenizes_alike: bool = True, same_top: bool = True,
+    lora: Path | None = None,
+) -> tuple[dict[str, Any] | None, list[str]]:  # fmt: skip
+    """Run `file` in llama.cpp, with the adapter `lora` if given, and compare it with the `expected` logits; returns
+    figures, and what was not proven.
 
     Raises ArtifactError if it is not the same model or tokenizer; texts are only counted unless `tokenizes_alike`, and
     most likely tokens unless `same_top`.
@@ -146,7 +159,7 @@ def compare(
         return None, ["llama.cpp was not run (`pip install xllamacpp` has it checked next time)"]
     texts = [job.tokenizer.decode(row) for row in job.rows]
     prompts = _prompts(job.rows, _POSITIONS)
-    with serving(file, max(map(len, job.rows)) + 8) as server:
+    with serving(file, max(map(len, job.rows)) + 8, lora) as server:
         same_tokens = sum(
             server.tokens(text) == job.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts
         )

@@ -7,13 +7,14 @@ at a time on the device.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import nn
 
 from finetune.config import Config, QuantizationSection
 from finetune.data.images import NO_IMAGES, ShownImages
@@ -27,7 +28,7 @@ from finetune.model.build import Blueprint
 from finetune.model.precision import PRECISIONS
 from finetune.model.skeleton import make_buffers
 from finetune.model.source import prequantized
-from finetune.model.structure import composite, experts, streamed
+from finetune.model.structure import composite, experts, packed, streamed
 from finetune.runtime import libraries
 from finetune.storage import weight_files
 
@@ -100,9 +101,9 @@ class Bases:
         libraries.return_freed_memory()  # what merging or an earlier model left
         return proof.Streamed(model, fetch, rows, self.stride, self.device, self._shown)
 
-    def keeps(self, group: streamed.ConversionGroup) -> bool:
-        """Whether tensors are of the model of images, and stay as they are in the files."""
-        return any(name.startswith(self._beside) and name not in self.updates for name in group.targets)
+    def keeps(self, *names: str) -> bool:
+        """Whether one of these weights is of the model of images, and stays as it is in the files."""
+        return any(name.startswith(self._beside) and name not in self.updates for name in names)
 
     def run_of_files(self, folder: Path, rows: list[list[int]]) -> proof.Streamed:
         """Logits of the merged model that was written to `folder`."""
@@ -138,6 +139,17 @@ class Merging:
     bases: Bases
     quantized: dict[str, Rounding]
 
+    @property
+    def exact(self) -> bool:
+        """Whether the update is rounded with the weights, as in training."""
+        return self.bases.config.quantization.snap
+
+    def served(self, name: str) -> nn.Parameter:
+        """A packed weight of the model that an exact training computed with, in the form that is served."""
+        return self.quantized[name].served(
+            self._in_training(self.bases.weights[name]), self.bases.updates.factors(name)
+        )
+
     def base(self, name: str) -> torch.Tensor | None:
         """A weight of the base that is merged into; None for a buffer that the files lack."""
         weight = self.bases.weights.get(name)
@@ -146,14 +158,23 @@ class Merging:
     def adapted(self, name: str) -> torch.Tensor | None:
         """A weight of that base with the adapter, by its name in PEFT's model."""
         own = self.bases.updates.fetch(name)
-        return self.base(base_name(name)) if own is None else own
+        if not self.exact:
+            return self.base(base_name(name)) if own is None else own
+        if own is None:
+            weight = self.bases.weights.get(base_name(name))
+            return None if weight is None else self._updated(base_name(name), weight)
+        return torch.zeros_like(own) if ".lora_B." in name else own  # the base's weights have the update already
 
     def rounded_at_random(self, name: str) -> torch.Tensor | None:
-        """`adapted`, with an error like that of rounding in each weight that the merge rounds."""
-        weight = self.adapted(name)
-        if weight is None or not (base_name(name) in self.bases.updates or ".modules_to_save." in name):
+        """`adapted`, with an error like that of rounding in each weight that the adapter changes, and each other one of
+        the base as the merge rounds it.
+        """
+        weight, plain, updates = self.adapted(name), base_name(name), self.bases.updates
+        if weight is None or (updates.fetch(name) is not None and ".modules_to_save." not in name):
             return weight
-        return proof.rounded_at_random(weight, self.bases.dtype, seed=zlib.crc32(name.encode()))
+        if plain in updates or ".modules_to_save." in name:
+            return proof.rounded_at_random(weight, self.bases.dtype, seed=zlib.crc32(name.encode()))
+        return weight if self.bases.keeps(plain) else self._rounded(weight)
 
     def merged(self, name: str) -> torch.Tensor | None:
         """A weight of the merged model."""
@@ -163,7 +184,7 @@ class Merging:
     def tensors(self, group: streamed.ConversionGroup) -> dict[str, torch.Tensor]:
         """The tensors of the merged model's files that replace a group of the base's."""
         weights = self.bases.weights
-        if self.bases.keeps(group):
+        if self.bases.keeps(*group.targets):
             return {source: weights.stored(source) for source in group.sources}
         if not any(name in self.bases.updates or name in self.quantized for name in group.targets):
             return {source: self._rounded(weights.stored(source)) for source in group.sources}
@@ -173,11 +194,23 @@ class Merging:
     def _base(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         if name not in self.quantized:
             return weight
-        weight = weight.to(self.bases.device, PRECISIONS[self.bases.config.training.precision].dtype)
-        return self.quantized[name].trained_against(weight)
+        return self.quantized[name].trained_against(self._in_training(weight))
+
+    def _in_training(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.to(self.bases.device, PRECISIONS[self.bases.config.training.precision].dtype)
+
+    def _updated(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """A weight with the adapter, not yet rounded to 16 bit."""
+        if not (self.exact and name in self.quantized):
+            return self.bases.updates.apply(name, self._base(name, weight))
+        served = self.served(name)
+        how = packed.packing_of(served)
+        assert how is not None
+        values = how.decoded(served.data, torch.float32)
+        return values.T if self.quantized[name].transposed else values
 
     def _merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        return self._rounded(self.bases.updates.apply(name, self._base(name, weight)))
+        return self._rounded(self._updated(name, weight))
 
     def _rounded(self, weight: torch.Tensor) -> torch.Tensor:
         if not weight.is_floating_point():
@@ -186,3 +219,19 @@ class Merging:
             refuse_not_finite(self.bases.config.model)
             raise ArtifactError(f"{self.bases.adapter}: the merged weights are not finite; train again")
         return weight.to(self.bases.dtype)
+
+
+class ServedWeights(Mapping[str, nn.Parameter]):
+    """The packed weights of a run that was trained as it is served, by the model's names; each is made when read."""
+
+    def __init__(self, merging: Merging) -> None:
+        self._merging = merging
+
+    def __getitem__(self, name: str) -> nn.Parameter:
+        return self._merging.served(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._merging.quantized)
+
+    def __len__(self) -> int:
+        return len(self._merging.quantized)

@@ -96,15 +96,17 @@ def whole(run: RunDirectory, config: Config) -> dict[str, Any]:
 
 
 def _chosen(config: Config, onto: str | None) -> Onto:
-    # LoftQ's adapter corrects the error of one quantization.
-    needed: Onto | None = "quantized" if config.adapter.init == "loftq" else None
+    # LoftQ's adapter corrects the error of one quantization, and an exact one is rounded with it.
+    exact = config.quantization.snap
+    needed: Onto | None = "quantized" if config.adapter.init == "loftq" or exact else None
     if onto is None:
         return needed or "16-bit"
     pick(ONTO, onto, "base")
     if onto == "quantized" and not prequantized.requantizes(config.quantization, load_architecture(config.model)):
         raise ConfigError("`quantized`: the base of this run was not quantized for training; merge onto `16-bit`")
     if onto == "16-bit" and needed:
-        raise ConfigError("`16-bit`: an adapter of LoftQ corrects the quantized base; merge onto `quantized`")
+        why = "`output.way: exact` rounds the update with" if exact else "an adapter of LoftQ corrects"
+        raise ConfigError(f"`16-bit`: {why} the quantized base; merge onto `quantized`")
     return "quantized" if onto == "quantized" else "16-bit"
 
 
@@ -173,8 +175,11 @@ def _prove(bases: Bases, chosen: Onto, rows: list[list[int]], folder: Path, *, h
     measured = {onto: each.result() for onto, each in likeness.items()}
     if runs.other:
         record["to_trained"] = {onto: {key: measured[onto][key] for key in ("kl", "agreement")} for onto in ONTO}
+    record["served"] = {key: measured[chosen][key] for key in ("kl", "kl_max", "agreement")}
     if held_out:
         record["losses"] = {onto: each["loss"] for onto, each in measured.items()}
+        losses = (likeness[name].losses() for name in ("base", "trained", chosen))
+        record["gain_kept"], record["gain_unknown"] = proof.gain_kept(*losses)
     return record
 
 

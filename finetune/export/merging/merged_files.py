@@ -15,12 +15,13 @@ from transformers import GenerationConfig
 from finetune.errors import MachineError
 from finetune.export.merging.bases import Bases, Merging
 from finetune.model.source import chat_template
+from finetune.model.source.locate import IMAGE_PROCESSORS
 from finetune.model.source.vision import Vision
 from finetune.model.structure import sequence_head, streamed
 from finetune.storage import weight_files
 from finetune.storage.files import amount, write_json
 
-PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+PROCESSORS = (*IMAGE_PROCESSORS, "video_preprocessor_config.json")
 """The files of what makes a base's images and films, beside its tokenizer."""
 
 
@@ -31,7 +32,7 @@ def layouts(bases: Bases) -> dict[str, weight_files.FileLayout]:
     """
     unused = {source for group in bases.weights.groups if not group.targets for source in group.sources}
     left_out = unused if bases.weights.new else set()
-    kept = {source for group in bases.weights.groups if bases.keeps(group) for source in group.sources}
+    kept = {source for group in bases.weights.groups if bases.keeps(*group.targets) for source in group.sources}
     order = {source: number for number, group in enumerate(bases.weights.groups) for source in group.sources}
     planned, count = {}, len(bases.files)
     for number, file in enumerate(bases.files, start=1):

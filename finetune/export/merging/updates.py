@@ -65,6 +65,17 @@ class Updates:
         layer.merge()
         return getattr(layer.get_base_layer(), part).data
 
+    def factors(self, name: str) -> tuple[torch.Tensor, torch.Tensor, float] | None:
+        """A, B and scale of an adapted linear layer, on the device in float32; None for a weight without an adapter."""
+        if name not in self._layers:
+            return None
+        path, layer, _ = self._layers[name]
+        a, b = (
+            self._stored.read(self._stored.name(f"{path}.{factor}.default.weight")).to(self._device, torch.float32)
+            for factor in ("lora_A", "lora_B")
+        )
+        return a, b, layer.scaling["default"]
+
     def fetch(self, name: str) -> torch.Tensor | None:
         """The adapter's own weight of this name in the PeftModel; None for a weight of the base."""
         trained = ".default." in name or name.endswith(new_rows.TRAINED)

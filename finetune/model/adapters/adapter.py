@@ -20,7 +20,7 @@ from finetune.model.adapters import new_rows
 from finetune.model.base import TRAINED_DTYPES
 from finetune.model.precision import PRECISIONS
 from finetune.model.source.locate import weights_directory
-from finetune.model.structure import composite, experts, linear_layers, sequence_head
+from finetune.model.structure import composite, experts, fixed_point, linear_layers, sequence_head
 from finetune.runtime import patches
 from finetune.storage import weight_files
 
@@ -125,6 +125,22 @@ def check_rank(base: Any, section: AdapterSection) -> None:
             raise ConfigError(
                 f"`adapter.{name}`: {rank} is more than the smaller side of each layer it would adapt, {side} at most, "
                 f"where nothing is saved; {RANKS} is usual"
+            )
+
+
+def check_exact(base: Any, section: AdapterSection) -> None:
+    """Raise ConfigError for an adapter of which parts cannot be rounded with the weights of `base`."""
+    if fused := adapted_experts(base, section):
+        raise ConfigError(
+            f"`adapter.targets`: the update of `{next(iter(fused))}` is not rounded with the experts; set "
+            "`adapter.expert_rank: 0` and layers without experts, or `output.way: rounded`"
+        )
+    for name in ranks(base, section):
+        if not fixed_point.of(base.get_submodule(name).weight):
+            raise ConfigError(
+                f"`adapter.targets`: `{name}` is served in 16 bit, as no block of its form divides its "
+                f"{base.get_submodule(name).in_features} inputs, and would be rounded after training; leave it out, "
+                "or set `output.way: rounded`"
             )
 
 
@@ -270,9 +286,13 @@ def left_out(base: Any, section: AdapterSection) -> dict[str, int]:
     if section.targets != "all-linear":
         direct = frozenset()
         untrained = frozenset(name for name in untrained if is_target(name, section.targets))
+    untrained -= direct
+    seeing = tuple(f"{part}." for part in composite.beside_language(base))
+    frozen = frozenset(name for name in untrained if name.startswith(seeing))
     reasons = {
         "whose weights the model's code reads directly": direct,
-        "that rows of text do not train": untrained - direct,
+        "of the model of images, which stay as they are": frozen,
+        "that rows of text do not train": untrained - frozen,
     }
     return {reason: len(names) for reason, names in reasons.items() if names}
 

@@ -12,7 +12,6 @@ estimator, arXiv 1308.3432), so there is no gradient of the size of W. W^ is not
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ class ExactLinear(peft_layer.Linear):
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         bias = self.base_layer.bias
-        output: torch.Tensor = _Product.apply(
+        output: torch.Tensor = _RoundedProduct.apply(
             x, None if bias is None else bias.to(x.dtype), self.base_layer.weight, *update_of(self)
         )
         return output
@@ -53,6 +52,7 @@ def update_of(layer: Any) -> tuple[torch.Tensor, torch.Tensor, float]:
     return layer.lora_A[name].weight, layer.lora_B[name].weight, kappa
 
 
+@torch.no_grad()
 def as_served(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
     """The packed parameters of a PeftModel's base by their names there, with the values that the model computes with:
     those that were stored as positions in the format itself.
@@ -62,24 +62,14 @@ def as_served(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
     for path, module in base.named_modules():
         for own, parameter in module.named_parameters(recurse=False):
             if packed.packing_of(parameter):
-                yield f"{path.removesuffix('.base_layer')}.{own}", _as_stored(parameter, adapted.get(path))
+                update = None
+                if path in adapted:
+                    a, b, kappa = update_of(adapted[path])
+                    update = a.float(), b.float(), kappa
+                yield f"{path.removesuffix('.base_layer')}.{own}", packed.as_served(parameter, update)
 
 
-@torch.no_grad()
-def _as_stored(parameter: nn.Parameter, layer: ExactLinear | None) -> nn.Parameter:
-    """A packed parameter in its block format."""
-    positions, how = fixed_point.of(parameter), packed.packing_of(parameter)
-    if positions is None or how is None:
-        return parameter
-    update = None
-    if layer is not None:
-        a, b, kappa = update_of(layer)
-        update = a.float(), b.float(), kappa
-    codes, scales = positions.as_stored(parameter.data, how.scales, update)
-    return packed.packed(codes, replace(how, form=positions.name, scales=scales))
-
-
-class _Product(torch.autograd.Function):
+class _RoundedProduct(torch.autograd.Function):
     """Saves X, A and B."""
 
     @staticmethod

@@ -23,11 +23,13 @@ from finetune.storage import files, locks, weight_files
 
 SUFFIX = ".gguf"
 METHOD = "gguf"
-"""The `quant_method` of the folder's config.json, which has the form of each packed weight in `forms`."""
+"""The `quant_method` of the folder's config.json, whose `modules_to_convert` has the form of each packed weight."""
+
+FORMS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs")
+"""Forms of packed weights (`packed.FORMS`) that are read from files."""
 
 _STAMP = "gguf.json"
-_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_PACKED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
+_PLAIN = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
 def unpacked(file: Path) -> Path:
@@ -108,7 +110,7 @@ class _File:
         self._family = gguf_families.family(self.config)
         with torch.device("meta"):
             self._model = AutoModelForCausalLM.from_config(self.config)
-        self.config.quantization_config = {"quant_method": METHOD, "forms": {}}
+        self.config.quantization_config = {"quant_method": METHOD, "modules_to_convert": {}}
 
     def _key(self, name: str) -> Any:
         return self._keys.get(f"{self._keys['general.architecture']}.{name}")
@@ -181,7 +183,7 @@ class _File:
         from tokenizers import processors
         from transformers import AutoTokenizer
 
-        if not self.config.quantization_config["forms"]:
+        if not self.config.quantization_config["modules_to_convert"]:
             del self.config.quantization_config
         self.config.save_pretrained(folder)
         tokenizer = AutoTokenizer.from_pretrained(self._file.parent, gguf_file=self._file.name)
@@ -201,6 +203,8 @@ class _File:
             unused -= set(of_file.values())
             tensors = [self._tensor(of_file[part]) for part in parts]
             yield self._weight(name, weight.shape, tensors, list(parts.values()))
+        forms = self.config.quantization_config["modules_to_convert"]
+        forms |= {name: forms[other] for name, other in tied.items() if other in forms}
         if unused:
             raise ArtifactError(f"{self._file}: transformers has no weight for its tensor `{sorted(unused)[0]}`")
 
@@ -212,18 +216,20 @@ class _File:
     def _weight(
         self, name: str, shape: torch.Size, tensors: list[Any], rows: list[torch.Tensor]
     ) -> tuple[str, torch.dtype, torch.Size, Callable[[], torch.Tensor]]:
-        kinds = sorted({tensor.tensor_type.name for tensor in tensors})
-        if len(kinds) > 1 or kinds[0] not in (*_PLAIN, *_PACKED):
+        kinds = sorted({tensor.tensor_type.name.lower() for tensor in tensors})
+        if len(kinds) > 1 or kinds[0] not in (*_PLAIN, *FORMS):
             raise ArtifactError(
                 f"{self._file}: `{tensors[0].name}` is in {' and '.join(kinds)}, which no job keeps; use a file in one "
-                f"of {', '.join((*_PACKED, *_PLAIN))}"
+                f"of {', '.join((*FORMS, *_PLAIN))}"
             )
         [kind] = kinds
+        if kind in FORMS and len(shape) > 2:
+            raise ArtifactError(f"{self._file}: its experts are in {kind}, which is not kept; use a file in BF16")
         if kind in _PLAIN:
             return name, _PLAIN[kind], shape, lambda: self._plain(name, shape, tensors, rows, _PLAIN[kind])
-        self.config.quantization_config["forms"][name] = kind.lower()
+        self.config.quantization_config["modules_to_convert"][name] = kind
         stored = torch.Size((*shape[:-1], tensors[0].data.shape[-1]))
-        return f"{name}_{kind.lower()}", torch.uint8, stored, lambda: _in_order(tensors, rows, stored, torch.uint8)
+        return f"{name}_{kind}", torch.uint8, stored, lambda: _in_order(tensors, rows, stored, torch.uint8)
 
     def _plain(
         self, name: str, shape: torch.Size, tensors: list[Any], rows: list[torch.Tensor], dtype: torch.dtype

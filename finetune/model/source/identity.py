@@ -1,4 +1,4 @@
-"""The identity of a base model: a hash of its config and of every byte of its weights."""
+"""The identity of a base model: a hash of its config, of every byte of its weights, and of what makes its images."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from finetune.config import ModelSection
 from finetune.errors import ArtifactError, FinetuneError
 from finetune.model.source import file_hashes
-from finetune.model.source.locate import weights_directory
+from finetune.model.source.locate import processor_files, weights_directory
 from finetune.storage import weight_files
 from finetune.storage.weight_files import SUFFIX
 
@@ -25,7 +25,8 @@ _PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
 
 
 def of_base(section: ModelSection, note: Callable[[str], None] = lambda text: None) -> str | None:
-    """The identity of a base: a hash of config.json, of the weight files that are loaded, and of a rotary scaling.
+    """The identity of a base: a hash of config.json, of the weight files that are loaded, of a rotary scaling, and for
+    a job with images of its processor's files.
 
     None for random weights, and for a base that is not available locally or not in a supported format. Calls `note`
     if reading takes a while. Raises ArtifactError for a file that is damaged or cannot be read.
@@ -44,6 +45,7 @@ def of_base(section: ModelSection, note: Callable[[str], None] = lambda text: No
             parts = [config, *pool.map(file_hashes.sha256, files)]
         if section.rope_scaling:
             parts.append(section.rope_scaling.model_dump_json())
+        parts += [hashlib.sha256(file.read_bytes()).hexdigest() for file in processor_files(section)]
     except OSError as error:
         raise ArtifactError(f"{error.filename or folder}: cannot be read: {error.strerror}") from None
     return _WHOLE + hashlib.sha256(json.dumps(parts).encode()).hexdigest()

@@ -14,6 +14,8 @@ from finetune.model.source import catalog, gguf_base
 from finetune.runtime import hub
 
 BUILTIN_BASE = "builtin:tiny-llama"
+IMAGE_PROCESSORS = ("processor_config.json", "preprocessor_config.json")
+"""The files of what makes a base's images, beside its tokenizer."""
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 # The libraries read whole JSON files. A large vocabulary takes tens of MB.
@@ -104,6 +106,19 @@ def weights_directory(name: str, revision: str | None, *, download: bool = False
         lambda: snapshot_download(name, revision=revision, allow_patterns=files, local_files_only=not download),
     )
     return Path(snapshot)
+
+
+def processor_files(section: ModelSection) -> list[Path]:
+    """The files of IMAGE_PROCESSORS that the base of a job with images has, fetched if the hub can be reached."""
+    from transformers.utils import cached_file
+
+    if section.vision == "none":
+        return []
+    hub.fail_fast()
+    failures = ("gated_repo", "missing_entries", "connection_errors")
+    lenient = dict.fromkeys((f"_raise_exceptions_for_{failure}" for failure in failures), False)
+    found = (cached_file(locate(section.name), name, revision=section.revision, **lenient) for name in IMAGE_PROCESSORS)
+    return [Path(file) for file in found if file]
 
 
 def card(section: ModelSection) -> Mapping[str, Any]:

@@ -17,6 +17,7 @@ from finetune.errors import ConfigError
 from finetune.model.source.locate import card
 
 METHODS = {
+    "gguf": "a GGUF file",
     "mxfp4": "MXFP4",
     "nvfp4": "NVFP4",
     "fp8": "FP8",
@@ -55,7 +56,7 @@ def form(architecture: Any) -> str | None:
     method, block = given.get("quant_method"), list(given.get("weight_block_size") or ())
     # FP8 has other forms: one scale for each weight, experts in 4 bit (DeepSeek V4), quantized embeddings.
     blocks = block == [128, 128] and given.get("expert_dtype", "fp8") == "fp8" and not given.get("modules_to_convert")
-    return method if method == "mxfp4" or (method == "fp8" and blocks) else None
+    return method if method in ("mxfp4", "gguf") or (method == "fp8" and blocks) else None
 
 
 def stated(architecture: Any, quantization: QuantizationSection) -> Mapping[str, Any] | None:

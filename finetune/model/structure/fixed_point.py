@@ -23,14 +23,19 @@ from typing import Any
 
 import torch
 
+from finetune.model.structure.block_fields import is_linear
 from finetune.model.structure.block_formats import BLOCK_FORMATS, BlockFormat, Fields, Grid
 
+Update = tuple[torch.Tensor, torch.Tensor, float]
+"""A (r, columns) and B (rows, r) in float32, and kappa."""
+
+_PREFIX = "exact_"
 _MOST_IN_A_BYTE = 64
 """Levels of a format whose positions fit in 8 bits."""
 
 
 @dataclass(frozen=True)
-class Positions:
+class FixedPoint:
     """How positions between the levels of a format are stored: `bytes_each`, and `step` of a code in levels.
 
     `name` is that of the format, `low` the level at position 0; `even`: whether the levels are consecutive integers.
@@ -75,19 +80,19 @@ class Positions:
     ) -> None:
         """Write W^ (rows, columns) into `out`, of any floating type; A and B are in float32."""
         for codes_part, grid_part, b_part, out_part in _parts(a.shape[1], codes, grid, b, out):
-            self._values(codes_part, grid_part, out_part, moved(grid_part, a, b_part, kappa))
+            self._values(codes_part, grid_part, out_part, shift_of(grid_part, a, b_part, kappa))
 
     def as_stored(
-        self, codes: torch.Tensor, scales: torch.Tensor, update: tuple[torch.Tensor, torch.Tensor, float] | None
+        self, codes: torch.Tensor, scales: torch.Tensor, update: Update | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The bytes and scales of the values after an update (A, B, kappa) of a matrix, as the format stores them."""
+        """The bytes and scales of the values after an update of a matrix, as the format stores them."""
         fields = self.fields(scales, codes.shape[-1] // self.bytes_each)
         grid = self.form.grid(fields)
         if update is None:
             return self.form.pack(self._nearest(codes, grid).to(torch.uint8).flatten(-2), fields)
         a, b, kappa = update
         parts = _parts(a.shape[1], codes, grid, b)
-        nearest = [self._nearest(code, own, moved(own, a, up, kappa)).to(torch.uint8) for code, own, up in parts]
+        nearest = [self._nearest(code, own, shift_of(own, a, up, kappa)).to(torch.uint8) for code, own, up in parts]
         return self.form.pack(torch.cat(nearest).flatten(-2), fields)
 
     def grid(self, scales: torch.Tensor, columns: int) -> Grid:
@@ -104,32 +109,33 @@ class Positions:
         return fields
 
     def _values(
-        self, codes: torch.Tensor, grid: Grid, out: torch.Tensor, moved: torch.Tensor | None = None
+        self, codes: torch.Tensor, grid: Grid, out: torch.Tensor, shift: torch.Tensor | None = None
     ) -> None:  # fmt: skip
-        level = self._nearest(codes, grid, moved)
+        level = self._nearest(codes, grid, shift)
         if self.even:
             level.add_(self.form.levels[0])
         else:
-            level = torch.tensor(self.form.levels, device=codes.device)[level.int()]
+            levels = torch.tensor(self.form.levels, dtype=torch.float32, device=codes.device)
+            level = levels.index_select(0, level.flatten().int()).view(level.shape)
         level.mul_(grid.scales.unsqueeze(-1))
         if grid.offsets is not None:
             level.sub_(grid.offsets.unsqueeze(-1))
         out.copy_(level.flatten(-2))
 
-    def _nearest(self, codes: torch.Tensor, grid: Grid, moved: torch.Tensor | None = None) -> torch.Tensor:
+    def _nearest(self, codes: torch.Tensor, grid: Grid, shift: torch.Tensor | None = None) -> torch.Tensor:
         """The numbers of the nearest levels, as floats (..., rows, groups, group)."""
         position = codes.float() if self.bytes_each == 1 else codes.view(torch.int16).float().add_(2**15)
         position = position.add_(0.5).mul_(self.step).unflatten(-1, (-1, self.form.group))
-        if moved is not None:
-            position.add_(moved)
+        if shift is not None:
+            position.add_(shift)
         if self.even:
             return position.floor_().clamp_(0, len(self.form.levels) - 1)
-        levels = torch.tensor(self.form.levels, device=codes.device)
+        levels = torch.tensor(self.form.levels, dtype=torch.float32, device=codes.device)
         boundaries = (levels[1:] + levels[:-1]) / 2
         return torch.bucketize(position.add_(self.low), boundaries, right=True).float()
 
 
-def moved(grid: Grid, a: torch.Tensor, b: torch.Tensor, kappa: float) -> torch.Tensor:
+def shift_of(grid: Grid, a: torch.Tensor, b: torch.Tensor, kappa: float) -> torch.Tensor:
     """kappa B A / scale (rows, groups, group): by how much an update moves positions; 0 where the scale is."""
     # As a batch of one: selective checkpointing would keep a product of matrices (`recompute.keeping`).
     product = torch.bmm((b * kappa).unsqueeze(0), a.unsqueeze(0)).squeeze(0)
@@ -137,18 +143,17 @@ def moved(grid: Grid, a: torch.Tensor, b: torch.Tensor, kappa: float) -> torch.T
     return product.unflatten(-1, (inverse.shape[-1], -1)).mul_(inverse.unsqueeze(-1))
 
 
-def of(weight: Any) -> Positions | None:
+def of(weight: Any) -> FixedPoint | None:
     """How the positions of a packed parameter are stored; None if it has none."""
     how = getattr(weight, "packing", None)
     return None if how is None else POSITIONS.get(how.form)
 
 
-def _positions(name: str, form: BlockFormat) -> Positions:
+def _positions(name: str, form: BlockFormat) -> FixedPoint:
     levels = form.levels
     low, high = levels[0] - (levels[1] - levels[0]) / 2, levels[-1] + (levels[-1] - levels[-2]) / 2
     bytes_each = 1 if len(levels) <= _MOST_IN_A_BYTE else 2
-    even = levels == tuple(range(int(levels[0]), int(levels[0]) + len(levels)))
-    return Positions(name, form, bytes_each, low, (high - low) / 256**bytes_each, even)
+    return FixedPoint(name, form, bytes_each, low, (high - low) / 256**bytes_each, is_linear(levels))
 
 
 # Weights whose values are made at a time, so that intermediate results stay small beside them.
@@ -164,8 +169,22 @@ def _parts(columns: int, codes: torch.Tensor, grid: Grid, *tensors: torch.Tensor
         yield codes[own], Grid(grid.scales[own], offsets), *(tensor[own] for tensor in tensors)
 
 
-POSITIONS: Mapping[str, Positions] = {f"exact_{name}": _positions(name, form) for name, form in BLOCK_FORMATS.items()}
-"""By the name that `packed.FORMS` has for weights stored so."""
+POSITIONS: Mapping[str, FixedPoint] = {
+    f"{_PREFIX}{name}": _positions(name, form)
+    for name, form in BLOCK_FORMATS.items()
+    if is_linear(form.levels) or len(form.levels) <= _MOST_IN_A_BYTE
+}
+"""By the name that `packed.FORMS` has for weights stored so. Not of FP8, whose levels are as close as positions."""
+
+
+def held(name: str, *, exact: bool = True) -> str:
+    """The name in training of a form, or of a kind of mixed forms, whose positions are held where that is `exact`."""
+    return f"{_PREFIX}{name}" if exact else name
+
+
+def served(name: str) -> str:
+    """The reverse of `held`."""
+    return name.removeprefix(_PREFIX)
 
 
 @functools.cache

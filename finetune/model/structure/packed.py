@@ -11,8 +11,10 @@ Shapes: weights are (..., rows, columns); products sum over columns, along which
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from finetune.model.structure import block_formats
+from finetune.model.structure import block_formats, fixed_point
 from finetune.model.structure.block_formats import BLOCK_FORMATS, BlockFormat
 from finetune.model.structure.fixed_point import POSITIONS
 from finetune.model.structure.float_blocks import mxfp4_exponents, power_of_two
@@ -33,11 +35,15 @@ _PART = 2**24
 class Layout:
     """How files name the tensors of a packed weight: the `endings` of its bytes and of its scales.
 
-    `joined` makes the scales of a `Packing` from those of the files.
+    `joined` makes the scales of a `Packing` from those of the files; None where the bytes hold them.
     """
 
     endings: tuple[str, ...]
-    joined: Callable[..., torch.Tensor]
+    joined: Callable[..., torch.Tensor] | None = None
+
+    def scales(self, codes: torch.Tensor, *stored: torch.Tensor) -> torch.Tensor:
+        """The scales of a `Packing` from the tensors of a file."""
+        return self.joined(*stored) if self.joined else codes[..., :0]
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,7 @@ class PackedForm:
     layouts: tuple[Layout, ...] = ()
     config: str | None = None
     transposed: bool = False
-    values_per_byte: int = 1
+    values_per_byte: int | Fraction = 1
     begin: Callable[[torch.Tensor, torch.Tensor], None] | None = None
 
 
@@ -100,6 +106,24 @@ def values(parameter: nn.Parameter) -> torch.Tensor:
     return how.decoded(parameter.data)
 
 
+def exact(parameter: nn.Parameter) -> torch.Tensor:
+    """The values of a packed parameter in float32, in which no form is rounded."""
+    how = packing_of(parameter)
+    assert how is not None
+    return how.decoded(parameter.data, torch.float32)
+
+
+def as_served(parameter: nn.Parameter, update: fixed_point.Update | None = None) -> nn.Parameter:
+    """A packed parameter as its form is served: of one held as positions (`fixed_point`) the nearest values after an
+    update.
+    """
+    how, positions = packing_of(parameter), fixed_point.of(parameter)
+    if how is None or positions is None:
+        return parameter
+    codes, scales = positions.as_stored(parameter.data, how.scales, update)
+    return packed(codes, replace(how, form=positions.name, scales=scales))
+
+
 def packed(codes: torch.Tensor, how: Packing) -> nn.Parameter:
     """A frozen parameter of these bytes."""
     parameter: Any = nn.Parameter(codes, requires_grad=False)
@@ -110,12 +134,31 @@ def packed(codes: torch.Tensor, how: Packing) -> nn.Parameter:
 def pack(form: str, weight: torch.Tensor, *, transposed: bool = False) -> nn.Parameter:
     """`weight` as a packed parameter on its device, which may be the meta device."""
     rows_first = weight.mT if transposed else weight
-    shapes = FORMS[form].shapes(rows_first.shape)
-    codes = torch.empty(shapes[0], dtype=torch.uint8, device=weight.device)
-    scales = torch.empty(shapes[1], dtype=FORMS[form].scale_dtype, device=weight.device)
+    codes, scales = empty(form, rows_first)
     if not weight.is_meta:
         encode(form, rows_first, codes, scales)
     return packed(codes, Packing(form, scales, weight.shape, weight.dtype, transposed))
+
+
+def digest(model: nn.Module) -> str | None:
+    """SHA-256 (hex) of the bytes and scales of the packed weights of `model`; None if it has none."""
+    whole, found = hashlib.sha256(), False
+    for name, parameter in sorted(model.named_parameters()):
+        if how := packing_of(parameter):
+            found = True
+            whole.update(f"{name} {how.form} {list(how.shape)}".encode())
+            for tensor in (parameter.data, how.scales):
+                whole.update(tensor.contiguous().view(torch.uint8).cpu().numpy().data)
+    return whole.hexdigest() if found else None
+
+
+def empty(form: str, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for the bytes and scales of a weight in a form of FORMS, on its device."""
+    codes, scales = FORMS[form].shapes(weight.shape)
+    return (
+        torch.empty(codes, dtype=torch.uint8, device=weight.device),
+        torch.empty(scales, dtype=FORMS[form].scale_dtype, device=weight.device),
+    )
 
 
 @dataclass(frozen=True)
@@ -151,10 +194,10 @@ def hidden(weights: Mapping[str, Published]) -> set[str]:
     return (parts | others) - weights.keys()
 
 
-def published_shape(form: str, codes: Sequence[int], scales: Sequence[int]) -> torch.Size:
+def published_shape(form: str, codes: Sequence[int], scales: Sequence[int] = ()) -> torch.Size:
     """The shape of the values of a weight of files, by the shapes of its first two tensors, as the model reads them."""
     if not FORMS[form].transposed:
-        return torch.Size((*codes[:-1], codes[-1] * FORMS[form].values_per_byte))
+        return torch.Size((*codes[:-1], int(codes[-1] * FORMS[form].values_per_byte)))
     *others, rows, blocks = scales
     return torch.Size((*others, blocks * _BLOCK, rows))
 
@@ -178,29 +221,65 @@ def from_published(
     return packed(codes.reshape(expected[0]), Packing(form, scales, shape, dtype, transposed))
 
 
+# Many operators of torch each; a forecast counts one, with the memory of what is inside (`forecast.operator_costs`).
+_library = torch.library.Library("finetune", "FRAGMENT")
+for _schema in (
+    "pack_(Tensor(a!) codes, Tensor(b!) scales, Tensor weight, str form) -> ()",
+    "unpack_(Tensor(a!) out, Tensor codes, Tensor scales, str form) -> ()",
+):
+    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+
 def encode(form: str, weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
     """Write the bytes and scales of `weight` in a form of FORMS."""
+    if not FORMS[form].layouts:  # in which no base is published
+        torch.ops.finetune.pack_(codes, scales, weight, form)
+    else:
+        encode_in_parts(codes, scales, weight, form)
+
+
+def decode(form: str, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the values of bytes and scales into `out`, which is exact in float32 and rounded once to other types."""
+    if not FORMS[form].layouts:  # in which no base is published
+        torch.ops.finetune.unpack_(out, codes, scales, form)
+    else:
+        decode_in_parts(out, codes, scales, form)
+
+
+def encode_in_parts(codes: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor, form: str) -> None:
+    """`encode` by torch's operators, `_PART` values at a time."""
     if begin := FORMS[form].begin:
         begin(weight, scales)
     for part in _parts(weight.shape, FORMS[form].shapes, codes, scales, weight):
         FORMS[form].encode(part[2], part[0], part[1])
 
 
-def decode(form: str, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the values of bytes and scales into `out`, which is exact in float32 and rounded once to other types."""
+def decode_in_parts(out: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, form: str) -> None:
+    """`decode` by torch's operators, `_PART` values at a time."""
     for part in _parts(out.shape, FORMS[form].shapes, codes, scales, out):
         FORMS[form].decode(*part)
+
+
+for _name, _program in (("pack_", encode_in_parts), ("unpack_", decode_in_parts)):
+    _library.impl(_name, _program, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"finetune::{_name}", lambda *tensors: None, lib=_library)
+
+
+def part_shape(shape: torch.Size) -> torch.Size:
+    """The shape (experts, rows, columns) of the parts in which weights are converted: `_PART` values, or 128 rows."""
+    *experts, rows, columns = shape
+    rows_each = min(max(_PART // columns // _ROWS, 1) * _ROWS, max(rows, 1))
+    experts_each = min(max(_PART // (rows_each * columns), 1), *(experts or [1]))
+    return torch.Size((experts_each, rows_each, columns))
 
 
 def _parts(
     shape: torch.Size, shapes: Callable[[torch.Size], tuple[torch.Size, torch.Size]], *tensors: torch.Tensor
 ) -> Iterator[Sequence[torch.Tensor]]:
-    """Bytes, scales and values of at most `_PART` values, or 128 rows: some experts, and some rows of each."""
-    *experts, rows, columns = shape
-    tensors = tuple(tensor if experts else tensor.unsqueeze(0) for tensor in tensors)
-    rows_each = max(_PART // columns // _ROWS, 1) * _ROWS
-    scale_rows = shapes(torch.Size((min(rows, rows_each), columns)))[1][0]
-    experts_each = max(_PART // (min(rows, rows_each) * columns), 1)
+    """Bytes, scales and values of each part: some experts, and some rows of each."""
+    tensors = tuple(tensor if len(shape) == 3 else tensor.unsqueeze(0) for tensor in tensors)
+    experts_each, rows_each, columns = part_shape(shape)
+    scale_rows = shapes(torch.Size((rows_each, columns)))[1][0]
     codes, scales, values = tensors
     for some in zip(*(tensor.split(experts_each) for tensor in (codes, scales, values)), strict=True):
         yield from zip(
@@ -377,7 +456,7 @@ def _each(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 # -- GGUF's formats and INT4 -------------------------------------------------------------------------------------------
 
 
-def _in_blocks(form: BlockFormat) -> PackedForm:
+def _in_blocks(name: str, form: BlockFormat) -> PackedForm:
     """Whole blocks in each row, whose bytes hold most formats' scales too."""
 
     def shapes(shape: torch.Size) -> tuple[torch.Size, torch.Size]:
@@ -394,7 +473,10 @@ def _in_blocks(form: BlockFormat) -> PackedForm:
     def decode(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
         block_formats.decode(form, codes, scales, out)
 
-    return PackedForm(shapes, torch.float32 if form.block_scales else torch.uint8, encode, decode)
+    if form.block_scales:
+        return PackedForm(shapes, torch.float32, encode, decode)
+    each = Fraction(form.columns, form.block_bytes)
+    return PackedForm(shapes, torch.uint8, encode, decode, (Layout((f"_{name}",)),), values_per_byte=each)
 
 
 FORMS: dict[str, PackedForm] = {
@@ -414,9 +496,9 @@ FORMS: dict[str, PackedForm] = {
         _fp8_shapes, torch.float32, _encode_fp8, _decode_fp8, (Layout(("", "_scale_inv"), _factors),),
         config="FineGrainedFP8Config",
     ),
-    **{name: _in_blocks(form) for name, form in BLOCK_FORMATS.items() if name not in ("mxfp4", "nvfp4", "fp8")},
+    **{name: _in_blocks(name, form) for name, form in BLOCK_FORMATS.items() if name not in ("mxfp4", "nvfp4", "fp8")},
     **{
-        name: PackedForm(how.shapes, torch.uint8, how.encode, how.decode, (), config="FineGrainedFP8Config")
+        name: PackedForm(how.shapes, torch.uint8, how.encode, how.decode)
         for name, how in POSITIONS.items()
     },
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +59,15 @@ QUANTIZATIONS: dict[str, Quantization] = {
             ("iq4_xs", "4-bit codes of a table of values, with two levels of scales"),
         )
     },
-    "published": Quantization("as in the base's files: `mxfp4`, `nvfp4`, `fp8` or `none`", None, ignores=("double",)),
+    "int4": Quantization(
+        "4-bit integers in blocks of 128, as compressed-tensors writes", None, packed=True, ignores=("double",)
+    ),
+    "gguf": Quantization(
+        "each weight as in the GGUF file that the base is", None, packed=True, ignores=("double",)
+    ),
+    "published": Quantization(
+        "as in the base's files: `mxfp4`, `nvfp4`, `fp8`, `gguf` or `none`", None, ignores=("double",)
+    ),
     "none": Quantization("the training precision", None, ignores=("double",)),
     "auto": Quantization(
         "the form that the base is published in; else the first of `none`, `int8`, `fp8` and `nf4` with which the "
@@ -83,17 +92,19 @@ def library_config(section: QuantizationSection, compute_dtype: Any, published: 
     """
     import transformers
 
-    from finetune.model.structure import packed
+    from finetune.model.structure import fixed_point, packed
 
     kind = QUANTIZATIONS[section.kind]
     if kind.packed or published:
-        given = published or {"quant_method": section.kind}
+        given = published or {"quant_method": fixed_point.held(section.kind, exact=section.snap)}
         form = given["quant_method"]
         # What is passed to transformers 5.23 replaces what config.json says, also by None.
         kept = given.get("modules_to_not_convert") or given.get("ignored_layers")
         known = packed.FORMS.get(form)
         config = getattr(transformers, (known and known.config) or "FineGrainedFP8Config")
-        return config(quant_method=form, dequantize=not kind.packed, modules_to_not_convert=kept)
+        config = functools.partial(config, quant_method=form, dequantize=not kind.packed, modules_to_not_convert=kept)
+        # transformers' config has no other place for the forms of single weights.
+        return config(modules_to_convert=given["modules_to_convert"]) if form == "gguf" else config()
     if kind.arguments is None:
         return None
     if not kind.four_bit:

@@ -9,7 +9,7 @@ This module imports transformers, so import it only where weights are loaded.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -26,14 +26,25 @@ from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
 from transformers.utils.quantization_config import FineGrainedFP8Config
 
-from finetune.model.structure import composite, eight_bit, experts, linear_layers, packed, recipes
+from finetune.model.source import gguf_base
+from finetune.model.structure import (
+    composite,
+    eight_bit,
+    experts,
+    fixed_point,
+    linear_layers,
+    packed,
+    recipes,
+    sequence_head,
+)
+from finetune.model.structure.block_formats import BLOCK_FORMATS
 from finetune.runtime import libraries, patches
 
 
 @contextlib.contextmanager
 def used() -> Iterator[None]:
     """In the block, transformers loads models with the quantizers of this module."""
-    others = dict.fromkeys(("nvfp4", *recipes.RECIPES), FineGrainedFP8Config)
+    others = {name: FineGrainedFP8Config for name, kind in _QUANTIZERS.items() if issubclass(kind, _Own)}
     configs = {**auto.AUTO_QUANTIZATION_CONFIG_MAPPING, **others}
     with (
         patches.QUANTIZERS.by({**auto.AUTO_QUANTIZER_MAPPING, **_QUANTIZERS}),
@@ -97,6 +108,13 @@ class Rounding:
         four_bit = kind(weight, requires_grad=False, **self.parameter.__dict__).to(weight.device)
         return bnb.functional.dequantize_4bit(four_bit.data, four_bit.quant_state)
 
+    def served(self, weight: torch.Tensor, update: fixed_point.Update | None) -> torch.nn.Parameter:
+        """`weight` packed as it is served, after an update that is rounded with it."""
+        how = packed.packing_of(self.parameter)
+        assert how is not None
+        held = packed.pack(how.form, weight.T if self.transposed else weight, transposed=how.transposed)
+        return packed.as_served(held, update)
+
 
 def roundings(model: Any) -> dict[str, Rounding]:
     """The rounding of each quantized parameter of a base on the meta device, by name."""
@@ -139,6 +157,7 @@ class _Packed:
     """Replaces the weights of linear layers and experts by packed ones, and loads them from either form of files."""
 
     form: str
+    exact = False
     pre_quantized: bool
     quantization_config: Any
 
@@ -148,6 +167,10 @@ class _Packed:
     def forms(self, model: Any) -> dict[str, str]:
         """The form of each parameter to be packed, by name."""
         return {name: self.form for name, _, _ in self.targets(model)}
+
+    def published_forms(self) -> Iterable[str]:
+        """The forms that weights of the base's files may be in."""
+        return (self.form,)
 
     def targets(self, model: Any) -> Iterator[tuple[str, Any, str]]:
         """(name in the model, module, name in the module) of each parameter that may be packed."""
@@ -168,12 +191,13 @@ class _Packed:
                 yield name, module, own
 
     def _process_model_before_weight_loading(self, model: Any, **named: Any) -> None:
-        forms = self.forms(model)
+        forms, head = self.forms(model), model.get_output_embeddings()
         for name, module, own in list(self.targets(model)):
             if name not in forms:
                 continue
             path, form = name.removesuffix(".weight"), forms[name]
             if isinstance(module, (torch.nn.Linear, Conv1D)):
+                form = fixed_point.held(form, exact=self.exact and module is not head)
                 model.set_submodule(path, _packed_linear(module, form))
             elif isinstance(module, torch.nn.Embedding):
                 model.set_submodule(path, packed.PackedEmbedding.of(module, packed.pack(form, module.weight.data)))
@@ -229,18 +253,26 @@ class _Nvfp4(_Own):  # transformers' own (5.23) loads no published weights
     }
 
 
+class _Int4(_Own):
+    form = "int4"
+
+    def targets(self, model: Any) -> Iterator[tuple[str, Any, str]]:
+        """Those with rows that blocks divide."""
+        for name, module, own in super().targets(model):
+            if _columns(module, own) % BLOCK_FORMATS[self.form].columns == 0:
+                yield name, module, own
+
+
 class _Mixed(_Own):
     """Gives each weight the form that a recipe says, also the embedding and the head."""
 
     def forms(self, model: Any) -> dict[str, str]:
-        known = {
-            f"{path}.{own}": form
-            for path, module in model.named_modules()
-            for own, form in recipes.remembered(module).items()
-        }
-        return known or recipe_of(model, self.quantization_config.quant_method)
+        known = recipes.of_modules(model)
+        return known or recipe_of(model, fixed_point.served(self.quantization_config.quant_method))
 
     def targets(self, model: Any) -> Iterator[tuple[str, Any, str]]:
+        if self.quantization_config.dequantize:
+            return
         yield from super().targets(model)
         tables = _tables(model)
         for name, module in list(model.named_modules()):
@@ -255,17 +287,31 @@ class _Mixed(_Own):
                 setattr(model.get_submodule(path), own, weight)
 
 
+class _Exact(_Mixed):
+    """Holds the layers that adapters can be on as positions between the levels of their forms."""
+
+    exact = True
+
+
+class _Gguf(_Mixed):
+    """Gives each weight the form that a GGUF file has it in, which config.json names (`source.gguf_base`)."""
+
+    form = "gguf"
+    serialized_names: ClassVar = {"weight": ["weight", *(f"weight_{form}" for form in gguf_base.FORMS)]}
+
+    def forms(self, model: Any) -> dict[str, str]:
+        return recipes.of_modules(model) or dict(self.quantization_config.modules_to_convert)
+
+    def published_forms(self) -> Iterable[str]:
+        return gguf_base.FORMS
+
+
 def recipe_of(model: Any, kind: str) -> dict[str, str]:
     """The form of each weight of `model`, unquantized on the meta device, in a file of a recipe, by name."""
     quantizer = _Mixed(FineGrainedFP8Config(quant_method=kind), pre_quantized=False)
     tables, text, forms = _tables(model), model.config.get_text_config(), dict[str, str]()
     for name, module, own in quantizer.targets(model):
-        shape = (
-            module.nx
-            if isinstance(module, Conv1D)
-            else getattr(module, own).shape[-2 if _is_transposed(module) else -1]
-        )
-        if form := recipes.form_of(tables.get(module, name), shape, kind, text):
+        if form := recipes.form_of(tables.get(module, name), _columns(module, own), kind, text):
             forms[name] = form
     return forms
 
@@ -277,9 +323,16 @@ def _tables(model: Any) -> dict[torch.nn.Module, str]:
         for name, module in model.named_modules()
         if name.endswith("embed_tokens_per_layer")
     }
-    if (head := model.get_output_embeddings()) is not None and type(head) is torch.nn.Linear:
+    head = model.get_output_embeddings()
+    if type(head) is torch.nn.Linear and not sequence_head.is_classifier(model):  # whose head is trained
         tables[head] = recipes.HEAD
     return {**tables, model.get_input_embeddings(): recipes.EMBEDDING}
+
+
+def _columns(module: Any, name: str) -> int:
+    """Values of a row, over which a weight's products sum."""
+    transposed = isinstance(module, Conv1D) or _is_transposed(module)
+    return int(getattr(module, name).shape[-2 if transposed else -1])
 
 
 def _is_transposed(module: Any) -> bool:
@@ -321,24 +374,26 @@ class _Keep(ConversionOps):
 
     @torch.no_grad()
     def convert(self, input_dict: dict[str, Any], *, full_layer_name: str, model: Any, **named: Any) -> dict[str, Any]:
-        form = self.hf_quantizer.form
         given = {name: value if isinstance(value, list) else [value] for name, value in input_dict.items()}
         module, last = get_module_from_name(model, full_layer_name)
         parameter = getattr(module, last)
         wanted = packed.packing_of(parameter)
-        parts = packed.published(given, (form,))
+        parts = packed.published(given, self.hf_quantizer.published_forms())
         if not parts:  # of a module that the base's authors left in 16 bit
             if wanted:
-                raise ValueError(f"{full_layer_name} has no scales, though config.json says that it is in {form}")
+                raise ValueError(
+                    f"{full_layer_name} has no scales, though config.json says that it is in {wanted.form}"
+                )
             weights = {name: value for name, value in given.items() if not name.endswith("_scale")}
             plain = self._after(weights, full_layer_name, model, named)
             return {name: value.to(parameter.dtype) for name, value in plain.items()}
         codes, scales = dict[str, Any](), dict[str, Any]()
         for name, one in parts.items():
             codes[name], *factors = (given[part] for part in one.names)
-            scales[name] = [one.layout.joined(*each) for each in zip(*factors, strict=True)]
+            scales[name] = [one.layout.scales(*each) for each in zip(codes[name], *factors, strict=True)]
         (stored,), (joined,) = (self._after(part, full_layer_name, model, named).values() for part in (codes, scales))
         dtype = wanted.dtype if wanted else parameter.dtype
+        [form] = {one.form for one in parts.values()}
         made = packed.from_published(form, stored, joined, experts.shape(parameter), dtype)
         return {full_layer_name: made if wanted else packed.values(made).contiguous()}
 
@@ -354,5 +409,8 @@ _QUANTIZERS: dict[str, Any] = {
     "mxfp4": _Mxfp4,
     "fp8": _Fp8,
     "nvfp4": _Nvfp4,
+    "int4": _Int4,
     **dict.fromkeys(recipes.RECIPES, _Mixed),
+    **dict.fromkeys(map(fixed_point.held, recipes.RECIPES), _Exact),
+    "gguf": _Gguf,
 }

@@ -119,3 +119,8 @@ def remember(model: Any, forms: Mapping[str, str]) -> None:
 def remembered(module: nn.Module) -> Mapping[str, str]:
     """The forms of the weights of a module by their names in it; empty if they are of one form, or of none."""
     return _forms.get(module, {})
+
+
+def of_modules(model: nn.Module) -> dict[str, str]:
+    """The forms of the weights of a model that `remember` saw, by name; empty if it did not."""
+    return {f"{path}.{own}": form for path, module in model.named_modules() for own, form in remembered(module).items()}

@@ -84,14 +84,15 @@ class Weights(Mapping[str, torch.Tensor]):
 
     def stored(self, source: str) -> torch.Tensor:
         """A tensor as the files hold it, or the values of a packed one."""
+        values = self._unpacked(source) if source in self._packed else self._read(source)
         if source in self._rows:
-            table = self._read(source)
-            return nn.functional.pad(table, (0, 0, 0, max(self._rows[source] - len(table), 0)))
-        if source not in self._packed:
-            return self._read(source)
+            return nn.functional.pad(values, (0, 0, 0, max(self._rows[source] - len(values), 0)))
+        return values
+
+    def _unpacked(self, source: str) -> torch.Tensor:
         one = self._packed[source]
         codes, *parts = map(self._read, one.names)
-        scales = one.layout.joined(*parts)
+        scales = one.layout.scales(codes, *parts)
         shape = packed.published_shape(one.form, codes.shape, scales.shape)
         return packed.values(packed.from_published(one.form, codes, scales, shape, self._dtype)).contiguous()
 
@@ -118,10 +119,10 @@ class Weights(Mapping[str, torch.Tensor]):
         """(dtype, shape) of the tensors of a file as `stored` returns them, by name. Raises ArtifactError."""
         layout = weight_files.layout_of(file)
         for name, one in self._packed.items():
-            codes, scales, *_ = one.names
+            codes, *others = one.names
             if self._file_of[codes] == file:
-                of_scales = weight_files.layout_of(self._file_of[scales])[scales]
-                shape = packed.published_shape(one.form, layout[codes][1], of_scales[1])
+                of_scales = [weight_files.layout_of(self._file_of[scales])[scales][1] for scales in others[:1]]
+                shape = packed.published_shape(one.form, layout[codes][1], *of_scales)
                 layout[name] = self._dtype, shape
         for name in layout.keys() & self._rows.keys():
             dtype, (rows, *others) = layout[name]

@@ -1,4 +1,5 @@
-// Draws the charts of curves.py and step_curve.py, which stand in #curves as JSON. All of a page share cursor and zoom.
+// Draws the charts of curves.py and step_curve.py, which stand in #curves as JSON. All of a page share cursor and zoom,
+// but those along the values of a key.
 "use strict";
 (() => {
   const style = getComputedStyle(document.documentElement);
@@ -75,7 +76,8 @@
     const value = (one, at) => (one.style !== "layer" ? (u, shown) => form(shown)
       : (u, shown, own, point) => form(shown == null ? null : shown - (all[at + 1]?.style === "layer" ? data[own + 1][point] : 0)));
     const phase = (step) => chart.marks.findLast(([start]) => start <= step)[1];
-    const steps = chart.marks
+    const label = (at) => chart.labels[at]?.replace(/^(.{11}).{2,}$/s, "$1…") ?? "";
+    const steps = chart.labels ? { splits: () => [...chart.labels.keys()], values: (u, at) => at.map(label) } : chart.marks
       ? { splits: () => chart.marks.map(([start], at) => (start + (chart.marks[at + 1]?.[0] ?? 1)) / 2), values: (u, at) => at.map(phase), grid: { show: false } }
       : { values: (u, at) => at.map((step) => (Number.isInteger(step) ? FORMS.whole(step) : "")) };
     const axis = { stroke: () => colour("soft"), grid: { stroke: () => colour("line"), width: 1 }, ticks: { show: false } };
@@ -83,12 +85,12 @@
     const made = new uPlot({
       width: width(), height: HEIGHT,
       series: [
-        { label: chart.marks ? "phase" : "step", value: (u, step) => (step == null ? "–" : chart.marks ? phase(step) : FORMS.whole(step)) },
+        { label: chart.along ?? (chart.marks ? "phase" : "step"), value: (u, step) => (step == null ? "–" : chart.labels ? chart.labels[step] : chart.marks ? phase(step) : FORMS.whole(step)) },
         ...all.map((one, at) => ({ label: one.name, value: value(one, at), ...look(one, at, all) })),
       ],
       bands: all[0].style === "high" ? [{ series: [1, 2], fill: () => colour("band") }] : [],
       scales: {
-        x: { time: false, range: (u, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) },
+        x: { time: false, range: (u, low, high) => (chart.labels ? [-0.5, chart.labels.length - 0.5] : low === high ? [low - 1, high + 1] : [low, high]) },
         ...(chart.marks && { y: { range: (u, low, high) => [0, high * 1.08] } }),
       },
       axes: [
@@ -97,13 +99,15 @@
           size: (u, values) => 16 + 7 * Math.max(4, ...(values || []).map((text) => text.length)) },
       ],
       legend: { markers: square(all) },
-      cursor: { sync: { key: "step" } },
+      cursor: chart.labels ? { drag: { x: false } } : { sync: { key: "step" } },
       // Without a cursor there are no values to read beside the names.
       hooks: { setCursor: [(u) => place.classList.toggle("idle", u.cursor.idx == null)], setScale: [(u) => { whole.hidden = !zoomed(u); }] },
     }, data, place);
     place.classList.add("idle");
-    drawn.push(made);
-    pinch(made);
+    if (!chart.labels) {
+      drawn.push(made);
+      pinch(made);
+    }
     new ResizeObserver(() => made.setSize({ width: width(), height: HEIGHT })).observe(place);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => made.redraw(false));
   }

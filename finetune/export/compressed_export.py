@@ -1,0 +1,338 @@
+"""The merged model in a quantized form of safetensors files, which vLLM, SGLang and transformers load.
+
+Packed weights are written byte for byte, one in memory at a time, under the names of the merged model's files: experts
+that the model has in one tensor are taken apart by rows.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from finetune.config import QuantizationSection
+from finetune.errors import ArtifactError, ConfigError
+from finetune.export import proof, row_selection
+from finetune.export.compressed_layouts import EXPERTS, LAYOUTS, WrittenForm
+from finetune.export.conversion import Conversion
+from finetune.model.skeleton import weightless_base
+from finetune.model.structure import packed, quantizers, streamed
+from finetune.model.structure.quantization import library_config
+from finetune.storage import weight_files
+from finetune.storage.files import write_json
+
+_NOT_COPIED = ("config.json", "merge.json", "README.md")
+_ROWS = 128
+"""Rows with one scale in FP8."""
+# vLLM computes these as one matrix, with one factor of NVFP4 for all (vllm#41045).
+_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_ROUNDOFF = {"fp8": 0.03, "nvfp4": 0.1, "mxfp4": 0.12, "int4": 0.12}
+"""Root mean square error of weights that are normally distributed, rounded up."""
+
+
+def check(job: Conversion) -> None:
+    """Raise ConfigError if the model has no such form."""
+    if job.config.scorer:
+        raise ConfigError(f"{job.run.path} is a {job.config.scorer}, which is served in 16 bit; export `merged`")
+    if not rounded_names(_bare(job.architecture), job.kind):
+        raise ConfigError(
+            f"no weight of this model has a form in {job.kind}, whose blocks have {LAYOUTS[job.kind].columns} columns; "
+            "export `merged` instead"
+        )
+
+
+def make(job: Conversion, folder: Path) -> dict[str, Any]:
+    """Write the model to `folder` and prove it. Returns the facts of export.json."""
+    model = job.trained_model(None)
+    trained, dtype = proof.logits(model, job.rows, job.shown), model.dtype
+    weights = job.packed or RoundedWeights(job.run.merged, model.config, job.kind)
+    written = write(job.run.merged, folder, model.config, job.kind, weights)
+    differing = _put(model, written, job.packed)
+    found, base = proof.logits(model, job.rows, job.shown), job.base_logits(dtype)
+    result = job.compare(f"model in {job.kind}", model, found, trained, base, _ROUNDOFF[job.kind])
+    return {
+        "weights": {"count": sum(weight.numel() for weight in model.parameters()), "differing": differing},
+        **asdict(result),
+        **job.served(found, trained, base),
+        "compared_with": "the merged model",
+        "known_differences": [
+            "the figures are of the weights alone; vLLM also rounds activations for FP8, which adds to them"
+        ],
+        "not_proven": ["vLLM and SGLang were not run"],
+    }
+
+
+def _put(model: Any, written: Written, given: Mapping[str, nn.Parameter]) -> int:
+    """Put the weights of written files into `model`; returns how many of them differ from its own.
+
+    Raises ArtifactError if one does that was `given` packed.
+    """
+    differing = 0
+    for name, weight in model.named_parameters():
+        found = written[name].to(weight.device)
+        expected = packed.exact(given[name]) if name in given else weight.data
+        count = int((found != expected).sum())
+        if count and name in given:
+            raise ArtifactError(f"{count:,} values of `{name}` are not those that were trained. Nothing was published")
+        differing += count
+        weight.data.copy_(found)
+    return differing
+
+
+class RoundedWeights(Mapping[str, nn.Parameter]):
+    """The linear layers and experts of the model in `folder`, rounded to a form when they are asked for."""
+
+    def __init__(self, folder: Path, config: Any, form: str) -> None:
+        model = _bare(config)
+        self._weights = streamed.Weights(model, sorted(folder.glob("*.safetensors")))
+        self._names, self._form = rounded_names(model, form), form
+        self._transposed = _transposed(model)
+        self._last: tuple[tuple[str, ...], nn.Parameter] | None = None
+
+    def __getitem__(self, name: str) -> nn.Parameter:
+        together = tuple(self._names_together(name))
+        if self._last is None or self._last[0] != together:
+            weight = torch.cat([self._weights[each] for each in together])
+            self._last = together, packed.pack(self._form, weight, transposed=name in self._transposed)
+        whole = self._last[1]
+        if len(together) == 1:
+            return whole
+        how: Any = packed.packing_of(whole)
+        sizes = [len(self._weights[each]) for each in together]
+        place = together.index(name)
+        codes, scales = (each.split(sizes)[place] for each in (whole.data, how.scales))
+        shape = torch.Size((sizes[place], how.shape[-1]))
+        return packed.packed(codes, packed.Packing(self._form, scales, shape, how.dtype))
+
+    def _names_together(self, name: str) -> list[str]:
+        if self._form == "nvfp4":
+            for names in together_of(name):
+                if all(each in self._names for each in names):
+                    return names
+        return [name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def together_of(name: str) -> Iterator[list[str]]:
+    """The names of weights that vLLM joins with this one, it among them."""
+    for parts in _TOGETHER:
+        for part in parts:
+            if f".{part}." in name:
+                yield [name.replace(f".{part}.", f".{each}.") for each in parts]
+
+
+def rounded_names(model: Any, form: str) -> list[str]:
+    """The weights of a model on the meta device that are quantized: linear layers but the head, and experts."""
+    names = quantizers.packed_names(model, library_config(QuantizationSection(kind="fp8"), None))
+    weights, transposed = model.state_dict(), _transposed(model)
+    if form == "mxfp4" and transposed:  # gpt-oss, of which programs read experts alone in that form
+        names &= transposed
+    each = {name: weights[name].shape[-2 if name in transposed else -1] for name in names}
+    whole = [name for name in weights if name in names and each[name] % LAYOUTS[form].columns == 0]
+    return [] if transposed and form != "mxfp4" else whole
+
+
+def _transposed(model: Any) -> set[str]:
+    """The experts whose values the model reads transposed."""
+    if model.config.get_text_config().model_type != "gpt_oss":
+        return set()
+    return {name for name in model.state_dict() if name.endswith(("experts.gate_up_proj", "experts.down_proj"))}
+
+
+def _bare(config: Any) -> Any:
+    plain = QuantizationSection(kind="none")
+    return weightless_base(config, plain, attention="eager", dtype=torch.bfloat16)
+
+
+class Written(streamed.Weights):
+    """The weights of a written folder, decoded in float32; their names are those of the 16-bit files in `source`."""
+
+    def __init__(self, model: Any, source: Path, folder: Path, parts: Mapping[str, tuple[str, WrittenForm]]) -> None:
+        super().__init__(model, sorted(source.glob("*.safetensors")))
+        self._parts, self._found = parts, dict[str, Path]()
+        for file in folder.glob("*.safetensors"):
+            self._found.update(dict.fromkeys(weight_files.layout_of(file), file))
+
+    def stored(self, source: str) -> torch.Tensor:
+        if source not in self._parts:
+            return self._tensor(source)
+        form, layout = self._parts[source]
+        own = {name[len(source) :]: self._tensor(name) for name in self._found if _is_part(name, source)}
+        codes, scales = layout.read(own)
+        *others, rows, count = codes.shape
+        values = torch.empty((*others, rows, count * packed.FORMS[form].values_per_byte))
+        packed.decode(form, codes, scales, values)
+        return values.mT if layout is EXPERTS else values
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        self._file_of[name] = self._found[name]
+        return self._read(name)
+
+
+def _is_part(name: str, source: str) -> bool:
+    return name.startswith(source) and name[len(source) :] in ENDINGS
+
+
+ENDINGS = ("", "_scale_inv", "_packed", "_scale", "_global_scale", "_shape", "_blocks", "_scales")
+
+
+def write(source: Path, folder: Path, config: Any, form: str, weights: Mapping[str, nn.Parameter]) -> Written:
+    """Write the model in `source` (safetensors in 16 bit) to `folder`, with the packed `weights` in place of its own.
+
+    `weights` are of the form (a key of LAYOUTS), by the model's names, and may be made when they are asked for. Returns
+    what was written, for comparison. Raises ConfigError if files do not have a weight's rows whole, or for factors of
+    NVFP4 that vLLM would not tell apart, OSError if the disk lacks room.
+    """
+    model = _bare(config)
+    files = sorted(source.glob("*.safetensors"))
+    read = streamed.Weights(model, files)
+    plan = _FilePlan(model, read, form, weights)
+    for file in files:
+        tensors = plan.tensors_of(weight_files.layout_of(file))
+        ordered = dict(sorted(tensors.items(), key=lambda one: -one[1][0].itemsize))  # aligned
+        layout = weight_files.FileLayout({name: (dtype, shape) for name, (dtype, shape, _) in ordered.items()})
+        if shutil.disk_usage(folder).free < layout.bytes:
+            raise OSError(28, f"No space left on device: {layout.bytes:,} bytes are needed")
+        weight_files.write(folder / file.name, layout, (load() for _, _, load in ordered.values()))
+    _write_index(folder)
+    _copy_settings(source, folder, plan.stated())
+    return Written(model, source, folder, plan.parts)
+
+
+Tensor = tuple[torch.dtype, torch.Size, Callable[[], torch.Tensor]]
+
+
+class _FilePlan:
+    """The tensors of the files: those of `weights` taken apart by rows, and all others as they are."""
+
+    def __init__(self, model: Any, read: streamed.Weights, form: str, weights: Mapping[str, nn.Parameter]) -> None:
+        self._model, self._read, self._form, self._weights = model, read, form, weights
+        self._transposed = _transposed(model)
+        self._shapes = {name: weight.shape for name, weight in model.state_dict().items()}
+        self.parts: dict[str, tuple[str, WrittenForm]] = {}
+        self._of: dict[str, tuple[str, torch.Tensor, torch.Size]] = {}
+        placed = set()
+        for group in read.groups:
+            for name in set(group.targets) & weights.keys():
+                placed.add(name)
+                self._add(name, group)
+        if lost := weights.keys() - placed:
+            raise ConfigError(f"`{min(lost)}` is not a weight of the merged model's files; export `merged` instead")
+        if form == "nvfp4":
+            self._check_factors()
+
+    def _add(self, name: str, group: streamed.ConversionGroup) -> None:
+        transposed = name in self._transposed
+        layout = EXPERTS if transposed else LAYOUTS[self._form]
+        if transposed and self._form != "mxfp4":
+            raise ConfigError(
+                f"`{name}` is transposed, for which files have no form but MXFP4; export `merged` instead"
+            )
+
+        def taken_apart(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+            return self._read.reverted(group, {name: tensor})
+
+        shape = self._shapes[name]
+        rows = row_selection.chosen(name, shape, taken_apart, "this checkpoint", transposed=transposed)
+        columns = shape[-2] if transposed else shape[-1]
+        if not transposed and any(each.dim() > 1 for each in rows.values()) and self._form != "fp8":
+            raise ConfigError(
+                f"this checkpoint has the experts `{name}` in one tensor, which has no form in {self._form}; export "
+                "`fp8` or `merged` instead"
+            )
+        for part, each in rows.items():
+            self.parts[part] = self._form, layout
+            self._of[part] = name, each, torch.Size((*each.shape, columns))
+
+    def tensors_of(self, stored: Mapping[str, tuple[torch.dtype, torch.Size]]) -> dict[str, Tensor]:
+        """Type, shape and a function that loads each tensor of the file in whose place this one is."""
+        planned: dict[str, Tensor] = {}
+        for source, (dtype, shape) in stored.items():
+            if source not in self._of:
+                planned[source] = dtype, shape, lambda source=source: self._read.stored(source)
+                continue
+            _, _, values = self._of[source]
+            codes, scales = packed.FORMS[self._form].shapes(values)
+            kind = packed.FORMS[self._form].scale_dtype
+            layout = self.parts[source][1]
+            empty = layout.write(
+                torch.empty(codes, dtype=torch.uint8, device="meta"),
+                torch.empty(scales, dtype=kind, device="meta"),
+                values,
+            )
+            for ending, tensor in empty.items():
+                planned[source + ending] = (
+                    tensor.dtype, tensor.shape, lambda source=source, ending=ending: self._tensors(source)[ending]
+                )  # fmt: skip
+        return planned
+
+    def _tensors(self, source: str) -> Mapping[str, torch.Tensor]:
+        name, rows, shape = self._of[source]
+        weight = self._weights[name]
+        how: Any = packed.packing_of(weight)
+        if how.form != self._form:
+            raise ConfigError(f"`{name}` is held in {how.form}, and these files in {self._form}")
+        scales = _blocks_of_rows(name, how, rows) if self._form == "fp8" else row_selection.bytes_of(how.scales, rows)
+        return self.parts[source][1].write(row_selection.bytes_of(weight.data, rows), scales, shape)
+
+    def _check_factors(self) -> None:
+        for name in self._weights:
+            for names in together_of(name):
+                known = [each for each in names if each in self._weights]
+                factors = [packed.packing_of(self._weights[each]).scales[0, : packed.FACTOR_BYTES] for each in known]
+                if name == known[0] and any(not torch.equal(each, factors[0]) for each in factors):
+                    raise ConfigError(
+                        f"{', '.join(f'`{each}`' for each in known)} have different factors of NVFP4, of which vLLM "
+                        "takes one for all; quantize them with one"
+                    )
+
+    def stated(self) -> dict[str, Any]:
+        """The entry `quantization_config`: every linear layer without packed weights is named, as files name it."""
+        sources = {group.targets[0]: group.sources[0] for group in self._read.groups if group.targets}
+        kept = [
+            sources.get(f"{name}.weight", f"{name}.weight").removesuffix(".weight")
+            for name, module in self._model.named_modules()
+            if (isinstance(module, nn.Linear) or name.endswith("router")) and f"{name}.weight" not in self._weights
+        ]
+        layout = EXPERTS if self._transposed else LAYOUTS[self._form]
+        return layout.stated(sorted(kept))
+
+
+def _blocks_of_rows(name: str, how: packed.Packing, rows: torch.Tensor) -> torch.Tensor:
+    """The scales of FP8 for these rows, of which each 128 must be together in the weight too."""
+    count, blocks = how.shape[-2], how.scales.shape[-2]
+    first = rows[..., ::_ROWS]
+    expected = first.repeat_interleave(_ROWS, -1)[..., : rows.shape[-1]] + torch.arange(rows.shape[-1]) % _ROWS
+    if (first % count % _ROWS).any() or not torch.equal(expected, rows):
+        raise ConfigError(f"files do not have the blocks of `{name}` in FP8 whole; export `merged` instead")
+    return row_selection.bytes_of(how.scales, first // count * blocks + first % count // _ROWS)
+
+
+def _write_index(folder: Path) -> None:
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) > 1:
+        layouts = {file.name: weight_files.layout_of(file) for file in files}
+        size = sum(dtype.itemsize * shape.numel() for one in layouts.values() for dtype, shape in one.values())
+        of = {tensor: file for file, one in layouts.items() for tensor in one}
+        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(of.items()))}
+        write_json(folder / "model.safetensors.index.json", index)
+
+
+def _copy_settings(source: Path, folder: Path, stated: dict[str, Any]) -> None:
+    """config.json with `quantization_config`, and the tokenizer and all else that the merged model's folder has."""
+    for file in source.iterdir():
+        if file.is_file() and ".safetensors" not in file.name and file.name not in _NOT_COPIED:
+            shutil.copyfile(file, folder / file.name)
+    values = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    write_json(folder / "config.json", {**values, "quantization_config": stated})

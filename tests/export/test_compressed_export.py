@@ -1,0 +1,141 @@
+"""Quantized safetensors files: the bytes that were packed, as compressed-tensors, transformers and vLLM read them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, LlamaConfig, Qwen3MoeConfig
+
+from finetune.config import ModelSection, QuantizationSection
+from finetune.errors import ConfigError
+from finetune.export import compressed_export
+from finetune.export.compressed_export import RoundedWeights, write
+from finetune.model.base import load_architecture
+from finetune.model.source import prequantized
+from finetune.model.structure import packed
+from finetune.storage.rundir import RunDirectory
+
+SMALL = {
+    "vocab_size": 64, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64,
+}  # fmt: skip
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "llama": lambda: LlamaConfig(**SMALL),
+    "mixture": lambda: Qwen3MoeConfig(**SMALL, moe_intermediate_size=128, num_experts=4, num_experts_per_tok=2),
+    "gpt-oss": lambda: GptOssConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2),
+}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Callable[[str], Path]:
+    """A function that saves a small model of a family in 16 bit, as merging does."""
+
+    def save(family: str) -> Path:
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.bfloat16)
+        model.save_pretrained(tmp_path / "merged")
+        return tmp_path / "merged"
+
+    return save
+
+
+def written(source: Path, form: str) -> tuple[Path, dict[str, nn.Parameter], compressed_export.Written]:
+    folder = source.parent / form
+    folder.mkdir()
+    config = AutoConfig.from_pretrained(source)
+    weights = dict(RoundedWeights(source, config, form))
+    return folder, weights, write(source, folder, config, form, weights)
+
+
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [
+        ("llama", "fp8"), ("llama", "nvfp4"), ("llama", "mxfp4"), ("llama", "int4"), ("mixture", "fp8"),
+        ("mixture", "nvfp4"), ("mixture", "int4"), ("gpt-oss", "mxfp4"),
+    ],
+)  # fmt: skip
+def test_files_decode_to_what_was_packed_and_to_all_other_weights(
+    family: str, form: str, saved: Callable[[str], Path]
+) -> None:
+    source = saved(family)
+    _, weights, read = written(source, form)
+    model = AutoModelForCausalLM.from_pretrained(source)
+    assert weights.keys() < dict(model.named_parameters()).keys()
+    assert any("experts" in name for name in weights) == (family != "llama")
+    for name, weight in model.named_parameters():
+        expected = packed.exact(weights[name]) if name in weights else weight
+        assert torch.equal(read[name], expected), name
+
+
+@pytest.mark.parametrize(
+    ("family", "form"), [("llama", "fp8"), ("llama", "nvfp4"), ("mixture", "fp8"), ("gpt-oss", "mxfp4")]
+)
+def test_the_files_are_a_base_for_training_in_that_form(family: str, form: str, saved: Callable[[str], Path]) -> None:
+    from finetune.model import build
+
+    folder, weights, _ = written(saved(family), form)
+    section = ModelSection(name=str(folder))
+    architecture = load_architecture(section)
+    assert prequantized.form(architecture) == form
+    blueprint = build.Blueprint(section, QuantizationSection(kind=form), architecture, "eager", torch.float32)
+    model = blueprint.load(torch.device("cpu"))
+    found = {name: weight for name, weight in model.named_parameters() if packed.packing_of(weight)}
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(packed.exact(found[name]), packed.exact(weights[name])) for name in weights)
+
+
+@pytest.mark.parametrize("form", ["nvfp4", "mxfp4", "int4"])
+def test_compressed_tensors_decodes_to_what_was_packed(form: str, saved: Callable[[str], Path]) -> None:
+    library = pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    folder, weights, _ = written(saved("llama"), form)
+    stated = json.loads((folder / "config.json").read_text())["quantization_config"]
+    given = library.quantization.QuantizationConfig.model_validate(stated)
+    scheme, tensors = given.config_groups["group_0"], load_file(folder / "model.safetensors")
+    compressor = library.compressors.BaseCompressor.get_value_from_registry(stated["format"])
+    for name, weight in weights.items():
+        start = name.removesuffix("weight")
+        parts = {key.removeprefix(start): one for key, one in tensors.items() if key.startswith(start)}
+        decoded = compressor.decompress(parts, scheme)["weight"]
+        assert torch.equal(decoded.float(), packed.exact(weight).to(decoded.dtype).float()), name
+
+
+@pytest.mark.parametrize("form", ["fp8", "nvfp4", "mxfp4", "int4"])
+def test_config_names_each_linear_layer_that_stays_in_16_bit(form: str, saved: Callable[[str], Path]) -> None:
+    folder, weights, _ = written(saved("mixture"), form)
+    stated = json.loads((folder / "config.json").read_text())["quantization_config"]
+    kept = stated.get("ignore") or stated["modules_to_not_convert"]
+    assert kept == ["lm_head"] or set(kept) > {"lm_head"}
+    assert not any(f"{name}.weight" in weights for name in kept)
+
+
+def test_layers_that_vllm_joins_have_one_factor_of_nvfp4(saved: Callable[[str], Path]) -> None:
+    source = saved("llama")
+    folder, weights, _ = written(source, "nvfp4")
+    tensors = load_file(folder / "model.safetensors")
+    layer = "model.layers.1"
+    for parts in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
+        factors = {float(tensors[f"{layer}.{part}.weight_global_scale"]) for part in parts}
+        assert len(factors) == 1
+    merged = load_file(source / "model.safetensors")
+    alone = packed.pack("nvfp4", merged[f"{layer}.mlp.up_proj.weight"] * 2)
+    config = AutoConfig.from_pretrained(source)
+    with pytest.raises(ConfigError, match=r"gate_proj.*up_proj.* have different factors of NVFP4"):
+        write(source, folder, config, "nvfp4", {**weights, f"{layer}.mlp.up_proj.weight": alone})
+
+
+@pytest.mark.parametrize("form", ["fp8", "int4"])
+def test_a_run_is_exported_in_quantized_files(
+    form: str, run: RunDirectory, call: Callable[..., tuple[int, str, str]]
+) -> None:
+    code, out, err = call("export", run.path, "--to", form)
+    assert code == 0, out + err
+    facts = json.loads((run.path / form / "export.json").read_text())
+    assert 0 < facts["error"] <= facts["bound"]
+    assert f"vllm serve {run.path / form}" in out

@@ -1,0 +1,106 @@
+"""The base of an adapter in the bytes that it was trained on: read back, the two compute what was trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import finetune
+from finetune.config.serving import GGUF
+from finetune.errors import ArtifactError
+from finetune.export import publish
+from finetune.export.gguf import held_base
+from finetune.model.structure import packed
+from finetune.report.terminal import Terminal
+from finetune.settings import load_config
+from finetune.storage.rundir import RunDirectory
+from tests.jobs import QUICK, TINY, sampled, save_base
+
+
+def export(run: RunDirectory) -> dict[str, Any]:
+    return publish.export_model(run, "adapter", terminal=Terminal(quiet=True))
+
+
+@pytest.fixture(scope="module")
+def base(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base with rows that blocks of 256 divide, and with a head of its own."""
+    config = AutoConfig.from_pretrained(tiny_base)
+    for name, value in {
+        "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 64, "tie_word_embeddings": False,
+    }.items():  # fmt: skip
+        setattr(config, name, value)
+    torch.manual_seed(0)
+    return save_base(AutoModelForCausalLM.from_config(config), tmp_path_factory.mktemp("base") / "wide", tiny_base)
+
+
+def trained(base: Path | str, folder: Path, *overrides: str) -> RunDirectory:
+    job = [
+        *QUICK, f"model.name={base}", f"output.dir={folder}", "training.precision=fp32", "training.learning_rate=5e-3",
+        *overrides,
+    ]  # fmt: skip
+    finetune.train(load_config(TINY, job), terminal=Terminal(quiet=True))
+    return RunDirectory(folder)
+
+
+@pytest.mark.parametrize("kind", sampled(GGUF, "q4_k_m"))
+def test_base_and_adapter_compute_what_was_trained(kind: str, base: Path, tmp_path: Path) -> None:
+    run = trained(base, tmp_path / "run", f"output.serve={kind}")
+    assert run.config().quantization.kind == kind
+    assert run.config().output.runtime == "llama.cpp"
+    record = export(run)
+    held = record["held_base"]
+    assert held["file"] == f"base-{kind}.gguf"
+    assert held["weights_differing"] == 0
+    assert held["kl"] <= 1e-6
+    assert held["agreement"] == 1
+    folder = run.path / "plain-adapter"
+    assert {held["file"], "adapter.gguf"} <= {file.name for file in folder.iterdir()}
+    assert record["serve"]["llama.cpp"].startswith(f"llama-server -m {folder / held['file']} --lora ")
+    if held["llama_cpp"]:  # from its 8-bit activations
+        assert held["llama_cpp"]["kl"] <= 0.005
+        assert held["llama_cpp"]["agreement"] >= 0.9
+
+
+def test_a_tied_base_with_rows_that_blocks_do_not_divide_is_shipped_as_trained(tmp_path: Path) -> None:
+    run = trained("builtin:tiny-llama", tmp_path / "run", "quantization.kind=q4_k_m")
+    held = export(run)["held_base"]
+    assert (held["weights_differing"], held["agreement"]) == (0, 1)
+    assert held["kl"] <= 1e-6
+
+
+def test_other_bytes_than_those_of_the_training_are_not_shipped(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = trained(base, tmp_path / "run", "output.serve=q4_0")
+    events = [json.loads(line) for line in run.events_file.read_text().splitlines()]
+    [recorded] = [event for event in events if event["event"] == "base_packed"]
+    assert recorded["kind"] == "q4_0"
+    run.event("base_packed", kind="q4_0", sha256="0" * 64)
+    with pytest.raises(ArtifactError, match=r"has other bytes in q4_0 on this device \(cpu\) than in training"):
+        export(run)
+    assert not (run.path / "plain-adapter").exists()
+
+
+def test_a_file_that_decodes_to_another_weight_is_not_shipped(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = trained(base, tmp_path / "run", "output.serve=q8_0")
+    write = held_base.write
+
+    def damaged(*arguments: Any) -> Any:
+        file, held, differences = write(*arguments)
+        weight = held["model.layers.0.mlp.up_proj.weight"]
+        weight.data[0, 5] ^= 1
+        assert packed.packing_of(weight)
+        return file, held, differences
+
+    monkeypatch.setattr(held_base, "write", damaged)
+    with pytest.raises(ArtifactError, match=r"holds 1 other weights than were trained on, 1 of them"):
+        export(run)
+    assert not (run.path / "plain-adapter").exists()

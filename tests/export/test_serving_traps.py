@@ -1,0 +1,161 @@
+"""What went wrong elsewhere between training and serving, each with its report, and why it cannot here.
+
+docs/shipping.md lists those that no test here can show.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import gguf_in_llama_cpp as bench
+import pytest
+import torch
+from gguf import GGMLQuantizationType, GGUFReader, dequantize
+from transformers import AutoConfig
+
+from finetune.errors import ArtifactError, ConfigError
+from finetune.export import compressed_export, proof, server_commands
+from finetune.export.gguf import gguf_model, gguf_packed, gguf_recipes
+from finetune.model.source import chat_template
+from finetune.model.structure.packed import exact, pack
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A small Llama in 16 bit, with its tokenizer."""
+    shape = bench.SHAPES["llama"]
+    tokenizer = shape.tokenizer()
+    config = bench.architecture(shape, len(tokenizer) + 3)
+    bench.write(bench.train(config, tokenizer, steps=0), tokenizer, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def gguf_file(folder: Path, kind: str, weights: dict[str, Any]) -> Path:
+    tokenizer, file = bench.SHAPES["llama"].tokenizer(), folder.parent / f"{kind}.gguf"
+    gguf_model.write(
+        folder, AutoConfig.from_pretrained(folder), tokenizer, file, kind, packed=weights, starts_with_bos=True,
+        end_of_turn=chat_template.end_of_turn(tokenizer),
+    )  # fmt: skip
+    return file
+
+
+def logits(weight: torch.Tensor) -> torch.Tensor:
+    """Those of a model of one matrix (vocabulary, hidden), on 400 tokens; an update of it moves them along."""
+    generator = torch.Generator().manual_seed(1)
+    states = torch.randn(400, weight.shape[1], generator=generator)
+    return states @ weight.T
+
+
+@pytest.mark.parametrize("steps", [1 / 12, 0.3])  # traps 1 and 2: mlx-lm#1564, mflux#668
+def test_an_update_that_a_grid_swallows_is_not_published(steps: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    base = exact(pack("q4_0", torch.randn(256, 64, generator=generator) * 0.1))
+    step = 0.277 * base.square().mean().sqrt()
+    up, down = torch.randn(256, 2, generator=generator), torch.randn(2, 64, generator=generator)
+    update = up @ down * (steps * step / math.sqrt(2))
+    served = exact(pack("q4_0", base + update))
+    assert ((served == base).float().mean() > 0.6) == (steps < 0.2)
+    of = [[logits(each)] for each in (served, base + update, base)]
+    found = proof.compare(*of, bound=1.0)
+    if steps < 0.2:
+        assert found.kept < 0.5
+        with pytest.raises(ArtifactError, match="rounded more coarsely than that"):
+            proof.refuse_unless_equal(found, "file")
+    else:
+        assert found.kept > 0.5
+
+
+def test_what_little_is_kept_of_the_gain_is_told() -> None:  # trap 1
+    trained, base = torch.full((100,), 2.0), torch.linspace(2.9, 3.1, 100)
+    assert proof.gain_kept(base, trained, base - 0.06) == (pytest.approx(0.06), None)
+    kept, why = proof.gain_kept(base, base + torch.linspace(-1, 1, 100), base)
+    assert kept is None
+    assert why is not None
+    assert "too little to divide by" in why
+
+
+def test_a_weight_on_another_grid_is_refused_and_not_rounded_again(
+    model: Path, tmp_path: Path
+) -> None:  # trap 5: ao#2419
+    config, name = AutoConfig.from_pretrained(model), "model.layers.0.self_attn.q_proj.weight"
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    written = {one.name: one for one in GGUFReader(gguf_file(model, "q8_0", {name: pack("q4_0", weight)})).tensors}
+    assert written["blk.0.attn_q.weight"].tensor_type.name == "Q4_0"
+    assert written["blk.1.attn_q.weight"].tensor_type.name == "Q8_0"
+    (tmp_path / "fp8").mkdir()
+    with pytest.raises(ConfigError, match="held in q4_0, and these files in fp8"):
+        compressed_export.write(model, tmp_path / "fp8", config, "fp8", {name: pack("q4_0", weight)})
+
+
+def test_a_file_that_decodes_to_other_values_than_trained_is_refused(model: Path) -> None:  # trap 6: ao#2937
+    name = "model.layers.0.mlp.up_proj.weight"
+    weights = {name: pack("q4_0", torch.randn(128, 64, generator=torch.Generator().manual_seed(0)))}
+    file, config = gguf_file(model, "f16", weights), AutoConfig.from_pretrained(model)
+    assert gguf_model.differing(model, config, file, weights)["differing"] == 0
+    other = {name: pack("q4_0", exact(weights[name]) * 1.5)}
+    with pytest.raises(ArtifactError, match="are not those that were trained"):
+        gguf_model.differing(model, config, file, other)
+
+
+@pytest.mark.parametrize("kind", ["q4_0", "nvfp4"])
+def test_no_projection_is_left_in_16_bit(kind: str, model: Path, tmp_path: Path) -> None:  # trap 7: unsloth#3948
+    written = {one.name: one.tensor_type.name for one in GGUFReader(gguf_file(model, kind, {})).tensors}
+    matrices = {name: stored for name, stored in written.items() if "blk." in name and "norm" not in name}
+    assert {stored for name, stored in matrices.items() if not name.endswith(".scale")} == {kind.upper()}
+    if kind == "nvfp4":
+        config, folder = AutoConfig.from_pretrained(model), tmp_path / "compressed"
+        folder.mkdir()
+        read = compressed_export.write(
+            model, folder, config, kind, compressed_export.RoundedWeights(model, config, kind)
+        )
+        assert {part.split(".")[-2] for part in read.parts} == set(PROJECTIONS)
+
+
+def test_small_weights_keep_their_values_in_nvfp4(tmp_path: Path) -> None:  # trap 8: llama.cpp#22858
+    weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)) * 0.002
+
+    def error(values: torch.Tensor) -> float:
+        return float((values - weight).norm() / weight.norm())
+
+    (_, _, kind, load), (name, shape, _, factor) = gguf_packed.rounded(
+        "blk.0.ffn_up.weight", [64, 128], GGMLQuantizationType.NVFP4, lambda: weight
+    )
+    assert (name, shape) == ("blk.0.ffn_up.scale", [1])
+    values = torch.from_numpy(dequantize(load().numpy(), kind))
+    assert error(values * factor()) < 0.1
+    assert error(exact(pack("gguf_nvfp4", weight))) > 0.12  # as llama-quantize writes it, without the factor
+
+
+def test_the_factor_of_compressed_tensors_divides(model: Path, tmp_path: Path) -> None:  # trap 9
+    from safetensors.torch import load_file
+
+    config = AutoConfig.from_pretrained(model)
+    compressed_export.write(model, tmp_path, config, "nvfp4", compressed_export.RoundedWeights(model, config, "nvfp4"))
+    written, merged = (load_file(folder / "model.safetensors") for folder in (tmp_path, model))
+    name = "model.layers.0.self_attn.o_proj.weight"
+    largest = merged[name].float().abs().max()
+    assert written[f"{name}_global_scale"] == 448 * 6 / largest
+
+
+def test_an_adapter_that_a_server_ignores_is_not_published() -> None:  # trap 11: vllm#41754
+    generator = torch.Generator().manual_seed(0)
+    base = torch.randn(256, 64, generator=generator)
+    trained = base + 0.1 * torch.randn(256, 64, generator=generator)
+    ignored = proof.compare([logits(base)], [logits(trained)], [logits(base)], bound=1.0)
+    assert not ignored.holds
+
+
+def test_the_command_for_vllm_asks_for_no_larger_rank_than_needed() -> None:  # trap 12: vllm#14435
+    record = {"rank": 17, "gguf": None}
+    assert "--max-lora-rank 32 " in server_commands.commands("adapter", Path("runs/a/b"), "base", record)["vLLM"]
+
+
+@pytest.mark.parametrize(("kind", "main"), [("q4_0", "Q4_0"), ("q4_k_m", "Q4_K"), ("iq4_xs", "IQ4_XS")])
+def test_embeddings_are_not_left_in_16_bit(kind: str, main: str) -> None:  # trap 14: Gemma 3's own Q4_0
+    config = bench.architecture(bench.SHAPES["gemma3"], 600)
+    for config.tie_word_embeddings, expected in ((True, "Q6_K"), (False, main)):
+        assert gguf_recipes.type_of("token_embd.weight", kind, config).name == expected

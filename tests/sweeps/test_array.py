@@ -1,0 +1,60 @@
+"""The processes of an array job share the members of a sweep."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import QUICK, TINY
+from typer.testing import CliRunner
+
+from finetune.cli import app
+from finetune.storage.rundir import RunDirectory
+
+RATES = "training.learning_rate=1e-3,3e-3,1e-2"
+
+
+@pytest.mark.slow
+def test_two_tasks_of_a_batch_script_train_each_member_once(
+    tmp_path: Path, rows_file: Path, shallow_base: Path
+) -> None:
+    """Without SLURM: each task is the script of `finetune launch`, and what it starts by srun runs here."""
+    folder = tmp_path / "sweep"
+    job = [*QUICK, f"data.train={rows_file}", "data.eval_share=0.2", f"model.name={shallow_base}"]
+    arguments = [str(TINY), *job, "training.max_steps=2", f"output.dir={folder}", RATES]
+    script = tmp_path / "sweep.sbatch"
+    options = ["--on", "slurm", "--sweep", "--gpus-per-node", "2", "--output", str(script)]
+    launched = CliRunner().invoke(app, ["launch", *options, *arguments])
+    assert launched.exit_code == 0, launched.output
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/bash\nexec "${@:2}"\n')
+    srun.chmod(stat.S_IRWXU)
+    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    tasks = [
+        subprocess.Popen(
+            ["bash", script], env=os.environ | {"PATH": path, "SLURM_JOB_ID": str(number)}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )
+        for number in range(2)
+    ]  # fmt: skip
+    said = [task.communicate(timeout=200)[0] for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], said
+    table = json.loads((folder / "sweep.json").read_text())
+    assert [each["state"] for each in table["settings"]] == ["finished"] * 3
+    for each in table["settings"]:
+        [run] = each["runs"]
+        assert [event["event"] for event in RunDirectory(run).events()].count("started") == 1
+
+
+def test_keys_that_cannot_be_swept_are_refused_before_a_file_is_written(tmp_path: Path) -> None:
+    script = tmp_path / "sweep.sbatch"
+    options = ["--on", "slurm", "--sweep", "--output", str(script)]
+    launched = CliRunner().invoke(app, ["launch", *options, str(TINY), "model.name=a,b"])
+    assert launched.exit_code == 2
+    assert "members are trained on one base" in launched.output.replace("\n", " ")
+    assert not script.exists()
