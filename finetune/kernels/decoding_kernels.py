@@ -56,17 +56,20 @@ def _power_of_two(exponent):
 
 
 @triton.jit
-def _e2m1(code):
-    """Twice the value of four bits, with the sign of 0."""
+def _e2m1(code, ZEROS: tl.constexpr):
+    """Twice the value of four bits; `ZEROS` have signs, or not, as of C's integers."""
     exponent, mantissa = (code >> 1) & 3, code & 1
     twice = tl.where(exponent == 0, mantissa, (2 + mantissa) << tl.maximum(exponent - 1, 0))
-    return twice.to(tl.float32) * tl.where(code < 8, 1.0, -1.0)
+    if ZEROS:
+        value = twice.to(tl.float32) * tl.where(code < 8, 1.0, -1.0)
+    else:
+        value = tl.where(code < 8, twice, -twice).to(tl.float32)
+    return value
 
 
 @triton.jit
-def _e2m1_pair(byte, half_scale, ZERO: tl.constexpr):
-    """Both values of a byte; with a `ZERO` of 0.0, and not -0.0, no value has the sign of a 0, as of C's integers."""
-    return (_e2m1(byte & 15) + ZERO) * half_scale, (_e2m1(byte >> 4) + ZERO) * half_scale
+def _e2m1_pair(byte, half_scale, ZEROS: tl.constexpr):
+    return _e2m1(byte & 15, ZEROS) * half_scale, _e2m1(byte >> 4, ZEROS) * half_scale
 
 
 @triton.jit
@@ -80,7 +83,7 @@ def _e4m3_of_size(size):
 def _e4m3(bits):
     size = bits & 127
     value = tl.where(size == 127, float("nan"), _e4m3_of_size(size))
-    return tl.where(bits < 128, value, -value)
+    return value * tl.where(bits < 128, 1.0, -1.0)
 
 
 # -- formats -----------------------------------------------------------------------------------------------------------
@@ -146,13 +149,15 @@ def _small_block(block, at, table, FORM: tl.constexpr):
     if FIVE:
         low |= ((_byte(start + at // 8) >> (at % 8)) & 1) << 4
         high |= ((_byte(start + 2 + at // 8) >> (at % 8)) & 1) << 4
+    ZERO: tl.constexpr = 0 if OFFSET else 16 if FIVE else 8
     if FORM == "iq4_nl":
-        return tl.load(table + low) * d, tl.load(table + high) * d
+        low_value, high_value = tl.load(table + low) * d, tl.load(table + high) * d
+    else:
+        low_value, high_value = (low - ZERO).to(tl.float32) * d, (high - ZERO).to(tl.float32) * d
     if OFFSET:
         m = _half(block + 2)
-        return low.to(tl.float32) * d + m, high.to(tl.float32) * d + m
-    ZERO: tl.constexpr = 16 if FIVE else 8
-    return (low - ZERO).to(tl.float32) * d, (high - ZERO).to(tl.float32) * d
+        low_value, high_value = low_value + m, high_value + m
+    return low_value, high_value
 
 
 @triton.jit
@@ -165,11 +170,11 @@ def _codes_apart(block, part, at, table, FORM: tl.constexpr):
     elif FORM == "iq4_xs":
         low, high = _iq4_xs(block, part, at, table)
     elif FORM == "gguf_mxfp4":
-        low, high = _e2m1_pair(_byte(block + 1 + at), _power_of_two(_byte(block) - 1), 0.0)
+        low, high = _e2m1_pair(_byte(block + 1 + at), _power_of_two(_byte(block) - 1), False)
     elif FORM == "gguf_nvfp4":
         bits = _byte(block + part)
         scale = tl.where(bits == 127, 0.0, _e4m3_of_size(bits & 127) * 0.5)  # `ggml_ue4m3_to_fp32`
-        low, high = _e2m1_pair(_byte(block + 4 + part * 8 + at), scale, 0.0)
+        low, high = _e2m1_pair(_byte(block + 4 + part * 8 + at), scale, False)
     else:
         low, high = _small_block(block, at, table, FORM)
     return low, high
@@ -180,11 +185,11 @@ def _codes_in_pairs(block, scales, place, in_row, at, FORM: tl.constexpr):
     """Formats of vLLM with 4 bits: values of the lower and of the upper bits (blocks, 1, run)."""
     byte = _byte(block + at)
     if FORM == "mxfp4":
-        low, high = _e2m1_pair(byte, _power_of_two(_byte(scales + place) - 1), -0.0)
+        low, high = _e2m1_pair(byte, _power_of_two(_byte(scales + place) - 1), True)
     elif FORM == "nvfp4":
         # Of a row's scales: 8 bytes of two factors, then one byte a block.
         scale = tl.div_rn(_e4m3(_byte(scales + 8 + place)) * _single(scales), _single(scales + 4))
-        low, high = _e2m1_pair(byte, scale * 0.5, -0.0)
+        low, high = _e2m1_pair(byte, scale * 0.5, True)
     else:
         scale = tl.load(scales + place)
         if FORM == "int4":

@@ -253,7 +253,7 @@ def test_packed_weights_to_the_bit(form) -> None:
                 decoding_kernels.decode_packed_(out, parameter.data, how.scales, form)
                 same = out.contiguous().view(torch.uint8) == expected.view(torch.uint8)
                 finite = expected.isfinite()
-                assert finite.float().mean() > 0.9
+                assert finite.float().mean() > 0.7
                 assert same.view(*shape, -1).all(-1)[finite].all()
                 assert torch.equal(out.isnan(), expected.isnan())
 

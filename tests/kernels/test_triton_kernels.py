@@ -86,8 +86,7 @@ def launch_all(dtype: torch.dtype) -> None:
         codes = empty(11008, 4096 * how.bytes_each, dtype=torch.uint8)
         factors = empty(16, 4096, dtype=single), empty(11008, 16, dtype=single)
         triton_kernels.snap_(out, codes, groups, groups, *factors, 2.0, name)
-    for form in ("q4_k", "q6_k"):
-        decode_packed(out, form)
+    decode_packed(out, "q4_k")
 
 
 def decode_packed(out: Tensor, form: str) -> None:
