@@ -76,7 +76,8 @@ class ModelSection(Section):
     )
 
     name: PathOrName = "builtin:tiny-llama"
-    """Base model: `builtin:tiny-llama`, a local directory, or a hub name such as `meta-llama/Llama-2-7b-hf`."""
+    """Base model: `builtin:tiny-llama`, a local directory, a GGUF file, or a hub name such as
+    `meta-llama/Llama-2-7b-hf`."""
     revision: str | None = None
     """Hub branch, tag or commit. Pin a commit to make the run repeatable."""
     weights: Literal["pretrained", "random"] = "pretrained"

@@ -41,7 +41,9 @@ SERVED: dict[str, Served] = {
 GGUF = tuple(name for name, served in SERVED.items() if served.gguf)
 """The kinds whose embedding and head are quantized too, and whose files are GGUF."""
 GRIDS = tuple(name for name in SERVED if name != "16bit")
-"""The kinds of weights that are held packed."""
+"""The kinds of weights that are held packed in a form that is served."""
+PACKED = (*GRIDS, "gguf")
+"""All kinds of packed weights: `gguf` is that of a base that is a GGUF file, each weight as it is there."""
 EXACT = GGUF
 """The kinds that training rounds to exactly. The levels of FP8 lie as close as the positions that training keeps."""
 _PUBLISHED = ("mxfp4", "nvfp4", "fp8")  # kinds in which bases are published; these are rounded from what they are
@@ -156,7 +158,7 @@ def contradictions(config: Config) -> Iterator[tuple[str, str]]:
             f"{why}; set `adapter` or `rounded`, or an `output.serve` of {', '.join(EXACT)}",
         )
         return
-    given = "kind" in config.quantization.model_fields_set and kind not in ("auto", "published")
+    given = "kind" in config.quantization.model_fields_set and kind not in ("auto", "published", "gguf")
     if not given:
         return
     if resolved(config)[0].output.way == "rounded":

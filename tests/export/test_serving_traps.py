@@ -85,7 +85,7 @@ def test_a_weight_on_another_grid_is_refused_and_not_rounded_again(
     weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     written = {one.name: one for one in GGUFReader(gguf_file(model, "q8_0", {name: pack("q4_0", weight)})).tensors}
     assert written["blk.0.attn_q.weight"].tensor_type.name == "Q4_0"
-    assert written["blk.1.attn_q.weight"].tensor_type.name == "Q8_0"
+    assert written["blk.1.attn_q.weight"].tensor_type.name == "F16"
     (tmp_path / "fp8").mkdir()
     with pytest.raises(ConfigError, match="held in q4_0, and these files in fp8"):
         compressed_export.write(model, tmp_path / "fp8", config, "fp8", {name: pack("q4_0", weight)})

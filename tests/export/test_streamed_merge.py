@@ -283,6 +283,12 @@ def test_the_effect_of_rounding_is_that_of_all_weights_which_a_merge_rounds(tiny
             assert torch.equal(known, found.merged(plain))
             assert known.dtype is torch.bfloat16
     assert of == {"adapter", "updated", "others"}
+    rows = torch.randint(3, 120, (4, 48), generator=torch.Generator().manual_seed(0)).tolist()
+    (written := tmp_path / "written").mkdir()
+    merged_files.write_weights(found, written)
+    bases.make_buffers()
+    proven = merge._measured(bases, found, rows, written)
+    assert proven.error == pytest.approx(proven.bound / proof.MEASURED, rel=0.1), "the error is the effect of rounding"
 
 
 @pytest.mark.slow
