@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from finetune.config.sections import Config
+from finetune.config.sections import Config, OutputSection
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def resolved(config: Config) -> tuple[Config, str | None]:
     """
     if config.output.serve is None:
         return config, None
-    serve, runtime, way = config.output.serve, _runtime(config), config.output.way
+    serve, runtime, way = config.output.serve, _runtime(config.output), config.output.way
     takes = serve in RUNTIMES[runtime].adapters
     if way == "auto":
         way = "adapter" if takes else "rounded"
@@ -122,9 +122,9 @@ def kind_of(serve: str) -> str:
     return "none" if serve == "16bit" else serve
 
 
-def _runtime(config: Config) -> str:
+def _runtime(output: OutputSection) -> str:
     """The runtime that is named, or the usual one of the form."""
-    return config.output.runtime or ("llama.cpp" if config.output.serve in GGUF else "vllm")
+    return output.runtime or ("llama.cpp" if output.serve in GGUF else "vllm")
 
 
 def contradictions(config: Config) -> Iterator[tuple[str, str]]:
@@ -132,7 +132,7 @@ def contradictions(config: Config) -> Iterator[tuple[str, str]]:
     serve, way, kind = config.output.serve, config.output.way, config.quantization.kind
     if serve is None:
         return
-    name = _runtime(config)
+    name = _runtime(config.output)
     runtime = RUNTIMES.get(name)
     if runtime is None or serve not in SERVED:  # which their own fields refuse
         return
