@@ -12,7 +12,7 @@ import pytest
 
 def bowl(*lowest: float) -> evidence.Losses:
     """Losses at 1e-3, 2e-3 and so on, which for each seed are least at `lowest`, as parabolas of the logarithm."""
-    rates = (1e-3, 2e-3, 4e-3, 8e-3)
+    rates = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
     return {f"{rate:g}": [math.log2(rate / best) ** 2 for best in lowest] for rate in rates}
 
 
@@ -22,7 +22,7 @@ def test_the_best_rate_of_each_seed_is_the_lowest_point_of_its_parabola() -> Non
     assert [2**rate for rate in found] == pytest.approx([2.5e-3, 3e-3])
 
 
-@pytest.mark.parametrize("lowest", [1e-4, 1e-3, 8e-3, 1.0])
+@pytest.mark.parametrize("lowest", [1e-4, 1e-3, 1.6e-2, 1.0])
 def test_a_ladder_that_ends_at_its_best_rate_has_none(lowest: float) -> None:
     assert evidence.best_rates(bowl(lowest, lowest)) is None
 
