@@ -113,6 +113,8 @@ bench: $(DEV) ## Run the CPU benchmarks and write benchmarks/results/ (an hour).
 	$(BIN)/python benchmarks/preparation.py
 	$(BIN)/python benchmarks/saving.py
 	$(BIN)/python benchmarks/merge.py
+	$(BIN)/python benchmarks/served.py
+	$(BIN)/python benchmarks/rounding.py
 
 golden: $(DEV) ## Record the pinned trajectories and forecasts anew, after a repair that moved them.
 	$(BIN)/python tests/golden/golden_jobs.py

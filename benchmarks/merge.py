@@ -124,7 +124,7 @@ def measured(folder: Path, name: str, count: int) -> dict[str, Any]:
     command = [sys.executable, "-m", "finetune", "merge", str(run.path)]
     started = time.perf_counter()
     process = subprocess.Popen(command, env=harness.variables(), cwd=folder, stdout=subprocess.DEVNULL)
-    peak, anonymous = _resident_peaks(process)
+    peak, anonymous = resident_peaks(process)
     seconds = time.perf_counter() - started
     if process.returncode:
         sys.exit(f"the merge of {name} ended with status {process.returncode}")
@@ -138,7 +138,7 @@ def measured(folder: Path, name: str, count: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _resident_peaks(process: subprocess.Popen[bytes]) -> tuple[int, int]:
+def resident_peaks(process: subprocess.Popen[bytes]) -> tuple[int, int]:
     """Peak bytes of a process's resident memory until it ends: of all of it, and of what is no page of a file.
 
     The kernel keeps the first peak; the second is found by looking every 50 ms. `ru_maxrss`, which is there after the

@@ -211,6 +211,13 @@ def _of_seeds(found: Any) -> list[float]:
     return [_losses(found)[16, "all-linear", 3e-3, seed] for seed in (42, 43, 44)]
 
 
+def _of_batches(found: Any, part: str) -> float:
+    """The loss with steps of 64 rows over that with 4."""
+    large, small = (found["findings"][part][f"batch {size}"]["loss"]["mean"] for size in (64, 4))
+    return large - small
+
+
+_EXPONENT = "findings/batch/exponent of the batch"
 _LOOP = "ratios/loop_seconds/median"
 _LONG = "forecast/ways/fused kernels, tiles, inputs on the host"
 _QUANTIZED_INPUTS = "int8, inputs in 8 bit"
@@ -297,6 +304,11 @@ FIGURES = {
     "answer-peak-error": Figure("answers", _off_by("peak_off"), ".2%"),
     # rank, rate and epochs
     "choices-before": Figure("choices", lambda found: next(iter(found["runs"].values()))["eval_losses"]["0"], ".3f"),
+    "root-mean": Figure("evidence", f"{_EXPONENT}/mean", ".2f"),
+    "root-low": Figure("evidence", f"{_EXPONENT}/low", ".2f"),
+    "root-high": Figure("evidence", f"{_EXPONENT}/high", ".2f"),
+    "large-batch": Figure("evidence", lambda found: _of_batches(found, "batch"), ".3f"),
+    "large-batch-full": Figure("evidence", lambda found: _of_batches(found, "every-weight"), ".3f"),
     "seeds-least": Figure("choices", lambda found: min(_of_seeds(found)), ".3f"),
     "seeds-most": Figure("choices", lambda found: max(_of_seeds(found)), ".3f"),
 }
@@ -544,6 +556,19 @@ def _rank_kills() -> str:
     return _table(heads, (row(share, file) for share, file in files.items()))
 
 
+def _served() -> str:
+    kept = result("served")["kept"]
+
+    def cell(mean: float, low: float, high: float) -> str:
+        return f"{mean:.3f} ({low:.3f} to {high:.3f})"
+
+    def row(kind: str) -> str:
+        return f"{kind} | " + " | ".join(cell(*way[kind]) if kind in way else "" for way in kept.values())
+
+    kinds = dict.fromkeys(kind for way in kept.values() for kind in way)
+    return _table(f" | {' | '.join(kept)}", map(row, kinds))
+
+
 _RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 
 
@@ -639,7 +664,30 @@ def _own_loss() -> str:
     return f"```python\n{code}```"
 
 
+_PARTS = {
+    "batch": ("LoRA", "batch 4"), "every-weight": ("every weight", "batch 4"), "rank": ("LoRA", "rank 16"),
+    "variants": ("", "LoRA"), "targets": ("", "mlp"), "capacity": ("", "rank 32"),
+}  # fmt: skip
+"""By part, what its settings are of, and what they are compared with."""
+
+
+def _evidence() -> str:
+    def around(one: Any, form: Callable[[float], str]) -> str:
+        return f"{form(one['mean'])} ({form(one['low'])} to {form(one['high'])})" if one else ""
+
+    def row(part: str, name: str, one: Any) -> str:
+        of, reference = _PARTS[part]
+        loss, over = around(one["loss"], "{:.3f}".format), around(one.get("over reference"), "{:+.3f}".format)
+        over += f" from {reference}" * bool(over)
+        return f"{of}{', ' * bool(of)}{name} | {loss} | {over} | {around(one.get('rate'), '{:.2g}'.format)}"
+
+    found = result("evidence")["findings"]
+    rows = (row(part, *each) for part in _PARTS for each in found.get(part, {}).items() if "loss" in each[1])
+    return _table(" | loss at its best rate | difference | best rate", rows)
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
+    "evidence": _evidence,
     "first-minutes": _first_minutes,
     "tiny-memory": _tiny_memory,
     "preferences-eval": _preferences_eval,
@@ -663,6 +711,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "plans": _plans,
     "ranks-memory": _ranks_memory,
     "mixtures": _mixtures,
+    "served": _served,
     "own-loss": _own_loss,
 }
 """Blocks by their names in the pages."""

@@ -46,6 +46,9 @@ def export(
     as_json: options.Json = False,
     type: Annotated[str, typer.Option(help=options.listed(TYPES))] = "f16",
     push: Annotated[str | None, typer.Option(help="Upload it to this repository of the hub, private if new.")] = None,
+    rounded: Annotated[
+        bool, typer.Option("--rounded", help="Round with the training rows, so that more of the training is kept.")
+    ] = False,
     anyway: Annotated[
         bool, typer.Option("--anyway", help="Upload it even if it keeps less than 90% of what training gained.")
     ] = False,
@@ -58,7 +61,10 @@ def export(
     with importing(f"export {run}"):
         write = finetune.export_model
     terminal = new_terminal(quiet=as_json)
-    record = write(opened, format, type=type, push=push, anyway=anyway, trust_remote_code=trust_code, terminal=terminal)
+    record = write(
+        opened, format, type=type, push=push, anyway=anyway, rounded=rounded, trust_remote_code=trust_code,
+        terminal=terminal,
+    )  # fmt: skip
     if as_json:
         print_json(record)
 

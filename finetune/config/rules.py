@@ -8,7 +8,7 @@ from typing import Any
 from finetune.config import serving
 from finetune.config.field_types import GIVEN, source_name
 from finetune.config.sections import Config, entries
-from finetune.config.serving import EXACT, GGUF, GRIDS
+from finetune.config.serving import EXACT, GGUF, PACKED
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,28 @@ class Rule:
         return config.value(self.key) in self.values and config.value(self.other) in self.others
 
 
+SERVING = (
+    *(
+        Rule(
+            "output.runtime", only(name), "output.serve", but(None, *runtime.reads),
+            f"{name} does not read that form; set another `output.runtime`, or an `output.serve` of "
+            f"{', '.join(runtime.reads)}",
+        )
+        for name, runtime in serving.RUNTIMES.items()
+        if {*serving.SERVED} - {*runtime.reads}
+    ),
+    Rule(
+        "output.way", only("exact"), "output.serve", but(None, *EXACT),
+        "no base is trained here as it is rounded to that form; set `adapter` or `rounded`, or an `output.serve` of "
+        f"{', '.join(EXACT)}",
+    ),
+)  # fmt: skip
+"""Rules that hold before anything follows from what is served (`serving.resolved`)."""
+
 _WHOLE = "needs whole weights, of which a rank has slices"
 
 RULES = (
+    *SERVING,
     Rule(
         "adapter.kind", only("none"), "quantization.kind", but("none"),
         "a quantized base cannot be trained itself; set `quantization.kind: none` to train every weight, or "
@@ -80,12 +99,12 @@ RULES = (
         "LoftQ starts from a 4-bit base's error; set `quantization.kind: nf4`",
     ),
     Rule(
-        "adapter.dora", only(True), "quantization.kind", only(*GRIDS, "published"),
+        "adapter.dora", only(True), "quantization.kind", only(*PACKED, "published"),
         "DoRA needs the norms of weights that are held packed; set `dora: false`, or `quantization.kind: none`",
     ),
     *(
         Rule(
-            key, values, "quantization.kind", only(*GGUF),
+            key, values, "quantization.kind", only(*GGUF, "gguf"),
             f"{reason} of which the embedding is packed; remove it, or set `quantization.kind: nf4`",
         )
         for key, values, reason in (
@@ -172,7 +191,7 @@ RULES = (
         for key, values, reason, remedy in (
             *(
                 ("quantization.kind", only(kind), f"the scales of {kind} weights cannot be sharded", "nf4` or `none")
-                for kind in ("int8", *GRIDS)
+                for kind in ("int8", *PACKED)
             ),
             ("adapter.init", but("default"), f"an initialization from the weights {_WHOLE}", "default"),
             ("adapter.dora", only(True), f"DoRA {_WHOLE}", "false"),
@@ -319,7 +338,8 @@ RULES = (
 
 def contradictions(config: Config) -> list[tuple[str, str]]:
     """(key, message with remedy) of each broken rule, and of checks that a schema cannot express."""
-    broken = list(serving.contradictions(config))
+    broken = [(rule.key, rule.message) for rule in SERVING if rule.broken(config)]
+    broken += serving.contradictions(config)
     if not broken:
         config, _ = serving.resolved(config)
     broken += [(rule.key, rule.message) for rule in RULES if rule.broken(config)]
@@ -327,7 +347,7 @@ def contradictions(config: Config) -> list[tuple[str, str]]:
     for held_out in (entry.source for entry in entries(config.data.eval) if entry.source in trained):
         remedy = "set `data.eval: auto` to hold out a share of it by hash"
         broken.append(("data.eval", f"`{source_name(held_out)}` is training data; {remedy}"))
-    if config.quantization.kind in GGUF and {"embed_tokens", "lm_head"} & {*config.adapter.extra_modules}:
+    if config.quantization.kind in (*GGUF, "gguf") and {"embed_tokens", "lm_head"} & {*config.adapter.extra_modules}:
         message = f"{config.quantization.kind} packs the embedding and the head, which cannot be trained then; set `[]`"
         broken.append(("adapter.extra_modules", f"{message}, or `quantization.kind: nf4`"))
     if config.distributed.context > 1 and config.training.objective.startswith(GIVEN):

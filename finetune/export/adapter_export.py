@@ -1,5 +1,5 @@
 """The adapter rewritten so that no server can misread it, in PEFT's format and as a GGUF file for llama.cpp; with the
-base as a GGUF file, if training held it so.
+base in the form that training held it in, unless its files are so already.
 
 vLLM and SGLang read `r`, `lora_alpha` and `use_rslora` of adapter_config.json and ignore patterns; llama.cpp's
 converter reads `lora_alpha` alone. So the scale of each layer is folded into its B, every rank is padded with zeros to
@@ -27,24 +27,26 @@ from safetensors.torch import load_file, save_file
 from finetune.config import AdapterSection, ModelSection
 from finetune.config.field_types import is_pattern
 from finetune.data import fingerprint
-from finetune.errors import ConfigError
-from finetune.export import proof, server_commands, server_names
+from finetune.errors import ArtifactError, ConfigError
+from finetune.export import compressed_export, proof, server_commands, server_names
 from finetune.export.card import public
+from finetune.export.compressed_layouts import LAYOUTS
 from finetune.export.conversion import Conversion
 from finetune.export.gguf import gguf_model, held_base
 from finetune.export.server_experts import PROJECTIONS, Experts, refusal
 from finetune.model import build
 from finetune.model.adapters import adapter, adapter_files, plain_peft
 from finetune.model.base import base_dtype
-from finetune.model.source import identity
+from finetune.model.source import identity, prequantized
 from finetune.model.source.locate import weights_directory
-from finetune.model.structure import experts, streamed
+from finetune.model.structure import experts, packed, streamed
 from finetune.storage import weight_files
 
 Pairs = dict[str, tuple[torch.Tensor, torch.Tensor]]
 """A (rank, in) and B (out, rank) of each adapted layer in float32, by its name in the base."""
 
 GGUF = "adapter.gguf"
+_BASE = "base"  # a folder of its own, as transformers would take the adapter beside a base for a part of it
 _PREFIX = "base_model.model."
 
 
@@ -108,7 +110,8 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     names = served_names(*groups) if groups else {}
     base = build.load(config, architecture, job.device)
     base_logits = proof.logits(base, job.rows, job.shown)
-    beside = held_base.write(job, base, folder) if held_base.wanted(job) else None
+    beside = held_base.write(job, base, folder / _BASE) if held_base.wanted(job) else None
+    held = _write_base(job, base, folder / _BASE)
     adapted = adapter_files.load_adapter(base, job.run.adapter, config.adapter)
     trained = proof.logits(adapted, job.rows, job.shown)
     pairs = plain(adapted)
@@ -133,11 +136,13 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     found = proof.logits(read, job.rows, job.shown)
     result = job.compare("plain adapter", read, found, trained, base_logits, roundoff)
     served = job.served(found, trained, base_logits)
-    differences, held = list[str](), dict[str, Any]()
+    differences = list[str]()
     if beside:
         file, weights, differences = beside
         again = held_base.read(job, file, weights, base_dtype(config.adapter, config.training))
-        held = {"file": file.name, "kind": config.quantization.kind, "weights_differing": 0 if again else None}
+        own = f"{_BASE}/{file.name}" if file.is_relative_to(folder) else str(file.resolve())
+        held = {"file": own, "kind": config.quantization.kind}
+        held["weights_differing"] = 0 if again else None
         if again:
             whole = _read(again, config.adapter, renamed, rank, folder, on_experts)
             held |= job.served(proof.logits(whole, job.rows), trained, base_logits)["served"]
@@ -179,6 +184,27 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
             ),
         ],
     }
+
+
+def _write_base(job: Conversion, base: Any, folder: Path) -> dict[str, Any]:
+    """Write `base` to `folder` as vLLM reads the form that training holds it in; nothing if its files are so already.
+
+    Raises ArtifactError if the bytes are not those of the training, or decode to other weights.
+    """
+    kind, model = job.config.quantization.kind, job.config.model
+    own = model.weights == "pretrained" and not prequantized.form(job.architecture)
+    if kind not in LAYOUTS or not own or held_base.wanted(job):
+        return {}
+    folder.mkdir()
+    held = held_base.packed_of(job, base)
+    source = weights_directory(model.name, model.revision)
+    written = compressed_export.write(source, folder, job.architecture, kind, held)
+    for name, weight in held.items():
+        if not torch.equal(written[name], packed.exact(weight).cpu()):
+            raise ArtifactError(
+                f"{folder} decodes `{name}` to other weights than were trained on. Nothing was published"
+            )
+    return {"file": folder.name, "kind": kind, "weights_differing": 0}
 
 
 def file_groups(model: ModelSection) -> tuple[Any, list[streamed.ConversionGroup]] | None:

@@ -6,6 +6,7 @@ that the model has in one tensor are taken apart by rows.
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -40,11 +41,18 @@ def check(job: Conversion) -> None:
     """Raise ConfigError if the model has no such form."""
     if job.config.scorer:
         raise ConfigError(f"{job.run.path} is a {job.config.scorer}, which is served in 16 bit; export `merged`")
+    if job.config.model.vision != "none":
+        raise ConfigError(f"{job.run.path} was trained on images, and is served in 16 bit; export `merged`")
     if not rounded_names(_bare(job.architecture), job.kind):
         raise ConfigError(
             f"no weight of this model has a form in {job.kind}, whose blocks have {LAYOUTS[job.kind].columns} columns; "
             "export `merged` instead"
         )
+
+
+def forms(model: Any, kind: str) -> dict[str, str]:
+    """The form of each weight of `model` (on the meta device) that is quantized."""
+    return dict.fromkeys(rounded_names(model, kind), kind)
 
 
 def make(job: Conversion, folder: Path) -> dict[str, Any]:
@@ -53,7 +61,7 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     trained, dtype = proof.logits(model, job.rows, job.shown), model.dtype
     weights = job.packed or RoundedWeights(job.run.merged, model.config, job.kind)
     written = write(job.run.merged, folder, model.config, job.kind, weights)
-    differing = _put(model, written, job.packed)
+    differing = _put(model, written, job.packed, rounded=job.rounded is not None)
     found, base = proof.logits(model, job.rows, job.shown), job.base_logits(dtype)
     result = job.compare(f"model in {job.kind}", model, found, trained, base, _ROUNDOFF[job.kind])
     return {
@@ -68,10 +76,10 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     }
 
 
-def _put(model: Any, written: Written, given: Mapping[str, nn.Parameter]) -> int:
+def _put(model: Any, written: Written, given: Mapping[str, nn.Parameter], *, rounded: bool) -> int:
     """Put the weights of written files into `model`; returns how many of them differ from its own.
 
-    Raises ArtifactError if one does that was `given` packed.
+    Raises ArtifactError if one is not as it was `given` packed, which with `rounded` is not as it was trained.
     """
     differing = 0
     for name, weight in model.named_parameters():
@@ -80,7 +88,7 @@ def _put(model: Any, written: Written, given: Mapping[str, nn.Parameter]) -> int
         count = int((found != expected).sum())
         if count and name in given:
             raise ArtifactError(f"{count:,} values of `{name}` are not those that were trained. Nothing was published")
-        differing += count
+        differing += int((found != weight.data).sum()) if rounded else count
         weight.data.copy_(found)
     return differing
 
@@ -155,10 +163,16 @@ def _bare(config: Any) -> Any:
     return weightless_base(config, plain, attention="eager", dtype=torch.bfloat16)
 
 
+_ENDINGS = ("", "_scale_inv", "_packed", "_scale", "_global_scale", "_shape", "_blocks", "_scales")
+
+Part = tuple[str, WrittenForm, torch.Size]
+"""Form, layout and shape of the values of a packed tensor of the files, rows first."""
+
+
 class Written(streamed.Weights):
     """The weights of a written folder, decoded in float32; their names are those of the 16-bit files in `source`."""
 
-    def __init__(self, model: Any, source: Path, folder: Path, parts: Mapping[str, tuple[str, WrittenForm]]) -> None:
+    def __init__(self, model: Any, source: Path, folder: Path, parts: Mapping[str, Part]) -> None:
         super().__init__(model, sorted(source.glob("*.safetensors")))
         self._parts, self._found = parts, dict[str, Path]()
         for file in folder.glob("*.safetensors"):
@@ -167,24 +181,16 @@ class Written(streamed.Weights):
     def stored(self, source: str) -> torch.Tensor:
         if source not in self._parts:
             return self._tensor(source)
-        form, layout = self._parts[source]
-        own = {name[len(source) :]: self._tensor(name) for name in self._found if _is_part(name, source)}
+        form, layout, shape = self._parts[source]
+        own = {ending: self._tensor(source + ending) for ending in _ENDINGS if source + ending in self._found}
         codes, scales = layout.read(own)
-        *others, rows, count = codes.shape
-        values = torch.empty((*others, rows, count * packed.FORMS[form].values_per_byte))
+        values = torch.empty(shape)
         packed.decode(form, codes, scales, values)
         return values.mT if layout is EXPERTS else values
 
     def _tensor(self, name: str) -> torch.Tensor:
         self._file_of[name] = self._found[name]
         return self._read(name)
-
-
-def _is_part(name: str, source: str) -> bool:
-    return name.startswith(source) and name[len(source) :] in ENDINGS
-
-
-ENDINGS = ("", "_scale_inv", "_packed", "_scale", "_global_scale", "_shape", "_blocks", "_scales")
 
 
 def write(source: Path, folder: Path, config: Any, form: str, weights: Mapping[str, nn.Parameter]) -> Written:
@@ -220,16 +226,17 @@ class _FilePlan:
         self._model, self._read, self._form, self._weights = model, read, form, weights
         self._transposed = _transposed(model)
         self._shapes = {name: weight.shape for name, weight in model.state_dict().items()}
-        self.parts: dict[str, tuple[str, WrittenForm]] = {}
-        self._of: dict[str, tuple[str, torch.Tensor, torch.Size]] = {}
+        self.parts: dict[str, Part] = {}
+        self._of: dict[str, tuple[str, torch.Tensor]] = {}
         placed = set()
+        self._names = frozenset(weights)
         for group in read.groups:
-            for name in set(group.targets) & weights.keys():
+            for name in self._names.intersection(group.targets):
                 placed.add(name)
                 self._add(name, group)
-        if lost := weights.keys() - placed:
+        if lost := self._names - placed:
             raise ConfigError(f"`{min(lost)}` is not a weight of the merged model's files; export `merged` instead")
-        if form == "nvfp4":
+        if form == "nvfp4" and not isinstance(weights, RoundedWeights):
             self._check_factors()
 
     def _add(self, name: str, group: streamed.ConversionGroup) -> None:
@@ -241,7 +248,8 @@ class _FilePlan:
             )
 
         def taken_apart(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-            return self._read.reverted(group, {name: tensor})
+            stored = self._read.reverted(group, {name: tensor})
+            return {part: each.mT for part, each in stored.items()} if transposed else stored
 
         shape = self._shapes[name]
         rows = row_selection.chosen(name, shape, taken_apart, "this checkpoint", transposed=transposed)
@@ -252,45 +260,44 @@ class _FilePlan:
                 "`fp8` or `merged` instead"
             )
         for part, each in rows.items():
-            self.parts[part] = self._form, layout
-            self._of[part] = name, each, torch.Size((*each.shape, columns))
+            self.parts[part] = self._form, layout, torch.Size((*each.shape, columns))
+            self._of[part] = name, each
 
     def tensors_of(self, stored: Mapping[str, tuple[torch.dtype, torch.Size]]) -> dict[str, Tensor]:
         """Type, shape and a function that loads each tensor of the file in whose place this one is."""
         planned: dict[str, Tensor] = {}
         for source, (dtype, shape) in stored.items():
             if source not in self._of:
-                planned[source] = dtype, shape, lambda source=source: self._read.stored(source)
+                planned[source] = dtype, shape, functools.partial(self._read.stored, source)
                 continue
-            _, _, values = self._of[source]
+            _, layout, values = self.parts[source]
             codes, scales = packed.FORMS[self._form].shapes(values)
             kind = packed.FORMS[self._form].scale_dtype
-            layout = self.parts[source][1]
             empty = layout.write(
                 torch.empty(codes, dtype=torch.uint8, device="meta"),
                 torch.empty(scales, dtype=kind, device="meta"),
                 values,
             )
             for ending, tensor in empty.items():
-                planned[source + ending] = (
-                    tensor.dtype, tensor.shape, lambda source=source, ending=ending: self._tensors(source)[ending]
-                )  # fmt: skip
+                load = functools.partial(self._tensor, source, ending)
+                planned[source + ending] = tensor.dtype, tensor.shape, load
         return planned
 
-    def _tensors(self, source: str) -> Mapping[str, torch.Tensor]:
-        name, rows, shape = self._of[source]
+    def _tensor(self, source: str, ending: str) -> torch.Tensor:
+        (name, rows), (_, layout, shape) = self._of[source], self.parts[source]
         weight = self._weights[name]
         how: Any = packed.packing_of(weight)
         if how.form != self._form:
             raise ConfigError(f"`{name}` is held in {how.form}, and these files in {self._form}")
         scales = _blocks_of_rows(name, how, rows) if self._form == "fp8" else row_selection.bytes_of(how.scales, rows)
-        return self.parts[source][1].write(row_selection.bytes_of(weight.data, rows), scales, shape)
+        return layout.write(row_selection.bytes_of(weight.data, rows), scales, shape)[ending]
 
     def _check_factors(self) -> None:
-        for name in self._weights:
+        for name in self._names:
             for names in together_of(name):
-                known = [each for each in names if each in self._weights]
-                factors = [packed.packing_of(self._weights[each]).scales[0, : packed.FACTOR_BYTES] for each in known]
+                known = [each for each in names if each in self._names]
+                packings: list[Any] = [packed.packing_of(self._weights[each]) for each in known]
+                factors = [how.scales[0, : packed.FACTOR_BYTES] for how in packings]
                 if name == known[0] and any(not torch.equal(each, factors[0]) for each in factors):
                     raise ConfigError(
                         f"{', '.join(f'`{each}`' for each in known)} have different factors of NVFP4, of which vLLM "
@@ -303,7 +310,7 @@ class _FilePlan:
         kept = [
             sources.get(f"{name}.weight", f"{name}.weight").removesuffix(".weight")
             for name, module in self._model.named_modules()
-            if (isinstance(module, nn.Linear) or name.endswith("router")) and f"{name}.weight" not in self._weights
+            if (isinstance(module, nn.Linear) or name.endswith("router")) and f"{name}.weight" not in self._names
         ]
         layout = EXPERTS if self._transposed else LAYOUTS[self._form]
         return layout.stated(sorted(kept))

@@ -32,7 +32,7 @@ class Conversion:
 
     `base_identity` is that of `model.source.identity.of_base`. `load_merged` loads the merged model, which was proven
     when it was published, to compute in a dtype (None: as written). `packed` weights, by the model's names, take the
-    place of its own, and are what was trained.
+    place of its own, and are what was trained unless they were `rounded` after training (the facts of that).
     """
 
     run: RunDirectory
@@ -46,6 +46,7 @@ class Conversion:
     load_merged: Callable[[torch.dtype | None], Any]
     shown: ShownImages = NO_IMAGES
     packed: Mapping[str, nn.Parameter] = field(default_factory=dict)
+    rounded: dict[str, Any] | None = None
 
     @property
     def architecture(self) -> Any:
@@ -117,8 +118,8 @@ class Conversion:
         )
 
     def trained_model(self, dtype: torch.dtype | None) -> Any:
-        """The model that was trained, as it is to be served: the merged one, with the values of `packed` weights."""
+        """The model that was trained: the merged one, with the values of `packed` weights that were trained."""
         model = self.load_merged(dtype)
-        for name, weight in self.packed.items():
+        for name, weight in () if self.rounded else self.packed.items():
             model.get_parameter(name).data.copy_(packing.exact(weight))
         return model

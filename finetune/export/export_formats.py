@@ -14,8 +14,9 @@ class ExportFormat:
 
     `module` of this package has two functions of a `Conversion`: `check(job)` raises ConfigError for a run
     that the format cannot express, before anything is loaded; `make(job, folder)` writes the files, proves them and
-    returns the facts of export.json. It is empty for the merged model itself. `folder` is the name in the run
-    directory; `merged`: whether it is made from the merged model; `kind`: the form that a module of several writes.
+    returns the facts of export.json. One that writes packed weights has `forms(model, kind)` as well: the form of each,
+    by name. `module` is empty for the merged model itself. `folder` is the name in the run directory; `merged`: whether
+    it is made from the merged model; `kind`: the form that a module of several writes.
     """
 
     help: str
@@ -28,8 +29,8 @@ class ExportFormat:
 FORMATS: dict[str, ExportFormat] = {
     "merged": ExportFormat("16-bit safetensors, for transformers and vLLM", "merged"),
     "adapter": ExportFormat(
-        "plain LoRA, for vLLM, SGLang and llama.cpp, with a base that training held as GGUF files do", "plain-adapter",
-        "adapter_export", merged=False,
+        "plain LoRA, for vLLM, SGLang and llama.cpp, with the base if training held it in a form of theirs",
+        "plain-adapter", "adapter_export", merged=False,
     ),
     "gguf": ExportFormat("one GGUF file, for llama.cpp", "gguf", "gguf.gguf_export"),
     "ollama": ExportFormat("a GGUF file and a Modelfile, for Ollama", "ollama", "gguf.ollama"),

@@ -5,20 +5,22 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from finetune.config import Config
+from finetune.config import Config, QuantizationSection
 from finetune.config.field_types import pick
 from finetune.data import prepare
 from finetune.data.examples import learnt
-from finetune.errors import ArtifactError
+from finetune.errors import ArtifactError, ConfigError
 from finetune.export import finished_run, proof, server_commands, staging, upload
 from finetune.export.conversion import Conversion
 from finetune.export.export_formats import FORMATS, ExportFormat
 from finetune.export.gguf import gguf_types
 from finetune.export.merging import merge as merging
 from finetune.export.merging.bases import Bases, ServedWeights
+from finetune.export.rounding import rounded_run
 from finetune.measure.out_of_memory import as_out_of_memory_error
 from finetune.model.base import load_architecture
 from finetune.model.source import identity, vision
@@ -32,7 +34,7 @@ from finetune.storage.rundir import Run, RunDirectory
 
 
 def export_model(
-    run: Run, format: str, *, type: str = "f16", push: str | None = None, anyway: bool = False,
+    run: Run, format: str, *, type: str = "f16", push: str | None = None, anyway: bool = False, rounded: bool = False,
     trust_remote_code: bool = False, terminal: Terminal | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Write the trained model in a format, for the programs that serve it, once it is proven to be what was trained.
@@ -40,7 +42,8 @@ def export_model(
     `format` is a key of `export_formats.FORMATS`, `type` (of a GGUF file) of `gguf_types.TYPES`; `push` names a
     repository of the hub to upload the folder to, which one that keeps less than `proof.LEAST_GAIN` of what training
     gained is only `anyway`. The merged model is made first if a format needs it.
-    `trust_remote_code` allows Python code shipped with the run's base.
+    With `rounded`, and by itself for what `output.way: rounded` of the run serves, weights are rounded with the
+    training rows. `trust_remote_code` allows Python code shipped with the run's base.
 
     Returns the proof, `path`, and `serve`: command lines by program. Raises ArtifactError if the export differs by more
     than the stated bound, or if such code is needed and not allowed; ConfigError for an unknown format or type, and for
@@ -60,9 +63,12 @@ def export_model(
         if form.module:
             with _out_of_memory_explained(run, format):
                 job = _conversion(run, config, form, form.kind or type)
+                rounded = rounded or (config.output.way, config.output.serve) == ("rounded", job.kind)
+                if rounded:
+                    _refuse_rounding(config.quantization, form, format)
                 if form.merged and config.adapter.kind == "lora" and not run.is_merged:
                     merge_locked(run, config, terminal, note_beside_output)
-                record = _convert(job, format, form)
+                record = _convert(_rounded(job, form) if rounded else job, format, form)
             run.event("exported", format=format, error=record["error"], agreement=record["agreement"])
             terminal.exported(folder, record)
         elif config.adapter.kind == "none":
@@ -148,6 +154,11 @@ def _conversion(run: RunDirectory, config: Config, form: ExportFormat, kind: str
 
     packed: Mapping[str, Any] = {}
     if config.quantization.snap:
+        if form.kind and form.kind != config.quantization.kind:
+            raise ConfigError(
+                f"{run.path} was trained as it is rounded to {config.quantization.kind}, and would be rounded again to "
+                f"{form.kind}, which was not trained; export that form, or train another run"
+            )
         folder = weights_directory(config.model.name, config.model.revision, download=True)
         bases = Bases(config, run.adapter, identity.loaded_files(folder), device)
         kind, packed = config.quantization.kind, ServedWeights(bases.merging("quantized"))
@@ -156,11 +167,23 @@ def _conversion(run: RunDirectory, config: Config, form: ExportFormat, kind: str
     return job
 
 
+def _refuse_rounding(section: QuantizationSection, form: ExportFormat, name: str) -> None:
+    if not hasattr(_module(form), "forms"):
+        raise ConfigError(f"`--rounded`: nothing is rounded in `{name}`; export a format that is quantized")
+    if section.snap:
+        raise ConfigError("`--rounded`: this run was trained as it is rounded (`output.way: exact`); leave it out")
+
+
+def _rounded(job: Conversion, form: ExportFormat) -> Conversion:
+    packed, facts = rounded_run.rounded(job, _module(form).forms, note_beside_output)
+    return replace(job, packed=packed, rounded=facts)
+
+
 def _convert(job: Conversion, name: str, form: ExportFormat) -> dict[str, Any]:
-    make = _module(form).make
+    make, rounded = _module(form).make, {"rounded": job.rounded} if job.rounded else {}
     return staging.publish(
         job.run, job.config, job.run.path / form.folder,
-        lambda folder: {"format": name, **make(job, folder), "rows_of": job.rows_of},
+        lambda folder: {"format": name, **make(job, folder), "rows_of": job.rows_of, **rounded},
         base_identity=job.base_identity, device=job.device, record_file="export.json", written_as=form.help,
     )  # fmt: skip
 

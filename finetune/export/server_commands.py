@@ -49,26 +49,28 @@ def prompts(name: str, kind: str | None, separator: str) -> str | None:
 
 
 def _of_adapter(called: str, folder: Path, base: str, record: dict[str, Any]) -> dict[str, str]:
+    held = (record.get("held_base") or {}).get("file", "")
+    in_gguf = held.endswith(".gguf")
+    base = str(folder / held) if held and not in_gguf else base
     allowed = next(rank for rank in VLLM_RANKS if rank >= record["rank"])
     overrides = record.get("base_overrides") or {}
     text, rope = json.dumps(overrides), overrides.get("rope_parameters", {})
-    lines = {
-        "vLLM": _line(
+    lines = dict[str, str]()
+    if not in_gguf:  # another base than the adapter was trained on
+        lines["vLLM"] = _line(
             "vllm", "serve", base, "--enable-lora", "--max-lora-rank", allowed, "--lora-modules", f"{called}={folder}",
             *(["--hf-overrides", text] if rope else []),
-        ),
-    }  # fmt: skip
-    if not record.get("expert_rank"):
+        )  # fmt: skip
+    if not in_gguf and not record.get("expert_rank"):
         lines["SGLang"] = _line(
             "python", "-m", "sglang.launch_server", "--model-path", base, "--lora-paths", f"{called}={folder}",
             "--max-loras-per-batch", 1, *(["--json-model-override-args", text] if rope else []),
         )  # fmt: skip
     if record["gguf"] and rope.get("rope_type") != "llama3":  # llama.cpp has no option for llama3
         scaling = ["--rope-scaling", rope["rope_type"], "--rope-scale", f"{rope['factor']:g}"] if rope else []
-        lora, held = folder / record["gguf"], record.get("held_base")
         lines["llama.cpp"] = _line(
-            "llama-server", "-m", folder / held["file"] if held else "BASE.gguf", "--lora", lora, "--jinja", "--alias",
-            called, *([] if held else scaling),
+            "llama-server", "-m", folder / held if in_gguf else "BASE.gguf", "--lora", folder / record["gguf"],
+            "--jinja", "--alias", called, *([] if in_gguf else scaling),
         )  # fmt: skip
     return lines
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.config import AdapterSection, Config, OutputSection, QuantizationSection, TrainingSection
-from finetune.config.serving import GRIDS
+from finetune.config.serving import PACKED
 from finetune.training import strategies
 
 _SHORTEST = 64
@@ -59,7 +59,7 @@ def _micro_batches(training: TrainingSection, max_length: int) -> Iterator[Lever
 def _weights(quantization: QuantizationSection, adapter: AdapterSection, output: OutputSection) -> Iterator[Lever]:
     """Smaller weights, trained or not."""
     as_served = output.serve is not None and output.way != "rounded"
-    if quantization.kind not in ("nf4", *GRIDS) and adapter.kind == "lora" and not as_served:
+    if quantization.kind not in ("nf4", *PACKED) and adapter.kind == "lora" and not as_served:
         yield Lever({"quantization.kind": "nf4"}, "weights in 4 bit")
     if adapter.kind == "none":
         yield Lever({"adapter.kind": "lora", "quantization.kind": "nf4"}, "an adapter instead of every weight")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from finetune.config import Config, serving
+from finetune.config import AdapterSection, Config, serving
 from finetune.errors import ConfigError
 from finetune.model.source import gguf_families, prequantized
 from finetune.model.structure import experts
@@ -17,6 +17,8 @@ def resolved(config: Config, architecture: Any) -> tuple[Config, str | None]:
     """
     config, way = serving.resolved(config)
     if way:
+        if prequantized.form(architecture) == "gguf" and config.quantization.kind in serving.GGUF:
+            config = config.changed({"quantization.kind": "gguf"})  # the file is what is served
         _check(config, architecture)
     config, published = prequantized.resolved(config, architecture)
     return config, "\n".join(filter(None, (way, published))) or None
@@ -25,14 +27,15 @@ def resolved(config: Config, architecture: Any) -> tuple[Config, str | None]:
 def _check(config: Config, architecture: Any) -> None:
     serve, way, text = str(config.output.serve), config.output.way, architecture.get_text_config()
     published = prequantized.form(architecture)
-    if published and way != "rounded" and published != serving.kind_of(serve):
+    in_file = published == config.quantization.kind == "gguf" and way == "adapter"
+    if published and way != "rounded" and published != serving.kind_of(serve) and not in_file:
         raise ConfigError(
             f"`output.serve`: {config.model.name} is published in {prequantized.METHODS[published]}, which is not "
             f"quantized again to {serve}; set `{published}`, or `output.way: rounded`"
         )
     if serve in serving.GGUF:
         _check_llama_cpp(config, architecture, text)
-    if way == "adapter" and config.output.runtime == "llama.cpp" and _adapts_experts(config, text):
+    if way == "adapter" and config.output.runtime == "llama.cpp" and _adapts_experts(config.adapter, text):
         raise ConfigError(
             f"`output.way`: llama.cpp has no form for an adapter on the experts of {config.model.name}; set `rounded`, "
             "or `adapter.expert_rank: 0`, which leaves out experts"
@@ -50,6 +53,11 @@ def _check(config: Config, architecture: Any) -> None:
                 f"`output.serve`: {serve} has blocks of {block} weights, which do not divide the {name} {width} of "
                 f"{config.model.name}; set `q8_0` or another form of GGUF files, or `16bit`"
             )
+    if (serve, way) == ("nvfp4", "adapter") and published is None and config.output.runtime != "llama.cpp":
+        raise ConfigError(
+            "`output.way`: servers compute several weights as one, with one factor of NVFP4, and a base that is held "
+            "in training has one for each weight; set `rounded`, or train on a base that is published in NVFP4"
+        )
 
 
 def _check_llama_cpp(config: Config, architecture: Any, text: Any) -> None:
@@ -64,6 +72,5 @@ def _check_llama_cpp(config: Config, architecture: Any, text: Any) -> None:
         )
 
 
-def _adapts_experts(config: Config, text: Any) -> bool:
-    section = config.adapter
+def _adapts_experts(section: AdapterSection, text: Any) -> bool:
     return bool(experts.count(text)) and section.targets == "all-linear" and section.expert_rank != 0

@@ -226,7 +226,7 @@ MODULE_FORWARD = Patch(
     "(self, *input)",
     "Kernels compute a module in another way; for PEFT, hooks and checkpoints it stays the same.",
     "never: it is how kernels are attached.",
-    objects="modules and layers that are fused or compiled",
+    objects="modules and layers that are fused, compiled or rounded",
 )
 LAYER_CLASS = Patch(
     "torch.nn:Linear.weight",

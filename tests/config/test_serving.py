@@ -196,6 +196,7 @@ _FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128
             {"model_type": "qwen3_5_text", "num_hidden_layers": 4}, ["output.serve=q4_k_m"], "output.way",
             "output.way=rounded",
         ),
+        ({}, ["output.serve=nvfp4"], "output.way", "output.way=rounded"),
         ({"model_type": "olmo2"}, ["output.serve=q4_k_m"], "output.serve", "output.serve=16bit"),
         ({"hidden_act": "gelu"}, ["output.serve=q8_0"], "output.serve", "output.serve=16bit"),
     ],

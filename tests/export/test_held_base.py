@@ -55,12 +55,13 @@ def test_base_and_adapter_compute_what_was_trained(kind: str, base: Path, tmp_pa
     assert run.config().output.runtime == "llama.cpp"
     record = export(run)
     held = record["held_base"]
-    assert held["file"] == f"base-{kind}.gguf"
+    assert held["file"] == f"base/model-{kind}.gguf"
     assert held["weights_differing"] == 0
     assert held["kl"] <= 1e-6
     assert held["agreement"] == 1
     folder = run.path / "plain-adapter"
-    assert {held["file"], "adapter.gguf"} <= {file.name for file in folder.iterdir()}
+    assert {folder / held["file"], folder / "adapter.gguf"} <= {*folder.rglob("*.gguf")}
+    assert record["serve"].keys() == {"llama.cpp"}
     assert record["serve"]["llama.cpp"].startswith(f"llama-server -m {folder / held['file']} --lora ")
     if held["llama_cpp"]:  # from its 8-bit activations
         assert held["llama_cpp"]["kl"] <= 0.005
@@ -72,6 +73,17 @@ def test_a_tied_base_with_rows_that_blocks_do_not_divide_is_shipped_as_trained(t
     held = export(run)["held_base"]
     assert (held["weights_differing"], held["agreement"]) == (0, 1)
     assert held["kl"] <= 1e-6
+
+
+def test_a_base_in_integers_is_written_as_compressed_tensors_reads_it(base: Path, tmp_path: Path) -> None:
+    run = trained(base, tmp_path / "run", "output.serve=int4")
+    assert (run.config().output.runtime, run.config().output.way) == ("vllm", "adapter")
+    record = export(run)
+    folder = run.path / "plain-adapter" / "base"
+    assert record["held_base"] == {"file": "base", "kind": "int4", "weights_differing": 0}
+    stated = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert stated["quant_method"] == "compressed-tensors"
+    assert record["serve"]["vLLM"].startswith(f"vllm serve {folder} --enable-lora ")
 
 
 def test_other_bytes_than_those_of_the_training_are_not_shipped(

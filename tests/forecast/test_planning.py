@@ -128,6 +128,18 @@ def test_micro_batches_by_tokens_are_forecast_at_the_larger_of_the_two_that_can_
     assert fitted.training.micro_batch_tokens == 70, "what the user wrote stays"
 
 
+@pytest.mark.slow
+def test_a_plan_says_which_rate_auto_is_and_what_speaks_against_the_job(quick: Quick) -> None:
+    auto = ["training.learning_rate=auto", "training.batch_size=64", "adapter.targets=[q_proj, v_proj]"]
+    plan = finetune.plan(quick(*auto), "24GiB")
+    found = plan.as_dict()
+    assert found["learning_rate"] == 5.9e-3
+    assert "2 for a batch of 64, 15 for a width of 192" in found["evidence"]
+    assert "attention alone" in found["evidence"]
+    assert "0.0059, 0.0002 times 2 for a batch of 64" in str(plan)
+    assert finetune.plan(quick(), "24GiB").as_dict()["evidence"] is None
+
+
 @pytest.fixture(scope="module")
 def too_small(rows_file: Path) -> Plan:
     overrides = [

@@ -61,7 +61,7 @@ def test_linear_layers_take_the_bytes_of_their_kind(kind: str, share_of_16_bit: 
 
 
 def test_every_kind_has_a_case_above() -> None:
-    assert set(QUANTIZATIONS) == SHARES_OF_16_BIT.keys()
+    assert set(QUANTIZATIONS) == SHARES_OF_16_BIT.keys() | {"gguf"}, "which is that of files in GGUF"
 
 
 @pytest.mark.parametrize("kind", ["nf4", "none"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -11,13 +12,21 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+import finetune
 from finetune.config import ModelSection
 from finetune.errors import ArtifactError
+from finetune.export import publish
+from finetune.export.gguf import gguf_export
+from finetune.model import build
 from finetune.model.base import load_architecture
 from finetune.model.source import gguf_base, gguf_families
 from finetune.model.source.locate import locate
+from finetune.report.terminal import Terminal
+from finetune.settings import load_config
+from finetune.storage.rundir import RunDirectory
+from tests.jobs import QUICK, TINY
 
 
 def readable(name: str) -> bool:
@@ -118,3 +127,30 @@ def test_a_damaged_file_is_refused_and_leaves_nothing(damage: object, says: str,
     with pytest.raises(ArtifactError, match=says):
         gguf_base.unpacked(file)
     assert not list(tmp_path.glob("*unpacked*"))
+
+
+@pytest.mark.parametrize("kind", ["q4_k_m"])
+def test_a_run_on_a_file_computes_with_its_values_and_is_merged(kind: str, tiny_base: Path, tmp_path: Path) -> None:
+    """The packed embedding is also the head, and rows of the built-in base are in Q5_0 and Q8_0 beside Q4_K."""
+    file, run = tmp_path / "tiny.gguf", RunDirectory(tmp_path / "run")
+    bench.export(tiny_base, AutoTokenizer.from_pretrained(tiny_base), file, kind)
+    job = [*QUICK, f"model.name={file}", f"output.dir={run.path}", "training.precision=fp32", "output.merge=true"]
+    finetune.train(load_config(TINY, job), terminal=Terminal(quiet=True))
+    assert run.config().quantization.kind == "gguf"
+    config = load_architecture(run.config().model)
+    trained = build.load(run.config(), config, torch.device("cpu"))
+    read = gguf_export.load(file, AutoConfig.from_pretrained(tiny_base), torch.float32, torch.device("cpu"))
+    ids = torch.arange(20, 60)[None]
+    torch.testing.assert_close(trained(ids).logits, read(ids).logits, rtol=0, atol=1e-4)
+    assert run.merged.is_dir()
+    record = publish.export_model(run, "adapter", terminal=Terminal(quiet=True))
+    assert record["held_base"]["file"] == str(file)
+    assert record["held_base"]["weights_differing"] == 0
+    assert record["held_base"]["kl"] <= 1e-6
+    assert record["serve"]["llama.cpp"].startswith(f"llama-server -m {file} --lora ")
+
+
+@pytest.mark.parametrize("name", ["builtin:tiny-llama", "missing.gguf"])
+def test_that_kind_needs_a_file(name: str, call: Callable[..., tuple[int, str, str]]) -> None:
+    code, _, error = call("train", str(TINY), f"model.name={name}", "quantization.kind=gguf")
+    assert (code, "is no GGUF file" in error or "no such file" in error) in ((2, True), (7, True))

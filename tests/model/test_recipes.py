@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from finetune.config import ModelSection, QuantizationSection
-from finetune.config.serving import GGUF, GRIDS
+from finetune.config.serving import GGUF, PACKED
 from finetune.model import base
 from finetune.model.skeleton import weightless_base
 from finetune.model.source import gguf_families, gguf_names
@@ -50,7 +50,7 @@ def weightless(config: Any, kind: str = "none") -> Any:
 
 def test_the_kinds_that_are_served_are_those_of_the_tables() -> None:
     assert set(GGUF) == set(recipes.RECIPES)
-    assert {kind for kind, one in QUANTIZATIONS.items() if one.packed} == set(GRIDS)
+    assert {kind for kind, one in QUANTIZATIONS.items() if one.packed} == set(PACKED)
     assert all(packed.FORMS.keys() >= {one.main, one.head} for one in recipes.RECIPES.values())
     assert packed.FORMS.keys() >= set(recipes.FALLBACKS.values())
 

@@ -11,6 +11,7 @@ import psutil
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from finetune.config.field_types import pick
 from finetune.errors import ConfigError, MachineError
 from finetune.export import proof
 from finetune.export.conversion import Conversion
@@ -18,7 +19,7 @@ from finetune.export.gguf import gguf_model, gguf_recipes, gguf_vocabulary, llam
 from finetune.export.gguf.gguf_types import TYPES
 from finetune.model.source import gguf_families
 from finetune.model.source.locate import hub_call
-from finetune.model.structure import experts
+from finetune.model.structure import experts, quantizers, recipes
 from finetune.runtime import libraries, patches
 
 
@@ -36,6 +37,11 @@ def check(job: Conversion) -> None:
             f"{job.run.path} was trained on images, for which llama.cpp needs the projector in a file of its own, "
             "which is not written here; export `merged`, which vLLM and transformers serve with images"
         )
+    if job.kind not in TYPES:
+        raise ConfigError(
+            f"{job.run.path} was trained in {job.kind}, which GGUF files do not have; export `{job.kind}`, which vLLM "
+            "serves"
+        )
     family = gguf_families.family(job.architecture)
     if not family.readable and not llama_cpp.installed():
         raise MachineError(
@@ -43,6 +49,12 @@ def check(job: Conversion) -> None:
         )
     if TYPES[job.kind].recipe:
         gguf_recipes.check(job.kind)
+
+
+def forms(model: Any, kind: str) -> dict[str, str]:
+    """The form of each weight of `model` (on the meta device) in a file of `kind`. Raises ConfigError."""
+    pick(recipes.RECIPES, kind, "GGUF type to round to")
+    return quantizers.recipe_of(model, kind)
 
 
 def file_name(kind: str) -> str:
@@ -72,28 +84,33 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     base = job.base_logits(dtype)
     # transformers does not read the factors of NVFP4.
     readable = gguf_families.family(config).readable and job.kind != "nvfp4"
+    following: list[list[int]] | None = None
     if readable:
         written = load(file, config, dtype, job.device)
         read_back = proof.logits(written, job.rows)
         del written
         libraries.return_freed_memory()
-        logits, following = (read_back, expected, base), None
+        found, known, moved = read_back, expected, base
         if TYPES[job.kind].recipe:  # `compare` reports what 4 to 6 bits change; llama.cpp must agree with this file
             expected = read_back
     else:
-        (*logits, following), roundoff = llama_cpp.logits(file, job, expected, base), roundoff * llama_cpp.ROUNDINGS
-    result = job.compare(f"GGUF file ({job.kind})", model, *logits, roundoff)
+        found, known, moved, following = llama_cpp.logits(file, job, expected, base)
+        roundoff *= llama_cpp.ROUNDINGS
+    result = job.compare(f"GGUF file ({job.kind})", model, found, known, moved, roundoff)
     ran, not_proven = llama_cpp.compare(
         file, job, expected,
         tokenizes_alike=gguf_vocabulary.SPACES_AFTER_SPECIAL not in differences,
         same_top=readable or not TYPES[job.kind].recipe,
     )  # fmt: skip
+    differing = gguf_model.differing(job.run.merged, config, file, job.packed)
+    if job.rounded:  # every weight is as it was rounded; how many that changed is another question
+        differing = gguf_model.differing(job.run.merged, config, file, {})
     return {
         "type": job.kind,
         "file": file.name,
-        "weights": gguf_model.differing(job.run.merged, config, file, job.packed),
+        "weights": differing,
         **asdict(result),
-        **job.served(*logits, following),
+        **job.served(found, known, moved, following),
         "compared_with": "the merged model, in " + ("transformers' own GGUF reader" if readable else "llama.cpp"),
         "computed_in": str(dtype).removeprefix("torch."),
         "llama_cpp": ran,
@@ -114,9 +131,9 @@ def _approximated(job: Conversion, model: Any, trained: list[torch.Tensor]) -> t
 
 def load(file: Path, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
     """The model in a GGUF file by transformers' reader, whose own configuration lacks what files store in tensors."""
-    config = gguf_families.text(config)
+    config = copy.deepcopy(gguf_families.text(config))
+    vars(config).pop("quantization_config", None)  # that of a GGUF file as a base
     if config.model_type == "gemma3_text":  # its scale of attention is in the file's norms
-        config = copy.deepcopy(config)
         config.query_pre_attn_scalar = gguf_families.gemma_scale(config)
     if config.model_type == "mistral":  # llama.cpp, and so the reader, takes it for a Llama
         fields = config.to_dict()

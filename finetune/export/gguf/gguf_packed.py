@@ -57,7 +57,13 @@ def rounded(name: str, shape: list[int], kind: Any, load: Callable[[], torch.Ten
     yield name, shape, kind, lambda: _bytes(made())
     if kind is Types.NVFP4:
         scale = name.removesuffix("weight") + "scale"
-        yield scale, shape[:-2] or [1], Types.F32, lambda: _factors(name, packed.packing_of(made()).scales)
+        yield scale, shape[:-2] or [1], Types.F32, lambda: _factors(name, _scales(made()))
+
+
+def _scales(weight: nn.Parameter) -> torch.Tensor:
+    how = packed.packing_of(weight)
+    assert how is not None
+    return how.scales
 
 
 def _bytes(weight: nn.Parameter, rows: torch.Tensor | None = None) -> torch.Tensor:

@@ -29,7 +29,7 @@ def wanted(job: Conversion) -> bool:
     kind = job.config.quantization.kind
     if job.config.scorer:
         return False
-    return kind in GGUF or (job.config.output.runtime == "llama.cpp" and kind in ("mxfp4", "nvfp4"))
+    return kind in (*GGUF, "gguf") or (job.config.output.runtime == "llama.cpp" and kind in ("mxfp4", "nvfp4"))
 
 
 def check(job: Conversion) -> None:
@@ -43,19 +43,28 @@ def check(job: Conversion) -> None:
         )
 
 
-def write(job: Conversion, base: Any, folder: Path) -> tuple[Path, Held, list[str]]:
-    """Write `base`, as training holds it, to a file in `folder`; with its packed weights and llama.cpp's differences.
-
-    Raises ArtifactError if they are not the bytes that the run was trained on.
-    """
+def packed_of(job: Conversion, base: Any) -> Held:
+    """The packed weights of `base`. Raises ArtifactError if they are not the bytes that the run was trained on."""
     kind, model = job.config.quantization.kind, job.config.model
     if (trained := job.run.packed_base) and packed.digest(base) != trained:
         raise ArtifactError(
             f"{model.name} has other bytes in {kind} on this device ({job.device}) than in training, so the adapter "
             "would not compute what was trained; export on the device, and with the torch, of the training"
         )
-    held = {name: weight for name, weight in base.named_parameters() if packed.packing_of(weight)}
-    file = folder / f"base-{kind}.gguf"
+    return {name: weight for name, weight in base.named_parameters() if packed.packing_of(weight)}
+
+
+def write(job: Conversion, base: Any, folder: Path) -> tuple[Path, Held, list[str]]:
+    """Write `base`, as training holds it, to a file in a new `folder`; with its packed weights and llama.cpp's
+    differences. A base that is a GGUF file is not written again.
+
+    Raises as `packed_of`.
+    """
+    kind, model, held = job.config.quantization.kind, job.config.model, packed_of(job, base)
+    if kind == "gguf":
+        return Path(model.name), held, []
+    folder.mkdir()
+    file = folder / gguf_export.file_name(kind)
     differences = gguf_model.write(
         weights_directory(model.name, model.revision), job.architecture, job.tokenizer, file, kind, packed=held,
         starts_with_bos=bool(job.prompt) and job.prompt[0] == job.tokenizer.bos_token_id, end_of_turn=job.end_of_turn,
@@ -68,7 +77,7 @@ def read(job: Conversion, file: Path, held: Held, dtype: torch.dtype) -> Any | N
 
     Raises ArtifactError for a weight that it reads as other values than those that were trained on.
     """
-    if not gguf_families.family(job.architecture).readable or job.config.quantization.kind not in GGUF:
+    if not gguf_families.family(job.architecture).readable or job.config.quantization.kind not in (*GGUF, "gguf"):
         return None
     model = gguf_export.load(file, job.architecture, dtype, job.device)
     differing = {

@@ -21,6 +21,8 @@ from finetune.export.conversion import Conversion
 from finetune.export.gguf import gguf_export
 from finetune.model.source import chat_template
 
+forms = gguf_export.forms
+
 Messages = list[dict[str, Any]]
 Render = Callable[[Messages], str]
 

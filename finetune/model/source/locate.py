@@ -51,7 +51,7 @@ def locate(name: str) -> str:
     if name.startswith(_HUB):
         raise ArtifactError(f"{name}: give the model's name on the hub: {name.removeprefix(_HUB)}")
     if name.lower().endswith("gguf"):
-        raise ArtifactError(f"{name}: a GGUF file can be run and not trained; name the model that it was made from")
+        raise ArtifactError(f"{name}: no such file; download the GGUF file and give its path, or name another base")
     if path.is_file():
         raise ArtifactError(f"{name}: a file; name the directory of the model: {path.parent}")
     if not _HUB_NAME.fullmatch(name):

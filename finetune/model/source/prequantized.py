@@ -82,6 +82,8 @@ def resolved(config: Config, architecture: Any) -> tuple[Config, str | None]:
     Raises ConfigError for a kind that needs the base in 16 bit, and for a key that excludes the published form.
     """
     name, published, kind = config.model.name, form(architecture), config.quantization.kind
+    if kind == "gguf" != published:
+        raise ConfigError(f"`quantization.kind`: {name} is no GGUF file; set a kind that it can be quantized to")
     default = "kind" not in config.quantization.model_fields_set or kind == "auto"
     if kind != "published" and (published is None or kind in (published, "none")):
         return config, None

@@ -232,7 +232,7 @@ for _schema in (
 
 def encode(form: str, weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
     """Write the bytes and scales of `weight` in a form of FORMS."""
-    if not FORMS[form].layouts:  # in which no base is published
+    if FORMS[form].config is None:
         torch.ops.finetune.pack_(codes, scales, weight, form)
     else:
         encode_in_parts(codes, scales, weight, form)
@@ -240,7 +240,7 @@ def encode(form: str, weight: torch.Tensor, codes: torch.Tensor, scales: torch.T
 
 def decode(form: str, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
     """Write the values of bytes and scales into `out`, which is exact in float32 and rounded once to other types."""
-    if not FORMS[form].layouts:  # in which no base is published
+    if FORMS[form].config is None:
         torch.ops.finetune.unpack_(out, codes, scales, form)
     else:
         decode_in_parts(out, codes, scales, form)
@@ -473,9 +473,9 @@ def _in_blocks(name: str, form: BlockFormat) -> PackedForm:
     def decode(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
         block_formats.decode(form, codes, scales, out)
 
-    if form.block_scales:
-        return PackedForm(shapes, torch.float32, encode, decode)
     each = Fraction(form.columns, form.block_bytes)
+    if form.block_scales:
+        return PackedForm(shapes, torch.float32, encode, decode, values_per_byte=each)
     return PackedForm(shapes, torch.uint8, encode, decode, (Layout((f"_{name}",)),), values_per_byte=each)
 
 
@@ -528,8 +528,8 @@ class PackedEmbedding(nn.Embedding):
     @staticmethod
     def of(embedding: nn.Embedding, weight: nn.Parameter) -> nn.Embedding:
         """A module like `embedding`, with a packed weight."""
-        kind = _packed_class(type(embedding))
-        made = kind.__new__(kind)
+        of_model: Any = type(embedding)
+        made: nn.Embedding = object.__new__(_packed_class(of_model))
         made.__dict__.update(embedding.__dict__, _parameters={"weight": weight})
         return made
 

@@ -1,0 +1,102 @@
+"""The bytes of weights that were rounded together, with the errors made up for where enough tokens were seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from finetune.errors import ArtifactError
+from finetune.export.rounding.compensated import compensated
+from finetune.export.rounding.inputs import Inputs, Key
+from finetune.model.structure import packed
+from finetune.model.structure.block_formats import BLOCK_FORMATS
+
+TOKENS_PER_COLUMN = 1 / 8
+"""Tokens for each column from which on errors are made up for.
+
+With fewer, the products of other rows are as far off as with plain rounding (512 columns, every format, 2026-11).
+"""
+
+Bytes = tuple[torch.Tensor, torch.Tensor]
+"""The bytes and the scales of a matrix or of a weight."""
+
+
+@dataclass(frozen=True)
+class RoundedWeight:
+    """Bytes and scales of a weight, and for each of its matrices (bool) whether errors were made up for."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    compensated: torch.Tensor
+
+
+def rounded(
+    forms: Mapping[str, str], weights: Mapping[str, torch.Tensor], inputs: Inputs | None = None
+) -> dict[str, RoundedWeight]:
+    """Round `weights` (rows, columns) or (experts, rows, columns) to `forms`, by name.
+
+    A matrix that `inputs` saw too few tokens of, or of a form without a grid, is rounded by itself. Raises
+    ArtifactError for inputs that are not finite.
+    """
+    made: dict[Key, Bytes] = {}
+    for (source, form, _), keys in _together(forms, weights, inputs).items():
+        assert inputs is not None
+        made |= _compensated(form, {key: _matrix(weights, key) for key in keys}, inputs.sum(source))
+    return {name: _collected(name, forms[name], weight, made) for name, weight in weights.items()}
+
+
+def _together(
+    forms: Mapping[str, str], weights: Mapping[str, torch.Tensor], inputs: Inputs | None
+) -> dict[tuple[Key, str, str], list[Key]]:
+    """Matrices that have inputs and form in common, which are rounded as one, by these; alone where blocks of FP8, of
+    128 rows, would be of two.
+    """
+    found: dict[tuple[Key, str, str], list[Key]] = {}
+    for name, weight in weights.items():
+        form, (*_, rows, columns) = forms[name], weight.shape
+        if inputs is None or form not in BLOCK_FORMATS or columns % BLOCK_FORMATS[form].columns:
+            continue
+        for key in _keys(name, weight):
+            source = inputs.source(key)
+            if source and inputs.tokens[key] >= TOKENS_PER_COLUMN * columns:
+                found.setdefault((source, form, name if form == "fp8" and rows % 128 else ""), []).append(key)
+    return found
+
+
+def _compensated(form: str, matrices: dict[Key, torch.Tensor], hessian: torch.Tensor) -> dict[Key, Bytes]:
+    if not hessian.diagonal().isfinite().all():
+        raise ArtifactError(
+            f"the inputs of `{next(iter(matrices))[0]}` are not finite in the training rows; train again"
+        )
+    joined = torch.cat([matrix.float() for matrix in matrices.values()])
+    stored = BLOCK_FORMATS[form].pack(*compensated(BLOCK_FORMATS[form], joined, hessian))
+    sizes = [len(matrix) for matrix in matrices.values()]
+    parts = (part.cpu().split([size * len(part) // len(joined) for size in sizes]) for part in stored)
+    return dict(zip(matrices, zip(*parts, strict=True), strict=True))
+
+
+def _collected(name: str, form: str, weight: torch.Tensor, made: Mapping[Key, Bytes]) -> RoundedWeight:
+    keys = list(_keys(name, weight))
+    parts = [made[key] if key in made else _by_itself(form, _matrix({name: weight}, key)) for key in keys]
+    codes, scales = (torch.stack(each) for each in zip(*parts, strict=True))
+    if weight.dim() == 2:
+        codes, scales = codes[0], scales[0]
+    return RoundedWeight(codes, scales, torch.tensor([key in made for key in keys]))
+
+
+def _by_itself(form: str, matrix: torch.Tensor) -> Bytes:
+    plain = packed.pack(form, matrix)
+    how = packed.packing_of(plain)
+    assert how is not None
+    return plain.data.cpu(), how.scales.cpu()
+
+
+def _keys(name: str, weight: torch.Tensor) -> Iterator[Key]:
+    yield from ((name, number) for number in range(len(weight) if weight.dim() == 3 else 1))
+
+
+def _matrix(weights: Mapping[str, torch.Tensor], key: Key) -> torch.Tensor:
+    weight = weights[key[0]]
+    return weight[key[1]] if weight.dim() == 3 else weight

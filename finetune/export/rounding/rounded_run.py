@@ -1,0 +1,83 @@
+"""The merged model of a run, rounded with its training rows and kept in the run directory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from finetune.config import QuantizationSection
+from finetune.export.conversion import Conversion
+from finetune.export.rounding import calibration, memory
+from finetune.export.rounding.layers import LayerRounding
+from finetune.model import build
+from finetune.model.base import load_architecture
+from finetune.model.build import Blueprint
+from finetune.model.precision import PRECISIONS
+from finetune.model.skeleton import make_buffers
+from finetune.model.source import file_hashes, vision
+from finetune.model.structure import streamed
+from finetune.storage.files import amount, staged, write_json
+
+_RECORD = "rounding.json"
+
+Forms = Callable[[Any, str], Mapping[str, str]]
+"""The form of each weight of a model on the meta device that a file of a kind holds quantized."""
+
+
+def rounded(
+    job: Conversion, forms: Forms, note: Callable[[str], None]
+) -> tuple[dict[str, nn.Parameter], dict[str, Any]]:
+    """The packed weights of the run's merged model, by their names in it, and the facts of how they were made.
+
+    What an earlier call with the same model and rows made is taken as it is, and one that was killed is continued.
+    Raises ArtifactError, and OSError for a failed write.
+    """
+    section = job.config.model.model_copy(update={"name": str(job.run.merged)})
+    files = sorted(job.run.merged.glob("*.safetensors"))
+    # A CPU multiplies float32 as fast, and one layer is small.
+    dtype = torch.float32 if job.device.type == "cpu" else PRECISIONS[job.config.training.precision].merged
+    architecture = load_architecture(section)
+    implementation = build.attention_of_exports(job.config, architecture, job.device.type)
+    plain = QuantizationSection(kind="none")
+    model = Blueprint(section, plain, architecture, implementation, dtype).weightless()
+    seen = vision.of(job.config, job.architecture, job.tokenizer)
+    ids = calibration.rows(job.config.data, job.tokenizer, job.config.training.seed, note, seen)
+    form_of = dict(forms(model, job.kind))
+    made_from = {
+        "forms": form_of,
+        "merged": [file_hashes.sha256(file) for file in files],
+        "rows": hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
+        "computed_in": str(dtype),
+    }
+    target = job.run.path / f"rounded-{job.kind}"
+
+    def rounding(folder: Path) -> LayerRounding:
+        return LayerRounding(model, streamed.Weights(model, files, dtype), form_of, ids, folder, job.device)
+
+    if _record(target).get("made_from") != made_from:
+        with staged(target, made_from) as folder:
+            one = rounding(folder)
+            peak = memory.peak_bytes(model, one.parts, ids.shape, dtype)
+            note(
+                f"rounding to {job.kind} with {ids.numel():,} tokens of the training rows, in {amount(peak)} of memory"
+            )
+            make_buffers(model, job.device)
+            one.complete(lambda part: note(f"rounding part {one.parts.index(part) + 1} of {len(one.parts)}"))
+            record = {"tokens": ids.numel(), "rows": len(ids), "forecast_bytes": peak, "by_themselves": one.plain()}
+            write_json(folder / _RECORD, {"made_from": made_from, **record})
+    facts = {key: value for key, value in _record(target).items() if key != "made_from"}
+    return rounding(target).packed(), facts
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found

@@ -1,0 +1,47 @@
+"""The memory of a base that is held as llama.cpp serves it: 8B beside its adapter on cards of 24 and 16 GB."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from finetune.forecast import operator_costs, planning
+from finetune.model.structure import packed
+from finetune.settings import load_config
+from tests.jobs import TINY
+
+CONFIG = TINY.with_name("llama3_8b_q4_k_m.yaml")
+Q4_K, Q6_K = 144 / 256, 210 / 256
+"""Bytes of a weight."""
+
+
+def bytes_of_8b() -> float:
+    """Of Llama-3.1 8B in Q4_K_M: `attn_v` and `ffn_down` in 6 bit in 16 of 32 layers, the head too; norms in 16 bit."""
+    hidden, inside, keys, vocabulary = 4096, 14336, 1024, 128256
+    some, others = (keys + inside) * hidden, (2 * hidden + keys + 2 * inside) * hidden
+    tables = vocabulary * hidden * (Q4_K + Q6_K)
+    return 32 * others * Q4_K + 16 * some * (Q4_K + Q6_K) + tables + 65 * hidden * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", ["RTX 4090", "RTX 4080"])
+def test_8b_fits_beside_its_adapter_in_the_bytes_that_are_served(gpu: str) -> None:
+    least = ["training.micro_batch=1", "memory.checkpointing=all"]
+    forecast = planning.plan(load_config(CONFIG, least), gpu).forecast
+    assert forecast.fits
+    assert forecast.categories["base_weights"] == pytest.approx(bytes_of_8b(), rel=1e-3)
+    assert forecast.needed_bytes < 8 * 2**30
+
+
+@pytest.mark.parametrize("form", ["q4_k", "q8_0", "iq4_xs"])
+def test_unpacking_takes_the_memory_of_one_part(form: str) -> None:
+    """Of a table of 2^28 weights no more than of 2^24, and at least the values of these in float32."""
+    few, many = (torch.empty(rows, 4096, device="meta", dtype=torch.bfloat16) for rows in (4096, 65536))
+    held = []
+    for weight in (few, many):
+        stored = packed.pack(form, weight)
+        how = packed.packing_of(stored)
+        assert how is not None
+        held += operator_costs._of_parts("finetune::unpack_", (weight, stored.data, how.scales, form))
+    assert held[0] == held[1]
+    assert 4 * 2**24 <= held[0] <= 12 * 2**24
