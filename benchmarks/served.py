@@ -22,6 +22,7 @@ from typing import Any
 
 import harness
 import torch
+from peft import PeftModel
 from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
@@ -29,12 +30,14 @@ from transformers import AutoModelForCausalLM
 from finetune.config import Config
 from finetune.data import prepare
 from finetune.data.encoded import IGNORE
-from finetune.export import compressed_export, finished_run
+from finetune.export import compressed_export, finished_run, publish
 from finetune.export.conversion import Conversion
 from finetune.export.gguf import gguf_export
 from finetune.export.rounding import rounded_run
+from finetune.inference import jobs
 from finetune.model.source.locate import locate
 from finetune.model.structure import packed, recipes
+from finetune.report.terminal import Terminal
 from finetune.settings import config_of
 from finetune.storage.rundir import RunDirectory
 
@@ -82,7 +85,50 @@ def _rounded(job: Trained, kind: str) -> Served:
     return _served(job, weights, facts)
 
 
-WAYS: dict[str, Callable[[Trained, str], Served]] = {"plain rounding": _plain, "rounded with the rows": _rounded}
+def _adapter(job: Trained, kind: str) -> Served:
+    """Trained on the base in the codes of the file, and read back from the files of base and adapter."""
+    run, model = _trained_for(job, kind, "adapter")
+    record = publish.export_model(run, "adapter", terminal=Terminal(quiet=True))
+    folder = run.path / "plain-adapter"
+    base = gguf_export.load(folder / record["held_base"]["file"], job.base.config, torch.float32, CPU)
+    facts = {"weights_differing": record["held_base"]["weights_differing"]}
+    return Served(PeftModel.from_pretrained(base, folder), model, facts)
+
+
+def _exact(job: Trained, kind: str) -> Served:
+    """Trained as it is rounded, and read back from its file."""
+    run, model = _trained_for(job, kind, "exact")
+    record = publish.export_model(run, "gguf", type=kind, terminal=Terminal(quiet=True))
+    file = run.path / "gguf" / record["file"]
+    facts = {"weights_differing": record["weights"]["differing"]}
+    return Served(gguf_export.load(file, job.base.config, torch.float32, CPU), model, facts)
+
+
+def _trained_for(job: Trained, kind: str, way: str) -> tuple[RunDirectory, Any]:
+    """The run of the same seed that is trained for a kind in a way, and its model."""
+    run = RunDirectory(job.run.path.with_name(f"{job.run.path.name}-{way}-{kind}"))
+    if not run.adapter.is_dir():
+        harness.finetune(
+            "train", harness.ROOT / "configs/tiny_cpu.yaml", f"output.dir={run.path}", "output.merge=false",
+            f"training.seed={job.config.training.seed}", "training.eval_every=150", f"output.serve={kind}",
+            f"output.way={way}", threads=1,
+        )  # fmt: skip
+    model, _ = jobs.model_of(run, config_of(run), "adapter")
+    return run, model
+
+
+WAYS: dict[str, Callable[[Trained, str], Served]] = {
+    "plain rounding": _plain,
+    "rounded with the rows": _rounded,
+    "adapter": _adapter,
+    "exact": _exact,
+}
+_LLAMA_CPP = ("adapter", "exact")
+"""The ways whose files are read by transformers' reader of GGUF files."""
+
+
+def _kinds(way: str, kinds: list[str]) -> list[str]:
+    return [kind for kind in kinds if way not in _LLAMA_CPP or kind in recipes.RECIPES]
 
 
 def _forms(job: Trained, kind: str) -> dict[str, str]:
@@ -146,7 +192,7 @@ def measured(job: Trained, ways: list[str], kinds: list[str]) -> dict[str, Any]:
     base, whole = (loss(logits(model, job.rows), job.rows) for model in (job.base, job.merged))
     found: dict[str, Any] = {"base": round(base, 5), "16 bit": round(whole, 5)}
     for way in ways:
-        for kind in kinds:
+        for kind in _kinds(way, kinds):
             served = WAYS[way](job, kind)
             scores, expected = (logits(model, job.rows) for model in (served.model, served.trained))
             one = loss(scores, job.rows)
@@ -181,7 +227,9 @@ def main() -> None:
             for seed in options.seeds
         }
     kept = {
-        way: {kind: interval([each[way][kind]["kept"] for each in seeds.values()]) for kind in options.kinds}
+        way: {
+            kind: interval([each[way][kind]["kept"] for each in seeds.values()]) for kind in _kinds(way, options.kinds)
+        }
         for way in options.ways
     }
     # Ways may be measured one after the other.
@@ -189,7 +237,7 @@ def main() -> None:
     for seed, found in seeds.items():
         result["seeds"][seed] = result["seeds"].get(seed, {}) | found
     harness.save(options.output, result, threads=1)
-    rows = [[kind, *(str(kept[way][kind]) for way in options.ways)] for kind in options.kinds]
+    rows = [[kind, *(str(kept[way].get(kind, "")) for way in options.ways)] for kind in options.kinds]
     print(harness.table(["kept", *options.ways], rows))
 
 
