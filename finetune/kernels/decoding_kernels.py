@@ -149,11 +149,11 @@ def _small_block(block, at, table, FORM: tl.constexpr):
     if FIVE:
         low |= ((_byte(start + at // 8) >> (at % 8)) & 1) << 4
         high |= ((_byte(start + 2 + at // 8) >> (at % 8)) & 1) << 4
-    ZERO: tl.constexpr = 0 if OFFSET else 16 if FIVE else 8
+    MIDDLE: tl.constexpr = 0 if OFFSET else 16 if FIVE else 8
     if FORM == "iq4_nl":
         low_value, high_value = tl.load(table + low) * d, tl.load(table + high) * d
     else:
-        low_value, high_value = (low - ZERO).to(tl.float32) * d, (high - ZERO).to(tl.float32) * d
+        low_value, high_value = (low - MIDDLE).to(tl.float32) * d, (high - MIDDLE).to(tl.float32) * d
     if OFFSET:
         m = _half(block + 2)
         low_value, high_value = low_value + m, high_value + m
@@ -195,8 +195,8 @@ def _codes_in_pairs(block, scales, place, in_row, at, FORM: tl.constexpr):
         if FORM == "int4":
             low, high = ((byte & 15) - 8).to(tl.float32) * scale, ((byte >> 4) - 8).to(tl.float32) * scale
         else:
-            zero = tl.load(scales + in_row + place) * scale
-            low, high = (byte & 15).to(tl.float32) * scale - zero, (byte >> 4).to(tl.float32) * scale - zero
+            offset = tl.load(scales + in_row + place) * scale
+            low, high = (byte & 15).to(tl.float32) * scale - offset, (byte >> 4).to(tl.float32) * scale - offset
     return low, high
 
 
