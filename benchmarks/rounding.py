@@ -3,7 +3,7 @@
 - 1B: some layers of the shape of Llama 3.2 1B with random weights, merged, and rounded in a process of its own to
   Q4_K_M with some thousand tokens. The peak of anonymous memory, less what the process has before, is beside the
   forecast. Two layers are as wide and so as large at their peak as sixteen, which take eight times as long.
-- kills: sixteen layers of a quarter of that width are rounded in processes that are killed at random moments, one after
+- kills: sixteen layers of an eighth of that width are rounded in processes that are killed at random moments, one after
   the other, and then to the end. All files must be those of a rounding that nothing disturbed.
 """
 
@@ -98,7 +98,7 @@ def _target(run: RunDirectory) -> Path:
 
 def killed(folder: Path, kills: int) -> dict[str, Any]:
     """A rounding that is killed at random moments, and completed."""
-    run = merged(folder, hidden_size=512, intermediate_size=2048, num_attention_heads=8, num_key_value_heads=2)
+    run = merged(folder, hidden_size=256, intermediate_size=1024, num_attention_heads=4, num_key_value_heads=2)
     started = time.perf_counter()
     start(run).wait()
     seconds = time.perf_counter() - started
@@ -109,7 +109,7 @@ def killed(folder: Path, kills: int) -> dict[str, Any]:
         process = start(run) if rounds else _anew(run)
         rounds += 1
         try:
-            process.wait(moments.uniform(0, 4 * seconds / 16))
+            process.wait(moments.uniform(0, 3 * seconds / 16))
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -119,7 +119,7 @@ def killed(folder: Path, kills: int) -> dict[str, Any]:
             rounds = 0  # complete: the next one begins anew
     start(run).wait()
     return {
-        "shape": SHAPE, "width": 512, "layers": 16, "kind": KIND, "rounding_seconds": round(seconds, 1),
+        "shape": SHAPE, "width": 256, "layers": 16, "kind": KIND, "rounding_seconds": round(seconds, 1),
         "kills": count, "published_before_complete": partial,
         "ended_with_other_files": int(_files(_target(run)) != whole),
     }  # fmt: skip
