@@ -251,8 +251,8 @@ def test_a_file_with_a_wrong_tensor_is_not_published(
 ) -> None:
     stored = gguf_names.stored
 
-    def doubled(name: str, *others: Any) -> dict[str, torch.Tensor]:
-        parts = stored(name, *others)
+    def doubled(name: str, *others: Any, **named: Any) -> dict[str, torch.Tensor]:
+        parts = stored(name, *others, **named)
         return {part: tensor * (2 if "layers.1.mlp.up_proj" in name else 1) for part, tensor in parts.items()}
 
     monkeypatch.setattr(gguf_names, "stored", doubled)
@@ -293,7 +293,7 @@ def test_another_base_or_a_damaged_adapter_is_refused(run: RunDirectory, format:
     assert not run.merged.exists()
 
 
-@pytest.mark.parametrize("kind", ["q3_K_M", "q8_1", "iq4_xs"])
+@pytest.mark.parametrize("kind", ["q3_K_M", "q8_1", "iq3_xs"])
 def test_a_type_of_llama_quantize_is_refused_with_its_command(kind: str) -> None:
     with pytest.raises(ConfigError, match=f"llama-quantize model-f16.gguf model-{kind}.gguf {kind}"):
         gguf_types.check(kind)
