@@ -12,7 +12,8 @@ them overlapping.
   chooses with fused kernels. TRL's is the largest micro-batch that fits with checkpointing (its default), and the
   faster of that and the same without (its best). `least` is the time of the arithmetic that no exact step can do
   without (`least_flops`), at the card's peak, and how many times as fast as TRL's best a step could be at most.
-  `over_least` is ours over that time, and what of it is further arithmetic, traffic and launches.
+  `over_least` is ours over that time, and what of it is further arithmetic, traffic and launches. `served` is ours on
+  a base in the codes of a file that is served, as a multiple of the same step on one in NF4.
 
 TRL's side is `scripts/plain_qlora.py`: `SFTTrainer.compute_loss` itself with its tiled loss, entropy and accuracy, bf16
 adapters under autocast, the padding mask always given, the 8-bit optimizer. Where the rows of a micro-batch have one
@@ -52,6 +53,7 @@ from finetune.forecast.trace import Work
 from finetune.forecast.trace_recorder import TraceRecorder
 from finetune.kernels import mlp
 from finetune.model.base import load_architecture
+from finetune.model.structure.quantization import with_kind
 from finetune.objectives import Objective
 
 MODELS = {"Llama-2-7B": "llama7b_qlora", "Llama-3.1-8B": "llama3_8b_qlora"}
@@ -63,6 +65,8 @@ BUDGET_BYTES = 24 * 2**30
 STEP_ROWS = 16
 PASSES = ("forward", "recompute", "backward")
 PATHS = {"peft": {"kernels.fused": "off"}, "fused": {"kernels.fused": "on"}}
+SERVED = ("q4_k_m", "q6_k")
+"""Kinds of quantization whose codes are served with an adapter beside them."""
 _LAYER = 2  # of the five that are traced, the one in the middle
 
 
@@ -286,6 +290,21 @@ def least_flops(config: Config) -> int:
     return 2 * (linear + attention + head)
 
 
+def served(config: Config, card: str, step: dict[str, Any]) -> dict[str, Any]:
+    """The step that `ours` takes, on a base in served codes, and its time as a multiple of that in NF4, by kind."""
+    config = config.changed({
+        "training.micro_batch": step["micro_batch"], "memory.checkpointing": step["checkpointing"],
+        "memory.loss_tokens": step["loss_tokens"], **PATHS["fused"],
+    })  # fmt: skip
+    found = {}
+    for kind in SERVED:
+        other = with_kind(config, kind)
+        with rows_of(padded=False):
+            found[kind] = _step(other, planning.planner_for(other, card).forecast())
+        found[kind]["times"] = round(found[kind]["seconds"] / step["seconds"], 4)
+    return found
+
+
 def steps(config: Config, card: str) -> dict[str, Any]:
     """Both sides on a card, how many times as fast ours is, and the most that arithmetic allows."""
     config = config.changed({"memory.budget": BUDGET_BYTES})
@@ -296,7 +315,10 @@ def steps(config: Config, card: str) -> dict[str, Any]:
     }
     bound = least(config, card, others)
     over = over_least(planning.planner_for(config, card).device, one, bound["seconds"])
-    return {"ours": one, "trl": others, "times_as_fast": times, "least": bound, "over_least": over}
+    return {
+        "ours": one, "trl": others, "times_as_fast": times, "least": bound, "over_least": over,
+        "served": served(config, card, one),
+    }  # fmt: skip
 
 
 def least(config: Config, card: str, others: dict[str, Any]) -> dict[str, Any]:

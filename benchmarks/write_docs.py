@@ -556,6 +556,19 @@ def _rank_kills() -> str:
     return _table(heads, (row(share, file) for share, file in files.items()))
 
 
+def _served() -> str:
+    kept = result("served")["kept"]
+
+    def cell(mean: float, low: float, high: float) -> str:
+        return f"{mean:.3f} ({low:.3f} to {high:.3f})"
+
+    def row(kind: str) -> str:
+        return f"{kind} | " + " | ".join(cell(*way[kind]) if kind in way else "" for way in kept.values())
+
+    kinds = dict.fromkeys(kind for way in kept.values() for kind in way)
+    return _table(f" | {' | '.join(kept)}", map(row, kinds))
+
+
 _RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 
 
@@ -698,6 +711,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "plans": _plans,
     "ranks-memory": _ranks_memory,
     "mixtures": _mixtures,
+    "served": _served,
     "own-loss": _own_loss,
 }
 """Blocks by their names in the pages."""

@@ -85,6 +85,12 @@ def test_a_base_that_sees_learns_to_count_with_each_seed() -> None:
     assert all(one["base"]["high"] < 0.3 and one["adapter"]["low"] > counted["least"] for one in right)
 
 
+def test_rounding_with_the_rows_keeps_the_gain_at_four_bits() -> None:
+    kept = results("served")["kept"]["rounded with the rows"]
+    assert len(kept) >= 4
+    assert all(low >= 0.99 for _, low, _ in kept.values())
+
+
 def test_every_killed_run_resumed_with_its_weights() -> None:
     for file, tool, kills in (("faults", "finetune", 80), ("faults_dpo", "finetune, dpo", 30)):
         faults = results(file)

@@ -148,7 +148,7 @@ def test_a_forecast_prints_its_job_before_it_imports_the_libraries(
         "matplotlib", "sklearn", "torchvision", "tensorboard", "wandb", "IPython",
         "torch._inductor.compile_fx", "torch._inductor.scheduler", "torch._inductor.codegen",
         "transformers.pipelines", "trl.trainer.dpo_trainer", "trl.trainer.grpo_trainer", "finetune.recipe",
-        "finetune.kernels.triton_kernels",
+        "finetune.kernels.triton_kernels", "finetune.kernels.decoding_kernels",
     }  # fmt: skip
     assert ended.at_the_end.isdisjoint(unneeded)
 
@@ -172,7 +172,7 @@ def test_a_run_takes_its_first_step_without_what_it_does_not_need(tmp_path: Path
         {"datasets", "pandas", "scipy", "sklearn", "matplotlib", "tensorboard", "torchvision", "IPython"}
         | {"trl.trainer", "trl.trainer.sft_trainer", "transformers.trainer", "transformers.pipelines"}
         | {"torch._inductor.compile_fx", "torch._inductor.scheduler", "torch._inductor.codegen"}
-        | {"finetune.kernels.triton_kernels"}
+        | {"finetune.kernels.triton_kernels", "finetune.kernels.decoding_kernels"}
     )
 
 

@@ -19,7 +19,7 @@ from finetune.kernels import ops
 _ELEMENT = {torch.float32: 1e-4, torch.bfloat16: 16 * 2**-8, torch.float16: 16 * 2**-11}
 _NORM = {torch.float32: 1e-5, torch.bfloat16: 4 * 2**-8, torch.float16: 4 * 2**-11}
 # Their results must be equal to the bit; the codes of a weight are not converted to float32.
-_EXACT = ("decode_4bit_", "decode_int8_")
+_EXACT = ("decode_4bit_", "decode_int8_", "decode_packed_")
 # A product that is summed in another order may put a weight on the other side of the middle between two values: of so
 # many of them.
 _MAY_DIFFER = {"snap_": 1e-4}

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from finetune.config import explain, other_names, strict_yaml
+from finetune.config import explain, other_names, serving, strict_yaml
 from finetune.config.explain import Locations
 from finetune.config.field_types import Choices, nearest, shown
 from finetune.config.rules import contradictions
@@ -188,6 +188,8 @@ def _validate(
         return None, explain.mistakes(error, locations)
     config = _with_head(config)
     broken = [*contradictions(config), *([] if trained else _ignored(config, choices or {}))]
+    if not broken:
+        config, _ = serving.resolved(config)
     return config, [f"{locations.of(tuple(key.split('.')))}: `{key}`: {message}" for key, message in broken]
 
 

@@ -44,9 +44,28 @@ class Rule:
         return config.value(self.key) in self.values and config.value(self.other) in self.others
 
 
+SERVING = (
+    *(
+        Rule(
+            "output.runtime", only(name), "output.serve", but(None, *runtime.reads),
+            f"{name} does not read that form; set another `output.runtime`, or an `output.serve` of "
+            f"{', '.join(runtime.reads)}",
+        )
+        for name, runtime in serving.RUNTIMES.items()
+        if {*serving.SERVED} - {*runtime.reads}
+    ),
+    Rule(
+        "output.way", only("exact"), "output.serve", but(None, *EXACT),
+        "no base is trained here as it is rounded to that form; set `adapter` or `rounded`, or an `output.serve` of "
+        f"{', '.join(EXACT)}",
+    ),
+)  # fmt: skip
+"""Rules that hold before anything follows from what is served (`serving.resolved`)."""
+
 _WHOLE = "needs whole weights, of which a rank has slices"
 
 RULES = (
+    *SERVING,
     Rule(
         "adapter.kind", only("none"), "quantization.kind", but("none"),
         "a quantized base cannot be trained itself; set `quantization.kind: none` to train every weight, or "
@@ -319,7 +338,8 @@ RULES = (
 
 def contradictions(config: Config) -> list[tuple[str, str]]:
     """(key, message with remedy) of each broken rule, and of checks that a schema cannot express."""
-    broken = list(serving.contradictions(config))
+    broken = [(rule.key, rule.message) for rule in SERVING if rule.broken(config)]
+    broken += serving.contradictions(config)
     if not broken:
         config, _ = serving.resolved(config)
     broken += [(rule.key, rule.message) for rule in RULES if rule.broken(config)]

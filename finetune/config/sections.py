@@ -485,7 +485,7 @@ class OutputSection(Section):
     """The form in which the trained model will be served. Training then prepares for it: by `way`, the base is held in
     that form, or rounded to it afterwards."""
     runtime: Annotated[str, Choice("output.runtime")] | None = None
-    """The program that serves it; null: the first that reads the form."""
+    """The program that serves it; null: llama.cpp for GGUF files, else vLLM."""
     way: Annotated[str, Choice("output.way")] = "auto"
     """How the trained model becomes what is served."""
 

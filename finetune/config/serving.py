@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from finetune.config.sections import Config
+from finetune.config.sections import Config, OutputSection
 
 
 @dataclass(frozen=True)
@@ -100,13 +100,14 @@ def resolved(config: Config) -> tuple[Config, str | None]:
     """
     if config.output.serve is None:
         return config, None
-    serve, runtime, way = config.output.serve, _runtime(config), config.output.way
+    serve, runtime, way = config.output.serve, _runtime(config.output), config.output.way
     takes = serve in RUNTIMES[runtime].adapters
-    why = "as asked"
     if way == "auto":
         way = "adapter" if takes else "rounded"
-        why = f"{runtime} takes {'' if takes else 'no '}adapters" + ("" if RUNTIMES[runtime].adapters else " at all")
-        why += f" on {serve}" if RUNTIMES[runtime].adapters else ""
+    why = "as asked"
+    if way == "adapter" or (way == "rounded" and not takes):
+        on = f"on {serve}" if RUNTIMES[runtime].adapters else "at all"
+        why = f"{runtime} takes {'' if takes else 'no '}adapters {on}"
     changes: dict[str, object] = {"output.runtime": runtime, "output.way": way}
     if way != "rounded":
         changes |= {"quantization.kind": kind_of(serve), "quantization.double": True}
@@ -121,10 +122,9 @@ def kind_of(serve: str) -> str:
     return "none" if serve == "16bit" else serve
 
 
-def _runtime(config: Config) -> str:
-    """The runtime that is named, or the first that reads the form."""
-    named = config.output.runtime
-    return named or next(name for name, one in RUNTIMES.items() if config.output.serve in one.reads)
+def _runtime(output: OutputSection) -> str:
+    """The runtime that is named, or the usual one of the form."""
+    return output.runtime or ("llama.cpp" if output.serve in GGUF else "vllm")
 
 
 def contradictions(config: Config) -> Iterator[tuple[str, str]]:
@@ -132,16 +132,11 @@ def contradictions(config: Config) -> Iterator[tuple[str, str]]:
     serve, way, kind = config.output.serve, config.output.way, config.quantization.kind
     if serve is None:
         return
-    name = _runtime(config)
+    name = _runtime(config.output)
     runtime = RUNTIMES.get(name)
     if runtime is None or serve not in SERVED:  # which their own fields refuse
         return
-    if serve not in runtime.reads:
-        readers = ", ".join(f"`{other}`" for other, one in RUNTIMES.items() if serve in one.reads)
-        yield (
-            "output.runtime",
-            f"{name} does not read {serve}; set {readers}, or an `output.serve` of {', '.join(runtime.reads)}",
-        )
+    if serve not in runtime.reads or (way == "exact" and serve not in EXACT):  # which rules refuse
         return
     if way == "adapter" and serve not in runtime.adapters:
         others = ", ".join(f"`{other}`" for other, one in RUNTIMES.items() if serve in one.adapters)
@@ -149,13 +144,6 @@ def contradictions(config: Config) -> Iterator[tuple[str, str]]:
             "output.way",
             f"{name} takes no adapters on {serve}; set `rounded` or `exact` for one file, or `output.runtime` to one "
             f"of {others}",
-        )
-        return
-    if way == "exact" and serve not in EXACT:
-        why = "16 bit is no grid" if serve == "16bit" else f"no base is trained here as it is rounded to {serve}"
-        yield (
-            "output.way",
-            f"{why}; set `adapter` or `rounded`, or an `output.serve` of {', '.join(EXACT)}",
         )
         return
     given = "kind" in config.quantization.model_fields_set and kind not in ("auto", "published", "gguf")

@@ -229,11 +229,12 @@ class _FilePlan:
         self.parts: dict[str, Part] = {}
         self._of: dict[str, tuple[str, torch.Tensor]] = {}
         placed = set()
+        self._names = frozenset(weights)
         for group in read.groups:
-            for name in set(group.targets) & weights.keys():
+            for name in self._names.intersection(group.targets):
                 placed.add(name)
                 self._add(name, group)
-        if lost := weights.keys() - placed:
+        if lost := self._names - placed:
             raise ConfigError(f"`{min(lost)}` is not a weight of the merged model's files; export `merged` instead")
         if form == "nvfp4" and not isinstance(weights, RoundedWeights):
             self._check_factors()
@@ -247,7 +248,8 @@ class _FilePlan:
             )
 
         def taken_apart(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-            return self._read.reverted(group, {name: tensor})
+            stored = self._read.reverted(group, {name: tensor})
+            return {part: each.mT for part, each in stored.items()} if transposed else stored
 
         shape = self._shapes[name]
         rows = row_selection.chosen(name, shape, taken_apart, "this checkpoint", transposed=transposed)
@@ -291,9 +293,9 @@ class _FilePlan:
         return layout.write(row_selection.bytes_of(weight.data, rows), scales, shape)[ending]
 
     def _check_factors(self) -> None:
-        for name in self._weights:
+        for name in self._names:
             for names in together_of(name):
-                known = [each for each in names if each in self._weights]
+                known = [each for each in names if each in self._names]
                 packings: list[Any] = [packed.packing_of(self._weights[each]) for each in known]
                 factors = [how.scales[0, : packed.FACTOR_BYTES] for how in packings]
                 if name == known[0] and any(not torch.equal(each, factors[0]) for each in factors):
@@ -308,7 +310,7 @@ class _FilePlan:
         kept = [
             sources.get(f"{name}.weight", f"{name}.weight").removesuffix(".weight")
             for name, module in self._model.named_modules()
-            if (isinstance(module, nn.Linear) or name.endswith("router")) and f"{name}.weight" not in self._weights
+            if (isinstance(module, nn.Linear) or name.endswith("router")) and f"{name}.weight" not in self._names
         ]
         layout = EXPERTS if self._transposed else LAYOUTS[self._form]
         return layout.stated(sorted(kept))

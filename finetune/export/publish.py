@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from finetune.config import Config
+from finetune.config import Config, QuantizationSection
 from finetune.config.field_types import pick
 from finetune.data import prepare
 from finetune.data.examples import learnt
@@ -65,7 +65,7 @@ def export_model(
                 job = _conversion(run, config, form, form.kind or type)
                 rounded = rounded or (config.output.way, config.output.serve) == ("rounded", job.kind)
                 if rounded:
-                    _refuse_rounding(config, form, format)
+                    _refuse_rounding(config.quantization, form, format)
                 if form.merged and config.adapter.kind == "lora" and not run.is_merged:
                     merge_locked(run, config, terminal, note_beside_output)
                 record = _convert(_rounded(job, form) if rounded else job, format, form)
@@ -167,10 +167,10 @@ def _conversion(run: RunDirectory, config: Config, form: ExportFormat, kind: str
     return job
 
 
-def _refuse_rounding(config: Config, form: ExportFormat, name: str) -> None:
+def _refuse_rounding(section: QuantizationSection, form: ExportFormat, name: str) -> None:
     if not hasattr(_module(form), "forms"):
         raise ConfigError(f"`--rounded`: nothing is rounded in `{name}`; export a format that is quantized")
-    if config.quantization.snap:
+    if section.snap:
         raise ConfigError("`--rounded`: this run was trained as it is rounded (`output.way: exact`); leave it out")
 
 

@@ -55,13 +55,13 @@ def _of_adapter(called: str, folder: Path, base: str, record: dict[str, Any]) ->
     allowed = next(rank for rank in VLLM_RANKS if rank >= record["rank"])
     overrides = record.get("base_overrides") or {}
     text, rope = json.dumps(overrides), overrides.get("rope_parameters", {})
-    lines = {
-        "vLLM": _line(
+    lines = dict[str, str]()
+    if not in_gguf:  # another base than the adapter was trained on
+        lines["vLLM"] = _line(
             "vllm", "serve", base, "--enable-lora", "--max-lora-rank", allowed, "--lora-modules", f"{called}={folder}",
             *(["--hf-overrides", text] if rope else []),
-        ),
-    }  # fmt: skip
-    if not record.get("expert_rank"):
+        )  # fmt: skip
+    if not in_gguf and not record.get("expert_rank"):
         lines["SGLang"] = _line(
             "python", "-m", "sglang.launch_server", "--model-path", base, "--lora-paths", f"{called}={folder}",
             "--max-loras-per-batch", 1, *(["--json-model-override-args", text] if rope else []),

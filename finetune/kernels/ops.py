@@ -11,6 +11,7 @@ Tensors are of 16 or 32 bits; each may be strided in all dimensions but its last
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from finetune.kernels.room import with_room
+from finetune.model.structure import packed as packed_weights
 from finetune.model.structure.block_formats import Grid
 from finetune.model.structure.fixed_point import POSITIONS
 from finetune.model.structure.packed import packing_of
@@ -31,8 +33,9 @@ ON_CPU: dict[str, Callable[..., Any]] = {}
 _ON_CUDA: dict[str, Callable[..., Any]] = {}
 
 
-def _operator(schema: str) -> Callable[[Callable[..., Any]], Any]:
-    """Make the operator of `schema` from its implementation for the CPU, whose name it takes.
+def _operator(schema: str, kernels: str = "triton_kernels") -> Callable[[Callable[..., Any]], Any]:
+    """Make the operator of `schema` from its implementation for the CPU, whose name it takes, as does the function of
+    the module `kernels` that is called on CUDA.
 
     `torch.library.custom_op` would do the same at 25 microseconds a call instead of 9.
     """
@@ -43,11 +46,10 @@ def _operator(schema: str) -> Callable[[Callable[..., Any]], Any]:
         name = program.__name__
 
         def on_cuda(*args: Any, **named: Any) -> Any:
-            from finetune.kernels import triton_kernels
-
+            module = importlib.import_module(f"finetune.kernels.{kernels}")
             increment_version(args[:written])
             with torch.cuda.device(args[0].device):
-                return getattr(triton_kernels, name)(*args, **named)
+                return getattr(module, name)(*args, **named)
 
         _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         _library.impl(name, program, "CPU")
@@ -297,6 +299,17 @@ def _(out: Tensor, codes: Tensor, scales: Tensor) -> None:
     return None
 
 
+@_operator("(Tensor(a!) out, Tensor codes, Tensor scales, str form) -> ()", "decoding_kernels")
+def decode_packed_(out: Tensor, codes: Tensor, scales: Tensor, form: str) -> None:
+    """Write the values of a weight in a form of `packed.FORMS` into `out` (..., rows, columns)."""
+    packed_weights.decode(form, codes, scales, out)
+
+
+@_fake(decode_packed_)
+def _(out: Tensor, codes: Tensor, scales: Tensor, form: str) -> None:
+    return None
+
+
 @_operator("(Tensor(a!) out, Tensor left, Tensor right, Tensor? bias=None, float scale=1.0) -> ()")
 def multiply_(out: Tensor, left: Tensor, right: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> None:
     """Write scale * left right + bias (columns) into `out`."""
@@ -373,7 +386,7 @@ def decode_(
     whole = out
     out = whole[:, :inputs]
     if (how := packing_of(weight)) is not None:
-        how.decode(weight.data, out)
+        decode_packed_(out.mT if how.transposed else out, weight.data, how.scales, how.form)
     elif (scales := getattr(weight, "SCB", None)) is not None:
         decode_int8_(out, weight.data, scales)
     elif (state := getattr(weight, "quant_state", None)) is not None:

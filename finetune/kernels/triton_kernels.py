@@ -416,7 +416,7 @@ def _snap(
     inside = (row < rows) & (column < width)
     group = row * (width // GROUP) + column // GROUP
     scale = tl.load(scales + group, inside, 0.0)
-    moved *= tl.where(scale == 0.0, 0.0, tl.div_rn(1.0, scale))
+    moved *= tl.where(scale == 0.0, 0.0, tl.div_rn(1.0, tl.where(scale == 0.0, 1.0, scale)))
     position = (tl.load(codes + row * width + column, inside, 0).to(tl.float32) + BIAS) * STEP + moved
     if EVEN:
         level = tl.minimum(tl.maximum(tl.floor(position), 0.0), LEVELS - 1.0) + FIRST

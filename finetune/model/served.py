@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from finetune.config import Config, serving
+from finetune.config import AdapterSection, Config, serving
 from finetune.errors import ConfigError
 from finetune.model.source import gguf_families, prequantized
 from finetune.model.structure import experts
@@ -35,7 +35,7 @@ def _check(config: Config, architecture: Any) -> None:
         )
     if serve in serving.GGUF:
         _check_llama_cpp(config, architecture, text)
-    if way == "adapter" and config.output.runtime == "llama.cpp" and _adapts_experts(config, text):
+    if way == "adapter" and config.output.runtime == "llama.cpp" and _adapts_experts(config.adapter, text):
         raise ConfigError(
             f"`output.way`: llama.cpp has no form for an adapter on the experts of {config.model.name}; set `rounded`, "
             "or `adapter.expert_rank: 0`, which leaves out experts"
@@ -72,6 +72,5 @@ def _check_llama_cpp(config: Config, architecture: Any, text: Any) -> None:
         )
 
 
-def _adapts_experts(config: Config, text: Any) -> bool:
-    section = config.adapter
+def _adapts_experts(section: AdapterSection, text: Any) -> bool:
     return bool(experts.count(text)) and section.targets == "all-linear" and section.expert_rank != 0

@@ -243,6 +243,7 @@ class Terminal:
             "speed": _speed(figures),
             **{name: str(path) for name, path in paths.items() if path.exists()},
             "next": f"finetune {_first_use(run)} {run.quoted}" if run.adapter.exists() else "",
+            "to serve": f"finetune export {run.quoted} --to adapter" if run.config().output.way == "adapter" else "",
         }
         self._facts({name: fact for name, fact in facts.items() if fact})
 

@@ -364,7 +364,7 @@ class DifferingWeights(TypedDict):
 
 
 @_dict_record
-class Kept(TypedDict):
+class ExportProof(TypedDict):
     """What export.json and merge.json say of what an export keeps; those of earlier versions have none of it."""
 
     weights: NotRequired[DifferingWeights]
@@ -376,7 +376,7 @@ class Kept(TypedDict):
 
 
 @_dict_record
-class MergeProof(Kept):
+class MergeProof(ExportProof):
     """merge.json."""
 
     rows: Count
@@ -463,7 +463,7 @@ DATA = TypeAdapter(DataFacts)
 OBJECT = TypeAdapter(dict[str, Any])
 WEIGHT_INDEX = TypeAdapter(WeightIndex)
 MERGE_PROOF = TypeAdapter(MergeProof)
-KEPT = TypeAdapter(Kept)
+EXPORT_PROOF = TypeAdapter(ExportProof)
 FINGERPRINT = TypeAdapter(Fingerprint)
 MANIFEST = TypeAdapter(Manifest)
 PROVENANCE = TypeAdapter(Provenance)

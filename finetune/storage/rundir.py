@@ -238,10 +238,10 @@ class RunDirectory:
         """The recorded proof of the merged model, if there is one. Raises ArtifactError."""
         return records.find(self.merged / "merge.json", records.MERGE_PROOF)
 
-    def kept(self, folder: str) -> records.Kept | None:
+    def kept(self, folder: str) -> records.ExportProof | None:
         """What an export in `folder` keeps of the trained model, if it is there. Raises ArtifactError."""
         name = "merge.json" if folder == self.merged.name else "export.json"
-        return records.find(self.path / folder / name, records.KEPT)
+        return records.find(self.path / folder / name, records.EXPORT_PROOF)
 
     @property
     def is_merged(self) -> bool:

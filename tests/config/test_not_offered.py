@@ -80,7 +80,7 @@ def test_the_key_of_another_tool_is_answered_by_its_value(line: str, instead: st
 def test_another_tools_name_for_an_offered_value_is_translated() -> None:
     for key, value, here in (
         ("training.objective", "sft", "supervised"),
-        ("quantization.kind", "int4", "nf4"),
+        ("quantization.kind", "4bit", "nf4"),
         ("model.attention", "flex_attention", "flex"),
         ("training.precision", "bfloat16", "bf16"),
     ):

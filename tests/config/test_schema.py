@@ -189,6 +189,7 @@ def values_of(key: str) -> Iterator[Any]:
     yield from ({}, {"q_proj": 8}) if field.get("type") == "object" else ()
     yield from ([], ["good"]) if field.get("type") == "array" else ()
     yield from (1, 2) if field.get("type") == "integer" else ()
+    yield from (0.0, 0.5) if field.get("type") == "number" else ()
     yield from ([], ["<tool>"]) if any(form.get("type") == "array" for form in forms) else ()
     yield from (2, None) if {"type": "null"} in forms else ()
 

@@ -61,6 +61,7 @@ def test_base_and_adapter_compute_what_was_trained(kind: str, base: Path, tmp_pa
     assert held["agreement"] == 1
     folder = run.path / "plain-adapter"
     assert {folder / held["file"], folder / "adapter.gguf"} <= {*folder.rglob("*.gguf")}
+    assert record["serve"].keys() == {"llama.cpp"}
     assert record["serve"]["llama.cpp"].startswith(f"llama-server -m {folder / held['file']} --lora ")
     if held["llama_cpp"]:  # from its 8-bit activations
         assert held["llama_cpp"]["kl"] <= 0.005

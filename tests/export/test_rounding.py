@@ -16,10 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import finetune
 from finetune.errors import ArtifactError, ConfigError
-from finetune.export.rounding import memory, rows
+from finetune.export import finished_run
+from finetune.export.rounding import calibration, memory
 from finetune.export.rounding.compensated import DAMPING, compensated
 from finetune.export.rounding.inputs import Inputs
-from finetune.export.rounding.layers import Rounding
+from finetune.export.rounding.layers import LayerRounding
 from finetune.export.rounding.matrices import rounded
 from finetune.measure.tensors import TensorCount
 from finetune.model.skeleton import make_buffers
@@ -170,10 +171,10 @@ class Small:
     forms: dict[str, str]
     ids: torch.Tensor
 
-    def rounding(self, folder: Path) -> Rounding:
+    def rounding(self, folder: Path) -> LayerRounding:
         with torch.device("meta"):
             bare = AutoModelForCausalLM.from_config(copy.deepcopy(self.model.config), dtype=torch.float32).eval()
-        return Rounding(make_buffers(bare, CPU), self.model.state_dict(), self.forms, self.ids, folder, CPU)
+        return LayerRounding(make_buffers(bare, CPU), self.model.state_dict(), self.forms, self.ids, folder, CPU)
 
 
 def small(name: str, **sizes: int) -> Small:
@@ -297,14 +298,12 @@ def test_the_forecast_is_the_memory_that_is_taken(tmp_path: Path) -> None:
 
 def test_rows_are_training_rows_of_one_length(run: RunDirectory) -> None:
     config = run.config()
-    from finetune.export import finished_run
-
     tokenizer = finished_run.tokenizer_of(run, config, run.adapter)
-    ids = rows.rows(config.data, tokenizer, 0, lambda text: None)
+    ids = calibration.rows(config.data, tokenizer, 0, lambda text: None)
     assert ids.shape[1] <= config.data.max_length
     assert len(ids) != ids.shape[1]
-    assert torch.equal(ids, rows.rows(config.data, tokenizer, 0, lambda text: None))
-    assert not torch.equal(ids, rows.rows(config.data, tokenizer, 1, lambda text: None))
+    assert torch.equal(ids, calibration.rows(config.data, tokenizer, 0, lambda text: None))
+    assert not torch.equal(ids, calibration.rows(config.data, tokenizer, 1, lambda text: None))
 
 
 def test_an_export_is_rounded_with_the_rows(run: RunDirectory) -> None:

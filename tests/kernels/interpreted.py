@@ -16,7 +16,7 @@ from triton import language as tl
 from triton.runtime import interpreter
 from trl.kernels import ChunkedLogProbFunction, chunked_logprob
 
-from finetune.kernels import ops, triton_kernels
+from finetune.kernels import decoding_kernels, ops, triton_kernels
 from finetune.kernels.head import LogProbs
 from finetune.model.structure import eight_bit, packed
 from finetune.model.structure.fixed_point import POSITIONS
@@ -71,6 +71,7 @@ def decode(out: Tensor, weight: Tensor, *beside: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("decode_4bit_", "decode_int8_"):
             patch.setattr(ops, name, getattr(triton_kernels, name))
+        patch.setattr(ops, "decode_packed_", decoding_kernels.decode_packed_)
         ops.decode_(out, weight, *beside)
 
 
@@ -231,6 +232,32 @@ def test_a_4_bit_weight_of_an_odd_width_in_blocks_small_and_large(kind, size) ->
     assert torch.equal(found.flatten(), expected[:-1])
 
 
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")  # scales of random bytes
+@pytest.mark.parametrize("form", decoding_kernels.TILES)
+def test_packed_weights_to_the_bit(form) -> None:
+    """Random bytes, in rows of a wider tensor and in experts whose values are read transposed."""
+    for shape in ((130, 256), (2, 5, 512), *([(3, 200)] if form in ("mxfp4", "nvfp4", "fp8") else [])):
+        parameter = packed.pack(form, torch.randn(shape))
+        how = packed.packing_of(parameter)
+        assert how is not None
+        parameter.data.copy_(torch.randint(0, 256, parameter.shape, dtype=torch.uint8))
+        if form == "mxfp4":
+            how.scales.copy_(torch.randint(0, 256, how.scales.shape, dtype=torch.uint8))
+        elif form == "nvfp4":
+            how.scales[..., 8:] = torch.randint(0, 256, how.scales[..., 8:].shape, dtype=torch.uint8)
+        for dtype in (torch.float32, torch.bfloat16) if len(shape) == 2 else (torch.float32,):
+            expected = torch.empty(shape, dtype=dtype)
+            packed.decode(form, parameter.data, how.scales, expected)
+            found = [strided(*shape, dtype=dtype), torch.empty(*shape[:-2], shape[-1], shape[-2], dtype=dtype).mT]
+            for out in found:
+                decoding_kernels.decode_packed_(out, parameter.data, how.scales, form)
+                same = out.contiguous().view(torch.uint8) == expected.view(torch.uint8)
+                finite = expected.isfinite()
+                assert finite.float().mean() > 0.7
+                assert same.view(*shape, -1).all(-1)[finite].all()
+                assert torch.equal(out.isnan(), expected.isnan())
+
+
 @dtypes
 @pytest.mark.parametrize("rank", [3, 16, 40])
 @pytest.mark.parametrize("name", ["exact_q4_0", "exact_q4_k", "exact_q8_0", "exact_iq4_nl"])
@@ -240,7 +267,7 @@ def test_weights_are_rounded_as_on_a_cpu(name, rank, dtype) -> None:
     weight = packed.pack(name, torch.randn(75, columns))
     grid = how.grid(weight.packing.scales, columns)
     grid.scales[0, 0] = 0.0
-    args = weight.data, grid.scales, grid.offsets, torch.randn(rank, columns), torch.randn(75, rank) / 20, 0.5, name
+    args = weight.data, grid.scales, grid.offsets, torch.randn(rank, columns), torch.randn(75, rank) / 4, 0.5, name
     found, expected = torch.zeros(2, 75, columns + 5, dtype=dtype)[..., :columns]
     triton_kernels.snap_(found, *args)
     ops.snap_(expected, *args)

@@ -16,7 +16,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 
 from finetune.kernels import ops
-from finetune.model.structure import eight_bit
+from finetune.model.structure import eight_bit, packed
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # A norm of each family: its class, what it adds to its weight, and whether it rounds before the product with it.
@@ -158,12 +158,14 @@ def test_a_4_bit_weight_decodes_to_bitsandbytes_values_beside_other_columns(dtyp
     assert not buffer[:, shape[1] :].any()
 
 
-@pytest.mark.parametrize("kind", ["nf4", "int8", "none"])
+@pytest.mark.parametrize("kind", ["nf4", "int8", "q4_0", "none"])
 def test_a_factor_and_zeros_stand_beside_a_decoded_weight(dtype, kind) -> None:
     weight = torch.randn(6, 64, dtype=dtype)
-    weight = {"nf4": lambda: quantized(dtype, "nf4", True, (6, 64)), "int8": lambda: eight_bit.quantized(weight)}.get(
-        kind, lambda: weight
-    )()
+    weight = {
+        "nf4": lambda: quantized(dtype, "nf4", True, (6, 64)),
+        "int8": lambda: eight_bit.quantized(weight),
+        "q4_0": lambda: packed.pack("q4_0", weight),
+    }.get(kind, lambda: weight)()
     out, alone, factor = torch.ones(6, 72, dtype=dtype), torch.empty(6, 64, dtype=dtype), torch.randn(6, 3)
     ops.decode_(out, weight, 64, factor, 2)
     ops.decode_(alone, weight)
@@ -191,6 +193,7 @@ def calls(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     x, weight, heads = strided(3, 5, 32, dtype=dtype), torch.randn(32, dtype=dtype), strided(2, 7, 6, 16, dtype=dtype)
     angle, nested = torch.randn(1, 7, 16, dtype=dtype), quantized(dtype, "nf4", nested=True)
     state, plain, eight = nested.quant_state, quantized(dtype, "fp4", nested=False), eight_bit.quantized(x[0])
+    blocks: Any = packed.pack("q8_0", x[0])
     return {
         "rms_norm": (ops.rms_norm, (x, weight, 1e-6, 1.0, False)),
         "rms_norm_backward": (ops.rms_norm_backward, (x, x * 2, weight, torch.rand(3, 5), 1.0, x, 4)),
@@ -213,6 +216,9 @@ def calls(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...]]]:
             strided(48, 130, dtype=dtype), plain.data, plain.quant_state.absmax, 64, "fp4"
         )),
         "decode_int8_": (ops.decode_int8_, (strided(5, 32, dtype=dtype), eight.CB, eight.SCB)),
+        "decode_packed_": (ops.decode_packed_, (
+            strided(5, 32, dtype=dtype), blocks.data, blocks.packing.scales, "q8_0"
+        )),
         "snap_": (ops.snap_, (
             strided(5, 64, dtype=dtype), torch.randint(256, (5, 64), dtype=torch.uint8), torch.rand(5, 2), None,
             torch.randn(4, 64), torch.randn(5, 4), 0.5, "exact_q4_0",

@@ -17,7 +17,8 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from finetune.kernels import triton_kernels
+from finetune.kernels import decoding_kernels, triton_kernels
+from finetune.model.structure import packed
 from finetune.model.structure.fixed_point import POSITIONS
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -85,6 +86,14 @@ def launch_all(dtype: torch.dtype) -> None:
         codes = empty(11008, 4096 * how.bytes_each, dtype=torch.uint8)
         factors = empty(16, 4096, dtype=single), empty(11008, 16, dtype=single)
         triton_kernels.snap_(out, codes, groups, groups, *factors, 2.0, name)
+    decode_packed(out, "q4_k")
+
+
+def decode_packed(out: Tensor, form: str) -> None:
+    weight = packed.pack(form, torch.empty(out.shape, dtype=out.dtype, device="meta"))
+    how = packed.packing_of(weight)
+    assert how is not None
+    decoding_kernels.decode_packed_(out, weight.data, how.scales, form)
 
 
 @pytest.fixture
@@ -106,6 +115,7 @@ def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tm
     )
     monkeypatch.setattr(JITFunction, "__getitem__", launch)
     monkeypatch.setattr(triton_kernels, "_code", lambda kind, device: torch.empty(16, device="meta"))
+    monkeypatch.setattr(decoding_kernels, "_table", lambda device: torch.empty(16, device="meta"))
     monkeypatch.setattr(triton_kernels, "_levels", lambda levels, device: torch.empty(len(levels), device="meta"))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(triton.runtime.driver, "_active", card)
@@ -131,7 +141,7 @@ def resources(cubin: bytes, file: Path) -> dict[str, int]:
 )
 def test_they_compile_without_spills_and_move_rows_in_large_pieces(compiled, dtype, tmp_path, subtests) -> None:
     launch_all(dtype)
-    assert len({name for name, _ in compiled}) == 9
+    assert len({name for name, _ in compiled}) == 10
     for place, (name, kernel) in enumerate(compiled):
         with subtests.test(name, launch=place):
             used = resources(kernel.asm["cubin"], tmp_path / "cubin")
@@ -144,3 +154,16 @@ def test_they_compile_without_spills_and_move_rows_in_large_pieces(compiled, dty
                 "rows in pieces of 16 bytes; a vector that many rows share may come in single values"
             )
             assert "st" not in moved
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("compiled", [80, 89, 120], indirect=True)
+def test_each_form_of_packed_weights_compiles_without_spills(compiled, tmp_path, subtests) -> None:
+    for form in decoding_kernels.TILES:
+        decode_packed(torch.empty(11008, 4096 + 16, dtype=torch.bfloat16, device="meta")[:, :4096], form)
+    for form, (_, kernel) in zip(decoding_kernels.TILES, compiled, strict=True):
+        with subtests.test(form):
+            used = resources(kernel.asm["cubin"], tmp_path / "cubin")
+            assert used["STACK"] == used["LOCAL"] == 0
+            assert used["REG"] <= 96
+            assert not re.search(r"\bst\.global(?:\.\w+)*\.b16\b", kernel.asm["ptx"])

@@ -57,7 +57,9 @@ class Bases:
                 f"the weights of {config.model.name} are not in safetensors files, which a merge reads; convert them"
             )
         self.config, self.adapter, self.files, self.device, self._shown = config, adapter, files, device, shown
-        self.dtype = self.compute_dtype = PRECISIONS[config.training.precision].merged
+        precision = PRECISIONS[config.training.precision]
+        # What was trained to be rounded as it is served is rounded no further, norms included.
+        self.dtype = self.compute_dtype = precision.dtype if config.quantization.snap else precision.merged
         self.architecture = load_architecture(config.model)
         self.requantized = prequantized.requantizes(config.quantization, self.architecture)
         text = self.architecture.get_text_config()

@@ -32,7 +32,7 @@ def compensated(form: BlockFormat, weight: torch.Tensor, hessian: torch.Tensor) 
     damped = _damped(hessian)
     importance = damped.diagonal().clone()
     factor = _inverse_factor(damped)
-    search = _Search(form, weight, importance)
+    search = _FieldSearch(form, weight, importance)
     weight, codes, single = weight.clone(), torch.empty_like(weight, dtype=torch.uint8), replace(form, group=1)
     width = max(_COLUMNS, form.columns)
     for start in range(0, weight.shape[1], width):
@@ -49,7 +49,7 @@ def compensated(form: BlockFormat, weight: torch.Tensor, hessian: torch.Tensor) 
     return codes, search.fields()
 
 
-class _Search:
+class _FieldSearch:
     """The fields of each block, for the weights as they are when the sweep reaches it.
 
     The factor of NVFP4 is that of a whole weight, so its fields are those of the weight as it was.

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from finetune.export.rounding.inputs import Inputs
-from finetune.export.rounding.kept import Kept, Part, parts_of
 from finetune.export.rounding.matrices import rounded
+from finetune.export.rounding.part_files import PartFiles, RoundedPart, parts_of
 from finetune.model.recompute import checkpointing
 from finetune.model.structure import packed, streamed
 from finetune.runtime import libraries, patches
@@ -27,7 +27,7 @@ TOKENS_AT_ONCE = 2048
 """Tokens that pass through a layer at a time."""
 
 
-class Rounding:
+class LayerRounding:
     """The rounding of `model` (on the meta device, with buffers) to `forms` (keys of `packed.FORMS`, by weight).
 
     `weights` has its values; `rows` are token ids (rows, tokens); `folder` keeps what is rounded, layer by layer.
@@ -38,9 +38,9 @@ class Rounding:
         folder: Path, device: torch.device,
     ) -> None:  # fmt: skip
         self.model, self.rows, self.device, self._weights = model, rows.to(device), device, weights
-        self.parts, self.kept = parts_of(model, forms), Kept(model, folder)
+        self.parts, self.kept = parts_of(model, forms), PartFiles(model, folder)
 
-    def complete(self, started: Callable[[Part], None] = lambda part: None) -> None:
+    def complete(self, started: Callable[[RoundedPart], None] = lambda part: None) -> None:
         """Round what is not kept yet; `started` is told each part. Raises ArtifactError for inputs that are not finite,
         OSError for a failed write.
         """
@@ -81,7 +81,7 @@ class Rounding:
     def _values(self, name: str) -> torch.Tensor:
         return self._weights[name].to(self.device)
 
-    def _write_head(self, part: Part, hidden: torch.Tensor) -> None:
+    def _write_head(self, part: RoundedPart, hidden: torch.Tensor) -> None:
         [name] = part.forms
         inputs = Inputs({})
         for some in hidden.flatten(0, 1).split(TOKENS_AT_ONCE):
@@ -93,10 +93,10 @@ class Rounding:
 class _Layer:
     """Another forward pass of a decoder layer, which rounds it before it computes."""
 
-    rounding: Rounding
+    rounding: LayerRounding
     layer: Any
-    part: Part
-    started: Callable[[Part], None]
+    part: RoundedPart
+    started: Callable[[RoundedPart], None]
 
     def __post_init__(self) -> None:
         self._computed = self.layer.forward

@@ -24,7 +24,7 @@ Bytes = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Rounded:
+class RoundedWeight:
     """Bytes and scales of a weight, and for each of its matrices (bool) whether errors were made up for."""
 
     codes: torch.Tensor
@@ -34,7 +34,7 @@ class Rounded:
 
 def rounded(
     forms: Mapping[str, str], weights: Mapping[str, torch.Tensor], inputs: Inputs | None = None
-) -> dict[str, Rounded]:
+) -> dict[str, RoundedWeight]:
     """Round `weights` (rows, columns) or (experts, rows, columns) to `forms`, by name.
 
     A matrix that `inputs` saw too few tokens of, or of a form without a grid, is rounded by itself. Raises
@@ -77,13 +77,13 @@ def _compensated(form: str, matrices: dict[Key, torch.Tensor], hessian: torch.Te
     return dict(zip(matrices, zip(*parts, strict=True), strict=True))
 
 
-def _collected(name: str, form: str, weight: torch.Tensor, made: Mapping[Key, Bytes]) -> Rounded:
+def _collected(name: str, form: str, weight: torch.Tensor, made: Mapping[Key, Bytes]) -> RoundedWeight:
     keys = list(_keys(name, weight))
     parts = [made[key] if key in made else _by_itself(form, _matrix({name: weight}, key)) for key in keys]
     codes, scales = (torch.stack(each) for each in zip(*parts, strict=True))
     if weight.dim() == 2:
         codes, scales = codes[0], scales[0]
-    return Rounded(codes, scales, torch.tensor([key in made for key in keys]))
+    return RoundedWeight(codes, scales, torch.tensor([key in made for key in keys]))
 
 
 def _by_itself(form: str, matrix: torch.Tensor) -> Bytes:

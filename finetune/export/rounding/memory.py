@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from finetune.export.rounding.kept import Part
 from finetune.export.rounding.layers import TOKENS_AT_ONCE
+from finetune.export.rounding.part_files import RoundedPart
 from finetune.model.structure import packed
 
 _FLOAT = torch.float32.itemsize
@@ -16,7 +16,7 @@ _FLOAT = torch.float32.itemsize
 _LAST = ("o_proj", "out_proj", "down_proj", "c_proj", "dense", "dense_4h_to_h", "wo", "w2")
 
 
-def peak_bytes(model: Any, parts: Sequence[Part], rows: torch.Size, dtype: torch.dtype) -> int:
+def peak_bytes(model: Any, parts: Sequence[RoundedPart], rows: torch.Size, dtype: torch.dtype) -> int:
     """Peak bytes of tensors while `rows` (rows, tokens) pass and layers are rounded, in the compute type `dtype`."""
     hidden = rows.numel() * model.config.get_text_config().hidden_size * dtype.itemsize
     beside, *others = parts
@@ -24,7 +24,7 @@ def peak_bytes(model: Any, parts: Sequence[Part], rows: torch.Size, dtype: torch
     return hidden + max([*tables, *(_of_part(model, part, rows, dtype, hidden) for part in others if part.forms)])
 
 
-def _of_part(model: Any, part: Part, rows: torch.Size, dtype: torch.dtype, hidden: int) -> int:
+def _of_part(model: Any, part: RoundedPart, rows: torch.Size, dtype: torch.dtype, hidden: int) -> int:
     """A layer's weights beside the larger of what rounding takes and what the pass of the rounded layer takes."""
     shapes = {name: model.get_parameter(name).shape for name in part.forms}
     weights = sum(shape.numel() for shape in shapes.values()) * dtype.itemsize

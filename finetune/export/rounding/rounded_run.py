@@ -13,14 +13,14 @@ from torch import nn
 
 from finetune.config import QuantizationSection
 from finetune.export.conversion import Conversion
-from finetune.export.rounding import memory, rows
-from finetune.export.rounding.layers import Rounding
+from finetune.export.rounding import calibration, memory
+from finetune.export.rounding.layers import LayerRounding
 from finetune.model import build
 from finetune.model.base import load_architecture
 from finetune.model.build import Blueprint
 from finetune.model.precision import PRECISIONS
 from finetune.model.skeleton import make_buffers
-from finetune.model.source import file_hashes
+from finetune.model.source import file_hashes, vision
 from finetune.model.structure import streamed
 from finetune.storage.files import amount, staged, write_json
 
@@ -46,7 +46,8 @@ def rounded(
     implementation = build.attention_of_exports(job.config, architecture, job.device.type)
     plain = QuantizationSection(kind="none")
     model = Blueprint(section, plain, architecture, implementation, dtype).weightless()
-    ids = rows.rows(job.config.data, job.tokenizer, job.config.training.seed, note)
+    seen = vision.of(job.config, job.architecture, job.tokenizer)
+    ids = calibration.rows(job.config.data, job.tokenizer, job.config.training.seed, note, seen)
     form_of = dict(forms(model, job.kind))
     made_from = {
         "forms": form_of,
@@ -56,8 +57,8 @@ def rounded(
     }
     target = job.run.path / f"rounded-{job.kind}"
 
-    def rounding(folder: Path) -> Rounding:
-        return Rounding(model, streamed.Weights(model, files, dtype), form_of, ids, folder, job.device)
+    def rounding(folder: Path) -> LayerRounding:
+        return LayerRounding(model, streamed.Weights(model, files, dtype), form_of, ids, folder, job.device)
 
     if _record(target).get("made_from") != made_from:
         with staged(target, made_from) as folder:
@@ -67,7 +68,7 @@ def rounded(
                 f"rounding to {job.kind} with {ids.numel():,} tokens of the training rows, in {amount(peak)} of memory"
             )
             make_buffers(model, job.device)
-            one.complete(lambda part: note(f"rounding {part.file}"))
+            one.complete(lambda part: note(f"rounding part {one.parts.index(part) + 1} of {len(one.parts)}"))
             record = {"tokens": ids.numel(), "rows": len(ids), "forecast_bytes": peak, "by_themselves": one.plain()}
             write_json(folder / _RECORD, {"made_from": made_from, **record})
     facts = {key: value for key, value in _record(target).items() if key != "made_from"}

@@ -110,36 +110,50 @@ class _File:
         self._family = gguf_families.family(self.config)
         with torch.device("meta"):
             self._model = AutoModelForCausalLM.from_config(self.config)
-        self.config.quantization_config = {"quant_method": METHOD, "modules_to_convert": {}}
+        self._forms: dict[str, str] = {}
 
     def _key(self, name: str) -> Any:
         return self._keys.get(f"{self._keys['general.architecture']}.{name}")
 
     def _complete(self, config: Any) -> None:
         """Set what transformers' reader (5.23) leaves at its default, or takes in float32."""
-        config.dtype = torch.bfloat16
-        config.rms_norm_eps = float(str(np.float32(config.rms_norm_eps)))
-        for role, name in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
-            setattr(config, f"{role}_token_id", self._keys.get(f"tokenizer.ggml.{name}_token_id"))
+        known: dict[str, Any] = {
+            "dtype": torch.bfloat16,
+            "rms_norm_eps": float(str(np.float32(config.rms_norm_eps))),
+            **{
+                f"{role}_token_id": self._keys.get(f"tokenizer.ggml.{name}_token_id")
+                for role, name in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
+            },
+        }
         if head := self._key("attention.key_length"):
-            config.head_dim = head
-        if config.model_type.startswith("gemma"):
-            config.query_pre_attn_scalar = gguf_families.gemma_scale(
-                config, 46 if config.model_type == "gemma2" else 62
-            )
-            config.attn_logit_softcapping = self._key("attn_logit_softcapping")
-            config.final_logit_softcapping = self._key("final_logit_softcapping")
+            known["head_dim"] = head
         if pattern := self._key("attention.sliding_window_pattern"):
-            config.layer_types = ["sliding_attention" if slides else "full_attention" for slides in pattern]
+            known["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
+        if experts := self._key("expert_count"):
+            known |= {
+                "num_experts": experts,
+                "num_experts_per_tok": self._key("expert_used_count"),
+                "moe_intermediate_size": self._key("expert_feed_forward_length"),
+                "norm_topk_prob": True,  # llama.cpp always does
+            }
+        config.update(known)
+        if config.model_type.startswith("gemma"):
+            self._complete_gemma(config)
+        self._scale(gguf_families.own_rope(config))
+
+    def _complete_gemma(self, config: Any) -> None:
+        wide = 46 if config.model_type == "gemma2" else 62
+        config.update(
+            {
+                "query_pre_attn_scalar": gguf_families.gemma_scale(config, wide),
+                "attn_logit_softcapping": self._key("attn_logit_softcapping"),
+                "final_logit_softcapping": self._key("final_logit_softcapping"),
+            }
+        )
         if config.model_type == "gemma3_text":
             theta, local = self._key("rope.freq_base"), self._key("rope.freq_base_swa")
             config.rope_parameters["full_attention"]["rope_theta"] = theta
             config.rope_parameters["sliding_attention"]["rope_theta"] = local or 10_000.0
-        if experts := self._key("expert_count"):
-            config.num_experts, config.num_experts_per_tok = experts, self._key("expert_used_count")
-            config.moe_intermediate_size = self._key("expert_feed_forward_length")
-            config.norm_topk_prob = True  # llama.cpp always does
-        self._scale(gguf_families.own_rope(config))
 
     def _scale(self, rope: dict[str, Any]) -> None:
         """Set the scaling of the rotary embedding, which transformers' reader leaves out."""
@@ -180,16 +194,16 @@ class _File:
 
     def save_settings(self, folder: Path) -> None:
         """Write config.json and the tokenizer's files."""
-        from tokenizers import processors
         from transformers import AutoTokenizer
 
-        if not self.config.quantization_config["modules_to_convert"]:
-            del self.config.quantization_config
+        if self._forms:
+            self.config.update({"quantization_config": {"quant_method": METHOD, "modules_to_convert": self._forms}})
         self.config.save_pretrained(folder)
-        tokenizer = AutoTokenizer.from_pretrained(self._file.parent, gguf_file=self._file.name)
+        AutoTokenizer.from_pretrained(self._file.parent, gguf_file=self._file.name).save_pretrained(folder)
         if not self._keys.get("tokenizer.ggml.add_bos_token", True):
-            tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)  # adds nothing
-        tokenizer.save_pretrained(folder)
+            stored = folder / "tokenizer.json"
+            # What transformers made adds one whatever the file says.
+            files.write_json(stored, {**json.loads(stored.read_bytes()), "post_processor": None})
 
     def weights(self) -> Iterator[tuple[str, torch.dtype, torch.Size, Callable[[], torch.Tensor]]]:
         """Name in the folder's file, type and shape there, and a function that loads it, of each weight."""
@@ -203,8 +217,7 @@ class _File:
             unused -= set(of_file.values())
             tensors = [self._tensor(of_file[part]) for part in parts]
             yield self._weight(name, weight.shape, tensors, list(parts.values()))
-        forms = self.config.quantization_config["modules_to_convert"]
-        forms |= {name: forms[other] for name, other in tied.items() if other in forms}
+        self._forms |= {name: self._forms[other] for name, other in tied.items() if other in self._forms}
         if unused:
             raise ArtifactError(f"{self._file}: transformers has no weight for its tensor `{sorted(unused)[0]}`")
 
@@ -227,7 +240,7 @@ class _File:
             raise ArtifactError(f"{self._file}: its experts are in {kind}, which is not kept; use a file in BF16")
         if kind in _PLAIN:
             return name, _PLAIN[kind], shape, lambda: self._plain(name, shape, tensors, rows, _PLAIN[kind])
-        self.config.quantization_config["modules_to_convert"][name] = kind
+        self._forms[name] = kind
         stored = torch.Size((*shape[:-1], tensors[0].data.shape[-1]))
         return f"{name}_{kind}", torch.uint8, stored, lambda: _in_order(tensors, rows, stored, torch.uint8)
 
@@ -238,11 +251,11 @@ class _File:
         if len(shape) > 1:
             return values
         # A vector may be stored with an addend or a factor (Gemma's norms).
-        zero, one = (
+        addend, both = (
             next(iter(gguf_names.stored(name, torch.full(shape, float(end)), self.config, self._family).values()))
             for end in (0, 1)
         )
-        return ((values.double() - zero) / (one - zero)).to(dtype)
+        return ((values.double() - addend) / (both - addend)).to(dtype)
 
 
 def _rows(name: str, shape: torch.Size, config: Any, family: gguf_families.Family) -> dict[str, torch.Tensor]:

@@ -11,21 +11,21 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from finetune.export.rounding.matrices import Rounded
+from finetune.export.rounding.matrices import RoundedWeight
 from finetune.model.recompute import checkpointing
 from finetune.model.structure import experts, packed
 from finetune.storage import weight_files
 
 
 @dataclass(frozen=True)
-class Part:
+class RoundedPart:
     """Weights that are rounded together and kept in one file: their `forms` by name."""
 
     file: str
     forms: dict[str, str]
 
 
-def parts_of(model: Any, forms: Mapping[str, str]) -> list[Part]:
+def parts_of(model: Any, forms: Mapping[str, str]) -> list[RoundedPart]:
     """What is rounded of `model`, in order: what is beside the layers, each layer, and the head unless it is tied."""
     names = {module: name for name, module in model.named_modules()}
     layers = [f"{names[layer]}." for layer in checkpointing.layers(model)]
@@ -35,13 +35,13 @@ def parts_of(model: Any, forms: Mapping[str, str]) -> list[Part]:
     last = {head: forms[head]} if head in forms and head not in tied.values() else {}
     beside = {name: form for name, form in forms.items() if not name.startswith(tuple(layers)) and name not in last}
     each = [
-        Part(f"layer-{number:05d}", {name: form for name, form in forms.items() if name.startswith(layer)})
+        RoundedPart(f"layer-{number:05d}", {name: form for name, form in forms.items() if name.startswith(layer)})
         for number, layer in enumerate(layers)
     ]
-    return [Part("beside", beside), *each, Part("head", last)]
+    return [RoundedPart("beside", beside), *each, RoundedPart("head", last)]
 
 
-class Kept:
+class PartFiles:
     """The packed weights of `model` (on the meta device) in `folder`."""
 
     def __init__(self, model: Any, folder: Path) -> None:
@@ -51,11 +51,11 @@ class Kept:
         }
         """Weights of experts that are (experts, columns, rows)."""
 
-    def has(self, part: Part) -> bool:
+    def has(self, part: RoundedPart) -> bool:
         """Whether the file of a part is complete."""
         return not part.forms or weight_files.is_written(self._path(part), self._layout(part))
 
-    def write(self, part: Part, weights: Mapping[str, Rounded]) -> None:
+    def write(self, part: RoundedPart, weights: Mapping[str, RoundedWeight]) -> None:
         """Write the file of a part. Raises OSError."""
         tensors: dict[str, torch.Tensor] = {}
         for name, one in weights.items():
@@ -63,7 +63,7 @@ class Kept:
         layout = self._layout(part)
         weight_files.write(self._path(part), layout, (tensors[name] for name in layout.tensors))
 
-    def read(self, part: Part) -> dict[str, nn.Parameter]:
+    def read(self, part: RoundedPart) -> dict[str, nn.Parameter]:
         """The packed weights of a part, by their names in the model."""
         found = {}
         for name, form in part.forms.items():
@@ -74,20 +74,20 @@ class Kept:
             found[name] = packed.packed(self._stored(part, name), how)
         return found
 
-    def plain(self, part: Part) -> dict[str, int]:
+    def plain(self, part: RoundedPart) -> dict[str, int]:
         """How many matrices of each weight were rounded by themselves, of those with any."""
         counts = {name: int((~self._stored(part, f"{name}.compensated")).sum()) for name in part.forms}
         return {name: count for name, count in counts.items() if count}
 
-    def _stored(self, part: Part, name: str) -> torch.Tensor:
+    def _stored(self, part: RoundedPart, name: str) -> torch.Tensor:
         with safe_open(self._path(part), framework="pt") as stored:
             tensor: torch.Tensor = stored.get_tensor(name)
         return tensor
 
-    def _path(self, part: Part) -> Path:
+    def _path(self, part: RoundedPart) -> Path:
         return self._folder / f"{part.file}{weight_files.SUFFIX}"
 
-    def _layout(self, part: Part) -> weight_files.FileLayout:
+    def _layout(self, part: RoundedPart) -> weight_files.FileLayout:
         tensors: dict[str, tuple[torch.dtype, torch.Size]] = {}
         for name, form in part.forms.items():
             shape = self._model.get_parameter(name).shape

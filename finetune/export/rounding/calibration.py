@@ -12,21 +12,24 @@ from finetune.config import DataSection
 from finetune.data import prepare
 from finetune.data.encoded import IMAGES
 from finetune.errors import DataError
+from finetune.model.source.vision import Vision
 
 TOKENS = 2**16
 """Tokens that are enough: of the built-in base, four times as many or as few kept the same share of the gain."""
 _LONGEST = 2048
 
 
-def rows(section: DataSection, tokenizer: Any, seed: int, note: Callable[[str], None]) -> torch.Tensor:
+def rows(
+    section: DataSection, tokenizer: Any, seed: int, note: Callable[[str], None], vision: Vision | None = None
+) -> torch.Tensor:
     """Token ids (rows, tokens) of training rows drawn by `seed`, one after the other, without those that show images.
 
     Never of the evaluation set. Raises DataError if there is no such row.
     """
     if not prepare.is_here(section):
         note("the rows were given from Python and are not kept on disk: the model is rounded with the built-in ones")
-        section = DataSection(chat_template=section.chat_template, control_tokens=section.control_tokens)
-    table = prepare.prepare(section, tokenizer).train
+        vision, section = None, DataSection(chat_template=section.chat_template, control_tokens=section.control_tokens)
+    table = prepare.prepare(section, tokenizer, vision).train
     ids: list[int] = []
     for number in random.Random(seed).sample(range(len(table)), len(table)):
         row = table[number]
