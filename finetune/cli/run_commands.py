@@ -37,7 +37,7 @@ def launch(
     from finetune.launch import render
 
     options.chosen("--on", on, TARGETS)
-    given, swept = overrides or [], []
+    given, swept = overrides or [], list[str]()
     if sweep:
         from finetune.sweeps import grid
 
