@@ -59,7 +59,7 @@ def export_model(
     run = RunDirectory.open(run)
     # Refuses an untrusted run before anything is written there.
     config = config_of(run, trust_remote_code=trust_remote_code)
-    served = config.output.serve
+    served = config.quantization.kind if config.quantization.snap else config.output.serve
     type = type or (served if served in gguf_types.TYPES else "f16")
     terminal = terminal or Terminal()
     with run.locked(), Signals():
@@ -158,14 +158,14 @@ def _conversion(run: RunDirectory, config: Config, form: ExportFormat, kind: str
 
     packed: Mapping[str, Any] = {}
     if config.quantization.snap:
-        if form.kind and form.kind != config.quantization.kind:
+        if kind != config.quantization.kind:
             raise ConfigError(
                 f"{run.path} was trained as it is rounded to {config.quantization.kind}, and would be rounded again to "
-                f"{form.kind}, which was not trained; export that form, or train another run"
+                f"{kind}, which was not trained; export that form, or train another run"
             )
         folder = weights_directory(config.model.name, config.model.revision, download=True)
         bases = Bases(config, run.adapter, identity.loaded_files(folder), device)
-        kind, packed = config.quantization.kind, ServedWeights(bases.merging("quantized"))
+        packed = ServedWeights(bases.merging("quantized"))
     job = Conversion(run, config, tokenizer, rows, rows_of, device, kind, base_identity, load_merged, shown, packed)
     _module(form).check(job)
     return job
