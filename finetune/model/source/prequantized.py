@@ -84,7 +84,7 @@ def resolved(config: Config, architecture: Any) -> tuple[Config, str | None]:
     """
     name, published, kind = config.model.name, form(architecture), config.quantization.kind
     if kind == "gguf" != published:
-        raise ConfigError(f"`quantization.kind`: {name} is no GGUF file; set a kind that it can be quantized to")
+        raise ConfigError(f"`quantization.kind`: {name} is not a GGUF file; set a kind to quantize it to")
     default = "kind" not in config.quantization.model_fields_set or kind == "auto"
     if kind != "published" and (published is None or kind in (published, "none")):
         return config, None
