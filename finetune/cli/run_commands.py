@@ -37,16 +37,17 @@ def launch(
     from finetune.launch import render
 
     options.chosen("--on", on, TARGETS)
-    given, swept = overrides or [], list[str]()
+    given, swept, members = overrides or [], list[str](), 1
     if sweep:
         from finetune.sweeps import grid
 
         given, keys = grid.split(given)
-        grid.members(config, given, keys)
+        members = len(grid.members(config, given, keys))
         swept = [f"{key}={','.join(values)}" for key, values in keys.items()]
     file, submit = render.write(
-        config, given, on, nodes=nodes, gpus=gpus, gpu=gpu, image=image, volume=volume, output=output, swept=swept
-    )
+        config, given, on, nodes=nodes, gpus=gpus, gpu=gpu, image=image, volume=volume, output=output, swept=swept,
+        members=members,
+    )  # fmt: skip
     typer.echo(visible(f"{file} starts the job: {submit}", LINES))
 
 

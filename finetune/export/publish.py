@@ -34,14 +34,15 @@ from finetune.storage.rundir import Run, RunDirectory
 
 
 def export_model(
-    run: Run, format: str, *, type: str = "f16", push: str | None = None, anyway: bool = False, rounded: bool = False,
-    trust_remote_code: bool = False, terminal: Terminal | None = None,
+    run: Run, format: str, *, type: str | None = None, push: str | None = None, anyway: bool = False,
+    rounded: bool = False, trust_remote_code: bool = False, terminal: Terminal | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Write the trained model in a format, for the programs that serve it, once it is proven to be what was trained.
 
-    `format` is a key of `export_formats.FORMATS`, `type` (of a GGUF file) of `gguf_types.TYPES`; `push` names a
-    repository of the hub to upload the folder to, which one that keeps less than `proof.LEAST_GAIN` of what training
-    gained is only `anyway`. The merged model is made first if a format needs it.
+    `format` is a key of `export_formats.FORMATS`, `type` (of a GGUF file) of `gguf_types.TYPES`, by default the one
+    that `output.serve` of the run names, or `f16`; `push` names a repository of the hub to upload the folder to, which
+    one that keeps less than `proof.LEAST_GAIN` of what training gained is only `anyway`. The merged model is made first
+    if a format needs it.
     With `rounded`, and by itself for what `output.way: rounded` of the run serves, weights are rounded with the
     training rows. `trust_remote_code` allows Python code shipped with the run's base.
 
@@ -50,13 +51,16 @@ def export_model(
     a run that the format cannot express; MachineError while a process trains in the run directory.
     """
     form = pick(FORMATS, format, "export format")
-    gguf_types.check(type)
+    if type is not None:
+        gguf_types.check(type)
     if push:
         upload.check(push)
     libraries.quiet()
     run = RunDirectory.open(run)
     # Refuses an untrusted run before anything is written there.
     config = config_of(run, trust_remote_code=trust_remote_code)
+    served = config.quantization.kind if config.quantization.snap else config.output.serve
+    type = type or (served if served in gguf_types.TYPES else "f16")
     terminal = terminal or Terminal()
     with run.locked(), Signals():
         folder = run.path / form.folder
@@ -154,14 +158,14 @@ def _conversion(run: RunDirectory, config: Config, form: ExportFormat, kind: str
 
     packed: Mapping[str, Any] = {}
     if config.quantization.snap:
-        if form.kind and form.kind != config.quantization.kind:
+        if kind != config.quantization.kind:
             raise ConfigError(
                 f"{run.path} was trained as it is rounded to {config.quantization.kind}, and would be rounded again to "
-                f"{form.kind}, which was not trained; export that form, or train another run"
+                f"{kind}, which was not trained; export that form, or train another run"
             )
         folder = weights_directory(config.model.name, config.model.revision, download=True)
         bases = Bases(config, run.adapter, identity.loaded_files(folder), device)
-        kind, packed = config.quantization.kind, ServedWeights(bases.merging("quantized"))
+        packed = ServedWeights(bases.merging("quantized"))
     job = Conversion(run, config, tokenizer, rows, rows_of, device, kind, base_identity, load_merged, shown, packed)
     _module(form).check(job)
     return job

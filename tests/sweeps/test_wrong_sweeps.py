@@ -38,6 +38,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["memory.checkpointing=all,none"], "finetune fit"),
     (["kernels.fused=on,off"], "it changes no loss"),
     (["output.dir=a,b"], "a run directory of its own"),
+    (["output.way=adapter,rounded", "output.serve=q4_0"], "it decides how the base is held"),
     ([_RATES, "data.eval=none"], "set `auto` or a file"),
     ([_RATES, "training.objective=dpo"], "finetune compare"),
     ([_RATES, "adapter.kind=none", "quantization.kind=none"], "set `lora`"),
