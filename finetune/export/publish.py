@@ -147,7 +147,7 @@ def _conversion(run: RunDirectory, config: Config, form: ExportFormat, kind: str
     tokenizer = finished_run.tokenizer_of(run, config, finished_run.weights_folder(run, config.adapter))
     base_identity = finished_run.base_of(run, config, note)
     seen = vision.of(config, load_architecture(config.model), tokenizer)
-    rows, shown, rows_of = prepare.compared_rows(config.data, tokenizer, proof.ROWS, proof.ROW_TOKENS, note, seen)
+    compared = prepare.compared_rows(config.data, tokenizer, proof.ROWS, proof.ROW_TOKENS, note, seen)
 
     def load_merged(dtype: Any) -> Any:
         return finished_run.load_merged(run, config.model, device, dtype)
@@ -161,8 +161,11 @@ def _conversion(run: RunDirectory, config: Config, form: ExportFormat, kind: str
             )
         folder = weights_directory(config.model.name, config.model.revision, download=True)
         bases = Bases(config, run.adapter, identity.loaded_files(folder), device)
-        kind, packed = config.quantization.kind, ServedWeights(bases.merging("quantized"))
-    job = Conversion(run, config, tokenizer, rows, rows_of, device, kind, base_identity, load_merged, shown, packed)
+        packed = ServedWeights(bases.merging("quantized"))
+    job = Conversion(
+        run, config, tokenizer, compared.ids, compared.name, device, kind, base_identity, load_merged, compared.shown,
+        packed, labels=compared.labels,
+    )  # fmt: skip
     _module(form).check(job)
     return job
 

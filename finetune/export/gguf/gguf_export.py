@@ -66,7 +66,8 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     file = folder / file_name(job.kind)
     # Prompts within llama.cpp's context that leave room for the next token.
     longest = gguf_model.context(job.architecture)[0] - 1
-    job = replace(job, rows=[row[:longest] for row in job.rows])
+    rows, labels = ([row[:longest] for row in each] for each in (job.rows, job.labels))
+    job = replace(job, rows=rows, labels=labels)
     dtype = _dtype(job)
     model = job.trained_model(dtype)
     trained = proof.logits(model, job.rows)
