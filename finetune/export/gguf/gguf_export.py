@@ -15,7 +15,7 @@ from finetune.config.field_types import pick
 from finetune.errors import ConfigError, MachineError
 from finetune.export import proof
 from finetune.export.conversion import Conversion
-from finetune.export.gguf import gguf_model, gguf_recipes, gguf_vocabulary, llama_cpp
+from finetune.export.gguf import gguf_model, gguf_packed, gguf_recipes, gguf_vocabulary, llama_cpp
 from finetune.export.gguf.gguf_types import TYPES
 from finetune.model.source import gguf_families
 from finetune.model.source.locate import hub_call
@@ -53,8 +53,17 @@ def check(job: Conversion) -> None:
 
 def forms(model: Any, kind: str) -> dict[str, str]:
     """The form of each weight of `model` (on the meta device) in a file of `kind`. Raises ConfigError."""
-    pick(recipes.RECIPES, kind, "GGUF type to round to")
-    return quantizers.recipe_of(model, kind)
+    pick({**recipes.RECIPES, **gguf_packed.FLOATS}, kind, "GGUF type to round to")
+    if kind in recipes.RECIPES:
+        return quantizers.recipe_of(model, kind)
+    columns, forms = gguf_packed.FLOATS[kind], quantizers.recipe_of(model, "q8_0")
+    tables = {f"{name}.weight" for name, module in model.named_modules() if module in _tables(model)}
+    within = {name for name in forms if name not in tables and model.get_parameter(name).shape[-1] % columns == 0}
+    return {name: kind if name in within else form for name, form in forms.items()}
+
+
+def _tables(model: Any) -> list[Any]:
+    return [model.get_input_embeddings(), model.get_output_embeddings()]
 
 
 def file_name(kind: str) -> str:
