@@ -92,8 +92,7 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     # Products are summed alike in both, so what a computation in 16 bit rounds counts as much as the weights.
     roundoff = max(TYPES[job.kind].roundoff, proof.ROUNDOFF[dtype])
     base = job.base_logits(dtype)
-    # transformers does not read the factors of NVFP4.
-    readable = gguf_families.family(config).readable and job.kind != "nvfp4"
+    readable = is_readable(config, job.kind)
     following: list[list[int]] | None = None
     if readable:
         written = load(file, config, dtype, job.device)
@@ -137,6 +136,11 @@ def _approximated(job: Conversion, model: Any, trained: list[torch.Tensor]) -> t
     expected = proof.logits(model, job.rows)
     error = proof.compare(expected, trained, trained, 1.0, mixture=experts.is_mixture(model)).error
     return [f"{said}: its logits differ by {error:.2%} on the rows that were compared"], expected
+
+
+def is_readable(config: Any, kind: str) -> bool:
+    """Whether transformers reads a file of this type, of which it ignores the factors of NVFP4."""
+    return gguf_families.family(config).readable and kind != "nvfp4"
 
 
 def load(file: Path, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
