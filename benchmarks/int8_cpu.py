@@ -46,7 +46,7 @@ def inputs_in_8_bit(model: torch.nn.Module) -> Any:
 
 def logit_errors() -> dict[str, float]:
     """Relative error of the logits for each way to store the base and compute with it."""
-    rows, _, _ = compared_rows(DataSection(), load_tokenizer(ModelSection()), ROWS, TOKENS, print)
+    rows = compared_rows(DataSection(), load_tokenizer(ModelSection()), ROWS, TOKENS, print).ids
     exact = proof.logits(base("none", torch.float32), rows)
     models = {
         "bf16": base("none", torch.bfloat16),

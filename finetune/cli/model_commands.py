@@ -45,7 +45,7 @@ def export(
     trust_code: options.TrustCode = False,
     as_json: options.Json = False,
     type: Annotated[
-        str | None, typer.Option(help=f"{options.listed(TYPES)}  [default: that of `output.serve`, or f16]")
+        str | None, typer.Option(help=f"{options.listed(TYPES)} By default that of `output.serve`, or f16.")
     ] = None,
     push: Annotated[str | None, typer.Option(help="Upload it to this repository of the hub, private if new.")] = None,
     rounded: Annotated[
@@ -58,7 +58,7 @@ def export(
     """Export for the programs that serve a model, and prove it. What was written must equal what was trained."""
     options.chosen("--to", format, FORMATS)
     pick(FORMATS, format, "export format")
-    if type is not None:
+    if type:
         check(type)
     opened = finetune.RunDirectory.open(run)
     with importing(f"export {run}"):
@@ -147,7 +147,8 @@ def evaluate(
         list[str] | None,
         typer.Option(
             "--model", metavar="NAME",
-            help="base, adapter or merged; may be repeated. All that there are by default.",
+            help="base, adapter, merged, or served: the newest GGUF or quantized export; may be repeated. By default "
+            "all that there are of the first three.",
         ),
     ] = None,
     limit: Annotated[

@@ -32,8 +32,8 @@ def listed(entries: Any) -> str:
 
 def which(model: str) -> str:
     """Parse the name of a run's model."""
-    if model not in ("base", "adapter", "merged"):
-        raise typer.BadParameter(f"{model!r}: choose base, adapter or merged")
+    if model not in ("base", "adapter", "merged", "served"):
+        raise typer.BadParameter(f"{model!r}: choose base, adapter, merged or served")
     return model
 
 
@@ -49,7 +49,9 @@ Page = Annotated[Path | None, file("--html", "Also write it as an HTML page.")]
 Gpu = Annotated[str | None, typer.Option(help="A card such as 'RTX 4090', a size such as 24GiB, auto or cpu.")]
 Gpus = Annotated[int, typer.Option(min=1, max=1024, help="How many of them; the figures are those of one.")]
 CacheName = Annotated[str, typer.Option("--cache", help=listed(CACHES))]
-Model = Annotated[str, typer.Option("--model", parser=which, metavar="NAME", help="base, adapter or merged.")]
+Model = Annotated[
+    str, typer.Option("--model", parser=which, metavar="NAME", help="base, adapter, merged, or served: as exported.")
+]
 MaxNewTokens = Annotated[int, typer.Option(min=1)]
 System = Annotated[
     str | None, typer.Option(help="The system message; by default the one that all rows of the run share, '' is none.")

@@ -127,6 +127,18 @@ def _runtime(output: OutputSection) -> str:
     return output.runtime or ("llama.cpp" if output.serve in GGUF else "vllm")
 
 
+def export_of(output: OutputSection) -> str | None:
+    """The format of `finetune export` that writes what is served; None if nothing was said of that."""
+    if output.serve is None:
+        return None
+    if output.way == "adapter":
+        return "adapter"
+    runtime = _runtime(output)
+    if runtime in ("ollama", "llama.cpp") or output.serve in GGUF:
+        return "ollama" if runtime == "ollama" else "gguf"
+    return "merged" if output.serve == "16bit" else output.serve
+
+
 def contradictions(config: Config) -> Iterator[tuple[str, str]]:
     """(key, message with remedy) of each choice that excludes another beside `output.serve`."""
     serve, way, kind = config.output.serve, config.output.way, config.quantization.kind

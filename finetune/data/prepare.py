@@ -229,13 +229,20 @@ def _shows_images(content: Content) -> bool:
     return any(map(images_of, parts(content)))
 
 
+class ComparedRows(NamedTuple):
+    """Token ids, labels and images of the rows of a proof, and a name for these rows."""
+
+    ids: list[list[int]]
+    labels: list[list[int]]
+    shown: images.ShownImages
+    name: str
+
+
 def compared_rows(
     section: DataSection, tokenizer: Any, rows: int, tokens: int, note: Callable[[str], None],
     vision: Vision | None = None,
-) -> tuple[list[list[int]], images.ShownImages, str]:  # fmt: skip
-    """Token ids and images of `_first_held_out`, and a name for these rows, for the proof of an export; built-in ones
-    if the rows are not here.
-    """
+) -> ComparedRows:  # fmt: skip
+    """`_first_held_out` for the proof of an export; built-in rows if the rows are not here."""
     if here := is_here(section):
         name = HELD_OUT if holds_out(section, tokenizer, vision) else "the training rows"
     else:
@@ -244,7 +251,8 @@ def compared_rows(
         name = "the built-in rows"
     segments = _first_held_out(section, tokenizer, rows, tokens, vision if here else None)
     shown = images.ShownImages(vision, [segment.images for segment in segments])
-    return [segment.input_ids for segment in segments], shown, name
+    ids, labels = ([getattr(segment, part) for segment in segments] for part in ("input_ids", "labels"))
+    return ComparedRows(ids, labels, shown, name)
 
 
 def is_here(section: DataSection) -> bool:

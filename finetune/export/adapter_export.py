@@ -112,6 +112,7 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     base_logits = proof.logits(base, job.rows, job.shown)
     beside = held_base.write(job, base, folder / _BASE) if held_base.wanted(job) else None
     held = _write_base(job, base, folder / _BASE)
+    packings = [how for weight in base.parameters() if (how := packed.packing_of(weight))]
     adapted = adapter_files.load_adapter(base, job.run.adapter, config.adapter)
     trained = proof.logits(adapted, job.rows, job.shown)
     pairs = plain(adapted)
@@ -167,6 +168,7 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
         "layers_served": activated,
         "gguf": None if left_out else GGUF,
         "held_base": held or None,
+        **_weights(packings, held),
         **asdict(result),
         **served,
         "compared_with": "base plus adapter as trained, in PEFT",
@@ -205,6 +207,15 @@ def _write_base(job: Conversion, base: Any, folder: Path) -> dict[str, Any]:
                 f"{folder} decodes `{name}` to other weights than were trained on. Nothing was published"
             )
     return {"file": folder.name, "kind": kind, "weights_differing": 0}
+
+
+def _weights(packings: list[packed.Packing], held: dict[str, Any]) -> dict[str, Any]:
+    """How many packed weights the base's files have, and how many are not those that were trained on, if that is known;
+    tied ones count once.
+    """
+    if (differing := held.get("weights_differing")) is None:
+        return {}
+    return {"weights": {"count": sum(how.shape.numel() for how in packings), "differing": differing}}
 
 
 def file_groups(model: ModelSection) -> tuple[Any, list[streamed.ConversionGroup]] | None:

@@ -84,7 +84,7 @@ def _put(model: Any, written: Written, given: Mapping[str, nn.Parameter], *, rou
     differing = 0
     for name, weight in model.named_parameters():
         found = written[name].to(weight.device)
-        expected = packed.exact(given[name]) if name in given else weight.data
+        expected = packed.exact(given[name]).to(weight.device) if name in given else weight.data
         count = int((found != expected).sum())
         if count and name in given:
             raise ArtifactError(f"{count:,} values of `{name}` are not those that were trained. Nothing was published")
@@ -121,8 +121,7 @@ class RoundedWeights(Mapping[str, nn.Parameter]):
     def _names_together(self, name: str) -> list[str]:
         if self._form == "nvfp4":
             for names in together_of(name):
-                if all(each in self._names for each in names):
-                    return names
+                return [each for each in names if each in self._names]
         return [name]
 
     def __iter__(self) -> Iterator[str]:
@@ -213,6 +212,14 @@ def write(source: Path, folder: Path, config: Any, form: str, weights: Mapping[s
         weight_files.write(folder / file.name, layout, (load() for _, _, load in ordered.values()))
     _write_index(folder)
     _copy_settings(source, folder, plan.stated())
+    return Written(model, source, folder, plan.parts)
+
+
+def read(source: Path, folder: Path, config: Any, form: str) -> Written:
+    """The weights that were written to `folder` from the model in `source`."""
+    model = _bare(config)
+    files = sorted(source.glob("*.safetensors"))
+    plan = _FilePlan(model, streamed.Weights(model, files), form, RoundedWeights(source, config, form))
     return Written(model, source, folder, plan.parts)
 
 

@@ -27,8 +27,8 @@ from finetune.storage.rundir import RunDirectory
 
 @dataclass(frozen=True)
 class Conversion:
-    """One conversion: outputs are compared on the token ids `rows` of `rows_of`, which show the images `shown`; `kind`
-    is the type of a GGUF file.
+    """One conversion: outputs are compared on the token ids `rows` of `rows_of`, which show the images `shown` and have
+    the `labels` (none: every token counts for the loss); `kind` is the type of a GGUF file.
 
     `base_identity` is that of `model.source.identity.of_base`. `load_merged` loads the merged model, which was proven
     when it was published, to compute in a dtype (None: as written). `packed` weights, by the model's names, take the
@@ -47,6 +47,12 @@ class Conversion:
     shown: ShownImages = NO_IMAGES
     packed: Mapping[str, nn.Parameter] = field(default_factory=dict)
     rounded: dict[str, Any] | None = None
+    labels: list[list[int]] = field(default_factory=list)
+
+    @property
+    def answers(self) -> list[list[int]]:
+        """The labels of the rows' tokens."""
+        return self.labels or self.rows
 
     @property
     def architecture(self) -> Any:
@@ -104,7 +110,7 @@ class Conversion:
     ) -> dict[str, Any]:  # fmt: skip
         """What is lost between the trained and the served model; see `proof.served`. Empty for a classifier.
 
-        `following`: the ids that follow the tokens with logits, if those are not all of the rows.
+        `following`: the labels of what follows the tokens with logits, if those are not all of the rows.
         """
         if self.config.scorer:
             return {}
@@ -114,7 +120,7 @@ class Conversion:
         elif self.rows_of != HELD_OUT:
             unknown = f"no rows are held out, and the loss of {self.rows_of} says nothing of new ones"
         return proof.served(
-            trained, written, None if unknown else base, following or [row[1:] for row in self.rows], unknown
+            trained, written, None if unknown else base, following or [row[1:] for row in self.answers], unknown
         )
 
     def trained_model(self, dtype: torch.dtype | None) -> Any:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
@@ -36,6 +36,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from finetune.data.encoded import IGNORE
 from finetune.data.images import NO_IMAGES, ShownImages
 from finetune.errors import ArtifactError
 from finetune.model.structure import sequence_head, streamed
@@ -262,7 +263,7 @@ def refuse_unless_equal(
 
 class Likeness:
     """The similarity of a model to the trained one: KL divergence (nats), share of equal most likely tokens, and its
-    loss (nats per token).
+    loss (nats per trained token).
     """
 
     def __init__(self) -> None:
@@ -270,26 +271,26 @@ class Likeness:
         self._losses: list[torch.Tensor] = []
 
     def add(self, trained: torch.Tensor, other: torch.Tensor, following: torch.Tensor) -> None:
-        """One row's logits, each (tokens, vocabulary), and the ids that follow its first tokens."""
+        """One row's logits, each (tokens, vocabulary), and the labels of what follows its first tokens."""
         for start in range(0, len(trained), _TOKENS):
             p, q = (each[start : start + _TOKENS].log_softmax(-1) for each in (trained, other))
             kl = functional.kl_div(q, p, log_target=True, reduction="none").double().sum(-1)
             self._tokens.append(torch.stack([kl, (p.argmax(-1) == q.argmax(-1)).double()]))
             labels = following[start : start + _TOKENS]
-            self._losses.append(-q[: len(labels)].gather(-1, labels[:, None]).double()[:, 0])
+            trained_on = labels != IGNORE
+            losses = -q[: len(labels)][trained_on].gather(-1, labels[trained_on, None])
+            self._losses.append(losses.double()[:, 0])
 
     def losses(self) -> torch.Tensor:
-        """The loss of each token, in nats."""
+        """The loss of each trained token, in nats."""
         return torch.cat(self._losses)
 
     def result(self) -> dict[str, float]:
-        """`kl`, `agreement` and `loss` over all rows, and the largest divergence at one token, `kl_max`."""
+        """`kl` and `agreement` over all rows, and the largest divergence at one token, `kl_max`."""
         tokens = torch.cat(self._tokens, dim=1)
         kl, same = tokens.mean(dim=1).tolist()
         largest = float(tokens[0].max())
-        return {
-            "kl": max(kl, 0.0), "kl_max": max(largest, 0.0), "agreement": same, "loss": float(self.losses().mean())
-        }  # fmt: skip
+        return {"kl": max(kl, 0.0), "kl_max": max(largest, 0.0), "agreement": same}
 
     def kl(self) -> float:
         """The mean divergence over all rows."""
@@ -304,14 +305,14 @@ _ERRORS = 2.0
 
 def gain_kept(base: torch.Tensor, trained: torch.Tensor, served: torch.Tensor) -> tuple[float | None, str | None]:
     """The share of the loss that training took off the base and that the served model has off too, from the losses of
-    the same held-out tokens; or None and why there is no such number.
+    the same trained tokens of held-out rows; or None and why there is no such number.
     """
     gain = base - trained
     mean, error = float(gain.mean()), float(gain.std() / math.sqrt(len(gain))) if len(gain) > 1 else math.inf
     if not mean > _ERRORS * error:
         return None, (
             f"training changed the loss of these {len(gain)} tokens by {-mean:+.4f} \N{PLUS-MINUS SIGN} {error:.4f} "
-            "nats, which is too little to divide by"
+            "nats, and only of a loss that it lowered by two standard errors is there a share"
         )
     return float((base - served).mean()) / mean, None
 
@@ -321,7 +322,7 @@ def served(
     following: list[list[int]], unknown: str | None,
 ) -> dict[str, Any]:  # fmt: skip
     """What is lost between the trained and the served model: the keys `served`, `losses`, `gain_kept` and
-    `gain_unknown` of a record, from centred logits of the same rows and the ids that follow their tokens.
+    `gain_unknown` of a record, from centred logits of the same rows and the labels of what follows their tokens.
 
     `unknown` is the reason why nothing can be said of the gain, if there is one; without a `base` there must be.
     """
@@ -330,11 +331,19 @@ def served(
     for row, labels in enumerate(following):
         for name, logits in models.items():
             likeness[name].add(trained[row], logits[row], torch.tensor(labels, dtype=torch.long))
-    result = likeness["served"].result()
-    record: dict[str, Any] = {"served": {key: result[key] for key in ("kl", "kl_max", "agreement")}}
+    record: dict[str, Any] = {"served": likeness["served"].result()}
     if unknown:
         return {**record, "gain_kept": None, "gain_unknown": unknown}
+    return record | gain(likeness, "served")
+
+
+def gain(likeness: Mapping[str, Likeness], written: str) -> dict[str, Any]:
+    """The keys `losses`, `gain_kept` and `gain_unknown` of a record, of models among which are `base` and `trained`;
+    `written` is the one that is served.
+    """
     losses = {name: each.losses() for name, each in likeness.items()}
-    kept, why = gain_kept(losses["base"], losses["trained"], losses["served"])
-    record["losses"] = {name: float(each.mean()) for name, each in losses.items()}
-    return {**record, "gain_kept": kept, "gain_unknown": why}
+    if not len(losses[written]):
+        return {"gain_kept": None, "gain_unknown": "training has no loss on any token that was compared"}
+    kept, why = gain_kept(losses["base"], losses["trained"], losses[written])
+    means = {name: float(each.mean()) for name, each in losses.items()}
+    return {"losses": means, "gain_kept": kept, "gain_unknown": why}

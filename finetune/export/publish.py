@@ -39,10 +39,10 @@ def export_model(
 ) -> dict[str, Any]:  # fmt: skip
     """Write the trained model in a format, for the programs that serve it, once it is proven to be what was trained.
 
-    `format` is a key of `export_formats.FORMATS`, `type` (of a GGUF file) of `gguf_types.TYPES`, by default the one
-    that `output.serve` of the run names, or `f16`; `push` names a repository of the hub to upload the folder to, which
-    one that keeps less than `proof.LEAST_GAIN` of what training gained is only `anyway`. The merged model is made first
-    if a format needs it.
+    `format` is a key of `export_formats.FORMATS`, `type` (of a GGUF file) of `gguf_types.TYPES`; without one it is what
+    `output.serve` has beside another way than `adapter`, or f16. `push` names a repository of the hub to upload the
+    folder to, which one that keeps less than `proof.LEAST_GAIN` of what training gained is only `anyway`. The merged
+    model is made first if a format needs it.
     With `rounded`, and by itself for what `output.way: rounded` of the run serves, weights are rounded with the
     training rows. `trust_remote_code` allows Python code shipped with the run's base.
 
@@ -51,7 +51,7 @@ def export_model(
     a run that the format cannot express; MachineError while a process trains in the run directory.
     """
     form = pick(FORMATS, format, "export format")
-    if type is not None:
+    if type:
         gguf_types.check(type)
     if push:
         upload.check(push)
@@ -59,17 +59,16 @@ def export_model(
     run = RunDirectory.open(run)
     # Refuses an untrusted run before anything is written there.
     config = config_of(run, trust_remote_code=trust_remote_code)
-    served = config.quantization.kind if config.quantization.snap else config.output.serve
-    type = type or (served if served in gguf_types.TYPES else "f16")
+    if rounded:
+        _refuse_rounding(config.quantization, form, format)
     terminal = terminal or Terminal()
     with run.locked(), Signals():
         folder = run.path / form.folder
         if form.module:
             with _out_of_memory_explained(run, format):
-                job = _conversion(run, config, form, form.kind or type)
-                rounded = rounded or (config.output.way, config.output.serve) == ("rounded", job.kind)
-                if rounded:
-                    _refuse_rounding(config.quantization, form, format)
+                job = _conversion(run, config, form, form.kind or type or _served_type(config))
+                promised = (config.output.way, config.output.serve) == ("rounded", job.kind)
+                rounded = rounded or (promised and _rounds(form))
                 if form.merged and config.adapter.kind == "lora" and not run.is_merged:
                     merge_locked(run, config, terminal, note_beside_output)
                 record = _convert(_rounded(job, form) if rounded else job, format, form)
@@ -145,13 +144,19 @@ def _out_of_memory_explained(run: RunDirectory, format: str) -> contextlib.Abstr
     )
 
 
+def _served_type(config: Config) -> str:
+    """The type of a GGUF file if none is asked for."""
+    serve = config.output.serve
+    return serve if serve in gguf_types.TYPES and config.output.way != "adapter" else "f16"
+
+
 def _conversion(run: RunDirectory, config: Config, form: ExportFormat, kind: str) -> Conversion:
     """The inputs of a conversion, checked before anything is loaded or written."""
     note, device = note_beside_output, this_device()
     tokenizer = finished_run.tokenizer_of(run, config, finished_run.weights_folder(run, config.adapter))
     base_identity = finished_run.base_of(run, config, note)
     seen = vision.of(config, load_architecture(config.model), tokenizer)
-    rows, shown, rows_of = prepare.compared_rows(config.data, tokenizer, proof.ROWS, proof.ROW_TOKENS, note, seen)
+    compared = prepare.compared_rows(config.data, tokenizer, proof.ROWS, proof.ROW_TOKENS, note, seen)
 
     def load_merged(dtype: Any) -> Any:
         return finished_run.load_merged(run, config.model, device, dtype)
@@ -166,16 +171,23 @@ def _conversion(run: RunDirectory, config: Config, form: ExportFormat, kind: str
         folder = weights_directory(config.model.name, config.model.revision, download=True)
         bases = Bases(config, run.adapter, identity.loaded_files(folder), device)
         packed = ServedWeights(bases.merging("quantized"))
-    job = Conversion(run, config, tokenizer, rows, rows_of, device, kind, base_identity, load_merged, shown, packed)
+    job = Conversion(
+        run, config, tokenizer, compared.ids, compared.name, device, kind, base_identity, load_merged, compared.shown,
+        packed, labels=compared.labels,
+    )  # fmt: skip
     _module(form).check(job)
     return job
 
 
 def _refuse_rounding(section: QuantizationSection, form: ExportFormat, name: str) -> None:
-    if not hasattr(_module(form), "forms"):
+    if not _rounds(form):
         raise ConfigError(f"`--rounded`: nothing is rounded in `{name}`; export a format that is quantized")
     if section.snap:
         raise ConfigError("`--rounded`: this run was trained as it is rounded (`output.way: exact`); leave it out")
+
+
+def _rounds(form: ExportFormat) -> bool:
+    return bool(form.module) and hasattr(_module(form), "forms")
 
 
 def _rounded(job: Conversion, form: ExportFormat) -> Conversion:

@@ -152,10 +152,12 @@ def _has_rows(section: DataSection, tokenizer: Any, seen: Vision | None, *, need
 
 
 def _chosen(run: RunDirectory, models: Sequence[str], *, adapts: bool) -> list[str]:
-    """The models to measure, in the order of MODELS. A run without an adapter trained the merged model itself."""
+    """The models to measure, in the order of MODELS; one that is served only if it is named. A run without an adapter
+    trained the merged model itself.
+    """
     for name in models:
         pick(MODELS, name, "model")
-    there = [name for name in MODELS if name != "merged" or (adapts and run.merged.exists())]
+    there = ["base", "adapter", *(["merged"] if adapts and run.merged.exists() else [])]
     return [name for name in MODELS if name in (models or there)]
 
 

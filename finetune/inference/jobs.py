@@ -13,7 +13,7 @@ from finetune.config.field_types import pick, shown
 from finetune.data import examples, images
 from finetune.data.encoded import RowImage
 from finetune.errors import ConfigError, DataError
-from finetune.export import finished_run
+from finetune.export import finished_run, served_model
 from finetune.inference import generation
 from finetune.inference.answer_settings import Settings
 from finetune.inference.generation import Answer
@@ -37,6 +37,7 @@ MODELS = {
     "base": "without the adapter",
     "adapter": "the base with the adapter, or the model of a run that trained every weight",
     "merged": "the adapter merged into the base",
+    "served": "the newest export with weights of its own, in a GGUF file or quantized, as its files have it",
 }
 """The models that a run may have."""
 
@@ -139,7 +140,7 @@ def ready(
     run: RunDirectory, which: str = "adapter", *, system: str | None = None, cache: str = "dynamic",
     trust_remote_code: bool = False,
 ) -> Ready:  # fmt: skip
-    """Load the run's `base`, `adapter` or `merged` model; `system` is that of `system_of`.
+    """Load the run's `base`, `adapter`, `merged` or `served` model; `system` is that of `system_of`.
 
     `trust_remote_code` allows Python code shipped with the run's base. A KV cache that the model cannot have is refused
     before weights are read.
@@ -186,13 +187,16 @@ def generate(
 
 
 def model_of(run: RunDirectory, config: Config, which: str) -> tuple[Any, Any]:
-    """The run's base, base with adapter (quantized as in training), or merged model; and the tokenizer."""
+    """The run's base, base with adapter (quantized as in training), merged or served model; and the tokenizer."""
     pick(MODELS, which, "model")
     libraries.quiet()
     device = this_device()
     if which == "merged" or (which == "adapter" and config.adapter.kind == "none"):
         tokenizer = finished_run.tokenizer_of(run, config, run.merged)
         return finished_run.load_merged(run, config.model, device), tokenizer
+    if which == "served":
+        tokenizer = finished_run.tokenizer_of(run, config, finished_run.weights_folder(run, config.adapter))
+        return served_model.load(run, config, device, note_beside_output), tokenizer
     if which == "adapter":
         tokenizer = finished_run.tokenizer_of(run, config, run.adapter)
     else:

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from finetune.config import Config, DataSection
+from finetune.config import Config, DataSection, serving
 from finetune.data.prepare import Prepared
 from finetune.forecast.job_forecast import Forecast
 from finetune.measure.monitor import Peak, headline
@@ -233,7 +233,7 @@ class Terminal:
         """Print the results of the whole run, and their paths."""
         self.close()
         result = Result(run)
-        figures = result.figures
+        figures, format = result.figures, serving.export_of(run.config().output)
         self._say()
         if figures.peaks and not self._peaks_shown:
             printing.put(self._console, result.table())
@@ -243,7 +243,7 @@ class Terminal:
             "speed": _speed(figures),
             **{name: str(path) for name, path in paths.items() if path.exists()},
             "next": f"finetune {_first_use(run)} {run.quoted}" if run.adapter.exists() else "",
-            "to serve": f"finetune export {run.quoted} --to adapter" if run.config().output.way == "adapter" else "",
+            "to serve": f"finetune export {run.quoted} --to {format}" if format else "",
         }
         self._facts({name: fact for name, fact in facts.items() if fact})
 

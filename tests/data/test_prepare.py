@@ -290,9 +290,9 @@ def test_compared_rows_are_called_what_they_are(
     if held_out == "lost":
         section = DataSection(train="python:0123456789abcdef")
     notes: list[str] = []
-    rows, _, rows_of = compared_rows(section, tokenizer, 3, 4, notes.append)
-    assert rows_of == said
-    assert [len(row) for row in rows] == [4, 4, 4]
+    compared = compared_rows(section, tokenizer, 3, 4, notes.append)
+    assert compared.name == said
+    assert [len(row) for row in compared.ids] == [len(row) for row in compared.labels] == [4, 4, 4]
     assert bool(notes) == (held_out == "lost")
 
 

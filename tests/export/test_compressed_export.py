@@ -17,6 +17,7 @@ from finetune.config import ModelSection, QuantizationSection
 from finetune.errors import ConfigError
 from finetune.export import compressed_export
 from finetune.export.compressed_export import RoundedWeights, write
+from finetune.export.gguf import llama_cpp
 from finetune.model.base import load_architecture
 from finetune.model.source import prequantized
 from finetune.model.structure import packed
@@ -139,3 +140,21 @@ def test_a_run_is_exported_in_quantized_files(
     facts = json.loads((run.path / form / "export.json").read_text())
     assert 0 < facts["error"] <= facts["bound"]
     assert f"vllm serve {run.path / form}" in out
+
+
+@pytest.mark.parametrize("form", ["int4", pytest.param("gguf", marks=pytest.mark.slow)])
+def test_eval_measures_what_is_served(
+    form: str, run: RunDirectory, call: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llama_cpp, "installed", lambda: False)
+    code, _, err = call("eval", run.path, "--model", "served")
+    assert code == 2
+    assert "has no export with weights of its own" in err
+    assert call("export", run.path, "--to", form)[0] == 0
+    code, out, err = call("eval", run.path, "--model", "merged", "--model", "served")
+    assert code == 0, out + err
+    assert f"served: {run.path / form}" in err
+    [loss] = [one["models"] for one in json.loads(run.eval_file.read_text())["measures"] if one["name"] == "loss"]
+    difference = abs(loss["served"]["value"] - loss["merged"]["value"])
+    assert difference < (0.2 if form == "int4" else 0.002)
+    assert (difference > 0) == (form == "int4")

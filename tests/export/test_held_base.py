@@ -60,6 +60,8 @@ def test_base_and_adapter_compute_what_was_trained(kind: str, base: Path, tmp_pa
     assert held["kl"] <= 1e-6
     assert held["agreement"] == 1
     folder = run.path / "plain-adapter"
+    assert record["weights"]["differing"] == 0 < record["weights"]["count"]
+    assert f"0 of {record['weights']['count']:,} weights differ from" in (folder / "README.md").read_text()
     assert {folder / held["file"], folder / "adapter.gguf"} <= {*folder.rglob("*.gguf")}
     assert record["serve"].keys() == {"llama.cpp"}
     assert record["serve"]["llama.cpp"].startswith(f"llama-server -m {folder / held['file']} --lora ")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import errno
+import os
+import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +18,24 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import finetune
-from finetune.errors import ArtifactError, ConfigError
+from finetune.config import ModelSection
+from finetune.config.sections import RopeScaling
+from finetune.errors import ArtifactError, ConfigError, MachineError
 from finetune.export import finished_run
-from finetune.export.rounding import calibration, memory
+from finetune.export.conversion import Conversion
+from finetune.export.gguf import gguf_export
+from finetune.export.rounding import calibration, memory, rounded_run
 from finetune.export.rounding.compensated import DAMPING, compensated
 from finetune.export.rounding.inputs import Inputs
 from finetune.export.rounding.layers import LayerRounding
 from finetune.export.rounding.matrices import rounded
 from finetune.measure.tensors import TensorCount
+from finetune.model.base import load_architecture
 from finetune.model.skeleton import make_buffers
+from finetune.model.source.locate import locate
 from finetune.model.structure import packed, quantizers
 from finetune.model.structure.block_formats import BLOCK_FORMATS, nearest, values
+from finetune.storage import weight_files
 from finetune.storage.rundir import RunDirectory
 
 CPU = torch.device("cpu")
@@ -131,6 +141,18 @@ def test_a_matrix_with_few_tokens_is_rounded_by_itself() -> None:
     assert one.compensated.tolist() == [True, False]
     assert torch.equal(one.codes[1], expected[1])
     assert not torch.equal(one.codes[0], expected[0])
+
+
+@pytest.mark.parametrize("tokens", [7, 64])
+def test_what_is_joined_in_a_product_has_one_factor_of_nvfp4(tokens: int) -> None:
+    weights = {"q_proj": weight_of(8, 64), "k_proj": 2 * weight_of(4, 64)}
+    inputs, x = Inputs({}), inputs_of(64, tokens)
+    for name in weights:
+        inputs.add((name, 0), x)
+    found = rounded(dict.fromkeys(weights, "nvfp4"), weights, inputs)
+    factors = torch.cat([one.scales[:, : packed.FACTOR_BYTES] for one in found.values()])
+    assert (factors == factors[0]).all()
+    assert {bool(one.compensated) for one in found.values()} == {tokens > 7}
 
 
 def test_inputs_are_summed_where_a_weight_is_multiplied() -> None:
@@ -318,6 +340,57 @@ def test_an_export_is_rounded_with_the_rows(run: RunDirectory) -> None:
     assert {file.name: file.stat().st_mtime_ns for file in (run.path / "rounded-q4_0").iterdir()} == kept
 
 
-def test_nothing_is_rounded_in_16_bit(run: RunDirectory) -> None:
+def job_of(run: RunDirectory, kind: str) -> Conversion:
+    """That of a run whose merged model is the base itself."""
+    config = run.config()
+    shutil.copytree(locate(config.model.name), run.merged)
+    tokenizer = finished_run.tokenizer_of(run, config, run.adapter)
+    return Conversion(run, config, tokenizer, [], "", CPU, kind, None, lambda dtype: None)
+
+
+def test_a_full_disk_is_told_with_the_folder_and_what_was_kept_is_used_again(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, written, said = job_of(run, "q4_0"), weight_files.write, list[str]()
+
+    def fail(path: Path, *rest: Any) -> None:
+        if path.name == "layer-00002.safetensors":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written(path, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(weight_files, "write", fail)
+        with pytest.raises(MachineError, match=r"rounded-q4_0 could not be written: No space left on device.*free"):
+            rounded_run.rounded(job, gguf_export.forms, said.append)
+    assert not list(run.path.glob("rounded-*"))
+    whole, facts = rounded_run.rounded(job, gguf_export.forms, said.append)
+    (run.path / "rounded-q4_0" / "layer-00001.safetensors").unlink()
+    said.clear()
+    again, _ = rounded_run.rounded(job, gguf_export.forms, said.append)
+    assert said  # rounded anew, as a part was lost
+    assert all(torch.equal(again[name].data, one.data) for name, one in whole.items())
+    assert facts["by_themselves"] == {}
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "nvfp4"])
+def test_a_gguf_file_of_4_bit_floats_is_rounded_in_all_layers(kind: str, run: RunDirectory) -> None:
+    found, _ = rounded_run.rounded(job_of(run, kind), gguf_export.forms, lambda text: None)
+    how = {name: packed.packing_of(weight) for name, weight in found.items()}
+    assert {one.form for name, one in how.items() if one and ".layers." in name} == {kind}
+    assert {one.form for name, one in how.items() if one and ".layers." not in name} == {"q8_0"}
+
+
+def test_a_merged_model_with_rotary_scaling_is_rounded(run: RunDirectory) -> None:
+    job = job_of(run, "q8_0")
+    section = ModelSection(name=job.config.model.name, rope_scaling=RopeScaling(rope_type="yarn", factor=2.0))
+    load_architecture(section).save_pretrained(run.merged)
+    job = replace(job, config=job.config.model_copy(update={"model": section}))
+    found, _ = rounded_run.rounded(job, gguf_export.forms, lambda text: None)
+    assert found
+
+
+@pytest.mark.parametrize("format", ["adapter", "merged"])
+def test_nothing_is_rounded_in_16_bit(format: str, run: RunDirectory) -> None:
     with pytest.raises(ConfigError, match="`--rounded`"):
-        finetune.export_model(run, "adapter", rounded=True)
+        finetune.export_model(run, format, rounded=True)
+    assert not run.merged.exists()

@@ -16,6 +16,7 @@ from gguf import GGMLQuantizationType, GGUFReader, dequantize
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
+from finetune.data.encoded import IGNORE
 from finetune.errors import ArtifactError, ConfigError
 from finetune.export import compressed_export, proof, server_commands
 from finetune.export.gguf import gguf_model, gguf_packed, gguf_recipes
@@ -75,7 +76,25 @@ def test_what_little_is_kept_of_the_gain_is_told() -> None:  # trap 1
     kept, why = proof.gain_kept(base, base + torch.linspace(-1, 1, 100), base)
     assert kept is None
     assert why is not None
-    assert "too little to divide by" in why
+    assert "two standard errors" in why
+
+
+def test_the_gain_is_that_of_trained_tokens() -> None:
+    labels = [[IGNORE, IGNORE, *range(20)], [IGNORE] * 5]
+    trained, base = ([torch.zeros(len(row) + 1, 30) for row in labels] for _ in range(2))
+    for row, likely in zip(trained, labels, strict=True):
+        row[range(len(likely)), [max(label, 0) for label in likely]] = 3.0
+    served = [row / 2 for row in trained]
+    untrained_too = [row.clone() for row in base]
+    untrained_too[0][:2, 5] = 9.0  # where no label is
+    found = proof.served(trained, served, untrained_too, labels, None)
+    assert found["losses"]["base"] == pytest.approx(math.log(30))
+    assert found["losses"]["trained"] == pytest.approx(math.log(29 + math.exp(3)) - 3)
+    gained, kept = (found["losses"]["base"] - found["losses"][name] for name in ("trained", "served"))
+    assert found["gain_kept"] == pytest.approx(kept / gained)
+    nothing = proof.served(trained, served, base, [[IGNORE] * len(row) for row in labels], None)
+    assert (nothing["gain_kept"], "losses" in nothing) == (None, False)
+    assert "no loss on any token" in nothing["gain_unknown"]
 
 
 def test_a_weight_on_another_grid_is_refused_and_not_rounded_again(
@@ -85,7 +104,7 @@ def test_a_weight_on_another_grid_is_refused_and_not_rounded_again(
     weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     written = {one.name: one for one in GGUFReader(gguf_file(model, "q8_0", {name: pack("q4_0", weight)})).tensors}
     assert written["blk.0.attn_q.weight"].tensor_type.name == "Q4_0"
-    assert written["blk.1.attn_q.weight"].tensor_type.name == "F16"
+    assert written["blk.1.attn_q.weight"].tensor_type.name == "BF16"
     (tmp_path / "fp8").mkdir()
     with pytest.raises(ConfigError, match="held in q4_0, and these files in fp8"):
         compressed_export.write(model, tmp_path / "fp8", config, "fp8", {name: pack("q4_0", weight)})
@@ -96,7 +115,7 @@ def test_a_file_that_decodes_to_other_values_than_trained_is_refused(model: Path
     weights = {name: pack("q4_0", torch.randn(128, 64, generator=torch.Generator().manual_seed(0)))}
     file, config = gguf_file(model, "f16", weights), AutoConfig.from_pretrained(model)
     found = gguf_model.differing(model, config, file, weights)
-    assert found["differing"] < 100 < found["count"]  # small numbers in bfloat16, in float16
+    assert found["differing"] == 0 < found["count"]  # what is beside them is in bfloat16, as it was
     other = {name: pack("q4_0", exact(weights[name]) * 1.5)}
     with pytest.raises(ArtifactError, match="are not those that were trained"):
         gguf_model.differing(model, config, file, other)

@@ -15,7 +15,7 @@ from finetune.config.field_types import pick
 from finetune.errors import ConfigError, MachineError
 from finetune.export import proof
 from finetune.export.conversion import Conversion
-from finetune.export.gguf import gguf_model, gguf_recipes, gguf_vocabulary, llama_cpp
+from finetune.export.gguf import gguf_model, gguf_packed, gguf_recipes, gguf_vocabulary, llama_cpp
 from finetune.export.gguf.gguf_types import TYPES
 from finetune.model.source import gguf_families
 from finetune.model.source.locate import hub_call
@@ -53,8 +53,17 @@ def check(job: Conversion) -> None:
 
 def forms(model: Any, kind: str) -> dict[str, str]:
     """The form of each weight of `model` (on the meta device) in a file of `kind`. Raises ConfigError."""
-    pick(recipes.RECIPES, kind, "GGUF type to round to")
-    return quantizers.recipe_of(model, kind)
+    pick({**recipes.RECIPES, **gguf_packed.FLOATS}, kind, "GGUF type to round to")
+    if kind in recipes.RECIPES:
+        return quantizers.recipe_of(model, kind)
+    columns, forms = gguf_packed.FLOATS[kind], quantizers.recipe_of(model, "q8_0")
+    tables = {f"{name}.weight" for name, module in model.named_modules() if module in _tables(model)}
+    within = {name for name in forms if name not in tables and model.get_parameter(name).shape[-1] % columns == 0}
+    return {name: kind if name in within else form for name, form in forms.items()}
+
+
+def _tables(model: Any) -> list[Any]:
+    return [model.get_input_embeddings(), model.get_output_embeddings()]
 
 
 def file_name(kind: str) -> str:
@@ -66,7 +75,8 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     file = folder / file_name(job.kind)
     # Prompts within llama.cpp's context that leave room for the next token.
     longest = gguf_model.context(job.architecture)[0] - 1
-    job = replace(job, rows=[row[:longest] for row in job.rows])
+    rows, labels = ([row[:longest] for row in each] for each in (job.rows, job.labels))
+    job = replace(job, rows=rows, labels=labels)
     dtype = _dtype(job)
     model = job.trained_model(dtype)
     trained = proof.logits(model, job.rows)
@@ -82,8 +92,7 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     # Products are summed alike in both, so what a computation in 16 bit rounds counts as much as the weights.
     roundoff = max(TYPES[job.kind].roundoff, proof.ROUNDOFF[dtype])
     base = job.base_logits(dtype)
-    # transformers does not read the factors of NVFP4.
-    readable = gguf_families.family(config).readable and job.kind != "nvfp4"
+    readable = is_readable(config, job.kind)
     following: list[list[int]] | None = None
     if readable:
         written = load(file, config, dtype, job.device)
@@ -127,6 +136,11 @@ def _approximated(job: Conversion, model: Any, trained: list[torch.Tensor]) -> t
     expected = proof.logits(model, job.rows)
     error = proof.compare(expected, trained, trained, 1.0, mixture=experts.is_mixture(model)).error
     return [f"{said}: its logits differ by {error:.2%} on the rows that were compared"], expected
+
+
+def is_readable(config: Any, kind: str) -> bool:
+    """Whether transformers reads a file of this type, of which it ignores the factors of NVFP4."""
+    return gguf_families.family(config).readable and kind != "nvfp4"
 
 
 def load(file: Path, config: Any, dtype: torch.dtype, device: torch.device) -> Any:

@@ -44,7 +44,7 @@ def write(
     """Write the model in `folder` (safetensors) to `file`, its matrices in the type `kind` (a key of `TYPES`).
 
     `packed` weights, by the model's names, take the place of the folder's, and their bytes are written as they are;
-    all others are then written in 16 bit.
+    all others are then written in 16 bit, in that of the folder's.
     Takes the memory of one tensor. Returns the known differences of llama.cpp, as sentences. Raises ConfigError for a
     model that llama.cpp cannot express, OSError if the disk lacks room.
     """
@@ -158,6 +158,7 @@ def _tensors(
 ) -> Iterator[Tensor]:
     text = gguf_families.text(config)
     names = gguf_names.mapped(text, family)
+    kind = _beside(folder) if packed else kind
     if (factors := gguf_names.frequency_factors(text)) is not None:
         yield "rope_freqs.weight", list(factors.shape), gguf.GGMLQuantizationType.F32, lambda: factors
     for name, own, shaped, whole in _sources(folder, config):
@@ -173,11 +174,17 @@ def _tensors(
                 return stored
 
             stored, shape = gguf_names.name_of(names, part, family), list(each.shape)
-            wanted = _type(stored, shape, "f16" if packed else kind, text)
+            wanted = _type(stored, shape, kind, text)
             if wanted in gguf_recipes.FLOATS:
                 yield from gguf_packed.rounded(stored, shape, wanted, load)
             else:
                 yield stored, shape, wanted, load
+
+
+def _beside(folder: Path) -> str:
+    """The type of weights beside packed ones: float16 has not the small numbers of bfloat16."""
+    types = {dtype for file in folder.glob("*.safetensors") for dtype, _ in weight_files.layout_of(file).values()}
+    return "bf16" if torch.bfloat16 in types else "f16"
 
 
 def differing(folder: Path, config: Any, file: Path, packed: Mapping[str, nn.Parameter]) -> dict[str, int]:

@@ -20,6 +20,9 @@ from finetune.export import row_selection
 from finetune.model.source.gguf_families import Parts
 from finetune.model.structure import packed
 
+FLOATS = {"mxfp4": 32, "nvfp4": 64}
+"""The forms of 4-bit floats, and the values in a block of a GGUF file."""
+
 Tensor = tuple[str, list[int], Any, Callable[[], torch.Tensor]]
 """Name, shape of the values, GGUF type, and a function that loads the values, or the bytes in that type (uint8)."""
 

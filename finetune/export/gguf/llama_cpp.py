@@ -115,7 +115,7 @@ def logits(
     file: Path, job: Conversion, trained: list[torch.Tensor], base: list[torch.Tensor], lora: Path | None = None
 ) -> Logits:
     """Centred logits of `file` in llama.cpp, with the adapter `lora` if given, and those of `trained` and `base`, at
-    some positions of the rows; and the ids that follow those, which the last token of a row has not.
+    some positions of the rows; and the labels of what follows those, which the last token of a row has not.
     """
     prompts = _prompts(job.rows, _WHOLE_POSITIONS)
     by_row: dict[int, tuple[list[torch.Tensor], ...]] = {}
@@ -132,7 +132,7 @@ def logits(
             for part, one in zip(by_row.setdefault(row, ([], [], [])), (written, expected), strict=False):
                 part.append(one - one.mean())
             by_row[row][2].append(base[row][length - 1])
-            following.setdefault(row, []).extend(job.rows[row][length : length + 1])
+            following.setdefault(row, []).extend(job.answers[row][length : length + 1])
     if not by_row:
         raise ArtifactError(f"llama.cpp names no probabilities, given {file.name}. Nothing was published")
     first, second, third = ([torch.stack(parts[part]) for parts in by_row.values()] for part in range(3))

@@ -55,12 +55,12 @@ def merge(
     chosen = _chosen(config, onto)
     tokenizer = finished_run.tokenizer_of(run, config, run.adapter)
     seen = vision.of(config, load_architecture(config.model), tokenizer)
-    rows, shown, rows_of = data_prepare.compared_rows(config.data, tokenizer, proof.ROWS, proof.ROW_TOKENS, note, seen)
+    compared = data_prepare.compared_rows(config.data, tokenizer, proof.ROWS, proof.ROW_TOKENS, note, seen)
 
     folder = weights_directory(config.model.name, config.model.revision, download=True)
     base_identity = finished_run.base_of(run, config, note)
-    longest = max([proof.ROW_TOKENS, *map(len, rows)])
-    bases = Bases(config, run.adapter, identity.loaded_files(folder), device, shown, longest)
+    longest = max([proof.ROW_TOKENS, *map(len, compared.ids)])
+    bases = Bases(config, run.adapter, identity.loaded_files(folder), device, compared.shown, longest)
     made_from = {
         "onto": chosen, "base": base_identity, "dtype": str(bases.dtype),
         "adapter": file_hashes.sha256(run.adapter / "adapter_model.safetensors"),
@@ -74,8 +74,8 @@ def merge(
             "format": "merged",
             "onto": chosen,
             "compared_with": f"{bases.named(chosen)} with the adapter",
-            "rows_of": rows_of,
-            **_prove(bases, chosen, rows, written, held_out=rows_of == data_prepare.HELD_OUT),
+            "rows_of": compared.name,
+            **_prove(bases, chosen, compared, written),
         }
 
     return staging.publish(
@@ -140,9 +140,10 @@ class _Runs:
         return cls(merging, written, adapted, base, trained, {name: other})
 
 
-def _prove(bases: Bases, chosen: Onto, rows: list[list[int]], folder: Path, *, held_out: bool) -> dict[str, Any]:
+def _prove(bases: Bases, chosen: Onto, compared: data_prepare.ComparedRows, folder: Path) -> dict[str, Any]:
     """The proof of the model in `folder`; for a quantized base, also how both merges compare with the trained model."""
     bases.make_buffers()
+    rows = compared.ids
     runs = _Runs.of(bases, chosen, rows, folder)
     comparison = proof.LogitComparison(mixture=bases.mixture)
     likeness = {onto: proof.Likeness() for onto in (chosen, *runs.other, "trained", "base")}
@@ -153,7 +154,7 @@ def _prove(bases: Bases, chosen: Onto, rows: list[list[int]], folder: Path, *, h
         comparison.add(merged, after, before)
         if sequence_head.is_classifier(bases.bare):  # whose scores are no predictions
             return
-        following = torch.tensor(rows[row][1 :: bases.stride], dtype=torch.long)
+        following = torch.tensor(compared.labels[row][1 :: bases.stride], dtype=torch.long)
         for onto, logits in ((chosen, merged), ("trained", truth), ("base", before)):
             likeness[onto].add(truth, logits, following)
         del merged, before, after, logits
@@ -175,12 +176,8 @@ def _prove(bases: Bases, chosen: Onto, rows: list[list[int]], folder: Path, *, h
     measured = {onto: each.result() for onto, each in likeness.items()}
     if runs.other:
         record["to_trained"] = {onto: {key: measured[onto][key] for key in ("kl", "agreement")} for onto in ONTO}
-    record["served"] = {key: measured[chosen][key] for key in ("kl", "kl_max", "agreement")}
-    if held_out:
-        record["losses"] = {onto: each["loss"] for onto, each in measured.items()}
-        losses = (likeness[name].losses() for name in ("base", "trained", chosen))
-        record["gain_kept"], record["gain_unknown"] = proof.gain_kept(*losses)
-    return record
+    record["served"] = measured[chosen]
+    return record | (proof.gain(likeness, chosen) if compared.name == data_prepare.HELD_OUT else {})
 
 
 def _freeing_memory(rows: list[list[int]]) -> Iterator[int]:

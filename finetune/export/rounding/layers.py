@@ -44,7 +44,7 @@ class LayerRounding:
         """Round what is not kept yet; `started` is told each part. Raises ArtifactError for inputs that are not finite,
         OSError for a failed write.
         """
-        if all(map(self.kept.has, self.parts)):
+        if self.is_complete:
             return
         beside, *layers, head = self.parts
         if not self.kept.has(beside):
@@ -69,6 +69,11 @@ class LayerRounding:
         if not self.kept.has(head):
             started(head)
             self._write_head(head, output.last_hidden_state)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all parts are kept."""
+        return all(map(self.kept.has, self.parts))
 
     def packed(self) -> dict[str, nn.Parameter]:
         """The packed weights, by their names in the model."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 
 import torch
@@ -41,10 +41,18 @@ def rounded(
     ArtifactError for inputs that are not finite.
     """
     made: dict[Key, Bytes] = {}
+    made_up_for = set[Key]()
     for (source, form, _), keys in _together(forms, weights, inputs).items():
         assert inputs is not None
-        made |= _compensated(form, {key: _matrix(weights, key) for key in keys}, inputs.sum(source))
-    return {name: _collected(name, forms[name], weight, made) for name, weight in weights.items()}
+        matrices = {key: _matrix(weights, key) for key in keys}
+        columns = matrices[keys[0]].shape[-1]
+        seen = min(inputs.tokens[key] for key in keys)
+        if seen >= TOKENS_PER_COLUMN * columns and columns % BLOCK_FORMATS[form].columns == 0:
+            made |= _apart(matrices, _compensated(form, matrices, inputs.sum(source)))
+            made_up_for.update(keys)
+        else:
+            made |= _apart(matrices, _by_itself(form, _joined(matrices)))
+    return {name: _collected(name, forms[name], weight, made, made_up_for) for name, weight in weights.items()}
 
 
 def _together(
@@ -55,35 +63,43 @@ def _together(
     """
     found: dict[tuple[Key, str, str], list[Key]] = {}
     for name, weight in weights.items():
-        form, (*_, rows, columns) = forms[name], weight.shape
-        if inputs is None or form not in BLOCK_FORMATS or columns % BLOCK_FORMATS[form].columns:
+        form, rows = forms[name], weight.shape[-2]
+        if inputs is None or form not in BLOCK_FORMATS:
             continue
         for key in _keys(name, weight):
-            source = inputs.source(key)
-            if source and inputs.tokens[key] >= TOKENS_PER_COLUMN * columns:
+            if source := inputs.source(key):
                 found.setdefault((source, form, name if form == "fp8" and rows % 128 else ""), []).append(key)
     return found
 
 
-def _compensated(form: str, matrices: dict[Key, torch.Tensor], hessian: torch.Tensor) -> dict[Key, Bytes]:
+def _joined(matrices: Mapping[Key, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([*matrices.values()])
+
+
+def _compensated(form: str, matrices: Mapping[Key, torch.Tensor], hessian: torch.Tensor) -> Bytes:
     if not hessian.diagonal().isfinite().all():
         raise ArtifactError(
             f"the inputs of `{next(iter(matrices))[0]}` are not finite in the training rows; train again"
         )
-    joined = torch.cat([matrix.float() for matrix in matrices.values()])
-    stored = BLOCK_FORMATS[form].pack(*compensated(BLOCK_FORMATS[form], joined, hessian))
+    return BLOCK_FORMATS[form].pack(*compensated(BLOCK_FORMATS[form], _joined(matrices).float(), hessian))
+
+
+def _apart(matrices: Mapping[Key, torch.Tensor], stored: Bytes) -> dict[Key, Bytes]:
+    """The bytes and scales of each of the `matrices` that were rounded as one."""
     sizes = [len(matrix) for matrix in matrices.values()]
-    parts = (part.cpu().split([size * len(part) // len(joined) for size in sizes]) for part in stored)
+    parts = (part.cpu().split([size * len(part) // sum(sizes) for size in sizes]) for part in stored)
     return dict(zip(matrices, zip(*parts, strict=True), strict=True))
 
 
-def _collected(name: str, form: str, weight: torch.Tensor, made: Mapping[Key, Bytes]) -> RoundedWeight:
+def _collected(
+    name: str, form: str, weight: torch.Tensor, made: Mapping[Key, Bytes], made_up_for: Set[Key]
+) -> RoundedWeight:
     keys = list(_keys(name, weight))
     parts = [made[key] if key in made else _by_itself(form, _matrix({name: weight}, key)) for key in keys]
     codes, scales = (torch.stack(each) for each in zip(*parts, strict=True))
     if weight.dim() == 2:
         codes, scales = codes[0], scales[0]
-    return RoundedWeight(codes, scales, torch.tensor([key in made for key in keys]))
+    return RoundedWeight(codes, scales, torch.tensor([key in made_up_for for key in keys]))
 
 
 def _by_itself(form: str, matrix: torch.Tensor) -> Bytes:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from finetune.config import QuantizationSection
+from finetune.errors import MachineError
 from finetune.export.conversion import Conversion
 from finetune.export.rounding import calibration, memory
 from finetune.export.rounding.layers import LayerRounding
@@ -22,7 +23,7 @@ from finetune.model.precision import PRECISIONS
 from finetune.model.skeleton import make_buffers
 from finetune.model.source import file_hashes, vision
 from finetune.model.structure import streamed
-from finetune.storage.files import amount, staged, write_json
+from finetune.storage.files import amount, not_written, staged, write_json
 
 _RECORD = "rounding.json"
 
@@ -36,9 +37,11 @@ def rounded(
     """The packed weights of the run's merged model, by their names in it, and the facts of how they were made.
 
     What an earlier call with the same model and rows made is taken as it is, and one that was killed is continued.
-    Raises ArtifactError, and OSError for a failed write.
+    Raises ArtifactError, and MachineError for a failed write.
     """
-    section = job.config.model.model_copy(update={"name": str(job.run.merged)})
+    # What the config changes of a base, the merged model has.
+    changed = {"rope_scaling": None, "vocabulary": None, "weights": "pretrained"}
+    section = job.config.model.model_copy(update={"name": str(job.run.merged), **changed})
     files = sorted(job.run.merged.glob("*.safetensors"))
     # A CPU multiplies float32 as fast, and one layer is small.
     dtype = torch.float32 if job.device.type == "cpu" else PRECISIONS[job.config.training.precision].merged
@@ -60,7 +63,7 @@ def rounded(
     def rounding(folder: Path) -> LayerRounding:
         return LayerRounding(model, streamed.Weights(model, files, dtype), form_of, ids, folder, job.device)
 
-    if _record(target).get("made_from") != made_from:
+    def make() -> None:
         with staged(target, made_from) as folder:
             one = rounding(folder)
             peak = memory.peak_bytes(model, one.parts, ids.shape, dtype)
@@ -71,8 +74,15 @@ def rounded(
             one.complete(lambda part: note(f"rounding part {one.parts.index(part) + 1} of {len(one.parts)}"))
             record = {"tokens": ids.numel(), "rows": len(ids), "forecast_bytes": peak, "by_themselves": one.plain()}
             write_json(folder / _RECORD, {"made_from": made_from, **record})
+
+    made = rounding(target)
+    if _record(target).get("made_from") != made_from or not made.is_complete:
+        try:
+            make()
+        except OSError as error:
+            raise MachineError(not_written(target, error)) from None
     facts = {key: value for key, value in _record(target).items() if key != "made_from"}
-    return rounding(target).packed(), facts
+    return made.packed(), facts
 
 
 def _record(folder: Path) -> dict[str, Any]:

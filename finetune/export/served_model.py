@@ -1,0 +1,58 @@
+"""The model that is served: the weights of a run's newest export with values of its own, as its files have them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetune.config import Config
+from finetune.errors import ArtifactError, ConfigError
+from finetune.export import compressed_export, finished_run
+from finetune.export.export_formats import FORMATS
+from finetune.export.gguf import gguf_export
+from finetune.storage import weight_files
+from finetune.storage.rundir import RunDirectory
+
+
+def load(run: RunDirectory, config: Config, device: torch.device, note: Callable[[str], None]) -> Any:
+    """The model, to compute in the type of the merged one; `note` is told its folder.
+
+    Raises ConfigError if there is none or nothing here reads it, ArtifactError for damaged files.
+    """
+    written = [name for name, form in FORMATS.items() if form.merged and form.module and _record(run, name).is_file()]
+    if not written:
+        raise ConfigError(
+            f"`served`: {run.path} has no export with weights of its own; `finetune export {run.quoted} --to gguf` "
+            "writes one"
+        )
+    name = max(written, key=lambda name: _record(run, name).stat().st_mtime_ns)
+    folder, kind = _record(run, name).parent, FORMATS[name].kind
+    note(f"served: {folder}")
+    model = finished_run.load_merged(run, config.model, device)
+    if not kind:
+        return _in_gguf(folder, model, device)
+    for file in folder.glob(f"*{weight_files.SUFFIX}"):
+        weight_files.check(file)
+    stored = compressed_export.read(run.merged, folder, model.config, kind)
+    try:
+        for own, weight in model.named_parameters():
+            weight.data.copy_(stored[own])
+    except (KeyError, ValueError, RuntimeError):
+        raise ArtifactError(f"{folder} does not have the weights of {run.merged}; export again") from None
+    return model
+
+
+def _record(run: RunDirectory, name: str) -> Path:
+    return run.path / FORMATS[name].folder / "export.json"
+
+
+def _in_gguf(folder: Path, merged: Any, device: torch.device) -> Any:
+    files = [*folder.glob("*.gguf")]
+    if len(files) != 1:
+        raise ArtifactError(f"{folder} has {len(files)} GGUF files; export again")
+    if not gguf_export.is_readable(merged.config, files[0].stem.removeprefix("model-")):
+        raise ConfigError(f"`served`: only llama.cpp reads {files[0]}; `finetune export` has compared it")
+    return gguf_export.load(files[0], merged.config, merged.dtype, device)
