@@ -40,9 +40,13 @@ def launch(
     given, swept, members = overrides or [], list[str](), 1
     if sweep:
         from finetune.sweeps import grid
+        from finetune.training import evidence
 
         given, keys = grid.split(given)
-        members = len(grid.members(config, given, keys))
+        made = grid.members(config, given, keys)
+        for member in made:
+            evidence.refuse_guess(member.config)
+        members = len(made)
         swept = [f"{key}={','.join(values)}" for key, values in keys.items()]
     file, submit = render.write(
         config, given, on, nodes=nodes, gpus=gpus, gpu=gpu, image=image, volume=volume, output=output, swept=swept,

@@ -43,6 +43,7 @@ WRONG: list[tuple[list[str], str]] = [
     ([_RATES, "training.objective=dpo"], "finetune compare"),
     ([_RATES, "adapter.kind=none", "quantization.kind=none"], "set `lora`"),
     (["adapter.init=default,pissa", "quantization.kind=none"], "changes the base"),
+    (["adapter.rank=4,4096"], "more than the smaller side of each layer"),
     ([f"training.seed={','.join(map(str, range(200)))}", _RATES], "more than 256"),
     ([_RATES, "--budget", "soon"], "90s, 30m or 2h"),
     ([_RATES, "--budget", "0s"], "90s, 30m or 2h"),
