@@ -25,7 +25,7 @@ LIMITS = {
     "lines of finetune/": 58_500,  # to become 34,000
     "lines of tests/": 55_400,  # to become 34,000
     "lines of benchmarks/": 12_200,  # to become 8,500
-    "words of docs/ and the README": 28_300,
+    "words of docs/ and the README": 28_500,
 }
 
 
