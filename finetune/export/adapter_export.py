@@ -141,7 +141,7 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     if beside:
         file, weights, differences = beside
         again = held_base.read(job, file, weights, base_dtype(config.adapter, config.training))
-        own = f"{_BASE}/{file.name}" if file.is_relative_to(folder) else str(file.resolve())
+        own = f"{_BASE}/{file.name}" if file.is_relative_to(folder) else str(file.absolute())
         held = {"file": own, "kind": config.quantization.kind}
         held["weights_differing"] = 0 if again else None
         if again:

@@ -50,7 +50,7 @@ def prompts(name: str, kind: str | None, separator: str) -> str | None:
 
 def _of_adapter(called: str, folder: Path, base: str, record: dict[str, Any]) -> dict[str, str]:
     held = (record.get("held_base") or {}).get("file", "")
-    in_gguf = held.endswith(".gguf")
+    in_gguf = held.lower().endswith(".gguf")
     base = str(folder / held) if held and not in_gguf else base
     allowed = next(rank for rank in VLLM_RANKS if rank >= record["rank"])
     overrides = record.get("base_overrides") or {}

@@ -18,7 +18,8 @@ def resolved(config: Config, architecture: Any) -> tuple[Config, str | None]:
     config, way = serving.resolved(config)
     if way:
         if prequantized.form(architecture) == "gguf" and config.quantization.kind in serving.GGUF:
-            config = config.changed({"quantization.kind": "gguf"})  # the file is what is served
+            config = config.changed({"quantization.kind": "gguf"})
+            way = f"{way.partition('; quantization.kind')[0]}; quantization.kind: gguf, the file is what is served"
         _check(config, architecture)
     config, published = prequantized.resolved(config, architecture)
     return config, "\n".join(filter(None, (way, published))) or None
@@ -29,9 +30,12 @@ def _check(config: Config, architecture: Any) -> None:
     published = prequantized.form(architecture)
     in_file = published == config.quantization.kind == "gguf" and way == "adapter"
     if published and way != "rounded" and published != serving.kind_of(serve) and not in_file:
+        cure = f"set `{published}`, or `output.way: rounded`"
+        if published == "gguf":
+            cure = "set `q4_k_m` and `output.way: adapter`, which serves the file itself, or name its 16-bit original"
         raise ConfigError(
             f"`output.serve`: {config.model.name} is published in {prequantized.METHODS[published]}, which is not "
-            f"quantized again to {serve}; set `{published}`, or `output.way: rounded`"
+            f"quantized again to {serve}; {cure}"
         )
     if serve in serving.GGUF:
         _check_llama_cpp(config, architecture, text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from finetune.config import QuantizationSection
+from finetune.config.field_types import shortened
 from finetune.errors import ArtifactError, ConfigError, FinetuneError, first_line
 from finetune.model.attention import backends as attentions
 from finetune.model.attention import packing
@@ -18,6 +19,7 @@ from finetune.model.distributed.placement import Placement
 from finetune.model.source import catalog, prequantized
 from finetune.model.source.locate import hub_call
 from finetune.model.structure import composite, experts, linear_layers
+from finetune.model.structure.block_formats import BLOCK_FORMATS
 from finetune.model.structure.experts import Mixture
 from finetune.model.structure.packed import pack, packing_of
 from finetune.model.structure.quantization import QUANTIZATIONS, library_config
@@ -113,7 +115,7 @@ def weightless_base(
         remember(model, quantizers.recipe_of(model, quantization.kind))
     published = prequantized.stated(architecture, quantization)
     if quantization.kind == "gguf" and published:
-        remember(model, published["modules_to_convert"])
+        remember(model, _forms_of_file(model, published["modules_to_convert"]))
     shorten(model)
     linear_layers.remember(model, not_adaptable)
     quantization_config = library_config(quantization, dtype, published)
@@ -126,6 +128,18 @@ def weightless_base(
     _keep_in_float32(model, dtype)
     model.config.use_cache = False
     return model.eval()
+
+
+def _forms_of_file(model: Any, forms: Mapping[str, str]) -> Mapping[str, str]:
+    """`forms`, which a GGUF file's folder says its weights are in. Raises ArtifactError for one that cannot be."""
+    weights = model.state_dict()
+    for name, form in forms.items():
+        if name not in weights or weights[name].shape[-1] % BLOCK_FORMATS[form].columns:
+            raise ArtifactError(
+                f"`model.name`: its config.json says that {shortened(name, 60)!a} is in {form}, as no such weight "
+                "can be; remove its folder, which is then made again of the GGUF file"
+            )
+    return forms
 
 
 def _made(architecture: Any, **arguments: Any) -> Any:

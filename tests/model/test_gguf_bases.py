@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import gguf_in_llama_cpp as bench
@@ -12,17 +15,19 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import Tokenizer, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import finetune
 from finetune.config import ModelSection
-from finetune.errors import ArtifactError
+from finetune.errors import ArtifactError, ConfigError, MachineError
 from finetune.export import publish
 from finetune.export.gguf import gguf_export
-from finetune.model import build
+from finetune.model import build, served
 from finetune.model.base import load_architecture
 from finetune.model.source import gguf_base, gguf_families
 from finetune.model.source.locate import locate
+from finetune.model.source.tokenizer import load_tokenizer
 from finetune.report.terminal import Terminal
 from finetune.settings import load_config
 from finetune.storage.rundir import RunDirectory
@@ -35,10 +40,10 @@ def readable(name: str) -> bool:
     ).readable
 
 
-def written(name: str, folder: Path, kind: str) -> Path:
+def written(name: str, folder: Path, kind: str, tokenizer: Any = None) -> Path:
     """A small model with random weights as a GGUF file, beside its folder."""
     shape = bench.SHAPES[name]
-    tokenizer = shape.tokenizer()
+    tokenizer = tokenizer or shape.tokenizer()
     config = bench.architecture(shape, len(tokenizer) + 3)
     model = bench.train(config, tokenizer, steps=0)
     with torch.no_grad():
@@ -62,6 +67,48 @@ def test_the_folder_of_a_file_is_the_model_that_it_was_written_from(name: str, t
         AutoTokenizer.from_pretrained(each)(texts, add_special_tokens=False) for each in (folder, tmp_path / "model")
     )
     assert mine["input_ids"] == theirs["input_ids"]
+
+
+def digits_apart() -> Any:
+    """As SmolLM's."""
+    backend = bench.byte_level(r"\p{N}", bench._CHATML)
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    return bench.tokenizer(backend, "chatml", eos_token="<|im_end|>")
+
+
+def whole_words() -> Any:
+    """As Llama 3's, with tokens that no merges make."""
+    made = bench.llama3()
+    rules = json.loads(made.backend_tokenizer.to_str())
+    rules["model"]["merges"] = [pair for pair in rules["model"]["merges"] if len("".join(pair)) < 5]
+    return bench.tokenizer(Tokenizer.from_str(json.dumps(rules)), "llama3", eos_token="<|end_of_text|>")
+
+
+def no_space_before() -> Any:
+    return bench.tokenizer(
+        bench.sentencepiece(["<unk>", "<s>", "</s>"]), "llama2", unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
+
+
+@pytest.mark.parametrize("made", [digits_apart, whole_words, no_space_before])
+def test_text_is_split_as_llama_cpp_splits_it(made: Callable[[], Any], tmp_path: Path) -> None:
+    tokenizer = made()
+    read = AutoTokenizer.from_pretrained(locate(str(written("llama2", tmp_path, "bf16", tokenizer))))
+    for text in bench.strings(300):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert read(text, add_special_tokens=False)["input_ids"] == ids
+        assert read.decode(ids) == tokenizer.decode(ids)
+
+
+def test_a_file_that_splits_text_in_another_way_needs_a_named_tokenizer(tmp_path: Path) -> None:
+    file = written("qwen2.5", tmp_path, "bf16")
+    key = b"tokenizer.ggml.pre" + struct.pack("<IQ", 8, 5)
+    file.write_bytes(file.read_bytes().replace(key + b"qwen2", key + b"other"))
+    with pytest.raises(ArtifactError, match=r"set `model\.tokenizer`"):
+        load_tokenizer(ModelSection(name=str(file)))
+    assert load_tokenizer(ModelSection(name=str(file), tokenizer=str(tmp_path / "model"))).vocab_size
 
 
 def test_packed_weights_are_the_bytes_of_the_file_with_rows_in_order(tmp_path: Path) -> None:
@@ -105,6 +152,19 @@ def test_a_file_that_changed_is_unpacked_again(tmp_path: Path) -> None:
     assert "quantization_config" not in config
 
 
+def test_a_folder_that_cannot_be_written_serves_what_is_there_and_else_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = written("llama", tmp_path, "q8_0")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # to whoever runs this as root, none is read-only
+    with pytest.raises(MachineError, match="link the file into a folder that can"):
+        gguf_base.unpacked(file)
+    monkeypatch.undo()
+    folder = gguf_base.unpacked(file)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert gguf_base.unpacked(file) == folder
+
+
 def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-5000])
 
@@ -117,9 +177,19 @@ def renamed(file: Path) -> None:
     file.write_bytes(file.read_bytes().replace(b"blk.1.ffn_up.weight", b"blk.1.ffn_xx.weight"))
 
 
+def countless_layers(file: Path) -> None:
+    data, key = file.read_bytes(), b"llama.block_count\x04\0\0\0"
+    file.write_bytes(data.replace(key + b"\x02\0\0\0", key + b"\xff\xff\xff\x7f"))
+
+
 @pytest.mark.parametrize(
     ("damage", "says"),
-    [(cut, "cannot be read"), (other_magic, "cannot be read"), (renamed, r"no tensor `blk\.1\.ffn_up")],
+    [
+        (cut, "cannot be read"),
+        (other_magic, "cannot be read"),
+        (renamed, r"no tensor `blk\.1\.ffn_up"),
+        (countless_layers, "fewer tensors than layers"),
+    ],
 )
 def test_a_damaged_file_is_refused_and_leaves_nothing(damage: object, says: str, tmp_path: Path) -> None:
     file = written("llama", tmp_path, "q8_0")
@@ -133,7 +203,8 @@ def test_a_damaged_file_is_refused_and_leaves_nothing(damage: object, says: str,
 def test_a_run_on_a_file_computes_with_its_values_and_is_merged(kind: str, tiny_base: Path, tmp_path: Path) -> None:
     """The packed embedding is also the head, and rows of the built-in base are in Q5_0 and Q8_0 beside Q4_K."""
     file, run = tmp_path / "tiny.gguf", RunDirectory(tmp_path / "run")
-    bench.export(tiny_base, AutoTokenizer.from_pretrained(tiny_base), file, kind)
+    bench.export(tiny_base, AutoTokenizer.from_pretrained(tiny_base), tmp_path / "blob", kind)
+    file.symlink_to(tmp_path / "blob")  # as in the hub's cache
     job = [*QUICK, f"model.name={file}", f"output.dir={run.path}", "training.precision=fp32", "output.merge=true"]
     finetune.train(load_config(TINY, job), terminal=Terminal(quiet=True))
     assert run.config().quantization.kind == "gguf"
@@ -148,6 +219,21 @@ def test_a_run_on_a_file_computes_with_its_values_and_is_merged(kind: str, tiny_
     assert record["held_base"]["weights_differing"] == 0
     assert record["held_base"]["kl"] <= 1e-6
     assert record["serve"]["llama.cpp"].startswith(f"llama-server -m {file} --lora ")
+
+
+def test_a_file_is_served_itself_and_in_no_other_form(tmp_path: Path) -> None:
+    file = written("llama", tmp_path, "q8_0")
+    architecture = load_architecture(ModelSection(name=str(file)))
+
+    def resolved(*serve: str) -> tuple[Any, str | None]:
+        return served.resolved(load_config(TINY, [f"model.name={file}", "output.merge=false", *serve]), architecture)
+
+    config, note = resolved("output.serve=q4_k_m")
+    assert (config.quantization.kind, config.output.way) == ("gguf", "adapter")
+    assert str(note).endswith("quantization.kind: gguf, the file is what is served")
+    for serve in (["output.serve=int4"], ["output.serve=q8_0", "output.way=exact"]):
+        with pytest.raises(ConfigError, match=r"set `q4_k_m` and `output\.way: adapter`, which serves the file itself"):
+            resolved(*serve)
 
 
 @pytest.mark.parametrize("name", ["builtin:tiny-llama", "missing.gguf"])

@@ -107,6 +107,11 @@ def _absurd_sizes(base: Path, trap: Trap) -> None:
     change(base / "config.json", num_attention_heads=0)
 
 
+def _packed(name: str) -> Callable[[Path, Trap], None]:
+    forms = {"quant_method": "gguf", "modules_to_convert": {name: "q4_k"}}
+    return lambda base, trap: change(base / "config.json", quantization_config=forms)
+
+
 def _template(text: str) -> Callable[[Path, Trap], None]:
     def write(base: Path, trap: Trap) -> None:
         (base / "chat_template.jinja").write_text(text.replace("TRACE", str(trap.trace)))
@@ -130,6 +135,8 @@ BASES: dict[str, tuple[Callable[[Path, Trap], None], str]] = {
     "a huge tokenizer": (_huge_tokenizer, "tokenizer.json: 1099511627776 bytes"),
     "a tokenizer with broken ids": (_tokenizer_with_broken_ids, "expected u32"),
     "a config nested without end": (_nested, "base"),
+    "packed weights that are not there": (_packed("model.evil.weight"), "'model.evil.weight' is in q4_k"),
+    "packed rows that blocks do not divide": (_packed("model.embed_tokens.weight"), "is in q4_k"),
     "a kernel from the hub": (_kernel, "someone/kernel"),
     "an attention kernel from the hub": (_attention_kernel, "asks for the kernel 'kernels-community/flash-attn'"),
     "no attention heads": (_absurd_sizes, "base"),

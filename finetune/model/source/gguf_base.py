@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +28,13 @@ METHOD = "gguf"
 FORMS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs")
 """Forms of packed weights (`packed.FORMS`) that are read from files."""
 
+_DIGITS_APART = ("smollm", "starcoder", "refact", "command-r")
+"""Byte-level tokenizers that split off each digit before they split text as GPT-2 does (src/llama-vocab.cpp)."""
+_WHOLE_WORDS = (
+    "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken",
+)  # fmt: skip
+"""Those that take a word that is a token before they merge (`ignore_merges`, there)."""
+
 _STAMP = "gguf.json"
 _PLAIN = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
@@ -38,6 +46,11 @@ def unpacked(file: Path) -> Path:
     folder cannot be written.
     """
     folder = file.with_name(file.name + ".unpacked")
+    if not _is_of(file, folder) and not os.access(file.parent, os.W_OK):
+        raise MachineError(
+            f"{file}: its contents are written beside it once, and {file.parent} cannot be written; link the file into "
+            "a folder that can, and name the link"
+        )
     while not _is_of(file, folder):
         with contextlib.suppress(InUseError), _lock(file):
             if not _is_of(file, folder):
@@ -98,6 +111,8 @@ class _File:
             raise ArtifactError(
                 f"{file}: it is one of {self._keys['split.count']} parts; join them with `llama-gguf-split --merge`"
             )
+        if self._key("block_count") > len(self._tensors):
+            raise ArtifactError(f"{file}: it has fewer tensors than layers; download it again")
         self.config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
         family = gguf_families.FAMILIES.get(self.config.model_type)
         if family is None or not family.readable:
@@ -193,12 +208,35 @@ class _File:
 
     def save_settings(self, folder: Path) -> None:
         """Write config.json and the tokenizer's files."""
-        from transformers import AutoTokenizer
-
         if self._forms:
             self.config.update({"quantization_config": {"quant_method": METHOD, "modules_to_convert": self._forms}})
         self.config.save_pretrained(folder)
-        AutoTokenizer.from_pretrained(self._file.parent, gguf_file=self._file.name).save_pretrained(folder)
+        self._save_tokenizer(folder)
+
+    def _save_tokenizer(self, folder: Path) -> None:
+        """Write the tokenizer's files; none if transformers would split text otherwise, so that `model.tokenizer` has
+        to name one.
+        """
+        from tokenizers import decoders, pre_tokenizers
+        from transformers import AutoTokenizer
+        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+        of_bytes = self._keys.get("tokenizer.ggml.model") == "gpt2"
+        splits = self._keys.get("tokenizer.ggml.pre")
+        if of_bytes and splits not in (*GGUF_PRE_TOKENIZER_SPLITS, *_DIGITS_APART, "gpt-2"):
+            return
+        tokenizer = AutoTokenizer.from_pretrained(self._file.parent, gguf_file=self._file.name)
+        backend = tokenizer.backend_tokenizer
+        if of_bytes:
+            backend.model.ignore_merges = splits in _WHOLE_WORDS
+        if of_bytes and splits in _DIGITS_APART:
+            apart = pre_tokenizers.Digits(individual_digits=True)
+            backend.pre_tokenizer = pre_tokenizers.Sequence([apart, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+        spaced = self._keys.get("tokenizer.ggml.add_space_prefix", True)
+        if not spaced and isinstance(backend.pre_tokenizer, pre_tokenizers.Metaspace):
+            backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+            backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+        tokenizer.save_pretrained(folder)
         if not self._keys.get("tokenizer.ggml.add_bos_token", True):
             stored = folder / "tokenizer.json"
             # What transformers made adds one whatever the file says.

@@ -44,7 +44,7 @@ def locate(name: str) -> str:
     if name.startswith("builtin:"):
         return _builtin(name)
     path = Path(name)
-    if path.suffix == ".gguf" and path.is_file():
+    if path.suffix.lower() == ".gguf" and path.is_file():
         from finetune.model.source import gguf_base
 
         return str(gguf_base.unpacked(path))

@@ -56,8 +56,7 @@ def form(architecture: Any) -> str | None:
     method, block = given.get("quant_method"), list(given.get("weight_block_size") or ())
     # FP8 has other forms: one scale for each weight, experts in 4 bit (DeepSeek V4), quantized embeddings.
     blocks = block == [128, 128] and given.get("expert_dtype", "fp8") == "fp8" and not given.get("modules_to_convert")
-    unpacked = method == "gguf" and isinstance(given.get("modules_to_convert"), Mapping)
-    return method if method == "mxfp4" or unpacked or (method == "fp8" and blocks) else None
+    return method if method == "mxfp4" or _is_gguf(given) or (method == "fp8" and blocks) else None
 
 
 def stated(architecture: Any, quantization: QuantizationSection) -> Mapping[str, Any] | None:
@@ -120,6 +119,16 @@ def _given(architecture: Any) -> Any:
     """The first entry on quantization in config.json and its parts."""
     parts = (architecture, *(getattr(architecture, name, None) for name in architecture.sub_configs))
     return next((value for part in parts for key in _KEYS if (value := getattr(part, key, None))), None)
+
+
+def _is_gguf(given: Mapping[str, Any]) -> bool:
+    """Whether config.json is that of a GGUF file's folder (`gguf_base`), which transformers' own is not."""
+    if given.get("quant_method") != "gguf":
+        return False
+    from finetune.model.source import gguf_base
+
+    forms = given.get("modules_to_convert")
+    return isinstance(forms, Mapping) and all(form in gguf_base.FORMS for form in forms.values())
 
 
 def _is_nvfp4(given: Mapping[str, Any]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from finetune.config import DataSection, ModelSection
@@ -24,6 +25,12 @@ def load_tokenizer(section: ModelSection, data: DataSection | None = None) -> An
         name = BUILTIN_BASE
     # `revision` pins the base only; a tokenizer from another repository has other commits.
     own = name == section.name
+    folder = Path(locate(name))
+    if folder.suffix == ".unpacked" and not (folder / "tokenizer.json").is_file():  # `gguf_base` has written none
+        raise ArtifactError(
+            f"{name}: its tokenizer splits text in a way that is not known here; set `model.tokenizer` to that of the "
+            "model it was made from"
+        )
     revision = section.revision if own else None
     code = pinned_code(section) if own else {"trust_remote_code": False}
     tokenizer = hub_call(
