@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from finetune.config import Config, QuantizationSection
+from finetune.config import Config, OutputSection, QuantizationSection
 from finetune.config.field_types import pick
 from finetune.data import prepare
 from finetune.data.examples import learnt
@@ -66,7 +66,7 @@ def export_model(
         folder = run.path / form.folder
         if form.module:
             with _out_of_memory_explained(run, format):
-                job = _conversion(run, config, form, form.kind or type or _served_type(config))
+                job = _conversion(run, config, form, form.kind or type or _served_type(config.output))
                 promised = (config.output.way, config.output.serve) == ("rounded", job.kind)
                 rounded = rounded or (promised and _rounds(form))
                 if form.merged and config.adapter.kind == "lora" and not run.is_merged:
@@ -144,10 +144,9 @@ def _out_of_memory_explained(run: RunDirectory, format: str) -> contextlib.Abstr
     )
 
 
-def _served_type(config: Config) -> str:
+def _served_type(output: OutputSection) -> str:
     """The type of a GGUF file if none is asked for."""
-    serve = config.output.serve
-    return serve if serve in gguf_types.TYPES and config.output.way != "adapter" else "f16"
+    return output.serve if output.serve in gguf_types.TYPES and output.way != "adapter" else "f16"
 
 
 def _conversion(run: RunDirectory, config: Config, form: ExportFormat, kind: str) -> Conversion:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from finetune.config import Config
+from finetune.config import ModelSection
 from finetune.errors import ArtifactError, ConfigError
 from finetune.export import compressed_export, finished_run
 from finetune.export.export_formats import FORMATS
@@ -17,8 +17,8 @@ from finetune.storage import weight_files
 from finetune.storage.rundir import RunDirectory
 
 
-def load(run: RunDirectory, config: Config, device: torch.device, note: Callable[[str], None]) -> Any:
-    """The model, to compute in the type of the merged one; `note` is told its folder.
+def load(run: RunDirectory, base: ModelSection, device: torch.device, note: Callable[[str], None]) -> Any:
+    """The model of a run on `base`, to compute in the type of the merged one; `note` is told its folder.
 
     Raises ConfigError if there is none or nothing here reads it, ArtifactError for damaged files.
     """
@@ -31,7 +31,7 @@ def load(run: RunDirectory, config: Config, device: torch.device, note: Callable
     name = max(written, key=lambda name: _record(run, name).stat().st_mtime_ns)
     folder, kind = _record(run, name).parent, FORMATS[name].kind
     note(f"served: {folder}")
-    model = finished_run.load_merged(run, config.model, device)
+    model = finished_run.load_merged(run, base, device)
     if not kind:
         return _in_gguf(folder, model, device)
     for file in folder.glob(f"*{weight_files.SUFFIX}"):

@@ -196,7 +196,7 @@ def model_of(run: RunDirectory, config: Config, which: str) -> tuple[Any, Any]:
         return finished_run.load_merged(run, config.model, device), tokenizer
     if which == "served":
         tokenizer = finished_run.tokenizer_of(run, config, finished_run.weights_folder(run, config.adapter))
-        return served_model.load(run, config, device, note_beside_output), tokenizer
+        return served_model.load(run, config.model, device, note_beside_output), tokenizer
     if which == "adapter":
         tokenizer = finished_run.tokenizer_of(run, config, run.adapter)
     else:
