@@ -53,6 +53,7 @@ _SLOW = {
 _FIRST = {
     "test_gpu_bodies.py", "test_gpu_slices.py", "test_model_doctor.py", "test_notebooks.py", "test_triton_kernels.py",
 }  # fmt: skip
+assert {path.name for path in Path(__file__).parent.rglob("*")} >= _SLOW | _FIRST, "they may have been renamed"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -89,6 +90,29 @@ def test_rounding_with_the_rows_keeps_the_gain_at_four_bits() -> None:
     kept = results("served")["kept"]["rounded with the rows"]
     assert len(kept) >= 4
     assert all(low >= 0.99 for _, low, _ in kept.values())
+
+
+def test_what_the_literature_says_was_seen_here() -> None:
+    """The sentences below the table of docs/choosing.md."""
+    found = results("evidence")["findings"]
+    assert found["batch"]["exponent of the batch"]["low"] < 0.5 < found["batch"]["exponent of the batch"]["high"]
+    assert (
+        found["batch"]["batch 64"]["over reference"]["low"]
+        > 0
+        < found["every-weight"]["batch 64"]["over reference"]["low"]
+    )
+    rates = [found["rank"]["rank 1"]["rate"], found["batch"]["batch 16"]["rate"], found["rank"]["rank 64"]["rate"]]
+    assert max(rate["low"] for rate in rates) <= min(rate["high"] for rate in rates)
+    for one in found["variants"].values():
+        assert abs(one["over reference"]["mean"]) < 0.011 * one["loss"]["mean"]
+    assert found["targets"]["all-linear"]["over reference"]["high"] < 0
+    assert (
+        found["targets"]["attention"]["over reference"]["low"]
+        < 0
+        < found["targets"]["attention"]["over reference"]["high"]
+    )
+    facts = [found["capacity"][f"many facts, rank {rank}"]["loss"] for rank in (1, 2, 4)]
+    assert all(more["high"] < fewer["low"] for fewer, more in itertools.pairwise(facts))
 
 
 def test_every_killed_run_resumed_with_its_weights() -> None:

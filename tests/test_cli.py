@@ -191,7 +191,7 @@ def test_a_page_that_cannot_be_written_exits_4(call, job: list[str], tmp_path: P
         ([], "24GB", 2, "GiB"),
         (["model.name=someone/nothing"], "T4", 4, "the hub cannot be reached"),
         (["model.name=./nowhere"], "T4", 7, "no such model directory"),
-        (["model.name=llama.q4.gguf"], "T4", 7, "name the model that it was made from"),
+        (["model.name=llama.q4.gguf"], "T4", 7, "download the GGUF file and give its path"),
         (["model.name=https://huggingface.co/someone/nothing"], "T4", 7, "name on the hub: someone/nothing"),
         (["model.name={unknown}"], "T4", 7, "no_such_architecture"),
         (["model.name={not_json}"], "T4", 7, "not_json"),

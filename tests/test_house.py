@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from pathlib import Path
 
@@ -24,7 +25,7 @@ LIMITS = {
     "lines of finetune/": 58_500,  # to become 34,000
     "lines of tests/": 55_400,  # to become 34,000
     "lines of benchmarks/": 12_200,  # to become 8,500
-    "words of docs/ and the README": 28_300,
+    "words of docs/ and the README": 28_500,
 }
 
 
@@ -41,6 +42,11 @@ def test_no_count_is_above_its_limit(house: House, name: str) -> None:
 
 def test_every_count_has_a_limit(house: House) -> None:
     assert house.counts.keys() == LIMITS.keys()
+
+
+def test_no_file_has_tests_that_pytest_does_not_collect() -> None:
+    files = {path for path in Path(__file__).parent.rglob("*.py") if re.search(r"(?m)^def test_", path.read_text())}
+    assert {path.name for path in files if not path.name.startswith("test_")} == {"interpreted.py"}  # a process runs it
 
 
 FILES = {

@@ -91,7 +91,7 @@ WITHOUT_A_MODEL: list[tuple[int, list[str]]] = [
     (2, ["init"]),
     (3, ["init", "builtin:tiny-llama", "no/rows.jsonl"]),
     (2, ["export", "no run", "--to", "merge"]),
-    (2, ["export", "no run", "--to", "gguf", "--type", "q4_0"]),
+    (2, ["export", "no run", "--to", "gguf", "--type", "q3_k_m"]),
 ]
 # One after the other in one process: what one of them imports stays.
 ONE_BY_ONE = f"""

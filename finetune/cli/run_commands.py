@@ -37,16 +37,21 @@ def launch(
     from finetune.launch import render
 
     options.chosen("--on", on, TARGETS)
-    given, swept = overrides or [], list[str]()
+    given, swept, members = overrides or [], list[str](), 1
     if sweep:
         from finetune.sweeps import grid
+        from finetune.training import evidence
 
         given, keys = grid.split(given)
-        grid.members(config, given, keys)
+        made = grid.members(config, given, keys)
+        for member in made:
+            evidence.refuse_guess(member.config)
+        members = len(made)
         swept = [f"{key}={','.join(values)}" for key, values in keys.items()]
     file, submit = render.write(
-        config, given, on, nodes=nodes, gpus=gpus, gpu=gpu, image=image, volume=volume, output=output, swept=swept
-    )
+        config, given, on, nodes=nodes, gpus=gpus, gpu=gpu, image=image, volume=volume, output=output, swept=swept,
+        members=members,
+    )  # fmt: skip
     typer.echo(visible(f"{file} starts the job: {submit}", LINES))
 
 

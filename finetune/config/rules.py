@@ -56,7 +56,7 @@ SERVING = (
     ),
     Rule(
         "output.way", only("exact"), "output.serve", but(None, *EXACT),
-        "no base is trained here as it is rounded to that form; set `adapter` or `rounded`, or an `output.serve` of "
+        "weights cannot be rounded to that form in training; set `adapter` or `rounded`, or an `output.serve` of "
         f"{', '.join(EXACT)}",
     ),
 )  # fmt: skip
@@ -115,17 +115,17 @@ RULES = (
     *(
         Rule(
             key, values, "quantization.snap", only(True),
-            f"weights that are rounded with their update {reason}; set `{remedy}`, or `output.way: adapter`",
+            f"layers whose weights are rounded in training {reason}; set `{remedy}`, or `output.way: adapter`",
         )
         for key, values, reason, remedy in (
-            ("adapter.dropout", but(0.0), "have one update, and dropout another in each pass", "adapter.dropout: 0"),
-            ("adapter.dora", only(True), "are a sum, which DoRA rescales", "adapter.dora: false"),
-            ("adapter.init", but("default"), "start from a zero update", "adapter.init: default"),
+            ("adapter.dropout", but(0.0), "have one update in all passes, which dropout changes", "adapter.dropout: 0"),
+            ("adapter.dora", only(True), "cannot rescale them, as DoRA does", "adapter.dora: false"),
+            ("adapter.init", but("default"), "start from an update of zero", "adapter.init: default"),
             (
-                "adapter.extra_modules", but([]), "have no weights beside them that are trained in full",
+                "adapter.extra_modules", but([]), "have no modules beside them that are trained in full",
                 "adapter.extra_modules: []",
             ),
-            ("quantization.kind", but(*EXACT), f"are in one of {', '.join(EXACT)}", "quantization.kind: q4_k_m"),
+            ("quantization.kind", but(*EXACT), f"are held in one of {', '.join(EXACT)}", "quantization.kind: q4_k_m"),
             ("kernels.compile", but("none"), "are not compiled", "kernels.compile: none"),
         )
     ),

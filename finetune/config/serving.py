@@ -152,10 +152,10 @@ def contradictions(config: Config) -> Iterator[tuple[str, str]]:
         return
     if way == "adapter" and serve not in runtime.adapters:
         others = ", ".join(f"`{other}`" for other, one in RUNTIMES.items() if serve in one.adapters)
+        ways = "`rounded` or `exact`" if serve in EXACT else "`rounded`"
         yield (
             "output.way",
-            f"{name} takes no adapters on {serve}; set `rounded` or `exact` for one file, or `output.runtime` to one "
-            f"of {others}",
+            f"{name} takes no adapters on {serve}; set {ways} for one file, or `output.runtime` to one of {others}",
         )
         return
     given = "kind" in config.quantization.model_fields_set and kind not in ("auto", "published", "gguf")

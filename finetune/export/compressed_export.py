@@ -329,7 +329,9 @@ def _blocks_of_rows(name: str, how: packed.Packing, rows: torch.Tensor) -> torch
     first = rows[..., ::_ROWS]
     expected = first.repeat_interleave(_ROWS, -1)[..., : rows.shape[-1]] + torch.arange(rows.shape[-1]) % _ROWS
     if (first % count % _ROWS).any() or not torch.equal(expected, rows):
-        raise ConfigError(f"files do not have the blocks of `{name}` in FP8 whole; export `merged` instead")
+        raise ConfigError(
+            f"the parts that `{name}` is stored in cut through its blocks of FP8; export `merged` instead"
+        )
     return row_selection.bytes_of(how.scales, first // count * blocks + first % count // _ROWS)
 
 

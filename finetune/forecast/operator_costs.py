@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch._C._profiler import _ExperimentalConfig
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
@@ -265,7 +265,7 @@ def _scratch_on_cpu(func: Any, args: Any, named: Any) -> list[int]:
     if name in _PRODUCTS:
         return [*_of_product(*_PRODUCTS[name](args)), *_laid_out_anew(name, args)]
     if name in _IN_PARTS:
-        return _of_parts(name, args)
+        return _of_parts(name, args, "cpu")
     if name in ("aten::scatter.src", "aten::scatter_.src") and args[0].dtype.itemsize < 4:
         return [4 * args[0].numel()]  # 16-bit values in float32 (native/cpu/ScatterGatherKernel.cpp)
     if name == _FLASH:
@@ -289,16 +289,18 @@ _IN_PARTS: dict[str, Callable[..., None]] = {
 """The operators on weights in blocks: programs of torch's operators, which take some rows at a time."""
 
 
-def _of_parts(name: str, args: Sequence[Any]) -> list[int]:
-    """The most that such a program holds at a time, beside its arguments."""
+def _of_parts(name: str, args: Sequence[Any], on: str) -> list[int]:
+    """The most that such a program holds at a time `on` a type of device, beside its arguments."""
     weight = args[2 if name == "finetune::pack_" else 0]
-    return [_held_by_a_part(name, packed.part_shape(weight.shape), weight.dtype, args[-1])]
+    return [_held_by_a_part(name, packed.part_shape(weight.shape), weight.dtype, args[-1], on)]
 
 
 @functools.cache
-def _held_by_a_part(name: str, shape: torch.Size, dtype: torch.dtype, form: str) -> int:
-    with unset_fake_temporarily():
-        weight = torch.empty(shape, dtype=dtype, device="meta")
+def _held_by_a_part(name: str, shape: torch.Size, dtype: torch.dtype, form: str, on: str) -> int:
+    # Tensors on the meta device take the paths of a GPU; what a CPU's search holds is smaller (`scale_search`).
+    mode = FakeTensorMode() if on == "cpu" else contextlib.nullcontext()
+    with unset_fake_temporarily(), mode:
+        weight = torch.empty(shape, dtype=dtype, device="cpu" if on == "cpu" else "meta")
         stored = packed.empty(form, weight)
         tensors = (*stored, weight) if name == "finetune::pack_" else (weight, *stored)
         with _Held(tensors) as held:
@@ -512,7 +514,7 @@ def _scratch_on_cuda(func: Any, args: Any, named: Any) -> list[int]:
     """The workspaces of attention, of weights in blocks, and of putting features of images in the place of tokens."""
     name = func.name()
     if name in _IN_PARTS:
-        return _of_parts(name, args)
+        return _of_parts(name, args, "cuda")
     if name == "aten::masked_scatter":
         # Where each number goes, and the mask for each number (torch 2.13, IndexKernel.cpp `masked_scatter__cuda`,
         # IndexKernel.cu `launch_masked_scatter_kernel`: maskPrefixSum, mask_cont).

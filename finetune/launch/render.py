@@ -27,10 +27,12 @@ SAVE_SECONDS = 300
 def write(
     config: Path, overrides: Sequence[str], on: str, *, nodes: int, gpus: int, output: Path | None = None,
     gpu: str | None = None, image: str | None = None, volume: str = "finetune", swept: Sequence[str] = (),
+    members: int = 1,
 ) -> tuple[Path, str]:  # fmt: skip
     """Write the file of the target `on` for `nodes` nodes with `gpus` GPUs each; its path and the command it is for.
 
-    With `swept`, keys with several values as `finetune sweep` takes them, each GPU has a process of the same sweep.
+    With `swept`, keys with several values as `finetune sweep` takes them, each GPU has a process of the same sweep, but
+    no more GPUs than the sweep has `members`.
     `gpu` is the name of a card, `image` a container image with finetune, `volume` one that all nodes can mount. Raises
     ConfigError for a config that cannot be trained so or that the nodes would not find, an unknown target, a missing
     option, or an `output` that is the config; MachineError.
@@ -66,6 +68,7 @@ def write(
         save_seconds=SAVE_SECONDS,
         restarts=RESTARTS,
         swept=bool(swept),
+        processes=min(nodes * gpus, members),
         train=_sweep(config, [*overrides, *swept]) if swept else _train(target, gpus, config, overrides),
         run=shlex.quote(f"output.dir=/shared/{run.name}"),
     )

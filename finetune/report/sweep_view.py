@@ -71,7 +71,8 @@ def _by_key(settings: Sequence[SettingResult]) -> list[dict[str, Any]]:
     charts = []
     for key in settings[0].values:
         best: dict[str, SettingResult] = {}
-        for each in sorted((one for one in settings if one.loss is not None), key=_above):
+        tried = [one for one in settings if one.loss is not None and key in one.values]
+        for each in sorted(tried, key=_above):
             best.setdefault(words.as_in_a_file(each.values[key]), each)
         if len(best) > 1:
             ordered = sorted(best.items(), key=lambda one: _place(one[1].values[key]))

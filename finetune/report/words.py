@@ -87,7 +87,7 @@ def served(record: Mapping[str, Any]) -> str | None:
     """What is lost between the trained and an exported model, as a sentence; None if the record does not say."""
     if not (like := record.get("served")):
         return None
-    text = f"To the trained model its KL divergence is {like['kl']:.2g} nats a token (at most {like['kl_max']:.2g})"
+    text = f"Its KL divergence from the trained model is {like['kl']:.2g} nats a token (at most {like['kl_max']:.2g})"
     if weights := record.get("weights"):
         text = f"{weights['differing']:,} of {weights['count']:,} weights differ from the trained ones. {text}"
     losses = record.get("losses") or {}
@@ -98,7 +98,7 @@ def served(record: Mapping[str, Any]) -> str | None:
             f"{losses['trained']:.4f} as trained: {record['gain_kept']:.1%} of the gain is kept"
         )
     elif record.get("gain_unknown"):
-        text += f". No share of the gain can be told: {record['gain_unknown']}"
+        text += f". The share of the gain that is kept is unknown: {record['gain_unknown']}"
     return f"{text}."
 
 

@@ -65,7 +65,7 @@ def compare(runs: Sequence[Run]) -> SideBySide:
 
 def _members(run: Run) -> list[Run]:
     """The runs of a sweep by name, or the run itself."""
-    if isinstance(run, RunDirectory) or not Path(run, TABLE).is_file():
+    if not isinstance(run, (str, Path)) or not Path(run, TABLE).is_file():
         return [run]
     return [file.parent for file in sorted(Path(run).glob("*/config.yaml"))]
 

@@ -39,6 +39,9 @@ _SHARED = {
     "kernels.": "it changes no loss",
     "distributed.": "it changes no loss",
     "tracking.": "it changes no loss",
+    "output.serve": "it decides how the base is held, and members are trained on one",
+    "output.runtime": "it decides how the base is held, and members are trained on one",
+    "output.way": "it decides how the base is held, and members are trained on one",
     "output.": "each member has a run directory of its own",
 }
 
@@ -84,7 +87,9 @@ def as_text(value: Any) -> str:
     try:
         return str(value) if plain else json.dumps(value, default=operator.methodcaller("item"))
     except (AttributeError, TypeError, ValueError):
-        raise ConfigError(f"{shown(value)} is no value of a config; give numbers, texts, or lists of them") from None
+        raise ConfigError(
+            f"{shown(value)} cannot be a value of a config; give numbers, texts, or lists of them"
+        ) from None
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:

@@ -22,7 +22,7 @@ from typing import Any, cast
 import numpy as np
 
 from finetune import recipe
-from finetune.config import Config, TrainingSection
+from finetune.config import AdapterSection, Config, TrainingSection
 from finetune.data import fingerprint, prepare
 from finetune.data.prepare import Prepared
 from finetune.errors import ConfigError, DataError, InUseError, NumbersError, OutOfMemoryError, first_line
@@ -79,11 +79,25 @@ def sweep(
     folder = Path(str(made[0].config.output.dir)).parent
     if RunDirectory(folder).exists:
         raise ConfigError(f"`output.dir`: {folder} is a run; give the sweep a directory of its own")
+    _check_adapters(made)
     if fresh and any((folder / name).exists() for name in (TABLE, _SCORES)):
         _move_aside(folder)
     table = _Sweep(folder, made, full, budget_seconds, terminal or Terminal(quiet=True)).run()
     _write(folder, table)
     return table
+
+
+def _check_adapters(members: Sequence[Member]) -> None:
+    """Raise ConfigError for an adapter that does not fit the base, before any member is trained."""
+    checked: list[AdapterSection] = []
+    for member in members:
+        config, _ = bounds.as_known_base_allows(member.config)
+        adapter = resume.to_build(config.adapter, resumed=True)  # a resumed member has what it started from
+        if adapter not in checked:
+            architecture = load_architecture(config.model)
+            attention, _ = build.choose_attention(config, architecture, this_device().type)
+            build.blueprint(config, architecture, attention).check(adapter)
+            checked.append(adapter)
 
 
 def _write(folder: Path, table: SweepTable) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from finetune.config import Config, dump
-from finetune.config.serving import GGUF, GRIDS, RUNTIMES, SERVED, WAYS, resolved
+from finetune.config.serving import EXACT, GGUF, GRIDS, RUNTIMES, SERVED, WAYS, resolved
 from finetune.errors import ConfigError
 from finetune.model import bounds
 from finetune.settings import CHOICES, load_config
@@ -157,6 +157,13 @@ def test_a_contradiction_names_its_key_and_a_cure_that_works(
     assert re.search(rf"`{re.escape(value)}`|: {re.escape(value)}`|remove it|`{re.escape(replaced)}", said), said
     kept = [one for one in broken if not one.startswith(f"{replaced}=")]
     load_config(job, [*kept, *cure])
+
+
+def test_exact_is_advised_only_for_forms_that_training_rounds_to(job: Path) -> None:
+    for broken in _NO_ADAPTERS:
+        with pytest.raises(ConfigError) as error:
+            load_config(job, broken)
+        assert ("`exact`" in str(error.value)) == (broken[0].partition("=")[2] in EXACT)
 
 
 def test_the_way_and_its_table_are_all_tried() -> None:

@@ -155,8 +155,8 @@ def test_every_family_is_proven_in_llama_cpp_and_a_wrong_tensor_refused(
     assert facts["llama_cpp"]["tokenized_alike"] == 2
     stored = gguf_names.stored
 
-    def wrong(tensor: str, *others: Any) -> Any:
-        parts = stored(tensor, *others)
+    def wrong(tensor: str, *others: Any, **named: Any) -> Any:
+        parts = stored(tensor, *others, **named)
         return {
             part: each.roll(1, -2) if "layers.1." in part and "up_proj" in part else each
             for part, each in parts.items()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import gguf_in_llama_cpp as bench
 import pytest
 import torch
 from children import Children
 from jobs import QUICK, adapter_weights, metric, same_adapter
 from together import Together, assert_all
+from transformers import AutoTokenizer
 
 from finetune.storage.rundir import RunDirectory
 from tests.published_bases import published
@@ -41,16 +43,23 @@ def test_two_ranks_train_what_one_trains_and_resume_to_the_same_bits(
     assert same_adapter(killed.run, whole.run)
 
 
-def test_two_ranks_that_round_updates_with_their_weights_resume_to_the_same_bits(
-    children: Children, rows_file: Path, shallow_base: Path, tmp_path: Path
+@pytest.mark.parametrize("way", ["exact", "adapter", "gguf"])
+def test_two_ranks_on_what_is_served_resume_to_the_same_bits(
+    way: str, children: Children, rows_file: Path, shallow_base: Path, tmp_path: Path
 ) -> None:
-    exact = ["output.serve=q4_0", "output.way=exact", f"model.name={shallow_base}", f"data.train={rows_file}"]
-    whole, killed = (Together(children, [*JOB, *exact], RunDirectory(tmp_path / name)) for name in ("whole", "killed"))
+    """Also on a GGUF file, whose folder both make at once."""
+    base, serve = shallow_base, {"exact": ["output.serve=q4_0", "output.way=exact"], "adapter": ["output.serve=q4_k_m"]}
+    if way == "gguf":
+        base = tmp_path / "base.gguf"
+        bench.export(shallow_base, AutoTokenizer.from_pretrained(shallow_base), base, "q4_k_m")
+    job = [*JOB, *serve.get(way, []), f"model.name={base}", f"data.train={rows_file}"]
+    whole, killed = (Together(children, job, RunDirectory(tmp_path / name)) for name in ("whole", "killed"))
     assert_all(whole.go(2), 0)
     killed.kill(2, step=3, saved=2)
     assert_all(killed.go(2), 0)
     assert [event["step"] for event in killed.run.events() if event["event"] == "resumed"] == [2]
     assert same_adapter(killed.run, whole.run)
+    assert len([event for event in killed.run.events() if event["event"] == "base_packed"]) == 1
     assert any(tensor.any() for name, tensor in adapter_weights(whole.run).items() if "lora_B" in name)
 
 

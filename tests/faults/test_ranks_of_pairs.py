@@ -73,6 +73,7 @@ OFTEN = {
     "dpo": ("two copies", "two copies, cached reference"),
     "kto": ("two slices, prompts computed once", "four slices, cached reference"),
 }
+assert WAYS.keys() >= {name for names in OFTEN.values() for name in names}, "they may have been renamed"
 
 
 @pytest.mark.parametrize(

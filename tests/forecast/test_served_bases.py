@@ -42,6 +42,17 @@ def test_unpacking_takes_the_memory_of_one_part(form: str) -> None:
         stored = packed.pack(form, weight)
         how = packed.packing_of(stored)
         assert how is not None
-        held += operator_costs._of_parts("finetune::unpack_", (weight, stored.data, how.scales, form))
+        held += operator_costs._of_parts("finetune::unpack_", (weight, stored.data, how.scales, form), "cuda")
     assert held[0] == held[1]
     assert 4 * 2**24 <= held[0] <= 12 * 2**24
+
+
+@pytest.mark.parametrize("form", ["q4_k", "q6_k", "iq4_xs", "q8_0", "exact_q4_k"])
+def test_packing_on_a_cpu_takes_the_memory_that_is_forecast(form: str) -> None:
+    """Of a weight that is searched in four parts."""
+    weight = torch.randn(1, 512, 1024).bfloat16()
+    stored = packed.empty(form, weight)
+    with operator_costs._Held((*stored, weight)) as held:
+        packed.encode_in_parts(*stored, weight, form)
+    forecast = operator_costs._held_by_a_part("finetune::pack_", weight.shape, weight.dtype, form, "cpu")
+    assert forecast == pytest.approx(held.most, rel=0.02)

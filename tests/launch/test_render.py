@@ -96,13 +96,15 @@ def test_a_job_that_cannot_be_trained_is_refused(here: Path, on: str, changed: d
 SWEPT = ["training.learning_rate=1e-3,3e-3", "adapter.targets=[q_proj, v_proj],'.*a b'"]
 
 
-def test_a_sweep_has_a_process_for_each_gpu() -> None:
+@pytest.mark.parametrize(("members", "array"), [(40, "array=0-7"), (4, "array=0-3")])
+def test_a_sweep_has_a_process_for_each_gpu_that_a_member_is_for(members: int, array: str) -> None:
     """Also one whose micro-batches no eight ranks could share."""
-    file, _ = render.write(CONFIG, ["training.micro_batch=8", AWKWARD], "slurm", **OPTIONS, swept=SWEPT)
+    given = ["training.micro_batch=8", AWKWARD]
+    file, _ = render.write(CONFIG, given, "slurm", **OPTIONS, swept=SWEPT, members=members)
     script = file.read_text()
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     asked = {line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")}
-    assert {"array=0-7", "nodes=1", "ntasks-per-node=1", "gpus-per-node=1"} <= asked
+    assert {array, "nodes=1", "ntasks-per-node=1", "gpus-per-node=1"} <= asked
     [start] = [line for line in script.splitlines() if line.startswith("srun")]
     words = shlex.split(start.removesuffix("&"))
     assert words[words.index("python") :] == [

@@ -153,4 +153,4 @@ def test_a_run_on_a_file_computes_with_its_values_and_is_merged(kind: str, tiny_
 @pytest.mark.parametrize("name", ["builtin:tiny-llama", "missing.gguf"])
 def test_that_kind_needs_a_file(name: str, call: Callable[..., tuple[int, str, str]]) -> None:
     code, _, error = call("train", str(TINY), f"model.name={name}", "quantization.kind=gguf")
-    assert (code, "is no GGUF file" in error or "no such file" in error) in ((2, True), (7, True))
+    assert (code, "is not a GGUF file" in error or "no such file" in error) in ((2, True), (7, True))

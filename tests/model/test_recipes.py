@@ -133,7 +133,8 @@ def results(model: Any) -> list[torch.Tensor]:
 
 TRAINED = {
     "llama": (LlamaConfig(**_FEW), "q4_k_m"),
-    "tied and scaled": (Gemma3TextConfig(**_FEW), "q5_k_m"),
+    # By a root that is no whole number.
+    "tied and scaled": (Gemma3TextConfig(**_FEW | {"hidden_size": 512}), "q5_k_m"),
     "fused": (Phi3Config(**_FEW), "iq4_xs"),
     "experts": (Qwen3MoeConfig(**_FEW, **_EXPERTS, num_experts=4), "q6_k"),
     "transposed experts": (GptOssConfig(**_FEW, num_local_experts=4, num_experts_per_tok=2), "q4_0"),

@@ -51,10 +51,17 @@ def test_two_tasks_of_a_batch_script_train_each_member_once(
         assert [event["event"] for event in RunDirectory(run).events()].count("started") == 1
 
 
-def test_keys_that_cannot_be_swept_are_refused_before_a_file_is_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("model.name=a,b", "members are trained on one base"),
+        ("optimizer.kind=adamw_8bit,sgd", "no sweep tells the rate of `sgd`"),
+    ],
+)
+def test_a_sweep_that_would_be_refused_is_refused_before_a_file_is_written(key: str, said: str, tmp_path: Path) -> None:
     script = tmp_path / "sweep.sbatch"
     options = ["--on", "slurm", "--sweep", "--output", str(script)]
-    launched = CliRunner().invoke(app, ["launch", *options, str(TINY), "model.name=a,b"])
+    launched = CliRunner().invoke(app, ["launch", *options, str(TINY), key, "training.learning_rate=auto"])
     assert launched.exit_code == 2
-    assert "members are trained on one base" in launched.output.replace("\n", " ")
+    assert said in launched.output.replace("\n", " ")
     assert not script.exists()

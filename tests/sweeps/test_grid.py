@@ -36,7 +36,7 @@ def test_a_value_of_python_is_read_back(value: Any) -> None:
 
 def test_values_of_numpy_are_read_as_pythons_and_others_are_refused() -> None:
     assert [grid.as_text(each) for each in (np.float64(1e-4), np.int64(3), np.bool_(True))] == ["0.0001", "3", "true"]
-    with pytest.raises(ConfigError, match="is no value of a config"):
+    with pytest.raises(ConfigError, match="cannot be a value of a config"):
         grid.as_text(object())
 
 

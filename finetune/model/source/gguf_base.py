@@ -21,7 +21,6 @@ from finetune.errors import ArtifactError, FinetuneError, InUseError, MachineErr
 from finetune.model.source import gguf_families, gguf_names
 from finetune.storage import files, locks, weight_files
 
-SUFFIX = ".gguf"
 METHOD = "gguf"
 """The `quant_method` of the folder's config.json, whose `modules_to_convert` has the form of each packed weight."""
 

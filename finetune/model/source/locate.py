@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from finetune.config import ModelSection
 from finetune.config.field_types import unknown
 from finetune.errors import ArtifactError, ConfigError, FinetuneError, MachineError
-from finetune.model.source import catalog, gguf_base
+from finetune.model.source import catalog
 from finetune.runtime import hub
 
 BUILTIN_BASE = "builtin:tiny-llama"
@@ -44,7 +44,9 @@ def locate(name: str) -> str:
     if name.startswith("builtin:"):
         return _builtin(name)
     path = Path(name)
-    if path.suffix == gguf_base.SUFFIX and path.is_file():
+    if path.suffix == ".gguf" and path.is_file():
+        from finetune.model.source import gguf_base
+
         return str(gguf_base.unpacked(path))
     if path.is_dir():
         return _checked(name)

@@ -56,7 +56,8 @@ def form(architecture: Any) -> str | None:
     method, block = given.get("quant_method"), list(given.get("weight_block_size") or ())
     # FP8 has other forms: one scale for each weight, experts in 4 bit (DeepSeek V4), quantized embeddings.
     blocks = block == [128, 128] and given.get("expert_dtype", "fp8") == "fp8" and not given.get("modules_to_convert")
-    return method if method in ("mxfp4", "gguf") or (method == "fp8" and blocks) else None
+    unpacked = method == "gguf" and isinstance(given.get("modules_to_convert"), Mapping)
+    return method if method == "mxfp4" or unpacked or (method == "fp8" and blocks) else None
 
 
 def stated(architecture: Any, quantization: QuantizationSection) -> Mapping[str, Any] | None:
@@ -83,7 +84,7 @@ def resolved(config: Config, architecture: Any) -> tuple[Config, str | None]:
     """
     name, published, kind = config.model.name, form(architecture), config.quantization.kind
     if kind == "gguf" != published:
-        raise ConfigError(f"`quantization.kind`: {name} is no GGUF file; set a kind that it can be quantized to")
+        raise ConfigError(f"`quantization.kind`: {name} is not a GGUF file; set a kind to quantize it to")
     default = "kind" not in config.quantization.model_fields_set or kind == "auto"
     if kind != "published" and (published is None or kind in (published, "none")):
         return config, None

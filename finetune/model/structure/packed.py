@@ -543,8 +543,18 @@ class PackedEmbedding(nn.Embedding):
 
 @functools.cache
 def _packed_class(kind: type[nn.Embedding]) -> type[nn.Embedding]:
-    """`kind`, with the lookup of a `PackedEmbedding` where it calls torch's."""
-    return PackedEmbedding if kind is nn.Embedding else type(kind.__name__, (kind, PackedEmbedding), {})
+    """`kind`, with the rows that a `PackedEmbedding` looks up as its weight, whose type it may ask for."""
+    if kind is nn.Embedding:
+        return PackedEmbedding
+
+    def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
+        rows = PackedEmbedding.forward(self, input.flatten())
+        of_model: Any = object.__new__(kind)
+        of_model.__dict__.update(self.__dict__, _parameters={"weight": rows}, padding_idx=None)
+        found: torch.Tensor = kind.forward(of_model, torch.arange(len(rows), device=rows.device).view(input.shape))
+        return found
+
+    return type(kind.__name__, (kind, PackedEmbedding), {"forward": forward})
 
 
 class _PackedProduct(torch.autograd.Function):
