@@ -66,7 +66,8 @@ def export_model(
         folder = run.path / form.folder
         if form.module:
             with _out_of_memory_explained(run, format):
-                job = _conversion(run, config, form, form.kind or type or _served_type(config.output, config.quantization))
+                kind = form.kind or type or _served_type(config.output, config.quantization)
+                job = _conversion(run, config, form, kind)
                 promised = (config.output.way, config.output.serve) == ("rounded", job.kind)
                 rounded = rounded or (promised and _rounds(form))
                 if form.merged and config.adapter.kind == "lora" and not run.is_merged:
@@ -84,8 +85,8 @@ def export_model(
             format, folder, locate(config.model.name), record, scores=config.scorer is not None
         ),
     }
-    kind = "chat" if config.scorer else learnt(run.events())  # scores are asked for with the text alone
-    if prompts := server_commands.prompts(format, kind, config.data.separator):
+    learned = "chat" if config.scorer else learnt(run.events())  # scores are asked for with the text alone
+    if prompts := server_commands.prompts(format, learned, config.data.separator):
         record["prompts"] = prompts
     terminal.serves(record["serve"], prompts)
     if push:
