@@ -50,6 +50,11 @@ def test_after_warm_up_the_rates_are_those_of_transformers(name: str, warmup: in
     assert ours[:warmup] == pytest.approx([PEAK * step / warmup for step in range(1, warmup + 1)])
 
 
+@pytest.mark.parametrize(("warmup", "steps"), [(0.0, 0), (0.03, 1), (0.25, 3), (1.0, 1), (4.0, 4), (30.0, 30)])
+def test_a_share_of_ten_steps_is_rounded_up_and_a_number_is_taken(warmup: float, steps: int) -> None:
+    assert warmup_steps(section(warmup=warmup), 10) == steps
+
+
 @given(
     name=st.sampled_from(sorted(SCHEDULES)), steps=st.integers(1, 500), learning_rate=st.floats(1e-12, 10),
     warmup=st.floats(0, 1, exclude_max=True) | st.integers(1, 600),
