@@ -35,6 +35,29 @@ _WHOLE_WORDS = (
 )  # fmt: skip
 """Those that take a word that is a token before they merge (`ignore_merges`, there)."""
 
+# As tokenizer.json has them.
+_DIGITS = {
+    "type": "Sequence",
+    "pretokenizers": [
+        {"type": "Digits", "individual_digits": True},
+        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+    ],
+}
+_NO_SPACE_FIRST = {
+    "type": "Metaspace",
+    "replacement": "\N{LOWER ONE EIGHTH BLOCK}",
+    "prepend_scheme": "never",
+    "split": False,
+}
+_SPACES = {
+    "type": "Sequence",
+    "decoders": [
+        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ],
+}
+
 _STAMP = "gguf.json"
 _PLAIN = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
@@ -217,30 +240,29 @@ class _File:
         """Write the tokenizer's files; none if transformers would split text otherwise, so that `model.tokenizer` has
         to name one.
         """
-        from tokenizers import decoders, pre_tokenizers
         from transformers import AutoTokenizer
-        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
+        try:
+            from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as SPLITS
+        except ImportError:  # an older transformers splits all texts as GPT-2 does
+            SPLITS = {}
         of_bytes = self._keys.get("tokenizer.ggml.model") == "gpt2"
         splits = self._keys.get("tokenizer.ggml.pre")
-        if of_bytes and splits not in (*GGUF_PRE_TOKENIZER_SPLITS, *_DIGITS_APART, "gpt-2"):
+        if of_bytes and splits not in (*SPLITS, *_DIGITS_APART, "gpt-2"):
             return
-        tokenizer = AutoTokenizer.from_pretrained(self._file.parent, gguf_file=self._file.name)
-        backend = tokenizer.backend_tokenizer
+        AutoTokenizer.from_pretrained(self._file.parent, gguf_file=self._file.name).save_pretrained(folder)
+        file = folder / "tokenizer.json"
+        stored = json.loads(file.read_bytes())
         if of_bytes:
-            backend.model.ignore_merges = splits in _WHOLE_WORDS
+            stored["model"]["ignore_merges"] = splits in _WHOLE_WORDS
         if of_bytes and splits in _DIGITS_APART:
-            apart = pre_tokenizers.Digits(individual_digits=True)
-            backend.pre_tokenizer = pre_tokenizers.Sequence([apart, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-        spaced = self._keys.get("tokenizer.ggml.add_space_prefix", True)
-        if not spaced and isinstance(backend.pre_tokenizer, pre_tokenizers.Metaspace):
-            backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
-            backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-        tokenizer.save_pretrained(folder)
+            stored["pre_tokenizer"] = _DIGITS
+        is_spaced = self._keys.get("tokenizer.ggml.add_space_prefix", True)
+        if not is_spaced and (stored["pre_tokenizer"] or {}).get("type") == "Metaspace":
+            stored |= {"pre_tokenizer": _NO_SPACE_FIRST, "decoder": _SPACES}
         if not self._keys.get("tokenizer.ggml.add_bos_token", True):
-            stored = folder / "tokenizer.json"
-            # What transformers made adds one whatever the file says.
-            files.write_json(stored, {**json.loads(stored.read_bytes()), "post_processor": None})
+            stored["post_processor"] = None  # what transformers made adds one whatever the file says
+        files.write_json(file, stored)
 
     def weights(self) -> Iterator[tuple[str, torch.dtype, torch.Size, Callable[[], torch.Tensor]]]:
         """Name in the folder's file, type and shape there, and a function that loads it, of each weight."""
