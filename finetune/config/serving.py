@@ -109,11 +109,14 @@ def resolved(config: Config) -> tuple[Config, str | None]:
         on = f"on {serve}" if RUNTIMES[runtime].adapters else "at all"
         why = f"{runtime} takes {'' if takes else 'no '}adapters {on}"
     changes: dict[str, object] = {"output.runtime": runtime, "output.way": way}
+    kind = kind_of(serve)
+    if config.quantization.kind == "gguf" and serve in GGUF:  # a base that is served itself, as a saved config says
+        kind = "gguf"
     if way != "rounded":
-        changes |= {"quantization.kind": kind_of(serve), "quantization.double": True}
+        changes |= {"quantization.kind": kind, "quantization.double": True}
     if way == "exact":
         changes["quantization.snap"] = True
-    held = "" if way == "rounded" else f"; quantization.kind: {kind_of(serve)}"
+    held = "" if way == "rounded" else f"; quantization.kind: {kind}"
     return config.changed(changes), f"output.serve: {serve} for {runtime} as {WAYS[way].words} ({why}){held}"
 
 

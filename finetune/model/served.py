@@ -17,7 +17,7 @@ def resolved(config: Config, architecture: Any) -> tuple[Config, str | None]:
     """
     config, way = serving.resolved(config)
     if way:
-        if prequantized.form(architecture) == "gguf" and config.quantization.kind in serving.GGUF:
+        if prequantized.form(architecture) == "gguf" and config.quantization.kind in (*serving.GGUF, "gguf"):
             config = config.changed({"quantization.kind": "gguf"})
             way = f"{way.partition('; quantization.kind')[0]}; quantization.kind: gguf, the file is what is served"
         _check(config, architecture)

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import finetune
-from finetune.config import ModelSection
+from finetune.config import ModelSection, dump
 from finetune.errors import ArtifactError, ConfigError, MachineError
 from finetune.export import publish
 from finetune.export.gguf import gguf_export
@@ -231,6 +231,8 @@ def test_a_file_is_served_itself_and_in_no_other_form(tmp_path: Path) -> None:
     config, note = resolved("output.serve=q4_k_m")
     assert (config.quantization.kind, config.output.way) == ("gguf", "adapter")
     assert str(note).endswith("quantization.kind: gguf, the file is what is served")
+    (saved := tmp_path / "saved.yaml").write_text(dump(config))
+    assert load_config(saved) == config  # as later commands read it of a run
     for serve in (["output.serve=int4"], ["output.serve=q8_0", "output.way=exact"]):
         with pytest.raises(ConfigError, match=r"set `q4_k_m` and `output\.way: adapter`, which serves the file itself"):
             resolved(*serve)
