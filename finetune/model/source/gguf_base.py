@@ -43,12 +43,8 @@ _DIGITS = {
         {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
     ],
 }
-_NO_SPACE_FIRST = {
-    "type": "Metaspace",
-    "replacement": "\N{LOWER ONE EIGHTH BLOCK}",
-    "prepend_scheme": "never",
-    "split": False,
-}
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+_NO_SPACE_FIRST = {"type": "Metaspace", "replacement": _SPACE, "prepend_scheme": "never", "split": False}
 _SPACES = {
     "type": "Sequence",
     "decoders": [
