@@ -84,7 +84,8 @@ def train(
                 base = bases.load(inputs.blueprint, device) if bases else inputs.blueprint.load(device, placement)
             provenance = opening.confirm_base(config, own, inputs, start, base, terminal.note)
             monitor.take_step()  # loading is reported once, not with the first step
-            answered = answers.before(base, inputs.tokenizer, config, own, terminal.note)
+            known = bases.computed if bases else None
+            answered = answers.before(base, inputs.tokenizer, config, own, terminal.note, known)
             model = build.trainable(
                 base, config.model, resume.to_build(config.adapter, resumed=bool(start.checkpoint)), config.memory,
                 seed=config.training.seed, device_type=device.type, placement=placement,

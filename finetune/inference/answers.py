@@ -33,8 +33,11 @@ Asked = list[tuple[examples.Chat | examples.Completion, SampleAnswer]]
 """Prompts with their rows of answers.json, which hold only text: messages may have values that JSON lacks."""
 
 
-def before(base: Any, tokenizer: Any, config: Config, run: RunDirectory, note: Callable[[str], None]) -> Asked:
-    """The base's answers, reused from an earlier start of the run if possible.
+def before(
+    base: Any, tokenizer: Any, config: Config, run: RunDirectory, note: Callable[[str], None],
+    computed: dict[Any, list[str]] | None = None,
+) -> Asked:  # fmt: skip
+    """The base's answers, reused from an earlier start of the run if possible, or from what this base has `computed`.
 
     Empty on ranks other than 0, for a model that scores sequences, for random weights, for a sharded base, which rank 0
     cannot run alone, and if the model's code fails; training then explains the failure.
@@ -51,8 +54,12 @@ def before(base: Any, tokenizer: Any, config: Config, run: RunDirectory, note: C
     prompts = [(each, generation.prompt_ids(each.prompt, tokenizer, config.data.control_tokens)) for each in asked]
     # Training rows are truncated, questions are not.
     short = [(each, ids) for each, ids in prompts if len(ids) < positions]
+    # Of images, the ids say nothing.
+    key = (config.training.precision, *(tuple(ids) for _, ids in short)) if seen is None else object()
+    computed = {} if computed is None else computed
     try:
-        replies = _replies(base, tokenizer, [each.prompt for each, _ in short], config)
+        replies = computed.get(key) or _replies(base, tokenizer, [each.prompt for each, _ in short], config)
+        computed[key] = replies
     except (torch.OutOfMemoryError, MemoryError, FinetuneError):
         raise
     except Exception as error:  # the model's code may raise anything

@@ -13,12 +13,14 @@ from finetune.model.build import Blueprint
 class ResidentBase:
     """Loads a base once for several trainings: each gets modules of its own around the same, frozen weights.
 
-    Only for adapters that leave the base's weights as they are, which PiSSA does not.
+    Only for adapters that leave the base's weights as they are, which PiSSA does not. `computed` has what was computed
+    with this base alone, by all that it follows from.
     """
 
     def __init__(self) -> None:
         self._made_for: tuple[Any, ...] | None = None
         self._base: Any = None
+        self.computed: dict[Any, Any] = {}
 
     def load(self, blueprint: Blueprint, device: torch.device) -> Any:
         """The base of `blueprint` on `device`, with modules that nothing has changed."""
@@ -26,6 +28,7 @@ class ResidentBase:
         made_for = (*parts, blueprint.architecture.to_json_string(), device)
         if made_for != self._made_for:
             self._base = self._made_for = None  # not two of them at a time
+            self.computed.clear()
             self._base, self._made_for = blueprint.load(device), made_for
         weights = {id(weight): weight for weight in (*self._base.parameters(), *self._base.buffers())}
         return copy.deepcopy(self._base, weights)

@@ -108,7 +108,7 @@ def test_options_reach_the_generation(call: Call, opened: jobs.Ready) -> None:
         (("--prompt", "x", "--cache", "dynamik"), b"", 2, "did you mean `dynamic`"),
         (("--prompt", "x", "--cache", "sliding"), b"", 2, "no layer of this model attends to a window"),
         (("--prompt", "x", "--top-p", 0), b"", 2, "`top_p` must be above 0"),
-        (("--prompt", "x", "--model", "bse"), b"", 2, "choose base, adapter or merged"),
+        (("--prompt", "x", "--model", "bse"), b"", 2, "choose base, adapter, merged or served"),
         (("--file", "nowhere.txt"), b"", 3, "nowhere.txt: no such file"),
     ],
 )

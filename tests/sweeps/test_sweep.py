@@ -19,6 +19,7 @@ from seeing_jobs import config, example
 import finetune
 from finetune import recipe
 from finetune.errors import InUseError, OutOfMemoryError
+from finetune.inference import answers
 from finetune.report.sweep_view import SweepView
 from finetune.report.terminal import Terminal
 from finetune.results.sweep_table import TABLE
@@ -83,6 +84,23 @@ def test_the_members_that_reach_the_end_are_lone_runs_to_the_bit(
         finetune.train(load_config(TINY, [*job, f"output.dir={lone.path}", f"training.learning_rate={rate}"]))
         assert metric(member, "loss", "eval_loss") == metric(lone, "loss", "eval_loss")
         assert same_adapter(member, lone)
+
+
+@pytest.mark.slow
+def test_the_base_answers_once_for_all_members(tmp_path: Path, job: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    replies, asked = answers._replies, []
+
+    def count(model: Any, *given: Any) -> list[str]:
+        asked.append(hasattr(model, "peft_config"))
+        return replies(model, *given)
+
+    monkeypatch.setattr(answers, "_replies", count)
+    swept(tmp_path / "sweep", [*job, "training.max_steps=2"], full=True)
+    assert sorted(asked) == [False, True, True, True, True]
+    runs = [RunDirectory(tmp_path / "sweep" / f"learning_rate={rate}") for rate in RATES["training.learning_rate"]]
+    said = [[each["before"] for each in run.answers()] for run in runs]
+    assert said[0]
+    assert said == said[:1] * 4
 
 
 @pytest.mark.slow
