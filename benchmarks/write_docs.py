@@ -304,6 +304,9 @@ FIGURES = {
     "answer-peak-error": Figure("answers", _off_by("peak_off"), ".2%"),
     # rank, rate and epochs
     "choices-before": Figure("choices", lambda found: next(iter(found["runs"].values()))["eval_losses"]["0"], ".3f"),
+    "sweep-full": Figure("sweeps", lambda found: found["jobs"]["2M"]["beside"]["full/lone"]["seconds"], ".2f"),
+    "sweep-halved": Figure("sweeps", lambda found: found["jobs"]["2M"]["beside"]["halved/lone"]["seconds"], ".2f"),
+    "sweep-trl": Figure("sweeps", lambda found: found["jobs"]["2M"]["beside"]["halved/trl"]["seconds"], ".2f"),
     "root-mean": Figure("evidence", f"{_EXPONENT}/mean", ".2f"),
     "root-low": Figure("evidence", f"{_EXPONENT}/low", ".2f"),
     "root-high": Figure("evidence", f"{_EXPONENT}/high", ".2f"),
