@@ -141,13 +141,8 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     if beside:
         file, weights, differences = beside
         again = held_base.read(job, file, weights, base_dtype(config.adapter, config.training))
-        own = f"{_BASE}/{file.name}" if file.is_relative_to(folder) else str(file.absolute())
-        held = {"file": own, "kind": config.quantization.kind}
-        held["weights_differing"] = 0 if again else None
-        if again:
-            whole = _read(again, config.adapter, renamed, rank, folder, on_experts)
-            held |= job.served(proof.logits(whole, job.rows), trained, base_logits)["served"]
-        held["llama_cpp"], unrun = held_base.run(job, file, folder / GGUF, trained, base_logits)
+        whole = again and _read(again, config.adapter, renamed, rank, folder, on_experts)
+        held, unrun = _prove_in_gguf(job, file, whole, folder, trained, base_logits)
     if overrides:
         differences.append(
             f"the base must be served with {json.dumps(overrides)} in its config.json, as the commands do; the files "
@@ -186,6 +181,24 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
             ),
         ],
     }
+
+
+def _prove_in_gguf(
+    job: Conversion, file: Path, whole: Any | None, folder: Path, trained: list[torch.Tensor], base: list[torch.Tensor]
+) -> tuple[dict[str, Any], list[str]]:
+    """Compare the base in `file` with the adapter, `whole` (None: only llama.cpp reads it), with what was trained.
+
+    Returns the facts of export.json, and what was not run.
+    """
+    held: dict[str, Any] = {
+        "file": f"{_BASE}/{file.name}" if file.is_relative_to(folder) else str(file.absolute()),
+        "kind": job.config.quantization.kind,
+        "weights_differing": 0 if whole else None,
+    }
+    if whole:
+        held |= job.served(proof.logits(whole, job.rows), trained, base)["served"]
+    held["llama_cpp"], unrun = held_base.run(job, file, folder / GGUF, trained, base)
+    return held, unrun
 
 
 def _write_base(job: Conversion, base: Any, folder: Path) -> dict[str, Any]:

@@ -191,9 +191,11 @@ def countless_layers(file: Path) -> None:
         (countless_layers, "fewer tensors than layers"),
     ],
 )
-def test_a_damaged_file_is_refused_and_leaves_nothing(damage: object, says: str, tmp_path: Path) -> None:
+def test_a_damaged_file_is_refused_and_leaves_nothing(
+    damage: Callable[[Path], None], says: str, tmp_path: Path
+) -> None:
     file = written("llama", tmp_path, "q8_0")
-    damage(file)  # type: ignore[operator]
+    damage(file)
     with pytest.raises(ArtifactError, match=says):
         gguf_base.unpacked(file)
     assert not list(tmp_path.glob("*unpacked*"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from transformers import (
 )
 
 from finetune.config import ModelSection, QuantizationSection
-from finetune.config.serving import GGUF, PACKED
+from finetune.config.serving import GGUF, GRIDS, PACKED
 from finetune.model import base
 from finetune.model.skeleton import weightless_base
 from finetune.model.source import gguf_families, gguf_names
@@ -171,3 +172,15 @@ def test_a_base_in_the_form_of_a_file_trains_like_its_decoded_values(family: str
         plain.get_parameter(name).data = packed.values(held.get_parameter(name)).contiguous()
     for mine, theirs in zip(results(held), results(plain), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_the_page_on_shipping_tells_the_error_of_each_form() -> None:
+    """Of normally distributed weights, relative to their size."""
+    page = (Path(__file__).parents[2] / "docs/shipping.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)`.* \| ([\d.]+)% \|$", page, re.MULTILINE)
+    assert {name for name, _ in rows} == set(GRIDS)
+    weight = torch.randn((128, 1024), generator=torch.Generator().manual_seed(0))
+    for name, told in rows:
+        form = recipes.RECIPES[name].main if name in recipes.RECIPES else name
+        error = (packed.exact(packed.pack(form, weight)) - weight).norm() / weight.norm()
+        assert 100 * float(error) == pytest.approx(float(told), rel=0.02, abs=0.06), name
