@@ -119,10 +119,7 @@ def test_a_crash_costs_one_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-def test_the_built_in_base_does_everything(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a fork of this process, which has imported the libraries."""
-    forks = multiprocessing.get_context("fork")
-    monkeypatch.setattr(model_check.multiprocessing, "get_context", lambda method: forks)
+def test_the_built_in_base_does_everything(call: Any) -> None:
     code, out, _ = call("doctor", os.path.join(locate("builtin:tiny-llama"), "config.json"), "--json")
     said = {one["about"]: one["status"] for one in json.loads(out)["findings"]}
     assert (code, said) == (0, dict.fromkeys(CHECKS, "ok"))
