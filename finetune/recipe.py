@@ -79,6 +79,7 @@ def train(
         tracked = Trackers(config.tracking, own, config, terminal.note)
         with tracked, session.computing(config, own, monitor, device):
             # Build: the base, which is asked a few questions, and the adapter on it.
+            inputs = opening.with_exact_start(config, run, inputs, start, device, terminal.note)
             placement = strategies.placement(config.distributed, device)
             with monitor.phase("load"):
                 base = bases.load(inputs.blueprint, device) if bases else inputs.blueprint.load(device, placement)
