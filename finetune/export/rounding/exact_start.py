@@ -66,7 +66,7 @@ def make(
     def rounding(folder: Path) -> LayerRounding:
         return LayerRounding(plain, streamed.Weights(plain, files, base.dtype), forms, ids, folder, device)
 
-    kept(run.start, made_from, rounding, f"moving weights to where {base.quantization.kind} rounds them best", note)
+    kept(run.start, made_from, rounding, f"rounding the base to {base.quantization.kind}", note)
     if run.start_sha256 != (digest := _sha256(run.start)):
         run.event("start_kept", sha256=digest)
 
@@ -88,16 +88,17 @@ def of_run(run: RunDirectory) -> Path | None:
 
 
 def _forms(base: Blueprint) -> dict[str, str]:
-    """The form of each packed weight, but for those that the model's code reads transposed, and for tables that grow
-    after they are loaded.
+    """The form of each weight that training moves, but for those that files have transposed, and of a head of its own,
+    unless it grows once it is loaded.
     """
-    forms = {}
-    for path, module in base.weightless().named_modules():
+    model, forms = base.weightless(), dict[str, str]()
+    head, alone = model.get_output_embeddings(), not (model.all_tied_weights_keys or base.model.vocabulary)
+    for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             how = packed.packing_of(parameter)
             if how is None or getattr(module, "source_cls", None) is Conv1D:
                 continue
-            if fixed_point.of(parameter) or not base.model.vocabulary:
+            if fixed_point.of(parameter) or (module is head and alone):
                 forms[f"{path}.{name}"] = how.form
     return forms
 
