@@ -29,6 +29,7 @@ from finetune.model.precision import PRECISIONS
 from finetune.model.source import file_hashes, identity, prequantized
 from finetune.model.source.locate import weights_directory
 from finetune.model.structure import fixed_point, packed, streamed
+from finetune.runtime import libraries
 from finetune.storage import weight_files
 from finetune.storage.rundir import RunDirectory
 
@@ -67,6 +68,7 @@ def make(
         return LayerRounding(plain, streamed.Weights(plain, files, base.dtype), forms, ids, folder, device)
 
     kept(run.start, made_from, rounding, f"rounding the base to {base.quantization.kind}", note)
+    libraries.return_freed_memory()
     if run.start_sha256 != (digest := _sha256(run.start)):
         run.event("start_kept", sha256=digest)
 
