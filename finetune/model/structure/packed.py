@@ -203,13 +203,15 @@ def published_shape(form: str, codes: Sequence[int], scales: Sequence[int] = ())
 
 
 def from_published(
-    form: str, codes: torch.Tensor, scales: torch.Tensor, shape: torch.Size, dtype: torch.dtype
-) -> nn.Parameter:
+    form: str, codes: torch.Tensor, scales: torch.Tensor, shape: torch.Size, dtype: torch.dtype, *,
+    transposed: bool = False,
+) -> nn.Parameter:  # fmt: skip
     """A packed parameter of bytes, and of scales that its layout has joined.
 
-    Raises ValueError if they do not make a weight of this shape.
+    `transposed`: the model reads the values transposed, as it does of some forms anyway. Raises ValueError if they do
+    not make a weight of this shape.
     """
-    transposed = FORMS[form].transposed
+    transposed = transposed or FORMS[form].transposed
     rows_first = torch.Size((*shape[:-2], shape[-1], shape[-2])) if transposed else shape
     expected = FORMS[form].shapes(rows_first)
     codes = codes.view(torch.uint8)
