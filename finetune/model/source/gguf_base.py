@@ -300,7 +300,7 @@ class _File:
         """Write the tokenizer's files; none if transformers would split text otherwise, so that `model.tokenizer` has
         to name one.
         """
-        from transformers import AutoTokenizer
+        from transformers import PreTrainedTokenizerFast
 
         try:
             from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as SPLITS
@@ -310,7 +310,7 @@ class _File:
         splits = self._keys.get("tokenizer.ggml.pre")
         if of_bytes and splits not in (*SPLITS, *_DIGITS_APART, "gpt-2"):
             return
-        AutoTokenizer.from_pretrained(self._file.parent, gguf_file=self._file.name).save_pretrained(folder)
+        PreTrainedTokenizerFast.from_pretrained(self._file.parent, gguf_file=self._file.name).save_pretrained(folder)
         file = folder / "tokenizer.json"
         stored = json.loads(file.read_bytes())
         if of_bytes:
