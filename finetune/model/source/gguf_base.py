@@ -123,9 +123,20 @@ def _stamp(file: Path) -> dict[str, int]:
     return {"bytes": status.st_size, "modified_ns": status.st_mtime_ns}
 
 
+def architecture(file: Path) -> Any:
+    """The transformers config of a GGUF file's model, as unquantized, after a look at all it holds but the weights.
+
+    Raises as `unpacked`.
+    """
+    with _explained(file, file):
+        base = _File(file)
+        list(base.weights())
+        return base.config
+
+
 def _unpack(file: Path, folder: Path) -> None:
     stamp = _stamp(file)
-    try:
+    with _explained(file, folder):
         base = _File(file)
         weights = {name: weight for name, *weight in base.weights()}
         layout = weight_files.FileLayout({name: (dtype, shape) for name, (dtype, shape, _) in weights.items()})
@@ -134,13 +145,21 @@ def _unpack(file: Path, folder: Path) -> None:
             tensors = (load() for _, _, load in weights.values())
             weight_files.write(partial / ("model" + weight_files.SUFFIX), layout, tensors)
             files.write_json(partial / _STAMP, stamp)
+
+
+@contextlib.contextmanager
+def _explained(file: Path, folder: Path) -> Iterator[None]:
+    """In the block, raise errors of reading `file` and of writing to `folder` as those of this program."""
+    try:
+        yield
     except FinetuneError:
         raise
     except OSError as error:
         raise MachineError(files.not_written(folder, error)) from None
     except Exception as error:  # untrusted files may cause anything
         raise ArtifactError(
-            f"{file}: it cannot be read as a GGUF file ({type(error).__name__}: {first_line(error)}); download it again"
+            f"{file}: it cannot be read as a GGUF file ({type(error).__name__}: {first_line(error)}); download it "
+            "again, or another file of the model"
         ) from None
 
 

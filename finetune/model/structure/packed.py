@@ -194,10 +194,13 @@ def hidden(weights: Mapping[str, Published]) -> set[str]:
     return (parts | others) - weights.keys()
 
 
-def published_shape(form: str, codes: Sequence[int], scales: Sequence[int] = ()) -> torch.Size:
+def published_shape(
+    form: str, codes: Sequence[int], scales: Sequence[int] = (), *, transposed: bool = False
+) -> torch.Size:
     """The shape of the values of a weight of files, by the shapes of its first two tensors, as the model reads them."""
     if not FORMS[form].transposed:
-        return torch.Size((*codes[:-1], int(codes[-1] * FORMS[form].values_per_byte)))
+        *others, rows, columns = *codes[:-1], int(codes[-1] * FORMS[form].values_per_byte)
+        return torch.Size((*others, columns, rows) if transposed else (*others, rows, columns))
     *others, rows, blocks = scales
     return torch.Size((*others, blocks * _BLOCK, rows))
 
