@@ -76,7 +76,9 @@ def test_base_and_adapter_compute_what_was_trained(kind: str, base: Path, traine
         assert held["llama_cpp"]["agreement"] >= 0.9
 
 
-def test_a_tied_base_with_rows_that_blocks_do_not_divide_is_shipped_as_trained(tiny_base: Path, trained: Trained) -> None:
+def test_a_tied_base_with_rows_that_blocks_do_not_divide_is_shipped_as_trained(
+    tiny_base: Path, trained: Trained
+) -> None:
     run = trained(tiny_base, "quantization.kind=q4_k_m")
     held = export(run)["held_base"]
     assert (held["weights_differing"], held["agreement"]) == (0, 1)
