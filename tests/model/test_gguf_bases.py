@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import finetune
-from finetune.config import ModelSection, dump
+from finetune.config import Config, ModelSection, dump
 from finetune.errors import ArtifactError, ConfigError, MachineError
 from finetune.export import publish
 from finetune.export.gguf import gguf_export
@@ -31,8 +31,7 @@ from finetune.model.source.tokenizer import load_tokenizer
 from finetune.model.structure import packed
 from finetune.report.terminal import Terminal
 from finetune.settings import load_config
-from finetune.storage.rundir import RunDirectory
-from tests.jobs import QUICK, TINY
+from tests.jobs import TINY
 
 
 READ = {"mistral", "mixtral", *gguf_base._TYPES.values()}
@@ -230,13 +229,15 @@ def test_a_damaged_file_is_refused_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("kind", ["q4_k_m"])
-def test_a_run_on_a_file_computes_with_its_values_and_is_merged(kind: str, tiny_base: Path, tmp_path: Path) -> None:
+def test_a_run_on_a_file_computes_with_its_values_and_is_merged(
+    kind: str, tiny_base: Path, tmp_path: Path, quick: Callable[..., Config]
+) -> None:
     """The packed embedding is also the head, and rows of the built-in base are in Q5_0 and Q8_0 beside Q4_K."""
-    file, run = tmp_path / "tiny.gguf", RunDirectory(tmp_path / "run")
+    file = tmp_path / "tiny.gguf"
     bench.export(tiny_base, AutoTokenizer.from_pretrained(tiny_base), tmp_path / "blob", kind)
     file.symlink_to(tmp_path / "blob")  # as in the hub's cache
-    job = [*QUICK, f"model.name={file}", f"output.dir={run.path}", "training.precision=fp32", "output.merge=true"]
-    finetune.train(load_config(TINY, job), terminal=Terminal(quiet=True))
+    job = quick(f"model.name={file}", "training.precision=fp32", "output.merge=true")
+    run = finetune.train(job, terminal=Terminal(quiet=True)).run
     assert run.config().quantization.kind == "gguf"
     config = load_architecture(run.config().model)
     trained = build.load(run.config(), config, torch.device("cpu"))
