@@ -29,6 +29,22 @@ def compensated(form: BlockFormat, weight: torch.Tensor, hessian: torch.Tensor) 
 
     A column that no input had is rounded by itself.
     """
+    _, codes, fields = _swept(form, weight, hessian)
+    return codes, fields
+
+
+def made_up_for(form: BlockFormat, weight: torch.Tensor, hessian: torch.Tensor) -> tuple[torch.Tensor, Fields]:
+    """The weights whose nearest values `compensated` takes, each with the errors of the columns before it made up for,
+    and the fields.
+    """
+    weight, _, fields = _swept(form, weight, hessian)
+    return weight, fields
+
+
+def _swept(
+    form: BlockFormat, weight: torch.Tensor, hessian: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, Fields]:  # fmt: skip
+    """Weights as they are when they are rounded, codes and fields."""
     damped = _damped(hessian)
     importance = damped.diagonal().clone()
     factor = _inverse_factor(damped)
@@ -46,7 +62,7 @@ def compensated(form: BlockFormat, weight: torch.Tensor, hessian: torch.Tensor) 
             errors[:, column] = error[:, 0]
             part[:, column + 1 :] -= error * own[column, column + 1 :]
         weight[:, start + width :] -= errors @ factor[start : start + width, start + width :]
-    return codes, search.fields()
+    return weight, codes, search.fields()
 
 
 class _FieldSearch:
