@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import finetune
 from finetune.config import ModelSection, dump
+from finetune.doctor import model_check, model_checks
 from finetune.errors import ArtifactError, ConfigError, MachineError
 from finetune.export import publish
 from finetune.export.gguf import gguf_export
@@ -145,7 +146,8 @@ def test_experts_are_packed_in_the_bytes_of_the_file(name: str, kind: str, tmp_p
     assert forms[f"{layer}.gate_up_proj"] == {"q8_0": "q8_0", "mxfp4": "gguf_mxfp4"}[kind]
     for quantization in ("published", "none"):
         job = load_config(TINY, [f"model.name={file}", f"quantization.kind={quantization}", "training.precision=fp32"])
-        config, _ = served.resolved(job, architecture)
+        config, note = served.resolved(job, architecture)
+        assert ("set 0 to serve the file itself" in str(note)) == (quantization == "published")
         model = build.load(config, architecture, torch.device("cpu"))
         for part, names in {"down_proj": ["down"], "gate_up_proj": ["gate", "up"]}.items():
             held = model.get_parameter(f"{layer}.{part}")
@@ -154,6 +156,14 @@ def test_experts_are_packed_in_the_bytes_of_the_file(name: str, kind: str, tmp_p
             if name == "gpt-oss":  # experts transposed, gate and up in turn
                 stored = [torch.stack(stored, dim=2).flatten(1, 2).mT]
             torch.testing.assert_close(held.float(), torch.cat(stored, dim=1), rtol=0, atol=0)
+
+
+def test_doctor_tries_the_model_of_a_file_without_unpacking_it(tmp_path: Path) -> None:
+    file = written("gpt-oss", tmp_path, "mxfp4")
+    assert model_check.is_model(str(file))
+    copy = model_checks.Copy(str(file), tmp_path / "doctor")
+    assert [model_checks.attempt(check, copy)[0] for check in ("structure", "weights", "16 bit")] == ["ok"] * 3
+    assert not list(tmp_path.glob("*unpacked*"))
 
 
 def test_llama_3s_scaling_is_read_from_its_factors(tmp_path: Path) -> None:
@@ -305,7 +315,9 @@ def test_a_full_disk_is_said_and_nothing_is_left(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("kind", ["q4_k_m"])
-def test_a_run_on_a_file_computes_with_its_values_and_is_merged(kind: str, tiny_base: Path, tmp_path: Path) -> None:
+def test_a_run_on_a_file_computes_with_its_values_and_is_merged(
+    kind: str, tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The packed embedding is also the head, and rows of the built-in base are in Q5_0 and Q8_0 beside Q4_K."""
     file, run = tmp_path / "tiny.gguf", RunDirectory(tmp_path / "run")
     bench.export(tiny_base, AutoTokenizer.from_pretrained(tiny_base), tmp_path / "blob", kind)
@@ -319,6 +331,9 @@ def test_a_run_on_a_file_computes_with_its_values_and_is_merged(kind: str, tiny_
     ids = torch.arange(20, 60)[None]
     torch.testing.assert_close(trained(ids).logits, read(ids).logits, rtol=0, atol=1e-4)
     assert run.merged.is_dir()
+    for type, warned in (("f16", False), ("q8_0", True)):
+        publish.export_model(run, "gguf", type=type, terminal=Terminal(quiet=True))
+        assert ("rounded again to q8_0" in " ".join(capsys.readouterr().err.split())) == warned
     record = publish.export_model(run, "adapter", terminal=Terminal(quiet=True))
     assert record["held_base"]["file"] == str(file)
     assert record["held_base"]["weights_differing"] == 0
