@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
 
 import finetune
 from finetune.config.serving import GGUF
-from finetune.errors import ConfigError
+from finetune.errors import ArtifactError, ConfigError
 from finetune.export import compressed_export, publish
 from finetune.export.gguf import gguf_export
+from finetune.export.rounding import exact_start
 from finetune.inference import jobs
+from finetune.model import build
 from finetune.model.adapters import exact_layers
 from finetune.model.adapters.expert_adapter import ParamWrapper
 from finetune.model.base import load_architecture
@@ -115,6 +118,41 @@ def assert_served_as_trained(run: RunDirectory, kind: str) -> None:
         moved += int((values(held[name]) != expected).sum())
     assert moved > 1000, "training changed no weight"
     assert any("experts" in name for name in weights) == hasattr(architecture, "num_experts")
+
+
+def test_training_starts_from_what_its_rows_moved_and_goes_on_only_from_that(quick) -> None:
+    config = quick(*exact("q4_0"), "training.max_steps=2", "output.save_every=1")
+    run = finetune.train(config).run
+    architecture, started = load_architecture(config.model), exact_start.of_run(run)
+    base = build.load(run.config(), architecture, CPU, started)
+    assert packed.digest(base) == run.packed_base
+    alone = build.load(run.config(), architecture, CPU)
+    moved = {path: one for path, one in base.named_parameters() if fixed_point.of(one)}
+    assert len(moved) == 14
+    assert not [path for path, one in moved.items() if torch.equal(one.data, alone.get_parameter(path).data)]
+    assert json.loads((run.start / "rounding.json").read_text())["by_themselves"] == {}
+    before = {file: file.stat().st_ino for file in run.start.iterdir()}
+    finetune.train(config.changed({"training.max_steps": 3}))
+    assert {file: file.stat().st_ino for file in run.start.iterdir()} == before
+    assert packed.digest(base) == run.packed_base
+    with open(run.start / "layer-00000.safetensors", "r+b") as file:
+        file.seek(-1, 2)
+        last = file.read(1)[0]
+        file.seek(-1, 2)
+        file.write(bytes([last ^ 1]))
+    again = config.changed({"training.max_steps": 4})
+    for use in (
+        lambda: finetune.train(again), lambda: jobs.model_of(run, run.config(), "adapter"),
+        lambda: publish.export_model(run, "gguf"), lambda: publish.merge(run),
+    ):  # fmt: skip
+        with pytest.raises(ArtifactError, match="were changed since the run was started"):
+            use()
+
+
+def test_a_base_of_random_weights_is_where_training_starts(quick) -> None:
+    run = finetune.train(quick(*exact("q4_0"), "model.weights=random", "training.max_steps=1")).run
+    assert exact_start.of_run(run) is None
+    assert not run.start.exists()
 
 
 def test_the_merged_model_has_the_rounded_weights_and_the_adapter_alone_is_refused(quick) -> None:

@@ -58,7 +58,10 @@ class FixedPoint:
     def encode(self, weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
         """Write the codes of `weight`, and the bytes of the fields that the format's search finds for it."""
         weight = weight.float()
-        fields = self.form.search(weight, None)
+        self.encode_with(self.form.search(weight, None), weight, codes, scales)
+
+    def encode_with(self, fields: Fields, weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        """Write the codes of `weight`, in float32, and the bytes of its `fields`."""
         parts = [fields[name].contiguous().flatten(weight.dim() - 1) for name in _fields(self.form, weight.shape[-1])]
         scales.copy_(torch.cat([part.view(torch.uint8) for part in parts], dim=-1))
         grid = self.form.grid(fields)
