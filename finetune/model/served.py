@@ -47,10 +47,10 @@ def _check(config: Config, architecture: Any) -> None:
             f"`output.way`: llama.cpp has no form for an adapter on the experts of {config.model.name}; set `rounded`, "
             "or `adapter.expert_rank: 0`, which leaves out experts"
         )
-    if way == "exact" and experts.count(text):
+    if way == "exact" and published:
         raise ConfigError(
-            f"`output.way`: the experts of {config.model.name} are not trained as they are rounded; set `adapter` or "
-            "`rounded`"
+            f"`output.way`: {config.model.name} is published in {prequantized.METHODS[published]}, and most updates "
+            "are too small to move such a weight to its next value; set `adapter` or `rounded`"
         )
     block = serving.SERVED[serve].block
     widths = {name: getattr(text, name, None) for name in ("hidden_size", "intermediate_size", "moe_intermediate_size")}
