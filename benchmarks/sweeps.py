@@ -5,16 +5,18 @@
 On the built-in base and on 125M random weights, in float32 on one thread. Every lone run and every script is a process
 of its own, from start to exit; a sweep is one, once with all members trained to the end and once with successive
 halving. Rows and steps are the same on all sides; the scripts evaluate nothing. Each side of a job is written as it
-ends, in a few minutes on an idle machine, and ratios are taken of those that are there.
+ends, in a few minutes on an idle machine, and ratios are taken of those that are there; an interrupted side is done
+anew. The side `memory` is another sweep, whose members each try the largest batch beside those that are paused.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import beside_peers
 import harness
@@ -22,6 +24,7 @@ import overhead
 
 RATES = ("1e-4", "3e-4", "1e-3", "2e-3", "4e-3", "8e-3", "1.6e-2", "3e-2")
 HELD_OUT = 64
+_LARGEST = "largest_batch_fits"
 JOBS = {"2M": overhead.Job(steps=40, threads=1), "125M": overhead.Job(steps=8, threads=1, batch=4, tokens=160)}
 ARCHITECTURES = {"125M": beside_peers.ARCHITECTURES["110M"]}
 """Of random weights, with embeddings apart from the head; the other job has the built-in base."""
@@ -128,7 +131,55 @@ def halved(bench: Bench) -> dict[str, Any]:
     return _swept(bench)
 
 
-SIDES: dict[str, Callable[[Bench], dict[str, Any]]] = {"lone": lone, "full": full, "halved": halved, "trl": trl}
+def memory(bench: Bench) -> dict[str, Any]:
+    """The tensors of each number of members, beside the forecast."""
+    import torch
+
+    torch.set_num_threads(bench.job.threads)
+    steps = f"training.max_steps={len(RATES)}"  # one in the first round
+    job = [*bench.settings, steps, f"output.dir={bench.scratch / 'sweep'}"]
+    return {"members": members_in_memory(bench.scratch / "job.yaml", job, {"training.learning_rate": RATES})}
+
+
+def members_in_memory(
+    source: Path, overrides: Sequence[str], keys: Mapping[str, Sequence[str]]
+) -> list[dict[str, float]]:  # fmt: skip
+    """The peak bytes of tensors of each member's first step while those before it are paused, and their forecast.
+
+    That is the forecast of its run, and the adapter and optimizer states of the others by theirs.
+    """
+    from finetune.sweeps import grid, running
+    from finetune.training.residents import PAUSED, Residents
+
+    take = Residents.take
+
+    def count_all(residents: Residents, run: Path) -> list[Any]:
+        return [*residents.weights(), *(each for paused in residents.paused.values() for each in paused.tensors())]
+
+    def take_untried(residents: Residents, run: Path, config: Any) -> Any:
+        residents.largest_batch.clear()
+        return take(residents, run, config)
+
+    with mock.patch.object(Residents, "tensors", count_all), mock.patch.object(Residents, "take", take_untried):
+        running.sweep(source, overrides, keys)
+    found, paused_bytes = [], 0
+    for number, member in enumerate(grid.members(source, overrides, keys), 1):
+        run = Path(str(member.config.output.dir))
+        first = next(each for each in harness.read_lines(run / "events.jsonl") if each["event"] == _LARGEST)
+        forecast = json.loads((run / "forecast.json").read_text())
+        expected = forecast["peak_allocated_bytes"] + paused_bytes
+        counted = max(peak["allocated_bytes"] for peak in first["memory"].values())
+        paused_bytes += sum(forecast["categories"][name] for name in PAUSED)
+        found.append(
+            {"members": number, "forecast_bytes": expected, "counted_bytes": counted,
+             "counted_over_forecast": round(counted / expected, 4)}
+        )  # fmt: skip
+    return found
+
+
+SIDES: dict[str, Callable[[Bench], dict[str, Any]]] = {
+    "lone": lone, "full": full, "halved": halved, "trl": trl, "memory": memory
+}  # fmt: skip
 
 
 def _swept(bench: Bench, *options: str) -> dict[str, Any]:

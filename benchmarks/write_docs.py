@@ -669,7 +669,7 @@ def _own_loss() -> str:
 
 _PARTS = {
     "batch": ("LoRA", "batch 4"), "every-weight": ("every weight", "batch 4"), "rank": ("LoRA", "rank 16"),
-    "variants": ("", "LoRA"), "targets": ("targets", "mlp"), "capacity": ("", "rank 32"),
+    "variants": ("", "LoRA"), "targets": ("targets", "mlp"), "capacity": ("", ""),
 }  # fmt: skip
 """By part, what its settings are of, and what they are compared with."""
 

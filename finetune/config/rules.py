@@ -115,18 +115,26 @@ RULES = (
     *(
         Rule(
             key, values, "quantization.snap", only(True),
-            f"layers whose weights are rounded in training {reason}; set `{remedy}`, or `output.way: adapter`",
+            f"layers whose weights are rounded in training {reason}; set `{remedy}`, or `output.way: {way}`",
         )
-        for key, values, reason, remedy in (
-            ("adapter.dropout", but(0.0), "have one update in all passes, which dropout changes", "adapter.dropout: 0"),
-            ("adapter.dora", only(True), "cannot rescale them, as DoRA does", "adapter.dora: false"),
-            ("adapter.init", but("default"), "start from an update of zero", "adapter.init: default"),
+        for key, values, reason, remedy, way in (
+            (
+                "adapter.dropout", but(0.0), "have one update in all passes, which dropout changes",
+                "adapter.dropout: 0", "adapter",
+            ),
+            ("adapter.dora", only(True), "cannot rescale them, as DoRA does", "adapter.dora: false", "rounded"),
+            ("adapter.init", but("default"), "start from an update of zero", "adapter.init: default", "rounded"),
             (
                 "adapter.extra_modules", but([]), "have no modules beside them that are trained in full",
-                "adapter.extra_modules: []",
+                "adapter.extra_modules: []", "rounded",
             ),
-            ("quantization.kind", but(*EXACT), f"are held in one of {', '.join(EXACT)}", "quantization.kind: q4_k_m"),
-            ("kernels.compile", but("none"), "are not compiled", "kernels.compile: none"),
+            (
+                "quantization.kind", but(*EXACT), f"are held in one of {', '.join(EXACT)}", "quantization.kind: q4_k_m",
+                "adapter",
+            ),
+            ("kernels.compile", but("none"), "are not compiled", "kernels.compile: none", "adapter"),
+            ("data.new_tokens", but([]), "have an embedding that takes no rows", "data.new_tokens: []", "rounded"),
+            ("model.vocabulary", but(None), "have an embedding of one size", "model.vocabulary: null", "rounded"),
         )
     ),
     Rule(
@@ -156,6 +164,7 @@ RULES = (
             ("adapter.dora", only(True), "cannot rescale the weights of its base", "adapter.dora: false"),
             ("adapter.extra_modules", but([]), "refuses whole modules beside it", "adapter.extra_modules: []"),
             ("data.new_tokens", but([]), "refuses rows of tokens beside it", "data.new_tokens: []"),
+            ("model.vocabulary", but(None), "has the vocabulary of its base", "model.vocabulary: null"),
             ("adapter.init", only("pissa", "loftq"), "has the base as it is", "adapter.init: default"),
         )
     ),
@@ -342,12 +351,18 @@ def contradictions(config: Config) -> list[tuple[str, str]]:
     broken += serving.contradictions(config)
     if not broken:
         config, _ = serving.resolved(config)
-    broken += [(rule.key, rule.message) for rule in RULES if rule.broken(config)]
+    rules = [rule for rule in RULES if rule.broken(config)]
+    told = {rule.key for rule in rules if rule.other in ("output.way", "quantization.snap")}
+    # The kind follows from what is served: advice to set another would lead nowhere.
+    broken += [
+        (rule.key, rule.message) for rule in rules if not (rule.other == "quantization.kind" and rule.key in told)
+    ]
     trained = {entry.source for entry in entries(config.data.train) if not entry.source.startswith("builtin:")}
     for held_out in (entry.source for entry in entries(config.data.eval) if entry.source in trained):
         remedy = "set `data.eval: auto` to hold out a share of it by hash"
         broken.append(("data.eval", f"`{source_name(held_out)}` is training data; {remedy}"))
-    if config.quantization.kind in (*GGUF, "gguf") and {"embed_tokens", "lm_head"} & {*config.adapter.extra_modules}:
+    beside = {"embed_tokens", "lm_head"} & {*config.adapter.extra_modules}
+    if beside and config.quantization.kind in (*GGUF, "gguf") and "adapter.extra_modules" not in told:
         message = f"{config.quantization.kind} packs the embedding and the head, which cannot be trained then; set `[]`"
         broken.append(("adapter.extra_modules", f"{message}, or `quantization.kind: nf4`"))
     if config.distributed.context > 1 and config.training.objective.startswith(GIVEN):

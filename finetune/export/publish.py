@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from finetune.config import Config, OutputSection, QuantizationSection
+from finetune.config import Config, OutputSection, QuantizationSection, serving
 from finetune.config.field_types import pick
 from finetune.data import prepare
 from finetune.data.examples import learnt
@@ -70,6 +70,8 @@ def export_model(
                 job = _conversion(run, config, form, kind)
                 promised = (config.output.way, config.output.serve) == ("rounded", job.kind)
                 rounded = rounded or (promised and _rounds(form))
+                if config.quantization.kind in (*serving.GGUF, "gguf") and form.merged and not (rounded or job.packed):
+                    _warn_of_rounding(run, kind)
                 if form.merged and config.adapter.kind == "lora" and not run.is_merged:
                     merge_locked(run, config, terminal, note_beside_output)
                 record = _convert(_rounded(job, form) if rounded else job, format, form)
@@ -94,6 +96,16 @@ def export_model(
         record["pushed"], record["also_there"] = upload.push(folder, push)
         terminal.pushed(record["pushed"], record["also_there"])
     return record
+
+
+def _warn_of_rounding(run: RunDirectory, kind: str) -> None:
+    """Say that a base which was held as served is merged and rounded again, if it is."""
+    if kind not in ("f16", "bf16"):
+        note_beside_output(
+            f"the adapter was trained on a base in served codes, and is merged and rounded again to {kind}, which may "
+            f"undo much of what it learned; `finetune export {run.quoted} --to adapter` serves it beside that base, "
+            "where nothing is lost"
+        )
 
 
 def _refuse_lossy(folder: Path, record: dict[str, Any], push: str, *, anyway: bool) -> None:

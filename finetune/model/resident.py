@@ -30,5 +30,8 @@ class ResidentBase:
             self._base = self._made_for = None  # not two of them at a time
             self.computed.clear()
             self._base, self._made_for = blueprint.load(device), made_for
-        weights = {id(weight): weight for weight in (*self._base.parameters(), *self._base.buffers())}
-        return copy.deepcopy(self._base, weights)
+        return copy.deepcopy(self._base, {id(weight): weight for weight in self.weights()})
+
+    def weights(self) -> list[torch.Tensor]:
+        """The weights and buffers in memory; none before the base is loaded."""
+        return [*self._base.parameters(), *self._base.buffers()] if self._base is not None else []

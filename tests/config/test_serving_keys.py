@@ -159,6 +159,26 @@ def test_a_contradiction_names_its_key_and_a_cure_that_works(
     load_config(job, [*kept, *cure])
 
 
+@pytest.mark.parametrize("way", [_ADAPTER, _EXACT], ids=str)
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "adapter.dora=true", "adapter.init=loftq", "adapter.init=pissa", "adapter.extra_modules=[lm_head]",
+        "adapter.extra_modules=[norm]", "data.new_tokens=[<tool>]", "model.vocabulary=99000",
+    ],
+)  # fmt: skip
+def test_what_a_way_excludes_is_told_once_with_cures_that_leave_the_kind_to_it(
+    job: Path, way: tuple[str, ...], wrong: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(job, [*way, wrong])
+    (said,) = str(error.value).splitlines()
+    assert "`output.way: rounded`" in said
+    assert "quantization.kind" not in said
+    rounded = [*way[:1], "output.way=rounded", wrong]
+    load_config(job, [*rounded, *["quantization.kind=none"] * ("pissa" in wrong)])
+
+
 def test_exact_is_advised_only_for_forms_that_training_rounds_to(job: Path) -> None:
     for broken in _NO_ADAPTERS:
         with pytest.raises(ConfigError) as error:

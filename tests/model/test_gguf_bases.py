@@ -25,18 +25,21 @@ from finetune.export import publish
 from finetune.export.gguf import gguf_export
 from finetune.model import build, served
 from finetune.model.base import load_architecture
-from finetune.model.source import gguf_base, gguf_families
+from finetune.model.source import gguf_base, gguf_families, identity
 from finetune.model.source.locate import locate
 from finetune.model.source.tokenizer import load_tokenizer
+from finetune.model.structure import packed
 from finetune.report.terminal import Terminal
 from finetune.settings import load_config
 from tests.jobs import TINY
 
 
-def readable(name: str) -> bool:
-    return gguf_families.FAMILIES.get(
-        bench.SHAPES[name].fields["model_type"], gguf_families.FAMILIES["gpt_oss"]
-    ).readable
+READ = {"mistral", "mixtral", *gguf_base._TYPES.values()}
+MIXTURES = ("qwen3 mixture", "mixtral", "gpt-oss")
+
+
+def is_read(name: str) -> bool:
+    return bench.SHAPES[name].fields["model_type"] in READ
 
 
 def written(name: str, folder: Path, kind: str, tokenizer: Any = None) -> Path:
@@ -53,12 +56,13 @@ def written(name: str, folder: Path, kind: str, tokenizer: Any = None) -> Path:
     return file
 
 
-@pytest.mark.parametrize("name", sorted(filter(readable, bench.SHAPES)))
+@pytest.mark.parametrize("name", sorted(filter(is_read, bench.SHAPES)))
 def test_the_folder_of_a_file_is_the_model_that_it_was_written_from(name: str, tmp_path: Path) -> None:
     folder = Path(locate(str(written(name, tmp_path, "bf16"))))
     made, before = (
         AutoModelForCausalLM.from_pretrained(each, dtype="float32") for each in (folder, tmp_path / "model")
     )
+    gguf_families.family(before.config).approximate(before)
     ids = torch.arange(20, 60)[None]
     torch.testing.assert_close(made(ids).logits, before(ids).logits, rtol=0, atol=1e-4)
     texts = [str(text) for text in bench.texts()[:20]]
@@ -125,6 +129,29 @@ def test_packed_weights_are_the_bytes_of_the_file_with_rows_in_order(tmp_path: P
         np.testing.assert_array_equal(values, again)
 
 
+@pytest.mark.parametrize("kind", ["q8_0", "mxfp4"])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_are_packed_in_the_bytes_of_the_file(name: str, kind: str, tmp_path: Path) -> None:
+    file = written(name, tmp_path, kind)
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    values = {part: torch.from_numpy(gguf.dequantize(one.data, one.tensor_type)) for part, one in tensors.items()}
+    architecture = load_architecture(ModelSection(name=str(file)))
+    forms = architecture.quantization_config["modules_to_convert"]
+    layer = "model.layers.1.mlp.experts"
+    assert forms[f"{layer}.gate_up_proj"] == {"q8_0": "q8_0", "mxfp4": "gguf_mxfp4"}[kind]
+    for quantization in ("published", "none"):
+        job = load_config(TINY, [f"model.name={file}", f"quantization.kind={quantization}", "training.precision=fp32"])
+        config, _ = served.resolved(job, architecture)
+        model = build.load(config, architecture, torch.device("cpu"))
+        for part, names in {"down_proj": ["down"], "gate_up_proj": ["gate", "up"]}.items():
+            held = model.get_parameter(f"{layer}.{part}")
+            held = packed.exact(held) if packed.packing_of(held) else held
+            stored = [values[f"blk.1.ffn_{each}_exps.weight"] for each in names]
+            if name == "gpt-oss":  # experts transposed, gate and up in turn
+                stored = [torch.stack(stored, dim=2).flatten(1, 2).mT]
+            torch.testing.assert_close(held.float(), torch.cat(stored, dim=1), rtol=0, atol=0)
+
+
 def test_llama_3s_scaling_is_read_from_its_factors(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     file = written("llama", tmp_path, "bf16")
@@ -140,15 +167,16 @@ def test_llama_3s_scaling_is_read_from_its_factors(tmp_path: Path) -> None:
     assert {key: found[key] for key in scaling} == scaling
 
 
-def test_a_file_that_changed_is_unpacked_again(tmp_path: Path) -> None:
+def test_a_file_that_changed_is_unpacked_again_and_is_another_base(tmp_path: Path) -> None:
     file = written("llama", tmp_path, "q8_0")
-    first = gguf_base.unpacked(file)
+    first, before = gguf_base.unpacked(file), identity.of_base(ModelSection(name=str(file)))
     stamp = (first / "gguf.json").read_bytes()
     assert gguf_base.unpacked(file) == first
     assert (first / "gguf.json").read_bytes() == stamp
     bench.export(tmp_path / "model", AutoTokenizer.from_pretrained(tmp_path / "model"), file, "bf16")
     config = json.loads((gguf_base.unpacked(file) / "config.json").read_text())
     assert "quantization_config" not in config
+    assert identity.of_base(ModelSection(name=str(file))) != before
 
 
 def test_a_folder_that_cannot_be_written_serves_what_is_there_and_else_says_what_to_do(

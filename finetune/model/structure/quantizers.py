@@ -297,7 +297,10 @@ class _Gguf(_Mixed):
     """Gives each weight the form that a GGUF file has it in, which config.json names (`source.gguf_base`)."""
 
     form = "gguf"
-    serialized_names: ClassVar = {"weight": ["weight", *(f"weight_{form}" for form in gguf_base.FORMS)]}
+    serialized_names: ClassVar = {
+        name: [name, *(f"{name}_{form}" for form in gguf_base.FORMS)]
+        for name in ("weight", "gate_up_proj", "down_proj")
+    }
 
     def forms(self, model: Any) -> dict[str, str]:
         return recipes.of_modules(model) or dict(self.quantization_config.modules_to_convert)
@@ -394,7 +397,8 @@ class _Keep(ConversionOps):
         (stored,), (joined,) = (self._after(part, full_layer_name, model, named).values() for part in (codes, scales))
         dtype = wanted.dtype if wanted else parameter.dtype
         [form] = {one.form for one in parts.values()}
-        made = packed.from_published(form, stored, joined, experts.shape(parameter), dtype)
+        transposed = _is_transposed(module)
+        made = packed.from_published(form, stored, joined, experts.shape(parameter), dtype, transposed=transposed)
         return {full_layer_name: made if wanted else packed.values(made).contiguous()}
 
     def _after(self, tensors: dict[str, Any], name: str, model: Any, named: dict[str, Any]) -> dict[str, Any]:
