@@ -33,7 +33,6 @@ from finetune.report.terminal import Terminal
 from finetune.settings import load_config
 from tests.jobs import TINY
 
-
 READ = {"mistral", "mixtral", *gguf_base._TYPES.values()}
 MIXTURES = ("qwen3 mixture", "mixtral", "gpt-oss")
 
