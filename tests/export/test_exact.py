@@ -47,6 +47,7 @@ def trained_weights(run: RunDirectory) -> tuple[Any, dict[str, torch.Tensor]]:
     return model, weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["q4_0", "q4_k_m"])
 def test_every_weight_of_the_file_is_the_one_that_was_trained_to_the_bit(quick, kind: str) -> None:
     run = finetune.train(quick(*exact(kind))).run
@@ -67,6 +68,7 @@ def test_every_weight_of_the_file_is_the_one_that_was_trained_to_the_bit(quick, 
     assert (trained.exp() * (trained - served)).sum(-1).mean() <= 1e-6
 
 
+@pytest.mark.slow
 def test_the_merged_model_has_the_rounded_weights_and_the_adapter_alone_is_refused(quick) -> None:
     run = finetune.train(quick(*exact("q4_0"))).run
     _, weights = trained_weights(run)

@@ -227,6 +227,7 @@ def test_a_damaged_file_is_refused_and_leaves_nothing(
     assert not list(tmp_path.glob("*unpacked*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["q4_k_m"])
 def test_a_run_on_a_file_computes_with_its_values_and_is_merged(
     kind: str, tiny_base: Path, tmp_path: Path, quick: Callable[..., Config]
