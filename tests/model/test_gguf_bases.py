@@ -313,6 +313,7 @@ def test_a_full_disk_is_said_and_nothing_is_left(tmp_path: Path, monkeypatch: py
     assert not list(tmp_path.glob("*unpacked*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["q4_k_m"])
 def test_a_run_on_a_file_computes_with_its_values_and_is_merged(
     kind: str, tiny_base: Path, tmp_path: Path, quick: Callable[..., Config], capsys: pytest.CaptureFixture[str]
