@@ -73,7 +73,8 @@ class _FieldSearch:
 
     def __init__(self, form: BlockFormat, weight: torch.Tensor, importance: torch.Tensor) -> None:
         self._form, self._importance, self._found = form, importance, list[Fields]()
-        self._whole = form.search(weight, importance) if form is BLOCK_FORMATS["nvfp4"] else None
+        of_all = form.grid is BLOCK_FORMATS["nvfp4"].grid  # also where all weights share the factor (`fixed_point`)
+        self._whole = form.search(weight, importance) if of_all else None
 
     def grids(self, part: torch.Tensor, start: int) -> Iterator[Grid]:
         """The grid (rows, 1) of each column of `part`, whose first is `start`; `part` may change between two."""

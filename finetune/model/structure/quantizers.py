@@ -224,6 +224,7 @@ class _Packed:
                 model.set_submodule(path, packed.PackedEmbedding.of(module, packed.pack(form, module.weight.data)))
                 model.get_submodule(path).source_cls = type(module)
             else:
+                form = fixed_point.held(form, exact=self.exact)
                 setattr(module, own, packed.pack(form, getattr(module, own).data, transposed=_is_transposed(module)))
                 experts.unpack_in_forward(module)
 
@@ -284,6 +285,16 @@ class _Int4(_Own):
                 yield name, module, own
 
 
+class _ExactOfOne(_Int4):
+    """Holds weights as positions between the levels of a form of safetensors files."""
+
+    exact = True
+
+    @property
+    def form(self) -> str:  # type: ignore[override]
+        return fixed_point.served(self.quantization_config.quant_method)
+
+
 class _Mixed(_Own):
     """Gives each weight the form that a recipe says, also the embedding and the head."""
 
@@ -309,7 +320,7 @@ class _Mixed(_Own):
 
 
 class _Exact(_Mixed):
-    """Holds the layers that adapters can be on as positions between the levels of their forms."""
+    """Holds the weights that adapters can be on as positions between the levels of their forms."""
 
     exact = True
 
@@ -442,5 +453,6 @@ _QUANTIZERS: dict[str, Any] = {
     "int4": _Int4,
     **dict.fromkeys(recipes.RECIPES, _Mixed),
     **dict.fromkeys(map(fixed_point.held, recipes.RECIPES), _Exact),
+    **dict.fromkeys(map(fixed_point.held, ("mxfp4", "nvfp4", "int4")), _ExactOfOne),
     "gguf": _Gguf,
 }
