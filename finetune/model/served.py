@@ -22,7 +22,10 @@ def resolved(config: Config, architecture: Any) -> tuple[Config, str | None]:
             way = f"{way.partition('; quantization.kind')[0]}; quantization.kind: gguf, the file is what is served"
         _check(config, architecture)
     config, published = prequantized.resolved(config, architecture)
-    return config, "\n".join(filter(None, (way, published))) or None
+    on_experts = None
+    if config.quantization.kind == "gguf" and _adapts_experts(config.adapter, architecture.get_text_config()):
+        on_experts = "adapter.expert_rank: llama.cpp takes no adapter on experts; set 0 to serve the file itself"
+    return config, "\n".join(filter(None, (way, published, on_experts))) or None
 
 
 def _check(config: Config, architecture: Any) -> None:

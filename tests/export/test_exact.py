@@ -59,6 +59,7 @@ def trained_weights(run: RunDirectory) -> tuple[Any, dict[str, torch.Tensor]]:
     return model, weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["q4_0", "q4_k_m"])
 def test_every_weight_of_the_file_is_the_one_that_was_trained_to_the_bit(quick, kind: str) -> None:
     run = finetune.train(quick(*exact(kind))).run
@@ -155,6 +156,7 @@ def test_a_base_of_random_weights_is_where_training_starts(quick) -> None:
     assert not run.start.exists()
 
 
+@pytest.mark.slow
 def test_the_merged_model_has_the_rounded_weights_and_the_adapter_alone_is_refused(quick) -> None:
     run = finetune.train(quick(*exact("q4_0"))).run
     _, weights = trained_weights(run)

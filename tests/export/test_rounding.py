@@ -320,6 +320,7 @@ def _folder(path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_forecast_is_the_memory_that_is_taken(tmp_path: Path) -> None:
     one = small("llama", hidden_size=512, intermediate_size=1536, num_attention_heads=8, num_hidden_layers=1)
     one.model.to(torch.bfloat16)  # as in files, so that each layer is copied to the compute type
@@ -346,6 +347,7 @@ def test_rows_are_training_rows_of_one_length(run: RunDirectory) -> None:
     assert not torch.equal(ids, calibration.rows(config.data, tokenizer, 1, lambda text: None))
 
 
+@pytest.mark.slow
 def test_an_export_is_rounded_with_the_rows(run: RunDirectory) -> None:
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed")
     record = finetune.export_model(run, "gguf", type="q4_0", rounded=True)
@@ -366,6 +368,7 @@ def job_of(run: RunDirectory, kind: str) -> Conversion:
     return Conversion(run, config, tokenizer, [], "", CPU, kind, None, lambda dtype: None)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_told_with_the_folder_and_what_was_kept_is_used_again(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
