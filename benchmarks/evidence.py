@@ -303,14 +303,16 @@ def findings(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 REFERENCES = {
-    "capacity": ("capacity", "many facts, rank 32"), "batch": ("batch", "batch 4"), "rank": ("batch", "batch 16"),
-    "every-weight": ("every-weight", "batch 4"), "targets": ("targets", "mlp"), "variants": ("batch", "batch 16"),
+    "batch": ("batch", "batch 4"), "rank": ("batch", "batch 16"), "every-weight": ("every-weight", "batch 4"),
+    "targets": ("targets", "mlp"), "variants": ("batch", "batch 16"),
 }  # fmt: skip
-"""By part, the part and the setting that its settings are compared with; rank 16 is that of the batch of 16."""
+"""By part, the part and the setting that its settings are compared with; rank 16 is that of the batch of 16. What is
+left of many facts and of few is not compared.
+"""
 
 
 def _reference(part: str, parts: Mapping[str, Any]) -> Losses | None:
-    other, name = REFERENCES[part]
+    other, name = REFERENCES.get(part, ("", ""))
     return parts[other]["losses"].get(name) if other in parts else None
 
 

@@ -258,6 +258,7 @@ SHAPES = {
             "moe_intermediate_size": 64, "norm_topk_prob": True,
         },
     ),
+    "mixtral": Shape(llama2, {"model_type": "mixtral", "num_local_experts": 4, "sliding_window": None}),
     "smollm3": Shape(
         lambda: tokenizer(byte_level(_LLAMA3, _CHATML, ignore_merges=True), "chatml", eos_token="<|im_end|>"),
         {"model_type": "smollm3", "num_hidden_layers": 4, "pad_token_id": None, "tie_word_embeddings": True},

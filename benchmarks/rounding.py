@@ -155,7 +155,7 @@ def main() -> None:
     made = {"command": harness.command_line(), "environment": harness.environment(1)}
     parts = {name: harness.saved(options.output, name) for name in ("kills", "rounding_1B")}
     parts |= {name: part | made for name, part in result.items()}
-    harness.write_result(options.output, parts)
+    harness.write_result(options.output, {name: part for name, part in parts.items() if part})
     for name, part in result.items():
         print(name, part)
     kills = result.get("kills", {})

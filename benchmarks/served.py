@@ -1,8 +1,13 @@
-"""What each way to a served model keeps of what training gained, by form and seed.
+"""What each way to a served model keeps of what training gained, by base, form and seed.
 
-configs/tiny_cpu.yaml is trained on a base in 16 bit with each seed. Of a way's model, the loss on all held-out rows is
-L: it keeps (L_base - L) / (L_base - L_16bit) of the gain. A way is a function in WAYS, from the trained run and a kind
-to the model that is served and the one that was trained. Means have 95% intervals over seeds (Student's t).
+    python benchmarks/served.py --folder RUNS [--bases 125M] [--ways exact] [--kinds q4_0] [--seeds 0]
+
+An adapter is trained on a base in 16 bit with each seed. Of a way's model, the loss on all held-out rows is L: it keeps
+(L_base - L) / (L_base - L_16bit) of the gain. A way is a function in WAYS, from the trained run and a kind to the model
+that is served and the one that was trained. Means have 95% intervals over seeds (Student's t).
+
+Each cell (base, seed, way, kind) is written as it ends, and a later call measures those that the output lacks. With
+`--folder`, it also finds bases and runs.
 
 The built-in base has rows of 192 and 512 weights: where these are not whole blocks, forms of llama.cpp fall back to
 blocks of 32, and others leave the weight in 16 bit. `forms` says how many weights have which form.
@@ -11,15 +16,19 @@ blocks of 32, and others leave the weight in 16 bit. `forms` says how many weigh
 from __future__ import annotations
 
 import copy
+import dataclasses
+import json
 import math
 import statistics
 import tempfile
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grown_base
 import harness
 import torch
 from peft import PeftModel
@@ -28,11 +37,12 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from finetune.config import Config
-from finetune.data import prepare
+from finetune.config.serving import EXACT, SERVED
+from finetune.data import prepare, sources
 from finetune.data.encoded import IGNORE
 from finetune.export import compressed_export, finished_run, publish
 from finetune.export.conversion import Conversion
-from finetune.export.gguf import gguf_export
+from finetune.export.gguf import gguf_export, llama_cpp
 from finetune.export.rounding import rounded_run
 from finetune.inference import jobs
 from finetune.model.source.locate import locate
@@ -42,15 +52,53 @@ from finetune.settings import config_of
 from finetune.storage.rundir import RunDirectory
 
 CPU = torch.device("cpu")
+CONFIG = harness.ROOT / "configs/tiny_cpu.yaml"
 KINDS = ("q4_0", "q4_k_m", "iq4_xs", "int4", "mxfp4", "nvfp4", "q5_k_m", "q6_k", "q8_0", "fp8")
-_T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
+_T = {3: 4.303, 4: 3.182, 5: 2.776}
 """Quantiles of Student's t for 95% intervals, by the number of seeds."""
 
 
 @dataclass(frozen=True)
-class Trained:
-    """A finished run on a base in 16 bit: its models in float32, and its held-out rows."""
+class Base:
+    """A base of so many channels; `settings`: from the folder of its runs to theirs, beside configs/tiny_cpu.yaml."""
 
+    settings: Callable[[Path], list[str]]
+    width: int
+
+
+def _built_in(folder: Path) -> list[str]:
+    return ["training.eval_every=150"]
+
+
+def _large(folder: Path) -> list[str]:
+    """A base of 125M weights, which each machine makes anew, 6,000 tokens of rows, and as many steps as take a minute
+    or two on a core.
+    """
+    if not (folder / "base/config.json").is_file():
+        grown_base.write(folder / "base")
+    rows = [json.dumps(row.fields) for row in sources.rows("builtin:python_docs")]
+    rows = rows[:: len(rows) // _ROWS]
+    for name, part in (("train", rows[_HELD_OUT:_ROWS]), ("eval", rows[:_HELD_OUT])):
+        (folder / f"{name}.jsonl").write_text("\n".join(part) + "\n", encoding="utf-8")
+    return [
+        f"model.name={folder / 'base'}", f"data.train={folder / 'train.jsonl'}", f"data.eval={folder / 'eval.jsonl'}",
+        "data.max_length=160", "training.batch_size=8", "training.max_steps=32", "training.learning_rate=1e-3",
+        "training.eval_every=null",
+    ]  # fmt: skip
+
+
+_ROWS, _HELD_OUT = 176, 48
+"""Rows of the job of the large base, and how many of them are held out."""
+BASES = {"built-in": Base(_built_in, 192), "125M": Base(_large, 768)}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished run on a base in 16 bit: its models in float32, and its held-out rows; `settings` are those of its
+    base.
+    """
+
+    settings: list[str]
     run: RunDirectory
     config: Config
     tokenizer: Any
@@ -77,12 +125,17 @@ def _plain(job: Trained, kind: str) -> Served:
 
 def _rounded(job: Trained, kind: str) -> Served:
     """As `finetune export --rounded`."""
-    conversion = Conversion(
+    weights, facts = rounded_run.rounded(
+        _conversion(job, kind), lambda model, kind: _forms(job, kind), lambda text: None
+    )
+    return _served(job, weights, facts)
+
+
+def _conversion(job: Trained, kind: str) -> Conversion:
+    return Conversion(
         job.run, job.config, job.tokenizer, [], "", CPU, kind, None,
         lambda dtype: finished_run.load_merged(job.run, job.config.model, CPU, dtype),
     )  # fmt: skip
-    weights, facts = rounded_run.rounded(conversion, lambda model, kind: _forms(job, kind), lambda text: None)
-    return _served(job, weights, facts)
 
 
 def _adapter(job: Trained, kind: str) -> Served:
@@ -90,8 +143,15 @@ def _adapter(job: Trained, kind: str) -> Served:
     run, model = _trained_for(job, kind, "adapter")
     record = publish.export_model(run, "adapter", terminal=Terminal(quiet=True))
     folder = run.path / "plain-adapter"
-    base = gguf_export.load(folder / record["held_base"]["file"], job.base.config, torch.float32, CPU)
-    facts = {"weights_differing": record["held_base"]["weights_differing"]}
+    file, facts = folder / record["held_base"]["file"], {"weights_differing": record["held_base"]["weights_differing"]}
+    if kind in recipes.RECIPES:
+        base = gguf_export.load(file, job.base.config, torch.float32, CPU)
+        facts["llama_cpp"] = _in_llama_cpp(job, file, model, folder / "adapter.gguf")
+    else:
+        base = copy.deepcopy(job.base)
+        read = compressed_export.read(Path(locate(job.config.model.name)), file, base.config, kind)
+        for name, weight in base.named_parameters():
+            weight.data = read[name].float()
     return Served(PeftModel.from_pretrained(base, folder), model, facts)
 
 
@@ -100,8 +160,19 @@ def _exact(job: Trained, kind: str) -> Served:
     run, model = _trained_for(job, kind, "exact")
     record = publish.export_model(run, "gguf", type=kind, terminal=Terminal(quiet=True))
     file = run.path / "gguf" / record["file"]
-    facts = {"weights_differing": record["weights"]["differing"]}
+    facts = {"weights_differing": record["weights"]["differing"], "llama_cpp": _in_llama_cpp(job, file, model)}
     return Served(gguf_export.load(file, job.base.config, torch.float32, CPU), model, facts)
+
+
+def _in_llama_cpp(job: Trained, file: Path, model: Any, lora: Path | None = None) -> dict[str, float]:
+    """Mean and largest KL divergence in nats of a file in llama.cpp from the trained `model`, at a few places."""
+    rows = [row["input_ids"] for row in job.rows[:8]]
+    with torch.no_grad():
+        said = [model(torch.tensor([row])).logits[0] for row in rows]
+    conversion = dataclasses.replace(_conversion(job, ""), rows=rows)
+    found, expected = (torch.cat(part) for part in llama_cpp.logits(file, conversion, said, said, lora)[:2])
+    each = divergences(expected.log_softmax(-1), found.log_softmax(-1))
+    return {"kl": float(f"{each.mean():.3g}"), "kl_max": float(f"{each.max():.3g}")}
 
 
 def _trained_for(job: Trained, kind: str, way: str) -> tuple[RunDirectory, Any]:
@@ -109,9 +180,8 @@ def _trained_for(job: Trained, kind: str, way: str) -> tuple[RunDirectory, Any]:
     run = RunDirectory(job.run.path.with_name(f"{job.run.path.name}-{way}-{kind}"))
     if not run.adapter.is_dir():
         harness.finetune(
-            "train", harness.ROOT / "configs/tiny_cpu.yaml", f"output.dir={run.path}", "output.merge=false",
-            f"training.seed={job.config.training.seed}", "training.eval_every=150", f"output.serve={kind}",
-            f"output.way={way}", threads=1,
+            "train", CONFIG, *job.settings, f"output.dir={run.path}", "output.merge=false", f"output.serve={kind}",
+            f"training.seed={job.config.training.seed}", f"output.way={way}", threads=1,
         )  # fmt: skip
     model, _ = jobs.model_of(run, config_of(run), "adapter")
     return run, model
@@ -123,12 +193,13 @@ WAYS: dict[str, Callable[[Trained, str], Served]] = {
     "adapter": _adapter,
     "exact": _exact,
 }
-_LLAMA_CPP = ("adapter", "exact")
-"""The ways whose files are read by transformers' reader of GGUF files."""
 
 
-def _kinds(way: str, kinds: list[str]) -> list[str]:
-    return [kind for kind in kinds if way not in _LLAMA_CPP or kind in recipes.RECIPES]
+def _taken(base: str, way: str, kind: str) -> bool:
+    """Whether a way takes a kind: training in one does not leave rows that blocks do not divide in 16 bit."""
+    if way == "exact":
+        return kind in EXACT
+    return way != "adapter" or not BASES[base].width % SERVED[kind].block
 
 
 def _forms(job: Trained, kind: str) -> dict[str, str]:
@@ -148,13 +219,13 @@ def _served(job: Trained, weights: dict[str, nn.Parameter], facts: dict[str, Any
     return Served(model, job.merged, {"forms": dict(sizes), **(facts or {})})
 
 
-def trained(folder: Path, seed: int) -> Trained:
+def trained(folder: Path, settings: list[str], seed: int) -> Trained:
     """The run of a seed, trained if `folder` does not have it."""
     run = RunDirectory(folder / f"run{seed}")
     if not run.is_merged:
         harness.finetune(
-            "train", harness.ROOT / "configs/tiny_cpu.yaml", f"output.dir={run.path}", f"training.seed={seed}",
-            "quantization.kind=none", "training.eval_every=150", threads=1,
+            "train", CONFIG, *settings, f"output.dir={run.path}", f"training.seed={seed}", "quantization.kind=none",
+            threads=1,
         )  # fmt: skip
     config = config_of(run)
     tokenizer = finished_run.tokenizer_of(run, config, run.adapter)
@@ -162,7 +233,7 @@ def trained(folder: Path, seed: int) -> Trained:
     assert data.eval is not None
     merged = finished_run.load_merged(run, config.model, CPU, torch.float32)
     base = AutoModelForCausalLM.from_pretrained(locate(config.model.name), dtype=torch.float32)
-    return Trained(run, config, tokenizer, base, merged, list(data.eval))
+    return Trained(settings, run, config, tokenizer, base, merged, list(data.eval))
 
 
 @torch.no_grad()
@@ -183,62 +254,90 @@ def loss(scores: list[torch.Tensor], rows: list[dict[str, Any]]) -> float:
 
 def divergence(trained: list[torch.Tensor], served: list[torch.Tensor]) -> float:
     """Mean KL divergence in nats of the served model from the trained one."""
-    p, q = torch.cat(trained), torch.cat(served)
-    return max(0.0, float((p.exp() * (p - q)).sum(-1).double().mean()))
+    return max(0.0, float(divergences(torch.cat(trained), torch.cat(served)).mean()))
 
 
-def measured(job: Trained, ways: list[str], kinds: list[str]) -> dict[str, Any]:
-    """By way and kind: loss, share of the gain, divergence, share of equal most likely tokens."""
-    base, whole = (loss(logits(model, job.rows), job.rows) for model in (job.base, job.merged))
-    found: dict[str, Any] = {"base": round(base, 5), "16 bit": round(whole, 5)}
-    for way in ways:
-        for kind in _kinds(way, kinds):
-            served = WAYS[way](job, kind)
-            scores, expected = (logits(model, job.rows) for model in (served.model, served.trained))
-            one = loss(scores, job.rows)
-            same = float((torch.cat(scores).argmax(-1) == torch.cat(expected).argmax(-1)).double().mean())
-            found.setdefault(way, {})[kind] = {
-                "loss": round(one, 5), "kept": round((base - one) / (base - whole), 5),
-                "kl": float(f"{divergence(expected, scores):.3g}"), "agreement": round(same, 4), **served.facts,
-            }  # fmt: skip
-    return found
+def divergences(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """KL divergence in nats of log-probabilities `q` from `p` (places, vocabulary), of each place, in float64."""
+    return (p.exp() * (p - q)).sum(-1).double()
+
+
+Cells = list[tuple[str, str]]
+"""Ways and kinds."""
+
+
+def measured(job: Trained, cells: Cells) -> Iterator[dict[str, Any]]:
+    """After each of the `cells`, losses, and by way and kind: loss, share of the gain, divergence, share of equal most
+    likely tokens, and how many seconds it took.
+    """
+    base, whole = (logits(model, job.rows) for model in (job.base, job.merged))
+    losses = {"base": loss(base, job.rows), "16 bit": loss(whole, job.rows)}
+    for way, kind in cells:
+        started = time.perf_counter()
+        served = WAYS[way](job, kind)
+        scores = logits(served.model, job.rows)
+        expected = whole if served.trained is job.merged else logits(served.trained, job.rows)
+        one = loss(scores, job.rows)
+        kept = (losses["base"] - one) / (losses["base"] - losses["16 bit"])
+        same = float((torch.cat(scores).argmax(-1) == torch.cat(expected).argmax(-1)).double().mean())
+        cell = {
+            "loss": round(one, 5), "kept": round(kept, 5), "kl": float(f"{divergence(expected, scores):.3g}"),
+            "agreement": round(same, 4), "seconds": round(time.perf_counter() - started), **served.facts,
+        }  # fmt: skip
+        yield {name: round(value, 5) for name, value in losses.items()} | {way: {kind: cell}}
 
 
 def interval(numbers: list[float]) -> list[float]:
     """Mean, and the ends of its 95% interval."""
     mean = statistics.fmean(numbers)
-    if len(numbers) not in _T:
-        return [round(mean, 4)]
     half = _T[len(numbers)] * statistics.stdev(numbers) / math.sqrt(len(numbers))
     return [round(mean, 4), round(mean - half, 4), round(mean + half, 4)]
 
 
+def save(path: Path, base: str, seed: int, found: dict[str, Any]) -> None:
+    """Write what was found of a seed beside what the result has, and the intervals of what is complete."""
+    environment = harness.environment(1)  # takes a while, in which another process may write
+    bases = harness.saved(path, "bases")
+    seeds = bases.setdefault(base, {"kept": {}, "seeds": {}})["seeds"]
+    into = seeds.setdefault(str(seed), {})
+    for name, one in found.items():
+        into[name] = into.get(name, {}) | one if name in WAYS else one
+    kept: dict[str, Any] = {}
+    for way in WAYS:
+        cells = [each.get(way, {}) for _, each in sorted(seeds.items())]
+        shares = {kind: [each[kind]["kept"] for each in cells if kind in each] for kind in KINDS}
+        if intervals := {kind: interval(each) for kind, each in shares.items() if len(each) in _T}:
+            kept[way] = intervals
+    bases[base]["kept"] = kept
+    harness.write_result(path, {"command": harness.command_line(), "environment": environment, "bases": bases})
+
+
 def main() -> None:
     parser = harness.parser(__doc__, "served.json")
+    parser.add_argument("--bases", nargs="*", default=[*BASES], choices=BASES)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--kinds", nargs="*", default=[*KINDS], choices=KINDS)
     parser.add_argument("--ways", nargs="*", default=[*WAYS], choices=WAYS)
-    parser.add_argument("--folder", type=Path, help="keeps the runs, and finds those of an earlier call")
+    parser.add_argument("--folder", type=Path, help="keeps bases and runs, and finds those of an earlier call")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as temporary:
-        seeds = {
-            str(seed): measured(trained(options.folder or Path(temporary), seed), options.ways, options.kinds)
-            for seed in options.seeds
-        }
-    kept = {
-        way: {
-            kind: interval([each[way][kind]["kept"] for each in seeds.values()]) for kind in _kinds(way, options.kinds)
-        }
-        for way in options.ways
-    }
-    # Ways may be measured one after the other.
-    result = {"kept": harness.saved(options.output, "kept") | kept, "seeds": harness.saved(options.output, "seeds")}
-    for seed, found in seeds.items():
-        result["seeds"][seed] = result["seeds"].get(seed, {}) | found
-    harness.save(options.output, result, threads=1)
-    rows = [[kind, *(str(kept[way].get(kind, "")) for way in options.ways)] for kind in options.kinds]
-    print(harness.table(["kept", *options.ways], rows))
+        for base in options.bases:
+            folder = (options.folder or Path(temporary)).resolve() / base
+            folder.mkdir(parents=True, exist_ok=True)
+            cells = [(way, kind) for way in options.ways for kind in options.kinds if _taken(base, way, kind)]
+            for seed in options.seeds:
+                measure(options.output, base, folder, seed, cells)
+
+
+def measure(output: Path, base: str, folder: Path, seed: int, cells: Cells) -> None:
+    """Measure those of the `cells` that the output lacks."""
+    has = harness.saved(output, "bases").get(base, {}).get("seeds", {}).get(str(seed), {})
+    if missing := [(way, kind) for way, kind in cells if kind not in has.get(way, {})]:
+        job = trained(folder, BASES[base].settings(folder), seed)
+        for found in measured(job, missing):
+            save(output, base, seed, found)
+            print(base, seed, json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -5,16 +5,21 @@
 On the built-in base and on 125M random weights, in float32 on one thread. Every lone run and every script is a process
 of its own, from start to exit; a sweep is one, once with all members trained to the end and once with successive
 halving. Rows and steps are the same on all sides; the scripts evaluate nothing. Each side of a job is written as it
-ends, in a few minutes on an idle machine, and ratios are taken of those that are there.
+ends, in a few minutes on an idle machine, and ratios are taken of those that are there; an interrupted side is done
+anew, but for lone runs and scripts that ended. The side `memory` is another sweep, whose members each try the largest
+batch beside those that are paused.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import beside_peers
 import harness
@@ -22,6 +27,7 @@ import overhead
 
 RATES = ("1e-4", "3e-4", "1e-3", "2e-3", "4e-3", "8e-3", "1.6e-2", "3e-2")
 HELD_OUT = 64
+_LARGEST = "largest_batch_fits"
 JOBS = {"2M": overhead.Job(steps=40, threads=1), "125M": overhead.Job(steps=8, threads=1, batch=4, tokens=160)}
 ARCHITECTURES = {"125M": beside_peers.ARCHITECTURES["110M"]}
 """Of random weights, with embeddings apart from the head; the other job has the built-in base."""
@@ -45,22 +51,32 @@ def main() -> None:
     options = parser.parse_args()
     jobs = harness.saved(options.output, "jobs")
     for part in options.only or parts:
+        print(part, file=sys.stderr, flush=True)
         name, _, side = part.partition("/")
-        with tempfile.TemporaryDirectory(prefix="sweeps-") as scratch:
-            bench = Bench(Path(scratch), name, options.steps or JOBS[name].steps)
-            measured = SIDES[side](bench)
         into = jobs.setdefault(name, {"sides": {}})
+        steps = options.steps or JOBS[name].steps
+        unfinished = into.setdefault("unfinished", {}).setdefault(f"{side}, {steps} steps", {})
+        save = functools.partial(harness.save, options.output, {"rates": RATES, "jobs": jobs}, threads=1)
+        with tempfile.TemporaryDirectory(prefix="sweeps-") as scratch:
+            bench = Bench(Path(scratch), name, steps, unfinished, save)
+            measured = SIDES[side](bench)
         into["sides"][side] = measured
+        del into["unfinished"][f"{side}, {steps} steps"]
         into |= {"settings": bench.described, "beside": beside(into["sides"])}
-        harness.save(options.output, {"rates": RATES, "jobs": jobs}, threads=1)
+        save()
         print(json.dumps({part: measured, "beside": into["beside"]}), flush=True)
 
 
 class Bench:
-    """Runs the sides of a job, each process in a fresh directory."""
+    """Runs the sides of a job, each process in a fresh directory.
 
-    def __init__(self, scratch: Path, name: str, steps: int) -> None:
-        self.scratch, self.steps = scratch, steps
+    `measured`: what was measured by `measure` in an earlier start, to which it adds, calling `save`.
+    """
+
+    def __init__(
+        self, scratch: Path, name: str, steps: int, measured: dict[str, Any], save: Callable[[], None]
+    ) -> None:  # fmt: skip
+        self.scratch, self.steps, self.measured, self.save = scratch, steps, measured, save
         self.job = beside_peers.of_random_weights(JOBS[name], ARCHITECTURES.get(name), scratch)
         self.rows, self.held_out = scratch / "rows.jsonl", scratch / "held_out.jsonl"
         harness.succeeded(harness.python("-c", _ROWS, str(HELD_OUT), self.rows, self.held_out))
@@ -79,6 +95,15 @@ class Bench:
     @property
     def described(self) -> list[str]:
         return list(map(harness.without_paths, self.settings))
+
+    def measure(self, one: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+        """What `one` measures of each rate, saved as it ends."""
+        for rate in RATES:
+            if (name := f"learning_rate={rate}") not in self.measured:
+                self.measured[name] = one(rate)
+                self.save()
+                print(f"{name}: {self.measured[name]['seconds']:.0f} s", file=sys.stderr, flush=True)
+        return {**self.measured}
 
     def run(self, *command: str | Path) -> dict[str, float]:
         """Run a process to its end; its wall and CPU seconds."""
@@ -101,7 +126,7 @@ def lone(bench: Bench) -> dict[str, Any]:
         losses = [line["eval_loss"] for line in harness.read_lines(run / "metrics.jsonl") if "eval_loss" in line]
         return {**spent, "resident_bytes": _resident(run), "eval_loss": losses[-1]}
 
-    runs = {f"learning_rate={rate}": one(rate) for rate in RATES}
+    runs = bench.measure(one)
     return {**_summed(runs), "winner": min(runs, key=lambda rate: runs[rate]["eval_loss"] or float("inf"))}
 
 
@@ -115,7 +140,7 @@ def trl(bench: Bench) -> dict[str, Any]:
         spent = bench.run(script, *bench.job.options, *options, "--checkpointing=all")
         return {**spent, "resident_bytes": json.loads((output / "loop.json").read_text())["resident_bytes"]}
 
-    return _summed({f"learning_rate={rate}": one(rate) for rate in RATES})
+    return _summed(bench.measure(one))
 
 
 def full(bench: Bench) -> dict[str, Any]:
@@ -128,7 +153,55 @@ def halved(bench: Bench) -> dict[str, Any]:
     return _swept(bench)
 
 
-SIDES: dict[str, Callable[[Bench], dict[str, Any]]] = {"lone": lone, "full": full, "halved": halved, "trl": trl}
+def memory(bench: Bench) -> dict[str, Any]:
+    """The tensors of each number of members, beside the forecast."""
+    import torch
+
+    torch.set_num_threads(bench.job.threads)
+    steps = f"training.max_steps={len(RATES)}"  # one in the first round
+    job = [*bench.settings, steps, f"output.dir={bench.scratch / 'sweep'}"]
+    return {"members": members_in_memory(bench.scratch / "job.yaml", job, {"training.learning_rate": RATES})}
+
+
+def members_in_memory(
+    source: Path, overrides: Sequence[str], keys: Mapping[str, Sequence[str]]
+) -> list[dict[str, float]]:  # fmt: skip
+    """The peak bytes of tensors of each member's first step while those before it are paused, and their forecast.
+
+    That is the forecast of its run, and the adapter and optimizer states of the others by theirs.
+    """
+    from finetune.sweeps import grid, running
+    from finetune.training.residents import PAUSED, Residents
+
+    take = Residents.take
+
+    def count_all(residents: Residents, run: Path) -> list[Any]:
+        return [*residents.weights(), *(each for paused in residents.paused.values() for each in paused.tensors())]
+
+    def take_untried(residents: Residents, run: Path, config: Any) -> Any:
+        residents.largest_batch.clear()
+        return take(residents, run, config)
+
+    with mock.patch.object(Residents, "tensors", count_all), mock.patch.object(Residents, "take", take_untried):
+        running.sweep(source, overrides, keys)
+    found, paused_bytes = [], 0
+    for number, member in enumerate(grid.members(source, overrides, keys), 1):
+        run = Path(str(member.config.output.dir))
+        first = next(each for each in harness.read_lines(run / "events.jsonl") if each["event"] == _LARGEST)
+        forecast = json.loads((run / "forecast.json").read_text())
+        expected = forecast["peak_allocated_bytes"] + paused_bytes
+        counted = max(peak["allocated_bytes"] for peak in first["memory"].values())
+        paused_bytes += sum(forecast["categories"][name] for name in PAUSED)
+        found.append(
+            {"members": number, "forecast_bytes": expected, "counted_bytes": counted,
+             "counted_over_forecast": round(counted / expected, 4)}
+        )  # fmt: skip
+    return found
+
+
+SIDES: dict[str, Callable[[Bench], dict[str, Any]]] = {
+    "lone": lone, "full": full, "halved": halved, "trl": trl, "memory": memory
+}  # fmt: skip
 
 
 def _swept(bench: Bench, *options: str) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from finetune.lifecycle.plan import plan
 from finetune.measure.monitor import Monitor, meter_for
 from finetune.model import bounds, build
 from finetune.model.adapters import adapter
-from finetune.model.resident import ResidentBase
 from finetune.report import page
 from finetune.report.result import Result
 from finetune.report.terminal import Terminal
@@ -25,19 +24,20 @@ from finetune.training import evidence, strategies
 from finetune.training import run as training
 from finetune.training.callbacks import Callback
 from finetune.training.checks import check_shares
+from finetune.training.residents import Residents
 from finetune.training.tracking import Trackers
 
 
 @session.releasing()
 def train(
     config: Config, *, fresh: bool = False, terminal: Terminal | None = None, callbacks: tuple[Callback, ...] = (),
-    bases: ResidentBase | None = None,
+    residents: Residents | None = None,
 ) -> Result:  # fmt: skip
     """Train as `config` says and return the results; a run that was interrupted goes on from its last checkpoint.
 
     Every rank runs this; rank 0 alone prints, exports and reports. `fresh` moves an earlier run in the same directory
-    aside instead. `bases` keeps the base of a single process in memory for its next run. Raises a FinetuneError for
-    each problem that a user can solve.
+    aside instead. `residents` keep the base of a single process in memory for its next run, and a run that a callback
+    ends. Raises a FinetuneError for each problem that a user can solve.
     """
     libraries.quiet()
     terminal = (terminal or Terminal()) if ranks.is_main() else Terminal(quiet=True)
@@ -75,18 +75,21 @@ def train(
             ranks.world_size(), inputs.mixture,
         )  # fmt: skip
 
-        monitor = Monitor(meter_for(device.type))
+        monitor = Monitor(meter_for(device.type), residents.tensors(own.path) if residents else ())
+        paused = residents.take(own.path, config) if residents else None
         tracked = Trackers(config.tracking, own, config, terminal.note)
         with tracked, session.computing(config, own, monitor, device):
             # Build: the base, which is asked a few questions, and the adapter on it.
+            inputs = opening.with_exact_start(config, run, inputs, start, device, terminal.note)
             placement = strategies.placement(config.distributed, device)
             with monitor.phase("load"):
-                base = bases.load(inputs.blueprint, device) if bases else inputs.blueprint.load(device, placement)
+                load = inputs.blueprint.load
+                base = residents.load(inputs.blueprint, device) if residents else load(device, placement)
             provenance = opening.confirm_base(config, own, inputs, start, base, terminal.note)
             monitor.take_step()  # loading is reported once, not with the first step
-            known = bases.computed if bases else None
+            known = residents.computed if residents else None
             answered = answers.before(base, inputs.tokenizer, config, own, terminal.note, known)
-            model = build.trainable(
+            model = paused.step.model if paused else build.trainable(
                 base, config.model, resume.to_build(config.adapter, resumed=bool(start.checkpoint)), config.memory,
                 seed=config.training.seed, device_type=device.type, placement=placement,
             )  # fmt: skip
@@ -98,7 +101,7 @@ def train(
                 config, inputs.blueprint.architecture, model, inputs.tokenizer, inputs.data, own, monitor,
                 terminal, tracked, device=device, signals=signals, provenance=provenance, resume_from=start.checkpoint,
                 by_length=forecast.by_length if forecast else (), callbacks=callbacks,
-                kernels_off=certificate.kernels_off,
+                kernels_off=certificate.kernels_off, residents=residents, paused=paused,
             )  # fmt: skip
             job, forecast = replan.without_ruled_out(
                 training.complete(job), asked, inputs, certificate, forecast, terminal
@@ -106,7 +109,7 @@ def train(
             config, ended = job.config, training.train(job)
             answers.after(model, inputs.tokenizer, config, own, answered)
             tracked.answers(own)
-            del base, model, job
+            del base, model, job, paused
 
         # Publish, and report.
         if ranks.is_main():

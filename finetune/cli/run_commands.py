@@ -13,6 +13,7 @@ import finetune
 from finetune.cli import options
 from finetune.cli.output import give, give_page, new_terminal
 from finetune.cli.program import command
+from finetune.errors import ConfigError
 from finetune.launch.targets import TARGETS
 from finetune.report.visible import LINES, visible
 from finetune.runtime.stages import stage
@@ -48,10 +49,15 @@ def launch(
             evidence.refuse_guess(member.config)
         members = len(made)
         swept = [f"{key}={','.join(values)}" for key, values in keys.items()]
-    file, submit = render.write(
-        config, given, on, nodes=nodes, gpus=gpus, gpu=gpu, image=image, volume=volume, output=output, swept=swept,
-        members=members,
-    )  # fmt: skip
+    try:
+        file, submit = render.write(
+            config, given, on, nodes=nodes, gpus=gpus, gpu=gpu, image=image, volume=volume, output=output, swept=swept,
+            members=members,
+        )  # fmt: skip
+    except ConfigError as error:
+        if several := next((each for each in given if "," in each), ""):
+            raise ConfigError(f"{error}; if `{several}` is a list of values to compare, add --sweep") from None
+        raise
     typer.echo(visible(f"{file} starts the job: {submit}", LINES))
 
 

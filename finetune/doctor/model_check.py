@@ -44,13 +44,13 @@ def examine(
 ) -> Examination:
     """Try the model on this machine's CPU; calls `began` with what is tried next.
 
-    `name` is that of a model, its folder, or its config.json. The exit code is that of the refusal if the model is
-    refused, and that of a bad artifact if a check fails.
+    `name` is that of a model, its folder, its config.json, or its GGUF file. The exit code is that of the refusal if
+    the model is refused, and that of a bad artifact if a check fails.
     """
     file = Path(name)
-    if file.is_file():
+    if file.is_file() and file.suffix.lower() != ".gguf":
         if file.name != "config.json":
-            raise ConfigError(f"{name}: give a model's folder or its config.json, or a run directory")
+            raise ConfigError(f"{name}: give a model's folder, its config.json or GGUF file, or a run directory")
         name = str(file.parent)
     with tempfile.TemporaryDirectory(prefix="finetune-doctor-") as folder:
         findings, refused_with = _tried(name, Path(folder), began, time.monotonic() + limit_seconds)

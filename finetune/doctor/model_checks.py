@@ -33,6 +33,7 @@ from finetune.model import build, small_copy
 from finetune.model.attention.caches import CACHES
 from finetune.model.probes import causality, packed_rows
 from finetune.model.recompute import checkpointing
+from finetune.model.source import gguf_base
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.objectives import log_probs, trial
 from finetune.report.terminal import Terminal
@@ -67,7 +68,9 @@ class Copy:
 
     @cached_property
     def whole(self) -> Any:
-        """The architecture of the model itself."""
+        """The architecture of the model itself; of a GGUF file, which is not unpacked for that, as unquantized."""
+        if self.name.lower().endswith(".gguf"):
+            return gguf_base.architecture(Path(self.name))
         return bases.load_architecture(ModelSection(name=self.name), listed=True)
 
     @property

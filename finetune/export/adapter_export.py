@@ -93,6 +93,8 @@ def _why_not_plain(job: Conversion) -> str | None:
         return "`data.new_tokens` trained rows of the embedding and the head as well, which these programs refuse"
     if parameters:
         return f"it is on parameters that are no linear layers, {', '.join(parameters)}"
+    if on_experts and held_base.wanted(job):
+        return "its base is served as a GGUF file, and llama.cpp takes no adapter on experts (`adapter.expert_rank: 0`)"
     if refused := refusal(job.architecture.model_type, on_experts, stored=bool(_files(job.config.model))):
         return refused
     if section.init == "loftq":

@@ -20,7 +20,7 @@ from finetune.export.export_formats import FORMATS, ExportFormat
 from finetune.export.gguf import gguf_types
 from finetune.export.merging import merge as merging
 from finetune.export.merging.bases import Bases, ServedWeights
-from finetune.export.rounding import rounded_run
+from finetune.export.rounding import exact_start, rounded_run
 from finetune.measure.out_of_memory import as_out_of_memory_error
 from finetune.model.base import load_architecture
 from finetune.model.source import identity, vision
@@ -70,6 +70,8 @@ def export_model(
                 job = _conversion(run, config, form, kind)
                 promised = (config.output.way, config.output.serve) == ("rounded", job.kind)
                 rounded = rounded or (promised and _rounds(form))
+                if config.quantization.kind in (*serving.GGUF, "gguf") and form.merged and not (rounded or job.packed):
+                    _warn_of_rounding(run, kind)
                 if form.merged and config.adapter.kind == "lora" and not run.is_merged:
                     merge_locked(run, config, terminal, note_beside_output)
                 record = _convert(_rounded(job, form) if rounded else job, format, form)
@@ -94,6 +96,16 @@ def export_model(
         record["pushed"], record["also_there"] = upload.push(folder, push)
         terminal.pushed(record["pushed"], record["also_there"])
     return record
+
+
+def _warn_of_rounding(run: RunDirectory, kind: str) -> None:
+    """Say that a base which was held as served is merged and rounded again, if it is."""
+    if kind not in ("f16", "bf16"):
+        note_beside_output(
+            f"the adapter was trained on a base in served codes, and is merged and rounded again to {kind}, which may "
+            f"undo much of what it learned; `finetune export {run.quoted} --to adapter` serves it beside that base, "
+            "where nothing is lost"
+        )
 
 
 def _refuse_lossy(folder: Path, record: dict[str, Any], push: str, *, anyway: bool) -> None:
@@ -171,7 +183,8 @@ def _conversion(run: RunDirectory, config: Config, form: ExportFormat, kind: str
                 f"{kind}, which was not trained; export that form, or train another run"
             )
         folder = weights_directory(config.model.name, config.model.revision, download=True)
-        bases = Bases(config, run.adapter, identity.loaded_files(folder), device)
+        files, start = identity.loaded_files(folder), exact_start.of_run(run)
+        bases = Bases(config, run.adapter, files, device, start=start)
         packed = ServedWeights(bases.merging("quantized"))
     job = Conversion(
         run, config, tokenizer, compared.ids, compared.name, device, kind, base_identity, load_merged, compared.shown,

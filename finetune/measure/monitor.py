@@ -9,7 +9,7 @@ driver records no peak. On a CPU: the process's peak resident size, which Linux 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
@@ -97,16 +97,16 @@ class Monitor:
 
     One phase is open at a time: `enter` closes the previous one. A phase that is entered several times in a step (once
     per micro-batch) keeps its largest peak. Tensors that exist before the monitor (a notebook's, an earlier run's) are
-    not counted.
+    not counted, except `own`.
     """
 
-    def __init__(self, meter: Meter) -> None:
+    def __init__(self, meter: Meter, own: Iterable[torch.Tensor] = ()) -> None:
         self._meter = meter
         self._others: list[weakref.ref[torch.Tensor]] | None = None
         if isinstance(meter, HostMeter):
             from finetune.measure import tensors  # imports torch
 
-            self._others = tensors.living()
+            self._others = tensors.living(own)
         self._open: str | None = None
         self._count: TensorCount | None = None
         self._step: dict[str, Peak] = {}

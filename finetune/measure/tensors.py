@@ -72,9 +72,10 @@ def can_count() -> bool:
     return ranks.world_size() == 1 and not torch.autograd._profiler_enabled()  # noqa: SLF001 -- no public name
 
 
-def living() -> list[weakref.ref[torch.Tensor]]:
-    """References to all tensors that Python holds."""
-    return [weakref.ref(tensor) for tensor in _tensors()]
+def living(own: Iterable[torch.Tensor] = ()) -> list[weakref.ref[torch.Tensor]]:
+    """References to all tensors that Python holds, except those with the storage of one of `own`."""
+    known = _storage_bytes(own)
+    return [weakref.ref(tensor) for tensor in _tensors() if not (known and _storage_bytes([tensor]).keys() & known)]
 
 
 def live_bytes(others: Sequence[weakref.ref[torch.Tensor]] = ()) -> int:

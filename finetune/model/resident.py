@@ -24,11 +24,14 @@ class ResidentBase:
 
     def load(self, blueprint: Blueprint, device: torch.device) -> Any:
         """The base of `blueprint` on `device`, with modules that nothing has changed."""
-        parts = (blueprint.model, blueprint.quantization, blueprint.attention, blueprint.dtype)
+        parts = (blueprint.model, blueprint.quantization, blueprint.attention, blueprint.dtype, blueprint.start)
         made_for = (*parts, blueprint.architecture.to_json_string(), device)
         if made_for != self._made_for:
             self._base = self._made_for = None  # not two of them at a time
             self.computed.clear()
             self._base, self._made_for = blueprint.load(device), made_for
-        weights = {id(weight): weight for weight in (*self._base.parameters(), *self._base.buffers())}
-        return copy.deepcopy(self._base, weights)
+        return copy.deepcopy(self._base, {id(weight): weight for weight in self.weights()})
+
+    def weights(self) -> list[torch.Tensor]:
+        """The weights and buffers in memory; none before the base is loaded."""
+        return [*self._base.parameters(), *self._base.buffers()] if self._base is not None else []

@@ -254,6 +254,7 @@ class ForecastRecord(TypedDict):
     needed_bytes: Bytes
     budget_bytes: Bytes
     differences: list[Difference]
+    categories: NotRequired[dict[str, Bytes]]
     by_length: NotRequired[list[UpTo]]
 
 

@@ -26,11 +26,11 @@ from finetune.config import AdapterSection, Config, TrainingSection
 from finetune.data import fingerprint, prepare
 from finetune.data.prepare import Prepared
 from finetune.errors import ConfigError, DataError, InUseError, NumbersError, OutOfMemoryError, first_line
+from finetune.export.rounding import exact_start
 from finetune.lifecycle import provenance, resume
 from finetune.model import bounds, build
 from finetune.model.adapters import adapter_files
 from finetune.model.base import load_architecture
-from finetune.model.resident import ResidentBase
 from finetune.model.source import vision
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.report.terminal import Terminal
@@ -47,6 +47,7 @@ from finetune.training import evidence
 from finetune.training.callbacks import Callback
 from finetune.training.eval_loss import held_out_loss
 from finetune.training.progress import Progress, read_progress
+from finetune.training.residents import PAUSED, Residents
 
 _SCORES = "scores"
 _OTHERWISE = "or set another `output.dir`"
@@ -151,7 +152,7 @@ class _Sweep:
     full: bool
     budget_seconds: float | None
     terminal: Terminal
-    bases: ResidentBase = field(default_factory=ResidentBase)
+    residents: Residents = field(default_factory=Residents)
     started: float = field(default_factory=time.monotonic)
     scores: dict[float, dict[str, np.ndarray]] = field(default_factory=dict)
     why: dict[str, tuple[State, str]] = field(default_factory=dict)
@@ -190,6 +191,8 @@ class _Sweep:
         if share < 1:
             for setting, why in halving.stopped(kept).items():
                 self.why[setting] = "stopped", why
+                for member in (each for each in self.members if each.setting == setting):
+                    self.residents.paused.pop(Path(str(member.config.output.dir)), None)
                 self.terminal.note(f"{setting}: stopped after {share:.3g} of a run, {why}")
         return [setting for setting in kept if setting not in self.why]
 
@@ -262,14 +265,23 @@ class _Sweep:
         try:
             if share == 1 or _share(training, progress.step, progress.epoch) < share:
                 callbacks = (_pause(training, share),)
-                recipe.train(member.config, terminal=Terminal(quiet=True), callbacks=callbacks, bases=self.bases)
+                recipe.train(
+                    member.config, terminal=Terminal(quiet=True), callbacks=callbacks, residents=self.residents
+                )
         except _Paused:
-            pass
+            self._make_room(run)
         except NumbersError:
             return _NOT_FINITE
         weights = run.adapter if share == 1 else resume.find(run).checkpoint
         assert weights, "a paused run has a checkpoint"
-        return self._losses(run.config(), weights)
+        return self._losses(run.config(), weights, exact_start.of_run(run))
+
+    def _make_room(self, run: RunDirectory) -> None:
+        """Leave a paused run to its checkpoint if by the forecasts it does not fit beside the step of another."""
+        forecasts = [each for path in self.residents.paused if (each := RunDirectory(path).forecast())]
+        apart = sum(each["categories"][name] for each in forecasts for name in PAUSED)
+        if any(each["needed_bytes"] + apart > each["budget_bytes"] for each in forecasts):
+            del self.residents.paused[run.path]
 
     def _refuse_other_job(self, config: Config, run: RunDirectory, saved: Path) -> None:
         """Raise as training does for a checkpoint of other settings or rows, also where nothing is left to train."""
@@ -277,11 +289,11 @@ class _Sweep:
         config, _ = evidence.resolved_if_known(resume.as_started(allowed, run, fresh=False))
         provenance.changes_since(run, saved, {"config": config.model_dump(mode="json"), "data": self._rows})
 
-    def _losses(self, config: Config, weights: Path) -> np.ndarray:
+    def _losses(self, config: Config, weights: Path, start: Path | None) -> np.ndarray:
         """(sum, trained tokens) of each evaluation row, in the same order for all members."""
         architecture, device = load_architecture(config.model), this_device()
         attention, _ = build.choose_attention(config, architecture, device.type)
-        base = self.bases.load(build.blueprint(config, architecture, attention), device)
+        base = self.residents.load(build.blueprint(config, architecture, attention, start), device)
         model = adapter_files.load_adapter(base, weights, config.adapter)
         _, by_row = held_out_loss(model, self._tokenizer, self._data.eval, self._in_order(config))
         return by_row.numpy()

@@ -74,6 +74,8 @@ def assemble(job: TrainingJob, callbacks: Callbacks) -> Loop:
 
 
 def _step(job: TrainingJob, recorder: MetricsRecorder, collate: MicroBatches) -> Step:
+    if job.paused:
+        return replace(job.paused.step, monitor=job.monitor, idle=collate.idle(), seen=recorder.saw)
     model, device, config, training = job.model, job.device, job.config, job.config.training
     updated_on = next(weight.device.type for weight in model.parameters() if weight.requires_grad)
     managed = updated_on == "cuda" and driver.shares_managed_memory(torch.cuda.current_device())

@@ -17,7 +17,7 @@ from bitsandbytes.optim.optimizer import Optimizer8bit
 
 from finetune.data.batching import Batch, Sizes, chosen_rows, per_step, worst_batches
 from finetune.data.encoded import IGNORE, TEACHER, segments_of
-from finetune.measure.monitor import Peak
+from finetune.measure.monitor import Monitor, Peak
 from finetune.model.distributed import optimizer_states
 from finetune.training.batches import Steps
 from finetune.training.collator import Inputs
@@ -38,14 +38,20 @@ def warm_up(step: Step, steps: Steps, retry: Retry, evaluation: EvalLoss | None)
     with monitor.counting_tensors(kept.size_bytes):
         _run_largest(step, steps, retry, evaluation)
     peaks = monitor.take_step()
-    # The run's peaks are those of its steps, and these have their own event; but tensors are counted here alone, where
-    # the batch is the one that is forecast.
     monitor.run = before
-    for phase, peak in peaks.items():
-        if "resident_bytes" in peak and "allocated_bytes" in peak:
-            monitor.run[phase] = {**before.get(phase, {}), "allocated_bytes": peak["allocated_bytes"]}
+    count_tensors(monitor, peaks)
     kept.put_back()
     return peaks
+
+
+def count_tensors(monitor: Monitor, peaks: dict[str, Peak]) -> None:
+    """Take the tensors of a warm-up's `peaks` for those of the run, whose other peaks are those of its steps.
+
+    They are counted there alone, where the batch is the one that is forecast.
+    """
+    for phase, peak in peaks.items():
+        if "resident_bytes" in peak and "allocated_bytes" in peak:
+            monitor.run[phase] = {**monitor.run.get(phase, {}), "allocated_bytes": peak["allocated_bytes"]}
 
 
 def _run_largest(step: Step, steps: Steps, retry: Retry, evaluation: EvalLoss | None) -> None:

@@ -25,6 +25,8 @@ def complete(job: TrainingJob) -> TrainingJob:
 
     Raises ConfigError or MachineError.
     """
+    if job.paused:
+        return replace(job, kernels_off=job.paused.kernels_off)
     config, model = job.config, job.model
     with autocast(config.training.precision, job.device), libraries.without_cudnn_attention():
         attached, off = _fuse(job)

@@ -17,10 +17,11 @@ from finetune.training import guards, model_setup, publishing, reference_scores,
 from finetune.training.assembly import assemble
 from finetune.training.callbacks import Callbacks
 from finetune.training.job import Outcome, TrainingJob
-from finetune.training.largest_batch import warm_up
+from finetune.training.largest_batch import count_tensors, warm_up
 from finetune.training.loop import Loop
 from finetune.training.model_setup import complete
 from finetune.training.progress import Progress, read_progress
+from finetune.training.residents import Paused, memory_settings
 from finetune.training.state import restore, restore_weights, updates_in, whole_weights
 
 __all__ = ["Outcome", "TrainingJob", "complete", "train"]
@@ -36,6 +37,8 @@ def train(job: TrainingJob) -> Outcome:
     loop = prepare(job)
     with job.signals.waiting(), model_setup.in_training(job):
         fit(job, loop)
+    if job.residents and loop.callbacks.failed:
+        job.residents.paused[job.run.path] = Paused(job.config, loop.step, job.kernels_off)
     ended = wind_down(job, loop)
     # The DDP model references the process group and must not be the last to do so: its destructor would join the
     # group's threads while holding the GIL, for which they may be waiting (torch 2.13, ProcessGroupGloo).
@@ -68,10 +71,7 @@ def fit(job: TrainingJob, loop: Loop) -> None:
             return
         restore(loop.step, loop.schedule, job.resume_from)
         _note_other_schedule(job, loop, job.resume_from)
-    started = time.perf_counter()
-    peaks = warm_up(loop.step, loop.steps, loop.retry, loop.evaluation)
-    seconds = round(time.perf_counter() - started, 3)
-    job.run.event("largest_batch_fits", step=loop.progress.step, seconds=seconds, memory=peaks)
+    _warm_up(job, loop)
     try:
         loop.run(job.resume_from)
         # After a signal, a launcher kills the other ranks half a minute after the first one ends.
@@ -82,6 +82,20 @@ def fit(job: TrainingJob, loop: Loop) -> None:
         with contextlib.suppress(Exception):  # the first error is the one to report
             loop.checkpoints.wait()
         raise
+
+
+def _warm_up(job: TrainingJob, loop: Loop) -> None:
+    """Try the largest batch, unless this process has done so for a run with the same settings."""
+    started, shown = time.perf_counter(), job.residents.largest_batch if job.residents else {}
+    settings, events = memory_settings(job.config), len([*job.run.events()])
+    if peaks := shown.get(settings):
+        count_tensors(job.monitor, peaks)
+    else:
+        peaks = warm_up(loop.step, loop.steps, loop.retry, loop.evaluation)
+        if len([*job.run.events()]) == events:  # no micro-batch was split
+            shown[settings] = peaks
+    seconds = round(time.perf_counter() - started, 3)
+    job.run.event("largest_batch_fits", step=loop.progress.step, seconds=seconds, memory=peaks)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,17 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import finetune
+from finetune.config import Config
 from finetune.config.serving import GGUF
 from finetune.errors import ArtifactError
 from finetune.export import publish
 from finetune.export.gguf import held_base
 from finetune.model.structure import packed
 from finetune.report.terminal import Terminal
-from finetune.settings import load_config
 from finetune.storage.rundir import RunDirectory
-from tests.jobs import QUICK, TINY, sampled, save_base
+from tests.jobs import sampled, save_base
+
+pytestmark = pytest.mark.slow
 
 
 def export(run: RunDirectory) -> dict[str, Any]:
@@ -39,18 +42,23 @@ def base(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_base(AutoModelForCausalLM.from_config(config), tmp_path_factory.mktemp("base") / "wide", tiny_base)
 
 
-def trained(base: Path | str, folder: Path, *overrides: str) -> RunDirectory:
-    job = [
-        *QUICK, f"model.name={base}", f"output.dir={folder}", "training.precision=fp32", "training.learning_rate=5e-3",
-        *overrides,
-    ]  # fmt: skip
-    finetune.train(load_config(TINY, job), terminal=Terminal(quiet=True))
-    return RunDirectory(folder)
+@pytest.fixture
+def trained(quick: Callable[..., Config]) -> Callable[..., RunDirectory]:
+    """A function from a base and overrides to a finished run."""
+
+    def train(base: Path | str, *overrides: str) -> RunDirectory:
+        job = [f"model.name={base}", "training.precision=fp32", "training.learning_rate=5e-3", *overrides]
+        return finetune.train(quick(*job), terminal=Terminal(quiet=True)).run
+
+    return train
+
+
+Trained = Callable[..., RunDirectory]
 
 
 @pytest.mark.parametrize("kind", sampled(GGUF, "q4_k_m"))
-def test_base_and_adapter_compute_what_was_trained(kind: str, base: Path, tmp_path: Path) -> None:
-    run = trained(base, tmp_path / "run", f"output.serve={kind}")
+def test_base_and_adapter_compute_what_was_trained(kind: str, base: Path, trained: Trained) -> None:
+    run = trained(base, f"output.serve={kind}")
     assert run.config().quantization.kind == kind
     assert run.config().output.runtime == "llama.cpp"
     record = export(run)
@@ -70,15 +78,17 @@ def test_base_and_adapter_compute_what_was_trained(kind: str, base: Path, tmp_pa
         assert held["llama_cpp"]["agreement"] >= 0.9
 
 
-def test_a_tied_base_with_rows_that_blocks_do_not_divide_is_shipped_as_trained(tmp_path: Path) -> None:
-    run = trained("builtin:tiny-llama", tmp_path / "run", "quantization.kind=q4_k_m")
+def test_a_tied_base_with_rows_that_blocks_do_not_divide_is_shipped_as_trained(
+    tiny_base: Path, trained: Trained
+) -> None:
+    run = trained(tiny_base, "quantization.kind=q4_k_m")
     held = export(run)["held_base"]
     assert (held["weights_differing"], held["agreement"]) == (0, 1)
     assert held["kl"] <= 1e-6
 
 
-def test_a_base_in_integers_is_written_as_compressed_tensors_reads_it(base: Path, tmp_path: Path) -> None:
-    run = trained(base, tmp_path / "run", "output.serve=int4")
+def test_a_base_in_integers_is_written_as_compressed_tensors_reads_it(base: Path, trained: Trained) -> None:
+    run = trained(base, "output.serve=int4")
     assert (run.config().output.runtime, run.config().output.way) == ("vllm", "adapter")
     record = export(run)
     folder = run.path / "plain-adapter" / "base"
@@ -90,9 +100,9 @@ def test_a_base_in_integers_is_written_as_compressed_tensors_reads_it(base: Path
 
 
 def test_other_bytes_than_those_of_the_training_are_not_shipped(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    base: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = trained(base, tmp_path / "run", "output.serve=q4_0")
+    run = trained(base, "output.serve=q4_0")
     events = [json.loads(line) for line in run.events_file.read_text().splitlines()]
     [recorded] = [event for event in events if event["event"] == "base_packed"]
     assert recorded["kind"] == "q4_0"
@@ -103,9 +113,9 @@ def test_other_bytes_than_those_of_the_training_are_not_shipped(
 
 
 def test_a_file_that_decodes_to_another_weight_is_not_shipped(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    base: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = trained(base, tmp_path / "run", "output.serve=q8_0")
+    run = trained(base, "output.serve=q8_0")
     write = held_base.write
 
     def damaged(*arguments: Any) -> Any:

@@ -8,7 +8,7 @@ import torch
 from finetune.forecast import operator_costs, planning
 from finetune.model.structure import packed
 from finetune.settings import load_config
-from tests.jobs import TINY
+from tests.jobs import TINY, sampled
 
 CONFIG = TINY.with_name("llama3_8b_q4_k_m.yaml")
 Q4_K, Q6_K = 144 / 256, 210 / 256
@@ -24,7 +24,7 @@ def bytes_of_8b() -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gpu", ["RTX 4090", "RTX 4080"])
+@pytest.mark.parametrize("gpu", sampled(["RTX 4090", "RTX 4080"], "RTX 4080"))
 def test_8b_fits_beside_its_adapter_in_the_bytes_that_are_served(gpu: str) -> None:
     least = ["training.micro_batch=1", "memory.checkpointing=all"]
     forecast = planning.plan(load_config(CONFIG, least), gpu).forecast

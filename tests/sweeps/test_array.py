@@ -51,6 +51,14 @@ def test_two_tasks_of_a_batch_script_train_each_member_once(
         assert [event["event"] for event in RunDirectory(run).events()].count("started") == 1
 
 
+def test_a_list_of_values_without_sweep_says_so(tmp_path: Path) -> None:
+    script = tmp_path / "job.sbatch"
+    launched = CliRunner().invoke(app, ["launch", "--on", "slurm", "--output", str(script), str(TINY), RATES])
+    assert launched.exit_code == 2
+    assert "add --sweep" in launched.output.replace("\n", " ")
+    assert not script.exists()
+
+
 @pytest.mark.parametrize(
     ("key", "said"),
     [

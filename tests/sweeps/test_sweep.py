@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,9 @@ from typing import Any
 
 import pytest
 import seeing
+import sweeps as benchmark
 import torch
+from children import Children, Fault
 from jobs import QUICK, TINY, metric, same_adapter
 from seeing_jobs import config, example
 
@@ -20,6 +23,7 @@ import finetune
 from finetune import recipe
 from finetune.errors import InUseError, OutOfMemoryError
 from finetune.inference import answers
+from finetune.model import build
 from finetune.report.sweep_view import SweepView
 from finetune.report.terminal import Terminal
 from finetune.results.sweep_table import TABLE
@@ -76,14 +80,55 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory, job: list[str]) -> tup
 def test_the_members_that_reach_the_end_are_lone_runs_to_the_bit(
     interrupted: tuple[Path, running.SweepTable], tmp_path: Path, job: list[str]
 ) -> None:
-    folder, table = interrupted
-    for setting in (each for each in table.settings if each.state == "finished"):
-        member = RunDirectory(folder / setting.setting)
+    assert_lone_runs(interrupted[1], tmp_path, job)
+
+
+def assert_lone_runs(table: running.SweepTable, folder: Path, job: list[str]) -> None:
+    """The finished members of a sweep of RATES have the losses and weights of runs alone, which are in `folder`."""
+    finished = [each for each in table.settings if each.state == "finished"]
+    assert finished
+    for setting in finished:
+        member = RunDirectory(setting.runs[0])
         rate = setting.values["training.learning_rate"]
-        lone = RunDirectory(tmp_path / str(rate))
+        lone = RunDirectory(folder / str(rate))
         finetune.train(load_config(TINY, [*job, f"output.dir={lone.path}", f"training.learning_rate={rate}"]))
         assert metric(member, "loss", "eval_loss") == metric(lone, "loss", "eval_loss")
         assert same_adapter(member, lone)
+
+
+@pytest.mark.slow
+def test_the_members_of_a_killed_sweep_are_lone_runs_to_the_bit(
+    tmp_path: Path, job: list[str], children: Children
+) -> None:
+    """Killed while it writes the last checkpoint of the first member of the second round."""
+    folder = tmp_path / "sweep"
+    rates = f"training.learning_rate={','.join(RATES['training.learning_rate'])}"
+    ended = children.run(["sweep", TINY, *job, f"output.dir={folder}", rates], Fault("rename", "step-00000008"))
+    assert ended.code == -signal.SIGKILL, ended.output
+    assert len([*(folder / "scores").glob("*.npy")]) == 4
+    table = swept(folder, job)
+    assert_lone_runs(table, tmp_path, job)
+
+
+@pytest.mark.slow
+def test_members_that_go_on_stay_in_memory_until_then(
+    tmp_path: Path, job: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainable, made = build.trainable, []
+    monkeypatch.setattr(build, "trainable", lambda *given, **named: made.append(trainable(*given, **named)) or made[-1])
+    table = swept(tmp_path / "sweep", [*job, "training.max_steps=4"])
+    assert len(made) == 4
+    assert_lone_runs(table, tmp_path, [*job, "training.max_steps=4"])
+
+
+@pytest.mark.slow
+def test_the_tensors_of_several_members_are_forecast(tmp_path: Path, job: list[str]) -> None:
+    arguments = [*job, "training.max_steps=4", "memory.check=refuse", f"output.dir={tmp_path / 'sweep'}"]
+    found = benchmark.members_in_memory(TINY, arguments, RATES)
+    assert [each["members"] for each in found] == [1, 2, 3, 4]
+    for each in found:
+        assert each["counted_bytes"] == pytest.approx(each["forecast_bytes"], rel=0.01)
+    assert found[3]["counted_bytes"] > found[0]["counted_bytes"]
 
 
 @pytest.mark.slow
@@ -296,7 +341,6 @@ def test_the_directory_of_a_sweep_is_compared_as_its_runs(
 
 
 def test_a_resident_base_gives_each_training_its_own_modules_around_the_same_weights() -> None:
-    from finetune.model import build
     from finetune.model.base import load_architecture
     from finetune.model.resident import ResidentBase
 

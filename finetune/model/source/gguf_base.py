@@ -25,8 +25,11 @@ from finetune.storage import files, locks, weight_files
 METHOD = "gguf"
 """The `quant_method` of the folder's config.json, whose `modules_to_convert` has the form of each packed weight."""
 
-FORMS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs")
-"""Forms of packed weights (`packed.FORMS`) that are read from files."""
+FORMS = {
+    **{name: name for name in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs")},
+    "gguf_mxfp4": "mxfp4",
+}
+"""Forms of packed weights (`packed.FORMS`) that are read from files, and the types that files name them by."""
 
 _DIGITS_APART = ("smollm", "starcoder", "refact", "command-r")
 """Byte-level tokenizers that split off each digit before they split text as GPT-2 does (src/llama-vocab.cpp)."""
@@ -56,6 +59,33 @@ _SPACES = {
 
 _STAMP = "gguf.json"
 _PLAIN = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+
+_FIELDS = {
+    "max_position_embeddings": "context_length",
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+}
+"""Fields of every config, and the keys of a file that hold them."""
+
+_TYPES = {
+    "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "gemma2": "gemma2",
+    "gemma3": "gemma3_text", "gpt-oss": "gpt_oss", "phi3": "phi3",
+}  # fmt: skip
+"""llama.cpp's architectures that are read, and transformers' types of their models."""
+_NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+_EPS = "attention.layer_norm_rms_epsilon"
+
+_OTHERS = {
+    "adapter": "an adapter, which is trained further only from the run that wrote it: name its base",
+    "mmproj": "the part of a model that sees or hears: name the file of its language model",
+    "imatrix": "statistics of a model's inputs: name the file of the model",
+    "vocab": "a tokenizer without a model: name the file of the model",
+}
+"""What a file of another `general.type` than `model` is, and the cure."""
 
 
 def unpacked(file: Path) -> Path:
@@ -93,9 +123,20 @@ def _stamp(file: Path) -> dict[str, int]:
     return {"bytes": status.st_size, "modified_ns": status.st_mtime_ns}
 
 
+def architecture(file: Path) -> Any:
+    """The transformers config of a GGUF file's model, as unquantized, after a look at all it holds but the weights.
+
+    Raises as `unpacked`.
+    """
+    with _explained(file, file):
+        base = _File(file)
+        list(base.weights())
+        return base.config
+
+
 def _unpack(file: Path, folder: Path) -> None:
     stamp = _stamp(file)
-    try:
+    with _explained(file, folder):
         base = _File(file)
         weights = {name: weight for name, *weight in base.weights()}
         layout = weight_files.FileLayout({name: (dtype, shape) for name, (dtype, shape, _) in weights.items()})
@@ -104,13 +145,21 @@ def _unpack(file: Path, folder: Path) -> None:
             tensors = (load() for _, _, load in weights.values())
             weight_files.write(partial / ("model" + weight_files.SUFFIX), layout, tensors)
             files.write_json(partial / _STAMP, stamp)
+
+
+@contextlib.contextmanager
+def _explained(file: Path, folder: Path) -> Iterator[None]:
+    """In the block, raise errors of reading `file` and of writing to `folder` as those of this program."""
+    try:
+        yield
     except FinetuneError:
         raise
     except OSError as error:
         raise MachineError(files.not_written(folder, error)) from None
     except Exception as error:  # untrusted files may cause anything
         raise ArtifactError(
-            f"{file}: it cannot be read as a GGUF file ({type(error).__name__}: {first_line(error)}); download it again"
+            f"{file}: it cannot be read as a GGUF file ({type(error).__name__}: {first_line(error)}); download it "
+            "again, or another file of the model"
         ) from None
 
 
@@ -123,56 +172,90 @@ class _File:
 
         self._file = file
         reader = gguf.GGUFReader(file)
+        if reader.endianess is not gguf.GGUFEndian.LITTLE:
+            raise ArtifactError(
+                f"{file}: its numbers are big-endian; convert it with `gguf-convert-endian FILE little`"
+            )
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
         whole = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.scores", "tokenizer.ggml.token_type")
         self._keys = {name: field.contents() for name, field in reader.fields.items() if name not in whole}
-        if self._keys.get("split.count", 1) > 1:
-            raise ArtifactError(
-                f"{file}: it is one of {self._keys['split.count']} parts; join them with `llama-gguf-split --merge`"
-            )
-        if self._key("block_count") > len(self._tensors):
-            raise ArtifactError(f"{file}: it has fewer tensors than layers; download it again")
-        self.config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
-        family = gguf_families.FAMILIES.get(self.config.model_type)
-        if family is None or not family.readable:
-            raise ArtifactError(
-                f"{file}: a model of type `{self.config.model_type}` is not read from a GGUF file; name the folder or "
-                "the hub's name of its base"
-            )
-        self._complete(self.config)
+        self._check()
+        self.config = AutoConfig.for_model(self._type, **self._fields())
+        if self.config.model_type.startswith("gemma"):
+            self._complete_gemma(self.config)
+        self._scale(gguf_families.own_rope(self.config))
         self._family = gguf_families.family(self.config)
         with torch.device("meta"):
             self._model = AutoModelForCausalLM.from_config(self.config)
         self._forms: dict[str, str] = {}
 
+    def _check(self) -> None:
+        """Raise ArtifactError for a file that does not hold a whole language model of a known architecture."""
+        if other := _OTHERS.get(self._keys.get("general.type", "model")):
+            raise ArtifactError(f"{self._file}: it holds {other}")
+        if self._keys.get("split.count", 1) > 1:
+            raise ArtifactError(
+                f"{self._file}: it is one of {self._keys['split.count']} parts; join them with `llama-gguf-split "
+                "--merge`"
+            )
+        arch = self._keys.get("general.architecture")
+        if arch and arch not in _TYPES:
+            raise ArtifactError(
+                f"{self._file}: a model of llama.cpp's type `{arch}` is not read from a GGUF file, only of "
+                f"{', '.join(_TYPES)}; name the folder or the hub's name of the model it was made from"
+            )
+        needed = [f"{arch}.{key}" for field, key in _FIELDS.items() if field in _NEEDED]
+        for key in ("general.architecture", "tokenizer.ggml.model", *needed, f"{arch}.{_EPS}"):
+            if key not in self._keys:
+                raise ArtifactError(f"{self._file}: its key `{key}` is missing; download it again")
+        if self._key("pooling_type"):
+            raise ArtifactError(f"{self._file}: it holds an embedding model, which predicts no text; name another base")
+        if self._key("block_count") > len(self._tensors):
+            raise ArtifactError(f"{self._file}: it has fewer tensors than layers; download it again")
+
     def _key(self, name: str) -> Any:
         return self._keys.get(f"{self._keys['general.architecture']}.{name}")
 
-    def _complete(self, config: Any) -> None:
-        """Set what transformers' reader (5.23) leaves at its default, or takes in float32."""
-        known: dict[str, Any] = {
+    @property
+    def _type(self) -> str:
+        """transformers' type of the model."""
+        kind = _TYPES[self._keys["general.architecture"]]
+        return "mixtral" if kind == "llama" and self._key("expert_count") else kind
+
+    def _fields(self) -> dict[str, Any]:
+        """The fields of the config, besides those of Gemma and of a scaling of the rotary embedding."""
+        fields = {field: value for field, key in _FIELDS.items() if (value := self._key(key)) is not None}
+        fields = {
+            "head_dim": fields["hidden_size"] // fields["num_attention_heads"],
+            "num_key_value_heads": fields["num_attention_heads"],
+            **fields,
             "dtype": torch.bfloat16,
-            "rms_norm_eps": float(str(np.float32(config.rms_norm_eps))),
+            "rms_norm_eps": float(str(np.float32(self._key(_EPS)))),
+            "vocab_size": int(self._tensor("token_embd.weight").shape[-1]),
+            "tie_word_embeddings": "output.weight" not in self._tensors,
             **{
                 f"{role}_token_id": self._keys.get(f"tokenizer.ggml.{name}_token_id")
                 for role, name in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
             },
         }
-        if head := self._key("attention.key_length"):
-            known["head_dim"] = head
+        if self._type != "gemma3_text":
+            theta = self._key("rope.freq_base") or 10_000.0
+            fields["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}
+            if (rotated := self._key("rope.dimension_count") or fields["head_dim"]) != fields["head_dim"]:
+                fields["rope_parameters"]["partial_rotary_factor"] = rotated / fields["head_dim"]
+        if self._type.startswith(("gemma", "gpt_oss")):
+            fields["sliding_window"] = self._key("attention.sliding_window")
         if pattern := self._key("attention.sliding_window_pattern"):
-            known["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
+            fields["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
         if experts := self._key("expert_count"):
-            known |= {
-                "num_experts": experts,
+            inside = self._key("expert_feed_forward_length") or fields["intermediate_size"]
+            fields |= {
+                "num_experts" if self._type == "qwen3_moe" else "num_local_experts": experts,
                 "num_experts_per_tok": self._key("expert_used_count"),
-                "moe_intermediate_size": self._key("expert_feed_forward_length"),
+                "moe_intermediate_size" if self._type == "qwen3_moe" else "intermediate_size": inside,
                 "norm_topk_prob": True,  # llama.cpp always does
             }
-        config.update(known)
-        if config.model_type.startswith("gemma"):
-            self._complete_gemma(config)
-        self._scale(gguf_families.own_rope(config))
+        return fields
 
     def _complete_gemma(self, config: Any) -> None:
         wide = 46 if config.model_type == "gemma2" else 62
@@ -236,7 +319,7 @@ class _File:
         """Write the tokenizer's files; none if transformers would split text otherwise, so that `model.tokenizer` has
         to name one.
         """
-        from transformers import AutoTokenizer
+        from transformers import PreTrainedTokenizerFast
 
         try:
             from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as SPLITS
@@ -246,7 +329,7 @@ class _File:
         splits = self._keys.get("tokenizer.ggml.pre")
         if of_bytes and splits not in (*SPLITS, *_DIGITS_APART, "gpt-2"):
             return
-        AutoTokenizer.from_pretrained(self._file.parent, gguf_file=self._file.name).save_pretrained(folder)
+        PreTrainedTokenizerFast.from_pretrained(self._file.parent, gguf_file=self._file.name).save_pretrained(folder)
         file = folder / "tokenizer.json"
         stored = json.loads(file.read_bytes())
         if of_bytes:
@@ -267,7 +350,7 @@ class _File:
         for name, weight in self._model.state_dict().items():
             if name in tied:
                 continue
-            parts = _rows(name, weight.shape, self.config, self._family)
+            parts = self._rows(name, weight.shape)
             of_file = {part: gguf_names.name_of(names, part, self._family) for part in parts}
             unused -= set(of_file.values())
             tensors = [self._tensor(of_file[part]) for part in parts]
@@ -285,26 +368,27 @@ class _File:
         self, name: str, shape: torch.Size, tensors: list[Any], rows: list[torch.Tensor]
     ) -> tuple[str, torch.dtype, torch.Size, Callable[[], torch.Tensor]]:
         kinds = sorted({tensor.tensor_type.name.lower() for tensor in tensors})
-        if len(kinds) > 1 or kinds[0] not in (*_PLAIN, *FORMS):
+        forms = {kind: form for form, kind in FORMS.items()}
+        if len(kinds) > 1 or kinds[0] not in (*_PLAIN, *forms):
             raise ArtifactError(
                 f"{self._file}: `{tensors[0].name}` is in {' and '.join(kinds)}, which no job keeps; use a file in one "
-                f"of {', '.join((*FORMS, *_PLAIN))}"
+                f"of {', '.join((*forms, *_PLAIN))}"
             )
         [kind] = kinds
-        if kind in FORMS and len(shape) > 2:
-            raise ArtifactError(f"{self._file}: its experts are in {kind}, which is not kept; use a file in BF16")
         if kind in _PLAIN:
             return name, _PLAIN[kind], shape, lambda: self._plain(name, shape, tensors, rows, _PLAIN[kind])
-        self._forms[name] = kind
-        stored = torch.Size((*shape[:-1], tensors[0].data.shape[-1]))
-        return f"{name}_{kind}", torch.uint8, stored, lambda: _in_order(tensors, rows, stored, torch.uint8)
+        form = self._forms[name] = forms[kind]
+        stored = torch.Size((*self._as_stored(name, shape)[:-1], tensors[0].data.shape[-1]))
+        return f"{name}_{form}", torch.uint8, stored, lambda: _in_order(tensors, rows, stored, torch.uint8)
 
     def _plain(
         self, name: str, shape: torch.Size, tensors: list[Any], rows: list[torch.Tensor], dtype: torch.dtype
     ) -> torch.Tensor:
-        values = _in_order(tensors, rows, shape, dtype)
         if len(shape) > 1:
-            return values
+            dimension = -1 if _is_vector(name, shape) else -2
+            values = _in_order(tensors, rows, self._as_stored(name, shape), dtype, dimension)
+            return values.mT.contiguous() if self._is_transposed(name, shape) else values
+        values = _in_order(tensors, rows, shape, dtype, -1)
         # A vector may be stored with an addend or a factor (Gemma's norms).
         addend, both = (
             next(iter(gguf_names.stored(name, torch.full(shape, float(end)), self.config, self._family).values()))
@@ -312,23 +396,40 @@ class _File:
         )
         return ((values.double() - addend) / (both - addend)).to(dtype)
 
+    def _rows(self, name: str, shape: torch.Size) -> dict[str, torch.Tensor]:
+        """For each tensor of a file that a weight is stored as, which of the weight's rows it holds, in its order."""
+        if len(shape) == 1 and not self._family.permuted:  # one with an addend would change the numbers of rows
+            nothing = torch.empty(shape, device="meta")
+            parts = gguf_names.stored(name, nothing, self.config, self._family)
+            return {part: torch.arange(shape[0]) for part in parts}
+        stored = torch.Size((*shape, 1)) if _is_vector(name, shape) else self._as_stored(name, shape)
+        numbers = torch.arange(stored[-2]).unsqueeze(-1).expand(*stored[:-1], 1)
+        if self._is_transposed(name, shape):
+            numbers = numbers.mT
+        parts = gguf_names.stored(name, numbers, self.config, self._family)
+        return {part: rows[(0,) * (rows.dim() - 2)].squeeze(-1) for part, rows in parts.items()}
 
-def _rows(name: str, shape: torch.Size, config: Any, family: gguf_families.Family) -> dict[str, torch.Tensor]:
-    """For each tensor of a file that a weight is stored as, which of the weight's rows it holds, in its order."""
-    if len(shape) == 1:
-        return {name: torch.arange(shape[0])} if not family.permuted else _rows(name, (*shape, 1), config, family)
-    numbers = torch.arange(shape[-2]).unsqueeze(-1).expand(*shape[:-1], 1)
-    parts = gguf_names.stored(name, numbers, config, family)
-    return {part: rows[(0,) * (len(shape) - 2)].squeeze(-1) for part, rows in parts.items()}
+    def _is_transposed(self, name: str, shape: torch.Size) -> bool:
+        """Whether the model has the weight as (experts, inputs, outputs), and the file outputs first."""
+        return len(shape) == 3 and getattr(self._model.get_submodule(name.rpartition(".")[0]), "is_transposed", False)
+
+    def _as_stored(self, name: str, shape: torch.Size) -> torch.Size:
+        return torch.Size((shape[0], shape[2], shape[1])) if self._is_transposed(name, shape) else shape
 
 
-def _in_order(tensors: list[Any], rows: list[torch.Tensor], shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """The rows of a weight in transformers' order, of the tensors of a file."""
+def _is_vector(name: str, shape: torch.Size) -> bool:
+    """Whether a weight is a vector, or the biases of experts (experts, outputs)."""
+    return len(shape) == 1 or name.endswith("_bias")
+
+
+def _in_order(
+    tensors: list[Any], rows: list[torch.Tensor], shape: torch.Size, dtype: torch.dtype, dimension: int = -2
+) -> torch.Tensor:
+    """The rows of a weight, which are its `dimension`, in transformers' order, of the tensors of a file."""
     values = torch.empty(shape, dtype=dtype)
-    dimension = max(len(shape) - 2, 0)
     for tensor, numbers in zip(tensors, rows, strict=True):
-        part = torch.from_numpy(np.array(tensor.data)).view(dtype)
-        expected = [*shape[:dimension], len(numbers), *shape[dimension + 1 :]]
+        part, expected = torch.from_numpy(np.array(tensor.data)).view(dtype), list(shape)
+        expected[dimension] = len(numbers)
         if list(part.shape) != expected:
             raise ArtifactError(f"tensor `{tensor.name}` has the shape {list(part.shape)} instead of {expected}")
         values.index_copy_(dimension, numbers, part)

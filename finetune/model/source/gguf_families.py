@@ -235,11 +235,20 @@ def _add_experts(writer: Any, count: int, used: int, inside: int) -> None:
     writer.add_expert_feed_forward_length(inside)
 
 
+def _refuse_mixtral(config: Any) -> str | None:
+    window = config.sliding_window
+    return "uses a sliding window" if window and window < config.max_position_embeddings else None
+
+
+def _add_mixtral(writer: Any, config: Any) -> None:
+    _add_experts(writer, config.num_local_experts, config.num_experts_per_tok, config.intermediate_size)
+
+
 def _add_qwen3_moe(writer: Any, config: Any) -> None:
     _add_experts(writer, config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size)
 
 
-def _qwen3_moe_parts(name: str, tensor: torch.Tensor, config: Any) -> Parts:
+def _expert_parts(name: str, tensor: torch.Tensor, config: Any) -> Parts:
     """Experts: (experts, gate and up, hidden) and (experts, hidden, inside)."""
     experts, _, last = name.rpartition(".")
     if last == "gate_up_proj":
@@ -343,7 +352,7 @@ def _add_qwen35_moe(writer: Any, config: Any) -> None:
 
 
 def _qwen35_moe_parts(name: str, tensor: torch.Tensor, config: Any) -> Parts:
-    return (_qwen3_moe_parts if ".mlp.experts." in name else _qwen35_parts)(name, tensor, config)
+    return (_expert_parts if ".mlp.experts." in name else _qwen35_parts)(name, tensor, config)
 
 
 def _tiled(tensor: torch.Tensor, size: int, config: Any) -> torch.Tensor:
@@ -384,11 +393,12 @@ def _add_ministral3(writer: Any, config: Any) -> None:
 FAMILIES: dict[str, Family] = {
     "llama": Family("llama", permuted=True),
     "mistral": Family("llama", permuted=True),
+    "mixtral": Family("llama", _refuse_mixtral, _add_mixtral, _expert_parts, permuted=True, readable=False),
     "ministral3": Family("mistral3", _refuse_ministral3, _add_ministral3, permuted=True, readable=False),
     "smollm3": Family("smollm3", _refuse_smollm3, permuted=True, readable=False),
     "qwen2": Family("qwen2", _refuse_windows),
     "qwen3": Family("qwen3", _refuse_windows),
-    "qwen3_moe": Family("qwen3moe", _refuse_qwen3_moe, _add_qwen3_moe, _qwen3_moe_parts),
+    "qwen3_moe": Family("qwen3moe", _refuse_qwen3_moe, _add_qwen3_moe, _expert_parts),
     "qwen3_5_text": Family("qwen35", _refuse_qwen35, _add_qwen35, _qwen35_parts, readable=False),
     "qwen3_5_moe_text": Family("qwen35moe", _refuse_qwen35, _add_qwen35_moe, _qwen35_moe_parts, readable=False),
     "gemma2": Family("gemma2", _refuse_gemma2, _add_gemma, _gemma2_parts, activation=_GELU),

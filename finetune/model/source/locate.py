@@ -78,6 +78,8 @@ def _checked(name: str) -> str:
     if not (folder / "config.json").is_file():
         others = [what for file, what in _WITHOUT_CONFIG.items() if (folder / file).is_file()]
         what = others[0] if others else "this one has none: download the model again"
+        if found := sorted(folder.glob("*.gguf")):
+            what = f"this one has GGUF files: name one of them, such as {found[0]}"
         raise ArtifactError(f"{name}: a model directory needs config.json; {what}")
     for file in folder.glob("*.json"):
         if (size := file.stat().st_size) > _JSON_BYTES:

@@ -194,22 +194,27 @@ def hidden(weights: Mapping[str, Published]) -> set[str]:
     return (parts | others) - weights.keys()
 
 
-def published_shape(form: str, codes: Sequence[int], scales: Sequence[int] = ()) -> torch.Size:
+def published_shape(
+    form: str, codes: Sequence[int], scales: Sequence[int] = (), *, transposed: bool = False
+) -> torch.Size:
     """The shape of the values of a weight of files, by the shapes of its first two tensors, as the model reads them."""
     if not FORMS[form].transposed:
-        return torch.Size((*codes[:-1], int(codes[-1] * FORMS[form].values_per_byte)))
+        *others, rows, columns = *codes[:-1], int(codes[-1] * FORMS[form].values_per_byte)
+        return torch.Size((*others, columns, rows) if transposed else (*others, rows, columns))
     *others, rows, blocks = scales
     return torch.Size((*others, blocks * _BLOCK, rows))
 
 
 def from_published(
-    form: str, codes: torch.Tensor, scales: torch.Tensor, shape: torch.Size, dtype: torch.dtype
-) -> nn.Parameter:
+    form: str, codes: torch.Tensor, scales: torch.Tensor, shape: torch.Size, dtype: torch.dtype, *,
+    transposed: bool = False,
+) -> nn.Parameter:  # fmt: skip
     """A packed parameter of bytes, and of scales that its layout has joined.
 
-    Raises ValueError if they do not make a weight of this shape.
+    `transposed`: the model reads the values transposed, as it does of some forms anyway. Raises ValueError if they do
+    not make a weight of this shape.
     """
-    transposed = FORMS[form].transposed
+    transposed = transposed or FORMS[form].transposed
     rows_first = torch.Size((*shape[:-2], shape[-1], shape[-2])) if transposed else shape
     expected = FORMS[form].shapes(rows_first)
     codes = codes.view(torch.uint8)

@@ -93,8 +93,15 @@ class Weights(Mapping[str, torch.Tensor]):
         one = self._packed[source]
         codes, *parts = map(self._read, one.names)
         scales = one.layout.scales(codes, *parts)
-        shape = packed.published_shape(one.form, codes.shape, scales.shape)
-        return packed.values(packed.from_published(one.form, codes, scales, shape, self._dtype)).contiguous()
+        transposed = self._is_transposed(source)
+        shape = packed.published_shape(one.form, codes.shape, scales.shape, transposed=transposed)
+        made = packed.from_published(one.form, codes, scales, shape, self._dtype, transposed=transposed)
+        return packed.values(made).contiguous()
+
+    def _is_transposed(self, source: str) -> bool:
+        """Whether the model has experts as (experts, inputs, outputs), and a packed tensor of files outputs first."""
+        modules = dict(self._model.named_modules())
+        return getattr(modules.get(source.rpartition(".")[0]), "is_transposed", False)
 
     def check_shapes(self) -> None:
         """Raise ArtifactError for a tensor of the files that is not of the shape that the model's config says."""
@@ -122,7 +129,8 @@ class Weights(Mapping[str, torch.Tensor]):
             codes, *others = one.names
             if self._file_of[codes] == file:
                 of_scales = [weight_files.layout_of(self._file_of[scales])[scales][1] for scales in others[:1]]
-                shape = packed.published_shape(one.form, layout[codes][1], *of_scales)
+                transposed = self._is_transposed(name)
+                shape = packed.published_shape(one.form, layout[codes][1], *of_scales, transposed=transposed)
                 layout[name] = self._dtype, shape
         for name in layout.keys() & self._rows.keys():
             dtype, (rows, *others) = layout[name]
