@@ -22,6 +22,8 @@ from finetune.report.terminal import Terminal
 from finetune.storage.rundir import RunDirectory
 from tests.jobs import sampled, save_base
 
+pytestmark = pytest.mark.slow
+
 
 def export(run: RunDirectory) -> dict[str, Any]:
     return publish.export_model(run, "adapter", terminal=Terminal(quiet=True))

@@ -71,7 +71,7 @@ WAYS: dict[str, tuple[int, list[str]]] = {
 """Numbers of ranks and what they are told."""
 OFTEN = {
     "dpo": ("two copies", "two copies, cached reference"),
-    "kto": ("two slices, prompts computed once", "four slices, cached reference"),
+    "kto": ("two slices, prompts computed once",),
 }
 assert WAYS.keys() >= {name for names in OFTEN.values() for name in names}, "they may have been renamed"
 

@@ -153,6 +153,7 @@ def test_a_larger_image_takes_more_and_the_largest_is_bounded_by_the_budget(job:
     assert whole.most_pixels > 128 * 128
 
 
+@pytest.mark.slow
 def test_longer_rows_than_the_data_has_are_forecast_with_its_images(job: tuple[str, Config]) -> None:
     config = job[1].changed({"training.micro_batch": 2, "memory.checkpointing": "all", "data.max_length": 256})
     planner = planning.planner_for(config, "RTX 4090")

@@ -45,6 +45,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- plan --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_routing_changes_is_planned_as_a_range(tmp_path: Path) -> None:
     """For DBRX, which loops over experts; the products of others are grouped, in one kernel on a GPU."""
     fields: dict[str, dict[str, Any]] = {

@@ -237,6 +237,7 @@ def refusal(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
     return run
 
 
+@pytest.mark.slow
 def test_wrong_bases_are_refused_with_the_cure_before_the_data(
     refusal: Callable[..., tuple[int, str]], tiny_base: Path, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
