@@ -54,7 +54,7 @@ from finetune.storage.rundir import RunDirectory
 CPU = torch.device("cpu")
 CONFIG = harness.ROOT / "configs/tiny_cpu.yaml"
 KINDS = ("q4_0", "q4_k_m", "iq4_xs", "int4", "mxfp4", "nvfp4", "q5_k_m", "q6_k", "q8_0", "fp8")
-_T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
+_T = {3: 4.303, 4: 3.182, 5: 2.776}
 """Quantiles of Student's t for 95% intervals, by the number of seeds."""
 
 
@@ -290,14 +290,12 @@ def measured(job: Trained, cells: Cells) -> Iterator[dict[str, Any]]:
 def interval(numbers: list[float]) -> list[float]:
     """Mean, and the ends of its 95% interval."""
     mean = statistics.fmean(numbers)
-    if len(numbers) not in _T:
-        return [round(mean, 4)]
     half = _T[len(numbers)] * statistics.stdev(numbers) / math.sqrt(len(numbers))
     return [round(mean, 4), round(mean - half, 4), round(mean + half, 4)]
 
 
-def save(path: Path, base: str, seed: int, found: dict[str, Any]) -> dict[str, Any]:
-    """Write what was found of a seed beside what the result has; returns what is kept, by way and kind."""
+def save(path: Path, base: str, seed: int, found: dict[str, Any]) -> None:
+    """Write what was found of a seed beside what the result has, and the intervals of what is complete."""
     environment = harness.environment(1)  # takes a while, in which another process may write
     bases = harness.saved(path, "bases")
     seeds = bases.setdefault(base, {"kept": {}, "seeds": {}})["seeds"]
@@ -308,11 +306,10 @@ def save(path: Path, base: str, seed: int, found: dict[str, Any]) -> dict[str, A
     for way in WAYS:
         cells = [each.get(way, {}) for _, each in sorted(seeds.items())]
         shares = {kind: [each[kind]["kept"] for each in cells if kind in each] for kind in KINDS}
-        if any(shares.values()):
-            kept[way] = {kind: interval(each) for kind, each in shares.items() if each}
+        if intervals := {kind: interval(each) for kind, each in shares.items() if len(each) in _T}:
+            kept[way] = intervals
     bases[base]["kept"] = kept
     harness.write_result(path, {"command": harness.command_line(), "environment": environment, "bases": bases})
-    return kept
 
 
 def main() -> None:
@@ -330,10 +327,10 @@ def main() -> None:
             folder.mkdir(parents=True, exist_ok=True)
             cells = [(way, kind) for way in options.ways for kind in options.kinds if _taken(base, way, kind)]
             for seed in options.seeds:
-                _measure(options.output, base, folder, seed, cells)
+                measure(options.output, base, folder, seed, cells)
 
 
-def _measure(output: Path, base: str, folder: Path, seed: int, cells: Cells) -> None:
+def measure(output: Path, base: str, folder: Path, seed: int, cells: Cells) -> None:
     """Measure those of the `cells` that the output lacks."""
     has = harness.saved(output, "bases").get(base, {}).get("seeds", {}).get(str(seed), {})
     if missing := [(way, kind) for way, kind in cells if kind not in has.get(way, {})]:

@@ -6,12 +6,15 @@ On the built-in base and on 125M random weights, in float32 on one thread. Every
 of its own, from start to exit; a sweep is one, once with all members trained to the end and once with successive
 halving. Rows and steps are the same on all sides; the scripts evaluate nothing. Each side of a job is written as it
 ends, in a few minutes on an idle machine, and ratios are taken of those that are there; an interrupted side is done
-anew. The side `memory` is another sweep, whose members each try the largest batch beside those that are paused.
+anew, but for lone runs and scripts that ended. The side `memory` is another sweep, whose members each try the largest
+batch beside those that are paused.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -48,22 +51,32 @@ def main() -> None:
     options = parser.parse_args()
     jobs = harness.saved(options.output, "jobs")
     for part in options.only or parts:
+        print(part, file=sys.stderr, flush=True)
         name, _, side = part.partition("/")
-        with tempfile.TemporaryDirectory(prefix="sweeps-") as scratch:
-            bench = Bench(Path(scratch), name, options.steps or JOBS[name].steps)
-            measured = SIDES[side](bench)
         into = jobs.setdefault(name, {"sides": {}})
+        steps = options.steps or JOBS[name].steps
+        unfinished = into.setdefault("unfinished", {}).setdefault(f"{side}, {steps} steps", {})
+        save = functools.partial(harness.save, options.output, {"rates": RATES, "jobs": jobs}, threads=1)
+        with tempfile.TemporaryDirectory(prefix="sweeps-") as scratch:
+            bench = Bench(Path(scratch), name, steps, unfinished, save)
+            measured = SIDES[side](bench)
         into["sides"][side] = measured
+        del into["unfinished"][f"{side}, {steps} steps"]
         into |= {"settings": bench.described, "beside": beside(into["sides"])}
-        harness.save(options.output, {"rates": RATES, "jobs": jobs}, threads=1)
+        save()
         print(json.dumps({part: measured, "beside": into["beside"]}), flush=True)
 
 
 class Bench:
-    """Runs the sides of a job, each process in a fresh directory."""
+    """Runs the sides of a job, each process in a fresh directory.
 
-    def __init__(self, scratch: Path, name: str, steps: int) -> None:
-        self.scratch, self.steps = scratch, steps
+    `measured`: what was measured by `measure` in an earlier start, to which it adds, calling `save`.
+    """
+
+    def __init__(
+        self, scratch: Path, name: str, steps: int, measured: dict[str, Any], save: Callable[[], None]
+    ) -> None:  # fmt: skip
+        self.scratch, self.steps, self.measured, self.save = scratch, steps, measured, save
         self.job = beside_peers.of_random_weights(JOBS[name], ARCHITECTURES.get(name), scratch)
         self.rows, self.held_out = scratch / "rows.jsonl", scratch / "held_out.jsonl"
         harness.succeeded(harness.python("-c", _ROWS, str(HELD_OUT), self.rows, self.held_out))
@@ -82,6 +95,15 @@ class Bench:
     @property
     def described(self) -> list[str]:
         return list(map(harness.without_paths, self.settings))
+
+    def measure(self, one: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+        """What `one` measures of each rate, saved as it ends."""
+        for rate in RATES:
+            if (name := f"learning_rate={rate}") not in self.measured:
+                self.measured[name] = one(rate)
+                self.save()
+                print(f"{name}: {self.measured[name]['seconds']:.0f} s", file=sys.stderr, flush=True)
+        return {**self.measured}
 
     def run(self, *command: str | Path) -> dict[str, float]:
         """Run a process to its end; its wall and CPU seconds."""
@@ -104,7 +126,7 @@ def lone(bench: Bench) -> dict[str, Any]:
         losses = [line["eval_loss"] for line in harness.read_lines(run / "metrics.jsonl") if "eval_loss" in line]
         return {**spent, "resident_bytes": _resident(run), "eval_loss": losses[-1]}
 
-    runs = {f"learning_rate={rate}": one(rate) for rate in RATES}
+    runs = bench.measure(one)
     return {**_summed(runs), "winner": min(runs, key=lambda rate: runs[rate]["eval_loss"] or float("inf"))}
 
 
@@ -118,7 +140,7 @@ def trl(bench: Bench) -> dict[str, Any]:
         spent = bench.run(script, *bench.job.options, *options, "--checkpointing=all")
         return {**spent, "resident_bytes": json.loads((output / "loop.json").read_text())["resident_bytes"]}
 
-    return _summed({f"learning_rate={rate}": one(rate) for rate in RATES})
+    return _summed(bench.measure(one))
 
 
 def full(bench: Bench) -> dict[str, Any]:

@@ -184,6 +184,14 @@ def _off_by(key: str) -> Callable[[Any], float]:
     return lambda found: max(abs(row[key]) for row in found["memory"])
 
 
+def _cells(found: Any) -> Iterator[Any]:
+    """What was measured of adapters on what is served and of exact training, by any base, seed and kind."""
+    for base in found["bases"].values():
+        for seed in base["seeds"].values():
+            for way in ("adapter", "exact"):
+                yield from seed.get(way, {}).values()
+
+
 def _slower(found: Any) -> list[float]:
     return [budget["slower_than_it"] for space in found["spaces"].values() for budget in space["budgets"]]
 
@@ -294,10 +302,15 @@ FIGURES = {
     # merge, exports, answers
     "merge-kills": Figure("merge", "kills_at_random/kills"),
     "merge-failpoints": Figure("merge", "kills_at_each_change_of_a_file/kills"),
+    "rounding-kills": Figure("rounding", "kills/kills"),
     "gguf-families": Figure("gguf_in_llama_cpp", lambda found: len(found["models"])),
     "gguf-answers": Figure("gguf_in_llama_cpp", _of_gguf(lambda each: True)),
     "gguf-same-answers": Figure(
         "gguf_in_llama_cpp", _of_gguf(lambda each: each["answer_tokens_alike"] == each["answer_tokens"])
+    ),
+    "adapter-kl": Figure("served", lambda found: max(cell["kl"] for cell in _cells(found)), ".1g"),
+    "served-in-llama-cpp": Figure(
+        "served", lambda found: max(cell["llama_cpp"]["kl"] for cell in _cells(found) if "llama_cpp" in cell), ".4f"
     ),
     "cache-settings": Figure("answers", lambda found: len(found["memory"])),
     "cache-error": Figure("answers", _off_by("cache_off"), ".3%"),
@@ -559,8 +572,8 @@ def _rank_kills() -> str:
     return _table(heads, (row(share, file) for share, file in files.items()))
 
 
-def _served() -> str:
-    kept = result("served")["kept"]
+def _served(base: str) -> str:
+    kept = result("served")["bases"][base]["kept"]
 
     def cell(mean: float, low: float, high: float) -> str:
         return f"{mean:.3f} ({low:.3f} to {high:.3f})"
@@ -714,7 +727,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "plans": _plans,
     "ranks-memory": _ranks_memory,
     "mixtures": _mixtures,
-    "served": _served,
+    "served": lambda: _served("built-in"),
+    "served-125m": lambda: _served("125M"),
     "own-loss": _own_loss,
 }
 """Blocks by their names in the pages."""

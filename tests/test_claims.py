@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 import write_docs
 
 ROOT = Path(__file__).parent.parent
@@ -86,10 +87,22 @@ def test_a_base_that_sees_learns_to_count_with_each_seed() -> None:
     assert all(one["base"]["high"] < 0.3 and one["adapter"]["low"] > counted["least"] for one in right)
 
 
-def test_rounding_with_the_rows_keeps_the_gain_at_four_bits() -> None:
-    kept = results("served")["kept"]["rounded with the rows"]
+@pytest.mark.parametrize("base", ["built-in"])
+def test_rounding_with_the_rows_keeps_the_gain_at_four_bits(base: str) -> None:
+    kept = results("served")["bases"][base]["kept"]["rounded with the rows"]
     assert len(kept) >= 4
     assert all(low >= 0.99 for _, low, _ in kept.values())
+
+
+@pytest.mark.parametrize("base", ["built-in"])
+def test_what_is_served_computes_what_was_trained(base: str) -> None:
+    seeds = results("served")["bases"][base]["seeds"].values()
+    cells = [cell for seed in seeds for way in ("adapter", "exact") for cell in seed.get(way, {}).values()]
+    assert len(cells) >= 3
+    for cell in cells:
+        assert cell["weights_differing"] == 0
+        assert cell["kl"] <= 1e-6
+        assert cell.get("llama_cpp", {"kl": 0})["kl"] <= 0.005
 
 
 def test_what_the_literature_says_was_seen_here() -> None:
@@ -126,6 +139,9 @@ def test_every_killed_run_resumed_with_its_weights() -> None:
     for name in ("faults_ranks", "faults_ranks_fsdp", "faults_ranks_deepspeed"):
         found = results(name)["found"]
         assert found["runs_that_could_not_resume"] == found["runs_that_ended_with_other_weights"] == 0
+    rounding = results("rounding")["kills"]
+    assert rounding["kills"] >= 20
+    assert rounding["published_before_complete"] == rounding["ended_with_other_files"] == 0
     for moments in ("random", "each_change_of_a_file"):
         kills = results("merge")[f"kills_at_{moments}"]
         assert kills["partial_models_published"] == kills["ended_with_other_files"] == 0

@@ -44,7 +44,7 @@ GRIDS = tuple(name for name in SERVED if name != "16bit")
 """The kinds of weights that are held packed in a form that is served."""
 PACKED = (*GRIDS, "gguf")
 """All kinds of packed weights: `gguf` is that of a base that is a GGUF file, each weight as it is there."""
-EXACT = GGUF
+EXACT = tuple(name for name in GRIDS if name != "fp8")
 """The kinds that training rounds to exactly. The levels of FP8 lie as close as the positions that training keeps."""
 _PUBLISHED = ("mxfp4", "nvfp4", "fp8")  # kinds in which bases are published; these are rounded from what they are
 _SAFETENSORS = tuple(name for name in SERVED if name not in GGUF)

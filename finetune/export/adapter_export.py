@@ -145,7 +145,7 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
         again = held_base.read(job, file, weights, base_dtype(config.adapter, config.training))
         whole = again and _read(again, config.adapter, renamed, rank, folder, on_experts)
         held, unrun = _prove_in_gguf(job, file, whole, folder, trained, base_logits)
-    if overrides:
+    if overrides and not (beside and beside[0].is_relative_to(folder)):
         differences.append(
             f"the base must be served with {json.dumps(overrides)} in its config.json, as the commands do; the files "
             "of an adapter cannot say so"

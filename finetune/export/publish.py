@@ -20,7 +20,7 @@ from finetune.export.export_formats import FORMATS, ExportFormat
 from finetune.export.gguf import gguf_types
 from finetune.export.merging import merge as merging
 from finetune.export.merging.bases import Bases, ServedWeights
-from finetune.export.rounding import rounded_run
+from finetune.export.rounding import exact_start, rounded_run
 from finetune.measure.out_of_memory import as_out_of_memory_error
 from finetune.model.base import load_architecture
 from finetune.model.source import identity, vision
@@ -183,7 +183,8 @@ def _conversion(run: RunDirectory, config: Config, form: ExportFormat, kind: str
                 f"{kind}, which was not trained; export that form, or train another run"
             )
         folder = weights_directory(config.model.name, config.model.revision, download=True)
-        bases = Bases(config, run.adapter, identity.loaded_files(folder), device)
+        files, start = identity.loaded_files(folder), exact_start.of_run(run)
+        bases = Bases(config, run.adapter, files, device, start=start)
         packed = ServedWeights(bases.merging("quantized"))
     job = Conversion(
         run, config, tokenizer, compared.ids, compared.name, device, kind, base_identity, load_merged, compared.shown,

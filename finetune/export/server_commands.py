@@ -66,12 +66,12 @@ def _of_adapter(called: str, folder: Path, base: str, record: dict[str, Any]) ->
             "python", "-m", "sglang.launch_server", "--model-path", base, "--lora-paths", f"{called}={folder}",
             "--max-loras-per-batch", 1, *(["--json-model-override-args", text] if rope else []),
         )  # fmt: skip
-    # llama.cpp has no option for llama3; a base that is written with the adapter has its scaling in its file.
-    if record["gguf"] and (in_gguf or rope.get("rope_type") != "llama3"):
+    written = in_gguf and not Path(held).is_absolute()  # with the adapter, and its scaling in the file
+    if record["gguf"] and (written or rope.get("rope_type") != "llama3"):  # for which llama.cpp has no option
         scaling = ["--rope-scaling", rope["rope_type"], "--rope-scale", f"{rope['factor']:g}"] if rope else []
         lines["llama.cpp"] = _line(
             "llama-server", "-m", folder / held if in_gguf else "BASE.gguf", "--lora", folder / record["gguf"],
-            "--jinja", "--alias", called, *([] if in_gguf else scaling),
+            "--jinja", "--alias", called, *([] if written else scaling),
         )  # fmt: skip
     return lines
 

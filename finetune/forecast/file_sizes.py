@@ -12,10 +12,14 @@ _FLOAT32 = 4
 
 
 def disk_bytes(output: OutputSection, trace: Trace, *, adapts: bool) -> int:
-    """Bytes on disk: the checkpoints kept and the one being written, what is published, and the merged model."""
+    """Bytes on disk: the checkpoints kept and the one being written, what is published, the merged model, and the base
+    that exact training starts from.
+    """
     trained, checkpoint = _bytes(trace, "adapter"), checkpoint_bytes(trace)
     merged = _SIXTEEN_BIT * trace.parameters if output.merge and adapts else 0
-    return (output.keep + 1) * checkpoint + trained + merged
+    base = ("base_weights", "quantization_state") if output.way == "exact" else ()
+    start = sum(_live_bytes(trace, category) for category in base)
+    return (output.keep + 1) * checkpoint + trained + merged + start
 
 
 def checkpoint_bytes(trace: Trace) -> int:
@@ -42,6 +46,10 @@ def _bytes(trace: Trace, category: str) -> int:
     """
     if trace.saved_bytes:
         return trace.saved_bytes[category]
+    return _live_bytes(trace, category)
+
+
+def _live_bytes(trace: Trace, category: str) -> int:
     before = itertools.takewhile(lambda entry: entry[0].phase != "forward", trace.timeline())
     live = sum(sign * block.bytes for _, block, sign in before if block.category == category)
     return round(live / trace.trained_share)

@@ -33,7 +33,8 @@ from finetune.runtime.stages import stage
 @dataclass(frozen=True)
 class Blueprint:
     """The specification of a base: transformers' config, the name of an attention implementation, and the dtype of
-    unquantized weights, in which quantized ones compute.
+    unquantized weights, in which quantized ones compute. `start` is the folder of the packed weights that training
+    starts from, if it has some beside the base's files.
     """
 
     model: ModelSection
@@ -41,13 +42,14 @@ class Blueprint:
     architecture: Any
     attention: str
     dtype: torch.dtype
+    start: Path | None = None
 
     def load(self, device: torch.device, placement: Placement | None = None) -> Any:
         """The base with its weights on `device`; with a `placement`, which `trainable` needs too, this rank's part."""
         stage(f"loading the weights of {self.model.name}")
         return load_base(
             self.model, self.quantization, self.architecture,
-            attention=self.attention, dtype=self.dtype, device=device, placement=placement,
+            attention=self.attention, dtype=self.dtype, device=device, placement=placement, start=self.start,
         )  # fmt: skip
 
     def weightless(self, shorten: Callable[[Any], None] = lambda base: None) -> Any:
@@ -88,10 +90,10 @@ class Blueprint:
         return mixtures[0]
 
 
-def blueprint(config: Config, architecture: Any, attention: str) -> Blueprint:
+def blueprint(config: Config, architecture: Any, attention: str, start: Path | None = None) -> Blueprint:
     """The blueprint of the job's base."""
     dtype = base_dtype(config.adapter, config.training)
-    return Blueprint(config.model, config.quantization, architecture, attention, dtype)
+    return Blueprint(config.model, config.quantization, architecture, attention, dtype, start)
 
 
 def choose_attention(config: Config, architecture: Any, device_type: str) -> tuple[str, str]:
@@ -131,10 +133,10 @@ def check_files(model: ModelSection, architecture: Any) -> None:
         streamed.Weights(weightless(model, architecture), files).check_shapes()
 
 
-def load(config: Config, architecture: Any, device: torch.device) -> Any:
+def load(config: Config, architecture: Any, device: torch.device, start: Path | None = None) -> Any:
     """The job's base on this machine, quantized as in training, but whole. Raises as `Blueprint.load` does."""
     attention, _ = choose_attention(config, architecture, device.type)
-    return blueprint(config, architecture, attention).load(device)
+    return blueprint(config, architecture, attention, start).load(device)
 
 
 def trainable(

@@ -24,7 +24,7 @@ class ResidentBase:
 
     def load(self, blueprint: Blueprint, device: torch.device) -> Any:
         """The base of `blueprint` on `device`, with modules that nothing has changed."""
-        parts = (blueprint.model, blueprint.quantization, blueprint.attention, blueprint.dtype)
+        parts = (blueprint.model, blueprint.quantization, blueprint.attention, blueprint.dtype, blueprint.start)
         made_for = (*parts, blueprint.architecture.to_json_string(), device)
         if made_for != self._made_for:
             self._base = self._made_for = None  # not two of them at a time

@@ -22,7 +22,10 @@ def resolved(config: Config, architecture: Any) -> tuple[Config, str | None]:
             way = f"{way.partition('; quantization.kind')[0]}; quantization.kind: gguf, the file is what is served"
         _check(config, architecture)
     config, published = prequantized.resolved(config, architecture)
-    return config, "\n".join(filter(None, (way, published))) or None
+    on_experts = None
+    if config.quantization.kind == "gguf" and _adapts_experts(config.adapter, architecture.get_text_config()):
+        on_experts = "adapter.expert_rank: llama.cpp takes no adapter on experts; set 0 to serve the file itself"
+    return config, "\n".join(filter(None, (way, published, on_experts))) or None
 
 
 def _check(config: Config, architecture: Any) -> None:
@@ -44,10 +47,10 @@ def _check(config: Config, architecture: Any) -> None:
             f"`output.way`: llama.cpp has no form for an adapter on the experts of {config.model.name}; set `rounded`, "
             "or `adapter.expert_rank: 0`, which leaves out experts"
         )
-    if way == "exact" and experts.count(text):
+    if way == "exact" and published:
         raise ConfigError(
-            f"`output.way`: the experts of {config.model.name} are not trained as they are rounded; set `adapter` or "
-            "`rounded`"
+            f"`output.way`: {config.model.name} is published in {prequantized.METHODS[published]}, and most updates "
+            "are too small to move such a weight to its next value; set `adapter` or `rounded`"
         )
     block = serving.SERVED[serve].block
     widths = {name: getattr(text, name, None) for name in ("hidden_size", "intermediate_size", "moe_intermediate_size")}

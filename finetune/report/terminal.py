@@ -218,8 +218,9 @@ class Terminal:
 
     def serves(self, commands: dict[str, str], prompts: str | None) -> None:
         """Print the command lines that serve an export, by program, and the form of its prompts if it is not a chat."""
-        self._say("\nserve it with")
-        self._facts(commands)
+        if commands:
+            self._say("\nserve it with")
+            self._facts(commands)
         if prompts:
             self._say(prompts)
 

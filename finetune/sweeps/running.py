@@ -26,6 +26,7 @@ from finetune.config import AdapterSection, Config, TrainingSection
 from finetune.data import fingerprint, prepare
 from finetune.data.prepare import Prepared
 from finetune.errors import ConfigError, DataError, InUseError, NumbersError, OutOfMemoryError, first_line
+from finetune.export.rounding import exact_start
 from finetune.lifecycle import provenance, resume
 from finetune.model import bounds, build
 from finetune.model.adapters import adapter_files
@@ -273,7 +274,7 @@ class _Sweep:
             return _NOT_FINITE
         weights = run.adapter if share == 1 else resume.find(run).checkpoint
         assert weights, "a paused run has a checkpoint"
-        return self._losses(run.config(), weights)
+        return self._losses(run.config(), weights, exact_start.of_run(run))
 
     def _make_room(self, run: RunDirectory) -> None:
         """Leave a paused run to its checkpoint if by the forecasts it does not fit beside the step of another."""
@@ -288,11 +289,11 @@ class _Sweep:
         config, _ = evidence.resolved_if_known(resume.as_started(allowed, run, fresh=False))
         provenance.changes_since(run, saved, {"config": config.model_dump(mode="json"), "data": self._rows})
 
-    def _losses(self, config: Config, weights: Path) -> np.ndarray:
+    def _losses(self, config: Config, weights: Path, start: Path | None) -> np.ndarray:
         """(sum, trained tokens) of each evaluation row, in the same order for all members."""
         architecture, device = load_architecture(config.model), this_device()
         attention, _ = build.choose_attention(config, architecture, device.type)
-        base = self.residents.load(build.blueprint(config, architecture, attention), device)
+        base = self.residents.load(build.blueprint(config, architecture, attention, start), device)
         model = adapter_files.load_adapter(base, weights, config.adapter)
         _, by_row = held_out_loss(model, self._tokenizer, self._data.eval, self._in_order(config))
         return by_row.numpy()

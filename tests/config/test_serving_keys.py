@@ -40,6 +40,7 @@ def chosen(config: Config) -> tuple[str | None, str, str, bool]:
         (["output.serve=16bit", "output.runtime=sglang"], ("sglang", "adapter", "none", False)),
         (["output.serve=16bit", "output.runtime=ollama"], ("ollama", "rounded", "nf4", False)),
         (["output.serve=q5_k_m", "output.way=exact"], ("llama.cpp", "exact", "q5_k_m", True)),
+        (["output.serve=nvfp4", "output.way=exact"], ("vllm", "exact", "nvfp4", True)),
         (["output.serve=q5_k_m", "output.way=rounded"], ("llama.cpp", "rounded", "nf4", False)),
     ],
     ids=str,
@@ -106,7 +107,6 @@ WRONG: list[tuple[tuple[str, ...], str, tuple[str, ...]]] = [
     ((*_EXACT, "adapter.extra_modules=[lm_head]"), "adapter.extra_modules", ("adapter.extra_modules=[]",)),
     ((*_EXACT, "kernels.compile=layers"), "kernels.compile", ("kernels.compile=none",)),
     (("output.serve=fp8", "output.way=exact"), "output.way", ("output.way=rounded",)),
-    (("output.serve=mxfp4", "output.way=exact"), "output.way", ("output.way=adapter",)),
     (("quantization.snap=true",), "quantization.kind", ("quantization.kind=q4_0",)),
     ((*_ADAPTER, "quantization.snap=true"), "quantization.snap", ("quantization.snap=false",)),
     ((*_ADAPTER, "adapter.dora=true"), "adapter.dora", ("adapter.dora=false",)),
@@ -205,6 +205,16 @@ def base(folder: Path, **changed: object) -> Path:
 
 
 _MIXTURE = {"model_type": "qwen3_moe", "num_experts": 4, "norm_topk_prob": True}
+_NVFP4 = {
+    "quantization_config": {
+        "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"], "weights": {"num_bits": 4, "type": "float", "group_size": 16, "symmetric": True}
+            }
+        },
+    }
+}  # fmt: skip
 _FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
 
 
@@ -217,10 +227,7 @@ _FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128
         ({"hidden_size": 192}, ["output.serve=int4"], "output.serve", "output.serve=16bit"),
         ({"intermediate_size": 500}, ["output.serve=mxfp4"], "output.serve", "output.serve=q8_0"),
         ({"intermediate_size": 500}, ["output.serve=nvfp4"], "output.serve", "output.serve=q8_0"),
-        (
-            _MIXTURE, ["output.serve=q4_0", "output.way=exact"], "output.way",
-            "output.way=rounded",
-        ),
+        (_NVFP4, ["output.serve=nvfp4", "output.way=exact"], "output.way", "output.way=adapter"),
         (_MIXTURE, ["output.serve=q4_0"], "output.way", "adapter.expert_rank=0"),
         (_MIXTURE, ["output.serve=q4_0"], "output.way", "output.way=rounded"),
         (

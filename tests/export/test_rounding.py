@@ -72,6 +72,24 @@ def test_products_with_other_rows_are_nearer_than_after_plain_rounding(name: str
     assert torch.equal(values(form, again, form.grid(unpacked)), found)
 
 
+@pytest.mark.parametrize("name", ["q4_0", "q4_k", "q6_k", "q8_0", "iq4_xs"])
+def test_positions_are_those_that_compensated_weights_are_rounded_from(name: str) -> None:
+    weights, x = {"one": weight_of(64, 512), "two": weight_of(32, 512)}, inputs_of(512, 2048)
+    inputs, found = Inputs({}), {}
+    for key in weights:
+        inputs.add((key, 0), x)
+    for form in (name, f"exact_{name}"):
+        for key, made in rounded(dict.fromkeys(weights, form), weights, inputs).items():
+            stored = packed.packed(made.codes, packed.Packing(form, made.scales, weights[key].shape, torch.float32))
+            found[form, key] = packed.values(stored)
+            assert made.compensated.all()
+    for key, weight in weights.items():
+        # A weight in the middle of two levels, to the precision of its position, may have either.
+        assert (found[name, key] != found[f"exact_{name}", key]).float().mean() < 0.03
+        whole = error(weight, plain(name, weight), inputs_of(512, 1024, seed=1))
+        assert error(weight, found[f"exact_{name}", key], inputs_of(512, 1024, seed=1)) < 0.6 * whole
+
+
 def one_by_one(weight: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
     """Q4_0 by the formulas of Optimal Brain Quantization in float64 (arXiv 2210.17323, equations 2 and 3): after each
     column, the inverse Hessian of those that are left, and the same correction to all of them at once.

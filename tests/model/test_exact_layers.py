@@ -7,15 +7,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from finetune import kernels
 from finetune.config import AdapterSection
 from finetune.model.adapters import adapter, exact_layers
-from finetune.model.structure import block_formats, fixed_point, packed
+from finetune.model.adapters.expert_adapter import ParamWrapper
+from finetune.model.structure import block_formats, experts, fixed_point, packed
 
 FORMATS = [how.name for how in fixed_point.POSITIONS.values()]
-FEW = ["q4_0", "q8_0", "q4_k", "q6_k", "iq4_xs", "nvfp4"]
+FEW = ["q4_0", "q8_0", "q4_k", "q6_k", "iq4_xs", "mxfp4", "nvfp4", "int4"]
 """Of one scale and of several, with and without offsets, in 8 and in 16 bits, and of uneven levels."""
 SECTION = AdapterSection(rank=8, alpha=24)
 IDS = torch.arange(40).view(2, 20)
@@ -31,6 +32,21 @@ def model(name: str) -> Any:
             stored: Any = packed.PackedLinear(layer.in_features, layer.out_features, False, "meta", torch.float32)
             stored.weight = packed.pack(f"exact_{name}", layer.weight.data)
             base.set_submodule(path, stored)
+    adapted = adapter.attach(base, SECTION, "tiny", seed=0)
+    for path, weight in adapted.named_parameters():
+        if "lora_B" in path:
+            nn.init.normal_(weight, std=0.01)
+    return adapted
+
+
+def mixture(name: str) -> Any:
+    """A small mixture whose experts are stored as positions between the levels of a format, with an adapter."""
+    torch.manual_seed(0)
+    sizes = {**_SIZES, "moe_intermediate_size": 256, "num_experts": 4, "num_experts_per_tok": 2}
+    base = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, head_dim=64))
+    for _, module, own in list(experts.weights(base)):
+        setattr(module, own, packed.pack(f"exact_{name}", getattr(module, own).data))
+        experts.unpack_in_forward(module)
     adapted = adapter.attach(base, SECTION, "tiny", seed=0)
     for path, weight in adapted.named_parameters():
         if "lora_B" in path:
@@ -59,7 +75,7 @@ def gradients(adapted: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_without_an_update_a_weight_has_the_nearest_values(name: str) -> None:
-    weight, form = torch.randn(48, 256), block_formats.BLOCK_FORMATS[name]
+    weight, form = torch.randn(48, 256), fixed_point.POSITIONS[f"exact_{name}"].form
     grid = form.grid(form.search(weight, None))
     expected = block_formats.values(form, block_formats.nearest(form, weight, grid), grid)
     found = packed.values(packed.pack(f"exact_{name}", weight))
@@ -112,6 +128,31 @@ def test_gradients_are_those_of_a_whole_weight_with_the_straight_through_estimat
     assert found.keys() == expected.keys()
     for path, gradient in found.items():
         assert (gradient - expected[path]).abs().max() <= 1e-6 * expected[path].abs().max() + 1e-9
+
+
+@pytest.mark.parametrize("name", ["q4_k", "mxfp4"])
+def test_experts_compute_with_rounded_weights_and_have_the_gradients_of_whole_ones(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapted = mixture(name)
+    found, logits = gradients(adapted), adapted(input_ids=IDS).logits
+    served = dict(exact_layers.as_served(adapted))
+
+    def whole(layer: Any, weight: torch.Tensor, adapter: str) -> torch.Tensor:
+        right, left, kappa = layer.current_update()
+        assert torch.equal(weight, decoded(served[f"model.layers.0.mlp.experts.{layer.parameter_name}"]))
+        assert (weight != packed.values(layer.get_param())).sum() > 1000
+        return _Straight.apply(kappa * left @ right, weight)
+
+    monkeypatch.setattr(ParamWrapper, "_sum", whole)
+    expected = gradients(adapted)
+    assert torch.equal(adapted(input_ids=IDS).logits, logits)
+    assert found.keys() == expected.keys()
+    for path, gradient in found.items():
+        assert (gradient - expected[path]).abs().max() <= 1e-5 * expected[path].abs().max() + 1e-9, path
+    with adapted.disable_adapter():
+        monkeypatch.undo()
+        assert not torch.equal(adapted(input_ids=IDS).logits, logits)
 
 
 @pytest.mark.parametrize("name", FEW)

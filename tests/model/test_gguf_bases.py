@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import struct
@@ -20,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import finetune
 from finetune.config import Config, ModelSection, dump
+from finetune.doctor import model_check, model_checks
 from finetune.errors import ArtifactError, ConfigError, MachineError
 from finetune.export import publish
 from finetune.export.gguf import gguf_export
@@ -31,6 +33,7 @@ from finetune.model.source.tokenizer import load_tokenizer
 from finetune.model.structure import packed
 from finetune.report.terminal import Terminal
 from finetune.settings import load_config
+from finetune.storage import weight_files
 from tests.jobs import TINY
 
 READ = {"mistral", "mixtral", *gguf_base._TYPES.values()}
@@ -133,14 +136,17 @@ def test_packed_weights_are_the_bytes_of_the_file_with_rows_in_order(tmp_path: P
 def test_experts_are_packed_in_the_bytes_of_the_file(name: str, kind: str, tmp_path: Path) -> None:
     file = written(name, tmp_path, kind)
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
-    values = {part: torch.from_numpy(gguf.dequantize(one.data, one.tensor_type)) for part, one in tensors.items()}
+    values = {
+        part: torch.from_numpy(np.array(gguf.dequantize(one.data, one.tensor_type))) for part, one in tensors.items()
+    }
     architecture = load_architecture(ModelSection(name=str(file)))
     forms = architecture.quantization_config["modules_to_convert"]
     layer = "model.layers.1.mlp.experts"
     assert forms[f"{layer}.gate_up_proj"] == {"q8_0": "q8_0", "mxfp4": "gguf_mxfp4"}[kind]
     for quantization in ("published", "none"):
         job = load_config(TINY, [f"model.name={file}", f"quantization.kind={quantization}", "training.precision=fp32"])
-        config, _ = served.resolved(job, architecture)
+        config, note = served.resolved(job, architecture)
+        assert ("set 0 to serve the file itself" in str(note)) == (quantization == "published")
         model = build.load(config, architecture, torch.device("cpu"))
         for part, names in {"down_proj": ["down"], "gate_up_proj": ["gate", "up"]}.items():
             held = model.get_parameter(f"{layer}.{part}")
@@ -149,6 +155,14 @@ def test_experts_are_packed_in_the_bytes_of_the_file(name: str, kind: str, tmp_p
             if name == "gpt-oss":  # experts transposed, gate and up in turn
                 stored = [torch.stack(stored, dim=2).flatten(1, 2).mT]
             torch.testing.assert_close(held.float(), torch.cat(stored, dim=1), rtol=0, atol=0)
+
+
+def test_doctor_tries_the_model_of_a_file_without_unpacking_it(tmp_path: Path) -> None:
+    file = written("gpt-oss", tmp_path, "mxfp4")
+    assert model_check.is_model(str(file))
+    copy = model_checks.Copy(str(file), tmp_path / "doctor")
+    assert [model_checks.attempt(check, copy)[0] for check in ("structure", "weights", "16 bit")] == ["ok"] * 3
+    assert not list(tmp_path.glob("*unpacked*"))
 
 
 def test_llama_3s_scaling_is_read_from_its_factors(tmp_path: Path) -> None:
@@ -208,11 +222,22 @@ def countless_layers(file: Path) -> None:
     file.write_bytes(data.replace(key + b"\x02\0\0\0", key + b"\xff\xff\xff\x7f"))
 
 
+def first_version(file: Path) -> None:
+    file.write_bytes(b"GGUF\1\0\0\0" + file.read_bytes()[8:])
+
+
+def unknown_type(file: Path) -> None:
+    name = b"blk.1.ffn_up.weight" + struct.pack("<IQQ", 2, 64, 128)
+    file.write_bytes(file.read_bytes().replace(name + struct.pack("<I", 8), name + struct.pack("<I", 99)))
+
+
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
         (cut, "cannot be read"),
         (other_magic, "cannot be read"),
+        (first_version, "version 1 .*or another file of the model"),
+        (unknown_type, "99.* is not a valid .*or another file of the model"),
         (renamed, r"no tensor `blk\.1\.ffn_up"),
         (countless_layers, "fewer tensors than layers"),
     ],
@@ -227,10 +252,71 @@ def test_a_damaged_file_is_refused_and_leaves_nothing(
     assert not list(tmp_path.glob("*unpacked*"))
 
 
+def small(file: Path, arch: str = "llama", kind: str = "F32", keys: dict[str, Any] | None = None, **named: Any) -> Path:
+    """A file of one tensor that says of itself what a model needs."""
+    writer = gguf.GGUFWriter(file, arch, **named)
+    needed = {"embedding_length": 256, "block_count": 1, "attention.head_count": 4}
+    given: dict[str, Any] = {f"{arch}.{key}": value for key, value in needed.items()}
+    given |= {"tokenizer.ggml.model": "gpt2", f"{arch}.attention.layer_norm_rms_epsilon": 1e-5, **(keys or {})}
+    for key, value in given.items():
+        write = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}.get(type(value))
+        if write is not None:
+            write(key, value)
+    form = gguf.GGMLQuantizationType[kind]
+    data = np.zeros((4, gguf.quant_shape_to_byte_shape((256,), form)[0]), dtype=np.uint8)
+    writer.add_tensor("token_embd.weight", data, raw_dtype=form)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+WRONG = {
+    "an embedding model of another kind": ({"arch": "bert"}, "type `bert` is not read .*name the folder"),
+    "an embedding model": ({"arch": "qwen3", "keys": {"qwen3.pooling_type": 3}}, "predicts no text; name another"),
+    "a family without a config here": ({"arch": "deepseek2"}, "type `deepseek2` is not read .*only of llama, "),
+    "an adapter": ({"keys": {"general.type": "adapter"}}, "holds an adapter, .*: name its base"),
+    "a projector": ({"arch": "clip", "keys": {"general.type": "mmproj"}}, "name the file of its language model"),
+    "an importance matrix": ({"keys": {"general.type": "imatrix"}}, "name the file of the model"),
+    "a tokenizer": ({"keys": {"general.type": "vocab"}}, "name the file of the model"),
+    "a part": ({"keys": {"split.count": 3}}, "one of 3 parts; join them with `llama-gguf-split --merge`"),
+    "big-endian": ({"endianess": gguf.GGUFEndian.BIG}, "big-endian; convert it with"),
+    "without a tokenizer": ({"keys": {"tokenizer.ggml.model": None}}, "`tokenizer.ggml.model` is missing; download"),
+    "without a width": ({"keys": {"llama.embedding_length": None}}, "`llama.embedding_length` is missing; download"),
+    "without layers": ({}, r"no tensor `blk\.0\.attn_q\.weight`; download"),
+    **{
+        kind: ({"kind": kind}, f"`token_embd.weight` is in {kind.lower()}, which no job keeps; use a file in one of")
+        for kind in ("Q2_K", "Q3_K", "IQ1_S", "IQ3_XXS", "TQ1_0", "NVFP4")
+    },
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_file_of_something_else_is_refused_with_the_cure(wrong: str, tmp_path: Path) -> None:
+    given, says = WRONG[wrong]
+    file = small(tmp_path / "small.gguf", **given)
+    for read in (gguf_base.unpacked, gguf_base.architecture):
+        with pytest.raises(ArtifactError, match=says):
+            read(file)
+
+
+def test_a_full_disk_is_said_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = written("llama", tmp_path, "q8_0")
+
+    def full(*given: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(weight_files, "write", full)
+    with pytest.raises(MachineError, match="could not be written: No space left"):
+        gguf_base.unpacked(file)
+    assert not list(tmp_path.glob("*unpacked*"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["q4_k_m"])
 def test_a_run_on_a_file_computes_with_its_values_and_is_merged(
-    kind: str, tiny_base: Path, tmp_path: Path, quick: Callable[..., Config]
+    kind: str, tiny_base: Path, tmp_path: Path, quick: Callable[..., Config], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The packed embedding is also the head, and rows of the built-in base are in Q5_0 and Q8_0 beside Q4_K."""
     file = tmp_path / "tiny.gguf"
@@ -245,6 +331,8 @@ def test_a_run_on_a_file_computes_with_its_values_and_is_merged(
     ids = torch.arange(20, 60)[None]
     torch.testing.assert_close(trained(ids).logits, read(ids).logits, rtol=0, atol=1e-4)
     assert run.merged.is_dir()
+    publish.export_model(run, "gguf", type="q8_0", terminal=Terminal(quiet=True))
+    assert "merged and rounded again to q8_0" in " ".join(capsys.readouterr().err.split())
     record = publish.export_model(run, "adapter", terminal=Terminal(quiet=True))
     assert record["held_base"]["file"] == str(file)
     assert record["held_base"]["weights_differing"] == 0

@@ -22,6 +22,7 @@ from finetune.model import bounds, build
 from finetune.model.base import load_architecture
 from finetune.model.skeleton import make_buffers
 from finetune.model.source import catalog, gguf_families, identity, rope
+from finetune.report.terminal import Terminal
 from finetune.storage.rundir import RunDirectory
 
 TYPES = ("linear", "yarn", "llama3")
@@ -121,6 +122,29 @@ def test_the_commands_that_serve_an_adapter_scale_the_base() -> None:
     assert "--rope-scaling yarn --rope-scale 4" in commands["llama.cpp"]
     plain = server_commands.commands("adapter", Path("run/plain-adapter"), "base", {**record, "base_overrides": {}})
     assert not any("rope" in command for command in plain.values())
+
+
+@pytest.mark.parametrize(
+    ("file", "kind", "expected"),
+    [
+        ("base/model-q4_k_m.gguf", "yarn", ""),
+        ("base/model-q4_k_m.gguf", "llama3", ""),
+        ("/models/base.gguf", "yarn", "--rope-scaling yarn --rope-scale 4"),
+        ("/models/base.gguf", "llama3", None),
+    ],
+)
+def test_a_base_in_gguf_is_scaled_by_its_file_if_that_was_written_with_the_adapter(
+    file: str, kind: str, expected: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = {"rope_parameters": {"rope_type": kind, "factor": 4.0}}
+    record = {"rank": 8, "gguf": "adapter.gguf", "base_overrides": overrides, "held_base": {"file": file}}
+    commands = server_commands.commands("adapter", Path("run/plain-adapter"), "base", record)
+    Terminal().serves(commands, None)
+    assert ("serve it with" in capsys.readouterr().out) == bool(commands) == (expected is not None)
+    if expected is not None:
+        assert file in commands["llama.cpp"]
+        assert ("--rope" in commands["llama.cpp"]) == bool(expected)
+        assert expected in commands["llama.cpp"]
 
 
 @pytest.mark.slow

@@ -45,18 +45,19 @@ ONTO: dict[Onto, str] = {
 
 class Bases:
     """The base of a run in its files: to merge into, and to run on rows that show the images `shown`, of `longest`
-    tokens at most.
+    tokens at most. A folder `start` has the packed weights that training started from.
     """
 
     def __init__(
         self, config: Config, adapter: Path, files: list[Path], device: torch.device, shown: ShownImages = NO_IMAGES,
-        longest: int = proof.ROW_TOKENS,
+        longest: int = proof.ROW_TOKENS, start: Path | None = None,
     ) -> None:  # fmt: skip
         if not files:
             raise ArtifactError(
                 f"the weights of {config.model.name} are not in safetensors files, which a merge reads; convert them"
             )
         self.config, self.adapter, self.files, self.device, self._shown = config, adapter, files, device, shown
+        self._start = start
         precision = PRECISIONS[config.training.precision]
         # What was trained to be rounded as it is served is rounded no further, norms included.
         self.dtype = self.compute_dtype = precision.dtype if config.quantization.snap else precision.merged
@@ -85,7 +86,8 @@ class Bases:
             return Merging(self, {})
         from finetune.model.structure import quantizers
 
-        return Merging(self, quantizers.roundings(self._weightless(self.architecture, self.config.quantization)))
+        quantized = self._weightless(self.architecture, self.config.quantization)
+        return Merging(self, quantizers.roundings(quantized, self._start))
 
     def make_buffers(self) -> None:
         """Make the buffers that the models need to run."""

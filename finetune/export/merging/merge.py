@@ -28,6 +28,7 @@ from finetune.export.card import model_card
 from finetune.export.export_formats import FORMATS
 from finetune.export.merging import merged_files
 from finetune.export.merging.bases import ONTO, Bases, Merging, Onto
+from finetune.export.rounding import exact_start
 from finetune.model.base import load_architecture
 from finetune.model.source import file_hashes, identity, prequantized, vision
 from finetune.model.source.locate import weights_directory
@@ -60,7 +61,8 @@ def merge(
     folder = weights_directory(config.model.name, config.model.revision, download=True)
     base_identity = finished_run.base_of(run, config, note)
     longest = max([proof.ROW_TOKENS, *map(len, compared.ids)])
-    bases = Bases(config, run.adapter, identity.loaded_files(folder), device, compared.shown, longest)
+    files, start = identity.loaded_files(folder), exact_start.of_run(run)
+    bases = Bases(config, run.adapter, files, device, compared.shown, longest, start)
     made_from = {
         "onto": chosen, "base": base_identity, "dtype": str(bases.dtype),
         "adapter": file_hashes.sha256(run.adapter / "adapter_model.safetensors"),

@@ -66,7 +66,11 @@ class Updates:
         return getattr(layer.get_base_layer(), part).data
 
     def factors(self, name: str) -> tuple[torch.Tensor, torch.Tensor, float] | None:
-        """A, B and scale of an adapted linear layer, on the device in float32; None for a weight without an adapter."""
+        """A, B and scale of an adapted weight (`fixed_point.Update`), on the device in float32; None without an
+        adapter.
+        """
+        from peft.tuners.lora import ParamWrapper
+
         if name not in self._layers:
             return None
         path, layer, _ = self._layers[name]
@@ -74,6 +78,8 @@ class Updates:
             self._stored.read(self._stored.name(f"{path}.{factor}.default.weight")).to(self._device, torch.float32)
             for factor in ("lora_A", "lora_B")
         )
+        if isinstance(layer, ParamWrapper):
+            a, b = layer.factors(a, b)
         return a, b, layer.scaling["default"]
 
     def fetch(self, name: str) -> torch.Tensor | None:

@@ -11,6 +11,7 @@ import torch
 from finetune.config import DataSection
 from finetune.data import prepare
 from finetune.data.encoded import IMAGES
+from finetune.data.rows import RowTable
 from finetune.errors import DataError
 from finetune.model.source.vision import Vision
 
@@ -29,7 +30,11 @@ def rows(
     if not prepare.is_here(section):
         note("the rows were given from Python and are not kept on disk: the model is rounded with the built-in ones")
         vision, section = None, DataSection(chat_template=section.chat_template, control_tokens=section.control_tokens)
-    table = prepare.prepare(section, tokenizer, vision).train
+    return ids_of(prepare.prepare(section, tokenizer, vision).train, section.max_length, seed)
+
+
+def ids_of(table: RowTable, max_length: int, seed: int) -> torch.Tensor:
+    """`rows` of the prepared training rows in `table`. Raises DataError."""
     ids: list[int] = []
     for number in random.Random(seed).sample(range(len(table)), len(table)):
         row = table[number]
@@ -39,7 +44,7 @@ def rows(
             break
     if not ids:
         raise DataError("no training row is of text alone, and a model is rounded with such rows")
-    return _cut(ids[:TOKENS], min(section.max_length, _LONGEST))
+    return _cut(ids[:TOKENS], min(max_length, _LONGEST))
 
 
 def _cut(ids: list[int], tokens: int) -> torch.Tensor:

@@ -29,6 +29,22 @@ def compensated(form: BlockFormat, weight: torch.Tensor, hessian: torch.Tensor) 
 
     A column that no input had is rounded by itself.
     """
+    _, codes, fields = _swept(form, weight, hessian)
+    return codes, fields
+
+
+def made_up_for(form: BlockFormat, weight: torch.Tensor, hessian: torch.Tensor) -> tuple[torch.Tensor, Fields]:
+    """The weights whose nearest values `compensated` takes, each with the errors of the columns before it made up for,
+    and the fields.
+    """
+    weight, _, fields = _swept(form, weight, hessian)
+    return weight, fields
+
+
+def _swept(
+    form: BlockFormat, weight: torch.Tensor, hessian: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, Fields]:  # fmt: skip
+    """Weights as they are when they are rounded, codes and fields."""
     damped = _damped(hessian)
     importance = damped.diagonal().clone()
     factor = _inverse_factor(damped)
@@ -46,7 +62,7 @@ def compensated(form: BlockFormat, weight: torch.Tensor, hessian: torch.Tensor) 
             errors[:, column] = error[:, 0]
             part[:, column + 1 :] -= error * own[column, column + 1 :]
         weight[:, start + width :] -= errors @ factor[start : start + width, start + width :]
-    return codes, search.fields()
+    return weight, codes, search.fields()
 
 
 class _FieldSearch:
@@ -57,7 +73,8 @@ class _FieldSearch:
 
     def __init__(self, form: BlockFormat, weight: torch.Tensor, importance: torch.Tensor) -> None:
         self._form, self._importance, self._found = form, importance, list[Fields]()
-        self._whole = form.search(weight, importance) if form is BLOCK_FORMATS["nvfp4"] else None
+        of_all = form.grid is BLOCK_FORMATS["nvfp4"].grid  # also where all weights share the factor (`fixed_point`)
+        self._whole = form.search(weight, importance) if of_all else None
 
     def grids(self, part: torch.Tensor, start: int) -> Iterator[Grid]:
         """The grid (rows, 1) of each column of `part`, whose first is `start`; `part` may change between two."""

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from finetune.errors import ArtifactError
-from finetune.export.rounding.compensated import compensated
+from finetune.export.rounding.compensated import compensated, made_up_for
 from finetune.export.rounding.inputs import Inputs, Key
 from finetune.model.structure import packed
 from finetune.model.structure.block_formats import BLOCK_FORMATS
+from finetune.model.structure.fixed_point import POSITIONS, served
 
 TOKENS_PER_COLUMN = 1 / 8
 """Tokens for each column from which on errors are made up for.
@@ -35,24 +36,25 @@ class RoundedWeight:
 def rounded(
     forms: Mapping[str, str], weights: Mapping[str, torch.Tensor], inputs: Inputs | None = None
 ) -> dict[str, RoundedWeight]:
-    """Round `weights` (rows, columns) or (experts, rows, columns) to `forms`, by name.
+    """Round `weights` (rows, columns) or (experts, rows, columns) to `forms`, by name, or move them to where they
+    would be rounded from if a form is of positions (`fixed_point`).
 
     A matrix that `inputs` saw too few tokens of, or of a form without a grid, is rounded by itself. Raises
     ArtifactError for inputs that are not finite.
     """
     made: dict[Key, Bytes] = {}
-    made_up_for = set[Key]()
+    corrected = set[Key]()
     for (source, form, _), keys in _together(forms, weights, inputs).items():
         assert inputs is not None
         matrices = {key: _matrix(weights, key) for key in keys}
         columns = matrices[keys[0]].shape[-1]
         seen = min(inputs.tokens[key] for key in keys)
-        if seen >= TOKENS_PER_COLUMN * columns and columns % BLOCK_FORMATS[form].columns == 0:
+        if seen >= TOKENS_PER_COLUMN * columns and columns % BLOCK_FORMATS[served(form)].columns == 0:
             made |= _apart(matrices, _compensated(form, matrices, inputs.sum(source)))
-            made_up_for.update(keys)
+            corrected.update(keys)
         else:
             made |= _apart(matrices, _by_itself(form, _joined(matrices)))
-    return {name: _collected(name, forms[name], weight, made, made_up_for) for name, weight in weights.items()}
+    return {name: _collected(name, forms[name], weight, made, corrected) for name, weight in weights.items()}
 
 
 def _together(
@@ -64,7 +66,7 @@ def _together(
     found: dict[tuple[Key, str, str], list[Key]] = {}
     for name, weight in weights.items():
         form, rows = forms[name], weight.shape[-2]
-        if inputs is None or form not in BLOCK_FORMATS:
+        if inputs is None or served(form) not in BLOCK_FORMATS:
             continue
         for key in _keys(name, weight):
             if source := inputs.source(key):
@@ -81,7 +83,13 @@ def _compensated(form: str, matrices: Mapping[Key, torch.Tensor], hessian: torch
         raise ArtifactError(
             f"the inputs of `{next(iter(matrices))[0]}` are not finite in the training rows; train again"
         )
-    return BLOCK_FORMATS[form].pack(*compensated(BLOCK_FORMATS[form], _joined(matrices).float(), hessian))
+    whole = _joined(matrices).float()
+    if positions := POSITIONS.get(form):
+        values, fields = made_up_for(positions.form, whole, hessian)
+        codes, scales = packed.empty(form, values)
+        positions.encode_with(fields, values, codes, scales)
+        return codes, scales
+    return BLOCK_FORMATS[form].pack(*compensated(BLOCK_FORMATS[form], whole, hessian))
 
 
 def _apart(matrices: Mapping[Key, torch.Tensor], stored: Bytes) -> dict[Key, Bytes]:
@@ -92,14 +100,14 @@ def _apart(matrices: Mapping[Key, torch.Tensor], stored: Bytes) -> dict[Key, Byt
 
 
 def _collected(
-    name: str, form: str, weight: torch.Tensor, made: Mapping[Key, Bytes], made_up_for: Set[Key]
+    name: str, form: str, weight: torch.Tensor, made: Mapping[Key, Bytes], corrected: Set[Key]
 ) -> RoundedWeight:
     keys = list(_keys(name, weight))
     parts = [made[key] if key in made else _by_itself(form, _matrix({name: weight}, key)) for key in keys]
     codes, scales = (torch.stack(each) for each in zip(*parts, strict=True))
     if weight.dim() == 2:
         codes, scales = codes[0], scales[0]
-    return RoundedWeight(codes, scales, torch.tensor([key in made_up_for for key in keys]))
+    return RoundedWeight(codes, scales, torch.tensor([key in corrected for key in keys]))
 
 
 def _by_itself(form: str, matrix: torch.Tensor) -> Bytes:

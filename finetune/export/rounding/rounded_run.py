@@ -63,26 +63,35 @@ def rounded(
     def rounding(folder: Path) -> LayerRounding:
         return LayerRounding(model, streamed.Weights(model, files, dtype), form_of, ids, folder, job.device)
 
-    def make() -> None:
+    made = kept(target, made_from, rounding, f"rounding to {job.kind}", note)
+    facts = {key: value for key, value in _record(target).items() if key != "made_from"}
+    return made.packed(), facts
+
+
+def kept(
+    target: Path, made_from: dict[str, Any], rounding: Callable[[Path], LayerRounding], what: str,
+    note: Callable[[str], None],
+) -> LayerRounding:  # fmt: skip
+    """The complete `rounding` in the folder `target`, made unless it is there with the same `made_from`.
+
+    Raises MachineError for a failed write, and as `LayerRounding.complete`.
+    """
+    made = rounding(target)
+    if _record(target).get("made_from") == made_from and made.is_complete:
+        return made
+    ids = made.rows
+    try:
         with staged(target, made_from) as folder:
             one = rounding(folder)
-            peak = memory.peak_bytes(model, one.parts, ids.shape, dtype)
-            note(
-                f"rounding to {job.kind} with {ids.numel():,} tokens of the training rows, in {amount(peak)} of memory"
-            )
-            make_buffers(model, job.device)
+            peak = memory.peak_bytes(one.model, one.parts, ids.shape, one.model.dtype)
+            note(f"{what} with {ids.numel():,} tokens of the training rows, in {amount(peak)} of memory")
+            make_buffers(one.model, one.device)
             one.complete(lambda part: note(f"rounding part {one.parts.index(part) + 1} of {len(one.parts)}"))
             record = {"tokens": ids.numel(), "rows": len(ids), "forecast_bytes": peak, "by_themselves": one.plain()}
             write_json(folder / _RECORD, {"made_from": made_from, **record})
-
-    made = rounding(target)
-    if _record(target).get("made_from") != made_from or not made.is_complete:
-        try:
-            make()
-        except OSError as error:
-            raise MachineError(not_written(target, error)) from None
-    facts = {key: value for key, value in _record(target).items() if key != "made_from"}
-    return made.packed(), facts
+    except OSError as error:
+        raise MachineError(not_written(target, error)) from None
+    return made
 
 
 def _record(folder: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from finetune.model.adapters import new_rows
 from finetune.model.base import TRAINED_DTYPES
 from finetune.model.precision import PRECISIONS
 from finetune.model.source.locate import weights_directory
-from finetune.model.structure import composite, experts, fixed_point, linear_layers, sequence_head
+from finetune.model.structure import composite, experts, fixed_point, linear_layers, packed, sequence_head
 from finetune.runtime import patches
 from finetune.storage import weight_files
 
@@ -130,11 +130,13 @@ def check_rank(base: Any, section: AdapterSection) -> None:
 
 def check_exact(base: Any, section: AdapterSection) -> None:
     """Raise ConfigError for an adapter of which parts cannot be rounded with the weights of `base`."""
-    if fused := adapted_experts(base, section):
-        raise ConfigError(
-            f"`adapter.targets`: the update of `{next(iter(fused))}` is not rounded with the experts; set "
-            "`adapter.expert_rank: 0` and layers without experts, or `output.way: rounded`"
-        )
+    for name, weight in adapted_experts(base, section).items():
+        how = packed.packing_of(weight)
+        if how is None or how.transposed or not fixed_point.of(weight):
+            raise ConfigError(
+                f"`adapter.targets`: the update of `{name}` is not rounded with the experts in their form; set "
+                "`adapter.expert_rank: 0`, or `output.way: rounded`"
+            )
     for name in ranks(base, section):
         if not fixed_point.of(base.get_submodule(name).weight):
             raise ConfigError(

@@ -20,7 +20,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from finetune.model.structure import fixed_point, packed
+from finetune.model.adapters.expert_adapter import ParamWrapper
+from finetune.model.structure import experts, fixed_point, packed
 from finetune.runtime import patches
 
 
@@ -39,13 +40,18 @@ class ExactLinear(peft_layer.Linear):
 
 
 def attach(model: nn.Module) -> None:
-    """Let the layers of `model` that PEFT has adapted compute with rounded weights where these are stored so."""
+    """Let the layers and experts of `model` that PEFT has adapted compute with rounded weights where these are stored
+    so.
+    """
     for module in model.modules():
         if type(module) is peft_layer.Linear and fixed_point.of(module.base_layer.weight):
             patches.MODULE_FORWARD.put(ExactLinear, module)
+        elif isinstance(module, ParamWrapper) and fixed_point.of(module.get_param()):
+            module.rounded = True
+            experts.round_with(module.get_base_layer(), module.parameter_name, module)
 
 
-def update_of(layer: Any) -> tuple[torch.Tensor, torch.Tensor, float]:
+def update_of(layer: Any) -> fixed_point.Update:
     """A (r, in_features), B (out_features, r) and kappa of an adapted layer: 0 if its adapter is disabled."""
     (name,) = layer.active_adapters
     kappa = 0.0 if layer.disable_adapters else layer.scaling[name]
@@ -58,15 +64,26 @@ def as_served(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
     those that were stored as positions in the format itself.
     """
     base = model.get_base_model()
-    adapted = {f"{path}.base_layer": layer for path, layer in base.named_modules() if isinstance(layer, ExactLinear)}
-    for path, module in base.named_modules():
-        for own, parameter in module.named_parameters(recurse=False):
-            if packed.packing_of(parameter):
-                update = None
-                if path in adapted:
-                    a, b, kappa = update_of(adapted[path])
-                    update = a.float(), b.float(), kappa
-                yield f"{path.removesuffix('.base_layer')}.{own}", packed.as_served(parameter, update)
+    updates = {
+        id(layer.get_param() if isinstance(layer, ParamWrapper) else layer.base_layer.weight): update
+        for layer in base.modules()
+        if (update := _update_rounded(layer))
+    }
+    for name, parameter in base.named_parameters():
+        if packed.packing_of(parameter):
+            update = updates.get(id(parameter))
+            yield name.replace(".base_layer", ""), packed.as_served(parameter, update)
+
+
+def _update_rounded(layer: nn.Module) -> fixed_point.Update | None:
+    """The update in float32 of an adapter that is rounded with its weight; None of other modules."""
+    if isinstance(layer, ExactLinear):
+        a, b, kappa = update_of(layer)
+    elif isinstance(layer, ParamWrapper) and layer.rounded:
+        a, b, kappa = layer.current_update()
+    else:
+        return None
+    return a.float(), b.float(), kappa
 
 
 class _RoundedProduct(torch.autograd.Function):
@@ -97,10 +114,4 @@ class _RoundedProduct(torch.autograd.Function):
 
 def rounded(weight: Any, a: torch.Tensor, b: torch.Tensor, kappa: float, dtype: torch.dtype) -> torch.Tensor:
     """W^ (out_features, in_features) in `dtype`."""
-    how, positions = packed.packing_of(weight), fixed_point.of(weight)
-    assert how is not None
-    assert positions is not None
-    out = torch.empty(how.shape, dtype=dtype, device=weight.device)
-    grid = positions.grid(how.scales, how.shape[-1])
-    positions.snap_(weight.data, grid, out, a.detach().float(), b.detach().float(), kappa)
-    return out
+    return fixed_point.rounded(weight, (a, b, kappa), dtype)

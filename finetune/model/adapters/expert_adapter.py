@@ -22,7 +22,7 @@ from peft.tuners.lora import layer as peft_layer
 from torch import nn
 from torch.nn import functional
 
-from finetune.model.structure import experts
+from finetune.model.structure import experts, fixed_point
 
 # Strides of the operands of CUDA's grouped product are multiples of 16 bytes (torch 2.13, `check_valid_strides`).
 _STRIDE_BYTES = 16
@@ -38,6 +38,9 @@ class ParamWrapper(peft_layer.ParamWrapper):
 
     It has PEFT's name because PEFT 0.21 recognises a module with several adapted parameters by it.
     """
+
+    rounded = False
+    """Whether the update is rounded with the weights, which then have it in the forward pass (`exact_layers`)."""
 
     def __init__(self, base_layer: Any, adapter_name: str, parameter_name: str, config: Any, **options: Any) -> None:
         self._dropout = config.lora_dropout
@@ -74,44 +77,70 @@ class ParamWrapper(peft_layer.ParamWrapper):
             hook.remove()
             vars(module).pop(self.parameter_name, None)
 
+    def factors(self, down: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The factors (E, r, n) and (E, m, r) of the update, from PEFT's A (E r, in) and B (out, r E)."""
+        return self._sides(*self._by_expert(down, up))
+
+    def current_update(self) -> fixed_point.Update:
+        """The factors of the update, and its scale: 0 if the adapter is disabled."""
+        (name,) = self.active_adapters
+        factors = self.factors(self.lora_A[name].weight, self.lora_B[name].weight)
+        return *factors, 0.0 if self.disable_adapters else self.scaling[name]
+
+    def _by_expert(self, down: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A (E, r, in) and B (E, r, out)."""
+        each = up.reshape(up.shape[0], -1, self.num_experts).permute(2, 1, 0)
+        return down.reshape(self.num_experts, -1, down.shape[1]), each
+
+    def _sides(self, down: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        # PEFT names the sides of a weight by its class, transposed or not, which is not always how the code reads it.
+        return (down, up.mT) if self._did_swap_in_out_features else (up, down.mT)
+
     def _sum(self, weight: torch.Tensor, adapter: str) -> LowRankSum:
         """`weight`, decoded, with the low-rank term of an adapter."""
-        down, up = self.lora_A[adapter].weight, self.lora_B[adapter].weight  # (E r, in), (out, r E)
-        down = _operand(down.reshape(self.num_experts, -1, down.shape[1]), weight.dtype)  # (E, r, in)
-        up = _operand(up.reshape(up.shape[0], -1, self.num_experts).permute(2, 1, 0), weight.dtype)  # (E, r, out)
-        # PEFT names the sides of a weight by its class, transposed or not, which is not always how the code reads it.
-        left, right = (up.mT, down) if self._did_swap_in_out_features else (down.mT, up)
-        return LowRankSum(weight, left, right, self.scaling[adapter], self._dropout if self.training else 0.0)
+        both = self._by_expert(self.lora_A[adapter].weight, self.lora_B[adapter].weight)
+        right, left = self._sides(*(_operand(one, weight.dtype) for one in both))
+        dropout = self._dropout if self.training else 0.0
+        return LowRankSum(weight, left, right, self.scaling[adapter], dropout, has_term=self.rounded)
 
 
 class LowRankSum:
     """W + s left right, as the weights of experts in their products; the sum itself is only made for other uses.
 
     `weight` (E, m, n), or of some experts or one; `left` (E, m, r) and `right` (E, r, n), in its dtype. `dropout`: the
-    probability for an input of the low-rank term.
+    probability for an input of the low-rank term. `has_term`: W is the rounded sum already, and `left` and `right` get
+    their gradients as if it were not rounded.
     """
 
     def __init__(
-        self, weight: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float, dropout: float
-    ) -> None:
+        self, weight: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float, dropout: float,
+        *, has_term: bool = False,
+    ) -> None:  # fmt: skip
         self._weight, self._left, self._right, self._scale, self._dropout = weight, left, right, scale, dropout
+        self._has_term = has_term
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._weight, name)  # its shape, dtype or device
 
     def __getitem__(self, expert: Any) -> LowRankSum:
-        weight, left, right = (factor[expert] for factor in (self._weight, self._left, self._right))
-        return LowRankSum(weight, left, right, self._scale, self._dropout)
+        return self._of(*(factor[expert] for factor in (self._weight, self._left, self._right)))
 
     def transpose(self, one: int, other: int) -> LowRankSum:
         """The sum with the last two dimensions swapped."""
         sides = self._weight.dim()
         assert {one % sides, other % sides} == {sides - 2, sides - 1}
-        return LowRankSum(self._weight.mT, self._right.mT, self._left.mT, self._scale, self._dropout)
+        return self._of(self._weight.mT, self._right.mT, self._left.mT)
+
+    def _of(self, weight: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> LowRankSum:
+        return LowRankSum(weight, left, right, self._scale, self._dropout, has_term=self._has_term)
 
     def whole(self) -> torch.Tensor:
         """The sum as a tensor."""
-        return self._weight + self._scale * (self._left @ self._right)
+        term = self._scale * (self._left @ self._right)
+        return self._with_term(self._weight, term)
+
+    def _with_term(self, value: torch.Tensor, term: torch.Tensor) -> torch.Tensor:
+        return _WithGradientOf.apply(value, term) if self._has_term else value + term
 
     @classmethod
     def __torch_function__(
@@ -133,8 +162,23 @@ class LowRankSum:
     def _product(self, x: torch.Tensor, multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """x @ (W + s left right), by products of two plain tensors."""
         dropped = functional.dropout(x, self._dropout) if self._dropout else x
+        if self._has_term:  # of which the gradient of x has the part
+            dropped = x.detach()
         # The scale is taken on the narrow side: on the wide one autograd would hold another gradient of its size.
-        return multiply(x, self._weight) + multiply(multiply(dropped, self._left) * self._scale, self._right)
+        term = multiply(multiply(dropped, self._left) * self._scale, self._right)
+        return self._with_term(multiply(x, self._weight), term)
+
+
+class _WithGradientOf(torch.autograd.Function):
+    """A value that also hands its gradient to `term`, which it does not have in it."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, term: torch.Tensor) -> torch.Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return gradient, gradient
 
 
 def _operand(factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

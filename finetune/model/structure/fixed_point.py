@@ -10,24 +10,25 @@ and the forward pass computes with the values of the nearest levels:
 with positions counted from half a level below the lowest. Codes stand for the middle of their intervals, so without an
 update q is the level nearest to W. Formats whose levels lie at other distances take the nearest level.
 
-Shapes: weights are (..., rows, columns), A is (r, columns) and B (rows, r).
+Shapes: weights are (..., rows, columns), A is (r, columns) and B (rows, r); of experts all have one dimension more.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import torch
 
+from finetune.model.structure import float_blocks
 from finetune.model.structure.block_fields import is_linear
 from finetune.model.structure.block_formats import BLOCK_FORMATS, BlockFormat, Fields, Grid
 
 Update = tuple[torch.Tensor, torch.Tensor, float]
-"""A (r, columns) and B (rows, r) in float32, and kappa."""
+"""A (..., r, columns) and B (..., rows, r) in float32, and kappa."""
 
 _PREFIX = "exact_"
 _MOST_IN_A_BYTE = 64
@@ -57,7 +58,10 @@ class FixedPoint:
     def encode(self, weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
         """Write the codes of `weight`, and the bytes of the fields that the format's search finds for it."""
         weight = weight.float()
-        fields = self.form.search(weight, None)
+        self.encode_with(self.form.search(weight, None), weight, codes, scales)
+
+    def encode_with(self, fields: Fields, weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        """Write the codes of `weight`, in float32, and the bytes of its `fields`."""
         parts = [fields[name].contiguous().flatten(weight.dim() - 1) for name in _fields(self.form, weight.shape[-1])]
         scales.copy_(torch.cat([part.view(torch.uint8) for part in parts], dim=-1))
         grid = self.form.grid(fields)
@@ -78,22 +82,24 @@ class FixedPoint:
     def snap_(
         self, codes: torch.Tensor, grid: Grid, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, kappa: float
     ) -> None:
-        """Write W^ (rows, columns) into `out`, of any floating type; A and B are in float32."""
-        for codes_part, grid_part, b_part, out_part in _parts(a.shape[1], codes, grid, b, out):
-            self._values(codes_part, grid_part, out_part, shift_of(grid_part, a, b_part, kappa))
+        """Write W^ (..., rows, columns) into `out`, of any floating type; A and B are in float32."""
+        for codes_part, grid_part, a_part, b_part, out_part in _parts(codes, grid, a, b, out):
+            self._values(codes_part, grid_part, out_part, shift_of(grid_part, a_part, b_part, kappa))
 
     def as_stored(
         self, codes: torch.Tensor, scales: torch.Tensor, update: Update | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The bytes and scales of the values after an update of a matrix, as the format stores them."""
+        """The bytes and scales of the values after an update, as the format stores them."""
         fields = self.fields(scales, codes.shape[-1] // self.bytes_each)
         grid = self.form.grid(fields)
         if update is None:
             return self.form.pack(self._nearest(codes, grid).to(torch.uint8).flatten(-2), fields)
         a, b, kappa = update
-        parts = _parts(a.shape[1], codes, grid, b)
-        nearest = [self._nearest(code, own, shift_of(own, a, up, kappa)).to(torch.uint8) for code, own, up in parts]
-        return self.form.pack(torch.cat(nearest).flatten(-2), fields)
+        nearest = [
+            self._nearest(code, own, shift_of(own, down, up, kappa)).to(torch.uint8).flatten(-2)
+            for code, own, down, up in _parts(codes, grid, a, b)
+        ]
+        return self.form.pack(torch.cat(nearest).view(*codes.shape[:-1], -1), fields)
 
     def grid(self, scales: torch.Tensor, columns: int) -> Grid:
         """The values that a weight may have, from the bytes of its fields (..., rows, bytes)."""
@@ -149,6 +155,17 @@ def of(weight: Any) -> FixedPoint | None:
     return None if how is None else POSITIONS.get(how.form)
 
 
+@torch.no_grad()
+def rounded(weight: Any, update: Update, dtype: torch.dtype) -> torch.Tensor:
+    """W^ (..., rows, columns) in `dtype` of a packed parameter after an update, whose factors may be of any type."""
+    how, positions = weight.packing, of(weight)
+    assert positions is not None
+    out = torch.empty(how.shape, dtype=dtype, device=weight.device)
+    a, b, kappa = update
+    positions.snap_(weight.data, positions.grid(how.scales, how.shape[-1]), out, a.float(), b.float(), kappa)
+    return out
+
+
 def _positions(name: str, form: BlockFormat) -> FixedPoint:
     levels = form.levels
     low, high = levels[0] - (levels[1] - levels[0]) / 2, levels[-1] + (levels[-1] - levels[-2]) / 2
@@ -160,18 +177,28 @@ def _positions(name: str, form: BlockFormat) -> FixedPoint:
 _PART = 2**24
 
 
-def _parts(columns: int, codes: torch.Tensor, grid: Grid, *tensors: torch.Tensor) -> Iterator[tuple[Any, ...]]:
-    """Some rows of codes, grid and `tensors` (rows, ...)."""
-    each = max(_PART // columns, 1)
+def _parts(
+    codes: torch.Tensor, grid: Grid, a: torch.Tensor, b: torch.Tensor, *out: torch.Tensor
+) -> Iterator[tuple[Any, ...]]:
+    """Some rows of codes, grid, B and `out` with the A of these rows, of one expert after another."""
+    if codes.dim() == 3:
+        offsets = [None] * len(codes) if grid.offsets is None else grid.offsets
+        for code, scales, offset, *tensors in zip(codes, grid.scales, offsets, a, b, *out, strict=True):
+            yield from _parts(code, Grid(scales, offset), *tensors)
+        return
+    each = max(_PART // a.shape[1], 1)
     for start in range(0, len(codes), each):
         own = slice(start, start + each)
         offsets = None if grid.offsets is None else grid.offsets[own]
-        yield codes[own], Grid(grid.scales[own], offsets), *(tensor[own] for tensor in tensors)
+        yield codes[own], Grid(grid.scales[own], offsets), a, b[own], *(tensor[own] for tensor in out)
 
+
+# Training has a weight of a part of the rows, or alone: NVFP4's factor is that of all (`search_shared_nvfp4`).
+_HELD = {**BLOCK_FORMATS, "nvfp4": replace(BLOCK_FORMATS["nvfp4"], search=float_blocks.search_shared_nvfp4)}
 
 POSITIONS: Mapping[str, FixedPoint] = {
     f"{_PREFIX}{name}": _positions(name, form)
-    for name, form in BLOCK_FORMATS.items()
+    for name, form in _HELD.items()
     if is_linear(form.levels) or len(form.levels) <= _MOST_IN_A_BYTE
 }
 """By the name that `packed.FORMS` has for weights stored so. Not of FP8, whose levels are as close as positions."""

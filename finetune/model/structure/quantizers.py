@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import bitsandbytes as bnb
@@ -38,16 +39,24 @@ from finetune.model.structure import (
     sequence_head,
 )
 from finetune.model.structure.block_formats import BLOCK_FORMATS
+from finetune.model.structure.packed_files import PackedFiles
 from finetune.runtime import libraries, patches
 
 
 @contextlib.contextmanager
-def used() -> Iterator[None]:
-    """In the block, transformers loads models with the quantizers of this module."""
+def used(start: Path | None = None) -> Iterator[None]:
+    """In the block, transformers loads models with the quantizers of this module, and packed weights that a folder
+    `start` has (`packed_files`) from there.
+    """
+    files = None if start is None else PackedFiles(start)
+    known = {
+        name: type(kind.__name__, (kind,), {"start": files}) if files and issubclass(kind, _Packed) else kind
+        for name, kind in _QUANTIZERS.items()
+    }
     others = {name: FineGrainedFP8Config for name, kind in _QUANTIZERS.items() if issubclass(kind, _Own)}
     configs = {**auto.AUTO_QUANTIZATION_CONFIG_MAPPING, **others}
     with (
-        patches.QUANTIZERS.by({**auto.AUTO_QUANTIZER_MAPPING, **_QUANTIZERS}),
+        patches.QUANTIZERS.by({**auto.AUTO_QUANTIZER_MAPPING, **known}),
         patches.QUANTIZATION_CONFIGS.by(configs),
     ):
         yield
@@ -89,18 +98,21 @@ class Rounding:
     """The rounding of a weight of a quantized base.
 
     `parameter` is that of the base on the meta device. `transposed`: the file has it as GPT-2's layers do (inputs,
-    outputs), and it is transposed before it is quantized.
+    outputs), and it is transposed before it is quantized. `start` has the packed weights that training started from,
+    this one under its `name` if it is one of them.
     """
 
     parameter: torch.Tensor
     transposed: bool
+    name: str = ""
+    start: PackedFiles | None = None
 
     def trained_against(self, weight: torch.Tensor) -> torch.Tensor:
         """`weight` quantized and dequantized again, in its own type: what an adapter on it is trained against."""
         if self.transposed:
             return replace(self, transposed=False).trained_against(weight.T.contiguous()).T.contiguous()
         if how := packed.packing_of(self.parameter):
-            return packed.values(packed.pack(how.form, weight, transposed=how.transposed))
+            return packed.values(self._packed(weight, how))
         if isinstance(self.parameter, bnb.nn.Int8Params):
             return eight_bit.dequantized(*eight_bit.quantize(weight), weight.dtype)
         libraries.correct_dequantization()
@@ -112,15 +124,23 @@ class Rounding:
         """`weight` packed as it is served, after an update that is rounded with it."""
         how = packed.packing_of(self.parameter)
         assert how is not None
-        held = packed.pack(how.form, weight.T if self.transposed else weight, transposed=how.transposed)
-        return packed.as_served(held, update)
+        return packed.as_served(self._packed(weight.T if self.transposed else weight, how), update)
+
+    def _packed(self, weight: torch.Tensor, how: packed.Packing) -> torch.nn.Parameter:
+        if self.start and self.name in self.start:
+            return self.start.read(self.name, how, weight.device)
+        return packed.pack(how.form, weight, transposed=how.transposed)
 
 
-def roundings(model: Any) -> dict[str, Rounding]:
-    """The rounding of each quantized parameter of a base on the meta device, by name."""
-    kinds = (bnb.nn.Params4bit, bnb.nn.Int8Params)
+def roundings(model: Any, start: Path | None = None) -> dict[str, Rounding]:
+    """The rounding of each quantized parameter of a base on the meta device, by name; those that a folder `start` has
+    are read from there, as in `used`.
+    """
+    kinds, files = (bnb.nn.Params4bit, bnb.nn.Int8Params), None if start is None else PackedFiles(start)
     return {
-        f"{path}.{name}".removeprefix("."): Rounding(parameter, getattr(module, "source_cls", None) is Conv1D)
+        (full := f"{path}.{name}".removeprefix(".")): Rounding(
+            parameter, getattr(module, "source_cls", None) is Conv1D, full, files
+        )
         for path, module in model.named_modules()
         for name, parameter in module.named_parameters(recurse=False)
         if isinstance(parameter, kinds) or packed.packing_of(parameter)
@@ -158,6 +178,7 @@ class _Packed:
 
     form: str
     exact = False
+    start: PackedFiles | None = None
     pre_quantized: bool
     quantization_config: Any
 
@@ -203,6 +224,7 @@ class _Packed:
                 model.set_submodule(path, packed.PackedEmbedding.of(module, packed.pack(form, module.weight.data)))
                 model.get_submodule(path).source_cls = type(module)
             else:
+                form = fixed_point.held(form, exact=self.exact)
                 setattr(module, own, packed.pack(form, getattr(module, own).data, transposed=_is_transposed(module)))
                 experts.unpack_in_forward(module)
 
@@ -213,7 +235,7 @@ class _Packed:
         return packed.packing_of(model.get_parameter_or_buffer(param_name)) is not None
 
     def get_quantize_ops(self) -> Any:
-        return _Encode()
+        return _Encode(self.start)
 
     def get_load_operations(self) -> dict[str, Any]:
         return {"deserialize": _Keep, "dequantize": _Keep}
@@ -263,6 +285,16 @@ class _Int4(_Own):
                 yield name, module, own
 
 
+class _ExactOfOne(_Int4):
+    """Holds weights as positions between the levels of a form of safetensors files."""
+
+    exact = True
+
+    @property
+    def form(self) -> str:  # type: ignore[override]
+        return fixed_point.served(self.quantization_config.quant_method)
+
+
 class _Mixed(_Own):
     """Gives each weight the form that a recipe says, also the embedding and the head."""
 
@@ -288,7 +320,7 @@ class _Mixed(_Own):
 
 
 class _Exact(_Mixed):
-    """Holds the layers that adapters can be on as positions between the levels of their forms."""
+    """Holds the weights that adapters can be on as positions between the levels of their forms."""
 
     exact = True
 
@@ -352,7 +384,10 @@ def _packed_linear(module: Any, form: str) -> packed.PackedLinear:
 
 
 class _Encode(ConversionOps):
-    """Packs a weight that was loaded in 16 or 32 bit."""
+    """Packs a weight that was loaded in 16 or 32 bit, or takes the one that `start` has in its place."""
+
+    def __init__(self, start: PackedFiles | None) -> None:
+        self._start = start
 
     @torch.no_grad()
     def convert(self, input_dict: dict[str, Any], *, model: Any, **named: Any) -> dict[str, Any]:
@@ -363,6 +398,8 @@ class _Encode(ConversionOps):
             value = value.T
         how = packed.packing_of(getattr(module, last))
         assert how is not None
+        if self._start and name in self._start:
+            return {name: self._start.read(name, how, value.device)}
         return {name: packed.pack(how.form, value, transposed=how.transposed)}
 
 
@@ -416,5 +453,6 @@ _QUANTIZERS: dict[str, Any] = {
     "int4": _Int4,
     **dict.fromkeys(recipes.RECIPES, _Mixed),
     **dict.fromkeys(map(fixed_point.held, recipes.RECIPES), _Exact),
+    **dict.fromkeys(map(fixed_point.held, ("mxfp4", "nvfp4", "int4")), _ExactOfOne),
     "gguf": _Gguf,
 }

@@ -1,0 +1,112 @@
+"""Where training that rounds its weights as they are served starts (`output.way: exact`).
+
+The base is rounded with the training rows as an export with `--rounded` is, but each weight is kept as the position it
+is rounded from (`structure.fixed_point`): with the errors of the columns before it made up for, on scales that were
+searched with the importance of the rows. Files in the run directory hold these positions, from which training, its
+resumption, inference and exports read them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.pytorch_utils import Conv1D
+
+from finetune.config import QuantizationSection, TrainingSection
+from finetune.data.rows import RowTable
+from finetune.errors import ArtifactError, DataError
+from finetune.export.rounding import calibration
+from finetune.export.rounding.layers import LayerRounding
+from finetune.export.rounding.rounded_run import kept
+from finetune.model.build import Blueprint
+from finetune.model.precision import PRECISIONS
+from finetune.model.source import file_hashes, identity, prequantized
+from finetune.model.source.locate import weights_directory
+from finetune.model.structure import fixed_point, packed, streamed
+from finetune.runtime import libraries
+from finetune.storage import weight_files
+from finetune.storage.rundir import RunDirectory
+
+
+def make(
+    run: RunDirectory, base: Blueprint, table: RowTable, max_length: int, training: TrainingSection,
+    device: torch.device, note: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Keep in `run` where training on `base` starts, with the prepared training rows in `table`.
+
+    Nothing is kept for a base that is random or published in packed weights, and for rows that all show images: these
+    start from the base's own weights. Raises ArtifactError for a damaged base and MachineError for a failed write.
+    """
+    if base.model.weights == "random" or prequantized.form(base.architecture):
+        return
+    files = identity.loaded_files(weights_directory(base.model.name, base.model.revision, download=True))
+    if not files:  # which loading refuses
+        return
+    try:
+        ids = calibration.ids_of(table, max_length, training.seed)
+    except DataError as error:
+        note(f"{error}; training starts from the base as it is")
+        return
+    # A CPU multiplies float32 as fast, and one layer is small.
+    dtype = torch.float32 if device.type == "cpu" else PRECISIONS[training.precision].merged
+    plain = replace(base, quantization=QuantizationSection(kind="none"), dtype=dtype).weightless()
+    forms = _forms(base)
+    made_from = {
+        "forms": forms,
+        "base": [file_hashes.sha256(file) for file in files],
+        "rows": hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
+        "computed_in": str(dtype),
+    }
+
+    def rounding(folder: Path) -> LayerRounding:
+        return LayerRounding(plain, streamed.Weights(plain, files, base.dtype), forms, ids, folder, device)
+
+    kept(run.start, made_from, rounding, f"rounding the base to {base.quantization.kind}", note)
+    libraries.return_freed_memory()
+    if run.start_sha256 != (digest := _sha256(run.start)):
+        run.event("start_kept", sha256=digest)
+
+
+def of_run(run: RunDirectory) -> Path | None:
+    """The folder of the packed weights that a run started from; None for one that started from the base's own.
+
+    Raises ArtifactError for files that are missing or were changed.
+    """
+    expected = run.start_sha256
+    if expected is None:
+        return None
+    if _sha256(run.start) != expected:
+        raise ArtifactError(
+            f"{run.start}: files are missing or were changed since the run was started, and its adapter was trained on "
+            "the weights in them; restore the folder, or train again with `--fresh`"
+        )
+    return run.start
+
+
+def _forms(base: Blueprint) -> dict[str, str]:
+    """The form of each weight that training moves, but for those that files have transposed, and of a head of its own,
+    unless it grows once it is loaded.
+    """
+    model, forms = base.weightless(), dict[str, str]()
+    head, alone = model.get_output_embeddings(), not (model.all_tied_weights_keys or base.model.vocabulary)
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            how = packed.packing_of(parameter)
+            if how is None or getattr(module, "source_cls", None) is Conv1D:
+                continue
+            if fixed_point.of(parameter) or (module is head and alone):
+                forms[f"{path}.{name}"] = how.form
+    return forms
+
+
+def _sha256(folder: Path) -> str:
+    files: list[Any] = [
+        (file.name, file_hashes.sha256(file)) for file in sorted(folder.glob("*" + weight_files.SUFFIX))
+    ]
+    return hashlib.sha256(json.dumps(files).encode()).hexdigest()
