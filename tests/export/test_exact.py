@@ -26,6 +26,8 @@ from finetune.model.structure import fixed_point, packed
 from finetune.storage.rundir import RunDirectory
 from tests.jobs import save_base
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 
@@ -59,7 +61,6 @@ def trained_weights(run: RunDirectory) -> tuple[Any, dict[str, torch.Tensor]]:
     return model, weights
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["q4_0", "q4_k_m"])
 def test_every_weight_of_the_file_is_the_one_that_was_trained_to_the_bit(quick, kind: str) -> None:
     run = finetune.train(quick(*exact(kind))).run
