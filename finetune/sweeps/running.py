@@ -126,7 +126,7 @@ class _BudgetSpent(Exception):
     """No further training starts."""
 
 
-class _Paused(Exception):
+class _MemberPaused(Exception):
     """Ends a member's training at the share of its run after which members are compared."""
 
 
@@ -140,7 +140,7 @@ def _pause(training: TrainingSection, share: float) -> Callback:
 
     def on_step(metrics: dict[str, Any]) -> None:
         if share <= _share(training, metrics["step"], metrics["epoch"]) < 1:
-            raise _Paused
+            raise _MemberPaused
 
     return cast(Callback, SimpleNamespace(on_step=on_step))
 
@@ -268,7 +268,7 @@ class _Sweep:
                 recipe.train(
                     member.config, terminal=Terminal(quiet=True), callbacks=callbacks, residents=self.residents
                 )
-        except _Paused:
+        except _MemberPaused:
             self._make_room(run)
         except NumbersError:
             return _NOT_FINITE

@@ -57,5 +57,4 @@ class Residents(ResidentBase):
 
 def memory_settings(config: Config) -> str:
     """What decides how much memory a step of `config` takes."""
-    others = {"training": {"learning_rate", "seed"}, "output": True, "tracking": True}
-    return config.model_dump_json(exclude=others)
+    return config.model_dump_json(exclude={"training": {"learning_rate", "seed"}, "output": True, "tracking": True})

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from finetune.model.adapters.expert_adapter import ParamWrapper
-from finetune.model.structure import experts, fixed_point, packed
+from finetune.model.structure import fixed_point, packed
 from finetune.runtime import patches
 
 
@@ -47,8 +47,7 @@ def attach(model: nn.Module) -> None:
         if type(module) is peft_layer.Linear and fixed_point.of(module.base_layer.weight):
             patches.MODULE_FORWARD.put(ExactLinear, module)
         elif isinstance(module, ParamWrapper) and fixed_point.of(module.get_param()):
-            module.rounded = True
-            experts.round_with(module.get_base_layer(), module.parameter_name, module)
+            module.round_with_base()
 
 
 def update_of(layer: Any) -> fixed_point.Update:

@@ -49,6 +49,11 @@ class ParamWrapper(peft_layer.ParamWrapper):
             config.lora_dropout = 0.0  # which PEFT refuses, as its update of a weight has no input
         super().__init__(base_layer, adapter_name, parameter_name, config=config, **options)
 
+    def round_with_base(self) -> None:
+        """Have the base layer's experts round their weights with this update."""
+        self.rounded = True
+        experts.round_with(self.get_base_layer(), self.parameter_name, self)
+
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
         shape = experts.shape(self.get_param())
         if len(shape) != 3:

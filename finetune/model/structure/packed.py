@@ -199,7 +199,8 @@ def published_shape(
 ) -> torch.Size:
     """The shape of the values of a weight of files, by the shapes of its first two tensors, as the model reads them."""
     if not FORMS[form].transposed:
-        *others, rows, columns = *codes[:-1], int(codes[-1] * FORMS[form].values_per_byte)
+        *others, rows, stored_columns = codes
+        columns = int(stored_columns * FORMS[form].values_per_byte)
         return torch.Size((*others, columns, rows) if transposed else (*others, rows, columns))
     *others, rows, blocks = scales
     return torch.Size((*others, blocks * _BLOCK, rows))
