@@ -61,7 +61,9 @@ class FakeModel:
 
     def load(self, module: nn.Module) -> None:
         """Record that a module's own weights are read, in 16 bit and quantized if training does that, and kept."""
-        quantized = [weight for weight in module.parameters(recurse=False) if fake.is_quantized(weight)]
+        # A weight that is tied to another is read once.
+        new = (weight for weight in module.parameters(recurse=False) if self._recorder.block(weight) is None)
+        quantized = [weight for weight in new if fake.is_quantized(weight)]
         if quantized and not self._published:
             self._recorder.layer, self._recorder.category = self._layer_of.get(id(module)), "workspace"
             with self._mode, self._recorder:

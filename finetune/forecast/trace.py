@@ -72,8 +72,12 @@ class Stretch:
 
     def moved(self, by: int) -> Stretch:
         """The same, of blocks whose numbers are that much higher."""
-        events = [event + by if event > 0 else event - by for event in self.events]
-        return Stretch(self.phase, self.layer, events, replace(self.work))
+        return Stretch(self.phase, self.layer, moved(self.events, by), replace(self.work))
+
+
+def moved(events: Iterable[int], by: int) -> list[int]:
+    """Events of blocks whose numbers are that much higher."""
+    return [event + by if event > 0 else event - by for event in events]
 
 
 @dataclass

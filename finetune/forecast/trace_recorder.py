@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +31,7 @@ from finetune.forecast import operators
 from finetune.forecast.known_values import KnownValues
 from finetune.forecast.operator_costs import DeviceOperators
 from finetune.forecast.operators import flat
-from finetune.forecast.trace import Stretch, Trace, TracedBlock
+from finetune.forecast.trace import Stretch, Trace, TracedBlock, Work, moved
 from finetune.measure.monitor import Monitor, Peak
 from finetune.runtime import patches
 
@@ -95,6 +95,29 @@ class _Call:
         return self.func(*self.args, **self.kwargs)
 
 
+@dataclass(frozen=True)
+class _Program:
+    """The recording of an operator: shape, type and block of each output, and its blocks' bytes, events and work.
+
+    Blocks are numbered from its first.
+    """
+
+    outputs: Sequence[tuple[torch.Size, torch.dtype]] | None
+    numbers: Sequence[int]
+    sizes: Sequence[int]
+    events: Sequence[int]
+    work: Work
+
+
+_ALIKE = ("finetune::grid", "finetune::decode_packed_", "finetune::snap_")
+"""Programs of dozens of operators, run for each product, that do the same for all arguments of the same shapes."""
+
+
+def _alike(value: Any) -> Hashable:
+    """What such a program's work follows from."""
+    return (value.shape, value.stride(), value.dtype) if isinstance(value, torch.Tensor) else value
+
+
 _Case = tuple[Callable[[_Call], bool], Callable[[_Call], Any]]
 
 
@@ -115,6 +138,7 @@ class TraceRecorder(TorchDispatchMode):
         self._stretches: list[Stretch] = []
         self._living: dict[int, list[Any]] = {}
         self._made_by = WeakTensorKeyDictionary()  # of tensors of one element, the operator's name
+        self._programs: dict[Hashable, _Program] = {}
         self._by_layer_of_input = self._turn = False
         self.phase = "load"
         self.layer: int | None = None
@@ -127,6 +151,7 @@ class TraceRecorder(TorchDispatchMode):
             (lambda call: call.name == "aten::_local_scalar_dense", self._read),
         )
         self._run_otherwise: tuple[_Case, ...] = (
+            (lambda call: call.name in _ALIKE and call.name in operators.python, self._run_alike),
             (lambda call: call.name in operators.python, self._run_in_python),
             (lambda call: call.name == "aten::add.Tensor" and _accumulates_in_place(call.args), self._add_in_place),
             (lambda call: self.answers.know_size(call), self._run_on_values),
@@ -299,6 +324,44 @@ class TraceRecorder(TorchDispatchMode):
             self.mark(part, outer)
         return out
 
+    def _run_alike(self, call: _Call) -> Any:
+        """Run a program in Python once for arguments of the same shapes, and then repeat its recording.
+
+        All that it makes is workspace, also what it returns: None or a list of tensors.
+        """
+        key = (call.name, *map(_alike, call.args))
+        if (program := self._programs.get(key)) is not None:
+            return self._repeat_program(program)
+        first, stretch = len(self._blocks), self._stretch()
+        events, before, stretch.work = len(stretch.events), stretch.work, Work()
+        outer, self.category = self.category, "workspace"
+        try:
+            with self:
+                made = self._operators.python[call.name](*call.args)
+        finally:
+            self.category = outer
+            work, stretch.work = stretch.work, before + stretch.work
+        own = moved(stretch.events[events:], -first)
+        numbers = [number - first for output in made or () if (number := self._number(output)) is not None]
+        lasting = {event - 1 for event in own if event > 0} - {-event - 1 for event in own if event < 0}
+        if lasting == set(numbers) and len(lasting) == len(made or ()):  # nothing of another's, or shared
+            outputs = None if made is None else [(output.shape, output.dtype) for output in made]
+            sizes = [block.bytes for block in self._blocks[first:]]
+            self._programs[key] = _Program(outputs, numbers, sizes, own, work)
+        return made
+
+    def _repeat_program(self, program: _Program) -> Any:
+        first, stretch = len(self._blocks), self._stretch()
+        self._blocks += [TracedBlock(size, "workspace", self.layer, self.managed) for size in program.sizes]
+        stretch.events += moved(program.events, first)
+        stretch.work += program.work
+        if program.outputs is None:
+            return None
+        made = [torch.empty(shape, dtype=dtype) for shape, dtype in program.outputs]
+        for number, output in zip(program.numbers, made, strict=True):
+            self._watch(output, first + number)
+        return made
+
     def _run_on_values(self, call: _Call) -> Any:
         """An operator's result of the size that follows from its values."""
         known = self.answers.known
@@ -362,14 +425,19 @@ class TraceRecorder(TorchDispatchMode):
         key = id(storage)  # one object for as long as the storage lives
         if key in self._living:
             return False
-        number = self._open(storage.nbytes(), category)
+        self._watch(tensor, self._open(storage.nbytes(), category))
+        return True
+
+    def _watch(self, tensor: torch.Tensor, number: int) -> None:
+        """Close a block when the storage of the tensor, whose block it is, is freed."""
+        storage = tensor.untyped_storage()
+        key = id(storage)
 
         def died(_: Any, key: int = key) -> None:
             if (number := self._living.pop(key)[0]) is not None:
                 self._close(number)
 
         self._living[key] = [number, weakref.ref(storage, died)]
-        return True
 
     @contextlib.contextmanager
     def following_resizes(self) -> Iterator[None]:

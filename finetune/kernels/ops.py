@@ -424,12 +424,23 @@ def _(
     return None
 
 
+def grid_of(fields: Tensor, columns: int, form: str) -> list[Tensor]:
+    """The scales of a weight's groups (outputs, groups), and their offsets if the format has some, from its fields."""
+    found = POSITIONS[form].grid(fields, columns)
+    return [each for each in (found.scales, found.offsets) if each is not None]
+
+
+_library.define("grid(Tensor(a) fields, int columns, str form) -> Tensor(a)[]")  # one operator, for the forecast
+_library.impl("grid", grid_of, "CompositeExplicitAutograd")
+torch.library.register_fake("finetune::grid", grid_of, lib=_library)
+
+
 def snap(out: Tensor, weight: Any, a: Tensor, b: Tensor, kappa: float) -> None:
     """Write W^ of a weight that is stored as positions (`model.structure.fixed_point`) into `out`; see `snap_`."""
     how = packing_of(weight)
     assert how is not None
-    grid = POSITIONS[how.form].grid(how.scales, how.shape[-1])
-    snap_(out, weight.data, grid.scales, grid.offsets, a.float(), b.float(), kappa, how.form)
+    scales, *offsets = torch.ops.finetune.grid(how.scales, how.shape[-1], how.form)
+    snap_(out, weight.data, scales, offsets[0] if offsets else None, a.float(), b.float(), kappa, how.form)
 
 
 # Values of a block: few enough that intermediate results stay in a core's cache.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import tiny_models
 import torch
 
 from finetune.forecast import operator_costs, planning
@@ -56,3 +57,10 @@ def test_packing_on_a_cpu_takes_the_memory_that_is_forecast(form: str) -> None:
         packed.encode_in_parts(*stored, weight, form)
     forecast = operator_costs._held_by_a_part("finetune::pack_", weight.shape, weight.dtype, form, "cpu")
     assert forecast == pytest.approx(held.most, rel=0.02)
+
+
+def test_a_table_that_is_embedding_and_head_is_packed_once() -> None:
+    trace = tiny_models.trace(tiny_models.config(quantization__kind="q8_0"), tiny_models.architecture(layers=2))
+    table = 256 * 64 * torch.bfloat16.itemsize
+    loaded = [block for stretch, block, sign in trace.timeline() if stretch.phase == "load" and sign > 0]
+    assert [block.bytes for block in loaded if block.layer is None and block.category == "workspace"].count(table) == 1
