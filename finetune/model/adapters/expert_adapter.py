@@ -140,7 +140,8 @@ class LowRankSum:
         return self._with_term(self._weight, term)
 
     def _with_term(self, value: torch.Tensor, term: torch.Tensor) -> torch.Tensor:
-        return _WithGradientOf.apply(value, term) if self._has_term else value + term
+        summed: torch.Tensor = _WithGradientOf.apply(value, term) if self._has_term else value + term
+        return summed
 
     @classmethod
     def __torch_function__(

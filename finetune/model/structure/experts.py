@@ -234,7 +234,7 @@ class _Unpacking:
     def _values(self, name: str, parameter: Any) -> torch.Tensor:
         if (adapter := self.rounded.get(name)) is None:
             return _dequantized(parameter)
-        return fixed_point.rounded(parameter, adapter.current_update(), packing_of(parameter).dtype)
+        return fixed_point.rounded(parameter, adapter.current_update(), parameter.packing.dtype)
 
 
 def _unpacking(module: nn.Module) -> _Unpacking | None:

@@ -182,7 +182,7 @@ def _parts(
 ) -> Iterator[tuple[Any, ...]]:
     """Some rows of codes, grid, B and `out` with the A of these rows, of one expert after another."""
     if codes.dim() == 3:
-        offsets = [None] * len(codes) if grid.offsets is None else grid.offsets
+        offsets: Any = [None] * len(codes) if grid.offsets is None else grid.offsets
         for code, scales, offset, *tensors in zip(codes, grid.scales, offsets, a, b, *out, strict=True):
             yield from _parts(code, Grid(scales, offset), *tensors)
         return
