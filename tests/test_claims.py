@@ -87,7 +87,7 @@ def test_a_base_that_sees_learns_to_count_with_each_seed() -> None:
     assert all(one["base"]["high"] < 0.3 and one["adapter"]["low"] > counted["least"] for one in right)
 
 
-@pytest.mark.parametrize(("base", "kinds"), [("built-in", 4), ("125M", 1)])
+@pytest.mark.parametrize(("base", "kinds"), [("built-in", 4), ("125M", 2)])
 def test_rounding_with_the_rows_keeps_the_gain_at_four_bits(base: str, kinds: int) -> None:
     kept = results("served")["bases"][base]["kept"]["rounded with the rows"]
     assert len(kept) >= kinds
