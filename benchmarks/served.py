@@ -143,25 +143,36 @@ def _adapter(job: Trained, kind: str) -> Served:
     run, model = _trained_for(job, kind, "adapter")
     record = publish.export_model(run, "adapter", terminal=Terminal(quiet=True))
     folder = run.path / "plain-adapter"
-    file, facts = folder / record["held_base"]["file"], {"weights_differing": record["held_base"]["weights_differing"]}
-    if kind in recipes.RECIPES:
-        base = gguf_export.load(file, job.base.config, torch.float32, CPU)
-        facts["llama_cpp"] = _in_llama_cpp(job, file, model, folder / "adapter.gguf")
-    else:
-        base = copy.deepcopy(job.base)
-        read = compressed_export.read(Path(locate(job.config.model.name)), file, base.config, kind)
-        for name, weight in base.named_parameters():
-            weight.data = read[name].float()
-    return Served(PeftModel.from_pretrained(base, folder), model, facts)
+    held, lora = record["held_base"], folder / "adapter.gguf"
+    base, facts = _read_back(job, kind, folder / held["file"], Path(locate(job.config.model.name)), model, lora)
+    return Served(
+        PeftModel.from_pretrained(base, folder), model, {"weights_differing": held["weights_differing"]} | facts
+    )
 
 
 def _exact(job: Trained, kind: str) -> Served:
-    """Trained as it is rounded, and read back from its file."""
+    """Trained as it is rounded, and read back from its files."""
     run, model = _trained_for(job, kind, "exact")
-    record = publish.export_model(run, "gguf", type=kind, terminal=Terminal(quiet=True))
-    file = run.path / "gguf" / record["file"]
-    facts = {"weights_differing": record["weights"]["differing"], "llama_cpp": _in_llama_cpp(job, file, model)}
-    return Served(gguf_export.load(file, job.base.config, torch.float32, CPU), model, facts)
+    to, options = ("gguf", {"type": kind}) if kind in recipes.RECIPES else (kind, {})
+    record = publish.export_model(run, to, **options, terminal=Terminal(quiet=True))
+    read, facts = _read_back(job, kind, run.path / to / record.get("file", ""), run.merged, model)
+    return Served(read, model, {"weights_differing": record["weights"]["differing"]} | facts)
+
+
+def _read_back(
+    job: Trained, kind: str, files: Path, source: Path, trained: Any, lora: Path | None = None
+) -> tuple[Any, dict[str, Any]]:
+    """The model in a GGUF file, and what llama.cpp computes with it and `lora`; or that in a folder of quantized
+    weights, made of the model in `source`.
+    """
+    if kind in recipes.RECIPES:
+        read = gguf_export.load(files, job.base.config, torch.float32, CPU)
+        return read, {"llama_cpp": _in_llama_cpp(job, files, trained, lora)}
+    model = copy.deepcopy(job.base)
+    weights = compressed_export.read(source, files, model.config, kind)
+    for name, weight in model.named_parameters():
+        weight.data = weights[name].float()
+    return model, {}
 
 
 def _in_llama_cpp(job: Trained, file: Path, model: Any, lora: Path | None = None) -> dict[str, float]:
@@ -196,10 +207,11 @@ WAYS: dict[str, Callable[[Trained, str], Served]] = {
 
 
 def _taken(base: str, way: str, kind: str) -> bool:
-    """Whether a way takes a kind: training in one does not leave rows that blocks do not divide in 16 bit."""
-    if way == "exact":
-        return kind in EXACT
-    return way != "adapter" or not BASES[base].width % SERVED[kind].block
+    """Whether a way takes a kind: training in one leaves no row that its blocks do not divide in 16 bit, and servers
+    have one factor of NVFP4 for several weights.
+    """
+    trains = {"adapter": set(SERVED) - {"nvfp4"}, "exact": EXACT}
+    return way not in trains or (kind in trains[way] and not BASES[base].width % SERVED[kind].block)
 
 
 def _forms(job: Trained, kind: str) -> dict[str, str]:

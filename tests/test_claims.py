@@ -87,18 +87,18 @@ def test_a_base_that_sees_learns_to_count_with_each_seed() -> None:
     assert all(one["base"]["high"] < 0.3 and one["adapter"]["low"] > counted["least"] for one in right)
 
 
-@pytest.mark.parametrize("base", ["built-in"])
-def test_rounding_with_the_rows_keeps_the_gain_at_four_bits(base: str) -> None:
+@pytest.mark.parametrize(("base", "kinds"), [("built-in", 4), ("125M", 1)])
+def test_rounding_with_the_rows_keeps_the_gain_at_four_bits(base: str, kinds: int) -> None:
     kept = results("served")["bases"][base]["kept"]["rounded with the rows"]
-    assert len(kept) >= 4
+    assert len(kept) >= kinds
     assert all(low >= 0.99 for _, low, _ in kept.values())
 
 
-@pytest.mark.parametrize("base", ["built-in"])
+@pytest.mark.parametrize("base", ["built-in", "125M"])
 def test_what_is_served_computes_what_was_trained(base: str) -> None:
     seeds = results("served")["bases"][base]["seeds"].values()
     cells = [cell for seed in seeds for way in ("adapter", "exact") for cell in seed.get(way, {}).values()]
-    assert len(cells) >= 3
+    assert cells
     for cell in cells:
         assert cell["weights_differing"] == 0
         assert cell["kl"] <= 1e-6

@@ -24,7 +24,7 @@ LIMITS = {
     "files that know DeepSpeed": 4,
     "lines of finetune/": 58_700,  # to become 34,000
     "lines of tests/": 55_500,  # to become 34,000
-    "lines of benchmarks/": 12_200,  # to become 8,500
+    "lines of benchmarks/": 12_400,  # to become 8,500
     "words of docs/ and the README": 28_500,
 }
 

@@ -59,14 +59,14 @@ def export_model(
     run = RunDirectory.open(run)
     # Refuses an untrusted run before anything is written there.
     config = config_of(run, trust_remote_code=trust_remote_code)
+    kind = form.kind or type or _served_type(config.output, config.quantization)
     if rounded:
-        _refuse_rounding(config.quantization, form, format)
+        _refuse_rounding(config.quantization, form, format, kind)
     terminal = terminal or Terminal()
     with run.locked(), Signals():
         folder = run.path / form.folder
         if form.module:
             with _out_of_memory_explained(run, format):
-                kind = form.kind or type or _served_type(config.output, config.quantization)
                 job = _conversion(run, config, form, kind)
                 promised = (config.output.way, config.output.serve) == ("rounded", job.kind)
                 rounded = rounded or (promised and _rounds(form))
@@ -194,11 +194,13 @@ def _conversion(run: RunDirectory, config: Config, form: ExportFormat, kind: str
     return job
 
 
-def _refuse_rounding(section: QuantizationSection, form: ExportFormat, name: str) -> None:
+def _refuse_rounding(section: QuantizationSection, form: ExportFormat, name: str, kind: str) -> None:
     if not _rounds(form):
         raise ConfigError(f"`--rounded`: nothing is rounded in `{name}`; export a format that is quantized")
     if section.snap:
         raise ConfigError("`--rounded`: this run was trained as it is rounded (`output.way: exact`); leave it out")
+    if kind not in serving.GRIDS:
+        raise ConfigError(f"`--rounded`: nothing is rounded in `{kind}`; add `--type`, such as `--type q4_k_m`")
 
 
 def _rounds(form: ExportFormat) -> bool:

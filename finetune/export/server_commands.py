@@ -61,13 +61,14 @@ def _of_adapter(called: str, folder: Path, base: str, record: dict[str, Any]) ->
             "vllm", "serve", base, "--enable-lora", "--max-lora-rank", allowed, "--lora-modules", f"{called}={folder}",
             *(["--hf-overrides", text] if rope else []),
         )  # fmt: skip
-    if not in_gguf and not record.get("expert_rank"):
+    if not held and not record.get("expert_rank"):  # on a base in 16 bit alone
         lines["SGLang"] = _line(
             "python", "-m", "sglang.launch_server", "--model-path", base, "--lora-paths", f"{called}={folder}",
             "--max-loras-per-batch", 1, *(["--json-model-override-args", text] if rope else []),
         )  # fmt: skip
     written = in_gguf and not Path(held).is_absolute()  # with the adapter, and its scaling in the file
-    if record["gguf"] and (written or rope.get("rope_type") != "llama3"):  # for which llama.cpp has no option
+    scaled = written or rope.get("rope_type") != "llama3"  # for which llama.cpp has no option
+    if record["gguf"] and scaled and (in_gguf or not held):
         scaling = ["--rope-scaling", rope["rope_type"], "--rope-scale", f"{rope['factor']:g}"] if rope else []
         lines["llama.cpp"] = _line(
             "llama-server", "-m", folder / held if in_gguf else "BASE.gguf", "--lora", folder / record["gguf"],

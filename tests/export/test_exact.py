@@ -26,6 +26,8 @@ from finetune.model.structure import fixed_point, packed
 from finetune.storage.rundir import RunDirectory
 from tests.jobs import save_base
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 
@@ -59,7 +61,6 @@ def trained_weights(run: RunDirectory) -> tuple[Any, dict[str, torch.Tensor]]:
     return model, weights
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["q4_0", "q4_k_m"])
 def test_every_weight_of_the_file_is_the_one_that_was_trained_to_the_bit(quick, kind: str) -> None:
     run = finetune.train(quick(*exact(kind))).run
@@ -148,6 +149,19 @@ def test_training_starts_from_what_its_rows_moved_and_goes_on_only_from_that(qui
     ):  # fmt: skip
         with pytest.raises(ArtifactError, match="were changed since the run was started"):
             use()
+
+
+def test_runs_side_by_side_share_where_they_start(quick) -> None:
+    """As the members of a sweep do, but for one that was changed since, or with rows in another order."""
+    short = [*exact("q4_0"), "training.max_steps=1"]
+    first, same, other = (
+        finetune.train(quick(*short, *changed, run=name)).run
+        for name, changed in (("a", ()), ("b", ("optimizer.weight_decay=0.1",)), ("c", ("training.seed=5",)))
+    )
+    inodes = [{file.stat().st_ino for file in run.start.glob("*.safetensors")} for run in (first, same, other)]
+    assert inodes[0] == inodes[1]
+    assert not inodes[0] & inodes[2]
+    assert first.packed_base == same.packed_base != other.packed_base
 
 
 def test_a_base_of_random_weights_is_where_training_starts(quick) -> None:

@@ -95,6 +95,7 @@ def test_a_base_in_integers_is_written_as_compressed_tensors_reads_it(base: Path
     assert record["held_base"] == {"file": "base", "kind": "int4", "weights_differing": 0}
     stated = json.loads((folder / "config.json").read_text())["quantization_config"]
     assert stated["quant_method"] == "compressed-tensors"
+    assert record["serve"].keys() == {"vLLM"}, "SGLang takes no adapters on such a base, llama.cpp reads another"
     assert record["serve"]["vLLM"].startswith(f"vllm serve {folder} --enable-lora ")
 
 

@@ -410,7 +410,7 @@ def test_a_merged_model_with_rotary_scaling_is_rounded(run: RunDirectory) -> Non
     assert found
 
 
-@pytest.mark.parametrize("format", ["adapter", "merged"])
+@pytest.mark.parametrize("format", ["adapter", "merged", "gguf"])
 def test_nothing_is_rounded_in_16_bit(format: str, run: RunDirectory) -> None:
     with pytest.raises(ConfigError, match="`--rounded`"):
         finetune.export_model(run, format, rounded=True)
