@@ -48,7 +48,10 @@ def test_two_ranks_on_what_is_served_resume_to_the_same_bits(
     way: str, children: Children, rows_file: Path, shallow_base: Path, tmp_path: Path
 ) -> None:
     """Also on a GGUF file, whose folder both make at once."""
-    base, serve = shallow_base, {"exact": ["output.serve=q4_0", "output.way=exact"], "adapter": ["output.serve=q4_k_m"]}
+    base, serve = shallow_base, {
+        "exact": ["output.serve=q4_0", "output.way=exact"], "exact floats": ["output.serve=nvfp4", "output.way=exact"],
+        "adapter": ["output.serve=q4_k_m"],
+    }  # fmt: skip
     if way == "gguf":
         base = tmp_path / "base.gguf"
         bench.export(shallow_base, AutoTokenizer.from_pretrained(shallow_base), base, "q4_k_m")
