@@ -64,7 +64,7 @@ def trace(
     batch: Batch = BATCH,
     evaluation: Batch | None = None,
     attention: str = "sdpa",
-    shortening: Callable[[Sequence[Hashable]], Shortened] = shorten,
+    shortening: Callable[[Sequence[Hashable], Sequence[Hashable]], Shortened] = shorten,
     world_size: int = 1,
     models: traced_step.Models | None = None,
 ) -> Trace:

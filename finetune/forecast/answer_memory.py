@@ -19,7 +19,7 @@ from finetune.config import AdapterSection, Config
 from finetune.errors import ConfigError, FinetuneError, ForecastError, MachineError, first_line
 from finetune.forecast import depth, device_paths, devices
 from finetune.forecast.devices import Device
-from finetune.forecast.extrapolate import NotAlike, extrapolate, shorten, whole
+from finetune.forecast.extrapolate import NotAlike, extrapolate, shorten, shorten_apart, whole
 from finetune.forecast.fake_model import FakeModel, Shortening
 from finetune.forecast.replay import Replay, replayed
 from finetune.forecast.trace import CATEGORIES, Trace
@@ -151,9 +151,10 @@ class _Inference:
     def trace(self) -> Trace:
         try:
             # Layers may refer to one another by their number, or differ: then the whole model is traced.
-            with contextlib.suppress(NotAlike, depth.Scattered, LookupError):
-                return self._trace(shorten)
-            return self._trace(lambda kinds: whole(len(kinds)))
+            for shortening in (shorten, shorten_apart):
+                with contextlib.suppress(NotAlike, depth.Scattered, LookupError):
+                    return self._trace(shortening)
+            return self._trace(whole)
         except FinetuneError:
             raise
         except Exception as error:

@@ -20,7 +20,7 @@ class Scattered(Exception):
 
 
 def kinds(model: nn.Module) -> list[Hashable]:
-    """The kind of each decoder layer; layers of one kind take the same memory and time."""
+    """The kind of each decoder layer; layers of one kind and of the same `forms` take the same memory and time."""
     config: Any = model.config
     per_layer = _per_layer(config.get_text_config(), len(layers(model)))
     untrained = {model.get_submodule(name) for name in linear_layers.untrained(model)}
@@ -29,6 +29,11 @@ def kinds(model: nn.Module) -> list[Hashable]:
         (_make_up(layer, untrained), *(repr(values[number]) for values in per_layer.values()), number < seeing)
         for number, layer in enumerate(layers(model))
     ]
+
+
+def forms(model: nn.Module) -> list[Hashable]:
+    """The forms of each decoder layer's weights, where a model's are mixed: layers of one kind do the same in all."""
+    return [tuple(tuple(recipes.remembered(part).items()) for part in layer.modules()) for layer in layers(model)]
 
 
 def _after_which_images_are_added(model: nn.Module) -> int:
@@ -87,10 +92,7 @@ def _make_up(layer: nn.Module, untrained: Set[nn.Module]) -> Hashable:
         return tuple(tuple(weight.shape) for weight in module.parameters(recurse=False))
 
     parts = layer.named_modules()
-    return tuple(
-        (name, type(part).__name__, shapes(part), part in untrained, tuple(recipes.remembered(part).items()))
-        for name, part in parts
-    )
+    return tuple((name, type(part).__name__, shapes(part), part in untrained) for name, part in parts)
 
 
 def _per_layer(config: Any, count: int) -> dict[str, Any]:

@@ -1,25 +1,26 @@
 """Extrapolate layers: the trace of a deep model from that of a shallow one.
 
-A decoder's layers are alike, so tracing more than a few of them takes time without adding information. A stretch of
-like layers is shortened to five of its units (a unit is one layer, or several if kinds alternate): the first, three
-from the middle, and the last. In the trace of the short model, the events of the first middle unit are then repeated
-for those left out. This is not an estimate: it holds if the first two middle units did exactly the same, each relative
-to itself and its neighbours, and that is checked event by event. If they did not, `NotAlike` is raised, and the whole
+A decoder's layers are alike, so tracing more than a few of them takes time without adding information. A run of like
+layers is shortened to five of its units (a unit is one layer, or several if kinds alternate): the first, two from the
+middle, and the last two. In the trace of the short model, the events of the first middle unit are then repeated for
+those left out. This is not an estimate: it holds if the first two middle units did exactly the same, each relative to
+itself and its neighbours, and that is checked event by event. If they did not, `NotAlike` is raised, and the whole
 model must be traced.
+
+Units that make the same blocks in other sizes, as layers of a file of mixed types do, are one run in whatever order:
+two of each size are kept from the middle.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import NamedTuple
 
 from finetune.forecast.trace import Stretch, Trace, TracedBlock
 
-_KEPT = 5  # the first, three of the middle, and the last
 _LONGEST_UNIT = 8
 _LASTING = ("base_weights", "quantization_state", "adapter", "gradients", "optimizer_states")
 
@@ -32,38 +33,60 @@ class NotAlike(Exception):
 class Shortened:
     """The layers to keep, and how their trace is to be repeated.
 
-    `layers`: the indices kept; `unit`: for each of them its unit; `repeats`: for each unit, for how many it stands.
+    `layers`: the indices kept; `unit`: for each of them its unit. `runs`: for each run of like units the kept ones that
+    stand for them. `sizes`: what the blocks' sizes of each kept unit follow from.
     """
 
     layers: tuple[int, ...]
     unit: tuple[int, ...]
-    repeats: tuple[int, ...]
+    runs: tuple[tuple[int, ...], ...]
+    sizes: tuple[Hashable, ...]
+
+    @property
+    def repeats(self) -> tuple[int, ...]:
+        """For each kept unit, for how many it stands."""
+        return tuple(Counter(itertools.chain(*self.runs))[number] for number in range(len(self.sizes)))
 
 
-def shorten(kinds: Sequence[Hashable]) -> Shortened:
-    """The layers to keep of a model whose layers are of these kinds."""
+def shorten(kinds: Sequence[Hashable], sizes: Sequence[Hashable] = ()) -> Shortened:
+    """The layers to keep of a model whose layers are of these kinds.
+
+    `sizes` says for each layer what its blocks' sizes follow from besides: layers of one kind make the same blocks.
+    """
+    sizes = sizes or [None] * len(kinds)
     layers: list[int] = []
     unit: list[int] = []
-    repeats: list[int] = []
+    runs: list[tuple[int, ...]] = []
+    of_units: list[Hashable] = []
     start = 0
     while start < len(kinds):
-        size, times = _repetition(kinds, start)
-        kept = list(range(times)) if times <= _KEPT else [*range(_KEPT - 1), times - 1]
-        for number in kept:
+        size, times = _repetition(kinds, sizes, start)
+        own = _units(sizes, start, size, times)
+        stands = _standing(own)
+        names: dict[int, int] = {}
+        for number in _side_by_side(sorted(set(stands)), own):
+            names[number] = len(of_units)
             layers += range(start + number * size, start + (number + 1) * size)
-            unit += [len(repeats)] * size
-            repeats.append(times - _KEPT + 1 if times > _KEPT and number == 1 else 1)
+            unit += [len(of_units)] * size
+            of_units.append(own[number])
+        runs.append(tuple(names[number] for number in stands))
         start += size * times
-    return Shortened(tuple(layers), tuple(unit), tuple(repeats))
+    return Shortened(tuple(layers), tuple(unit), tuple(runs), tuple(of_units))
 
 
-def whole(layers: int) -> Shortened:
+def shorten_apart(kinds: Sequence[Hashable], sizes: Sequence[Hashable] = ()) -> Shortened:
+    """As `shorten`, with layers of other sizes as other kinds."""
+    return shorten(list(zip(kinds, sizes, strict=True)) if sizes else kinds)
+
+
+def whole(kinds: Sequence[Hashable], sizes: Sequence[Hashable] = ()) -> Shortened:
     """Every layer kept."""
-    return Shortened(tuple(range(layers)), tuple(range(layers)), (1,) * layers)
+    numbers = tuple(range(len(kinds)))
+    return Shortened(numbers, numbers, tuple((number,) for number in numbers), ((None,),) * len(kinds))
 
 
-def _repetition(kinds: Sequence[Hashable], start: int) -> tuple[int, int]:
-    """(layers in a unit, units) of the stretch from `start` that saves most; the smallest unit of those."""
+def _repetition(kinds: Sequence[Hashable], sizes: Sequence[Hashable], start: int) -> tuple[int, int]:
+    """(layers in a unit, units) of the run from `start` that saves most; the smallest unit of those."""
 
     def times(size: int) -> int:
         unit, count = kinds[start : start + size], 1
@@ -71,9 +94,43 @@ def _repetition(kinds: Sequence[Hashable], start: int) -> tuple[int, int]:
             count += 1
         return count
 
-    sizes = range(1, min(_LONGEST_UNIT, len(kinds) - start) + 1)
-    best = max(sizes, key=lambda size: (size * (times(size) - _KEPT), -size))
-    return (best, times(best)) if times(best) > _KEPT else (1, 1)
+    def saved(size: int) -> int:
+        stands = _standing(_units(sizes, start, size, times(size)))
+        return size * (len(stands) - len(set(stands)))
+
+    longest = range(1, min(_LONGEST_UNIT, len(kinds) - start) + 1)
+    best = max(longest, key=lambda size: (saved(size), -size))
+    return (best, times(best)) if saved(best) else (1, 1)
+
+
+def _units(sizes: Sequence[Hashable], start: int, size: int, times: int) -> list[Hashable]:
+    """What the sizes of each unit of a run follow from."""
+    return [tuple(sizes[first : first + size]) for first in range(start, start + size * times, size)]
+
+
+def _standing(sizes: Sequence[Hashable]) -> list[int]:
+    """For each unit of a run the kept one that stands for it.
+
+    Kept are the first, the last and the one before it, whose neighbour is like no other's, and of those between two of
+    each size: the second is there to be compared with the first.
+    """
+    stands = list(range(len(sizes)))
+    like: dict[Hashable, list[int]] = {}
+    for number in range(1, len(sizes) - 2):
+        like.setdefault(sizes[number], []).append(number)
+    for own in like.values():
+        for number in own:
+            stands[number] = own[0]
+        stands[own[-1]] = own[min(1, len(own) - 1)]
+    return stands
+
+
+def _side_by_side(kept: Sequence[int], sizes: Sequence[Hashable]) -> list[int]:
+    """The kept units of a run in the order of the short model: first, those between by their size, and the last two."""
+    between = [number for number in kept if 0 < number < len(sizes) - 2]
+    seen = list(dict.fromkeys(sizes[number] for number in between))
+    between.sort(key=lambda number: seen.index(sizes[number]))
+    return [*kept[:1], *between, *kept[1 + len(between) :]]
 
 
 def extrapolate(trace: Trace, shortened: Shortened) -> Trace:
@@ -87,11 +144,13 @@ class _BlockKey(NamedTuple):
     """Which of its owner's blocks one is: like units have blocks of the same keys.
 
     `adopted`: whether it was made outside the layers. `number` counts the owner's blocks of one phase apart, as the
-    first layer makes fewer than the others in a backward pass that ends there, and not in what follows.
+    first layer makes fewer than the others in a backward pass that ends there, and not in what follows; and those of
+    one category, as decoding takes more workspace in some formats.
     """
 
     adopted: bool
     phase: str
+    category: str
     number: int
 
 
@@ -105,7 +164,6 @@ class _RelativeEvent(NamedTuple):
     distance: int | None
     key: _BlockKey
     bytes: int
-    category: str
 
 
 class _Extrapolation:
@@ -124,20 +182,25 @@ class _Extrapolation:
 
     def __init__(self, trace: Trace, shortened: Shortened) -> None:
         self._trace = trace
-        self._repeats = shortened.repeats
-        self._first = [0, *accumulate(shortened.repeats)]
+        self._sizes, self._repeats = shortened.sizes, shortened.repeats
+        self._order = [unit for run in shortened.runs for unit in run]
+        self._copies: dict[int, list[int]] = {}
+        for copy, unit in enumerate(self._order):
+            self._copies.setdefault(unit, []).append(copy)
+        self._run = {unit: sorted(set(run)) for run in shortened.runs for unit in run}
+        self._mixed = {unit for run in shortened.runs if list(run) != sorted(run) for unit in run}
         self._owner = [None if block.layer is None else shortened.unit[block.layer] for block in trace.blocks]
         self._stretches = [
             (stretch, None if stretch.layer is None else shortened.unit[stretch.layer]) for stretch in trace.stretches
         ]
         adopted = self._adopt()
         made_in = [stretch.phase for stretch in trace.stretches for event in stretch.events if event > 0]
-        counts: Counter[tuple[int | None, bool, str]] = Counter()
+        counts: Counter[tuple[int | None, bool, str, str]] = Counter()
         self._keys: list[_BlockKey] = []
-        for number, (owner, phase) in enumerate(zip(self._owner, made_in, strict=True)):
-            kind = (owner, number in adopted, phase)
-            self._keys.append(_BlockKey(number in adopted, phase, counts[kind]))
-            counts[kind] += 1
+        for number, (owner, phase, block) in enumerate(zip(self._owner, made_in, trace.blocks, strict=True)):
+            kind = (number in adopted, phase, block.category)
+            self._keys.append(_BlockKey(*kind, counts[owner, *kind]))
+            counts[owner, *kind] += 1
         self._blocks: list[TracedBlock] = []
         self._numbers: dict[tuple[int | None, _BlockKey], int] = {}
         self._made: list[Stretch] = []
@@ -158,39 +221,61 @@ class _Extrapolation:
             if times > 1:
                 self._check(repeated)
         earlier: int | None = None
-        for unit, group in itertools.groupby(self._stretches, key=lambda pair: pair[1]):
-            stretches = [stretch for stretch, _ in group]
-            if unit is None:
-                for stretch in stretches:
+        for units in self._passes():
+            if None in units:
+                for stretch in units[None]:
                     self._outside(stretch)
                 continue
-            copies = range(self._first[unit], self._first[unit + 1])
-            falling = earlier is not None and earlier > unit
+            own = [unit for unit in units if unit is not None]
+            copies = sorted(copy for unit in own for copy in self._copies[unit])
+            falling = (own[0] if earlier is None or len(own) > 1 else earlier) > own[-1]
             for copy in reversed(copies) if falling else copies:
-                for stretch in stretches:
-                    self._copy(stretch, unit, copy)
-            earlier = unit
+                for stretch in units[self._order[copy]]:
+                    self._copy(stretch, self._order[copy], copy)
+            earlier = own[-1]
         return replace(self._trace, blocks=self._blocks, stretches=self._made)
+
+    def _passes(self) -> Iterator[dict[int | None, list[Stretch]]]:
+        """The stretches in order by unit: of one, of none, or of all in a pass through a run of several sizes."""
+        passed: dict[int | None, list[Stretch]] = {}
+        for unit, group in itertools.groupby(self._stretches, key=lambda pair: pair[1]):
+            passed[unit] = passed.get(unit, []) + [stretch for stretch, _ in group]
+            run = [unit] if unit is None or unit not in self._mixed else [*self._run[unit]]
+            if len(passed) == len(run):
+                if list(passed) not in (run, run[::-1]):
+                    raise NotAlike(f"units {run[0]} to {run[-1]} of the layers do not follow one another")
+                yield passed
+                passed = {}
+        if passed:
+            raise NotAlike("a pass through the layers ends among them")
 
     def _check(self, unit: int) -> None:
         """Raise NotAlike unless `unit` and the next one did the same."""
-        done = self._done_by(unit)
+        done, run = self._done_by(unit), self._run[unit]
         if done != self._done_by(unit + 1):
             raise NotAlike(f"units {unit} and {unit + 1} of the layers differ")
-        if self._reaches_up(unit - 1) != self._reaches_up(unit):
-            raise NotAlike(f"unit {unit - 1} of the layers frees what is unit {unit}'s, as that one does not")
+        # The last's neighbour below may free what the last alone has.
+        for other in run[:-2]:
+            if self._reaches(other, 1) != self._reaches(unit, 1):
+                raise NotAlike(f"unit {other} of the layers frees what is above it, as unit {unit} does not")
+        for other in run[1:-1]:
+            if self._reaches(other, -1) != self._reaches(unit, -1):
+                raise NotAlike(f"unit {other} of the layers frees what is below it, as unit {unit} does not")
         # The first and the last may come and go otherwise, but what stays with a layer is the same for all.
-        stretch = range(unit - 1, unit - 1 + _KEPT)
-        if len({frozenset(self._keeps(each).items()) for each in stretch}) > 1:
-            raise NotAlike(f"what units {stretch[0]} to {stretch[-1]} of the layers keep differs")
+        like = [other for other in run if self._sizes[other] == self._sizes[unit]]
+        if len({frozenset(self._keeps(other).items()) for other in like}) > 1:
+            raise NotAlike(f"what units {like[0]} to {like[-1]} of the layers keep differs")
         distances = {event.distance for _, events in done for event in events}
         if distances - {-1, 0, 1}:
             raise NotAlike(f"unit {unit} of the layers reaches beyond its neighbours")
 
-    def _reaches_up(self, unit: int) -> Counter[tuple[str, _BlockKey]]:
-        """The blocks of the unit above that this one frees, by phase."""
+    def _reaches(self, unit: int, distance: int) -> Counter[tuple[str, _BlockKey]]:
+        """The blocks of the unit above (1) or below (-1) that this one frees, by phase."""
         return Counter(
-            (phase, event.key) for phase, events in self._done_by(unit) for event in events if event.distance == 1
+            (phase, event.key)
+            for phase, events in self._done_by(unit)
+            for event in events
+            if event.distance == distance
         )
 
     def _keeps(self, unit: int) -> Counter[str]:
@@ -213,14 +298,14 @@ class _Extrapolation:
         number = abs(event) - 1
         block, owner = self._trace.blocks[number], self._owner[number]
         distance = None if owner is None else owner - unit
-        return _RelativeEvent(1 if event > 0 else -1, distance, self._keys[number], block.bytes, block.category)
+        return _RelativeEvent(1 if event > 0 else -1, distance, self._keys[number], block.bytes)
 
     def _outside(self, stretch: Stretch) -> None:
         """Add a stretch outside the layers: what it does to a unit's blocks is done to those of each copy."""
         made = Stretch(stretch.phase, None, work=stretch.work)
         for event in stretch.events:
             owner = self._owner[abs(event) - 1]
-            copies = [None] if owner is None else range(self._first[owner], self._first[owner + 1])
+            copies = [None] if owner is None else self._copies[owner]
             made.events += [self._event(event, copy) for copy in copies]
         self._made.append(made)
 
@@ -234,11 +319,11 @@ class _Extrapolation:
 
     def _neighbour(self, owner: int, unit: int, copy: int) -> int:
         """The copy of `owner` that stands to copy number `copy` of `unit` as `owner` does to `unit`."""
-        if self._repeats[unit] == 1 and self._repeats[owner] == 1:
-            return self._first[owner]
-        if abs(owner - unit) > 1:
+        if abs(owner - unit) <= 1:
+            return copy + owner - unit
+        if self._mixed & {unit, owner} or self._repeats[unit] > 1 or self._repeats[owner] > 1:
             raise NotAlike(f"unit {unit} of the layers reaches unit {owner}, which stands for several")
-        return copy + owner - unit
+        return self._copies[owner][0]
 
     def _event(self, event: int, owner: int | None) -> int:
         """The event in the whole model's trace, for a block that copy number `owner` has there."""

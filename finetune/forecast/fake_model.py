@@ -21,8 +21,8 @@ from finetune.model.recompute import checkpointing
 from finetune.model.source import prequantized
 from finetune.model.structure import experts
 
-Shortening = Callable[[Sequence[Hashable]], Shortened]
-"""From the kinds of the layers to those that are kept."""
+Shortening = Callable[[Sequence[Hashable], Sequence[Hashable]], Shortened]
+"""From the kinds and the forms of the layers to those that are kept."""
 
 
 class FakeModel:
@@ -46,7 +46,7 @@ class FakeModel:
             nonlocal section
             whole(base)
             named, adapted = depth.adapted(base, section)
-            self.shortened = shortening(list(zip(depth.kinds(base), adapted, strict=True)))
+            self.shortened = shortening(list(zip(depth.kinds(base), adapted, strict=True)), depth.forms(base))
             if len(self.shortened.layers) < len(adapted):
                 depth.keep(base, self.shortened.layers)
                 section = depth.renamed(section, base, named)

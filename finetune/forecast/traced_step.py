@@ -27,7 +27,7 @@ from finetune.data.encoded import IMAGES, SEEN
 from finetune.errors import FinetuneError, ForecastError, first_line
 from finetune.forecast import depth, device_paths, fake_ranks
 from finetune.forecast.devices import Device
-from finetune.forecast.extrapolate import NotAlike, Shortened, extrapolate, shorten, whole
+from finetune.forecast.extrapolate import NotAlike, Shortened, extrapolate, shorten, shorten_apart, whole
 from finetune.forecast.fake_model import FakeModel, Shortening
 from finetune.forecast.fake_shards import FakeSharded
 from finetune.forecast.fake_zero import FakeZero
@@ -115,18 +115,23 @@ class StepSetting:
         return strategies.holds_parts(self.config.distributed, self.world_size)
 
 
+Kind = tuple[Hashable, Hashable]
+"""The kind and the forms of a layer."""
+
+
 @dataclass(frozen=True)
 class _KeptLayers:
-    """The layers that are kept of a model, with their kinds and what they recompute."""
+    """The layers that are kept of a model, with their kinds and forms, and what they recompute."""
 
     shortened: Shortened
-    kinds: tuple[Hashable, ...]
+    kinds: tuple[Kind, ...]
     levels: tuple[str, ...]
 
     @classmethod
-    def of(cls, kinds: Sequence[Hashable], memory: MemorySection, shortening: Shortening) -> _KeptLayers:
+    def of(cls, kinds: Sequence[Kind], memory: MemorySection, shortening: Shortening) -> _KeptLayers:
         levels = checkpointing.pattern(memory.checkpointing, len(kinds))
-        shortened = shortening(list(zip(kinds, levels, strict=True)))
+        own = [(kind, level) for (kind, _), level in zip(kinds, levels, strict=True)]
+        shortened = shortening(own, [forms for _, forms in kinds])
         kept = shortened.layers
         return cls(shortened, tuple(kinds[number] for number in kept), tuple(levels[number] for number in kept))
 
@@ -138,7 +143,7 @@ class Models:
     One model serves all settings that differ in the micro-batch, the tiles of the loss, and what like layers recompute.
     """
 
-    kinds: dict[Hashable, Sequence[Hashable]] = field(default_factory=dict)
+    kinds: dict[Hashable, Sequence[Kind]] = field(default_factory=dict)
     """By job."""
     ready: dict[Hashable, _TracedStep] = field(default_factory=dict)
     """By job and the kinds of the layers that are kept."""
@@ -161,9 +166,10 @@ def trace_step(setting: StepSetting, models: Models | None = None) -> Trace:
     """
     models, config = models or Models(), setting.config
     try:
-        return _trace_step(setting, shorten, models)
-    except (NotAlike, depth.Scattered):
-        return _trace_step(setting, lambda kinds: whole(len(kinds)), models)
+        for shortening in (shorten, shorten_apart):
+            with contextlib.suppress(NotAlike, depth.Scattered):
+                return _trace_step(setting, shortening, models)
+        return _trace_step(setting, whole, models)
     except FinetuneError:
         raise
     except Exception as error:
@@ -224,8 +230,9 @@ class _TracedStep:
         # Every fused attention kernel keeps the same for backward: the output and one number per row.
         fused = not setting.attention.startswith(("eager", "packed", packing.WINDOWED))
 
-        def keep_layers(kinds: Sequence[Hashable]) -> Shortened:
-            self.kinds, self.kept = kinds, _KeptLayers.of(kinds, self._config.memory, shortening)
+        def keep_layers(kinds: Sequence[Hashable], forms: Sequence[Hashable]) -> Shortened:
+            self.kinds = list(zip(kinds, forms, strict=True))
+            self.kept = _KeptLayers.of(self.kinds, self._config.memory, shortening)
             return self.kept.shortened
 
         attention = "sdpa" if fused else setting.attention

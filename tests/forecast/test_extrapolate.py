@@ -13,42 +13,51 @@ from traces import Story, events, peaks
 
 from finetune.forecast import traced_step as tracing
 from finetune.forecast.depth import Scattered
-from finetune.forecast.extrapolate import NotAlike, Shortened, extrapolate, shorten, whole
+from finetune.forecast.extrapolate import NotAlike, extrapolate, shorten, whole
 from finetune.forecast.trace import Trace
 
 # -- which layers are kept ---------------------------------------------------------------------------------------------
 
 
 def test_five_of_like_layers_are_kept_and_the_second_stands_for_the_rest() -> None:
-    assert shorten("a" * 9) == Shortened((0, 1, 2, 3, 8), (0, 1, 2, 3, 4), (1, 5, 1, 1, 1))
+    found = shorten("a" * 9)
+    assert (found.layers, found.unit, found.repeats) == ((0, 1, 2, 7, 8), (0, 1, 2, 3, 4), (1, 5, 1, 1, 1))
+    assert found.runs == ((0, 1, 1, 1, 1, 1, 2, 3, 4),)
+
+
+def test_layers_of_mixed_sizes_are_one_run_with_two_of_each_size_between() -> None:
+    found = shorten("a" * 12, "xxxyyxyyxyyx")
+    assert found.layers == (0, 1, 2, 3, 4, 10, 11)
+    assert found.runs == ((0, 1, 1, 3, 3, 1, 3, 3, 2, 4, 5, 6),)
+    assert shorten("a" * 4 + "b" * 4, "xyxyxyxy").layers == tuple(range(8)), "too short to save anything"
 
 
 def test_the_first_layers_checkpointed_and_the_others_not_are_two_stretches() -> None:
     found = shorten("c" * 7 + "p" * 6)
-    assert found.layers == (0, 1, 2, 3, 6, 7, 8, 9, 10, 12)
+    assert found.layers == (0, 1, 2, 5, 6, 7, 8, 9, 11, 12)
     assert found.unit == tuple(range(10))
     assert found.repeats == (1, 3, 1, 1, 1, 1, 2, 1, 1, 1)
 
 
 def test_a_stretch_too_short_to_save_anything_is_kept_whole() -> None:
-    assert shorten("a" * 5) == whole(5)
-    assert shorten("abcabc") == whole(6)
-    assert shorten("cc" + "p" * 6).layers == (0, 1, 2, 3, 4, 5, 7)
-    assert shorten("") == whole(0)
+    assert shorten("a" * 5) == whole("a" * 5)
+    assert shorten("abcabc") == whole("a" * 6)
+    assert shorten("cc" + "p" * 6).layers == (0, 1, 2, 3, 4, 6, 7)
+    assert shorten("") == whole("a" * 0)
 
 
 @pytest.mark.parametrize(("kinds", "size"), [("ab" * 8, 2), ("wwf" * 7, 3), ("cp" * 6, 2)])
 def test_alternating_kinds_repeat_as_one_unit(kinds: str, size: int) -> None:
     found = shorten(kinds)
     units = len(kinds) // size
-    assert found.layers == (*range(4 * size), *range(len(kinds) - size, len(kinds)))
+    assert found.layers == (*range(3 * size), *range(len(kinds) - 2 * size, len(kinds)))
     assert found.unit == tuple(number for number in range(5) for _ in range(size))
     assert found.repeats == (1, units - 4, 1, 1, 1)
 
 
 def test_every_second_layer_of_an_odd_number_leaves_the_last_by_itself() -> None:
     found = shorten("cp" * 6 + "c")
-    assert found.layers == (*range(8), 10, 11, 12)
+    assert found.layers == (*range(6), *range(8, 13))
     assert found.repeats == (1, 2, 1, 1, 1, 1)
 
 
@@ -135,7 +144,7 @@ def test_every_free_belongs_to_an_earlier_allocation() -> None:
 
 def test_a_whole_trace_is_left_as_it_is() -> None:
     trace = step(4).trace
-    assert extrapolate(trace, whole(4)) is trace
+    assert extrapolate(trace, whole("a" * 4)) is trace
 
 
 @pytest.mark.parametrize(
@@ -207,7 +216,7 @@ def test_the_extrapolated_trace_has_the_peaks_of_the_whole_one(
 ) -> None:
     job, model = tiny_models.config(**changes), tiny_models.architecture(architecture, layers)
     repeated = tiny_models.trace(job, model, evaluation=tiny_models.BATCH)
-    full = tiny_models.trace(job, model, evaluation=tiny_models.BATCH, shortening=lambda kinds: whole(len(kinds)))
+    full = tiny_models.trace(job, model, evaluation=tiny_models.BATCH, shortening=whole)
     found, expected = peaks(repeated), peaks(full)
     # Clipping stacks a list of norms, one for each trained weight of the short model: 4 bytes and a copy for each
     # that was left out.
@@ -225,8 +234,8 @@ def test_a_model_that_cannot_be_shortened_is_traced_whole(
     tried = []
 
     def trace_step(setting: Any, shortening: Any, models: Any) -> Trace:
-        tried.append(shortening("a" * 9))
-        if len(tried) == 1:
+        tried.append(shortening("a" * 9, ()))
+        if len(tried) < 3:
             raise problem("for the test")
         return Trace([], [])
 
@@ -234,4 +243,4 @@ def test_a_model_that_cannot_be_shortened_is_traced_whole(
     tracing.trace_step(
         tracing.StepSetting(tiny_models.config(), None, tiny_models.BATCH, None, tiny_models.cpu(), "sdpa")
     )
-    assert tried == [shorten("a" * 9), whole(9)]
+    assert tried == [shorten("a" * 9), shorten("a" * 9), whole("a" * 9)]

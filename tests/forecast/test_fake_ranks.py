@@ -56,7 +56,7 @@ def trace(config: Config, world_size: int, **given: Any) -> Trace:
     ids=["weights of nf4", "gradients", "every weight, accumulated"],
 )
 def test_extrapolated_layers_take_what_traced_ones_take(changes: dict[str, Any]) -> None:
-    shortened, traced = trace(job(**changes), 4), trace(job(**changes), 4, shortening=lambda kinds: whole(len(kinds)))
+    shortened, traced = trace(job(**changes), 4), trace(job(**changes), 4, shortening=whole)
     assert peaks(shortened) == peaks(traced)
     assert len(shortened.blocks) == len(traced.blocks)
 
@@ -309,7 +309,7 @@ def test_each_stage_of_zero_shards_what_it_says() -> None:
 @pytest.mark.parametrize("stage", [pytest.param("gradients", marks=pytest.mark.long), "weights"])
 def test_layers_under_zero_are_extrapolated_to_what_traced_ones_take(stage: str) -> None:
     config = job(distributed__kind="deepspeed", distributed__stage=stage, optimizer__kind="adamw_torch_fused")
-    assert peaks(trace(config, 4)) == peaks(trace(config, 4, shortening=lambda kinds: whole(len(kinds))))
+    assert peaks(trace(config, 4)) == peaks(trace(config, 4, shortening=whole))
 
 
 @pytest.mark.slow
