@@ -1,9 +1,10 @@
-"""What docs/memory.md shows of adapters on experts: plans of two published mixtures on one card. Forecasts alone.
+"""Plans of published models on one card, by forecasts alone: what docs/memory.md shows of adapters on experts, and
+docs/shipping.md of 8B in each way to what is served.
 
     python benchmarks/plan_mixtures.py
 
-Writes benchmarks/results/plan_mixtures.json. No GPU, no weights: the models are the fields of their config.json on the
-hub (Qwen/Qwen3-30B-A3B, openai/gpt-oss-20b) that define the architecture.
+Writes benchmarks/results/plan_mixtures.json. No GPU, no weights: the mixtures are the fields of their config.json on
+the hub (Qwen/Qwen3-30B-A3B, openai/gpt-oss-20b) that define the architecture.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import harness
+
+import finetune
+from finetune.export import publish
 
 CONFIG = "configs/qwen3_8b_qlora.yaml"
 MODELS: dict[str, dict[str, Any]] = {
@@ -48,6 +52,13 @@ JOBS: list[tuple[str, str, int, int, list[str]]] = [
 ]
 """Model, GPU, rows of a micro-batch, tokens of a row, and what else the job changes of the config."""
 
+SERVED_CONFIG = "configs/llama3_8b_q4_k_m.yaml"
+SERVED: list[tuple[str, str]] = [
+    ("adapter", "q4_k_m"), ("exact", "q4_k_m"), ("exact", "q4_0"), ("rounded", "q4_k_m"),
+]  # fmt: skip
+"""`output.way` and `output.serve` of a job on each card."""
+CARDS = ("RTX 4090", "RTX 4080")
+
 
 def main() -> None:
     harness.parser(__doc__).parse_args()
@@ -57,7 +68,9 @@ def main() -> None:
             folder.mkdir()
             (folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
         plans = [_plan(Path(scratch), *job) for job in JOBS]
-    harness.save(harness.RESULTS / "plan_mixtures.json", {"config": CONFIG, "plans": plans})
+    served = [_served(gpu, *job) for job in SERVED for gpu in CARDS]
+    result = {"config": CONFIG, "plans": plans, "served_config": SERVED_CONFIG, "served": served}
+    harness.save(harness.RESULTS / "plan_mixtures.json", result)
     header = ["model", "GPU", "rows", "tokens", "needs GiB", "of", "fits", "changes"]
     rows = [
         [*(one[key] for key in ("model", "gpu", "rows", "tokens")),
@@ -69,17 +82,26 @@ def main() -> None:
 
 
 def _plan(folder: Path, model: str, gpu: str, rows: int, tokens: int, changes: list[str]) -> dict[str, Any]:
-    job = [f"training.micro_batch={rows}", f"data.max_length={tokens}", "memory.checkpointing=all", *changes]
-    job.append(f"model.name={folder / model}")
-    done = harness.python("-m", "finetune", "plan", CONFIG, *job, "--gpu", gpu, "--json")
+    job = [f"data.max_length={tokens}", f"model.name={folder / model}", *changes]
+    plan = _planned(CONFIG, gpu, rows, *job)
+    return {"model": model, "gpu": gpu, "rows": rows, "tokens": tokens, "changes": changes, "plan": plan}
+
+
+def _served(gpu: str, way: str, serve: str) -> dict[str, Any]:
+    """The smallest micro-batch of a way to what is served, and the memory of the rounding where one follows."""
+    changes = [f"output.serve={serve}", f"output.way={way}", *(["output.runtime=ollama"] if way == "rounded" else [])]
+    plan = _planned(SERVED_CONFIG, gpu, 1, *changes)
+    rounding = publish.rounding_bytes(finetune.load_config(harness.ROOT / SERVED_CONFIG, changes), "cuda")
+    return {"gpu": gpu, "way": way, "serve": serve, "rounding_bytes": rounding, "plan": plan}
+
+
+def _planned(config: str, gpu: str, rows: int, *changes: str) -> dict[str, Any]:
+    job = [f"training.micro_batch={rows}", "memory.checkpointing=all", *changes]
+    done = harness.python("-m", "finetune", "plan", config, *job, "--gpu", gpu, "--json")
     if done.exit_code != 6:  # it may not fit
         harness.succeeded(done)
     plan = json.loads(done.output)
-    kept = ("fits", "needed_bytes", "budget_bytes", "phases", "categories")
-    return {
-        "model": model, "gpu": gpu, "rows": rows, "tokens": tokens, "changes": changes,
-        "plan": {key: plan[key] for key in kept},
-    }  # fmt: skip
+    return {key: plan[key] for key in ("fits", "needed_bytes", "budget_bytes", "phases", "categories")}
 
 
 if __name__ == "__main__":

@@ -65,8 +65,12 @@ BUDGET_BYTES = 24 * 2**30
 STEP_ROWS = 16
 PASSES = ("forward", "recompute", "backward")
 PATHS = {"peft": {"kernels.fused": "off"}, "fused": {"kernels.fused": "on"}}
-SERVED = ("q4_k_m", "q6_k")
-"""Kinds of quantization whose codes are served with an adapter beside them."""
+SERVED: dict[str, tuple[str, bool]] = {
+    "q4_k_m": ("q4_k_m", False), "q6_k": ("q6_k", False),
+    "q4_k_m, exact": ("q4_k_m", True), "q4_0, exact": ("q4_0", True),
+}  # fmt: skip
+"""Kinds of quantization whose codes are served, and whether an update is rounded with them."""
+SERVED_CARD = "RTX 4090"
 _LAYER = 2  # of the five that are traced, the one in the middle
 
 
@@ -290,18 +294,21 @@ def least_flops(config: Config) -> int:
     return 2 * (linear + attention + head)
 
 
+_CHOSEN = {
+    "training.micro_batch": "micro_batch", "memory.checkpointing": "checkpointing", "memory.loss_tokens": "loss_tokens",
+}  # fmt: skip
+"""What `fit` chose of a step."""
+
+
 def served(config: Config, card: str, step: dict[str, Any]) -> dict[str, Any]:
     """The step that `ours` takes, on a base in served codes, and its time as a multiple of that in NF4, by kind."""
-    config = config.changed({
-        "training.micro_batch": step["micro_batch"], "memory.checkpointing": step["checkpointing"],
-        "memory.loss_tokens": step["loss_tokens"], **PATHS["fused"],
-    })  # fmt: skip
+    config = config.changed({key: step[name] for key, name in _CHOSEN.items()} | PATHS["fused"])
     found = {}
-    for kind in SERVED:
-        other = with_kind(config, kind)
+    for name, (kind, exact) in SERVED.items():
+        other = with_kind(config, kind).changed({"quantization.snap": exact})
         with rows_of(padded=False):
-            found[kind] = _step(other, planning.planner_for(other, card).forecast())
-        found[kind]["times"] = round(found[kind]["seconds"] / step["seconds"], 4)
+            found[name] = _step(other, planning.planner_for(other, card).forecast())
+        found[name]["times"] = round(found[name]["seconds"] / step["seconds"], 4)
     return found
 
 
@@ -317,7 +324,7 @@ def steps(config: Config, card: str) -> dict[str, Any]:
     over = over_least(planning.planner_for(config, card).device, one, bound["seconds"])
     return {
         "ours": one, "trl": others, "times_as_fast": times, "least": bound, "over_least": over,
-        "served": served(config, card, one),
+        **({"served": served(config, card, one)} if card == SERVED_CARD else {}),
     }  # fmt: skip
 
 
@@ -355,7 +362,9 @@ def _step(config: Config, forecast: Forecast) -> dict[str, Any]:
 
 
 def main() -> None:
-    options = harness.parser(__doc__, "step_cost.json").parse_args()
+    parser = harness.parser(__doc__, "step_cost.json")
+    parser.add_argument("--served", action="store_true", help="only bases in served codes, beside an earlier result")
+    options = parser.parse_args()
     started = time.perf_counter()
     configs = {
         name: finetune.load_config(
@@ -363,6 +372,9 @@ def main() -> None:
         )
         for name, file in MODELS.items()
     }
+    if options.served:
+        _add_served(options.output, configs)
+        return
     result: dict[str, Any] = {
         "layer": {name: layer(configs["Llama-2-7B"].changed(path)) for name, path in PATHS.items()},
         "steps": {},
@@ -374,6 +386,22 @@ def main() -> None:
             result["steps"].setdefault(model, {})[card] = found = steps(configs[model], card)
             print(_step_line(model, card, found), f"({time.perf_counter() - started:.0f} s)", flush=True)
             harness.save(options.output, result)
+
+
+def _add_served(path: Path, configs: dict[str, Config]) -> None:
+    """Measure what `served` does against the steps in NF4 of an earlier result, and add it there."""
+    result = {key: harness.saved(path, key) for key in ("command", "environment", "layer", "steps")}
+    for model, config in configs.items():
+        step = result["steps"][model][SERVED_CARD]
+        config = config.changed({"memory.budget": BUDGET_BYTES})
+        with rows_of(padded=False):
+            again = config.changed({key: step["ours"][name] for key, name in _CHOSEN.items()} | PATHS["fused"])
+            nf4 = planning.planner_for(again, SERVED_CARD).forecast().seconds
+        assert abs(nf4 / step["ours"]["seconds"] - 1) < 1e-3, "the earlier result is of another program"
+        step["served"] = served(config, SERVED_CARD, step["ours"])
+        print(model, {name: one["times"] for name, one in step["served"].items()}, flush=True)
+    environment = harness.environment(None)
+    harness.write_result(path, {**result, "served": {"command": harness.command_line(), "environment": environment}})
 
 
 def _layer_table(found: dict[str, Any]) -> str:

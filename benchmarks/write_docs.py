@@ -228,6 +228,7 @@ def _of_batches(found: Any, part: str) -> float:
 _EXPONENT = "findings/batch/exponent of the batch"
 _LOOP = "ratios/loop_seconds/median"
 _LONG = "forecast/ways/fused kernels, tiles, inputs on the host"
+_SERVED_STEPS = "steps/Llama-3.1-8B/RTX 4090/served"
 _QUANTIZED_INPUTS = "int8, inputs in 8 bit"
 
 FIGURES = {
@@ -299,6 +300,10 @@ FIGURES = {
     "long-card": Figure("long_context", f"{_LONG}/needed_bytes", ".1f", GIB),
     "long-host": Figure("long_context", f"{_LONG}/host_bytes", ".1f", GIB),
     "swapped-seconds": Figure("plan_many_gpus", _swapped_seconds, ".0f"),
+    # what is served
+    "step-adapter": Figure("step_cost", f"{_SERVED_STEPS}/q4_k_m/times", ".3f"),
+    "step-exact-0": Figure("step_cost", f"{_SERVED_STEPS}/q4_0, exact/times", ".3f"),
+    "step-exact-k": Figure("step_cost", f"{_SERVED_STEPS}/q4_k_m, exact/times", ".3f"),
     # merge, exports, answers
     "merge-kills": Figure("merge", "kills_at_random/kills"),
     "merge-failpoints": Figure("merge", "kills_at_each_change_of_a_file/kills"),
@@ -675,6 +680,23 @@ def _mixtures() -> str:
     return _table("base | experts | tokens | GPU | needs", map(row, result("plan_mixtures")["plans"]))
 
 
+def _ways() -> str:
+    """Plans of 8B in each way to what is served, on two cards."""
+    plans: dict[tuple[str, str], list[Any]] = {}
+    for one in result("plan_mixtures")["served"]:
+        plans.setdefault((one["way"], one["serve"]), []).append(one)
+
+    def row(way: str, serve: str, on: list[Any]) -> str:
+        base = sum(on[0]["plan"]["categories"][name] for name in ("base_weights", "quantization_state")) / GIB
+        needs = " | ".join(
+            f"{one['plan']['needed_bytes'] / GIB:.2f}" + " (no)" * (not one["plan"]["fits"]) for one in on
+        )
+        rounding = f"{size / GIB:.2f}" if (size := on[0]["rounding_bytes"]) else ""
+        return f"`{way}`, `{serve}` | {base:.2f} | {needs} | {rounding}"
+
+    return _table("GiB | base | RTX 4090 | RTX 4080 | rounding", (row(*key, on) for key, on in plans.items()))
+
+
 def _own_loss() -> str:
     code = (ROOT / "examples" / "own_loss.py").read_text(encoding="utf-8").split('"""\n\n')[1]
     return f"```python\n{code}```"
@@ -727,6 +749,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "plans": _plans,
     "ranks-memory": _ranks_memory,
     "mixtures": _mixtures,
+    "ways": _ways,
     "served": lambda: _served("built-in"),
     "served-125m": lambda: _served("125M"),
     "own-loss": _own_loss,

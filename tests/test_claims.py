@@ -74,6 +74,9 @@ def test_training_is_as_fast_as_is_said_with_equal_losses() -> None:
         assert all(one[question] for question in ("fast", "equal"))
     for one in (one for cards in results("step_cost")["steps"].values() for one in cards.values()):
         assert 0.9 < one["least"]["flops"] / one["ours"]["flops"] < 1, "what is counted is nearly all, and no more"
+    for served in (cards["RTX 4090"]["served"] for cards in results("step_cost")["steps"].values()):
+        assert served["q4_k_m"]["times"] <= 1.05
+        assert max(served[f"{kind}, exact"]["times"] for kind in ("q4_0", "q4_k_m")) <= 1.15
     assert results("batching")["passed"]
     assert results("by_length")["passed"]
     assert results("preparation")["ratio"]["median"] >= 2

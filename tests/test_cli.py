@@ -113,6 +113,13 @@ def test_plan_says_that_a_job_fits_and_draws_it(call, job: list[str], tmp_path: 
 
 
 @pytest.mark.slow
+def test_plan_says_what_rounding_with_the_rows_takes(call, job: list[str]) -> None:
+    code, out, _ = call("plan", *job, "output.serve=q4_0", "output.runtime=ollama", "--gpu", "RTX 4090")
+    assert code == 0
+    assert "rounding with the training rows, apart from training, takes" in out
+
+
+@pytest.mark.slow
 def test_plan_of_a_job_that_does_not_fit_names_the_levers_and_exits_6(call, job: list[str]) -> None:
     overrides = ["memory.budget=1MiB", "memory.loss_tokens=512", "memory.checkpointing=all", "data.max_length=64"]
     code, out, err = call("plan", *job, *overrides, "adapter.rank=8", "--gpu", "cpu", "--json")

@@ -177,8 +177,10 @@ def _plan_training(
     with collecting(job.data), libraries.importing():
         from finetune.certificate import verdict
         from finetune.config import serving
+        from finetune.export import publish
         from finetune.forecast import planning
         from finetune.report.forecast_view import PlanView
+        from finetune.storage.files import amount
     planned = planning.plan(job, gpu, gpus, verdict.follow)
     view = PlanView(planned)
     if not as_json:
@@ -186,6 +188,8 @@ def _plan_training(
         asked, _ = serving.resolved(job)
         if (kind := planned.config.quantization.kind) != asked.quantization.kind and not planned.why_quantized:
             new_terminal().note(f"quantization.kind: {kind}, the form that `{job.model.name}` is published in")
+        if rounding := publish.rounding_bytes(planned.config, view.forecast.device.type):
+            new_terminal().note(f"rounding with the training rows, apart from training, takes {amount(rounding)}")
     if picture:
         view.draw(picture)
         wrote(picture, as_json)

@@ -212,6 +212,18 @@ def _rounded(job: Conversion, form: ExportFormat) -> Conversion:
     return replace(job, packed=packed, rounded=facts)
 
 
+def rounding_bytes(config: Config, device_type: str) -> int | None:
+    """Peak bytes on the device of the rounding with training rows that a job needs, of the base before it is trained or
+    of the merged model; None if nothing is rounded so.
+    """
+    if config.quantization.snap:
+        return exact_start.planned_bytes(config, device_type)
+    form = FORMATS[serving.export_of(config.output) or "merged"]
+    if config.output.way != "rounded" or not _rounds(form):
+        return None
+    return rounded_run.planned_bytes(config, _module(form).forms, device_type)
+
+
 def _convert(job: Conversion, name: str, form: ExportFormat) -> dict[str, Any]:
     make, rounded = _module(form).make, {"rounded": job.rounded} if job.rounded else {}
     return staging.publish(

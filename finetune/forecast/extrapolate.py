@@ -238,14 +238,19 @@ class _Extrapolation:
     def _passes(self) -> Iterator[dict[int | None, list[Stretch]]]:
         """The stretches in order by unit: of one, of none, or of all in a pass through a run of several sizes."""
         passed: dict[int | None, list[Stretch]] = {}
+        run: list[int | None] = []
+        last: int | None = None
         for unit, group in itertools.groupby(self._stretches, key=lambda pair: pair[1]):
+            if not passed:
+                run = [unit] if unit is None or unit not in self._mixed else [*self._run[unit]]
+                if unit not in (run[0], run[-1]):  # a pass turned at the end: that unit's part of both is one stretch
+                    run = [other for other in run if other != last]
             passed[unit] = passed.get(unit, []) + [stretch for stretch, _ in group]
-            run = [unit] if unit is None or unit not in self._mixed else [*self._run[unit]]
             if len(passed) == len(run):
                 if list(passed) not in (run, run[::-1]):
                     raise NotAlike(f"units {run[0]} to {run[-1]} of the layers do not follow one another")
                 yield passed
-                passed = {}
+                passed, last = {}, unit
         if passed:
             raise NotAlike("a pass through the layers ends among them")
 

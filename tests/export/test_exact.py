@@ -16,7 +16,7 @@ from finetune.config.serving import GGUF
 from finetune.errors import ArtifactError, ConfigError
 from finetune.export import compressed_export, publish
 from finetune.export.gguf import gguf_export
-from finetune.export.rounding import exact_start
+from finetune.export.rounding import calibration, exact_start
 from finetune.inference import jobs
 from finetune.model import build
 from finetune.model.adapters import exact_layers
@@ -122,7 +122,10 @@ def assert_served_as_trained(run: RunDirectory, kind: str) -> None:
     assert any("experts" in name for name in weights) == hasattr(architecture, "num_experts")
 
 
-def test_training_starts_from_what_its_rows_moved_and_goes_on_only_from_that(quick) -> None:
+def test_training_starts_from_what_its_rows_moved_and_goes_on_only_from_that(
+    quick, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibration, "TOKENS", 512)  # as many as the run has rows for
     config = quick(*exact("q4_0"), "training.max_steps=2", "output.save_every=1")
     run = finetune.train(config).run
     architecture, started = load_architecture(config.model), exact_start.of_run(run)
@@ -132,7 +135,9 @@ def test_training_starts_from_what_its_rows_moved_and_goes_on_only_from_that(qui
     moved = {path: one for path, one in base.named_parameters() if fixed_point.of(one)}
     assert len(moved) == 14
     assert not [path for path, one in moved.items() if torch.equal(one.data, alone.get_parameter(path).data)]
-    assert json.loads((run.start / "rounding.json").read_text())["by_themselves"] == {}
+    record = json.loads((run.start / "rounding.json").read_text())
+    assert record["by_themselves"] == {}
+    assert record["forecast_bytes"] == publish.rounding_bytes(config, "cpu"), "as planned"
     before = {file: file.stat().st_ino for file in run.start.iterdir()}
     finetune.train(config.changed({"training.max_steps": 3}))
     assert {file: file.stat().st_ino for file in run.start.iterdir()} == before

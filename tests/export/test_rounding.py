@@ -21,7 +21,7 @@ import finetune
 from finetune.config import ModelSection
 from finetune.config.sections import RopeScaling
 from finetune.errors import ArtifactError, ConfigError, MachineError
-from finetune.export import finished_run
+from finetune.export import finished_run, publish
 from finetune.export.conversion import Conversion
 from finetune.export.gguf import gguf_export
 from finetune.export.rounding import calibration, memory, rounded_run
@@ -345,6 +345,24 @@ def test_rows_are_training_rows_of_one_length(run: RunDirectory) -> None:
     assert len(ids) != ids.shape[1]
     assert torch.equal(ids, calibration.rows(config.data, tokenizer, 0, lambda text: None))
     assert not torch.equal(ids, calibration.rows(config.data, tokenizer, 1, lambda text: None))
+
+
+@pytest.mark.parametrize("max_length", [256, 300, 4096])
+def test_enough_rows_have_the_shape_that_is_planned_with(max_length: int) -> None:
+    table: Any = [{"input_ids": [3] * 1000}] * 100
+    ids = calibration.ids_of(table, max_length, 0)
+    assert ids.shape == calibration.shape(max_length, calibration.TOKENS)
+    assert ids.shape[0] != ids.shape[1]
+
+
+@pytest.mark.slow
+def test_the_memory_of_a_rounding_is_told_before_training(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "TOKENS", 512)  # as many as the run has rows for
+    job = job_of(run, "q4_0")
+    planned = publish.rounding_bytes(job.config.changed({"output.serve": "q4_0", "output.way": "rounded"}), "cpu")
+    _, facts = rounded_run.rounded(job, gguf_export.forms, lambda text: None)
+    assert facts["forecast_bytes"] == planned
+    assert publish.rounding_bytes(job.config, "cpu") is None
 
 
 @pytest.mark.slow

@@ -44,13 +44,14 @@ def ids_of(table: RowTable, max_length: int, seed: int) -> torch.Tensor:
             break
     if not ids:
         raise DataError("no training row is of text alone, and a model is rounded with such rows")
-    return _cut(ids[:TOKENS], min(max_length, _LONGEST))
+    rows, tokens = shape(max_length, min(len(ids), TOKENS))
+    return torch.tensor(ids[: rows * tokens]).view(rows, tokens)
 
 
-def _cut(ids: list[int], tokens: int) -> torch.Tensor:
-    """Rows of `tokens` ids; not as many rows as tokens, so that no tensor's dimension is taken for another."""
-    tokens = min(tokens, len(ids))
-    count = len(ids) // tokens
-    if count == tokens > 1:
-        count -= 1
-    return torch.tensor(ids[: count * tokens]).view(count, tokens)
+def shape(max_length: int, tokens: int) -> torch.Size:
+    """The shape (rows, tokens) in which up to `tokens` tokens are used: never as many rows as tokens, so that no
+    tensor's dimension is taken for another.
+    """
+    length = min(max_length, _LONGEST, tokens)
+    count = tokens // length
+    return torch.Size((count - 1 if count == length > 1 else count, length))

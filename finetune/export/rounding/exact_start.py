@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from finetune.config import QuantizationSection, TrainingSection
+from finetune.config import Config, QuantizationSection, TrainingSection
 from finetune.data.rows import RowTable
 from finetune.errors import ArtifactError, DataError
-from finetune.export.rounding import calibration
+from finetune.export.rounding import calibration, rounded_run
 from finetune.export.rounding.layers import LayerRounding
-from finetune.export.rounding.rounded_run import kept
+from finetune.model import build
+from finetune.model.base import load_architecture
 from finetune.model.build import Blueprint
 from finetune.model.precision import PRECISIONS
 from finetune.model.source import file_hashes, identity, prequantized
@@ -67,10 +68,19 @@ def make(
     def rounding(folder: Path) -> LayerRounding:
         return LayerRounding(plain, streamed.Weights(plain, files, base.dtype), forms, ids, folder, device)
 
-    kept(run.start, made_from, rounding, f"rounding the base to {base.quantization.kind}", note)
+    rounded_run.kept(run.start, made_from, rounding, f"rounding the base to {base.quantization.kind}", note)
     libraries.return_freed_memory()
     if run.start_sha256 != (digest := _sha256(run.start)):
         run.event("start_kept", sha256=digest)
+
+
+def planned_bytes(config: Config, device_type: str) -> int | None:
+    """Peak bytes on the device of making what a job starts from; None where it starts from the base's own weights."""
+    architecture = load_architecture(config.model, listed=True)
+    if config.model.weights == "random" or prequantized.form(architecture):
+        return None
+    forms = _forms(build.blueprint(config, architecture, "sdpa"))
+    return rounded_run.planned_bytes(config, lambda model, kind: forms, device_type)
 
 
 def of_run(run: RunDirectory) -> Path | None:

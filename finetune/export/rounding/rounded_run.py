@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.config import QuantizationSection
+from finetune.config import Config, QuantizationSection
 from finetune.errors import MachineError
 from finetune.export.conversion import Conversion
-from finetune.export.rounding import calibration, memory
+from finetune.export.rounding import calibration, memory, part_files
 from finetune.export.rounding.layers import LayerRounding
 from finetune.model import build
 from finetune.model.base import load_architecture
@@ -92,6 +92,18 @@ def kept(
     except OSError as error:
         raise MachineError(not_written(target, error)) from None
     return made
+
+
+def planned_bytes(config: Config, forms: Forms, device_type: str) -> int:
+    """Peak bytes on the device of rounding a job's base or merged model to `output.serve`, with as many rows as are
+    enough.
+    """
+    dtype = torch.float32 if device_type == "cpu" else PRECISIONS[config.training.precision].merged
+    architecture, plain = load_architecture(config.model, listed=True), QuantizationSection(kind="none")
+    model = Blueprint(config.model, plain, architecture, "sdpa", dtype).weightless()
+    parts = part_files.parts_of(model, forms(model, str(config.output.serve)))
+    rows = calibration.shape(config.data.max_length, calibration.TOKENS)
+    return memory.peak_bytes(model, parts, rows, dtype)
 
 
 def _record(folder: Path) -> dict[str, Any]:
