@@ -10,12 +10,14 @@ Shapes: weights (rows, columns), Hessians (columns, columns), all in float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
 
 from finetune.model.structure.block_formats import BLOCK_FORMATS, BlockFormat, Fields, Grid, nearest, values
+from finetune.model.structure.fixed_point import FixedPoint
 
 DAMPING = 0.01
 """What is added to the diagonal of a Hessian, relative to its mean (section 3.3, step 3)."""
@@ -29,20 +31,24 @@ def compensated(form: BlockFormat, weight: torch.Tensor, hessian: torch.Tensor) 
 
     A column that no input had is rounded by itself.
     """
-    _, codes, fields = _swept(form, weight, hessian)
+    _, codes, fields = _swept(form, functools.partial(nearest, replace(form, group=1)), weight, hessian)
     return codes, fields
 
 
-def made_up_for(form: BlockFormat, weight: torch.Tensor, hessian: torch.Tensor) -> tuple[torch.Tensor, Fields]:
-    """The weights whose nearest values `compensated` takes, each with the errors of the columns before it made up for,
-    and the fields.
+def made_up_for(
+    positions: FixedPoint, weight: torch.Tensor, hessian: torch.Tensor
+) -> tuple[torch.Tensor, Fields]:  # fmt: skip
+    """The weights whose positions are held, each with the errors of the columns before it made up for, and the fields.
+
+    An error is that of the value which the position is rounded to.
     """
-    weight, _, fields = _swept(form, weight, hessian)
+    weight, _, fields = _swept(positions.form, positions.nearest, weight, hessian)
     return weight, fields
 
 
 def _swept(
-    form: BlockFormat, weight: torch.Tensor, hessian: torch.Tensor
+    form: BlockFormat, code_of: Callable[[torch.Tensor, Grid], torch.Tensor], weight: torch.Tensor,
+    hessian: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, Fields]:  # fmt: skip
     """Weights as they are when they are rounded, codes and fields."""
     damped = _damped(hessian)
@@ -56,7 +62,7 @@ def _swept(
         errors = torch.empty_like(part)
         for column, grid in enumerate(search.grids(part, start)):
             wanted = part[:, column : column + 1]
-            code = nearest(single, wanted, grid)
+            code = code_of(wanted, grid)
             codes[:, start + column] = code[:, 0]
             error = (wanted - values(single, code, grid)) / own[column, column]
             errors[:, column] = error[:, 0]

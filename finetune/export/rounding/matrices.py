@@ -85,7 +85,7 @@ def _compensated(form: str, matrices: Mapping[Key, torch.Tensor], hessian: torch
         )
     whole = _joined(matrices).float()
     if positions := POSITIONS.get(form):
-        values, fields = made_up_for(positions.form, whole, hessian)
+        values, fields = made_up_for(positions, whole, hessian)
         codes, scales = packed.empty(form, values)
         positions.encode_with(fields, values, codes, scales)
         return codes, scales

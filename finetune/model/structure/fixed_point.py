@@ -64,16 +64,17 @@ class FixedPoint:
         """Write the codes of `weight`, in float32, and the bytes of its `fields`."""
         parts = [fields[name].contiguous().flatten(weight.dim() - 1) for name in _fields(self.form, weight.shape[-1])]
         scales.copy_(torch.cat([part.view(torch.uint8) for part in parts], dim=-1))
-        grid = self.form.grid(fields)
-        position = weight.unflatten(-1, (-1, self.form.group))
-        if grid.offsets is not None:
-            position = position + grid.offsets.unsqueeze(-1)
-        position = (position / grid.scales.unsqueeze(-1)).nan_to_num_(0.0, 0.0, 0.0)  # a scale of 0 has one value
-        code = position.sub_(self.low).div_(self.step).floor_().clamp_(0, 256**self.bytes_each - 1).flatten(-2)
+        code = self._code(weight, self.form.grid(fields)).flatten(-2)
         if self.bytes_each == 1:
             codes.copy_(code)
         else:
             codes.view(torch.int16).copy_(code - 2**15)
+
+    def nearest(self, weight: torch.Tensor, grid: Grid) -> torch.Tensor:
+        """The numbers of the levels nearest to the positions of `weight` (rows, columns), which close to the middle of
+        two uneven levels may not be the nearest to `weight` itself.
+        """
+        return self._level(self._code(weight, grid)).to(torch.uint8).flatten(-2)
 
     def decode(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
         """Write the values of the levels nearest to W (..., rows, columns) into `out`, of any floating type."""
@@ -128,15 +129,27 @@ class FixedPoint:
             level.sub_(grid.offsets.unsqueeze(-1))
         out.copy_(level.flatten(-2))
 
+    def _code(self, weight: torch.Tensor, grid: Grid) -> torch.Tensor:
+        """The codes of the positions of `weight`, as floats (..., rows, groups, group)."""
+        position = weight.unflatten(-1, (grid.scales.shape[-1], -1))
+        if grid.offsets is not None:
+            position = position + grid.offsets.unsqueeze(-1)
+        position = (position / grid.scales.unsqueeze(-1)).nan_to_num_(0.0, 0.0, 0.0)  # a scale of 0 has one value
+        return position.sub_(self.low).div_(self.step).floor_().clamp_(0, 256**self.bytes_each - 1)
+
     def _nearest(self, codes: torch.Tensor, grid: Grid, shift: torch.Tensor | None = None) -> torch.Tensor:
         """The numbers of the nearest levels, as floats (..., rows, groups, group)."""
-        position = codes.float() if self.bytes_each == 1 else codes.view(torch.int16).float().add_(2**15)
-        position = position.add_(0.5).mul_(self.step).unflatten(-1, (-1, self.form.group))
+        code = codes.float() if self.bytes_each == 1 else codes.view(torch.int16).float().add_(2**15)
+        return self._level(code.unflatten(-1, (-1, self.form.group)), shift)
+
+    def _level(self, code: torch.Tensor, shift: torch.Tensor | None = None) -> torch.Tensor:
+        """The numbers of the levels nearest to the positions of codes, as floats; `code` is overwritten."""
+        position = code.add_(0.5).mul_(self.step)
         if shift is not None:
             position.add_(shift)
         if self.even:
             return position.floor_().clamp_(0, len(self.form.levels) - 1)
-        levels = torch.tensor(self.form.levels, dtype=torch.float32, device=codes.device)
+        levels = torch.tensor(self.form.levels, dtype=torch.float32, device=code.device)
         boundaries = (levels[1:] + levels[:-1]) / 2
         return torch.bucketize(position.add_(self.low), boundaries, right=True).float()
 
