@@ -86,6 +86,13 @@ def test_every_weight_of_a_folder_for_servers_is_the_one_that_was_trained_to_the
     assert_served_as_trained(finetune.train(quick(*exact(kind))).run, kind)
 
 
+@pytest.mark.parametrize("kind", ["mxfp4", "nvfp4"])
+def test_floats_for_llama_cpp_are_written_beside_tables_in_their_own_type(quick, kind: str) -> None:
+    run = finetune.train(quick(*exact(kind), "output.runtime=llama.cpp", "training.precision=fp32")).run
+    record = publish.export_model(run, "gguf")
+    assert record["weights"]["differing"] == 0 < record["weights"]["count"]
+
+
 @pytest.mark.parametrize("kind", ["q4_0", "int4"])
 def test_every_weight_of_experts_is_the_one_that_was_trained_to_the_bit(
     quick, kind: str, tiny_base: Path, tmp_path: Path

@@ -44,7 +44,7 @@ def write(
     """Write the model in `folder` (safetensors) to `file`, its matrices in the type `kind` (a key of `TYPES`).
 
     `packed` weights, by the model's names, take the place of the folder's, and their bytes are written as they are;
-    all others are then written in 16 bit, in that of the folder's.
+    all others are then written in the folder's own type.
     Takes the memory of one tensor. Returns the known differences of llama.cpp, as sentences. Raises ConfigError for a
     model that llama.cpp cannot express, OSError if the disk lacks room.
     """
@@ -182,9 +182,12 @@ def _tensors(
 
 
 def _beside(folder: Path) -> str:
-    """The type of weights beside packed ones: float16 has not the small numbers of bfloat16."""
+    """The type of weights beside packed ones, which rounds none of the folder's."""
     types = {dtype for file in folder.glob("*.safetensors") for dtype, _ in weight_files.layout_of(file).values()}
-    return "bf16" if torch.bfloat16 in types else "f16"
+    return next((kind for kind, dtype in _SIXTEEN_BIT.items() if dtype in types), "f32")
+
+
+_SIXTEEN_BIT = {"bf16": torch.bfloat16, "f16": torch.float16}
 
 
 def differing(folder: Path, config: Any, file: Path, packed: Mapping[str, nn.Parameter]) -> dict[str, int]:
@@ -224,7 +227,8 @@ def _type(name: str, shape: list[int], kind: str, config: Any) -> Any:
     """The type of a tensor: vectors and `_EXACT` stay in float32, and rows that blocks do not divide in float16."""
     if len(shape) < 2 or name.endswith(_EXACT):
         return gguf.GGMLQuantizationType.F32
-    wanted = gguf_recipes.type_of(name, kind, config) if TYPES[kind].recipe else gguf.GGMLQuantizationType[kind.upper()]
+    mixed = kind in TYPES and TYPES[kind].recipe
+    wanted = gguf_recipes.type_of(name, kind, config) if mixed else gguf.GGMLQuantizationType[kind.upper()]
     for candidate in (wanted, gguf_recipes.fallback(wanted)):
         if candidate is not None and shape[-1] % gguf.GGML_QUANT_SIZES[candidate][0] == 0:
             return candidate
