@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from finetune.model.build import Blueprint
+from finetune.model.structure import packed_files
 
 
 class ResidentBase:
@@ -24,8 +25,9 @@ class ResidentBase:
 
     def load(self, blueprint: Blueprint, device: torch.device) -> Any:
         """The base of `blueprint` on `device`, with modules that nothing has changed."""
-        parts = (blueprint.model, blueprint.quantization, blueprint.attention, blueprint.dtype, blueprint.start)
-        made_for = (*parts, blueprint.architecture.to_json_string(), device)
+        parts = (blueprint.model, blueprint.quantization, blueprint.attention, blueprint.dtype)
+        start = blueprint.start and packed_files.digest(blueprint.start)
+        made_for = (*parts, start, blueprint.architecture.to_json_string(), device)
         if made_for != self._made_for:
             self._base = self._made_for = None  # not two of them at a time
             self.computed.clear()
