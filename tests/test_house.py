@@ -24,8 +24,8 @@ LIMITS = {
     "files that know DeepSpeed": 4,
     "lines of finetune/": 59_700,  # to become 34,000
     "lines of tests/": 56_200,  # to become 34,000
-    "lines of benchmarks/": 12_400,  # to become 8,500
-    "words of docs/ and the README": 29_000,
+    "lines of benchmarks/": 12_500,  # to become 8,500
+    "words of docs/ and the README": 29_300,
 }
 
 
