@@ -76,7 +76,7 @@ def tracked(setting: forecast_cpu.Setting) -> dict[str, int]:
         log_probs.tiles(config.memory.loss_tokens, fused=config.kernels.fused != "off"),
         device_paths.like(cpu, recorder) as mode,
     ):
-        traced = traced_step._TracedStep(job, mode, recorder, lambda kinds: whole(len(kinds)), None)
+        traced = traced_step._TracedStep(job, mode, recorder, whole, None)
         traced.make_step(job)
         step, tracker = traced._step, MemTracker()
         beside = [tensor for weight in step.model.parameters() for tensor in fake.quantization_state(weight)]

@@ -319,7 +319,7 @@ def test_sgd_with_weight_decay_copies_all_gradients_at_once_on_a_card_and_one_by
     assert copied(card) == pytest.approx(sum(adapter), rel=0.01), "but for the gradients' norms, which are numbers"
     assert copied(tiny_models.cpu()) <= max(adapter)
     extrapolated = traced(card, 0.1, layers=6)
-    whole = traced(card, 0.1, layers=6, shortening=lambda kinds: extrapolate.whole(len(kinds)))
+    whole = traced(card, 0.1, layers=6, shortening=extrapolate.whole)
     assert peaks(extrapolated)["optimizer"] == peaks(whole)["optimizer"]
 
 
