@@ -28,6 +28,7 @@ import overhead
 RATES = ("1e-4", "3e-4", "1e-3", "2e-3", "4e-3", "8e-3", "1.6e-2", "3e-2")
 HELD_OUT = 64
 _LARGEST = "largest_batch_fits"
+_APART = ("adapter", "optimizer_states")  # what a member holds while it is paused, of the categories of a forecast
 JOBS = {"2M": overhead.Job(steps=40, threads=1), "125M": overhead.Job(steps=8, threads=1, batch=4, tokens=160)}
 ARCHITECTURES = {"125M": beside_peers.ARCHITECTURES["110M"]}
 """Of random weights, with embeddings apart from the head; the other job has the built-in base."""
@@ -171,16 +172,16 @@ def members_in_memory(
     That is the forecast of its run, and the adapter and optimizer states of the others by theirs.
     """
     from finetune.sweeps import grid, running
-    from finetune.training.residents import PAUSED, Residents
+    from finetune.training.residents import Residents
 
     take = Residents.take
 
     def count_all(residents: Residents, run: Path) -> list[Any]:
         return [*residents.weights(), *(each for paused in residents.paused.values() for each in paused.tensors())]
 
-    def take_untried(residents: Residents, run: Path, config: Any) -> Any:
+    def take_untried(residents: Residents, *given: Any, **named: Any) -> Any:
         residents.largest_batch.clear()
-        return take(residents, run, config)
+        return take(residents, *given, **named)
 
     with mock.patch.object(Residents, "tensors", count_all), mock.patch.object(Residents, "take", take_untried):
         running.sweep(source, overrides, keys)
@@ -191,7 +192,7 @@ def members_in_memory(
         forecast = json.loads((run / "forecast.json").read_text())
         expected = forecast["peak_allocated_bytes"] + paused_bytes
         counted = max(peak["allocated_bytes"] for peak in first["memory"].values())
-        paused_bytes += sum(forecast["categories"][name] for name in PAUSED)
+        paused_bytes += sum(forecast["categories"][name] for name in _APART)
         found.append(
             {"members": number, "forecast_bytes": expected, "counted_bytes": counted,
              "counted_over_forecast": round(counted / expected, 4)}

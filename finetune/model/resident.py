@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from finetune.model.build import Blueprint
+from finetune.model.structure import packed_files
 
 
 class ResidentBase:
@@ -24,13 +25,18 @@ class ResidentBase:
 
     def load(self, blueprint: Blueprint, device: torch.device) -> Any:
         """The base of `blueprint` on `device`, with modules that nothing has changed."""
-        parts = (blueprint.model, blueprint.quantization, blueprint.attention, blueprint.dtype, blueprint.start)
-        made_for = (*parts, blueprint.architecture.to_json_string(), device)
+        parts = (blueprint.model, blueprint.quantization, blueprint.attention, blueprint.dtype)
+        start = blueprint.start and packed_files.digest(blueprint.start)
+        made_for = (*parts, start, blueprint.architecture.to_json_string(), device)
         if made_for != self._made_for:
-            self._base = self._made_for = None  # not two of them at a time
-            self.computed.clear()
+            self._release()  # not two of them at a time
             self._base, self._made_for = blueprint.load(device), made_for
         return copy.deepcopy(self._base, {id(weight): weight for weight in self.weights()})
+
+    def _release(self) -> None:
+        """Let go of the base in memory, and of what follows from it."""
+        self._base = self._made_for = None
+        self.computed.clear()
 
     def weights(self) -> list[torch.Tensor]:
         """The weights and buffers in memory; none before the base is loaded."""

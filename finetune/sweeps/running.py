@@ -36,7 +36,7 @@ from finetune.model.source.tokenizer import load_tokenizer
 from finetune.report.terminal import Terminal
 from finetune.results.figures import Figures
 from finetune.results.sweep_table import TABLE, SettingResult, State, SweepTable
-from finetune.runtime import ranks
+from finetune.runtime import libraries, ranks
 from finetune.runtime.device import this_device
 from finetune.storage import locks
 from finetune.storage.files import write_bytes, write_json
@@ -47,7 +47,7 @@ from finetune.training import evidence
 from finetune.training.callbacks import Callback
 from finetune.training.eval_loss import held_out_loss
 from finetune.training.progress import Progress, read_progress
-from finetune.training.residents import PAUSED, Residents
+from finetune.training.residents import Residents
 
 _SCORES = "scores"
 _OTHERWISE = "or set another `output.dir`"
@@ -77,15 +77,20 @@ def sweep(
     made = grid.members(source, overrides, keys)
     for member in made:
         evidence.refuse_guess(member.config)
-    folder = Path(str(made[0].config.output.dir)).parent
+    folder = _run_of(made[0]).path.parent
     if RunDirectory(folder).exists:
         raise ConfigError(f"`output.dir`: {folder} is a run; give the sweep a directory of its own")
     _check_adapters(made)
     if fresh and any((folder / name).exists() for name in (TABLE, _SCORES)):
         _move_aside(folder)
     table = _Sweep(folder, made, full, budget_seconds, terminal or Terminal(quiet=True)).run()
+    libraries.return_freed_memory()
     _write(folder, table)
     return table
+
+
+def _run_of(member: Member) -> RunDirectory:
+    return RunDirectory(str(member.config.output.dir))
 
 
 def _check_adapters(members: Sequence[Member]) -> None:
@@ -192,7 +197,7 @@ class _Sweep:
             for setting, why in halving.stopped(kept).items():
                 self.why[setting] = "stopped", why
                 for member in (each for each in self.members if each.setting == setting):
-                    self.residents.paused.pop(Path(str(member.config.output.dir)), None)
+                    self.residents.paused.pop(_run_of(member).path, None)
                 self.terminal.note(f"{setting}: stopped after {share:.3g} of a run, {why}")
         return [setting for setting in kept if setting not in self.why]
 
@@ -251,7 +256,7 @@ class _Sweep:
 
     def _trained(self, member: Member, share: float) -> np.ndarray:
         """Train a member up to `share` of its run, and return its (sum, trained tokens) of each evaluation row."""
-        run, training = RunDirectory(Path(str(member.config.output.dir))), member.config.training
+        run, training = _run_of(member), member.config.training
         saved = resume.find(run).checkpoint if run.exists else None
         if saved:
             self._refuse_other_job(member.config, run, saved)
@@ -264,24 +269,18 @@ class _Sweep:
             )
         try:
             if share == 1 or _share(training, progress.step, progress.epoch) < share:
+                libraries.return_freed_memory()  # of members that ended
                 callbacks = (_pause(training, share),)
                 recipe.train(
                     member.config, terminal=Terminal(quiet=True), callbacks=callbacks, residents=self.residents
                 )
         except _MemberPaused:
-            self._make_room(run)
+            pass
         except NumbersError:
             return _NOT_FINITE
         weights = run.adapter if share == 1 else resume.find(run).checkpoint
         assert weights, "a paused run has a checkpoint"
         return self._losses(run.config(), weights, exact_start.of_run(run))
-
-    def _make_room(self, run: RunDirectory) -> None:
-        """Leave a paused run to its checkpoint if by the forecasts it does not fit beside the step of another."""
-        forecasts = [each for path in self.residents.paused if (each := RunDirectory(path).forecast())]
-        apart = sum(each["categories"][name] for each in forecasts for name in PAUSED)
-        if any(each["needed_bytes"] + apart > each["budget_bytes"] for each in forecasts):
-            del self.residents.paused[run.path]
 
     def _refuse_other_job(self, config: Config, run: RunDirectory, saved: Path) -> None:
         """Raise as training does for a checkpoint of other settings or rows, also where nothing is left to train."""
@@ -330,7 +329,7 @@ class _Sweep:
         if setting in scores and (best := halving.ranked(scores)[0]) != setting:
             difference = halving.differences({best: scores[best], setting: scores[setting]}, best)[setting]
         state, why = self.why.get(setting, ("finished" if share == 1 else "waiting", ""))
-        runs = [RunDirectory(Path(str(member.config.output.dir))) for member in members]
+        runs = [*map(_run_of, members)]
         return SettingResult(
             setting=setting,
             values={key: value for key, value in members[0].values.items() if key != grid.SEED},

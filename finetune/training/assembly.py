@@ -30,6 +30,7 @@ from finetune.training.oom_retry import Retry
 from finetune.training.probe_table import Subject
 from finetune.training.progress import Progress, read_progress
 from finetune.training.recorder import MetricsRecorder
+from finetune.training.residents import untrained_settings
 from finetune.training.step import Step
 
 
@@ -54,6 +55,9 @@ def assemble(job: TrainingJob, callbacks: Callbacks) -> Loop:
     evaluation = None
     if job.data.eval is not None:
         evaluation = EvalLoss(step, job.data.eval, steps.collate, steps.batch_size, report.of_evaluation)
+        if job.residents and not config.adapter.start_from:
+            evaluation.known = job.residents.computed
+            evaluation.untrained = untrained_settings(config, job.provenance, job.kernels_off)
     return Loop(
         step=step,
         schedule=schedule,

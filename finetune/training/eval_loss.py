@@ -110,7 +110,7 @@ class EvalLoss:
     """Evaluation during training.
 
     `report` gets each micro-batch that is split because it does not fit, and a single row that does not fit; there is
-    then no loss.
+    then no loss. `known` has losses of untrained models by what they follow from, which `untrained` is of this one.
     """
 
     step: Step
@@ -119,6 +119,17 @@ class EvalLoss:
     batch_size: int
     report: EvaluationReport
     limit: oom_retry.Limit = field(default_factory=oom_retry.Limit)
+    known: dict[Any, Any] = field(default_factory=dict)
+    untrained: str = ""
+
+    def before_training(self) -> float | None:
+        """As `loss` of a model before its first step, which runs that begin with the same weights compute once."""
+        if self.untrained in self.known:
+            return float(self.known[self.untrained])
+        loss = self.loss()
+        if loss is not None and not self.limit.lowered:  # a split changes the last digits
+            self.known[self.untrained] = loss
+        return loss
 
     def loss(self, steps: Iterable[list[Inputs]] | None = None) -> float | None:
         """Mean loss in nats per trained token over `steps`, by default all rows; None if a row does not fit a rank.

@@ -171,7 +171,7 @@ class Loop:
         try:
             with self.monitor.phase("evaluation"):
                 with self._until_a_signal():
-                    loss = self.evaluation.loss()
+                    loss = self.evaluation.loss() if self.progress.step else self.evaluation.before_training()
                 if loss is not None:
                     self.recorder.evaluated(self.progress, loss)
                 return loss

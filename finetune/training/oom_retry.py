@@ -40,6 +40,11 @@ class Limit:
     def __init__(self) -> None:
         self._too_large: list[tuple[int, int]] = []
 
+    @property
+    def lowered(self) -> bool:
+        """Whether a micro-batch did not fit."""
+        return bool(self._too_large)
+
     def parts(self, micro_batches: Iterable[Inputs]) -> list[Inputs]:
         """The micro-batches, each halved until it is below the limit or a single row."""
         parts: list[Inputs] = []

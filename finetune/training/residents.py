@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from finetune.config import Config
 from finetune.measure.monitor import Peak
 from finetune.model.resident import ResidentBase
+from finetune.runtime import libraries
 from finetune.training.step import Step
-
-PAUSED = ("adapter", "optimizer_states")
-"""The categories of a forecast that stay in memory while a run is paused."""
 
 
 @dataclass(frozen=True)
 class Paused:
     """A run that a callback ended: its completed model with its optimizer, and the kernels that this model rules out.
 
-    Its checkpoint is on disk as well, and is what the run goes on from.
+    The run goes on from its checkpoint, whose weights and states replace these.
     """
 
     config: Config
@@ -32,6 +32,10 @@ class Paused:
         states = self.step.engine.optimizer.state.values()
         values = (value for state in states for value in state.values() if isinstance(value, torch.Tensor))
         return [*self.step.trained(), *values]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors())
 
 
 class Residents(ResidentBase):
@@ -45,14 +49,35 @@ class Residents(ResidentBase):
         self.paused: dict[Path, Paused] = {}
         self.largest_batch: dict[str, dict[str, Peak]] = {}
 
-    def take(self, run: Path, config: Config) -> Paused | None:
-        """The paused `run`, which is not kept any more; None if it has to be built, as for another `config`."""
+    def take(self, run: Path, config: Config, *, resumed: bool) -> Paused | None:
+        """The paused `run`, which is not kept any more; None if it has to be built, as for another `config`, or
+        without a checkpoint to replace its weights.
+        """
         paused = self.paused.pop(run, None)
-        return paused if paused and paused.config == config else None
+        return paused if paused and resumed and paused.config == config else None
+
+    def make_room(self, free_bytes: int) -> None:
+        """Drop paused runs, the last ones first, until they fit into what another run leaves of the memory."""
+        while self.paused and sum(each.size_bytes for each in self.paused.values()) > free_bytes:
+            self.paused.popitem()
+            libraries.return_freed_memory()
+
+    def _release(self) -> None:
+        super()._release()
+        self.paused.clear()  # they would keep their base in memory beside the next one
 
     def tensors(self, run: Path) -> list[torch.Tensor]:
         """What is in memory and belongs to `run`."""
         return [*self.weights(), *(self.paused[run].tensors() if run in self.paused else [])]
+
+
+def untrained_settings(config: Config, provenance: dict[str, Any], kernels_off: frozenset[str]) -> str:
+    """What the evaluation loss of a run before its first step follows from, besides the base in memory."""
+    own = config.model_dump_json(
+        exclude={"training": {"learning_rate"}, "optimizer": True, "output": True, "tracking": True}
+    )
+    rest = {part: value for part, value in provenance.items() if part != "config"}
+    return json.dumps([own, rest, sorted(kernels_off)])
 
 
 def memory_settings(config: Config) -> str:

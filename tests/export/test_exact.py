@@ -163,6 +163,19 @@ def test_training_starts_from_what_its_rows_moved_and_goes_on_only_from_that(
             use()
 
 
+def test_runs_side_by_side_share_where_they_start(quick) -> None:
+    """As the members of a sweep do, but for one that was changed since, or with rows in another order."""
+    short = [*exact("q4_0"), "training.max_steps=1"]
+    first, same, other = (
+        finetune.train(quick(*short, *changed, run=name)).run
+        for name, changed in (("a", ()), ("b", ("optimizer.weight_decay=0.1",)), ("c", ("training.seed=5",)))
+    )
+    inodes = [{file.stat().st_ino for file in run.start.glob("*.safetensors")} for run in (first, same, other)]
+    assert inodes[0] == inodes[1]
+    assert not inodes[0] & inodes[2]
+    assert first.packed_base == same.packed_base != other.packed_base
+
+
 def test_a_base_of_random_weights_is_where_training_starts(quick) -> None:
     run = finetune.train(quick(*exact("q4_0"), "model.weights=random", "training.max_steps=1")).run
     assert exact_start.of_run(run) is None

@@ -7,8 +7,10 @@ import os
 import signal
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +26,8 @@ from finetune import recipe
 from finetune.errors import InUseError, OutOfMemoryError
 from finetune.inference import answers
 from finetune.model import build
+from finetune.model.base import load_architecture
+from finetune.model.resident import ResidentBase
 from finetune.report.sweep_view import SweepView
 from finetune.report.terminal import Terminal
 from finetune.results.sweep_table import TABLE
@@ -31,6 +35,8 @@ from finetune.settings import load_config
 from finetune.storage import locks
 from finetune.storage.rundir import RunDirectory
 from finetune.sweeps import grid, running
+from finetune.training.eval_loss import EvalLoss
+from finetune.training.residents import Paused, Residents
 
 pytestmark = pytest.mark.usefixtures("hurried", "unwarmed")
 
@@ -114,11 +120,59 @@ def test_the_members_of_a_killed_sweep_are_lone_runs_to_the_bit(
 def test_members_that_go_on_stay_in_memory_until_then(
     tmp_path: Path, job: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainable, made = build.trainable, []
-    monkeypatch.setattr(build, "trainable", lambda *given, **named: made.append(trainable(*given, **named)) or made[-1])
-    table = swept(tmp_path / "sweep", [*job, "training.max_steps=4"])
-    assert len(made) == 4
-    assert_lone_runs(table, tmp_path, [*job, "training.max_steps=4"])
+    """Where by the forecast they fit. Of one that has ended nothing is left, and each is built once."""
+    trainable, made = build.trainable, list[weakref.ref[Any]]()
+
+    def build_one(*given: Any, **named: Any) -> Any:
+        model = trainable(*given, **named)
+        made.append(weakref.ref(next(weight for weight in model.parameters() if weight.requires_grad)))
+        return model
+
+    monkeypatch.setattr(build, "trainable", build_one)
+    arguments = [*job, "training.max_steps=4", "memory.check=refuse"]
+    table = swept(tmp_path / "sweep", arguments)
+    assert len(made) == 1 + 4, "one of them is the forecast's"
+    assert [weight() for weight in made] == [None] * 5
+    assert_lone_runs(table, tmp_path, arguments)
+
+
+@pytest.mark.slow
+def test_a_member_that_begins_anew_is_built_anew(
+    tmp_path: Path, job: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though it is in memory with trained weights: another process has moved its directory meanwhile."""
+    arguments = [*job, "training.max_steps=4", "memory.check=refuse"]
+    going_on = running._Sweep._going_on
+
+    def move(sweep: running._Sweep, scores: Any, share: float) -> list[str]:
+        kept = going_on(sweep, scores, share)
+        for member in sweep.residents.paused:
+            RunDirectory(member).move_aside()
+        return kept
+
+    monkeypatch.setattr(running._Sweep, "_going_on", move)
+    assert_lone_runs(swept(tmp_path / "sweep", arguments), tmp_path, arguments)
+
+
+def test_paused_runs_leave_room_for_the_next_one_and_no_other_base_in_memory() -> None:
+    config = load_config(TINY)
+    residents, step = Residents(), SimpleNamespace()
+    for name in ("first", "second"):
+        weight = torch.nn.Parameter(torch.zeros(25))
+        step = SimpleNamespace(
+            trained=lambda weight=weight: [weight], engine=SimpleNamespace(optimizer=torch.optim.SGD([weight]))
+        )
+        residents.paused[Path(name)] = Paused(config, step, frozenset())  # type: ignore[arg-type]
+    residents.make_room(200)
+    assert [*residents.paused] == [Path("first"), Path("second")]
+    residents.make_room(199)
+    assert [*residents.paused] == [Path("first")]
+    assert residents.take(Path("first"), config.changed({"adapter.rank": 3}), resumed=True) is None
+    assert not residents.paused
+    residents.paused[Path("third")] = Paused(config, step, frozenset())  # type: ignore[arg-type]
+    architecture = load_architecture(config.model)
+    residents.load(build.blueprint(config, architecture, "sdpa"), torch.device("cpu"))
+    assert not residents.paused
 
 
 @pytest.mark.slow
@@ -133,19 +187,30 @@ def test_the_tensors_of_several_members_are_forecast(tmp_path: Path, job: list[s
 
 @pytest.mark.slow
 def test_the_base_answers_once_for_all_members(tmp_path: Path, job: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is evaluated once, with adapters that have yet to change it."""
     replies, asked = answers._replies, []
+    loss, evaluated = EvalLoss.loss, []
 
     def count(model: Any, *given: Any) -> list[str]:
         asked.append(hasattr(model, "peft_config"))
         return replies(model, *given)
 
+    def evaluate(evaluation: EvalLoss, *given: Any) -> float | None:
+        evaluated.append(given)
+        return loss(evaluation, *given)
+
     monkeypatch.setattr(answers, "_replies", count)
+    monkeypatch.setattr(EvalLoss, "loss", evaluate)
     swept(tmp_path / "sweep", [*job, "training.max_steps=2"], full=True)
     assert sorted(asked) == [False, True, True, True, True]
     runs = [RunDirectory(tmp_path / "sweep" / f"learning_rate={rate}") for rate in RATES["training.learning_rate"]]
     said = [[each["before"] for each in run.answers()] for run in runs]
     assert said[0]
     assert said == said[:1] * 4
+    assert len(evaluated) == 1 + 4
+    losses = [metric(run, "eval_loss") for run in runs]
+    assert [len(each) for each in losses] == [2] * 4
+    assert len({each[0] for each in losses}) == 1
 
 
 @pytest.mark.slow
@@ -341,9 +406,6 @@ def test_the_directory_of_a_sweep_is_compared_as_its_runs(
 
 
 def test_a_resident_base_gives_each_training_its_own_modules_around_the_same_weights() -> None:
-    from finetune.model.base import load_architecture
-    from finetune.model.resident import ResidentBase
-
     config = load_config(TINY)
     architecture = load_architecture(config.model)
     bases, blueprint = ResidentBase(), build.blueprint(config, architecture, "sdpa")

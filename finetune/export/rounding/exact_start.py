@@ -8,8 +8,9 @@ resumption, inference and exports read them.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -30,8 +31,9 @@ from finetune.model.precision import PRECISIONS
 from finetune.model.source import file_hashes, identity, prequantized
 from finetune.model.source.locate import weights_directory
 from finetune.model.structure import fixed_point, packed, streamed
+from finetune.model.structure.packed_files import digest
 from finetune.runtime import libraries
-from finetune.storage import weight_files
+from finetune.storage.files import staged
 from finetune.storage.rundir import RunDirectory
 
 
@@ -68,10 +70,26 @@ def make(
     def rounding(folder: Path) -> LayerRounding:
         return LayerRounding(plain, streamed.Weights(plain, files, base.dtype), forms, ids, folder, device)
 
+    if rounded_run.made_from_of(run.start) != made_from:
+        _link(run, made_from)
     rounded_run.kept(run.start, made_from, rounding, f"rounding the base to {base.quantization.kind}", note)
     libraries.return_freed_memory()
-    if run.start_sha256 != (digest := _sha256(run.start)):
-        run.event("start_kept", sha256=digest)
+    if run.start_sha256 != (made := digest(run.start)):
+        run.event("start_kept", sha256=made)
+
+
+def _link(run: RunDirectory, made_from: dict[str, Any]) -> None:
+    """Share the files of a run beside this one that starts from the same, as members of a sweep do; of one owner."""
+    for record in sorted(run.path.parent.glob(f"*/{run.start.name}/{rounded_run.RECORD}")):
+        folder, other = record.parent, RunDirectory(record.parent.parent)
+        if folder.stat().st_uid != run.path.stat().st_uid or rounded_run.made_from_of(folder) != made_from:
+            continue
+        with contextlib.suppress(ArtifactError, OSError):
+            if of_run(other) == folder:
+                with staged(run.start) as written:
+                    for file in folder.iterdir():
+                        os.link(file, written / file.name)
+                return
 
 
 def planned_bytes(config: Config, device_type: str) -> int | None:
@@ -91,7 +109,7 @@ def of_run(run: RunDirectory) -> Path | None:
     expected = run.start_sha256
     if expected is None:
         return None
-    if _sha256(run.start) != expected:
+    if digest(run.start) != expected:
         raise ArtifactError(
             f"{run.start}: files are missing or were changed since the run was started, and its adapter was trained on "
             "the weights in them; restore the folder, or train again with `--fresh`"
@@ -113,10 +131,3 @@ def _forms(base: Blueprint) -> dict[str, str]:
             if fixed_point.of(parameter) or (module is head and alone):
                 forms[f"{path}.{name}"] = how.form
     return forms
-
-
-def _sha256(folder: Path) -> str:
-    files: list[Any] = [
-        (file.name, file_hashes.sha256(file)) for file in sorted(folder.glob("*" + weight_files.SUFFIX))
-    ]
-    return hashlib.sha256(json.dumps(files).encode()).hexdigest()

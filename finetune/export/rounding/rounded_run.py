@@ -25,7 +25,7 @@ from finetune.model.source import file_hashes, vision
 from finetune.model.structure import streamed
 from finetune.storage.files import amount, not_written, staged, write_json
 
-_RECORD = "rounding.json"
+RECORD = "rounding.json"
 
 Forms = Callable[[Any, str], Mapping[str, str]]
 """The form of each weight of a model on the meta device that a file of a kind holds quantized."""
@@ -77,7 +77,7 @@ def kept(
     Raises MachineError for a failed write, and as `LayerRounding.complete`.
     """
     made = rounding(target)
-    if _record(target).get("made_from") == made_from and made.is_complete:
+    if made_from_of(target) == made_from and made.is_complete:
         return made
     ids = made.rows
     try:
@@ -88,7 +88,7 @@ def kept(
             make_buffers(one.model, one.device)
             one.complete(lambda part: note(f"rounding part {one.parts.index(part) + 1} of {len(one.parts)}"))
             record = {"tokens": ids.numel(), "rows": len(ids), "forecast_bytes": peak, "by_themselves": one.plain()}
-            write_json(folder / _RECORD, {"made_from": made_from, **record})
+            write_json(folder / RECORD, {"made_from": made_from, **record})
     except OSError as error:
         raise MachineError(not_written(target, error)) from None
     return made
@@ -106,9 +106,14 @@ def planned_bytes(config: Config, forms: Forms, device_type: str) -> int:
     return memory.peak_bytes(model, parts, rows, dtype)
 
 
+def made_from_of(folder: Path) -> Any:
+    """What the rounding in `folder` was made from; None if there is none."""
+    return _record(folder).get("made_from")
+
+
 def _record(folder: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
+        found: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found

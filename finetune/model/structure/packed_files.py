@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from finetune.model.source import file_hashes
 from finetune.model.structure import packed
 from finetune.storage import weight_files
 
@@ -16,6 +19,12 @@ from finetune.storage import weight_files
 def scales_of(name: str) -> str:
     """The name of the scales of a weight."""
     return f"{name}.scales"
+
+
+def digest(folder: Path) -> str:
+    """SHA-256 (hex) of the files in `folder`. Raises OSError."""
+    files = [(file.name, file_hashes.sha256(file)) for file in sorted(folder.glob("*" + weight_files.SUFFIX))]
+    return hashlib.sha256(json.dumps(files).encode()).hexdigest()
 
 
 class PackedFiles:
