@@ -9,7 +9,6 @@ from finetune.errors import ConfigError
 from finetune.model.source import gguf_families, prequantized
 from finetune.model.structure import experts
 
-
 _NVFP4_IN_GGUF = 64
 """Weights of a block of NVFP4 in a GGUF file: four of the format's own."""
 
