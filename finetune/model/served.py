@@ -9,6 +9,9 @@ from finetune.errors import ConfigError
 from finetune.model.source import gguf_families, prequantized
 from finetune.model.structure import experts
 
+_NVFP4_IN_GGUF = 64
+"""Weights of a block of NVFP4 in a GGUF file: four of the format's own."""
+
 
 def resolved(config: Config, architecture: Any) -> tuple[Config, str | None]:
     """`serving.resolved` and then `prequantized.resolved`, with their notes.
@@ -53,6 +56,8 @@ def _check(config: Config, architecture: Any) -> None:
             "are too small to move such a weight to its next value; set `adapter` or `rounded`"
         )
     block = serving.SERVED[serve].block
+    if serve == "nvfp4" and way != "rounded" and config.output.runtime == "llama.cpp":
+        block = _NVFP4_IN_GGUF
     widths = {name: getattr(text, name, None) for name in ("hidden_size", "intermediate_size", "moe_intermediate_size")}
     for name, width in widths.items():
         if isinstance(width, int) and width % block:

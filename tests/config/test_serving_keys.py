@@ -227,6 +227,10 @@ _FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128
         ({"hidden_size": 192}, ["output.serve=int4"], "output.serve", "output.serve=16bit"),
         ({"intermediate_size": 500}, ["output.serve=mxfp4"], "output.serve", "output.serve=q8_0"),
         ({"intermediate_size": 500}, ["output.serve=nvfp4"], "output.serve", "output.serve=q8_0"),
+        (
+            {"intermediate_size": 528}, ["output.serve=nvfp4", "output.way=exact", "output.runtime=llama.cpp"],
+            "output.serve", "output.serve=q8_0",
+        ),
         (_NVFP4, ["output.serve=nvfp4", "output.way=exact"], "output.way", "output.way=adapter"),
         (_MIXTURE, ["output.serve=q4_0"], "output.way", "adapter.expert_rank=0"),
         (_MIXTURE, ["output.serve=q4_0"], "output.way", "output.way=rounded"),
