@@ -96,7 +96,7 @@ def data(
 @command
 def init(
     model: Annotated[
-        str | None, typer.Argument(help="The base: a directory, a hub name or builtin:tiny-llama.")
+        str | None, typer.Argument(help="The base: a directory, a GGUF file, a hub name or builtin:tiny-llama.")
     ] = None,
     rows: Annotated[
         str | None, typer.Argument(metavar="[DATA]", help="A file, a folder or a data set of the hub.")

@@ -338,6 +338,9 @@ def test_a_run_on_a_file_computes_with_its_values_and_is_merged(
     assert record["held_base"]["weights_differing"] == 0
     assert record["held_base"]["kl"] <= 1e-6
     assert record["serve"]["llama.cpp"].startswith(f"llama-server -m {file} --lora ")
+    file.unlink()
+    with pytest.raises(ArtifactError, match="no such file; download the GGUF file"):
+        finetune.train(job.changed({"training.max_steps": 3, "quantization.kind": "published"}))
 
 
 def test_a_file_is_served_itself_and_in_no_other_form(tmp_path: Path) -> None:
