@@ -88,8 +88,8 @@ _SINCE_CHECKPOINT = {
     ),
     "base": _Refusal(
         ConfigError,
-        "`model.name`: the files of {base} are not those that {run} was started with. Restore them or set "
-        "`model.revision` to the original commit, or use --fresh to start over",
+        "`model.name`: the files of {base} are not those that {run} was started with. Restore them, set "
+        "`model.revision` to the original commit if they come from a hub, or use --fresh to start over",
     ),
 }
 
