@@ -132,6 +132,7 @@ def context(config: Any) -> tuple[int, list[str]]:
 
 
 # Small matrices that decide much, or that llama.cpp takes in float32 alone.
+_SIXTEEN_BIT = {"bf16": torch.bfloat16, "f16": torch.float16}
 _EXACT = (".bias", ".scale", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "ssm_conv1d.weight")
 
 
@@ -185,9 +186,6 @@ def _beside(folder: Path) -> str:
     """The type of weights beside packed ones, which rounds none of the folder's."""
     types = {dtype for file in folder.glob("*.safetensors") for dtype, _ in weight_files.layout_of(file).values()}
     return next((kind for kind, dtype in _SIXTEEN_BIT.items() if dtype in types), "f32")
-
-
-_SIXTEEN_BIT = {"bf16": torch.bfloat16, "f16": torch.float16}
 
 
 def differing(folder: Path, config: Any, file: Path, packed: Mapping[str, nn.Parameter]) -> dict[str, int]:

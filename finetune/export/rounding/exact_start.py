@@ -27,7 +27,6 @@ from finetune.export.rounding.layers import LayerRounding
 from finetune.model import build
 from finetune.model.base import load_architecture
 from finetune.model.build import Blueprint
-from finetune.model.precision import PRECISIONS
 from finetune.model.source import file_hashes, identity, prequantized
 from finetune.model.source.locate import weights_directory
 from finetune.model.structure import fixed_point, packed, streamed
@@ -56,8 +55,7 @@ def make(
     except DataError as error:
         note(f"{error}; training starts from the base as it is")
         return
-    # A CPU multiplies float32 as fast, and one layer is small.
-    dtype = torch.float32 if device.type == "cpu" else PRECISIONS[training.precision].merged
+    dtype = rounded_run.computed_in(training, device.type)
     plain = replace(base, quantization=QuantizationSection(kind="none"), dtype=dtype).weightless()
     forms = _forms(base)
     made_from = {

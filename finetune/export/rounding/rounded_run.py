@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.config import Config, QuantizationSection
+from finetune.config import Config, QuantizationSection, TrainingSection
 from finetune.errors import MachineError
 from finetune.export.conversion import Conversion
 from finetune.export.rounding import calibration, memory, part_files
@@ -43,8 +43,7 @@ def rounded(
     changed = {"rope_scaling": None, "vocabulary": None, "weights": "pretrained"}
     section = job.config.model.model_copy(update={"name": str(job.run.merged), **changed})
     files = sorted(job.run.merged.glob("*.safetensors"))
-    # A CPU multiplies float32 as fast, and one layer is small.
-    dtype = torch.float32 if job.device.type == "cpu" else PRECISIONS[job.config.training.precision].merged
+    dtype = computed_in(job.config.training, job.device.type)
     architecture = load_architecture(section)
     implementation = build.attention_of_exports(job.config, architecture, job.device.type)
     plain = QuantizationSection(kind="none")
@@ -98,12 +97,17 @@ def planned_bytes(config: Config, forms: Forms, device_type: str) -> int:
     """Peak bytes on the device of rounding a job's base or merged model to `output.serve`, with as many rows as are
     enough.
     """
-    dtype = torch.float32 if device_type == "cpu" else PRECISIONS[config.training.precision].merged
+    dtype = computed_in(config.training, device_type)
     architecture, plain = load_architecture(config.model, listed=True), QuantizationSection(kind="none")
     model = Blueprint(config.model, plain, architecture, "sdpa", dtype).weightless()
     parts = part_files.parts_of(model, forms(model, str(config.output.serve)))
     rows = calibration.shape(config.data.max_length, calibration.TOKENS)
     return memory.peak_bytes(model, parts, rows, dtype)
+
+
+def computed_in(training: TrainingSection, device_type: str) -> torch.dtype:
+    """The type in which layers are run and rounded: a CPU multiplies float32 as fast, and one layer is small."""
+    return torch.float32 if device_type == "cpu" else PRECISIONS[training.precision].merged
 
 
 def made_from_of(folder: Path) -> Any:
