@@ -43,7 +43,7 @@ def test_two_ranks_train_what_one_trains_and_resume_to_the_same_bits(
     assert same_adapter(killed.run, whole.run)
 
 
-@pytest.mark.parametrize("way", sampled(["exact", "adapter", "gguf"], "exact", "gguf"))
+@pytest.mark.parametrize("way", sampled(["exact", "exact floats", "adapter", "gguf"], "exact", "gguf"))
 def test_two_ranks_on_what_is_served_resume_to_the_same_bits(
     way: str, children: Children, rows_file: Path, shallow_base: Path, tmp_path: Path
 ) -> None:
