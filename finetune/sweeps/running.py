@@ -83,7 +83,8 @@ def sweep(
     _check_adapters(made)
     if fresh and any((folder / name).exists() for name in (TABLE, _SCORES)):
         _move_aside(folder)
-    table = _Sweep(folder, made, full, budget_seconds, terminal or Terminal(quiet=True)).run()
+    with libraries.collecting_as_before():
+        table = _Sweep(folder, made, full, budget_seconds, terminal or Terminal(quiet=True)).run()
     libraries.return_freed_memory()
     _write(folder, table)
     return table
