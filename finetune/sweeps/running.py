@@ -167,6 +167,8 @@ class _Sweep:
         """Train in rounds, each to a larger share; after each, some settings are stopped."""
         going = list(dict.fromkeys(member.setting for member in self.members))
         for share in [*([] if self.full else halving.shares(len(going))), 1.0]:
+            if share < 1 and len(going) <= 2:
+                continue
             try:
                 self._compare(going, share)
             except _BudgetSpent as spent:
