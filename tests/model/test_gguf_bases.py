@@ -209,6 +209,14 @@ def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-5000])
 
 
+def cut_in_its_keys(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:1000])
+
+
+def emptied(file: Path) -> None:
+    file.write_bytes(b"")
+
+
 def other_magic(file: Path) -> None:
     file.write_bytes(b"GGML" + file.read_bytes()[4:])
 
@@ -234,7 +242,9 @@ def unknown_type(file: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (cut, "cannot be read"),
+        (cut, "is cut off: it has .* bytes, of .* or more that it should have; download it again"),
+        (cut_in_its_keys, "is cut off: it has 1,000 bytes, of 1,.* or more"),
+        (emptied, "is empty; download it again"),
         (other_magic, "cannot be read"),
         (first_version, "version 1 .*or another file of the model"),
         (unknown_type, "99.* is not a valid .*or another file of the model"),

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import torch
 
@@ -163,15 +164,32 @@ def _explained(file: Path, folder: Path) -> Iterator[None]:
         ) from None
 
 
+class _Reader(gguf.GGUFReader):
+    """The package's reader, which shows a file that ends too early as NumPy's error of a shape or an index."""
+
+    def __init__(self, file: Path) -> None:
+        self._file, self._bytes = file, file.stat().st_size
+        if not self._bytes:
+            raise ArtifactError(f"{file}: it is empty; download it again")
+        super().__init__(file)
+
+    def _get(self, offset: int, dtype: Any, count: Any = 1, *order: Any, **ordered: Any) -> Any:
+        if (end := int(offset) + int(count) * np.dtype(dtype).itemsize) > self._bytes:
+            raise ArtifactError(
+                f"{self._file}: it is cut off: it has {self._bytes:,} bytes, of {end:,} or more that it should have; "
+                "download it again"
+            )
+        return super()._get(offset, dtype, count, *order, **ordered)
+
+
 class _File:
     """A GGUF file, and the transformers model that it holds."""
 
     def __init__(self, file: Path) -> None:
-        import gguf
         from transformers import AutoConfig, AutoModelForCausalLM
 
         self._file = file
-        reader = gguf.GGUFReader(file)
+        reader = _Reader(file)
         if reader.endianess is not gguf.GGUFEndian.LITTLE:
             raise ArtifactError(
                 f"{file}: its numbers are big-endian; convert it with `gguf-convert-endian FILE little`"
