@@ -16,11 +16,12 @@ Scores = Mapping[str, np.ndarray]
 
 
 def shares(settings: int) -> list[float]:
-    """The shares of a whole run after which half of so many settings are stopped, until two are left: 1/8 and 1/4 of
-    8 settings, none of 2 or 3.
+    """The shares of a whole run after which half of so many settings are stopped: 1/8, 1/4 and 1/2 of 8 settings.
+
+    Two are never halved, so that a winner was compared with another one over whole runs.
     """
-    halvings = max(0, int(math.log2(settings / 2))) if settings > 1 else 0
-    return [2.0 ** -(halvings + 1 - number) for number in range(halvings)]
+    halvings = int(math.log2(settings)) if settings > 2 else 0
+    return [2.0 ** (number - halvings) for number in range(halvings)]
 
 
 def finite(scores: Scores) -> dict[str, np.ndarray]:

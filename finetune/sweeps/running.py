@@ -83,7 +83,8 @@ def sweep(
     _check_adapters(made)
     if fresh and any((folder / name).exists() for name in (TABLE, _SCORES)):
         _move_aside(folder)
-    table = _Sweep(folder, made, full, budget_seconds, terminal or Terminal(quiet=True)).run()
+    with libraries.collecting_as_before():
+        table = _Sweep(folder, made, full, budget_seconds, terminal or Terminal(quiet=True)).run()
     libraries.return_freed_memory()
     _write(folder, table)
     return table
@@ -166,6 +167,8 @@ class _Sweep:
         """Train in rounds, each to a larger share; after each, some settings are stopped."""
         going = list(dict.fromkeys(member.setting for member in self.members))
         for share in [*([] if self.full else halving.shares(len(going))), 1.0]:
+            if share < 1 and len(going) <= 2:
+                continue
             try:
                 self._compare(going, share)
             except _BudgetSpent as spent:

@@ -20,7 +20,7 @@ def scores(**means: float) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    ("settings", "shares"), [(1, []), (2, []), (3, []), (4, [1 / 4]), (8, [1 / 8, 1 / 4]), (16, [1 / 16, 1 / 8, 1 / 4])]
+    ("settings", "shares"), [(1, []), (2, []), (3, [1 / 2]), (4, [1 / 4, 1 / 2]), (8, [1 / 8, 1 / 4, 1 / 2])]
 )
 def test_settings_are_halved_until_two_are_left(settings: int, shares: list[float]) -> None:
     assert halving.shares(settings) == shares

@@ -219,6 +219,7 @@ def test_half_is_stopped_and_the_table_says_why_and_where(interrupted: tuple[Pat
     states = {each.setting: (each.state, each.share) for each in table.settings}
     assert sorted(state for state, _ in states.values()) == ["finished", "finished", "stopped", "stopped"]
     assert states["learning_rate=1"] == ("stopped", 0.25)
+    assert not [*folder.rglob("*-0.5000-*.npy")], "two that are left are not halved again"
     for setting in table.settings:
         run = RunDirectory(folder / setting.setting)
         assert run.finished == (setting.state == "finished")
