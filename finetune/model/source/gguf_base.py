@@ -49,6 +49,13 @@ _DIGITS = {
 }
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 _NO_SPACE_FIRST = {"type": "Metaspace", "replacement": _SPACE, "prepend_scheme": "never", "split": False}
+_SPACE_FIRST = {  # also after each special token
+    "type": "Sequence",
+    "normalizers": [
+        {"type": "Prepend", "prepend": _SPACE},
+        {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE},
+    ],
+}
 _SPACES = {
     "type": "Sequence",
     "decoders": [
@@ -355,8 +362,9 @@ class _File:
         if of_bytes and splits in _DIGITS_APART:
             stored["pre_tokenizer"] = _DIGITS
         is_spaced = self._keys.get("tokenizer.ggml.add_space_prefix", True)
-        if not is_spaced and (stored["pre_tokenizer"] or {}).get("type") == "Metaspace":
-            stored |= {"pre_tokenizer": _NO_SPACE_FIRST, "decoder": _SPACES}
+        if (stored["pre_tokenizer"] or {}).get("type") == "Metaspace":
+            spaced = {"normalizer": _SPACE_FIRST, "pre_tokenizer": None}
+            stored |= spaced if is_spaced else {"pre_tokenizer": _NO_SPACE_FIRST, "decoder": _SPACES}
         if not self._keys.get("tokenizer.ggml.add_bos_token", True):
             stored["post_processor"] = None  # what transformers made adds one whatever the file says
         files.write_json(file, stored)
