@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import finetune
 from finetune.config import Config
 from finetune.config.serving import GGUF
-from finetune.errors import ArtifactError
+from finetune.errors import ArtifactError, ConfigError
 from finetune.export import compressed_export, publish
 from finetune.export.gguf import held_base, llama_cpp
 from finetune.model.structure import packed
@@ -74,6 +74,8 @@ def test_base_and_adapter_compute_what_was_trained(kind: str, base: Path, traine
     assert {folder / held["file"], folder / "adapter.gguf"} <= {*folder.rglob("*.gguf")}
     assert record["serve"].keys() == {"llama.cpp"}
     assert record["serve"]["llama.cpp"].startswith(f"llama-server -m {folder / held['file']} --lora ")
+    with pytest.raises(ConfigError, match=r"served as an adapter beside its base.* `--model adapter` measures that"):
+        finetune.evaluate(run, models=["served"])
     if held["llama_cpp"]:  # from its 8-bit activations
         assert held["llama_cpp"]["kl"] <= 0.005
         assert held["llama_cpp"]["agreement"] >= 0.9
