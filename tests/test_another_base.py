@@ -77,6 +77,25 @@ def test_doctor_reports_another_base(run: RunDirectory, base: Path) -> None:
     assert "was trained on another base" in what
 
 
+@pytest.mark.parametrize("checkpoints", [True, False])
+def test_doctor_compares_the_base_of_an_unfinished_run_with_its_checkpoint(
+    checkpoints: bool, run: RunDirectory, base: Path
+) -> None:
+    shutil.rmtree(run.adapter)
+    if not checkpoints:
+        shutil.rmtree(run.checkpoints)
+    assert base_finding(run) == ("ok", f"{'as in training' if checkpoints else 'complete'}, {base}")
+    overwrite(base)
+    status, what = base_finding(run)
+    assert (status, "was trained on another base" in what) == ("error" if checkpoints else "ok", checkpoints)
+    (base / "model.safetensors").unlink()
+    status, what = base_finding(run)
+    assert (status, "it has no model.safetensors" in what) == ("error", True)
+    run.config_file.write_text(dump(run.config().changed({"model.name": "missing.gguf"})))
+    status, what = base_finding(run)
+    assert (status, "missing.gguf: no such file" in what) == ("error", True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("use", ["generate", "evaluate", "merge"])
 def test_a_run_of_an_earlier_version_is_used_with_a_note(

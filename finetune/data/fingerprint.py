@@ -98,7 +98,13 @@ def check_base(section: ModelSection, now: str | None, folder: Path, note: Calla
     Calls `note` with the reason if the two cannot be compared.
     """
     kept = saved_in(folder)
-    then = kept.get("base") if kept else None
+    compare_base(section, now, kept.get("base") if kept else None, folder, note)
+
+
+def compare_base(
+    section: ModelSection, now: str | None, then: str | None, folder: Path, note: Callable[[str], None]
+) -> None:
+    """As `check_base`, with `then`, the identity of the base that `folder` was trained on (None if unknown)."""
     if section.weights == "random":
         note(f"{folder} was trained on random weights, which were not saved: the base now has different ones")
     elif now is None:

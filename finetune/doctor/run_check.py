@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,18 +10,20 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from finetune.config import Config, load
+from finetune.config import Config, ModelSection, load
 from finetune.data import fingerprint
 from finetune.doctor import Examination, Finding
 from finetune.errors import ArtifactError, ConfigError, FinetuneError, MachineError
 from finetune.export import finished_run
 from finetune.model import build
 from finetune.model.adapters import adapter_files
+from finetune.model.source import identity
+from finetune.model.source.locate import locate
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.runtime import libraries
 from finetune.settings import CHOICES
 from finetune.storage import records, weight_files
-from finetune.storage.checkpoint import LATEST
+from finetune.storage.checkpoint import LATEST, manifest_of
 from finetune.storage.rundir import RunDirectory, checkpoint_step
 from finetune.training.state import MODEL_FILE, problems_of
 
@@ -225,19 +228,40 @@ def _tokenizer(run: RunDirectory, config: Config, foreign: bool) -> Finding:
 
 def _base(run: RunDirectory, config: Config) -> Iterator[Finding]:
     """Check that the config's base is the one of training."""
-    if not finished_run.weights_folder(run, config.adapter).exists():
+    is_published = finished_run.weights_folder(run, config.adapter).exists()
+    if not is_published and config.model.weights == "random":
         return
     unknown: list[str] = []
     try:
         with libraries.offline():
-            finished_run.base_of(run, config, unknown.append)
+            if is_published:
+                finished_run.base_of(run, config, unknown.append)
+            else:
+                _check_base_to_resume(run, config.model, unknown.append)
     except FinetuneError as error:
         yield Finding("base", "error", str(error), "restore the base where `model.name` points")
     else:
         for note in unknown:
             yield Finding("base", "warning", note)
         if not unknown:
-            yield Finding("base", "ok", f"as in training, {config.model.name}")
+            state = "as in training" if is_published or run.complete_checkpoints() else "complete"
+            yield Finding("base", "ok", f"{state}, {config.model.name}")
+
+
+def _check_base_to_resume(run: RunDirectory, section: ModelSection, note: Callable[[str], None]) -> None:
+    """Raise ArtifactError if the base is missing, or not the one of the newest checkpoint of an unfinished run."""
+    folder = Path(locate(section.name))
+    if folder.is_dir():
+        identity.files_to_load(folder)
+    now = identity.of_base(section, note)
+    for saved in reversed(run.complete_checkpoints()):
+        with contextlib.suppress(ArtifactError, ValueError):  # a damaged one is a finding of its own
+            records.check(made_with := manifest_of(saved)["made_with"], records.PROVENANCE)
+            then = made_with["base"] if identity.comparable(made_with["base"]) else None
+            break
+    else:
+        return
+    fingerprint.compare_base(section, now, then, saved, note)
 
 
 def _leftovers(run: RunDirectory) -> Iterator[Finding]:

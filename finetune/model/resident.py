@@ -9,6 +9,7 @@ import torch
 
 from finetune.model.build import Blueprint
 from finetune.model.structure import packed_files
+from finetune.runtime import libraries
 
 
 class ResidentBase:
@@ -30,6 +31,7 @@ class ResidentBase:
         made_for = (*parts, start, blueprint.architecture.to_json_string(), device)
         if made_for != self._made_for:
             self._release()  # not two of them at a time
+            libraries.exclude_from_collections()  # before the base, whose tensors are counted
             self._base, self._made_for = blueprint.load(device), made_for
         return copy.deepcopy(self._base, {id(weight): weight for weight in self.weights()})
 

@@ -1,8 +1,10 @@
 """What is asked of libraries for the whole process."""
 
+import gc
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 
 import bitsandbytes as bnb
@@ -89,3 +91,28 @@ def test_what_bitsandbytes_compiles_on_import_is_compiled_once_when_it_is_called
     assert compiled == []
     assert [called(1), called(2)] == [2, 4]
     assert compiled == [("double", False)]
+
+
+@pytest.mark.parametrize("imports_excluded", [False, True])
+def test_what_is_excluded_from_collections_is_collected_again_unless_imports_were_excluded(
+    imports_excluded: bool,
+) -> None:
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+
+    gc.unfreeze()
+    if imports_excluded:
+        gc.freeze()
+    try:
+        with libraries.collecting_as_before():
+            cycle = weakref.ref(made := Cycle())
+            libraries.exclude_from_collections()
+            del made
+            later = weakref.ref(Cycle())
+            gc.collect()
+            assert (cycle() is None, later() is None) == (False, True)
+        gc.collect()
+        assert (cycle() is None) != imports_excluded
+    finally:
+        gc.unfreeze()

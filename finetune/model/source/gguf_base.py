@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import torch
 
@@ -48,6 +49,13 @@ _DIGITS = {
 }
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 _NO_SPACE_FIRST = {"type": "Metaspace", "replacement": _SPACE, "prepend_scheme": "never", "split": False}
+_SPACE_FIRST = {  # also after each special token
+    "type": "Sequence",
+    "normalizers": [
+        {"type": "Prepend", "prepend": _SPACE},
+        {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE},
+    ],
+}
 _SPACES = {
     "type": "Sequence",
     "decoders": [
@@ -163,15 +171,32 @@ def _explained(file: Path, folder: Path) -> Iterator[None]:
         ) from None
 
 
+class _BoundedReader(gguf.GGUFReader):
+    """The package's reader, which shows a file that ends too early as NumPy's error of a shape or an index."""
+
+    def __init__(self, file: Path) -> None:
+        self._file, self._bytes = file, file.stat().st_size
+        if not self._bytes:
+            raise ArtifactError(f"{file}: it is empty; download it again")
+        super().__init__(file)
+
+    def _get(self, offset: int, dtype: Any, count: Any = 1, *order: Any, **ordered: Any) -> Any:
+        if (end := int(offset) + int(count) * np.dtype(dtype).itemsize) > self._bytes:
+            raise ArtifactError(
+                f"{self._file}: it is cut off: it has {self._bytes:,} bytes, of {end:,} or more that it should have; "
+                "download it again"
+            )
+        return super()._get(offset, dtype, count, *order, **ordered)
+
+
 class _File:
     """A GGUF file, and the transformers model that it holds."""
 
     def __init__(self, file: Path) -> None:
-        import gguf
         from transformers import AutoConfig, AutoModelForCausalLM
 
         self._file = file
-        reader = gguf.GGUFReader(file)
+        reader = _BoundedReader(file)
         if reader.endianess is not gguf.GGUFEndian.LITTLE:
             raise ArtifactError(
                 f"{file}: its numbers are big-endian; convert it with `gguf-convert-endian FILE little`"
@@ -337,8 +362,9 @@ class _File:
         if of_bytes and splits in _DIGITS_APART:
             stored["pre_tokenizer"] = _DIGITS
         is_spaced = self._keys.get("tokenizer.ggml.add_space_prefix", True)
-        if not is_spaced and (stored["pre_tokenizer"] or {}).get("type") == "Metaspace":
-            stored |= {"pre_tokenizer": _NO_SPACE_FIRST, "decoder": _SPACES}
+        if (stored["pre_tokenizer"] or {}).get("type") == "Metaspace":
+            spaced = {"normalizer": _SPACE_FIRST, "pre_tokenizer": None}
+            stored |= spaced if is_spaced else {"pre_tokenizer": _NO_SPACE_FIRST, "decoder": _SPACES}
         if not self._keys.get("tokenizer.ggml.add_bos_token", True):
             stored["post_processor"] = None  # what transformers made adds one whatever the file says
         files.write_json(file, stored)
