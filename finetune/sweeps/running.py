@@ -78,6 +78,7 @@ def sweep(
         )
     if budget_seconds is not None and budget_seconds <= 0:
         raise ConfigError("the budget is spent before the first step; give more, such as 30m or 2h")
+    libraries.quiet()
     made = grid.members(source, overrides, keys)
     for member in made:
         evidence.refuse_guess(member.config)

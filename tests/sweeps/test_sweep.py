@@ -20,6 +20,7 @@ import pytest
 import seeing
 import sweeps as benchmark
 import torch
+import transformers
 from children import Children, Fault
 from jobs import QUICK, TINY, metric, same_adapter
 from rich.console import Console
@@ -282,6 +283,13 @@ def test_members_are_compared_whatever_micro_batch_and_precision_each_has(tmp_pa
     for each in table.settings:
         [last] = metric(RunDirectory(each.runs[0]), "eval_loss")[-1:]
         assert each.loss == pytest.approx(last, rel=1e-6)
+
+
+def test_no_library_draws_a_bar_while_members_are_compared(tmp_path: Path, job: list[str]) -> None:
+    """Nor where a base is loaded that none trains on any more."""
+    transformers.logging.enable_progress_bar()
+    swept(tmp_path / "sweep", job, budget_seconds=1e-6)
+    assert not transformers.logging.is_progress_bar_enabled()
 
 
 def test_a_spent_budget_says_where_the_same_command_goes_on(tmp_path: Path, job: list[str]) -> None:
