@@ -78,9 +78,9 @@ def write_lora(config: Any, pairs: dict[str, tuple[torch.Tensor, torch.Tensor]],
             # Another order of columns would change A.
             whole = own and not own.endswith("linear_attn.out_proj.weight")
             stored = gguf_names.stored(own, up, text, family) if whole else {}
-            if stored.keys() != {own}:
+            name = gguf_names.name_of(names, own, family) if stored.keys() == {own} else ""
+            if not name or name.endswith("_norm.weight"):  # a norm, which it would skip without a word
                 raise ConfigError(f"llama.cpp has no form for a LoRA on `{module}`; export `merged` instead")
-            name = gguf_names.name_of(names, own, family)
             made[f"{name}.lora_a"] = down
             made[f"{name}.lora_b"] = stored[own]
         exact = gguf.GGMLQuantizationType.F32
