@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import finetune
 from finetune.config import Config
-from finetune.config.serving import GGUF
+from finetune.config.serving import GGUF, kind_of
 from finetune.errors import ArtifactError
 from finetune.export import compressed_export, publish
 from finetune.export.gguf import held_base, llama_cpp
@@ -56,20 +56,20 @@ def trained(quick: Callable[..., Config]) -> Callable[..., RunDirectory]:
 Trained = Callable[..., RunDirectory]
 
 
-@pytest.mark.parametrize("kind", sampled(GGUF, "q4_k_m"))
+@pytest.mark.parametrize("kind", sampled((*GGUF, "mxfp4", "16bit"), "q4_k_m", "mxfp4", "16bit"))
 def test_base_and_adapter_compute_what_was_trained(kind: str, base: Path, trained: Trained) -> None:
-    run = trained(base, f"output.serve={kind}")
-    assert run.config().quantization.kind == kind
+    run = trained(base, f"output.serve={kind}", *([] if kind in GGUF else ["output.runtime=llama.cpp"]))
+    assert run.config().quantization.kind == kind_of(kind)
     assert run.config().output.runtime == "llama.cpp"
     record = export(run)
     held = record["held_base"]
-    assert held["file"] == f"base/model-{kind}.gguf"
-    assert held["weights_differing"] == 0
+    assert held["file"] == f"base/model-{'bf16' if kind == '16bit' else kind}.gguf"
+    assert (held["kind"], held["weights_differing"]) == (kind, 0)
     assert held["kl"] <= 1e-6
     assert held["agreement"] == 1
     folder = run.path / "plain-adapter"
     assert record["weights"]["differing"] == 0 < record["weights"]["count"]
-    assert llama_cpp.FLOOR in record["known_differences"]
+    assert (llama_cpp.FLOOR in record["known_differences"]) == (kind != "16bit")
     assert f"0 of {record['weights']['count']:,} weights differ from" in (folder / "README.md").read_text()
     assert {folder / held["file"], folder / "adapter.gguf"} <= {*folder.rglob("*.gguf")}
     assert record["serve"].keys() == {"llama.cpp"}
