@@ -83,9 +83,15 @@ def test_a_tied_base_with_rows_that_blocks_do_not_divide_is_shipped_as_trained(
     tiny_base: Path, trained: Trained
 ) -> None:
     run = trained(tiny_base, "quantization.kind=q4_k_m")
-    held = export(run)["held_base"]
+    record = export(run)
+    held = record["held_base"]
     assert (held["weights_differing"], held["agreement"]) == (0, 1)
     assert held["kl"] <= 1e-6
+    scores = finetune.evaluate(run, models=["base", "adapter", "served"]).record
+    assert scores["gain_kept"] == {"served": 1}
+    assert scores["exports"]["plain-adapter"]["weights"] == record["weights"]
+    run.event("trained", step=5)
+    assert finetune.evaluate(run, models=["served"]).record["exports"] == {}, "of an earlier adapter"
 
 
 @pytest.mark.parametrize(("kind", "method"), [("int4", "compressed-tensors"), ("fp8", "fp8")])
