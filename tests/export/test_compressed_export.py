@@ -164,6 +164,9 @@ def test_eval_measures_what_is_served(
     assert f"Served keeps {record['gain_kept']['served']:.1%} of what training took off the loss." in out
     proof = json.loads((run.path / form / "export.json").read_text())
     assert record["exports"].keys() == {"merged", form}
+    merge = json.loads((run.merged / "merge.json").read_text())
+    assert proof["merged"] == {"trained_on": "nf4", **merge["served"], "gain_kept": merge.get("gain_kept")}
+    assert "The adapter was trained on the base in nf4" in (run.path / form / "README.md").read_text()
     assert record["exports"][form] == {key: proof[key] for key in record["exports"][form]}
     assert record["exports"][form].keys() >= {"weights", "served", "losses", "gain_kept"}
     assert " ".join(f"{form}/, as exported: {words.served(proof)}".split()) in " ".join(out.split())
