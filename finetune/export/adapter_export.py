@@ -147,7 +147,7 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
         whole = again and _read(again, config.adapter, renamed, rank, folder, on_experts)
         counted = held_base.weights(job, file, weights, read=whole is not None)
         held = {"weights_differing": counted and counted["differing"]}
-        proven, unrun = _prove_in_gguf(job, file, whole, folder, trained, base_logits)
+        proven, unrun = _prove_in_gguf(job, file, whole, folder, trained, base_logits, differences)
         held |= proven
         if counted is None:
             unrun.append("that programs but llama.cpp decode the base's weights to what was trained on")
@@ -196,8 +196,9 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
 
 
 def _prove_in_gguf(
-    job: Conversion, file: Path, whole: Any | None, folder: Path, trained: list[torch.Tensor], base: list[torch.Tensor]
-) -> tuple[dict[str, Any], list[str]]:
+    job: Conversion, file: Path, whole: Any | None, folder: Path, trained: list[torch.Tensor],
+    base: list[torch.Tensor], differences: list[str],
+) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
     """Compare the base in `file` with the adapter, `whole` (None: only llama.cpp reads it), with what was trained.
 
     Returns the facts of export.json, and what was not run.
@@ -208,7 +209,7 @@ def _prove_in_gguf(
     }
     if whole:
         held |= job.served(proof.logits(whole, job.rows), trained, base)["served"]
-    held["llama_cpp"], unrun = held_base.run(job, file, folder / GGUF, trained, base)
+    held["llama_cpp"], unrun = held_base.run(job, file, folder / GGUF, trained, base, differences)
     return held, unrun
 
 

@@ -111,6 +111,7 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
         file, job, expected,
         tokenizes_alike=gguf_vocabulary.SPACES_AFTER_SPECIAL not in differences,
         same_top=readable or not TYPES[job.kind].recipe,
+        nearly=llama_cpp.NEARLY if TYPES[job.kind].recipe else 0.0,
     )  # fmt: skip
     differing = gguf_model.differing(job.run.merged, config, file, job.packed)
     if job.rounded:  # every weight is as it was rounded; how many that changed is another question
