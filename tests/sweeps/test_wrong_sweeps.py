@@ -47,6 +47,8 @@ WRONG: list[tuple[list[str], str]] = [
     ([f"training.seed={','.join(map(str, range(200)))}", _RATES], "more than 256"),
     ([_RATES, "--budget", "soon"], "90s, 30m or 2h"),
     ([_RATES, "--budget", "0s"], "90s, 30m or 2h"),
+    ([_RATES, "--html", "nowhere/sweep.html"], "nowhere is not a folder that can be written"),
+    ([_RATES, "--html", "."], "give the name of a file in it"),
 ]
 
 
