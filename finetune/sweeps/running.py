@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import io
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -77,6 +78,7 @@ def sweep(
         )
     if budget_seconds is not None and budget_seconds <= 0:
         raise ConfigError("the budget is spent before the first step; give more, such as 30m or 2h")
+    libraries.quiet()
     made = grid.members(source, overrides, keys)
     for member in made:
         evidence.refuse_guess(member.config)
@@ -176,6 +178,8 @@ class _Sweep:
     residents: Residents = field(default_factory=Residents)
     started: float = field(default_factory=time.monotonic)
     scores: dict[float, dict[str, np.ndarray]] = field(default_factory=dict)
+    losses: dict[str, dict[float, float]] = field(default_factory=dict)
+    """By member, those after each share."""
     why: dict[str, tuple[State, str]] = field(default_factory=dict)
 
     def run(self) -> SweepTable:
@@ -257,6 +261,7 @@ class _Sweep:
                     self.terminal.note(f"{member.setting}: {first_line(error)}")
                     return _NOT_FINITE
         rows = np.load(file, allow_pickle=False)
+        self.losses.setdefault(member.name, {})[share] = halving.loss(rows)
         self.terminal.note(f"{member.name}: eval loss {halving.loss(rows):.4f} after {share:.3g} of its run")
         return rows
 
@@ -375,6 +380,11 @@ class _Sweep:
             difference=difference,
             why=why,
             seconds=sum(Figures.read(run).seconds or 0.0 for run in runs if run.exists),
+            compared=[
+                {"run": str(run.path), "share": at, "loss": loss if math.isfinite(loss) else None}
+                for member, run in zip(members, runs, strict=True)
+                for at, loss in self.losses.get(member.name, {}).items()
+            ],
         )
 
 
