@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,19 @@ def test_base_and_adapter_compute_what_was_trained(kind: str, base: Path, traine
     if held["llama_cpp"]:  # from its 8-bit activations
         assert held["llama_cpp"]["kl"] <= 0.005
         assert held["llama_cpp"]["agreement"] >= 0.9
+
+
+@pytest.mark.long
+def test_a_base_in_float32_is_shipped_in_half_of_it_which_is_told(base: Path, trained: Trained, tmp_path: Path) -> None:
+    whole = shutil.copytree(base, tmp_path / "whole")
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    for weight in model.parameters():
+        weight.data += 1e-5 * torch.randn_like(weight)  # between the values of 16 bit
+    model.save_pretrained(whole)
+    record = export(trained(whole, "output.serve=16bit", "output.runtime=llama.cpp"))
+    assert record["held_base"]["file"] == "base/model-f16.gguf"
+    assert record["held_base"]["weights_differing"] == record["weights"]["differing"] > 0
+    assert 0 < record["held_base"]["kl"] < 1e-4
 
 
 def test_a_tied_base_with_rows_that_blocks_do_not_divide_is_shipped_as_trained(
