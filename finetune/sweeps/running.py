@@ -11,8 +11,9 @@ import contextlib
 import hashlib
 import io
 import json
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -64,16 +65,15 @@ def sweep(
 
     Half of the settings are stopped early, again and again, where they can be told apart; none with `full`. After
     `budget_seconds` no further training starts. Another call with the same arguments goes on where one ended, or works
-    beside it; with `fresh`, an earlier sweep is moved aside. Raises ConfigError for a sweep that compares nothing, and
-    what `recipe.train` raises, but for a member that diverges or does not fit the memory.
+    beside it; with `fresh`, an earlier sweep is moved aside. Raises ConfigError for a sweep that compares nothing, or
+    whose budget ends before all settings were compared once, and what `recipe.train` raises, but for a member that
+    diverges or does not fit the memory.
     """
     if ranks.world_size() > 1:
         raise ConfigError(
             "a member of a sweep runs in one process; without torchrun, start the same command once for each GPU, and "
             "they share the members"
         )
-    if budget_seconds is not None and budget_seconds <= 0:
-        raise ConfigError("the budget is spent before the first step; give more, such as 30m or 2h")
     made = grid.members(source, overrides, keys)
     for member in made:
         evidence.refuse_guess(member.config)
@@ -159,12 +159,15 @@ class _Sweep:
     budget_seconds: float | None
     terminal: Terminal
     residents: Residents = field(default_factory=Residents)
-    started: float = field(default_factory=time.monotonic)
+    started: float = field(init=False)
     scores: dict[float, dict[str, np.ndarray]] = field(default_factory=dict)
     why: dict[str, tuple[State, str]] = field(default_factory=dict)
+    trained_seconds: list[float] = field(default_factory=list)
+    """Of each training up to a comparison in this call."""
 
     def run(self) -> SweepTable:
         """Train in rounds, each to a larger share; after each, some settings are stopped."""
+        self.started = time.monotonic()
         going = list(dict.fromkeys(member.setting for member in self.members))
         for share in [*([] if self.full else halving.shares(len(going))), 1.0]:
             if share < 1 and len(going) <= 2:
@@ -172,9 +175,23 @@ class _Sweep:
             try:
                 self._compare(going, share)
             except _BudgetSpent as spent:
+                if len(self.scores) == 1:
+                    raise ConfigError(self._too_small(share)) from None
                 return self._table(f"the budget was spent; the same command goes on with {spent}")
             going = self._going_on(self.scores[share], share)
         return self._table("")
+
+    def _too_small(self, share: float) -> str:
+        """What is wrong with a budget that was spent before all settings were compared once, at `share` of a run."""
+        if not self.trained_seconds:
+            return "the budget was spent before a member was trained; give more, such as 30m or 2h"
+        left = sum(not self._score_file(member, share).exists() for member in self.members)
+        seconds = sum(self.trained_seconds) / len(self.trained_seconds)
+        return (
+            f"the budget was spent before all settings were compared once, after {share:.3g} of their runs: "
+            f"{left} of {len(self.members)} members are left, of about {math.ceil(seconds)}s each; the same command "
+            f"with --budget {_as_budget(left * seconds)} or more goes on"
+        )
 
     def _compare(self, going: Sequence[str], share: float) -> None:
         """Have all members of the settings `going` trained up to `share`, here or by other processes."""
@@ -209,8 +226,7 @@ class _Sweep:
 
         Raises InUseError while another process trains it, and _BudgetSpent.
         """
-        scores = self.folder / _SCORES
-        file = scores / f"{member.name}-{share:.4f}-{self._made_of(member)}.npy"
+        scores, file = self.folder / _SCORES, self._score_file(member, share)
         if not file.exists():
             if self.budget_seconds is not None and time.monotonic() - self.started > self.budget_seconds:
                 raise _BudgetSpent(member.setting)
@@ -218,7 +234,9 @@ class _Sweep:
             with locks.locked(scores / f"{member.name}.lock", f"{self.folder}: {member.name}", _OTHERWISE):
                 try:
                     if not file.exists():  # another process may have written it meanwhile
+                        started = time.monotonic()
                         self._keep(file, self._trained(member, share))
+                        self.trained_seconds.append(time.monotonic() - started)
                 except OutOfMemoryError as error:
                     self.why[member.setting] = "failed", first_line(error)
                     self.terminal.note(f"{member.setting}: {first_line(error)}")
@@ -226,6 +244,9 @@ class _Sweep:
         rows = np.load(file, allow_pickle=False)
         self.terminal.note(f"{member.name}: eval loss {halving.loss(rows):.4f} after {share:.3g} of its run")
         return rows
+
+    def _score_file(self, member: Member, share: float) -> Path:
+        return self.folder / _SCORES / f"{member.name}-{share:.4f}-{self._made_of(member)}.npy"
 
     def _made_of(self, member: Member) -> str:
         """A hash of what a member's scores and their order follow from, besides the versions of libraries."""
@@ -347,15 +368,21 @@ class _Sweep:
         )
 
 
+_UNITS = {"h": 3600, "m": 60, "s": 1}
+
+
 def seconds_of(text: str) -> float:
     """The seconds of a budget such as `90s`, `30m` or `2h`. Raises ConfigError for anything else."""
-    units: dict[str, Callable[[float], float]] = {
-        "s": lambda number: number, "m": lambda number: 60 * number, "h": lambda number: 3600 * number
-    }  # fmt: skip
     number, unit = text[:-1], text[-1:]
     try:
-        if unit not in units or not 0 < float(number) < 1e6:
+        if unit not in _UNITS or not 0 < float(number) < 1e6:
             raise ValueError
     except ValueError:
         raise ConfigError(f"--budget {text}: write a time above 0 such as 90s, 30m or 2h") from None
-    return units[unit](float(number))
+    return _UNITS[unit] * float(number)
+
+
+def _as_budget(seconds: float) -> str:
+    """`seconds` rounded up, as `seconds_of` reads it."""
+    unit = next(unit for unit, size in _UNITS.items() if seconds >= 2 * size or size == 1)
+    return f"{math.ceil(seconds / _UNITS[unit])}{unit}"

@@ -23,7 +23,7 @@ from seeing_jobs import config, example
 
 import finetune
 from finetune import recipe
-from finetune.errors import InUseError, OutOfMemoryError
+from finetune.errors import ConfigError, InUseError, OutOfMemoryError
 from finetune.inference import answers
 from finetune.model import build
 from finetune.model.base import load_architecture
@@ -283,11 +283,37 @@ def test_members_are_compared_whatever_micro_batch_and_precision_each_has(tmp_pa
         assert each.loss == pytest.approx(last, rel=1e-6)
 
 
-def test_a_spent_budget_says_where_the_same_command_goes_on(tmp_path: Path, job: list[str]) -> None:
-    table = swept(tmp_path / "sweep", job, budget_seconds=1e-6)
-    assert table.winner is None
-    assert table.undecided == "the budget was spent; the same command goes on with learning_rate=1e-3"
-    assert {each.state for each in table.settings} == {"waiting"}
+@pytest.mark.slow
+def test_a_budget_ends_a_sweep_and_the_same_command_goes_on(
+    interrupted: tuple[Path, running.SweepTable], tmp_path: Path, job: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock on which a training takes a minute: first within the first round, then within the second one."""
+    train, clock = recipe.train, [0]
+
+    def in_a_minute(*given: Any, **options: Any) -> Any:
+        clock[0] += 60
+        return train(*given, **options)
+
+    monkeypatch.setattr(recipe, "train", in_a_minute)
+    monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep))
+    said = r"3 of 4 members are left, of about 60s each; the same command with --budget 3m or more goes on"
+    with pytest.raises(ConfigError, match=said):
+        swept(tmp_path / "sweep", job, budget_seconds=59)
+    table = swept(tmp_path / "sweep", job, budget_seconds=running.seconds_of("3m"))
+    assert clock == [60 * (1 + 3 + 1)]
+    assert table.undecided.startswith("the budget was spent; the same command goes on with learning_rate=")
+    assert sorted(each.state for each in table.settings) == ["finished", "stopped", "stopped", "waiting"]
+    ended, expected = swept(tmp_path / "sweep", job), interrupted[1]
+    assert [(each.setting, each.loss, each.state) for each in ended.settings] == [
+        (each.setting, each.loss, each.state) for each in expected.settings
+    ]
+    assert ended.winner == expected.winner
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(1, "1s"), (119.1, "120s"), (121, "3m"), (7200, "2h"), (9000, "3h")])
+def test_a_budget_is_rounded_up_to_what_is_read(seconds: float, text: str) -> None:
+    assert running._as_budget(seconds) == text
+    assert running.seconds_of(text) >= seconds
 
 
 @pytest.mark.slow
@@ -338,9 +364,11 @@ def test_a_member_that_does_not_fit_is_told_and_the_others_go_on(
 
 def test_fresh_moves_an_earlier_sweep_aside(tmp_path: Path, job: list[str]) -> None:
     arguments = [*job, f"output.dir={tmp_path / 'sweep'}"]
-    for _ in range(2):
+    (tmp_path / "sweep" / "scores").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="before a member was trained"):
         running.sweep(TINY, arguments, RATES, fresh=True, budget_seconds=1e-6)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["sweep", "sweep.1"]
+    assert [path.name for path in tmp_path.iterdir()] == ["sweep.1"]
+    (tmp_path / "sweep" / "scores").mkdir(parents=True)
     with (
         locks.locked(tmp_path / "sweep" / "scores" / "one.lock", "the member", "or wait"),
         pytest.raises(InUseError, match="is in use by process"),
@@ -351,24 +379,21 @@ def test_fresh_moves_an_earlier_sweep_aside(tmp_path: Path, job: list[str]) -> N
 def test_fresh_moves_no_folder_aside_that_has_no_sweep(tmp_path: Path, job: list[str]) -> None:
     (tmp_path / "sweep").mkdir()
     (tmp_path / "sweep" / "notes.txt").touch()
-    running.sweep(TINY, [*job, f"output.dir={tmp_path / 'sweep'}"], RATES, fresh=True, budget_seconds=1e-6)
+    with pytest.raises(ConfigError, match="before a member was trained"):
+        running.sweep(TINY, [*job, f"output.dir={tmp_path / 'sweep'}"], RATES, fresh=True, budget_seconds=1e-6)
     assert (tmp_path / "sweep" / "notes.txt").exists()
 
 
+@pytest.mark.slow
 def test_processes_that_end_in_the_same_moment_write_one_table(
-    tmp_path: Path, job: list[str], monkeypatch: pytest.MonkeyPatch
+    interrupted: tuple[Path, running.SweepTable], job: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are threads here, on a slow disk."""
-    fsync, arguments = os.fsync, [*job, f"output.dir={tmp_path / 'sweep'}"]
+    """They are threads here, on a slow disk, and all of their members were trained before."""
+    (folder, _), fsync = interrupted, os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: (time.sleep(0.1), fsync(file)))
-
-    def write() -> running.SweepTable:
-        return running.sweep(TINY, arguments, RATES, budget_seconds=1e-6)
-
-    write()  # the rows are prepared
     with ThreadPoolExecutor(3) as threads:
-        tables = [threads.submit(write) for _ in range(3)]
-    written = json.loads((tmp_path / "sweep" / TABLE).read_text())
+        tables = [threads.submit(swept, folder, job) for _ in range(3)]
+    written = json.loads((folder / TABLE).read_text())
     assert [table.result().as_dict() for table in tables] == [written] * 3
 
 

@@ -47,6 +47,7 @@ WRONG: list[tuple[list[str], str]] = [
     ([f"training.seed={','.join(map(str, range(200)))}", _RATES], "more than 256"),
     ([_RATES, "--budget", "soon"], "90s, 30m or 2h"),
     ([_RATES, "--budget", "0s"], "90s, 30m or 2h"),
+    ([_RATES, "--budget", "1e-6s"], "before a member was trained; give more"),
 ]
 
 
