@@ -36,7 +36,7 @@ from finetune.model.source import vision
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.report.terminal import Terminal
 from finetune.results.figures import Figures
-from finetune.results.sweep_table import TABLE, SettingResult, State, SweepTable
+from finetune.results.sweep_table import SCORES, TABLE, SettingResult, State, SweepTable, is_sweep
 from finetune.runtime import libraries, ranks
 from finetune.runtime.device import this_device
 from finetune.storage import locks
@@ -50,8 +50,8 @@ from finetune.training.eval_loss import held_out_loss
 from finetune.training.progress import Progress, read_progress
 from finetune.training.residents import Residents
 
-_SCORES = "scores"
 _OTHERWISE = "or set another `output.dir`"
+_NOT_ENDED = "the sweep has not ended; the same command goes on"
 _POLL_SECONDS = 0.5
 _NOT_FINITE = np.array([[np.inf, 1.0]])
 """The score of a member that diverged or failed."""
@@ -81,7 +81,7 @@ def sweep(
     if RunDirectory(folder).exists:
         raise ConfigError(f"`output.dir`: {folder} is a run; give the sweep a directory of its own")
     _check_adapters(made)
-    if fresh and any((folder / name).exists() for name in (TABLE, _SCORES)):
+    if fresh and is_sweep(folder):
         _move_aside(folder)
     with libraries.collecting_as_before():
         table = _Sweep(folder, made, full, budget_seconds, terminal or Terminal(quiet=True)).run()
@@ -109,11 +109,11 @@ def _check_adapters(members: Sequence[Member]) -> None:
 
 def _write(folder: Path, table: SweepTable) -> None:
     """Write the table, one process after the other: those that share the members end in the same moment."""
-    (folder / _SCORES).mkdir(parents=True, exist_ok=True)
+    (folder / SCORES).mkdir(parents=True, exist_ok=True)
     while True:
         with (
             contextlib.suppress(InUseError),
-            locks.locked(folder / _SCORES / "table.lock", f"{folder / TABLE}", _OTHERWISE),
+            locks.locked(folder / SCORES / "table.lock", f"{folder / TABLE}", _OTHERWISE),
         ):
             write_json(folder / TABLE, table.as_dict())
             return
@@ -122,7 +122,7 @@ def _write(folder: Path, table: SweepTable) -> None:
 
 def _move_aside(folder: Path) -> None:
     """Rename an earlier sweep. Raises InUseError while another process trains one of its members."""
-    for lock in (folder / _SCORES).glob("*.lock"):
+    for lock in (folder / SCORES).glob("*.lock"):
         with locks.locked(lock, str(folder), _OTHERWISE):
             pass
     RunDirectory(folder).move_aside()
@@ -226,7 +226,7 @@ class _Sweep:
 
         Raises InUseError while another process trains it, and _BudgetSpent.
         """
-        scores, file = self.folder / _SCORES, self._score_file(member, share)
+        scores, file = self.folder / SCORES, self._score_file(member, share)
         if not file.exists():
             if self.budget_seconds is not None and time.monotonic() - self.started > self.budget_seconds:
                 raise _BudgetSpent(member.setting)
@@ -234,6 +234,7 @@ class _Sweep:
             with locks.locked(scores / f"{member.name}.lock", f"{self.folder}: {member.name}", _OTHERWISE):
                 try:
                     if not file.exists():  # another process may have written it meanwhile
+                        _write(self.folder, self._table(f"{_NOT_ENDED} with {member.setting}", ended=False))
                         started = time.monotonic()
                         self._keep(file, self._trained(member, share))
                         self.trained_seconds.append(time.monotonic() - started)
@@ -246,7 +247,7 @@ class _Sweep:
         return rows
 
     def _score_file(self, member: Member, share: float) -> Path:
-        return self.folder / _SCORES / f"{member.name}-{share:.4f}-{self._made_of(member)}.npy"
+        return self.folder / SCORES / f"{member.name}-{share:.4f}-{self._made_of(member)}.npy"
 
     def _made_of(self, member: Member) -> str:
         """A hash of what a member's scores and their order follow from, besides the versions of libraries."""
@@ -327,13 +328,16 @@ class _Sweep:
         same = {"training.batch_size": first.batch_size, "training.micro_batch_tokens": first.micro_batch_tokens}
         return config.changed({**same, "training.micro_batch": 1} if config.data.packing else same)
 
-    def _table(self, unfinished: str) -> SweepTable:
-        """The settings as they stand, the best first: by how far they were compared, then by their losses there."""
+    def _table(self, unfinished: str, *, ended: bool = True) -> SweepTable:
+        """The settings as they stand, the best first: by how far they were compared, then by their losses there.
+
+        Differences, whose intervals take long, are left out unless the call has `ended`.
+        """
         order: list[str] = []
         for share in sorted(self.scores, reverse=True):
             order += [name for name in halving.ranked(self.scores[share]) if name not in order]
         order += [member.setting for member in self.members if member.setting not in order]
-        results = [self._result(setting) for setting in dict.fromkeys(order)]
+        results = [self._result(setting, ended=ended) for setting in dict.fromkeys(order)]
         tied = [] if unfinished else halving.tied(self.scores.get(1.0, {}))
         undecided = unfinished
         if len(tied) > 1:
@@ -346,12 +350,12 @@ class _Sweep:
         rows = max((score.shape[1] for each in self.scores.values() for score in each.values()), default=0)
         return SweepTable(self.folder, results, rows, tied[0] if len(tied) == 1 else None, undecided)
 
-    def _result(self, setting: str) -> SettingResult:
+    def _result(self, setting: str, *, ended: bool) -> SettingResult:
         members = [member for member in self.members if member.setting == setting]
         share = max((share for share, scores in self.scores.items() if setting in scores), default=0.0)
         scores = halving.finite(self.scores.get(share, {}))
         difference = None
-        if setting in scores and (best := halving.ranked(scores)[0]) != setting:
+        if ended and setting in scores and (best := halving.ranked(scores)[0]) != setting:
             difference = halving.differences({best: scores[best], setting: scores[setting]}, best)[setting]
         state, why = self.why.get(setting, ("finished" if share == 1 else "waiting", ""))
         runs = [*map(_run_of, members)]

@@ -64,7 +64,7 @@ def swept(folder: Path, job: list[str], **options: Any) -> running.SweepTable:
 
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory: pytest.TempPathFactory, job: list[str]) -> tuple[Path, running.SweepTable]:
-    """A sweep whose third training was interrupted in its last step, and which another call ended."""
+    """A sweep whose third training was interrupted, and which another call ended; then.json is of between them."""
     folder = tmp_path_factory.mktemp("sweeps") / "sweep"
     train, calls = recipe.train, 0
 
@@ -79,6 +79,8 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory, job: list[str]) -> tup
         patch.setattr(recipe, "train", interrupt)
         with pytest.raises(KeyboardInterrupt):
             swept(folder, job)
+    then = {"table": json.loads((folder / TABLE).read_text()), "compared": [*finetune.compare([folder]).runs]}
+    (folder.parent / "then.json").write_text(json.dumps(then))
     return folder, swept(folder, job)
 
 
@@ -439,6 +441,27 @@ def test_the_directory_of_a_sweep_is_compared_as_its_runs(
     assert set(found["runs"]) == names
     assert set(found["differences"]["training.learning_rate"]) == names
     assert set(finetune.compare([str(folder), run]).runs) == {*names, run.path.name}
+
+
+@pytest.mark.slow
+def test_an_interrupted_sweep_has_a_table_and_is_compared(interrupted: tuple[Path, running.SweepTable]) -> None:
+    then = json.loads((interrupted[0].parent / "then.json").read_text())
+    assert then["compared"] == ["learning_rate=1e-3", "learning_rate=3e-3"]
+    assert then["table"]["undecided"] == "the sweep has not ended; the same command goes on with learning_rate=1e-2"
+    assert then["table"]["winner"] is None
+    settings = then["table"]["settings"]
+    assert {each["setting"]: (each["state"], each["share"], each["loss"] is None) for each in settings} == {
+        "learning_rate=3e-3": ("waiting", 0.25, False),
+        "learning_rate=1e-3": ("waiting", 0.25, False),
+        "learning_rate=1e-2": ("waiting", 0.0, True),
+        "learning_rate=1": ("waiting", 0.0, True),
+    }
+
+
+def test_a_sweep_without_a_trained_member_is_said_to_be_one(tmp_path: Path) -> None:
+    (tmp_path / "scores").mkdir()
+    with pytest.raises(finetune.FinetuneError, match="no member of this sweep has been trained yet"):
+        finetune.compare([tmp_path])
 
 
 def test_a_resident_base_gives_each_training_its_own_modules_around_the_same_weights() -> None:
