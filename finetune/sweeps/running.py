@@ -47,6 +47,7 @@ from finetune.sweeps.grid import Member
 from finetune.training import evidence
 from finetune.training.callbacks import Callback
 from finetune.training.eval_loss import held_out_loss
+from finetune.training.optimizers import OPTIMIZERS
 from finetune.training.progress import Progress, read_progress
 from finetune.training.residents import Residents
 
@@ -75,12 +76,10 @@ def sweep(
             "they share the members"
         )
     made = grid.members(source, overrides, keys)
-    for member in made:
-        evidence.refuse_guess(member.config)
     folder = _run_of(made[0]).path.parent
     if RunDirectory(folder).exists:
         raise ConfigError(f"`output.dir`: {folder} is a run; give the sweep a directory of its own")
-    _check_adapters(made)
+    _check(made)
     if fresh and is_sweep(folder):
         _move_aside(folder)
     with libraries.collecting_as_before():
@@ -94,17 +93,23 @@ def _run_of(member: Member) -> RunDirectory:
     return RunDirectory(str(member.config.output.dir))
 
 
-def _check_adapters(members: Sequence[Member]) -> None:
-    """Raise ConfigError for an adapter that does not fit the base, before any member is trained."""
+def _check(members: Sequence[Member]) -> None:
+    """Raise ConfigError for an adapter that does not fit the base, and for members that are the same once each `auto`
+    is decided, before any is trained.
+    """
     checked: list[AdapterSection] = []
+    decided: list[Config] = []
     for member in members:
-        config, _ = bounds.as_known_base_allows(member.config)
+        config, _ = evidence.resolved_if_known(bounds.as_known_base_allows(member.config)[0])
+        unpaged = OPTIMIZERS[config.optimizer.kind].unpaged or config.optimizer.kind
+        decided.append(config.changed({"optimizer.kind": unpaged}))
         adapter = resume.to_build(config.adapter, resumed=True)  # a resumed member has what it started from
         if adapter not in checked:
             architecture = load_architecture(config.model)
             attention, _ = build.choose_attention(config, architecture, this_device().type)
             build.blueprint(config, architecture, attention).check(adapter)
             checked.append(adapter)
+    grid.refuse_same(members, decided)
 
 
 def _write(folder: Path, table: SweepTable) -> None:
