@@ -24,6 +24,7 @@ import numpy as np
 
 from finetune import recipe
 from finetune.config import AdapterSection, Config, TrainingSection
+from finetune.config.field_types import shown
 from finetune.data import fingerprint, prepare
 from finetune.data.prepare import Prepared
 from finetune.errors import ConfigError, DataError, InUseError, NumbersError, OutOfMemoryError, first_line
@@ -380,14 +381,14 @@ class _Sweep:
 _UNITS = {"h": 3600, "m": 60, "s": 1}
 
 
-def seconds_of(text: str) -> float:
-    """The seconds of a budget such as `90s`, `30m` or `2h`. Raises ConfigError for anything else."""
-    number, unit = text[:-1], text[-1:]
+def seconds_of(budget: str | float) -> float:
+    """The seconds of a budget such as `90s`, `30m` or `2h`, or of seconds. Raises ConfigError for anything else."""
+    number, unit = (budget[:-1], budget[-1:]) if isinstance(budget, str) else (budget, "s")
     try:
         if unit not in _UNITS or not 0 < float(number) < 1e6:
             raise ValueError
-    except ValueError:
-        raise ConfigError(f"--budget {text}: write a time above 0 such as 90s, 30m or 2h") from None
+    except (TypeError, ValueError):
+        raise ConfigError(f"budget {shown(budget)}: write a time above 0 such as 90s, 30m or 2h") from None
     return _UNITS[unit] * float(number)
 
 
