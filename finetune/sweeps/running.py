@@ -138,6 +138,10 @@ class _BudgetSpent(Exception):
     """No further training starts."""
 
 
+class _TrainedFurther(Exception):
+    """No checkpoint is left of the share of a member's run after which it would be compared."""
+
+
 class _MemberPaused(Exception):
     """Ends a member's training at the share of its run after which members are compared."""
 
@@ -184,7 +188,7 @@ class _Sweep:
                 if len(self.scores) == 1:
                     raise ConfigError(self._too_small(share)) from None
                 return self._table(f"the budget was spent; the same command goes on with {spent}")
-            going = self._going_on(self.scores[share], share)
+            going = self._going_on(going, share)
         return self._table("")
 
     def _too_small(self, share: float) -> str:
@@ -200,22 +204,27 @@ class _Sweep:
         )
 
     def _compare(self, going: Sequence[str], share: float) -> None:
-        """Have all members of the settings `going` trained up to `share`, here or by other processes."""
+        """Have all members of the settings `going` trained up to `share`, here or by other processes.
+
+        A setting that was trained further without having been compared there takes no part.
+        """
         scores = self.scores[share] = {}
-        rows: dict[str, np.ndarray] = {}
+        rows: dict[str, np.ndarray | None] = {}
         members = {setting: [each for each in self.members if each.setting == setting] for setting in going}
-        while len(scores) < len(going):
+        while any(each.name not in rows for own in members.values() for each in own):
             known = len(rows)
-            for member in (each for setting in members.values() for each in setting if each.name not in rows):
+            for member in (each for own in members.values() for each in own if each.name not in rows):
                 with contextlib.suppress(InUseError):
                     rows[member.name] = self._scored(member, share)
                 own = members[member.setting]
-                if all(each.name in rows for each in own):
-                    scores[member.setting] = np.stack(np.broadcast_arrays(*(rows[each.name] for each in own)))
+                found = [score for each in own if (score := rows.get(each.name)) is not None]
+                if len(found) == len(own):
+                    scores[member.setting] = np.stack(np.broadcast_arrays(*found))
             if len(rows) == known:  # the rest is with other processes
                 time.sleep(_POLL_SECONDS)
 
-    def _going_on(self, scores: dict[str, np.ndarray], share: float) -> list[str]:
+    def _going_on(self, going: Sequence[str], share: float) -> list[str]:
+        scores = self.scores[share]
         kept = halving.finite(scores)
         diverged = scores.keys() - kept.keys() - self.why.keys()
         self.why |= dict.fromkeys(diverged, ("diverged", "its loss is not finite"))
@@ -225,10 +234,11 @@ class _Sweep:
                 for member in (each for each in self.members if each.setting == setting):
                     self.residents.paused.pop(_run_of(member).path, None)
                 self.terminal.note(f"{setting}: stopped after {share:.3g} of a run, {why}")
-        return [setting for setting in kept if setting not in self.why]
+        return [setting for setting in going if setting not in self.why]
 
-    def _scored(self, member: Member, share: float) -> np.ndarray:
-        """(sum, trained tokens) of each evaluation row by a member, trained up to `share` unless its score is there.
+    def _scored(self, member: Member, share: float) -> np.ndarray | None:
+        """(sum, trained tokens) of each evaluation row by a member, trained up to `share` unless its score is there;
+        None for one that was trained further.
 
         Raises InUseError while another process trains it, and _BudgetSpent.
         """
@@ -244,6 +254,9 @@ class _Sweep:
                         started = time.monotonic()
                         self._keep(file, self._trained(member, share))
                         self.trained_seconds.append(time.monotonic() - started)
+                except _TrainedFurther:
+                    self.terminal.note(f"{member.name}: not compared at {share:.3g} of its run, which has gone further")
+                    return None
                 except OutOfMemoryError as error:
                     self.why[member.setting] = "failed", first_line(error)
                     self.terminal.note(f"{member.setting}: {first_line(error)}")
@@ -286,7 +299,10 @@ class _Sweep:
         write_bytes(file, content.getvalue())
 
     def _trained(self, member: Member, share: float) -> np.ndarray:
-        """Train a member up to `share` of its run, and return its (sum, trained tokens) of each evaluation row."""
+        """Train a member up to `share` of its run, and return its (sum, trained tokens) of each evaluation row.
+
+        Raises _TrainedFurther.
+        """
         run, training = _run_of(member), member.config.training
         saved = resume.find(run).checkpoint if run.exists else None
         if saved:
@@ -294,10 +310,7 @@ class _Sweep:
         progress = read_progress(saved) if saved else Progress()
         before = progress.step - 1, progress.epoch * (1 - 1 / max(1, progress.step))
         if share < 1 and _share(training, *before) >= share:
-            raise ConfigError(
-                f"{run.path} was trained beyond {share:.3g} of its run, where it would be compared; use --full, or "
-                "another output.dir"
-            )
+            raise _TrainedFurther
         try:
             if share == 1 or _share(training, progress.step, progress.epoch) < share:
                 libraries.return_freed_memory()  # of members that ended

@@ -146,8 +146,8 @@ def test_a_member_that_begins_anew_is_built_anew(
     arguments = [*job, "training.max_steps=4", "memory.check=refuse"]
     going_on = running._Sweep._going_on
 
-    def move(sweep: running._Sweep, scores: Any, share: float) -> list[str]:
-        kept = going_on(sweep, scores, share)
+    def move(sweep: running._Sweep, going: Any, share: float) -> list[str]:
+        kept = going_on(sweep, going, share)
         for member in sweep.residents.paused:
             RunDirectory(member).move_aside()
         return kept
@@ -258,11 +258,20 @@ def test_a_sweep_that_is_done_trains_nothing_again(
 
 
 @pytest.mark.slow
-def test_a_run_that_went_on_alone_cannot_be_compared_earlier(tmp_path: Path, job: list[str]) -> None:
-    [first, *_] = grid.members(TINY, [*job, f"output.dir={tmp_path / 'sweep'}"], RATES)
+def test_values_are_added_to_a_sweep_that_has_ended(tmp_path: Path, job: list[str]) -> None:
+    """Its members have no checkpoint of the shares after which more settings are halved, nor has a lone run."""
+    arguments = [*job, "training.max_steps=4", f"output.dir={tmp_path / 'sweep'}"]
+    [(key, rates)] = RATES.items()
+    [first, *_] = grid.members(TINY, arguments, RATES)
     finetune.train(first.config)
-    with pytest.raises(finetune.FinetuneError, match=r"was trained beyond 0.25 of its run.*use --full"):
-        swept(tmp_path / "sweep", job)
+    before = running.sweep(TINY, arguments, {key: rates[:2]})
+    assert [each.state for each in before.settings] == ["finished"] * 2
+    after = running.sweep(TINY, arguments, RATES)
+    losses = {each.setting: each.loss for each in after.settings}
+    assert losses.items() >= {each.setting: each.loss for each in before.settings}.items()
+    assert [each.state for each in after.settings] == ["finished"] * 4
+    for each in after.settings:
+        assert [event["event"] for event in RunDirectory(each.runs[0]).events()].count("started") == 1
 
 
 def test_a_run_of_another_job_is_no_member_of_this_one(tmp_path: Path, job: list[str]) -> None:
