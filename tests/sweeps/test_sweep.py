@@ -105,6 +105,21 @@ def assert_lone_runs(table: running.SweepTable, folder: Path, job: list[str]) ->
 
 
 @pytest.mark.slow
+def test_the_members_that_are_stopped_are_the_first_steps_of_lone_runs(
+    interrupted: tuple[Path, running.SweepTable], tmp_path: Path, job: list[str]
+) -> None:
+    for setting in interrupted[1].settings:
+        if setting.state == "stopped":
+            member, rate = RunDirectory(setting.runs[0]), setting.values["training.learning_rate"]
+            lone = RunDirectory(tmp_path / str(rate))
+            alone = load_config(TINY, [*job, f"output.dir={lone.path}", f"training.learning_rate={rate}"])
+            with pytest.raises(ZeroDivisionError):
+                finetune.train(alone, callbacks=[lambda metrics: 1 / 0 if metrics["step"] == 2 else None])
+            assert len(metric(member, "loss")) == 2
+            assert metric(member, "loss", "eval_loss") == metric(lone, "loss", "eval_loss")
+
+
+@pytest.mark.slow
 def test_the_members_of_a_killed_sweep_are_lone_runs_to_the_bit(
     tmp_path: Path, job: list[str], children: Children
 ) -> None:
@@ -272,6 +287,11 @@ def test_values_are_added_to_a_sweep_that_has_ended(tmp_path: Path, job: list[st
     assert [each.state for each in after.settings] == ["finished"] * 4
     for each in after.settings:
         assert [event["event"] for event in RunDirectory(each.runs[0]).events()].count("started") == 1
+
+
+def test_a_sweep_has_a_directory_of_its_own(job: list[str], run: RunDirectory) -> None:
+    with pytest.raises(ConfigError, match="is a run; give the sweep a directory of its own"):
+        swept(run.path, job)
 
 
 def test_a_run_of_another_job_is_no_member_of_this_one(tmp_path: Path, job: list[str]) -> None:
