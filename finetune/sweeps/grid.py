@@ -176,8 +176,8 @@ def _check_members(made: Sequence[Member]) -> None:
         )
     if job.training.objective != "supervised":
         raise ConfigError(
-            f"`training.objective: {job.training.objective}`: a sweep compares the loss of trained tokens, and this "
-            "objective lowers another; train the runs one by one, and use `finetune compare`"
+            f"`training.objective: {job.training.objective}`: only sweeps of `supervised` are built, which compare the "
+            "loss of trained tokens; train the runs one by one, and put them side by side with `finetune compare`"
         )
     if job.data.eval == "none":
         raise ConfigError("`data.eval: none`: members are compared on evaluation rows; set `auto` or a file")

@@ -12,6 +12,7 @@ from jobs import TINY
 import finetune
 from finetune.config import strict_yaml
 from finetune.errors import ConfigError
+from finetune.lifecycle.provenance import MAY_CHANGE
 from finetune.sweeps import grid, running
 
 
@@ -60,3 +61,9 @@ def test_a_budget_is_a_time_above_0(budget: Any) -> None:
 
 def test_a_budget_of_python_may_be_in_seconds() -> None:
     assert running.seconds_of(3600) == running.seconds_of("1h") == running.seconds_of("60m") == 3600
+
+
+@pytest.mark.parametrize("key", MAY_CHANGE)
+def test_what_may_change_in_a_run_makes_no_settings(key: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be swept"):
+        grid.members(TINY, [], {f"{key}any" if key.endswith(".") else key: ["1", "2"]})

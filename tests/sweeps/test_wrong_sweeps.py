@@ -45,7 +45,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["output.dir=a,b"], "a run directory of its own"),
     (["output.way=adapter,rounded", "output.serve=q4_0"], "it decides how the base is held"),
     ([_RATES, "data.eval=none"], "set `auto` or a file"),
-    ([_RATES, "training.objective=dpo"], "finetune compare"),
+    ([_RATES, "training.objective=dpo"], "only sweeps of `supervised` are built"),
     ([_RATES, "adapter.kind=none", "quantization.kind=none"], "set `lora`"),
     (["adapter.init=default,pissa", "quantization.kind=none"], "changes the base"),
     (["adapter.rank=4,4096"], "more than the smaller side of each layer"),
