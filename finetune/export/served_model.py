@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from finetune.config import ModelSection
+from finetune.config import ModelSection, serving
 from finetune.errors import ArtifactError, ConfigError
 from finetune.export import compressed_export, finished_run
 from finetune.export.export_formats import FORMATS
@@ -23,6 +23,11 @@ def load(run: RunDirectory, base: ModelSection, device: torch.device, note: Call
     Raises ConfigError if there is none or nothing here reads it, ArtifactError for damaged files.
     """
     written = [name for name, form in FORMATS.items() if form.merged and form.module and _record(run, name).is_file()]
+    if not written and serving.export_of(run.config().output) == "adapter":
+        raise ConfigError(
+            f"`served`: {run.path} is served as an adapter beside its base, which compute what was trained; "
+            "`--model adapter` measures that"
+        )
     if not written:
         raise ConfigError(
             f"`served`: {run.path} has no export with weights of its own; `finetune export {run.quoted} --to gguf` "

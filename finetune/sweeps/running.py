@@ -35,6 +35,8 @@ from finetune.model.adapters import adapter_files
 from finetune.model.base import load_architecture
 from finetune.model.source import vision
 from finetune.model.source.tokenizer import load_tokenizer
+from finetune.report import words
+from finetune.report.sweep_terminal import SweepTerminal
 from finetune.report.terminal import Terminal
 from finetune.results.figures import Figures
 from finetune.results.sweep_table import SCORES, TABLE, SettingResult, State, SweepTable, is_sweep
@@ -73,8 +75,9 @@ def sweep(
     """
     if ranks.world_size() > 1:
         raise ConfigError(
-            "a member of a sweep runs in one process; without torchrun, start the same command once for each GPU, and "
-            "they share the members"
+            "a member of a sweep runs in one process; without torchrun, start the same command once for each GPU: "
+            "`CUDA_VISIBLE_DEVICES=0 finetune sweep ...`, `CUDA_VISIBLE_DEVICES=1 finetune sweep ...`; they share the "
+            "members"
         )
     made = grid.members(source, overrides, keys)
     folder = _run_of(made[0]).path.parent
@@ -84,10 +87,22 @@ def sweep(
     if fresh and is_sweep(folder):
         _move_aside(folder)
     with libraries.collecting_as_before():
-        table = _Sweep(folder, made, full, budget_seconds, terminal or Terminal(quiet=True)).run()
+        table = _Sweep(folder, made, full, budget_seconds, terminal or Terminal()).run()
     libraries.return_freed_memory()
     _write(folder, table)
     return table
+
+
+def _notes(members: Sequence[Member]) -> dict[str, list[str]]:
+    """What training will note on the members' configs, with the settings that each note holds for."""
+    notes: dict[str, list[str]] = {}
+    for member in members:
+        allowed, limited = bounds.as_known_base_allows(member.config)
+        for note in filter(None, (limited, evidence.resolved_if_known(allowed)[1])):
+            settings = notes.setdefault(note, [])
+            if member.setting not in settings:
+                settings.append(member.setting)
+    return notes
 
 
 def _run_of(member: Member) -> RunDirectory:
@@ -178,8 +193,9 @@ class _Sweep:
     def run(self) -> SweepTable:
         """Train in rounds, each to a larger share; after each, some settings are stopped."""
         self.started = time.monotonic()
-        going = list(dict.fromkeys(member.setting for member in self.members))
-        for share in [*([] if self.full else halving.shares(len(going))), 1.0]:
+        self.output.began(_notes(self.members))
+        going = self._settings
+        for share in [*self._shares, 1.0]:
             if share < 1 and len(going) <= 2:
                 continue
             try:
@@ -190,6 +206,20 @@ class _Sweep:
                 return self._table(f"the budget was spent; the same command goes on with {spent}")
             going = self._going_on(going, share)
         return self._table("")
+
+    @cached_property
+    def _settings(self) -> list[str]:
+        return list(dict.fromkeys(member.setting for member in self.members))
+
+    @cached_property
+    def _shares(self) -> list[float]:
+        """After which half are stopped."""
+        return [] if self.full else halving.shares(len(self._settings))
+
+    @cached_property
+    def output(self) -> SweepTerminal:
+        """What the members print on."""
+        return SweepTerminal(self.terminal, self._settings, len(self.members), self._shares)
 
     def _too_small(self, share: float) -> str:
         """What is wrong with a budget that was spent before all settings were compared once, at `share` of a run."""
@@ -221,6 +251,9 @@ class _Sweep:
                 if len(found) == len(own):
                     scores[member.setting] = np.stack(np.broadcast_arrays(*found))
             if len(rows) == known:  # the rest is with other processes
+                for member in (each for own in members.values() for each in own if each.name not in rows):
+                    upto = "" if share == 1 else f" to {words.share(share)} of its run"
+                    self.output.once(f"{member.name}: trained{upto} by another process; waiting")
                 time.sleep(_POLL_SECONDS)
 
     def _going_on(self, going: Sequence[str], share: float) -> list[str]:
@@ -314,10 +347,8 @@ class _Sweep:
         try:
             if share == 1 or _share(training, progress.step, progress.epoch) < share:
                 libraries.return_freed_memory()  # of members that ended
-                callbacks = (_pause(training, share),)
-                recipe.train(
-                    member.config, terminal=Terminal(quiet=True), callbacks=callbacks, residents=self.residents
-                )
+                terminal, callbacks = self.output.of(member.name, share), (_pause(training, share),)
+                recipe.train(member.config, terminal=terminal, callbacks=callbacks, residents=self.residents)
         except _MemberPaused:
             pass
         except NumbersError:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -19,6 +22,7 @@ import sweeps as benchmark
 import torch
 from children import Children, Fault
 from jobs import QUICK, TINY, metric, same_adapter
+from rich.console import Console
 from seeing_jobs import config, example
 
 import finetune
@@ -135,9 +139,9 @@ def test_the_members_of_a_killed_sweep_are_lone_runs_to_the_bit(
 
 @pytest.mark.slow
 def test_members_that_go_on_stay_in_memory_until_then(
-    tmp_path: Path, job: list[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, job: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where by the forecast they fit. Of one that has ended nothing is left, and each is built once."""
+    """Where by the forecast they fit, as the header says. Of one that has ended nothing is left; each is built once."""
     trainable, made = build.trainable, list[weakref.ref[Any]]()
 
     def build_one(*given: Any, **named: Any) -> Any:
@@ -150,6 +154,11 @@ def test_members_that_go_on_stay_in_memory_until_then(
     table = swept(tmp_path / "sweep", arguments)
     assert len(made) == 1 + 4, "one of them is the forecast's"
     assert [weight() for weight in made] == [None] * 5
+    said = capsys.readouterr().out
+    assert "in memory  the base and up to 4 of 4 runs at a time\n" in said
+    assert "learning_rate=1e-3: trains from step 0 to 1 of 4\n" in said
+    assert "half are stopped after 25.0%, 50.0% of a run\n" in said
+    assert len(re.findall("^memory  +fits: ", said, re.MULTILINE)) == 1
     assert_lone_runs(table, tmp_path, arguments)
 
 
@@ -365,12 +374,14 @@ def test_members_that_another_process_has_are_left_to_it(tmp_path: Path, job: li
     other = threading.Thread(target=hold)
     other.start()
     assert locked.wait(10)
-    said = Terminal(quiet=True)
+    said = Terminal(console=Console(file=io.StringIO()))
     said.note = order.append  # type: ignore[method-assign]
     arguments = [*job, "training.max_steps=1", f"output.dir={tmp_path / 'sweep'}"]
     table = running.sweep(TINY, arguments, rates, full=True, terminal=said)
     other.join()
     assert [each.partition(":")[0] for each in order] == ["learning_rate=3e-3", "released", "learning_rate=1e-3"]
+    lines = said.console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert lines.count("learning_rate=1e-3: trained by another process; waiting") == 1
     assert {each.state for each in table.settings} == {"finished"}
 
 
@@ -391,6 +402,14 @@ def test_a_member_that_does_not_fit_is_told_and_the_others_go_on(
     assert [(each.setting, each.state) for each in table.settings] == [("rank=4", "finished"), ("rank=8", "failed")]
     assert table.settings[1].why == "it needs 30.0 GiB of 24.0 GiB"
     assert table.winner == "rank=4"
+
+
+def test_under_torchrun_the_commands_that_use_each_gpu_are_named(
+    tmp_path: Path, job: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(finetune.FinetuneError, match=r"without torchrun.*`CUDA_VISIBLE_DEVICES=1 finetune sweep"):
+        swept(tmp_path / "sweep", job)
 
 
 def test_fresh_moves_an_earlier_sweep_aside(tmp_path: Path, job: list[str]) -> None:
@@ -428,10 +447,43 @@ def test_processes_that_end_in_the_same_moment_write_one_table(
     assert [table.result().as_dict() for table in tables] == [written] * 3
 
 
+@pytest.fixture(scope="module")
+def with_seeds(tmp_path_factory: pytest.TempPathFactory, job: list[str]) -> tuple[SweepView, list[str]]:
+    """A sweep of two settings and two seeds from Python, and the lines that it printed."""
+    folder, output = tmp_path_factory.mktemp("sweeps") / "sweep", io.StringIO()
+    config = load_config(TINY, [*job, "training.max_steps=1", "training.learning_rate=auto", f"output.dir={folder}"])
+    keys = {"adapter.alpha": [32, 33], "training.seed": [1, 2]}
+    with contextlib.redirect_stdout(output):
+        view = finetune.sweep(config, keys, full=True)
+    return view, output.getvalue().splitlines()
+
+
 @pytest.mark.slow
-def test_seeds_are_averaged_and_too_few_differences_call_no_winner(tmp_path: Path, job: list[str]) -> None:
-    config = load_config(TINY, [*job, "training.max_steps=1", f"output.dir={tmp_path / 'sweep'}"])
-    view = finetune.sweep(config, {"adapter.alpha": [32, 33], "training.seed": [1, 2]}, full=True)
+def test_what_is_the_same_for_all_members_is_said_once(with_seeds: tuple[SweepView, list[str]]) -> None:
+    _, lines = with_seeds
+    assert lines[0] == "sweep  2 settings x 2 seeds"
+    assert lines[1].startswith("training.learning_rate: ")
+    assert "times 0.5 for a batch of 4" in lines[1]
+    assert not any("training.learning_rate: " in line for line in lines[2:])
+    for name in ("base", "device", "data", "evaluation set", "capacity", "in memory"):
+        assert len([line for line in lines if line.startswith(f"{name} ")]) == 1, name
+    assert "in memory  the base and one run at a time" in lines
+
+
+@pytest.mark.slow
+def test_what_is_a_members_own_has_its_name(with_seeds: tuple[SweepView, list[str]]) -> None:
+    _, lines = with_seeds
+    assert "alpha=33,seed=1: adapter: LoRA of rank 4, alpha 33, on all-linear" in lines
+    assert not any(line.startswith("alpha=33,seed=2: adapter: ") for line in lines)
+    for name in ("alpha=32,seed=1", "alpha=33,seed=2"):
+        assert f"{name}: trains from step 0 to 1 of 1" in lines
+        [step] = [line for line in lines if line.startswith(f"{name}: step 1/1  loss ")]
+        assert step.endswith("0:00 left")
+
+
+@pytest.mark.slow
+def test_seeds_are_averaged_and_too_few_differences_call_no_winner(with_seeds: tuple[SweepView, list[str]]) -> None:
+    view, _ = with_seeds
     assert [len(each.runs) for each in view.table.settings] == [2, 2]
     losses = [metric(RunDirectory(run), "eval_loss")[-1] for run in view.table.settings[0].runs]
     assert view.table.settings[0].loss == pytest.approx(sum(losses) / 2, rel=1e-6)

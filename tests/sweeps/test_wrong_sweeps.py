@@ -53,6 +53,8 @@ WRONG: list[tuple[list[str], str]] = [
     ([_RATES, "--budget", "soon"], "90s, 30m or 2h"),
     ([_RATES, "--budget", "0s"], "90s, 30m or 2h"),
     ([_RATES, "--budget", "1e-6s"], "before a member was trained; give more"),
+    ([_RATES, "--html", "nowhere/sweep.html"], "nowhere is not a folder that can be written"),
+    ([_RATES, "--html", "."], "give the name of a file in it"),
 ]
 
 
