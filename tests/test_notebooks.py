@@ -42,11 +42,12 @@ FEWER = {
 # As conftest.py has it: short answers, and a garbage collector that leaves out what imports made.
 HURRIED = """
 import gc
-from finetune import recipe
-from finetune.inference import answers
-answers._TOKENS = 2
+from finetune.runtime import libraries
 gc.collect()
-gc.freeze()
+with libraries.importing():
+    from finetune import recipe
+    from finetune.inference import answers
+answers._TOKENS = 2
 """
 
 SHOWN = {

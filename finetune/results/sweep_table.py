@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +22,8 @@ class SettingResult:
     `loss`: nats per trained token of the evaluation rows, after `share` of the run, in which all of its `runs` were
     compared last; None if not compared yet. `difference`: that from the best setting after the same share, with its
     95% confidence interval paired by rows and seeds; None of the best itself, and in the table of a sweep that has
-    not ended. `why`: of one that was stopped, diverged or failed. `seconds`: of training, over all starts.
+    not ended. `why`: of one that was stopped, diverged or failed. `seconds`: of training, over all starts. `compared`:
+    the `loss` of a `run` after each `share` of it in which it was compared, None if not finite.
     """
 
     setting: str
@@ -34,6 +35,7 @@ class SettingResult:
     difference: dict[str, float | None] | None
     why: str
     seconds: float
+    compared: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

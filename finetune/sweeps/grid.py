@@ -22,6 +22,7 @@ SEED = "training.seed"
 _MOST = 256
 _LONGEST = 120  # characters of a name; most file systems take 255 bytes
 
+_NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 _NO_LOSS = "it changes no loss"
 
 # What members have in common, since otherwise their losses say nothing about the setting; with why.
@@ -68,6 +69,7 @@ def members(
     `overrides` are the same for all. The runs are in the job's `output.dir`. Raises ConfigError, naming the cure, for
     keys that members must have in common, and for too few or too many members.
     """
+    _refuse_lists(source, overrides)
     _check(keys)
     folder = Path(load_config(source, overrides).output.dir or "runs/unnamed")
     names = _short_names(keys)
@@ -131,6 +133,19 @@ def _values(text: str) -> list[str]:
         else:
             depth += (character in "[{") - (character in "]}")
     return [part.strip() for part in parts]
+
+
+def _refuse_lists(source: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> None:
+    """Raise ConfigError for numbers written as `[a,b]`, `a;b` or `a:b`, where the key takes no such value."""
+    for override in overrides:
+        key, _, text = override.partition("=")
+        values = [value.strip() for value in re.split(r"[,;:]", text.strip().removeprefix("[").removesuffix("]"))]
+        if len(values) < 2 or not all(map(_NUMBER.fullmatch, values)):
+            continue
+        try:
+            load_config(source, [override])
+        except ConfigError:
+            raise ConfigError(f"`{override}`: separate values by commas: {key}={','.join(values)}") from None
 
 
 def _check(keys: Mapping[str, Sequence[str]]) -> None:

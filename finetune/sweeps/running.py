@@ -79,6 +79,7 @@ def sweep(
             "`CUDA_VISIBLE_DEVICES=0 finetune sweep ...`, `CUDA_VISIBLE_DEVICES=1 finetune sweep ...`; they share the "
             "members"
         )
+    libraries.quiet()
     made = grid.members(source, overrides, keys)
     folder = _run_of(made[0]).path.parent
     if RunDirectory(folder).exists:
@@ -186,6 +187,8 @@ class _Sweep:
     residents: Residents = field(default_factory=Residents)
     started: float = field(init=False)
     scores: dict[float, dict[str, np.ndarray]] = field(default_factory=dict)
+    losses: dict[str, dict[float, float]] = field(default_factory=dict)
+    """By member, those after each share."""
     why: dict[str, tuple[State, str]] = field(default_factory=dict)
     trained_seconds: list[float] = field(default_factory=list)
     """Of each training up to a comparison in this call."""
@@ -295,6 +298,7 @@ class _Sweep:
                     self.terminal.note(f"{member.setting}: {first_line(error)}")
                     return _NOT_FINITE
         rows = np.load(file, allow_pickle=False)
+        self.losses.setdefault(member.name, {})[share] = halving.loss(rows)
         self.terminal.note(f"{member.name}: eval loss {halving.loss(rows):.4f} after {share:.3g} of its run")
         return rows
 
@@ -419,6 +423,11 @@ class _Sweep:
             difference=difference,
             why=why,
             seconds=sum(Figures.read(run).seconds or 0.0 for run in runs if run.exists),
+            compared=[
+                {"run": str(run.path), "share": at, "loss": loss if math.isfinite(loss) else None}
+                for member, run in zip(members, runs, strict=True)
+                for at, loss in self.losses.get(member.name, {}).items()
+            ],
         )
 
 

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import finetune
 from finetune.config import Config
-from finetune.config.serving import GGUF
-from finetune.errors import ArtifactError, ConfigError
+from finetune.config.serving import GGUF, kind_of
+from finetune.errors import ArtifactError
 from finetune.export import compressed_export, publish
 from finetune.export.gguf import held_base, llama_cpp
 from finetune.model.structure import packed
@@ -56,26 +56,24 @@ def trained(quick: Callable[..., Config]) -> Callable[..., RunDirectory]:
 Trained = Callable[..., RunDirectory]
 
 
-@pytest.mark.parametrize("kind", sampled(GGUF, "q4_k_m"))
+@pytest.mark.parametrize("kind", sampled((*GGUF, "mxfp4", "16bit"), "q4_k_m", "mxfp4", "16bit"))
 def test_base_and_adapter_compute_what_was_trained(kind: str, base: Path, trained: Trained) -> None:
-    run = trained(base, f"output.serve={kind}")
-    assert run.config().quantization.kind == kind
+    run = trained(base, f"output.serve={kind}", *([] if kind in GGUF else ["output.runtime=llama.cpp"]))
+    assert run.config().quantization.kind == kind_of(kind)
     assert run.config().output.runtime == "llama.cpp"
     record = export(run)
     held = record["held_base"]
-    assert held["file"] == f"base/model-{kind}.gguf"
-    assert held["weights_differing"] == 0
+    assert held["file"] == f"base/model-{'bf16' if kind == '16bit' else kind}.gguf"
+    assert (held["kind"], held["weights_differing"]) == (kind, 0)
     assert held["kl"] <= 1e-6
     assert held["agreement"] == 1
     folder = run.path / "plain-adapter"
     assert record["weights"]["differing"] == 0 < record["weights"]["count"]
-    assert llama_cpp.FLOOR in record["known_differences"]
+    assert (llama_cpp.FLOOR in record["known_differences"]) == (kind != "16bit")
     assert f"0 of {record['weights']['count']:,} weights differ from" in (folder / "README.md").read_text()
     assert {folder / held["file"], folder / "adapter.gguf"} <= {*folder.rglob("*.gguf")}
     assert record["serve"].keys() == {"llama.cpp"}
     assert record["serve"]["llama.cpp"].startswith(f"llama-server -m {folder / held['file']} --lora ")
-    with pytest.raises(ConfigError, match=r"served as an adapter beside its base.* `--model adapter` measures that"):
-        finetune.evaluate(run, models=["served"])
     if held["llama_cpp"]:  # from its 8-bit activations
         assert held["llama_cpp"]["kl"] <= 0.005
         assert held["llama_cpp"]["agreement"] >= 0.9
@@ -85,9 +83,15 @@ def test_a_tied_base_with_rows_that_blocks_do_not_divide_is_shipped_as_trained(
     tiny_base: Path, trained: Trained
 ) -> None:
     run = trained(tiny_base, "quantization.kind=q4_k_m")
-    held = export(run)["held_base"]
+    record = export(run)
+    held = record["held_base"]
     assert (held["weights_differing"], held["agreement"]) == (0, 1)
     assert held["kl"] <= 1e-6
+    scores = finetune.evaluate(run, models=["base", "adapter", "served"]).record
+    assert scores["gain_kept"] == {"served": 1}
+    assert scores["exports"]["plain-adapter"]["weights"] == record["weights"]
+    run.event("trained", step=5)
+    assert finetune.evaluate(run, models=["served"]).record["exports"] == {}, "of an earlier adapter"
 
 
 @pytest.mark.parametrize(("kind", "method"), [("int4", "compressed-tensors"), ("fp8", "fp8")])

@@ -7,19 +7,23 @@ from __future__ import annotations
 
 from typing import Any
 
-import bitsandbytes as bnb
 import pytest
-import torch
-from torch import Tensor
-from triton import knobs
-from triton import language as tl
-from triton.runtime import interpreter
-from trl.kernels import ChunkedLogProbFunction, chunked_logprob
 
-from finetune.kernels import decoding_kernels, ops, triton_kernels
-from finetune.kernels.head import LogProbs
-from finetune.model.structure import eight_bit, packed
-from finetune.model.structure.fixed_point import POSITIONS
+from finetune.runtime import libraries
+
+with libraries.importing():  # as the command line does
+    import bitsandbytes as bnb
+    import torch
+    from torch import Tensor
+    from triton import knobs
+    from triton import language as tl
+    from triton.runtime import interpreter
+    from trl.kernels import ChunkedLogProbFunction, chunked_logprob
+
+    from finetune.kernels import decoding_kernels, ops, triton_kernels
+    from finetune.kernels.head import LogProbs
+    from finetune.model.structure import eight_bit, packed
+    from finetune.model.structure.fixed_point import POSITIONS
 
 # From Triton's tiles, whose sizes are powers of two: less than one, one, and more than one with a rest.
 WIDTHS = [1, 7, 96, 128, 2500]

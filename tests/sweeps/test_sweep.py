@@ -20,6 +20,7 @@ import pytest
 import seeing
 import sweeps as benchmark
 import torch
+import transformers
 from children import Children, Fault
 from jobs import QUICK, TINY, metric, same_adapter
 from rich.console import Console
@@ -252,6 +253,7 @@ def test_half_is_stopped_and_the_table_says_why_and_where(interrupted: tuple[Pat
         assert run.saved_steps[-1] == 8 * setting.share
         assert setting.loss is not None
     best, second = table.settings[:2]
+    assert [one["share"] for one in best.compared] == [0.25, 1.0]
     assert best.loss < second.loss  # type: ignore[operator]
     assert json.loads((folder / TABLE).read_text()) == table.as_dict()
 
@@ -321,6 +323,14 @@ def test_members_are_compared_whatever_micro_batch_and_precision_each_has(tmp_pa
     for each in table.settings:
         [last] = metric(RunDirectory(each.runs[0]), "eval_loss")[-1:]
         assert each.loss == pytest.approx(last, rel=1e-6)
+
+
+def test_no_library_draws_a_bar_while_members_are_compared(tmp_path: Path, job: list[str]) -> None:
+    """Nor where a base is loaded that none trains on any more."""
+    transformers.logging.enable_progress_bar()
+    with pytest.raises(ConfigError, match="before a member was trained"):
+        swept(tmp_path / "sweep", job, budget_seconds=1e-6)
+    assert not transformers.logging.is_progress_bar_enabled()
 
 
 @pytest.mark.slow
@@ -487,6 +497,9 @@ def test_seeds_are_averaged_and_too_few_differences_call_no_winner(with_seeds: t
     assert [len(each.runs) for each in view.table.settings] == [2, 2]
     losses = [metric(RunDirectory(run), "eval_loss")[-1] for run in view.table.settings[0].runs]
     assert view.table.settings[0].loss == pytest.approx(sum(losses) / 2, rel=1e-6)
+    compared = view.table.settings[0].compared
+    assert [(one["run"], one["share"]) for one in compared] == [(run, 1.0) for run in view.table.settings[0].runs]
+    assert [one["loss"] for one in compared] == pytest.approx(losses, rel=1e-6)
     assert isinstance(view, SweepView)
     assert (view.winner is None) == ("cannot be told apart on these rows and seeds" in view.table.undecided)
     assert not view.table.note
@@ -506,10 +519,12 @@ def test_the_page_has_the_table_the_verdict_and_the_curves(
     chart = view.charts()[0]
     assert chart["title"] == "Loss above the best, by learning_rate"
     assert chart["labels"] == ["0.001", "0.003", "0.01", "1.0"], "by size, not by loss"
-    high, low, value = (series["values"] for series in chart["tables"][0]["series"])
+    high, low, value, stopped = (series["values"] for series in chart["tables"][0]["series"])
+    by_rate = sorted(view.table.settings, key=lambda each: each.values["training.learning_rate"])
     best = chart["labels"].index(str(view.table.settings[0].values["training.learning_rate"]))
     assert (low[best], value[best], high[best]) == (0, 0, 0)
-    assert all(below <= at <= above for below, at, above in zip(low, value, high, strict=True))
+    assert all(below <= at <= above for below, at, above in zip(low, value, high, strict=True) if at is not None)
+    assert [at is None for at in stopped] == [each.state != "stopped" for each in by_rate]
 
 
 @pytest.mark.slow
