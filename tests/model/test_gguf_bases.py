@@ -194,6 +194,15 @@ def test_a_file_that_changed_is_unpacked_again_and_is_another_base(tmp_path: Pat
     assert identity.of_base(ModelSection(name=str(file))) != before
 
 
+def test_a_folder_of_an_older_version_is_written_again(tmp_path: Path) -> None:
+    file = written("llama", tmp_path, "q8_0")
+    folder = gguf_base.unpacked(file)
+    stamp = folder / "gguf.json"
+    stamp.write_text(json.dumps({name: one for name, one in json.loads(stamp.read_text()).items() if "as" not in name}))
+    (folder / "tokenizer.json").unlink()
+    assert (gguf_base.unpacked(file) / "tokenizer.json").is_file()
+
+
 def test_a_folder_that_cannot_be_written_serves_what_is_there_and_else_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

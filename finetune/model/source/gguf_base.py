@@ -95,6 +95,11 @@ _OTHERS = {
 }
 """What a file of another `general.type` than `model` is, and the cure."""
 
+_WRITTEN_AS = 2
+"""To be raised when a file's contents are written otherwise, so that older folders are written again. Those of 1 had a
+SentencePiece tokenizer that split text after special tokens otherwise than llama.cpp.
+"""
+
 
 def unpacked(file: Path) -> Path:
     """The folder of a GGUF file's contents, written if it is missing or the file has changed since.
@@ -128,7 +133,7 @@ def _is_of(file: Path, folder: Path) -> bool:
 
 def _stamp(file: Path) -> dict[str, int]:
     status = file.stat()
-    return {"bytes": status.st_size, "modified_ns": status.st_mtime_ns}
+    return {"bytes": status.st_size, "modified_ns": status.st_mtime_ns, "written_as": _WRITTEN_AS}
 
 
 def architecture(file: Path) -> Any:
