@@ -157,6 +157,16 @@ def test_what_the_literature_says_was_seen_here() -> None:
     assert all(more["high"] < fewer["low"] for fewer, more in itertools.pairwise(facts))
 
 
+def test_a_sweep_takes_little_memory_and_finds_what_lone_runs_find() -> None:
+    job = results("sweeps")["jobs"]["2M"]
+    for side in ("halved", "full"):
+        assert job["beside"][f"{side}/lone"]["resident_bytes"] <= 1.3
+        assert job["sides"][side]["settings"][0]["setting"] == job["sides"]["lone"]["winner"]
+    counted = job["sides"]["memory"]["members"]
+    assert len(counted) == 8
+    assert all(abs(each["counted_bytes"] / each["forecast_bytes"] - 1) < 0.01 for each in counted)
+
+
 def test_every_killed_run_resumed_with_its_weights() -> None:
     for file, tool, kills in (("faults", "finetune", 80), ("faults_dpo", "finetune, dpo", 30)):
         faults = results(file)

@@ -25,7 +25,7 @@ LIMITS = {
     "lines of finetune/": 60_400,  # to become 34,000
     "lines of tests/": 56_900,  # to become 34,000
     "lines of benchmarks/": 12_500,  # to become 8,500
-    "words of docs/ and the README": 29_700,
+    "words of docs/ and the README": 29_900,
 }
 
 

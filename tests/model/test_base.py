@@ -127,10 +127,13 @@ def test_an_evaluation_does_not_end_the_training_after_it() -> None:
 
 
 _MEASURE_LOAD = """
-import gc, json, sys, threading, time, torch, finetune, bitsandbytes, transformers
-from finetune.runtime import libraries; libraries.quiet()
-from finetune.config import ModelSection, QuantizationSection
-from finetune.model.base import load_architecture, load_base
+import gc, json, sys, threading, time
+from finetune.runtime import libraries
+with libraries.importing():
+    import torch, finetune, bitsandbytes, transformers
+    from finetune.config import ModelSection, QuantizationSection
+    from finetune.model.base import load_architecture, load_base
+libraries.quiet()
 torch.set_num_threads(1)
 def anonymous():
     for line in open("/proc/self/status"):
