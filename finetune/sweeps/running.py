@@ -204,9 +204,12 @@ class _Sweep:
             try:
                 self._compare(going, share)
             except _BudgetSpent as spent:
-                if len(self.scores) == 1:
-                    raise ConfigError(self._too_small(share)) from None
-                return self._table(f"the budget was spent; the same command goes on with {spent}")
+                table = self._table(f"the budget was spent; the same command goes on with {spent}")
+                if len(self.scores) > 1:
+                    return table
+                if self.trained_seconds:
+                    _write(self.folder, table)
+                raise ConfigError(self._too_small(share)) from None
             going = self._going_on(going, share)
         return self._table("")
 

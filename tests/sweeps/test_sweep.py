@@ -349,6 +349,8 @@ def test_a_budget_ends_a_sweep_and_the_same_command_goes_on(
     said = r"3 of 4 members are left, of about 60s each; the same command with --budget 3m or more goes on"
     with pytest.raises(ConfigError, match=said):
         swept(tmp_path / "sweep", job, budget_seconds=59)
+    so_far = json.loads((tmp_path / "sweep" / TABLE).read_text())["settings"]
+    assert [each["share"] for each in so_far] == [0.25, 0, 0, 0]
     table = swept(tmp_path / "sweep", job, budget_seconds=running.seconds_of("3m"))
     assert clock == [60 * (1 + 3 + 1)]
     assert table.undecided.startswith("the budget was spent; the same command goes on with learning_rate=")
