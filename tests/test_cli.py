@@ -18,6 +18,7 @@ from finetune.report.scores import Scores
 from finetune.storage.rundir import RunDirectory
 
 TINY = Path(__file__).parent.parent / "configs" / "tiny_cpu.yaml"
+_ROUNDED = "output.serve: q4_0 for ollama as one file, rounded after training (ollama takes no adapters at all)"
 
 
 @pytest.fixture
@@ -116,7 +117,15 @@ def test_plan_says_that_a_job_fits_and_draws_it(call, job: list[str], tmp_path: 
 def test_plan_says_what_rounding_with_the_rows_takes(call, job: list[str]) -> None:
     code, out, _ = call("plan", *job, "output.serve=q4_0", "output.runtime=ollama", "--gpu", "RTX 4090")
     assert code == 0
+    assert _ROUNDED in out
     assert "rounding with the training rows, apart from training, takes" in out
+
+
+def test_the_header_of_training_says_how_the_model_will_be_served(call, job: list[str], tmp_path: Path) -> None:
+    served = ["output.serve=q4_0", "output.runtime=ollama", f"data.train={tmp_path / 'missing.jsonl'}"]
+    code, out, err = call("train", *job, *served)
+    assert code != 0
+    assert _ROUNDED in " ".join((out + err).split())
 
 
 @pytest.mark.slow

@@ -178,7 +178,6 @@ def _plan_training(
     """Print, draw and write the forecast of a training step, and return whether it fits."""
     with collecting(job.data), libraries.importing():
         from finetune.certificate import verdict
-        from finetune.config import serving
         from finetune.export import publish
         from finetune.forecast import planning
         from finetune.report.forecast_view import PlanView
@@ -187,8 +186,8 @@ def _plan_training(
     view = PlanView(planned)
     if not as_json:
         note_missing(job.data)
-        asked, _ = serving.resolved(job)
-        if (kind := planned.config.quantization.kind) != asked.quantization.kind and not planned.why_quantized:
+        said = planned.why_quantized or job.output.serve  # of which the header says it
+        if (kind := planned.config.quantization.kind) != job.quantization.kind and not said:
             new_terminal().note(f"quantization.kind: {kind}, the form that `{job.model.name}` is published in")
         if rounding := publish.rounding_bytes(planned.config, view.forecast.device.type):
             new_terminal().note(f"rounding with the training rows, apart from training, takes {amount(rounding)}")

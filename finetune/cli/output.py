@@ -78,16 +78,21 @@ def wrote(path: Path, as_json: bool) -> None:
 
 
 def announce(title: str, job: Config) -> None:
-    """Print the job to be forecast, and how it will be served, before its libraries take seconds to import."""
+    """Print the job to be forecast, before its libraries take seconds to import; and how it will be served, for which
+    its base must be known.
+    """
     from rich.console import Console
 
-    from finetune.config import serving
     from finetune.report import printing, words
 
-    job, served = serving.resolved(job)
+    note = None
+    if job.output.serve:
+        with libraries.importing():
+            from finetune.model import base, served
+        job, note = served.resolved(job, base.load_architecture(job.model, listed=True))
     printing.say(Console(), f"{title}: {words.base(job)}; adapter: {words.adapter(job.adapter)}")
-    if served:
-        printing.say(Console(), served)
+    for line in (note or "").splitlines():
+        printing.say(Console(), line)
 
 
 def note_missing(section: DataSection) -> None:

@@ -1,7 +1,18 @@
 """The configuration of a job: what a person wrote, checked and resolved."""
 
 from finetune.config.field_types import Choices
-from finetune.config.load import as_written, dump, explained, from_values, ignored_keys, inline, load, loaded, written
+from finetune.config.load import (
+    as_written,
+    dump,
+    explained,
+    from_values,
+    ignored_keys,
+    inline,
+    load,
+    loaded,
+    values_of,
+    written,
+)
 from finetune.config.rules import contradictions
 from finetune.config.sections import (
     AdapterSection,

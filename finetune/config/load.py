@@ -99,7 +99,7 @@ def _checked(
 
 def dump(config: Config, *, defaults: bool = True) -> str:
     """The resolved config as YAML that `load` reads back to an equal value, if wanted without keys at their default."""
-    values = config.model_dump(mode="json")
+    values = values_of(config)
     if not defaults:
         usual = Config().model_dump(mode="json")
         changed = {
@@ -108,6 +108,16 @@ def dump(config: Config, *, defaults: bool = True) -> str:
         }
         values = {name: section for name, section in changed.items() if section}
     return written(values)
+
+
+def values_of(config: Config) -> dict[str, dict[str, Any]]:
+    """The values of a config by section, which loading takes; without a kind of quantization that follows from a way of
+    serving which is still open.
+    """
+    values = config.model_dump(mode="json")
+    if config.output.serve and config.output.way == "auto" and "kind" not in config.quantization.model_fields_set:
+        del values["quantization"]["kind"]
+    return values
 
 
 def written(sections: Mapping[str, Any]) -> str:
@@ -188,7 +198,7 @@ def _validate(
         return None, explain.mistakes(error, locations)
     config = _with_head(config)
     broken = [*contradictions(config), *([] if trained else _ignored(config, choices or {}))]
-    if not broken:
+    if not broken and config.output.way != "auto":  # for which the base must be known
         config, _ = serving.resolved(config)
     return config, [f"{locations.of(tuple(key.split('.')))}: `{key}`: {message}" for key, message in broken]
 

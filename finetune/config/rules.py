@@ -326,6 +326,8 @@ RULES = (
                 "quantization.kind", but("none", "nf4", "fp4"), "a base is quantized to 4 bit or not at all",
                 "quantization.kind: nf4",
             ),
+            ("output.serve", but(None, "16bit"), "no quantized model is exported", "output.serve: 16bit"),
+            ("output.runtime", only("llama.cpp", "ollama"), "no GGUF file is written", "output.runtime: vllm"),
             ("adapter.kind", only("none"), "no base is trained in full", "adapter.kind: lora"),
             ("adapter.init", but("default"), "an adapter starts from nothing but zero", "adapter.init: default"),
             ("adapter.start_from", but(None), "an adapter starts from no other", "adapter.start_from: null"),

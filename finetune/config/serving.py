@@ -52,11 +52,14 @@ _SAFETENSORS = tuple(name for name in SERVED if name not in GGUF)
 
 @dataclass(frozen=True)
 class Runtime:
-    """A program that serves models: the forms that it `reads`, and those on which it takes a LoRA adapter."""
+    """A program that serves models: the forms that it `reads`, and those on which it takes a LoRA adapter, of which
+    those in `as_published` only of a base that is published so.
+    """
 
     help: str
     reads: tuple[str, ...]
     adapters: tuple[str, ...]
+    as_published: tuple[str, ...] = ()
 
 
 RUNTIMES: dict[str, Runtime] = {
@@ -65,7 +68,7 @@ RUNTIMES: dict[str, Runtime] = {
         (*GGUF, "mxfp4", "16bit"),  # beside the factors of NVFP4 it aborts (llama-graph.cpp of 2026-10)
     ),
     "ollama": Runtime("Ollama, which since 0.34.1 takes no adapters", (*GGUF, "mxfp4", "16bit"), ()),
-    "vllm": Runtime("vLLM", (*_SAFETENSORS, *GGUF), _SAFETENSORS),
+    "vllm": Runtime("vLLM", (*_SAFETENSORS, *GGUF), _SAFETENSORS, as_published=("nvfp4",)),
     "sglang": Runtime("SGLang", (*_SAFETENSORS, *GGUF), ("16bit",)),
 }  # fmt: skip
 """As of 2026: llama.cpp#8056; ollama#14969; the tables of vllm#29424; sglang#9449."""
@@ -80,7 +83,7 @@ class Way:
 
 
 WAYS: dict[str, Way] = {
-    "auto": Way("`adapter` where the runtime takes adapters on that form, else `rounded`", ""),
+    "auto": Way("`adapter` where the runtime takes one on that form of the base, else `rounded`", ""),
     "adapter": Way(
         "train on a base in the very form that is served, and ship the adapter beside it: nothing differs from what "
         "was trained", "an adapter beside its base",
@@ -93,21 +96,20 @@ WAYS: dict[str, Way] = {
 }  # fmt: skip
 
 
-def resolved(config: Config) -> tuple[Config, str | None]:
+def resolved(config: Config, obstacle: str | None = None) -> tuple[Config, str | None]:
     """`config` with a runtime, a way and the kind of quantization that follow from `output.serve`; and a line for it.
 
-    A base that is `published` in a form, or may be (`auto`), is compared with it when its config.json is read.
+    `obstacle`: why the base, once it is known, is not served beside an adapter. `auto` is `rounded` then.
     """
     if config.output.serve is None:
         return config, None
-    serve, runtime, way = config.output.serve, _runtime(config.output), config.output.way
-    takes = serve in RUNTIMES[runtime].adapters
+    serve, runtime, way = config.output.serve, runtime_of(config.output), config.output.way
+    without = without_adapters(runtime, serve) or obstacle
     if way == "auto":
-        way = "adapter" if takes else "rounded"
-    why = "as asked"
-    if way == "adapter" or (way == "rounded" and not takes):
-        on = f"on {serve}" if RUNTIMES[runtime].adapters else "at all"
-        why = f"{runtime} takes {'' if takes else 'no '}adapters {on}"
+        way = "rounded" if without else "adapter"
+    why = (way == "rounded" and without) or "as asked"
+    if way == "adapter":
+        why = f"{runtime} takes adapters on {serve}"
     changes: dict[str, object] = {"output.runtime": runtime, "output.way": way}
     kind = kind_of(serve)
     if config.quantization.kind == "gguf" and serve in GGUF:  # a base that is served itself, as a saved config says
@@ -125,7 +127,20 @@ def kind_of(serve: str) -> str:
     return "none" if serve == "16bit" else serve
 
 
-def _runtime(output: OutputSection) -> str:
+def without_adapters(runtime: str, serve: str) -> str | None:
+    """In words, that the runtime takes no adapters on a form; None if it does."""
+    takes = RUNTIMES[runtime].adapters
+    return None if serve in takes else f"{runtime} takes no adapters {f'on {serve}' if takes else 'at all'}"
+
+
+def with_adapters(serve: str) -> str:
+    """The runtimes that take an adapter on a form, as advice lists them."""
+    takers = {name: one for name, one in RUNTIMES.items() if serve in one.adapters}
+    if_published = f" for a base that is published in {serve}"
+    return ", ".join(f"`{name}`{if_published if serve in one.as_published else ''}" for name, one in takers.items())
+
+
+def runtime_of(output: OutputSection) -> str:
     """The runtime that is named, or the usual one of the form."""
     return output.runtime or ("llama.cpp" if output.serve in GGUF else "vllm")
 
@@ -136,7 +151,7 @@ def export_of(output: OutputSection) -> str | None:
         return None
     if output.way == "adapter":
         return "adapter"
-    runtime = _runtime(output)
+    runtime = runtime_of(output)
     if runtime in ("ollama", "llama.cpp") or output.serve in GGUF:
         return "ollama" if runtime == "ollama" else "gguf"
     return "merged" if output.serve == "16bit" else output.serve
@@ -147,18 +162,18 @@ def contradictions(config: Config) -> Iterator[tuple[str, str]]:
     serve, way, kind = config.output.serve, config.output.way, config.quantization.kind
     if serve is None:
         return
-    name = _runtime(config.output)
+    name = runtime_of(config.output)
     runtime = RUNTIMES.get(name)
     if runtime is None or serve not in SERVED:  # which their own fields refuse
         return
     if serve not in runtime.reads or (way == "exact" and serve not in EXACT):  # which rules refuse
         return
     if way == "adapter" and serve not in runtime.adapters:
-        others = ", ".join(f"`{other}`" for other, one in RUNTIMES.items() if serve in one.adapters)
         ways = "`rounded` or `exact`" if serve in EXACT else "`rounded`"
         yield (
             "output.way",
-            f"{name} takes no adapters on {serve}; set {ways} for one file, or `output.runtime` to one of {others}",
+            f"{name} takes no adapters on {serve}; set {ways} for one file, or `output.runtime` to one of "
+            f"{with_adapters(serve)}",
         )
         return
     given = "kind" in config.quantization.model_fields_set and kind not in ("auto", "published", "gguf")

@@ -2,87 +2,210 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from finetune.config import AdapterSection, Config, serving
+from finetune.config import Config, contradictions, serving
 from finetune.errors import ConfigError
+from finetune.model import build
+from finetune.model.adapters import adapter
 from finetune.model.source import gguf_families, prequantized
 from finetune.model.structure import experts
+from finetune.model.structure.recipes import RECIPES
 
 _NVFP4_IN_GGUF = 64
 """Weights of a block of NVFP4 in a GGUF file: four of the format's own."""
+_COARSE = ("q4_0", "q4_1", "q4_k", "q5_0", "q5_1", "q5_k", "iq4_nl", "iq4_xs", "mxfp4", "nvfp4", "int4")
+"""Forms of 4 and 5 bits. Of an update of a tenth of a 4-bit step of normally distributed weights, rounding from one to
+another kept 34 to 106%, from 16 bit, Q8_0 or FP8 to any 96 to 102%, and from a form to the same 1 to 17% in 4 bit, 60%
+in Q5_K, 81% in FP8 and all in Q8_0."""
+_ON_EXPERTS = {
+    ("llama.cpp", None): "llama.cpp has no form for an adapter on experts",
+    ("vllm", "fp8"): "vLLM computes nonsense with an adapter on experts in FP8 (vllm#42007)",
+}
+"""Why an adapter on experts is not served, by runtime and form (None: each)."""
+_THE_FILE = "set `output.serve: q4_k_m`, which serves the file itself"
+_ORIGINAL = "name its 16-bit original"
 
 
 def resolved(config: Config, architecture: Any) -> tuple[Config, str | None]:
-    """`serving.resolved` and then `prequantized.resolved`, with their notes.
+    """`serving.resolved` as the base allows, and then `prequantized.resolved`, with their notes.
 
     Raises ConfigError for a base that cannot be served so, and as `prequantized.resolved`.
     """
-    config, way = serving.resolved(config)
-    if way:
-        if prequantized.form(architecture) == "gguf" and config.quantization.kind in (*serving.GGUF, "gguf"):
-            config = config.changed({"quantization.kind": "gguf"})
-            way = f"{way.partition('; quantization.kind')[0]}; quantization.kind: gguf, the file is what is served"
-        _check(config, architecture)
+    way = on_experts = None
+    if config.output.serve is not None:
+        config, way = _with_way(config, architecture)
     config, published = prequantized.resolved(config, architecture)
-    on_experts = None
-    if config.quantization.kind == "gguf" and _adapts_experts(config.adapter, architecture.get_text_config()):
+    if config.quantization.kind == "gguf" and _ServedBase(config, architecture).adapts_experts:
         on_experts = "adapter.expert_rank: llama.cpp takes no adapter on experts; set 0 to serve the file itself"
     return config, "\n".join(filter(None, (way, published, on_experts))) or None
 
 
-def _check(config: Config, architecture: Any) -> None:
-    serve, way, text = str(config.output.serve), config.output.way, architecture.get_text_config()
-    published = prequantized.form(architecture)
-    in_file = published == config.quantization.kind == "gguf" and way == "adapter"
-    if published and way != "rounded" and published != serving.kind_of(serve) and not in_file:
-        cure = f"set `{published}`, or `output.way: rounded`"
-        if published == "gguf":
-            cure = "set `q4_k_m` and `output.way: adapter`, which serves the file itself, or name its 16-bit original"
-        raise ConfigError(
-            f"`output.serve`: {config.model.name} is published in {prequantized.METHODS[published]}, which is not "
-            f"quantized again to {serve}; {cure}"
-        )
-    if serve in serving.GGUF:
-        _check_llama_cpp(config, architecture, text)
-    if way == "adapter" and config.output.runtime == "llama.cpp" and _adapts_experts(config.adapter, text):
-        raise ConfigError(
-            f"`output.way`: llama.cpp has no form for an adapter on the experts of {config.model.name}; set `rounded`, "
-            "or `adapter.expert_rank: 0`, which leaves out experts"
-        )
-    if way == "exact" and published:
-        raise ConfigError(
-            f"`output.way`: {config.model.name} is published in {prequantized.METHODS[published]}, and most updates "
-            "are too small to move such a weight to its next value; set `adapter` or `rounded`"
-        )
-    block = serving.SERVED[serve].block
-    if serve == "nvfp4" and way != "rounded" and config.output.runtime == "llama.cpp":
-        block = _NVFP4_IN_GGUF
-    widths = {name: getattr(text, name, None) for name in ("hidden_size", "intermediate_size", "moe_intermediate_size")}
-    for name, width in widths.items():
-        if isinstance(width, int) and width % block:
+def _with_way(config: Config, architecture: Any) -> tuple[Config, str | None]:
+    base, asked = _ServedBase(config, architecture), config.output.way
+    base.check_form()
+    beside = base.obstacle("adapter") if asked == "auto" else None
+    config, line = serving.resolved(config, beside.why if beside else None)
+    way = config.output.way
+    if found := base.obstacle(way):
+        if beside:
+            found = _Obstacle(f"{beside.why}, and {found.why}", (*beside.cures, *found.cures))
+        raise ConfigError(f"`output.way`: {base.refusal(found, way)}")
+    for key, message in contradictions(config) if beside else ():  # of which loading knew nothing
+        raise ConfigError(f"`{key}`: {message}")
+    if base.published == "gguf" and way == "adapter":
+        config = config.changed({"quantization.kind": "gguf"})
+        line = f"{str(line).partition('; quantization.kind')[0]}; quantization.kind: gguf, the file is what is served"
+    return config, "\n".join(filter(None, (line, base.loss_of(way))))
+
+
+@dataclass(frozen=True)
+class _Obstacle:
+    """Why a base is not served in a way, and what to do about it, beside taking another way."""
+
+    why: str
+    cures: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _ServedBase:
+    """A base, as its config.json describes it, and the ways in which its trained model can be served."""
+
+    config: Config
+    architecture: Any
+
+    @property
+    def name(self) -> str:
+        return self.config.model.name
+
+    @property
+    def serve(self) -> str:
+        return str(self.config.output.serve)
+
+    @property
+    def text(self) -> Any:
+        return self.architecture.get_text_config()
+
+    @property
+    def published(self) -> str | None:
+        return prequantized.form(self.architecture)
+
+    @cached_property
+    def weightless(self) -> Any:
+        return build.weightless(self.config.model, self.architecture)
+
+    @cached_property
+    def adapts_experts(self) -> bool:
+        section = self.config.adapter
+        if not experts.count(self.text):
+            return False
+        if section.targets == "all-linear":
+            return section.expert_rank != 0
+        return bool(adapter.adapted_experts(self.weightless, section))
+
+    def check_form(self) -> None:
+        """Raise ConfigError if the model has no such form, whatever the way."""
+        if self.serve in serving.GGUF:
+            try:
+                gguf_families.family(self.architecture)
+            except ConfigError as error:
+                raise ConfigError(f"`output.serve`: {error}; set `16bit`, or another form for vLLM") from None
+        if self.published != self.serve and (odd := self._undivided(serving.SERVED[self.serve].block)):
             raise ConfigError(
-                f"`output.serve`: {serve} has blocks of {block} weights, which do not divide the {name} {width} of "
-                f"{config.model.name}; set `q8_0` or another form of GGUF files, or `16bit`"
+                f"`output.serve`: {self.serve} has {odd} of {self.name}; set `q8_0` or another form of GGUF files, or "
+                "`16bit`"
             )
-    if (serve, way) == ("nvfp4", "adapter") and published is None and config.output.runtime != "llama.cpp":
-        raise ConfigError(
-            "`output.way`: servers compute several weights as one, with one factor of NVFP4, and a base that is held "
-            "in training has one for each weight; set `rounded`, or train on a base that is published in NVFP4"
+
+    def _undivided(self, block: int) -> str | None:
+        """In words, the first layer whose inputs blocks of so many weights do not divide."""
+        from finetune.model.structure import quantizers
+
+        odd = next(quantizers.undivided(self.weightless, block), None) if block > 1 else None
+        return odd and f"blocks of {block} weights, which do not divide the {odd[1]} inputs of `{odd[0]}`"
+
+    def obstacle(self, way: str) -> _Obstacle | None:
+        """What is in the way, if anything."""
+        obstacles = {"adapter": self._to_adapter, "rounded": self._to_rounding, "exact": self._to_exact}
+        return next(obstacles[way](), None)
+
+    def refusal(self, found: _Obstacle, way: str) -> str:
+        """The reason, and every way out."""
+        others = [f"`{other}`" for other in serving.WAYS if other not in ("auto", way) and not self.obstacle(other)]
+        ways = (f"set {' or '.join(others)}",) if others else ()
+        return f"{found.why}; {', or '.join(dict.fromkeys((*ways, *found.cures)))}"
+
+    def loss_of(self, way: str) -> str | None:
+        """In words, what is lost of small updates of a base that is in another coarse form already."""
+        if way != "rounded" or self._grid not in _COARSE or self._main not in _COARSE:
+            return None
+        return (
+            f"output.way: weights of {self.name} are in {self._grid} already, and a part of a small update is lost "
+            f"when they are rounded to {self._main}; beside an adapter, or with a 16-bit original, nothing is"
         )
 
+    @property
+    def _grid(self) -> str | None:
+        """The form that most of the weights with an adapter are in already; None if that is 16 bit."""
+        experts_alone = self.published == "mxfp4"  # as gpt-oss is published
+        return None if experts_alone and not self.adapts_experts else prequantized.main_form(self.architecture)
 
-def _check_llama_cpp(config: Config, architecture: Any, text: Any) -> None:
-    try:
-        gguf_families.family(architecture)
-    except ConfigError as error:
-        raise ConfigError(f"`output.serve`: {error}; set `16bit`, or another form for vLLM") from None
-    if config.output.way != "rounded" and getattr(text, "linear_num_value_heads", None):
-        raise ConfigError(
-            f"`output.way`: llama.cpp stores columns of `linear_attn.out_proj` of {config.model.name} in another "
-            "order, in which packed weights and adapters cannot follow; set `rounded`"
-        )
+    @property
+    def _main(self) -> str:
+        """The form of most weights that are served."""
+        return RECIPES[self.serve].main if self.serve in RECIPES else self.serve
 
+    def _to_adapter(self) -> Iterator[_Obstacle]:
+        runtime, published = serving.runtime_of(self.config.output), self.published
+        if without := serving.without_adapters(runtime, self.serve):
+            yield _Obstacle(without, (f"set `output.runtime` to one of {serving.with_adapters(self.serve)}",))
+        kinds = serving.GGUF if published == "gguf" else (published,)
+        if published and serving.kind_of(self.serve) not in kinds:
+            cure = _THE_FILE if published == "gguf" else f"set `output.serve: {published}`"
+            yield _Obstacle(f"{self._published}, which is not quantized again to {self.serve}", (cure,))
+        yield from self._to_packed()
+        why = _ON_EXPERTS.get((runtime, self.serve)) or _ON_EXPERTS.get((runtime, None))
+        if why and self.adapts_experts:
+            named = self.config.adapter.targets != "all-linear"
+            cure = "leave them out of `adapter.targets`" if named else "set `adapter.expert_rank: 0`"
+            yield _Obstacle(why, (cure,))
+        if published is None and self.serve in serving.RUNTIMES[runtime].as_published:
+            yield _Obstacle(
+                f"{runtime} computes several weights as one, with one factor of {self.serve}, and a base that is held "
+                "in training has one for each weight",
+                (f"name a base that is published in {self.serve}",),
+            )
 
-def _adapts_experts(section: AdapterSection, text: Any) -> bool:
-    return bool(experts.count(text)) and section.targets == "all-linear" and section.expert_rank != 0
+    def _to_exact(self) -> Iterator[_Obstacle]:
+        if self.serve not in serving.EXACT:
+            yield _Obstacle(f"weights cannot be rounded to {self.serve} in training")
+        if self.published:
+            yield _Obstacle(
+                f"{self._published}, and most updates are too small to move such a weight to its next value"
+            )
+        yield from self._to_packed()
+
+    def _to_packed(self) -> Iterator[_Obstacle]:
+        """Obstacles to a base that is held as a GGUF file has it."""
+        if self.serve in serving.GGUF and getattr(self.text, "linear_num_value_heads", None):
+            yield _Obstacle(
+                f"llama.cpp stores columns of `linear_attn.out_proj` of {self.name} in another order, in which packed "
+                "weights and adapters cannot follow"
+            )
+        in_file = (self.serve, serving.runtime_of(self.config.output)) == ("nvfp4", "llama.cpp")
+        if in_file and (odd := self._undivided(_NVFP4_IN_GGUF)):
+            yield _Obstacle(f"nvfp4 in a GGUF file has {odd}", ("set `output.serve: q8_0`",))
+
+    def _to_rounding(self) -> Iterator[_Obstacle]:
+        if self._grid == self._main != "q8_0":
+            yield _Obstacle(
+                f"weights of {self.name} are in {self._grid} already, and rounding them to it again undoes most of a "
+                "small update",
+                (_ORIGINAL,),
+            )
+
+    @property
+    def _published(self) -> str:
+        return f"{self.name} is published in {prequantized.METHODS[str(self.published)]}"

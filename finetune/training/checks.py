@@ -14,8 +14,14 @@ from finetune.training.strategies import STRATEGIES
 
 def check(config: Config, device: torch.device) -> None:
     """Raise MachineError for an unsupported precision or a tracker that is not installed, ConfigError for a batch
-    that cannot be divided among the ranks, or an optimizer that needs whole weights where a rank holds parts.
+    that cannot be divided among the ranks, an optimizer that needs whole weights where a rank holds parts, or random
+    weights that are to be served.
     """
+    if config.output.serve and config.model.weights == "random":
+        raise ConfigError(
+            "`output.serve`: random weights are not kept, so nothing can be exported; remove it, or set "
+            "`model.weights: pretrained`"
+        )
     precision, on_gpu = config.training.precision, device.type == "cuda"
     if precision == "fp16" and not on_gpu:
         raise MachineError("`training.precision: fp16` needs a CUDA device for its loss scaling; set bf16 or fp32")

@@ -7,12 +7,15 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
-from finetune.config import Config, dump
+from finetune.cli.output import announce
+from finetune.config import Config, dump, values_of
 from finetune.config.serving import EXACT, GGUF, GRIDS, RUNTIMES, SERVED, WAYS, resolved
 from finetune.errors import ConfigError
 from finetune.model import bounds
 from finetune.settings import CHOICES, load_config
+from finetune.training.checks import check
 
 
 @pytest.fixture
@@ -51,6 +54,9 @@ def test_runtime_way_and_kind_follow_from_what_is_served(
 ) -> None:
     config = load_config(job, overrides)
     assert chosen(config) == expected
+    (unresolved := job.with_name("unresolved.yaml")).write_text(dump(config))
+    assert chosen(load_config(unresolved)) == expected, "as `launch` writes it for another machine"
+    assert chosen(load_config(values_of(config))) == expected, "as `finetune.train(config, data=...)` takes it"
     again, _ = resolved(config)
     job.write_text(dump(again))
     assert chosen(load_config(job)) == expected, "a run's own config says the same"
@@ -139,6 +145,12 @@ WRONG: list[tuple[tuple[str, ...], str, tuple[str, ...]]] = [
     ((*_AUTO, "distributed.kind=fsdp"), "quantization.kind", ("distributed.kind=ddp",)),
     ((*_AUTO, "distributed.kind=deepspeed"), "quantization.kind", ("distributed.kind=ddp",)),
     (("output.serve=fp8", "model.vision=frozen"), "quantization.kind", ("model.vision=none",)),
+    (("output.serve=q8_0", "output.way=rounded", "model.vision=frozen"), "output.serve", ("model.vision=none",)),
+    (("output.serve=fp8", "output.way=rounded", "model.vision=frozen"), "output.serve", ("output.serve=16bit",)),
+    (
+        ("output.serve=16bit", "output.runtime=ollama", "model.vision=frozen"), "output.runtime",
+        ("output.runtime=vllm",),
+    ),
 ]  # fmt: skip
 
 
@@ -231,27 +243,47 @@ _NVFP4 = {
 _FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
 
 
+_GGUF = {
+    "quantization_config": {"quant_method": "gguf", "modules_to_convert": {"model.layers.0.mlp.up_proj.weight": "q4_0"}}
+}
+_QWEN_35 = {"model_type": "qwen3_5_text", "num_hidden_layers": 4}
+_BY_NAME = "adapter.targets=[q_proj,experts.gate_up_proj,experts.down_proj]"
+_BESIDE = "output.way=adapter"
+
+
 @pytest.mark.parametrize(
     ("of_base", "overrides", "key", "cure"),
     [
-        (_FP8, ["output.serve=q8_0"], "output.serve", "output.serve=fp8"),
-        (_FP8, ["output.serve=16bit"], "output.serve", "output.way=rounded"),
+        (_FP8, ["output.serve=q8_0", _BESIDE], "output.way", "output.serve=fp8"),
+        (_FP8, ["output.serve=16bit", _BESIDE], "output.way", "output.way=rounded"),
+        (_FP8, ["output.serve=fp8", "output.runtime=sglang"], "output.way", "output.runtime=vllm"),
         ({"hidden_size": 192}, ["output.serve=fp8"], "output.serve", "output.serve=q8_0"),
         ({"hidden_size": 192}, ["output.serve=int4"], "output.serve", "output.serve=16bit"),
+        ({"head_dim": 48}, ["output.serve=int4"], "output.serve", "output.serve=q8_0"),
+        ({"head_dim": 48}, ["output.serve=int4", "output.way=exact"], "output.serve", "output.serve=q8_0"),
+        ({"head_dim": 48}, ["output.serve=fp8", "output.way=rounded"], "output.serve", "output.serve=16bit"),
         ({"intermediate_size": 500}, ["output.serve=mxfp4"], "output.serve", "output.serve=q8_0"),
         ({"intermediate_size": 500}, ["output.serve=nvfp4"], "output.serve", "output.serve=q8_0"),
         (
             {"intermediate_size": 528}, ["output.serve=nvfp4", "output.way=exact", "output.runtime=llama.cpp"],
-            "output.serve", "output.serve=q8_0",
+            "output.way", "output.serve=q8_0",
         ),
         (_NVFP4, ["output.serve=nvfp4", "output.way=exact"], "output.way", "output.way=adapter"),
-        (_MIXTURE, ["output.serve=q4_0"], "output.way", "adapter.expert_rank=0"),
-        (_MIXTURE, ["output.serve=q4_0"], "output.way", "output.way=rounded"),
-        (
-            {"model_type": "qwen3_5_text", "num_hidden_layers": 4}, ["output.serve=q4_k_m"], "output.way",
-            "output.way=rounded",
-        ),
-        ({}, ["output.serve=nvfp4"], "output.way", "output.way=rounded"),
+        (_NVFP4, ["output.serve=nvfp4", "output.way=rounded"], "output.way", "output.way=adapter"),
+        (_GGUF, ["output.serve=q4_0", "output.runtime=ollama"], "output.way", "output.runtime=llama.cpp"),
+        (_GGUF, ["output.serve=q4_0", "output.way=rounded"], "output.way", "output.way=adapter"),
+        (_GGUF, ["output.serve=q4_k_m", "output.way=exact"], "output.way", "output.way=adapter"),
+        (_MIXTURE, ["output.serve=q4_0", _BESIDE], "output.way", "adapter.expert_rank=0"),
+        (_MIXTURE, ["output.serve=q4_0", _BESIDE], "output.way", "output.way=rounded"),
+        (_MIXTURE, ["output.serve=q4_0", _BESIDE], "output.way", "output.way=exact"),
+        (_MIXTURE, ["output.serve=q4_0", _BESIDE, _BY_NAME], "output.way", "output.way=rounded"),
+        (_MIXTURE, ["output.serve=fp8", _BESIDE], "output.way", "output.way=rounded"),
+        (_MIXTURE, ["output.serve=fp8", _BESIDE], "output.way", "adapter.expert_rank=0"),
+        (_MIXTURE | _FP8, ["output.serve=fp8"], "output.way", "adapter.expert_rank=0"),
+        (_QWEN_35, ["output.serve=q4_k_m", _BESIDE], "output.way", "output.way=rounded"),
+        (_QWEN_35, ["output.serve=q4_k_m", "output.way=exact"], "output.way", "output.way=rounded"),
+        ({}, ["output.serve=nvfp4", _BESIDE], "output.way", "output.way=rounded"),
+        ({}, ["output.serve=nvfp4", _BESIDE], "output.way", "output.way=exact"),
         ({"model_type": "olmo2"}, ["output.serve=q4_k_m"], "output.serve", "output.serve=16bit"),
         ({"hidden_act": "gelu"}, ["output.serve=q8_0"], "output.serve", "output.serve=16bit"),
     ],
@@ -272,6 +304,100 @@ def test_what_a_base_cannot_be_served_as_is_refused_once_it_is_known(
     assert note is not None
     assert note.startswith("output.serve: ")
     assert config.output.way != "auto"
+
+
+@pytest.mark.parametrize(
+    ("of_base", "overrides", "why"),
+    [
+        (_MIXTURE, ["output.serve=fp8"], "vLLM computes nonsense with an adapter on experts in FP8"),
+        (_MIXTURE, ["output.serve=q4_k_m"], "llama.cpp has no form for an adapter on experts"),
+        (_MIXTURE, ["output.serve=q4_k_m", _BY_NAME], "llama.cpp has no form for an adapter on experts"),
+        (_QWEN_35, ["output.serve=q4_k_m"], "llama.cpp stores columns of `linear_attn.out_proj`"),
+        ({}, ["output.serve=nvfp4"], "vllm computes several weights as one"),
+        ({}, ["output.serve=nvfp4", "output.runtime=vllm"], "vllm computes several weights as one"),
+        (_FP8, ["output.serve=16bit"], "is published in FP8, which is not quantized again to 16bit"),
+        (_FP8, ["output.serve=q8_0"], "is published in FP8, which is not quantized again to q8_0"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_a_base_cannot_have_beside_it_is_rounded_by_itself(
+    job: Path, of_base: dict[str, object], overrides: list[str], why: str, tmp_path: Path
+) -> None:
+    named = f"model.name={base(tmp_path / 'base', **of_base)}"
+    config, note = bounds.as_known_base_allows(load_config(job, [named, *overrides]))
+    assert config.output.way == "rounded"
+    assert "as one file, rounded after training (" in str(note)
+    assert why in str(note)
+    (saved := tmp_path / "saved.yaml").write_text(dump(config))
+    assert bounds.as_known_base_allows(load_config(saved))[0] == config
+    with pytest.raises(ConfigError, match=r"`output\.way`: "):
+        bounds.as_known_base_allows(load_config(job, [named, *overrides, _BESIDE]))
+
+
+def test_the_header_of_a_plan_says_it_of_its_base(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for mixture, said in (
+        (_MIXTURE, "(llama.cpp has no form for an adapter on experts)"),
+        ({}, "quantization.kind: q4_0"),
+    ):
+        named = f"model.name={base(tmp_path / str(len(mixture)), **mixture)}"
+        announce("plan", load_config(job, [named, "output.serve=q4_0"]))
+        title, line = capsys.readouterr().out.splitlines()[:2]
+        assert ("q4_0" in title) == (not mixture)
+        assert line.startswith("output.serve: q4_0 for llama.cpp as ")
+        assert said in line
+
+
+def test_a_mixture_whose_experts_have_no_adapter_is_served_beside_one(job: Path, tmp_path: Path) -> None:
+    named = f"model.name={base(tmp_path / 'base', **_MIXTURE)}"
+    for serve in ("q4_k_m", "fp8"):
+        for without in ("adapter.expert_rank=0", "adapter.targets=[q_proj]"):
+            config, _ = bounds.as_known_base_allows(load_config(job, [named, f"output.serve={serve}", without]))
+            assert config.output.way == "adapter"
+
+
+def test_experts_that_are_published_in_a_form_and_have_no_adapter_are_served_in_it(job: Path, tmp_path: Path) -> None:
+    in_mxfp4 = {"model_type": "gpt_oss", "num_local_experts": 4, "quantization_config": {"quant_method": "mxfp4"}}
+    serve = [f"model.name={base(tmp_path / 'base', **in_mxfp4)}", "output.serve=mxfp4", "output.runtime=ollama"]
+    config, _ = bounds.as_known_base_allows(load_config(job, [*serve, "adapter.expert_rank=0"]))
+    assert config.output.way == "rounded"
+    with pytest.raises(ConfigError, match="in mxfp4 already, and rounding them to it again undoes most"):
+        bounds.as_known_base_allows(load_config(job, serve))
+
+
+def test_a_kind_that_rounding_would_undo_is_refused_once_the_base_needs_it(job: Path, tmp_path: Path) -> None:
+    named = f"model.name={base(tmp_path / 'base', **_MIXTURE)}"
+    config = load_config(job, [named, "output.serve=q4_0", "quantization.kind=q4_0"])
+    with pytest.raises(ConfigError, match=r"`quantization\.kind`: an update of weights in q4_0 is mostly lost"):
+        bounds.as_known_base_allows(config)
+
+
+def test_advice_says_of_which_bases_a_runtime_takes_an_adapter(job: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(job, ["output.serve=nvfp4", "output.runtime=sglang", _BESIDE])
+    assert str(error.value).endswith("`output.runtime` to one of `vllm` for a base that is published in nvfp4")
+
+
+@pytest.mark.parametrize(
+    ("of_base", "serve", "lossy"),
+    [(_GGUF, "q4_k_m", True), (_GGUF, "q8_0", False), (_NVFP4, "mxfp4", True), (_FP8, "q4_k_m", False)],
+    ids=str,
+)
+def test_rounding_from_one_coarse_form_to_another_is_warned_of(
+    job: Path, of_base: dict[str, object], serve: str, lossy: bool, tmp_path: Path
+) -> None:
+    named = f"model.name={base(tmp_path / 'base', **of_base)}"
+    _, note = bounds.as_known_base_allows(load_config(job, [named, f"output.serve={serve}", "output.way=rounded"]))
+    assert ("a part of a small update is lost" in str(note)) == lossy
+
+
+def test_random_weights_are_planned_but_not_trained_to_be_served(job: Path) -> None:
+    served = ["output.serve=q4_0", "output.way=rounded"]
+    with pytest.raises(ConfigError, match=r"`output\.serve`: random weights are not kept") as error:
+        check(load_config(job, [*served, "model.weights=random"]), torch.device("cpu"))
+    assert error.value.exit_code == 2
+    check(load_config(job, served), torch.device("cpu"))
 
 
 def test_a_published_base_is_served_as_it_is(job: Path, tmp_path: Path) -> None:

@@ -177,7 +177,8 @@ def test_runs_side_by_side_share_where_they_start(quick) -> None:
 
 
 def test_a_base_of_random_weights_is_where_training_starts(quick) -> None:
-    run = finetune.train(quick(*exact("q4_0"), "model.weights=random", "training.max_steps=1")).run
+    snapped = ["quantization.kind=q4_0", "quantization.snap=true"]
+    run = finetune.train(quick(*snapped, "model.weights=random", "training.max_steps=1")).run
     assert exact_start.of_run(run) is None
     assert not run.start.exists()
 

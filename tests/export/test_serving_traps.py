@@ -5,6 +5,7 @@ docs/shipping.md lists those that no test here can show.
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ from gguf import GGMLQuantizationType, GGUFReader, dequantize
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
+from finetune.config import Config, serving
 from finetune.data.encoded import IGNORE
 from finetune.errors import ArtifactError, ConfigError
 from finetune.export import compressed_export, proof, server_commands
 from finetune.export.gguf import gguf_model, gguf_packed, gguf_recipes
+from finetune.model import bounds
 from finetune.model.source import chat_template
 from finetune.model.structure.packed import exact, pack
 
@@ -126,6 +129,40 @@ def test_a_file_that_decodes_to_other_values_than_trained_is_refused(model: Path
     other = {name: pack("q4_0", exact(weights[name]) * 1.5)}
     with pytest.raises(ArtifactError, match="are not those that were trained"):
         gguf_model.differing(model, config, file, other)
+
+
+@pytest.mark.parametrize(("base", "kept"), [("q4_0", 0.1), ("iq4_xs", 0.1), ("nvfp4", 0.3), ("fp8", 0.9), ("q8_0", 1)])
+def test_a_form_swallows_updates_of_weights_that_are_in_it_already(base: str, kept: float) -> None:  # traps 1 and 2
+    """What is left, along it, of an update of a tenth of a 4-bit step; see `served._COARSE`."""
+    generator = torch.Generator().manual_seed(0)
+    weights = exact(pack(base, torch.randn(128, 256, generator=generator) * 0.05))
+    update = torch.randn(128, 4, generator=generator) @ torch.randn(4, 256, generator=generator)
+    update *= 0.0277 * weights.square().mean().sqrt() / update.square().mean().sqrt()
+
+    def share(form: str) -> float:
+        moved = exact(pack(form, weights + update)) - exact(pack(form, weights))
+        return float((moved * update).sum() / update.square().sum())
+
+    assert share(base) <= kept + 0.05
+    assert share("q8_0") > 0.9
+    if base in ("fp8", "q8_0"):
+        assert share("q4_k") > 0.9 < share("q4_0")
+
+
+def test_a_mixture_in_fp8_is_served_merged(model: Path) -> None:  # trap 10: vllm#42007
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 1}
+    (model / "config.json").write_text(
+        json.dumps({"model_type": "qwen3_moe", "num_experts": 4, "num_attention_heads": 4, "vocab_size": 64, **sizes})
+    )
+    job = Config().changed({"model.name": str(model), "output.serve": "fp8"})
+    config, line = bounds.as_known_base_allows(job)
+    assert (config.output.runtime, config.output.way, serving.export_of(config.output)) == ("vllm", "rounded", "fp8")
+    assert "vLLM computes nonsense with an adapter on experts in FP8 (vllm#42007)" in str(line)
+    with pytest.raises(ConfigError, match=r"set `rounded`, or set `adapter\.expert_rank: 0`") as refused:
+        bounds.as_known_base_allows(job.changed({"output.way": "adapter"}))
+    assert refused.value.exit_code == 2
+    config, _ = bounds.as_known_base_allows(job.changed({"adapter.expert_rank": 0}))
+    assert config.output.way == "adapter"
 
 
 @pytest.mark.parametrize("kind", ["q4_0", "nvfp4"])

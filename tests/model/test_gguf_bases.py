@@ -376,9 +376,14 @@ def test_a_file_is_served_itself_and_in_no_other_form(tmp_path: Path) -> None:
     assert str(note).endswith("quantization.kind: gguf, the file is what is served")
     (saved := tmp_path / "saved.yaml").write_text(dump(config))
     assert load_config(saved) == config  # as later commands read it of a run
-    for serve in (["output.serve=int4"], ["output.serve=q8_0", "output.way=exact"]):
-        with pytest.raises(ConfigError, match=r"set `q4_k_m` and `output\.way: adapter`, which serves the file itself"):
-            resolved(*serve)
+    with pytest.raises(
+        ConfigError, match=r"set `rounded`, or set `output\.serve: q4_k_m`, which serves the file itself"
+    ):
+        resolved("output.serve=nvfp4", "output.way=adapter")
+    with pytest.raises(ConfigError, match=r"; set `adapter` or `rounded`$"):
+        resolved("output.serve=q8_0", "output.way=exact")
+    config, note = resolved("output.serve=nvfp4")
+    assert (config.quantization.kind, config.output.way) == ("gguf", "rounded")
 
 
 @pytest.mark.parametrize("name", ["builtin:tiny-llama", "missing.gguf"])

@@ -7,6 +7,7 @@ else is read: it can neither train on such weights nor merge into them.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,14 @@ def form(architecture: Any) -> str | None:
     # FP8 has other forms: one scale for each weight, experts in 4 bit (DeepSeek V4), quantized embeddings.
     blocks = block == [128, 128] and given.get("expert_dtype", "fp8") == "fp8" and not given.get("modules_to_convert")
     return method if method == "mxfp4" or _is_gguf(given) or (method == "fp8" and blocks) else None
+
+
+def main_form(architecture: Any) -> str | None:
+    """The form (of `structure.packed`) that most weights are published in; None if that is 16 bit."""
+    if (known := form(architecture)) != "gguf":
+        return known
+    forms = Counter(_given(architecture)["modules_to_convert"].values())
+    return forms.most_common(1)[0][0].removeprefix("gguf_") if forms else None
 
 
 def stated(architecture: Any, quantization: QuantizationSection) -> Mapping[str, Any] | None:

@@ -78,6 +78,13 @@ def packed_names(model: Any, config: Any, published: Any = None) -> set[str]:
     return set(quantizer.forms(model)) if isinstance(quantizer, _Packed) else set()
 
 
+def undivided(model: Any, block: int) -> Iterator[tuple[str, int]]:
+    """Name and inputs of each layer that can be packed, if blocks of so many weights do not divide its inputs."""
+    for name, module, own in _quantizer(FineGrainedFP8Config(), None).targets(model):
+        if (inputs := _columns(module, own)) % block:
+            yield name.removesuffix(".weight"), inputs
+
+
 def _quantizer(config: Any, published: Any) -> Any:
     with used():
         if published:
