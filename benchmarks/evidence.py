@@ -34,8 +34,6 @@ ROWS, HELD_OUT, CHARACTERS = 384, 64, 90
 SYMBOLS, KEY, ANSWER = 64, 3, 8
 """A fact is a key of three symbols and an answer of eight, drawn at random."""
 TOLD, LEARNED_BEFORE = {"many": 512, "few": 128}, 1024
-STUDENT = {3: 4.303, 4: 3.182}
-"""The 97.5% point of Student's t by the number of values (one degree of freedom fewer)."""
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
@@ -255,7 +253,9 @@ def _write(name: str, rows: Sequence[Mapping[str, Any]]) -> None:
 
 def interval(values: Sequence[float]) -> dict[str, float]:
     """The mean of one value a seed with its 95% interval."""
-    half = STUDENT[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
+    from finetune.inference.intervals import half_width
+
+    half = half_width(values)
     mean = statistics.fmean(values)
     return {name: round(value, 4) for name, value in {"mean": mean, "low": mean - half, "high": mean + half}.items()}
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import math
 import statistics
 import tempfile
 import time
@@ -45,6 +44,7 @@ from finetune.export.conversion import Conversion
 from finetune.export.gguf import gguf_export, llama_cpp
 from finetune.export.rounding import rounded_run
 from finetune.inference import jobs
+from finetune.inference.intervals import half_width
 from finetune.model.source.locate import locate
 from finetune.model.structure import packed, recipes
 from finetune.report.terminal import Terminal
@@ -54,8 +54,8 @@ from finetune.storage.rundir import RunDirectory
 CPU = torch.device("cpu")
 CONFIG = harness.ROOT / "configs/tiny_cpu.yaml"
 KINDS = ("q4_0", "q4_k_m", "iq4_xs", "int4", "mxfp4", "nvfp4", "q5_k_m", "q6_k", "q8_0", "fp8")
-_T = {3: 4.303, 4: 3.182, 5: 2.776}
-"""Quantiles of Student's t for 95% intervals, by the number of seeds."""
+_LEAST_SEEDS = 3
+"""How many seeds an interval is written for."""
 
 
 @dataclass(frozen=True)
@@ -302,7 +302,7 @@ def measured(job: Trained, cells: Cells) -> Iterator[dict[str, Any]]:
 def interval(numbers: list[float]) -> list[float]:
     """Mean, and the ends of its 95% interval."""
     mean = statistics.fmean(numbers)
-    half = _T[len(numbers)] * statistics.stdev(numbers) / math.sqrt(len(numbers))
+    half = half_width(numbers)
     return [round(mean, 4), round(mean - half, 4), round(mean + half, 4)]
 
 
@@ -318,7 +318,7 @@ def save(path: Path, base: str, seed: int, found: dict[str, Any]) -> None:
     for way in WAYS:
         cells = [each.get(way, {}) for _, each in sorted(seeds.items())]
         shares = {kind: [each[kind]["kept"] for each in cells if kind in each] for kind in KINDS}
-        if intervals := {kind: interval(each) for kind, each in shares.items() if len(each) in _T}:
+        if intervals := {kind: interval(each) for kind, each in shares.items() if len(each) >= _LEAST_SEEDS}:
             kept[way] = intervals
     bases[base]["kept"] = kept
     harness.write_result(path, {"command": harness.command_line(), "environment": environment, "bases": bases})

@@ -19,25 +19,29 @@ os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="finetune-tests-")
 from pathlib import Path
 
 import pytest
-import torch
-from children import Children
-from jobs import QUICK, TINY, sampled
-from safetensors.torch import load_file, save_file
-from seeing_jobs import AFTER, SeeingRun
 
-import finetune
-from finetune import cli
-from finetune.config import Config
-from finetune.forecast.kept import Kept
-from finetune.inference import answers
-from finetune.model.source.locate import BUILTIN_BASE, locate
-from finetune.report import plots
-from finetune.settings import load_config
-from finetune.storage.files import write_bytes
-from finetune.storage.rundir import RunDirectory
-from finetune.training import run as training_run
-from finetune.training.job import TrainingJob
-from finetune.training.loop import Loop
+from finetune.runtime import libraries
+
+with libraries.importing():  # as the command line does
+    import torch
+    from children import Children
+    from jobs import QUICK, TINY, sampled
+    from safetensors.torch import load_file, save_file
+    from seeing_jobs import AFTER, SeeingRun
+
+    import finetune
+    from finetune import cli
+    from finetune.config import Config
+    from finetune.forecast.kept import Kept
+    from finetune.inference import answers
+    from finetune.model.source.locate import BUILTIN_BASE, locate
+    from finetune.report import plots
+    from finetune.settings import load_config
+    from finetune.storage.files import write_bytes
+    from finetune.storage.rundir import RunDirectory
+    from finetune.training import run as training_run
+    from finetune.training.job import TrainingJob
+    from finetune.training.loop import Loop
 
 # Nothing here outlives a loss of power, which alone fsync is for, and waiting for a disk is a tenth of a short run.
 os.fsync = lambda descriptor: None
@@ -191,21 +195,23 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
 
 
+def _made_once(folder: Path, make: Callable[[], object]) -> None:
+    """Make a folder that the processes of pytest-xdist share: the first that asks does, and the others wait."""
+    with open(folder.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            make()
+
+
 @pytest.fixture(scope="session")
 def trained(shared_folder: Path, rows_file: Path) -> RunDirectory:
-    """A finished run of the tiny job, forecast and long enough for the adapter to matter. Do not write to it.
-
-    The processes of pytest-xdist share it: the first that asks trains, and the others wait.
-    """
+    """A finished run of the tiny job, forecast and long enough for the adapter to matter. Do not write to it."""
     run = RunDirectory(shared_folder / "trained")
-    with open(shared_folder / "trained.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not run.path.exists():
-            job = [
-                f"data.train={rows_file}", "data.eval_share=0.2", "training.batch_size=8", "training.max_steps=20",
-                "training.eval_every=10", "output.merge=false",
-            ]  # fmt: skip
-            finetune.train(load_config(TINY, [*job, f"output.dir={run.path}"]))
+    job = [
+        f"data.train={rows_file}", "data.eval_share=0.2", "training.batch_size=8", "training.max_steps=20",
+        "training.eval_every=10", "output.merge=false", f"output.dir={run.path}",
+    ]  # fmt: skip
+    _made_once(run.path, lambda: finetune.train(load_config(TINY, job)))
     return run
 
 
@@ -216,9 +222,11 @@ def run(trained: RunDirectory, tmp_path: Path) -> RunDirectory:
 
 
 @pytest.fixture(scope="session", params=sampled(AFTER, "qwen3_vl", "gemma3"))
-def seeing_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SeeingRun:
-    """A finished run of each of a few families of bases that see. Do not write to it."""
-    return SeeingRun.trained(tmp_path_factory.mktemp(request.param), request.param)
+def seeing_run(request: pytest.FixtureRequest, shared_folder: Path) -> SeeingRun:
+    """A finished run of each of a few families of bases that see. Do not write to it, nor to its base."""
+    seen = SeeingRun(request.param, shared_folder / f"trained-{request.param}")
+    _made_once(seen.folder, seen.train)
+    return seen
 
 
 @pytest.fixture(scope="session")

@@ -87,18 +87,17 @@ class SeeingRun:
     family: str
     folder: Path
 
-    @classmethod
-    def trained(cls, folder: Path, family: str) -> SeeingRun:
-        """Train one in `folder`, enough for the adapter to matter."""
-        seeing.base(folder / "base", family)
-        seeing.rows(folder, [example(folder, number) for number in range(6)])
+    def train(self) -> None:
+        """Make the base and the rows, and train enough for the adapter to matter."""
+        self.folder.mkdir()
+        seeing.base(self.folder / "base", self.family)
+        seeing.rows(self.folder, [example(self.folder, number) for number in range(6)])
         changes = {
-            "quantization.kind": AFTER[family], "training.max_steps": 6, "training.learning_rate": 0.005,
-            "data.eval": str(folder / "held_out.jsonl"), "output.merge": False,
+            "quantization.kind": AFTER[self.family], "training.max_steps": 6, "training.learning_rate": 0.005,
+            "data.eval": str(self.folder / "held_out.jsonl"), "output.merge": False,
         }  # fmt: skip
-        seeing.rows(folder, [example(folder, number) for number in range(6, 12)], "held_out.jsonl")
-        finetune.train(config(folder, **changes))
-        return cls(family, folder)
+        seeing.rows(self.folder, [example(self.folder, number) for number in range(6, 12)], "held_out.jsonl")
+        finetune.train(config(self.folder, **changes))
 
     @property
     def run(self) -> RunDirectory:

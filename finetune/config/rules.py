@@ -62,6 +62,8 @@ SERVING = (
 )  # fmt: skip
 """Rules that hold before anything follows from what is served (`serving.resolved`)."""
 
+_WITH_MODULES = but([], ["score"])
+"""Not the head for scores, which training such a model adds by itself."""
 _WHOLE = "needs whole weights, of which a rank has slices"
 
 RULES = (
@@ -125,7 +127,7 @@ RULES = (
             ("adapter.dora", only(True), "cannot rescale them, as DoRA does", "adapter.dora: false", "rounded"),
             ("adapter.init", but("default"), "start from an update of zero", "adapter.init: default", "rounded"),
             (
-                "adapter.extra_modules", but([]), "have no modules beside them that are trained in full",
+                "adapter.extra_modules", _WITH_MODULES, "have no modules beside them that are trained in full",
                 "adapter.extra_modules: []", "rounded",
             ),
             (
@@ -148,7 +150,11 @@ RULES = (
     *(
         Rule("output.serve", but(None), other, others, f"{reason}; remove it, or set `{remedy}`")
         for other, others, reason, remedy in (
-            ("adapter.kind", only("none"), "every weight is trained, and no base is served", "adapter.kind: lora"),
+            (
+                "adapter.kind", only("none"),
+                "every weight is trained, and no base is served (`finetune export RUN --to gguf --type q4_k_m "
+                "--rounded` rounds such a model after training)", "adapter.kind: lora",
+            ),
             (
                 "training.objective", only("reward", "classification"),
                 "a model with a head for scores is served as it is", "training.objective: supervised",
@@ -162,7 +168,7 @@ RULES = (
         )
         for key, values, reason, remedy in (
             ("adapter.dora", only(True), "cannot rescale the weights of its base", "adapter.dora: false"),
-            ("adapter.extra_modules", but([]), "refuses whole modules beside it", "adapter.extra_modules: []"),
+            ("adapter.extra_modules", _WITH_MODULES, "refuses whole modules beside it", "adapter.extra_modules: []"),
             ("data.new_tokens", but([]), "refuses rows of tokens beside it", "data.new_tokens: []"),
             ("model.vocabulary", but(None), "has the vocabulary of its base", "model.vocabulary: null"),
             ("adapter.init", only("pissa", "loftq"), "has the base as it is", "adapter.init: default"),
@@ -280,6 +286,7 @@ RULES = (
             ("adapter.start_from", but(None), "starts from an adapter of zero", "adapter.start_from: null"),
             ("distributed.kind", only("fsdp", "deepspeed"), "is not divided among ranks", "distributed.kind: ddp"),
             ("data.new_tokens", but([]), "has no head with rows for tokens", "data.new_tokens: []"),
+            ("quantization.snap", only(True), "is not rounded in training", "quantization.snap: false"),
         )
     ),
     Rule(
@@ -349,13 +356,17 @@ def contradictions(config: Config) -> list[tuple[str, str]]:
     """(key, message with remedy) of each broken rule, and of checks that a schema cannot express."""
     broken = [(rule.key, rule.message) for rule in SERVING if rule.broken(config)]
     broken += serving.contradictions(config)
+    asked = config
     if not broken:
         config, _ = serving.resolved(config)
     rules = [rule for rule in RULES if rule.broken(config)]
     told = {rule.key for rule in rules if rule.other in ("output.way", "quantization.snap")}
-    # The kind follows from what is served: advice to set another would lead nowhere.
+    # The kind and `snap` follow from what is served: advice to set others would lead nowhere.
     broken += [
-        (rule.key, rule.message) for rule in rules if not (rule.other == "quantization.kind" and rule.key in told)
+        (rule.key, rule.message)
+        for rule in rules
+        if not (rule.other == "quantization.kind" and rule.key in told)
+        and not (rule.key == "quantization.snap" and not asked.quantization.snap)
     ]
     trained = {entry.source for entry in entries(config.data.train) if not entry.source.startswith("builtin:")}
     for held_out in (entry.source for entry in entries(config.data.eval) if entry.source in trained):

@@ -7,6 +7,8 @@ refused. PyYAML composes the nodes; its own constructors support only 1.1 and ke
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -58,6 +60,12 @@ def scalar(text: str) -> Any:
 
 def parse(text: str) -> Document:
     """Parse a YAML mapping; every problem found is in `Document.problems`, none is raised."""
+    return copy.deepcopy(_parsed(text))
+
+
+@functools.lru_cache(maxsize=64)
+def _parsed(text: str) -> Document:
+    """The same, once for each text: a run reads its config again and again, each time in hundredths of a second."""
     if len(text) > MAX_BYTES:
         return _refused(0, f"the file is larger than {MAX_BYTES} characters; a config is a page")
     try:

@@ -32,7 +32,7 @@ from finetune.export import compressed_export, proof, server_commands, server_na
 from finetune.export.card import public
 from finetune.export.compressed_layouts import LAYOUTS
 from finetune.export.conversion import Conversion
-from finetune.export.gguf import gguf_model, held_base
+from finetune.export.gguf import gguf_model, held_base, llama_cpp
 from finetune.export.server_experts import PROJECTIONS, Experts, refusal
 from finetune.model import build
 from finetune.model.adapters import adapter, adapter_files, plain_peft
@@ -144,7 +144,11 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
         file, weights, differences = beside
         again = held_base.read(job, file, weights, base_dtype(config.adapter, config.training))
         whole = again and _read(again, config.adapter, renamed, rank, folder, on_experts)
-        held, unrun = _prove_in_gguf(job, file, whole, folder, trained, base_logits)
+        held, unrun = _prove_in_gguf(job, file, whole, folder, trained, base_logits, differences)
+    if beside and packings:
+        differences.append(llama_cpp.FLOOR)
+    if any(how.form == "fp8" for how in packings):
+        differences.append(compressed_export.ACTIVATIONS)
     if overrides and not (beside and beside[0].is_relative_to(folder)):
         differences.append(
             f"the base must be served with {json.dumps(overrides)} in its config.json, as the commands do; the files "
@@ -186,8 +190,9 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
 
 
 def _prove_in_gguf(
-    job: Conversion, file: Path, whole: Any | None, folder: Path, trained: list[torch.Tensor], base: list[torch.Tensor]
-) -> tuple[dict[str, Any], list[str]]:
+    job: Conversion, file: Path, whole: Any | None, folder: Path, trained: list[torch.Tensor],
+    base: list[torch.Tensor], differences: list[str],
+) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
     """Compare the base in `file` with the adapter, `whole` (None: only llama.cpp reads it), with what was trained.
 
     Returns the facts of export.json, and what was not run.
@@ -199,7 +204,7 @@ def _prove_in_gguf(
     }
     if whole:
         held |= job.served(proof.logits(whole, job.rows), trained, base)["served"]
-    held["llama_cpp"], unrun = held_base.run(job, file, folder / GGUF, trained, base)
+    held["llama_cpp"], unrun = held_base.run(job, file, folder / GGUF, trained, base, differences)
     return held, unrun
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 from finetune.model.structure.experts import Mixture
 
@@ -52,10 +53,10 @@ class Work:
     swapped_bytes: int = 0
 
     def __add__(self, other: Work) -> Work:
-        return Work(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+        return Work(*map(operator.add, vars(self).values(), vars(other).values()))
 
     def __mul__(self, times: float) -> Work:
-        return Work(*(int(getattr(self, each.name) * times) for each in fields(self)))
+        return Work(*(int(value * times) for value in vars(self).values()))
 
 
 @dataclass

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -31,12 +31,13 @@ from finetune.forecast import operators
 from finetune.forecast.known_values import KnownValues
 from finetune.forecast.operator_costs import DeviceOperators
 from finetune.forecast.operators import flat
-from finetune.forecast.trace import Stretch, Trace, TracedBlock, Work, moved
+from finetune.forecast.trace import Stretch, Trace, TracedBlock
 from finetune.measure.monitor import Monitor, Peak
 from finetune.runtime import patches
 
+_TURNED_TO = ("adapter", "gradients")
 _WEIGHTS = ("base_weights", "quantization_state", "adapter")
-_aten = torch.ops.aten
+_aten, _DEVICE = torch.ops.aten, torch.ops.prim.device.default
 # How transformers asks whether nothing is padded, or whether rows are not packed: `mask.all()`, or `mask.sum() ==
 # mask.numel()` (transformers 5.23, masking_utils).
 _ALL = ("aten::all", "aten::eq.Scalar")
@@ -96,26 +97,53 @@ class _Call:
 
 
 @dataclass(frozen=True)
-class _Program:
-    """The recording of an operator: shape, type and block of each output, and its blocks' bytes, events and work.
+class _Form:
+    """The form of a tensor, and the number of elements of its storage."""
 
-    Blocks are numbered from its first.
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    elements: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Form:
+        elements = tensor.untyped_storage().nbytes() // tensor.itemsize
+        return cls(tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, elements)
+
+    def made(self) -> torch.Tensor:
+        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+        if made.untyped_storage().nbytes() == self.elements * made.itemsize:
+            return made
+        return torch.empty(self.elements, dtype=self.dtype).as_strided(self.shape, self.stride, self.offset)
+
+
+@dataclass(frozen=True)
+class _Program:
+    """The recording of a kernel that is written in Python: its outputs with the numbers of their blocks, the bytes and
+    layer of each block, and its stretches.
+
+    Blocks are numbered from its first. A layer is a number in a list: of the call, and of each of its inputs.
     """
 
-    outputs: Sequence[tuple[torch.Size, torch.dtype]] | None
+    outputs: Any
     numbers: Sequence[int]
-    sizes: Sequence[int]
-    events: Sequence[int]
-    work: Work
+    blocks: Sequence[tuple[int, int]]
+    stretches: Sequence[tuple[int, Stretch]]
+    ends_on: int
 
 
-_ALIKE = ("finetune::grid", "finetune::decode_packed_", "finetune::snap_")
-"""Programs of dozens of operators, run for each product, that do the same for all arguments of the same shapes."""
+_OF_WORKSPACE = ("finetune::grid", "finetune::decode_packed_", "finetune::snap_")
+"""Programs whose outputs are gone with the product that they are made for."""
 
 
 def _alike(value: Any) -> Hashable:
-    """What such a program's work follows from."""
-    return (value.shape, value.stride(), value.dtype) if isinstance(value, torch.Tensor) else value
+    """What the work of a kernel follows from, of an argument."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, dict):
+        return tuple((key, _alike(each)) for key, each in value.items())
+    return tuple(map(_alike, value)) if isinstance(value, (tuple, list)) else value
 
 
 _Case = tuple[Callable[[_Call], bool], Callable[[_Call], Any]]
@@ -147,11 +175,10 @@ class TraceRecorder(TorchDispatchMode):
         # Of each table the first case that applies decides.
         self._not_recorded: tuple[_Case, ...] = (
             # Of a DTensor only views are taken, but torch tries those out on tensors of its own.
-            (lambda call: call.name == "prim::device" or DTensor in call.types, _Call.run),
+            (lambda call: DTensor in call.types, _Call.run),
             (lambda call: call.name == "aten::_local_scalar_dense", self._read),
         )
         self._run_otherwise: tuple[_Case, ...] = (
-            (lambda call: call.name in _ALIKE and call.name in operators.python, self._run_alike),
             (lambda call: call.name in operators.python, self._run_in_python),
             (lambda call: call.name == "aten::add.Tensor" and _accumulates_in_place(call.args), self._add_in_place),
             (lambda call: self.answers.know_size(call), self._run_on_values),
@@ -252,6 +279,8 @@ class TraceRecorder(TorchDispatchMode):
     # -- operators -------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE:  # asked as often as all others together
+            return func(*args)
         call = _Call(func, types, args, kwargs or {})
         for applies, answer in self._not_recorded:
             if applies(call):
@@ -310,57 +339,91 @@ class TraceRecorder(TorchDispatchMode):
         return self.answers.scalar(call.args[0], self._made_by.get(call.args[0]))
 
     def _run_in_python(self, call: _Call) -> Any:
-        """Run a kernel that is written in Python and record what it allocates; its output is not workspace."""
+        """Run a kernel that is written in Python and record what it allocates, or repeat its recording.
+
+        Its output is no workspace, but for `_OF_WORKSPACE`.
+        """
+        category = "workspace" if call.name in _OF_WORKSPACE else self.category
+        followed = call.inputs if self._by_layer_of_input else ()  # to whose layers the inner operators go
+        layers = [self.layer, *map(self._layer_of, followed)]
+        turns = [self._category_of(tensor) in _TURNED_TO for tensor in followed] if self._turn else ()
+        places = (*map(layers.index, layers),), (*turns,), bool(followed)
+        key = (call.name, _alike(call.args), _alike(call.kwargs), places)
+        known, turn = self.answers.known, self._turn
+        anew = known and any(known.of(tensor) is not None for tensor in call.inputs)
+        if not anew and (program := self._programs.get(key)):
+            out = self._repeat_program(program, layers)
+        else:
+            first, asked, outer = len(self._blocks), self.answers.asked, self._stretches
+            self._stretches = []
+            try:
+                out = self._run_program(call)
+            finally:
+                recorded, self._stretches = self._stretches, outer
+                ends_on = self.layer
+                self._append(recorded)
+                self.layer = ends_on
+            if not anew and (asked, turn) == (self.answers.asked, self._turn):
+                self._keep_program(key, layers, first, recorded, out)
+        for part in flat(out):
+            self.mark(part, category)
+        return out
+
+    def _run_program(self, call: _Call) -> Any:
         if call.name == "aten::_grouped_mm" and call.args[1].dim() == 3:
             sizes = call.args[0].shape[0], call.args[1].shape[0]
             call.kwargs = {**call.kwargs, "busiest": lambda: self.answers.busiest(*sizes)}
         outer, self.category = self.category, "workspace"
         try:
             with self:
-                out = self._operators.python[call.name](*call.args, **call.kwargs)
+                return self._operators.python[call.name](*call.args, **call.kwargs)
         finally:
             self.category = outer
-        for part in flat(out):
-            self.mark(part, outer)
+
+    def _keep_program(
+        self, key: Hashable, layers: list[int | None], first: int, recorded: Sequence[Stretch], out: Any
+    ) -> None:
+        """Keep a recording to repeat, if all blocks in it are its own and none but its outputs' live on."""
+        own = [stretch.moved(-first) for stretch in recorded]
+        events = [event for stretch in own for event in stretch.events]
+        lasting = {event - 1 for event in events if event > 0} - {-event - 1 for event in events if event < 0}
+        outputs = [output for output in flat(out) if isinstance(output, torch.Tensor)]
+        numbers = [number - first for output in outputs if (number := self._number(output)) is not None]
+        at = {layer: number for number, layer in reversed(list(enumerate(layers)))}
+        blocks = self._blocks[first:]
+        if (
+            lasting == set(numbers)
+            and len(lasting) == len(outputs)
+            and all(abs(event) > first for stretch in recorded for event in stretch.events)
+            and {stretch.layer for stretch in own} | {block.layer for block in blocks} | {self.layer} <= at.keys()
+        ):
+            self._programs[key] = _Program(
+                tree_map_only(torch.Tensor, _Form.of, out),
+                numbers,
+                [(block.bytes, at[block.layer]) for block in blocks],
+                [(at[stretch.layer], stretch) for stretch in own],
+                at[self.layer],
+            )
+
+    def _repeat_program(self, program: _Program, layers: Sequence[int | None]) -> Any:
+        first = len(self._blocks)
+        self._blocks += [TracedBlock(size, "workspace", layers[at], self.managed) for size, at in program.blocks]
+        self._append(
+            [replace(stretch.moved(first), phase=self.phase, layer=layers[at]) for at, stretch in program.stretches]
+        )
+        self.layer = layers[program.ends_on]
+        out = tree_map_only(_Form, _Form.made, program.outputs)
+        outputs = [output for output in flat(out) if isinstance(output, torch.Tensor)]
+        for number, output in zip(program.numbers, outputs, strict=True):
+            self._watch(output, first + number)
         return out
 
-    def _run_alike(self, call: _Call) -> Any:
-        """Run a program in Python once for arguments of the same shapes, and then repeat its recording.
-
-        All that it makes is workspace, also what it returns: None or a list of tensors.
-        """
-        key = (call.name, *map(_alike, call.args))
-        if (program := self._programs.get(key)) is not None:
-            return self._repeat_program(program)
-        first, stretch = len(self._blocks), self._stretch()
-        events, before, stretch.work = len(stretch.events), stretch.work, Work()
-        outer, self.category = self.category, "workspace"
-        try:
-            with self:
-                made = self._operators.python[call.name](*call.args)
-        finally:
-            self.category = outer
-            work, stretch.work = stretch.work, before + stretch.work
-        own = moved(stretch.events[events:], -first)
-        numbers = [number - first for output in made or () if (number := self._number(output)) is not None]
-        lasting = {event - 1 for event in own if event > 0} - {-event - 1 for event in own if event < 0}
-        if lasting == set(numbers) and len(lasting) == len(made or ()):  # nothing of another's, or shared
-            outputs = None if made is None else [(output.shape, output.dtype) for output in made]
-            sizes = [block.bytes for block in self._blocks[first:]]
-            self._programs[key] = _Program(outputs, numbers, sizes, own, work)
-        return made
-
-    def _repeat_program(self, program: _Program) -> Any:
-        first, stretch = len(self._blocks), self._stretch()
-        self._blocks += [TracedBlock(size, "workspace", self.layer, self.managed) for size in program.sizes]
-        stretch.events += moved(program.events, first)
-        stretch.work += program.work
-        if program.outputs is None:
-            return None
-        made = [torch.empty(shape, dtype=dtype) for shape, dtype in program.outputs]
-        for number, output in zip(program.numbers, made, strict=True):
-            self._watch(output, first + number)
-        return made
+    def _append(self, stretches: Iterable[Stretch]) -> None:
+        for stretch in stretches:
+            self.layer = stretch.layer
+            last = self._stretch()
+            last.events += stretch.events
+            last.work += stretch.work
 
     def _run_on_values(self, call: _Call) -> Any:
         """An operator's result of the size that follows from its values."""
@@ -477,7 +540,7 @@ class TraceRecorder(TorchDispatchMode):
             over_layers = len(layers) > 1
             self.layer, self._turn = None if over_layers else layers.pop(), False
             return over_layers
-        if not self._turn or self._category_of(call.inputs[0]) in ("adapter", "gradients"):
+        if not self._turn or self._category_of(call.inputs[0]) in _TURNED_TO:
             self.layer = self._layer_of(call.inputs[0])
         return False
 
@@ -539,7 +602,7 @@ class Answers:
 
     `uneven`: whether attention needs a mask, for padding or packed rows. `trained_tokens`: the number of positions with
     a label. `tokens`: the number of positions; 0 where all experts get equally many in grouped products. `known` are
-    values from which other answers follow, of a batch with images.
+    values from which other answers follow, of a batch with images. `asked` counts the answers.
     """
 
     def __init__(
@@ -552,6 +615,7 @@ class Answers:
         self.tokens = tokens
         self._routing = routing or Routing()
         self._experts = 1
+        self.asked = 0
         self.shapes = {
             "aten::index.Tensor": self._index,
             "aten::nonzero": self._nonzero,
@@ -564,6 +628,7 @@ class Answers:
         The exception is "are all of a mask alike?", which the batch answers. One half, because an optimizer may divide
         by a number that it reads or by one minus it (NAdam's `mu_product`).
         """
+        self.asked += 1
         if tensor.dtype is torch.bool:
             return not self.uneven if source in _ALL else True
         return 0.5 if tensor.dtype.is_floating_point else 1
@@ -576,6 +641,7 @@ class Answers:
 
     def busiest(self, rows: int, experts: int) -> int:
         """The most of `rows` (each token, once for each of its experts) that go to one expert: every token once."""
+        self.asked += 1
         self._routing.matters = True
         return max(0 if self._routing.evenly else min(rows, self.tokens), -(-rows // experts))
 
@@ -583,6 +649,7 @@ class Answers:
         """Selecting by a mask takes as many rows as there are trained tokens."""
         source, indices = args
         if len(indices) == 1 and indices[0] is not None and indices[0].dtype is torch.bool:
+            self.asked += 1
             mask = indices[0]
             flat = source.reshape(-1, *source.shape[mask.dim() :])
             known = self.known and self.known.number(mask)
@@ -593,6 +660,7 @@ class Answers:
     def _nonzero(self, func: Any, args: Any) -> tuple[Any, Any]:
         """Loops over experts: one expert is hit, and every token goes to it; or each by its share."""
         mask, evenly = args[0], self._routing.evenly
+        self.asked += 1
         self._routing.matters = True
         if mask.dim() == 1:
             self._experts = mask.numel() if evenly else 1

@@ -27,14 +27,16 @@ class SweepView(PageView):
 
     @property
     def winner(self) -> str | None:
-        """The setting that no other can be mistaken for on the evaluation rows."""
+        """The setting that no other can be mistaken for on the evaluation rows and seeds."""
         return self.table.winner
 
     def title(self) -> str:
         return f"Sweep of {len(self.table.settings)} settings"
 
     def as_dict(self) -> dict[str, Any]:
-        """The table as JSON values: `settings`, the best first, `winner`, and why there is none (`undecided`)."""
+        """The table as JSON values: `settings`, the best first, `winner`, why there is none
+        (`undecided`), and what the intervals leave out (`note`).
+        """
         return self.table.as_dict()
 
     def frame(self) -> Any:
@@ -59,6 +61,7 @@ class SweepView(PageView):
         table = self.table
         rows = f"{words.count(table.rows)} evaluation rows"
         verdict = f"winner: {table.winner}, on {rows}" if table.winner else f"no winner: {table.undecided} ({rows})"
+        verdict += f"; {table.note}" if table.note else ""
         settings = _HEAD, [_row(each) for each in table.settings]
         return {"settings": settings, "verdict": verdict, "cost": _cost(table.settings)}
 

@@ -144,8 +144,12 @@ def base(config: Config) -> str:
     """The base and how it is stored, such as `meta-llama/Llama-2-7b-hf in nf4; bf16 arithmetic`."""
     quantization = config.quantization
     double = ", constants quantized too" if quantization.double and quantization.kind in ("nf4", "fp4") else ""
-    named = {"none": ", unquantized;", "auto": ", as little quantized as fits;"}
-    stored = named.get(quantization.kind, f" in {quantization.kind}{double};")
+    named = {
+        "none": ", unquantized;", "auto": ", as little quantized as fits;",
+        **dict.fromkeys(("published", "gguf"), ", as published;"),
+    }  # fmt: skip
+    of_file = config.model.name.endswith(".gguf") and quantization.kind != "none"  # which is quantized to nothing else
+    stored = named.get("gguf" if of_file else quantization.kind, f" in {quantization.kind}{double};")
     weights = " with random weights" if config.model.weights == "random" else ""
     if rope := config.model.rope_scaling:
         weights += f" and {rope.rope_type} rotary scaling by {rope.factor:g},"
@@ -252,15 +256,16 @@ def _bound(seconds: float) -> str:
 def mixture(stored: Mixture) -> str:
     """Describe how experts are stored, and how many of all parameters stay unquantized."""
     text = f"{count(stored.experts)} a layer" if stored.experts else "all"
+    kind = "the types of the file" if stored.kind == "gguf" else stored.kind
     if stored.kind == "none":
         return f"{text} unquantized"
     if stored.quantized_experts == 1:
-        text += f" in {stored.kind}"
+        text += f" in {kind}"
     elif stored.quantized_experts == 0:
         form = "linear layers only" if stored.kind == "int8" else "no experts kept as this architecture keeps them"
         text += f" unquantized (bitsandbytes has {stored.kind} for {form})"
     else:
-        text += f", {share(stored.quantized_experts)} of their parameters in {stored.kind}"
+        text += f", {share(stored.quantized_experts)} of their parameters in {kind}"
     return f"{text}; {count(stored.unquantized)} of all {count(stored.parameters)} parameters stay unquantized"
 
 

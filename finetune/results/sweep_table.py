@@ -19,8 +19,8 @@ class SettingResult:
 
     `loss`: nats per trained token of the evaluation rows, after `share` of the run, in which all of its `runs` were
     compared last; None if not compared yet. `difference`: that from the best setting after the same share, with its
-    95% confidence interval paired by rows; None of the best itself. `why`: of one that was stopped, diverged or failed.
-    `seconds`: of training, over all starts.
+    95% confidence interval paired by rows and seeds; None of the best itself. `why`: of one that was stopped, diverged
+    or failed. `seconds`: of training, over all starts.
     """
 
     setting: str
@@ -36,8 +36,8 @@ class SettingResult:
 
 @dataclass(frozen=True)
 class SweepTable:
-    """The settings of a sweep, the best first. `winner` is a setting that no other can be mistaken for on these rows;
-    without one, `undecided` says why.
+    """The settings of a sweep, the best first. `winner` is a setting that no other can be mistaken for on these rows
+    and seeds; without one, `undecided` says why.
     """
 
     folder: Path
@@ -46,6 +46,14 @@ class SweepTable:
     winner: str | None
     undecided: str
 
+    @property
+    def note(self) -> str:
+        """What the intervals leave out, if there are any."""
+        if any(each.difference and len(each.runs) == 1 for each in self.settings):
+            return "one seed was trained, so what another seed would change is not in the intervals"
+        return ""
+
     def as_dict(self) -> dict[str, Any]:
         """The table as JSON values."""
-        return {**asdict(self), "folder": str(self.folder), "settings": [asdict(each) for each in self.settings]}
+        settings = [asdict(each) for each in self.settings]
+        return {**asdict(self), "folder": str(self.folder), "settings": settings, "note": self.note}

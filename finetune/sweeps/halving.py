@@ -1,6 +1,6 @@
 """Successive halving (arXiv 1502.07943): half of the settings are stopped early, where their losses tell them apart.
 
-A setting's score is each evaluation row's (sum of losses, trained tokens), summed over its seeds: float64 (rows, 2).
+A setting's score is each evaluation row's (sum of losses, trained tokens) by each seed: float64 (seeds, rows, 2).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from finetune.inference.intervals import Measured, compared
+from finetune.inference.intervals import Measured, compared, half_width
 
 Scores = Mapping[str, np.ndarray]
 
@@ -26,12 +26,12 @@ def shares(settings: int) -> list[float]:
 
 def finite(scores: Scores) -> dict[str, np.ndarray]:
     """The scores of settings that did not diverge."""
-    return {name: rows for name, rows in scores.items() if np.isfinite(rows).all()}
+    return {name: score for name, score in scores.items() if np.isfinite(score).all()}
 
 
-def loss(rows: np.ndarray) -> float:
-    """Nats per trained token."""
-    total, count = rows.sum(axis=0)
+def loss(score: np.ndarray) -> float:
+    """Nats per trained token, of a score or of one seed's (rows, 2)."""
+    total, count = score.reshape(-1, 2).sum(axis=0)
     return float(total / count)
 
 
@@ -42,16 +42,29 @@ def ranked(scores: Scores) -> list[str]:
 
 
 def differences(scores: Scores, other: str) -> dict[str, dict[str, float | None]]:
-    """By setting, its loss less that of `other` with a 95% confidence interval, on rows drawn for both alike."""
+    """By setting, its loss less that of `other` with a 95% confidence interval, paired by rows and by seeds.
+
+    The half-widths of both are added in quadrature, since rows and seeds are drawn independently. With one seed, what
+    another one would change is not in the interval.
+    """
     names = (other, *(name for name in scores if name != other))
-    figures = compared({name: Measured(loss(scores[name]), scores[name]) for name in names})
-    return {name: figures[name]["difference"] for name in names[1:]}
+    figures = compared({name: Measured(loss(scores[name]), scores[name].sum(axis=0)) for name in names})
+    return {name: _with_seeds(figures[name]["difference"], scores[name], scores[other]) for name in names[1:]}
+
+
+def _with_seeds(difference: dict[str, float | None], score: np.ndarray, other: np.ndarray) -> dict[str, float | None]:
+    value, low, high = (difference[name] for name in ("value", "low", "high"))
+    if len(score) < 2 or value is None or low is None or high is None:
+        return difference
+    of_seeds = half_width([loss(one) - loss(another) for one, another in zip(score, other, strict=True)])
+    below, above = (math.hypot(bound - value, of_seeds) for bound in (low, high))
+    return {"value": value, "low": value - below, "high": value + above}
 
 
 def stopped(scores: Scores) -> dict[str, str]:
     """The settings to stop, with why: those of the worse half that are worse than the last of the better half.
 
-    One that cannot be told from that on these rows goes on. All scores are finite.
+    One that cannot be told from that on these rows and seeds goes on. All scores are finite.
     """
     order = ranked(scores)
     if len(order) < 2:
@@ -67,7 +80,7 @@ def stopped(scores: Scores) -> dict[str, str]:
 
 
 def tied(scores: Scores) -> list[str]:
-    """The best setting, and those that cannot be told from it on these rows; empty if all diverged."""
+    """The best setting, and those that cannot be told from it on these rows and seeds; empty if all diverged."""
     known = finite(scores)
     if not known:
         return []

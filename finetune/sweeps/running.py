@@ -188,7 +188,7 @@ class _Sweep:
                     rows[member.name] = self._scored(member, share)
                 own = members[member.setting]
                 if all(each.name in rows for each in own):
-                    scores[member.setting] = sum((rows[each.name] for each in own), np.zeros(1))
+                    scores[member.setting] = np.stack(np.broadcast_arrays(*(rows[each.name] for each in own)))
             if len(rows) == known:  # the rest is with other processes
                 time.sleep(_POLL_SECONDS)
 
@@ -316,12 +316,13 @@ class _Sweep:
         tied = [] if unfinished else halving.tied(self.scores.get(1.0, {}))
         undecided = unfinished
         if len(tied) > 1:
-            undecided = f"{', '.join(tied)} cannot be told apart on these rows"
+            drawn = "these rows" if len(self.scores[1.0][tied[0]]) == 1 else "these rows and seeds"
+            undecided = f"{', '.join(tied)} cannot be told apart on {drawn}"
         elif not (tied or unfinished):
             undecided = "every setting diverged; sweep lower learning rates"
             if any(state == "failed" for state, _ in self.why.values()):
                 undecided = "no setting was trained to its end; see why below each"
-        rows = max((len(rows) for each in self.scores.values() for rows in each.values()), default=0)
+        rows = max((score.shape[1] for each in self.scores.values() for score in each.values()), default=0)
         return SweepTable(self.folder, results, rows, tied[0] if len(tied) == 1 else None, undecided)
 
     def _result(self, setting: str) -> SettingResult:

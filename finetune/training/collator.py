@@ -141,10 +141,10 @@ class MicroBatches:
             ids = np.full(inside.shape, self._pad_token_id, np.int64)
             labels = np.full(inside.shape, IGNORE, np.int64)
             ids[inside], labels[inside] = (np.concatenate(each) for each in zip(*sequences, strict=True))
-            inputs = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
+            inputs = {"input_ids": _tensor(ids), "labels": _tensor(labels)}
             if self._context > 1:  # each slice needs its positions
-                inputs["position_ids"] = torch.from_numpy(np.where(inside, np.arange(tokens), 0))
-            return {**inputs, "attention_mask": torch.from_numpy(inside.astype(np.int64))}
+                inputs["position_ids"] = _tensor(np.where(inside, np.arange(tokens), 0))
+            return {**inputs, "attention_mask": _tensor(inside.astype(np.int64))}
         padding = -sum(lengths) % self._context  # each token of it a sequence of its own
         lengths, shared = [*lengths, *[1] * padding], [*shared, *[0] * padding]
         ids, labels = (np.concatenate(each) for each in zip(*sequences, strict=True))
@@ -152,7 +152,7 @@ class MicroBatches:
         labels = np.concatenate([labels, np.full(padding, IGNORE)])
         places = packing.places(lengths, shared)
         labels[places["cu_seq_lens_q"][:-1].numpy()] = IGNORE  # nothing predicts the first token of a sequence
-        return {"input_ids": torch.from_numpy(ids)[None], "labels": torch.from_numpy(labels)[None], **places}
+        return {"input_ids": _tensor(ids)[None], "labels": _tensor(labels)[None], **places}
 
     def _seen(self, rows: Sequence[dict[str, Any]], ids: torch.Tensor, vision: Vision) -> Inputs:
         """The images of each row, and which tokens (sequences, tokens) stand for them."""
@@ -181,6 +181,11 @@ def decoded(row: Mapping[str, Any], vision: Vision) -> dict[str, torch.Tensor]:
     return images.processed(row[IMAGES], vision)
 
 
+def _tensor(values: np.ndarray) -> torch.Tensor:
+    """A copy, since what NumPy allocates is not counted (measure/tensors.py)."""
+    return torch.tensor(values)
+
+
 def _padded(parts: Sequence[np.ndarray], shape: Sequence[int], none: float) -> torch.Tensor:
     """Values (tokens, k) of each sequence as one tensor (*shape, k): padded, or one after the other in a single row."""
     kind = np.int32 if none == 0 else np.float32
@@ -189,7 +194,7 @@ def _padded(parts: Sequence[np.ndarray], shape: Sequence[int], none: float) -> t
         parts = [np.concatenate(parts)]
     for own, part in zip(whole, parts, strict=True):
         own[: len(part)] = part
-    return torch.from_numpy(whole)
+    return _tensor(whole)
 
 
 def split(inputs: Inputs) -> tuple[Inputs, Inputs] | None:

@@ -109,6 +109,8 @@ WRONG: list[tuple[tuple[str, ...], str, tuple[str, ...]]] = [
     (("output.serve=fp8", "output.way=exact"), "output.way", ("output.way=rounded",)),
     (("quantization.snap=true",), "quantization.kind", ("quantization.kind=q4_0",)),
     ((*_ADAPTER, "quantization.snap=true"), "quantization.snap", ("quantization.snap=false",)),
+    (("quantization.kind=q4_0", "quantization.snap=true", "training.objective=classification"), "quantization.snap",
+     ("quantization.snap=false",)),
     ((*_ADAPTER, "adapter.dora=true"), "adapter.dora", ("adapter.dora=false",)),
     (("output.serve=16bit", "output.way=adapter", "adapter.dora=true"), "adapter.dora", ("output.way=rounded",)),
     ((*_ADAPTER, "adapter.init=pissa"), "adapter.init", ("adapter.init=default",)),
@@ -177,6 +179,16 @@ def test_what_a_way_excludes_is_told_once_with_cures_that_leave_the_kind_to_it(
     assert "quantization.kind" not in said
     rounded = [*way[:1], "output.way=rounded", wrong]
     load_config(job, [*rounded, *["quantization.kind=none"] * ("pissa" in wrong)])
+
+
+@pytest.mark.parametrize("objective", ["reward", "classification"])
+def test_a_head_for_scores_is_told_once_whatever_is_served(job: Path, objective: str) -> None:
+    for way in ([], ["output.way=adapter"], ["output.way=rounded"], ["output.way=exact"]):
+        with pytest.raises(ConfigError) as error:
+            load_config(job, ["output.serve=q4_0", *way, f"training.objective={objective}"])
+        (said,) = str(error.value).splitlines()
+        assert "`output.serve`: a model with a head for scores is served as it is; remove it" in said
+    load_config(job, ["quantization.kind=q4_0", f"training.objective={objective}"])
 
 
 def test_exact_is_advised_only_for_forms_that_training_rounds_to(job: Path) -> None:

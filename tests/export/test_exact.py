@@ -24,7 +24,7 @@ from finetune.model.adapters.expert_adapter import ParamWrapper
 from finetune.model.base import load_architecture
 from finetune.model.structure import fixed_point, packed
 from finetune.storage.rundir import RunDirectory
-from tests.jobs import save_base
+from tests.jobs import sampled, save_base
 
 pytestmark = pytest.mark.slow
 
@@ -61,7 +61,7 @@ def trained_weights(run: RunDirectory) -> tuple[Any, dict[str, torch.Tensor]]:
     return model, weights
 
 
-@pytest.mark.parametrize("kind", ["q4_0", "q4_k_m"])
+@pytest.mark.parametrize("kind", sampled(["q4_0", "q4_k_m"], "q4_k_m"))
 def test_every_weight_of_the_file_is_the_one_that_was_trained_to_the_bit(quick, kind: str) -> None:
     run = finetune.train(quick(*exact(kind))).run
     model, weights = trained_weights(run)
@@ -81,12 +81,12 @@ def test_every_weight_of_the_file_is_the_one_that_was_trained_to_the_bit(quick, 
     assert (trained.exp() * (trained - served)).sum(-1).mean() <= 1e-6
 
 
-@pytest.mark.parametrize("kind", ["mxfp4", "nvfp4"])
+@pytest.mark.parametrize("kind", sampled(["mxfp4", "nvfp4"], "mxfp4"))
 def test_every_weight_of_a_folder_for_servers_is_the_one_that_was_trained_to_the_bit(quick, kind: str) -> None:
     assert_served_as_trained(finetune.train(quick(*exact(kind))).run, kind)
 
 
-@pytest.mark.parametrize("kind", ["mxfp4", "nvfp4"])
+@pytest.mark.parametrize("kind", sampled(["mxfp4", "nvfp4"], "nvfp4"))
 def test_floats_for_llama_cpp_are_written_beside_tables_in_their_own_type(quick, kind: str) -> None:
     run = finetune.train(quick(*exact(kind), "output.runtime=llama.cpp", "training.precision=fp32")).run
     record = publish.export_model(run, "gguf")

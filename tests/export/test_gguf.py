@@ -431,7 +431,14 @@ def test_a_file_that_llama_cpp_reads_differently_is_not_published(trained_shape:
     assert found["agreement"] >= 0.9
     assert (found["tokenized_alike"], found["prompt_alike"], not_proven) == (1, True, [])
     with pytest.raises(ArtifactError, match=r"another most likely next token at \d+ of 40 positions"):
-        llama_cpp.compare(file, job, [-trained[0]])
+        llama_cpp.compare(file, job, [-trained[0]], nearly=llama_cpp.NEARLY)
+    first, second = trained[0].topk(2).values.unbind(-1)
+    tied = torch.where(trained[0] == first[:, None], second[:, None] - 0.1, trained[0])
+    near, _ = llama_cpp.compare(file, job, [tied], nearly=0.2)
+    assert near is not None
+    assert near["agreement"] <= 0.1
+    with pytest.raises(ArtifactError, match=r"another most likely next token at \d+ of 40 positions"):
+        llama_cpp.compare(file, job, [tied])
     job.tokenizer = bench.llama2()
     with pytest.raises(ArtifactError, match="splits 1 of 1 held-out rows into other tokens"):
         llama_cpp.compare(file, job, trained)

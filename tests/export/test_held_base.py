@@ -15,8 +15,8 @@ import finetune
 from finetune.config import Config
 from finetune.config.serving import GGUF
 from finetune.errors import ArtifactError
-from finetune.export import publish
-from finetune.export.gguf import held_base
+from finetune.export import compressed_export, publish
+from finetune.export.gguf import held_base, llama_cpp
 from finetune.model.structure import packed
 from finetune.report.terminal import Terminal
 from finetune.storage.rundir import RunDirectory
@@ -69,6 +69,7 @@ def test_base_and_adapter_compute_what_was_trained(kind: str, base: Path, traine
     assert held["agreement"] == 1
     folder = run.path / "plain-adapter"
     assert record["weights"]["differing"] == 0 < record["weights"]["count"]
+    assert llama_cpp.FLOOR in record["known_differences"]
     assert f"0 of {record['weights']['count']:,} weights differ from" in (folder / "README.md").read_text()
     assert {folder / held["file"], folder / "adapter.gguf"} <= {*folder.rglob("*.gguf")}
     assert record["serve"].keys() == {"llama.cpp"}
@@ -87,14 +88,16 @@ def test_a_tied_base_with_rows_that_blocks_do_not_divide_is_shipped_as_trained(
     assert held["kl"] <= 1e-6
 
 
-def test_a_base_in_integers_is_written_as_compressed_tensors_reads_it(base: Path, trained: Trained) -> None:
-    run = trained(base, "output.serve=int4")
+@pytest.mark.parametrize(("kind", "method"), [("int4", "compressed-tensors"), ("fp8", "fp8")])
+def test_a_base_for_vllm_is_written_as_it_reads_it(kind: str, method: str, base: Path, trained: Trained) -> None:
+    run = trained(base, f"output.serve={kind}")
     assert (run.config().output.runtime, run.config().output.way) == ("vllm", "adapter")
     record = export(run)
     folder = run.path / "plain-adapter" / "base"
-    assert record["held_base"] == {"file": "base", "kind": "int4", "weights_differing": 0}
+    assert record["held_base"] == {"file": "base", "kind": kind, "weights_differing": 0}
     stated = json.loads((folder / "config.json").read_text())["quantization_config"]
-    assert stated["quant_method"] == "compressed-tensors"
+    assert stated["quant_method"] == method
+    assert (compressed_export.ACTIVATIONS in record["known_differences"]) == (kind == "fp8")
     assert record["serve"].keys() == {"vLLM"}, "SGLang takes no adapters on such a base, llama.cpp reads another"
     assert record["serve"]["vLLM"].startswith(f"vllm serve {folder} --enable-lora ")
 

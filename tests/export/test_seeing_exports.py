@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from seeing_jobs import SeeingRun, config, example, plain_inputs
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 import finetune
+from finetune.config import dump
 from finetune.data.prepare import HELD_OUT
 from finetune.export import server_names
 from finetune.model.adapters import adapter_files
@@ -132,14 +134,12 @@ def test_an_exported_adapter_has_the_names_of_the_base_and_peft_reads_it(seeing_
 def test_a_processor_that_was_changed_since_training_is_refused(
     seeing_run: SeeingRun, tmp_path: Path, call: Callable[..., Any]
 ) -> None:
-    run, file = seeing_run.copied(tmp_path), seeing_run.folder / "base" / "preprocessor_config.json"
+    run, base = seeing_run.copied(tmp_path), tmp_path / "base"
+    file = shutil.copytree(seeing_run.folder / "base", base) / "preprocessor_config.json"
+    run.config_file.write_text(dump(run.config().changed({"model.name": str(base)})))
     before = file.read_text(encoding="utf-8")
     file.write_text(json.dumps({**json.loads(before), "image_mean": [0.1, 0.2, 0.3]}), encoding="utf-8")
-    try:
-        said = {command: call(command, run.path) for command in ("merge", "eval", "doctor")}
-    finally:
-        file.write_text(before, encoding="utf-8")
-    for code, output, error in said.values():
+    for code, output, error in (call(command, run.path) for command in ("merge", "eval", "doctor")):
         assert code == 7
         assert "config, weights or image processor of" in " ".join((output + error).split())
 

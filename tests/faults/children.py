@@ -32,6 +32,7 @@ from finetune.storage import private
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "configs" / "tiny_cpu.yaml"
+_FORKED_RANK = Path(__file__).with_name("forked_rank.py")
 IMPATIENT = "FINETUNE_TESTS_IMPATIENT"
 """In the environment of a rank: it waits some seconds for a rank that is silent, not half a minute."""
 PUBLISHING = "finetune.training.publishing:publish"
@@ -159,6 +160,16 @@ class Children:
     def run(self, arguments: Sequence[object], fault: Fault | None = None) -> Ended:
         """Start it and wait for its end."""
         return self.start(arguments, fault).wait()
+
+    def in_place_of_modules(self, folder: Path) -> None:
+        """Let `python -m finetune` in `folder` run in a fork of the process that has imported it."""
+        (folder / "finetune").mkdir()
+        (folder / "finetune" / "__init__.py").touch()
+        (folder / "finetune" / "__main__.py").write_text(
+            f"import runpy, sys\n"
+            f"sys.argv[1:1] = {[str(self.address), str(folder)]!r}\n"
+            f"runpy.run_path({str(_FORKED_RANK)!r}, run_name='__main__')\n"
+        )
 
     def call(self, function: Callable[..., Any], *arguments: object, ranks: int = 1) -> list[Any]:
         """What a function of a test's module returns in each of `ranks` children; arguments and result as in JSON."""

@@ -91,7 +91,7 @@ def test_an_error_of_another_kind_is_not_tried_again(quick, monkeypatch: pytest.
 def test_a_real_limit_in_an_evaluation_is_evaluated_through(train_apart, tmp_path: Path) -> None:
     """The host's allocator refuses eight long held-out rows at once; the training rows are short."""
     file = tmp_path / "long.jsonl"
-    rows = [" ".join(f"{number} {word}" for word in range(400)) for number in range(16)]
+    rows = [" ".join(f"{number} {word}" for word in range(400)) for number in range(8)]
     file.write_text("".join(json.dumps({"prompt": "Say", "completion": row}) + "\n" for row in rows))
 
     def train(name: str, fault: Fault | None = None) -> RunDirectory:

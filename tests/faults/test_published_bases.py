@@ -44,7 +44,7 @@ def test_two_ranks_train_what_one_trains_and_resume_to_the_same_bits(
 
 
 @pytest.mark.parametrize("way", sampled(["exact", "exact floats", "adapter", "gguf"], "exact", "gguf"))
-def test_two_ranks_on_what_is_served_resume_to_the_same_bits(
+def test_two_ranks_on_what_is_served_train_what_one_trains_and_resume_to_the_same_bits(
     way: str, children: Children, rows_file: Path, shallow_base: Path, tmp_path: Path
 ) -> None:
     """Also on a GGUF file, whose folder both make at once."""
@@ -56,12 +56,17 @@ def test_two_ranks_on_what_is_served_resume_to_the_same_bits(
         base = tmp_path / "base.gguf"
         bench.export(shallow_base, AutoTokenizer.from_pretrained(shallow_base), base, "q4_k_m")
     job = [*JOB, *serve.get(way, []), f"model.name={base}", f"data.train={rows_file}"]
-    whole, killed = (Together(children, job, RunDirectory(tmp_path / name)) for name in ("whole", "killed"))
+    whole, killed, alone = (
+        Together(children, job, RunDirectory(tmp_path / name)) for name in ("whole", "killed", "alone")
+    )
     assert_all(whole.go(2), 0)
     killed.kill(2, step=3, saved=2)
     assert_all(killed.go(2), 0)
     assert [event["step"] for event in killed.run.events() if event["event"] == "resumed"] == [2]
     assert same_adapter(killed.run, whole.run)
+    assert_all(alone.go(1), 0)
+    torch.testing.assert_close(adapter_weights(whole.run), adapter_weights(alone.run), rtol=0, atol=1e-6)
+    assert metric(whole.run, "loss") == pytest.approx(metric(alone.run, "loss"), rel=1e-5)
     assert len([event for event in killed.run.events() if event["event"] == "base_packed"]) == 1
     assert any(tensor.any() for name, tensor in adapter_weights(whole.run).items() if "lora_B" in name)
 

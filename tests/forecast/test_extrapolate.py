@@ -195,7 +195,7 @@ def test_only_the_first_and_last_layer_may_free_blocks_elsewhere() -> None:
             id="every weight, sgd",
         ),
         pytest.param("mixture", 6, {}, id="a mixture of experts"),
-        pytest.param("llama", 12, {"quantization__kind": "q4_k_m"}, id="mixed types"),
+        pytest.param("llama", 12, {"quantization__kind": "q4_k_m"}, id="mixed types", marks=pytest.mark.long),
         pytest.param(
             "llama",
             12,

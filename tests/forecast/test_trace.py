@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
@@ -138,6 +139,44 @@ def test_an_operator_that_is_a_python_program_is_seen_inside_and_its_output_keep
     ]  # fmt: skip
     assert recorder.category == "loss"
     assert out.dtype is torch.float64
+
+
+def test_a_python_program_runs_once_for_arguments_alike_unless_a_batch_answers_it() -> None:
+    runs = []
+
+    def program(values: torch.Tensor) -> torch.Tensor:
+        runs.append(values.shape)
+        return values.double() + 1 if values.dim() == 1 else values[values.bool()]
+
+    recorder = TraceRecorder(kernels({"aten::exp": program}), Answers(uneven=False, trained_tokens=2))
+    with FakeTensorMode(), recorder:
+        for size in (10, 10, 20, (2, 3), (2, 3)):
+            recorder.phase = f"{len(runs)} of {size}"
+            values = torch.empty(size)
+            found = torch.exp(values)
+            if size == 10:
+                assert (found.dtype, found.shape) == (torch.float64, (10,))
+            del values, found
+    assert runs == [(10,), (20,), (2, 3), (2, 3)]
+    [first, again] = (
+        [event[1:] for event in events(recorder.trace()) if event[0] == f"{done} of 10"] for done in (0, 1)
+    )
+    assert first == again != []
+
+
+@pytest.mark.parametrize("kind", ["adamw_8bit", "adafactor"])
+def test_a_step_whose_programs_are_repeated_has_the_trace_of_one_in_which_all_run(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = tiny_models.config(optimizer__kind=kind, quantization__kind="nf4", kernels__fused="on")
+    traces = []
+    for keeps in (True, False):
+        if not keeps:
+            monkeypatch.setattr(TraceRecorder, "_keep_program", lambda *arguments: None)
+        traces.append(tiny_models.trace(job, tiny_models.architecture(layers=2), evaluation=tiny_models.BATCH))
+    repeated, expected = traces
+    assert events(repeated) == events(expected)
+    assert [stretch.work for stretch in repeated.stretches] == [stretch.work for stretch in expected.stretches]
 
 
 def test_scratch_is_there_only_while_its_operator_runs() -> None:

@@ -18,7 +18,6 @@ from jobs import QUICK, TINY
 from finetune.launch import render
 from finetune.storage.rundir import RunDirectory
 
-FORKED_RANK = Path(__file__).resolve().parents[1] / "faults" / "forked_rank.py"
 TWICE = '#!/bin/bash\nshift\n"$@" & first=$!\n"$@" & wait $! && wait $first\n'
 
 
@@ -39,24 +38,13 @@ def rank_under(process: psutil.Process, rank: int) -> psutil.Process:
     raise AssertionError
 
 
-def in_forks(folder: Path, children: Children) -> None:
-    """Let `python -m finetune` in `folder` run in a fork of a process that has imported it."""
-    (folder / "finetune").mkdir()
-    (folder / "finetune" / "__init__.py").touch()
-    (folder / "finetune" / "__main__.py").write_text(
-        f"import runpy, sys\n"
-        f"sys.argv[1:1] = {[str(children.address), str(folder)]!r}\n"
-        f"runpy.run_path({str(FORKED_RANK)!r}, run_name='__main__')\n"
-    )
-
-
 @pytest.mark.slow
 def test_two_agents_train_one_run_and_start_again_after_a_kill(
     tmp_path: Path, rows_file: Path, monkeypatch: pytest.MonkeyPatch, children: Children
 ) -> None:
     """By themselves, at a new rendezvous, from the last checkpoint."""
     monkeypatch.chdir(tmp_path)
-    in_forks(tmp_path, children)
+    children.in_place_of_modules(tmp_path)
     for name, text in {"srun": TWICE, "scontrol": "#!/bin/bash\necho localhost\n"}.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(stat.S_IRWXU)

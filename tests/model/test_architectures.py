@@ -265,7 +265,10 @@ def test_the_padding_of_a_recurrent_model_changes_no_token_before_it() -> None:
 # that tells how long a KV cache is.
 _UNLIKE: dict[str, dict[str, Any]] = {
     "gemma4": {}, "llama4": {}, "deepseek_v4": {}, "jamba": {},
-    "kimi_linear": {"layer_types": ["linear_attention"] * 2, "linear_num_heads": 2, "linear_head_dim": 16},
+    "kimi_linear": {
+        "num_hidden_layers": 1, "layer_types": ["linear_attention"], "mlp_layer_types": ["sparse"],
+        "linear_num_heads": 2, "linear_head_dim": 16,
+    },
 }  # fmt: skip
 
 

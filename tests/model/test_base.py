@@ -79,9 +79,9 @@ def test_random_weights_have_the_models_own_statistics_and_positions(kind: str) 
 
 def test_nf4_stays_near_the_weights_it_stores() -> None:
     ids = torch.arange(64)[None]
+    models = load("none", dtype=torch.float32), load("nf4", dtype=torch.float32)
     with torch.inference_mode():
-        exact = load("none", dtype=torch.float32)(input_ids=ids).logits
-        quantized = load("nf4", dtype=torch.float32)(input_ids=ids).logits
+        exact, quantized = (model(input_ids=ids).logits for model in models)
     assert (exact - quantized).norm() / exact.norm() < 0.15
 
 

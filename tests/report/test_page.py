@@ -249,3 +249,15 @@ def test_seconds_and_hours_have_their_unit(run: RunDirectory) -> None:
     assert [report_words.hours(hours) for hours in (0.00771, 0.5, 12.5, 4321)] == [
         "27.8 seconds", "30 minutes", "12.5 hours", "4,321 hours"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("base", "said"),
+    [
+        ("model.name=a", "a in nf4, constants quantized too; bf16"), ("quantization.kind=q4_0", "in q4_0; bf16"),
+        ("quantization.kind=published", ", as published; bf16"), ("model.name=a.gguf", "a.gguf, as published; bf16"),
+    ],
+)  # fmt: skip
+def test_a_base_is_named_with_the_form_that_it_is_held_in(base: str, said: str) -> None:
+    key, _, value = base.partition("=")
+    assert said in report_words.base(Config().changed({key: value}))

@@ -51,8 +51,11 @@ def installed_signature(entry: Patch) -> str:
 
 
 @pytest.mark.parametrize("name", ENTRIES)
-def test_target_exists_with_the_signature_it_was_read_with(name: str) -> None:
+def test_target_exists_with_the_signature_it_was_read_with(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     entry = ENTRIES[name]
+    module = entry.target.partition(":")[0]
+    if isinstance(sys.modules.get(module), patches._Unimported):
+        monkeypatch.delitem(sys.modules, module)
     for package in (entry.target.partition(":")[0].partition(".")[0], *re.findall(r"[a-z_]+(?= )", entry.read_at)):
         if package in {"deepspeed", "lm_eval", "triton"} and importlib.util.find_spec(package) is None:
             pytest.skip(f"the optional package {package} is not installed")

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from children import Children
 from jobs import QUICK, TINY
 from typer.testing import CliRunner
 
@@ -21,9 +22,11 @@ RATES = "training.learning_rate=1e-3,3e-3,1e-2"
 
 @pytest.mark.slow
 def test_two_tasks_of_a_batch_script_train_each_member_once(
-    tmp_path: Path, rows_file: Path, shallow_base: Path
+    tmp_path: Path, rows_file: Path, shallow_base: Path, children: Children, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without SLURM: each task is the script of `finetune launch`, and what it starts by srun runs here."""
+    monkeypatch.chdir(tmp_path)
+    children.in_place_of_modules(tmp_path)
     folder = tmp_path / "sweep"
     job = [*QUICK, f"data.train={rows_file}", "data.eval_share=0.2", f"model.name={shallow_base}"]
     arguments = [str(TINY), *job, "training.max_steps=2", f"output.dir={folder}", RATES]

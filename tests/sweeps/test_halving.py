@@ -9,13 +9,13 @@ from finetune.sweeps import halving
 
 
 def scores(**means: float) -> dict[str, np.ndarray]:
-    """Settings with these mean losses on 200 rows of uneven difficulty, which all find equally hard."""
+    """Settings of one seed with these mean losses on 200 rows of uneven difficulty, which all find equally hard."""
     generator = np.random.default_rng(0)
     hard = generator.normal(0, 0.5, 200)
     made = {}
     for name, mean in means.items():
         noise = generator.normal(0, 0.02, 200)
-        made[name] = np.column_stack([10 * (mean + hard - hard.mean() + noise - noise.mean()), np.full(200, 10.0)])
+        made[name] = np.dstack([10 * (mean + hard - hard.mean() + noise - noise.mean()), np.full(200, 10.0)])
     return made
 
 
@@ -42,8 +42,29 @@ def test_a_winner_is_alone_and_a_tie_names_all() -> None:
     assert halving.tied(scores(a=2.0, b=2.0004, c=2.3)) == ["a", "b"]
 
 
+def test_what_a_seed_changes_as_much_as_the_setting_calls_no_winner() -> None:
+    """On the rows alone, each seed by itself would call one: the first two one setting, the last the other."""
+    seeds = [scores(a=2.0, b=2.03), scores(a=2.0, b=2.02), scores(a=2.0, b=1.985)]
+    assert [halving.tied(each) for each in seeds] == [["a"], ["a"], ["b"]]
+    together = {name: np.concatenate([each[name] for each in seeds]) for name in "ab"}
+    assert halving.tied(together) == ["a", "b"]
+
+
+def test_the_interval_over_seeds_is_students_beside_that_over_rows() -> None:
+    differences = [0.03, 0.02, 0.01]
+    seeds = [scores(a=2.0, b=2.0 + each) for each in differences]
+    together = {name: np.concatenate([each[name] for each in seeds]) for name in "ab"}
+    found = halving.differences(together, "a")["b"]
+    summed = {name: each.sum(axis=0, keepdims=True) for name, each in together.items()}
+    rows = halving.differences(summed, "a")["b"]
+    of_seeds = 4.303 * np.std(differences, ddof=1) / np.sqrt(3)
+    assert found["value"] == pytest.approx(0.02)
+    assert found["value"] - found["low"] == pytest.approx(np.hypot(rows["value"] - rows["low"], of_seeds))
+    assert found["high"] - found["value"] == pytest.approx(np.hypot(rows["high"] - rows["value"], of_seeds))
+
+
 def test_what_diverged_is_last_and_never_wins() -> None:
-    diverged = {"a": np.full((1, 2), np.inf)}
+    diverged = {"a": np.full((1, 1, 2), np.inf)}
     assert halving.ranked({**diverged, **scores(b=9.0)}) == ["b", "a"]
     assert halving.tied({**diverged, **scores(b=9.0)}) == ["b"]
     assert halving.tied(diverged) == []

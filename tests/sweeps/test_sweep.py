@@ -231,6 +231,15 @@ def test_half_is_stopped_and_the_table_says_why_and_where(interrupted: tuple[Pat
 
 
 @pytest.mark.slow
+def test_the_verdict_says_what_the_intervals_of_one_seed_leave_out(
+    interrupted: tuple[Path, running.SweepTable],
+) -> None:
+    note = "one seed was trained, so what another seed would change is not in the intervals"
+    assert interrupted[1].as_dict()["note"] == note
+    assert SweepView(interrupted[1]).values()["verdict"].endswith(f"; {note}")
+
+
+@pytest.mark.slow
 def test_the_loss_of_the_best_is_that_of_its_own_evaluation(interrupted: tuple[Path, running.SweepTable]) -> None:
     folder, table = interrupted
     last = metric(RunDirectory(folder / table.settings[0].setting), "eval_loss")[-1]
@@ -371,7 +380,8 @@ def test_seeds_are_averaged_and_too_few_differences_call_no_winner(tmp_path: Pat
     losses = [metric(RunDirectory(run), "eval_loss")[-1] for run in view.table.settings[0].runs]
     assert view.table.settings[0].loss == pytest.approx(sum(losses) / 2, rel=1e-6)
     assert isinstance(view, SweepView)
-    assert (view.winner is None) == ("cannot be told apart" in view.table.undecided)
+    assert (view.winner is None) == ("cannot be told apart on these rows and seeds" in view.table.undecided)
+    assert not view.table.note
     assert len(view.frame()) == 2
 
 

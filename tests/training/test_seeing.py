@@ -12,7 +12,7 @@ import pytest
 import seeing
 import torch
 from bitsandbytes.nn import Params4bit
-from jobs import metric, same_adapter
+from jobs import metric, same_adapter, sampled
 from peft import LoraConfig, PeftModel, get_peft_model
 from seeing_jobs import ANSWERS, config, example, plain_inputs
 from steps import assert_gradients_close, gradients, micro_batches, ready
@@ -33,6 +33,11 @@ pytestmark = pytest.mark.slow
 
 of_each_kind = pytest.mark.parametrize("job", ["qwen3_vl", "gemma3", "idefics3", "internvl"], indirect=True)
 """Families whose images are of each form: any area, one size, tiles of a row, and tiles alone."""
+
+of_two = pytest.mark.parametrize(
+    "job", sampled(["qwen3_vl", "gemma3", "idefics3", "internvl"], "qwen3_vl", "idefics3"), indirect=True
+)
+"""The same, in whole runs."""
 
 of_one = pytest.mark.parametrize("job", ["qwen3_vl"], indirect=True)
 
@@ -103,7 +108,8 @@ def test_loss_and_gradients_are_those_of_plain_transformers_and_peft(
 
 
 @pytest.mark.parametrize(
-    ("family", "projector"), [("qwen3_vl", "merger"), ("gemma4", "embed_vision"), ("smolvlm", "connector")]
+    ("family", "projector"),
+    [("qwen3_vl", "merger"), ("smolvlm", "connector"), pytest.param("gemma4", "embed_vision", marks=pytest.mark.long)],
 )
 def test_a_projector_is_trained_whole_by_name(family: str, projector: str, tmp_path: Path) -> None:
     seeing.base(tmp_path / "base", family)
@@ -123,9 +129,9 @@ def test_a_projector_is_trained_whole_by_name(family: str, projector: str, tmp_p
     ("family", "file", "changes"),
     [
         ("qwen3_vl", "preprocessor_config.json", {"patch_size": 8}),
-        ("gemma4", "preprocessor_config.json", {"patch_size": 8}),
         ("gemma3", "processor_config.json", {"image_seq_length": 5}),
-        ("internvl", "processor_config.json", {"image_seq_length": 5}),
+        pytest.param("gemma4", "preprocessor_config.json", {"patch_size": 8}, marks=pytest.mark.long),
+        pytest.param("internvl", "processor_config.json", {"image_seq_length": 5}, marks=pytest.mark.long),
     ],
 )
 def test_files_of_another_processor_are_refused_in_a_sentence(
@@ -183,6 +189,7 @@ def test_a_blank_image_changes_its_own_row_alone_and_a_removed_one_its_tokens(lo
     assert not torch.isin(text["input_ids"], loop.steps.collate._vision.image_tokens[0]).any()
 
 
+@pytest.mark.parametrize("job", sampled(seeing.FAMILIES, "qwen3_vl", "gemma4"), indirect=True)
 def test_rows_of_text_train_as_on_the_language_layers_alone(job: tuple[str, Path], tmp_path: Path) -> None:
     rows = [{"messages": [{"role": "user", "content": [{"type": "text", "text": f"Row {number}?"}]},
                           {"role": "assistant", "content": ANSWERS[number]}]} for number in range(3)]  # fmt: skip
@@ -201,7 +208,7 @@ def test_rows_of_text_train_as_on_the_language_layers_alone(job: tuple[str, Path
 
 
 @pytest.mark.usefixtures("hurried", "unwarmed")
-@of_each_kind
+@of_two
 def test_a_run_publishes_an_adapter_that_peft_loads(job: tuple[str, Path], tmp_path: Path) -> None:
     family, folder = job
     run = tmp_path / "run"
@@ -238,7 +245,7 @@ def test_steps_that_a_thread_prepares_ahead_are_those_prepared_in_turn(job: tupl
 
 
 @pytest.mark.usefixtures("hurried", "unwarmed")
-@of_each_kind
+@of_two
 def test_a_run_of_images_alone_goes_on_to_the_same_bits_and_measures_its_evaluation_set(
     job: tuple[str, Path], tmp_path: Path
 ) -> None:

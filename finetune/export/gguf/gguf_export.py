@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.config.field_types import pick
+from finetune.config.serving import GRIDS
 from finetune.errors import ConfigError, MachineError
 from finetune.export import proof
 from finetune.export.conversion import Conversion
@@ -110,6 +111,7 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
         file, job, expected,
         tokenizes_alike=gguf_vocabulary.SPACES_AFTER_SPECIAL not in differences,
         same_top=readable or not TYPES[job.kind].recipe,
+        nearly=llama_cpp.NEARLY if TYPES[job.kind].recipe else 0.0,
     )  # fmt: skip
     differing = gguf_model.differing(job.run.merged, config, file, job.packed)
     if job.rounded:  # every weight is as it was rounded; how many that changed is another question
@@ -123,7 +125,7 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
         "compared_with": "the merged model, in " + ("transformers' own GGUF reader" if readable else "llama.cpp"),
         "computed_in": str(dtype).removeprefix("torch."),
         "llama_cpp": ran,
-        "known_differences": [*differences, *approximated, *([llama_cpp.FLOOR] if TYPES[job.kind].recipe else [])],
+        "known_differences": [*differences, *approximated, *([llama_cpp.FLOOR] if job.kind in GRIDS else [])],
         "not_proven": not_proven,
     }
 

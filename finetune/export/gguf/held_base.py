@@ -15,7 +15,7 @@ from torch import nn
 from finetune.config.serving import GGUF
 from finetune.errors import ArtifactError, ConfigError, MachineError
 from finetune.export.conversion import Conversion
-from finetune.export.gguf import gguf_export, gguf_model, llama_cpp
+from finetune.export.gguf import gguf_export, gguf_model, gguf_vocabulary, llama_cpp
 from finetune.model.source import gguf_families
 from finetune.model.source.locate import weights_directory
 from finetune.model.structure import packed
@@ -101,10 +101,14 @@ def _values(weight: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
 
 
 def run(
-    job: Conversion, file: Path, lora: Path, trained: list[torch.Tensor], base: list[torch.Tensor]
-) -> tuple[dict[str, Any] | None, list[str]]:
-    """Run the file with the adapter `lora` in llama.cpp; returns figures, and what was not proven."""
-    ran, not_proven = llama_cpp.compare(file, job, trained, lora=lora)
+    job: Conversion, file: Path, lora: Path, trained: list[torch.Tensor], base: list[torch.Tensor],
+    differences: list[str],
+) -> tuple[dict[str, Any] | None, list[str]]:  # fmt: skip
+    """Run the file with the adapter `lora` in llama.cpp, whose `differences` are known; returns figures, and what was
+    not proven.
+    """
+    alike = gguf_vocabulary.SPACES_AFTER_SPECIAL not in differences
+    ran, not_proven = llama_cpp.compare(file, job, trained, lora=lora, tokenizes_alike=alike, nearly=llama_cpp.NEARLY)
     if ran is None:
         return None, not_proven
     written, expected, without, following = llama_cpp.logits(file, job, trained, base, lora)

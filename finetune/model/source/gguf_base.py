@@ -49,6 +49,13 @@ _DIGITS = {
 }
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 _NO_SPACE_FIRST = {"type": "Metaspace", "replacement": _SPACE, "prepend_scheme": "never", "split": False}
+_SPACE_FIRST = {  # also after each special token
+    "type": "Sequence",
+    "normalizers": [
+        {"type": "Prepend", "prepend": _SPACE},
+        {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE},
+    ],
+}
 _SPACES = {
     "type": "Sequence",
     "decoders": [
@@ -164,7 +171,7 @@ def _explained(file: Path, folder: Path) -> Iterator[None]:
         ) from None
 
 
-class _Reader(gguf.GGUFReader):
+class _CheckedReader(gguf.GGUFReader):
     """The package's reader, which shows a file that ends too early as NumPy's error of a shape or an index."""
 
     def __init__(self, file: Path) -> None:
@@ -189,7 +196,7 @@ class _File:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         self._file = file
-        reader = _Reader(file)
+        reader = _CheckedReader(file)
         if reader.endianess is not gguf.GGUFEndian.LITTLE:
             raise ArtifactError(
                 f"{file}: its numbers are big-endian; convert it with `gguf-convert-endian FILE little`"
@@ -355,8 +362,9 @@ class _File:
         if of_bytes and splits in _DIGITS_APART:
             stored["pre_tokenizer"] = _DIGITS
         is_spaced = self._keys.get("tokenizer.ggml.add_space_prefix", True)
-        if not is_spaced and (stored["pre_tokenizer"] or {}).get("type") == "Metaspace":
-            stored |= {"pre_tokenizer": _NO_SPACE_FIRST, "decoder": _SPACES}
+        if (stored["pre_tokenizer"] or {}).get("type") == "Metaspace":
+            spaced = {"normalizer": _SPACE_FIRST, "pre_tokenizer": None}
+            stored |= spaced if is_spaced else {"pre_tokenizer": _NO_SPACE_FIRST, "decoder": _SPACES}
         if not self._keys.get("tokenizer.ggml.add_bos_token", True):
             stored["post_processor"] = None  # what transformers made adds one whatever the file says
         files.write_json(file, stored)

@@ -146,6 +146,7 @@ def _pass(
         torch.random.fork_rng([]),
         torch.enable_grad(),
         patches.IS_TRACING.by(lambda tensor=None: True),
+        patches.VALIDATED_DISTRIBUTIONS.by(False),
         _watched(layers, read),
         _without_experts(model) as computed,
     ):
