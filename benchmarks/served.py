@@ -2,8 +2,9 @@
 
     python benchmarks/served.py --folder RUNS [--bases 125M] [--ways exact] [--kinds q4_0] [--seeds 0]
 
-An adapter is trained on a base in 16 bit with each seed. Of a way's model, the loss on all held-out rows is L: it keeps
-(L_base - L) / (L_base - L_16bit) of the gain. A way is a function in WAYS, from the trained run and a kind to the model
+An adapter is trained on a base in 16 bit with each seed, and for two ways on one in NF4, as QLoRA and the default of
+`output.way: rounded` do. Of a way's model, the loss on all held-out rows is L: it keeps (L_base - L) / (L_base -
+L_16bit) of the gain. A way is a function in WAYS, from the trained run and a kind to the model
 that is served and the one that was trained. Means have 95% intervals over seeds (Student's t).
 
 Each cell (base, seed, way, kind) is written as it ends, and a later call measures those that the output lacks. With
@@ -94,9 +95,7 @@ BASES = {"built-in": Base(_built_in, 192), "125M": Base(_large, 768)}
 
 @dataclass(frozen=True)
 class Trained:
-    """A finished run on a base in 16 bit: its models in float32, and its held-out rows; `settings` are those of its
-    base.
-    """
+    """A finished run: the merged model and the base in float32, and held-out rows; `settings` are those of its base."""
 
     settings: list[str]
     run: RunDirectory
@@ -129,6 +128,22 @@ def _rounded(job: Trained, kind: str) -> Served:
         _conversion(job, kind), lambda model, kind: _forms(job, kind), lambda text: None
     )
     return _served(job, weights, facts)
+
+
+def _on_nf4(way: Callable[[Trained, str], Served]) -> Callable[[Trained, str], Served]:
+    """`way` after training with the same seed on a base in NF4, merged into the one in 16 bit."""
+
+    def served(job: Trained, kind: str) -> Served:
+        run = _finished(
+            job.run.path.with_name(f"{job.run.path.name}-nf4"), job.settings, job.config.training.seed, "nf4"
+        )
+        config = config_of(run)
+        model, _ = jobs.model_of(run, config, "adapter")
+        merged = finished_run.load_merged(run, config.model, CPU, torch.float32)
+        found = way(dataclasses.replace(job, run=run, config=config, merged=merged), kind)
+        return dataclasses.replace(found, trained=model)
+
+    return served
 
 
 def _conversion(job: Trained, kind: str) -> Conversion:
@@ -201,6 +216,8 @@ def _trained_for(job: Trained, kind: str, way: str) -> tuple[RunDirectory, Any]:
 WAYS: dict[str, Callable[[Trained, str], Served]] = {
     "plain rounding": _plain,
     "rounded with the rows": _rounded,
+    "NF4, plain rounding": _on_nf4(_plain),
+    "NF4, rounded with the rows": _on_nf4(_rounded),
     "adapter": _adapter,
     "exact": _exact,
 }
@@ -232,13 +249,8 @@ def _served(job: Trained, weights: dict[str, nn.Parameter], facts: dict[str, Any
 
 
 def trained(folder: Path, settings: list[str], seed: int) -> Trained:
-    """The run of a seed, trained if `folder` does not have it."""
-    run = RunDirectory(folder / f"run{seed}")
-    if not run.is_merged:
-        harness.finetune(
-            "train", CONFIG, *settings, f"output.dir={run.path}", f"training.seed={seed}", "quantization.kind=none",
-            threads=1,
-        )  # fmt: skip
+    """The run of a seed on a base in 16 bit, trained if `folder` does not have it."""
+    run = _finished(folder / f"run{seed}", settings, seed, "none")
     config = config_of(run)
     tokenizer = finished_run.tokenizer_of(run, config, run.adapter)
     data = prepare.prepare(config.data, tokenizer)
@@ -246,6 +258,17 @@ def trained(folder: Path, settings: list[str], seed: int) -> Trained:
     merged = finished_run.load_merged(run, config.model, CPU, torch.float32)
     base = AutoModelForCausalLM.from_pretrained(locate(config.model.name), dtype=torch.float32)
     return Trained(settings, run, config, tokenizer, base, merged, list(data.eval))
+
+
+def _finished(path: Path, settings: list[str], seed: int, kind: str) -> RunDirectory:
+    """The run in `path` on a base of a kind of quantization, trained and merged if it is not there."""
+    run = RunDirectory(path)
+    if not run.is_merged:
+        harness.finetune(
+            "train", CONFIG, *settings, f"output.dir={path}", f"training.seed={seed}", f"quantization.kind={kind}",
+            threads=1,
+        )  # fmt: skip
+    return run
 
 
 @torch.no_grad()

@@ -114,23 +114,28 @@ def sweep(
     *,
     full: bool = False,
     fresh: bool = False,
-    budget: str | None = None,
+    budget: str | float | None = None,
     terminal: Terminal | None = None,
 ) -> SweepView:
     """Train a job with every combination of the values of `keys`, such as `{"training.learning_rate": [1e-4, 2e-4]}`,
     on one base in memory, and compare their losses on the evaluation rows.
 
     Each member is an ordinary run in `output.dir`. Half of the settings are stopped early, again and again, where they
-    can be told apart; none with `full`. After a `budget` such as `30m` or `2h` no further training starts; the same
-    call goes on, or works beside another process; `fresh` moves an earlier sweep aside. Values of `training.seed` are
-    averaged. Raises ConfigError for keys that members must share.
+    can be told apart; none with `full`. After a `budget` such as `30m`, or of seconds, no further training starts; the
+    same call goes on, or works beside another process; `fresh` moves an earlier sweep aside. Values of `training.seed`
+    are averaged. Raises ConfigError for keys that members must share.
     """
     from finetune.report.sweep_view import SweepView
     from finetune.sweeps import grid, running
 
     job = config if isinstance(config, (Config, Mapping)) else fspath(config)
     source = job.model_dump(exclude_unset=True) if isinstance(job, Config) else job
+    example = '{"training.learning_rate": [1e-4, 2e-4]}'
+    if not isinstance(keys, Mapping):
+        raise ConfigError(f"`keys`: give the values of each key, as in {example}, not {shown(keys)}")
     for key, values in keys.items():
+        if not isinstance(key, str) or isinstance(values, Mapping):
+            raise ConfigError(f"`keys`: {shown(key)} is no whole key; write it as in {example}")
         if isinstance(values, str) or not isinstance(values, Iterable):
             raise ConfigError(f"`{key}`: give a list of values, not {shown(values)}")
     texts = {key: [*map(grid.as_text, values)] for key, values in keys.items()}

@@ -22,10 +22,10 @@ LIMITS = {
     "internal imports of training/run.py": 20,
     "files that know sharding": 6,
     "files that know DeepSpeed": 4,
-    "lines of finetune/": 59_700,  # to become 34,000
-    "lines of tests/": 56_200,  # to become 34,000
+    "lines of finetune/": 60_400,  # to become 34,000
+    "lines of tests/": 56_900,  # to become 34,000
     "lines of benchmarks/": 12_500,  # to become 8,500
-    "words of docs/ and the README": 29_300,
+    "words of docs/ and the README": 29_900,
 }
 
 

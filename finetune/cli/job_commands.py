@@ -12,6 +12,7 @@ import finetune
 from finetune.cli import options
 from finetune.cli.output import (
     announce,
+    check_page,
     collecting,
     give,
     give_page,
@@ -67,6 +68,7 @@ def sweep(
     with refusing():
         from finetune.sweeps import grid
 
+        check_page(page)
         rest, keys = grid.split(overrides or [])
         grid.members(config, rest, keys)
     with importing(f"sweep of {config}"):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from finetune.errors import ConfigError
 from finetune.report.visible import visible
 from finetune.runtime import libraries
 from finetune.runtime.stages import stage
@@ -54,11 +55,21 @@ def give(view: View, as_json: bool) -> None:
 
 
 def give_page(view: PageView, as_json: bool, page: Path | None) -> None:
-    """Write the page of a view, if one is asked for, and print the view."""
+    """Print a view, and write its page, if one is asked for."""
+    give(view, as_json)
     if page:
         view.write(page)
         wrote(page, as_json)
-    give(view, as_json)
+
+
+def check_page(page: Path | None) -> None:
+    """Raise ConfigError, before hours of work, for a page that could not be written at their end."""
+    if page and not (page.parent.is_dir() and os.access(page.parent, os.W_OK)):
+        raise ConfigError(f"--html {page}: {page.parent} is not a folder that can be written; make it, or give another")
+    if page and page.is_dir():
+        raise ConfigError(
+            f"--html {page}: this is a folder; give the name of a file in it, such as {page / 'sweep.html'}"
+        )
 
 
 def wrote(path: Path, as_json: bool) -> None:

@@ -115,6 +115,7 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     beside = held_base.write(job, base, folder / _BASE) if held_base.wanted(job) else None
     held = _write_base(job, base, folder / _BASE)
     packings = [how for weight in base.parameters() if (how := packed.packing_of(weight))]
+    counted = {"count": sum(how.shape.numel() for how in packings), "differing": 0} if held else None
     adapted = adapter_files.load_adapter(base, job.run.adapter, config.adapter)
     trained = proof.logits(adapted, job.rows, job.shown)
     pairs = plain(adapted)
@@ -144,7 +145,12 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
         file, weights, differences = beside
         again = held_base.read(job, file, weights, base_dtype(config.adapter, config.training))
         whole = again and _read(again, config.adapter, renamed, rank, folder, on_experts)
-        held, unrun = _prove_in_gguf(job, file, whole, folder, trained, base_logits, differences)
+        counted = held_base.weights(job, file, weights, read=whole is not None)
+        held = {"weights_differing": counted and counted["differing"]}
+        proven, unrun = _prove_in_gguf(job, file, whole, folder, trained, base_logits, differences)
+        held |= proven
+        if counted is None:
+            unrun.append("that programs but llama.cpp decode the base's weights to what was trained on")
     if beside and packings:
         differences.append(llama_cpp.FLOOR)
     if any(how.form == "fp8" for how in packings):
@@ -169,7 +175,7 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
         "layers_served": activated,
         "gguf": None if left_out else GGUF,
         "held_base": held or None,
-        **_weights(packings, held),
+        **({"weights": counted} if counted else {}),
         **asdict(result),
         **served,
         "compared_with": "base plus adapter as trained, in PEFT",
@@ -199,8 +205,7 @@ def _prove_in_gguf(
     """
     held: dict[str, Any] = {
         "file": f"{_BASE}/{file.name}" if file.is_relative_to(folder) else str(file.absolute()),
-        "kind": job.config.quantization.kind,
-        "weights_differing": 0 if whole else None,
+        "kind": job.config.output.serve if job.config.quantization.kind == "none" else job.config.quantization.kind,
     }
     if whole:
         held |= job.served(proof.logits(whole, job.rows), trained, base)["served"]
@@ -227,15 +232,6 @@ def _write_base(job: Conversion, base: Any, folder: Path) -> dict[str, Any]:
                 f"{folder} decodes `{name}` to other weights than were trained on. Nothing was published"
             )
     return {"file": folder.name, "kind": kind, "weights_differing": 0}
-
-
-def _weights(packings: list[packed.Packing], held: dict[str, Any]) -> dict[str, Any]:
-    """How many packed weights the base's files have, and how many are not those that were trained on, if that is known;
-    tied ones count once.
-    """
-    if (differing := held.get("weights_differing")) is None:
-        return {}
-    return {"weights": {"count": sum(how.shape.numel() for how in packings), "differing": differing}}
 
 
 def file_groups(model: ModelSection) -> tuple[Any, list[streamed.ConversionGroup]] | None:

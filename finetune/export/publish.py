@@ -226,11 +226,21 @@ def rounding_bytes(config: Config, device_type: str) -> int | None:
 
 def _convert(job: Conversion, name: str, form: ExportFormat) -> dict[str, Any]:
     make, rounded = _module(form).make, {"rounded": job.rounded} if job.rounded else {}
+    made_of = _merged_model(job) if form.merged else {}
     return staging.publish(
         job.run, job.config, job.run.path / form.folder,
-        lambda folder: {"format": name, **make(job, folder), "rows_of": job.rows_of, **rounded},
+        lambda folder: {"format": name, **make(job, folder), "rows_of": job.rows_of, **rounded, **made_of},
         base_identity=job.base_identity, device=job.device, record_file="export.json", written_as=form.help,
     )  # fmt: skip
+
+
+def _merged_model(job: Conversion) -> dict[str, Any]:
+    """The key `merged` of a record: how far the merged model is from the trained one, if training held another base."""
+    proof: dict[str, Any] = {**(job.run.kept("merged") or {})}
+    if proof.get("onto") != "16-bit" or "to_trained" not in proof:
+        return {}
+    kind = job.config.quantization.kind
+    return {"merged": {"trained_on": kind, **proof["served"], "gain_kept": proof.get("gain_kept")}}
 
 
 def _module(form: ExportFormat) -> Any:

@@ -1,4 +1,6 @@
-"""The model that is served: the weights of a run's newest export with values of its own, as its files have them."""
+"""The model that is served: the weights of a run's newest export with values of its own, as its files have them; or,
+without such an export, the base with the adapter that is shipped beside it.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +19,27 @@ from finetune.storage import weight_files
 from finetune.storage.rundir import RunDirectory
 
 
-def load(run: RunDirectory, base: ModelSection, device: torch.device, note: Callable[[str], None]) -> Any:
-    """The model of a run on `base`, to compute in the type of the merged one; `note` is told its folder.
-
-    Raises ConfigError if there is none or nothing here reads it, ArtifactError for damaged files.
+def newest(run: RunDirectory, way: str) -> str:
+    """The format of the newest export with weights of its own; `adapter` if there is none and the adapter was exported,
+    or is what `output.way` ships. Raises ConfigError if nothing is served.
     """
     written = [name for name, form in FORMATS.items() if form.merged and form.module and _record(run, name).is_file()]
-    if not written:
-        raise ConfigError(
-            f"`served`: {run.path} has no export with weights of its own; `finetune export {run.quoted} --to gguf` "
-            "writes one"
-        )
-    name = max(written, key=lambda name: _record(run, name).stat().st_mtime_ns)
+    if written:
+        return max(written, key=lambda name: _record(run, name).stat().st_mtime_ns)
+    if way == "adapter" or _record(run, "adapter").is_file():
+        return "adapter"
+    raise ConfigError(
+        f"`served`: {run.path} has no export with weights of its own; `finetune export {run.quoted} --to gguf` writes "
+        "one"
+    )
+
+
+def load(run: RunDirectory, name: str, base: ModelSection, device: torch.device, note: Callable[[str], None]) -> Any:
+    """The model in the export `name` of a run on `base`, to compute in the type of the merged one; `note` is told its
+    folder.
+
+    Raises ConfigError if nothing here reads it, ArtifactError for damaged files.
+    """
     folder, kind = _record(run, name).parent, FORMATS[name].kind
     note(f"served: {folder}")
     model = finished_run.load_merged(run, base, device)

@@ -97,7 +97,7 @@ class _Call:
 
 
 @dataclass(frozen=True)
-class _Form:
+class _TensorForm:
     """The form of a tensor, and the number of elements of its storage."""
 
     shape: torch.Size
@@ -107,7 +107,7 @@ class _Form:
     elements: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Form:
+    def of(cls, tensor: torch.Tensor) -> _TensorForm:
         elements = tensor.untyped_storage().nbytes() // tensor.itemsize
         return cls(tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, elements)
 
@@ -398,7 +398,7 @@ class TraceRecorder(TorchDispatchMode):
             and {stretch.layer for stretch in own} | {block.layer for block in blocks} | {self.layer} <= at.keys()
         ):
             self._programs[key] = _Program(
-                tree_map_only(torch.Tensor, _Form.of, out),
+                tree_map_only(torch.Tensor, _TensorForm.of, out),
                 numbers,
                 [(block.bytes, at[block.layer]) for block in blocks],
                 [(at[stretch.layer], stretch) for stretch in own],
@@ -412,7 +412,7 @@ class TraceRecorder(TorchDispatchMode):
             [replace(stretch.moved(first), phase=self.phase, layer=layers[at]) for at, stretch in program.stretches]
         )
         self.layer = layers[program.ends_on]
-        out = tree_map_only(_Form, _Form.made, program.outputs)
+        out = tree_map_only(_TensorForm, _TensorForm.made, program.outputs)
         outputs = [output for output in flat(out) if isinstance(output, torch.Tensor)]
         for number, output in zip(program.numbers, outputs, strict=True):
             self._watch(output, first + number)

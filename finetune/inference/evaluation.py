@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from os import PathLike, fspath
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from finetune.data import prepare
 from finetune.data.examples import shown
 from finetune.data.prepare import Question
 from finetune.errors import ConfigError, DataError, NumbersError
+from finetune.export.export_formats import FORMATS
 from finetune.inference import generation
 from finetune.inference.answer_settings import Settings
 from finetune.inference.intervals import CONFIDENCE, RESAMPLES, SEED, Measured, compared
@@ -44,7 +45,7 @@ from finetune.report.terminal import Terminal
 from finetune.runtime import libraries
 from finetune.settings import config_of
 from finetune.storage.files import write_json, write_lines
-from finetune.storage.records import EvaluationRecord, Measure
+from finetune.storage.records import EvaluationRecord, ExportProof, Measure
 from finetune.storage.rundir import Run, RunDirectory
 from finetune.training.eval_loss import held_out_loss
 
@@ -76,6 +77,7 @@ def evaluate(
     _refuse_values(limit, metrics=metrics, tasks=tasks, models=models)
     config = _config(run, data, answers=bool(metrics or tasks), trust_remote_code=trust_remote_code)
     chosen = _chosen(run, models, adapts=config.adapter.kind == "lora")
+    exports = _exports(run)  # before anything is measured, as one may be damaged
     tokenizer = load_tokenizer(config.model, run.data(config.data))
     seen = vision_of(config, tokenizer)
     with_loss = _has_rows(config.data, tokenizer, seen, needed=bool(metrics or data) or not tasks)  # tasks need none
@@ -99,9 +101,10 @@ def evaluate(
     if job.compared and job.compared.needs_reference and not {"base", "adapter"} <= {*chosen}:
         job.compared.score_reference(*model_of(run, config, "base"))
     results = _each(run, config, chosen, measure)
+    measures = _measures(results)
     record: EvaluationRecord = {
         "steps": run.steps_done,
-        "measures": _measures(results),
+        "measures": measures,
         "interval": _INTERVAL,
         "notes": job.notes(results),
         "settings": {
@@ -109,6 +112,8 @@ def evaluate(
             "limit": limit, "max_new_tokens": max_new_tokens, "batch_size": batch_size,
             "apply_chat_template": apply_chat_template, "confidence": CONFIDENCE, "resamples": RESAMPLES, "seed": SEED,
         },
+        "gain_kept": _gain_kept(measures),
+        "exports": exports,
     }  # fmt: skip
     scores = Scores(record)
     terminal.show(scores)
@@ -304,6 +309,29 @@ def _each(
         libraries.return_freed_memory()
         results[name] = measure(name, *model_of(run, config, name))
     return {name: results[name] for name in chosen}
+
+
+def _gain_kept(measures: list[Measure]) -> dict[str, float]:
+    """The share of what training took off the base's loss that each other model has off too; empty without both, or if
+    training may have taken nothing off.
+    """
+    losses: dict[str, Any] = next((one["models"] for one in measures if one["name"] == "loss"), {})
+    if not losses.keys() >= {"base", "adapter"}:
+        return {}
+    gained = {name: figure["difference"] for name, figure in losses.items() if name != "base"}
+    if gained["adapter"]["high"] is None or gained["adapter"]["high"] >= 0:
+        return {}
+    return {name: one["value"] / gained["adapter"]["value"] for name, one in gained.items() if name != "adapter"}
+
+
+def _exports(run: RunDirectory) -> dict[str, ExportProof]:
+    """What the exports of the current adapter were proven to keep, by folder."""
+    kept = {form.folder: run.kept(form.folder) for name, form in FORMATS.items() if run.is_current(name)}
+    return {
+        folder: cast(ExportProof, {key: one for key, one in proof.items() if key in ExportProof.__annotations__})
+        for folder, proof in kept.items()
+        if proof and "served" in proof
+    }
 
 
 def _measures(by_model: dict[str, ModelResults]) -> list[Measure]:

@@ -38,7 +38,8 @@ MODELS = {
     "base": "without the adapter",
     "adapter": "the base with the adapter, or the model of a run that trained every weight",
     "merged": "the adapter merged into the base",
-    "served": "the newest export with weights of its own, in a GGUF file or quantized, as its files have it",
+    "served": "the newest export with weights of its own, in a GGUF file or quantized, as its files have it; without "
+    "one, of a run whose adapter is served, the base with it",
 }
 """The models that a run may have."""
 
@@ -192,12 +193,16 @@ def model_of(run: RunDirectory, config: Config, which: str) -> tuple[Any, Any]:
     pick(MODELS, which, "model")
     libraries.quiet()
     device = this_device()
+    if which == "served":
+        name = served_model.newest(run, config.output.way)
+        if name != "adapter":
+            tokenizer = finished_run.tokenizer_of(run, config, finished_run.weights_folder(run, config.adapter))
+            return served_model.load(run, name, config.model, device, note_beside_output), tokenizer
+        note_beside_output("served: the base with the adapter, as they were trained")
+        which = name
     if which == "merged" or (which == "adapter" and config.adapter.kind == "none"):
         tokenizer = finished_run.tokenizer_of(run, config, run.merged)
         return finished_run.load_merged(run, config.model, device), tokenizer
-    if which == "served":
-        tokenizer = finished_run.tokenizer_of(run, config, finished_run.weights_folder(run, config.adapter))
-        return served_model.load(run, config.model, device, note_beside_output), tokenizer
     if which == "adapter":
         tokenizer = finished_run.tokenizer_of(run, config, run.adapter)
     else:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 
+_PARTS = r"(?<=[_./-])(?<!\de-)(?<!\d[.])(?=\w)"
+
+
 def page(title: str, template: str, curves: list[dict[str, Any]], **values: Any) -> str:
     """A self-contained HTML document from a template, with a title; `curves` are the charts that it draws."""
     library = f"/*\n{_read('uplot/LICENSE')}*/\n{_read('uplot/uPlot.iife.min.js')}"
@@ -61,8 +64,8 @@ def _environment() -> Environment:
     safe, escape = environment.filters["safe"], environment.filters["escape"]
 
     def breakable(name: str) -> Any:
-        """A name such as `training.learning_rate`, which a line may break after each part of."""
-        return safe("<wbr>".join(map(escape, re.split(r"(?<=[_./-])(?=\w)", visible(name, LINES)))))
+        """A name such as `training.learning_rate`, which a line may break after each part of; not within 1.5e-4."""
+        return safe("<wbr>".join(map(escape, re.split(_PARTS, visible(name, LINES)))))
 
     environment.filters["breakable"] = breakable
     return environment

@@ -97,23 +97,30 @@ def facts(console: Console, rows: dict[str, str]) -> None:
     put(console, grid)
 
 
-def table(console: Console, head: Sequence[str], rows: Iterable[Sequence[str]], texts: Sequence[str] = ()) -> None:
+def table(
+    console: Console, head: Sequence[str], rows: Iterable[Sequence[str]], texts: Sequence[str] = (), **style: Any
+) -> None:
     """Print a table (see `drawn`) of untrusted text."""
 
     def written(cells: Sequence[str]) -> list[Text]:
         return [plain(console, cell) for cell in cells]
 
-    put(console, drawn(written(head), map(written, rows), list(map(str, written(texts)))))
+    put(console, drawn(written(head), map(written, rows), list(map(str, written(texts))), **style))
 
 
 def drawn(
-    head: Sequence[str | Text], rows: Iterable[Sequence[str | Text]], texts: Sequence[str] = (), **style: Any
-) -> Table:
-    """A table whose first column names the row; columns not in `texts` are numbers, right-aligned."""
+    head: Sequence[str | Text], rows: Iterable[Sequence[str | Text]], texts: Sequence[str] = (), *,
+    whole_names: bool = False, **style: Any,
+) -> Table:  # fmt: skip
+    """A table whose first column names the row; columns not in `texts` are numbers, right-aligned.
+
+    Numbers are not folded where the table is too wide, nor with `whole_names` the first column.
+    """
     made = Table(**style)
     for number, name in enumerate(head):
         is_text = number == 0 or str(name) in texts
-        made.add_column(name, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
+        is_whole = whole_names if number == 0 else not is_text
+        made.add_column(name, justify="left" if is_text else "right", overflow="fold", no_wrap=is_whole)
     for row in rows:
         made.add_row(*row)
     return made

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from finetune.report import printing
+from finetune.report import printing, words
 from finetune.report.printing import Cells
 from finetune.report.view import View
 from finetune.report.visible import LINES
@@ -56,12 +56,19 @@ class Scores(View):
     @property
     def notes(self) -> list[str]:
         """Sentences that explain the table."""
-        return [f"Measured after step {self.record['steps']:,}. {self.record['interval']}", *self.record["notes"]]
+        kept = [
+            f"{name.capitalize()} keeps {words.share(share)} of what training took off the loss."
+            for name, share in self.record.get("gain_kept", {}).items()
+        ]
+        measured = f"Measured after step {self.record['steps']:,}. {self.record['interval']}"
+        return [measured, *kept, *self.record["notes"]]
 
     def show(self, console: Console) -> None:
         printing.table(console, *self.table)
         for note in self.notes:
             printing.say(console, note, keep=LINES)
+        for folder, proof in self.record.get("exports", {}).items():  # which the report has in a section of its own
+            printing.say(console, f"{folder}/, as exported: {words.served(proof)}", keep=LINES)
 
     def values(self) -> dict[str, Any]:
         """The scores themselves, whose table and notes the template takes."""

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from finetune.config import TrainingSection
 from finetune.report import curves, printing, words
+from finetune.report.printing import Cells
 from finetune.report.view import PageView
 from finetune.results.figures import Figures, flat, framed
 from finetune.results.sweep_table import SettingResult, SweepTable
 from finetune.storage.rundir import RunDirectory
 
+_WHOLE_NAME = 32
+"""Characters of a setting that a table of 80 columns leaves in one line."""
 _HEAD = ("setting", "eval loss", "from the best", "training", "state")
 
 
@@ -46,43 +51,77 @@ class SweepView(PageView):
     def show(self, console: Console) -> None:
         values = self.values()
         head, rows = values["settings"]
-        printing.table(console, head, rows, texts=("from the best", "state"))
+        are_short = max(len(row[0]) for row in rows) <= _WHOLE_NAME
+        printing.table(console, head, rows, texts=("from the best", "state"), whole_names=are_short)
         printing.say(console)
         printing.say(console, values["verdict"])
         printing.say(console, values["cost"])
 
     def charts(self) -> list[dict[str, Any]]:
         runs = [RunDirectory(path) for each in self.table.settings for path in each.runs]
-        curves_of_runs = curves.of_runs({run.path.name: Figures.read(run) for run in runs if run.exists})
-        return [*_by_key(self.table.settings), *curves_of_runs]
+        compared = [one for each in self.table.settings for one in each.compared]
+        figures = {run.path.name: _with_rounds(run, compared) for run in runs if run.exists}
+        whole = {Path(run).name for each in self.table.settings if each.state == "finished" for run in each.runs}
+        return [*_by_key(self.table.settings), *curves.within_sight(curves.of_runs(figures), whole)]
 
     def values(self) -> dict[str, Any]:
-        """The table of settings, the verdict, and what was trained."""
+        """The table of settings, the losses by seed, the verdict, the job, and what was trained."""
         table = self.table
         rows = f"{words.count(table.rows)} evaluation rows"
         verdict = f"winner: {table.winner}, on {rows}" if table.winner else f"no winner: {table.undecided} ({rows})"
         verdict += f"; {table.note}" if table.note else ""
         settings = _HEAD, [_row(each) for each in table.settings]
-        return {"settings": settings, "verdict": verdict, "cost": _cost(table.settings)}
+        return {
+            "settings": settings,
+            "by_seed": _by_seed(table.settings),
+            "verdict": verdict,
+            "job": _job(table),
+            "cost": _cost(table.settings),
+        }
 
     def __repr__(self) -> str:
         return f"<sweep of {len(self.table.settings)} settings in {self.table.folder}>"
 
 
 def _by_key(settings: Sequence[SettingResult]) -> list[dict[str, Any]]:
-    """A chart for each swept key: how far the best setting with each of its values is from the best one of all."""
+    """A chart for each swept key: how far the best setting with each of its values is from the best one of all.
+
+    Of settings with the same value, those that were compared after the largest share of a run count.
+    """
     charts = []
     for key in settings[0].values:
         best: dict[str, SettingResult] = {}
-        tried = [one for one in settings if one.loss is not None and key in one.values]
-        for each in sorted(tried, key=_above):
+        tried = [one for one in settings if (one.loss is not None or one.state == "diverged") and key in one.values]
+        for each in sorted(tried, key=lambda one: (one.loss is None, -one.share, _above(one))):
             best.setdefault(words.as_in_a_file(each.values[key]), each)
         if len(best) > 1:
-            ordered = sorted(best.items(), key=lambda one: _place(one[1].values[key]))
-            points = {label: _interval(each.difference) for label, each in ordered}
+            chosen = sorted((each for each in best.values()), key=lambda one: _place(one.values[key]))
+            points = [curves.ByValue(each.values[key], _interval(each), _early(each)) for each in chosen]
             title = f"Loss above the best, by {key.rpartition('.')[2]}"
             charts.append(curves.by_value(title, "nats per trained token", key, points))
     return charts
+
+
+def _early(result: SettingResult) -> str:
+    """After how much of a run a setting was compared last; empty after a whole one."""
+    return "" if result.share in (0, 1) else words.share(result.share)
+
+
+def _with_rounds(run: RunDirectory, compared: Sequence[Mapping[str, Any]]) -> Figures:
+    """The figures of a run, among its evaluations those by which it was compared."""
+    figures, training = Figures.read(run), run.config().training
+    evaluations = {line["step"]: line for line in figures.evaluations}
+    for one in compared:
+        if one["run"] == str(run.path):
+            step = next((line["step"] for line in figures.training if _done(training, line) >= one["share"]), None)
+            if step is not None:
+                evaluations.setdefault(step, {"step": step, "eval_loss": one["loss"]})
+    return replace(figures, evaluations=[evaluations[step] for step in sorted(evaluations)])
+
+
+def _done(training: TrainingSection, line: Mapping[str, Any]) -> float:
+    """The share of a run that was done after the step of a line of metrics.jsonl."""
+    return line["step"] / training.max_steps if training.max_steps else line["epoch"] / training.epochs
 
 
 def _place(value: Any) -> tuple[bool, float, str]:
@@ -96,9 +135,50 @@ def _above(result: SettingResult) -> float:
     return (result.difference or {}).get("value") or 0.0
 
 
-def _interval(difference: dict[str, float | None] | None) -> tuple[float | None, ...]:
-    """(low, value, high) of a difference from the best, which the best itself does not have."""
-    return tuple(difference[name] for name in ("low", "value", "high")) if difference else (0.0, 0.0, 0.0)
+def _interval(result: SettingResult) -> tuple[float | None, float, float | None] | None:
+    """(low, value, high) of the difference from the best, which the best itself does not have; None if it diverged."""
+    if result.loss is None:
+        return None
+    found = result.difference or {}
+    value = found.get("value") or 0.0
+    return found.get("low", value), value, found.get("high", value)
+
+
+def _by_seed(settings: Sequence[SettingResult]) -> Cells:
+    """The losses of a setting's runs, after the share in which they were compared last; no rows for one seed."""
+    runs = settings[0].runs
+    if len(runs) < 2:
+        return (), []
+    losses = {(one["run"], one["share"]): one["loss"] for each in settings for one in each.compared}
+
+    def cell(run: str, share: float) -> str:
+        return words.loss(losses[run, share]) if (run, share) in losses else ""
+
+    rows = [(each.setting, *(cell(run, each.share) for run in each.runs)) for each in settings]
+    return ("eval loss", *(f"seed {seed}" for seed in _seeds(runs))), rows
+
+
+def _seeds(runs: Sequence[str]) -> list[str]:
+    """The seeds of a setting's runs, which are alike for all; their places for runs that were not started."""
+    opened = [*map(RunDirectory, runs)]
+    return [str(run.config().training.seed if run.exists else at) for at, run in enumerate(opened, start=1)]
+
+
+def _job(table: SweepTable) -> list[tuple[str, str]]:
+    """What all members have in common, and the time that they took."""
+    runs = [run for each in table.settings for run in map(RunDirectory, each.runs) if run.exists]
+    if not runs:
+        return []
+    config, facts = runs[0].config(), runs[0].data_facts()
+    times = [event["time"] for run in runs for event in Figures.read(run).events]
+    job = {
+        "base": words.base(config),
+        "training rows": words.count(facts["train"]["rows"]) if facts else "",
+        "evaluation rows": words.count(table.rows),
+        "seeds": ", ".join(_seeds(table.settings[0].runs)),
+        "from the first start to the end": words.duration(max(times) - min(times)) if times else "",
+    }
+    return [(name, value) for name, value in job.items() if value]
 
 
 def _cost(settings: Sequence[SettingResult]) -> str:
@@ -106,7 +186,14 @@ def _cost(settings: Sequence[SettingResult]) -> str:
     runs = sum(len(each.runs) for each in settings)
     trained = sum(each.share * len(each.runs) for each in settings)
     seconds = words.duration(sum(each.seconds for each in settings))
-    return f"trained: {trained:.3g} of {words.count(runs)} whole runs, in {seconds}"
+    said = f"trained: {trained:.3g} of {words.count(runs)} whole runs, in {seconds}"
+    if trained == runs or not all(each.share for each in settings):
+        return said
+    return f"{said}; all of them whole would have taken about {words.duration(sum(map(_whole_seconds, settings)))}"
+
+
+def _whole_seconds(result: SettingResult) -> float:
+    return result.seconds / result.share
 
 
 def _row(result: SettingResult) -> tuple[str, ...]:

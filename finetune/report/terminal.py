@@ -59,6 +59,11 @@ class Terminal:
         self._started = 0.0
         self._peaks_shown = False
 
+    @property
+    def console(self) -> Console:
+        """Where it prints."""
+        return self._console
+
     def close(self) -> None:
         """End the live view and a running renewal of the report."""
         self._trains = False
@@ -98,8 +103,9 @@ class Terminal:
     ) -> None:
         """Print the header: the job, its data, and the device. A failing output does not end the run from here on."""
         run = RunDirectory(path)
-        lasting = printing.LastingStream(self._console.file, lambda reason: run.event("output_lost", reason=reason))
-        self._console.file = cast(IO[str], lasting)
+        if not isinstance(self._console.file, printing.LastingStream):  # as it is after an earlier run of a sweep
+            lasting = printing.LastingStream(self._console.file, lambda reason: run.event("output_lost", reason=reason))
+            self._console.file = cast(IO[str], lasting)
         self._forecast, self._log_every = forecast, config.tracking.log_every
         if run.config_file.is_file():  # the other ranks' directories have none
             self._renewal = Renewal(run)

@@ -84,21 +84,33 @@ def preferred(line: Mapping[str, Any]) -> str:
 
 
 def served(record: Mapping[str, Any]) -> str | None:
-    """What is lost between the trained and an exported model, as a sentence; None if the record does not say."""
+    """What is lost between the trained and an exported model, as sentences; None if the record does not say."""
     if not (like := record.get("served")):
         return None
-    text = f"Its KL divergence from the trained model is {like['kl']:.2g} nats a token (at most {like['kl_max']:.2g})"
+    made_of = record.get("merged")
+    model = "merged" if made_of else "trained"
+    text = (
+        f"Its KL divergence from the {model} model is {like['kl']:.2g} nats a token (at most {like['kl_max']:.2g}), "
+        f"with the same most likely token in {share(like['agreement'])} of places"
+    )
     if weights := record.get("weights"):
-        text = f"{weights['differing']:,} of {weights['count']:,} weights differ from the trained ones. {text}"
+        text = f"{weights['differing']:,} of {weights['count']:,} weights differ from the {model} ones. {text}"
     losses = record.get("losses") or {}
     name = "served" if "served" in losses else record.get("onto", "16-bit")
     if record.get("gain_kept") is not None and losses.keys() >= {name, "base", "trained"}:
         text += (
             f"; its held-out loss is {losses[name]:.4f}, beside {losses['base']:.4f} of the base and "
-            f"{losses['trained']:.4f} as trained: {record['gain_kept']:.1%} of the gain is kept"
+            f"{losses['trained']:.4f} as {model}: {record['gain_kept']:.1%} of the gain is kept"
         )
     elif record.get("gain_unknown"):
         text += f". The share of the gain that is kept is unknown: {record['gain_unknown']}"
+    if made_of:
+        text += (
+            f". The adapter was trained on the base in {made_of['trained_on']}, and the KL divergence of the merged "
+            f"model from that is {made_of['kl']:.2g}"
+        )
+        if made_of.get("gain_kept") is not None:
+            text += f", with {share(made_of['gain_kept'])} of the gain"
     return f"{text}."
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from finetune.config import as_written
 from finetune.config.field_types import shown
-from finetune.errors import ConfigError, first_line
+from finetune.errors import ArtifactError, ConfigError, first_line
 from finetune.results.figures import summary
-from finetune.results.sweep_table import TABLE
+from finetune.results.sweep_table import is_sweep
 from finetune.storage.rundir import Run, RunDirectory
 
 # A run's directory says nothing about what it trained.
@@ -65,9 +65,12 @@ def compare(runs: Sequence[Run]) -> SideBySide:
 
 def _members(run: Run) -> list[Run]:
     """The runs of a sweep by name, or the run itself."""
-    if not isinstance(run, (str, Path)) or not Path(run, TABLE).is_file():
+    if not isinstance(run, (str, Path)) or not is_sweep(Path(run)):
         return [run]
-    return [file.parent for file in sorted(Path(run).glob("*/config.yaml"))]
+    runs: list[Run] = [file.parent for file in sorted(Path(run).glob("*/config.yaml"))]
+    if not runs:
+        raise ArtifactError(f"{run}: no member of this sweep has been trained yet")
+    return runs
 
 
 def _differences(configs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 TABLE = "sweep.json"
 """The file of a sweep's directory that has the table; the directories beside it are the runs."""
+SCORES = "scores"
+"""The folder of a sweep's directory that has what each run was compared by."""
 
 State = Literal["finished", "stopped", "waiting", "diverged", "failed"]
 
@@ -19,8 +21,9 @@ class SettingResult:
 
     `loss`: nats per trained token of the evaluation rows, after `share` of the run, in which all of its `runs` were
     compared last; None if not compared yet. `difference`: that from the best setting after the same share, with its
-    95% confidence interval paired by rows and seeds; None of the best itself. `why`: of one that was stopped, diverged
-    or failed. `seconds`: of training, over all starts.
+    95% confidence interval paired by rows and seeds; None of the best itself, and in the table of a sweep that has
+    not ended. `why`: of one that was stopped, diverged or failed. `seconds`: of training, over all starts. `compared`:
+    the `loss` of a `run` after each `share` of it in which it was compared, None if not finite.
     """
 
     setting: str
@@ -32,6 +35,7 @@ class SettingResult:
     difference: dict[str, float | None] | None
     why: str
     seconds: float
+    compared: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -57,3 +61,8 @@ class SweepTable:
         """The table as JSON values."""
         settings = [asdict(each) for each in self.settings]
         return {**asdict(self), "folder": str(self.folder), "settings": settings, "note": self.note}
+
+
+def is_sweep(folder: Path) -> bool:
+    """Whether a folder is the directory of a sweep, whatever that has got to."""
+    return (folder / TABLE).is_file() or (folder / SCORES).is_dir()

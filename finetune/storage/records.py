@@ -188,13 +188,19 @@ class Measure(TypedDict):
 
 @_dict_record
 class EvaluationRecord(TypedDict):
-    """eval.json. `steps` are those of the run when it was evaluated; `interval` and `notes` say how to read it."""
+    """eval.json. `steps` are those of the run when it was evaluated; `interval` and `notes` say how to read it.
+
+    `gain_kept` is, by model, the share of what training took off the loss; `exports` are the proofs of the exports that
+    the run had, by folder.
+    """
 
     steps: Step
     measures: list[Measure]
     interval: str
     notes: list[str]
     settings: dict[str, Any]
+    gain_kept: NotRequired[dict[str, Number]]
+    exports: NotRequired[dict[str, ExportProof]]
 
 
 @_dict_record
@@ -365,6 +371,14 @@ class DifferingWeights(TypedDict):
 
 
 @_dict_record
+class MergedDistance(Distance):
+    """How far a merged model that an export is made from is from what was trained, on a base of another kind."""
+
+    trained_on: str
+    gain_kept: NotRequired[Number | None]
+
+
+@_dict_record
 class ExportProof(TypedDict):
     """What export.json and merge.json say of what an export keeps; those of earlier versions have none of it."""
 
@@ -374,6 +388,7 @@ class ExportProof(TypedDict):
     gain_kept: NotRequired[Number | None]
     gain_unknown: NotRequired[str | None]
     onto: NotRequired[str]
+    merged: NotRequired[MergedDistance]
 
 
 @_dict_record

@@ -256,8 +256,17 @@ class RunDirectory:
     @property
     def is_merged(self) -> bool:
         """Whether the merged model was made from the current adapter."""
-        last = [event for event in self.events() if event["event"] in ("trained", "merged")][-1:]
-        return self.merged.exists() and any(event["event"] == "merged" for event in last)
+        return self.merged.exists() and self.is_current("merged")
+
+    def is_current(self, format: str) -> bool:
+        """Whether the last export in `format` was made since the last training."""
+        made = False
+        for event in self.events():
+            if event["event"] == "trained":
+                made = False
+            elif event["event"] in ("merged", "exported"):
+                made |= event.get("format", "merged") == format
+        return made
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"{_CHECKPOINT}{step:08d}"

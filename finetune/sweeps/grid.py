@@ -22,6 +22,9 @@ SEED = "training.seed"
 _MOST = 256
 _LONGEST = 120  # characters of a name; most file systems take 255 bytes
 
+_NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+_NO_LOSS = "it changes no loss"
+
 # What members have in common, since otherwise their losses say nothing about the setting; with why.
 _SHARED = {
     "model.": "members are trained on one base",
@@ -30,15 +33,17 @@ _SHARED = {
     "preference.": "its values change what the loss means",
     "training.objective": "its values change what the loss means",
     "training.max_steps": "members are compared after the same share of a run of the same length",
-    "training.micro_batch": "it changes no loss; `finetune fit` chooses it",
+    "training.micro_batch": f"{_NO_LOSS}; `finetune fit` chooses it",
+    "training.eval_every": _NO_LOSS,
+    "training.deterministic": _NO_LOSS,
     "training.epochs": "members are compared after the same share of a run of the same length",
     "training.early_stopping": "the sweep stops members itself",
     "adapter.kind": "members are adapters on one frozen base",
     "adapter.start_from": "members start from one base",
-    "memory.": "it changes no loss; `finetune fit` chooses it",
-    "kernels.": "it changes no loss",
-    "distributed.": "it changes no loss",
-    "tracking.": "it changes no loss",
+    "memory.": f"{_NO_LOSS}; `finetune fit` chooses it",
+    "kernels.": _NO_LOSS,
+    "distributed.": _NO_LOSS,
+    "tracking.": _NO_LOSS,
     "output.serve": "it decides how the base is held, and members are trained on one",
     "output.runtime": "it decides how the base is held, and members are trained on one",
     "output.way": "it decides how the base is held, and members are trained on one",
@@ -64,6 +69,7 @@ def members(
     `overrides` are the same for all. The runs are in the job's `output.dir`. Raises ConfigError, naming the cure, for
     keys that members must have in common, and for too few or too many members.
     """
+    _refuse_lists(source, overrides)
     _check(keys)
     folder = Path(load_config(source, overrides).output.dir or "runs/unnamed")
     names = _short_names(keys)
@@ -129,13 +135,27 @@ def _values(text: str) -> list[str]:
     return [part.strip() for part in parts]
 
 
+def _refuse_lists(source: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> None:
+    """Raise ConfigError for numbers written as `[a,b]`, `a;b` or `a:b`, where the key takes no such value."""
+    for override in overrides:
+        key, _, text = override.partition("=")
+        values = [value.strip() for value in re.split(r"[,;:]", text.strip().removeprefix("[").removesuffix("]"))]
+        if len(values) < 2 or not all(map(_NUMBER.fullmatch, values)):
+            continue
+        try:
+            load_config(source, [override])
+        except ConfigError:
+            raise ConfigError(f"`{override}`: separate values by commas: {key}={','.join(values)}") from None
+
+
 def _check(keys: Mapping[str, Sequence[str]]) -> None:
     if not keys:
         raise ConfigError("a sweep needs a key with several values, such as training.learning_rate=1e-4,2e-4,4e-4")
     for key, values in keys.items():
         for shared, why in _SHARED.items():
             if key.startswith(shared):
-                raise ConfigError(f"`{key}` cannot be swept: {why}; set one value, and make a sweep for each")
+                apart = "" if why.startswith(_NO_LOSS) else ", and make a sweep for each"
+                raise ConfigError(f"`{key}` cannot be swept: {why}; set one value{apart}")
         if "" in values:
             raise ConfigError(f"`{key}={','.join(values)}` has an empty value; leave out the comma too many")
         if len(set(values)) < len(values):
@@ -151,16 +171,28 @@ def _check(keys: Mapping[str, Sequence[str]]) -> None:
         raise ConfigError(f"{number:,} members are more than {_MOST}; give fewer values")
 
 
+def refuse_same(made: Sequence[Member], configs: Sequence[Config]) -> None:
+    """Raise ConfigError for two members whose `configs` differ in nothing but the directory."""
+    first: dict[str, Member] = {}
+    for member, config in zip(made, configs, strict=True):
+        other = first.setdefault(config.model_dump_json(exclude={"output": {"dir"}}), member)
+        if other is not member:
+            raise ConfigError(f"{other.name} and {member.name} are the same job; give other values")
+
+
 def _check_members(made: Sequence[Member]) -> None:
-    configs = [each.config.changed({"output.dir": None}) for each in made]
-    for index, config in enumerate(configs):
-        if (first := configs.index(config)) < index:
-            raise ConfigError(f"{made[first].name} and {made[index].name} are the same job; give other values")
+    configs = [each.config for each in made]
+    refuse_same(made, configs)
     job = configs[0]
+    if job.training.max_steps and len({each.training.batch_size for each in configs}) > 1:
+        raise ConfigError(
+            f"`training.batch_size` with `training.max_steps: {job.training.max_steps}` compares settings that were "
+            "trained on different numbers of rows; set training.max_steps=null and training.epochs=1"
+        )
     if job.training.objective != "supervised":
         raise ConfigError(
-            f"`training.objective: {job.training.objective}`: a sweep compares the loss of trained tokens, and this "
-            "objective lowers another; train the runs one by one, and use `finetune compare`"
+            f"`training.objective: {job.training.objective}`: only sweeps of `supervised` are built, which compare the "
+            "loss of trained tokens; train the runs one by one, and put them side by side with `finetune compare`"
         )
     if job.data.eval == "none":
         raise ConfigError("`data.eval: none`: members are compared on evaluation rows; set `auto` or a file")

@@ -64,10 +64,10 @@ def _with_seeds(difference: dict[str, float | None], score: np.ndarray, other: n
 def stopped(scores: Scores) -> dict[str, str]:
     """The settings to stop, with why: those of the worse half that are worse than the last of the better half.
 
-    One that cannot be told from that on these rows and seeds goes on. All scores are finite.
+    None of two, as in `shares`, nor one that cannot be told from that on these rows and seeds. All scores are finite.
     """
     order = ranked(scores)
-    if len(order) < 2:
+    if len(order) <= 2:
         return {}
     kept = order[: math.ceil(len(order) / 2)]
     last = kept[-1]

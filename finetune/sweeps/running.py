@@ -11,8 +11,9 @@ import contextlib
 import hashlib
 import io
 import json
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +24,7 @@ import numpy as np
 
 from finetune import recipe
 from finetune.config import AdapterSection, Config, TrainingSection
+from finetune.config.field_types import shown
 from finetune.data import fingerprint, prepare
 from finetune.data.prepare import Prepared
 from finetune.errors import ConfigError, DataError, InUseError, NumbersError, OutOfMemoryError, first_line
@@ -33,9 +35,11 @@ from finetune.model.adapters import adapter_files
 from finetune.model.base import load_architecture
 from finetune.model.source import vision
 from finetune.model.source.tokenizer import load_tokenizer
+from finetune.report import words
+from finetune.report.sweep_terminal import SweepTerminal
 from finetune.report.terminal import Terminal
 from finetune.results.figures import Figures
-from finetune.results.sweep_table import TABLE, SettingResult, State, SweepTable
+from finetune.results.sweep_table import SCORES, TABLE, SettingResult, State, SweepTable, is_sweep
 from finetune.runtime import libraries, ranks
 from finetune.runtime.device import this_device
 from finetune.storage import locks
@@ -46,11 +50,12 @@ from finetune.sweeps.grid import Member
 from finetune.training import evidence
 from finetune.training.callbacks import Callback
 from finetune.training.eval_loss import held_out_loss
+from finetune.training.optimizers import OPTIMIZERS
 from finetune.training.progress import Progress, read_progress
 from finetune.training.residents import Residents
 
-_SCORES = "scores"
 _OTHERWISE = "or set another `output.dir`"
+_NOT_ENDED = "the sweep has not ended; the same command goes on"
 _POLL_SECONDS = 0.5
 _NOT_FINITE = np.array([[np.inf, 1.0]])
 """The score of a member that diverged or failed."""
@@ -64,56 +69,73 @@ def sweep(
 
     Half of the settings are stopped early, again and again, where they can be told apart; none with `full`. After
     `budget_seconds` no further training starts. Another call with the same arguments goes on where one ended, or works
-    beside it; with `fresh`, an earlier sweep is moved aside. Raises ConfigError for a sweep that compares nothing, and
-    what `recipe.train` raises, but for a member that diverges or does not fit the memory.
+    beside it; with `fresh`, an earlier sweep is moved aside. Raises ConfigError for a sweep that compares nothing, or
+    whose budget ends before all settings were compared once, and what `recipe.train` raises, but for a member that
+    diverges or does not fit the memory.
     """
     if ranks.world_size() > 1:
         raise ConfigError(
-            "a member of a sweep runs in one process; without torchrun, start the same command once for each GPU, and "
-            "they share the members"
+            "a member of a sweep runs in one process; without torchrun, start the same command once for each GPU: "
+            "`CUDA_VISIBLE_DEVICES=0 finetune sweep ...`, `CUDA_VISIBLE_DEVICES=1 finetune sweep ...`; they share the "
+            "members"
         )
-    if budget_seconds is not None and budget_seconds <= 0:
-        raise ConfigError("the budget is spent before the first step; give more, such as 30m or 2h")
+    libraries.quiet()
     made = grid.members(source, overrides, keys)
-    for member in made:
-        evidence.refuse_guess(member.config)
     folder = _run_of(made[0]).path.parent
     if RunDirectory(folder).exists:
         raise ConfigError(f"`output.dir`: {folder} is a run; give the sweep a directory of its own")
-    _check_adapters(made)
-    if fresh and any((folder / name).exists() for name in (TABLE, _SCORES)):
+    _check(made)
+    if fresh and is_sweep(folder):
         _move_aside(folder)
     with libraries.collecting_as_before():
-        table = _Sweep(folder, made, full, budget_seconds, terminal or Terminal(quiet=True)).run()
+        table = _Sweep(folder, made, full, budget_seconds, terminal or Terminal()).run()
     libraries.return_freed_memory()
     _write(folder, table)
     return table
+
+
+def _notes(members: Sequence[Member]) -> dict[str, list[str]]:
+    """What training will note on the members' configs, with the settings that each note holds for."""
+    notes: dict[str, list[str]] = {}
+    for member in members:
+        allowed, limited = bounds.as_known_base_allows(member.config)
+        for note in filter(None, (limited, evidence.resolved_if_known(allowed)[1])):
+            settings = notes.setdefault(note, [])
+            if member.setting not in settings:
+                settings.append(member.setting)
+    return notes
 
 
 def _run_of(member: Member) -> RunDirectory:
     return RunDirectory(str(member.config.output.dir))
 
 
-def _check_adapters(members: Sequence[Member]) -> None:
-    """Raise ConfigError for an adapter that does not fit the base, before any member is trained."""
+def _check(members: Sequence[Member]) -> None:
+    """Raise ConfigError for an adapter that does not fit the base, and for members that are the same once each `auto`
+    is decided, before any is trained.
+    """
     checked: list[AdapterSection] = []
+    decided: list[Config] = []
     for member in members:
-        config, _ = bounds.as_known_base_allows(member.config)
+        config, _ = evidence.resolved_if_known(bounds.as_known_base_allows(member.config)[0])
+        unpaged = OPTIMIZERS[config.optimizer.kind].unpaged or config.optimizer.kind
+        decided.append(config.changed({"optimizer.kind": unpaged}))
         adapter = resume.to_build(config.adapter, resumed=True)  # a resumed member has what it started from
         if adapter not in checked:
             architecture = load_architecture(config.model)
             attention, _ = build.choose_attention(config, architecture, this_device().type)
             build.blueprint(config, architecture, attention).check(adapter)
             checked.append(adapter)
+    grid.refuse_same(members, decided)
 
 
 def _write(folder: Path, table: SweepTable) -> None:
     """Write the table, one process after the other: those that share the members end in the same moment."""
-    (folder / _SCORES).mkdir(parents=True, exist_ok=True)
+    (folder / SCORES).mkdir(parents=True, exist_ok=True)
     while True:
         with (
             contextlib.suppress(InUseError),
-            locks.locked(folder / _SCORES / "table.lock", f"{folder / TABLE}", _OTHERWISE),
+            locks.locked(folder / SCORES / "table.lock", f"{folder / TABLE}", _OTHERWISE),
         ):
             write_json(folder / TABLE, table.as_dict())
             return
@@ -122,7 +144,7 @@ def _write(folder: Path, table: SweepTable) -> None:
 
 def _move_aside(folder: Path) -> None:
     """Rename an earlier sweep. Raises InUseError while another process trains one of its members."""
-    for lock in (folder / _SCORES).glob("*.lock"):
+    for lock in (folder / SCORES).glob("*.lock"):
         with locks.locked(lock, str(folder), _OTHERWISE):
             pass
     RunDirectory(folder).move_aside()
@@ -130,6 +152,10 @@ def _move_aside(folder: Path) -> None:
 
 class _BudgetSpent(Exception):
     """No further training starts."""
+
+
+class _TrainedFurther(Exception):
+    """No checkpoint is left of the share of a member's run after which it would be compared."""
 
 
 class _MemberPaused(Exception):
@@ -159,40 +185,82 @@ class _Sweep:
     budget_seconds: float | None
     terminal: Terminal
     residents: Residents = field(default_factory=Residents)
-    started: float = field(default_factory=time.monotonic)
+    started: float = field(init=False)
     scores: dict[float, dict[str, np.ndarray]] = field(default_factory=dict)
+    losses: dict[str, dict[float, float]] = field(default_factory=dict)
+    """By member, those after each share."""
     why: dict[str, tuple[State, str]] = field(default_factory=dict)
+    trained_seconds: list[float] = field(default_factory=list)
+    """Of each training up to a comparison in this call."""
 
     def run(self) -> SweepTable:
         """Train in rounds, each to a larger share; after each, some settings are stopped."""
-        going = list(dict.fromkeys(member.setting for member in self.members))
-        for share in [*([] if self.full else halving.shares(len(going))), 1.0]:
+        self.started = time.monotonic()
+        self.output.began(_notes(self.members))
+        going = self._settings
+        for share in [*self._shares, 1.0]:
             if share < 1 and len(going) <= 2:
                 continue
             try:
                 self._compare(going, share)
             except _BudgetSpent as spent:
+                if len(self.scores) == 1:
+                    raise ConfigError(self._too_small(share)) from None
                 return self._table(f"the budget was spent; the same command goes on with {spent}")
-            going = self._going_on(self.scores[share], share)
+            going = self._going_on(going, share)
         return self._table("")
 
+    @cached_property
+    def _settings(self) -> list[str]:
+        return list(dict.fromkeys(member.setting for member in self.members))
+
+    @cached_property
+    def _shares(self) -> list[float]:
+        """After which half are stopped."""
+        return [] if self.full else halving.shares(len(self._settings))
+
+    @cached_property
+    def output(self) -> SweepTerminal:
+        """What the members print on."""
+        return SweepTerminal(self.terminal, self._settings, len(self.members), self._shares)
+
+    def _too_small(self, share: float) -> str:
+        """What is wrong with a budget that was spent before all settings were compared once, at `share` of a run."""
+        if not self.trained_seconds:
+            return "the budget was spent before a member was trained; give more, such as 30m or 2h"
+        left = sum(not self._score_file(member, share).exists() for member in self.members)
+        seconds = sum(self.trained_seconds) / len(self.trained_seconds)
+        return (
+            f"the budget was spent before all settings were compared once, after {share:.3g} of their runs: "
+            f"{left} of {len(self.members)} members are left, of about {math.ceil(seconds)}s each; the same command "
+            f"with --budget {_as_budget(left * seconds)} or more goes on"
+        )
+
     def _compare(self, going: Sequence[str], share: float) -> None:
-        """Have all members of the settings `going` trained up to `share`, here or by other processes."""
+        """Have all members of the settings `going` trained up to `share`, here or by other processes.
+
+        A setting that was trained further without having been compared there takes no part.
+        """
         scores = self.scores[share] = {}
-        rows: dict[str, np.ndarray] = {}
+        rows: dict[str, np.ndarray | None] = {}
         members = {setting: [each for each in self.members if each.setting == setting] for setting in going}
-        while len(scores) < len(going):
+        while any(each.name not in rows for own in members.values() for each in own):
             known = len(rows)
-            for member in (each for setting in members.values() for each in setting if each.name not in rows):
+            for member in (each for own in members.values() for each in own if each.name not in rows):
                 with contextlib.suppress(InUseError):
                     rows[member.name] = self._scored(member, share)
                 own = members[member.setting]
-                if all(each.name in rows for each in own):
-                    scores[member.setting] = np.stack(np.broadcast_arrays(*(rows[each.name] for each in own)))
+                found = [score for each in own if (score := rows.get(each.name)) is not None]
+                if len(found) == len(own):
+                    scores[member.setting] = np.stack(np.broadcast_arrays(*found))
             if len(rows) == known:  # the rest is with other processes
+                for member in (each for own in members.values() for each in own if each.name not in rows):
+                    upto = "" if share == 1 else f" to {words.share(share)} of its run"
+                    self.output.once(f"{member.name}: trained{upto} by another process; waiting")
                 time.sleep(_POLL_SECONDS)
 
-    def _going_on(self, scores: dict[str, np.ndarray], share: float) -> list[str]:
+    def _going_on(self, going: Sequence[str], share: float) -> list[str]:
+        scores = self.scores[share]
         kept = halving.finite(scores)
         diverged = scores.keys() - kept.keys() - self.why.keys()
         self.why |= dict.fromkeys(diverged, ("diverged", "its loss is not finite"))
@@ -202,15 +270,15 @@ class _Sweep:
                 for member in (each for each in self.members if each.setting == setting):
                     self.residents.paused.pop(_run_of(member).path, None)
                 self.terminal.note(f"{setting}: stopped after {share:.3g} of a run, {why}")
-        return [setting for setting in kept if setting not in self.why]
+        return [setting for setting in going if setting not in self.why]
 
-    def _scored(self, member: Member, share: float) -> np.ndarray:
-        """(sum, trained tokens) of each evaluation row by a member, trained up to `share` unless its score is there.
+    def _scored(self, member: Member, share: float) -> np.ndarray | None:
+        """(sum, trained tokens) of each evaluation row by a member, trained up to `share` unless its score is there;
+        None for one that was trained further.
 
         Raises InUseError while another process trains it, and _BudgetSpent.
         """
-        scores = self.folder / _SCORES
-        file = scores / f"{member.name}-{share:.4f}-{self._made_of(member)}.npy"
+        scores, file = self.folder / SCORES, self._score_file(member, share)
         if not file.exists():
             if self.budget_seconds is not None and time.monotonic() - self.started > self.budget_seconds:
                 raise _BudgetSpent(member.setting)
@@ -218,14 +286,24 @@ class _Sweep:
             with locks.locked(scores / f"{member.name}.lock", f"{self.folder}: {member.name}", _OTHERWISE):
                 try:
                     if not file.exists():  # another process may have written it meanwhile
+                        _write(self.folder, self._table(f"{_NOT_ENDED} with {member.setting}", ended=False))
+                        started = time.monotonic()
                         self._keep(file, self._trained(member, share))
+                        self.trained_seconds.append(time.monotonic() - started)
+                except _TrainedFurther:
+                    self.terminal.note(f"{member.name}: not compared at {share:.3g} of its run, which has gone further")
+                    return None
                 except OutOfMemoryError as error:
                     self.why[member.setting] = "failed", first_line(error)
                     self.terminal.note(f"{member.setting}: {first_line(error)}")
                     return _NOT_FINITE
         rows = np.load(file, allow_pickle=False)
+        self.losses.setdefault(member.name, {})[share] = halving.loss(rows)
         self.terminal.note(f"{member.name}: eval loss {halving.loss(rows):.4f} after {share:.3g} of its run")
         return rows
+
+    def _score_file(self, member: Member, share: float) -> Path:
+        return self.folder / SCORES / f"{member.name}-{share:.4f}-{self._made_of(member)}.npy"
 
     def _made_of(self, member: Member) -> str:
         """A hash of what a member's scores and their order follow from, besides the versions of libraries."""
@@ -258,7 +336,10 @@ class _Sweep:
         write_bytes(file, content.getvalue())
 
     def _trained(self, member: Member, share: float) -> np.ndarray:
-        """Train a member up to `share` of its run, and return its (sum, trained tokens) of each evaluation row."""
+        """Train a member up to `share` of its run, and return its (sum, trained tokens) of each evaluation row.
+
+        Raises _TrainedFurther.
+        """
         run, training = _run_of(member), member.config.training
         saved = resume.find(run).checkpoint if run.exists else None
         if saved:
@@ -266,17 +347,12 @@ class _Sweep:
         progress = read_progress(saved) if saved else Progress()
         before = progress.step - 1, progress.epoch * (1 - 1 / max(1, progress.step))
         if share < 1 and _share(training, *before) >= share:
-            raise ConfigError(
-                f"{run.path} was trained beyond {share:.3g} of its run, where it would be compared; use --full, or "
-                "another output.dir"
-            )
+            raise _TrainedFurther
         try:
             if share == 1 or _share(training, progress.step, progress.epoch) < share:
                 libraries.return_freed_memory()  # of members that ended
-                callbacks = (_pause(training, share),)
-                recipe.train(
-                    member.config, terminal=Terminal(quiet=True), callbacks=callbacks, residents=self.residents
-                )
+                terminal, callbacks = self.output.of(member.name, share), (_pause(training, share),)
+                recipe.train(member.config, terminal=terminal, callbacks=callbacks, residents=self.residents)
         except _MemberPaused:
             pass
         except NumbersError:
@@ -306,13 +382,16 @@ class _Sweep:
         same = {"training.batch_size": first.batch_size, "training.micro_batch_tokens": first.micro_batch_tokens}
         return config.changed({**same, "training.micro_batch": 1} if config.data.packing else same)
 
-    def _table(self, unfinished: str) -> SweepTable:
-        """The settings as they stand, the best first: by how far they were compared, then by their losses there."""
+    def _table(self, unfinished: str, *, ended: bool = True) -> SweepTable:
+        """The settings as they stand, the best first: by how far they were compared, then by their losses there.
+
+        Differences, whose intervals take long, are left out unless the call has `ended`.
+        """
         order: list[str] = []
         for share in sorted(self.scores, reverse=True):
             order += [name for name in halving.ranked(self.scores[share]) if name not in order]
         order += [member.setting for member in self.members if member.setting not in order]
-        results = [self._result(setting) for setting in dict.fromkeys(order)]
+        results = [self._result(setting, ended=ended) for setting in dict.fromkeys(order)]
         tied = [] if unfinished else halving.tied(self.scores.get(1.0, {}))
         undecided = unfinished
         if len(tied) > 1:
@@ -325,12 +404,12 @@ class _Sweep:
         rows = max((score.shape[1] for each in self.scores.values() for score in each.values()), default=0)
         return SweepTable(self.folder, results, rows, tied[0] if len(tied) == 1 else None, undecided)
 
-    def _result(self, setting: str) -> SettingResult:
+    def _result(self, setting: str, *, ended: bool) -> SettingResult:
         members = [member for member in self.members if member.setting == setting]
         share = max((share for share, scores in self.scores.items() if setting in scores), default=0.0)
         scores = halving.finite(self.scores.get(share, {}))
         difference = None
-        if setting in scores and (best := halving.ranked(scores)[0]) != setting:
+        if ended and setting in scores and (best := halving.ranked(scores)[0]) != setting:
             difference = halving.differences({best: scores[best], setting: scores[setting]}, best)[setting]
         state, why = self.why.get(setting, ("finished" if share == 1 else "waiting", ""))
         runs = [*map(_run_of, members)]
@@ -344,18 +423,29 @@ class _Sweep:
             difference=difference,
             why=why,
             seconds=sum(Figures.read(run).seconds or 0.0 for run in runs if run.exists),
+            compared=[
+                {"run": str(run.path), "share": at, "loss": loss if math.isfinite(loss) else None}
+                for member, run in zip(members, runs, strict=True)
+                for at, loss in self.losses.get(member.name, {}).items()
+            ],
         )
 
 
-def seconds_of(text: str) -> float:
-    """The seconds of a budget such as `90s`, `30m` or `2h`. Raises ConfigError for anything else."""
-    units: dict[str, Callable[[float], float]] = {
-        "s": lambda number: number, "m": lambda number: 60 * number, "h": lambda number: 3600 * number
-    }  # fmt: skip
-    number, unit = text[:-1], text[-1:]
+_UNITS = {"h": 3600, "m": 60, "s": 1}
+
+
+def seconds_of(budget: str | float) -> float:
+    """The seconds of a budget such as `90s`, `30m` or `2h`, or of seconds. Raises ConfigError for anything else."""
+    number, unit = (budget[:-1], budget[-1:]) if isinstance(budget, str) else (budget, "s")
     try:
-        if unit not in units or not 0 < float(number) < 1e6:
+        if unit not in _UNITS or not 0 < float(number) < 1e6:
             raise ValueError
-    except ValueError:
-        raise ConfigError(f"--budget {text}: write a time above 0 such as 90s, 30m or 2h") from None
-    return units[unit](float(number))
+    except (TypeError, ValueError):
+        raise ConfigError(f"budget {shown(budget)}: write a time above 0 such as 90s, 30m or 2h") from None
+    return _UNITS[unit] * float(number)
+
+
+def _as_budget(seconds: float) -> str:
+    """`seconds` rounded up, as `seconds_of` reads it."""
+    unit = next(unit for unit, size in _UNITS.items() if seconds >= 2 * size or size == 1)
+    return f"{math.ceil(seconds / _UNITS[unit])}{unit}"

@@ -13,6 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from finetune.model.source.locate import BUILTIN_BASE, locate
+from finetune.storage.rundir import RunDirectory
+from tests.jobs import QUICK
 
 
 @torch.no_grad()
@@ -36,6 +38,30 @@ def test_cells_of_several_calls_stand_beside_one_another(tmp_path: Path, monkeyp
     found = harness.saved(file, "bases")["built-in"]
     assert found["kept"] == {way: {"q4_0": [0.98, 0.9552, 1.0048]}}, "two seeds have no interval"
     assert found["seeds"]["1"] == {"base": 4.0, way: {"q4_0": {"kept": 0.98}, "q4_k_m": {"kept": 0.98}}}
+
+
+@pytest.mark.slow
+def test_what_was_trained_on_nf4_is_compared_with_that_and_not_with_the_merged_model(
+    tmp_path: Path, shallow_base: Path, rows_file: Path, call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainings: list[tuple[object, ...]] = []
+
+    def train(*arguments: object, threads: int) -> None:
+        trainings.append(arguments)
+        code, out, err = call(*arguments)
+        assert code == 0, out + err
+
+    monkeypatch.setattr(served.harness, "finetune", train)  # in this process
+    settings = [f"model.name={shallow_base}", f"data.train={rows_file}", "data.eval_share=0.2", *QUICK]
+    job = served.trained(tmp_path, [*settings, "output.merge=true"], seed=3)
+    ways = ("plain rounding", "NF4, plain rounding", "NF4, rounded with the rows")
+    cells: dict[str, Any] = {}
+    for found in served.measured(job, [(way, "q8_0") for way in ways]):
+        cells |= {way: found[way]["q8_0"] for way in ways if way in found}
+    assert [sum(f"quantization.kind={kind}" in one for one in trainings) for kind in ("none", "nf4")] == [1, 1]
+    assert RunDirectory(tmp_path / "run3-nf4").is_merged
+    # 8 bit change little: this is what merging into the base in 16 bit changes.
+    assert min(cells[way]["kl"] for way in ways[1:]) > 10 * cells[ways[0]]["kl"] > 0
 
 
 def test_what_the_result_has_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,7 @@ def chosen(config: Config) -> tuple[str | None, str, str, bool]:
         (["output.serve=16bit", "output.runtime=ollama"], ("ollama", "rounded", "nf4", False)),
         (["output.serve=q5_k_m", "output.way=exact"], ("llama.cpp", "exact", "q5_k_m", True)),
         (["output.serve=nvfp4", "output.way=exact"], ("vllm", "exact", "nvfp4", True)),
+        (["output.serve=nvfp4", "output.runtime=llama.cpp"], ("llama.cpp", "rounded", "nf4", False)),
         (["output.serve=q5_k_m", "output.way=rounded"], ("llama.cpp", "rounded", "nf4", False)),
     ],
     ids=str,

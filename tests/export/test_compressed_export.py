@@ -21,6 +21,7 @@ from finetune.export.gguf import llama_cpp
 from finetune.model.base import load_architecture
 from finetune.model.source import prequantized
 from finetune.model.structure import packed
+from finetune.report import words
 from finetune.storage.rundir import RunDirectory
 
 SMALL = {
@@ -151,10 +152,24 @@ def test_eval_measures_what_is_served(
     assert code == 2
     assert "has no export with weights of its own" in err
     assert call("export", run.path, "--to", form)[0] == 0
-    code, out, err = call("eval", run.path, "--model", "merged", "--model", "served")
+    models = [word for name in ("base", "adapter", "merged", "served") for word in ("--model", name)]
+    code, out, err = call("eval", run.path, *models)
     assert code == 0, out + err
     assert f"served: {run.path / form}" in err
-    [loss] = [one["models"] for one in json.loads(run.eval_file.read_text())["measures"] if one["name"] == "loss"]
+    record = json.loads(run.eval_file.read_text())
+    [loss] = [one["models"] for one in record["measures"] if one["name"] == "loss"]
+    base, adapter, served = (loss[name]["value"] for name in ("base", "adapter", "served"))
+    assert record["gain_kept"].keys() == {"merged", "served"}
+    assert record["gain_kept"]["served"] == pytest.approx((base - served) / (base - adapter))
+    assert f"Served keeps {record['gain_kept']['served']:.1%} of what training took off the loss." in out
+    proof = json.loads((run.path / form / "export.json").read_text())
+    assert record["exports"].keys() == {"merged", form}
+    merge = json.loads((run.merged / "merge.json").read_text())
+    assert proof["merged"] == {"trained_on": "nf4", **merge["served"], "gain_kept": merge.get("gain_kept")}
+    assert "The adapter was trained on the base in nf4" in (run.path / form / "README.md").read_text()
+    assert record["exports"][form] == {key: proof[key] for key in record["exports"][form]}
+    assert record["exports"][form].keys() >= {"weights", "served", "losses", "gain_kept"}
+    assert " ".join(f"{form}/, as exported: {words.served(proof)}".split()) in " ".join(out.split())
     difference = abs(loss["served"]["value"] - loss["merged"]["value"])
     assert difference < (0.2 if form == "int4" else 0.002)
     assert (difference > 0) == (form == "int4")

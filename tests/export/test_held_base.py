@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import finetune
 from finetune.config import Config
-from finetune.config.serving import GGUF
+from finetune.config.serving import GGUF, kind_of
 from finetune.errors import ArtifactError
 from finetune.export import compressed_export, publish
 from finetune.export.gguf import held_base, llama_cpp
@@ -56,20 +57,20 @@ def trained(quick: Callable[..., Config]) -> Callable[..., RunDirectory]:
 Trained = Callable[..., RunDirectory]
 
 
-@pytest.mark.parametrize("kind", sampled(GGUF, "q4_k_m"))
+@pytest.mark.parametrize("kind", sampled((*GGUF, "mxfp4", "16bit"), "q4_k_m", "mxfp4", "16bit"))
 def test_base_and_adapter_compute_what_was_trained(kind: str, base: Path, trained: Trained) -> None:
-    run = trained(base, f"output.serve={kind}")
-    assert run.config().quantization.kind == kind
+    run = trained(base, f"output.serve={kind}", *([] if kind in GGUF else ["output.runtime=llama.cpp"]))
+    assert run.config().quantization.kind == kind_of(kind)
     assert run.config().output.runtime == "llama.cpp"
     record = export(run)
     held = record["held_base"]
-    assert held["file"] == f"base/model-{kind}.gguf"
-    assert held["weights_differing"] == 0
+    assert held["file"] == f"base/model-{'bf16' if kind == '16bit' else kind}.gguf"
+    assert (held["kind"], held["weights_differing"]) == (kind, 0)
     assert held["kl"] <= 1e-6
     assert held["agreement"] == 1
     folder = run.path / "plain-adapter"
     assert record["weights"]["differing"] == 0 < record["weights"]["count"]
-    assert llama_cpp.FLOOR in record["known_differences"]
+    assert (llama_cpp.FLOOR in record["known_differences"]) == (kind != "16bit")
     assert f"0 of {record['weights']['count']:,} weights differ from" in (folder / "README.md").read_text()
     assert {folder / held["file"], folder / "adapter.gguf"} <= {*folder.rglob("*.gguf")}
     assert record["serve"].keys() == {"llama.cpp"}
@@ -79,13 +80,32 @@ def test_base_and_adapter_compute_what_was_trained(kind: str, base: Path, traine
         assert held["llama_cpp"]["agreement"] >= 0.9
 
 
+@pytest.mark.long
+def test_a_base_in_float32_is_shipped_in_half_of_it_which_is_told(base: Path, trained: Trained, tmp_path: Path) -> None:
+    whole = shutil.copytree(base, tmp_path / "whole")
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    for weight in model.parameters():
+        weight.data += 1e-5 * torch.randn_like(weight)  # between the values of 16 bit
+    model.save_pretrained(whole)
+    record = export(trained(whole, "output.serve=16bit", "output.runtime=llama.cpp"))
+    assert record["held_base"]["file"] == "base/model-f16.gguf"
+    assert record["held_base"]["weights_differing"] == record["weights"]["differing"] > 0
+    assert 0 < record["held_base"]["kl"] < 1e-4
+
+
 def test_a_tied_base_with_rows_that_blocks_do_not_divide_is_shipped_as_trained(
     tiny_base: Path, trained: Trained
 ) -> None:
     run = trained(tiny_base, "quantization.kind=q4_k_m")
-    held = export(run)["held_base"]
+    record = export(run)
+    held = record["held_base"]
     assert (held["weights_differing"], held["agreement"]) == (0, 1)
     assert held["kl"] <= 1e-6
+    scores = finetune.evaluate(run, models=["base", "adapter", "served"]).record
+    assert scores["gain_kept"] == {"served": 1}
+    assert scores["exports"]["plain-adapter"]["weights"] == record["weights"]
+    run.event("trained", step=5)
+    assert finetune.evaluate(run, models=["served"]).record["exports"] == {}, "of an earlier adapter"
 
 
 @pytest.mark.parametrize(("kind", "method"), [("int4", "compressed-tensors"), ("fp8", "fp8")])

@@ -52,22 +52,29 @@ def logits(weight: torch.Tensor) -> torch.Tensor:
     return states @ weight.T
 
 
-@pytest.mark.parametrize("steps", [1 / 12, 0.3])  # traps 1 and 2: mlx-lm#1564, mflux#668
-def test_an_update_that_a_grid_swallows_is_not_published(steps: float) -> None:
+# Traps 1 and 2: mlx-lm#1564, mflux#668, whose change had a cosine of 0.22 with the update.
+@pytest.mark.parametrize(("steps", "kept", "cosine"), [(1 / 12, 0.09, 0.17), (0.3, 0.78, 0.74)])
+def test_an_update_that_a_grid_swallows_is_not_published(steps: float, kept: float, cosine: float) -> None:
     generator = torch.Generator().manual_seed(0)
-    base = exact(pack("q4_0", torch.randn(256, 64, generator=generator) * 0.1))
-    step = 0.277 * base.square().mean().sqrt()
+    weight = torch.randn(256, 64, generator=generator) * 0.1
+    on_grid = exact(pack("q4_0", weight))
+    step = 0.277 * on_grid.square().mean().sqrt()
     up, down = torch.randn(256, 2, generator=generator), torch.randn(2, 64, generator=generator)
     update = up @ down * (steps * step / math.sqrt(2))
-    served = exact(pack("q4_0", base + update))
-    of = [[logits(each)] for each in (served, base + update, base)]
-    found = proof.compare(*of, bound=1.0)
-    if steps < 0.2:
-        assert found.kept < 0.5
+
+    def rounded(base: torch.Tensor) -> tuple[torch.Tensor, proof.Proof]:
+        served = exact(pack("q4_0", base + update))
+        return served, proof.compare(*[[logits(each)] for each in (served, base + update, base)], bound=1.0)
+
+    served, found = rounded(on_grid)
+    assert torch.cosine_similarity((served - on_grid).flatten(), update.flatten(), dim=0) == pytest.approx(
+        cosine, abs=0.02
+    )
+    assert found.kept == pytest.approx(kept, abs=0.02)
+    assert rounded(weight)[1].kept == pytest.approx(1, abs=0.03), "a base in 16 bit rounds without bias"
+    if kept < proof.KEPT:
         with pytest.raises(ArtifactError, match="rounded more coarsely than that"):
             proof.refuse_unless_equal(found, "file")
-    else:
-        assert found.kept > 0.5
 
 
 def test_what_little_is_kept_of_the_gain_is_told() -> None:  # trap 1
@@ -170,6 +177,15 @@ def test_an_adapter_that_a_server_ignores_is_not_published() -> None:  # trap 11
 def test_the_command_for_vllm_asks_for_no_larger_rank_than_needed() -> None:  # trap 12: vllm#14435
     record = {"rank": 17, "gguf": None}
     assert "--max-lora-rank 32 " in server_commands.commands("adapter", Path("runs/a/b"), "base", record)["vLLM"]
+
+
+def test_no_adapter_is_on_a_norm_which_llama_cpp_skips(model: Path, tmp_path: Path) -> None:  # trap 13
+    config, ones = AutoConfig.from_pretrained(model), (torch.ones(2, 64), torch.ones(64, 2))
+    gguf_model.write_lora(config, {"model.layers.0.self_attn.q_proj": ones}, 2, tmp_path / "adapter.gguf")
+    names = [one.name for one in GGUFReader(tmp_path / "adapter.gguf").tensors]
+    assert names == ["blk.0.attn_q.weight.lora_a", "blk.0.attn_q.weight.lora_b"]
+    with pytest.raises(ConfigError, match=r"llama\.cpp has no form for a LoRA on `model\.layers\.0\.input_layernorm`"):
+        gguf_model.write_lora(config, {"model.layers.0.input_layernorm": ones}, 2, tmp_path / "norm.gguf")
 
 
 @pytest.mark.parametrize(("kind", "main"), [("q4_0", "Q4_0"), ("q4_k_m", "Q4_K"), ("iq4_xs", "IQ4_XS")])

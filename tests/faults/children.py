@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import re
@@ -272,15 +273,21 @@ def _answer(
 
 
 def _finetune(config: str) -> Any:
-    import torch
+    from finetune.runtime import libraries
 
-    import finetune.recipe  # noqa: F401 -- with all that it imports
-    from finetune import cli
-    from finetune.inference import answers
-    from finetune.report import plots
-    from finetune.storage.files import write_bytes
-    from finetune.training import reference_scores
+    with libraries.importing():  # as the command line does
+        import torch
 
+        import finetune.recipe  # noqa: F401 -- with all that it imports
+        from finetune import cli
+        from finetune.inference import answers
+        from finetune.model.distributed import zero
+        from finetune.report import plots
+        from finetune.storage.files import write_bytes
+        from finetune.training import reference_scores
+
+    if importlib.util.find_spec("deepspeed"):
+        zero._imported(torch.device("cpu"))  # which else each rank of its tests imports
     torch.set_num_threads(1)
     # Several whole answers and the plot would take half the time of a run of seconds.
     answers._TOKENS = answers._QUESTIONS = 1

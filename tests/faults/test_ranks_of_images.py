@@ -66,7 +66,7 @@ def trained() -> dict[tuple[str, ...], RunDirectory]:
     ("rows", "way"),
     [
         pytest.param("mixed", [], id="copies", marks=pytest.mark.long),
-        pytest.param("one", [], id="copies, one rank without images"),
+        pytest.param("one", [], id="copies, one rank without images", marks=pytest.mark.long),
         pytest.param(
             "mixed", ["quantization.kind=nf4", "distributed.kind=fsdp"], id="slices of 4 bit", marks=pytest.mark.long
         ),

@@ -59,7 +59,8 @@ def alone(make: Make) -> Callable[..., RunDirectory]:
         pytest.param(NF4, 2, ["distributed.context=2", "kernels.fused=auto"], id="nf4, fused"),
         pytest.param(NF4, 2, ["distributed.context=2", "data.packing=true"], id="nf4, packed", marks=pytest.mark.long),
         pytest.param(
-            PLAIN, 3, ["distributed.context=3", "memory.checkpointing=all"], id="16 bit, more ranks than keys"
+            PLAIN, 3, ["distributed.context=3", "memory.checkpointing=all"], id="16 bit, more ranks than keys",
+            marks=pytest.mark.long,
         ),
         pytest.param(
             PLAIN, 4, ["distributed.context=2", "distributed.kind=fsdp", "data.packing=true", "model.attention=eager"],

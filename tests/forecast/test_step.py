@@ -355,7 +355,7 @@ _OTHERS: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     ("architecture", "layers", "card", "changes", "settings"),
     [
-        pytest.param("llama", 2, None, {}, _OTHERS[1:3], id="on a CPU"),
+        pytest.param("llama", 2, None, {}, _OTHERS[1:3], id="on a CPU", marks=pytest.mark.long),
         pytest.param("llama", 2, "RTX 4090", {"kernels__fused": "on"}, _OTHERS, id="fused"),
         pytest.param("llama", 2, None, {"quantization__kind": "int8"}, _OTHERS[:2], id="int8", marks=pytest.mark.long),
         pytest.param("windows", 3, "RTX 3090", {}, _OTHERS[:2], id="windows", marks=pytest.mark.long),

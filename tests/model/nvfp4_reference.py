@@ -1,7 +1,7 @@
 """A weight in NVFP4 as other libraries write and read it. `python tests/model/nvfp4_reference.py` records it anew.
 
-That needs compressed-tensors 0.20 and nvidia-modelopt 0.47 (both Apache-2.0), which the tests do not. `reference` gives
-what was recorded.
+That needs compressed-tensors 0.20 and nvidia-modelopt 0.47 (both Apache-2.0), of which tests need the first alone.
+`reference` gives what was recorded.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -44,9 +45,9 @@ def is_read(name: str) -> bool:
     return bench.SHAPES[name].fields["model_type"] in READ
 
 
-def written(name: str, folder: Path, kind: str, tokenizer: Any = None) -> Path:
-    """A small model with random weights as a GGUF file, beside its folder."""
-    shape = bench.SHAPES[name]
+def written(name: str, folder: Path, kind: str, tokenizer: Any = None, **fields: int) -> Path:
+    """A small model with random weights as a GGUF file, beside its folder; `fields` of its config are changed."""
+    shape = dataclasses.replace(bench.SHAPES[name], fields=bench.SHAPES[name].fields | fields)
     tokenizer = tokenizer or shape.tokenizer()
     config = bench.architecture(shape, len(tokenizer) + 3)
     model = bench.train(config, tokenizer, steps=0)
@@ -130,10 +131,12 @@ def test_packed_weights_are_the_bytes_of_the_file_with_rows_in_order(tmp_path: P
         np.testing.assert_array_equal(values, again)
 
 
-@pytest.mark.parametrize("kind", ["q8_0", "mxfp4"])
+@pytest.mark.parametrize("kind", ["q8_0", "mxfp4", "q4_k_m"])
 @pytest.mark.parametrize("name", MIXTURES)
 def test_experts_are_packed_in_the_bytes_of_the_file(name: str, kind: str, tmp_path: Path) -> None:
-    file = written(name, tmp_path, kind)
+    """Also in blocks of 256, of which the projection back has another type."""
+    widths = ("hidden_size", "moe_intermediate_size" if name == "qwen3 mixture" else "intermediate_size")
+    file = written(name, tmp_path, kind, **dict.fromkeys(widths if kind == "q4_k_m" else (), 256))
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
     values = {
         part: torch.from_numpy(np.array(gguf.dequantize(one.data, one.tensor_type))) for part, one in tensors.items()
@@ -141,7 +144,7 @@ def test_experts_are_packed_in_the_bytes_of_the_file(name: str, kind: str, tmp_p
     architecture = load_architecture(ModelSection(name=str(file)))
     forms = architecture.quantization_config["modules_to_convert"]
     layer = "model.layers.1.mlp.experts"
-    assert forms[f"{layer}.gate_up_proj"] == {"q8_0": "q8_0", "mxfp4": "gguf_mxfp4"}[kind]
+    assert forms[f"{layer}.gate_up_proj"] == {"q8_0": "q8_0", "mxfp4": "gguf_mxfp4", "q4_k_m": "q4_k"}[kind]
     for quantization in ("published", "none"):
         job = load_config(TINY, [f"model.name={file}", f"quantization.kind={quantization}", "training.precision=fp32"])
         config, note = served.resolved(job, architecture)

@@ -132,7 +132,9 @@ def test_along_the_values_of_a_key_a_chart_names_them(browser: Any, pages: dict[
         box = view.locator(".u-over").nth(at).bounding_box()
         for share, value in zip((0.25, 0.75), values, strict=True):
             view.mouse.move(box["x"] + share * box["width"], box["y"] + box["height"] / 2)
-            assert view.locator(".u-legend").nth(at).locator(".u-value").first.inner_text() == value
+            legend = view.locator(".u-legend").nth(at).locator(".u-value").all_inner_texts()
+            assert legend[0] == value
+            assert (legend[-1] == "+0.2000 after 25.0%") == (value in ("0.0002", '["q_proj", "k_proj", "v_proj"]'))
     view.close()
 
 

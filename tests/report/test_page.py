@@ -191,6 +191,28 @@ def test_the_proof_of_a_merged_model_is_shown(run: RunDirectory) -> None:
     assert all(text in markup for text in ("0.250%", "1.100%", "31.000%", "99.51%", "8 rows, 1,234 tokens"))
 
 
+def test_what_an_export_keeps_is_said_bytes_first(run: RunDirectory) -> None:
+    folder = run.path / "plain-adapter"
+    folder.mkdir()
+    proof = {
+        "weights": {"count": 1234, "differing": 0}, "served": {"kl": 2e-9, "kl_max": 3e-8, "agreement": 1.0},
+        "losses": {"base": 4.0, "trained": 3.0, "served": 3.01}, "gain_kept": 0.99, "gain_unknown": None,
+    }  # fmt: skip
+    write_json(folder / "export.json", proof)
+    page.write(run)
+    markup = run.report_file.read_text(encoding="utf-8")
+    said = report_words.served(proof)
+    assert said is not None
+    assert said in markup
+    parts = [
+        "0 of 1,234 weights differ",
+        "KL divergence",
+        "same most likely token in 100.0%",
+        "99.0% of the gain is kept",
+    ]
+    assert [said.index(part) for part in parts] == sorted(said.index(part) for part in parts)
+
+
 def test_a_loss_that_was_not_finite_is_shown_as_nan(empty_run: RunDirectory) -> None:
     write_lines(empty_run, evaluation_line(0, None), training_line(1, None), evaluation_line(1, None))
     page.write(empty_run)

@@ -15,13 +15,14 @@ import pytest
 # For each line of input, the seconds to wait for an answer, all is asked in a fork, which knows no earlier answer.
 ASKS = """
 import os, sys
-from finetune.config import ModelSection
-from finetune.data import sources
-from finetune.model.adapters import starting
-from finetune.model.base import load_architecture
-from finetune.model.source.locate import weights_directory
-from finetune.model.source.tokenizer import load_tokenizer
 from finetune.runtime import hub, libraries
+with libraries.importing():
+    from finetune.config import ModelSection
+    from finetune.data import sources
+    from finetune.model.adapters import starting
+    from finetune.model.base import load_architecture
+    from finetune.model.source.locate import weights_directory
+    from finetune.model.source.tokenizer import load_tokenizer
 
 libraries.quiet()
 for line in sys.stdin:

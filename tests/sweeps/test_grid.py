@@ -12,7 +12,8 @@ from jobs import TINY
 import finetune
 from finetune.config import strict_yaml
 from finetune.errors import ConfigError
-from finetune.sweeps import grid
+from finetune.lifecycle.provenance import MAY_CHANGE
+from finetune.sweeps import grid, running
 
 
 @pytest.mark.parametrize(
@@ -44,3 +45,25 @@ def test_values_of_numpy_are_read_as_pythons_and_others_are_refused() -> None:
 def test_values_of_python_are_a_list(values: Any) -> None:
     with pytest.raises(ConfigError, match="give a list of values"):
         finetune.sweep({}, {"training.learning_rate": values})
+
+
+@pytest.mark.parametrize("keys", [None, ["training.learning_rate=1e-3,3e-3"], {3: [1, 2]}, {"training": {"seed": [1]}}])
+def test_keys_of_python_are_whole_keys_with_their_values(keys: Any) -> None:
+    with pytest.raises(ConfigError, match=r'as in \{"training.learning_rate": \[1e-4, 2e-4\]\}'):
+        finetune.sweep({}, keys)
+
+
+@pytest.mark.parametrize("budget", ["", "soon", 0, -1.0, float("nan"), [1], {}])
+def test_a_budget_is_a_time_above_0(budget: Any) -> None:
+    with pytest.raises(ConfigError, match="90s, 30m or 2h"):
+        finetune.sweep({}, {"training.learning_rate": [1e-4, 2e-4]}, budget=budget)
+
+
+def test_a_budget_of_python_may_be_in_seconds() -> None:
+    assert running.seconds_of(3600) == running.seconds_of("1h") == running.seconds_of("60m") == 3600
+
+
+@pytest.mark.parametrize("key", MAY_CHANGE)
+def test_what_may_change_in_a_run_makes_no_settings(key: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be swept"):
+        grid.members(TINY, [], {f"{key}any" if key.endswith(".") else key: ["1", "2"]})

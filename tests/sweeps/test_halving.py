@@ -37,6 +37,10 @@ def test_a_setting_that_cannot_be_told_from_the_better_half_goes_on() -> None:
     assert halving.stopped(scores(a=2.0)) == {}
 
 
+def test_none_of_two_that_did_not_diverge_is_stopped() -> None:
+    assert halving.stopped(scores(a=2.0, b=2.1)) == {}
+
+
 def test_a_winner_is_alone_and_a_tie_names_all() -> None:
     assert halving.tied(scores(a=2.1, b=2.0, c=2.3)) == ["b"]
     assert halving.tied(scores(a=2.0, b=2.0004, c=2.3)) == ["a", "b"]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -17,13 +20,15 @@ import pytest
 import seeing
 import sweeps as benchmark
 import torch
+import transformers
 from children import Children, Fault
 from jobs import QUICK, TINY, metric, same_adapter
+from rich.console import Console
 from seeing_jobs import config, example
 
 import finetune
 from finetune import recipe
-from finetune.errors import InUseError, OutOfMemoryError
+from finetune.errors import ConfigError, InUseError, OutOfMemoryError
 from finetune.inference import answers
 from finetune.model import build
 from finetune.model.base import load_architecture
@@ -64,7 +69,7 @@ def swept(folder: Path, job: list[str], **options: Any) -> running.SweepTable:
 
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory: pytest.TempPathFactory, job: list[str]) -> tuple[Path, running.SweepTable]:
-    """A sweep whose third training was interrupted in its last step, and which another call ended."""
+    """A sweep whose third training was interrupted, and which another call ended; then.json is of between them."""
     folder = tmp_path_factory.mktemp("sweeps") / "sweep"
     train, calls = recipe.train, 0
 
@@ -79,6 +84,8 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory, job: list[str]) -> tup
         patch.setattr(recipe, "train", interrupt)
         with pytest.raises(KeyboardInterrupt):
             swept(folder, job)
+    then = {"table": json.loads((folder / TABLE).read_text()), "compared": [*finetune.compare([folder]).runs]}
+    (folder.parent / "then.json").write_text(json.dumps(then))
     return folder, swept(folder, job)
 
 
@@ -103,6 +110,21 @@ def assert_lone_runs(table: running.SweepTable, folder: Path, job: list[str]) ->
 
 
 @pytest.mark.slow
+def test_the_members_that_are_stopped_are_the_first_steps_of_lone_runs(
+    interrupted: tuple[Path, running.SweepTable], tmp_path: Path, job: list[str]
+) -> None:
+    for setting in interrupted[1].settings:
+        if setting.state == "stopped":
+            member, rate = RunDirectory(setting.runs[0]), setting.values["training.learning_rate"]
+            lone = RunDirectory(tmp_path / str(rate))
+            alone = load_config(TINY, [*job, f"output.dir={lone.path}", f"training.learning_rate={rate}"])
+            with pytest.raises(ZeroDivisionError):
+                finetune.train(alone, callbacks=[lambda metrics: 1 / 0 if metrics["step"] == 2 else None])
+            assert len(metric(member, "loss")) == 2
+            assert metric(member, "loss", "eval_loss") == metric(lone, "loss", "eval_loss")
+
+
+@pytest.mark.slow
 def test_the_members_of_a_killed_sweep_are_lone_runs_to_the_bit(
     tmp_path: Path, job: list[str], children: Children
 ) -> None:
@@ -118,9 +140,9 @@ def test_the_members_of_a_killed_sweep_are_lone_runs_to_the_bit(
 
 @pytest.mark.slow
 def test_members_that_go_on_stay_in_memory_until_then(
-    tmp_path: Path, job: list[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, job: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where by the forecast they fit. Of one that has ended nothing is left, and each is built once."""
+    """Where by the forecast they fit, as the header says. Of one that has ended nothing is left; each is built once."""
     trainable, made = build.trainable, list[weakref.ref[Any]]()
 
     def build_one(*given: Any, **named: Any) -> Any:
@@ -133,6 +155,11 @@ def test_members_that_go_on_stay_in_memory_until_then(
     table = swept(tmp_path / "sweep", arguments)
     assert len(made) == 1 + 4, "one of them is the forecast's"
     assert [weight() for weight in made] == [None] * 5
+    said = capsys.readouterr().out
+    assert "in memory  the base and up to 4 of 4 runs at a time\n" in said
+    assert "learning_rate=1e-3: trains from step 0 to 1 of 4\n" in said
+    assert "half are stopped after 25.0%, 50.0% of a run\n" in said
+    assert len(re.findall("^memory  +fits: ", said, re.MULTILINE)) == 1
     assert_lone_runs(table, tmp_path, arguments)
 
 
@@ -144,8 +171,8 @@ def test_a_member_that_begins_anew_is_built_anew(
     arguments = [*job, "training.max_steps=4", "memory.check=refuse"]
     going_on = running._Sweep._going_on
 
-    def move(sweep: running._Sweep, scores: Any, share: float) -> list[str]:
-        kept = going_on(sweep, scores, share)
+    def move(sweep: running._Sweep, going: Any, share: float) -> list[str]:
+        kept = going_on(sweep, going, share)
         for member in sweep.residents.paused:
             RunDirectory(member).move_aside()
         return kept
@@ -226,6 +253,7 @@ def test_half_is_stopped_and_the_table_says_why_and_where(interrupted: tuple[Pat
         assert run.saved_steps[-1] == 8 * setting.share
         assert setting.loss is not None
     best, second = table.settings[:2]
+    assert [one["share"] for one in best.compared] == [0.25, 1.0]
     assert best.loss < second.loss  # type: ignore[operator]
     assert json.loads((folder / TABLE).read_text()) == table.as_dict()
 
@@ -256,11 +284,25 @@ def test_a_sweep_that_is_done_trains_nothing_again(
 
 
 @pytest.mark.slow
-def test_a_run_that_went_on_alone_cannot_be_compared_earlier(tmp_path: Path, job: list[str]) -> None:
-    [first, *_] = grid.members(TINY, [*job, f"output.dir={tmp_path / 'sweep'}"], RATES)
+def test_values_are_added_to_a_sweep_that_has_ended(tmp_path: Path, job: list[str]) -> None:
+    """Its members have no checkpoint of the shares after which more settings are halved, nor has a lone run."""
+    arguments = [*job, "training.max_steps=4", f"output.dir={tmp_path / 'sweep'}"]
+    [(key, rates)] = RATES.items()
+    [first, *_] = grid.members(TINY, arguments, RATES)
     finetune.train(first.config)
-    with pytest.raises(finetune.FinetuneError, match=r"was trained beyond 0.25 of its run.*use --full"):
-        swept(tmp_path / "sweep", job)
+    before = running.sweep(TINY, arguments, {key: rates[:2]})
+    assert [each.state for each in before.settings] == ["finished"] * 2
+    after = running.sweep(TINY, arguments, RATES)
+    losses = {each.setting: each.loss for each in after.settings}
+    assert losses.items() >= {each.setting: each.loss for each in before.settings}.items()
+    assert [each.state for each in after.settings] == ["finished"] * 4
+    for each in after.settings:
+        assert [event["event"] for event in RunDirectory(each.runs[0]).events()].count("started") == 1
+
+
+def test_a_sweep_has_a_directory_of_its_own(job: list[str], run: RunDirectory) -> None:
+    with pytest.raises(ConfigError, match="is a run; give the sweep a directory of its own"):
+        swept(run.path, job)
 
 
 def test_a_run_of_another_job_is_no_member_of_this_one(tmp_path: Path, job: list[str]) -> None:
@@ -283,11 +325,45 @@ def test_members_are_compared_whatever_micro_batch_and_precision_each_has(tmp_pa
         assert each.loss == pytest.approx(last, rel=1e-6)
 
 
-def test_a_spent_budget_says_where_the_same_command_goes_on(tmp_path: Path, job: list[str]) -> None:
-    table = swept(tmp_path / "sweep", job, budget_seconds=1e-6)
-    assert table.winner is None
-    assert table.undecided == "the budget was spent; the same command goes on with learning_rate=1e-3"
-    assert {each.state for each in table.settings} == {"waiting"}
+def test_no_library_draws_a_bar_while_members_are_compared(tmp_path: Path, job: list[str]) -> None:
+    """Nor where a base is loaded that none trains on any more."""
+    transformers.logging.enable_progress_bar()
+    with pytest.raises(ConfigError, match="before a member was trained"):
+        swept(tmp_path / "sweep", job, budget_seconds=1e-6)
+    assert not transformers.logging.is_progress_bar_enabled()
+
+
+@pytest.mark.slow
+def test_a_budget_ends_a_sweep_and_the_same_command_goes_on(
+    interrupted: tuple[Path, running.SweepTable], tmp_path: Path, job: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock on which a training takes a minute: first within the first round, then within the second one."""
+    train, clock = recipe.train, [0]
+
+    def in_a_minute(*given: Any, **options: Any) -> Any:
+        clock[0] += 60
+        return train(*given, **options)
+
+    monkeypatch.setattr(recipe, "train", in_a_minute)
+    monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep))
+    said = r"3 of 4 members are left, of about 60s each; the same command with --budget 3m or more goes on"
+    with pytest.raises(ConfigError, match=said):
+        swept(tmp_path / "sweep", job, budget_seconds=59)
+    table = swept(tmp_path / "sweep", job, budget_seconds=running.seconds_of("3m"))
+    assert clock == [60 * (1 + 3 + 1)]
+    assert table.undecided.startswith("the budget was spent; the same command goes on with learning_rate=")
+    assert sorted(each.state for each in table.settings) == ["finished", "stopped", "stopped", "waiting"]
+    ended, expected = swept(tmp_path / "sweep", job), interrupted[1]
+    assert [(each.setting, each.loss, each.state) for each in ended.settings] == [
+        (each.setting, each.loss, each.state) for each in expected.settings
+    ]
+    assert ended.winner == expected.winner
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(1, "1s"), (119.1, "120s"), (121, "3m"), (7200, "2h"), (9000, "3h")])
+def test_a_budget_is_rounded_up_to_what_is_read(seconds: float, text: str) -> None:
+    assert running._as_budget(seconds) == text
+    assert running.seconds_of(text) >= seconds
 
 
 @pytest.mark.slow
@@ -308,12 +384,14 @@ def test_members_that_another_process_has_are_left_to_it(tmp_path: Path, job: li
     other = threading.Thread(target=hold)
     other.start()
     assert locked.wait(10)
-    said = Terminal(quiet=True)
+    said = Terminal(console=Console(file=io.StringIO()))
     said.note = order.append  # type: ignore[method-assign]
     arguments = [*job, "training.max_steps=1", f"output.dir={tmp_path / 'sweep'}"]
     table = running.sweep(TINY, arguments, rates, full=True, terminal=said)
     other.join()
     assert [each.partition(":")[0] for each in order] == ["learning_rate=3e-3", "released", "learning_rate=1e-3"]
+    lines = said.console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert lines.count("learning_rate=1e-3: trained by another process; waiting") == 1
     assert {each.state for each in table.settings} == {"finished"}
 
 
@@ -336,11 +414,21 @@ def test_a_member_that_does_not_fit_is_told_and_the_others_go_on(
     assert table.winner == "rank=4"
 
 
+def test_under_torchrun_the_commands_that_use_each_gpu_are_named(
+    tmp_path: Path, job: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(finetune.FinetuneError, match=r"without torchrun.*`CUDA_VISIBLE_DEVICES=1 finetune sweep"):
+        swept(tmp_path / "sweep", job)
+
+
 def test_fresh_moves_an_earlier_sweep_aside(tmp_path: Path, job: list[str]) -> None:
     arguments = [*job, f"output.dir={tmp_path / 'sweep'}"]
-    for _ in range(2):
+    (tmp_path / "sweep" / "scores").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="before a member was trained"):
         running.sweep(TINY, arguments, RATES, fresh=True, budget_seconds=1e-6)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["sweep", "sweep.1"]
+    assert [path.name for path in tmp_path.iterdir()] == ["sweep.1"]
+    (tmp_path / "sweep" / "scores").mkdir(parents=True)
     with (
         locks.locked(tmp_path / "sweep" / "scores" / "one.lock", "the member", "or wait"),
         pytest.raises(InUseError, match="is in use by process"),
@@ -351,34 +439,67 @@ def test_fresh_moves_an_earlier_sweep_aside(tmp_path: Path, job: list[str]) -> N
 def test_fresh_moves_no_folder_aside_that_has_no_sweep(tmp_path: Path, job: list[str]) -> None:
     (tmp_path / "sweep").mkdir()
     (tmp_path / "sweep" / "notes.txt").touch()
-    running.sweep(TINY, [*job, f"output.dir={tmp_path / 'sweep'}"], RATES, fresh=True, budget_seconds=1e-6)
+    with pytest.raises(ConfigError, match="before a member was trained"):
+        running.sweep(TINY, [*job, f"output.dir={tmp_path / 'sweep'}"], RATES, fresh=True, budget_seconds=1e-6)
     assert (tmp_path / "sweep" / "notes.txt").exists()
 
 
+@pytest.mark.slow
 def test_processes_that_end_in_the_same_moment_write_one_table(
-    tmp_path: Path, job: list[str], monkeypatch: pytest.MonkeyPatch
+    interrupted: tuple[Path, running.SweepTable], job: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are threads here, on a slow disk."""
-    fsync, arguments = os.fsync, [*job, f"output.dir={tmp_path / 'sweep'}"]
+    """They are threads here, on a slow disk, and all of their members were trained before."""
+    (folder, _), fsync = interrupted, os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: (time.sleep(0.1), fsync(file)))
-
-    def write() -> running.SweepTable:
-        return running.sweep(TINY, arguments, RATES, budget_seconds=1e-6)
-
-    write()  # the rows are prepared
     with ThreadPoolExecutor(3) as threads:
-        tables = [threads.submit(write) for _ in range(3)]
-    written = json.loads((tmp_path / "sweep" / TABLE).read_text())
+        tables = [threads.submit(swept, folder, job) for _ in range(3)]
+    written = json.loads((folder / TABLE).read_text())
     assert [table.result().as_dict() for table in tables] == [written] * 3
 
 
+@pytest.fixture(scope="module")
+def with_seeds(tmp_path_factory: pytest.TempPathFactory, job: list[str]) -> tuple[SweepView, list[str]]:
+    """A sweep of two settings and two seeds from Python, and the lines that it printed."""
+    folder, output = tmp_path_factory.mktemp("sweeps") / "sweep", io.StringIO()
+    config = load_config(TINY, [*job, "training.max_steps=1", "training.learning_rate=auto", f"output.dir={folder}"])
+    keys = {"adapter.alpha": [32, 33], "training.seed": [1, 2]}
+    with contextlib.redirect_stdout(output):
+        view = finetune.sweep(config, keys, full=True)
+    return view, output.getvalue().splitlines()
+
+
 @pytest.mark.slow
-def test_seeds_are_averaged_and_too_few_differences_call_no_winner(tmp_path: Path, job: list[str]) -> None:
-    config = load_config(TINY, [*job, "training.max_steps=1", f"output.dir={tmp_path / 'sweep'}"])
-    view = finetune.sweep(config, {"adapter.alpha": [32, 33], "training.seed": [1, 2]}, full=True)
+def test_what_is_the_same_for_all_members_is_said_once(with_seeds: tuple[SweepView, list[str]]) -> None:
+    _, lines = with_seeds
+    assert lines[0] == "sweep  2 settings x 2 seeds"
+    assert lines[1].startswith("training.learning_rate: ")
+    assert "times 0.5 for a batch of 4" in lines[1]
+    assert not any("training.learning_rate: " in line for line in lines[2:])
+    for name in ("base", "device", "data", "evaluation set", "capacity", "in memory"):
+        assert len([line for line in lines if line.startswith(f"{name} ")]) == 1, name
+    assert "in memory  the base and one run at a time" in lines
+
+
+@pytest.mark.slow
+def test_what_is_a_members_own_has_its_name(with_seeds: tuple[SweepView, list[str]]) -> None:
+    _, lines = with_seeds
+    assert "alpha=33,seed=1: adapter: LoRA of rank 4, alpha 33, on all-linear" in lines
+    assert not any(line.startswith("alpha=33,seed=2: adapter: ") for line in lines)
+    for name in ("alpha=32,seed=1", "alpha=33,seed=2"):
+        assert f"{name}: trains from step 0 to 1 of 1" in lines
+        [step] = [line for line in lines if line.startswith(f"{name}: step 1/1  loss ")]
+        assert step.endswith("0:00 left")
+
+
+@pytest.mark.slow
+def test_seeds_are_averaged_and_too_few_differences_call_no_winner(with_seeds: tuple[SweepView, list[str]]) -> None:
+    view, _ = with_seeds
     assert [len(each.runs) for each in view.table.settings] == [2, 2]
     losses = [metric(RunDirectory(run), "eval_loss")[-1] for run in view.table.settings[0].runs]
     assert view.table.settings[0].loss == pytest.approx(sum(losses) / 2, rel=1e-6)
+    compared = view.table.settings[0].compared
+    assert [(one["run"], one["share"]) for one in compared] == [(run, 1.0) for run in view.table.settings[0].runs]
+    assert [one["loss"] for one in compared] == pytest.approx(losses, rel=1e-6)
     assert isinstance(view, SweepView)
     assert (view.winner is None) == ("cannot be told apart on these rows and seeds" in view.table.undecided)
     assert not view.table.note
@@ -398,10 +519,12 @@ def test_the_page_has_the_table_the_verdict_and_the_curves(
     chart = view.charts()[0]
     assert chart["title"] == "Loss above the best, by learning_rate"
     assert chart["labels"] == ["0.001", "0.003", "0.01", "1.0"], "by size, not by loss"
-    high, low, value = (series["values"] for series in chart["tables"][0]["series"])
+    high, low, value, stopped = (series["values"] for series in chart["tables"][0]["series"])
+    by_rate = sorted(view.table.settings, key=lambda each: each.values["training.learning_rate"])
     best = chart["labels"].index(str(view.table.settings[0].values["training.learning_rate"]))
     assert (low[best], value[best], high[best]) == (0, 0, 0)
-    assert all(below <= at <= above for below, at, above in zip(low, value, high, strict=True))
+    assert all(below <= at <= above for below, at, above in zip(low, value, high, strict=True) if at is not None)
+    assert [at is None for at in stopped] == [each.state != "stopped" for each in by_rate]
 
 
 @pytest.mark.slow
@@ -414,6 +537,27 @@ def test_the_directory_of_a_sweep_is_compared_as_its_runs(
     assert set(found["runs"]) == names
     assert set(found["differences"]["training.learning_rate"]) == names
     assert set(finetune.compare([str(folder), run]).runs) == {*names, run.path.name}
+
+
+@pytest.mark.slow
+def test_an_interrupted_sweep_has_a_table_and_is_compared(interrupted: tuple[Path, running.SweepTable]) -> None:
+    then = json.loads((interrupted[0].parent / "then.json").read_text())
+    assert then["compared"] == ["learning_rate=1e-3", "learning_rate=3e-3"]
+    assert then["table"]["undecided"] == "the sweep has not ended; the same command goes on with learning_rate=1e-2"
+    assert then["table"]["winner"] is None
+    settings = then["table"]["settings"]
+    assert {each["setting"]: (each["state"], each["share"], each["loss"] is None) for each in settings} == {
+        "learning_rate=3e-3": ("waiting", 0.25, False),
+        "learning_rate=1e-3": ("waiting", 0.25, False),
+        "learning_rate=1e-2": ("waiting", 0.0, True),
+        "learning_rate=1": ("waiting", 0.0, True),
+    }
+
+
+def test_a_sweep_without_a_trained_member_is_said_to_be_one(tmp_path: Path) -> None:
+    (tmp_path / "scores").mkdir()
+    with pytest.raises(finetune.FinetuneError, match="no member of this sweep has been trained yet"):
+        finetune.compare([tmp_path])
 
 
 def test_a_resident_base_gives_each_training_its_own_modules_around_the_same_weights() -> None:

@@ -16,6 +16,9 @@ _RATES = "training.learning_rate=1e-3,3e-3"
 WRONG: list[tuple[list[str], str]] = [
     ([], "training.learning_rate=1e-4,2e-4,4e-4"),
     (["training.learning_rate=1e-3"], "a key with several values"),
+    (["training.learning_rate=[1e-4,3e-4]"], "separate values by commas: training.learning_rate=1e-4,3e-4"),
+    (["training.learning_rate=1e-4:1e-3"], "separate values by commas: training.learning_rate=1e-4,1e-3"),
+    (["training.learning_rate=1e-4; 3e-4", "adapter.rank=4,8"], "by commas: training.learning_rate=1e-4,3e-4"),
     (["training.learning_rat=1e-3,3e-3"], "learning_rate"),
     (["lr=1e-3,3e-3"], "write `training.learning_rate`"),
     (["training.learning_rate=1e-3,fast"], "expected 'auto' or a number"),
@@ -37,16 +40,24 @@ WRONG: list[tuple[list[str], str]] = [
     (["adapter.kind=lora,none"], "one frozen base"),
     (["memory.checkpointing=all,none"], "finetune fit"),
     (["kernels.fused=on,off"], "it changes no loss"),
+    (["training.eval_every=1,2"], "it changes no loss; set one value"),
+    (["training.deterministic=true,false"], "it changes no loss; set one value"),
+    (["training.batch_size=2,4"], "set training.max_steps=null and training.epochs=1"),
+    (["training.learning_rate=auto,3e-3"], "are the same job"),
+    (["optimizer.kind=adamw_8bit,paged_adamw_8bit"], "are the same job"),
     (["output.dir=a,b"], "a run directory of its own"),
     (["output.way=adapter,rounded", "output.serve=q4_0"], "it decides how the base is held"),
     ([_RATES, "data.eval=none"], "set `auto` or a file"),
-    ([_RATES, "training.objective=dpo"], "finetune compare"),
+    ([_RATES, "training.objective=dpo"], "only sweeps of `supervised` are built"),
     ([_RATES, "adapter.kind=none", "quantization.kind=none"], "set `lora`"),
     (["adapter.init=default,pissa", "quantization.kind=none"], "changes the base"),
     (["adapter.rank=4,4096"], "more than the smaller side of each layer"),
     ([f"training.seed={','.join(map(str, range(200)))}", _RATES], "more than 256"),
     ([_RATES, "--budget", "soon"], "90s, 30m or 2h"),
     ([_RATES, "--budget", "0s"], "90s, 30m or 2h"),
+    ([_RATES, "--budget", "1e-6s"], "before a member was trained; give more"),
+    ([_RATES, "--html", "nowhere/sweep.html"], "nowhere is not a folder that can be written"),
+    ([_RATES, "--html", "."], "give the name of a file in it"),
 ]
 
 
@@ -54,7 +65,7 @@ WRONG: list[tuple[list[str], str]] = [
 def test_it_is_refused_with_its_cure(arguments: list[str], said: str, tmp_path: Path) -> None:
     where = f"output.dir={tmp_path / 'sweep'}"
     places = [] if any(each.startswith("output.dir") for each in arguments) else [where]
-    ended = CliRunner().invoke(app, ["sweep", str(TINY), *QUICK[1:], *places, *arguments])
+    ended = CliRunner().invoke(app, ["sweep", str(TINY), *QUICK[2:], *places, *arguments])
     assert ended.exit_code == 2, ended.output
     assert said in ended.output.replace("\n", " ")
     assert "Traceback" not in ended.output

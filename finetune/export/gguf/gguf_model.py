@@ -78,9 +78,9 @@ def write_lora(config: Any, pairs: dict[str, tuple[torch.Tensor, torch.Tensor]],
             # Another order of columns would change A.
             whole = own and not own.endswith("linear_attn.out_proj.weight")
             stored = gguf_names.stored(own, up, text, family) if whole else {}
-            if stored.keys() != {own}:
+            name = gguf_names.name_of(names, own, family) if stored.keys() == {own} else ""
+            if not name or name.endswith("_norm.weight"):  # a norm, which it would skip without a word
                 raise ConfigError(f"llama.cpp has no form for a LoRA on `{module}`; export `merged` instead")
-            name = gguf_names.name_of(names, own, family)
             made[f"{name}.lora_a"] = down
             made[f"{name}.lora_b"] = stored[own]
         exact = gguf.GGMLQuantizationType.F32
@@ -132,7 +132,7 @@ def context(config: Any) -> tuple[int, list[str]]:
 
 
 # Small matrices that decide much, or that llama.cpp takes in float32 alone.
-_SIXTEEN_BIT = {"bf16": torch.bfloat16, "f16": torch.float16}
+SIXTEEN_BIT = {torch.bfloat16: "bf16", torch.float16: "f16"}
 _EXACT = (".bias", ".scale", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "ssm_conv1d.weight")
 
 
@@ -159,7 +159,7 @@ def _tensors(
 ) -> Iterator[Tensor]:
     text = gguf_families.text(config)
     names = gguf_names.mapped(text, family)
-    kind = _beside(folder) if packed else kind
+    kind = stored_type(folder) if packed else kind
     if (factors := gguf_names.frequency_factors(text)) is not None:
         yield "rope_freqs.weight", list(factors.shape), gguf.GGMLQuantizationType.F32, lambda: factors
     for name, own, shaped, whole in _sources(folder, config):
@@ -182,30 +182,34 @@ def _tensors(
                 yield stored, shape, wanted, load
 
 
-def _beside(folder: Path) -> str:
-    """The type of weights beside packed ones, which rounds none of the folder's."""
+def stored_type(folder: Path) -> str:
+    """The type that rounds none of the weights in a folder: `bf16`, `f16` or `f32`."""
     types = {dtype for file in folder.glob("*.safetensors") for dtype, _ in weight_files.layout_of(file).values()}
-    return next((kind for kind, dtype in _SIXTEEN_BIT.items() if dtype in types), "f32")
+    return next((kind for dtype, kind in SIXTEEN_BIT.items() if dtype in types), "f32")
 
 
-def differing(folder: Path, config: Any, file: Path, packed: Mapping[str, nn.Parameter]) -> dict[str, int]:
+def differing(folder: Path, config: Any, file: Path, given: Mapping[str, nn.Parameter]) -> dict[str, int]:
     """The `count` of weights in `file`, and of those whose values, decoded by the gguf package, are `differing`.
 
-    They are compared with those of the model in `folder`, or of `packed` weights. Raises ArtifactError if one of the
-    latter differs.
+    They are compared with those of the model in `folder`, or the given ones, by the model's names. Raises ArtifactError
+    if one that is given packed differs.
     """
     family, text = gguf_families.family(config), gguf_families.text(config)
     names = gguf_names.mapped(text, family)
     written = {one.name: one for one in gguf.GGUFReader(file).tensors}
     found = {"count": 0, "differing": 0}
     for name, own, _, whole in _sources(folder, config):
-        values = packing.exact(packed[name]).cpu() if name in packed else whole()
+        values = _values(given[name]) if name in given else whole()
         for part, expected in gguf_names.stored(own, values, text, family).items():
             count = _unequal(written, gguf_names.name_of(names, part, family), expected.float().numpy())
-            if count and name in packed:
+            if count and packing.packing_of(given.get(name)):
                 raise ArtifactError(f"{count:,} values of `{name}` in {file.name} are not those that were trained")
             found = {"count": found["count"] + expected.numel(), "differing": found["differing"] + count}
     return found
+
+
+def _values(weight: nn.Parameter) -> torch.Tensor:
+    return (packing.exact(weight) if packing.packing_of(weight) else weight.detach()).cpu()
 
 
 def _unequal(written: Mapping[str, Any], name: str, expected: np.ndarray) -> int:

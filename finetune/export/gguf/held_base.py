@@ -1,7 +1,8 @@
-"""The base of an adapter as a GGUF file, in the very bytes that the adapter was trained on.
+"""The base of an adapter as a GGUF file, in the very bytes that the adapter was trained on, or in 16 bit.
 
-They are made again from the base's files by the code that training made them with, and must have the hash that the run
-recorded. What reads them back is transformers' reader, and llama.cpp with the adapter on them, where that is installed.
+Packed bytes are made again from the base's files by the code that training made them with, and must have the hash that
+the run recorded. What reads the file back is transformers' reader or else the gguf package, and llama.cpp with the
+adapter on it, where that is installed.
 """
 
 from __future__ import annotations
@@ -16,20 +17,23 @@ from finetune.config.serving import GGUF
 from finetune.errors import ArtifactError, ConfigError, MachineError
 from finetune.export.conversion import Conversion
 from finetune.export.gguf import gguf_export, gguf_model, gguf_vocabulary, llama_cpp
+from finetune.export.gguf.gguf_types import TYPES
+from finetune.model.base import base_dtype
 from finetune.model.source import gguf_families
 from finetune.model.source.locate import weights_directory
 from finetune.model.structure import packed
 
 Held = dict[str, nn.Parameter]
-"""The packed weights of a base, by name."""
+"""The packed weights of a base, or the matrices of one in 16 bit, by name."""
 
 
 def wanted(job: Conversion) -> bool:
-    """Whether the base of a run was held in training as a GGUF file would hold it."""
-    kind = job.config.quantization.kind
+    """Whether the base of a run was held in training as a GGUF file would hold it, and is not served as another."""
+    kind, output = job.config.quantization.kind, job.config.output
     if job.config.scorer:
         return False
-    return kind in (*GGUF, "gguf") or (job.config.output.runtime == "llama.cpp" and kind in ("mxfp4", "nvfp4"))
+    in_16_bit = (kind, output.serve, job.config.model.vision) == ("none", "16bit", "none")
+    return kind in (*GGUF, "gguf") or (output.runtime == "llama.cpp" and (kind == "mxfp4" or in_16_bit))
 
 
 def check(job: Conversion) -> None:
@@ -55,21 +59,33 @@ def packed_of(job: Conversion, base: Any) -> Held:
 
 
 def write(job: Conversion, base: Any, folder: Path) -> tuple[Path, Held, list[str]]:
-    """Write `base`, as training holds it, to a file in a new `folder`; with its packed weights and llama.cpp's
-    differences. A base that is a GGUF file is not written again.
+    """Write `base`, as training holds it, to a file in a new `folder`; with its weights and llama.cpp's differences. A
+    base that is a GGUF file is not written again.
 
     Raises as `packed_of`.
     """
-    kind, model, held = job.config.quantization.kind, job.config.model, packed_of(job, base)
+    kind, packed_ones = job.config.quantization.kind, packed_of(job, base)
     if kind == "gguf":
-        return Path(model.name), held, []
+        return Path(job.config.model.name), packed_ones, []
     folder.mkdir()
+    kind = _sixteen_bit(job) if kind == "none" else kind
     file = folder / gguf_export.file_name(kind)
     differences = gguf_model.write(
-        weights_directory(model.name, model.revision), job.architecture, job.tokenizer, file, kind, packed=held,
+        _source(job), job.architecture, job.tokenizer, file, kind, packed=packed_ones,
         starts_with_bos=bool(job.prompt) and job.prompt[0] == job.tokenizer.bos_token_id, end_of_turn=job.end_of_turn,
     )  # fmt: skip
-    return file, held, differences
+    return file, packed_ones or {name: one for name, one in base.named_parameters() if one.dim() > 1}, differences
+
+
+def _source(job: Conversion) -> Path:
+    return weights_directory(job.config.model.name, job.config.model.revision)
+
+
+def _sixteen_bit(job: Conversion) -> str:
+    """The type of a file in 16 bit: that of the training, or for one in float32 that of the base's files."""
+    dtype = base_dtype(job.config.adapter, job.config.training)
+    kind = gguf_model.SIXTEEN_BIT.get(dtype) or gguf_model.stored_type(_source(job))
+    return kind if kind in TYPES else "f16"
 
 
 def read(job: Conversion, file: Path, held: Held, dtype: torch.dtype) -> Any | None:
@@ -77,13 +93,14 @@ def read(job: Conversion, file: Path, held: Held, dtype: torch.dtype) -> Any | N
 
     Raises ArtifactError for a weight that it reads as other values than those that were trained on.
     """
-    if not gguf_families.family(job.architecture).readable or job.config.quantization.kind not in (*GGUF, "gguf"):
+    if not gguf_families.family(job.architecture).readable:
         return None
     model = gguf_export.load(file, job.architecture, dtype, job.device)
     differing = {
         name: count
         for name, weight in held.items()
-        if (count := int((model.get_parameter(name).to(weight.device) != _values(weight, dtype)).sum()))
+        if packed.packing_of(weight)
+        and (count := int((model.get_parameter(name).to(weight.device) != _values(weight, dtype)).sum()))
     }
     if differing:
         name = min(differing)
@@ -98,6 +115,20 @@ def _values(weight: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
     how = packed.packing_of(weight)
     assert how is not None
     return how.decoded(weight.data, dtype)
+
+
+def weights(job: Conversion, file: Path, held: Held, *, read: bool) -> dict[str, int] | None:
+    """The `count` of weights in `file`, and of those `differing` from what was trained on: of packed ones that were
+    `read` none, else as the gguf package decodes them. None for a base that is a file which only llama.cpp reads.
+
+    Raises ArtifactError for a packed one that differs.
+    """
+    sizes = [how.shape.numel() for weight in held.values() if (how := packed.packing_of(weight))]
+    if read and sizes:
+        return {"count": sum(sizes), "differing": 0}
+    if job.config.quantization.kind == "gguf":
+        return None
+    return gguf_model.differing(_source(job), job.architecture, file, held)
 
 
 def run(

@@ -171,7 +171,7 @@ def _explained(file: Path, folder: Path) -> Iterator[None]:
         ) from None
 
 
-class _CheckedReader(gguf.GGUFReader):
+class _BoundedReader(gguf.GGUFReader):
     """The package's reader, which shows a file that ends too early as NumPy's error of a shape or an index."""
 
     def __init__(self, file: Path) -> None:
@@ -196,7 +196,7 @@ class _File:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         self._file = file
-        reader = _CheckedReader(file)
+        reader = _BoundedReader(file)
         if reader.endianess is not gguf.GGUFEndian.LITTLE:
             raise ArtifactError(
                 f"{file}: its numbers are big-endian; convert it with `gguf-convert-endian FILE little`"

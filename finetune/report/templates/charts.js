@@ -23,6 +23,8 @@
     switch (series.style) {
       case "points": return { stroke, width: 1, dash: [3, 3], points: { show: true, size: 8, fill: stroke } };
       case "faint": return { stroke, width: 1, alpha: 0.5, points: { size: 5 } };
+      case "hollow": return { stroke: () => colour("orange"), paths: () => null, points: { show: true, size: 10, width: 2, fill: () => colour("ground") } };
+      case "beyond": return { stroke: () => colour("warning"), paths: () => null, points: { show: true, size: 12, fill: () => colour("warning") } };
       case "high": case "low": return { stroke, width: 0, ...none };
       case "layer": return { stroke: series.colour, fill: series.colour, width: 0, paths: uPlot.paths.stepped({ align: 1 }), ...none };
       case "limit": return { stroke: () => colour(series.name === "budget" ? "warning" : "text"), width: 1.5, dash: [6, 4], ...none };
@@ -38,7 +40,7 @@
       width: (u, at) => (style(u, at) === "faint" ? 1 : 2),
       dash: (u, at) => ({ points: "dashed", low: "dotted" })[style(u, at)] ?? "solid",
       stroke: (u, at) => { const series = u.series[at]; return typeof series.stroke === "function" ? series.stroke(u, at) : series.stroke; },
-      fill: (u, at) => ({ line: u.series[at].stroke, layer: u.series[at].fill, high: () => colour("band"), low: () => colour("band") })[style(u, at)]?.(u, at),
+      fill: (u, at) => ({ line: u.series[at].stroke, layer: u.series[at].fill, high: () => colour("band"), low: () => colour("band"), beyond: () => colour("warning") })[style(u, at)]?.(u, at),
     };
   }
 
@@ -73,11 +75,14 @@
     const all = chart.tables.flatMap((table) => table.series);
     const data = uPlot.join(chart.tables.map((table) => [table.steps, ...table.series.map((one) => one.values)]));
     // Layers lie on each other; what a reader wants is the height of one.
-    const value = (one, at) => (one.style !== "layer" ? (u, shown) => form(shown)
+    const value = (one, at) => (one.texts ? (u, shown, own, point) => one.texts[point] || "–" : one.style !== "layer" ? (u, shown) => form(shown)
       : (u, shown, own, point) => form(shown == null ? null : shown - (all[at + 1]?.style === "layer" ? data[own + 1][point] : 0)));
     const phase = (step) => chart.marks.findLast(([start]) => start <= step)[1];
-    const label = (at) => chart.labels[at]?.replace(/^(.{11}).{2,}$/s, "$1…") ?? "";
-    const steps = chart.labels ? { splits: () => [...chart.labels.keys()], values: (u, at) => at.map(label) } : chart.marks
+    const named = (place) => chart.labels[data[0].indexOf(place)];
+    const label = (place) => named(place)?.replace(/^(.{11}).{2,}$/s, "$1…") ?? "";
+    // Of names that would lie over each other, the first.
+    const apart = (u, at) => { let last = -Infinity; return at.filter((place) => (place - last) * u.width / at.length > 60 && ((last = place), true)); };
+    const steps = chart.labels ? { splits: () => data[0], values: (u, at) => { const some = apart(u, at); return at.map((place) => (some.includes(place) ? label(place) : "")); } } : chart.marks
       ? { splits: () => chart.marks.map(([start], at) => (start + (chart.marks[at + 1]?.[0] ?? 1)) / 2), values: (u, at) => at.map(phase), grid: { show: false } }
       : { values: (u, at) => at.map((step) => (Number.isInteger(step) ? FORMS.whole(step) : "")) };
     const axis = { stroke: () => colour("soft"), grid: { stroke: () => colour("line"), width: 1 }, ticks: { show: false } };
@@ -85,13 +90,14 @@
     const made = new uPlot({
       width: width(), height: HEIGHT,
       series: [
-        { label: chart.along ?? (chart.marks ? "phase" : "step"), value: (u, step) => (step == null ? "–" : chart.labels ? chart.labels[step] : chart.marks ? phase(step) : FORMS.whole(step)) },
-        ...all.map((one, at) => ({ label: one.name, value: value(one, at), ...look(one, at, all) })),
+        { label: chart.along ?? (chart.marks ? "phase" : "step"), value: (u, step) => (step == null ? "–" : chart.labels ? named(step) : chart.marks ? phase(step) : FORMS.whole(step)) },
+        ...all.map((one, at) => ({ label: one.name, value: value(one, at), ...look(one, at, all), spanGaps: Boolean(chart.labels) })),
       ],
       bands: all[0].style === "high" ? [{ series: [1, 2], fill: () => colour("band") }] : [],
       scales: {
         x: { time: false, range: (u, low, high) => (chart.labels ? [-0.5, chart.labels.length - 0.5] : low === high ? [low - 1, high + 1] : [low, high]) },
         ...(chart.marks && { y: { range: (u, low, high) => [0, high * 1.08] } }),
+        ...(chart.top && { y: { range: (u, low) => [low - 0.05 * (chart.top - low), chart.top] } }),
       },
       axes: [
         { ...axis, ...steps, size: 30 },
@@ -99,7 +105,7 @@
           size: (u, values) => 16 + 7 * Math.max(4, ...(values || []).map((text) => text.length)) },
       ],
       legend: { markers: square(all) },
-      cursor: chart.labels ? { drag: { x: false } } : { sync: { key: "step" } },
+      cursor: chart.labels ? { drag: { x: false }, points: { show: false } } : { sync: { key: "step" } },
       // Without a cursor there are no values to read beside the names.
       hooks: { setCursor: [(u) => place.classList.toggle("idle", u.cursor.idx == null)], setScale: [(u) => { whole.hidden = !zoomed(u); }] },
     }, data, place);
