@@ -26,10 +26,11 @@ import harness
 import overhead
 
 RATES = ("1e-4", "3e-4", "1e-3", "2e-3", "4e-3", "8e-3", "1.6e-2", "3e-2")
-HELD_OUT = 64
 _LARGEST = "largest_batch_fits"
 _APART = ("adapter", "optimizer_states")  # what a member holds while it is paused, of the categories of a forecast
-JOBS = {"2M": overhead.Job(steps=40, threads=1), "125M": overhead.Job(steps=8, threads=1, batch=4, tokens=160)}
+JOBS = {"2M": overhead.Job(steps=40, threads=1), "125M": overhead.Job(steps=16, threads=1, batch=4, tokens=160)}
+HELD_OUT = {"2M": 64, "125M": 16}
+"""Rows to evaluate on, fewer than the members are trained on."""
 ARCHITECTURES = {"125M": beside_peers.ARCHITECTURES["110M"]}
 """Of random weights, with embeddings apart from the head; the other job has the built-in base."""
 
@@ -80,7 +81,7 @@ class Bench:
         self.scratch, self.steps, self.measured, self.save = scratch, steps, measured, save
         self.job = beside_peers.of_random_weights(JOBS[name], ARCHITECTURES.get(name), scratch)
         self.rows, self.held_out = scratch / "rows.jsonl", scratch / "held_out.jsonl"
-        harness.succeeded(harness.python("-c", _ROWS, str(HELD_OUT), self.rows, self.held_out))
+        harness.succeeded(harness.python("-c", _ROWS, str(HELD_OUT[name]), self.rows, self.held_out))
         (scratch / "job.yaml").write_text("")
 
     @property
