@@ -99,6 +99,12 @@ def test_rounding_with_the_rows_keeps_the_gain_at_four_bits(base: str, kinds: in
     assert all(low >= 0.99 for _, low, _ in kept.values())
 
 
+def test_rounding_takes_the_memory_that_is_forecast() -> None:
+    found = results("rounding")["rounding_1B"]
+    assert found["tokens"] > 1000
+    assert abs(found["forecast_error"]) <= 0.05
+
+
 _SHOWN = {
     "built-in": {
         "plain rounding": {"q4_0", "q4_k_m", "iq4_xs", "int4"},
