@@ -99,10 +99,10 @@ def test_rounding_with_the_rows_keeps_the_gain_at_four_bits(base: str, kinds: in
     assert all(low >= 0.99 for _, low, _ in kept.values())
 
 
-def test_rounding_takes_the_memory_that_is_forecast() -> None:
+def test_rounding_takes_the_memory_that_is_forecast_beside_what_libraries_hold() -> None:
     found = results("rounding")["rounding_1B"]
     assert found["tokens"] > 1000
-    assert abs(found["forecast_error"]) <= 0.05
+    assert 0 <= found["peak_bytes"] - found["forecast_bytes"] <= 100_000_000
 
 
 _SHOWN = {
