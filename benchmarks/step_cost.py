@@ -110,6 +110,9 @@ class Parts(TraceRecorder):
         done = Work(*(getattr(after, each.name) - getattr(before, each.name) for each in dataclasses.fields(Work)))
         self.work[self.layer, self._pass, self._refined(func.name(), done)] += done
 
+    def _keep_program(self, *args: Any) -> None:
+        """Nothing is repeated from a recording, as each operator of a kernel has a part of its own."""
+
     def _refined(self, name: str, done: Work) -> str:
         """The part of an operator, where what it does says more than where it stands."""
         for pattern, part in _BY_OPERATOR.items():

@@ -197,7 +197,11 @@ def _validate(
     except ValidationError as error:
         return None, explain.mistakes(error, locations)
     config = _with_head(config)
-    broken = [*contradictions(config), *([] if trained else _ignored(config, choices or {}))]
+    broken = contradictions(config)
+    if trained:  # rules of serving are for jobs to be trained, and runtimes come to take more or less
+        broken = [(key, message) for key, message in broken if not key.startswith("output.")]
+    else:
+        broken += _ignored(config, choices or {})
     if not broken and config.output.way != "auto":  # for which the base must be known
         config, _ = serving.resolved(config)
     return config, [f"{locations.of(tuple(key.split('.')))}: `{key}`: {message}" for key, message in broken]

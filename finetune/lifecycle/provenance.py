@@ -135,6 +135,8 @@ def refuse_changes(config: Config, run: RunDirectory) -> None:
     then, now = run.config().model_dump(), config.model_dump()
     if config.quantization.kind == "published":  # as it stays while a GGUF file is missing, which loading says
         now["quantization"]["kind"] = then["quantization"]["kind"]
+    if config.output.serve and config.output.way == "auto":  # as it stays while the base cannot be loaded
+        now["quantization"] = then["quantization"]
     differences = _differences({"config": then}, {"config": now})
     _refuse(_harmful(differences), _SINCE_CHECKPOINT, run=run.path)
 

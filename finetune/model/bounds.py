@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from finetune.config import Config, ModelSection, serving
+from finetune.config import Config, ModelSection
 from finetune.errors import ArtifactError, ConfigError, FinetuneError
 from finetune.model import served
 from finetune.model.base import load_architecture
@@ -112,11 +112,11 @@ def within_positions(config: Config, architecture: Any) -> tuple[Config, str | N
 
 
 def as_known_base_allows(config: Config) -> tuple[Config, str | None]:
-    """`as_base_allows` if the base's config can be loaded, else `serving.resolved` without a line."""
+    """`as_base_allows` if the base's config can be loaded, else `config` unchanged."""
     try:
         architecture = load_architecture(config.model)
     except FinetuneError:
-        return serving.resolved(config)[0], None
+        return config, None
     return as_base_allows(config, architecture)
 
 

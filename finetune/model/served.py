@@ -108,16 +108,22 @@ class _ServedBase:
 
     def check_form(self) -> None:
         """Raise ConfigError if the model has no such form, whatever the way."""
-        if self.serve in serving.GGUF:
+        if self._in_file:
+            cure = "`output.runtime: vllm`" if self.serve == "16bit" else "`16bit`, or another form for vLLM"
             try:
                 gguf_families.family(self.architecture)
             except ConfigError as error:
-                raise ConfigError(f"`output.serve`: {error}; set `16bit`, or another form for vLLM") from None
+                raise ConfigError(f"`output.serve`: {error}; set {cure}") from None
         if self.published != self.serve and (odd := self._undivided(serving.SERVED[self.serve].block)):
             raise ConfigError(
                 f"`output.serve`: {self.serve} has {odd} of {self.name}; set `q8_0` or another form of GGUF files, or "
                 "`16bit`"
             )
+
+    @property
+    def _in_file(self) -> bool:
+        """Whether a GGUF file is served."""
+        return self.serve in serving.GGUF or serving.runtime_of(self.config.output) in ("llama.cpp", "ollama")
 
     def _undivided(self, block: int) -> str | None:
         """In words, the first layer whose inputs blocks of so many weights do not divide."""
@@ -189,7 +195,9 @@ class _ServedBase:
 
     def _to_packed(self) -> Iterator[_Obstacle]:
         """Obstacles to a base that is held as a GGUF file has it."""
-        if self.serve in serving.GGUF and getattr(self.text, "linear_num_value_heads", None):
+        targets = self.config.adapter.targets
+        follows = self.serve != "16bit" or targets == "all-linear" or any("out_proj" in one for one in targets)
+        if self._in_file and follows and getattr(self.text, "linear_num_value_heads", None):
             yield _Obstacle(
                 f"llama.cpp stores columns of `linear_attn.out_proj` of {self.name} in another order, in which packed "
                 "weights and adapters cannot follow"

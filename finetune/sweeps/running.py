@@ -127,6 +127,11 @@ def _check(members: Sequence[Member]) -> None:
             build.blueprint(config, architecture, attention).check(adapter)
             checked.append(adapter)
     grid.refuse_same(members, decided)
+    if len({(one.quantization.model_dump_json(), one.output.way) for one in decided}) > 1:
+        raise ConfigError(
+            "`output.way: auto` holds the base of these members in different forms, and members are trained on one; "
+            "set `rounded`"
+        )
 
 
 def _write(folder: Path, table: SweepTable) -> None:
@@ -311,7 +316,8 @@ class _Sweep:
     def _made_of(self, member: Member) -> str:
         """A hash of what a member's scores and their order follow from, besides the versions of libraries."""
         batch_size = self.members[0].config.training.batch_size
-        parts = [member.config.model_dump_json(exclude={"output", "tracking"}), batch_size, self._rows]
+        config, _ = bounds.as_known_base_allows(member.config)  # the base follows from what is served
+        parts = [config.model_dump_json(exclude={"output", "tracking"}), batch_size, self._rows]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
     @cached_property

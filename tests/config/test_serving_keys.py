@@ -13,8 +13,10 @@ from finetune.cli.output import announce
 from finetune.config import Config, dump, values_of
 from finetune.config.serving import EXACT, GGUF, GRIDS, RUNTIMES, SERVED, WAYS, resolved
 from finetune.errors import ConfigError
+from finetune.lifecycle import provenance
 from finetune.model import bounds
 from finetune.settings import CHOICES, load_config
+from finetune.storage.rundir import RunDirectory
 from finetune.training.checks import check
 
 
@@ -410,3 +412,34 @@ def test_a_published_base_is_served_as_it_is(job: Path, tmp_path: Path) -> None:
     assert note is not None
     assert len(note.splitlines()) == 2
     assert len(GGUF) == 6
+
+
+def test_a_file_in_16_bit_is_for_families_that_llama_cpp_has(job: Path, tmp_path: Path) -> None:
+    in_16_bit = ["output.serve=16bit", "output.runtime=llama.cpp"]
+    named = f"model.name={base(tmp_path / 'olmo', model_type='olmo2')}"
+    with pytest.raises(ConfigError, match=r"`output\.serve`: .*; set `output\.runtime: vllm`"):
+        bounds.as_known_base_allows(load_config(job, [named, *in_16_bit]))
+    named = f"model.name={base(tmp_path / 'qwen', **_QWEN_35)}"
+    config, note = bounds.as_known_base_allows(load_config(job, [named, *in_16_bit]))
+    assert (config.output.way, "linear_attn.out_proj" in str(note)) == ("rounded", True)
+    config, _ = bounds.as_known_base_allows(load_config(job, [named, *in_16_bit, "adapter.targets=[q_proj]"]))
+    assert config.output.way == "adapter"
+
+
+def test_a_trained_run_is_read_though_rules_of_serving_have_changed(tmp_path: Path) -> None:
+    values = values_of(Config())
+    values["output"] |= {"serve": "nvfp4", "runtime": "llama.cpp", "way": "adapter"}
+    values["quantization"]["kind"] = "nvfp4"
+    with pytest.raises(ConfigError, match="takes no adapters"):
+        load_config(values)
+    (run := RunDirectory(tmp_path)).config_file.write_text(json.dumps(values))
+    assert run.config().output.way == "adapter"
+
+
+def test_a_job_whose_base_cannot_be_read_is_still_that_of_its_run(job: Path, tmp_path: Path) -> None:
+    folder = base(tmp_path / "base", **_MIXTURE)
+    config = load_config(job, [f"model.name={folder}", "output.serve=q4_0"])
+    run = RunDirectory(tmp_path / "run")
+    run.create(bounds.as_known_base_allows(config)[0])
+    folder.rename(tmp_path / "elsewhere")
+    provenance.refuse_changes(bounds.as_known_base_allows(config)[0], run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import finetune
 from finetune.config import strict_yaml
 from finetune.errors import ConfigError
 from finetune.lifecycle.provenance import MAY_CHANGE
+from finetune.report.terminal import Terminal
 from finetune.sweeps import grid, running
 
 
@@ -67,3 +69,28 @@ def test_a_budget_of_python_may_be_in_seconds() -> None:
 def test_what_may_change_in_a_run_makes_no_settings(key: str) -> None:
     with pytest.raises(ConfigError, match="cannot be swept"):
         grid.members(TINY, [], {f"{key}any" if key.endswith(".") else key: ["1", "2"]})
+
+
+def test_a_score_is_of_one_form_that_is_served(tmp_path: Path) -> None:
+    keys = {"training.learning_rate": ["1e-4", "2e-4"]}
+
+    def made_of(*serve: str) -> str:
+        members = grid.members(TINY, [f"output.dir={tmp_path}", *serve], keys)
+        sweep = running._Sweep(tmp_path, members, True, None, Terminal(quiet=True))
+        sweep.__dict__["_rows"] = {}
+        return sweep._made_of(members[0])
+
+    assert len({made_of(), made_of("output.serve=q4_k_m"), made_of("output.serve=q8_0")}) == 3
+
+
+def test_members_whose_bases_would_be_held_in_different_forms_are_refused(tmp_path: Path) -> None:
+    sizes = {
+        "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "num_experts": 4, "vocab_size": 64,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", **sizes}))
+    job = [f"model.name={tmp_path}", "output.serve=q4_0", f"output.dir={tmp_path / 'sweep'}"]
+    members = grid.members(TINY, job, {"adapter.expert_rank": ["0", "8"]})
+    with pytest.raises(ConfigError, match=r"holds the base of these members in different forms.*set `rounded`"):
+        running._check(members)
+    running._check(grid.members(TINY, [*job, "output.way=rounded"], {"adapter.expert_rank": ["0", "8"]}))

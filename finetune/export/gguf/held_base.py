@@ -139,7 +139,8 @@ def run(
     not proven.
     """
     alike = gguf_vocabulary.SPACES_AFTER_SPECIAL not in differences
-    ran, not_proven = llama_cpp.compare(file, job, trained, lora=lora, tokenizes_alike=alike, nearly=llama_cpp.NEARLY)
+    nearly = 0.0 if job.config.output.serve == "16bit" else llama_cpp.NEARLY
+    ran, not_proven = llama_cpp.compare(file, job, trained, lora=lora, tokenizes_alike=alike, nearly=nearly)
     if ran is None:
         return None, not_proven
     written, expected, without, following = llama_cpp.logits(file, job, trained, base, lora)
