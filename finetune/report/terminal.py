@@ -102,10 +102,9 @@ class Terminal:
         mixture: Mixture | None = None,
     ) -> None:
         """Print the header: the job, its data, and the device. A failing output does not end the run from here on."""
-        run = RunDirectory(path)
+        run = self._run = RunDirectory(path)
         if not isinstance(self._console.file, printing.LastingStream):  # as it is after an earlier run of a sweep
-            lasting = printing.LastingStream(self._console.file, lambda reason: run.event("output_lost", reason=reason))
-            self._console.file = cast(IO[str], lasting)
+            self._console.file = cast(IO[str], printing.LastingStream(self._console.file, self._output_lost))
         self._forecast, self._log_every = forecast, config.tracking.log_every
         if run.config_file.is_file():  # the other ranks' directories have none
             self._renewal = Renewal(run)
@@ -117,6 +116,9 @@ class Terminal:
             facts |= words.shorter(forecast) | {"memory": words.verdict(forecast)}
         facts |= words.reference(config, forecast, in_step_share(config.training, data))
         self._facts(facts)
+
+    def _output_lost(self, reason: str) -> None:
+        self._run.event("output_lost", reason=reason)
 
     def built(self, model: Any, left_out: Mapping[str, int], capacity: str | None = None) -> None:
         """Print the numbers of parameters, of trained ones, and of layers without an adapter: `left_out`, by reason;

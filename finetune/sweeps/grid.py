@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -142,10 +143,15 @@ def _refuse_lists(source: str | Path | Mapping[str, Any], overrides: Sequence[st
         values = [value.strip() for value in re.split(r"[,;:]", text.strip().removeprefix("[").removesuffix("]"))]
         if len(values) < 2 or not all(map(_NUMBER.fullmatch, values)):
             continue
-        try:
-            load_config(source, [override])
-        except ConfigError:
-            raise ConfigError(f"`{override}`: separate values by commas: {key}={','.join(values)}") from None
+        if not _is_valid(source, override) and _is_valid(source, f"{key}={values[0]}"):
+            raise ConfigError(f"`{override}`: separate values by commas: {key}={','.join(values)}")
+
+
+def _is_valid(source: str | Path | Mapping[str, Any], override: str) -> bool:
+    with contextlib.suppress(ConfigError):
+        load_config(source, [override])
+        return True
+    return False
 
 
 def _check(keys: Mapping[str, Sequence[str]]) -> None:

@@ -197,6 +197,8 @@ class _Sweep:
     why: dict[str, tuple[State, str]] = field(default_factory=dict)
     trained_seconds: list[float] = field(default_factory=list)
     """Of each training up to a comparison in this call."""
+    trained_further: set[str] = field(default_factory=set)
+    """Members without a score at the share of the round."""
 
     def run(self) -> SweepTable:
         """Train in rounds, each to a larger share; after each, some settings are stopped."""
@@ -209,14 +211,14 @@ class _Sweep:
             try:
                 self._compare(going, share)
             except _BudgetSpent as spent:
-                table = self._table(f"the budget was spent; the same command goes on with {spent}")
+                table = self._table(f"the budget was spent; the same command goes on with {spent}", self._kept())
                 if len(self.scores) > 1:
                     return table
                 if self.trained_seconds:
                     _write(self.folder, table)
                 raise ConfigError(self._too_small(share)) from None
             going = self._going_on(going, share)
-        return self._table("")
+        return self._table("", self.scores)
 
     @cached_property
     def _settings(self) -> list[str]:
@@ -236,10 +238,15 @@ class _Sweep:
         """What is wrong with a budget that was spent before all settings were compared once, at `share` of a run."""
         if not self.trained_seconds:
             return "the budget was spent before a member was trained; give more, such as 30m or 2h"
-        left = sum(not self._score_file(member, share).exists() for member in self.members)
+        left = sum(
+            not self._score_file(member, share).exists()
+            for member in self.members
+            if member.name not in self.trained_further and member.setting not in self.why
+        )
         seconds = sum(self.trained_seconds) / len(self.trained_seconds)
+        upto = "over whole runs" if share == 1 else f"after {share:.3g} of their runs"
         return (
-            f"the budget was spent before all settings were compared once, after {share:.3g} of their runs: "
+            f"the budget was spent before all settings were compared once, {upto}: "
             f"{left} of {len(self.members)} members are left, of about {math.ceil(seconds)}s each; the same command "
             f"with --budget {_as_budget(left * seconds)} or more goes on"
         )
@@ -284,21 +291,20 @@ class _Sweep:
         """(sum, trained tokens) of each evaluation row by a member, trained up to `share` unless its score is there;
         None for one that was trained further.
 
-        Raises InUseError while another process trains it, and _BudgetSpent.
+        Raises InUseError while another process trains it, and else _BudgetSpent.
         """
-        scores, file = self.folder / SCORES, self._score_file(member, share)
+        file = self._score_file(member, share)
         if not file.exists():
-            if self.budget_seconds is not None and time.monotonic() - self.started > self.budget_seconds:
-                raise _BudgetSpent(member.setting)
-            scores.mkdir(parents=True, exist_ok=True)
-            with locks.locked(scores / f"{member.name}.lock", f"{self.folder}: {member.name}", _OTHERWISE):
+            with self._held(member):
                 try:
                     if not file.exists():  # another process may have written it meanwhile
-                        _write(self.folder, self._table(f"{_NOT_ENDED} with {member.setting}", ended=False))
+                        not_ended = f"{_NOT_ENDED} with {member.setting}"
+                        _write(self.folder, self._table(not_ended, self._kept(), ended=False))
                         started = time.monotonic()
                         self._keep(file, self._trained(member, share))
                         self.trained_seconds.append(time.monotonic() - started)
                 except _TrainedFurther:
+                    self.trained_further.add(member.name)
                     self.terminal.note(f"{member.name}: not compared at {share:.3g} of its run, which has gone further")
                     return None
                 except OutOfMemoryError as error:
@@ -310,15 +316,44 @@ class _Sweep:
         self.terminal.note(f"{member.name}: eval loss {halving.loss(rows):.4f} after {share:.3g} of its run")
         return rows
 
-    def _score_file(self, member: Member, share: float) -> Path:
-        return self.folder / SCORES / f"{member.name}-{share:.4f}-{self._made_of(member)}.npy"
+    def _held(self, member: Member) -> contextlib.AbstractContextManager[None]:
+        """A member's lock, to train it. Raises InUseError and _BudgetSpent as `_scored`."""
+        file = self.folder / SCORES / f"{member.name}.lock"
+        lock = locks.locked(file, f"{self.folder}: {member.name}", _OTHERWISE)
+        if self.budget_seconds is not None and time.monotonic() - self.started > self.budget_seconds:
+            if file.exists():
+                with lock:  # raises for one that is trained elsewhere
+                    pass
+            raise _BudgetSpent(member.setting)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        return lock
 
-    def _made_of(self, member: Member) -> str:
-        """A hash of what a member's scores and their order follow from, besides the versions of libraries."""
-        batch_size = self.members[0].config.training.batch_size
-        config, _ = bounds.as_known_base_allows(member.config)  # the base follows from what is served
-        parts = [config.model_dump_json(exclude={"output", "tracking"}), batch_size, self._rows]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+    def _kept(self) -> dict[float, dict[str, np.ndarray]]:
+        """The scores that were written, also in other calls and by other processes, by share and setting."""
+        kept: dict[float, dict[str, np.ndarray]] = {}
+        for share in (*self._shares, 1.0):
+            for setting in self._settings:
+                own = [member for member in self.members if member.setting == setting]
+                files = [self._score_file(member, share) for member in own]
+                if all(file.exists() for file in files):
+                    rows = [np.load(file, allow_pickle=False) for file in files]
+                    kept.setdefault(share, {})[setting] = np.stack(np.broadcast_arrays(*rows))
+                    for member, one in zip(own, rows, strict=True):
+                        self.losses.setdefault(member.name, {})[share] = halving.loss(one)
+        return kept
+
+    def _score_file(self, member: Member, share: float) -> Path:
+        return self.folder / SCORES / f"{member.name}-{share:.4f}-{self._made_of[member.name]}.npy"
+
+    @cached_property
+    def _made_of(self) -> dict[str, str]:
+        """By member, a hash of what its scores and their order follow from, besides the versions of libraries."""
+        made, batch_size = {}, self.members[0].config.training.batch_size
+        for member in self.members:
+            config, _ = bounds.as_known_base_allows(member.config)  # the base follows from what is served
+            parts = [config.model_dump_json(exclude={"output", "tracking"}), batch_size, self._rows]
+            made[member.name] = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+        return made
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -391,32 +426,37 @@ class _Sweep:
         same = {"training.batch_size": first.batch_size, "training.micro_batch_tokens": first.micro_batch_tokens}
         return config.changed({**same, "training.micro_batch": 1} if config.data.packing else same)
 
-    def _table(self, unfinished: str, *, ended: bool = True) -> SweepTable:
-        """The settings as they stand, the best first: by how far they were compared, then by their losses there.
+    def _table(
+        self, unfinished: str, scores: Mapping[float, Mapping[str, np.ndarray]], *, ended: bool = True
+    ) -> SweepTable:  # fmt: skip
+        """The settings as they stand by `scores`, the best first: by how far they were compared, then by their losses.
 
         Differences, whose intervals take long, are left out unless the call has `ended`.
         """
         order: list[str] = []
-        for share in sorted(self.scores, reverse=True):
-            order += [name for name in halving.ranked(self.scores[share]) if name not in order]
+        for share in sorted(scores, reverse=True):
+            order += [name for name in halving.ranked(scores[share]) if name not in order]
         order += [member.setting for member in self.members if member.setting not in order]
-        results = [self._result(setting, ended=ended) for setting in dict.fromkeys(order)]
-        tied = [] if unfinished else halving.tied(self.scores.get(1.0, {}))
+        results = [self._result(setting, scores, ended=ended) for setting in dict.fromkeys(order)]
+        tied = [] if unfinished else halving.tied(scores.get(1.0, {}))
         undecided = unfinished
         if len(tied) > 1:
-            drawn = "these rows" if len(self.scores[1.0][tied[0]]) == 1 else "these rows and seeds"
+            drawn = "these rows" if len(scores[1.0][tied[0]]) == 1 else "these rows and seeds"
             undecided = f"{', '.join(tied)} cannot be told apart on {drawn}"
         elif not (tied or unfinished):
             undecided = "every setting diverged; sweep lower learning rates"
             if any(state == "failed" for state, _ in self.why.values()):
                 undecided = "no setting was trained to its end; see why below each"
-        rows = max((score.shape[1] for each in self.scores.values() for score in each.values()), default=0)
+        compared = (score for each in scores.values() for score in halving.finite(each).values())
+        rows = max((score.shape[1] for score in compared), default=0) or len(self._data.eval or ())
         return SweepTable(self.folder, results, rows, tied[0] if len(tied) == 1 else None, undecided)
 
-    def _result(self, setting: str, *, ended: bool) -> SettingResult:
+    def _result(
+        self, setting: str, by_share: Mapping[float, Mapping[str, np.ndarray]], *, ended: bool
+    ) -> SettingResult:  # fmt: skip
         members = [member for member in self.members if member.setting == setting]
-        share = max((share for share, scores in self.scores.items() if setting in scores), default=0.0)
-        scores = halving.finite(self.scores.get(share, {}))
+        share = max((share for share, scores in by_share.items() if setting in scores), default=0.0)
+        scores = halving.finite(by_share.get(share, {}))
         difference = None
         if ended and setting in scores and (best := halving.ranked(scores)[0]) != setting:
             difference = halving.differences({best: scores[best], setting: scores[setting]}, best)[setting]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from jobs import TINY
 
 import finetune
 from finetune.config import strict_yaml
-from finetune.errors import ConfigError
+from finetune.errors import ConfigError, InUseError
 from finetune.lifecycle.provenance import MAY_CHANGE
 from finetune.report.terminal import Terminal
+from finetune.storage import locks
 from finetune.sweeps import grid, running
 
 
@@ -71,14 +73,40 @@ def test_what_may_change_in_a_run_makes_no_settings(key: str) -> None:
         grid.members(TINY, [], {f"{key}any" if key.endswith(".") else key: ["1", "2"]})
 
 
-def test_a_score_is_of_one_form_that_is_served(tmp_path: Path) -> None:
-    keys = {"training.learning_rate": ["1e-4", "2e-4"]}
+def of_two(folder: Path, *overrides: str, budget_seconds: float | None = None) -> running._Sweep:
+    """A sweep of two rates, without its rows."""
+    members = grid.members(TINY, [f"output.dir={folder}", *overrides], {"training.learning_rate": ["1e-4", "2e-4"]})
+    sweep = running._Sweep(folder, members, True, budget_seconds, Terminal(quiet=True))
+    sweep.__dict__["_rows"] = {}
+    sweep.started = time.monotonic() - 60
+    return sweep
 
+
+def test_a_member_that_another_process_trains_is_waited_for_though_the_budget_is_spent(tmp_path: Path) -> None:
+    sweep = of_two(tmp_path, budget_seconds=59)
+    member = sweep.members[0]
+    (scores := tmp_path / "scores").mkdir()
+    with locks.locked(scores / f"{member.name}.lock", "", ""), pytest.raises(InUseError):
+        sweep._scored(member, 1.0)
+    with pytest.raises(running._BudgetSpent):
+        sweep._scored(member, 1.0)
+
+
+def test_the_table_of_a_running_sweep_has_what_others_have_compared(tmp_path: Path) -> None:
+    sweep = of_two(tmp_path)
+    first, second = sweep.members
+    sweep._score_file(first, 1.0).parent.mkdir()
+    sweep._keep(sweep._score_file(first, 1.0), np.full((3, 2), 2.0))
+    table = sweep._table("", sweep._kept(), ended=False)
+    assert [(one.setting, one.state, one.loss) for one in table.settings] == [
+        (first.setting, "finished", 1.0), (second.setting, "waiting", None)
+    ]  # fmt: skip
+
+
+def test_a_score_is_of_one_form_that_is_served(tmp_path: Path) -> None:
     def made_of(*serve: str) -> str:
-        members = grid.members(TINY, [f"output.dir={tmp_path}", *serve], keys)
-        sweep = running._Sweep(tmp_path, members, True, None, Terminal(quiet=True))
-        sweep.__dict__["_rows"] = {}
-        return sweep._made_of(members[0])
+        sweep = of_two(tmp_path, *serve)
+        return sweep._made_of[sweep.members[0].name]
 
     assert len({made_of(), made_of("output.serve=q4_k_m"), made_of("output.serve=q8_0")}) == 3
 
