@@ -308,6 +308,10 @@ FIGURES = {
     "merge-kills": Figure("merge", "kills_at_random/kills"),
     "merge-failpoints": Figure("merge", "kills_at_each_change_of_a_file/kills"),
     "rounding-kills": Figure("rounding", "kills/kills"),
+    "rounding-tokens": Figure("rounding", "rounding_1B/tokens", ","),
+    "rounding-seconds": Figure("rounding", "rounding_1B/seconds", ".0f"),
+    "rounding-peak": Figure("rounding", lambda found: found["rounding_1B"]["peak_bytes"] / 2**30, ".2f"),
+    "rounding-forecast": Figure("rounding", lambda found: found["rounding_1B"]["forecast_bytes"] / 2**30, ".2f"),
     "gguf-families": Figure("gguf_in_llama_cpp", lambda found: len(found["models"])),
     "gguf-answers": Figure("gguf_in_llama_cpp", _of_gguf(lambda each: True)),
     "gguf-same-answers": Figure(
@@ -324,6 +328,10 @@ FIGURES = {
     "choices-before": Figure("choices", lambda found: next(iter(found["runs"].values()))["eval_losses"]["0"], ".3f"),
     "sweep-full": Figure("sweeps", lambda found: found["jobs"]["2M"]["beside"]["full/lone"]["seconds"], ".2f"),
     "sweep-halved": Figure("sweeps", lambda found: found["jobs"]["2M"]["beside"]["halved/lone"]["seconds"], ".2f"),
+    "sweep-large-full": Figure("sweeps", lambda found: found["jobs"]["125M"]["beside"]["full/lone"]["seconds"], ".2f"),
+    "sweep-large-halved": Figure(
+        "sweeps", lambda found: found["jobs"]["125M"]["beside"]["halved/lone"]["seconds"], ".2f"
+    ),
     "sweep-trl": Figure("sweeps", lambda found: found["jobs"]["2M"]["beside"]["halved/trl"]["seconds"], ".2f"),
     "root-mean": Figure("evidence", f"{_EXPONENT}/mean", ".2f"),
     "root-low": Figure("evidence", f"{_EXPONENT}/low", ".2f"),

@@ -163,8 +163,9 @@ def test_what_the_literature_says_was_seen_here() -> None:
     assert all(more["high"] < fewer["low"] for fewer, more in itertools.pairwise(facts))
 
 
-def test_a_sweep_takes_little_memory_and_finds_what_lone_runs_find() -> None:
-    job = results("sweeps")["jobs"]["2M"]
+@pytest.mark.parametrize("base", ["2M", "125M"])
+def test_a_sweep_takes_little_memory_and_finds_what_lone_runs_find(base: str) -> None:
+    job = results("sweeps")["jobs"][base]
     for side in ("halved", "full"):
         assert job["beside"][f"{side}/lone"]["resident_bytes"] <= 1.3
         assert job["sides"][side]["settings"][0]["setting"] == job["sides"]["lone"]["winner"]

@@ -105,7 +105,7 @@ def test_the_table_of_a_running_sweep_has_what_others_have_compared(tmp_path: Pa
 
 def test_a_score_is_of_one_form_that_is_served(tmp_path: Path) -> None:
     def made_of(*serve: str) -> str:
-        sweep = of_two(tmp_path, *serve)
+        sweep = of_two(tmp_path, "output.merge=false", *serve)
         return sweep._made_of[sweep.members[0].name]
 
     assert len({made_of(), made_of("output.serve=q4_k_m"), made_of("output.serve=q8_0")}) == 3
@@ -116,8 +116,8 @@ def test_members_whose_bases_would_be_held_in_different_forms_are_refused(tmp_pa
         "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 1,
         "num_attention_heads": 4, "num_key_value_heads": 4, "num_experts": 4, "vocab_size": 64,
     }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", **sizes}))
-    job = [f"model.name={tmp_path}", "output.serve=q4_0", f"output.dir={tmp_path / 'sweep'}"]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "norm_topk_prob": True, **sizes}))
+    job = [f"model.name={tmp_path}", "output.serve=q4_0", "output.merge=false", f"output.dir={tmp_path / 'sweep'}"]
     members = grid.members(TINY, job, {"adapter.expert_rank": ["0", "8"]})
     with pytest.raises(ConfigError, match=r"holds the base of these members in different forms.*set `rounded`"):
         running._check(members)
