@@ -1,17 +1,18 @@
 """A sweep of eight learning rates beside eight lone runs and eight plain TRL scripts: time, memory, and the winner.
 
-    python benchmarks/sweeps.py [--only JOB/SIDE] [--steps N]
+    python benchmarks/sweeps.py [--only JOB/SIDE] [--steps N] [--folder DISK]
 
-On the built-in base and on 125M random weights, in float32 on one thread. Every lone run and every script is a process
-of its own, from start to exit; a sweep is one, once with all members trained to the end and once with successive
-halving. Rows and steps are the same on all sides; the scripts evaluate nothing. Each side of a job is written as it
-ends, in a few minutes on an idle machine, and ratios are taken of those that are there; an interrupted side is done
-anew, but for lone runs and scripts that ended. The side `memory` is another sweep, whose members each try the largest
-batch beside those that are paused.
+On the built-in base and on one of 125M weights grown from it, in float32 on one thread. Every lone run and every script
+is a process of its own, from start to exit; a sweep is one, once with all members trained to the end and once with
+successive halving. Rows and steps are the same on all sides; the scripts evaluate nothing. Each side of a job is
+written as it ends, in a few minutes on an idle machine, and ratios are taken of those that are there; an interrupted
+side is done anew, but for lone runs and scripts that ended. The side `memory` is another sweep, whose members each try
+the largest batch beside those that are paused.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import sys
@@ -21,7 +22,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import beside_peers
 import harness
 import overhead
 
@@ -31,9 +31,6 @@ _APART = ("adapter", "optimizer_states")  # what a member holds while it is paus
 JOBS = {"2M": overhead.Job(steps=40, threads=1), "125M": overhead.Job(steps=16, threads=1, batch=4, tokens=160)}
 HELD_OUT = {"2M": 64, "125M": 16}
 """Rows to evaluate on, fewer than the members are trained on."""
-ARCHITECTURES = {"125M": beside_peers.ARCHITECTURES["110M"]}
-"""Of random weights, with embeddings apart from the head; the other job has the built-in base."""
-
 # Writes rows to train on and to evaluate on.
 _ROWS = """
 import json, sys
@@ -49,6 +46,7 @@ def main() -> None:
     parser = harness.parser(__doc__, "sweeps.json")
     parts = [f"{job}/{side}" for job in JOBS for side in SIDES]
     parser.add_argument("--only", action="append", choices=parts, help="only this side of a job (may be repeated)")
+    parser.add_argument("--folder", type=Path, help="where the grown base is kept; by default it is made anew")
     parser.add_argument("--steps", type=int, help="of each run, instead of the job's own")
     options = parser.parse_args()
     jobs = harness.saved(options.output, "jobs")
@@ -60,13 +58,25 @@ def main() -> None:
         unfinished = into.setdefault("unfinished", {}).setdefault(f"{side}, {steps} steps", {})
         save = functools.partial(harness.save, options.output, {"rates": RATES, "jobs": jobs}, threads=1)
         with tempfile.TemporaryDirectory(prefix="sweeps-") as scratch:
-            bench = Bench(Path(scratch), name, steps, unfinished, save)
+            job = _on_base(name, options.folder or Path(scratch))
+            bench = Bench(Path(scratch), job, HELD_OUT[name], steps, unfinished, save)
             measured = SIDES[side](bench)
         into["sides"][side] = measured
         del into["unfinished"][f"{side}, {steps} steps"]
         into |= {"settings": bench.described, "beside": beside(into["sides"])}
         save()
         print(json.dumps({part: measured, "beside": into["beside"]}), flush=True)
+
+
+def _on_base(name: str, folder: Path) -> overhead.Job:
+    """A job with its base, which is in `folder` if it is not the built-in one."""
+    if name == "2M":
+        return JOBS[name]
+    if not (folder / "base/config.json").is_file():
+        import grown_base
+
+        grown_base.write(folder / "base")
+    return dataclasses.replace(JOBS[name], model=folder / "base")
 
 
 class Bench:
@@ -76,12 +86,12 @@ class Bench:
     """
 
     def __init__(
-        self, scratch: Path, name: str, steps: int, measured: dict[str, Any], save: Callable[[], None]
+        self, scratch: Path, job: overhead.Job, held_out: int, steps: int, measured: dict[str, Any],
+        save: Callable[[], None],
     ) -> None:  # fmt: skip
-        self.scratch, self.steps, self.measured, self.save = scratch, steps, measured, save
-        self.job = beside_peers.of_random_weights(JOBS[name], ARCHITECTURES.get(name), scratch)
+        self.scratch, self.job, self.steps, self.measured, self.save = scratch, job, steps, measured, save
         self.rows, self.held_out = scratch / "rows.jsonl", scratch / "held_out.jsonl"
-        harness.succeeded(harness.python("-c", _ROWS, str(HELD_OUT[name]), self.rows, self.held_out))
+        harness.succeeded(harness.python("-c", _ROWS, str(held_out), self.rows, self.held_out))
         (scratch / "job.yaml").write_text("")
 
     @property
