@@ -1,4 +1,4 @@
-"""What docs/many-gpus.md shows of 70B and 8B on several cards: the plan of one of them. Forecasts alone.
+"""What docs/plan-gpus.md shows of 70B and 8B on several cards: the plan of one of them. Forecasts alone.
 
     python benchmarks/plan_many_gpus.py
 
@@ -25,7 +25,7 @@ DISK = ["distributed.offload=nvme", "distributed.nvme_path=/nvme"]
 MOST_SECONDS, MOST_BYTES = 60, 4 * 2**30
 JOBS: list[tuple[str, str, int, list[str]]] = [
     ("QLoRA", "RTX 4090", 2, [LARGE]),
-    ("QLoRA, slices in host memory", "RTX 4090", 2, [LARGE, "distributed.kind=fsdp", *HOST]),
+    ("QLoRA, shards in host memory", "RTX 4090", 2, [LARGE, "distributed.kind=fsdp", *HOST]),
     ("16-bit LoRA", "H100", 8, [LARGE, "quantization.kind=none"]),
     ("16-bit LoRA", "H100", 64, [LARGE, "quantization.kind=none", "training.batch_size=64"]),
     ("full fine-tuning of 8B", "H100", 8, [*ZERO, "distributed.stage=weights"]),

@@ -64,7 +64,7 @@ SERVING = (
 
 _WITH_MODULES = but([], ["score"])
 """Not the head for scores, which training such a model adds by itself."""
-_WHOLE = "needs whole weights, of which a rank has slices"
+_WHOLE = "needs whole weights, of which a rank has shards"
 
 RULES = (
     *SERVING,
@@ -229,7 +229,7 @@ RULES = (
     ),
     Rule(
         "distributed.offload", only("nvme"), "distributed.stage", but("weights"),
-        "DeepSpeed keeps slices on a disk only where it cuts weights; set `cpu`, or `distributed.stage: weights`",
+        "DeepSpeed keeps shards on a disk only where it cuts weights; set `cpu`, or `distributed.stage: weights`",
     ),
     Rule(
         "distributed.nvme_path", only(None), "distributed.offload", only("nvme"),

@@ -42,7 +42,7 @@ def merge_bytes(trace: Trace) -> int:
 def _bytes(trace: Trace, category: str) -> int:
     """Bytes of all blocks of a category that are made once: weights when they load, states at the first update.
 
-    If ranks hold slices, those of all ranks, as rank 0 gathers them.
+    If ranks hold shards, those of all ranks, as rank 0 gathers them.
     """
     if trace.saved_bytes:
         return trace.saved_bytes[category]

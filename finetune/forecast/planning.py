@@ -249,7 +249,7 @@ class Planner:
     def by_length(self, fitted: Fitted) -> Fitted:
         """`fitted` with less recomputed in short micro-batches, where their lengths are known and it saves time.
 
-        Micro-batches of equal size have nothing to gain. The ranks that hold a model in slices exchange them within the
+        Micro-batches of equal size have nothing to gain. The ranks that hold a model in shards exchange them within the
         passes of a layer, so that all must recompute alike; compiled layers would be compiled for each level.
         """
         config = fitted.config

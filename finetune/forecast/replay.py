@@ -20,7 +20,7 @@ from finetune.forecast.trace import CATEGORIES, Stretch, Trace, TracedBlock
 _CURVE_POINTS = 600
 _TRANSIENT = ("activations", "loss", "workspace")
 _STEP = ("forward", "backward", "optimizer")
-# Adapters, and the slices that loading left, become a sharded model; without slices, adapters are made.
+# Adapters, and the shards that loading left, become a sharded model; without shards, adapters are made.
 _SHOWN_AS = {"attach": "load", "adapter": "optimizer"}
 
 

@@ -171,7 +171,7 @@ class TraceRecorder(TorchDispatchMode):
         self.phase = "load"
         self.layer: int | None = None
         self.category = "activations"
-        self.managed = self.slices_on_host = False
+        self.managed = self.shards_on_host = False
         # Of each table the first case that applies decides.
         self._not_recorded: tuple[_Case, ...] = (
             # Of a DTensor only views are taken, but torch tries those out on tensors of its own.
@@ -303,7 +303,7 @@ class TraceRecorder(TorchDispatchMode):
         if call.name in self.answers.shapes:
             call.func, call.args = self.answers.shapes[call.name](call.func, call.args)
         sizes = self._operators.scratch(call.func, call.args, call.kwargs)
-        if self.slices_on_host and call.name in _CROSSING:
+        if self.shards_on_host and call.name in _CROSSING:
             sizes = [sum(slice_.nbytes for slice_ in flat(_CROSSING[call.name](call.args)))]
             self.transfers(copied_bytes=sizes[0])
         if call.name in _SENT_BYTES:

@@ -226,7 +226,7 @@ class _TracedStep:
         self.mode, self.recorder = mode, recorder
         self._device, self._rows, self._placement = setting.device, setting.rows, placement
         self._held, self._routing = setting.engine.held, Routing(setting.evenly)
-        recorder.slices_on_host = bool(placement and placement.offload and self._device.type == "cuda")
+        recorder.shards_on_host = bool(placement and placement.offload and self._device.type == "cuda")
         # Every fused attention kernel keeps the same for backward: the output and one number per row.
         fused = not setting.attention.startswith(("eager", "packed", packing.WINDOWED))
 
@@ -338,7 +338,7 @@ class _TracedStep:
         log_probs.attach(self._model)
         triton = card.type != "cuda" or card.triton
         kernels.attach(self._model, config.fused, triton=triton, without=card.kernels_off)
-        updated_on = "cpu" if self.recorder.slices_on_host else card.type
+        updated_on = "cpu" if self.recorder.shards_on_host else card.type
         name, _ = optimizers.choose(config.optimizer, updated_on, managed_memory=card.managed_memory)
         with warnings.catch_warnings():
             # bitsandbytes looks embeddings up by their addresses, and fake ones have none.
@@ -442,7 +442,7 @@ class _TracedStep:
                 with self._placing():
                     self._placement.keep_part(self._base, module)
                 for weight in filter(self._placement.is_part, module.parameters(recurse=False)):
-                    self.recorder.mark(weight, "base_weights", managed=self.recorder.slices_on_host)
+                    self.recorder.mark(weight, "base_weights", managed=self.recorder.shards_on_host)
         self.recorder.phase = then
         for module in self._model.modules():
             self._fake.keep(module)
@@ -452,7 +452,7 @@ class _TracedStep:
                 self._placement.apply(self._model)
             for weight in self._model.parameters():
                 category = "adapter" if weight.requires_grad else "base_weights"
-                self.recorder.mark(self._held(weight), category, managed=self.recorder.slices_on_host)
+                self.recorder.mark(self._held(weight), category, managed=self.recorder.shards_on_host)
         trained = [weight for weight in self._model.parameters() if weight.requires_grad]
         self.trained_share = sum(self._held(weight).numel() for weight in trained) / sum(
             map(torch.Tensor.numel, trained)
@@ -591,11 +591,11 @@ class _TracedStep:
     def _mark_gradients(self) -> None:
         for parameter, _ in self._trained():
             if parameter.grad is not None:  # as DeepSpeed leaves none
-                self.recorder.mark(self._held(parameter.grad), "gradients", managed=self.recorder.slices_on_host)
+                self.recorder.mark(self._held(parameter.grad), "gradients", managed=self.recorder.shards_on_host)
 
     def _update(self) -> None:
         """Clipping and the update."""
-        self.recorder.phase, self.recorder.managed = "optimizer", self.recorder.slices_on_host
+        self.recorder.phase, self.recorder.managed = "optimizer", self.recorder.shards_on_host
         with self._recording(), self.recorder.follow_layers():
             self._step.clip()
             self._step.update()
@@ -606,7 +606,7 @@ class _TracedStep:
             for name, tensor in state.items():
                 if isinstance(tensor, torch.Tensor):
                     managed = paged and name in _PAGED_STATES and parameter.numel() >= _PAGED_FROM
-                    self.recorder.mark(tensor, "optimizer_states", managed=managed or self.recorder.slices_on_host)
+                    self.recorder.mark(tensor, "optimizer_states", managed=managed or self.recorder.shards_on_host)
 
     def _trained(self) -> Iterator[tuple[torch.nn.Parameter, int | None]]:
         """Each trained weight and its layer."""

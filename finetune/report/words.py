@@ -213,7 +213,7 @@ def sharing(section: Mapping[str, Any]) -> str:
     if section["kind"] != "fsdp":
         return f"a copy of the model on each GPU (ddp){split}"
     where = "in the host memory of each GPU" if section["offload"] == "cpu" else "on each GPU"
-    return f"slices of weights, gradients and optimizer states {where} (fsdp, stage {section['stage']}){split}"
+    return f"shards of weights, gradients and optimizer states {where} (fsdp, stage {section['stage']}){split}"
 
 
 def batch(shape: LargestBatch) -> str:

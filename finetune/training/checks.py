@@ -40,11 +40,11 @@ def check_optimizer(optimizer: OptimizerSection, section: DistributedSection) ->
         return
     if part == "number":
         raise ConfigError(
-            f"`optimizer.kind`: {kind} cannot update DeepSpeed's slices, which cut across weights; set "
+            f"`optimizer.kind`: {kind} cannot update DeepSpeed's shards, which cut across weights; set "
             "`adamw_torch_fused` or `sgd`, or `distributed.kind: fsdp`"
         )
     raise ConfigError(
-        f"`optimizer.kind`: {kind} cannot update slices of weights; choose another, or set `distributed.kind: ddp`"
+        f"`optimizer.kind`: {kind} cannot update shards of weights; choose another, or set `distributed.kind: ddp`"
     )
 
 

@@ -68,9 +68,9 @@ def trained() -> dict[tuple[str, ...], RunDirectory]:
         pytest.param("mixed", [], id="copies", marks=pytest.mark.long),
         pytest.param("one", [], id="copies, one rank without images", marks=pytest.mark.long),
         pytest.param(
-            "mixed", ["quantization.kind=nf4", "distributed.kind=fsdp"], id="slices of 4 bit", marks=pytest.mark.long
+            "mixed", ["quantization.kind=nf4", "distributed.kind=fsdp"], id="shards of 4 bit", marks=pytest.mark.long
         ),
-        pytest.param("one", ["distributed.kind=fsdp"], id="slices, one rank without images"),
+        pytest.param("one", ["distributed.kind=fsdp"], id="shards, one rank without images"),
         pytest.param(
             "one",
             ["distributed.kind=deepspeed", "distributed.stage=gradients"],

@@ -63,15 +63,15 @@ WAYS: dict[str, tuple[int, list[str]]] = {
     "two copies": (2, ["preference.reference=in_step"]),
     "two copies, cached reference": (2, ["preference.reference=cached"]),
     "ZeRO": (2, ["preference.reference=cached", "distributed.kind=deepspeed"]),
-    "two slices, prompts computed once": (
+    "two shards, prompts computed once": (
         2, ["preference.reference=in_step", "distributed.kind=fsdp", "data.packing=true"],
     ),
-    "four slices, cached reference": (4, ["preference.reference=cached", "distributed.kind=fsdp"]),
+    "four shards, cached reference": (4, ["preference.reference=cached", "distributed.kind=fsdp"]),
 }  # fmt: skip
 """Numbers of ranks and what they are told."""
 OFTEN = {
     "dpo": ("two copies", "two copies, cached reference"),
-    "kto": ("two slices, prompts computed once",),
+    "kto": ("two shards, prompts computed once",),
 }
 assert WAYS.keys() >= {name for names in OFTEN.values() for name in names}, "they may have been renamed"
 

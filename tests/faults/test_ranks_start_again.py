@@ -81,7 +81,7 @@ def starts(run: RunDirectory) -> list[int]:
 @pytest.mark.parametrize(
     ("overrides", "place"),
     [
-        pytest.param([FSDP], "backward", id="slices of the weights"),
+        pytest.param([FSDP], "backward", id="shards of the weights"),
         pytest.param([CONTEXT], "backward", id="slices of rows", marks=pytest.mark.long),
         pytest.param(ZERO, "backward", id="deepspeed", marks=pytest.mark.long),
     ],

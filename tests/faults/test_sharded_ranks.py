@@ -1,4 +1,4 @@
-"""Ranks with slices of the model train what one process trains, and any number of them resumes."""
+"""Ranks with shards of the model train what one process trains, and any number of them resumes."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def mixture(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_ranks_train_adapters_on_experts_as_one_process_does(job: Make, mixture: Path) -> None:
-    """Also with slices of the experts, which the layer that holds them gathers."""
+    """Also with shards of the experts, which the layer that holds them gathers."""
     shared = [*EXACT, f"model.name={mixture}", "quantization.kind=none", "adapter.dropout=0"]
     jobs = {run: job(*shared, *more, run=run) for run, more in {"alone": [], "ddp": [], "fsdp": [FSDP]}.items()}
     assert_all(jobs["alone"].go(1), 0)

@@ -351,7 +351,7 @@ def test_more_ranks_than_this_machine_will_ever_have() -> None:
 
 
 def test_an_optimizer_that_deepspeed_cannot_use_is_refused_before_anything_is_forecast(quick: Quick) -> None:
-    with pytest.raises(ConfigError, match="cannot update DeepSpeed's slices"):
+    with pytest.raises(ConfigError, match="cannot update DeepSpeed's shards"):
         finetune.plan(quick("optimizer.kind=adamw_8bit", "distributed.kind=deepspeed"), "24GiB", 2)
 
 

@@ -1,4 +1,4 @@
-"""Optimizers on slices of weights, and their states, on a process group that only pretends to have other ranks."""
+"""Optimizers on shards of weights, and their states, on a process group that only pretends to have other ranks."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def model(shards: Sharding | None = None) -> nn.Module:
 
 
 def step(optimizer: Any, weights: list[nn.Parameter], count: int) -> None:
-    """Set the gradients of the whole weights, of which a rank has its slice, and update."""
+    """Set the gradients of the whole weights, of which a rank has its shard, and update."""
     for number in range(count):
         generator = torch.Generator().manual_seed(number)
         for weight in weights:
@@ -131,7 +131,7 @@ def test_an_optimizer_that_needs_whole_weights_is_refused(subtests: pytest.Subte
             if optimizer.can_update("row" if kind == "fsdp" else "number"):
                 check(job, torch.device("cpu"))
             else:
-                with pytest.raises(ConfigError, match=f"{name} cannot update .*slices"):
+                with pytest.raises(ConfigError, match=f"{name} cannot update .*shards"):
                     check(job, torch.device("cpu"))
 
 
