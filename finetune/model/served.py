@@ -10,8 +10,8 @@ from typing import Any
 from finetune.config import Config, contradictions, serving
 from finetune.errors import ConfigError
 from finetune.model import build
-from finetune.model.adapters import adapter
-from finetune.model.source import gguf_families, prequantized
+from finetune.model.adapters import adapter, plain_form
+from finetune.model.source import gguf_families, identity, prequantized
 from finetune.model.structure import experts
 from finetune.model.structure.recipes import RECIPES
 
@@ -23,6 +23,7 @@ another kept 34 to 106%, from 16 bit, Q8_0 or FP8 to any 96 to 102%, and from a 
 in Q5_K, 81% in FP8 and all in Q8_0."""
 _ON_EXPERTS = {
     ("llama.cpp", None): "llama.cpp has no form for an adapter on experts",
+    ("sglang", None): "the names by which SGLang finds an adapter on experts are unknown here",
     ("vllm", "fp8"): "vLLM computes nonsense with an adapter on experts in FP8 (vllm#42007)",
 }
 """Why an adapter on experts is not served, by runtime and form (None: each)."""
@@ -55,7 +56,7 @@ def _with_way(config: Config, architecture: Any) -> tuple[Config, str | None]:
             found = _Obstacle(f"{beside.why}, and {found.why}", (*beside.cures, *found.cures))
         raise ConfigError(f"`output.way`: {base.refusal(found, way)}")
     for key, message in contradictions(config) if beside else ():  # of which loading knew nothing
-        raise ConfigError(f"`{key}`: {message}")
+        raise ConfigError(f"`{key}`: {message.removesuffix(serving.OR_ADAPTER)}")
     if base.published == "gguf" and way == "adapter":
         config = config.changed({"quantization.kind": "gguf"})
         line = f"{str(line).partition('; quantization.kind')[0]}; quantization.kind: gguf, the file is what is served"
@@ -110,15 +111,49 @@ class _ServedBase:
         """Raise ConfigError if the model has no such form, whatever the way."""
         if self._in_file:
             cure = "`output.runtime: vllm`" if self.serve == "16bit" else "`16bit`, or another form for vLLM"
-            try:
-                gguf_families.family(self.architecture)
-            except ConfigError as error:
-                raise ConfigError(f"`output.serve`: {error}; set {cure}") from None
-        if self.published != self.serve and (odd := self._undivided(serving.SERVED[self.serve].block)):
+            if why := self._without_gguf:
+                raise ConfigError(f"`output.serve`: {why}; set {cure}")
+        if self.published == self.serve:
+            return
+        if odd := self._undivided(serving.SERVED[self.serve].block):
+            raise ConfigError(f"`output.serve`: {self.serve} has {odd} of {self.name}; set {self._other_forms}")
+        if not self._in_file and (why := self._without_place(self.serve)):
             raise ConfigError(
-                f"`output.serve`: {self.serve} has {odd} of {self.name}; set `q8_0` or another form of GGUF files, or "
-                "`16bit`"
+                f"`output.serve`: {self.name} {why}, for which files in {self.serve} have no place; set "
+                f"{self._other_forms}"
             )
+
+    @property
+    def _without_gguf(self) -> str | None:
+        """In words, why llama.cpp has no form for the model; None if it has one."""
+        try:
+            gguf_families.family(self.architecture)
+        except ConfigError as error:
+            return str(error)
+        return None
+
+    def _without_place(self, form: str) -> str | None:
+        from finetune.model.structure import quantizers
+
+        in_blocks = serving.SERVED[form].block > 1
+        return quantizers.without_place(self.weightless, form, self._stored) if in_blocks else None
+
+    @cached_property
+    def _stored(self) -> frozenset[str]:
+        """The names of the tensors in the base's files; none if these are not here yet."""
+        return identity.stored_names(self.config.model)
+
+    @property
+    def _other_forms(self) -> str:
+        """The forms that the model has, as advice lists them."""
+        files = [
+            form
+            for form, one in serving.SERVED.items()
+            if one.block > 1 and not self._undivided(one.block) and not self._without_place(form)
+        ]
+        in_files = [] if self._in_file else files
+        in_gguf = [] if self._without_gguf else ["q8_0"]
+        return " or ".join(f"`{form}`" for form in (*in_files, *in_gguf, "16bit"))
 
     @property
     def _in_file(self) -> bool:
@@ -147,9 +182,10 @@ class _ServedBase:
         """In words, what is lost of small updates of a base that is in another coarse form already."""
         if way != "rounded" or self._grid not in _COARSE or self._main not in _COARSE:
             return None
+        beside = "" if self.obstacle("adapter") else "beside an adapter, or "
         return (
             f"output.way: weights of {self.name} are in {self._grid} already, and a part of a small update is lost "
-            f"when they are rounded to {self._main}; beside an adapter, or with a 16-bit original, nothing is"
+            f"when they are rounded to {self._main}; {beside}with a 16-bit original, nothing is"
         )
 
     @property
@@ -174,9 +210,15 @@ class _ServedBase:
         yield from self._to_packed()
         why = _ON_EXPERTS.get((runtime, self.serve)) or _ON_EXPERTS.get((runtime, None))
         if why and self.adapts_experts:
-            named = self.config.adapter.targets != "all-linear"
-            cure = "leave them out of `adapter.targets`" if named else "set `adapter.expert_rank: 0`"
-            yield _Obstacle(why, (cure,))
+            yield _Obstacle(why, (plain_form.without_experts(self.config.adapter),))
+        base = self.weightless if self.adapts_experts else None
+        largest = serving.RUNTIMES[runtime].largest_rank
+        found = plain_form.obstacle(
+            self.config.adapter, base, self.architecture.model_type, largest_rank=largest,
+            stored=self._stored if base else (),
+        )  # fmt: skip
+        if found:
+            yield _Obstacle(f"the adapter would have no form for {runtime}: {found.why}", (found.cure,))
         if published is None and self.serve in serving.RUNTIMES[runtime].as_published:
             yield _Obstacle(
                 f"{runtime} computes several weights as one, with one factor of {self.serve}, and a base that is held "
@@ -194,7 +236,7 @@ class _ServedBase:
         yield from self._to_packed()
 
     def _to_packed(self) -> Iterator[_Obstacle]:
-        """Obstacles to a base that is held as a GGUF file has it."""
+        """Obstacles to a base that is held as files have it."""
         targets = self.config.adapter.targets
         follows = self.serve != "16bit" or targets == "all-linear" or any("out_proj" in one for one in targets)
         if self._in_file and follows and getattr(self.text, "linear_num_value_heads", None):
@@ -205,6 +247,12 @@ class _ServedBase:
         in_file = (self.serve, serving.runtime_of(self.config.output)) == ("nvfp4", "llama.cpp")
         if in_file and (odd := self._undivided(_NVFP4_IN_GGUF)):
             yield _Obstacle(f"nvfp4 in a GGUF file has {odd}", ("set `output.serve: q8_0`",))
+        of_experts = self.text.model_type == "gpt_oss" and self.serve == "mxfp4" and not self._in_file
+        if of_experts and self.published is None:
+            yield _Obstacle(
+                "files for vLLM have MXFP4 of the experts of gpt-oss alone, and training would hold all layers in it",
+                ("name a base that is published in mxfp4",),
+            )
 
     def _to_rounding(self) -> Iterator[_Obstacle]:
         if self._grid == self._main != "q8_0":
