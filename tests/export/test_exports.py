@@ -179,6 +179,11 @@ def test_a_rank_between_those_of_vllm_takes_the_next() -> None:
     )
 
 
+def test_no_command_is_given_for_a_server_that_takes_no_such_rank() -> None:
+    record = {"rank": 600, "gguf": None}
+    assert server_commands.commands("adapter", Path("run/plain-adapter"), "base", record).keys() == {"SGLang"}
+
+
 def test_the_server_of_transformers_takes_a_folder_as_the_command_gives_it() -> None:
     """Its packages need not be installed, nor are vLLM's and SGLang's."""
     assert (
