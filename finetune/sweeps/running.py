@@ -83,7 +83,9 @@ def sweep(
     made = grid.members(source, overrides, keys)
     folder = _run_of(made[0]).path.parent
     if RunDirectory(folder).exists:
-        raise ConfigError(f"`output.dir`: {folder} is a run; give the sweep a directory of its own")
+        raise ConfigError(
+            f"`output.dir`: {folder} is a run; give the sweep a directory of its own: output.dir={folder}_sweep"
+        )
     _check(made)
     if fresh and is_sweep(folder):
         _move_aside(folder)
@@ -310,7 +312,9 @@ class _Sweep:
                         self.trained_seconds.append(time.monotonic() - started)
                 except _TrainedFurther:
                     self.trained_further.add(member.name)
-                    self.terminal.note(f"{member.name}: not compared at {share:.3g} of its run, which has gone further")
+                    self.terminal.note(
+                        f"{member.name}: not compared at {words.share(share)} of its run, which has gone further"
+                    )
                     return None
                 except OutOfMemoryError as error:
                     self.why[member.setting] = "failed", first_line(error)
@@ -318,7 +322,8 @@ class _Sweep:
                     return _NOT_FINITE
         rows = np.load(file, allow_pickle=False)
         self.losses.setdefault(member.name, {})[share] = halving.loss(rows)
-        self.terminal.note(f"{member.name}: eval loss {halving.loss(rows):.4f} after {share:.3g} of its run")
+        after = "" if share == 1 else f" after {words.share(share)} of its run"
+        self.terminal.note(f"{member.name}: eval loss {halving.loss(rows):.4f}{after}")
         return rows
 
     def _held(self, member: Member) -> contextlib.AbstractContextManager[None]:

@@ -321,7 +321,7 @@ def test_a_type_that_llama_cpp_quantizes_needs_its_wheel(run: RunDirectory, monk
 
 def test_no_export_has_the_folder_name_of_another_part_of_a_run(tmp_path: Path) -> None:
     folders = [form.folder for form in export_formats.FORMATS.values()]
-    assert len(set(folders)) == len(folders) == 8
+    assert len(set(folders)) == len(folders) > 1
     run = RunDirectory(tmp_path)
     assert {tmp_path / folder for folder in folders} & set(vars(run).values()) == {run.merged}
 
