@@ -82,7 +82,7 @@ def _why_not_plain(job: Conversion) -> str | None:
         stored=None if job.config.model.weights == "random" else identity.stored_names(job.config.model),
         largest_rank=None if in_gguf else serving.RUNTIMES[serving.runtime_of(job.config.output)].largest_rank,
     )  # fmt: skip
-    return found and found.why
+    return found.why if found else None
 
 
 def make(job: Conversion, folder: Path) -> dict[str, Any]:
