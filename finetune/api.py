@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from finetune.report.sweep_view import SweepView
     from finetune.report.terminal import Terminal
     from finetune.storage.rundir import Run
-    from finetune.training.callbacks import Told
+    from finetune.training.callbacks import AnyCallback
 
 
 def train(
@@ -32,7 +32,7 @@ def train(
     *,
     model: str | PathLike[str] | Mapping[str, Any] | None = None,
     data: str | PathLike[str] | Iterable[Mapping[str, Any]] | Mapping[str, Any] | None = None,
-    callbacks: Iterable[Told] | None = None,
+    callbacks: Iterable[AnyCallback] | None = None,
     fresh: bool = False,
     terminal: Terminal | None = None,
     **sections: Mapping[str, Any],

@@ -14,9 +14,7 @@ from finetune.config.sections import Config, OutputSection
 
 @dataclass(frozen=True)
 class Served:
-    """A form that is served; `block`: weights of a row whose number must divide its width, 1 where another form is
-    taken for other rows.
-    """
+    """A form that is served; the width of a row must be a multiple of `block` (1: other rows get another form)."""
 
     help: str
     gguf: bool = False
@@ -41,9 +39,9 @@ SERVED: dict[str, Served] = {
 GGUF = tuple(name for name, served in SERVED.items() if served.gguf)
 """The kinds whose embedding and head are quantized too, and whose files are GGUF."""
 GRIDS = tuple(name for name in SERVED if name != "16bit")
-"""The kinds of weights that are held packed in a form that is served."""
+"""The kinds of packed weights whose form is served."""
 PACKED = (*GRIDS, "gguf")
-"""All kinds of packed weights: `gguf` is that of a base that is a GGUF file, each weight as it is there."""
+"""All kinds of packed weights; with `gguf`, those of a GGUF file as the base, each in the form it has there."""
 EXACT = tuple(name for name in GRIDS if name != "fp8")
 """The kinds that training rounds to exactly. The levels of FP8 lie as close as the positions that training keeps."""
 _PUBLISHED = ("mxfp4", "nvfp4", "fp8")  # kinds in which bases are published; these are rounded from what they are
@@ -56,8 +54,8 @@ VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 @dataclass(frozen=True)
 class Runtime:
-    """A program that serves models: the forms that it `reads`, and those on which it takes a LoRA adapter, of which
-    those in `as_published` only of a base that is published so. `largest_rank`: of an adapter, None without a limit.
+    """A program that serves models: the forms that it `reads`, and those on which it takes a LoRA adapter; on a form in
+    `as_published`, only if the base is published in it. `largest_rank`: of an adapter, None without a limit.
     """
 
     help: str
@@ -83,7 +81,7 @@ RUNTIMES: dict[str, Runtime] = {
 
 @dataclass(frozen=True)
 class Way:
-    """A way to a served model; `words` say of the trained model what becomes of it."""
+    """A way to a served model; `words` say what becomes of the trained one."""
 
     help: str
     words: str

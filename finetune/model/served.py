@@ -108,7 +108,7 @@ class _ServedBase:
         return bool(adapter.adapted_experts(self.weightless, section))
 
     def check_form(self) -> None:
-        """Raise ConfigError if the model has no such form, whatever the way."""
+        """Raise ConfigError if the model cannot have the form that is served, in any way."""
         if self._in_file:
             cure = "`output.runtime: vllm`" if self.serve == "16bit" else "`16bit`, or another form for vLLM"
             if why := self._without_gguf:
@@ -161,14 +161,14 @@ class _ServedBase:
         return self.serve in serving.GGUF or serving.runtime_of(self.config.output) in ("llama.cpp", "ollama")
 
     def _undivided(self, block: int) -> str | None:
-        """In words, the first layer whose inputs blocks of so many weights do not divide."""
+        """In words, the first layer whose number of inputs is no multiple of `block`; None without one."""
         from finetune.model.structure import quantizers
 
         odd = next(quantizers.undivided(self.weightless, block), None) if block > 1 else None
         return odd and f"blocks of {block} weights, which do not divide the {odd[1]} inputs of `{odd[0]}`"
 
     def obstacle(self, way: str) -> _Obstacle | None:
-        """What is in the way, if anything."""
+        """The first obstacle to a way to serve the model; None if there is none."""
         obstacles = {"adapter": self._to_adapter, "rounded": self._to_rounding, "exact": self._to_exact}
         return next(obstacles[way](), None)
 
@@ -179,7 +179,7 @@ class _ServedBase:
         return f"{found.why}; {', or '.join(dict.fromkeys((*ways, *found.cures)))}"
 
     def loss_of(self, way: str) -> str | None:
-        """In words, what is lost of small updates of a base that is in another coarse form already."""
+        """A note on small updates that are lost when a base in one coarse form is rounded to another; None if not."""
         if way != "rounded" or self._grid not in _COARSE or self._main not in _COARSE:
             return None
         beside = "" if self.obstacle("adapter") else "beside an adapter, or "

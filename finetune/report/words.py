@@ -13,7 +13,7 @@ from finetune.objectives import OBJECTIVES
 from finetune.storage.records import SampleImage
 
 if TYPE_CHECKING:  # these import torch, which would delay the first line of a plan
-    from finetune.data.batching import Batch
+    from finetune.data.batching import LargestBatch
     from finetune.forecast.answer_memory import Serving
     from finetune.forecast.image_memory import ImageMemory
     from finetune.forecast.job_forecast import Forecast
@@ -216,7 +216,7 @@ def sharing(section: Mapping[str, Any]) -> str:
     return f"slices of weights, gradients and optimizer states {where} (fsdp, stage {section['stage']}){split}"
 
 
-def batch(shape: Batch) -> str:
+def batch(shape: LargestBatch) -> str:
     """The largest micro-batch in words, such as `4 rows x 2,048 tokens, padded, with 3 images`."""
     if shape.packed:
         return f"{count(len(shape.by_row))} rows packed into {count(shape.tokens)} tokens"

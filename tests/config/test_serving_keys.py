@@ -185,7 +185,7 @@ def test_a_contradiction_names_its_key_and_a_cure_that_works(
         "adapter.extra_modules=[norm]", "data.new_tokens=[<tool>]", "model.vocabulary=99000",
     ],
 )  # fmt: skip
-def test_what_a_way_excludes_is_told_once_with_cures_that_leave_the_kind_to_it(
+def test_what_a_way_excludes_is_reported_once_with_cures_that_leave_the_kind_to_it(
     job: Path, way: tuple[str, ...], wrong: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
@@ -198,7 +198,7 @@ def test_what_a_way_excludes_is_told_once_with_cures_that_leave_the_kind_to_it(
 
 
 @pytest.mark.parametrize("objective", ["reward", "classification"])
-def test_a_head_for_scores_is_told_once_whatever_is_served(job: Path, objective: str) -> None:
+def test_a_head_for_scores_is_reported_once_whatever_is_served(job: Path, objective: str) -> None:
     for way in ([], ["output.way=adapter"], ["output.way=rounded"], ["output.way=exact"]):
         with pytest.raises(ConfigError) as error:
             load_config(job, ["output.serve=q4_0", *way, f"training.objective={objective}"])

@@ -329,7 +329,7 @@ def test_a_file_of_something_else_is_refused_with_the_cure(wrong: str, tmp_path:
             read(file)
 
 
-def test_a_full_disk_is_said_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = written("llama", tmp_path, "q8_0")
 
     def full(*given: Any) -> None:

@@ -146,7 +146,7 @@ def _approximated(job: Conversion, model: Any, trained: list[torch.Tensor]) -> t
 
 
 def is_readable(config: Any, kind: str) -> bool:
-    """Whether transformers reads a file of this type, of which it ignores the factors of NVFP4."""
+    """Whether transformers reads a file of this type; it ignores the factors of NVFP4."""
     return gguf_families.family(config).readable and kind != "nvfp4"
 
 

@@ -23,7 +23,7 @@ from torch import nn
 from finetune.config import QuantizationSection
 from finetune.errors import ArtifactError, ConfigError
 from finetune.export.gguf import gguf_packed, gguf_recipes, gguf_vocabulary
-from finetune.export.gguf.gguf_packed import Tensor
+from finetune.export.gguf.gguf_packed import GgufTensor
 from finetune.export.gguf.gguf_types import TYPES
 from finetune.model import bounds
 from finetune.model.skeleton import weightless_base
@@ -144,11 +144,11 @@ SIXTEEN_BIT = {torch.bfloat16: "bf16", torch.float16: "f16"}
 _EXACT = (".bias", ".scale", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "ssm_conv1d.weight")
 
 
-Source = tuple[str, str, torch.Tensor, Callable[[], torch.Tensor]]
+ModelWeight = tuple[str, str, torch.Tensor, Callable[[], torch.Tensor]]
 """A weight's name, that in the language model alone, the weight on the meta device, and a function that loads it."""
 
 
-def _sources(folder: Path, config: Any) -> Iterator[Source]:
+def _sources(folder: Path, config: Any) -> Iterator[ModelWeight]:
     files = sorted(folder.glob("*.safetensors"))
     for file in files:
         weight_files.check(file)
@@ -164,7 +164,7 @@ def _sources(folder: Path, config: Any) -> Iterator[Source]:
 
 def _tensors(
     folder: Path, config: Any, family: Family, kind: str, packed: Mapping[str, nn.Parameter]
-) -> Iterator[Tensor]:
+) -> Iterator[GgufTensor]:
     text = gguf_families.text(config)
     names = gguf_names.mapped(text, family)
     beside = stored_type(folder) if packed else kind
@@ -253,7 +253,7 @@ def _written(writer: Any) -> Iterator[Any]:
         writer.close()
 
 
-def _write_tensors(writer: Any, file: Path, tensors: list[Tensor]) -> None:
+def _write_tensors(writer: Any, file: Path, tensors: list[GgufTensor]) -> None:
     """Write header, keys and then each tensor, one in memory at a time."""
     total = 0
     for name, shape, kind, _ in tensors:
