@@ -43,7 +43,7 @@ def check(job: Conversion) -> None:
             f"{job.run.path} was trained in {job.kind}, which GGUF files do not have; export `{job.kind}`, which vLLM "
             "serves"
         )
-    family = gguf_families.family(job.architecture)
+    family = gguf_model.check(job.architecture, job.tokenizer)
     if not family.readable and not llama_cpp.installed():
         raise MachineError(
             f"a GGUF file of `{family.arch}` is proven by llama.cpp alone: `pip install xllamacpp` (34 MB)"

@@ -37,6 +37,14 @@ from finetune.storage import weight_files
 _CHUNK = 2**24
 
 
+def check(config: Any, tokenizer: Any) -> Family:
+    """The family of a model. Raises ConfigError if llama.cpp cannot express that or the tokenizer."""
+    family, size = gguf_families.family(config), gguf_families.text(config).vocab_size
+    writer = gguf.GGUFWriter(None, family.arch)
+    gguf_vocabulary.add(writer, tokenizer, size, starts_with_bos=False, end_of_turn=None)
+    return family
+
+
 def write(
     folder: Path, config: Any, tokenizer: Any, file: Path, kind: str, *, starts_with_bos: bool,
     end_of_turn: int | None, packed: Mapping[str, nn.Parameter] = {},
