@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
-from finetune.config import Config, loaded, values_of
+from finetune.config import Config, loaded
 from finetune.config.field_types import shown
 from finetune.errors import ConfigError
 from finetune.settings import load_config
@@ -66,7 +66,7 @@ def train(
     if data is not None:
         sections["data"] = data if isinstance(data, Mapping) else {"train": data}
     if sections:
-        before = values_of(config) if config else {}
+        before = config.model_dump(mode="json", exclude_unset=True) if config else {}
         config = load_config({**before, **{name: _over(before.get(name), keys) for name, keys in sections.items()}})
     return recipe.train(config or Config(), fresh=fresh, terminal=terminal, callbacks=checked)
 

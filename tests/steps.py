@@ -141,7 +141,7 @@ def assert_gradients_close(
     """Equal but for the order of sums in float32: to a few millionths of the largest gradient there is."""
     assert found.keys() == expected.keys()
     largest = max(float(gradient.abs().max()) for gradient in expected.values())
-    assert largest > 0
+    assert largest > 0, "without a gradient there is nothing to compare"
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=0, atol=within * largest)
 

@@ -45,7 +45,7 @@ def export(
     trust_code: options.TrustCode = False,
     as_json: options.Json = False,
     type: Annotated[
-        str | None, typer.Option(help=f"{options.listed(TYPES)} By default that of `output.serve`, or f16.")
+        str | None, typer.Option(help=f"{options.listed(TYPES)}. By default that of `output.serve`, or f16.")
     ] = None,
     push: Annotated[str | None, typer.Option(help="Upload it to this repository of the hub, private if new.")] = None,
     rounded: Annotated[

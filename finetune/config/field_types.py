@@ -135,6 +135,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Ask whether the nearest known name was meant, with the list of all, or the first of very many."""
     known = list(known)
     near = difflib.get_close_matches(name[:_LONGEST_SHOWN], known, n=1, cutoff=0.5)
+    if near == known:
+        return f"did you mean `{near[0]}`?"
     hint = f"did you mean `{near[0]}`? " if near else ""
     more = f" and {len(known) - _MOST_LISTED:,} more" if len(known) > _MOST_LISTED else ""
     return f"{hint}choose from {', '.join(known[:_MOST_LISTED])}{more}"

@@ -213,7 +213,7 @@ def _hub() -> Finding:
 
 def _threads() -> Finding:
     threads, cores = torch.get_num_threads(), len(psutil.Process().cpu_affinity() or [])
-    state = f"{threads} torch threads on {cores} cores"
+    state = f"torch uses {threads} on {cores} cores"
     if threads > cores:
         return Finding("threads", "warning", state, f"set OMP_NUM_THREADS={cores}")
     return Finding("threads", "ok", state)

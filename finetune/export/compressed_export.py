@@ -23,6 +23,7 @@ from finetune.export import proof, row_selection
 from finetune.export.compressed_layouts import EXPERTS, LAYOUTS, WrittenForm
 from finetune.export.conversion import Conversion
 from finetune.model.skeleton import weightless_base
+from finetune.model.source import identity
 from finetune.model.structure import packed, quantizers, streamed
 from finetune.model.structure.quantization import library_config
 from finetune.storage import weight_files
@@ -44,7 +45,10 @@ def check(job: Conversion) -> None:
         raise ConfigError(f"{job.run.path} is a {job.config.scorer}, which is served in 16 bit; export `merged`")
     if job.config.model.vision != "none":
         raise ConfigError(f"{job.run.path} was trained on images, and is served in 16 bit; export `merged`")
-    if not rounded_names(_bare(job.architecture), job.kind):
+    model = _bare(job.architecture)
+    if why := quantizers.without_place(model, job.kind, identity.stored_names(job.config.model)):
+        raise ConfigError(f"this model {why}, for which files in {job.kind} have no place; export `merged` instead")
+    if not rounded_names(model, job.kind):
         raise ConfigError(
             f"no weight of this model has a form in {job.kind}, whose blocks have {LAYOUTS[job.kind].columns} columns; "
             "export `merged` instead"

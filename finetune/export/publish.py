@@ -13,7 +13,7 @@ from finetune.config import Config, OutputSection, QuantizationSection, serving
 from finetune.config.field_types import pick
 from finetune.data import prepare
 from finetune.data.examples import learnt
-from finetune.errors import ArtifactError, ConfigError
+from finetune.errors import ArtifactError, ConfigError, MachineError
 from finetune.export import finished_run, proof, server_commands, staging, upload
 from finetune.export.conversion import Conversion
 from finetune.export.export_formats import FORMATS, ExportFormat
@@ -192,6 +192,29 @@ def _conversion(run: RunDirectory, config: Config, form: ExportFormat, kind: str
     )  # fmt: skip
     _module(form).check(job)
     return job
+
+
+def check_served(run: RunDirectory, config: Config, tokenizer: Any, learns: str) -> None:
+    """Raise ConfigError, before training, if the export of what `output.serve` says would be refused.
+
+    `learns` is the kind of example that is trained. What the export needs of its machine does not matter yet.
+    """
+    form = FORMATS[serving.export_of(config.output) or "merged"]
+    if not form.module:
+        return
+    kind = form.kind or _served_type(config.output, config.quantization)
+    job = Conversion(
+        run, config, tokenizer, [], "", this_device(), kind, None, lambda dtype: None, learns=learns
+    )  # fmt: skip
+    try:
+        with contextlib.suppress(MachineError):
+            _module(form).check(job)
+    except ConfigError as error:
+        of_template = "`output.runtime: llama.cpp`, or " if form is FORMATS["ollama"] else ""
+        raise ConfigError(
+            f"`output.serve`: what is trained could not be exported: {error}; set {of_template}`output.serve: 16bit` "
+            "with `output.runtime: vllm`"
+        ) from None
 
 
 def _refuse_rounding(section: QuantizationSection, form: ExportFormat, name: str, kind: str) -> None:

@@ -180,16 +180,18 @@ class FittedView(View):
             f"{fitted.tried} settings were forecast",
         )
         printing.say(console)
+        printing.say(console, "limits with every layer checkpointed, each by itself")
         printing.facts(
             console,
             {
-                "longest rows": f"{words.count(limits.length)} tokens, one at a time",
+                "longest rows": f"{words.count(limits.length)} tokens, one row at a time",
                 "largest micro-batch": f"{words.count(limits.micro_batch)} rows",
                 "highest rank": words.count(limits.rank) if limits.rank else "no adapter",
                 "smallest card": limits.smallest_card or "none in the table holds one row",
-                "config": str(self.config_file),
             },
         )
+        printing.say(console)
+        printing.say(console, f"wrote {self.config_file}")
 
 
 def show(forecast: Forecast, console: Console) -> None:

@@ -22,7 +22,7 @@ _TREND_STEPS = 10
 # Smaller relative changes count as flat.
 _FLAT = 0.005
 
-STOPPING = "finishing and saving this step; press Ctrl-C again to stop without"
+STOPPING = "finishing and saving this step; press Ctrl-C again to stop without saving"
 
 
 class LiveView:

@@ -52,9 +52,6 @@ _FILES = {
     "checkpoints": "from which the run can be continued",
 }
 
-_EXPORTS = ("merged", "plain-adapter", "gguf", "ollama", "fp8", "nvfp4", "mxfp4", "int4")
-"""Those of them that are served."""
-
 
 def write(run: RunDirectory, *, plot: bool = False) -> Path:
     """Write the report of the run as currently on disk, finished or not; with `plot`, that is drawn first.
@@ -88,7 +85,7 @@ def write(run: RunDirectory, *, plot: bool = False) -> Path:
         answers=run.answers(),
         samples=_samples(data),
         proof=run.merge_proof(),
-        kept=[(f"{name}/", lost) for name in _EXPORTS if (lost := words.served(run.kept(name) or {}))],
+        kept=[(f"{name}/", lost) for name in _FILES if (lost := words.served(run.kept(name) or {}))],
         settings=dump(config, defaults=False) if config else settings,
         files=[
             (f"{name}/" if (run.path / name).is_dir() else name, what)

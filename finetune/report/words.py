@@ -11,6 +11,7 @@ from finetune.config import AdapterSection, Config, TrainingSection
 from finetune.data.counts import CONTROL_TOKENS, Counts
 from finetune.objectives import OBJECTIVES
 from finetune.storage.records import SampleImage
+from finetune.training.strategies import STRATEGIES
 
 if TYPE_CHECKING:  # these import torch, which would delay the first line of a plan
     from finetune.data.batching import LargestBatch
@@ -31,6 +32,17 @@ MEASURES = {
     "resident_bytes": "resident",
 }
 """The names of the monitor's measures."""
+
+_DIVIDED = {
+    "weights": "weights, gradients and optimizer states",
+    "gradients": "gradients and optimizer states",
+    "optimizer": "optimizer states",
+}
+_OFFLOADED = {
+    "none": "on each GPU",
+    "cpu": "in the host memory of each GPU",
+    "nvme": "in host memory and on a disk",
+}
 
 _RECOMPUTED = {
     "none": "nothing",
@@ -210,10 +222,10 @@ def sharing(section: Mapping[str, Any]) -> str:
     """Describe how ranks share a model, from the values of the section `distributed`."""
     context = section.get("context", 1)  # as earlier versions wrote it
     split = "" if context == 1 else f"; each row split over {context} GPUs"
-    if section["kind"] != "fsdp":
-        return f"a copy of the model on each GPU (ddp){split}"
-    where = "in the host memory of each GPU" if section["offload"] == "cpu" else "on each GPU"
-    return f"shards of weights, gradients and optimizer states {where} (fsdp, stage {section['stage']}){split}"
+    kind, stage = section["kind"], section["stage"]
+    if STRATEGIES[kind].updates == "weight":
+        return f"a copy of the model on each GPU ({kind}){split}"
+    return f"shards of {_DIVIDED[stage]} {_OFFLOADED[section['offload']]} ({kind}, stage {stage}){split}"
 
 
 def batch(shape: LargestBatch) -> str:

@@ -83,7 +83,9 @@ def sweep(
     made = grid.members(source, overrides, keys)
     folder = _run_of(made[0]).path.parent
     if RunDirectory(folder).exists:
-        raise ConfigError(f"`output.dir`: {folder} is a run; give the sweep a directory of its own")
+        raise ConfigError(
+            f"`output.dir`: {folder} is a run; give the sweep a directory of its own: output.dir={folder}_sweep"
+        )
     _check(made)
     if fresh and is_sweep(folder):
         _move_aside(folder)
@@ -118,6 +120,11 @@ def _check(members: Sequence[Member]) -> None:
     decided: list[Config] = []
     for member in members:
         config, _ = evidence.resolved_if_known(bounds.as_known_base_allows(member.config)[0])
+        if config.quantization.kind == "auto":
+            raise ConfigError(
+                "`quantization.kind: auto` may choose another base for some members; set the kind that `finetune plan` "
+                "names"
+            )
         unpaged = OPTIMIZERS[config.optimizer.kind].unpaged or config.optimizer.kind
         decided.append(config.changed({"optimizer.kind": unpaged}))
         adapter = resume.to_build(config.adapter, resumed=True)  # a resumed member has what it started from
@@ -305,7 +312,9 @@ class _Sweep:
                         self.trained_seconds.append(time.monotonic() - started)
                 except _TrainedFurther:
                     self.trained_further.add(member.name)
-                    self.terminal.note(f"{member.name}: not compared at {share:.3g} of its run, which has gone further")
+                    self.terminal.note(
+                        f"{member.name}: not compared at {words.share(share)} of its run, which has gone further"
+                    )
                     return None
                 except OutOfMemoryError as error:
                     self.why[member.setting] = "failed", first_line(error)
@@ -313,7 +322,8 @@ class _Sweep:
                     return _NOT_FINITE
         rows = np.load(file, allow_pickle=False)
         self.losses.setdefault(member.name, {})[share] = halving.loss(rows)
-        self.terminal.note(f"{member.name}: eval loss {halving.loss(rows):.4f} after {share:.3g} of its run")
+        after = "" if share == 1 else f" after {words.share(share)} of its run"
+        self.terminal.note(f"{member.name}: eval loss {halving.loss(rows):.4f}{after}")
         return rows
 
     def _held(self, member: Member) -> contextlib.AbstractContextManager[None]:

@@ -214,6 +214,13 @@ def test_a_folder_that_cannot_be_written_serves_what_is_there_and_else_says_what
     folder = gguf_base.unpacked(file)
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     assert gguf_base.unpacked(file) == folder
+    (folder / "gguf.json").write_text("{}")
+    with pytest.raises(MachineError, match=r"unpacked there is of an earlier version or another file.*name the link"):
+        gguf_base.unpacked(file)
+    monkeypatch.undo()
+    (tmp_path / "writable").mkdir()
+    (link := tmp_path / "writable" / file.name).symlink_to(file)
+    assert gguf_base.unpacked(link).parent == link.parent
 
 
 def cut(file: Path) -> None:

@@ -6,11 +6,13 @@ import io
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
+import pytest
 from forecasts import GIB, MIB, forecast
 from rich.console import Console
 
-from finetune.config import Config
+from finetune.config import Config, DistributedSection
 from finetune.data.batching import LargestBatch
 from finetune.forecast.job_forecast import WORDS, Forecast
 from finetune.forecast.levers import Lever
@@ -53,6 +55,21 @@ def test_the_batch_is_shown_with_the_source_of_its_lengths() -> None:
     assert line in shown(forecast()).splitlines()
     single = LargestBatch(rows=1, tokens=300, padded=False, trained_tokens=299, source="the data's rows")
     assert "batch      1 row x 300 tokens; lengths from the data's rows" in shown(forecast(batch=single, tokens=300))
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ({"kind": "ddp"}, "a copy of the model on each GPU (ddp)"),
+        ({"kind": "fsdp", "context": 2}, "shards of weights, gradients and optimizer states on each GPU (fsdp, stage "
+         "weights); each row split over 2 GPUs"),
+        ({"kind": "deepspeed", "stage": "optimizer", "offload": "cpu"}, "shards of optimizer states in the host memory "
+         "of each GPU (deepspeed, stage optimizer)"),
+    ],
+)  # fmt: skip
+def test_how_ranks_share_the_model_is_shown_with_the_name_of_the_way(section: dict[str, Any], expected: str) -> None:
+    planned = forecast(sharing=DistributedSection(**section).model_dump())
+    assert f"sharing    {expected}" in shown(planned).splitlines()
 
 
 def test_lesser_recomputation_in_short_micro_batches_is_shown() -> None:

@@ -40,7 +40,8 @@ def check(job: Conversion) -> None:
     """Raise ConfigError for a base that no GGUF file can hold, MachineError if nothing here can read one of it."""
     if job.config.model.weights == "random":
         raise ConfigError(f"{job.run.path} has random weights as its base, which were not kept; train on a base")
-    family = gguf_families.family(job.architecture)
+    is_file = job.config.quantization.kind == "gguf"
+    family = gguf_families.family(job.architecture) if is_file else gguf_model.check(job.architecture, job.tokenizer)
     if not family.readable and not llama_cpp.installed():
         raise MachineError(
             f"a GGUF file of `{family.arch}` is proven by llama.cpp alone: `pip install xllamacpp` (34 MB)"
