@@ -96,10 +96,7 @@ def placed(messages: list[Message], fields: Fields) -> tuple[list[Message], tupl
 
 
 def shown_with(example: Example, several: Sequence[Any]) -> Example:
-    """A person's prompt with these images, in any form that rows may have; without marks in it, before its text.
-
-    Raises RowError for images of plain text.
-    """
+    """A person's prompt with these images; without marks in it, before its text. Raises RowError for plain text."""
     return placed_in(example, {COLUMNS[0]: [*several]})
 
 

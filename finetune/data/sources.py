@@ -228,10 +228,7 @@ def _is_of_hub(source: str) -> bool:
 
 
 def _files(source: str) -> list[Path]:
-    """The local files that a source reads, sorted by name; none if it is not local.
-
-    Raises DataError for an invalid path, and for anything that would silently drop rows.
-    """
+    """The local files that a source reads, sorted by name; none if it is not local. Raises DataError."""
     _check_path(source)
     if os.path.isdir(source):
         paths = _below(Path(source))

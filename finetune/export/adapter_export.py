@@ -197,10 +197,7 @@ def _prove_in_gguf(
 
 
 def _write_base(job: Conversion, base: Any, folder: Path) -> dict[str, Any]:
-    """Write `base` to `folder` as vLLM reads the form that training holds it in; nothing if its files are so already.
-
-    Raises ArtifactError if the bytes are not those of the training, or decode to other weights.
-    """
+    """Write `base`, as training holds it, to `folder` for vLLM; nothing if its files are so already."""
     kind, model = job.config.quantization.kind, job.config.model
     own = model.weights == "pretrained" and not prequantized.form(job.architecture)
     if kind not in LAYOUTS or not own or held_base.wanted(job):

@@ -43,10 +43,7 @@ def alike(name: str, other: str, model_type: str) -> bool:
 
 
 def served(adapted: Iterable[str], files: Iterable[str], model_type: str) -> int:
-    """Count the layers `adapted` that a server finds by their names and those of the tensors in the base's files.
-
-    Raises ConfigError unless it finds all of them.
-    """
+    """Count the layers `adapted` that a server finds by name. Raises ConfigError unless it finds all of them."""
     adapted = list(adapted)
     modules = {of_module(name.removesuffix(".weight"), model_type) for name in files}
     if model_type in FUSED:

@@ -60,10 +60,7 @@ def adapted(model: nn.Module, section: AdapterSection) -> tuple[Named, list[Hash
 
 
 def keep(model: nn.Module, kept: Sequence[int]) -> None:
-    """Leave only the decoder layers with these indices in `model`, and in its config.
-
-    Raises Scattered for a model that does not keep its layers in one list.
-    """
+    """Leave only these decoder layers in `model` and its config. Raises Scattered unless one list has them."""
     whole = layers(model)
     holder, name = _holder(model, whole)
     config: Any = model.config

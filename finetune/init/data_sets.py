@@ -63,10 +63,7 @@ def _is_known(name: str, value: Any) -> bool:
 
 
 def _registered(name: str, given: Mapping[str, Any]) -> str:
-    """The file or hub name of a data set that LLaMA-Factory knows by dataset_info.json, or `name` itself.
-
-    Raises ConfigError for one of images.
-    """
+    """The file or hub name of a data set in LLaMA-Factory's dataset_info.json, or `name` itself. Raises ConfigError."""
     folder = Path(str(given.get("dataset_dir", "data")))
     try:
         entry = json.loads((folder / "dataset_info.json").read_text(encoding="utf-8"))[name]

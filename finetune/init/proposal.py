@@ -118,10 +118,7 @@ def _refuse_untrainable(section: ModelSection) -> None:
 
 
 def _recognised(wanted: Wanted, encoding: str | None) -> tuple[sources.Row | None, dict[str, str]]:
-    """The first row, None on the hub, and `data.columns` for it: as given, or what their names likely mean.
-
-    Raises DataError, with the known formats, for a row of none; ConfigError for columns that nobody confirms.
-    """
+    """The first row, None on the hub, and `data.columns` for it: as given, or what their names likely mean."""
     row, columns = sources.first_row(wanted.data, encoding), wanted.columns
     check_columns(DataSection(columns=columns))
     if row is None:

@@ -115,10 +115,7 @@ def config_of(whole: Any) -> Any:
 
 
 def model_of(architecture: Any, most_parameters: int | None = None) -> Any:
-    """A model with random weights, of which none are all zero, in float32.
-
-    Raises ValueError for one of more than `most_parameters`.
-    """
+    """A model with random weights, none all zero, in float32. Raises ValueError above `most_parameters`."""
     if most_parameters is not None:
         bare = skeleton.weightless_base(
             architecture, QuantizationSection(kind="none"), attention="eager", dtype=torch.float32

@@ -55,10 +55,7 @@ def is_local_main() -> bool:
 
 
 def choose_gpu() -> None:
-    """Give each rank on a machine its own GPU; a single process uses the first one, as in transformers.
-
-    Raises MachineError if there are fewer GPUs than ranks.
-    """
+    """Give each rank its own GPU, a single process the first. Raises MachineError for fewer GPUs than ranks."""
     if not torch.cuda.is_available():
         return
     if world_size() > 1 and "LOCAL_RANK" not in os.environ:
@@ -96,10 +93,7 @@ def refusing() -> Iterator[None]:
 
 
 def _start(error: FinetuneError | None) -> Store:
-    """Connect to the other ranks and return their store; if any rank has an `error`, all raise the first one.
-
-    Raises MachineError if a rank does not come.
-    """
+    """Connect to the other ranks and return their store; if any rank has an `error`, all raise the first one."""
     try:
         store, _, _ = next(rendezvous("env://", timeout=_START))
         attempt, failures = _exchanged(store, json.dumps([_kind(error).__name__, str(error)] if error else None))

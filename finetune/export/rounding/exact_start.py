@@ -100,10 +100,7 @@ def planned_bytes(config: Config, device_type: str) -> int | None:
 
 
 def of_run(run: RunDirectory) -> Path | None:
-    """The folder of the packed weights that a run started from; None for one that started from the base's own.
-
-    Raises ArtifactError for files that are missing or were changed.
-    """
+    """The folder of the packed weights that a run started from, or None. Raises ArtifactError if they changed."""
     expected = run.start_sha256
     if expected is None:
         return None

@@ -138,10 +138,7 @@ def _stamp(file: Path) -> dict[str, int]:
 
 
 def architecture(file: Path) -> Any:
-    """The transformers config of a GGUF file's model, as unquantized, after a look at all it holds but the weights.
-
-    Raises as `unpacked`.
-    """
+    """The transformers config of a GGUF file's model, as unquantized; reads no weights. Raises as `unpacked`."""
     with _explained(file, file):
         base = _File(file)
         list(base.weights())
