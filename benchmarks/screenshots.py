@@ -2,8 +2,8 @@
 
     python benchmarks/screenshots.py
 
-Trains adapters of two ranks for a minute each on a CPU, and writes docs/report_1280.png, docs/report_390.png, and so on
-for the data page, the plan and the comparison. Needs Chromium and the package playwright.
+Trains adapters of two ranks for a minute each on a CPU, and writes docs/report_1280.png and docs/report_390.png, and
+for the data page, the plan and the comparison the wide picture alone. Needs Chromium and the package playwright.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="screenshots-") as scratch, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"))
         for name, page in make(Path(scratch)).items():
-            for width in SCHEMES:
+            for width in SCHEMES if name == "report" else (1280,):
                 take(browser, page, width, DOCS / f"{name}_{width}.png")
         browser.close()
 

@@ -21,7 +21,6 @@ import dataclasses
 import json
 import statistics
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -303,12 +302,11 @@ Cells = list[tuple[str, str]]
 
 def measured(job: Trained, cells: Cells) -> Iterator[dict[str, Any]]:
     """After each of the `cells`, losses, and by way and kind: loss, share of the gain, divergence, share of equal most
-    likely tokens, and how many seconds it took.
+    likely tokens.
     """
     base, whole = (logits(model, job.rows) for model in (job.base, job.merged))
     losses = {"base": loss(base, job.rows), "16 bit": loss(whole, job.rows)}
     for way, kind in cells:
-        started = time.perf_counter()
         served = WAYS[way](job, kind)
         scores = logits(served.model, job.rows)
         expected = whole if served.trained is job.merged else logits(served.trained, job.rows)
@@ -317,7 +315,7 @@ def measured(job: Trained, cells: Cells) -> Iterator[dict[str, Any]]:
         same = float((torch.cat(scores).argmax(-1) == torch.cat(expected).argmax(-1)).double().mean())
         cell = {
             "loss": round(one, 5), "kept": round(kept, 5), "kl": float(f"{divergence(expected, scores):.3g}"),
-            "agreement": round(same, 4), "seconds": round(time.perf_counter() - started), **served.facts,
+            "agreement": round(same, 4), **served.facts,
         }  # fmt: skip
         yield {name: round(value, 5) for name, value in losses.items()} | {way: {kind: cell}}
 

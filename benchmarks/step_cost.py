@@ -44,7 +44,7 @@ from trl.trainer.utils import add_fused_lm_head
 import finetune
 from finetune.config import Config
 from finetune.data import batching
-from finetune.data.batching import Batch, MicroBatching
+from finetune.data.batching import LargestBatch, MicroBatching
 from finetune.forecast import gpus, planning, traced_step
 from finetune.forecast.devices import Device
 from finetune.forecast.fit import divisors
@@ -202,9 +202,9 @@ def _told(work: Work) -> dict[str, Any]:
 def rows_of(*, padded: bool) -> Iterator[None]:
     """Within the block every row counts as `data.max_length` long, in micro-batches that are padded or not."""
 
-    def longest(way: MicroBatching, step_rows: int, length: int) -> list[Batch]:
+    def longest(way: MicroBatching, step_rows: int, length: int) -> list[LargestBatch]:
         rows = min(way.rows, step_rows)
-        return [Batch(rows, length, padded and rows > 1, rows * (length - 1))]
+        return [LargestBatch(rows, length, padded and rows > 1, rows * (length - 1))]
 
     with (
         harness.nothing_kept(),

@@ -1,7 +1,7 @@
 """The README's run: trains configs/tiny_cpu.yaml from scratch, as a user would, and keeps figures, output and plot.
 
-Writes benchmarks/results/tiny_cpu.json, and beside the docs the plot (docs/tiny_cpu.png) and what was printed
-(docs/tiny_cpu.txt).
+Writes benchmarks/results/tiny_cpu.json, and to the docs the plot (tiny_cpu.png), what was printed (tiny_cpu.txt), and
+what `finetune data` prints of its rows (tiny_cpu_data.txt).
 """
 
 from __future__ import annotations
@@ -14,16 +14,14 @@ from pathlib import Path
 
 import harness
 
-DOCS = harness.ROOT / "docs"
+DOCS, CONFIG = harness.ROOT / "docs", harness.ROOT / "configs/tiny_cpu.yaml"
 
 
 def main() -> None:
     harness.parser(__doc__).parse_args()
     with tempfile.TemporaryDirectory(prefix="tiny-") as scratch:
         run = Path(scratch) / "runs" / "tiny_cpu"
-        done = harness.succeeded(
-            harness.python("-m", "finetune", "train", harness.ROOT / "configs/tiny_cpu.yaml", f"output.dir={run}")
-        )
+        done = harness.succeeded(harness.python("-m", "finetune", "train", CONFIG, f"output.dir={run}"))
         summary = json.loads(
             harness.succeeded(
                 harness.python("-c", f"import finetune, json; from finetune.report.result import Result; "
@@ -39,6 +37,7 @@ def main() -> None:
     result = {"process_seconds": round(done.wall_seconds, 1), "summary": figures, "merge": proof}
     harness.save(harness.RESULTS / "tiny_cpu.json", result)
     (DOCS / "tiny_cpu.txt").write_text(done.output.replace(f"{run.parent.parent}/", ""), encoding="utf-8")
+    (DOCS / "tiny_cpu_data.txt").write_text(harness.finetune("data", CONFIG), encoding="utf-8")
     sys.stdout.write(done.output)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
-from finetune.config import Config, loaded, values_of
+from finetune.config import Config, loaded
 from finetune.config.field_types import shown
 from finetune.errors import ConfigError
 from finetune.settings import load_config
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from finetune.report.sweep_view import SweepView
     from finetune.report.terminal import Terminal
     from finetune.storage.rundir import Run
-    from finetune.training.callbacks import Told
+    from finetune.training.callbacks import AnyCallback
 
 
 def train(
@@ -32,7 +32,7 @@ def train(
     *,
     model: str | PathLike[str] | Mapping[str, Any] | None = None,
     data: str | PathLike[str] | Iterable[Mapping[str, Any]] | Mapping[str, Any] | None = None,
-    callbacks: Iterable[Told] | None = None,
+    callbacks: Iterable[AnyCallback] | None = None,
     fresh: bool = False,
     terminal: Terminal | None = None,
     **sections: Mapping[str, Any],
@@ -66,7 +66,7 @@ def train(
     if data is not None:
         sections["data"] = data if isinstance(data, Mapping) else {"train": data}
     if sections:
-        before = values_of(config) if config else {}
+        before = config.model_dump(mode="json", exclude_unset=True) if config else {}
         config = load_config({**before, **{name: _over(before.get(name), keys) for name, keys in sections.items()}})
     return recipe.train(config or Config(), fresh=fresh, terminal=terminal, callbacks=checked)
 

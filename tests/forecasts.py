@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from finetune.data.batching import Batch
+from finetune.data.batching import LargestBatch
 from finetune.forecast.devices import Device
 from finetune.forecast.job_forecast import WORDS, Forecast
 from finetune.forecast.replay import Point
@@ -43,7 +43,7 @@ def forecast(*, budget: int = 12 * GIB, type: str = "cuda", name: str = "RTX 309
             call_seconds=1e-6,
         ),
         attention="sdpa",
-        batch=Batch(rows=4, tokens=2048, padded=True, trained_tokens=8188, source="data.max_length"),
+        batch=LargestBatch(rows=4, tokens=2048, padded=True, trained_tokens=8188, source="data.max_length"),
         peak_allocated_bytes=5632 * MIB,
         peak_reserved_bytes=5632 * MIB + slack,
         host_bytes=0,

@@ -81,9 +81,11 @@ OF_LIBRARIES = {
     "keys": "transformers: layer of a KV cache",
     "layer_idx": "transformers: attention module",
     "recurrent_states": "transformers: RecurrentGemma",
+    "rope_deltas": "transformers: model of images",
     "rotary_emb": "transformers: model",
     "source_cls": "transformers: module that its quantizer reads",
     "values": "transformers: layer of a KV cache",
+    "cast_input_dtype_enabled": "peft: layer of an adapter",
     "inference_mode": "peft.LoraConfig",
     "init_lora_weights": "peft.LoraConfig",
     "lora_alpha": "peft.LoraConfig",
@@ -195,13 +197,17 @@ class House:
 
     # -- names -----------------------------------------------------------------------------------------------------
 
-    def classes_twice(self) -> list[str]:
-        """Class names that several classes have, but for an underscore in front."""
+    def types_twice(self) -> list[str]:
+        """Names that several classes or aliases of types have, but for an underscore in front."""
         places = defaultdict(list)
         for source in self.sources:
             for node in source.nodes:
                 if isinstance(node, ast.ClassDef):
                     places[node.name.lstrip("_")].append(self._place(source, node))
+            for node in source.tree.body:
+                for name in _names_bound(node):
+                    if re.match("_?[A-Z]+[a-z]", name):
+                        places[name.lstrip("_")].append(self._place(source, node))
         return [f"{name}: {', '.join(at)}" for name, at in sorted(places.items()) if len(at) > 1]
 
     def modules_twice(self) -> list[str]:
@@ -246,13 +252,12 @@ class House:
             if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("patches")
         }
         entries = [
-            target.id
+            name
             for node in self._modules["finetune.runtime.patches"].tree.body
             if isinstance(node, ast.Assign)
             and isinstance(node.value, ast.Call)
             and ast.unparse(node.value.func) == "Patch"
-            for target in node.targets
-            if isinstance(target, ast.Name)
+            for name in _names_bound(node)
         ]
         return sorted(set(entries) - used)
 
@@ -386,7 +391,7 @@ class House:
     def violations(self) -> dict[str, list[str]]:
         """Every list of which the length is counted."""
         return {
-            "class names that exist twice": self.classes_twice(),
+            "names of types that exist twice": self.types_twice(),
             "module names that exist twice": self.modules_twice(),
             "functions that nothing calls": self.unused_functions(),
             "unlisted patches": self.unlisted_patches(),
@@ -411,6 +416,12 @@ class House:
 
     def _place(self, source: Source, node: ast.AST) -> str:
         return f"{source.path.relative_to(self.root)}:{getattr(node, 'lineno', 1)}"
+
+
+def _names_bound(node: ast.AST) -> list[str]:
+    """The variables that an assignment binds."""
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
 def _stored(node: ast.AST) -> Iterator[ast.Attribute]:
@@ -458,16 +469,15 @@ def _declared(tree: ast.Module, only: str = "") -> set[str]:
         if not isinstance(scope, ast.ClassDef) or (only and scope.name != only):
             continue
         for node in ast.walk(scope):
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                names.add(node.target.id)
+            if isinstance(node, ast.AnnAssign):
+                names |= set(_names_bound(node))
             elif isinstance(node, ast.FunctionDef):
                 names.add(node.name)
             for target in _stored(node):
                 if isinstance(target.value, ast.Name) and target.value.id == "self":
                     names.add(target.attr)
         for node in scope.body:
-            if isinstance(node, ast.Assign):
-                names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+            names |= set(_names_bound(node))
     return names
 
 

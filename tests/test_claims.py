@@ -61,7 +61,7 @@ def test_the_forecast_is_off_by_little_and_is_made_in_seconds() -> None:
         assert [budget["passed"] for budget in space["budgets"]] == [True] * 3
 
 
-def test_training_is_as_fast_as_is_said_with_equal_losses() -> None:
+def test_training_is_as_fast_as_claimed_with_equal_losses() -> None:
     assert results("tiny_cpu")["summary"]["relative_drop"] >= 0.15
     for measured in results("overhead")["allocators"].values():
         assert measured["ratios"]["loop_seconds"]["median"] <= 1.02

@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -225,9 +226,24 @@ def test_modules_and_folders_that_the_pages_name_without_a_path_exist() -> None:
     named = {name for page in PAGES for name in re.findall(r"`(\w+\.py)`", page.read_text(encoding="utf-8"))}
     assert len(named) > 10
     assert named - known == set()
-    table = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("## The map")[1].split("\n## ")[0]
-    folders = set(re.findall(r"`(\w+)/`", table))
+    rows = the_map()
+    folders = {name for row in rows for name in re.findall(r"`(\w+)/`", row)}
     assert folders == {path.parent.name for path in (ROOT / "finetune").glob("*/__init__.py")}
+
+
+def the_map() -> list[str]:
+    """The first column of the map in architecture.md."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("## The map")[1].split("\n## ")[0]
+    return re.findall(r"(?m)^\| (`.*?) \|", text)
+
+
+def test_imports_point_down_the_map() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    layers = settings["tool"]["importlinter"]["contracts"][0]["layers"]
+    level = {name: number for number, layer in enumerate(layers) for name in layer.split(" | ")}
+    levels = [level[name] for row in the_map() for name in re.findall(r"`(\w+)(?:/|\.py)`", row)]
+    assert levels == sorted(levels)
+    assert len(levels) == len(level) - 1  # `__main__` is not on the map
 
 
 EXTENDING = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")

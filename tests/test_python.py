@@ -147,6 +147,13 @@ def test_a_dict_and_arguments_give_the_config_of_a_file_and_replace_its_keys(
 # -- rows in memory ----------------------------------------------------------------------------------------------------
 
 
+def test_what_an_argument_excludes_is_no_default_of_the_config(tmp_path: Path) -> None:
+    """`nf4`, which nobody set, is not kept beside a form to serve; the next thing to be wrong is told."""
+    config = finetune.load_config({"model": {"weights": "random"}, "output": {"dir": str(tmp_path / "run")}})
+    with pytest.raises(ConfigError, match=r"`output\.serve`: random weights are not kept"):
+        finetune.train(config, output={"serve": "q8_0"}, terminal=Terminal(quiet=True))
+
+
 def test_rows_are_a_source_like_others_named_by_their_content() -> None:
     def source(rows: Any) -> Any:
         return finetune.load_config({"data": {"train": rows}}).data.train

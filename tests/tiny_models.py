@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config import Config, MemorySection
-from finetune.data.batching import Batch
+from finetune.data.batching import LargestBatch
 from finetune.forecast import devices, traced_step
 from finetune.forecast.devices import Device
 from finetune.forecast.extrapolate import Shortened, shorten
@@ -20,7 +20,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 import forecast_cpu  # noqa: E402
 import measured_step  # noqa: E402
 
-BATCH = Batch(rows=2, tokens=64, padded=True, trained_tokens=96)
+BATCH = LargestBatch(rows=2, tokens=64, padded=True, trained_tokens=96)
 _TINY: dict[str, Any] = {
     "llama": {"model_type": "llama"},
     "mixture": {
@@ -61,8 +61,8 @@ def trace(
     model: Any,
     *,
     where: Device | None = None,
-    batch: Batch = BATCH,
-    evaluation: Batch | None = None,
+    batch: LargestBatch = BATCH,
+    evaluation: LargestBatch | None = None,
     attention: str = "sdpa",
     shortening: Callable[[Sequence[Hashable], Sequence[Hashable]], Shortened] = shorten,
     world_size: int = 1,

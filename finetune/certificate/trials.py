@@ -14,7 +14,7 @@ from finetune.certificate import sizes
 from finetune.certificate.comparing import Comparing
 from finetune.certificate.small_model import TriedJob
 from finetune.config import MemorySection
-from finetune.data.batching import Batch
+from finetune.data.batching import LargestBatch
 from finetune.forecast import devices, job_forecast
 from finetune.forecast.allocator import CachingAllocator
 from finetune.forecast.replay import RunSetting
@@ -310,7 +310,7 @@ def _memory(job: TriedJob, off: Collection[str]) -> dict[str, float]:
 def forecast_of_small_model(job: TriedJob, device: devices.Device) -> job_forecast.Forecast:
     """The forecast of the steps of the small model on `device`."""
     config, architecture = job.shortened
-    batch = Batch(job.rows, job.tokens, padded=False, trained_tokens=job.rows * (job.tokens - 1))
+    batch = LargestBatch(job.rows, job.tokens, padded=False, trained_tokens=job.rows * (job.tokens - 1))
     trace = trace_step(StepSetting(config, architecture, batch, None, device, job.attention, 1))
     return job_forecast.make(trace, device, batch, job.attention, RunSetting(micro_batches=1, from_files=False))
 

@@ -103,7 +103,7 @@ def init(
     rows: Annotated[
         str | None, typer.Argument(metavar="[DATA]", help="A file, a folder or a data set of the hub.")
     ] = None,
-    gpu: options.Gpu = None,
+    gpu: options.GpuName = None,
     other: Annotated[
         Path | None, options.file("--from", "Translate this config of Axolotl, LLaMA-Factory or TRL instead.")
     ] = None,
@@ -127,7 +127,7 @@ def init(
 def plan(
     config: options.ConfigFile,
     overrides: options.Overrides = None,
-    gpu: options.Gpu = None,
+    gpu: options.GpuName = None,
     gpus: options.Gpus = 1,
     picture: Annotated[Path | None, options.file("--picture", "Draw memory over the step as a PNG.")] = None,
     page: options.Page = None,
@@ -202,7 +202,7 @@ def _plan_training(
 def fit(
     config: options.ConfigFile,
     overrides: options.Overrides = None,
-    gpu: options.Gpu = None,
+    gpu: options.GpuName = None,
     gpus: options.Gpus = 1,
     output: Annotated[Path | None, options.file("--output", "Where to write the fitted config.")] = None,
     as_json: options.Json = False,

@@ -21,7 +21,7 @@ from finetune.inference.metrics import METRICS
 
 @command
 def merge(
-    run: options.Run,
+    run: options.RunPath,
     onto: Annotated[
         str | None,
         typer.Option(help="16-bit: the base as published, the default; quantized: as it was quantized for training."),
@@ -40,7 +40,7 @@ def merge(
 
 @command
 def export(
-    run: options.Run,
+    run: options.RunPath,
     format: Annotated[str, typer.Option("--to", help=options.listed(FORMATS))] = "",
     trust_code: options.TrustCode = False,
     as_json: options.Json = False,
@@ -74,7 +74,7 @@ def export(
 
 @functools.partial(command, shared=options.made_of(Settings))
 def generate(
-    run: options.Run,
+    run: options.RunPath,
     prompts: Annotated[list[str] | None, typer.Option("--prompt", help="A prompt; may be repeated.")] = None,
     file: Annotated[
         Path | None, options.file("--file", "Prompts: text lines, or rows with `prompt` or `messages`.")
@@ -103,7 +103,7 @@ def generate(
 
 @functools.partial(command, shared=options.made_of(Settings))
 def chat(
-    run: options.Run,
+    run: options.RunPath,
     model: options.Model = "adapter",
     system: options.System = None,
     max_new_tokens: options.MaxNewTokens = 512,
@@ -119,7 +119,7 @@ def chat(
 
 @functools.partial(command, name="eval")
 def evaluate(
-    run: options.Run,
+    run: options.RunPath,
     data: Annotated[
         str | None,
         typer.Option(

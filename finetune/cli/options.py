@@ -39,14 +39,14 @@ def which(model: str) -> str:
 
 ConfigFile = Annotated[Path, typer.Argument(help="A config, such as configs/tiny_cpu.yaml.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value, such as training.max_steps=20.")]
-Run = Annotated[Path, typer.Argument(help="A run directory, such as runs/tiny_cpu.")]
+RunPath = Annotated[Path, typer.Argument(help="A run directory, such as runs/tiny_cpu.")]
 TrustCode = Annotated[
     bool,
     typer.Option("--trust-remote-code", help="Run the Python code that the run's base ships with, at its revision."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Page = Annotated[Path | None, file("--html", "Also write it as an HTML page.")]
-Gpu = Annotated[str | None, typer.Option(help="A card such as 'RTX 4090', a size such as 24GiB, auto or cpu.")]
+GpuName = Annotated[str | None, typer.Option(help="A card such as 'RTX 4090', a size such as 24GiB, auto or cpu.")]
 Gpus = Annotated[int, typer.Option(min=1, max=1024, help="How many of them; the figures are those of one.")]
 CacheName = Annotated[str, typer.Option("--cache", help=listed(CACHES))]
 Model = Annotated[

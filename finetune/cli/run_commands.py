@@ -62,7 +62,7 @@ def launch(
 
 
 @command
-def report(run: options.Run) -> None:
+def report(run: options.RunPath) -> None:
     """Redraw the plot and report.html of a run."""
     opened = finetune.RunDirectory.open(run)
     stage(f"report of {run}: importing the libraries")

@@ -119,10 +119,10 @@ def _compiles(form: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-Target = Annotated[str, _compiles("{}")]
+TargetName = Annotated[str, _compiles("{}")]
 """The name of a module, or a regular expression for full names of modules."""
 
-TargetEnd = Annotated[str, _compiles("({})")]
+TargetNameEnd = Annotated[str, _compiles("({})")]
 """The same for the end of full names, as PEFT's patterns are, which it puts in parentheses."""
 
 

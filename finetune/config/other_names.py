@@ -73,11 +73,11 @@ def without_effect(key: str, value: Any) -> bool:
     return off or _WITHOUT_EFFECT.fullmatch(_spelt(key)) is not None
 
 
-Settings = dict[str, Any]
+KeyValues = dict[str, Any]
 """Values by `section.key`."""
 
 
-def taken(key: str, value: Any) -> Settings | None:
+def taken(key: str, value: Any) -> KeyValues | None:
     """Our settings for another tool's `key: value`, empty if none are needed; None without a counterpart."""
     key = _spelt(key)
     if key in _CONVERTED:
@@ -92,23 +92,23 @@ def taken(key: str, value: Any) -> Settings | None:
     return {ours: name_here(value) if isinstance(value, str) else value}
 
 
-def _method(value: Any) -> Settings | None:
+def _method(value: Any) -> KeyValues | None:
     full = {"adapter.kind": "none", "quantization.kind": "none"}
     known = {"lora": {}, "qlora": {"quantization.kind": "nf4"}, "full": full}
     return known.get(str(value))
 
 
-def _bits(value: Any) -> Settings | None:
+def _bits(value: Any) -> KeyValues | None:
     return {"4": {"quantization.kind": "nf4"}, "8": {"quantization.kind": "int8"}}.get(str(value))
 
 
-def _rope_scaling(value: Any) -> Settings | None:
+def _rope_scaling(value: Any) -> KeyValues | None:
     """A type without a factor, as LLaMA-Factory has it, gets one from the length of the rows there."""
     kind = value.get("rope_type", value.get("type")) if isinstance(value, dict) else None
     return {"model.rope_scaling": {"rope_type": kind, "factor": value.get("factor")}} if kind else None
 
 
-def _targets(value: Any) -> Settings:
+def _targets(value: Any) -> KeyValues:
     if value in ("all", "all-linear"):
         return {"adapter.targets": "all-linear"}
     return {"adapter.targets": [name.strip() for name in value.split(",")] if isinstance(value, str) else value}
@@ -119,7 +119,7 @@ def _number(value: Any) -> float:
     return value if type(value) in (int, float) else math.nan
 
 
-def _dtype(value: Any) -> Settings | None:
+def _dtype(value: Any) -> KeyValues | None:
     """The type of the weights; for float32, `bf16` and `fp16` say the precision of the arithmetic."""
     known = {"bfloat16": "bf16", "float16": "fp16"}
     name = str(value).removeprefix("torch.")
@@ -128,29 +128,29 @@ def _dtype(value: Any) -> Settings | None:
     return {"training.precision": known[name]} if name in known else None
 
 
-def _initial(value: Any) -> Settings | None:
+def _initial(value: Any) -> KeyValues | None:
     return {} if value is True else {"adapter.init": "pissa"} if str(value).startswith("pissa") else None
 
 
-def _only_off(value: Any) -> Settings | None:
+def _only_off(value: Any) -> KeyValues | None:
     return None if value else {}
 
 
-def _noise(value: Any) -> Settings:
+def _noise(value: Any) -> KeyValues:
     return {"training.neftune_noise_alpha": value} if value else {}
 
 
-def _held_out(value: Any) -> Settings | None:
+def _held_out(value: Any) -> KeyValues | None:
     if type(value) in (int, float) and value == 0:
         return {"data.eval": "none"}
     return {"data.eval_share": value} if isinstance(value, float) and value < 1 else None
 
 
-def _template(value: Any) -> Settings | None:
+def _template(value: Any) -> KeyValues | None:
     return {} if value == "tokenizer_default" else {"data.chat_template": name_here(str(value))}
 
 
-def _deepspeed(value: Any) -> Settings | None:
+def _deepspeed(value: Any) -> KeyValues | None:
     """ZeRO's stage by the name of its file, such as deepspeed_configs/zero2.json or ds_z3_offload_config.json."""
     name = str(value).lower()
     stage_of = re.search(r"(?:zero|z|stage)[-_]?([0-3])", name.rpartition("/")[2])
@@ -163,7 +163,7 @@ def _deepspeed(value: Any) -> Settings | None:
     return {"distributed.kind": "deepspeed", "distributed.stage": stage, **offload}
 
 
-def _fsdp(value: Any) -> Settings | None:
+def _fsdp(value: Any) -> KeyValues | None:
     """From words such as `full_shard auto_wrap`, or from a mapping whose keys may begin with `fsdp_`."""
     if not value:
         return {}
@@ -177,7 +177,7 @@ def _fsdp(value: Any) -> Settings | None:
     return settings | ({"distributed.offload": "cpu"} if keys.get("offload_params") is True else {})
 
 
-def _plugins(value: Any) -> Settings | None:
+def _plugins(value: Any) -> KeyValues | None:
     """Axolotl's plugins; those of fast kernels do not change the result."""
     names = [str(name).lower() for name in (value if isinstance(value, list) else [value])]
     if not all(re.search("liger|cut_cross_entropy|kernels|swanlab", name) for name in names):
@@ -185,24 +185,24 @@ def _plugins(value: Any) -> Settings | None:
     return {"kernels.fused": "auto"} if any("liger" in name for name in names) else {}
 
 
-def _checkpointing(value: Any) -> Settings | None:
+def _checkpointing(value: Any) -> KeyValues | None:
     known = {"offload": {"memory.checkpointing": "all", "memory.offload": "checkpoints"}}
     if isinstance(value, bool) or value == "unsloth":
         return {"memory.checkpointing": "all" if value else "none"}
     return known.get(str(value))
 
 
-def _steps(key: str) -> Callable[[Any], Settings | None]:
+def _steps(key: str) -> Callable[[Any], KeyValues | None]:
     """Converts a number of steps: below 1 there is no limit, and a share of the run has no counterpart."""
     return lambda value: ({key: value} if value > 0 else {}) if type(value) is int else None
 
 
-def _when(wanted: bool, settings: Settings) -> Callable[[Any], Settings | None]:
+def _when(wanted: bool, settings: KeyValues) -> Callable[[Any], KeyValues | None]:
     """Settings for a switch in one position, none in the other."""
     return lambda value: (settings if value is wanted else {}) if isinstance(value, bool) else None
 
 
-_CONVERTED: dict[str, Callable[[Any], Settings | None]] = {
+_CONVERTED: dict[str, Callable[[Any], KeyValues | None]] = {
     "adapter": _method,
     "finetuning_type": _method,
     "use_peft": _when(False, {"adapter.kind": "none", "quantization.kind": "none"}),

@@ -18,8 +18,8 @@ from finetune.config.field_types import (
     OneOrMore,
     PathOrName,
     Size,
-    Target,
-    TargetEnd,
+    TargetName,
+    TargetNameEnd,
     Usual,
     source_name,
 )
@@ -35,11 +35,11 @@ _COMMIT = "[0-9a-f]{40}"
 
 _Rate = Annotated[float, Field(gt=0, le=_RATE)]
 Positive = Annotated[int, Field(gt=0, le=_COUNT)]
-Rows = Annotated[int, Field(gt=0, le=_ROWS)]
+RowCount = Annotated[int, Field(gt=0, le=_ROWS)]
 TokenId = Annotated[int, Field(ge=0, le=_COUNT)]
 Above0 = Annotated[float, Field(gt=0, le=_NUMBER)]
 AtLeast0 = Annotated[float, Field(ge=0, le=_NUMBER)]
-Share = Annotated[float, Field(ge=0, lt=1)]
+ShareBelow1 = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
@@ -132,7 +132,7 @@ class AdapterSection(Section):
     """`lora` trains low-rank adapters; `none` trains every weight of an unquantized base."""
     rank: Annotated[Positive, Usual(RANKS)] = 16
     """Rank r of the update BA."""
-    ranks: Annotated[dict[TargetEnd, Positive], Usual(RANKS)] = {}
+    ranks: Annotated[dict[TargetNameEnd, Positive], Usual(RANKS)] = {}
     """Other ranks for some linear layers: `{q_proj: 32, "layers[.][0-3][.].*": 8}`. A key is a layer's name, or a
     regular expression for its full name or an end of it, as in PEFT's `rank_pattern`; the first that matches counts.
     `alpha` is the same for all."""
@@ -142,9 +142,9 @@ class AdapterSection(Section):
     leaves experts out of `all-linear`."""
     alpha: Above0 = 32
     """The update is scaled by alpha / rank, or by alpha / sqrt(rank) with `rslora`."""
-    dropout: Annotated[Share, Usual("0 to 0.1")] = 0.0
+    dropout: Annotated[ShareBelow1, Usual("0 to 0.1")] = 0.0
     """Dropout probability on the adapter's input."""
-    targets: Literal["all-linear"] | Annotated[list[Target], Field(min_length=1), OneOrMore()] = "all-linear"
+    targets: Literal["all-linear"] | Annotated[list[TargetName], Field(min_length=1), OneOrMore()] = "all-linear"
     """Modules that get an adapter: `all-linear` (every linear layer that rows of text train, and experts, except the
     output head and routers) or a list of names, or of regular expressions that match full names, such as
     `.*layers[.][0-7][.]mlp.*`. Fused experts are named as `experts.gate_up_proj`."""
@@ -275,9 +275,9 @@ class DataSection(Section):
 class TrainingSection(Section):
     """The optimizer steps."""
 
-    batch_size: Rows = 16
+    batch_size: RowCount = 16
     """Global batch size: rows per optimizer step, over all ranks."""
-    micro_batch: Rows | Literal["auto"] = 4
+    micro_batch: RowCount | Literal["auto"] = 4
     """Rows per forward pass; gradient accumulation follows from it and does not change the gradient. `auto` takes the
     fastest one that fits, by the forecast."""
     micro_batch_tokens: Positive | None = None
@@ -360,9 +360,9 @@ class OptimizerSection(Section):
     """Optimizer; one that this device does not support is replaced, with a message."""
     weight_decay: AtLeast0 = 0.0
     """Decoupled weight decay."""
-    beta1: Share = 0.9
+    beta1: ShareBelow1 = 0.9
     """Decay of the first moment (momentum for SGD)."""
-    beta2: Share = 0.999
+    beta2: ShareBelow1 = 0.999
     """Decay of the second moment."""
     epsilon: Annotated[float, Field(ge=1e-30, le=_NUMBER)] = 1e-8
     """Added to the denominator."""

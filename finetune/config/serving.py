@@ -14,9 +14,7 @@ from finetune.config.sections import Config, OutputSection
 
 @dataclass(frozen=True)
 class Served:
-    """A form that is served; `block`: weights of a row whose number must divide its width, 1 where another form is
-    taken for other rows.
-    """
+    """A form that is served; the width of a row must be a multiple of `block` (1: other rows get another form)."""
 
     help: str
     gguf: bool = False
@@ -41,25 +39,30 @@ SERVED: dict[str, Served] = {
 GGUF = tuple(name for name, served in SERVED.items() if served.gguf)
 """The kinds whose embedding and head are quantized too, and whose files are GGUF."""
 GRIDS = tuple(name for name in SERVED if name != "16bit")
-"""The kinds of weights that are held packed in a form that is served."""
+"""The kinds of packed weights whose form is served."""
 PACKED = (*GRIDS, "gguf")
-"""All kinds of packed weights: `gguf` is that of a base that is a GGUF file, each weight as it is there."""
+"""All kinds of packed weights; with `gguf`, those of a GGUF file as the base, each in the form it has there."""
 EXACT = tuple(name for name in GRIDS if name != "fp8")
 """The kinds that training rounds to exactly. The levels of FP8 lie as close as the positions that training keeps."""
 _PUBLISHED = ("mxfp4", "nvfp4", "fp8")  # kinds in which bases are published; these are rounded from what they are
 _SAFETENSORS = tuple(name for name in SERVED if name not in GGUF)
 
 
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The values that vLLM accepts for `--max-lora-rank` (vllm/config/lora.py, 2026-11)."""
+
+
 @dataclass(frozen=True)
 class Runtime:
-    """A program that serves models: the forms that it `reads`, and those on which it takes a LoRA adapter, of which
-    those in `as_published` only of a base that is published so.
+    """A program that serves models: the forms that it `reads`, and those on which it takes a LoRA adapter; on a form in
+    `as_published`, only if the base is published in it. `largest_rank`: of an adapter, None without a limit.
     """
 
     help: str
     reads: tuple[str, ...]
     adapters: tuple[str, ...]
     as_published: tuple[str, ...] = ()
+    largest_rank: int | None = None
 
 
 RUNTIMES: dict[str, Runtime] = {
@@ -68,7 +71,9 @@ RUNTIMES: dict[str, Runtime] = {
         (*GGUF, "mxfp4", "16bit"),  # beside the factors of NVFP4 it aborts (llama-graph.cpp of 2026-10)
     ),
     "ollama": Runtime("Ollama, which since 0.34.1 takes no adapters", (*GGUF, "mxfp4", "16bit"), ()),
-    "vllm": Runtime("vLLM", (*_SAFETENSORS, *GGUF), _SAFETENSORS, as_published=("nvfp4",)),
+    "vllm": Runtime(
+        "vLLM", (*_SAFETENSORS, *GGUF), _SAFETENSORS, as_published=("nvfp4",), largest_rank=VLLM_RANKS[-1]
+    ),
     "sglang": Runtime("SGLang", (*_SAFETENSORS, *GGUF), ("16bit",)),
 }  # fmt: skip
 """As of 2026: llama.cpp#8056; ollama#14969; the tables of vllm#29424; sglang#9449."""
@@ -76,7 +81,7 @@ RUNTIMES: dict[str, Runtime] = {
 
 @dataclass(frozen=True)
 class Way:
-    """A way to a served model; `words` say of the trained model what becomes of it."""
+    """A way to a served model; `words` say what becomes of the trained one."""
 
     help: str
     words: str
@@ -120,6 +125,10 @@ def resolved(config: Config, obstacle: str | None = None) -> tuple[Config, str |
         changes["quantization.snap"] = True
     held = "" if way == "rounded" else f"; quantization.kind: {kind}"
     return config.changed(changes), f"output.serve: {serve} for {runtime} as {WAYS[way].words} ({why}){held}"
+
+
+OR_ADAPTER = ", or `output.way: adapter`"
+"""Advice that does not hold for a base which cannot be served so."""
 
 
 def kind_of(serve: str) -> str:
@@ -184,7 +193,7 @@ def contradictions(config: Config) -> Iterator[tuple[str, str]]:
             yield (
                 "quantization.kind",
                 f"an update of weights in {kind} is mostly lost when they are rounded again to {serve}; set `none` or "
-                "`nf4`, or `output.way: adapter`",
+                f"`nf4`{OR_ADAPTER if serve in runtime.adapters else ''}",
             )
     elif kind != kind_of(serve):
         yield (

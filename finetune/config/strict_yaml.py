@@ -1,4 +1,4 @@
-"""Strict YAML with positions: values mean what they look like, and every value knows its line.
+"""Strict YAML with line numbers: values mean what they look like, and every value knows its line.
 
 The YAML 1.2 core schema, not 1.1: `no` is the string "no", `2e-4` is a number, `0o17` is octal and `017` is
 seventeen (https://yaml.org/spec/1.2.2/#103-core-schema). Duplicate keys and tags such as `!!python/object` are

@@ -235,7 +235,7 @@ def _best_fit(order: Sequence[int], lengths: Sequence[int], tokens: int) -> list
 
 
 @dataclass(frozen=True)
-class Batch:
+class LargestBatch:
     """The largest micro-batch of a pass: `rows` of `segments` sequences of `tokens` each, padding included.
 
     `padded`: whether some sequence is shorter than the longest. `trained_tokens`: labelled positions in all rows.
@@ -291,7 +291,7 @@ class Batch:
         return {name: value for name, value in asdict(self).items() if not left_out.get(name)}
 
 
-def worst_batches(sizes: Sizes, way: MicroBatching, step_rows: int, source: str) -> list[Batch]:
+def worst_batches(sizes: Sizes, way: MicroBatching, step_rows: int, source: str) -> list[LargestBatch]:
     """The largest micro-batches that some order of these rows produces; one of them takes the most memory.
 
     `step_rows` is the number of rows per step and process. Every order can occur in some epoch. When batching by
@@ -312,18 +312,18 @@ def worst_batches(sizes: Sizes, way: MicroBatching, step_rows: int, source: str)
     return batches if replace(largest, order="length") in batches else [*batches, largest]
 
 
-def _with_images(sizes: Sizes, batch: Batch) -> Batch:
+def _with_images(sizes: Sizes, batch: LargestBatch) -> LargestBatch:
     return replace(batch, images=tuple(tuple(sizes.images[row]) for row in chosen_rows(sizes, batch)))
 
 
-def with_most_images(sizes: Sizes, batch: Batch) -> Batch:
+def with_most_images(sizes: Sizes, batch: LargestBatch) -> LargestBatch:
     """A batch of longer rows than these, with the images of those of the largest area, whose tokens are not trained."""
     shown = _with_images(sizes, replace(batch, order="area"))
     others = ((),) * (batch.rows - len(shown.images))
     return replace(batch, images=(*shown.images, *others), trained_tokens=batch.trained_tokens - shown.area)
 
 
-def _largest_by_area(sizes: Sizes, way: MicroBatching, step_rows: int, source: str) -> Batch:
+def _largest_by_area(sizes: Sizes, way: MicroBatching, step_rows: int, source: str) -> LargestBatch:
     """The micro-batch with the largest area of images that some order of these rows produces."""
     areas, most = sizes.areas, (0, 0, 0)
     best: list[int] = []  # the largest areas, for as many rows as a micro-batch can hold
@@ -339,7 +339,7 @@ def _largest_by_area(sizes: Sizes, way: MicroBatching, step_rows: int, source: s
     return _with_images(sizes, batch)
 
 
-def _largest_by_tokens(sizes: Sizes, way: MicroBatching, step_rows: int, source: str) -> list[Batch]:
+def _largest_by_tokens(sizes: Sizes, way: MicroBatching, step_rows: int, source: str) -> list[LargestBatch]:
     order = sorted(range(len(sizes.lengths)), key=lambda row: (sizes.lengths[row], sizes.trained[row]))
     rows = [(sizes.lengths[row], sizes.trained[row]) for row in order]
     shapes: dict[int, tuple[int, int, int]] = {}
@@ -354,7 +354,7 @@ def _largest_by_tokens(sizes: Sizes, way: MicroBatching, step_rows: int, source:
         shapes[length] = (len(best) * length, length, number)
     largest, longest = max(shapes.values()), shapes[rows[-1][0]]
 
-    def batch(shape: tuple[int, int, int]) -> Batch:
+    def batch(shape: tuple[int, int, int]) -> LargestBatch:
         positions, length, number = shape
         return _worst_batch(sizes.some(order[:number]), positions // length, way.layout.together, source)
 
@@ -363,7 +363,7 @@ def _largest_by_tokens(sizes: Sizes, way: MicroBatching, step_rows: int, source:
     return [worst] if largest == longest else [worst, batch(longest)]
 
 
-def _largest_of_packed(sizes: Sizes, way: MicroBatching, step_rows: int, source: str) -> list[Batch]:
+def _largest_of_packed(sizes: Sizes, way: MicroBatching, step_rows: int, source: str) -> list[LargestBatch]:
     longest = _largest_packed(sizes, way, step_rows, source)
     if not sizes.shared:
         return [longest]
@@ -375,7 +375,7 @@ def _largest_of_packed(sizes: Sizes, way: MicroBatching, step_rows: int, source:
 
 def _largest_packed(
     sizes: Sizes, way: MicroBatching, step_rows: int, source: str, order: Order = "length"
-) -> Batch:  # fmt: skip
+) -> LargestBatch:  # fmt: skip
     """The most tokens that the rows of a step can fill within the limit, made up of the first rows in this order, as
     far as they go.
     """
@@ -402,7 +402,7 @@ def _largest_packed(
         taken = min(length, left)
         most += min(count, taken)
         left -= taken
-    return Batch(
+    return LargestBatch(
         1, tokens, False, min(most, tokens - 1), source, tuple(sequences), way.layout.together, tuple(shared), order,
     )  # fmt: skip
 
@@ -431,7 +431,7 @@ def first_rows(sizes: Sizes, order: Order) -> list[int]:
     )
 
 
-def chosen_rows(sizes: Sizes, batch: Batch) -> list[int]:
+def chosen_rows(sizes: Sizes, batch: LargestBatch) -> list[int]:
     """Indices of the rows that form a micro-batch of this shape, in its order."""
     every = batch.order not in ("length", "area")
     within = [row for row, length in enumerate(sizes.lengths) if every or length <= batch.tokens]
@@ -453,14 +453,14 @@ def _largest_sum(lengths: Sequence[int], limit: int) -> int:
     return sums.bit_length() - 1
 
 
-def _worst_batch(sizes: Sizes, micro_batch: int, segments: int, source: str) -> Batch:
+def _worst_batch(sizes: Sizes, micro_batch: int, segments: int, source: str) -> LargestBatch:
     """The largest micro-batch of `micro_batch` rows that some order of these rows produces.
 
     Every order can occur in some epoch, so it is padded to the longest row, and its trained tokens are at most those of
     the rows with the most. Rows of equal length need no attention mask; different lengths may end up together.
     """
     rows = min(micro_batch, len(sizes.lengths))
-    return Batch(
+    return LargestBatch(
         rows=rows,
         tokens=max(sizes.lengths),
         padded=rows * segments > 1 and sizes.uneven,
@@ -470,21 +470,21 @@ def _worst_batch(sizes: Sizes, micro_batch: int, segments: int, source: str) -> 
     )
 
 
-def whole_batch(sizes: Sizes, way: MicroBatching, source: str) -> Batch:
+def whole_batch(sizes: Sizes, way: MicroBatching, source: str) -> LargestBatch:
     """The micro-batch of all these rows."""
     segments = way.layout.together
     if not way.packed:
         return _worst_batch(sizes, len(sizes.lengths), segments, source)
     sequences = tuple(itertools.chain.from_iterable(sizes.segments)) or tuple(sizes.lengths)
-    return Batch(1, sum(sequences), False, sum(sizes.trained), source, sequences, segments, tuple(sizes.shared))
+    return LargestBatch(1, sum(sequences), False, sum(sizes.trained), source, sequences, segments, tuple(sizes.shared))
 
 
-def longest_batch(rows: int, length: int, segments: int = 1) -> Batch:
+def longest_batch(rows: int, length: int, segments: int = 1) -> LargestBatch:
     """Rows with segments of `length` tokens and every label trained: the upper bound when nothing else is known."""
-    return Batch(rows, length, rows * segments > 1, rows * segments * (length - 1), segments=segments)
+    return LargestBatch(rows, length, rows * segments > 1, rows * segments * (length - 1), segments=segments)
 
 
-def longest_batches(way: MicroBatching, step_rows: int, max_length: int) -> list[Batch]:
+def longest_batches(way: MicroBatching, step_rows: int, max_length: int) -> list[LargestBatch]:
     """The largest micro-batches when only the maximum length of the rows is known.
 
     Where packed rows share tokens there are two: rows that share none, and those that share all but one of a segment,
@@ -497,12 +497,12 @@ def longest_batches(way: MicroBatching, step_rows: int, max_length: int) -> list
         whole, rest = divmod(tokens, row)
         lengths = (max_length,) * (segments * whole)
         lengths += _cut_to((max_length,) * segments, rest) if rest >= segments else ()
-        longest = Batch(1, sum(lengths), False, sum(lengths) - len(lengths), packed=lengths, segments=segments)
+        longest = LargestBatch(1, sum(lengths), False, sum(lengths) - len(lengths), packed=lengths, segments=segments)
         if not way.shares:
             return [longest]
         computed = (max_length, *(1,) * (segments - 1))
         rows = min(step_rows, max(1, tokens // sum(computed)))
-        alike = Batch(
+        alike = LargestBatch(
             1, rows * sum(computed), False, rows * segments, packed=computed * rows, segments=segments,
             shared=(max_length - 1,) * rows, order="keys",
         )  # fmt: skip
@@ -514,7 +514,7 @@ def longest_batches(way: MicroBatching, step_rows: int, max_length: int) -> list
     return [longest_batch(sizes[length], length, segments) for length in dict.fromkeys((most, max_length))]
 
 
-def per_step(step_rows: int, way: MicroBatching, batch: Batch) -> int:
+def per_step(step_rows: int, way: MicroBatching, batch: LargestBatch) -> int:
     """Micro-batches per step of `step_rows` rows, if all were like `batch`."""
     rows = len(batch.by_row) if way.tokens else way.rows
     return max(1, step_rows // rows)

@@ -26,7 +26,7 @@ from finetune.data.examples import (
     parts,
     text_of,
 )
-from finetune.data.tokenizing import Asking, Result, TextPart, Tokenized, answered
+from finetune.data.tokenizing import Asking, RowResult, TextPart, Tokenized, answered
 
 LossOn = Literal["assistant", "last", "all"]
 ControlTokens = Literal["text", "parse"]
@@ -51,7 +51,7 @@ def prompt_ids(example: Example, tokenizer: Any, control_tokens: ControlTokens =
     return _alone(_prompt(example, tokenizer, control_tokens), tokenizer)
 
 
-def _alone(work: Asking[Result], tokenizer: Any) -> Result:
+def _alone(work: Asking[RowResult], tokenizer: Any) -> RowResult:
     [result] = answered([work], tokenizer)
     if isinstance(result, RowError):
         raise result

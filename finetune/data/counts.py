@@ -1,4 +1,4 @@
-"""Statistics of a split: number and lengths of its rows, and the position of each row that was dropped or changed."""
+"""Statistics of a split: number and lengths of its rows, and the location of each row that was dropped or changed."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Counts:
 
     @property
     def dropped_locations(self) -> list[str]:
-        """Positions of the dropped rows."""
+        """Locations of the dropped rows."""
         return [row.place for row in self.affected if row.what == "dropped"]
 
     @property

@@ -18,7 +18,7 @@ class RowError(ValueError):
 
 
 class NoSuchField(RowError):
-    """A row has no field of a name; what it has may be wrong as names."""
+    """A row lacks a field; the names of its fields may be wrong."""
 
 
 class Unusable(Exception):

@@ -86,8 +86,9 @@ def check(tokenizer: Any, folder: Path) -> None:
     if then != now:
         raise ArtifactError(
             f"{folder} was trained with another tokenizer or chat template: fingerprint {_digits(then)} then, "
-            f"{_digits(now)} now. The original files are in that folder: copy them back to where `model.tokenizer` or "
-            "`model.name` points, or set `model.revision` to the original commit; else train again"
+            f"{_digits(now)} now. The original files are in that folder: set `model.tokenizer` to it (for a finished "
+            "run in its config.yaml), copy them back to where `model.tokenizer` or `model.name` points, or set "
+            "`model.revision` to the original commit; else train again"
         )
 
 

@@ -7,7 +7,7 @@ its pixels. Nothing is fetched from a network.
 {"type": "image"}                 the next of the row's column `images` (TRL)
 <image>                           in the text of a message, likewise (LLaMA-Factory, ms-swift)
 
-With a column, and no place for it, the images come before the first question (TRL).
+With a column, and neither in the messages, the images come before the first question (TRL).
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def placed(messages: list[Message], fields: Fields) -> tuple[list[Message], tupl
 
 
 def shown_with(example: Example, several: Sequence[Any]) -> Example:
-    """A person's prompt with these images, as rows may have them; where the prompt has no marks, before its text.
+    """A person's prompt with these images, in any form that rows may have; without marks in it, before its text.
 
     Raises RowError for images of plain text.
     """

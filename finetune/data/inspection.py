@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 
 from finetune.config import Config, DataSection, TrainingSection, loaded
 from finetune.data import chat, fingerprint, formats, images, sources
-from finetune.data.batching import Batch, MicroBatching, RowOrder, Sizes, epoch, longest_first, worst_batches
+from finetune.data.batching import LargestBatch, MicroBatching, RowOrder, Sizes, epoch, longest_first, worst_batches
 from finetune.data.encoded import DESIRABLE, IGNORE, IMAGES, MISMATCHED, RowLayout, Segment, segments_of
 from finetune.data.examples import RowError
 from finetune.data.prepare import Counts, Prepared, prepare, with_classes
@@ -96,11 +96,11 @@ class AsChat:
 class Inspection:
     """Statistics of a job's data before training.
 
-    `fingerprint` is that of tokenizer and chat template; `longest_place` is the position of the longest training row.
+    `fingerprint` is that of tokenizer and chat template; `longest_place` is the location of the longest training row.
     If `micro_batch` is `auto`, batchings and worst batch assume the whole batch at once. Batchings by tokens use
     `micro_batch_tokens`, or else the size of the largest micro-batch by rows. A `warning` says why nothing is held out;
-    `judges` is whether enough is to choose an adapter by. `as_chat` is set if all rows are plain-text prompts and
-    completions, although there is a chat template.
+    `judges`: whether the evaluation set is large enough to choose an adapter by. `as_chat` is set if all rows are
+    plain-text prompts and completions, although there is a chat template.
     """
 
     fingerprint: str
@@ -113,7 +113,7 @@ class Inspection:
     micro_batch: int | Literal["auto"]
     micro_batch_tokens: int | None
     batchings: tuple[Batching, ...]
-    worst_batch: Batch
+    worst_batch: LargestBatch
     samples: tuple[Sample, ...]
     warning: str | None = None
     judges: bool = True

@@ -23,7 +23,7 @@ from finetune.data.examples import Completion, Example, Message, RowError, Sever
 from finetune.data.fields import Fields
 from finetune.data.messages import any_message, conversation, instruction_messages, read_messages, sharegpt_messages
 
-Answer = str | list[Message]
+AnswerContent = str | list[Message]
 
 _TURN = "\n\nAssistant:"
 _SCORES = (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"))
@@ -84,13 +84,13 @@ def _score(fields: Fields, name: str) -> float | None:
         raise RowError(f"`{name}` must be a number, not {kind}; remove the column if it holds none") from None
 
 
-def _answers(fields: Fields) -> tuple[Answer, Answer]:
+def _answers(fields: Fields) -> tuple[AnswerContent, AnswerContent]:
     if fields.get("chosen") is None and fields.get("answers") is not None:
         return _best_and_worst(fields)
     return read_answer(fields, "chosen"), read_answer(fields, "rejected")
 
 
-def read_answer(fields: Fields, name: str) -> Answer:
+def read_answer(fields: Fields, name: str) -> AnswerContent:
     response = f"{name}_response"
     field = response if fields.get(name) is None and fields.get(response) is not None else name
     value = fields.get(field)
@@ -131,7 +131,7 @@ def _texts(fields: Fields, *answers: str) -> list[Example]:
 
 
 def _conversations(fields: Fields, answers: Mapping[str, list[Message]]) -> Several:
-    """Two conversations that may both repeat the prompt; only where they differ are they trained."""
+    """Two conversations, which may both repeat the prompt; they are trained from where they differ."""
     chosen, rejected = answers.values()
     for name, messages in answers.items():
         if (last := messages[-1]["role"]) != "assistant":

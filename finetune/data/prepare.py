@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from finetune.model.source.vision import Vision
 
 ROWS_TO_JUDGE = 10
-"""Different held-out rows from which on their loss chooses an adapter: that of fewer depends more on which rows these
-are than on the adapter."""
+"""Fewest different held-out rows whose loss chooses an adapter; that of fewer depends more on the rows than on it."""
 
 _SEQUENCES = ("input_ids", "labels", "segments", "shared", IMAGES, SEEN, *TEACHER)
 
@@ -279,8 +278,8 @@ class Question(NamedTuple):
 def questions(section: DataSection, tokenizer: Any, vision: Vision | None = None) -> Iterator[Question]:
     """The held-out rows (training rows if none are held out) that end with an answer in words.
 
-    Of a pair that is the chosen one. Plain texts, conversations with tools, and answers that are not trained or are
-    labelled undesirable are left out, and without `vision` conversations with images.
+    The answer of a pair is the chosen one. Plain texts, conversations with tools, and answers that are not trained or
+    are labelled undesirable are left out, and without `vision` conversations with images.
     """
     for row, content in _held_out_examples(section, tokenizer, vision):
         if _shows_images(content):

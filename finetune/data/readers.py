@@ -23,7 +23,7 @@ from finetune.data.strict_json import Decoder, JsonError, repeated
 from finetune.errors import DataError, first_line
 
 Records = Iterator[tuple[str, dict[str, Any]]]
-"""Records with their position (`train.jsonl:12`, or `train.parquet[12]` in files without lines)."""
+"""Records with their location (`train.jsonl:12`, or `train.parquet[12]` in files without lines)."""
 
 
 class Reader(Protocol):

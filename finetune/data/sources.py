@@ -1,4 +1,4 @@
-"""Sources of rows. Each row carries its position, so that messages can name file and line."""
+"""Sources of rows. Each row carries its location, so that messages can name file and line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from finetune.runtime import hub
 
 
 class Row(NamedTuple):
-    """One record: its position (`train.jsonl:12`), its fields, the name of its source in the config, and the folder of
+    """One record: its location (`train.jsonl:12`), its fields, the name of its source in the config, and the folder of
     its file, if it has one.
     """
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.config import DataSection
 from finetune.config.field_types import GIVEN
@@ -61,6 +61,7 @@ from finetune.data.examples import (
     system,
 )
 from finetune.data.problems import Problems
+from finetune.data.python_docs import Split
 from finetune.data.readers import NO_HEADER, has_header
 from finetune.data.rows import mapped, writer
 from finetune.data.sources import Row
@@ -69,8 +70,6 @@ from finetune.errors import DataError
 
 if TYPE_CHECKING:
     from finetune.model.source.vision import Vision
-
-Split = Literal["train", "eval"]
 
 # Increment with any change to the code that changes the prepared rows or the fields of their counts, to invalidate
 # existing cache entries: versions of this package may share a cache, and an earlier one does not know new fields.
@@ -86,7 +85,7 @@ _BATCH_SIZE = 2**19
 
 @contextlib.contextmanager
 def located(row: Row) -> Iterator[None]:
-    """Convert a RowError in the block into a DataError that names the row's position."""
+    """Convert a RowError in the block into a DataError that names the row's location."""
     try:
         yield
     except RowError as error:
@@ -108,7 +107,7 @@ class Preparation:
         def fill(folder: Path) -> None:
             counts = Counts()
             with writer(folder / _ROWS, images=self.vision is not None) as write:
-                _Rows(self.section, self.tokenizer, problems, counts, write, self.vision).take(rows)
+                _SplitWriter(self.section, self.tokenizer, problems, counts, write, self.vision).take(rows)
             if ANSWER in counts.segments:
                 os.replace(folder / _ROWS, folder / _ANSWERS)
                 mismatched.add(folder / _ANSWERS, folder / _ROWS, counts, self.section.max_length, f"`data.{split}`")
@@ -125,7 +124,7 @@ class Preparation:
         """Whether a token of this row would be trained, if it has no error, which `split` raises."""
         counts = Counts()
         try:
-            _Rows(self.section, self.tokenizer, Problems(), counts, lambda kept: None, self.vision).take([row])
+            _SplitWriter(self.section, self.tokenizer, Problems(), counts, lambda kept: None, self.vision).take([row])
         except DataError:
             return True
         return counts.rows > 0
@@ -180,7 +179,7 @@ def _answers_are_equal(row: Encoded) -> bool:
 
 
 @dataclass
-class _Rows:
+class _SplitWriter:
     section: DataSection
     tokenizer: Any
     problems: Problems

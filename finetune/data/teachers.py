@@ -24,7 +24,7 @@ OPTIONAL = ("labels", "attention_mask", "teacher_ids", "teacher_logprobs", "prom
 # Rounding of a teacher in 16 bit; more is no distribution.
 _MOST_TOGETHER = 1.02
 
-Entry = dict[int, float]
+TokenLogProbs = dict[int, float]
 """The log-probabilities of a teacher's likeliest tokens at one position, by id."""
 
 
@@ -48,7 +48,7 @@ def read(fields: Fields, tokens: Tokens, start: int) -> Tokens:
     return replace(tokens, teacher=Teacher(ids, log_probs))
 
 
-def _of_lists(fields: Fields, count: int) -> list[Entry]:
+def _of_lists(fields: Fields, count: int) -> list[TokenLogProbs]:
     ids, log_probs = (_list(fields, name, count) for name in ("teacher_ids", "teacher_logprobs"))
     entries = []
     for at, (own, values) in enumerate(zip(ids, log_probs, strict=True)):
@@ -59,7 +59,7 @@ def _of_lists(fields: Fields, count: int) -> list[Entry]:
     return entries
 
 
-def _of_vllm(fields: Fields, count: int) -> list[Entry]:
+def _of_vllm(fields: Fields, count: int) -> list[TokenLogProbs]:
     entries = []
     for at, entry in enumerate(_list(fields, "prompt_logprobs", count)):
         pairs = dict(entry or {}).items() if isinstance(entry or {}, Mapping) else None
@@ -84,9 +84,9 @@ def _list(fields: Fields, name: str, count: int) -> list[Any]:
     return values
 
 
-def _checked(pairs: list[tuple[Any, Any]], where: str) -> Entry:
+def _checked(pairs: list[tuple[Any, Any]], where: str) -> TokenLogProbs:
     """Ids with their log-probabilities. Raises RowError unless they are a distribution over distinct tokens."""
-    entry: Entry = {}
+    entry: TokenLogProbs = {}
     for token, log_prob in pairs:
         if type(token) is not int or token < 0:
             raise RowError(f"{where}: a teacher's token must be an id, not {token!r}")

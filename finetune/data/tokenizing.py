@@ -50,23 +50,23 @@ class Tokenized(NamedTuple):
     runs: list[Span] | None
 
 
-Result = TypeVar("Result")
-Asking = Generator[TextPart, Tokenized, Result]
+RowResult = TypeVar("RowResult")
+Asking = Generator[TextPart, Tokenized, RowResult]
 """A generator that yields each piece to be tokenized and receives its tokens. Raises RowError for a bad row."""
 
-Answers = dict[int, Tokenized | RowError | None]
+TokenizedByRow = dict[int, Tokenized | RowError | None]
 """The result that each row is waiting for, by row index; None before its first piece."""
 
 
-def answered(rows: Sequence[Asking[Result]], tokenizer: Any) -> list[Result | RowError]:
+def answered(rows: Sequence[Asking[RowResult]], tokenizer: Any) -> list[RowResult | RowError]:
     """Run all generators and return their results or errors. Pieces are tokenized in batches of half the rows.
 
     The halves alternate: while the tokenizer, which releases the GIL, works on one half in another thread, templates
     are rendered for the other half in this one, since only the main thread can bound the time a template takes.
     """
-    results: dict[int, Result | RowError] = {}
+    results: dict[int, RowResult | RowError] = {}
 
-    def ask(answers: Answers) -> dict[int, TextPart]:
+    def ask(answers: TokenizedByRow) -> dict[int, TextPart]:
         asked = {}
         for row, answer in answers.items():
             try:
@@ -80,7 +80,7 @@ def answered(rows: Sequence[Asking[Result]], tokenizer: Any) -> list[Result | Ro
     middle = (len(rows) + 1) // 2
     with ThreadPoolExecutor(max_workers=1) as tokenizing:
         waiting: deque[tuple[dict[int, TextPart], Future[list[Tokenized | RowError]]]] = deque()
-        turns: deque[Answers] = deque(dict.fromkeys(half) for half in (range(middle), range(middle, len(rows))))
+        turns: deque[TokenizedByRow] = deque(dict.fromkeys(half) for half in (range(middle), range(middle, len(rows))))
         while turns or waiting:
             if not turns:
                 earlier, pending = waiting.popleft()
@@ -90,7 +90,7 @@ def answered(rows: Sequence[Asking[Result]], tokenizer: Any) -> list[Result | Ro
     return [results[row] for row in range(len(rows))]
 
 
-def _step(row: Asking[Result], answer: Tokenized | RowError | None) -> TextPart:
+def _step(row: Asking[RowResult], answer: Tokenized | RowError | None) -> TextPart:
     if answer is None:
         return next(row)
     return row.throw(answer) if isinstance(answer, RowError) else row.send(answer)

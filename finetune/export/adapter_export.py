@@ -24,22 +24,21 @@ from peft import LoraConfig
 from peft.tuners.lora import LoraLayer, ParamWrapper
 from safetensors.torch import load_file, save_file
 
-from finetune.config import AdapterSection, ModelSection
-from finetune.config.field_types import is_pattern
+from finetune.config import AdapterSection, ModelSection, serving
 from finetune.data import fingerprint
 from finetune.errors import ArtifactError, ConfigError
-from finetune.export import compressed_export, proof, server_commands, server_names
+from finetune.export import compressed_export, proof, server_names
 from finetune.export.card import public
 from finetune.export.compressed_layouts import LAYOUTS
 from finetune.export.conversion import Conversion
 from finetune.export.gguf import gguf_model, held_base, llama_cpp
-from finetune.export.server_experts import PROJECTIONS, Experts, refusal
+from finetune.export.server_experts import Experts
 from finetune.model import build
-from finetune.model.adapters import adapter, adapter_files, plain_peft
+from finetune.model.adapters import adapter, adapter_files, plain_form, plain_peft
 from finetune.model.base import base_dtype
 from finetune.model.source import identity, prequantized
 from finetune.model.source.locate import weights_directory
-from finetune.model.structure import experts, packed, streamed
+from finetune.model.structure import packed, streamed
 from finetune.storage import weight_files
 
 Pairs = dict[str, tuple[torch.Tensor, torch.Tensor]]
@@ -74,34 +73,16 @@ def check(job: Conversion) -> None:
 
 def _why_not_plain(job: Conversion) -> str | None:
     """The reason why vLLM, SGLang and llama.cpp cannot load the run's adapter; None if they can."""
-    section = job.config.adapter
-    published = adapter_files.published(section)
-    rank = max([published.rank, *published.ranks.values()])
+    section, in_gguf = job.config.adapter, held_base.wanted(job)
     base = build.weightless(job.config.model, job.architecture)
-    on_experts = adapter.adapted_experts(base, section)
-    if on_experts:
-        rank = max(rank, section.rank_of_experts(experts.active(base)))
-    targets = [] if section.targets == "all-linear" else section.targets
-    parameters = [name for name in targets if "." in name and not is_pattern(name) and name not in on_experts]
-    if section.dora:
-        return "`adapter.dora` rescales whole weights, which no plain LoRA adapter expresses"
-    if section.extra_modules:
-        return (
-            f"`adapter.extra_modules` trained {', '.join(section.extra_modules)} as well, which these programs refuse"
-        )
-    if section.new_rows:
-        return "`data.new_tokens` trained rows of the embedding and the head as well, which these programs refuse"
-    if parameters:
-        return f"it is on parameters that are no linear layers, {', '.join(parameters)}"
-    if on_experts and held_base.wanted(job):
+    if in_gguf and adapter.adapted_experts(base, section):
         return "its base is served as a GGUF file, and llama.cpp takes no adapter on experts (`adapter.expert_rank: 0`)"
-    if refused := refusal(job.architecture.model_type, on_experts, stored=bool(_files(job.config.model))):
-        return refused
-    if section.init == "loftq":
-        return "an adapter started by LoftQ belongs to the quantized base, which these programs do not load"
-    if rank > server_commands.VLLM_RANKS[-1]:
-        return f"its rank is {rank}, and vLLM takes at most {server_commands.VLLM_RANKS[-1]}"
-    return None
+    found = plain_form.obstacle(
+        section, base, job.architecture.model_type,
+        stored=None if job.config.model.weights == "random" else identity.stored_names(job.config.model),
+        largest_rank=None if in_gguf else serving.RUNTIMES[serving.runtime_of(job.config.output)].largest_rank,
+    )  # fmt: skip
+    return found.why if found else None
 
 
 def make(job: Conversion, folder: Path) -> dict[str, Any]:
@@ -170,7 +151,9 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     return {
         "rank": rank,
         "expert_rank": on_experts.rank or None,
-        "targets": sorted({name.rpartition(".")[2] for name in pairs} | (PROJECTIONS if on_experts else set())),
+        "targets": sorted(
+            {name.rpartition(".")[2] for name in pairs} | (plain_form.PROJECTIONS if on_experts else set())
+        ),
         "layers": len(pairs) + len(on_experts),
         "layers_served": activated,
         "gguf": None if left_out else GGUF,

@@ -23,6 +23,7 @@ from finetune.export import proof, row_selection
 from finetune.export.compressed_layouts import EXPERTS, LAYOUTS, WrittenForm
 from finetune.export.conversion import Conversion
 from finetune.model.skeleton import weightless_base
+from finetune.model.source import identity
 from finetune.model.structure import packed, quantizers, streamed
 from finetune.model.structure.quantization import library_config
 from finetune.storage import weight_files
@@ -44,7 +45,10 @@ def check(job: Conversion) -> None:
         raise ConfigError(f"{job.run.path} is a {job.config.scorer}, which is served in 16 bit; export `merged`")
     if job.config.model.vision != "none":
         raise ConfigError(f"{job.run.path} was trained on images, and is served in 16 bit; export `merged`")
-    if not rounded_names(_bare(job.architecture), job.kind):
+    model = _bare(job.architecture)
+    if why := quantizers.without_place(model, job.kind, identity.stored_names(job.config.model)):
+        raise ConfigError(f"this model {why}, for which files in {job.kind} have no place; export `merged` instead")
+    if not rounded_names(model, job.kind):
         raise ConfigError(
             f"no weight of this model has a form in {job.kind}, whose blocks have {LAYOUTS[job.kind].columns} columns; "
             "export `merged` instead"
@@ -163,14 +167,14 @@ def _bare(config: Any) -> Any:
 
 _ENDINGS = ("", "_scale_inv", "_packed", "_scale", "_global_scale", "_shape", "_blocks", "_scales")
 
-Part = tuple[str, WrittenForm, torch.Size]
+PackedPart = tuple[str, WrittenForm, torch.Size]
 """Form, layout and shape of the values of a packed tensor of the files, rows first."""
 
 
 class Written(streamed.Weights):
     """The weights of a written folder, decoded in float32; their names are those of the 16-bit files in `source`."""
 
-    def __init__(self, model: Any, source: Path, folder: Path, parts: Mapping[str, Part]) -> None:
+    def __init__(self, model: Any, source: Path, folder: Path, parts: Mapping[str, PackedPart]) -> None:
         super().__init__(model, sorted(source.glob("*.safetensors")))
         self._parts, self._found = parts, dict[str, Path]()
         for file in folder.glob("*.safetensors"):
@@ -222,7 +226,7 @@ def read(source: Path, folder: Path, config: Any, form: str) -> Written:
     return Written(model, source, folder, plan.parts)
 
 
-Tensor = tuple[torch.dtype, torch.Size, Callable[[], torch.Tensor]]
+FileTensor = tuple[torch.dtype, torch.Size, Callable[[], torch.Tensor]]
 
 
 class _FilePlan:
@@ -232,7 +236,7 @@ class _FilePlan:
         self._model, self._read, self._form, self._weights = model, read, form, weights
         self._transposed = _transposed(model)
         self._shapes = {name: weight.shape for name, weight in model.state_dict().items()}
-        self.parts: dict[str, Part] = {}
+        self.parts: dict[str, PackedPart] = {}
         self._of: dict[str, tuple[str, torch.Tensor]] = {}
         placed = set()
         self._names = frozenset(weights)
@@ -269,9 +273,9 @@ class _FilePlan:
             self.parts[part] = self._form, layout, torch.Size((*each.shape, columns))
             self._of[part] = name, each
 
-    def tensors_of(self, stored: Mapping[str, tuple[torch.dtype, torch.Size]]) -> dict[str, Tensor]:
+    def tensors_of(self, stored: Mapping[str, tuple[torch.dtype, torch.Size]]) -> dict[str, FileTensor]:
         """Type, shape and a function that loads each tensor of the file in whose place this one is."""
-        planned: dict[str, Tensor] = {}
+        planned: dict[str, FileTensor] = {}
         for source, (dtype, shape) in stored.items():
             if source not in self._of:
                 planned[source] = dtype, shape, functools.partial(self._read.stored, source)
@@ -323,7 +327,7 @@ class _FilePlan:
 
 
 def _blocks_of_rows(name: str, how: packed.Packing, rows: torch.Tensor) -> torch.Tensor:
-    """The scales of FP8 for these rows, of which each 128 must be together in the weight too."""
+    """The scales of FP8 for these rows. Raises ConfigError unless blocks of 128 rows stay whole."""
     count, blocks = how.shape[-2], how.scales.shape[-2]
     first = rows[..., ::_ROWS]
     expected = first.repeat_interleave(_ROWS, -1)[..., : rows.shape[-1]] + torch.arange(rows.shape[-1]) % _ROWS

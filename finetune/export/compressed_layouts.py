@@ -99,7 +99,7 @@ def _read_mxfp4(tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _write_experts(codes: torch.Tensor, scales: torch.Tensor, shape: torch.Size) -> Tensors:
-    """Codes (experts, rows, bytes), of which those of each block of 32 values are together."""
+    """Codes (experts, rows, bytes) as (experts, rows, blocks, bytes), a block of 32 values each."""
     return {"_blocks": codes.view(*scales.shape, -1), "_scales": scales}
 
 

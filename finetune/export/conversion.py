@@ -32,7 +32,8 @@ class Conversion:
 
     `base_identity` is that of `model.source.identity.of_base`. `load_merged` loads the merged model, which was proven
     when it was published, to compute in a dtype (None: as written). `packed` weights, by the model's names, take the
-    place of its own, and are what was trained unless they were `rounded` after training (the facts of that).
+    place of its own, and are what was trained unless they were `rounded` after training (the facts of that). `learns`:
+    the kind of example, of a run that does not say it yet.
     """
 
     run: RunDirectory
@@ -48,6 +49,7 @@ class Conversion:
     packed: Mapping[str, nn.Parameter] = field(default_factory=dict)
     rounded: dict[str, Any] | None = None
     labels: list[list[int]] = field(default_factory=list)
+    learns: str | None = None
 
     @property
     def answers(self) -> list[list[int]]:
@@ -62,7 +64,8 @@ class Conversion:
     @property
     def example(self) -> Any:
         """A prompt in the format that the run was trained on, to compare how programs render and tokenize it."""
-        return asked(learnt(self.run.events()) or "chat", "What is two and two?", self.config.data.separator)
+        kind = self.learns or learnt(self.run.events()) or "chat"
+        return asked(kind, "What is two and two?", self.config.data.separator)
 
     @property
     def prompt(self) -> list[int]:

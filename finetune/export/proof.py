@@ -304,8 +304,8 @@ _ERRORS = 2.0
 
 
 def gain_kept(base: torch.Tensor, trained: torch.Tensor, served: torch.Tensor) -> tuple[float | None, str | None]:
-    """The share of the loss that training took off the base and that the served model has off too, from the losses of
-    the same trained tokens of held-out rows; or None and why there is no such number.
+    """The share of training's reduction of the loss that the served model keeps, from the losses of the same trained
+    tokens of held-out rows; or None, and the reason.
     """
     gain = base - trained
     mean, error = float(gain.mean()), float(gain.std() / math.sqrt(len(gain))) if len(gain) > 1 else math.inf
@@ -321,10 +321,10 @@ def served(
     trained: list[torch.Tensor], written: list[torch.Tensor], base: list[torch.Tensor] | None,
     following: list[list[int]], unknown: str | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """What is lost between the trained and the served model: the keys `served`, `losses`, `gain_kept` and
-    `gain_unknown` of a record, from centred logits of the same rows and the labels of what follows their tokens.
+    """The keys `served`, `losses`, `gain_kept` and `gain_unknown` of a record: the loss from the trained to the served
+    model, from centred logits of the same rows and the label that follows each of their tokens.
 
-    `unknown` is the reason why nothing can be said of the gain, if there is one; without a `base` there must be.
+    `unknown` is the reason why the share of the gain cannot be computed, if so; it must be given without a `base`.
     """
     models = {"trained": trained, "served": written} | ({"base": base} if base else {})
     likeness = {name: Likeness() for name in models}
@@ -338,8 +338,8 @@ def served(
 
 
 def gain(likeness: Mapping[str, Likeness], written: str) -> dict[str, Any]:
-    """The keys `losses`, `gain_kept` and `gain_unknown` of a record, of models among which are `base` and `trained`;
-    `written` is the one that is served.
+    """The keys `losses`, `gain_kept` and `gain_unknown` of a record; `written` names the served model. `base` and
+    `trained` must be among the models.
     """
     losses = {name: each.losses() for name, each in likeness.items()}
     if not len(losses[written]):

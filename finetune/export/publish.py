@@ -13,7 +13,7 @@ from finetune.config import Config, OutputSection, QuantizationSection, serving
 from finetune.config.field_types import pick
 from finetune.data import prepare
 from finetune.data.examples import learnt
-from finetune.errors import ArtifactError, ConfigError
+from finetune.errors import ArtifactError, ConfigError, MachineError
 from finetune.export import finished_run, proof, server_commands, staging, upload
 from finetune.export.conversion import Conversion
 from finetune.export.export_formats import FORMATS, ExportFormat
@@ -39,12 +39,12 @@ def export_model(
 ) -> dict[str, Any]:  # fmt: skip
     """Write the trained model in a format, for the programs that serve it, once it is proven to be what was trained.
 
-    `format` is a key of `export_formats.FORMATS`, `type` (of a GGUF file) of `gguf_types.TYPES`; without one it is what
-    `output.serve` has beside another way than `adapter`, or f16. `push` names a repository of the hub to upload the
-    folder to, which one that keeps less than `proof.LEAST_GAIN` of what training gained is only `anyway`. The merged
-    model is made first if a format needs it.
-    With `rounded`, and by itself for what `output.way: rounded` of the run serves, weights are rounded with the
-    training rows. `trust_remote_code` allows Python code shipped with the run's base.
+    `format` is a key of `export_formats.FORMATS`, `type` (of a GGUF file) of `gguf_types.TYPES`, by default what the
+    run's `output.serve` names (except with `output.way: adapter`), or f16. `push` names a repository of the hub to
+    upload the folder to; an export that keeps less than `proof.LEAST_GAIN` of what training gained is uploaded only
+    with `anyway`. The merged model is made first if a format needs it. With `rounded`, and always for what a run with
+    `output.way: rounded` serves, weights are rounded with the training rows. `trust_remote_code` allows Python code
+    shipped with the run's base.
 
     Returns the proof, `path`, and `serve`: command lines by program. Raises ArtifactError if the export differs by more
     than the stated bound, or if such code is needed and not allowed; ConfigError for an unknown format or type, and for
@@ -99,7 +99,7 @@ def export_model(
 
 
 def _warn_of_rounding(run: RunDirectory, kind: str) -> None:
-    """Say that a base which was held as served is merged and rounded again, if it is."""
+    """Warn that an adapter trained on a base in served codes is merged, and the result rounded again."""
     if kind not in ("f16", "bf16"):
         note_beside_output(
             f"the adapter was trained on a base in served codes, and is merged and rounded again to {kind}, which may "
@@ -194,6 +194,29 @@ def _conversion(run: RunDirectory, config: Config, form: ExportFormat, kind: str
     return job
 
 
+def check_served(run: RunDirectory, config: Config, tokenizer: Any, learns: str) -> None:
+    """Raise ConfigError, before training, if the export of what `output.serve` says would be refused.
+
+    `learns` is the kind of example that is trained. What the export needs of its machine does not matter yet.
+    """
+    form = FORMATS[serving.export_of(config.output) or "merged"]
+    if not form.module:
+        return
+    kind = form.kind or _served_type(config.output, config.quantization)
+    job = Conversion(
+        run, config, tokenizer, [], "", this_device(), kind, None, lambda dtype: None, learns=learns
+    )  # fmt: skip
+    try:
+        with contextlib.suppress(MachineError):
+            _module(form).check(job)
+    except ConfigError as error:
+        of_template = "`output.runtime: llama.cpp`, or " if form is FORMATS["ollama"] else ""
+        raise ConfigError(
+            f"`output.serve`: what is trained could not be exported: {error}; set {of_template}`output.serve: 16bit` "
+            "with `output.runtime: vllm`"
+        ) from None
+
+
 def _refuse_rounding(section: QuantizationSection, form: ExportFormat, name: str, kind: str) -> None:
     if not _rounds(form):
         raise ConfigError(f"`--rounded`: nothing is rounded in `{name}`; export a format that is quantized")
@@ -235,7 +258,7 @@ def _convert(job: Conversion, name: str, form: ExportFormat) -> dict[str, Any]:
 
 
 def _merged_model(job: Conversion) -> dict[str, Any]:
-    """The key `merged` of a record: how far the merged model is from the trained one, if training held another base."""
+    """The key `merged` of a record: how far the merged model is from the trained one, if they have different bases."""
     proof: dict[str, Any] = {**(job.run.kept("merged") or {})}
     if proof.get("onto") != "16-bit" or not {"to_trained", "served"} <= proof.keys():  # which earlier versions lack
         return {}

@@ -8,8 +8,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The values that vLLM accepts for `--max-lora-rank` (vllm/config/lora.py, 2026-11)."""
+from finetune.config.serving import VLLM_RANKS
 
 
 def commands(name: str, folder: Path, base: str, record: dict[str, Any], *, scores: bool = False) -> dict[str, str]:
@@ -52,11 +51,11 @@ def _of_adapter(called: str, folder: Path, base: str, record: dict[str, Any]) ->
     held = (record.get("held_base") or {}).get("file", "")
     in_gguf = held.lower().endswith(".gguf")
     base = str(folder / held) if held and not in_gguf else base
-    allowed = next(rank for rank in VLLM_RANKS if rank >= record["rank"])
+    allowed = next((rank for rank in VLLM_RANKS if rank >= record["rank"]), None)
     overrides = record.get("base_overrides") or {}
     text, rope = json.dumps(overrides), overrides.get("rope_parameters", {})
     lines = dict[str, str]()
-    if not in_gguf:  # another base than the adapter was trained on
+    if allowed and not in_gguf:  # another base than the adapter was trained on
         lines["vLLM"] = _line(
             "vllm", "serve", base, "--enable-lora", "--max-lora-rank", allowed, "--lora-modules", f"{called}={folder}",
             *(["--hf-overrides", text] if rope else []),

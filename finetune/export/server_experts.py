@@ -1,4 +1,4 @@
-"""Adapters on the experts of a mixture in the two forms of vLLM, by its class for the base.
+"""Adapters on the experts of a mixture in the two forms of vLLM, by its class for the base (`plain_form`).
 
 Fused, where the class says `is_3d_moe_weight`: PEFT's tensors for all experts of a layer, those of `gate_up_proj` named
 `experts.base_layer` and those of `down_proj` `experts`. Separate, elsewhere: a pair for each projection of each expert,
@@ -14,40 +14,17 @@ lora/layers/fused_moe.py (0002540), lora/lora_weights.py (`pack_moe`), and of th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from peft.tuners.lora import ParamWrapper
 
 from finetune.errors import ConfigError
+from finetune.model.adapters.plain_form import FUSED
 from finetune.model.structure.streamed import ConversionGroup
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-
-FUSED = frozenset({"gpt_oss", "qwen3_5_moe", "qwen3_vl_moe"})
-"""The `model_type` of checkpoints whose class in vLLM takes the fused form."""
-SEPARATE = frozenset(
-    {
-        "deepseek_v2", "deepseek_v3", "glm4_moe", "glm_moe_dsa", "minimax_m2", "mixtral", "olmoe", "qwen2_moe",
-        "qwen3_moe",
-    }
-)  # fmt: skip
-PROJECTIONS = {"gate_up_proj", "down_proj"}
-
-
-def refusal(model_type: str, parameters: Collection[str], *, stored: bool) -> str | None:
-    """Why an adapter on these parameters of experts has no form for vLLM, in one clause; None if it has one.
-
-    `stored`: whether the base has safetensors files.
-    """
-    if not parameters:
-        return None
-    if model_type not in FUSED | SEPARATE:
-        return f"it is on experts, for which the form that vLLM reads for `{model_type}` is unknown here"
-    if missing := PROJECTIONS - {name.rpartition(".")[2] for name in parameters}:
-        return f"it is on experts without `{missing.pop()}`, and vLLM takes all projections or none"
-    return None if stored else "it is on experts, and the base has no safetensors files, by whose names vLLM finds them"
 
 
 class Experts:

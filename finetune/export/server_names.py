@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from finetune.errors import ConfigError
-from finetune.export.server_experts import FUSED
+from finetune.model.adapters.plain_form import FUSED
 
 _NESTED = {"model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
 RULES: dict[str, dict[str, str]] = {

@@ -56,7 +56,7 @@ def _guess(longest: Forecast, less_recomputed: Forecast) -> int:
 
 
 def _worth(reach: Mapping[str, int], seconds: Mapping[str, float], tokens: Mapping[int, int]) -> tuple[str, ...]:
-    """The levels, up to these lengths, that save most of an epoch's time, each of which saves enough by itself.
+    """The levels, up to these lengths, that together save most of an epoch's time; each must save enough by itself.
 
     `seconds` is the time at a level as a share of the longest micro-batch's; `tokens` counts micro-batches by length.
     """

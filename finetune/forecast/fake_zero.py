@@ -191,7 +191,7 @@ class FakeZero(TracedEngine):
     # -- gradients -----------------------------------------------------------------------------------------------------
 
     def accumulate(self) -> None:
-        """The micro-batches of a step before the one that is traced have been there."""
+        """Allocate what the step's micro-batches before the traced one have left."""
         if self._stage == 1:
             self._bucket = self._make(self._bucket_size, "gradients")  # since the first of them (`setup_buckets`)
         elif not self._cuts_weights and not self._offloads:

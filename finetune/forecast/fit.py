@@ -23,7 +23,7 @@ from finetune.forecast.job_forecast import Forecast
 from finetune.model.recompute.checkpointing import LEVELS, ladder
 
 Forecaster = Callable[[Config], Forecast]
-_Tried = tuple[Config, Forecast]
+_Candidate = tuple[Config, Forecast]
 
 _SMALL_TILE = 512
 # The share of the budget that is not spent on speed, for what a forecast may miss: it missed 2.07% at most in the sweep
@@ -130,7 +130,7 @@ def fit(
 ) -> Fitted:
     """The fastest setting that fits, of a model with this number of `layers`.
 
-    `offloads`: whether the device has a host to offload to; that is done where nothing fits without, or the config
+    `offloads`: whether the device has a host to offload to, which is tried if nothing fits without, or if the config
     says so. `rows` are the micro-batches to choose from, the largest first; `checkpointing` is fixed, or None to
     choose it from `levels`. `spare` is the share of the budget to leave, unless nothing fits so. Raises NothingFits,
     saying by how much.
@@ -154,17 +154,17 @@ class _Search:
     checkpointing: Any
     levels: Sequence[str]
     spare: float = 0.0
-    known: dict[tuple[Any, ...], _Tried] = field(default_factory=dict)
+    known: dict[tuple[Any, ...], _Candidate] = field(default_factory=dict)
     ladder: list[tuple[Any, float]] = field(default_factory=list)
     """What is recomputed at each step, and the bytes that some micro-batch needs with it."""
 
-    def best(self, offload: str) -> _Tried | None:
+    def best(self, offload: str) -> _Candidate | None:
         """Try micro-batches, the largest first, until a smaller one can be no faster.
 
         With fewer rows more memory is left to keep activations, but weights are read more often: not even without
         any recomputation is a smaller micro-batch faster than that.
         """
-        fitting: list[_Tried] = []
+        fitting: list[_Candidate] = []
         for rows in self._worth_trying(offload):
             if fitting and self._bound(rows, offload) >= min(map(_seconds, fitting)):
                 break
@@ -194,7 +194,7 @@ class _Search:
         recomputed = "none" if self.checkpointing is None else self.checkpointing
         return self._try(rows, recomputed, offload, self.config.memory.loss_tokens)[1].seconds
 
-    def _with_rows(self, rows: int, offload: str) -> _Tried | None:
+    def _with_rows(self, rows: int, offload: str) -> _Candidate | None:
         """The fastest that fits with this micro-batch; a smaller tile of logits only where less is recomputed then."""
         tile, small = self.config.memory.loss_tokens, min(_SMALL_TILE, self.config.memory.loss_tokens)
         if self.checkpointing is not None:
@@ -206,10 +206,12 @@ class _Search:
             return best
         return self._least_recomputed(rows, offload, small, best) or best
 
-    def _least_recomputed(self, rows: int, offload: str, tile: int, than: _Tried | None = None) -> _Tried | None:
+    def _least_recomputed(
+        self, rows: int, offload: str, tile: int, than: _Candidate | None = None
+    ) -> _Candidate | None:
         """With as little recomputed as must be, and less than in `than`."""
 
-        def tried(recomputed: Any) -> _Tried:
+        def tried(recomputed: Any) -> _Candidate:
             return self._try(rows, recomputed, offload, tile)
 
         def fits(recomputed: Any) -> bool:
@@ -256,7 +258,7 @@ class _Search:
     def _budget(self, forecast: Forecast) -> float:
         return (1 - self.spare) * forecast.budget_bytes
 
-    def _try(self, rows: int, recomputed: Any, offload: str, tile: int) -> _Tried:
+    def _try(self, rows: int, recomputed: Any, offload: str, tile: int) -> _Candidate:
         key = (rows, str(recomputed), offload, tile)
         if key not in self.known:
             config = self.config.changed({_ROWS: rows, _RECOMPUTED: recomputed, _OFFLOAD: offload, _TILE: tile})
@@ -426,5 +428,5 @@ def divisors(number: int) -> list[int]:
     return [value for value in range(number, 0, -1) if number % value == 0]
 
 
-def _seconds(tried: _Tried) -> float:
+def _seconds(tried: _Candidate) -> float:
     return tried[1].seconds

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from finetune.data.batching import Batch, area
+from finetune.data.batching import LargestBatch, area
 from finetune.forecast.job_forecast import Forecast
 from finetune.model.source.vision import Vision
 
@@ -36,7 +36,10 @@ class ImageMemory:
 
 
 def of(
-    batch: Batch, vision: Vision, max_length: int, forecast: Callable[[Batch, Vision, int | None], Forecast]
+    batch: LargestBatch,
+    vision: Vision,
+    max_length: int,
+    forecast: Callable[[LargestBatch, Vision, int | None], Forecast],
 ) -> ImageMemory | None:
     """What images take beside the text of the longest row of `batch`; None if its rows show none.
 
@@ -50,16 +53,16 @@ def of(
     tokens, height, width, own = max(shown)
     text = max(2, batch.tokens - own)
 
-    def row(height: int, width: int, tokens: int) -> Batch:
+    def row(height: int, width: int, tokens: int) -> LargestBatch:
         trained = min(batch.trained_tokens, text - 1)
-        return Batch(1, text + tokens, False, trained, batch.source, images=((height, width, tokens),))
+        return LargestBatch(1, text + tokens, False, trained, batch.source, images=((height, width, tokens),))
 
     one = row(height, width, tokens)
     none = replace(one, tokens=text, images=())
     taken = forecast(one, vision, None).needed_bytes - forecast(none, vision, None).needed_bytes
     if vision.bounded is None:
         return ImageMemory(height, width, tokens, taken, None)
-    tried: dict[int, tuple[Vision, Batch]] = {}  # by tokens
+    tried: dict[int, tuple[Vision, LargestBatch]] = {}  # by tokens
     edge = float(_LEAST_EDGE)
     while edge <= _MOST_EDGE:
         side, seeing = round(edge), vision.bounded(round(edge) ** 2)

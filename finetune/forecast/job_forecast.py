@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from finetune.data.batching import Batch
+from finetune.data.batching import LargestBatch
 from finetune.forecast.devices import DISK_READ_BYTES, DISK_WRITE_BYTES, RANKS_OF_A_MACHINE, Device
 from finetune.forecast.replay import Point, RunSetting, outside_by_category, replayed
 from finetune.forecast.trace import CATEGORIES, Trace, Work
@@ -61,7 +61,7 @@ class Forecast:
 
     device: Device
     attention: str
-    batch: Batch
+    batch: LargestBatch
     peak_allocated_bytes: int
     peak_reserved_bytes: int
     host_bytes: int
@@ -150,7 +150,7 @@ class Forecast:
         return {**self.as_dict(), "measured": peaks, "differences": differences}
 
 
-def make(trace: Trace, device: Device, batch: Batch, attention: str, run: RunSetting) -> Forecast:
+def make(trace: Trace, device: Device, batch: LargestBatch, attention: str, run: RunSetting) -> Forecast:
     """The forecast of a run, from the trace of one micro-batch and two updates."""
     replay = replayed(trace, device, lambda replay: replay.train(run))
     step = trace.work(("forward", "backward")) * run.micro_batches + trace.work(("optimizer",)) * 0.5

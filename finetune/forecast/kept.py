@@ -21,7 +21,7 @@ import pydantic_core
 import torch
 
 from finetune.config import Config
-from finetune.data.batching import Batch
+from finetune.data.batching import LargestBatch
 from finetune.forecast import file_sizes, job_forecast
 from finetune.forecast.devices import Device
 from finetune.forecast.job_forecast import Forecast
@@ -47,7 +47,7 @@ class Kept:
     gpus: int
     evenly: bool = False
 
-    def get(self, config: Config, batches: Sequence[Batch | None], trace: Callable[[], Forecast]) -> Forecast:
+    def get(self, config: Config, batches: Sequence[LargestBatch | None], trace: Callable[[], Forecast]) -> Forecast:
         """The kept forecast of a step on these `batches`, or the one that `trace` makes, which is then kept."""
         if config.model.trust_remote_code or config.adapter.start_from:
             return trace()  # follows from files that the key does not know
@@ -72,7 +72,7 @@ class Kept:
             return None
         return job_forecast.on(forecast, self.device) if _holds(forecast, self.device) else None
 
-    def _key(self, config: Config, batches: Sequence[Batch | None]) -> str:
+    def _key(self, config: Config, batches: Sequence[LargestBatch | None]) -> str:
         varying = (*_MEMORY, *(_RATES if self.device.type == "cpu" else ()))
         parts = [
             config.model_dump_json(exclude=_IRRELEVANT),

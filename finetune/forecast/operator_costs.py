@@ -311,7 +311,7 @@ def _held_by_a_part(name: str, shape: torch.Size, dtype: torch.dtype, form: str,
 
 
 class _Held(TorchDispatchMode):
-    """Counts the bytes of the tensors that are made within, and of which there are most at a time."""
+    """Counts the bytes of the tensors made in the block, and the `most` that are alive at a time."""
 
     def __init__(self, given: Sequence[torch.Tensor]) -> None:
         super().__init__()

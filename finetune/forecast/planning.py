@@ -20,7 +20,7 @@ from finetune import objectives
 from finetune.config import Config, DistributedSection, TrainingSection, contradictions, dump, explained, loaded
 from finetune.config.field_types import LEVELS
 from finetune.data import batching, prepare, sources
-from finetune.data.batching import Batch, MicroBatching, RowOrder, Sizes
+from finetune.data.batching import LargestBatch, MicroBatching, RowOrder, Sizes
 from finetune.data.prepare import Prepared
 from finetune.errors import ArtifactError, ConfigError, ForecastError
 from finetune.forecast import by_length, devices, file_sizes, image_memory, job_forecast
@@ -74,10 +74,10 @@ class Planner:
     data: Prepared | None
     gpus: int = 1
     why_quantized: str | None = None
-    _known: dict[tuple[str, bool, tuple[Batch, ...]], Forecast] = field(default_factory=dict)
+    _known: dict[tuple[str, bool, tuple[LargestBatch, ...]], Forecast] = field(default_factory=dict)
     _models: Models = field(default_factory=Models)
-    _largest_scored: dict[tuple[MicroBatching, int], Batch | None] = field(default_factory=dict)
-    _largest: dict[tuple[MicroBatching, int, int | None], tuple[list[Batch], Batch | None]] = field(
+    _largest_scored: dict[tuple[MicroBatching, int], LargestBatch | None] = field(default_factory=dict)
+    _largest: dict[tuple[MicroBatching, int, int | None], tuple[list[LargestBatch], LargestBatch | None]] = field(
         default_factory=dict
     )
 
@@ -97,7 +97,7 @@ class Planner:
         return self._known[key]
 
     def _kept_or_traced(
-        self, config: Config, batch: Batch, evaluation: Batch | None, evenly: bool = False
+        self, config: Config, batch: LargestBatch, evaluation: LargestBatch | None, evenly: bool = False
     ) -> Forecast:  # fmt: skip
         kept = Kept(self.architecture, self._device(config.distributed), self.gpus, evenly)
         reference = self._scored(config)
@@ -110,8 +110,8 @@ class Planner:
         return devices.of_ranks(self.device, strategies.groups(section, self.gpus), section.context)
 
     def _forecast(
-        self, config: Config, batch: Batch, evaluation: Batch | None, reference: Batch | None = None,
-        evenly: bool = False,
+        self, config: Config, batch: LargestBatch, evaluation: LargestBatch | None,
+        reference: LargestBatch | None = None, evenly: bool = False,
     ) -> Forecast:  # fmt: skip
         device = self._device(config.distributed)
         if config.training.deterministic and not device.cublas_workspace:
@@ -293,7 +293,7 @@ class Planner:
         config = config.changed({"training.micro_batch": 1, "training.micro_batch_tokens": None})
         batch = max(self._largest_batches(config)[0], key=lambda one: one.area)
 
-        def forecast(one: Batch, seeing: Vision, pixels: int | None) -> Forecast:
+        def forecast(one: LargestBatch, seeing: Vision, pixels: int | None) -> Forecast:
             planner = replace(self, data=replace(data, vision=seeing))
             bounded = config.changed({"data.image_pixels": pixels or config.data.image_pixels})
             return planner._kept_or_traced(bounded, one, None)  # noqa: SLF001
@@ -317,7 +317,7 @@ class Planner:
         """Rows of a step that one rank computes, alone or with the others of its group."""
         return max(1, config.training.batch_size // config.distributed.shares(self.gpus))
 
-    def _scored(self, config: Config) -> Batch | None:
+    def _scored(self, config: Config) -> LargestBatch | None:
         """The largest batch in which the reference is scored; None without a reference or without data."""
         if not (config.caches_reference and objectives.of(config).reference):
             return None
@@ -328,7 +328,9 @@ class Planner:
             self._largest_scored[key] = reference_scores.largest_batch(key[0], self.data, key[1])
         return self._largest_scored[key]
 
-    def _largest_batches(self, config: Config, most_tokens: int | None = None) -> tuple[list[Batch], Batch | None]:
+    def _largest_batches(
+        self, config: Config, most_tokens: int | None = None
+    ) -> tuple[list[LargestBatch], LargestBatch | None]:
         """The largest training micro-batches that data and sampler can produce, and that of the evaluation set.
 
         Training rows are at most `most_tokens` long.
@@ -349,7 +351,7 @@ class Planner:
                 longest = [batching.with_most_images(Sizes.of(self.data.train, way), batch) for batch in longest]
             return longest, None if config.data.eval == "none" else longest[0]
 
-        def largest(rows: Any, most_tokens: int | None) -> list[Batch]:
+        def largest(rows: Any, most_tokens: int | None) -> list[LargestBatch]:
             sizes = Sizes.of(rows, way).no_longer(most_tokens)
             return batching.worst_batches(sizes, way, step_rows, "the data's rows")
 
@@ -491,7 +493,7 @@ def check_traceable(config: Config, architecture: Any, device: torch.device) -> 
     )
     tokens = min(_TRACED_TOKENS, bounds.positions(architecture) or _TRACED_TOKENS)
     rows = (tokens // 2,) * 2 if config.data.packing else ()
-    batch = Batch(rows=1, tokens=tokens, padded=False, trained_tokens=tokens - max(1, len(rows)), packed=rows)
+    batch = LargestBatch(rows=1, tokens=tokens, padded=False, trained_tokens=tokens - max(1, len(rows)), packed=rows)
     where = devices.here(device, config.memory)
     try:
         trace_step(StepSetting(config, architecture, batch, None, where, _attention(config, architecture, where)))

@@ -78,7 +78,7 @@ class TracedEngine(OneProcess):
         return contextlib.nullcontext()
 
     def accumulate(self) -> None:
-        """Allocate what the micro-batches before the one that is traced have left; within a recording."""
+        """Allocate what the step's micro-batches before the traced one have left; within a recording."""
 
     def saved_bytes(self) -> dict[str, int] | None:
         """Bytes of the trained weights and their states in a checkpoint, by category; None for those of the trace."""

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from finetune import kernels, objectives
 from finetune.config import AdapterSection, Config, MemorySection
-from finetune.data.batching import Batch, per_step
+from finetune.data.batching import LargestBatch, per_step
 from finetune.data.encoded import IMAGES, SEEN
 from finetune.errors import FinetuneError, ForecastError, first_line
 from finetune.forecast import depth, device_paths, fake_ranks
@@ -72,12 +72,12 @@ class StepSetting:
 
     config: Config
     architecture: Any
-    train: Batch
-    evaluation: Batch | None
+    train: LargestBatch
+    evaluation: LargestBatch | None
     device: Device
     attention: str
     world_size: int = 1
-    reference: Batch | None = None
+    reference: LargestBatch | None = None
     evenly: bool = False
     vision: Vision | None = None
 
@@ -319,7 +319,7 @@ class _TracedStep:
         self._computed_last = None
         for module in self._model.modules():
             if "rope_deltas" in vars(module):  # of the last batch, which models of images keep to generate from it
-                vars(module)["rope_deltas"] = None
+                module.rope_deltas = None
         return self.recorder.rewind(self._start)
 
     def _once(self, what: Hashable, record: Callable[[], None]) -> None:
@@ -485,7 +485,7 @@ class _TracedStep:
         self._model.zero_grad(set_to_none=True)
         del start
 
-    def step(self, batch: Batch) -> None:
+    def step(self, batch: LargestBatch) -> None:
         """Forward, backward and update in the steady state."""
         self.recorder.phase = "forward"
         micro_batches = per_step(self._rows, self._way, batch)
@@ -530,14 +530,14 @@ class _TracedStep:
         self.recorder.keep(state, "activations")
         return state
 
-    def evaluate(self, batch: Batch, train: Batch) -> None:
+    def evaluate(self, batch: LargestBatch, train: LargestBatch) -> None:
         """The evaluation of one batch, beside the micro-batches of the step `train` that the loop still holds."""
         count = per_step(self._rows, self._way, train)
         layers = tuple(level != "none" for level in self.kept.levels)
         what = (batch, train, count, self._config.memory.loss_tokens, layers)
         self._once(what, functools.partial(self._evaluate, batch, train, count))
 
-    def _evaluate(self, batch: Batch, train: Batch, count: int) -> None:
+    def _evaluate(self, batch: LargestBatch, train: LargestBatch, count: int) -> None:
         self.recorder.phase = "evaluation"
         held = self._inputs(train)
         # The images of one of the step's micro-batches are still there.
@@ -554,14 +554,14 @@ class _TracedStep:
             loss(self._model, [[inputs]], objective=objective, step_mean=mean)
         del waiting, start
 
-    def score(self, batch: Batch) -> None:
+    def score(self, batch: LargestBatch) -> None:
         """The largest batch of the pass that scores the reference."""
         layers = tuple(level != "none" for level in self.kept.levels)
         what = ("reference", batch, self._config.memory.loss_tokens, layers)
         for _ in range(1 + self._way.layout.apart):  # the segments that go apart are as many and as long
             self._once(what, functools.partial(self._score, batch))
 
-    def _score(self, batch: Batch) -> None:
+    def _score(self, batch: LargestBatch) -> None:
         self.recorder.phase = "reference"
         start = self._random_state()
         inputs = self._inputs(batch)
@@ -615,7 +615,7 @@ class _TracedStep:
             if parameter.requires_grad:
                 yield parameter, layer_of.get(parameter)
 
-    def _inputs(self, batch: Batch) -> Inputs:
+    def _inputs(self, batch: LargestBatch) -> Inputs:
         """A batch as the collator makes it. Where packed rows begin is known, which decides what attention takes."""
         # With a mask transformers looks for padding in it; without one, whether positions start anew, as packed.
         uneven = (batch.padded and self._step.masked) or len(batch.packed) > 1
@@ -655,7 +655,7 @@ def _blank(row: Mapping[str, Any], vision: Vision) -> dict[str, torch.Tensor]:
     return vision.blank(tuple(zip(seen[::3], seen[1::3], strict=True))) if seen else {}
 
 
-def pixel_bytes(batch: Batch, vision: Vision) -> int:
+def pixel_bytes(batch: LargestBatch, vision: Vision) -> int:
     """Bytes of the images of a batch as they wait for their pass."""
     rows = (_blank({SEEN: seen}, vision) for seen in batch.images)
     return sum(value.nbytes for row in rows for value in row.values())

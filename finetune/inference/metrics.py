@@ -23,7 +23,7 @@ from finetune.config.field_types import unknown
 from finetune.data.strict_json import Decoder, JsonError
 from finetune.errors import ConfigError, DataError, MachineError, first_line
 
-Rule = Callable[[str, str, dict[str, Any]], float]
+ScoringRule = Callable[[str, str, dict[str, Any]], float]
 """A score, usually from 0 to 1, of (answer, reference, row): text without special tokens, and the fields of the row."""
 
 
@@ -32,7 +32,7 @@ class Metric:
     """A rule under the name that the user gave."""
 
     name: str
-    rule: Rule
+    rule: ScoringRule
 
     def score(self, answer: str, reference: str, location: str, row: dict[str, Any]) -> float:
         """The score of an answer to the row at `location`. Raises DataError if the rule fails or returns no number."""
@@ -58,7 +58,7 @@ class Entry:
     """A built-in metric. `make` returns its rule, given the text after `NAME:` if the metric `takes` one."""
 
     help: str
-    make: Callable[[str], Rule]
+    make: Callable[[str], ScoringRule]
     takes: str = ""
 
 
@@ -102,7 +102,7 @@ class _Words:
         return re.findall(r"[^\W_]+", text.lower())
 
 
-def _rouge_l(_: str) -> Rule:
+def _rouge_l(_: str) -> ScoringRule:
     scorer = needed("rouge_score.rouge_scorer", "the metric `rouge_l`").RougeScorer(["rougeL"], tokenizer=_Words())
     return lambda answer, reference, _: float(scorer.score(reference, answer)["rougeL"].fmeasure)
 
@@ -124,7 +124,7 @@ def _is_json(answer: str, *_: Any) -> float:
     return 1.0
 
 
-def _json_rule(path: tuple[str, ...]) -> Rule:
+def _json_rule(path: tuple[str, ...]) -> ScoringRule:
     """Whether answer and reference have the same JSON value at `path`; also true if neither has one."""
 
     def score(answer: str, reference: str, _: dict[str, Any]) -> float:
@@ -156,7 +156,7 @@ def _same(one: Any, other: Any) -> bool:
     return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
 
 
-def _schema_rule(file: Path) -> Rule:
+def _schema_rule(file: Path) -> ScoringRule:
     validators = needed("jsonschema.validators", f"the metric `{file}`")
     referencing = needed("referencing", f"the metric `{file}`")
     try:
@@ -179,7 +179,7 @@ def _schema_rule(file: Path) -> Rule:
     return score
 
 
-def _python_rule(file: Path, function: str) -> Rule:
+def _python_rule(file: Path, function: str) -> ScoringRule:
     if not file.is_file():
         raise ConfigError(f"metric `{file}:{function}`: no such file")
     name = f"finetune_metric_{file.stem}"

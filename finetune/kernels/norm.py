@@ -65,22 +65,22 @@ def replace(module: Any) -> Callable[[], None]:
 
 
 def leave_room(module: nn.Module, of_output: int, of_gradient: int) -> None:
-    """Let a replaced module leave so many columns of room beside its output, and beside the gradient of its input."""
+    """Set the columns of room that a replaced module leaves beside its output and beside the gradient of its input."""
     _room[module] = (of_output, of_gradient)
 
 
-_Inputs = list[Any]
+_NormInputs = list[Any]
 """What the backward pass of a norm needs besides the gradient of its output, once that pass begins."""
 
 
-def _with_residual(x: Tensor) -> tuple[Tensor, _Inputs | None]:
+def _with_residual(x: Tensor) -> tuple[Tensor, _NormInputs | None]:
     """`x` for a norm, whose gradient is then added to that of all later uses of `x` by the norm's own kernel.
 
-    None beside it where autograd must add them: it lets no view be given another history, nor a leaf.
+    None beside it where autograd must add them: the history of a view or a leaf cannot be replaced.
     """
     if not (torch.is_grad_enabled() and x.requires_grad) or x.is_leaf or x._is_view() or x.stride(-1) != 1:  # noqa: SLF001
         return x, None
-    inputs: _Inputs = []
+    inputs: _NormInputs = []
     # The values of `x` stay as they are, so for those who saved them it is not changed.
     with torch.autograd._unsafe_preserve_version_counter(x):  # noqa: SLF001 -- torch 2.13 has no public name for it
         _, alias = _Residual.apply(x, inputs)
@@ -94,7 +94,7 @@ class _Residual(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, inputs: _Inputs) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, inputs: _NormInputs) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.inputs = inputs
         ctx.mark_dirty(x)
@@ -116,7 +116,7 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, eps: float, formula: NormFormula, room: tuple[int, int],
-        inputs: _Inputs | None,
+        inputs: _NormInputs | None,
     ) -> Tensor:  # fmt: skip
         x = ops.along_rows(x)
         y, rstd = ops.rms_norm(x, weight, eps, formula.offset, formula.cast_first, room[0])

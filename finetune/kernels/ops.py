@@ -21,7 +21,7 @@ from torch.autograd.graph import increment_version
 
 from finetune.kernels.room import with_room
 from finetune.model.structure import packed as packed_weights
-from finetune.model.structure.block_formats import Grid
+from finetune.model.structure.block_fields import Grid
 from finetune.model.structure.fixed_point import POSITIONS
 from finetune.model.structure.packed import packing_of
 

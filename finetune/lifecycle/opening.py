@@ -18,6 +18,7 @@ from finetune.lifecycle import provenance, resume
 from finetune.lifecycle.preparation import JobInputs
 from finetune.lifecycle.resume import Start
 from finetune.lifecycle.session import Lock
+from finetune.model import served
 from finetune.model.source import identity
 from finetune.model.structure import packed
 from finetune.runtime import ranks
@@ -123,7 +124,10 @@ def confirm_base(
     """The provenance with the base, whose files are only certain to be local once it is loaded as `model`.
 
     Logs what has changed since the checkpoint, and the bytes of packed weights, which an export has to find again.
+    Raises ConfigError for a base whose files, now that they are here, cannot be served as the config says.
     """
+    if config.output.serve:
+        served.resolved(config, inputs.blueprint.architecture)
     base = identity.confirmed(config.model, inputs.provenance["base"], note)
     whole = {**_provenance(config, inputs), "base": base}
     provenance.refuse_other_ranks(whole)

@@ -15,6 +15,7 @@ from finetune.config import AdapterSection, Config, ModelSection, named
 from finetune.data import fingerprint
 from finetune.data.prepare import Prepared, check_ids, prepare
 from finetune.errors import ConfigError, DataError
+from finetune.export import publish
 from finetune.forecast import devices
 from finetune.forecast.planning import Planner, check_traceable
 from finetune.lifecycle import provenance, resume
@@ -91,6 +92,7 @@ def gather(
             raise DataError(f"`training.early_stopping` needs an evaluation set; {data.warning}")
         contract.check_rows(config.training.objective, data.layout, config.distributed.context)
         check_ids(data, tokenizer, bounds.vocabulary(architecture), config.model.name)
+        publish.check_served(run, config, tokenizer, data.kind)
     if config.quantization.kind == "auto":
         config = _quantized(config, architecture, data, device, note)
         blueprint = build.blueprint(config, architecture, attention)

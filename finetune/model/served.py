@@ -10,8 +10,9 @@ from typing import Any
 from finetune.config import Config, contradictions, serving
 from finetune.errors import ConfigError
 from finetune.model import build
-from finetune.model.adapters import adapter
-from finetune.model.source import gguf_families, prequantized
+from finetune.model.adapters import adapter, plain_form
+from finetune.model.adapters.plain_form import Obstacle
+from finetune.model.source import gguf_families, identity, prequantized
 from finetune.model.structure import experts
 from finetune.model.structure.recipes import RECIPES
 
@@ -23,6 +24,7 @@ another kept 34 to 106%, from 16 bit, Q8_0 or FP8 to any 96 to 102%, and from a 
 in Q5_K, 81% in FP8 and all in Q8_0."""
 _ON_EXPERTS = {
     ("llama.cpp", None): "llama.cpp has no form for an adapter on experts",
+    ("sglang", None): "the names by which SGLang finds an adapter on experts are unknown here",
     ("vllm", "fp8"): "vLLM computes nonsense with an adapter on experts in FP8 (vllm#42007)",
 }
 """Why an adapter on experts is not served, by runtime and form (None: each)."""
@@ -52,22 +54,14 @@ def _with_way(config: Config, architecture: Any) -> tuple[Config, str | None]:
     way = config.output.way
     if found := base.obstacle(way):
         if beside:
-            found = _Obstacle(f"{beside.why}, and {found.why}", (*beside.cures, *found.cures))
+            found = Obstacle(f"{beside.why}, and {found.why}", (*beside.cures, *found.cures))
         raise ConfigError(f"`output.way`: {base.refusal(found, way)}")
     for key, message in contradictions(config) if beside else ():  # of which loading knew nothing
-        raise ConfigError(f"`{key}`: {message}")
+        raise ConfigError(f"`{key}`: {message.removesuffix(serving.OR_ADAPTER)}")
     if base.published == "gguf" and way == "adapter":
         config = config.changed({"quantization.kind": "gguf"})
         line = f"{str(line).partition('; quantization.kind')[0]}; quantization.kind: gguf, the file is what is served"
     return config, "\n".join(filter(None, (line, base.loss_of(way))))
-
-
-@dataclass(frozen=True)
-class _Obstacle:
-    """Why a base is not served in a way, and what to do about it, beside taking another way."""
-
-    why: str
-    cures: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -107,18 +101,52 @@ class _ServedBase:
         return bool(adapter.adapted_experts(self.weightless, section))
 
     def check_form(self) -> None:
-        """Raise ConfigError if the model has no such form, whatever the way."""
+        """Raise ConfigError if the model cannot have the form that is served, in any way."""
         if self._in_file:
             cure = "`output.runtime: vllm`" if self.serve == "16bit" else "`16bit`, or another form for vLLM"
-            try:
-                gguf_families.family(self.architecture)
-            except ConfigError as error:
-                raise ConfigError(f"`output.serve`: {error}; set {cure}") from None
-        if self.published != self.serve and (odd := self._undivided(serving.SERVED[self.serve].block)):
+            if why := self._without_gguf:
+                raise ConfigError(f"`output.serve`: {why}; set {cure}")
+        if self.published == self.serve:
+            return
+        if odd := self._undivided(serving.SERVED[self.serve].block):
+            raise ConfigError(f"`output.serve`: {self.serve} has {odd} of {self.name}; set {self._other_forms}")
+        if not self._in_file and (why := self._without_place(self.serve)):
             raise ConfigError(
-                f"`output.serve`: {self.serve} has {odd} of {self.name}; set `q8_0` or another form of GGUF files, or "
-                "`16bit`"
+                f"`output.serve`: {self.name} {why}, for which files in {self.serve} have no place; set "
+                f"{self._other_forms}"
             )
+
+    @property
+    def _without_gguf(self) -> str | None:
+        """In words, why llama.cpp has no form for the model; None if it has one."""
+        try:
+            gguf_families.family(self.architecture)
+        except ConfigError as error:
+            return str(error)
+        return None
+
+    def _without_place(self, form: str) -> str | None:
+        from finetune.model.structure import quantizers
+
+        in_blocks = serving.SERVED[form].block > 1
+        return quantizers.without_place(self.weightless, form, self._stored) if in_blocks else None
+
+    @cached_property
+    def _stored(self) -> frozenset[str]:
+        """The names of the tensors in the base's files; none if these are not here yet."""
+        return identity.stored_names(self.config.model)
+
+    @property
+    def _other_forms(self) -> str:
+        """The forms that the model has, as advice lists them."""
+        files = [
+            form
+            for form, one in serving.SERVED.items()
+            if one.block > 1 and not self._undivided(one.block) and not self._without_place(form)
+        ]
+        in_files = [] if self._in_file else files
+        in_gguf = [] if self._without_gguf else ["q8_0"]
+        return " or ".join(f"`{form}`" for form in (*in_files, *in_gguf, "16bit"))
 
     @property
     def _in_file(self) -> bool:
@@ -126,30 +154,31 @@ class _ServedBase:
         return self.serve in serving.GGUF or serving.runtime_of(self.config.output) in ("llama.cpp", "ollama")
 
     def _undivided(self, block: int) -> str | None:
-        """In words, the first layer whose inputs blocks of so many weights do not divide."""
+        """In words, the first layer whose number of inputs is no multiple of `block`; None without one."""
         from finetune.model.structure import quantizers
 
         odd = next(quantizers.undivided(self.weightless, block), None) if block > 1 else None
         return odd and f"blocks of {block} weights, which do not divide the {odd[1]} inputs of `{odd[0]}`"
 
-    def obstacle(self, way: str) -> _Obstacle | None:
-        """What is in the way, if anything."""
+    def obstacle(self, way: str) -> Obstacle | None:
+        """The first obstacle to a way to serve the model; None if there is none."""
         obstacles = {"adapter": self._to_adapter, "rounded": self._to_rounding, "exact": self._to_exact}
         return next(obstacles[way](), None)
 
-    def refusal(self, found: _Obstacle, way: str) -> str:
+    def refusal(self, found: Obstacle, way: str) -> str:
         """The reason, and every way out."""
         others = [f"`{other}`" for other in serving.WAYS if other not in ("auto", way) and not self.obstacle(other)]
         ways = (f"set {' or '.join(others)}",) if others else ()
         return f"{found.why}; {', or '.join(dict.fromkeys((*ways, *found.cures)))}"
 
     def loss_of(self, way: str) -> str | None:
-        """In words, what is lost of small updates of a base that is in another coarse form already."""
+        """A note on small updates that are lost when a base in one coarse form is rounded to another; None if not."""
         if way != "rounded" or self._grid not in _COARSE or self._main not in _COARSE:
             return None
+        beside = "" if self.obstacle("adapter") else "beside an adapter, or "
         return (
             f"output.way: weights of {self.name} are in {self._grid} already, and a part of a small update is lost "
-            f"when they are rounded to {self._main}; beside an adapter, or with a 16-bit original, nothing is"
+            f"when they are rounded to {self._main}; {beside}with a 16-bit original, nothing is"
         )
 
     @property
@@ -163,52 +192,62 @@ class _ServedBase:
         """The form of most weights that are served."""
         return RECIPES[self.serve].main if self.serve in RECIPES else self.serve
 
-    def _to_adapter(self) -> Iterator[_Obstacle]:
+    def _to_adapter(self) -> Iterator[Obstacle]:
         runtime, published = serving.runtime_of(self.config.output), self.published
         if without := serving.without_adapters(runtime, self.serve):
-            yield _Obstacle(without, (f"set `output.runtime` to one of {serving.with_adapters(self.serve)}",))
+            yield Obstacle(without, (f"set `output.runtime` to one of {serving.with_adapters(self.serve)}",))
         kinds = serving.GGUF if published == "gguf" else (published,)
         if published and serving.kind_of(self.serve) not in kinds:
             cure = _THE_FILE if published == "gguf" else f"set `output.serve: {published}`"
-            yield _Obstacle(f"{self._published}, which is not quantized again to {self.serve}", (cure,))
+            yield Obstacle(f"{self._published}, which is not quantized again to {self.serve}", (cure,))
         yield from self._to_packed()
         why = _ON_EXPERTS.get((runtime, self.serve)) or _ON_EXPERTS.get((runtime, None))
         if why and self.adapts_experts:
-            named = self.config.adapter.targets != "all-linear"
-            cure = "leave them out of `adapter.targets`" if named else "set `adapter.expert_rank: 0`"
-            yield _Obstacle(why, (cure,))
+            yield Obstacle(why, (plain_form.without_experts(self.config.adapter),))
+        base = self.weightless if self.adapts_experts else None
+        largest = serving.RUNTIMES[runtime].largest_rank
+        found = plain_form.obstacle(
+            self.config.adapter, base, self.architecture.model_type, largest_rank=largest,
+            stored=self._stored if base else (),
+        )  # fmt: skip
+        if found:
+            yield Obstacle(f"the adapter would have no form for {runtime}: {found.why}", found.cures)
         if published is None and self.serve in serving.RUNTIMES[runtime].as_published:
-            yield _Obstacle(
+            yield Obstacle(
                 f"{runtime} computes several weights as one, with one factor of {self.serve}, and a base that is held "
                 "in training has one for each weight",
                 (f"name a base that is published in {self.serve}",),
             )
 
-    def _to_exact(self) -> Iterator[_Obstacle]:
+    def _to_exact(self) -> Iterator[Obstacle]:
         if self.serve not in serving.EXACT:
-            yield _Obstacle(f"weights cannot be rounded to {self.serve} in training")
+            yield Obstacle(f"weights cannot be rounded to {self.serve} in training")
         if self.published:
-            yield _Obstacle(
-                f"{self._published}, and most updates are too small to move such a weight to its next value"
-            )
+            yield Obstacle(f"{self._published}, and most updates are too small to move such a weight to its next value")
         yield from self._to_packed()
 
-    def _to_packed(self) -> Iterator[_Obstacle]:
-        """Obstacles to a base that is held as a GGUF file has it."""
+    def _to_packed(self) -> Iterator[Obstacle]:
+        """Obstacles to a base that is held as files have it."""
         targets = self.config.adapter.targets
         follows = self.serve != "16bit" or targets == "all-linear" or any("out_proj" in one for one in targets)
         if self._in_file and follows and getattr(self.text, "linear_num_value_heads", None):
-            yield _Obstacle(
+            yield Obstacle(
                 f"llama.cpp stores columns of `linear_attn.out_proj` of {self.name} in another order, in which packed "
                 "weights and adapters cannot follow"
             )
         in_file = (self.serve, serving.runtime_of(self.config.output)) == ("nvfp4", "llama.cpp")
         if in_file and (odd := self._undivided(_NVFP4_IN_GGUF)):
-            yield _Obstacle(f"nvfp4 in a GGUF file has {odd}", ("set `output.serve: q8_0`",))
+            yield Obstacle(f"nvfp4 in a GGUF file has {odd}", ("set `output.serve: q8_0`",))
+        of_experts = self.text.model_type == "gpt_oss" and self.serve == "mxfp4" and not self._in_file
+        if of_experts and self.published is None:
+            yield Obstacle(
+                "files for vLLM have MXFP4 of the experts of gpt-oss alone, and training would hold all layers in it",
+                ("name a base that is published in mxfp4",),
+            )
 
-    def _to_rounding(self) -> Iterator[_Obstacle]:
+    def _to_rounding(self) -> Iterator[Obstacle]:
         if self._grid == self._main != "q8_0":
-            yield _Obstacle(
+            yield Obstacle(
                 f"weights of {self.name} are in {self._grid} already, and rounding them to it again undoes most of a "
                 "small update",
                 (_ORIGINAL,),

@@ -12,7 +12,7 @@ from finetune.model import skeleton
 WORDS = 4096
 """The largest vocabulary of a copy, more than builtin:tiny-llama has."""
 MOST_PARAMETERS = 2**26
-"""What a copy has at most, of which any known architecture's has a tenth."""
+"""The most parameters of a copy; that of any known architecture has a tenth of them."""
 _LAYERS = 2
 _OF_LAYERS = {"num_hidden_layers", "n_layer", "n_layers", "num_layers"}
 # Sizes by what a config may call them. Not `index_topk`, so that each token attends to all before it: of keys with
@@ -89,9 +89,9 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
 
 
 def config_of(whole: Any) -> Any:
-    """A config like `whole` with narrow layers, two or one of each kind, and all that is beside the text model.
+    """A config like `whole` with narrow layers, two or one of each kind, and the other models of a composite one.
 
-    What is not a size stays as it is, but for `_OTHERWISE`.
+    Only sizes and `_OTHERWISE` change.
     """
     kind, values, layers = type(whole), whole.to_dict(), _LAYERS
     small = {name: min(size, values[name]) for name, size in _SMALL.items() if type(values.get(name)) is int}

@@ -136,7 +136,7 @@ class ByValue:
 
 
 _SPREAD = 4
-"""A difference over so many times the largest one of a whole run is drawn at the upper edge."""
+"""Differences above this multiple of the largest one of a whole run are drawn at the upper edge."""
 
 
 def by_value(title: str, unit: str, key: str, points: Sequence[ByValue]) -> dict[str, Any]:
@@ -159,8 +159,8 @@ def by_value(title: str, unit: str, key: str, points: Sequence[ByValue]) -> dict
 
     early, beyond = [point for point in shown if point.early], [point for point in points if point not in shown]
     ends = [("95%, high", "high", values(whole, 2)), ("95%, low", "low", values(whole, 0))]
-    places = [{"step": place} for place in _places([point.value for point in points])]
-    table = _table(places, *ends, ("whole run", "line", values(whole, 1)))
+    ticks = [{"step": tick} for tick in _ticks([point.value for point in points])]
+    table = _table(ticks, *ends, ("whole run", "line", values(whole, 1)))
     marks = {"part of a run": ("hollow", early, values(early, 1))}
     marks["off the scale"] = "beyond", beyond, [edge if point in beyond else None for point in points]
     for name, (style, of, drawn) in marks.items():
@@ -171,18 +171,18 @@ def by_value(title: str, unit: str, key: str, points: Sequence[ByValue]) -> dict
 
 
 def _top(point: ByValue) -> float:
-    """The upper end of what is drawn of a point."""
+    """The upper end of a point's interval, or the point itself."""
     return max(number for number in point.difference or () if number is not None)
 
 
 def _text(point: ByValue) -> str:
-    """What a legend says of a point that is not of a whole run."""
+    """The legend of a point that was compared before the end of its run, or diverged."""
     after = f" after {point.early}" if point.early else ""
     return f"{point.difference[1]:+.4f}{after}" if point.difference else f"diverged{after}"
 
 
-def _places(values: Sequence[Any]) -> list[float]:
-    """Where values are along an axis, the first at 0 and the last at one less than their number."""
+def _ticks(values: Sequence[Any]) -> list[float]:
+    """The coordinate of each value on the axis: from 0 to their number less 1."""
     last = len(values) - 1
     if any(isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0 for value in values):
         return [*map(float, range(len(values)))]

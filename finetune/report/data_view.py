@@ -221,7 +221,7 @@ def _further(sample: Sample) -> str:
 
 
 def _together(data: Inspection) -> Iterator[list[tuple[str, Sample]]]:
-    """The first rows with their captions, and how the first would be with the chat template if that is left out."""
+    """The first rows with their captions; if all are plain text, the first once more in the chat template."""
     yield from together(data.samples, [*data.train.segments])
     if data.as_chat:
         changes = " and ".join(f"`{key}: {inline(value)}`" for key, value in data.as_chat.changes.items())

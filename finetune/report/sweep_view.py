@@ -95,7 +95,7 @@ def _by_key(settings: Sequence[SettingResult]) -> list[dict[str, Any]]:
         for each in sorted(tried, key=lambda one: (one.loss is None, -one.share, _above(one))):
             best.setdefault(words.as_in_a_file(each.values[key]), each)
         if len(best) > 1:
-            chosen = sorted((each for each in best.values()), key=lambda one: _place(one.values[key]))
+            chosen = sorted((each for each in best.values()), key=lambda one: _order(one.values[key]))
             points = [curves.ByValue(each.values[key], _interval(each), _early(each)) for each in chosen]
             title = f"Loss above the best, by {key.rpartition('.')[2]}"
             charts.append(curves.by_value(title, "nats per trained token", key, points))
@@ -124,8 +124,8 @@ def _done(training: TrainingSection, line: Mapping[str, Any]) -> float:
     return line["step"] / training.max_steps if training.max_steps else line["epoch"] / training.epochs
 
 
-def _place(value: Any) -> tuple[bool, float, str]:
-    """Where a value is drawn: numbers by size, before others by spelling."""
+def _order(value: Any) -> tuple[bool, float, str]:
+    """The key to sort values by: numbers by size, before others by spelling."""
     is_number = isinstance(value, (int, float))
     return not is_number, value if is_number else 0.0, words.as_in_a_file(value)
 
@@ -159,7 +159,7 @@ def _by_seed(settings: Sequence[SettingResult]) -> Cells:
 
 
 def _seeds(runs: Sequence[str]) -> list[str]:
-    """The seeds of a setting's runs, which are alike for all; their places for runs that were not started."""
+    """The seeds of a setting's runs, the same for all settings; for a run that was not started, its number."""
     opened = [*map(RunDirectory, runs)]
     return [str(run.config().training.seed if run.exists else at) for at, run in enumerate(opened, start=1)]
 

@@ -14,7 +14,7 @@ from finetune.storage.records import SampleImage
 from finetune.training.strategies import STRATEGIES
 
 if TYPE_CHECKING:  # these import torch, which would delay the first line of a plan
-    from finetune.data.batching import Batch
+    from finetune.data.batching import LargestBatch
     from finetune.forecast.answer_memory import Serving
     from finetune.forecast.image_memory import ImageMemory
     from finetune.forecast.job_forecast import Forecast
@@ -228,7 +228,7 @@ def sharing(section: Mapping[str, Any]) -> str:
     return f"shards of {_DIVIDED[stage]} {_OFFLOADED[section['offload']]} ({kind}, stage {stage}){split}"
 
 
-def batch(shape: Batch) -> str:
+def batch(shape: LargestBatch) -> str:
     """The largest micro-batch in words, such as `4 rows x 2,048 tokens, padded, with 3 images`."""
     if shape.packed:
         return f"{count(len(shape.by_row))} rows packed into {count(shape.tokens)} tokens"

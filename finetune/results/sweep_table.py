@@ -12,7 +12,7 @@ TABLE = "sweep.json"
 SCORES = "scores"
 """The folder of a sweep's directory that has what each run was compared by."""
 
-State = Literal["finished", "stopped", "waiting", "diverged", "failed"]
+SettingState = Literal["finished", "stopped", "waiting", "diverged", "failed"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class SettingResult:
     setting: str
     values: dict[str, Any]
     runs: list[str]
-    state: State
+    state: SettingState
     share: float
     loss: float | None
     difference: dict[str, float | None] | None

@@ -33,13 +33,13 @@ _LAST_SECOND = 253402300799
 
 LARGEST_BYTES = 2**63
 
-Step = Annotated[int, Field(ge=0, le=_LARGEST)]
+StepIndex = Annotated[int, Field(ge=0, le=_LARGEST)]
 Count = Annotated[int, Field(ge=0, le=_LARGEST)]
 Bytes = Annotated[int, Field(ge=0, le=LARGEST_BYTES)]
 Number = Annotated[float, Field(ge=-_LARGEST_FLOAT32, le=_LARGEST_FLOAT32)]  # the bounds exclude NaN
-Positive = Annotated[float, Field(ge=0, le=_LARGEST_FLOAT32)]
+NonNegative = Annotated[float, Field(ge=0, le=_LARGEST_FLOAT32)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Peak = dict[str, Bytes]
+PeakRecord = dict[str, Bytes]
 
 
 def _file_name(name: str) -> str:
@@ -80,16 +80,16 @@ class EventLine(TypedDict):
 
     time: Annotated[float, Field(ge=0, le=_LAST_SECOND)]
     event: str
-    seconds: NotRequired[Positive]
-    step: NotRequired[Step]
-    memory: NotRequired[Peak | dict[str, Peak]]
+    seconds: NotRequired[NonNegative]
+    step: NotRequired[StepIndex]
+    memory: NotRequired[PeakRecord | dict[str, PeakRecord]]
     start_from: NotRequired[StartFrom]
     sha256: NotRequired[str]
     world_size: NotRequired[Annotated[int, Field(ge=1, le=2**20)]]
     joules: NotRequired[Count]
     lowered: NotRequired[dict[_MicroBatch, Annotated[int, Field(ge=1, le=2**53)]]]
     settings: NotRequired[str]
-    steps: NotRequired[Annotated[list[Step], Field(min_length=2, max_length=2)]]
+    steps: NotRequired[Annotated[list[StepIndex], Field(min_length=2, max_length=2)]]
     learning_rate: NotRequired[Annotated[list[Number], Field(min_length=2, max_length=2)]]
 
 
@@ -110,23 +110,23 @@ def _check_event(event: EventLine) -> EventLine:
 class TrainingLine(TypedDict):
     """A line of metrics.jsonl for an optimizer step."""
 
-    step: Step
+    step: StepIndex
     loss: Number | None
     learning_rate: Number
     grad_norm: Number | None
     tokens: Count
-    tokens_per_second: Positive
+    tokens_per_second: NonNegative
     padding_share: Share
-    memory: dict[str, Peak]
+    memory: dict[str, PeakRecord]
 
 
 @_dict_record
 class EvaluationLine(TypedDict):
     """A line of metrics.jsonl for an evaluation."""
 
-    step: Step
+    step: StepIndex
     eval_loss: Number | None
-    memory: dict[str, Peak]
+    memory: dict[str, PeakRecord]
 
 
 @_dict_record
@@ -194,7 +194,7 @@ class EvaluationRecord(TypedDict):
     the run had, by folder.
     """
 
-    steps: Step
+    steps: StepIndex
     measures: list[Measure]
     interval: str
     notes: list[str]
@@ -275,7 +275,7 @@ class TrialResult:
     trial: str
     status: Literal["held", "failed", "slower", "skipped"]
     reason: str = ""
-    figures: dict[str, Positive] = field(default_factory=dict)
+    figures: dict[str, NonNegative] = field(default_factory=dict)
     transient: bool = False
 
     @property
@@ -357,8 +357,8 @@ class DataFacts(TypedDict):
 class Distance(TypedDict):
     """How far a served model is from the trained one: KL divergence in nats, and the share of equal top tokens."""
 
-    kl: Positive
-    kl_max: Positive
+    kl: NonNegative
+    kl_max: NonNegative
     agreement: Share
 
 
@@ -397,9 +397,9 @@ class MergeProof(ExportProof):
 
     rows: Count
     tokens: Count
-    error: Positive
-    bound: Positive
-    effect: Positive
+    error: NonNegative
+    bound: NonNegative
+    effect: NonNegative
     agreement: Share
     rows_of: NotRequired[str]
 
@@ -430,7 +430,7 @@ class Manifest(TypedDict):
     """manifest.json of a checkpoint. `made_with` is a `Provenance`, validated separately where it is compared."""
 
     format: int
-    step: Step
+    step: StepIndex
     files: dict[FileName, _FileFacts]
     made_with: dict[str, Any]
     sha256: str

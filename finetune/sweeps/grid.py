@@ -204,11 +204,6 @@ def _check_members(made: Sequence[Member]) -> None:
         raise ConfigError("`data.eval: none`: members are compared on evaluation rows; set `auto` or a file")
     if job.adapter.kind != "lora":
         raise ConfigError("`adapter.kind: none` changes the base, which members share; set `lora`")
-    if job.quantization.kind == "auto":
-        raise ConfigError(
-            "`quantization.kind: auto` may choose another base for some members; set the kind that `finetune plan` "
-            "names"
-        )
     if any(each.adapter.init == "pissa" for each in configs):
         raise ConfigError("`adapter.init: pissa` changes the base, which members share; leave it out")
 

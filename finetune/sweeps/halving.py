@@ -12,7 +12,7 @@ import numpy as np
 
 from finetune.inference.intervals import Measured, compared, half_width
 
-Scores = Mapping[str, np.ndarray]
+SettingScores = Mapping[str, np.ndarray]
 
 
 def shares(settings: int) -> list[float]:
@@ -24,7 +24,7 @@ def shares(settings: int) -> list[float]:
     return [2.0 ** (number - halvings) for number in range(halvings)]
 
 
-def finite(scores: Scores) -> dict[str, np.ndarray]:
+def finite(scores: SettingScores) -> dict[str, np.ndarray]:
     """The scores of settings that did not diverge."""
     return {name: score for name, score in scores.items() if np.isfinite(score).all()}
 
@@ -35,13 +35,13 @@ def loss(score: np.ndarray) -> float:
     return float(total / count)
 
 
-def ranked(scores: Scores) -> list[str]:
+def ranked(scores: SettingScores) -> list[str]:
     """The settings, the best first, those that diverged last; equal ones in the order given."""
     known = finite(scores)
     return sorted(scores, key=lambda name: loss(scores[name]) if name in known else math.inf)
 
 
-def differences(scores: Scores, other: str) -> dict[str, dict[str, float | None]]:
+def differences(scores: SettingScores, other: str) -> dict[str, dict[str, float | None]]:
     """By setting, its loss less that of `other` with a 95% confidence interval, paired by rows and by seeds.
 
     The half-widths of both are added in quadrature, since rows and seeds are drawn independently. With one seed, what
@@ -61,10 +61,9 @@ def _with_seeds(difference: dict[str, float | None], score: np.ndarray, other: n
     return {"value": value, "low": value - below, "high": value + above}
 
 
-def stopped(scores: Scores) -> dict[str, str]:
-    """The settings to stop, with why: those of the worse half that are worse than the last of the better half.
-
-    None of two, as in `shares`, nor one that cannot be told from that on these rows and seeds. All scores are finite.
+def stopped(scores: SettingScores) -> dict[str, str]:
+    """The settings to stop, with the reason: those of the worse half whose loss is certain to be above that of the last
+    of the better half, by these rows and seeds. Of two settings none is stopped, as in `shares`. Scores are finite.
     """
     order = ranked(scores)
     if len(order) <= 2:
@@ -79,7 +78,7 @@ def stopped(scores: Scores) -> dict[str, str]:
     }
 
 
-def tied(scores: Scores) -> list[str]:
+def tied(scores: SettingScores) -> list[str]:
     """The best setting, and those that cannot be told from it on these rows and seeds; empty if all diverged."""
     known = finite(scores)
     if not known:

@@ -39,7 +39,7 @@ from finetune.report import words
 from finetune.report.sweep_terminal import SweepTerminal
 from finetune.report.terminal import Terminal
 from finetune.results.figures import Figures
-from finetune.results.sweep_table import SCORES, TABLE, SettingResult, State, SweepTable, is_sweep
+from finetune.results.sweep_table import SCORES, TABLE, SettingResult, SettingState, SweepTable, is_sweep
 from finetune.runtime import libraries, ranks
 from finetune.runtime.device import this_device
 from finetune.storage import locks
@@ -120,6 +120,11 @@ def _check(members: Sequence[Member]) -> None:
     decided: list[Config] = []
     for member in members:
         config, _ = evidence.resolved_if_known(bounds.as_known_base_allows(member.config)[0])
+        if config.quantization.kind == "auto":
+            raise ConfigError(
+                "`quantization.kind: auto` may choose another base for some members; set the kind that `finetune plan` "
+                "names"
+            )
         unpaged = OPTIMIZERS[config.optimizer.kind].unpaged or config.optimizer.kind
         decided.append(config.changed({"optimizer.kind": unpaged}))
         adapter = resume.to_build(config.adapter, resumed=True)  # a resumed member has what it started from
@@ -196,7 +201,7 @@ class _Sweep:
     scores: dict[float, dict[str, np.ndarray]] = field(default_factory=dict)
     losses: dict[str, dict[float, float]] = field(default_factory=dict)
     """By member, those after each share."""
-    why: dict[str, tuple[State, str]] = field(default_factory=dict)
+    why: dict[str, tuple[SettingState, str]] = field(default_factory=dict)
     trained_seconds: list[float] = field(default_factory=list)
     """Of each training up to a comparison in this call."""
     trained_further: set[str] = field(default_factory=set)
@@ -352,7 +357,7 @@ class _Sweep:
 
     @cached_property
     def _made_of(self) -> dict[str, str]:
-        """By member, a hash of what its scores and their order follow from, besides the versions of libraries."""
+        """By member, a hash of what its scores and their order depend on, except the versions of libraries."""
         made, batch_size = {}, self.members[0].config.training.batch_size
         for member in self.members:
             config, _ = bounds.as_known_base_allows(member.config)  # the base follows from what is served

@@ -41,11 +41,11 @@ class Callback(Protocol):
 
 METHODS = ("on_step", "on_evaluation", "on_save")
 
-Told = Callback | Callable[[dict[str, Any]], object]
+AnyCallback = Callback | Callable[[dict[str, Any]], object]
 """What `train` takes as a callback: a function is called with each line of metrics, of a step or an evaluation."""
 
 
-def checked(given: Iterable[Told] | None) -> tuple[Callback, ...]:
+def checked(given: Iterable[AnyCallback] | None) -> tuple[Callback, ...]:
     """The callbacks of a run; none at first if `given` is None. Raises ConfigError if one is not a callback."""
     if given is None:
         return ()

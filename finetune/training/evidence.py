@@ -23,7 +23,7 @@ for a width of 192 at a batch of 16, which was the best here (benchmarks/results
 _EVERY_WEIGHT = 0.1
 """The best rate for training every weight, over LoRA's (the same)."""
 _FAR = 5
-"""So many times below 5.7e-4, the loss of that sweep was 1.3% higher (median); so many times above, it diverged."""
+"""At a rate five times below 5.7e-4, the loss of that sweep was 1.3% higher (median); five times above, it diverged."""
 _ATTENTION = re.compile(r"(?:self_attn[.])?(?:[qkvo]|qkv|out)_proj|(?:query|key|value|c_attn|query_key_value)")
 
 

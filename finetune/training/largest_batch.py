@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from bitsandbytes.optim.optimizer import Optimizer8bit
 
-from finetune.data.batching import Batch, Sizes, chosen_rows, per_step, worst_batches
+from finetune.data.batching import LargestBatch, Sizes, chosen_rows, per_step, worst_batches
 from finetune.data.encoded import IGNORE, TEACHER, segments_of
 from finetune.measure.monitor import Monitor, Peak
 from finetune.model.distributed import optimizer_states
@@ -77,7 +77,9 @@ def _run_largest(step: Step, steps: Steps, retry: Retry, evaluation: EvalLoss | 
     del waiting
 
 
-def _largest(rows: Any, steps: Steps, step_rows: int, most_tokens: int | None = None) -> Iterator[tuple[Batch, Inputs]]:
+def _largest(
+    rows: Any, steps: Steps, step_rows: int, most_tokens: int | None = None
+) -> Iterator[tuple[LargestBatch, Inputs]]:
     """The shapes that need most memory, of rows of at most `most_tokens`, each with a micro-batch of that shape."""
     way = steps.collate.way
     sizes = Sizes.of(rows, way)

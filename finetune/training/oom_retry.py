@@ -28,7 +28,7 @@ from finetune.model.distributed import optimizer_states
 from finetune.runtime import libraries, ranks
 from finetune.runtime.randomness import RandomState
 from finetune.training.collator import Inputs, first_row, micro_batching, row_count, split, tokens_a_row
-from finetune.training.step import Count, Step
+from finetune.training.step import LossCount, Step
 
 
 class Limit:
@@ -146,7 +146,9 @@ class Retry:
     report: Report
     limit: Limit = field(default_factory=Limit)
 
-    def forward_backward(self, step: Step, micro_batches: list[Inputs], count: Count, number: int = 0) -> torch.Tensor:
+    def forward_backward(
+        self, step: Step, micro_batches: list[Inputs], count: LossCount, number: int = 0
+    ) -> torch.Tensor:
         """`Step.forward_backward` with retries, by all ranks alike. Raises for a single row, after `give_up`.
 
         What the objective needs the mean of is summed before, and by all ranks, as the loss of each depends on it.

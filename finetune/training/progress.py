@@ -24,10 +24,10 @@ class Progress:
     `updates` are the steps that were not skipped; a checkpoint stores them with the schedule.
     """
 
-    step: Annotated[records.Step, Field(alias="global_step")] = 0
+    step: Annotated[records.StepIndex, Field(alias="global_step")] = 0
     total: Annotated[records.Count, Field(alias="max_steps")] = 0
-    epoch: records.Positive = 0.0
-    best_step: Annotated[records.Step | None, Field(alias="best_global_step")] = None
+    epoch: records.NonNegative = 0.0
+    best_step: Annotated[records.StepIndex | None, Field(alias="best_global_step")] = None
     best_loss: Annotated[records.Number | None, Field(alias="best_metric")] = None
     without_gain: Annotated[records.Count, Field(alias="evaluations_without_gain")] = 0
     owes_evaluation: bool = False

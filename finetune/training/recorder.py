@@ -21,7 +21,7 @@ from finetune.training.callbacks import Callbacks
 from finetune.training.collator import Idle, Inputs
 from finetune.training.guards import Falls, Skips, Spikes, remedy
 from finetune.training.progress import Progress
-from finetune.training.step import Count
+from finetune.training.step import LossCount
 from finetune.training.tracking import Trackers
 
 
@@ -41,9 +41,9 @@ class Listener(Protocol):
 class StepCounts:
     """Counts of a step before it runs: the divisor of its loss, tokens, and positions (with padding)."""
 
-    trained: Count
-    tokens: Count
-    positions: Count
+    trained: LossCount
+    tokens: LossCount
+    positions: LossCount
 
     @classmethod
     def of(cls, micro_batches: Iterable[Inputs], objective: Objective) -> StepCounts:

@@ -23,7 +23,7 @@ import torch
 
 from finetune.config import AdapterSection, Config, TrainingSection
 from finetune.data.batching import (
-    Batch,
+    LargestBatch,
     MicroBatching,
     Sizes,
     longest_first,
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from finetune.training.job import TrainingJob
     from finetune.training.loop import Loop
 
-Scores: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
+ReferenceScores: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
 """Summed log-probabilities (rows, segments), of the training rows and then of the evaluation set; NaN: to be scored."""
 
 _FOLDER = "references"
@@ -81,7 +81,7 @@ def batches(lengths: Sequence[int], way: MicroBatching) -> Iterator[list[int]]:
             yield [window[row] for row in batch]
 
 
-def largest_batch(way: MicroBatching, data: Prepared, step_rows: int) -> Batch:
+def largest_batch(way: MicroBatching, data: Prepared, step_rows: int) -> LargestBatch:
     """The largest batch that is scored, which is the first one; see `batching`."""
     sizes = Sizes.of(data.train, way)
     way = batching(way, sizes, step_rows)
@@ -171,7 +171,7 @@ def add(job: TrainingJob, loop: Loop) -> None:
             loop.evaluation.rows = rows
 
 
-def _score(job: TrainingJob, loop: Loop, scores: Scores, files: _Files) -> None:
+def _score(job: TrainingJob, loop: Loop, scores: ReferenceScores, files: _Files) -> None:
     """Fill in the rows of `scores` that are NaN, and keep what is done. The random state is preserved."""
     if job.resume_from and job.config.adapter.start_from:
         raise ArtifactError(
@@ -203,7 +203,9 @@ def _score(job: TrainingJob, loop: Loop, scores: Scores, files: _Files) -> None:
     job.run.event("reference_scored", rows=missing, seconds=seconds, memory={"reference": peak})
 
 
-def _passes(job: TrainingJob, loop: Loop, scores: Scores) -> Iterator[tuple[list[int], Scores, str | None]]:
+def _passes(
+    job: TrainingJob, loop: Loop, scores: ReferenceScores
+) -> Iterator[tuple[list[int], ReferenceScores, str | None]]:
     """Rows that have a NaN, their scores, and the signal that a rank has received, if any; a batch for each rank.
 
     All ranks get the scores of all.
@@ -238,7 +240,7 @@ def _one(
     micro_batch: Inputs,
     limit: oom_retry.Limit,
     report: EvaluationReport | oom_retry.Report,
-) -> Scores:
+) -> ReferenceScores:
     """The scores (rows, segments) of a micro-batch, which is split if it does not fit."""
     step, monitor, scores = loop.step, job.monitor, list[torch.Tensor]()
     # Tensors are counted in the first batch, which is the largest.
@@ -257,7 +259,7 @@ def _one(
         return torch.cat(scores, 1).cpu().numpy()
 
 
-def _unscored(scores: Scores) -> int:
+def _unscored(scores: ReferenceScores) -> int:
     return int(np.isnan(scores).any(axis=1).sum())
 
 
@@ -271,7 +273,7 @@ class _Files:
     job: TrainingJob
     shape: tuple[int, int]
 
-    def read(self) -> Scores:
+    def read(self) -> ReferenceScores:
         """Read the known scores; the rest is NaN. A resumed run keeps its own, whatever the key."""
         job, known = self.job, np.full(self.shape, np.nan, np.float32)
         for file in (job.run.reference_file, self._cached):
@@ -291,19 +293,19 @@ class _Files:
             self.keep(known)
         return known
 
-    def keep(self, scores: Scores) -> None:
+    def keep(self, scores: ReferenceScores) -> None:
         """Write what is scored into the run directory. Raises MachineError."""
         if ranks.is_main():
             write_bytes(self.job.run.reference_file, self._content(scores))
 
-    def finish(self, scores: Scores) -> None:
+    def finish(self, scores: ReferenceScores) -> None:
         """Write the scores of all rows into the run directory and, if they are finite, into the cache if possible."""
         self.keep(scores)
         if ranks.is_main() and self._cached and np.isfinite(scores).all():
             with contextlib.suppress(OSError):
                 private.write(self._cached, self._content(scores))
 
-    def _content(self, scores: Scores) -> bytes:
+    def _content(self, scores: ReferenceScores) -> bytes:
         values = scores.tobytes()
         return self._key + _digest(self._key, values) + values
 

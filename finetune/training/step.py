@@ -21,7 +21,7 @@ from finetune.objectives import Objective
 from finetune.training.collator import Inputs, apart, for_model, tokens_a_row
 from finetune.training.noise import Noise
 
-Count: TypeAlias = int | torch.Tensor
+LossCount: TypeAlias = int | torch.Tensor
 """The divisor of a step's loss: an integer, or with several ranks a tensor on the device, to avoid synchronising."""
 
 
@@ -82,7 +82,7 @@ class Step:
     def forward_backward(
         self,
         micro_batches: list[Inputs],
-        count: Count,
+        count: LossCount,
         number: int = 0,
         begin: Callable[[Inputs], object] = lambda micro_batch: None,
     ) -> torch.Tensor:
@@ -103,7 +103,7 @@ class Step:
         losses.append(self.micro_step(last, len(losses), count, number))
         return torch.stack(losses).sum()
 
-    def micro_step(self, micro_batch: Inputs, index: int, count: Count, number: int = 0) -> torch.Tensor:
+    def micro_step(self, micro_batch: Inputs, index: int, count: LossCount, number: int = 0) -> torch.Tensor:
         """Run the forward and backward pass of micro-batch `index` (from 0); return its part of the step's loss."""
         if self.levels:
             self.levels.choose(tokens_a_row(micro_batch))

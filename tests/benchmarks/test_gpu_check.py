@@ -158,7 +158,7 @@ def test_a_slice_that_breaks_ends_itself_alone(
     assert "one: FAILED too much" in capsys.readouterr().out
 
 
-def test_what_no_time_is_left_for_is_said_and_earlier_slices_stay(
+def test_slices_without_time_left_are_reported_and_earlier_ones_stay(
     fakes: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "result.json"

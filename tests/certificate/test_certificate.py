@@ -419,7 +419,7 @@ CACHES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], int]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", sampled(CACHES, "forged", "as it was left"))
-def test_a_run_is_told_in_one_line_what_is_off_and_is_right_whatever_its_cache_holds(
+def test_a_run_prints_in_one_line_what_is_off_and_is_right_whatever_its_cache_holds(
     cache, quick, made, capsys, monkeypatch, expected
 ) -> None:
     happens, times = CACHES[cache]

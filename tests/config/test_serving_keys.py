@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from finetune.cli.output import announce
 from finetune.config import Config, dump, values_of
@@ -58,7 +59,7 @@ def test_runtime_way_and_kind_follow_from_what_is_served(
     assert chosen(config) == expected
     (unresolved := job.with_name("unresolved.yaml")).write_text(dump(config))
     assert chosen(load_config(unresolved)) == expected, "as `launch` writes it for another machine"
-    assert chosen(load_config(values_of(config))) == expected, "as `finetune.train(config, data=...)` takes it"
+    assert chosen(load_config(values_of(config))) == expected
     again, _ = resolved(config)
     job.write_text(dump(again))
     assert chosen(load_config(job)) == expected, "a run's own config says the same"
@@ -184,7 +185,7 @@ def test_a_contradiction_names_its_key_and_a_cure_that_works(
         "adapter.extra_modules=[norm]", "data.new_tokens=[<tool>]", "model.vocabulary=99000",
     ],
 )  # fmt: skip
-def test_what_a_way_excludes_is_told_once_with_cures_that_leave_the_kind_to_it(
+def test_what_a_way_excludes_is_reported_once_with_cures_that_leave_the_kind_to_it(
     job: Path, way: tuple[str, ...], wrong: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
@@ -197,7 +198,7 @@ def test_what_a_way_excludes_is_told_once_with_cures_that_leave_the_kind_to_it(
 
 
 @pytest.mark.parametrize("objective", ["reward", "classification"])
-def test_a_head_for_scores_is_told_once_whatever_is_served(job: Path, objective: str) -> None:
+def test_a_head_for_scores_is_reported_once_whatever_is_served(job: Path, objective: str) -> None:
     for way in ([], ["output.way=adapter"], ["output.way=rounded"], ["output.way=exact"]):
         with pytest.raises(ConfigError) as error:
             load_config(job, ["output.serve=q4_0", *way, f"training.objective={objective}"])
@@ -248,6 +249,11 @@ _FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128
 _GGUF = {
     "quantization_config": {"quant_method": "gguf", "modules_to_convert": {"model.layers.0.mlp.up_proj.weight": "q4_0"}}
 }
+_GPT_OSS = {"model_type": "gpt_oss", "num_local_experts": 4}
+_WHOLE_EXPERTS = {"model_type": "granitemoe", "num_local_experts": 4}
+_UNKNOWN_EXPERTS = {"model_type": "ernie4_5_moe", "moe_num_experts": 4}
+_GPT_2 = {"model_type": "gpt2", "n_embd": 256, "n_head": 4}
+_WIDE = {"hidden_size": 1024, "intermediate_size": 1024}
 _QWEN_35 = {"model_type": "qwen3_5_text", "num_hidden_layers": 4}
 _BY_NAME = "adapter.targets=[q_proj,experts.gate_up_proj,experts.down_proj]"
 _BESIDE = "output.way=adapter"
@@ -288,6 +294,25 @@ _BESIDE = "output.way=adapter"
         ({}, ["output.serve=nvfp4", _BESIDE], "output.way", "output.way=exact"),
         ({"model_type": "olmo2"}, ["output.serve=q4_k_m"], "output.serve", "output.serve=16bit"),
         ({"hidden_act": "gelu"}, ["output.serve=q8_0"], "output.serve", "output.serve=16bit"),
+        (_GPT_OSS, ["output.serve=fp8"], "output.serve", "output.serve=mxfp4"),
+        (_GPT_OSS, ["output.serve=nvfp4", "output.way=rounded"], "output.serve", "output.serve=q8_0"),
+        (_GPT_OSS, ["output.serve=int4", "output.way=exact"], "output.serve", "output.serve=q8_0"),
+        (_GPT_OSS, ["output.serve=mxfp4", _BESIDE], "output.way", "output.way=rounded"),
+        (_WHOLE_EXPERTS, ["output.serve=int4"], "output.serve", "output.serve=fp8"),
+        (_GPT_2, ["output.serve=int4"], "output.serve", "output.serve=16bit"),
+        (_UNKNOWN_EXPERTS, ["output.serve=16bit", _BESIDE], "output.way", "output.way=rounded"),
+        (_UNKNOWN_EXPERTS, ["output.serve=16bit", _BESIDE], "output.way", "adapter.expert_rank=0"),
+        (_MIXTURE, ["output.serve=16bit", "output.runtime=sglang", _BESIDE], "output.way", "adapter.expert_rank=0"),
+        (
+            _MIXTURE, ["output.serve=16bit", _BESIDE, "adapter.targets=[experts.gate_up_proj]"], "output.way",
+            "output.way=rounded",
+        ),
+        (
+            _MIXTURE, ["output.serve=16bit", _BESIDE, "adapter.targets=[q_proj,gate.weight]"], "output.way",
+            "output.way=rounded",
+        ),
+        (_WIDE, ["output.serve=fp8", _BESIDE, "adapter.rank=600"], "output.way", "output.way=rounded"),
+        (_WIDE, ["output.serve=int4", _BESIDE, "adapter.ranks={q_proj: 513}"], "output.way", "output.way=exact"),
     ],
     ids=str,
 )  # fmt: skip
@@ -319,6 +344,10 @@ def test_what_a_base_cannot_be_served_as_is_refused_once_it_is_known(
         ({}, ["output.serve=nvfp4", "output.runtime=vllm"], "vllm computes several weights as one"),
         (_FP8, ["output.serve=16bit"], "is published in FP8, which is not quantized again to 16bit"),
         (_FP8, ["output.serve=q8_0"], "is published in FP8, which is not quantized again to q8_0"),
+        (_GPT_OSS, ["output.serve=mxfp4"], "files for vLLM have MXFP4 of the experts of gpt-oss alone"),
+        (_UNKNOWN_EXPERTS, ["output.serve=16bit"], "form that vLLM reads for `ernie4_5_moe` is unknown here"),
+        (_MIXTURE, ["output.serve=16bit", "output.runtime=sglang"], "by which SGLang finds an adapter on experts"),
+        (_WIDE, ["output.serve=16bit", "adapter.rank=600"], "its rank is 600, and vLLM takes at most 512"),
     ],
     ids=str,
 )  # fmt: skip
@@ -371,8 +400,34 @@ def test_experts_that_are_published_in_a_form_and_have_no_adapter_are_served_in_
 def test_a_kind_that_rounding_would_undo_is_refused_once_the_base_needs_it(job: Path, tmp_path: Path) -> None:
     named = f"model.name={base(tmp_path / 'base', **_MIXTURE)}"
     config = load_config(job, [named, "output.serve=q4_0", "quantization.kind=q4_0"])
-    with pytest.raises(ConfigError, match=r"`quantization\.kind`: an update of weights in q4_0 is mostly lost"):
+    with pytest.raises(
+        ConfigError, match=r"`quantization\.kind`: an update of weights in q4_0 is mostly lost"
+    ) as error:
         bounds.as_known_base_allows(config)
+    assert "output.way: adapter" not in str(error.value), "from which `auto` has fallen back"
+
+
+def test_experts_that_files_have_in_one_tensor_are_refused_where_servers_read_them_one_by_one(
+    job: Path, tmp_path: Path
+) -> None:
+    folder = base(tmp_path / "base", **_MIXTURE)
+
+    def resolved_as(serve: str) -> str:
+        config, note = bounds.as_known_base_allows(load_config(job, [f"model.name={folder}", f"output.serve={serve}"]))
+        return f"{config.output.way}: {note}"
+
+    assert resolved_as("int4").startswith("adapter: ")
+    save_file({"model.layers.0.mlp.experts.gate_up_proj": torch.zeros(1)}, folder / "model.safetensors")
+    assert "rounded: " in (said := resolved_as("16bit"))
+    assert "vLLM reads adapters on experts of `qwen3_moe` one by one" in said
+    with pytest.raises(ConfigError, match=r"`output\.serve`: .* has all experts of a layer in one tensor .*set `fp8`"):
+        resolved_as("int4")
+
+
+def test_llama_cpp_takes_an_adapter_of_any_rank(job: Path, tmp_path: Path) -> None:
+    named = f"model.name={base(tmp_path / 'base', **_WIDE)}"
+    config, _ = bounds.as_known_base_allows(load_config(job, [named, "output.serve=q8_0", "adapter.rank=600"]))
+    assert config.output.way == "adapter"
 
 
 def test_advice_says_of_which_bases_a_runtime_takes_an_adapter(job: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from finetune.config import DataSection, TrainingSection
 from finetune.data.batching import (
-    Batch,
+    LargestBatch,
     MicroBatching,
     RowOrder,
     Sizes,
@@ -304,7 +304,7 @@ def test_a_packed_micro_batch_never_exceeds_its_rows_padded() -> None:
 
 
 def test_without_data_every_row_is_assumed_to_have_the_maximum_length() -> None:
-    assert longest_batch(4, 100) == Batch(4, 100, True, 4 * 99)
+    assert longest_batch(4, 100) == LargestBatch(4, 100, True, 4 * 99)
     assert longest_batch(1, 100).padded is False, "a row by itself needs no mask"
     assert longest_batch(2, 7).as_dict() == {
         "rows": 2, "tokens": 7, "padded": True, "trained_tokens": 12, "source": "data.max_length",

@@ -123,7 +123,11 @@ def test_weights_are_not_used_with_another_tokenizer(
     assert said.startswith(f"{run.adapter} was trained with another tokenizer or chat template")
     assert f"fingerprint {then[:16]} then, {now[:16]} now" in said
     assert "copy them back" in said
+    assert "set `model.tokenizer` to it (for a finished run in its config.yaml)" in said
     assert not run.merged.exists()
+    run.config_file.write_text(dump(run.config().changed({"model.tokenizer": str(run.adapter)})))
+    config = run.config()
+    fingerprint.check(load_tokenizer(config.model, config.data), run.adapter)
 
 
 def test_the_base_answers_with_any_tokenizer(other_tokenizer: tuple[RunDirectory, str]) -> None:

@@ -120,7 +120,7 @@ def test_any_json_lines_come_back(rows: list[dict[str, Any]], tmp_path_factory: 
 BEYOND = {"date": pyarrow.date32(), "seconds": pyarrow.timestamp("s"), "zone": pyarrow.timestamp("ms", "UTC")}
 
 
-def test_dates_that_python_has_not_are_read_beside_the_rows(tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_dates_that_python_lacks_are_read_with_their_rows(tmp_path: Path, subtests: pytest.Subtests) -> None:
     """Year 292,277 and its like stand for `never` in databases."""
     for kind in BEYOND:
         for suffix in [".parquet", ".arrow"]:
@@ -140,7 +140,7 @@ def test_dates_that_python_has_not_are_read_beside_the_rows(tmp_path: Path, subt
                 assert found[0].share() != found[1].share()
 
 
-def test_a_date_within_a_list_that_python_has_not_names_its_column(tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_a_date_within_a_list_that_python_lacks_names_its_column(tmp_path: Path, subtests: pytest.Subtests) -> None:
     for suffix in [".parquet", ".arrow"]:
         with subtests.test(suffix=suffix):
             dates = pyarrow.array([[2**53]], pyarrow.list_(pyarrow.int64())).cast(

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
+from tokenizers import normalizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cli.serve import Serve
 
@@ -177,6 +178,11 @@ def test_a_rank_between_those_of_vllm_takes_the_next() -> None:
     assert (
         "--max-lora-rank 128" in server_commands.commands("adapter", Path("run/plain-adapter"), "base", record)["vLLM"]
     )
+
+
+def test_no_command_is_given_for_a_server_that_takes_no_such_rank() -> None:
+    record = {"rank": 600, "gguf": None}
+    assert server_commands.commands("adapter", Path("run/plain-adapter"), "base", record).keys() == {"SGLang"}
 
 
 def test_the_server_of_transformers_takes_a_folder_as_the_command_gives_it() -> None:
@@ -394,6 +400,28 @@ def test_a_template_that_depends_on_more_than_positions_of_messages_is_refused()
 
     with pytest.raises(ConfigError, match=r"no form in Ollama's language.*export `gguf`"):
         ollama.turns(render)
+
+
+@pytest.mark.parametrize(
+    ("runtime", "why"),
+    [("ollama", "no form in Ollama's language"), ("llama.cpp", "has no tokenizer like this model's"), ("vllm", None)],
+)
+def test_what_an_export_would_refuse_of_a_tokenizer_is_refused_before_training(
+    runtime: str, why: str | None, run: RunDirectory
+) -> None:
+    config = run.config().changed({"output.serve": "16bit", "output.runtime": runtime, "output.way": "rounded"})
+    tokenizer = finished_run.tokenizer_of(run, config, run.adapter)
+    publish.check_served(run, config, tokenizer, "chat")
+    if runtime == "ollama":
+        tokenizer.chat_template = "{{ messages | length }}" + tokenizer.chat_template
+    else:
+        tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+    if why is None:
+        publish.check_served(run, config, tokenizer, "chat")
+        return
+    with pytest.raises(ConfigError, match=f"`output.serve`: what is trained could not be exported: .*{why}"):
+        publish.check_served(run, config, tokenizer, "chat")
+    publish.check_served(run, config.changed({"output.runtime": "vllm"}), tokenizer, "chat")
 
 
 def commands_of(text: str) -> list[tuple[str, str]]:

@@ -81,7 +81,7 @@ def test_base_and_adapter_compute_what_was_trained(kind: str, base: Path, traine
 
 
 @pytest.mark.long
-def test_a_base_in_float32_is_shipped_in_half_of_it_which_is_told(base: Path, trained: Trained, tmp_path: Path) -> None:
+def test_a_base_in_float32_is_shipped_in_half_of_it_with_a_note(base: Path, trained: Trained, tmp_path: Path) -> None:
     whole = shutil.copytree(base, tmp_path / "whole")
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     for weight in model.parameters():

@@ -11,8 +11,10 @@ import torch
 from gguf import GGUFReader, dequantize
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from finetune.config import ModelSection
 from finetune.errors import ConfigError
 from finetune.export.gguf import gguf_export, gguf_model, llama_cpp
+from finetune.model import build
 from finetune.model.source import chat_template, gguf_families
 from finetune.model.structure import packed
 
@@ -130,6 +132,21 @@ def test_bytes_that_llama_cpp_would_have_in_other_columns_are_refused(tmp_path: 
     columns = Packed("qwen3.5", "q4_0", tmp_path / "columns", ("linear_attn.out_proj.weight", "mlp.up_proj.weight"))
     with pytest.raises(ConfigError, match=r"other columns or values of `model\.layers\.0\.linear_attn\.out_proj"):
         columns.written(tmp_path / "columns.gguf")
+
+
+@pytest.mark.parametrize("kind", ["q4_0", "nvfp4"])
+def test_weights_with_other_columns_in_llama_cpp_are_rounded_by_themselves(kind: str, tmp_path: Path) -> None:
+    made = Packed("qwen3.5", "q4_0", tmp_path / "model", ("linear_attn.out_proj.weight", "mlp.up_proj.weight"))
+    model = build.weightless(ModelSection(name=str(tmp_path / "model")))
+    forms = gguf_export.forms(model, kind)
+    assert {name.split(".")[-2] for name in made.weights if name not in forms} == {"out_proj"}
+    state = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).state_dict()
+    tied = model.all_tied_weights_keys
+    made.weights = {name: packed.pack(form, state[name]) for name, form in forms.items() if name not in tied}
+    written = {one.name: one.tensor_type.name for one in GGUFReader(made.written(tmp_path / "a.gguf", kind)).tensors}
+    matrices = {name: stored for name, stored in written.items() if name.endswith(("ssm_out.weight", "ffn_up.weight"))}
+    assert {*matrices.values()} == {kind.upper()}
+    assert "blk.0.ssm_out.weight" in matrices
 
 
 def test_a_form_that_gguf_lacks_is_refused(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from finetune.export.conversion import Conversion
 from finetune.export.gguf import gguf_export
 from finetune.export.rounding import calibration, memory, rounded_run
 from finetune.export.rounding.compensated import DAMPING, compensated
-from finetune.export.rounding.inputs import Inputs
+from finetune.export.rounding.inputs import InputSums
 from finetune.export.rounding.layers import LayerRounding
 from finetune.export.rounding.matrices import rounded
 from finetune.measure.tensors import TensorCount
@@ -77,7 +77,7 @@ def test_products_with_other_rows_are_nearer_than_after_plain_rounding(name: str
 def test_positions_are_rounded_to_what_is_as_near_as_compensated_weights(form: str) -> None:
     """Also of levels at uneven distances, whose middles are within the interval of a position."""
     weights, x = {"one": weight_of(64, 512), "two": weight_of(32, 512)}, inputs_of(512, 2048)
-    inputs, missed = Inputs({}), list[float]()
+    inputs, missed = InputSums({}), list[float]()
     for key in weights:
         inputs.add((key, 0), x)
     for each in (served(form), form):
@@ -142,7 +142,7 @@ def test_fewer_rows_than_columns_are_rounded_with() -> None:
 def test_inputs_that_are_not_finite_are_refused() -> None:
     x = inputs_of(64, 64)
     x[3, 4] = torch.nan
-    inputs = Inputs({})
+    inputs = InputSums({})
     inputs.add(("down_proj", 0), x)
     with pytest.raises(ArtifactError, match="`down_proj` are not finite"):
         rounded({"down_proj": "q4_0"}, {"down_proj": weight_of(8, 64)}, inputs)
@@ -150,7 +150,7 @@ def test_inputs_that_are_not_finite_are_refused() -> None:
 
 def test_a_matrix_with_few_tokens_is_rounded_by_itself() -> None:
     weights = torch.stack([weight_of(8, 64), -weight_of(8, 64)])
-    inputs = Inputs({})
+    inputs = InputSums({})
     inputs.add(("experts", 0), inputs_of(64, 64))
     inputs.add(("experts", 1), inputs_of(64, 7))
     one = rounded({"experts": "q4_0"}, {"experts": weights}, inputs)["experts"]
@@ -163,7 +163,7 @@ def test_a_matrix_with_few_tokens_is_rounded_by_itself() -> None:
 @pytest.mark.parametrize("tokens", [7, 64])
 def test_what_is_joined_in_a_product_has_one_factor_of_nvfp4(tokens: int) -> None:
     weights = {"q_proj": weight_of(8, 64), "k_proj": 2 * weight_of(4, 64)}
-    inputs, x = Inputs({}), inputs_of(64, tokens)
+    inputs, x = InputSums({}), inputs_of(64, tokens)
     for name in weights:
         inputs.add((name, 0), x)
     found = rounded(dict.fromkeys(weights, "nvfp4"), weights, inputs)
@@ -175,7 +175,10 @@ def test_what_is_joined_in_a_product_has_one_factor_of_nvfp4(tokens: int) -> Non
 def test_inputs_are_summed_where_a_weight_is_multiplied() -> None:
     layer, experts = nn.Linear(8, 4, bias=False), torch.randn(2, 8, 6)
     x, y = torch.randn(3, 5, 8), torch.randn(7, 8)
-    with torch.no_grad(), Inputs({"one": layer.weight.data, "two": layer.weight.data[:2], "experts": experts}) as found:
+    with (
+        torch.no_grad(),
+        InputSums({"one": layer.weight.data, "two": layer.weight.data[:2], "experts": experts}) as found,
+    ):
         layer(x)
         y @ experts[1]
         layer(x[:1])
@@ -355,7 +358,9 @@ def test_enough_rows_have_the_shape_that_is_planned_with(max_length: int) -> Non
 
 
 @pytest.mark.slow
-def test_the_memory_of_a_rounding_is_told_before_training(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_a_rounding_is_reported_before_training(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(calibration, "TOKENS", 512)  # as many as the run has rows for
     job = job_of(run, "q4_0")
     planned = publish.rounding_bytes(job.config.changed({"output.serve": "q4_0", "output.way": "rounded"}), "cpu")
@@ -386,7 +391,7 @@ def job_of(run: RunDirectory, kind: str) -> Conversion:
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_told_with_the_folder_and_what_was_kept_is_used_again(
+def test_a_full_disk_is_reported_with_the_folder_and_what_was_kept_is_used_again(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job, written, said = job_of(run, "q4_0"), weight_files.write, list[str]()

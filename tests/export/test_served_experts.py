@@ -20,9 +20,9 @@ from finetune.config import AdapterSection, Config, ModelSection
 from finetune.errors import ConfigError
 from finetune.export import adapter_export, server_commands, server_experts, server_names
 from finetune.export.conversion import Conversion
-from finetune.export.server_experts import FUSED, SEPARATE
 from finetune.model import build
 from finetune.model.adapters import adapter, adapter_files
+from finetune.model.adapters.plain_form import FUSED, SEPARATE
 from finetune.model.structure import streamed
 from finetune.report.terminal import Terminal
 from finetune.storage import weight_files

@@ -80,7 +80,7 @@ def test_an_update_that_a_grid_swallows_is_not_published(steps: float, kept: flo
             proof.refuse_unless_equal(found, "file")
 
 
-def test_what_little_is_kept_of_the_gain_is_told() -> None:  # trap 1
+def test_a_small_share_of_the_gain_is_reported() -> None:  # trap 1
     trained, base = torch.full((100,), 2.0), torch.linspace(2.9, 3.1, 100)
     assert proof.gain_kept(base, trained, base - 0.06) == (pytest.approx(0.06), None)
     kept, why = proof.gain_kept(base, base + torch.linspace(-1, 1, 100), base)

@@ -13,7 +13,7 @@ import pytest
 from forecasts import MIB
 
 from finetune.config import Config
-from finetune.data.batching import Batch
+from finetune.data.batching import LargestBatch
 from finetune.forecast import by_length, planning
 from finetune.forecast.fit import SPARE
 from finetune.forecast.job_forecast import Forecast, with_shorter
@@ -40,7 +40,7 @@ class Job:
         return dataclasses.replace(
             found,
             device=dataclasses.replace(found.device, outside_bytes=0),
-            batch=Batch(4, min(tokens, LONGEST), True, 1),
+            batch=LargestBatch(4, min(tokens, LONGEST), True, 1),
             peak_reserved_bytes=FIXED * MIB + growing,
             categories={"base_weights": FIXED * MIB, "activations": growing},
             seconds=LEVELS[level][1],

@@ -13,7 +13,7 @@ import pytest
 
 import finetune
 from finetune.config import Config
-from finetune.data.batching import Batch
+from finetune.data.batching import LargestBatch
 from finetune.forecast import devices, job_forecast, kept, planning
 from finetune.forecast.job_forecast import Forecast
 from finetune.forecast.kept import Kept
@@ -195,7 +195,7 @@ def test_with_other_memory_free_a_forecast_holds_unless_the_allocator_would_act_
     job = planner(config())
     then = dataclasses.replace(job.device, budget_bytes=100, outside_bytes=0)
     now = dataclasses.replace(then, budget_bytes=room_now)
-    batch, made = Batch(1, 8, padded=False, trained_tokens=8), []
+    batch, made = LargestBatch(1, 8, padded=False, trained_tokens=8), []
 
     def trace_on(device: devices.Device) -> Forecast:
         made.append(device)

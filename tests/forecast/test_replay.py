@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from traces import Story
 
-from finetune.data.batching import Batch
+from finetune.data.batching import LargestBatch
 from finetune.forecast import job_forecast, operator_costs, replay
 from finetune.forecast.devices import Device
 from finetune.forecast.job_forecast import PHASES, WORDS, Forecast
@@ -20,7 +20,7 @@ from finetune.forecast.trace import CATEGORIES
 
 CPU = Device("cpu", "CPU", 10 * GIB, 100 * MIB, flops=1e9, bandwidth_bytes=1e8, call_seconds=1e-3)
 CARD = dataclasses.replace(CPU, type="cuda", name="a card", outside_bytes=300 * MIB, capability=(8, 9))
-BATCH = Batch(rows=2, tokens=64, padded=True, trained_tokens=96)
+BATCH = LargestBatch(rows=2, tokens=64, padded=True, trained_tokens=96)
 
 
 def step(unit: int = MIB, *, paged: int = 0) -> Story:

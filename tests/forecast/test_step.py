@@ -19,7 +19,7 @@ from jobs import sampled
 from traces import peaks
 
 from finetune.config.field_types import LEVELS
-from finetune.data.batching import Batch, longest_batch
+from finetune.data.batching import LargestBatch, longest_batch
 from finetune.forecast import extrapolate, job_forecast, replay
 from finetune.forecast.trace import Trace, Work
 from finetune.forecast.traced_step import Models
@@ -184,7 +184,7 @@ def test_more_accumulation_adds_the_gradients_of_the_micro_batches_before() -> N
 @pytest.mark.slow
 def test_layer_inputs_on_the_host_are_managed_memory_on_a_card_and_nothing_on_a_cpu() -> None:
     model = tiny_models.architecture(layers=3)
-    batch = Batch(rows=2, tokens=512, padded=False, trained_tokens=1022)
+    batch = LargestBatch(rows=2, tokens=512, padded=False, trained_tokens=1022)
     there, here = (
         tiny_models.config(kernels__fused="off", memory__offload=offload) for offload in ("checkpoints", "none")
     )
@@ -210,7 +210,7 @@ def test_memory_grows_in_proportion_to_a_long_row(name: str) -> None:
     )
 
     def traced(tokens: int) -> tuple[int, int]:
-        batch = Batch(rows=1, tokens=tokens, padded=False, trained_tokens=tokens - 1)
+        batch = LargestBatch(rows=1, tokens=tokens, padded=False, trained_tokens=tokens - 1)
         trace = tiny_models.trace(job, tiny_models.architecture(name, 1), where=tiny_models.card(), batch=batch)
         widest = max(block.bytes for block in trace.blocks if block.category == "activations")
         return max(peaks(trace).values()), widest
@@ -230,7 +230,7 @@ def test_memory_and_work_grow_in_proportion_to_a_row_longer_than_its_windows(whe
     device = getattr(tiny_models, where)()
 
     def traced(tokens: int) -> tuple[int, int, float]:
-        batch = Batch(rows=1, tokens=tokens, padded=False, trained_tokens=64)
+        batch = LargestBatch(rows=1, tokens=tokens, padded=False, trained_tokens=64)
         attention = packing.windowed("sdpa", base, tokens, varlen=device.type == "cuda")
         assert attention.startswith(packing.WINDOWED)
         trace = tiny_models.trace(job, base, where=device, batch=batch, attention=attention)
@@ -248,8 +248,8 @@ def test_memory_and_work_grow_in_proportion_to_a_row_longer_than_its_windows(whe
 @pytest.mark.slow
 def test_packed_rows_on_a_card_take_the_variable_length_kernel_and_no_more_than_padded_ones() -> None:
     model = tiny_models.architecture(layers=2)
-    padded = Batch(rows=4, tokens=256, padded=True, trained_tokens=1020)
-    packed = Batch(rows=1, tokens=1024, padded=False, trained_tokens=1020, packed=(256,) * 4)
+    padded = LargestBatch(rows=4, tokens=256, padded=True, trained_tokens=1020)
+    packed = LargestBatch(rows=1, tokens=1024, padded=False, trained_tokens=1020, packed=(256,) * 4)
     card = tiny_models.card()
     job = tiny_models.config(
         kernels__fused="off", data__packing=True, data__max_length=256, training__micro_batch=4, training__batch_size=4
@@ -369,7 +369,7 @@ def test_a_model_traced_before_gives_the_forecast_that_a_new_one_gives(
     model = tiny_models.architecture(architecture, layers)
     for setting in settings:
         job = tiny_models.config(**{**changes, **setting})
-        batch = Batch(rows=job.training.rows, tokens=64, padded=True, trained_tokens=96)
+        batch = LargestBatch(rows=job.training.rows, tokens=64, padded=True, trained_tokens=96)
         found, expected = (
             tiny_models.trace(job, model, where=where, batch=batch, evaluation=tiny_models.BATCH, models=each)
             for each in (models, None)

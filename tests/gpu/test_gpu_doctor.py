@@ -10,7 +10,7 @@ from finetune.doctor import machine
 pytestmark = pytest.mark.gpu
 
 
-def test_each_card_and_the_library_for_it_are_told(cuda: torch.device) -> None:
+def test_each_card_and_the_library_for_it_are_reported(cuda: torch.device) -> None:
     found = {one.about: one for one in machine.examine().findings}
     assert torch.version.cuda in found["CUDA"].what
     for index in range(torch.cuda.device_count()):

@@ -369,7 +369,7 @@ def test_continued_pretraining_is_supervised_training_on_text(tmp_path: Path) ->
         assert (data.train, data.format, data.too_long) == ("c4_demo", "text", "split")
 
 
-def test_a_config_of_trl_is_told_from_one_of_llama_factory(tmp_path: Path) -> None:
+def test_a_config_of_trl_is_distinguished_from_one_of_llama_factory(tmp_path: Path) -> None:
     draft = translate(write(tmp_path, TRL))
     config = draft.config
     assert "a config of TRL" in draft.title

@@ -15,7 +15,7 @@ from jobs import sampled
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.config import Config
-from finetune.data.batching import Batch, MicroBatching
+from finetune.data.batching import LargestBatch, MicroBatching
 from finetune.errors import ConfigError, FinetuneError, ForecastError, MachineError
 from finetune.forecast import planning
 from finetune.model import base
@@ -141,7 +141,7 @@ def test_each_has_a_forecast(directory: Path) -> None:
     config = job(directory)
     architecture = base.load_architecture(config.model)
     implementation = backends.planned("auto", architecture, "cpu", "bf16")
-    batch = Batch(rows=1, tokens=8, padded=False, trained_tokens=7)
+    batch = LargestBatch(rows=1, tokens=8, padded=False, trained_tokens=7)
     trace = tiny_models.trace(config, architecture, batch=batch, attention=implementation)
     assert {"base_weights", "adapter", "activations", "loss"} <= {block.category for block in trace.blocks}
 

@@ -214,6 +214,13 @@ def test_a_folder_that_cannot_be_written_serves_what_is_there_and_else_says_what
     folder = gguf_base.unpacked(file)
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     assert gguf_base.unpacked(file) == folder
+    (folder / "gguf.json").write_text("{}")
+    with pytest.raises(MachineError, match=r"unpacked there is of an earlier version or another file.*name the link"):
+        gguf_base.unpacked(file)
+    monkeypatch.undo()
+    (tmp_path / "writable").mkdir()
+    (link := tmp_path / "writable" / file.name).symlink_to(file)
+    assert gguf_base.unpacked(link).parent == link.parent
 
 
 def cut(file: Path) -> None:
@@ -322,7 +329,7 @@ def test_a_file_of_something_else_is_refused_with_the_cure(wrong: str, tmp_path:
             read(file)
 
 
-def test_a_full_disk_is_said_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = written("llama", tmp_path, "q8_0")
 
     def full(*given: Any) -> None:

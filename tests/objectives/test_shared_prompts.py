@@ -185,7 +185,7 @@ def test_labels_that_a_larger_batch_may_have_are_not_put_on_what_is_computed_els
     ("way", "why"),
     [("kernels.compile=layers", "compiled anew"), ("model.attention=flex", "flex_attention has masks of its own")],
 )
-def test_why_prompts_are_not_shared_is_said(way: str, why: str) -> None:
+def test_the_reason_why_prompts_are_not_shared_is_noted(way: str, why: str) -> None:
     config = Config().changed(dict([way.split("=")]))
     assert why in str(cannot_share(config, families.architecture("smollm3")))
     assert "in chunks" in str(cannot_share(Config(), families.architecture("llama4")))

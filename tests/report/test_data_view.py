@@ -14,7 +14,7 @@ from markup_reader import Reader
 from rich.console import Console
 
 import finetune
-from finetune.data.batching import Batch
+from finetune.data.batching import LargestBatch
 from finetune.data.counts import CONTROL_TOKENS, EMPTY, TOO_LONG, UNTRAINED, Affected, Counts
 from finetune.data.inspection import AsChat, Batching, Bin, Inspection, SourceCounts
 from finetune.report.data_view import DataView
@@ -49,7 +49,7 @@ def inspection(**changes: Any) -> Inspection:
             Batching("grouped by length", {"training.group_by_length": True}, True, 0.0125, 63, 126),
             Batching("shuffled", {"training.group_by_length": False}, False, 0.4, 63, 126),
         ),
-        worst_batch=Batch(8, 300, True, 900, "the data's rows"),
+        worst_batch=LargestBatch(8, 300, True, 900, "the data's rows"),
         samples=(sample(("<s>", False), ("Hi", False), ("\n", False), (" one", True), ("</s>", True)),),
     )
     return dataclasses.replace(found, **changes)

@@ -13,7 +13,7 @@ from forecasts import GIB, MIB, forecast
 from rich.console import Console
 
 from finetune.config import Config, DistributedSection
-from finetune.data.batching import Batch
+from finetune.data.batching import LargestBatch
 from finetune.forecast.job_forecast import WORDS, Forecast
 from finetune.forecast.levers import Lever
 from finetune.forecast.planning import Plan
@@ -53,7 +53,7 @@ def test_the_first_line_is_the_answer() -> None:
 def test_the_batch_is_shown_with_the_source_of_its_lengths() -> None:
     line = "batch      4 rows x 2,048 tokens, padded, 2 such micro-batches a step; lengths from data.max_length"
     assert line in shown(forecast()).splitlines()
-    single = Batch(rows=1, tokens=300, padded=False, trained_tokens=299, source="the data's rows")
+    single = LargestBatch(rows=1, tokens=300, padded=False, trained_tokens=299, source="the data's rows")
     assert "batch      1 row x 300 tokens; lengths from the data's rows" in shown(forecast(batch=single, tokens=300))
 
 

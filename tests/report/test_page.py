@@ -191,7 +191,7 @@ def test_the_proof_of_a_merged_model_is_shown(run: RunDirectory) -> None:
     assert all(text in markup for text in ("0.250%", "1.100%", "31.000%", "99.51%", "8 rows, 1,234 tokens"))
 
 
-def test_what_an_export_keeps_is_said_bytes_first(run: RunDirectory) -> None:
+def test_what_an_export_keeps_is_reported_bytes_first(run: RunDirectory) -> None:
     folder = run.path / "plain-adapter"
     folder.mkdir()
     proof = {

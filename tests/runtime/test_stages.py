@@ -10,7 +10,7 @@ from finetune.runtime.stages import stage
 
 
 @pytest.mark.parametrize(("terminal", "rank", "said"), [(True, "0", True), (True, "1", False), (False, "0", False)])
-def test_a_stage_is_said_on_the_terminal_of_the_first_rank(
+def test_a_stage_is_announced_on_the_terminal_of_rank_0(
     terminal: bool, rank: str, said: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)

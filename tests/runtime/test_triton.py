@@ -20,7 +20,7 @@ from torch.backends import python_native
 from trl.kernels import chunked_logprob
 
 import finetune
-from finetune.data.batching import Batch
+from finetune.data.batching import LargestBatch
 from finetune.doctor import machine
 from finetune.errors import MachineError
 from finetune.forecast import devices, job_forecast, replay
@@ -202,7 +202,7 @@ def test_the_card_that_is_here_is_planned_for_as_it_will_compute(triton, monkeyp
 
 @pytest.mark.parametrize("trained_tokens", [32, 96])
 def test_torchs_own_operators_take_a_copy_of_each_tile_in_float32(trained_tokens: int) -> None:
-    batch = Batch(rows=2, tokens=64, padded=True, trained_tokens=trained_tokens)
+    batch = LargestBatch(rows=2, tokens=64, padded=True, trained_tokens=trained_tokens)
     job = tiny_models.config(quantization__kind="none", kernels__fused="off")
     model = tiny_models.architecture(layers=1)
 

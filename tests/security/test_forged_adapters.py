@@ -295,7 +295,7 @@ def test_a_resume_refuses_such_a_checkpoint(
                 state.restore_weights(WholeWeights(model), folder)
 
 
-def test_doctor_goes_on_after_targets_that_the_base_has_not(run: RunDirectory) -> None:
+def test_doctor_goes_on_after_targets_that_the_base_lacks(run: RunDirectory) -> None:
     run.config_file.write_text(re.sub(r"targets: .*", "targets: [foo_proj]", run.config_file.read_text()))
     file = run.adapter / CONFIG
     file.write_text(json.dumps({**json.loads(file.read_text()), "target_modules": ["foo_proj"]}))

@@ -122,3 +122,12 @@ def test_members_whose_bases_would_be_held_in_different_forms_are_refused(tmp_pa
     with pytest.raises(ConfigError, match=r"holds the base of these members in different forms.*set `rounded`"):
         running._check(members)
     running._check(grid.members(TINY, [*job, "output.way=rounded"], {"adapter.expert_rank": ["0", "8"]}))
+
+
+def test_a_kind_that_follows_from_what_is_served_is_that_of_all_members(tmp_path: Path) -> None:
+    job = ["quantization.kind=auto", "output.merge=false", f"output.dir={tmp_path / 'sweep'}"]
+    keys = {"training.learning_rate": ["1e-3", "3e-3"]}
+    running._check(grid.members(TINY, [*job, "output.serve=q8_0"], keys))
+    for rounded in ([], ["output.serve=q8_0", "output.runtime=ollama"]):
+        with pytest.raises(ConfigError, match=r"`quantization\.kind: auto` may choose another base"):
+            running._check(grid.members(TINY, [*job, *rounded], keys))

@@ -398,7 +398,7 @@ def test_members_that_another_process_has_are_left_to_it(tmp_path: Path, job: li
 
 
 @pytest.mark.slow
-def test_a_member_that_does_not_fit_is_told_and_the_others_go_on(
+def test_a_member_that_does_not_fit_is_reported_and_the_others_go_on(
     tmp_path: Path, job: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train = recipe.train
@@ -471,7 +471,7 @@ def with_seeds(tmp_path_factory: pytest.TempPathFactory, job: list[str]) -> tupl
 
 
 @pytest.mark.slow
-def test_what_is_the_same_for_all_members_is_said_once(with_seeds: tuple[SweepView, list[str]]) -> None:
+def test_what_is_the_same_for_all_members_is_printed_once(with_seeds: tuple[SweepView, list[str]]) -> None:
     _, lines = with_seeds
     assert lines[0] == "sweep  2 settings x 2 seeds"
     assert lines[1].startswith("training.learning_rate: ")

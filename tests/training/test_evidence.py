@@ -42,7 +42,7 @@ def test_the_rate_follows_batch_width_objective_and_optimizer(settings: list[str
     assert note.startswith(f"training.learning_rate: {rate:g}, ")
 
 
-def test_a_given_rate_stays_and_one_that_the_evidence_calls_bad_is_told() -> None:
+def test_a_given_rate_stays_and_one_that_the_evidence_calls_bad_is_noted() -> None:
     for rate, said in [("1e-3", None), ("5e-5", None), ("2e-5", "far below 0.0002"), ("3e-3", "far above 0.0002")]:
         config, note = evidence.resolved(load_config({}, [f"training.learning_rate={rate}"]), of_width(4096))
         assert config.training.learning_rate == float(rate)
@@ -61,7 +61,7 @@ def test_no_rate_is_guessed_for_an_optimizer_that_no_sweep_tells_of() -> None:
     assert evidence.resolved(load_config({}, given), of_width(4096))[1] is None
 
 
-def test_adapters_on_attention_alone_are_told() -> None:
+def test_adapters_on_attention_alone_are_noted() -> None:
     for targets, told in [("[q_proj, v_proj]", True), ("[q_proj, down_proj]", False), ("all-linear", False)]:
         settings = ["training.learning_rate=2e-4", f"adapter.targets={targets}"]
         _, note = evidence.resolved(load_config({}, settings), of_width(4096))

@@ -10,7 +10,7 @@ import tiny_models
 import torch
 from traces import events
 
-from finetune.data.batching import Batch, MicroBatching
+from finetune.data.batching import LargestBatch, MicroBatching
 from finetune.errors import ConfigError
 from finetune.training.collator import Inputs, MicroBatches, split
 from finetune.training.noise import Noise, noise_like
@@ -115,8 +115,8 @@ def test_a_model_that_reads_its_table_by_other_means_is_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", [Batch(2, 64, True, 96), Batch(1, 64, False, 48, packed=(40, 24))])
-def test_a_traced_step_counts_its_memory(batch: Batch) -> None:
+@pytest.mark.parametrize("batch", [LargestBatch(2, 64, True, 96), LargestBatch(1, 64, False, 48, packed=(40, 24))])
+def test_a_traced_step_counts_its_memory(batch: LargestBatch) -> None:
     """It is drawn in float32, row by row, and held in the type of the embeddings."""
 
     def made(alpha: float | None) -> list[int]:

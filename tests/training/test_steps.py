@@ -100,7 +100,7 @@ def test_the_second_factor_of_an_adapter_can_have_its_own_rate() -> None:
     assert optimizer.param_groups[0]["lr"] < 1e-3
 
 
-def test_a_replaced_optimizer_is_said_in_one_line() -> None:
+def test_a_replaced_optimizer_is_reported_in_one_line() -> None:
     name, line = optimizers.choose(OptimizerSection(kind="paged_adamw_8bit"), "cpu")
     assert name == "adamw_8bit"
     assert line is not None

@@ -43,7 +43,7 @@ def check(job: Conversion) -> None:
             f"{job.run.path} was trained in {job.kind}, which GGUF files do not have; export `{job.kind}`, which vLLM "
             "serves"
         )
-    family = gguf_families.family(job.architecture)
+    family = gguf_model.check(job.architecture, job.tokenizer)
     if not family.readable and not llama_cpp.installed():
         raise MachineError(
             f"a GGUF file of `{family.arch}` is proven by llama.cpp alone: `pip install xllamacpp` (34 MB)"
@@ -53,11 +53,16 @@ def check(job: Conversion) -> None:
 
 
 def forms(model: Any, kind: str) -> dict[str, str]:
-    """The form of each weight of `model` (on the meta device) in a file of `kind`. Raises ConfigError."""
+    """The form of each weight of `model` (on the meta device) that is packed in a file of `kind`. Raises ConfigError.
+
+    Without those that are rounded by themselves once their columns are in llama.cpp's order.
+    """
     pick({**recipes.RECIPES, **gguf_packed.FLOATS}, kind, "GGUF type to round to")
+    forms = quantizers.recipe_of(model, kind if kind in recipes.RECIPES else "q8_0")
+    forms = {name: form for name, form in forms.items() if not name.endswith(gguf_families.OTHER_COLUMNS)}
     if kind in recipes.RECIPES:
-        return quantizers.recipe_of(model, kind)
-    columns, forms = gguf_packed.FLOATS[kind], quantizers.recipe_of(model, "q8_0")
+        return forms
+    columns = gguf_packed.FLOATS[kind]
     tables = {f"{name}.weight" for name, module in model.named_modules() if module in _tables(model)}
     within = {name for name in forms if name not in tables and model.get_parameter(name).shape[-1] % columns == 0}
     return {name: kind if name in within else form for name, form in forms.items()}
@@ -141,7 +146,7 @@ def _approximated(job: Conversion, model: Any, trained: list[torch.Tensor]) -> t
 
 
 def is_readable(config: Any, kind: str) -> bool:
-    """Whether transformers reads a file of this type, of which it ignores the factors of NVFP4."""
+    """Whether transformers reads a file of this type; it ignores the factors of NVFP4."""
     return gguf_families.family(config).readable and kind != "nvfp4"
 
 

@@ -23,7 +23,7 @@ from torch import nn
 from finetune.config import QuantizationSection
 from finetune.errors import ArtifactError, ConfigError
 from finetune.export.gguf import gguf_packed, gguf_recipes, gguf_vocabulary
-from finetune.export.gguf.gguf_packed import Tensor
+from finetune.export.gguf.gguf_packed import GgufTensor
 from finetune.export.gguf.gguf_types import TYPES
 from finetune.model import bounds
 from finetune.model.skeleton import weightless_base
@@ -37,6 +37,14 @@ from finetune.storage import weight_files
 _CHUNK = 2**24
 
 
+def check(config: Any, tokenizer: Any) -> Family:
+    """The family of a model. Raises ConfigError if llama.cpp cannot express that or the tokenizer."""
+    family, size = gguf_families.family(config), gguf_families.text(config).vocab_size
+    writer = gguf.GGUFWriter(None, family.arch)
+    gguf_vocabulary.add(writer, tokenizer, size, starts_with_bos=False, end_of_turn=None)
+    return family
+
+
 def write(
     folder: Path, config: Any, tokenizer: Any, file: Path, kind: str, *, starts_with_bos: bool,
     end_of_turn: int | None, packed: Mapping[str, nn.Parameter] = {},
@@ -44,7 +52,7 @@ def write(
     """Write the model in `folder` (safetensors) to `file`, its matrices in the type `kind` (a key of `TYPES`).
 
     `packed` weights, by the model's names, take the place of the folder's, and their bytes are written as they are;
-    all others are then written in the folder's own type.
+    all others are then written in the folder's own type, but for those that cannot be packed (`OTHER_COLUMNS`).
     Takes the memory of one tensor. Returns the known differences of llama.cpp, as sentences. Raises ConfigError for a
     model that llama.cpp cannot express, OSError if the disk lacks room.
     """
@@ -76,7 +84,7 @@ def write_lora(config: Any, pairs: dict[str, tuple[torch.Tensor, torch.Tensor]],
         for module, (down, up) in pairs.items():
             own = own_names.get(f"{module}.weight", "")
             # Another order of columns would change A.
-            whole = own and not own.endswith("linear_attn.out_proj.weight")
+            whole = own and not own.endswith(gguf_families.OTHER_COLUMNS)
             stored = gguf_names.stored(own, up, text, family) if whole else {}
             name = gguf_names.name_of(names, own, family) if stored.keys() == {own} else ""
             if not name or name.endswith("_norm.weight"):  # a norm, which it would skip without a word
@@ -136,11 +144,11 @@ SIXTEEN_BIT = {torch.bfloat16: "bf16", torch.float16: "f16"}
 _EXACT = (".bias", ".scale", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "ssm_conv1d.weight")
 
 
-Source = tuple[str, str, torch.Tensor, Callable[[], torch.Tensor]]
+ModelWeight = tuple[str, str, torch.Tensor, Callable[[], torch.Tensor]]
 """A weight's name, that in the language model alone, the weight on the meta device, and a function that loads it."""
 
 
-def _sources(folder: Path, config: Any) -> Iterator[Source]:
+def _sources(folder: Path, config: Any) -> Iterator[ModelWeight]:
     files = sorted(folder.glob("*.safetensors"))
     for file in files:
         weight_files.check(file)
@@ -156,10 +164,10 @@ def _sources(folder: Path, config: Any) -> Iterator[Source]:
 
 def _tensors(
     folder: Path, config: Any, family: Family, kind: str, packed: Mapping[str, nn.Parameter]
-) -> Iterator[Tensor]:
+) -> Iterator[GgufTensor]:
     text = gguf_families.text(config)
     names = gguf_names.mapped(text, family)
-    kind = stored_type(folder) if packed else kind
+    beside = stored_type(folder) if packed else kind
     if (factors := gguf_names.frequency_factors(text)) is not None:
         yield "rope_freqs.weight", list(factors.shape), gguf.GGMLQuantizationType.F32, lambda: factors
     for name, own, shaped, whole in _sources(folder, config):
@@ -175,7 +183,7 @@ def _tensors(
                 return stored
 
             stored, shape = gguf_names.name_of(names, part, family), list(each.shape)
-            wanted = _type(stored, shape, kind, text)
+            wanted = _type(stored, shape, kind if own.endswith(gguf_families.OTHER_COLUMNS) else beside, text)
             if wanted in gguf_recipes.FLOATS:
                 yield from gguf_packed.rounded(stored, shape, wanted, load)
             else:
@@ -245,7 +253,7 @@ def _written(writer: Any) -> Iterator[Any]:
         writer.close()
 
 
-def _write_tensors(writer: Any, file: Path, tensors: list[Tensor]) -> None:
+def _write_tensors(writer: Any, file: Path, tensors: list[GgufTensor]) -> None:
     """Write header, keys and then each tensor, one in memory at a time."""
     total = 0
     for name, shape, kind, _ in tensors:

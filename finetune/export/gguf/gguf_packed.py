@@ -23,11 +23,11 @@ from finetune.model.structure import packed
 FLOATS = {"mxfp4": 32, "nvfp4": 64}
 """The forms of 4-bit floats, and the values in a block of a GGUF file."""
 
-Tensor = tuple[str, list[int], Any, Callable[[], torch.Tensor]]
+GgufTensor = tuple[str, list[int], Any, Callable[[], torch.Tensor]]
 """Name, shape of the values, GGUF type, and a function that loads the values, or the bytes in that type (uint8)."""
 
 
-def tensors(name: str, weight: nn.Parameter, store: Callable[[torch.Tensor], Parts]) -> Iterator[Tensor]:
+def tensors(name: str, weight: nn.Parameter, store: Callable[[torch.Tensor], Parts]) -> Iterator[GgufTensor]:
     """The tensors of a packed weight; `store` maps values in the model's shape to what llama.cpp stores of them.
 
     Raises ConfigError for a form that GGUF files do not have, and if `store` does more than choose rows.
@@ -51,7 +51,7 @@ def tensors(name: str, weight: nn.Parameter, store: Callable[[torch.Tensor], Par
             yield scale, list(factors.shape), Types.F32, functools.partial(torch.clone, factors)
 
 
-def rounded(name: str, shape: list[int], kind: Any, load: Callable[[], torch.Tensor]) -> Iterator[Tensor]:
+def rounded(name: str, shape: list[int], kind: Any, load: Callable[[], torch.Tensor]) -> Iterator[GgufTensor]:
     """A tensor that is rounded to MXFP4 or NVFP4, which in llama.cpp's own files lacks the factor of each matrix."""
 
     def made() -> nn.Parameter:

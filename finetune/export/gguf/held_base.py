@@ -23,12 +23,12 @@ from finetune.model.source import gguf_families
 from finetune.model.source.locate import weights_directory
 from finetune.model.structure import packed
 
-Held = dict[str, nn.Parameter]
+HeldWeights = dict[str, nn.Parameter]
 """The packed weights of a base, or the matrices of one in 16 bit, by name."""
 
 
 def wanted(job: Conversion) -> bool:
-    """Whether the base of a run was held in training as a GGUF file would hold it, and is not served as another."""
+    """Whether training held the base in a form of GGUF files, and the run serves it in that form."""
     kind, output = job.config.quantization.kind, job.config.output
     if job.config.scorer:
         return False
@@ -40,14 +40,15 @@ def check(job: Conversion) -> None:
     """Raise ConfigError for a base that no GGUF file can hold, MachineError if nothing here can read one of it."""
     if job.config.model.weights == "random":
         raise ConfigError(f"{job.run.path} has random weights as its base, which were not kept; train on a base")
-    family = gguf_families.family(job.architecture)
+    is_file = job.config.quantization.kind == "gguf"
+    family = gguf_families.family(job.architecture) if is_file else gguf_model.check(job.architecture, job.tokenizer)
     if not family.readable and not llama_cpp.installed():
         raise MachineError(
             f"a GGUF file of `{family.arch}` is proven by llama.cpp alone: `pip install xllamacpp` (34 MB)"
         )
 
 
-def packed_of(job: Conversion, base: Any) -> Held:
+def packed_of(job: Conversion, base: Any) -> HeldWeights:
     """The packed weights of `base`. Raises ArtifactError if they are not the bytes that the run was trained on."""
     kind, model = job.config.quantization.kind, job.config.model
     if (trained := job.run.packed_base) and packed.digest(base) != trained:
@@ -58,7 +59,7 @@ def packed_of(job: Conversion, base: Any) -> Held:
     return {name: weight for name, weight in base.named_parameters() if packed.packing_of(weight)}
 
 
-def write(job: Conversion, base: Any, folder: Path) -> tuple[Path, Held, list[str]]:
+def write(job: Conversion, base: Any, folder: Path) -> tuple[Path, HeldWeights, list[str]]:
     """Write `base`, as training holds it, to a file in a new `folder`; with its weights and llama.cpp's differences. A
     base that is a GGUF file is not written again.
 
@@ -88,7 +89,7 @@ def _sixteen_bit(job: Conversion) -> str:
     return kind if kind in TYPES else "f16"
 
 
-def read(job: Conversion, file: Path, held: Held, dtype: torch.dtype) -> Any | None:
+def read(job: Conversion, file: Path, held: HeldWeights, dtype: torch.dtype) -> Any | None:
     """The model of the file by transformers' reader, to compute in `dtype`; None if that knows no such model.
 
     Raises ArtifactError for a weight that it reads as other values than those that were trained on.
@@ -117,9 +118,9 @@ def _values(weight: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
     return how.decoded(weight.data, dtype)
 
 
-def weights(job: Conversion, file: Path, held: Held, *, read: bool) -> dict[str, int] | None:
-    """The `count` of weights in `file`, and of those `differing` from what was trained on: of packed ones that were
-    `read` none, else as the gguf package decodes them. None for a base that is a file which only llama.cpp reads.
+def weights(job: Conversion, file: Path, held: HeldWeights, *, read: bool) -> dict[str, int] | None:
+    """The `count` of weights in `file`, and how many are `differing` from those trained on, as the gguf package decodes
+    them; none if packed weights were `read` and compared already. None for a base that only llama.cpp reads.
 
     Raises ArtifactError for a packed one that differs.
     """

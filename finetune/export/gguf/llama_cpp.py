@@ -25,8 +25,8 @@ _POSITIONS = 64
 _AGREEMENT = 0.9
 
 NEARLY = 0.2
-"""Nats by which the token that llama.cpp, with inputs in 8 bit, finds most likely may be less likely in truth: 0.11 on
-the built-in base in Q4_K_M, at a KL divergence of 0.004 (2026-11); that of KL 0.005, between tokens of 25%, is 0.28."""
+"""With inputs in 8 bit, llama.cpp may rank another token first that is less likely by so many nats: 0.11 was seen on
+the built-in base in Q4_K_M, at a KL divergence of 0.004 (2026-11); KL 0.005 between tokens of 25% allows 0.28."""
 
 # Positions at which the probabilities of the whole vocabulary are compared, as JSON of the server: 5 seconds each for a
 # vocabulary of 200,000 (one core, 2026). Those below e^-80 are not: in float32 llama.cpp cannot name them.
@@ -112,14 +112,14 @@ FLOOR = (
     "the same weights (Q4_K_M, a small model)"
 )
 
-Logits = tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[list[int]]]
+ComparedLogits = tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[list[int]]]
 
 
 def logits(
     file: Path, job: Conversion, trained: list[torch.Tensor], base: list[torch.Tensor], lora: Path | None = None
-) -> Logits:
+) -> ComparedLogits:
     """Centred logits of `file` in llama.cpp, with the adapter `lora` if given, and those of `trained` and `base`, at
-    some positions of the rows; and the labels of what follows those, which the last token of a row has not.
+    some positions of the rows; and the label that follows each position, except the last of a row.
     """
     prompts = _prompts(job.rows, _WHOLE_POSITIONS)
     by_row: dict[int, tuple[list[torch.Tensor], ...]] = {}

@@ -75,8 +75,8 @@ class Turns:
 
 def check(job: Conversion) -> None:
     """Raise ConfigError if the model has no GGUF form, or Ollama cannot express its chat template or a stop token."""
-    gguf_export.check(job)
     modelfile(gguf_export.file_name(job.kind), _template(job)[0], _stops(job))
+    gguf_export.check(job)
 
 
 def make(job: Conversion, folder: Path) -> dict[str, Any]:

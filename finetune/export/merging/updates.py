@@ -24,7 +24,7 @@ class Updates:
         from peft.tuners.lora import LoraLayer, ParamWrapper
         from peft.utils import ModulesToSaveWrapper
 
-        self._stored, self._device = adapter_files.Stored(directory), device
+        self._stored, self._device = adapter_files.StoredAdapter(directory), device
         self._layers: dict[str, tuple[str, Any, str]] = {}
         self.replaced: dict[str, str] = {}
         """Weights that were trained in full, and their names in the adapter's file."""

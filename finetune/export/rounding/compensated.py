@@ -16,7 +16,8 @@ from dataclasses import replace
 
 import torch
 
-from finetune.model.structure.block_formats import BLOCK_FORMATS, BlockFormat, Fields, Grid, nearest, values
+from finetune.model.structure.block_fields import BlockFields, Grid
+from finetune.model.structure.block_formats import BLOCK_FORMATS, BlockFormat, nearest, values
 from finetune.model.structure.fixed_point import FixedPoint
 
 DAMPING = 0.01
@@ -26,7 +27,7 @@ _COLUMNS = 128
 """Columns after which those to the right of them are corrected, with one product (section 3.3, step 2)."""
 
 
-def compensated(form: BlockFormat, weight: torch.Tensor, hessian: torch.Tensor) -> tuple[torch.Tensor, Fields]:
+def compensated(form: BlockFormat, weight: torch.Tensor, hessian: torch.Tensor) -> tuple[torch.Tensor, BlockFields]:
     """Codes (uint8, the weight's shape) and fields of `weight`, for inputs x with the sum `hessian` of x x^T.
 
     A column that no input had is rounded by itself.
@@ -37,10 +38,10 @@ def compensated(form: BlockFormat, weight: torch.Tensor, hessian: torch.Tensor) 
 
 def made_up_for(
     positions: FixedPoint, weight: torch.Tensor, hessian: torch.Tensor
-) -> tuple[torch.Tensor, Fields]:  # fmt: skip
-    """The weights whose positions are held, each with the errors of the columns before it made up for, and the fields.
+) -> tuple[torch.Tensor, BlockFields]:  # fmt: skip
+    """`weight` with each column corrected for the rounding errors of the columns before it, and the fields.
 
-    An error is that of the value which the position is rounded to.
+    The error is that of the value that a position is rounded to.
     """
     weight, _, fields = _swept(positions.form, positions.nearest, weight, hessian)
     return weight, fields
@@ -49,7 +50,7 @@ def made_up_for(
 def _swept(
     form: BlockFormat, code_of: Callable[[torch.Tensor, Grid], torch.Tensor], weight: torch.Tensor,
     hessian: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, Fields]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor, BlockFields]:  # fmt: skip
     """Weights as they are when they are rounded, codes and fields."""
     damped = _damped(hessian)
     importance = damped.diagonal().clone()
@@ -78,7 +79,7 @@ class _FieldSearch:
     """
 
     def __init__(self, form: BlockFormat, weight: torch.Tensor, importance: torch.Tensor) -> None:
-        self._form, self._importance, self._found = form, importance, list[Fields]()
+        self._form, self._importance, self._found = form, importance, list[BlockFields]()
         of_all = form.grid is BLOCK_FORMATS["nvfp4"].grid  # also where all weights share the factor (`fixed_point`)
         self._whole = form.search(weight, importance) if of_all else None
 
@@ -97,7 +98,7 @@ class _FieldSearch:
                 group = slice(column // form.group, column // form.group + 1)
                 yield Grid(grid.scales[:, group], None if grid.offsets is None else grid.offsets[:, group])
 
-    def fields(self) -> Fields:
+    def fields(self) -> BlockFields:
         """The fields of all blocks."""
         if self._whole is not None:
             return self._whole

@@ -40,10 +40,10 @@ def make(
     run: RunDirectory, base: Blueprint, table: RowTable, max_length: int, training: TrainingSection,
     device: torch.device, note: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """Keep in `run` where training on `base` starts, with the prepared training rows in `table`.
+    """Write the packed weights that training on `base` starts from to `run`; `table` has the prepared training rows.
 
-    Nothing is kept for a base that is random or published in packed weights, and for rows that all show images: these
-    start from the base's own weights. Raises ArtifactError for a damaged base and MachineError for a failed write.
+    Writes nothing for a base that is random or published in packed weights, or if all rows show images: training then
+    starts from the base's own weights. Raises ArtifactError for a damaged base and MachineError for a failed write.
     """
     if base.model.weights == "random" or prequantized.form(base.architecture):
         return
@@ -77,7 +77,7 @@ def make(
 
 
 def _link(run: RunDirectory, made_from: dict[str, Any]) -> None:
-    """Share the files of a run beside this one that starts from the same, as members of a sweep do; of one owner."""
+    """Link the files of a run of this user beside this one, if it starts from the same weights, as in a sweep."""
     for record in sorted(run.path.parent.glob(f"*/{run.start.name}/{rounded_run.RECORD}")):
         folder, other = record.parent, RunDirectory(record.parent.parent)
         if folder.stat().st_uid != run.path.stat().st_uid or rounded_run.made_from_of(folder) != made_from:
@@ -116,8 +116,8 @@ def of_run(run: RunDirectory) -> Path | None:
 
 
 def _forms(base: Blueprint) -> dict[str, str]:
-    """The form of each weight that training moves, but for those that files have transposed, and of a head of its own,
-    unless it grows once it is loaded.
+    """The form of each weight that training moves, and of an untied head unless loading adds rows to it; without
+    weights that files store transposed.
     """
     model, forms = base.weightless(), dict[str, str]()
     head, alone = model.get_output_embeddings(), not (model.all_tied_weights_keys or base.model.vocabulary)

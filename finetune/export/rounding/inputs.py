@@ -22,7 +22,7 @@ Key = tuple[str, int]
 """The name of a weight, and the number of an expert in it (0 for a matrix)."""
 
 
-class Inputs(TorchFunctionMode):
+class InputSums(TorchFunctionMode):
     """In its block, sums x^T x (columns, columns) in float32 over the inputs x (tokens, columns) of each weight.
 
     `weights`: (rows, columns) or (experts, rows, columns) by name, the last two exchanged where the model multiplies

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.export.rounding.inputs import Inputs
+from finetune.export.rounding.inputs import InputSums
 from finetune.export.rounding.matrices import rounded
 from finetune.export.rounding.part_files import PartFiles, RoundedPart, parts_of
 from finetune.model.recompute import checkpointing
@@ -88,7 +88,7 @@ class LayerRounding:
 
     def _write_head(self, part: RoundedPart, hidden: torch.Tensor) -> None:
         [name] = part.forms
-        inputs = Inputs({})
+        inputs = InputSums({})
         for some in hidden.flatten(0, 1).split(TOKENS_AT_ONCE):
             inputs.add((name, 0), some)
         self.kept.write(part, rounded(part.forms, {name: self._values(name)}, inputs))
@@ -121,7 +121,7 @@ class _Layer:
     def _round(self, arguments: Any, named: Any) -> None:
         kept = self.rounding.kept
         weights = {name: self.layer.get_parameter(own).data for name, own in self._own.items()}
-        inputs = Inputs(weights)
+        inputs = InputSums(weights)
         with inputs:
             for _ in self._in_parts(arguments, named):
                 pass

@@ -9,8 +9,9 @@ import torch
 
 from finetune.errors import ArtifactError
 from finetune.export.rounding.compensated import compensated, made_up_for
-from finetune.export.rounding.inputs import Inputs, Key
+from finetune.export.rounding.inputs import InputSums, Key
 from finetune.model.structure import packed
+from finetune.model.structure.block_fields import BytesAndScales
 from finetune.model.structure.block_formats import BLOCK_FORMATS
 from finetune.model.structure.fixed_point import POSITIONS, served
 
@@ -19,9 +20,6 @@ TOKENS_PER_COLUMN = 1 / 8
 
 With fewer, the products of other rows are as far off as with plain rounding (512 columns, every format, 2026-11).
 """
-
-Bytes = tuple[torch.Tensor, torch.Tensor]
-"""The bytes and the scales of a matrix or of a weight."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ class RoundedWeight:
 
 
 def rounded(
-    forms: Mapping[str, str], weights: Mapping[str, torch.Tensor], inputs: Inputs | None = None
+    forms: Mapping[str, str], weights: Mapping[str, torch.Tensor], inputs: InputSums | None = None
 ) -> dict[str, RoundedWeight]:
     """Round `weights` (rows, columns) or (experts, rows, columns) to `forms`, by name, or move them to where they
     would be rounded from if a form is of positions (`fixed_point`).
@@ -42,7 +40,7 @@ def rounded(
     A matrix that `inputs` saw too few tokens of, or of a form without a grid, is rounded by itself. Raises
     ArtifactError for inputs that are not finite.
     """
-    made: dict[Key, Bytes] = {}
+    made: dict[Key, BytesAndScales] = {}
     corrected = set[Key]()
     for (source, form, _), keys in _together(forms, weights, inputs).items():
         assert inputs is not None
@@ -58,10 +56,10 @@ def rounded(
 
 
 def _together(
-    forms: Mapping[str, str], weights: Mapping[str, torch.Tensor], inputs: Inputs | None
+    forms: Mapping[str, str], weights: Mapping[str, torch.Tensor], inputs: InputSums | None
 ) -> dict[tuple[Key, str, str], list[Key]]:
-    """Matrices that have inputs and form in common, which are rounded as one, by these; alone where blocks of FP8, of
-    128 rows, would be of two.
+    """The matrices by inputs and form: those with both in common are rounded as one, unless a block of FP8, of 128
+    rows, would reach from one into another.
     """
     found: dict[tuple[Key, str, str], list[Key]] = {}
     for name, weight in weights.items():
@@ -78,7 +76,7 @@ def _joined(matrices: Mapping[Key, torch.Tensor]) -> torch.Tensor:
     return torch.cat([*matrices.values()])
 
 
-def _compensated(form: str, matrices: Mapping[Key, torch.Tensor], hessian: torch.Tensor) -> Bytes:
+def _compensated(form: str, matrices: Mapping[Key, torch.Tensor], hessian: torch.Tensor) -> BytesAndScales:
     if not hessian.diagonal().isfinite().all():
         raise ArtifactError(
             f"the inputs of `{next(iter(matrices))[0]}` are not finite in the training rows; train again"
@@ -92,7 +90,7 @@ def _compensated(form: str, matrices: Mapping[Key, torch.Tensor], hessian: torch
     return BLOCK_FORMATS[form].pack(*compensated(BLOCK_FORMATS[form], whole, hessian))
 
 
-def _apart(matrices: Mapping[Key, torch.Tensor], stored: Bytes) -> dict[Key, Bytes]:
+def _apart(matrices: Mapping[Key, torch.Tensor], stored: BytesAndScales) -> dict[Key, BytesAndScales]:
     """The bytes and scales of each of the `matrices` that were rounded as one."""
     sizes = [len(matrix) for matrix in matrices.values()]
     parts = (part.cpu().split([size * len(part) // sum(sizes) for size in sizes]) for part in stored)
@@ -100,7 +98,7 @@ def _apart(matrices: Mapping[Key, torch.Tensor], stored: Bytes) -> dict[Key, Byt
 
 
 def _collected(
-    name: str, form: str, weight: torch.Tensor, made: Mapping[Key, Bytes], corrected: Set[Key]
+    name: str, form: str, weight: torch.Tensor, made: Mapping[Key, BytesAndScales], corrected: Set[Key]
 ) -> RoundedWeight:
     keys = list(_keys(name, weight))
     parts = [made[key] if key in made else _by_itself(form, _matrix({name: weight}, key)) for key in keys]
@@ -110,7 +108,7 @@ def _collected(
     return RoundedWeight(codes, scales, torch.tensor([key in corrected for key in keys]))
 
 
-def _by_itself(form: str, matrix: torch.Tensor) -> Bytes:
+def _by_itself(form: str, matrix: torch.Tensor) -> BytesAndScales:
     plain = packed.pack(form, matrix)
     how = packed.packing_of(plain)
     assert how is not None

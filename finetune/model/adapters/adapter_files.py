@@ -113,7 +113,7 @@ def check_weights(file: Path, types: Sequence[str]) -> None:
                 raise ArtifactError(f"{file}: `{shown(name)}` has values that are not finite")
 
 
-class Stored:
+class StoredAdapter:
     """The tensors of the adapter saved in `directory`, read one by one."""
 
     def __init__(self, directory: Path) -> None:

@@ -44,7 +44,7 @@ def complete(model: Any) -> None:
     """
     for _, wrapper in wrappers(model):
         wrapper.register_parameter("bias", None)
-        vars(wrapper.token_adapter)["cast_input_dtype_enabled"] = True
+        wrapper.token_adapter.cast_input_dtype_enabled = True
 
 
 @torch.no_grad()

@@ -17,10 +17,10 @@ from finetune.errors import ArtifactError, ConfigError, first_line
 from finetune.model.adapters import adapter, adapter_files, plain_peft
 from finetune.storage import weight_files
 
-Tensors = Mapping[str, torch.Tensor]
+AdapterTensors = Mapping[str, torch.Tensor]
 
 
-def write(tensors: Tensors, config: Any, folder: Path) -> None:
+def write(tensors: AdapterTensors, config: Any, folder: Path) -> None:
     """Write the adapter with these tensors and this LoraConfig in PEFT's format."""
     config.inference_mode = True
     config.save_pretrained(str(folder))
@@ -34,7 +34,7 @@ def write(tensors: Tensors, config: Any, folder: Path) -> None:
 
 
 def for_plain_base(
-    tensors: Tensors, initial: Tensors, config: Any, section: AdapterSection
+    tensors: AdapterTensors, initial: AdapterTensors, config: Any, section: AdapterSection
 ) -> tuple[dict[str, torch.Tensor], Any]:
     """The adapter of the plain base that equals one trained with PiSSA on its residual, and its LoraConfig.
 
@@ -98,7 +98,7 @@ def _refuse_on_mistaken(base: Any, section: AdapterSection) -> None:
         )
 
 
-def prove(base: Any, folder: Path, tensors: Tensors, scaling: Mapping[str, float]) -> None:
+def prove(base: Any, folder: Path, tensors: AdapterTensors, scaling: Mapping[str, float]) -> None:
     """Load the adapter in `folder` with PEFT alone, and compare every tensor with those that were trained.
 
     `base` is on the meta device; its weights are replaced by ones without memory, so this needs only the memory of the
@@ -132,7 +132,7 @@ def _without_memory(weight: torch.Tensor) -> torch.Tensor:
     return torch.zeros((), dtype=weight.dtype).expand(weight.shape)
 
 
-def _different(read: Any, tensors: Tensors) -> list[str]:
+def _different(read: Any, tensors: AdapterTensors) -> list[str]:
     """Names of the tensors that differ between `tensors` and an adapter read by PEFT, or exist in only one of them."""
     loaded = adapter_files.weights(read)
     return sorted(

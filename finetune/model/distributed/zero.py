@@ -134,7 +134,7 @@ class Zero:
         self.optimizer.step()
 
     def warm_up_count(self, count: int) -> int:
-        """0, for DeepSpeed drops gradients only where they are not finite: those of a loss that is divided by zero."""
+        """0: DeepSpeed drops gradients only if they are not finite, and a loss divided by zero makes them so."""
         return 0
 
     def make_states(self, max_norm: float) -> None:

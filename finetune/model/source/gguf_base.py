@@ -109,9 +109,10 @@ def unpacked(file: Path) -> Path:
     """
     folder = file.with_name(file.name + ".unpacked")
     if not _is_of(file, folder) and not os.access(file.parent, os.W_OK):
+        earlier = f" ({folder.name} there is of an earlier version or another file)" if folder.is_dir() else ""
         raise MachineError(
-            f"{file}: its contents are written beside it once, and {file.parent} cannot be written; link the file into "
-            "a folder that can, and name the link"
+            f"{file}: its contents are written beside it once, and {file.parent} cannot be written{earlier}; link the "
+            "file into a folder that can, and name the link in `model.name`, for a finished run in its config.yaml"
         )
     while not _is_of(file, folder):
         with contextlib.suppress(InUseError), _lock(file):

@@ -324,6 +324,10 @@ def _add_qwen35(writer: Any, config: Any) -> None:
     writer.add_full_attention_interval(config.layer_types.index("full_attention") + 1)
 
 
+OTHER_COLUMNS = ".linear_attn.out_proj.weight"
+"""The end of the names of weights whose columns llama.cpp stores in another order, which blocks cannot follow."""
+
+
 def _qwen35_parts(name: str, tensor: torch.Tensor, config: Any) -> Parts:
     if ".linear_attn." not in name:
         return _gemma2_parts(name, tensor, config)

@@ -146,6 +146,15 @@ def loaded_files(folder: Path) -> list[Path]:
     return files if sound else []
 
 
+def stored_names(section: ModelSection) -> frozenset[str]:
+    """The names of the tensors in a base's files; none if these are not available locally."""
+    folder = _folder(section)
+    files = [] if folder is None else loaded_files(folder)
+    with contextlib.suppress(ArtifactError):
+        return frozenset(name for file in files for name in weight_files.shapes(file))
+    return frozenset()
+
+
 def _names(folder: Path) -> list[str]:
     """What config.json or the index call the weight files; none if there is neither model.safetensors nor an index."""
     try:

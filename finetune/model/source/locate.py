@@ -81,6 +81,16 @@ def _checked(name: str) -> str:
         if found := sorted(folder.glob("*.gguf")):
             what = f"this one has GGUF files: name one of them, such as {found[0]}"
         raise ArtifactError(f"{name}: a model directory needs config.json; {what}")
+    return _bounded(folder)
+
+
+def locate_tokenizer(name: str) -> str:
+    """As `locate`, also for a directory that has a tokenizer and no model, such as that of an adapter."""
+    folder = Path(name)
+    return _bounded(folder) if (folder / "tokenizer.json").is_file() else locate(name)
+
+
+def _bounded(folder: Path) -> str:
     for file in folder.glob("*.json"):
         if (size := file.stat().st_size) > _JSON_BYTES:
             raise ArtifactError(f"{file}: {size} bytes of JSON, more than any model has; download the model again")
@@ -91,7 +101,7 @@ def at_hand(name: str) -> bool:
     """Whether a model's tokenizer is available offline: in a local directory or in the hub's cache."""
     from huggingface_hub import try_to_load_from_cache
 
-    located = locate(name)
+    located = locate_tokenizer(name)
     if Path(located).is_dir():
         return any((Path(located) / file).is_file() for file in ("tokenizer.json", "tokenizer.model"))
     return isinstance(try_to_load_from_cache(located, "tokenizer_config.json"), str)

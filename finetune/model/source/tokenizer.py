@@ -9,7 +9,7 @@ from finetune.config import DataSection, ModelSection
 from finetune.errors import ArtifactError, ConfigError
 from finetune.model.source import catalog, vision
 from finetune.model.source import chat_template as template
-from finetune.model.source.locate import BUILTIN_BASE, hub_call, locate, pinned_code
+from finetune.model.source.locate import BUILTIN_BASE, hub_call, locate_tokenizer, pinned_code
 
 
 def load_tokenizer(section: ModelSection, data: DataSection | None = None) -> Any:
@@ -25,7 +25,8 @@ def load_tokenizer(section: ModelSection, data: DataSection | None = None) -> An
         name = BUILTIN_BASE
     # `revision` pins the base only; a tokenizer from another repository has other commits.
     own = name == section.name
-    folder = Path(locate(name))
+    located = locate_tokenizer(name)
+    folder = Path(located)
     if folder.suffix == ".unpacked" and not (folder / "tokenizer.json").is_file():  # `gguf_base` has written none
         raise ArtifactError(
             f"{name}: its tokenizer splits text in a way that is not known here; set `model.tokenizer` to that of the "
@@ -34,7 +35,7 @@ def load_tokenizer(section: ModelSection, data: DataSection | None = None) -> An
     revision = section.revision if own else None
     code = pinned_code(section) if own else {"trust_remote_code": False}
     tokenizer = hub_call(
-        f"the tokenizer of `{name}`", lambda: AutoTokenizer.from_pretrained(locate(name), revision=revision, **code)
+        f"the tokenizer of `{name}`", lambda: AutoTokenizer.from_pretrained(located, revision=revision, **code)
     )
     if tokenizer.eos_token_id is None:
         raise ArtifactError(f"the tokenizer of `{name}` has no end-of-text token; set `eos_token` in its config")

@@ -24,12 +24,12 @@ from finetune.model.source.locate import hub_call, locate
 
 @dataclass(frozen=True)
 class VisionFamily:
-    """What is particular to the bases of a type.
+    """How the bases of a model type treat images.
 
-    `bound` has the arguments of the image processor for which that makes no more than so many pixels of an image; None
-    where they are fixed. `made(processor, height, width)` is what the processor's `replace_image_token` reads of an
-    image of that size, where its tokens are not one run. `processor` is the name of transformers' class, if the base's
-    own needs more to be installed than its images do.
+    `bound(images, pixels)` returns the arguments with which the image processor makes at most so many pixels of an
+    image; None if their number is fixed. `made(processor, height, width)` returns what the processor's
+    `replace_image_token` reads of an image of that size, if its tokens are not one run. `processor` is the name of
+    transformers' class for images, if the base's own requires packages that images do not need.
     """
 
     bound: Callable[[Any, int], dict[str, Any]] | None = None

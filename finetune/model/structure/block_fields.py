@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-Fields = Mapping[str, torch.Tensor]
+BlockFields = Mapping[str, torch.Tensor]
 """What a format stores of each block beside the codes, by name, in the types in which it is stored."""
 
-Stored = tuple[torch.Tensor, torch.Tensor]
+BytesAndScales = tuple[torch.Tensor, torch.Tensor]
 """The bytes of rows, and the scales that are stored beside them (without columns if the bytes hold them)."""
 
 
@@ -26,7 +26,7 @@ class Grid:
     offsets: torch.Tensor | None = None
 
 
-def joined(*parts: torch.Tensor) -> Stored:
+def joined(*parts: torch.Tensor) -> BytesAndScales:
     """The bytes of blocks as rows of bytes, and no scales."""
     stored = torch.cat(parts, dim=-1).flatten(-2)
     return stored, stored[..., :0]

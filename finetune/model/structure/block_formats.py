@@ -2,8 +2,8 @@
 
 The values of a weight (..., rows, columns) are `scale * level - offset`: a code chooses one of the format's levels, and
 a group of neighbouring columns shares scale and offset (`Grid`). What is stored are the fields of the format, such as
-scales in 6 bits and the factor of all of them in float16 (`Fields`). Any codes and fields make a legal weight; only
-decoding is fixed, and equal to the bit to llama.cpp's (ggml/src/ggml-quants.c).
+scales in 6 bits and the factor of all of them in float16 (`BlockFields`). Any codes and fields make a legal weight;
+only decoding is fixed, and equal to the bit to llama.cpp's (ggml/src/ggml-quants.c).
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from finetune.model.structure import float_blocks, k_quants, small_blocks
-from finetune.model.structure.block_fields import Fields as Fields
-from finetune.model.structure.block_fields import Grid as Grid
-from finetune.model.structure.block_fields import Stored, is_linear
+from finetune.model.structure.block_fields import BlockFields, BytesAndScales, Grid, is_linear
 
 
 @dataclass(frozen=True)
@@ -33,10 +31,10 @@ class BlockFormat:
     columns: int
     group: int
     levels: tuple[float, ...]
-    search: Callable[[torch.Tensor, torch.Tensor | None], Fields]
-    grid: Callable[[Fields], Grid]
-    pack: Callable[[torch.Tensor, Fields], Stored]
-    unpack: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, Fields]]
+    search: Callable[[torch.Tensor, torch.Tensor | None], BlockFields]
+    grid: Callable[[BlockFields], Grid]
+    pack: Callable[[torch.Tensor, BlockFields], BytesAndScales]
+    unpack: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, BlockFields]]
     block_bytes: int
     block_scales: int = 0
 
@@ -74,7 +72,7 @@ def decode(form: BlockFormat, stored: torch.Tensor, scales: torch.Tensor, out: t
     out.copy_(values(form, codes, form.grid(fields)))
 
 
-def encode(form: BlockFormat, weight: torch.Tensor, importance: torch.Tensor | None = None) -> Stored:
+def encode(form: BlockFormat, weight: torch.Tensor, importance: torch.Tensor | None = None) -> BytesAndScales:
     """The bytes and scales of a weight, each value rounded to the nearest of those that `form.search` finds."""
     weight = weight.float()
     fields = form.search(weight, importance)

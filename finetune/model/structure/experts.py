@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Set
+from collections.abc import Collection, Iterator, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -73,6 +73,12 @@ def weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 if len(shape(parameter)) == 3:
                     yield f"{path}.{name}", module, name
+
+
+def is_whole(name: str, stored: Collection[str]) -> bool:
+    """Whether files with tensors of these names have a weight of experts as the model does, in one tensor."""
+    last_two = ".".join(name.split(".")[-2:])
+    return any(each.endswith(f".{last_two}") for each in stored)
 
 
 def routers(model: nn.Module) -> dict[str, nn.Module]:

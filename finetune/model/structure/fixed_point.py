@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from finetune.model.structure import float_blocks
-from finetune.model.structure.block_fields import is_linear
-from finetune.model.structure.block_formats import BLOCK_FORMATS, BlockFormat, Fields, Grid
+from finetune.model.structure.block_fields import BlockFields, Grid, is_linear
+from finetune.model.structure.block_formats import BLOCK_FORMATS, BlockFormat
 
 Update = tuple[torch.Tensor, torch.Tensor, float]
 """A (..., r, columns) and B (..., rows, r) in float32, and kappa."""
@@ -60,7 +60,7 @@ class FixedPoint:
         weight = weight.float()
         self.encode_with(self.form.search(weight, None), weight, codes, scales)
 
-    def encode_with(self, fields: Fields, weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    def encode_with(self, fields: BlockFields, weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
         """Write the codes of `weight`, in float32, and the bytes of its `fields`."""
         parts = [fields[name].contiguous().flatten(weight.dim() - 1) for name in _fields(self.form, weight.shape[-1])]
         scales.copy_(torch.cat([part.view(torch.uint8) for part in parts], dim=-1))
@@ -94,10 +94,10 @@ class FixedPoint:
         fields = self.fields(scales, codes.shape[-1] // self.bytes_each)
         grid = self.form.grid(fields)
         if update is None:
-            return self.form.pack(self._nearest(codes, grid).to(torch.uint8).flatten(-2), fields)
+            return self.form.pack(self._nearest(codes).to(torch.uint8).flatten(-2), fields)
         a, b, kappa = update
         nearest = [
-            self._nearest(code, own, shift_of(own, down, up, kappa)).to(torch.uint8).flatten(-2)
+            self._nearest(code, shift_of(own, down, up, kappa)).to(torch.uint8).flatten(-2)
             for code, own, down, up in _parts(codes, grid, a, b)
         ]
         return self.form.pack(torch.cat(nearest).view(*codes.shape[:-1], -1), fields)
@@ -106,7 +106,7 @@ class FixedPoint:
         """The values that a weight may have, from the bytes of its fields (..., rows, bytes)."""
         return self.form.grid(self.fields(scales, columns))
 
-    def fields(self, scales: torch.Tensor, columns: int) -> Fields:
+    def fields(self, scales: torch.Tensor, columns: int) -> BlockFields:
         """The format's fields from their bytes (..., rows, bytes)."""
         fields, start = dict[str, torch.Tensor](), 0
         for name, (dtype, shape) in _fields(self.form, columns).items():
@@ -118,7 +118,7 @@ class FixedPoint:
     def _values(
         self, codes: torch.Tensor, grid: Grid, out: torch.Tensor, shift: torch.Tensor | None = None
     ) -> None:  # fmt: skip
-        level = self._nearest(codes, grid, shift)
+        level = self._nearest(codes, shift)
         if self.even:
             level.add_(self.form.levels[0])
         else:
@@ -137,7 +137,7 @@ class FixedPoint:
         position = (position / grid.scales.unsqueeze(-1)).nan_to_num_(0.0, 0.0, 0.0)  # a scale of 0 has one value
         return position.sub_(self.low).div_(self.step).floor_().clamp_(0, 256**self.bytes_each - 1)
 
-    def _nearest(self, codes: torch.Tensor, grid: Grid, shift: torch.Tensor | None = None) -> torch.Tensor:
+    def _nearest(self, codes: torch.Tensor, shift: torch.Tensor | None = None) -> torch.Tensor:
         """The numbers of the nearest levels, as floats (..., rows, groups, group)."""
         code = codes.float() if self.bytes_each == 1 else codes.view(torch.int16).float().add_(2**15)
         return self._level(code.unflatten(-1, (-1, self.form.group)), shift)

@@ -10,7 +10,15 @@ from __future__ import annotations
 import torch
 
 from finetune.model.structure import scale_search
-from finetune.model.structure.block_fields import Fields, Grid, Stored, from_halves, in_halves, joined, split
+from finetune.model.structure.block_fields import (
+    BlockFields,
+    BytesAndScales,
+    Grid,
+    from_halves,
+    in_halves,
+    joined,
+    split,
+)
 
 # -- values ------------------------------------------------------------------------------------------------------------
 
@@ -59,27 +67,27 @@ def mxfp4_exponents(blocks: torch.Tensor) -> torch.Tensor:
     return exponent.clamp_(-127, 127) + 127
 
 
-def search_mxfp4(weight: torch.Tensor, importance: torch.Tensor | None) -> Fields:
+def search_mxfp4(weight: torch.Tensor, importance: torch.Tensor | None) -> BlockFields:
     return {"exponents": mxfp4_exponents(weight.unflatten(-1, (-1, 32))).to(torch.uint8)}
 
 
-def grid_of_exponents(fields: Fields) -> Grid:
+def grid_of_exponents(fields: BlockFields) -> Grid:
     return Grid(power_of_two(fields["exponents"].int() - 1))
 
 
-def pack_mxfp4(codes: torch.Tensor, fields: Fields) -> Stored:
+def pack_mxfp4(codes: torch.Tensor, fields: BlockFields) -> BytesAndScales:
     return _in_pairs(_signed(codes, 8)), fields["exponents"]
 
 
-def unpack_mxfp4(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, Fields]:
+def unpack_mxfp4(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, BlockFields]:
     return _ascending(_from_pairs(stored), 8), {"exponents": scales}
 
 
-def pack_gguf_mxfp4(codes: torch.Tensor, fields: Fields) -> Stored:
+def pack_gguf_mxfp4(codes: torch.Tensor, fields: BlockFields) -> BytesAndScales:
     return joined(fields["exponents"].unsqueeze(-1), in_halves(_signed(codes, 8), 32))
 
 
-def unpack_gguf_mxfp4(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, Fields]:
+def unpack_gguf_mxfp4(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, BlockFields]:
     exponents, low = split(stored, 1, 16)
     return _ascending(from_halves(low).flatten(-2), 8), {"exponents": exponents.squeeze(-1)}
 
@@ -91,7 +99,7 @@ def _largest(weight: torch.Tensor, group: int) -> torch.Tensor:
     return weight.unflatten(-1, (-1, group)).abs().amax(-1)
 
 
-def search_nvfp4(weight: torch.Tensor, importance: torch.Tensor | None) -> Fields:
+def search_nvfp4(weight: torch.Tensor, importance: torch.Tensor | None) -> BlockFields:
     """The largest value of a weight, or of an expert's, becomes 6 times 448, that of a block 6."""
     largest = _largest(weight, 16)
     divisor = (_E4M3.max * _LARGEST_E2M1 / largest.amax((-2, -1), keepdim=True)).nan_to_num_(nan=1.0, posinf=1.0)
@@ -102,42 +110,42 @@ SHARED_DIVISOR = 64.0
 """A divisor for weights of any matrix: scales of blocks with largest values of 0.0015 to 42 keep their precision."""
 
 
-def search_shared_nvfp4(weight: torch.Tensor, importance: torch.Tensor | None) -> Fields:
+def search_shared_nvfp4(weight: torch.Tensor, importance: torch.Tensor | None) -> BlockFields:
     """As `search_nvfp4`, with one divisor for all weights: servers compute some of them as one, with one divisor."""
     largest = _largest(weight, 16)
     return _divided(largest, largest.new_full((*largest.shape[:-1], 1), SHARED_DIVISOR))
 
 
-def _divided(largest: torch.Tensor, divisor: torch.Tensor) -> Fields:
+def _divided(largest: torch.Tensor, divisor: torch.Tensor) -> BlockFields:
     """The fields of blocks with these largest values (..., rows, blocks), for divisors (..., rows, 1)."""
     each = (divisor * (largest / _LARGEST_E2M1)).clamp_(_SMALLEST_E4M3, _E4M3.max)
     factors = torch.cat((torch.ones_like(divisor), divisor), dim=-1)
     return {"factors": factors, "scales": each.to(torch.float8_e4m3fn)}
 
 
-def grid_nvfp4(fields: Fields) -> Grid:
+def grid_nvfp4(fields: BlockFields) -> Grid:
     """`factors` (..., rows, 2): one multiplies the scales, and one divides them."""
     return Grid(fields["scales"].float() * fields["factors"][..., :1] / fields["factors"][..., 1:])
 
 
-def pack_nvfp4(codes: torch.Tensor, fields: Fields) -> Stored:
+def pack_nvfp4(codes: torch.Tensor, fields: BlockFields) -> BytesAndScales:
     scales = torch.cat([fields[name].contiguous().view(torch.uint8) for name in ("factors", "scales")], dim=-1)
     return _in_pairs(_signed(codes, 8)), scales
 
 
-def unpack_nvfp4(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, Fields]:
+def unpack_nvfp4(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, BlockFields]:
     factors, each = scales[..., :8].contiguous(), scales[..., 8:].contiguous()
     fields = {"factors": factors.view(torch.float32), "scales": each.view(torch.float8_e4m3fn)}
     return _ascending(_from_pairs(stored), 8), fields
 
 
-def search_gguf_nvfp4(weight: torch.Tensor, importance: torch.Tensor | None) -> Fields:
+def search_gguf_nvfp4(weight: torch.Tensor, importance: torch.Tensor | None) -> BlockFields:
     """`quantize_row_nvfp4_ref`, without a factor: a file may have one, in a tensor of its own."""
     each = (_largest(weight, 16) / _LARGEST_E2M1).clamp_(max=_E4M3.max)
     return {"scales": each.to(torch.float8_e4m3fn)}
 
 
-def grid_gguf_nvfp4(fields: Fields) -> Grid:
+def grid_gguf_nvfp4(fields: BlockFields) -> Grid:
     """Scales have no sign, and what would be no number is 0 (`ggml_ue4m3_to_fp32`)."""
     bits = fields["scales"].view(torch.uint8).int()
     exponent, mantissa = bits >> 3 & 15, bits & 7
@@ -145,12 +153,12 @@ def grid_gguf_nvfp4(fields: Fields) -> Grid:
     return Grid(torch.where(bits == 127, 0.0, size * 2.0**-10))
 
 
-def pack_gguf_nvfp4(codes: torch.Tensor, fields: Fields) -> Stored:
+def pack_gguf_nvfp4(codes: torch.Tensor, fields: BlockFields) -> BytesAndScales:
     scales = fields["scales"].view(torch.uint8).unflatten(-1, (-1, 4))
     return joined(scales, in_halves(_signed(codes, 8), 16).unflatten(-2, (-1, 4)).flatten(-2))
 
 
-def unpack_gguf_nvfp4(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, Fields]:
+def unpack_gguf_nvfp4(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, BlockFields]:
     each, low = split(stored, 4, 32)
     codes = _ascending(from_halves(low.unflatten(-1, (4, 8))).flatten(-3), 8)
     return codes, {"scales": each.flatten(-2).view(torch.float8_e4m3fn)}
@@ -162,22 +170,22 @@ _ROWS = 128
 """Rows with one scale; the fields have it for each row."""
 
 
-def search_fp8(weight: torch.Tensor, importance: torch.Tensor | None) -> Fields:
+def search_fp8(weight: torch.Tensor, importance: torch.Tensor | None) -> BlockFields:
     """The largest value of 128 x 128 becomes the largest of e4m3, 448."""
     rows = [part.amax(-2, keepdim=True).expand_as(part) for part in _largest(weight, 128).split(_ROWS, -2)]
     largest = torch.cat(rows, dim=-2)
     return {"scales": torch.where(largest > 0, largest / _E4M3.max, 1.0)}
 
 
-def grid_of_scales(fields: Fields) -> Grid:
+def grid_of_scales(fields: BlockFields) -> Grid:
     return Grid(fields["scales"])
 
 
-def pack_fp8(codes: torch.Tensor, fields: Fields) -> Stored:
+def pack_fp8(codes: torch.Tensor, fields: BlockFields) -> BytesAndScales:
     return _signed(codes, 128), fields["scales"][..., ::_ROWS, :]
 
 
-def unpack_fp8(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, Fields]:
+def unpack_fp8(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, BlockFields]:
     each = scales.repeat_interleave(_ROWS, dim=-2)[..., : stored.shape[-2], :]
     return _ascending(stored, 128), {"scales": each}
 
@@ -187,7 +195,7 @@ def unpack_fp8(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor
 INT4_GROUP = 128
 
 
-def search_int4(weight: torch.Tensor, importance: torch.Tensor | None) -> Fields:
+def search_int4(weight: torch.Tensor, importance: torch.Tensor | None) -> BlockFields:
     """Scales that are numbers in bfloat16, as they are published: of those that make the largest value 7 to 10 steps,
     the one with the smallest error; compressed-tensors takes 7.5.
     """
@@ -198,16 +206,16 @@ def search_int4(weight: torch.Tensor, importance: torch.Tensor | None) -> Fields
     return {"scales": found.bfloat16().float()}
 
 
-def pack_int4(codes: torch.Tensor, fields: Fields) -> Stored:
+def pack_int4(codes: torch.Tensor, fields: BlockFields) -> BytesAndScales:
     """Of the integers of 32 bits in files the bytes: eight codes each, the first in the lowest bits."""
     return _in_pairs(codes), fields["scales"]
 
 
-def unpack_int4(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, Fields]:
+def unpack_int4(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, BlockFields]:
     return _from_pairs(stored), {"scales": scales}
 
 
-def search_int4_zero(weight: torch.Tensor, importance: torch.Tensor | None) -> Fields:
+def search_int4_zero(weight: torch.Tensor, importance: torch.Tensor | None) -> BlockFields:
     """The range of values and zero in 15 equal steps, of which zero is one."""
     low, high = (one.clamp(*limits) for one, limits in zip(
         weight.unflatten(-1, (-1, INT4_GROUP)).aminmax(dim=-1), ((None, 0), (0, None)), strict=True,
@@ -216,14 +224,14 @@ def search_int4_zero(weight: torch.Tensor, importance: torch.Tensor | None) -> F
     return {"scales": scales, "zeros": (-low / scales).nan_to_num_(0.0).round_().clamp_(0, 15)}
 
 
-def grid_with_zeros(fields: Fields) -> Grid:
+def grid_with_zeros(fields: BlockFields) -> Grid:
     return Grid(fields["scales"], fields["zeros"] * fields["scales"])
 
 
-def pack_int4_zero(codes: torch.Tensor, fields: Fields) -> Stored:
+def pack_int4_zero(codes: torch.Tensor, fields: BlockFields) -> BytesAndScales:
     return _in_pairs(codes), torch.cat((fields["scales"], fields["zeros"]), dim=-1)
 
 
-def unpack_int4_zero(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, Fields]:
+def unpack_int4_zero(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, BlockFields]:
     each, zeros = scales.chunk(2, dim=-1)
     return _from_pairs(stored), {"scales": each, "zeros": zeros}

@@ -12,9 +12,9 @@ import torch
 
 from finetune.model.structure import scale_search
 from finetune.model.structure.block_fields import (
-    Fields,
+    BlockFields,
+    BytesAndScales,
     Grid,
-    Stored,
     apart,
     as_bytes,
     as_half,
@@ -54,7 +54,7 @@ _SMALL = 63
 
 def search_with_offsets(
     highest: int, extras: Sequence[float], weight: torch.Tensor, importance: torch.Tensor | None
-) -> Fields:
+) -> BlockFields:
     """Fields of Q4_K or Q5_K (`quantize_row_q4_K_ref`, `quantize_row_q4_K_impl`): `extras` without importance."""
     groups, *given = _in_groups(weight, importance, 32)
     if given:
@@ -74,12 +74,12 @@ search_q4_k = functools.partial(search_with_offsets, 15, [0.1 * step - 1 for ste
 search_q5_k = functools.partial(search_with_offsets, 31, [0.1 * step - 0.5 for step in range(16)])
 
 
-def grid_with_offsets(fields: Fields) -> Grid:
+def grid_with_offsets(fields: BlockFields) -> Grid:
     scales = fields["d"].float().unsqueeze(-1) * fields["scales"]
     return Grid(scales.flatten(-2), (fields["dmin"].float().unsqueeze(-1) * fields["mins"]).flatten(-2))
 
 
-def _pack_small(fields: Fields) -> torch.Tensor:
+def _pack_small(fields: BlockFields) -> torch.Tensor:
     """The bytes of the numbers that a block has beside codes: 4, and 12 with eight scales and offsets in 6 bits each.
 
     The four lower bits of the last four of both share bytes, and their two higher bits are those of the first four.
@@ -90,7 +90,7 @@ def _pack_small(fields: Fields) -> torch.Tensor:
     return torch.cat((as_bytes(fields["d"]), as_bytes(fields["dmin"]), *first, last), dim=-1)
 
 
-def _unpack_small(stored: torch.Tensor) -> Fields:
+def _unpack_small(stored: torch.Tensor) -> BlockFields:
     d, dmin, scales, mins, last = stored.split((2, 2, 4, 4, 4), dim=-1)
     return {
         "d": as_half(d), "dmin": as_half(dmin),
@@ -108,22 +108,22 @@ def _from_low_bits(stored: torch.Tensor) -> torch.Tensor:
     return from_halves(stored.unflatten(-1, (-1, 32))).flatten(-2).unflatten(-1, (-1, 32))
 
 
-def pack_q4_k(codes: torch.Tensor, fields: Fields) -> Stored:
+def pack_q4_k(codes: torch.Tensor, fields: BlockFields) -> BytesAndScales:
     return joined(_pack_small(fields), _low_bits(codes))
 
 
-def unpack_q4_k(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, Fields]:
+def unpack_q4_k(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, BlockFields]:
     small, low = split(stored, 16, 128)
     return _from_low_bits(low).flatten(-3), _unpack_small(small)
 
 
-def pack_q5_k(codes: torch.Tensor, fields: Fields) -> Stored:
+def pack_q5_k(codes: torch.Tensor, fields: BlockFields) -> BytesAndScales:
     """The fifth bits of the eight groups share 32 bytes."""
     high = together(codes.unflatten(-1, (-1, 8, 32)) >> 4, bits=1)
     return joined(_pack_small(fields), high, _low_bits(codes))
 
 
-def unpack_q5_k(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, Fields]:
+def unpack_q5_k(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, BlockFields]:
     small, high, low = split(stored, 16, 32, 128)
     return (_from_low_bits(low) | apart(high, bits=1) << 4).flatten(-3), _unpack_small(small)
 
@@ -140,7 +140,7 @@ def around(highest: float) -> list[float]:
     return [-highest, *(-highest - 0.1 * step for step in range(-9, 10) if step)]
 
 
-def search_q6_k(weight: torch.Tensor, importance: torch.Tensor | None) -> Fields:
+def search_q6_k(weight: torch.Tensor, importance: torch.Tensor | None) -> BlockFields:
     """`quantize_row_q6_K_ref`, `quantize_row_q6_K_impl`."""
     groups, *given = _in_groups(weight, importance, 16)
     weights = given[0] if given else groups.square()
@@ -153,11 +153,11 @@ def of_largest_size(numbers: torch.Tensor) -> torch.Tensor:
     return numbers.gather(-1, numbers.abs().argmax(-1, keepdim=True)).squeeze(-1)
 
 
-def grid_of_products(fields: Fields) -> Grid:
+def grid_of_products(fields: BlockFields) -> Grid:
     return Grid((fields["d"].float().unsqueeze(-1) * fields["scales"]).flatten(-2))
 
 
-def pack_q6_k(codes: torch.Tensor, fields: Fields) -> Stored:
+def pack_q6_k(codes: torch.Tensor, fields: BlockFields) -> BytesAndScales:
     """Of each 128 columns, four runs of 32: the first shares bytes of lower bits with the third, the second with the
     fourth, and all four share those of higher bits.
     """
@@ -168,7 +168,7 @@ def pack_q6_k(codes: torch.Tensor, fields: Fields) -> Stored:
     )
 
 
-def unpack_q6_k(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, Fields]:
+def unpack_q6_k(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, BlockFields]:
     low, high, each, d = split(stored, 128, 64, 16, 2)
     lower = from_halves(low.unflatten(-1, (2, 64))).unflatten(-1, (4, 32))
     codes = lower | apart(high.unflatten(-1, (2, 32)), bits=2) << 4
@@ -195,7 +195,7 @@ def iq4_scales(groups: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return scale_search.scales(groups, weights, [127, *range(-134, -119)], nearest)
 
 
-def search_iq4_xs(weight: torch.Tensor, importance: torch.Tensor | None) -> Fields:
+def search_iq4_xs(weight: torch.Tensor, importance: torch.Tensor | None) -> BlockFields:
     groups, *given = _in_groups(weight, importance, 32)
     squares = groups.square()
     weights = important(given[0], groups, 2 * squares.mean((-1, -2), keepdim=True)) if given else squares
@@ -204,7 +204,7 @@ def search_iq4_xs(weight: torch.Tensor, importance: torch.Tensor | None) -> Fiel
     return {"d": d, "scales": multiples(found, d, -32, 31).to(torch.int8)}
 
 
-def pack_iq4_xs(codes: torch.Tensor, fields: Fields) -> Stored:
+def pack_iq4_xs(codes: torch.Tensor, fields: BlockFields) -> BytesAndScales:
     """Scales are stored plus 32: their two higher bits, then their four lower ones in pairs."""
     scales = (fields["scales"] + 32).view(torch.uint8)
     high = together((scales >> 4).unflatten(-1, (2, 4)).mT, bits=2)
@@ -212,7 +212,7 @@ def pack_iq4_xs(codes: torch.Tensor, fields: Fields) -> Stored:
     return joined(as_bytes(fields["d"]), high, low, in_halves(codes, 32).unflatten(-2, (-1, 8)).flatten(-2))
 
 
-def unpack_iq4_xs(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, Fields]:
+def unpack_iq4_xs(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, BlockFields]:
     d, high, low, codes = split(stored, 2, 2, 4, 128)
     lower = torch.stack((low & 15, low >> 4), dim=-1).flatten(-2)
     each = lower | apart(high, bits=2).mT.flatten(-2) << 4

@@ -9,14 +9,16 @@ This module imports transformers, so import it only where weights are loaded.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import bitsandbytes as bnb
 import torch
-from transformers.core_model_loading import ConversionOps
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer, get_keys_to_not_convert
@@ -83,6 +85,35 @@ def undivided(model: Any, block: int) -> Iterator[tuple[str, int]]:
     for name, module, own in _quantizer(FineGrainedFP8Config(), None).targets(model):
         if (inputs := _columns(module, own)) % block:
             yield name.removesuffix(".weight"), inputs
+
+
+def without_place(model: Any, form: str, stored: Collection[str] = ()) -> str | None:
+    """In words, why safetensors files have no place for weights of `model` in a form; None if they have.
+
+    Those of gpt-oss have one for experts that the model reads transposed, in MXFP4. `stored`: the names of the tensors
+    in the base's files, as far as they are known.
+    """
+    if any(isinstance(module, Conv1D) for module in model.modules()):
+        return "has layers that hold their weights transposed, as GPT-2's do"
+    on_experts = list(experts.weights(model))
+    if any(_is_transposed(module) for _, module, _ in on_experts):
+        known = form == "mxfp4" and model.config.get_text_config().model_type == "gpt_oss"
+        return None if known else "has experts that it reads transposed"
+    if form != "fp8" and any(not _is_taken_apart(model, name, stored) for name, _, _ in on_experts):
+        return "has all experts of a layer in one tensor of its files"
+    return None
+
+
+def _is_taken_apart(model: Any, name: str, stored: Collection[str]) -> bool:
+    """Whether transformers makes a weight of experts from a tensor of files for each of them."""
+    if experts.is_whole(name, stored):
+        return False
+    return any(
+        isinstance(one, WeightConverter)
+        and any("*" in source for source in one.source_patterns)
+        and any(re.search(target, name) for target in one.target_patterns)
+        for one in get_model_conversion_mapping(model)
+    )
 
 
 def _quantizer(config: Any, published: Any) -> Any:

@@ -9,9 +9,9 @@ import torch
 
 from finetune.model.structure import k_quants, scale_search
 from finetune.model.structure.block_fields import (
-    Fields,
+    BlockFields,
+    BytesAndScales,
     Grid,
-    Stored,
     apart,
     as_bytes,
     as_half,
@@ -34,7 +34,7 @@ def _important(weight: torch.Tensor, importance: torch.Tensor) -> torch.Tensor:
 # -- without offsets ---------------------------------------------------------------------------------------------------
 
 
-def _search_around_zero(lowest: int, weight: torch.Tensor, importance: torch.Tensor | None) -> Fields:
+def _search_around_zero(lowest: int, weight: torch.Tensor, importance: torch.Tensor | None) -> BlockFields:
     """The value of largest size becomes the lowest level (`quantize_row_q4_0_ref`), or about that."""
     blocks = weight.unflatten(-1, (-1, COLUMNS))
     if importance is None:
@@ -43,20 +43,20 @@ def _search_around_zero(lowest: int, weight: torch.Tensor, importance: torch.Ten
     return {"d": scale_search.scales(blocks, _important(weight, importance), k_quants.around(-lowest), nearest).half()}
 
 
-def search_q4_0(weight: torch.Tensor, importance: torch.Tensor | None) -> Fields:
+def search_q4_0(weight: torch.Tensor, importance: torch.Tensor | None) -> BlockFields:
     return _search_around_zero(-8, weight, importance)
 
 
-def search_q5_0(weight: torch.Tensor, importance: torch.Tensor | None) -> Fields:
+def search_q5_0(weight: torch.Tensor, importance: torch.Tensor | None) -> BlockFields:
     return _search_around_zero(-16, weight, importance)
 
 
-def search_q8_0(weight: torch.Tensor, importance: torch.Tensor | None) -> Fields:
+def search_q8_0(weight: torch.Tensor, importance: torch.Tensor | None) -> BlockFields:
     """The value of largest size becomes the largest level, 127 (`quantize_row_q8_0_ref`)."""
     return {"d": (weight.unflatten(-1, (-1, COLUMNS)).abs().amax(-1) / 127).half()}
 
 
-def search_iq4_nl(weight: torch.Tensor, importance: torch.Tensor | None) -> Fields:
+def search_iq4_nl(weight: torch.Tensor, importance: torch.Tensor | None) -> BlockFields:
     blocks = weight.unflatten(-1, (-1, COLUMNS))
     if importance is None:
         return {"d": k_quants.iq4_scales(blocks, blocks.square()).half()}
@@ -65,24 +65,24 @@ def search_iq4_nl(weight: torch.Tensor, importance: torch.Tensor | None) -> Fiel
     return {"d": k_quants.iq4_scales(blocks, weights).half()}
 
 
-def one_scale(fields: Fields) -> Grid:
+def one_scale(fields: BlockFields) -> Grid:
     return Grid(fields["d"].float())
 
 
-def pack_4_bit(codes: torch.Tensor, fields: Fields) -> Stored:
+def pack_4_bit(codes: torch.Tensor, fields: BlockFields) -> BytesAndScales:
     return joined(as_bytes(fields["d"]), in_halves(codes, COLUMNS))
 
 
-def unpack_4_bit(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, Fields]:
+def unpack_4_bit(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, BlockFields]:
     d, low = split(stored, 2, 16)
     return from_halves(low).flatten(-2), {"d": as_half(d)}
 
 
-def pack_q5_0(codes: torch.Tensor, fields: Fields) -> Stored:
+def pack_q5_0(codes: torch.Tensor, fields: BlockFields) -> BytesAndScales:
     return joined(as_bytes(fields["d"]), _fifth_bits(codes), in_halves(codes, COLUMNS))
 
 
-def unpack_q5_0(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, Fields]:
+def unpack_q5_0(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, BlockFields]:
     d, high, low = split(stored, 2, 4, 16)
     return _with_fifth_bits(low, high), {"d": as_half(d)}
 
@@ -96,12 +96,12 @@ def _with_fifth_bits(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
     return (from_halves(low) | apart(high, bits=1).mT.flatten(-2) << 4).flatten(-2)
 
 
-def pack_q8_0(codes: torch.Tensor, fields: Fields) -> Stored:
+def pack_q8_0(codes: torch.Tensor, fields: BlockFields) -> BytesAndScales:
     """As signed integers, in two's complement: 128 less."""
     return joined(as_bytes(fields["d"]), (codes ^ 128).unflatten(-1, (-1, COLUMNS)))
 
 
-def unpack_q8_0(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, Fields]:
+def unpack_q8_0(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, BlockFields]:
     d, signed = split(stored, 2, COLUMNS)
     return (signed ^ 128).flatten(-2), {"d": as_half(d)}
 
@@ -109,7 +109,7 @@ def unpack_q8_0(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tenso
 # -- with offsets ------------------------------------------------------------------------------------------------------
 
 
-def _search_with_offset(highest: int, weight: torch.Tensor, importance: torch.Tensor | None) -> Fields:
+def _search_with_offset(highest: int, weight: torch.Tensor, importance: torch.Tensor | None) -> BlockFields:
     """The range of values in equal steps (`quantize_row_q4_1_ref`), or about that (`quantize_row_q4_1_impl`)."""
     blocks = weight.unflatten(-1, (-1, COLUMNS))
     if importance is None:
@@ -120,31 +120,31 @@ def _search_with_offset(highest: int, weight: torch.Tensor, importance: torch.Te
     return {"d": scales.half(), "m": -offsets.half()}
 
 
-def search_q4_1(weight: torch.Tensor, importance: torch.Tensor | None) -> Fields:
+def search_q4_1(weight: torch.Tensor, importance: torch.Tensor | None) -> BlockFields:
     return _search_with_offset(15, weight, importance)
 
 
-def search_q5_1(weight: torch.Tensor, importance: torch.Tensor | None) -> Fields:
+def search_q5_1(weight: torch.Tensor, importance: torch.Tensor | None) -> BlockFields:
     return _search_with_offset(31, weight, importance)
 
 
-def one_scale_and_offset(fields: Fields) -> Grid:
+def one_scale_and_offset(fields: BlockFields) -> Grid:
     return Grid(fields["d"].float(), -fields["m"].float())
 
 
-def pack_q4_1(codes: torch.Tensor, fields: Fields) -> Stored:
+def pack_q4_1(codes: torch.Tensor, fields: BlockFields) -> BytesAndScales:
     return joined(as_bytes(fields["d"]), as_bytes(fields["m"]), in_halves(codes, COLUMNS))
 
 
-def unpack_q4_1(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, Fields]:
+def unpack_q4_1(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, BlockFields]:
     d, m, low = split(stored, 2, 2, 16)
     return from_halves(low).flatten(-2), {"d": as_half(d), "m": as_half(m)}
 
 
-def pack_q5_1(codes: torch.Tensor, fields: Fields) -> Stored:
+def pack_q5_1(codes: torch.Tensor, fields: BlockFields) -> BytesAndScales:
     return joined(as_bytes(fields["d"]), as_bytes(fields["m"]), _fifth_bits(codes), in_halves(codes, COLUMNS))
 
 
-def unpack_q5_1(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, Fields]:
+def unpack_q5_1(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, BlockFields]:
     d, m, high, low = split(stored, 2, 2, 4, 16)
     return _with_fifth_bits(low, high), {"d": as_half(d), "m": as_half(m)}
