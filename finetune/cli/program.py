@@ -118,8 +118,9 @@ def refusing() -> contextlib.AbstractContextManager[None]:
 
 
 def fail(message: str, code: int) -> NoReturn:
-    """Print an error, also where the output is closed, and exit."""
-    for stream, text in ((sys.stderr, f"error: {message}\n"), (sys.stdout, "")):
+    """Print an error, or how the run was interrupted, also where the output is closed, and exit."""
+    kind = "" if code in (INTERRUPTED, Terminated.exit_code) else "error: "
+    for stream, text in ((sys.stderr, f"{kind}{message}\n"), (sys.stdout, "")):
         try:
             stream.write(text)
             stream.flush()

@@ -25,7 +25,7 @@ def launch(
     on: Annotated[str, typer.Option(help=options.listed(TARGETS))] = "",
     overrides: options.Overrides = None,
     nodes: Annotated[int, typer.Option(min=1)] = 1,
-    gpus: Annotated[int, typer.Option("--gpus-per-node", min=1)] = 8,
+    gpus: Annotated[int, typer.Option("--gpus-per-node", min=1, help="GPUs of a node, with a process each.")] = 8,
     gpu: Annotated[str | None, typer.Option(help="The card's name for SkyPilot, such as H100.")] = None,
     image: Annotated[str | None, typer.Option(help="A container image that has finetune.")] = None,
     volume: Annotated[str, typer.Option(help="A volume that all nodes can write.")] = "finetune",

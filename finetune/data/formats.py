@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from finetune.config import inline
-from finetune.config.field_types import Help, name_of, not_given, shortened, unknown
+from finetune.config.field_types import Help, name_of, nearest, not_given, shortened
 from finetune.data import examples, images, labelled, pairs, teachers, unpaired
 from finetune.data import fields as row
 from finetune.data.examples import (
@@ -348,8 +348,10 @@ def mapped(fields: Fields, columns: Mapping[str, str]) -> Fields:
     """
     for name, column in columns.items():
         if column not in fields:
-            near = unknown(column, islice(fields, _COMPARED_FIELDS))
-            raise NoSuchField(f"`data.columns` takes `{name}` from a column that does not exist: {near}")
+            near = nearest(column, islice(fields, _COMPARED_FIELDS))
+            raise NoSuchField(
+                f"`data.columns` takes `{name}` from `{shortened(column)}`, which is no column of this row; {near}"
+            )
     renamed = {name: fields[column] for name, column in columns.items()}
     return {name: value for name, value in fields.items() if name not in columns.values()} | renamed
 

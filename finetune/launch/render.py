@@ -46,7 +46,10 @@ def write(
         able = " or ".join(name for name, each in TARGETS.items() if each.array)
         raise ConfigError(f"--on {on} cannot start a sweep; use {able}, or start `finetune sweep` on each GPU yourself")
     if not swept:
-        check_shares(job.training, job.distributed, nodes * gpus)
+        try:
+            check_shares(job.training, job.distributed, nodes * gpus)
+        except ConfigError as error:
+            raise ConfigError(f"{error} (--nodes {nodes} --gpus-per-node {gpus})") from None
         _check_heads(job.model, job.distributed.context)
     run = Path(job.output.dir or f"runs/{config.stem}")
     file = output or Path(f"{config.stem}{target.suffix}")

@@ -62,7 +62,7 @@ def check_shares(training: TrainingSection, section: DistributedSection, process
     else:
         rows, each = training.rows * shares, f" with `training.micro_batch` {training.rows}"
     if training.batch_size % rows:
-        remedy = f"make it a multiple of {rows}"
+        remedy = f"make the batch a multiple of {rows}"
         share = training.batch_size // shares
         if training.batch_size % shares == 0:  # another micro-batch does not change the result
             fitting = next(part for part in range(training.rows, 0, -1) if share % part == 0)

@@ -72,7 +72,7 @@ CONFIGS: list[tuple[list[str], int, str, str]] = [
     (["data.loss_on=all"], 3, "`data.loss_on: all`", "set `data.loss_on: assistant`"),
     (["data.max_length=8", "data.too_long=truncate"], 3, "`data.max_length` 8", "set `data.too_long: drop`"),
     (["data.max_length=8", "data.too_long=split"], 3, "`data.max_length` 8", "set `data.too_long: drop`"),
-    (["data.columns={chosen: better, rejected: worse}"], 3, "`better` is not known", "choose from prompt, chosen"),
+    (["data.columns={chosen: better, rejected: worse}"], 3, "from `better`, which", "choose from prompt, chosen"),
     (["data.format=dpo"], 2, "`data.format`", "write `pairs`"),
     (["data.eval=pairs.jsonl"], 2, "`data.eval`", "set `data.eval: auto`"),
     (["preference.label_smoothing=0.5"], 2, "`preference.label_smoothing`", "less than 0.5"),

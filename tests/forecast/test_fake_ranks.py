@@ -253,7 +253,7 @@ def test_each_next_step_of_sharding_is_a_lever() -> None:
 def test_a_batch_that_ranks_cannot_share_is_refused_before_anything_is_forecast(quick: Quick) -> None:
     with pytest.raises(ConfigError, match=r"`training.batch_size` 4 cannot be split among 3 processes"):
         planning.planner_for(quick("training.batch_size=4"), "cpu", 3)
-    with pytest.raises(ConfigError, match=r"set `training.micro_batch` to 1, or make it a multiple of 8"):
+    with pytest.raises(ConfigError, match=r"set `training.micro_batch` to 1, or make the batch a multiple of 8"):
         planning.planner_for(quick("training.batch_size=4"), "cpu", 4)
 
 

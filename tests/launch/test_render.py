@@ -84,7 +84,7 @@ def test_the_files_have_the_keys_of_their_tools() -> None:
     [
         ("slrum", {}, "did you mean `slurm`"),
         ("skypilot", {"gpu": None, "image": None}, "needs --gpu and --image"),
-        ("slurm", {"nodes": 3}, "cannot be split among 12 processes"),
+        ("slurm", {"nodes": 3}, r"cannot be split among 12 processes.* \(--nodes 3 --gpus-per-node 4\)"),
     ],
 )
 def test_a_job_that_cannot_be_trained_is_refused(here: Path, on: str, changed: dict[str, Any], message: str) -> None:
