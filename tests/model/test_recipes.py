@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gguf_in_llama_cpp as bench
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -92,6 +93,15 @@ def test_iq4_xs_has_five_bits_for_shared_values_and_for_the_first_layers() -> No
     assert sorted(name for name, form in forms.items() if form == "q5_k") == sorted(
         [*five, "model.layers.0.mlp.down_proj.weight"]
     )
+
+
+@pytest.mark.parametrize(("heads", "form"), [(1, "q5_1"), (2, "iq4_nl")])
+def test_where_layers_differ_the_first_says_how_many_heads_share_values(heads: int, form: str) -> None:
+    shape = bench.SHAPES["gemma4 mixture"]
+    fields = {**shape.fields, "num_key_value_heads": heads, "num_global_key_value_heads": 4}
+    config = bench.architecture(bench.Shape(shape.tokenizer, fields), 600)
+    forms = quantizers.recipe_of(weightless(config), "iq4_xs")
+    assert {forms[name] for name in forms if name.endswith("v_proj.weight")} == {form}
 
 
 @pytest.mark.parametrize(

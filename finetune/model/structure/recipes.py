@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from finetune.model.source import gguf_families
 from finetune.model.structure import experts
 
 
@@ -90,8 +91,9 @@ def _of_eight_experts(part: str, recipe: Recipe) -> str | None:
 
 
 def _grouped(text: Any) -> int:
-    """How many query heads share a head of keys and values."""
-    return int(text.num_attention_heads // (getattr(text, "num_key_value_heads", None) or text.num_attention_heads))
+    """How many query heads share a head of keys and values, in the first layer."""
+    shared = gguf_families.per_layer(text, "num_key_value_heads") or text.num_attention_heads
+    return int(text.num_attention_heads // (shared[0] if isinstance(shared, list) else shared))
 
 
 def form_of(name: str, columns: int, kind: str, text: Any) -> str | None:
