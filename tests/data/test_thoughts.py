@@ -89,7 +89,9 @@ def test_a_template_that_keeps_the_thoughts_of_earlier_turns_trains_them() -> No
 def test_an_earlier_turn_that_the_template_closes_otherwise_is_trained_without_its_end() -> None:
     tokenizer = tokenizer_of("gptoss")
     assert trained(ANSWERS, tokenizer) == ["<|channel|>final<|message|>one", "<|channel|>final<|message|>two<|return|>"]
-    assert trained(THOUGHTS, tokenizer)[0].startswith("<|channel|>analysis<|message|>how")
+    # Older versions of transformers do not give templates the name that this one reads.
+    thoughts = [one | {"thinking": one["reasoning_content"]} if len(one) > 2 else one for one in THOUGHTS]
+    assert trained(thoughts, tokenizer)[0].startswith("<|channel|>analysis<|message|>how")
 
 
 def test_a_thought_in_the_content_counts_as_one() -> None:

@@ -56,11 +56,20 @@ class ParamWrapper(peft_layer.ParamWrapper):
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
         shape = experts.shape(self.get_param())
-        if len(shape) != 3:
+        self._param_ndim = len(shape)  # which PEFT 0.20 does not set
+        if self._param_ndim != 3:
             features: tuple[int, int] = super()._get_in_out_features(module)
             return features
-        self.num_experts, self._param_ndim = shape[0], 3
+        self.num_experts = shape[0]
         return shape[1], shape[2]
+
+    def update_layer(self, *arguments: Any, **options: Any) -> None:
+        # As PEFT does, before it does: 0.20 takes the number of dimensions of the stored parameter, which may be bytes.
+        if self._param_ndim == 3 and not getattr(self.get_base_layer(), "is_transposed", False):
+            if not self._did_swap_in_out_features:
+                self.in_features, self.out_features = self.out_features, self.in_features
+            self._did_swap_in_out_features = True
+        super().update_layer(*arguments, **options)
 
     @contextlib.contextmanager
     def _activate_lora(self, active_adapters: Sequence[str]) -> Iterator[None]:
