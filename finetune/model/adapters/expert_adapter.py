@@ -39,6 +39,9 @@ class ParamWrapper(peft_layer.ParamWrapper):
     It has PEFT's name because PEFT 0.21 recognises a module with several adapted parameters by it.
     """
 
+    in_features: int
+    out_features: int
+    _did_swap_in_out_features: bool
     rounded = False
     """Whether the update is rounded with the weights, which then have it in the forward pass (`exact_layers`)."""
 
