@@ -6,6 +6,7 @@ import base64
 import io
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -197,7 +198,7 @@ def test_a_package_that_transformers_needs_for_images_is_named(monkeypatch: pyte
     def lacking(*_: Any, **__: Any) -> None:
         raise ImportError("AutoImageProcessor requires the Torchvision library but it was not found")
 
-    monkeypatch.setattr(transformers.AutoImageProcessor, "from_pretrained", lacking)
+    monkeypatch.setattr(transformers, "AutoImageProcessor", SimpleNamespace(from_pretrained=lacking))
     with pytest.raises(MachineError, match=r"cannot read images here.*install torchvision, or a newer transformers"):
         vision._image_processor(ModelSection())
 
