@@ -54,7 +54,7 @@ AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
         },
         ["data/test_lengths.py", "data/test_marks.py", "data/test_chat_masks.py", "data/test_known_templates.py",
          "data/test_formats.py", "data/test_control_tokens.py", "data/test_row_limits.py", "data/test_prepare.py",
-         "data/test_broken_corpus.py", "data/test_mask_properties.py"],
+         "data/test_thoughts.py", "data/test_broken_corpus.py", "data/test_mask_properties.py"],
     ),
     "normaliser": (
         {

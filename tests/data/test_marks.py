@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from conversations import TWO_TURNS, assistant, shown, trained_text, user
 
 from finetune.data import tokenizing
 from finetune.data.chat import encode, encode_all, is_empty, system_heads
-from finetune.data.encoded import IGNORE, Encoded, Segment
-from finetune.data.examples import Chat, Completion, RowError, Text, Tokens
+from finetune.data.encoded import IGNORE, Encoded, Segment, Teacher
+from finetune.data.examples import Chat, Completion, RowError, Several, Text, Tokens
 
 Make = Callable[..., Any]
 
@@ -305,6 +306,8 @@ def test_an_answer_that_trains_no_token_counts_as_empty(subtests: pytest.Subtest
         (Chat([user("Hi"), assistant(" ")]), "assistant", True),
         (Chat([user("Hi"), assistant(" ")]), "all", False),
         (Chat([user("Hi"), assistant(" "), user("Why?"), assistant("so")]), "assistant", False),
+        (Several({"chosen": Completion("Why?", "so"), "rejected": Completion("Why?", " ")}), "assistant", True),
+        (Several({"chosen": Completion("Why?", "so"), "rejected": Completion("Why?", "one")}), "assistant", False),
     ]:
         with subtests.test(example=example):
             assert is_empty(example, loss_on) is empty
@@ -317,3 +320,33 @@ def test_ids_from_the_first_to_the_last_of_the_vocabulary_are_taken_and_no_other
     for wrong in (-1, last + 1):
         with pytest.raises(RowError, match=rf"`input_ids\[1\]` is {wrong}, but the tokenizer has"):
             encode(Tokens([0, wrong]), tokenizer)
+
+
+def test_a_teacher_knows_the_tokens_of_the_vocabulary_and_no_other(word_tokenizer: Make) -> None:
+    tokenizer = word_tokenizer(None)
+    last = len(tokenizer) - 1
+
+    def taught(token: int) -> Tokens:
+        return Tokens([5, 6], teacher=Teacher(np.array([[0], [token]], np.int32), np.zeros((2, 1), np.float32)))
+
+    [segment] = encode(taught(last), tokenizer).segments
+    assert segment.teacher is not None
+    assert segment.teacher.ids.tolist() == [[0], [last]]
+    with pytest.raises(RowError, match=f"the teacher has token {last + 1}, but the tokenizer has"):
+        encode(taught(last + 1), tokenizer)
+
+
+# -- several segments ------------------------------------------------------------------------------------------------
+
+
+def test_each_answer_to_a_prompt_is_masked_and_the_prompt_is_not_trained_with_each(word_tokenizer: Make) -> None:
+    tokenizer = word_tokenizer(None)
+    pair = Several({"chosen": Completion("Why?", "so"), "rejected": Completion("Why?", "one")}, {"margin": 2.0})
+    row = encode(pair, tokenizer)
+    assert [shown(segment, tokenizer) for segment in row.segments] == ["Why?[so][>]", "Why?[one][>]"]
+    assert (row.names, row.values) == (("chosen", "rejected"), {"margin": 2.0})
+    with pytest.raises(RowError, match="`data.loss_on: all` would train the prompt again"):
+        encode(pair, tokenizer, "all")
+    assert shown(encode(Several({"answer": Completion("Why?", "so")}), tokenizer, "all"), tokenizer) == (
+        "[Why][?][so][>]"
+    )
