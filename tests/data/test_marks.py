@@ -105,6 +105,15 @@ def test_a_call_ends_with_the_token_that_closes_it(
                     counted(chatml, called.replace("<|call|>", "\\n")), special=["<|call|>"]))  # fmt: skip
 
 
+def test_a_last_call_whose_mark_leaves_out_what_closes_it_learns_that(word_tokenizer: Make, chatml: str) -> None:
+    behind = (
+        "{%- generation -%}{{- message['content'] -}}{%- endgeneration -%}"
+        "{{- '<|call|>' if message.tool_calls else '<|im_end|>' -}}"
+    )
+    tokenizer = word_tokenizer(chatml.replace(_MARKED, behind), special=["<|call|>"])
+    assert trained_text(encode(Chat([user("Hi"), CALL]), tokenizer), tokenizer) == "so<|call|>"
+
+
 def test_a_mark_at_no_token_is_not_trusted_and_one_that_ends_at_none_is_closed_by_its_end(
     byte_tokenizer: Make, chatml: str
 ) -> None:
@@ -169,6 +178,15 @@ def test_an_answer_that_is_rendered_differently_at_the_end_is_located_by_its_wor
     tokenizer = word_tokenizer(forgets)
     rows = Chat([user("Hi"), assistant("one . two"), user("Why?"), assistant("so")])
     assert trained_text(encode(rows, tokenizer), tokenizer) == "one . two<|im_end|>so#<|im_end|>"
+
+
+def test_an_earlier_answer_that_another_token_closes_is_located_and_trained_without_it(
+    word_tokenizer: Make, chatml: str
+) -> None:
+    closes = chatml.replace(_MARKED, "{{- message['content'] + ('#<|im_end|>' if loop.last else '<|pad|>') -}}")
+    tokenizer = word_tokenizer(closes, pad_token="<unk>")
+    rows = Chat([user("Hi"), assistant("one . two"), user("Why?"), assistant("so")])
+    assert trained_text(encode(rows, tokenizer), tokenizer) == "one . twoso#<|im_end|>"
 
 
 def test_running_out_of_memory_in_the_tokenizer_is_not_blamed_on_a_row(
@@ -345,7 +363,7 @@ def test_each_answer_to_a_prompt_is_masked_and_the_prompt_is_not_trained_with_ea
     row = encode(pair, tokenizer)
     assert [shown(segment, tokenizer) for segment in row.segments] == ["Why?[so][>]", "Why?[one][>]"]
     assert (row.names, row.values) == (("chosen", "rejected"), {"margin": 2.0})
-    with pytest.raises(RowError, match="`data.loss_on: all` would train the prompt again"):
+    with pytest.raises(RowError, match=r"`data\.loss_on: all` would train the prompt again"):
         encode(pair, tokenizer, "all")
     assert shown(encode(Several({"answer": Completion("Why?", "so")}), tokenizer, "all"), tokenizer) == (
         "[Why][?][so][>]"
