@@ -269,6 +269,8 @@ if is_torchvision_available():
 
 def base(folder: Path, family: str) -> Path:
     """A checkpoint of a family in `folder`, with weights that are far enough from zero to tell images apart."""
+    if hasattr(transformers.AutoImageProcessor, "_backends"):  # a stand-in, which names the packages that it needs
+        pytest.skip(f"transformers {transformers.__version__} reads no images without torchvision")
     torch.manual_seed(0)
     model, processor = FAMILIES[family]()
     with torch.no_grad():

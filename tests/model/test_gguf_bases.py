@@ -31,13 +31,14 @@ from finetune.model.base import load_architecture
 from finetune.model.source import gguf_base, gguf_families, identity
 from finetune.model.source.locate import locate
 from finetune.model.source.tokenizer import load_tokenizer
-from finetune.model.structure import packed
+from finetune.model.structure import older_loading, packed
 from finetune.report.terminal import Terminal
 from finetune.settings import load_config
 from finetune.storage import weight_files
 from tests.jobs import TINY
 
 READ = {"mistral", "mixtral", *gguf_base._TYPES.values()}
+_NO_TOKENIZER = "this version of transformers reads tokenizers of GGUF files otherwise: `model.tokenizer` names one"
 MIXTURES = ("qwen3 mixture", "mixtral", "gpt-oss")
 
 
@@ -68,6 +69,8 @@ def test_the_folder_of_a_file_is_the_model_that_it_was_written_from(name: str, t
     gguf_families.family(before.config).approximate(before)
     ids = torch.arange(20, 60)[None]
     torch.testing.assert_close(made(ids).logits, before(ids).logits, rtol=0, atol=1e-4)
+    if older_loading.IS_OLDER:
+        pytest.skip(_NO_TOKENIZER)
     mine, theirs = (AutoTokenizer.from_pretrained(each) for each in (folder, tmp_path / "model"))
     texts = [*bench.texts(), "  two spaces", *(f"{special}Hi {special}[x]" for special in theirs.all_special_tokens)]
     one, other = (each(texts, add_special_tokens=False)["input_ids"] for each in (mine, theirs))
@@ -97,6 +100,7 @@ def no_space_before() -> Any:
     )
 
 
+@pytest.mark.skipif(older_loading.IS_OLDER, reason=_NO_TOKENIZER)
 @pytest.mark.parametrize("made", [digits_apart, whole_words, no_space_before])
 def test_text_is_split_as_llama_cpp_splits_it(made: Callable[[], Any], tmp_path: Path) -> None:
     tokenizer = made()
@@ -199,8 +203,8 @@ def test_a_folder_of_an_older_version_is_written_again(tmp_path: Path) -> None:
     folder = gguf_base.unpacked(file)
     stamp = folder / "gguf.json"
     stamp.write_text(json.dumps({name: one for name, one in json.loads(stamp.read_text()).items() if "as" not in name}))
-    (folder / "tokenizer.json").unlink()
-    assert (gguf_base.unpacked(file) / "tokenizer.json").is_file()
+    (folder / "config.json").unlink()
+    assert (gguf_base.unpacked(file) / "config.json").is_file()
 
 
 def test_a_folder_that_cannot_be_written_serves_what_is_there_and_else_says_what_to_do(

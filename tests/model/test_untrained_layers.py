@@ -67,7 +67,9 @@ def test_every_adapter_of_a_composite_model_has_a_gradient(name: str) -> None:
 
 
 def test_untested_composite_models_are_listed() -> None:
-    assert set(COMPOSITE) >= _NOT_BUILT.keys()
+    known = _NOT_BUILT.keys() & set(CONFIG_MAPPING)  # older versions of transformers lack the newest
+    assert set(COMPOSITE) >= known
+    assert known
 
 
 def _towers(model_type: str) -> int:
@@ -174,6 +176,8 @@ def test_an_adapter_beside_the_text_is_refused_as_a_start(name: str, said: str, 
     from transformers import AutoModelForImageTextToText
 
     whole = AutoModelForImageTextToText.from_config(every_architecture.config(name))
-    get_peft_model(whole, LoraConfig(r=2, target_modules="all-linear")).save_pretrained(tmp_path)
+    get_peft_model(whole, LoraConfig(r=2, target_modules="all-linear")).save_pretrained(
+        tmp_path, save_embedding_layers=False
+    )
     with pytest.raises(ConfigError, match=said):
         starting.check(base(name), AdapterSection(rank=2, alpha=8, start_from=str(tmp_path)))

@@ -351,8 +351,8 @@ class _File:
 
         try:
             from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as SPLITS
-        except ImportError:  # an older transformers splits all texts as GPT-2 does
-            SPLITS = {}
+        except ImportError:  # transformers 5.17 takes another tokenizer than the file's, or loses its special tokens
+            return
         of_bytes = self._keys.get("tokenizer.ggml.model") == "gpt2"
         splits = self._keys.get("tokenizer.ggml.pre")
         if of_bytes and splits not in (*SPLITS, *_DIGITS_APART, "gpt-2"):

@@ -36,6 +36,7 @@ from finetune.model.structure import (
     experts,
     fixed_point,
     linear_layers,
+    older_loading,
     packed,
     recipes,
     sequence_head,
@@ -219,6 +220,7 @@ class _Packed:
     start: PackedFiles | None = None
     pre_quantized: bool
     quantization_config: Any
+    serialized_names: ClassVar[dict[str, list[str]]]
 
     def validate_environment(self, **named: Any) -> None:
         """Accept any machine: packed weights need neither a GPU nor kernels."""
@@ -265,8 +267,12 @@ class _Packed:
                 form = fixed_point.held(form, exact=self.exact)
                 setattr(module, own, packed.pack(form, getattr(module, own).data, transposed=_is_transposed(module)))
                 experts.unpack_in_forward(module)
+        if older_loading.IS_OLDER:
+            self._types = older_loading.give_types_of_values(model)
 
     def _process_model_after_weight_loading(self, model: Any, **named: Any) -> Any:
+        if older_loading.IS_OLDER:
+            self._types.remove()
         return model
 
     def param_needs_quantization(self, model: Any, param_name: str, **named: Any) -> bool:
@@ -278,8 +284,12 @@ class _Packed:
     def get_load_operations(self) -> dict[str, Any]:
         return {"deserialize": _Keep, "dequantize": _Keep}
 
-    def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
-        updated = super().update_weight_conversions(weight_conversions, model)  # type: ignore[misc]
+    def update_weight_conversions(self, weight_conversions: Any, *model: Any) -> Any:
+        if older_loading.IS_OLDER:
+            names = self.serialized_names if self.pre_quantized else {}
+            updated = older_loading.update_conversions(weight_conversions, names, _Keep, self)
+        else:
+            updated = super().update_weight_conversions(weight_conversions, *model)  # type: ignore[misc]
         for conversion in updated:
             operations = getattr(conversion, "operations", ())
             if operations and isinstance(operations[0], _Keep):
@@ -289,10 +299,14 @@ class _Packed:
 
 class _Mxfp4(_Packed, Mxfp4HfQuantizer):
     form = "mxfp4"
+    serialized_names: ClassVar = {
+        name: [f"{name}_blocks", f"{name}_scales"] for name in ("gate_up_proj", "down_proj")
+    }  # as in transformers 5.23
 
 
 class _Fp8(_Packed, FineGrainedFP8HfQuantizer):
     form = "fp8"
+    serialized_names: ClassVar = {"weight": ["weight", "weight_scale_inv", "activation_scale"]}  # likewise
 
 
 class _Own(_Packed, HfQuantizer):
@@ -452,7 +466,11 @@ class _Keep(ConversionOps):
 
     @torch.no_grad()
     def convert(self, input_dict: dict[str, Any], *, full_layer_name: str, model: Any, **named: Any) -> dict[str, Any]:
-        given = {name: value if isinstance(value, list) else [value] for name, value in input_dict.items()}
+        patterns = [name.removesuffix("$") for name in named["source_patterns"]]  # as `older_loading` has them
+        named["source_patterns"] = patterns
+        given = {
+            name.removesuffix("$"): value if isinstance(value, list) else [value] for name, value in input_dict.items()
+        }
         module, last = get_module_from_name(model, full_layer_name)
         parameter = getattr(module, last)
         wanted = packed.packing_of(parameter)
@@ -468,6 +486,8 @@ class _Keep(ConversionOps):
         codes, scales = dict[str, Any](), dict[str, Any]()
         for name, one in parts.items():
             codes[name], *factors = (given[part] for part in one.names)
+            if older_loading.IS_OLDER and one.form == "fp8":
+                codes[name] = [code.to(torch.float8_e4m3fn) for code in codes[name]]  # read as the type of the values
             scales[name] = [one.layout.scales(*each) for each in zip(codes[name], *factors, strict=True)]
         (stored,), (joined,) = (self._after(part, full_layer_name, model, named).values() for part in (codes, scales))
         dtype = wanted.dtype if wanted else parameter.dtype
