@@ -695,8 +695,9 @@ def step_settings(setting: Setting) -> list[Any]:
         sizes = dataclasses.replace(sizes, images=[processors.seen(seeing, own) for own in setting.images])
     batches = worst_batches(sizes, way, len(rows), "the setting")
     attention = backends.planned(
-        config.model.attention, architecture, "cpu", config.training.precision, packed=config.data.packing
-    )
+        config.model.attention, architecture, "cpu", config.training.precision, packed=config.data.packing,
+        longest=config.data.max_length,
+    )  # fmt: skip
     card, held_out = devices.find("cpu", config.memory), config.data.eval != "none"
     return [
         StepSetting(config, architecture, batch, batch if held_out else None, card, attention, vision=seeing)

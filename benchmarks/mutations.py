@@ -54,7 +54,7 @@ AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
         },
         ["data/test_lengths.py", "data/test_marks.py", "data/test_chat_masks.py", "data/test_known_templates.py",
          "data/test_formats.py", "data/test_control_tokens.py", "data/test_row_limits.py", "data/test_prepare.py",
-         "data/test_broken_corpus.py", "data/test_mask_properties.py"],
+         "data/test_thoughts.py", "data/test_broken_corpus.py", "data/test_mask_properties.py"],
     ),
     "normaliser": (
         {
@@ -75,11 +75,12 @@ AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
             "finetune.objectives": "supervised",
             "finetune.objectives.objective": "trained_tokens with_balancing",
         },
-        ["data/test_batching.py", "training/test_collator.py", "training/test_recorder.py", "training/test_loop.py",
-         "training/test_oom_retry.py", "training/test_evaluation.py", "training/test_objectives.py",
-         "measure/test_monitor.py", "faults/test_gradient_accumulation.py", "faults/test_loss_scaling.py",
-         "faults/test_out_of_memory_in_a_step.py", "faults/test_out_of_memory_in_evaluation_and_merge.py",
-         "faults/test_numbers_not_finite.py", "training/test_parity.py", "training/test_steps.py"],
+        ["training/test_recorder.py", "training/test_progress.py", "training/test_oom_retry.py",
+         "training/test_loop.py", "data/test_batching.py", "training/test_collator.py",
+         "faults/test_gradient_accumulation.py", "faults/test_loss_scaling.py", "training/test_evaluation.py",
+         "training/test_parity.py", "measure/test_monitor.py", "faults/test_numbers_not_finite.py",
+         "training/test_objectives.py", "faults/test_out_of_memory_in_a_step.py",
+         "faults/test_out_of_memory_in_evaluation_and_merge.py", "training/test_steps.py"],
     ),
     "checkpoints": (
         {

@@ -332,7 +332,8 @@ def _activation(module: nn.Module) -> str | None:
     """The name of an MLP's activation, found by running its code with known gate, up and down; None if none fits."""
     x = torch.linspace(-4, 4, 32, dtype=torch.float64)
     gate, up, down = 1.5 * x, x + 0.5, 3.0
-    own: dict[str, Callable[[Tensor], Tensor]] = {
+    own: dict[str, Any] = {
+        "training": True,  # dropout in its code is another formula
         "gate_proj": lambda x: gate,
         "up_proj": lambda x: up,
         "gate_up_proj": lambda x: torch.cat([gate, up], dim=-1),

@@ -65,6 +65,12 @@ def test_runtime_way_and_kind_follow_from_what_is_served(
     assert chosen(load_config(job)) == expected, "a run's own config says the same"
 
 
+@pytest.mark.parametrize(("written", "meant"), [("serve=FP8", "fp8"), ("runtime=VLLM", "vllm"), ("way=EXACT", "exact")])
+def test_capital_letters_are_no_other_name(job: Path, written: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"did you mean `{meant}`"):
+        load_config(job, ["output.serve=int4", f"output.{written}"])
+
+
 def test_a_line_says_what_was_chosen_and_why(job: Path) -> None:
     said = {
         runtime: resolved(load_config(job, ["output.serve=q4_k_m", f"output.runtime={runtime}"]))[1]

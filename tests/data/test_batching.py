@@ -303,6 +303,14 @@ def test_a_packed_micro_batch_never_exceeds_its_rows_padded() -> None:
     assert MicroBatching.of(TrainingSection(micro_batch=4), DataSection()) == MicroBatching(4)
 
 
+def test_a_limit_of_tokens_is_one_of_all_segments_of_a_row() -> None:
+    pairs = RowLayout(("chosen", "rejected"))
+    packed = MicroBatching.of(TrainingSection(micro_batch=4), DataSection(packing=True, max_length=100), pairs)
+    assert packed == MicroBatching(1, 800, packed=True, layout=pairs)
+    assert MicroBatching(1, 100, layout=pairs).capacity(10) == 5
+    assert MicroBatching(1, 100).capacity(10) == 10
+
+
 def test_without_data_every_row_is_assumed_to_have_the_maximum_length() -> None:
     assert longest_batch(4, 100) == LargestBatch(4, 100, True, 4 * 99)
     assert longest_batch(1, 100).padded is False, "a row by itself needs no mask"

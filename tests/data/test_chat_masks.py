@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune.data.chat import encode
-from finetune.data.encoded import IGNORE, Segment
+from finetune.data.encoded import IGNORE, Encoded, RowImage, Segment
 from finetune.data.examples import Chat, Completion, Message, RowError, Text
 from finetune.data.masks import marks_generation
 from finetune.errors import ArtifactError
@@ -194,6 +194,25 @@ def test_a_tool_message_is_not_trained(
             assert "two" not in trained_text(encode(Chat(messages), tokenizer), tokenizer)
 
 
+def test_images_of_several_turns_are_not_trained_and_the_answers_are(
+    word_tokenizer: Make, templates: dict[str, str], subtests: pytest.Subtests
+) -> None:
+    """Each has the text of its own tokens where the template writes `#`."""
+    written = "message['content']|map(attribute='text', default='#')|join"
+    parts = f"(message['content'] if message['content'] is string else {written})"
+    first, second = (
+        {"role": "user", "content": [{"type": "text", "text": text}, {"type": "image"}]} for text in ("Hi", "Why?")
+    )
+    images = RowImage(mark="#", text="::"), RowImage(mark="#", text=".")
+    for template in ["marked", "unmarked"]:
+        with subtests.test(template=template):
+            tokenizer = word_tokenizer(templates[template].replace("message['content']", parts))
+            example = Chat([first, assistant("one"), second, assistant("two")], images=images)
+            assert shown(encode(example, tokenizer), tokenizer) == (
+                "<user/Hi::>/<assistant/[one][>]/<user/Why?.>/<assistant/[two][>]/"
+            )
+
+
 # -- the end of a turn, and padding ----------------------------------------------------------------------------------
 
 
@@ -244,6 +263,12 @@ def test_trained_tokens_are_counted_but_the_first_which_nothing_predicts() -> No
     assert Segment([5, 6, 7], [IGNORE, 6, IGNORE]).trained == 1
     assert Segment([5], [5]).trained == 0
     assert Segment([], []).trained == 0
+
+
+def test_trained_tokens_of_segments_add_up_unless_they_go_through_the_model_apart() -> None:
+    segments = Segment([5, 6, 7], [IGNORE, 6, 7]), Segment([5, 6], [IGNORE, 6])
+    assert Encoded(segments, ("chosen", "rejected")).trained == 3
+    assert Encoded(segments, ("answer", "mismatched")).trained == 2
 
 
 def test_a_cut_keeps_tokens_and_labels_together() -> None:

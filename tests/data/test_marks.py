@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from conversations import TWO_TURNS, assistant, shown, trained_text, user
 
 from finetune.data import tokenizing
 from finetune.data.chat import encode, encode_all, is_empty, system_heads
-from finetune.data.encoded import IGNORE, Encoded, Segment
-from finetune.data.examples import Chat, Completion, RowError, Text, Tokens
+from finetune.data.encoded import IGNORE, Encoded, Segment, Teacher
+from finetune.data.examples import Chat, Completion, RowError, Several, Text, Tokens
 
 Make = Callable[..., Any]
 
@@ -104,6 +105,15 @@ def test_a_call_ends_with_the_token_that_closes_it(
                     counted(chatml, called.replace("<|call|>", "\\n")), special=["<|call|>"]))  # fmt: skip
 
 
+def test_a_last_call_whose_mark_leaves_out_what_closes_it_learns_that(word_tokenizer: Make, chatml: str) -> None:
+    behind = (
+        "{%- generation -%}{{- message['content'] -}}{%- endgeneration -%}"
+        "{{- '<|call|>' if message.tool_calls else '<|im_end|>' -}}"
+    )
+    tokenizer = word_tokenizer(chatml.replace(_MARKED, behind), special=["<|call|>"])
+    assert trained_text(encode(Chat([user("Hi"), CALL]), tokenizer), tokenizer) == "so<|call|>"
+
+
 def test_a_mark_at_no_token_is_not_trusted_and_one_that_ends_at_none_is_closed_by_its_end(
     byte_tokenizer: Make, chatml: str
 ) -> None:
@@ -168,6 +178,15 @@ def test_an_answer_that_is_rendered_differently_at_the_end_is_located_by_its_wor
     tokenizer = word_tokenizer(forgets)
     rows = Chat([user("Hi"), assistant("one . two"), user("Why?"), assistant("so")])
     assert trained_text(encode(rows, tokenizer), tokenizer) == "one . two<|im_end|>so#<|im_end|>"
+
+
+def test_an_earlier_answer_that_another_token_closes_is_located_and_trained_without_it(
+    word_tokenizer: Make, chatml: str
+) -> None:
+    closes = chatml.replace(_MARKED, "{{- message['content'] + ('#<|im_end|>' if loop.last else '<|pad|>') -}}")
+    tokenizer = word_tokenizer(closes, pad_token="<unk>")
+    rows = Chat([user("Hi"), assistant("one . two"), user("Why?"), assistant("so")])
+    assert trained_text(encode(rows, tokenizer), tokenizer) == "one . twoso#<|im_end|>"
 
 
 def test_running_out_of_memory_in_the_tokenizer_is_not_blamed_on_a_row(
@@ -305,6 +324,8 @@ def test_an_answer_that_trains_no_token_counts_as_empty(subtests: pytest.Subtest
         (Chat([user("Hi"), assistant(" ")]), "assistant", True),
         (Chat([user("Hi"), assistant(" ")]), "all", False),
         (Chat([user("Hi"), assistant(" "), user("Why?"), assistant("so")]), "assistant", False),
+        (Several({"chosen": Completion("Why?", "so"), "rejected": Completion("Why?", " ")}), "assistant", True),
+        (Several({"chosen": Completion("Why?", "so"), "rejected": Completion("Why?", "one")}), "assistant", False),
     ]:
         with subtests.test(example=example):
             assert is_empty(example, loss_on) is empty
@@ -317,3 +338,33 @@ def test_ids_from_the_first_to_the_last_of_the_vocabulary_are_taken_and_no_other
     for wrong in (-1, last + 1):
         with pytest.raises(RowError, match=rf"`input_ids\[1\]` is {wrong}, but the tokenizer has"):
             encode(Tokens([0, wrong]), tokenizer)
+
+
+def test_a_teacher_knows_the_tokens_of_the_vocabulary_and_no_other(word_tokenizer: Make) -> None:
+    tokenizer = word_tokenizer(None)
+    last = len(tokenizer) - 1
+
+    def taught(token: int) -> Tokens:
+        return Tokens([5, 6], teacher=Teacher(np.array([[0], [token]], np.int32), np.zeros((2, 1), np.float32)))
+
+    [segment] = encode(taught(last), tokenizer).segments
+    assert segment.teacher is not None
+    assert segment.teacher.ids.tolist() == [[0], [last]]
+    with pytest.raises(RowError, match=f"the teacher has token {last + 1}, but the tokenizer has"):
+        encode(taught(last + 1), tokenizer)
+
+
+# -- several segments ------------------------------------------------------------------------------------------------
+
+
+def test_each_answer_to_a_prompt_is_masked_and_the_prompt_is_not_trained_with_each(word_tokenizer: Make) -> None:
+    tokenizer = word_tokenizer(None)
+    pair = Several({"chosen": Completion("Why?", "so"), "rejected": Completion("Why?", "one")}, {"margin": 2.0})
+    row = encode(pair, tokenizer)
+    assert [shown(segment, tokenizer) for segment in row.segments] == ["Why?[so][>]", "Why?[one][>]"]
+    assert (row.names, row.values) == (("chosen", "rejected"), {"margin": 2.0})
+    with pytest.raises(RowError, match=r"`data\.loss_on: all` would train the prompt again"):
+        encode(pair, tokenizer, "all")
+    assert shown(encode(Several({"answer": Completion("Why?", "so")}), tokenizer, "all"), tokenizer) == (
+        "[Why][?][so][>]"
+    )

@@ -99,6 +99,16 @@ def test_a_thought_in_the_content_counts_as_one() -> None:
     assert trained(inline, tokenizer_of("qwen3")) == ["two<|im_end|>"]
 
 
+@pytest.mark.parametrize("arguments", [{}, {"enable_thinking": False}])
+@pytest.mark.parametrize("questions", [("why", "r"), ("q", "why")])
+def test_a_thought_that_a_question_repeats_is_lost_all_the_same(
+    questions: tuple[str, str], arguments: dict[str, bool]
+) -> None:
+    first, second = map(user, questions)
+    messages = [first, assistant("one", "why"), second, assistant("two")]
+    assert trained(messages, tokenizer_of("qwen3", **arguments)) == ["two<|im_end|>"]
+
+
 def test_arguments_are_defaults_of_the_template_in_training_prompts_and_files(tmp_path: Path) -> None:
     tokenizer = tokenizer_of("qwen3", enable_thinking=False)
     assert trained(ANSWERS, tokenizer) == ["one<|im_end|>", "two<|im_end|>"]

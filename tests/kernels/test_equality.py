@@ -392,6 +392,17 @@ def test_modules_that_cannot_be_fused_keep_their_code_and_are_named(
     assert attached.lines[0].endswith(f"not fused: {reason}")
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_dropout_in_the_code_of_a_layer_stays(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the layer is fused before the model is set to train, as after loading; here all values are dropped."""
+    monkeypatch.setitem(ARCHITECTURES, "seed_oss", {"residual_dropout": 1.0, "attention_dropout": 0.0})
+    model, job = made("seed_oss")
+    plain = step(model, job)
+    attached = kernels.attach(model.train(training), "on")
+    assert not attached.replaced["mlp"]
+    assert_close(step(model.train(), job), plain)
+
+
 def test_a_disabled_adapter_is_not_added() -> None:
     model, _ = made("llama")
     with model.disable_adapter():

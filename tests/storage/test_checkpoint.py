@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from finetune.errors import ArtifactError, MachineError
-from finetune.storage import checkpoint
+from finetune.storage import checkpoint, weight_files
 from finetune.storage.checkpoint import Contents
 from finetune.storage.rundir import RunDirectory, checkpoint_step
 
@@ -173,6 +173,14 @@ def test_nothing_is_written_to_a_disk_that_is_too_small(run: RunDirectory, monke
     with pytest.raises(MachineError, match=r"not enough disk space; [\d,]+ bytes are free; 1,15"):
         checkpoint.write(run, contents(2))
     assert {path.name for path in run.checkpoints.iterdir()} == {"latest", "step-00000001"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_weights_of_any_width_are_looked_at_for_numbers_that_are_not_finite(dtype: torch.dtype) -> None:
+    weight = torch.tensor([1.0, -448.0])
+    assert weight_files.is_finite(weight.to(dtype))
+    weight[1] = torch.nan
+    assert not weight_files.is_finite(weight.to(dtype))
 
 
 def test_unreadable_folders_and_files_are_named(run: RunDirectory, monkeypatch) -> None:

@@ -380,6 +380,13 @@ def test_a_pipe_is_written_directly() -> None:
         assert read.read() == "text"
 
 
+def test_a_folder_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    (tmp_path / "plots").mkdir()
+    with pytest.raises(MachineError, match="plots could not be written: it is a folder; name a file"):
+        write_text(tmp_path / "plots", "text")
+    assert [path.name for path in tmp_path.iterdir()] == ["plots"]
+
+
 def test_json_without_nan_and_infinity(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     write_json(path, {"a": [1, 2.5, None]})

@@ -5,13 +5,18 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import seeing
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from finetune.data.batching import MicroBatching
-from finetune.data.encoded import IGNORE
+from finetune.data.cache import digest_of
+from finetune.data.encoded import IGNORE, IMAGES, SEEN, RowImage, RowLayout
+from finetune.model.source.vision import FAMILIES, Vision
+from finetune.objectives.kto import LABELLED
+from finetune.objectives.preference import PAIRS
 from finetune.training.collator import Idle, Inputs, MicroBatches, first_row, split
 
 Held = tuple[list[int], list[int]]
@@ -70,11 +75,16 @@ def test_rows_are_collated_to_the_tensors_that_trl_makes_of_them(packed: bool) -
             assert found[name] == value
 
 
-def test_each_half_of_a_split_is_padded_to_its_own_longest_row_and_the_first_has_the_odd_one() -> None:
-    rows = [{"input_ids": [1] * length, "labels": [1] * length} for length in (2, 1, 2, 5, 4)]
+@pytest.mark.parametrize(
+    ("lengths", "shapes"), [((2, 1, 2, 5, 4), [(3, 2), (2, 5)]), ((5, 4, 2, 2, 1), [(3, 5), (2, 2)])]
+)
+def test_each_half_of_a_split_is_padded_to_its_own_longest_row_and_the_first_has_the_odd_one(
+    lengths: tuple[int, ...], shapes: list[tuple[int, int]]
+) -> None:
+    rows = [{"input_ids": [1] * length, "labels": [1] * length} for length in lengths]
     halves = split(MicroBatches(MicroBatching(8), PAD).micro_batch(rows))
     assert halves is not None
-    assert [tuple(half["input_ids"].shape) for half in halves] == [(3, 2), (2, 5)]
+    assert [tuple(half["input_ids"].shape) for half in halves] == shapes
 
 
 @settings(deadline=None, derandomize=True)
@@ -111,6 +121,52 @@ def test_a_micro_batch_splits_into_two_that_hold_its_rows_in_order(
         first, second = map(held, halves)
         assert first + second == whole
         assert len(first) - len(second) in (0, 1)
+
+
+def test_packed_segments_of_a_row_have_the_tokens_that_they_share_once() -> None:
+    row = {
+        "input_ids": [1, 2, 3, 4, 1, 2, 3, 5, 6], "labels": [*[IGNORE] * 3, 4, *[IGNORE] * 3, 5, 6],
+        "segments": [4, 5], "shared": 2,
+    }  # fmt: skip
+    way = MicroBatching(1, 100, packed=True, layout=PAIRS, shares=True)
+    found = MicroBatches(way, PAD).micro_batch([row, row])
+    assert found["input_ids"].tolist() == [[1, 2, 3, 4, 3, 5, 6] * 2]
+    assert found["labels"].tolist() == [[*[IGNORE] * 3, 4, IGNORE, 5, 6] * 2]
+    assert found["cu_seq_lens_q"].tolist() == [0, 4, 7, 11, 14]
+    assert found["row"].tolist() == [0, 0, 1, 1]
+
+
+def test_the_first_row_of_a_micro_batch_has_its_segment_that_goes_apart() -> None:
+    rows = [
+        {"input_ids": [first, 2, 3, first, 5], "labels": [1] * 5, "segments": [3, 2], "desirable": 1}
+        for first in (7, 8)
+    ]
+    inputs = MicroBatches(MicroBatching(2, layout=LABELLED), PAD).micro_batch(rows)
+    assert first_row(inputs) == [[7, 2, 3], [7, 5]]
+
+
+def test_a_batch_has_an_optional_value_if_its_rows_have_it() -> None:
+    collate = MicroBatches(MicroBatching(1, layout=RowLayout(values=("weight",), optional=("margin",))), PAD)
+    row = {"input_ids": [1, 2], "labels": [1, 2], "weight": 0.5}
+    assert collate.micro_batch([{**row, "margin": 2}])["margin"].tolist() == [2.0]
+    assert "margin" not in collate.micro_batch([row])
+
+
+def test_a_batch_has_the_images_of_each_row_if_any_row_has_some() -> None:
+    model, processor = seeing.gemma3()
+    vision = Vision(processor, model.config, FAMILIES["gemma3"])
+    file = seeing.encoded(seeing.Image.new("RGB", (32, 32), "red"))
+    [token] = vision.image_tokens
+    text = {"input_ids": [5, 6], "labels": [5, 6], IMAGES: [], SEEN: []}
+    picture = {
+        "input_ids": [5, *[token] * 4], "labels": [5, *[IGNORE] * 4],
+        IMAGES: [vars(RowImage(data=file, digest=digest_of(file)))], SEEN: [32, 32, 4],
+    }  # fmt: skip
+    collate = MicroBatches(MicroBatching(2), PAD, vision=vision)
+    both = collate.micro_batch([text, picture])
+    assert [set(row) for row in both[IMAGES]] == [set(), {"pixel_values"}]
+    assert both["token_type_ids"].tolist() == [[0] * 5, [0, 1, 1, 1, 1]]
+    assert IMAGES not in collate.micro_batch([text, text])
 
 
 def test_ranks_take_turns_at_the_rows_of_a_step_and_have_as_many_micro_batches() -> None:

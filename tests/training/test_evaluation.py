@@ -1,12 +1,19 @@
 """The held-out loss: that of the model as it will be used, and a mean over tokens."""
 
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from steps import ready
 
+from finetune.data.batching import MicroBatching
+from finetune.data.encoded import ANSWER, MISMATCHED, RowLayout
+from finetune.model.distributed.placement import gathers
 from finetune.model.source.tokenizer import load_tokenizer
+from finetune.objectives import Objective
+from finetune.training.collator import MicroBatches
 from finetune.training.eval_loss import DoesNotFit, EvalLoss, held_out_loss
 from finetune.training.loop import Loop
 
@@ -31,6 +38,41 @@ def test_the_held_out_loss_is_the_mean_over_the_trained_tokens_of_all_rows(loop:
     labels = [label for row in loop.evaluation.rows for label in row["labels"][1:]]
     assert tokens == sum(label != -100 for label in labels)
     assert loop.evaluation.loss() == pytest.approx(loss / tokens)
+
+
+def test_the_loss_of_some_steps_is_that_of_their_rows(loop: Loop) -> None:
+    first, *others = loop.evaluation.batches()
+    assert others
+    loss, tokens = loop.evaluation.sums([first]).tolist()
+    assert loop.evaluation.loss([first]) == pytest.approx(loss / tokens)
+    assert loop.evaluation.loss([first]) != pytest.approx(loop.evaluation.loss())
+
+
+def test_weights_that_an_evaluation_gathered_are_released(loop: Loop) -> None:
+    model, released = loop.step.model, []
+    gathers(model, released.append)
+    loop.evaluation.sums()
+    assert released == [model]
+
+
+def test_what_a_loss_needs_the_mean_of_over_all_rows_is_taken_before_it(loop: Loop) -> None:
+    def first_tokens(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = batch["input_ids"][:, 0].double()
+        return ids.sum(), torch.tensor(len(ids))
+
+    def squares(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = batch["input_ids"][:, 0].double()
+        return (ids - batch["step_mean"]).square().sum(), torch.tensor(len(ids))
+
+    layout = RowLayout((ANSWER, MISMATCHED))
+    rows = [
+        {"input_ids": [first, 1, apart, 1], "labels": [1] * 4, "segments": [2, 2]}
+        for first, apart in ((1, 10), (2, 20), (5, 60))
+    ]
+    collate = MicroBatches(MicroBatching(2, layout=layout), 0)
+    objective = Objective("", squares, layout=layout, evaluated=squares, step_mean=first_tokens)
+    evaluation = replace(loop.evaluation, step=replace(loop.step, objective=objective))
+    assert evaluation.loss([collate(rows[:2]), collate(rows[2:])]) == pytest.approx((29**2 + 28**2 + 25**2) / 3)
 
 
 def test_the_held_out_loss_is_the_quotient_of_its_rows_packed_or_padded(quick) -> None:

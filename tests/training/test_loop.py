@@ -7,7 +7,9 @@ import math
 import pickle
 import signal
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -175,7 +177,7 @@ def test_an_epoch_takes_each_row_once_and_the_next_one_in_another_order() -> Non
     assert sorted(order[:8]) == sorted(order[8:16]) == list(range(8))
     assert order[:8] != order[8:16]
     assert len(order) == 22
-    assert (loop.progress.step, loop.progress.epoch) == (11, 2.75)
+    assert (loop.progress.step, loop.progress.updates, loop.progress.epoch) == (11, 11, 2.75)
 
 
 def test_a_step_reports_the_rate_of_the_first_group_with_which_it_was_taken() -> None:
@@ -195,6 +197,30 @@ def test_a_step_reports_its_loss_per_trained_token_the_norm_of_its_gradients_and
     assert asked.lines[0][0] == StepNumbers(pytest.approx(loss), pytest.approx(math.hypot(*gradient)), 4, 4)
 
 
+def test_a_step_reports_the_mean_of_each_statistic_over_its_own_rows() -> None:
+    loop, asked = made(total=3, evaluates=False)
+    plain = loop.step.objective.loss
+
+    def with_statistics(model: Any, batch: Any) -> Any:
+        rows = batch["input_ids"][:, 1]
+        return *plain(model, batch), {"row": (rows.sum(), torch.tensor(2)), "twice": (2 * rows.sum(), torch.tensor(4))}
+
+    objective = replace(loop.step.objective, loss=with_statistics, statistics=("row", "twice"))
+    loop.step = replace(loop.step, objective=objective)
+    loop.run(None)
+    means = [(one + other) / 2 for _, [[_, one], [_, other]] in asked.passes]
+    assert [numbers.statistics for numbers, *_ in asked.lines] == [{"row": mean, "twice": mean} for mean in means]
+    assert len(set(means)) > 1
+
+
+def test_what_a_micro_batch_recomputes_is_chosen_by_its_tokens_before_its_pass() -> None:
+    loop, asked = made(total=2, evaluates=False)
+    levels = SimpleNamespace(choose=lambda tokens: asked.note(f"of {tokens} tokens"))
+    loop.step = replace(loop.step, levels=cast(Any, levels))
+    loop.run(None)
+    assert asked.of("of", "pass") == ["of 2 tokens", "pass 1", "of 2 tokens", "pass 2"]
+
+
 def test_gradients_are_freed_after_a_step_and_not_only_zeroed() -> None:
     loop, _ = made(total=1)
     loop.run(None)
@@ -209,7 +235,7 @@ def test_a_step_whose_gradients_are_not_finite_is_counted_and_changes_neither_we
     assert "update" not in asked.notes
     assert torch.equal(loop.step.model.weight, before)
     assert [(rate, updated) for _, rate, updated in asked.lines] == [(0.1, False)] * 2
-    assert loop.progress.step == 2
+    assert (loop.progress.step, loop.progress.updates) == (2, 0)
 
 
 # -- evaluations -------------------------------------------------------------------------------------------------------

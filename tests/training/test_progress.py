@@ -15,6 +15,15 @@ def read(folder: Path, written: dict[str, Any]) -> Progress:
     return read_progress(folder)
 
 
+def test_only_an_evaluation_after_an_update_can_be_the_best() -> None:
+    progress = Progress(step=1)
+    assert progress.gains(1.0) is False
+    assert progress.best_step is None
+    progress.updates = 1
+    assert [progress.gains(loss) for loss in (2.0, 2.0, 1.5)] == [True, False, True]
+    assert (progress.best_step, progress.best_loss, progress.without_gain) == (1, 1.5, 0)
+
+
 def test_progress_comes_back_as_it_was_written(tmp_path: Path) -> None:
     folder = tmp_path / "step-00000006"
     folder.mkdir()

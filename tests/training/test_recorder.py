@@ -1,4 +1,4 @@
-"""What a step is divided by and what is written of it: its trained tokens, its tokens, its positions."""
+"""What a step is divided by and what is written of it: trained tokens, tokens, positions and means of statistics."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from finetune.data.encoded import IGNORE
 from finetune.objectives import OBJECTIVES
 from finetune.runtime import ranks
 from finetune.training.collator import Inputs, MicroBatches
-from finetune.training.recorder import StepCounts
+from finetune.training.recorder import StepCounts, StepNumbers
 
 ROWS = [
     {"input_ids": [5] * 3, "labels": [5, IGNORE, 5]},  # the first token is predicted by none
@@ -49,3 +49,25 @@ def test_several_ranks_count_together(monkeypatch: pytest.MonkeyPatch) -> None:
     found = StepCounts(2, 3, 4).of_all_ranks(CPU)
     assert [int(value) for value in (found.trained, found.tokens, found.positions)] == [4, 6, 8]
     assert int(StepCounts(0, 3, 4).of_all_ranks(CPU).trained) == 1
+    same_rows = StepCounts(2, 3, 4).of_all_ranks(CPU, context=2)
+    assert [int(value) for value in (same_rows.trained, same_rows.tokens, same_rows.positions)] == [2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("sums", "means"),
+    [
+        ({"kl": (3, 4), "other": (1, 0)}, {"kl": 0.75, "other": None}),
+        (
+            {"rewards_chosen": (6, 3), "rewards_rejected": (1, 4)},
+            {"rewards_chosen": 2.0, "rewards_rejected": 0.25, "rewards_margins": 1.75},
+        ),
+        ({"rewards_chosen": (6, 3), "rewards_rejected": (0, 0)}, {"rewards_chosen": 2.0, "rewards_rejected": None}),
+        ({"rewards_chosen": (0, 0), "rewards_rejected": (1, 4)}, {"rewards_chosen": None, "rewards_rejected": 0.25}),
+    ],
+)
+def test_statistics_are_means_and_rewards_of_both_sides_have_a_margin(
+    sums: dict[str, tuple[int, int]], means: dict[str, float | None]
+) -> None:
+    statistics = {name: (torch.tensor(total), torch.tensor(count)) for name, (total, count) in sums.items()}
+    found = StepNumbers.read(torch.tensor(0.5), torch.tensor(2.0), StepCounts(6, 10, 14), statistics)
+    assert found == StepNumbers(0.5, 2.0, 10, 14, means)
