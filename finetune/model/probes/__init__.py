@@ -67,6 +67,21 @@ def evaluating(model: Any) -> Iterator[None]:
         release_gathered(model)
 
 
+@contextlib.contextmanager
+def training(model: Any) -> Iterator[None]:
+    """Put the model into training mode in the block, where its layers keep no more than a step does; afterwards random
+    numbers go on as if there had been no pass, and weights that it gathered are freed.
+    """
+    was_training, device = model.training, model.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        model.train()
+        try:
+            yield
+        finally:
+            model.train(was_training)
+            release_gathered(model)
+
+
 def rows(count: int, tokens: int, model: Any) -> tuple[torch.Tensor, ...]:
     """`count` rows (1, tokens) of random ids, the same for all models with the same vocabulary size."""
     words = model.config.get_text_config().vocab_size

@@ -35,7 +35,7 @@ def prove(model: Any, inputs: Mapping[str, Tensor]) -> None:
 
     watching = tower.register_forward_hook(saw)
     try:
-        with probes.evaluating(model), probes.attempt(refusal), torch.enable_grad():
+        with probes.training(model), probes.attempt(refusal), torch.enable_grad():
             given = {name: value.to(base.device) for name, value in inputs.items()}
             reached = linear_layers.leaves(model(**given, use_cache=False).logits)
     finally:
