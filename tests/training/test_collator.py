@@ -153,6 +153,7 @@ def test_a_batch_has_an_optional_value_if_its_rows_have_it() -> None:
 
 
 def test_a_batch_has_the_images_of_each_row_if_any_row_has_some() -> None:
+    seeing.skip_without_processors()
     model, processor = seeing.gemma3()
     vision = Vision(processor, model.config, FAMILIES["gemma3"])
     file = seeing.encoded(seeing.Image.new("RGB", (32, 32), "red"))
