@@ -192,8 +192,15 @@ def test_a_text_that_spells_the_token_of_an_image_shows_none(base: Path, tmp_pat
     assert data.train[0]["input_ids"].count(seeing.qwen3_vl()[1].image_token_id) == 4
 
 
+def test_a_transformers_without_what_images_need_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = seeing.base(tmp_path, "qwen3_vl")
+    monkeypatch.setattr(transformers.ProcessorMixin, "_merge_kwargs", lambda self, ModelProcessorKwargs: {})
+    with pytest.raises(MachineError, match="too old to train on images; install a newer one, or set `none`"):
+        of_base(folder)
+
+
 def test_a_package_that_transformers_needs_for_images_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it needs torchvision for all of them in version 5.17."""
+    """As it needs torchvision for those of `mistral3`."""
 
     def lacking(*_: Any, **__: Any) -> None:
         raise ImportError("AutoImageProcessor requires the Torchvision library but it was not found")

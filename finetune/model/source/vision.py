@@ -275,11 +275,13 @@ def model_class(architecture: Any) -> Any:
 def of(config: Config, architecture: Any, tokenizer: Any) -> Vision | None:
     """The vision of a job; None if it trains on rows of text alone.
 
-    Raises ConfigError for a base whose images are not trained on here, and for a bound on pixels that it does not have.
+    Raises ConfigError for a base whose images are not trained on here, and for a bound on pixels that it does not have;
+    MachineError for a transformers that is too old.
     """
     if config.model.vision == "none":
         return None
     model_class(architecture)
+    _refuse_older()
     section, pixels = config.model, config.data.image_pixels
     family = FAMILIES.get(architecture.model_type, VisionFamily())
     images = _image_processor(section)
@@ -294,6 +296,17 @@ def of(config: Config, architecture: Any, tokenizer: Any) -> Vision | None:
         return seeing
 
     return bounded(pixels)
+
+
+def _refuse_older() -> None:
+    from transformers import ProcessorMixin, __version__
+
+    needed = inspect.signature(ProcessorMixin._merge_kwargs).parameters["ModelProcessorKwargs"]  # noqa: SLF001
+    if needed.default is needed.empty:  # as in 5.17, whose processors do not say which tokens are of images either
+        raise MachineError(
+            f"`model.vision`: transformers {__version__} is too old to train on images; install a newer one, or set "
+            "`none`"
+        )
 
 
 def _processor(section: ModelSection, architecture: Any, family: VisionFamily, images: Any, tokenizer: Any) -> Any:
