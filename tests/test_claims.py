@@ -107,7 +107,8 @@ def test_rounding_with_the_rows_keeps_the_gain_at_four_bits(base: str, kinds: in
     # MXFP4, whose scales are powers of two, keeps less, and seeds differ more in NVFP4.
     assert all(low >= 0.99 for kind, (_, low, _) in kept.items() if kind not in ("mxfp4", "nvfp4"))
     plain = results("served")["bases"]["built-in"]["kept"]["plain rounding"]
-    assert base != "built-in" or all(kept[kind][0] > plain[kind][0] for kind in kept)
+    four_bits = ("q4_0", "q4_k_m", "iq4_xs", "int4", "mxfp4", "nvfp4")  # more lose nothing worth compensating
+    assert base != "built-in" or all(kept[kind][0] > plain[kind][0] for kind in four_bits)
 
 
 def test_rounding_takes_the_memory_that_is_forecast_beside_what_libraries_hold() -> None:

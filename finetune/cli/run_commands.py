@@ -40,6 +40,7 @@ def launch(
     options.chosen("--on", on, TARGETS)
     given, swept, members = overrides or [], list[str](), 1
     if sweep:
+        from finetune.model import bounds
         from finetune.sweeps import grid
         from finetune.training import evidence
 
@@ -47,6 +48,7 @@ def launch(
         made = grid.members(config, given, keys)
         for member in made:
             evidence.refuse_guess(member.config)
+            grid.refuse_open_kind(bounds.as_known_base_allows(member.config)[0].quantization)
         members = len(made)
         swept = [f"{key}={','.join(values)}" for key, values in keys.items()]
     try:

@@ -134,6 +134,8 @@ def unknown(name: str, known: Iterable[str]) -> str:
 def nearest(name: str, known: Iterable[str]) -> str:
     """Ask whether the nearest known name was meant, with the list of all, or the first of very many."""
     known = list(known)
+    if not known:
+        return "there are none"
     near = [one for one in known if one.lower() == name.lower()]
     near = near or difflib.get_close_matches(name[:_LONGEST_SHOWN], known, n=1, cutoff=0.5)
     if near == known:

@@ -126,8 +126,9 @@ def confirm_base(
     Logs what has changed since the checkpoint, and the bytes of packed weights, which an export has to find again.
     Raises ConfigError for a base whose files, now that they are here, cannot be served as the config says.
     """
-    if config.output.serve:
-        served.resolved(config, inputs.blueprint.architecture)
+    with ranks.agreeing():
+        if config.output.serve:
+            served.resolved(config, inputs.blueprint.architecture)
     base = identity.confirmed(config.model, inputs.provenance["base"], note)
     whole = {**_provenance(config, inputs), "base": base}
     provenance.refuse_other_ranks(whole)

@@ -120,11 +120,7 @@ def _check(members: Sequence[Member]) -> None:
     decided: list[Config] = []
     for member in members:
         config, _ = evidence.resolved_if_known(bounds.as_known_base_allows(member.config)[0])
-        if config.quantization.kind == "auto":
-            raise ConfigError(
-                "`quantization.kind: auto` may choose another base for some members; set the kind that `finetune plan` "
-                "names"
-            )
+        grid.refuse_open_kind(config.quantization)
         unpaged = OPTIMIZERS[config.optimizer.kind].unpaged or config.optimizer.kind
         decided.append(config.changed({"optimizer.kind": unpaged}))
         adapter = resume.to_build(config.adapter, resumed=True)  # a resumed member has what it started from

@@ -124,3 +124,7 @@ def test_the_home_of_an_unknown_user_is_not_a_folder(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("output: {dir: ~no-such-user-here/x}")
     with pytest.raises(ConfigError, match="there is no such user"):
         load(tmp_path / "a.yaml")
+
+
+def test_of_no_names_none_is_suggested() -> None:
+    assert unknown("score", []) == "`score` is not known; there are none"

@@ -480,3 +480,10 @@ def test_checkpointing_that_a_model_does_not_support_is_refused() -> None:
     )  # fmt: skip
     with pytest.raises(ConfigError, match=r"`memory\.checkpointing`.*JetMoeForCausalLM.*`none`"):
         checkpointing.apply(model, MemorySection(), "cpu")
+
+
+@pytest.mark.parametrize("stored", ["gate_up_proj", "gate_up_proj_q4_k"])
+def test_experts_that_files_hold_together_are_whole_also_where_they_are_packed(stored: str) -> None:
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    assert experts.is_whole(name, {f"model.layers.0.mlp.experts.{stored}"})
+    assert not experts.is_whole(name, {"model.layers.0.mlp.experts.3.gate_proj.weight"})

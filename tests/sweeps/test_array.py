@@ -67,12 +67,13 @@ def test_a_list_of_values_without_sweep_says_so(tmp_path: Path) -> None:
     [
         ("model.name=a,b", "members are trained on one base"),
         ("optimizer.kind=adamw_8bit,sgd", "no sweep tells the rate of `sgd`"),
+        ("quantization.kind=auto adapter.rank=8,16", "set the kind that `finetune plan` names"),
     ],
 )
 def test_a_sweep_that_would_be_refused_is_refused_before_a_file_is_written(key: str, said: str, tmp_path: Path) -> None:
     script = tmp_path / "sweep.sbatch"
     options = ["--on", "slurm", "--sweep", "--output", str(script)]
-    launched = CliRunner().invoke(app, ["launch", *options, str(TINY), key, "training.learning_rate=auto"])
+    launched = CliRunner().invoke(app, ["launch", *options, str(TINY), *key.split(), "training.learning_rate=auto"])
     assert launched.exit_code == 2
     assert said in launched.output.replace("\n", " ")
     assert not script.exists()

@@ -134,7 +134,20 @@ def _is_of(file: Path, folder: Path) -> bool:
 
 def _stamp(file: Path) -> dict[str, int]:
     status = file.stat()
-    return {"bytes": status.st_size, "modified_ns": status.st_mtime_ns, "written_as": _WRITTEN_AS}
+    stamp = {"bytes": status.st_size, "modified_ns": status.st_mtime_ns, "written_as": _WRITTEN_AS}
+    # Written again, with a tokenizer, once transformers is newer.
+    return stamp if _splits() is not None else stamp | {"tokenizer": 0}
+
+
+def _splits() -> Any | None:
+    """How transformers splits text, by the name in a GGUF file; None in 5.17, which takes another tokenizer than the
+    file's, or loses its special tokens.
+    """
+    try:
+        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+    except ImportError:
+        return None
+    return GGUF_PRE_TOKENIZER_SPLITS
 
 
 def architecture(file: Path) -> Any:
@@ -349,13 +362,12 @@ class _File:
         """
         from transformers import PreTrainedTokenizerFast
 
-        try:
-            from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as SPLITS
-        except ImportError:  # transformers 5.17 takes another tokenizer than the file's, or loses its special tokens
+        known = _splits()
+        if known is None:
             return
         of_bytes = self._keys.get("tokenizer.ggml.model") == "gpt2"
         splits = self._keys.get("tokenizer.ggml.pre")
-        if of_bytes and splits not in (*SPLITS, *_DIGITS_APART, "gpt-2"):
+        if of_bytes and splits not in (*known, *_DIGITS_APART, "gpt-2"):
             return
         PreTrainedTokenizerFast.from_pretrained(self._file.parent, gguf_file=self._file.name).save_pretrained(folder)
         file = folder / "tokenizer.json"

@@ -29,8 +29,8 @@ def load_tokenizer(section: ModelSection, data: DataSection | None = None) -> An
     folder = Path(located)
     if folder.suffix == ".unpacked" and not (folder / "tokenizer.json").is_file():  # `gguf_base` has written none
         raise ArtifactError(
-            f"{name}: its tokenizer splits text in a way that is not known here; set `model.tokenizer` to that of the "
-            "model it was made from"
+            f"{name}: its tokenizer splits text in a way that is not known here, or not to this transformers; set "
+            "`model.tokenizer` to that of the model it was made from"
         )
     revision = section.revision if own else None
     code = pinned_code(section) if own else {"trust_remote_code": False}

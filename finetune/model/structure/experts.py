@@ -76,9 +76,11 @@ def weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def is_whole(name: str, stored: Collection[str]) -> bool:
-    """Whether files with tensors of these names have a weight of experts as the model does, in one tensor."""
+    """Whether files with tensors of these names have a weight of experts as the model does, in one tensor or, packed,
+    in several that are named after it.
+    """
     last_two = ".".join(name.split(".")[-2:])
-    return any(each.endswith(f".{last_two}") for each in stored)
+    return any(each.endswith(f".{last_two}") or f".{last_two}_" in each for each in stored)
 
 
 def routers(model: nn.Module) -> dict[str, nn.Module]:
