@@ -195,7 +195,7 @@ def test_a_text_that_spells_the_token_of_an_image_shows_none(base: Path, tmp_pat
 def test_a_transformers_without_what_images_need_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = seeing.base(tmp_path, "qwen3_vl")
     monkeypatch.setattr(transformers.ProcessorMixin, "_merge_kwargs", lambda self, ModelProcessorKwargs: {})
-    with pytest.raises(MachineError, match="too old to train on images; install 5.23, or set `none`"):
+    with pytest.raises(MachineError, match=r"too old to train on images; install 5\.23, or set `none`"):
         of_base(folder)
 
 
