@@ -62,8 +62,9 @@ def test_the_forecast_is_off_by_little_and_is_made_in_seconds() -> None:
         ("idefics3 bf16, wide", "peak"): 0.09,
         ("qwen3, whole", "optimizer"): 0.06,
         ("llama, few trained tokens", "forward"): 0.012,
+        ("2048 tokens, evaluated", "evaluation"): 0.0052,
     }
-    assert all(error <= named.get(place, 0.0052) for place, error in errors.items())
+    assert all(error <= named.get(place, 0.005) for place, error in errors.items())
     assert results("forecast_speed")["passed"]
     for space in results("fit_cpu")["spaces"].values():
         assert [budget["passed"] for budget in space["budgets"]] == [True] * 3

@@ -340,7 +340,8 @@ def _activation(module: nn.Module) -> str | None:
         "down_proj": lambda a: down * a,
     }
     try:
-        output = type(module).forward(_WithLayers(module, own), x)
+        with torch.random.fork_rng([]):
+            output = type(module).forward(_WithLayers(module, own), x)
     except Exception:  # the model's code may raise anything
         return None
     expected = {name: down * activate(gate) * up for name, activate in _PLAIN.items()}

@@ -31,7 +31,7 @@ from finetune.model.base import load_architecture
 from finetune.model.source import gguf_base, gguf_families, identity
 from finetune.model.source.locate import locate
 from finetune.model.source.tokenizer import load_tokenizer
-from finetune.model.structure import older_loading, packed
+from finetune.model.structure import packed
 from finetune.report.terminal import Terminal
 from finetune.settings import load_config
 from finetune.storage import weight_files
@@ -69,7 +69,7 @@ def test_the_folder_of_a_file_is_the_model_that_it_was_written_from(name: str, t
     gguf_families.family(before.config).approximate(before)
     ids = torch.arange(20, 60)[None]
     torch.testing.assert_close(made(ids).logits, before(ids).logits, rtol=0, atol=1e-4)
-    if older_loading.IS_OLDER:
+    if gguf_base._splits() is None:
         pytest.skip(_NO_TOKENIZER)
     mine, theirs = (AutoTokenizer.from_pretrained(each) for each in (folder, tmp_path / "model"))
     texts = [*bench.texts(), "  two spaces", *(f"{special}Hi {special}[x]" for special in theirs.all_special_tokens)]
@@ -100,7 +100,7 @@ def no_space_before() -> Any:
     )
 
 
-@pytest.mark.skipif(older_loading.IS_OLDER, reason=_NO_TOKENIZER)
+@pytest.mark.skipif(gguf_base._splits() is None, reason=_NO_TOKENIZER)
 @pytest.mark.parametrize("made", [digits_apart, whole_words, no_space_before])
 def test_text_is_split_as_llama_cpp_splits_it(made: Callable[[], Any], tmp_path: Path) -> None:
     tokenizer = made()

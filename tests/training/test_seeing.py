@@ -16,12 +16,17 @@ from jobs import metric, same_adapter, sampled
 from peft import LoraConfig, PeftModel, get_peft_model
 from seeing_jobs import ANSWERS, config, example, plain_inputs
 from steps import assert_gradients_close, gradients, micro_batches, ready
+from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForImageTextToText
 
 import finetune
 from finetune.config import dump
 from finetune.data.encoded import IMAGES
 from finetune.errors import ArtifactError
+from finetune.model.base import load_architecture
+from finetune.model.probes import seeing as seeing_probe
+from finetune.model.source import vision as base_vision
+from finetune.model.source.tokenizer import load_tokenizer
 from finetune.model.source.vision import PIXELS
 from finetune.objectives import MODEL_INPUTS
 from finetune.storage.rundir import RunDirectory
@@ -156,6 +161,29 @@ def test_half_a_micro_batch_has_its_own_images(loop: Loop) -> None:
     other, parts = gradients(loop, halves)
     assert other == pytest.approx(loss, rel=1e-5)
     assert_gradients_close(parts, found, within=1e-5)
+
+
+@of_one
+def test_the_pass_at_the_start_keeps_what_a_step_does_and_draws_no_random_numbers(job: tuple[str, Path]) -> None:
+    settings = config(job[1], **{"memory.checkpointing": "all", "adapter.dropout": 0.1})
+    model = ready(settings).step.model
+    tokenizer = load_tokenizer(settings.model, settings.data)
+    seen = base_vision.of(settings, load_architecture(settings.model), tokenizer)
+    assert seen is not None
+    sample = seen.sample()
+
+    def kept(run: Callable[[], Any]) -> int:
+        sizes: list[int] = []
+        with saved_tensors_hooks(lambda tensor: sizes.append(tensor.nbytes) or tensor, lambda tensor: tensor):
+            run()
+        return sum(sizes)
+
+    before = torch.get_rng_state()
+    tried = kept(lambda: seeing_probe.prove(model, sample))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert model.training
+    assert tried == kept(lambda: model(**sample, use_cache=False))
+    assert tried < 0.5 * kept(lambda: model.eval()(**sample, use_cache=False))
 
 
 @of_each_kind

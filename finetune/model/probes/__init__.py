@@ -56,10 +56,9 @@ def _refuse_dead_gpu(error: Exception) -> None:
 
 
 @contextlib.contextmanager
-def evaluating(model: Any) -> Iterator[None]:
-    """Put the model into eval mode in the block; weights that its passes gathered are freed afterwards."""
+def _in_mode(model: Any, *, training: bool) -> Iterator[None]:
     was_training = model.training
-    model.eval()
+    model.train(training)
     try:
         yield
     finally:
@@ -67,19 +66,19 @@ def evaluating(model: Any) -> Iterator[None]:
         release_gathered(model)
 
 
+def evaluating(model: Any) -> contextlib.AbstractContextManager[None]:
+    """Put the model into eval mode in the block; weights that its passes gathered are freed afterwards."""
+    return _in_mode(model, training=False)
+
+
 @contextlib.contextmanager
 def training(model: Any) -> Iterator[None]:
     """Put the model into training mode in the block, where its layers keep no more than a step does; afterwards random
     numbers go on as if there had been no pass, and weights that it gathered are freed.
     """
-    was_training, device = model.training, model.device
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        model.train()
-        try:
-            yield
-        finally:
-            model.train(was_training)
-            release_gathered(model)
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), _in_mode(model, training=True):
+        yield
 
 
 def rows(count: int, tokens: int, model: Any) -> tuple[torch.Tensor, ...]:
