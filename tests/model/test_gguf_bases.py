@@ -398,6 +398,7 @@ def test_a_file_is_served_itself_and_in_no_other_form(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["builtin:tiny-llama", "missing.gguf"])
-def test_that_kind_needs_a_file(name: str, call: Callable[..., tuple[int, str, str]]) -> None:
-    code, _, error = call("train", str(TINY), f"model.name={name}", "quantization.kind=gguf")
+def test_that_kind_needs_a_file(name: str, call: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    given = f"model.name={name}", "quantization.kind=gguf", f"output.dir={tmp_path / 'run'}"
+    code, _, error = call("train", str(TINY), *given)
     assert (code, "is not a GGUF file" in error or "no such file" in error) in ((2, True), (7, True))
