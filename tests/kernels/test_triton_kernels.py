@@ -123,10 +123,17 @@ def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tm
 
 
 def resources(cubin: bytes, file: Path) -> dict[str, int]:
-    """Registers a thread (REG), and bytes of its spilled values (STACK, LOCAL)."""
+    """Registers a thread (REG), and how often it moves a value that has no register to or from its stack (SPILLS).
+
+    Not what it reserves as stack, of which ptxas sometimes takes a few bytes that no instruction uses.
+    """
     file.write_bytes(cubin)
-    told = subprocess.run([CUOBJDUMP, "-res-usage", file], capture_output=True, text=True, check=True).stdout
-    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", told)}
+    used, code = (_read(file, option) for option in ("-res-usage", "-sass"))
+    return {"REG": int(re.findall(r"REG:(\d+)", used)[0]), "SPILLS": len(re.findall(r"\b(?:STL|LDL)\b", code))}
+
+
+def _read(file: Path, option: str) -> str:
+    return subprocess.run([CUOBJDUMP, option, file], capture_output=True, text=True, check=True).stdout
 
 
 @pytest.mark.parametrize(
@@ -145,7 +152,7 @@ def test_they_compile_without_spills_and_move_rows_in_large_pieces(compiled, dty
     for place, (name, kernel) in enumerate(compiled):
         with subtests.test(name, launch=place):
             used = resources(kernel.asm["cubin"], tmp_path / "cubin")
-            assert used["STACK"] == used["LOCAL"] == 0
+            assert used["SPILLS"] == 0
             registers, shared = _LIMITS.get(name, (96, 8 * 1024))
             assert used["REG"] <= registers  # of 65,536; with 96 a third of the threads that a multiprocessor holds
             assert kernel.metadata.shared <= shared
@@ -164,6 +171,6 @@ def test_each_form_of_packed_weights_compiles_without_spills(compiled, tmp_path,
     for form, (_, kernel) in zip(decoding_kernels.TILES, compiled, strict=True):
         with subtests.test(form):
             used = resources(kernel.asm["cubin"], tmp_path / "cubin")
-            assert used["STACK"] == used["LOCAL"] == 0
+            assert used["SPILLS"] == 0
             assert used["REG"] <= 96
             assert not re.search(r"\bst\.global(?:\.\w+)*\.b16\b", kernel.asm["ptx"])
