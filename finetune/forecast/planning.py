@@ -527,7 +527,7 @@ def planner_for(
     adapter = config.adapter
     rank = max([adapter.rank, *adapter.ranks.values()])
     above = rank > getattr(architecture.get_text_config(), "hidden_size", rank)  # what most layers have
-    named = adapter.targets != "all-linear" or adapter.extra_modules or adapter.ranks
+    named = adapter.targets != "all-linear" or adapter.extra_modules or adapter.ranks or adapter.init != "default"
     if above or named or adapter.start_from:  # what may be wrong is reported before the data is read, as in training
         build.blueprint(config, architecture, _attention(config, architecture, device)).check(adapter)
     data = _data(config, architecture)
