@@ -66,17 +66,7 @@ def export_model(
     with run.locked(), Signals():
         folder = run.path / form.folder
         if form.module:
-            with _out_of_memory_explained(run, format):
-                job = _conversion(run, config, form, kind)
-                promised = (config.output.way, config.output.serve) == ("rounded", job.kind)
-                rounded = rounded or (promised and _rounds(form))
-                if config.quantization.kind in (*serving.GGUF, "gguf") and form.merged and not (rounded or job.packed):
-                    _warn_of_rounding(run, kind)
-                if form.merged and config.adapter.kind == "lora" and not run.is_merged:
-                    merge_locked(run, config, terminal, note_beside_output)
-                record = _convert(_rounded(job, form) if rounded else job, format, form)
-            run.event("exported", format=format, error=record["error"], agreement=record["agreement"])
-            terminal.exported(folder, record)
+            record = _converted(run, config, format, kind, terminal, rounded=rounded)
         elif config.adapter.kind == "none":
             record = merging.whole(run, config)
         else:
@@ -95,6 +85,25 @@ def export_model(
         _refuse_lossy(folder, record, push, anyway=anyway)
         record["pushed"], record["also_there"] = upload.push(folder, push)
         terminal.pushed(record["pushed"], record["also_there"])
+    return record
+
+
+def _converted(
+    run: RunDirectory, config: Config, format: str, kind: str, terminal: Terminal, *, rounded: bool
+) -> dict[str, Any]:
+    """Convert the trained model to a format, merging it first if need be; returns the proof."""
+    form = FORMATS[format]
+    with _out_of_memory_explained(run, format):
+        job = _conversion(run, config, form, kind)
+        promised = (config.output.way, config.output.serve) == ("rounded", job.kind)
+        rounded = rounded or (promised and _rounds(form))
+        if config.quantization.kind in (*serving.GGUF, "gguf") and form.merged and not (rounded or job.packed):
+            _warn_of_rounding(run, kind)
+        if form.merged and config.adapter.kind == "lora" and not run.is_merged:
+            merge_locked(run, config, terminal, note_beside_output)
+        record = _convert(_rounded(job, form) if rounded else job, format, form)
+    run.event("exported", format=format, error=record["error"], agreement=record["agreement"])
+    terminal.exported(run.path / form.folder, record)
     return record
 
 

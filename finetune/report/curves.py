@@ -161,11 +161,15 @@ def by_value(title: str, unit: str, key: str, points: Sequence[ByValue]) -> dict
     ends = [("95%, high", "high", values(whole, 2)), ("95%, low", "low", values(whole, 0))]
     ticks = [{"step": tick} for tick in _ticks([point.value for point in points])]
     table = _table(ticks, *ends, ("whole run", "line", values(whole, 1)))
-    marks = {"part of a run": ("hollow", early, values(early, 1))}
-    marks["off the scale"] = "beyond", beyond, [edge if point in beyond else None for point in points]
-    for name, (style, of, drawn) in marks.items():
-        if of:
-            table["series"] += [{"name": name, "style": style, "values": drawn, "texts": texts(of)}]
+    marks = [
+        ("part of a run", "hollow", early, values(early, 1)),
+        ("off the scale", "beyond", beyond, [edge if point in beyond else None for point in points]),
+    ]
+    table["series"] += [
+        {"name": name, "style": style, "values": drawn, "texts": texts(marked)}
+        for name, style, marked, drawn in marks
+        if marked
+    ]
     labels = [words.as_in_a_file(point.value) for point in points]
     return {**_chart(title, unit, "fixed", table), "along": key, "labels": labels}
 
