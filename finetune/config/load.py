@@ -202,7 +202,7 @@ def _validate(
         broken = [(key, message) for key, message in broken if not key.startswith("output.")]
     else:
         broken += _ignored(config, choices or {})
-    if not broken and config.output.way != "auto":  # for which the base must be known
+    if not broken and config.output.way != "auto":  # `auto` is decided once the base is known
         config, _ = serving.resolved(config)
     return config, [f"{locations.of(tuple(key.split('.')))}: `{key}`: {message}" for key, message in broken]
 

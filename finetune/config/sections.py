@@ -523,7 +523,8 @@ class Config(Section):
     def caches_reference(self) -> bool:
         """Whether a reference is scored before the first step: by choice, or since no adapter can be switched off."""
         if self.preference.reference == "auto":
-            new = not self.adapter.starts_at_zero or bool(self.data.new_tokens)  # whose rows are found later
+            # The embeddings' new rows are known only later.
+            new = not self.adapter.starts_at_zero or bool(self.data.new_tokens)
             return new or self.distributed.kind == "deepspeed"
         return self.preference.reference == "cached"
 

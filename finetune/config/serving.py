@@ -117,7 +117,7 @@ def resolved(config: Config, obstacle: str | None = None) -> tuple[Config, str |
         why = f"{runtime} takes adapters on {serve}"
     changes: dict[str, object] = {"output.runtime": runtime, "output.way": way}
     kind = kind_of(serve)
-    if config.quantization.kind == "gguf" and serve in GGUF:  # a base that is served itself, as a saved config says
+    if config.quantization.kind == "gguf" and serve in GGUF:  # a saved config of a base that is served itself
         kind = "gguf"
     if way != "rounded":
         changes |= {"quantization.kind": kind, "quantization.double": True}
@@ -173,9 +173,9 @@ def contradictions(config: Config) -> Iterator[tuple[str, str]]:
         return
     name = runtime_of(config.output)
     runtime = RUNTIMES.get(name)
-    if runtime is None or serve not in SERVED:  # which their own fields refuse
+    if runtime is None or serve not in SERVED:  # refused by the fields themselves
         return
-    if serve not in runtime.reads or (way == "exact" and serve not in EXACT):  # which rules refuse
+    if serve not in runtime.reads or (way == "exact" and serve not in EXACT):  # refused by rules
         return
     if way == "adapter" and serve not in runtime.adapters:
         ways = "`rounded` or `exact`" if serve in EXACT else "`rounded`"

@@ -81,7 +81,7 @@ def _parsed(text: str) -> Document:
         mark = error.problem_mark
         remedy = next((remedy for part, remedy in _REMEDIES.items() if part in str(error.problem)), "")
         return _refused(mark.line + 1 if mark else 0, f"not valid YAML: {error.problem}{remedy}")
-    except (ValueError, OverflowError):  # of chr()
+    except (ValueError, OverflowError):  # from chr()
         return _refused(loader.line + 1, "not valid YAML: an escape such as `\\U00110000` that is no character")
     if root is None:
         return Document({}, {}, [])

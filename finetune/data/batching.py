@@ -389,7 +389,7 @@ def _largest_packed(
         if left == 0:
             break
         rest = left - sizes.lengths[row]
-        too_few = 0 < rest < way.layout.together  # for the segments of the next row
+        too_few = 0 < rest < way.layout.together  # less than one token for each segment of the next row
         own = sizes.segments[row] if sizes.segments else (sizes.lengths[row],)
         cut = _cut_to(own, left - way.layout.together if too_few else left)
         sequences += cut

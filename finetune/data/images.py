@@ -189,7 +189,7 @@ def _as_file(value: Any, where: str) -> bytes | None:
 
     if not isinstance(value, Image.Image):
         try:
-            _height, _width, *_ = value.shape  # of one dimension Pillow would make an image as well
+            _height, _width, *_ = value.shape  # Pillow would accept an array of one dimension
             value = Image.fromarray(value)
         except (TypeError, ValueError, AttributeError):
             raise RowError(
@@ -198,7 +198,7 @@ def _as_file(value: Any, where: str) -> bytes | None:
     if value.mode not in _MODES:
         raise RowError(f"`{where}`: {_too_deep(value.mode)}")
     written = io.BytesIO()
-    drawn = value.convert("RGB") if value.mode in ("PA", "CMYK", "YCbCr") else value  # which PNG has not
+    drawn = value.convert("RGB") if value.mode in ("PA", "CMYK", "YCbCr") else value  # PNG does not have these modes
     drawn.save(written, "PNG", compress_level=1, exif=value.getexif())
     return written.getvalue()
 
@@ -300,7 +300,7 @@ def _size(content: bytes, name: str) -> tuple[int, int]:
             raise RowError(f"{name}: has several frames; save one of them, as only still images are trained on")
         if (end := _ENDS.get(opened.format or "")) is None:
             opened.load()
-        elif end not in content[max(opened.fp.tell(), len(content) - _END_WITHIN) :]:  # that of a preview comes before
+        elif end not in content[max(opened.fp.tell(), len(content) - _END_WITHIN) :]:  # a preview ends before that
             raise RowError(f"{name}: the file is cut off; copy it again")
         width, height = opened.size
         turned = opened.getexif().get(_ORIENTATION) in _TURNED

@@ -76,5 +76,5 @@ def _find(name: str) -> tuple[Iterable[Mapping[str, Any]], int]:
 
 
 def _is_dataset(rows: Any) -> bool:
-    datasets = sys.modules.get("datasets")  # where it is not imported, nothing is one
+    datasets = sys.modules.get("datasets")  # unless it is imported, no value is a `Dataset`
     return datasets is not None and isinstance(rows, datasets.Dataset)

@@ -241,7 +241,7 @@ def _as_chat(section: DataSection, prepared: Prepared, tokenizer: Any) -> AsChat
             return None
         content, _ = formats.read(row.fields, form, columns)
         encoded = chat.encode(content, tokenizer, section.loss_on, section.control_tokens)
-    except (ArtifactError, RowError):  # a template that cannot render it, which plain text does without
+    except (ArtifactError, RowError):  # the chat template cannot render it; plain text needs none
         return None
     other_format = {} if section.format == form else {"data.format": form}
     return AsChat({"data.columns": columns, **other_format}, _sample(location, encoded.segments[0], tokenizer, None))

@@ -96,7 +96,7 @@ def _ending(code: int | None) -> str:
 
 def _start(name: str, folder: Path, statuses: dict[str, str]) -> tuple[multiprocessing.process.BaseProcess, Connection]:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["finetune.doctor.preloaded"])  # what a second process need not import again
+    context.set_forkserver_preload(["finetune.doctor.preloaded"])  # imported once for all child processes
     here, there = context.Pipe(duplex=False)
     child = context.Process(target=_try, args=(there, name, folder, statuses), daemon=True)
     child.start()

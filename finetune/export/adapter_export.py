@@ -305,7 +305,7 @@ def served_names(base: Any, groups: list[streamed.ConversionGroup]) -> dict[str,
     if all(target in (source, f"{prefix}{source}") for target, source in alone.items() if source):
         # The names are the same, or the files are of a model without its head: every program adds the prefix to those.
         return {target: source and target for target, source in alone.items()}
-    kind = base.config.model_type  # of the composite model, if the class is of the whole
+    kind = base.config.model_type  # that of the composite model, if the class is for the whole
     alike = {target for target, source in alone.items() if source and server_names.alike(target, source, kind)}
     return {target: target if target in alike else source for target, source in alone.items()}
 

@@ -269,7 +269,8 @@ def _convert(job: Conversion, name: str, form: ExportFormat) -> dict[str, Any]:
 def _merged_model(job: Conversion) -> dict[str, Any]:
     """The key `merged` of a record: how far the merged model is from the trained one, if they have different bases."""
     proof: dict[str, Any] = {**(job.run.kept("merged") or {})}
-    if proof.get("onto") != "16-bit" or not {"to_trained", "served"} <= proof.keys():  # which earlier versions lack
+    # Earlier versions did not write these.
+    if proof.get("onto") != "16-bit" or not {"to_trained", "served"} <= proof.keys():
         return {}
     kind = job.config.quantization.kind
     return {"merged": {"trained_on": kind, **proof["served"], "gain_kept": proof.get("gain_kept")}}

@@ -190,7 +190,7 @@ class _TracedInference:
         layers = self.fake.layers
         for number, layer in enumerate(layers):
             for module in layer.modules():
-                if hasattr(module, "layer_idx"):  # its index in the KV cache, which is as short as the model
+                if hasattr(module, "layer_idx"):  # its index in the KV cache, which has as few layers as the model
                     module.layer_idx = number
             layer.register_forward_pre_hook(lambda *_, number=number: setattr(recorder, "layer", number))
         layers[-1].register_forward_hook(lambda *_: setattr(recorder, "layer", None))
@@ -229,7 +229,7 @@ class _TracedInference:
                 "attention_mask": torch.ones(rows, length, dtype=torch.long),
             }
         if rows == 1:
-            del inputs["attention_mask"]  # as `generate` does without padding
+            del inputs["attention_mask"]  # `generate` passes no mask without padding
         inputs = {name: value for name, value in inputs.items() if name in self._parameters}
         for value in inputs.values():
             recorder.keep(value, "activations")

@@ -222,7 +222,7 @@ class _Search:
             return self._guess(tried(steps[low])[1], tried(steps[high])[1], low, high)
 
         if than is None:
-            if not self.known and fits("none"):  # a small job is done with one forecast
+            if not self.known and fits("none"):  # one forecast is enough for a small job
                 return tried("none")
             if not fits("all"):
                 return None

@@ -214,7 +214,7 @@ def _grouped_product(
 ) -> Any:
     """Products of experts in any type; torch's own shape function knows bfloat16 alone (torch 2.13)."""
     if b.dim() == 3:
-        return torch.mm(a, b[0])  # as many operations: each row meets one expert
+        return torch.mm(a, b[0])  # the same number of operations: each row meets one expert
     return torch.empty(offs.numel(), a.shape[0], b.shape[1], dtype=a.dtype)
 
 

@@ -165,7 +165,7 @@ class TraceRecorder(TorchDispatchMode):
         self._blocks: list[TracedBlock] = []
         self._stretches: list[Stretch] = []
         self._living: dict[int, list[Any]] = {}
-        self._made_by = WeakTensorKeyDictionary()  # of tensors of one element, the operator's name
+        self._made_by = WeakTensorKeyDictionary()  # names of operators, by their results of one element
         self._programs: dict[Hashable, _Program] = {}
         self._by_layer_of_input = self._turn = False
         self.phase = "load"
@@ -344,7 +344,7 @@ class TraceRecorder(TorchDispatchMode):
         Its output is no workspace, but for `_OF_WORKSPACE`.
         """
         category = "workspace" if call.name in _OF_WORKSPACE else self.category
-        followed = call.inputs if self._by_layer_of_input else ()  # to whose layers the inner operators go
+        followed = call.inputs if self._by_layer_of_input else ()  # inner operators are assigned to the layers of these
         layers = [self.layer, *map(self._layer_of, followed)]
         turns = [self._category_of(tensor) in _TURNED_TO for tensor in followed] if self._turn else ()
         places = (*map(layers.index, layers),), (*turns,), bool(followed)
@@ -471,7 +471,7 @@ class TraceRecorder(TorchDispatchMode):
             work.moved_bytes += moved_bytes
             return
         whole = max(1, sum(tensor.nbytes for tensor in over_layers))
-        for tensor in over_layers:  # to each layer its share, which `extrapolate` repeats
+        for tensor in over_layers:  # each layer gets its share, which `extrapolate` repeats
             self.layer = self._layer_of(tensor)
             self._stretch().work.moved_bytes += moved_bytes * tensor.nbytes // whole
 

@@ -318,7 +318,7 @@ class _TracedStep:
         self.recorder.phase = "after"
         self._computed_last = None
         for module in self._model.modules():
-            if "rope_deltas" in vars(module):  # of the last batch, which models of images keep to generate from it
+            if "rope_deltas" in vars(module):  # models of images keep it from the last batch, for generation
                 module.rope_deltas = None
         return self.recorder.rewind(self._start)
 
@@ -406,7 +406,7 @@ class _TracedStep:
     def _enters(self, number: int) -> Any:
         def hook(module: Any, args: Any, kwargs: Any) -> None:
             hidden = args[0] if args else kwargs["hidden_states"]
-            if self._placement and number == 0:  # once they have this gradient, the layers have reduced theirs
+            if self._placement and number == 0:  # when this gradient arrives, all layers have reduced theirs
                 self._on_gradient(hidden, None)
             self.recorder.layer = number
             if module.gradient_checkpointing and module.training:
@@ -472,10 +472,10 @@ class _TracedStep:
         """
         self.recorder.phase = "optimizer"
         optimizer = self.engine.optimizer
-        if self._device.type == "cpu":  # on a card they are made on the host, and moved with the first 8-bit state
+        if self._device.type == "cpu":  # on a GPU they start on the host, and are moved with the first 8-bit state
             for code in getattr(optimizer, "name2qmap", {}).values():
                 self.recorder.keep(code, "optimizer_states")
-        start = self._random_state()  # of the warm-up
+        start = self._random_state()  # kept by the warm-up
         if self.engine.updates_weights:
             if isinstance(optimizer, Optimizer8bit):
                 with self._recording(), self.recorder.follow_layers():
@@ -496,7 +496,8 @@ class _TracedStep:
                 self._make_gradients()
         inputs = self._inputs(batch)
         others = self._on_host(inputs, micro_batches - 1)
-        start, retry = self._random_state(), self._random_state()  # of the warm-up, and of each step in it
+        # Kept by the warm-up, and by the retries of each of its steps.
+        start, retry = self._random_state(), self._random_state()
         with self._recording():
             if self._step.objective.step_mean:
                 self._step.take_mean(self._step.sum_before([inputs]))
@@ -590,7 +591,7 @@ class _TracedStep:
 
     def _mark_gradients(self) -> None:
         for parameter, _ in self._trained():
-            if parameter.grad is not None:  # as DeepSpeed leaves none
+            if parameter.grad is not None:  # DeepSpeed leaves no gradients
                 self.recorder.mark(self._held(parameter.grad), "gradients", managed=self.recorder.shards_on_host)
 
     def _update(self) -> None:

@@ -295,7 +295,7 @@ class _Generation:
         whole = self._tokenizer.decode(ids[:end], skip_special_tokens=True)
         text = _before_stop(whole, self._settings.stop)
         tokens = len(ids[:end])
-        if end is None or len(text) < len(whole):  # else the last token is an end, and may be the one that pads
+        if end is None or len(text) < len(whole):  # else the last token ends the answer, and may equal the pad token
             while tokens and ids[tokens - 1] == self._tokenizer.pad_token_id:
                 tokens -= 1
         return Answer(text.strip(), tokens, end is not None or len(text) < len(whole) or tokens < room)

@@ -30,7 +30,7 @@ def out_of_memory(config: Config, run: RunDirectory, monitor: Monitor, device: t
     try:
         with snapshots.recorded(run.snapshot_file, device, config.memory.snapshot):
             yield
-    except OutOfMemoryError:  # in a save, which says what to do
+    except OutOfMemoryError:  # raised in a save, with what to do
         _record(run, monitor)
         raise
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:

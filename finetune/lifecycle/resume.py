@@ -107,7 +107,7 @@ def _unlike_trained(model: ModelSection, adapter: AdapterSection, run: RunDirect
         adapter_files.weightless_adapter(build.weightless(model), run.adapter, adapter)
     except ArtifactError as error:
         return str(error)
-    except FinetuneError:  # without its base nothing can be published anew
+    except FinetuneError:  # without the base it could not be published again
         return None
     return None
 

@@ -20,8 +20,8 @@ def recorded(run: RunDirectory, device: torch.device) -> Iterator[None]:
         yield
     finally:
         after = counted_joules(device)
-        if before is not None and after is not None and after >= before:  # a driver loaded again starts from 0
-            with contextlib.suppress(MachineError):  # a full disk has an error of its own
+        if before is not None and after is not None and after >= before:  # the count restarts from 0 with the driver
+            with contextlib.suppress(MachineError):  # a full disk is reported elsewhere
                 run.event("energy", joules=round(after - before))
 
 

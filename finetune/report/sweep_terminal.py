@@ -45,7 +45,7 @@ class SweepTerminal(Terminal):
         self._facts({"sweep": f"{words.count(settings)} settings{seeds}{halved}"})
         for note, holds_for in notes.items():
             self.once(note if len(holds_for) == settings else f"{', '.join(holds_for)}: {note}")
-            self._said.add(note)  # as each run would print it
+            self._said.add(note)  # else each run would print it again
 
     def of(self, name: str, share: float) -> Self:
         """This terminal, on which the run `name` trains up to `share` of its steps from now on."""
@@ -65,7 +65,7 @@ class SweepTerminal(Terminal):
 
     def show(self, view: View) -> None:
         for line in str(view).splitlines():
-            if self._is_new(line.partition(" (")[0]):  # a reason in brackets may have the memory that is free just now
+            if self._is_new(line.partition(" (")[0]):  # a reason in brackets may name the free memory, which varies
                 self._say(line)
 
     def opened(

@@ -80,7 +80,7 @@ def members(
         name = ",".join(f"{names[key]}={value}" for key, value in chosen.items())
         setting = ",".join(f"{names[key]}={value}" for key, value in chosen.items() if key != SEED)
         where = folder / _directory(name)
-        path = json.dumps(str(where), ensure_ascii=False)  # a text of YAML, whatever is in it
+        path = json.dumps(str(where), ensure_ascii=False)  # quoted as YAML text
         own = [*(f"{key}={value}" for key, value in chosen.items()), f"output.dir={path}", "output.merge=false"]
         config = load_config(source, [*overrides, *own])
         made.append(Member(where.name, setting or "all seeds", {key: config.value(key) for key in chosen}, config))

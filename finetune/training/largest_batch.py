@@ -112,7 +112,8 @@ def cut(row: dict[str, Any], computed: Sequence[int], shared: int) -> dict[str, 
     ids, labels = ([part for segment in kept for part in getattr(segment, name)] for name in ("input_ids", "labels"))
     named = {"segments": lengths, "shared": shared} if "segments" in row else {}
     each = len(row[TEACHER[0]]) // len(row["input_ids"]) if TEACHER[0] in row else 0
-    teacher = {name: row[name][: each * len(ids)] for name in TEACHER if name in row}  # of a row of one segment
+    # Rows with a teacher have one segment.
+    teacher = {name: row[name][: each * len(ids)] for name in TEACHER if name in row}
     return {**row, "input_ids": ids, "labels": labels, **named, **teacher}
 
 

@@ -116,7 +116,8 @@ def groups(section: DistributedSection, ranks: int) -> list[int]:
     if ranks == 1:
         return []
     of_rows = [section.context] if section.context > 1 else []
-    of_library = [ranks] if section.kind == "deepspeed" else []  # its copy of the world (0.19, `_clone_world_group`)
+    # DeepSpeed clones the world group (0.19, `_clone_world_group`).
+    of_library = [ranks] if section.kind == "deepspeed" else []
     return [ranks, *of_rows, *of_library]
 
 

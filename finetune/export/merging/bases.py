@@ -102,7 +102,7 @@ class Bases:
 
     def run(self, model: Any, fetch: Callable[[str], torch.Tensor | None], rows: list[list[int]]) -> proof.Streamed:
         """Logits of a model whose weights `fetch` reads."""
-        libraries.return_freed_memory()  # what merging or an earlier model left
+        libraries.return_freed_memory()  # left over from merging or an earlier model
         return proof.Streamed(model, fetch, rows, self.stride, self.device, self._shown)
 
     def keeps(self, *names: str) -> bool:

@@ -48,7 +48,7 @@ def make(
     if base.model.weights == "random" or prequantized.form(base.architecture):
         return
     files = identity.loaded_files(weights_directory(base.model.name, base.model.revision, download=True))
-    if not files:  # which loading refuses
+    if not files:  # refused on loading
         return
     try:
         ids = calibration.ids_of(table, max_length, training.seed)

@@ -163,7 +163,7 @@ def _exchanging(attend: Callable[..., Any] | None) -> Callable[..., Any]:
         function = attend or packing.eager_of(module)
         if row_group is None:
             return function(module, query, key, value, attention_mask, *args, **options)
-        options.pop("position_ids", None)  # those of a slice, in which flash attention looks for packed rows
+        options.pop("position_ids", None)  # flash attention would take those of a slice for packed rows
         ratio: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if copies := math.lcm(key.shape[1], row_group.size()) // key.shape[1] - 1:
             # Fewer key and value heads than ranks: so many more of each that every rank has those of its queries.

@@ -282,11 +282,11 @@ def _config(
         if section.stage == "weights":
             sharing["offload_param"] = host
     return {
-        "train_micro_batch_size_per_gpu": 1,  # for its statistics; micro-batches are ours
+        "train_micro_batch_size_per_gpu": 1,  # used for its statistics only; the step makes micro-batches
         "gradient_clipping": max_grad_norm,
         "zero_optimization": sharing,
         "zero_allow_untested_optimizer": True,  # SGD
-        "zero_force_ds_cpu_optimizer": False,  # its own needs a compiler
+        "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's own CPU optimizer needs a compiler
     }
 
 

@@ -104,7 +104,7 @@ def model_class(config: Any) -> Any | None:
             known = mapping[type(config)]
             known = known[0] if isinstance(known, tuple) else known
             if sees and mapping is MODEL_FOR_CAUSAL_LM_MAPPING and known.config_class not in mapping:
-                continue  # what it saves is of a type that has no such class (Emu3, Mllama)
+                continue  # the type that it saves has no such class (Emu3, Mllama)
             return known
     return None
 

@@ -302,7 +302,7 @@ def _refuse_older() -> None:
     from transformers import ProcessorMixin, __version__
 
     needed = inspect.signature(ProcessorMixin._merge_kwargs).parameters["ModelProcessorKwargs"]  # noqa: SLF001
-    if needed.default is needed.empty:  # as up to 5.22
+    if needed.default is needed.empty:  # the signature up to 5.22
         raise MachineError(
             f"`model.vision`: transformers {__version__} is too old to train on images; install 5.23, or set `none`"
         )
