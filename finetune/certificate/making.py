@@ -20,7 +20,8 @@ from finetune.certificate.small_model import is_shared
 from finetune.certificate.trials import TRIALS, missing
 from finetune.storage.records import TrialResult
 
-# For all trials together; a run does not wait longer for its certificate. `complete` gives each its own limit alone.
+# The limit on all trials together: a run does not wait longer for its certificate. With `complete`, each trial has only
+# its own limit.
 _LIMIT_SECONDS = 60.0
 _START_SECONDS = 60.0  # of a child until its first trial: it imports the libraries
 # Not passed on: the child is no rank, contacts no service and needs no secrets.

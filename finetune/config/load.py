@@ -63,7 +63,9 @@ def text_of(path: Path) -> str:
 
 
 def as_written(path: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """The sections in a config of another version, completed by defaults, unchecked; and the keys unknown here."""
+    """The sections of a config of another version, unchecked and completed by defaults; and its keys unknown to this
+    version.
+    """
     document = strict_yaml.parse(text_of(path))
     if document.problems:
         raise ConfigError(f"{path}:{document.problems[0].line}: {document.problems[0].message}")
@@ -98,7 +100,7 @@ def _checked(
 
 
 def dump(config: Config, *, defaults: bool = True) -> str:
-    """The resolved config as YAML that `load` reads back to an equal value, if wanted without keys at their default."""
+    """The resolved config as YAML that `load` reads back to an equal value; optionally without keys at their default."""
     values = values_of(config)
     if not defaults:
         usual = Config().model_dump(mode="json")
@@ -111,8 +113,9 @@ def dump(config: Config, *, defaults: bool = True) -> str:
 
 
 def values_of(config: Config) -> dict[str, dict[str, Any]]:
-    """The values of a config by section, which loading takes; without a kind of quantization that follows from a way of
-    serving which is still open.
+    """The values of a config by section, as `load` takes them.
+
+    A kind of quantization that follows from `output.serve` is left out while its `output.way` is not decided.
     """
     values = config.model_dump(mode="json")
     if config.output.serve and config.output.way == "auto" and "kind" not in config.quantization.model_fields_set:

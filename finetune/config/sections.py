@@ -443,7 +443,7 @@ class DistributedSection(Section):
         return max(1, world_size // self.context)
 
     def named(self, world_size: int) -> str:
-        """Those in words."""
+        """The ranks, or groups of ranks, that `shares` counts, in words."""
         if self.context == 1:
             return f"{world_size} processes"
         return f"{self.shares(world_size)} groups of {self.context} processes"

@@ -102,9 +102,9 @@ WAYS: dict[str, Way] = {
 
 
 def resolved(config: Config, obstacle: str | None = None) -> tuple[Config, str | None]:
-    """`config` with a runtime, a way and the kind of quantization that follow from `output.serve`; and a line for it.
+    """`config` with a runtime, a way and the kind of quantization that follow from `output.serve`; and a note on them.
 
-    `obstacle`: why the base, once it is known, is not served beside an adapter. `auto` is `rounded` then.
+    `obstacle` says why the base, once it is known, cannot be served beside an adapter; `auto` is then `rounded`.
     """
     if config.output.serve is None:
         return config, None
@@ -155,7 +155,7 @@ def runtime_of(output: OutputSection) -> str:
 
 
 def export_of(output: OutputSection) -> str | None:
-    """The format of `finetune export` that writes what is served; None if nothing was said of that."""
+    """The format of `finetune export` that writes what is served; None if the config does not say what is."""
     if output.serve is None:
         return None
     if output.way == "adapter":

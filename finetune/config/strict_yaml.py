@@ -65,7 +65,7 @@ def parse(text: str) -> Document:
 
 @functools.lru_cache(maxsize=64)
 def _parsed(text: str) -> Document:
-    """The same, once for each text: a run reads its config again and again, each time in hundredths of a second."""
+    """`parse`, cached by the text: a run reads its config many times, and each parse takes hundredths of a second."""
     if len(text) > MAX_BYTES:
         return _refused(0, f"the file is larger than {MAX_BYTES} characters; a config is a page")
     try:

@@ -48,7 +48,8 @@ THUMBNAIL = 160
 
 # Formats of more than 8 bits a channel would lose them without a word.
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
-# Of GIF, BMP and TIFF all pixels are decoded to see whether the file is whole; WebP is not opened unless it is.
+# How a whole file ends. GIF, BMP and TIFF have no such end: all pixels are decoded. Pillow opens no WebP file that is
+# cut off.
 _ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND", "WEBP": b""}
 _END_WITHIN = 2**16  # bytes: some programs write something after the end
 _MOST_BYTES = 2**28

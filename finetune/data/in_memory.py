@@ -12,7 +12,7 @@ from finetune.data.examples import RowError
 from finetune.data.fields import as_json, kind_of, plain
 from finetune.errors import DataError
 
-# Of 64 hex digits: enough that no two sets of rows in one process share a name.
+# Hex digits used, of 64: enough that no two sets of rows in one process share a name.
 _DIGITS = 16
 
 

@@ -15,7 +15,7 @@ from finetune.data.encoded import RowImage
 from finetune.data.examples import Chat, Message, NoSuchField, RowError
 from finetune.data.fields import Fields
 
-# From the roles in rows to those of chat templates.
+# The role in chat templates for each role in rows.
 ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system", "function": "tool"}
 _SHAREGPT_ROLES = ROLES | {
     "human": "user", "gpt": "assistant", "model": "assistant", "observation": "tool", "function_call": "assistant"

@@ -30,7 +30,7 @@ ROWS_TO_JUDGE = 10
 
 _SEQUENCES = ("input_ids", "labels", "segments", "shared", IMAGES, SEEN, *TEACHER)
 
-# A fifth of these are that many.
+# Of this many rows, holding out a fifth leaves enough to judge by.
 _ROWS_TO_SPARE_SOME = 5 * ROWS_TO_JUDGE
 
 
@@ -352,7 +352,7 @@ def _held_out_below(section: DataSection, trains: Callable[[Row], bool]) -> floa
                 least = sorted([*least, value])[:ROWS_TO_JUDGE]
             if len(different) < _ROWS_TO_SPARE_SOME:
                 different.add(value)
-            # Within some hundred rows, with the usual share.
+            # With the usual share, this is known within a few hundred rows.
             if len(different) == _ROWS_TO_SPARE_SOME and least[-1] < share <= greatest:
                 return share
     except DataError:  # raised again where the rows are prepared

@@ -46,7 +46,7 @@ def _jsonl(path: Path, problems: Problems, encoding: str | None = None) -> Recor
     decoder = Decoder()
     begun = False
     for number, line in lines(path, problems, encoding):
-        # Without its line break, so that the error in a truncated line points to where it was cut off.
+        # The line break is removed, so that the error in a truncated line points to where it was cut off.
         line = line.rstrip("\r\n")
         if not line.strip():
             continue

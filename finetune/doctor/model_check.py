@@ -22,7 +22,7 @@ from finetune.model.source import catalog
 
 _LIMIT_SECONDS = 120.0
 """For all checks of a model, which take 15 to 20 s of a core (2026-11)."""
-# Of address space beyond what the libraries map; a small copy takes a few hundred MB.
+# Address space that checks may take beyond what the libraries map; a small copy takes a few hundred MB.
 _MOST_BYTES = 16 * 2**30
 
 

@@ -287,7 +287,9 @@ def _write_base(job: Conversion, base: Any, folder: Path) -> dict[str, Any]:
 
 
 def file_groups(model: ModelSection) -> tuple[Any, list[streamed.ConversionGroup]] | None:
-    """The base without weights, and how the tensors of its safetensors files become its weights; None without them."""
+    """The base without weights, and how the tensors of its safetensors files become its weights; None without such
+    files.
+    """
     if not (files := _files(model)):
         return None
     base = build.weightless(model)
@@ -295,7 +297,9 @@ def file_groups(model: ModelSection) -> tuple[Any, list[streamed.ConversionGroup
 
 
 def served_names(base: Any, groups: list[streamed.ConversionGroup]) -> dict[str, str | None]:
-    """The name for a server of each weight of the model that is one tensor in the base's files, else None."""
+    """The name by which a server finds each weight of the model; None unless the weight is a single tensor of the
+    files.
+    """
     alone = {
         target: group.sources[0] if group.converter is None and len(group.sources) == 1 else None
         for group in groups

@@ -143,7 +143,7 @@ def together_of(name: str) -> Iterator[list[str]]:
 
 
 def rounded_names(model: Any, form: str) -> list[str]:
-    """The weights of a model on the meta device that are quantized: linear layers but the head, and experts."""
+    """The weights that are quantized in a model on the meta device: linear layers except the head, and experts."""
     names = quantizers.packed_names(model, library_config(QuantizationSection(kind="fp8"), None))
     weights, transposed = model.state_dict(), _transposed(model)
     if form == "mxfp4" and transposed:  # gpt-oss, of which programs read experts alone in that form

@@ -245,8 +245,9 @@ def _rounded(job: Conversion, form: ExportFormat) -> Conversion:
 
 
 def rounding_bytes(config: Config, device_type: str) -> int | None:
-    """Peak bytes on the device of the rounding with training rows that a job needs, of the base before it is trained or
-    of the merged model; None if nothing is rounded so.
+    """Peak bytes on the device while a job's base, before training, or its merged model is rounded with training rows.
+
+    None if neither is rounded with them.
     """
     if config.quantization.snap:
         return exact_start.planned_bytes(config, device_type)

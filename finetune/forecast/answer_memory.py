@@ -214,7 +214,7 @@ class _TracedInference:
         with self._mode:
             if job.cache == "offloaded" and job.device.type == "cuda":
                 return _Offloaded(self.fake.base.config, self._recorder)
-            # On a fake CPU, where there is nothing to offload to.
+            # A fake CPU has no host to offload to.
             kind = "dynamic" if job.cache == "offloaded" else job.cache
             return caches.make(kind, self.fake.base.config, job.context)
 
@@ -233,7 +233,7 @@ class _TracedInference:
         inputs = {name: value for name, value in inputs.items() if name in self._parameters}
         for value in inputs.values():
             recorder.keep(value, "activations")
-        # As `generate`: logits of the last position alone, where the model can do so.
+        # Like `generate`, ask for the logits of the last position only if the model can limit them.
         last = {"logits_to_keep": 1} if "logits_to_keep" in self._parameters else {}
         with self._mode, recorder:
             output = self.fake.model(**inputs, **last, past_key_values=cache, use_cache=True)

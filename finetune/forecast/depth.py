@@ -37,7 +37,7 @@ def forms(model: nn.Module) -> list[Hashable]:
 
 
 def _after_which_images_are_added(model: nn.Module) -> int:
-    """How many layers, the first ones, get features of the model of images added to what they return (DeepStack)."""
+    """The number of first layers to whose outputs the model of images adds features (DeepStack)."""
     if not composite.beside_language(model):
         return 0
     return len(getattr(model.config.vision_config, "deepstack_visual_indexes", None) or ())

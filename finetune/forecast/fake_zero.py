@@ -267,7 +267,7 @@ class FakeZero(TracedEngine):
     # -- the update ----------------------------------------------------------------------------------------------------
 
     def update(self) -> None:
-        """Nothing: `clip` has updated the weights."""
+        """Do nothing: `clip` has updated the weights."""
 
     def clip(self, max_norm: float) -> Any:
         """Clip and update (`step` of both optimizers)."""
@@ -313,7 +313,7 @@ class FakeZero(TracedEngine):
                     self._recorder.transfers(sent_bytes=(self._ranks - 1) * whole_bytes // self._ranks)
             self._recorder.layer = None
         else:
-            # With stage 1 the gradients as well, which are sent once a step.
+            # Stage 1 also sends the gradients once a step.
             copied = 2 * own if self._offloads else 0
             self._recorder.transfers(sent_bytes=3 * sent if self._stage == 1 else sent, copied_bytes=copied)
         states = max(sum(value.dim() > 0 for value in state.values()) for state in self._updates.state.values())

@@ -38,7 +38,7 @@ _VARLEN = "torch_attn::_varlen_attn"
 # aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, `mha_bwd`).
 _FLASH_LENGTH, _FLASH_HEAD = 128, 32
 _MASK_ROW = 8
-# Of truth values, such as which pixels are black: they are copied as integers first, on either device (torch 2.13,
+# A sum of booleans, such as a mask of black pixels, first copies them as integers on both devices (torch 2.13,
 # aten/src/ATen/native/ReduceOpsUtils.h `make_reduction`).
 _SUM = "aten::sum.dim_IntList"
 

@@ -53,9 +53,9 @@ from finetune.training.collator import micro_batching
 # A lever that saves less than this share is not worth mentioning.
 _LEAST_SAVED = 0.005
 _TRACED_TOKENS = 16
-# Of rows and tokens, above what any job needs.
+# Rows and tokens above what any job needs.
 _MOST = 2**20
-# Of an epoch, from whose lengths the worth of recomputing less is judged.
+# Rows of an epoch whose lengths decide whether recomputing less is worthwhile.
 _ROWS_SEEN = 100_000
 
 

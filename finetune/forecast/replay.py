@@ -155,7 +155,7 @@ class Replay:
         """Bytes that a checkpoint copies in the device's own memory: on a CPU, which has no other."""
         if self._device.type != "cpu" or not run.checkpoint_bytes:
             return 0
-        # Before weights and states are copied, the state of torch's random numbers is (`RandomState`).
+        # The state of torch's random numbers is copied before weights and states are (`RandomState`).
         return max(run.checkpoint_bytes, torch.get_rng_state().nbytes)
 
     def _join_processes(self) -> None:

@@ -44,7 +44,8 @@ _ALL = ("aten::all", "aten::eq.Scalar")
 # Derivatives do these in place, but never for a subclass of Tensor (torch 2.13, derivatives.yaml `max`,
 # FunctionsManual.cpp `index_backward`).
 _IN_PLACE = {"aten::scatter.src": _aten.scatter_.src, "aten::index_put": _aten.index_put_.default}
-# What FSDP2 gathers weights into, and scatters gradients from (torch 2.13, _fsdp_collectives.py).
+# Operators that make the buffers which FSDP2 gathers weights into and scatters gradients from (torch 2.13,
+# _fsdp_collectives.py).
 _BUFFERS: dict[str, Any] = {
     "fsdp::all_gather_copy_in": lambda args, named: [args[1]],
     "fsdp::split_with_sizes_copy": lambda args, named: named["out"],
@@ -172,9 +173,9 @@ class TraceRecorder(TorchDispatchMode):
         self.layer: int | None = None
         self.category = "activations"
         self.managed = self.shards_on_host = False
-        # Of each table the first case that applies decides.
+        # In each table, the first case that applies decides.
         self._not_recorded: tuple[_Case, ...] = (
-            # Of a DTensor only views are taken, but torch tries those out on tensors of its own.
+            # Only views are taken of a DTensor, but torch tries them out on tensors of its own.
             (lambda call: DTensor in call.types, _Call.run),
             (lambda call: call.name == "aten::_local_scalar_dense", self._read),
         )
@@ -235,7 +236,7 @@ class TraceRecorder(TorchDispatchMode):
             self._blocks[number].managed = managed
 
     def omit(self, tensor: torch.Tensor | None) -> None:
-        """Let a block that was recorded already take no memory."""
+        """Count a block that was already recorded as taking no memory."""
         if tensor is not None and (number := self._number(tensor)) is not None:
             self._blocks[number].bytes = 0
 

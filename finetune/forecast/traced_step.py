@@ -54,7 +54,7 @@ from finetune.training.step import Step
 
 # bitsandbytes 0.50, `Optimizer8bit.get_state_buffer`: smaller tensors are not paged.
 _PAGED_STATES, _PAGED_FROM = ("state1", "state2"), 100_000
-# Up to this many tokens are one tile, however many the config allows (kernels/head.py takes no fewer at a time).
+# Up to this many tokens are one tile, whatever the config says (kernels/head.py takes at least as many at a time).
 _ONE_TILE = 512
 
 ENGINES: dict[str, type[TracedEngine]] = {"fsdp": FakeSharded, "deepspeed": FakeZero}
@@ -278,7 +278,7 @@ class _TracedStep:
 
     def _attach(self, base: Any, section: AdapterSection) -> Any:
         config, memory = self._config, self._config.memory
-        # With checkpointing switched on, for other settings; what is recomputed is chosen later.
+        # Checkpointing is switched on for the sake of other settings; what is recomputed is chosen later.
         if memory.checkpointing in ("none", 0) and base.supports_gradient_checkpointing:
             memory = memory.model_copy(update={"checkpointing": "all"})
         return build.trainable(
@@ -307,7 +307,7 @@ class _TracedStep:
         )  # fmt: skip
 
     def change(self, setting: StepSetting, kept: _KeptLayers) -> None:
-        """Be the model of another setting, whose layers are of the same kinds."""
+        """Become the model of another setting with layers of the same kinds."""
         self._vision = setting.vision
         self._configure(setting.config)
         self.kept = kept
@@ -389,7 +389,7 @@ class _TracedStep:
         """Follow the pass through the layers: forward by hooks on modules, backward by hooks on their outputs."""
         recorder = self.recorder
         for number, layer in enumerate(self._layers):
-            # Before a sharded layer's own hooks, which gather its weights.
+            # Runs before a sharded layer's own hooks, which gather its weights.
             layer.register_forward_pre_hook(self._enters(number), with_kwargs=True, prepend=True)
             layer.register_forward_hook(self._leaves(number), prepend=True)
 
@@ -618,10 +618,10 @@ class _TracedStep:
 
     def _inputs(self, batch: LargestBatch) -> Inputs:
         """A batch as the collator makes it. Where packed rows begin is known, which decides what attention takes."""
-        # With a mask transformers looks for padding in it; without one, whether positions start anew, as packed.
+        # transformers looks for padding in a mask and, without one, for positions that restart as in packed rows.
         uneven = (batch.padded and self._step.masked) or len(batch.packed) > 1
         known = KnownValues() if batch.area else None
-        # Of a batch with images the mask of its padding is known, and the masks of pixels leave nothing out.
+        # For a batch with images, the padding mask is known, and the masks of pixels leave nothing out.
         self.recorder.answers = Answers(
             uneven and not known, batch.trained_tokens, batch.positions, self._routing, known
         )
@@ -636,7 +636,8 @@ class _TracedStep:
             plain = _without_values(inputs)
         if known:
             _know(known, plain, inputs, padded=batch.padded)
-        # On a card the images of the rows are joined on the host, and what is recorded as joined is their copy there.
+        # With a GPU the images of the rows are joined on the host, and the tensor recorded as joined is their copy on
+        # the GPU.
         here = {name: value for name, value in plain.items() if name != IMAGES}
         moved = plain if self._device.type == "cpu" else for_model(here, masked=self._step.masked)
         for value in _tensors(moved):

@@ -323,8 +323,9 @@ def _each(
 
 
 def _gain_kept(measures: list[Measure]) -> dict[str, float]:
-    """The share of what training took off the base's loss that each other model has off too; empty without both, or if
-    training may have taken nothing off.
+    """The share of training's reduction of the base's loss that each other model keeps.
+
+    Empty without the base and the adapter, or if training may not have reduced the loss.
     """
     losses: dict[str, Any] = next((one["models"] for one in measures if one["name"] == "loss"), {})
     if not losses.keys() >= {"base", "adapter"}:

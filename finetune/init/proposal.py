@@ -45,7 +45,7 @@ _STEPS, _MOST_EPOCHS = 150, 10
 _BATCHES, _STEPS_AN_EPOCH = (16, 8, 4), 20
 # Pairs are seen fewer times: with more, DPO drives the margin up and both answers become less likely.
 _MOST_EPOCHS_OF_PAIRS = 3
-# By format: the objective, and why.
+# The objective for each format of preferences, and why.
 _OF_PREFERENCES = {
     "pairs": ("dpo", "rows have a chosen and a rejected answer"),
     "unpaired": ("kto", "rows have an answer that is labelled good or bad"),

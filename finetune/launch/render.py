@@ -140,6 +140,6 @@ def _render(template: str, **values: object) -> str:
         loader=PackageLoader("finetune.launch"), undefined=StrictUndefined, keep_trailing_newline=True,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    # In YAML, the two escapes that JSON has for a character beyond U+FFFF are two characters.
+    # YAML would read JSON's two escapes for a character beyond U+FFFF as two characters.
     environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False}
     return environment.get_template(template).render(values)

@@ -55,7 +55,9 @@ def _record(run: RunDirectory, monitor: Monitor) -> None:
 
 @contextlib.contextmanager
 def blaming_base(model: ModelSection) -> Iterator[None]:
-    """On NumbersError, blame non-finite weights of the base, if any: lowering the learning rate would not help."""
+    """In the block, raise ArtifactError in place of NumbersError if the base has weights that are not finite: a lower
+    learning rate would not help then.
+    """
     try:
         yield
     except NumbersError:

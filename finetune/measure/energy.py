@@ -14,7 +14,7 @@ from finetune.storage.rundir import RunDirectory
 
 @contextlib.contextmanager
 def recorded(run: RunDirectory, device: torch.device) -> Iterator[None]:
-    """Record the energy in joules that the GPU uses in the block, by whatever runs on it, as the event `energy`."""
+    """Record as the event `energy` the joules that the GPU uses during the block, whatever runs on it."""
     before = counted_joules(device)
     try:
         yield

@@ -98,7 +98,7 @@ def weightless_base(
             ),
         )
     give_layers(model)
-    # Before layers, which may depend on each other, are removed or quantized.
+    # Probed before layers, which may depend on each other, are removed or quantized.
     not_adaptable = linear_layers.probe(model)
     linear_layers.remember(model, not_adaptable)
     published = prequantized.stated(architecture, quantization)

@@ -110,7 +110,7 @@ def of_runs(runs: Mapping[str, Figures]) -> list[dict[str, Any]]:
 
 
 def within_sight(charts: Sequence[dict[str, Any]], names: Collection[str]) -> list[dict[str, Any]]:
-    """The charts of several runs, in which a loss far above those of the runs `names` is outside what is shown."""
+    """The charts of several runs, cut off far above the losses of the runs `names`."""
 
     def seen(chart: dict[str, Any]) -> dict[str, Any]:
         series = [one for table in chart["tables"] for one in table["series"]]

@@ -23,10 +23,10 @@ _OF_THE_FIRST = ("run", "memory", "in memory")
 
 
 class SweepTerminal(Terminal):
-    """Prints on the console of `terminal` what the runs of a sweep say, which have it in turns (see `of`).
+    """Prints the output of a sweep's runs on the console of `terminal`; one run uses it at a time (see `of`).
 
     The first run prints its header, the others what differs in theirs. A note is printed once, with the name of the
-    first run that has it. What came out of a run is in its report, and in the table of the sweep.
+    first run that has it. The results of a run are in its report, and in the table of the sweep.
     """
 
     def __init__(self, terminal: Terminal, settings: Sequence[str], members: int, shares: Sequence[float]) -> None:

@@ -121,8 +121,8 @@ class Terminal:
         self._run.event("output_lost", reason=reason)
 
     def built(self, model: Any, left_out: Mapping[str, int], capacity: str | None = None) -> None:
-        """Print the numbers of parameters, of trained ones, and of layers without an adapter: `left_out`, by reason;
-        and `capacity`, what an adapter of so many can store.
+        """Print the numbers of parameters and of trained ones, the numbers of layers without an adapter by reason
+        (`left_out`), and what the adapter can store (`capacity`).
         """
         sizes = [(math.prod(experts.shape(parameter)), parameter.requires_grad) for parameter in model.parameters()]
         total = sum(size for size, _ in sizes)

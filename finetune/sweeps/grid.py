@@ -26,7 +26,7 @@ _LONGEST = 120  # characters of a name; most file systems take 255 bytes
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 _NO_LOSS = "it changes no loss"
 
-# What members have in common, since otherwise their losses say nothing about the setting; with why.
+# Keys that members must have in common, and why: otherwise their losses would say nothing about the setting.
 _SHARED = {
     "model.": "members are trained on one base",
     "quantization.": "members are trained on one base",

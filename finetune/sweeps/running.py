@@ -229,7 +229,7 @@ class _Sweep:
 
     @cached_property
     def _shares(self) -> list[float]:
-        """After which half are stopped."""
+        """The shares of a run after which half of the settings are stopped."""
         return [] if self.full else halving.shares(len(self._settings))
 
     @cached_property
@@ -377,7 +377,7 @@ class _Sweep:
 
     @cached_property
     def _rows(self) -> dict[str, str]:
-        """The hashes of the rows."""
+        """The hashes of the training and evaluation rows."""
         return {"train": fingerprint.of_rows(self._data.train), "eval": fingerprint.of_rows(self._data.eval)}
 
     def _keep(self, file: Path, rows: np.ndarray) -> None:

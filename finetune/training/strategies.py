@@ -143,7 +143,9 @@ def loads_parts(section: DistributedSection, world_size: int) -> bool:
 
 
 def holds_parts(section: DistributedSection, world_size: int) -> bool:
-    """Whether no rank of `world_size` can compute or save alone, as it holds parts of the weights or the states."""
+    """Whether each of `world_size` ranks holds only parts of the weights or states, so that none can compute or save
+    alone.
+    """
     return STRATEGIES[section.kind].updates != "weight" and applies(section, world_size)
 
 

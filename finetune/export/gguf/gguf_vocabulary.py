@@ -46,7 +46,7 @@ _PRE = {
 }
 # Names of those that take whole words from the vocabulary before they merge.
 _IGNORING_MERGES = {"dbrx": "llama-bpe", "tekken": "tekken"}
-# Whose expressions are written there without \p{M}.
+# Pre-tokenizers whose expressions llama.cpp writes without \p{M}.
 _SPLITTING_MARKS = ("tekken", "gpt-4o")
 
 SPACES_AFTER_SPECIAL = "llama.cpp puts a space before text after each special token; this tokenizer only at the start"

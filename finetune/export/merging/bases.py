@@ -59,7 +59,7 @@ class Bases:
         self.config, self.adapter, self.files, self.device, self._shown = config, adapter, files, device, shown
         self._start = start
         precision = PRECISIONS[config.training.precision]
-        # What was trained to be rounded as it is served is rounded no further, norms included.
+        # Weights trained as they are served must not be rounded any further, norms included.
         self.dtype = self.compute_dtype = precision.dtype if config.quantization.snap else precision.merged
         self.architecture = load_architecture(config.model)
         self.requantized = prequantized.requantizes(config.quantization, self.architecture)

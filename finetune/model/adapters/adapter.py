@@ -129,7 +129,7 @@ def check_rank(base: Any, section: AdapterSection) -> None:
 
 
 def check_exact(base: Any, section: AdapterSection) -> None:
-    """Raise ConfigError for an adapter of which parts cannot be rounded with the weights of `base`."""
+    """Raise ConfigError if parts of the adapter cannot be rounded together with the weights of `base`."""
     for name, weight in adapted_experts(base, section).items():
         how = packed.packing_of(weight)
         if how is None or how.transposed or not fixed_point.of(weight):

@@ -67,7 +67,7 @@ class ParamWrapper(peft_layer.ParamWrapper):
         return shape[1], shape[2]
 
     def update_layer(self, *arguments: Any, **options: Any) -> None:
-        # As PEFT does, before it does: 0.20 takes the number of dimensions of the stored parameter, which may be bytes.
+        # What PEFT does later: 0.20 looks at the number of dimensions of the stored parameter, which may be bytes.
         if self._param_ndim == 3 and not getattr(self.get_base_layer(), "is_transposed", False):
             if not self._did_swap_in_out_features:
                 self.in_features, self.out_features = self.out_features, self.in_features
@@ -188,7 +188,9 @@ class LowRankSum:
 
 
 class _WithGradientOf(torch.autograd.Function):
-    """A value that also hands its gradient to `term`, which it does not have in it."""
+    """Returns a value unchanged, and passes its gradient on to `term` as well, although the value does not depend on
+    it.
+    """
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, term: torch.Tensor) -> torch.Tensor:

@@ -110,7 +110,7 @@ def model_class(config: Any) -> Any | None:
 
 
 def is_whole(config: Any, known: Any) -> bool:
-    """Whether `known`, the `model_class` of a composite configuration, is a class of the whole composite model."""
+    """Whether `known`, the `model_class` of a composite configuration, is a class for the whole composite model."""
     return known is not None and "text_config" in config.sub_configs and known.config_class is type(config)
 
 

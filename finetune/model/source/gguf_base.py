@@ -39,7 +39,7 @@ _WHOLE_WORDS = (
 )  # fmt: skip
 """Those that take a word that is a token before they merge (`ignore_merges`, there)."""
 
-# As tokenizer.json has them.
+# Parts of tokenizer.json.
 _DIGITS = {
     "type": "Sequence",
     "pretokenizers": [

@@ -89,7 +89,7 @@ FAMILIES: dict[str, VisionFamily] = {
     "gemma3": VisionFamily(),
     "gemma4": VisionFamily(_bound_tokens),
     "idefics3": VisionFamily(_bound_square, _tiles),
-    # Its own needs num2words, for films; of images both write the same.
+    # Its own processor needs num2words for videos; for images both write the same.
     "smolvlm": VisionFamily(_bound_square, _tiles, "Idefics3Processor"),
     "internvl": VisionFamily(_bound_tiles),
     "mistral3": VisionFamily(_bound_edge, _resized),

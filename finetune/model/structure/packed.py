@@ -114,9 +114,7 @@ def exact(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def as_served(parameter: nn.Parameter, update: fixed_point.Update | None = None) -> nn.Parameter:
-    """A packed parameter as its form is served: of one held as positions (`fixed_point`) the nearest values after an
-    update.
-    """
+    """A packed parameter in its served form; one held as positions (`fixed_point`) is first rounded with an update."""
     how, positions = packing_of(parameter), fixed_point.of(parameter)
     if how is None or positions is None:
         return parameter
@@ -183,7 +181,7 @@ def published(names: Iterable[str], forms: Iterable[str] | None = None) -> dict[
     return found
 
 
-# Of activations and of the KV cache, neither of which is rounded here.
+# Scales of activations and of the KV cache, which are not rounded here.
 _OTHER_SCALES = ("activation_scale", "input_scale", "input_global_scale", "k_scale", "v_scale")
 
 

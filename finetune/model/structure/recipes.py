@@ -45,7 +45,7 @@ FALLBACKS = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0", "iq4_xs": "iq4_nl"}
 HEAD, EMBEDDING = "output.weight", "token_embd.weight"
 """llama.cpp's names of the output head and of the embedding."""
 
-# In names of llama.cpp and of transformers, without `.weight`: the number of a layer, and the last part.
+# Matches names of llama.cpp and of transformers without `.weight`: the number of the layer, and the last part.
 _IN_LAYER = re.compile(r"(?:^|\.)(?:blk|layers|h)\.(\d+)\..*?(\w+?)(?:_exps|_shexp)?$")
 _PARTS = {
     "v_proj": "attn_v", "k_proj": "attn_k", "o_proj": "attn_output", "qkv_proj": "attn_qkv", "in_proj_qkv": "attn_qkv",
