@@ -100,7 +100,7 @@ def _checked(
 
 
 def dump(config: Config, *, defaults: bool = True) -> str:
-    """The resolved config as YAML that `load` reads back to an equal value; optionally without keys at their default."""
+    """The resolved config as YAML that `load` reads back to an equal value; optionally without keys at a default."""
     values = values_of(config)
     if not defaults:
         usual = Config().model_dump(mode="json")

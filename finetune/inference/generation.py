@@ -213,7 +213,7 @@ class _Generation:
             yield from (answered[at] for at in window)
 
     def _takes_batches(self) -> bool:
-        """Whether a row's logits are the same behind padding, which recurrent models may read, and beside another row."""
+        """Whether a row's logits are the same behind padding, which a recurrent model may read, and beside another."""
         tokens = min(probes.TOKENS, (self._positions or math.inf) // 2 - 1)
         [row], [other] = (one.tolist() for one in probes.rows(2, int(tokens), self._model))
         alone, beside = self._second_logits([row]), self._second_logits([row, other + other])

@@ -268,7 +268,7 @@ _MANY = 4
 
 
 def _in_tiles(x: Tensor) -> bool:
-    """Whether x (..., H) is long and gate and up need not be kept: they are recomputed, or there is no backward pass."""
+    """Whether x (..., H) is long and gate and up need not be kept: recomputed, or without a backward pass."""
     long = x.numel() >= _MANY * _tile(x) * x.shape[-1] and not keeping.keeps_products()
     return long and (not torch.is_grad_enabled() or keeping.is_recomputed())
 

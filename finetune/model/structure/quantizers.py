@@ -82,7 +82,7 @@ def packed_names(model: Any, config: Any, published: Any = None) -> set[str]:
 
 
 def undivided(model: Any, block: int) -> Iterator[tuple[str, int]]:
-    """Name and number of inputs of each layer that could be packed if blocks of this many weights divided its inputs."""
+    """Name and number of inputs of each layer that could be packed if blocks of this size divided its inputs."""
     for name, module, own in _quantizer(FineGrainedFP8Config(), None).targets(model):
         if (inputs := _columns(module, own)) % block:
             yield name.removesuffix(".weight"), inputs
