@@ -163,9 +163,14 @@ def test_llama_cpp_ends_with_the_block_though_an_error_keeps_its_frames(
         return SimpleNamespace(model=SimpleNamespace(), cpuparams=SimpleNamespace())
 
     monkeypatch.setitem(sys.modules, "xllamacpp", SimpleNamespace(CommonParams=settings, Server=Server))
-    with pytest.raises(ArtifactError) as failed, llama_cpp.serving(tmp_path / "model.gguf", 8):
-        assert len(running) == 1
-        raise ArtifactError("the logits differ")
+
+    def compare() -> None:
+        with llama_cpp.serving(tmp_path / "model.gguf", 8):
+            assert len(running) == 1
+            raise ArtifactError("the logits differ")
+
+    with pytest.raises(ArtifactError, match="differ") as failed:
+        compare()
     assert failed.value.__traceback__ is not None
     assert not running
 
