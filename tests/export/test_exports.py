@@ -8,8 +8,6 @@ import json
 import re
 import shlex
 import shutil
-import sys
-import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -146,33 +144,6 @@ def test_llama_cpp_runs_the_rewritten_adapter_as_peft_does(tiny_base: Path, tmp_
         error = max(abs(value - float(expected[place, token])) for token, value in log_probs.items())
         effect = max(abs(value - float(plain[place, token])) for token, value in log_probs.items())
         assert error < 0.1 < 1 < effect
-
-
-def test_llama_cpp_ends_with_the_block_though_an_error_keeps_its_frames(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    running = weakref.WeakSet[Any]()
-
-    class Server:
-        listening_address = "http://127.0.0.1:1"
-
-        def __init__(self, settings: Any) -> None:
-            running.add(self)
-
-    def settings() -> SimpleNamespace:
-        return SimpleNamespace(model=SimpleNamespace(), cpuparams=SimpleNamespace())
-
-    monkeypatch.setitem(sys.modules, "xllamacpp", SimpleNamespace(CommonParams=settings, Server=Server))
-
-    def compare() -> None:
-        with llama_cpp.serving(tmp_path / "model.gguf", 8):
-            assert len(running) == 1
-            raise ArtifactError("the logits differ")
-
-    with pytest.raises(ArtifactError, match="differ") as failed:
-        compare()
-    assert failed.value.__traceback__ is not None
-    assert not running
 
 
 def job(run: RunDirectory, **changes: Any) -> Conversion:

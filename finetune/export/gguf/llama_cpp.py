@@ -103,10 +103,8 @@ def serving(file: Path, context: int, lora: Path | None = None) -> Iterator[Serv
         server = library.Server(settings)
     except (RuntimeError, ValueError) as error:
         raise ArtifactError(f"llama.cpp cannot load {file.name}: {error}. Nothing was published") from None
-    try:
-        yield Server(server.listening_address)
-    finally:
-        del server  # an error's traceback would keep it, and with it the model in memory and the port
+    yield Server(server.listening_address)
+    del server
 
 
 FLOOR = (
