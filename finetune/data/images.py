@@ -167,9 +167,9 @@ def _named(value: Any, where: str) -> RowImage:
     if not isinstance(value, str) or not value:
         kind = "empty text" if value == "" else row.kind_of(value)
         raise RowError(f"`{where}` must be the path of an image, its bytes or a data URL, not {kind}")
-    if found := _DATA_URL.match(value):
+    if match := _DATA_URL.match(value):
         try:
-            return RowImage(data=base64.b64decode(value[found.end() :], validate=True))
+            return RowImage(data=base64.b64decode(value[match.end() :], validate=True))
         except binascii.Error as error:
             raise RowError(f"`{where}` is not base64: {error}; write the path of the image instead") from None
     if value.lower().startswith("data:"):

@@ -77,12 +77,12 @@ def _why_not_plain(job: Conversion) -> str | None:
     base = build.weightless(job.config.model, job.architecture)
     if in_gguf and adapter.adapted_experts(base, section):
         return "its base is served as a GGUF file, and llama.cpp takes no adapter on experts (`adapter.expert_rank: 0`)"
-    found = plain_form.obstacle(
+    obstacle = plain_form.obstacle(
         section, base, job.architecture.model_type,
         stored=None if job.config.model.weights == "random" else identity.stored_names(job.config.model),
         largest_rank=None if in_gguf else serving.RUNTIMES[serving.runtime_of(job.config.output)].largest_rank,
     )  # fmt: skip
-    return found.why if found else None
+    return obstacle.why if obstacle else None
 
 
 @dataclass(frozen=True)

@@ -67,9 +67,9 @@ def wanted(name: str, kind: str, text: Any) -> str | None:
         return recipe.head
     if name.endswith(_KEPT):
         return None
-    if not (found := _IN_LAYER.search(name.removesuffix(".weight"))):
+    if not (match := _IN_LAYER.search(name.removesuffix(".weight"))):
         return recipe.main
-    layer, layers, part = int(found[1]), text.num_hidden_layers, _PARTS.get(found[2], found[2])
+    layer, layers, part = int(match[1]), text.num_hidden_layers, _PARTS.get(match[2], match[2])
     if experts.count(text) == 8 and (form := _of_eight_experts(part, recipe)):
         return form
     if part in ("attn_v", "attn_qkv", "ffn_down"):
