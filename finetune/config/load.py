@@ -175,7 +175,10 @@ def _apply(values: dict[str, Any], locations: Locations, override: str) -> list[
     if not isinstance(section, dict):
         return [f"override `{override}`: `{path[0]}` is not a section in the file"]
     if len(path) == 3:
-        section[path[1]] = section = dict(section.get(path[1]) or {})
+        within = section.get(path[1]) or {}
+        if not isinstance(within, Mapping):
+            return [f"override `{override}`: `{'.'.join(path[:2])}` is not a mapping in the file"]
+        section[path[1]] = section = dict(within)
     section[path[-1]] = document.values["value"]
     locations.known[path] = f"override `{override}`"
     locations.known.setdefault(path[:1], locations.known[path])
