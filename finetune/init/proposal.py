@@ -183,7 +183,8 @@ def _by_rows(draft: Draft, data: Prepared, rows: str, architecture: Any) -> str:
     whole = [row.tokens or 0 for each in counts for row in each.affected if row.why == TOO_LONG]
     longest = max(*whole, *(each.longest for each in counts), 1)
     positions = bounds.positions(architecture)
-    length = min(math.ceil(longest / _GRAIN_TOKENS) * _GRAIN_TOKENS, positions or longest)
+    length = math.ceil(longest / _GRAIN_TOKENS) * _GRAIN_TOKENS
+    length = min(length, positions or length)
     cut = f"; the model has {positions:,} positions" if longest > length else ""
     draft.take("data.max_length", length, f"the longest row has {_counted(longest, 'token')}{cut}")
     if data.eval_counts:
