@@ -535,9 +535,10 @@ class Config(Section):
         return "off" if self.kernels.fused == "auto" and left_alone else self.kernels.fused
 
     def value(self, key: str) -> Any:
-        """The value of a `section.key`."""
-        section, _, name = key.partition(".")
-        return getattr(getattr(self, section), name)
+        """The value of a `section.key`, or of a mapping's entry `section.key.name`."""
+        section, name, *entry = key.split(".")
+        value = getattr(getattr(self, section), name)
+        return value[entry[0]] if entry else value
 
     def changed(self, changes: Mapping[str, Any]) -> Self:
         """This config with other values of some `section.key`; they are taken as they are."""
