@@ -77,24 +77,24 @@ def plan(config: Config, gpu: str | None = None, gpus: int = 1) -> PlanView:
     With several `gpus` the forecast is that of one of them. Settings that are `auto` are fitted first. Raises a
     FinetuneError for an unknown model or GPU, or a batch that cannot be divided among that many.
     """
-    from finetune.certificate import verdict
     from finetune.forecast import planning
+    from finetune.lifecycle.plan import as_trained
     from finetune.report.forecast_view import PlanView
 
-    return PlanView(planning.plan(config, gpu, gpus, verdict.follow))
+    return PlanView(planning.plan(config, gpu, gpus, as_trained))
 
 
 def fit(config: Config, gpu: str | None = None, gpus: int = 1) -> Fitted:
-    """The job fitted to `gpu`, or to several: the fastest micro-batch and checkpointing, whatever the config says, at
-    the same global batch, with the least sharding.
+    """Fit the job to `gpu`, or to several of that kind: choose the fastest micro-batch and checkpointing, whatever the
+    config says, at the same global batch and with the least sharding.
 
-    What it recomputes is for all lengths: the config that names it is trained so. Raises OutOfMemoryError when nothing
-    fits, ConfigError for a batch that `gpus` cannot share.
+    Micro-batches of all lengths then recompute the same. Raises OutOfMemoryError if nothing fits, ConfigError for a
+    batch that `gpus` cannot share.
     """
-    from finetune.certificate import verdict
     from finetune.forecast import planning
+    from finetune.lifecycle.plan import as_trained
 
-    return planning.fit(config, gpu, gpus, verdict.follow)
+    return planning.fit(config, gpu, gpus, as_trained)
 
 
 def inspect_data(config: Config) -> DataView:

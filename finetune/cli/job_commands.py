@@ -165,7 +165,7 @@ def _plan_answers(job: Config, gpu: str | None, rows: int, context: int | None, 
     with libraries.importing():
         from finetune.forecast import answer_memory, planning
         from finetune.report.forecast_view import ServingView
-    if job.quantization.kind == "auto":  # as training decides
+    if job.quantization.kind == "auto":  # decided as in training
         job = planning.planner_for(job, gpu).job
     forecast = answer_memory.forecast(job, gpu, rows=rows, context=context, cache=cache)
     give(ServingView(forecast), as_json)
@@ -177,16 +177,16 @@ def _plan_training(
 ) -> bool:
     """Print, draw and write the forecast of a training step, and return whether it fits."""
     with collecting(job.data), libraries.importing():
-        from finetune.certificate import verdict
         from finetune.export import publish
         from finetune.forecast import planning
+        from finetune.lifecycle.plan import as_trained
         from finetune.report.forecast_view import PlanView
         from finetune.storage.files import amount
-    planned = planning.plan(job, gpu, gpus, verdict.follow)
+    planned = planning.plan(job, gpu, gpus, as_trained)
     view = PlanView(planned)
     if not as_json:
         note_missing(job.data)
-        said = planned.why_quantized or job.output.serve  # of which the header says it
+        said = planned.why_quantized or job.output.serve  # already said in the header
         if (kind := planned.config.quantization.kind) != job.quantization.kind and not said:
             new_terminal().note(f"quantization.kind: {kind}, the form that `{job.model.name}` is published in")
         if rounding := publish.rounding_bytes(planned.config, view.forecast.device.type):
@@ -212,10 +212,10 @@ def fit(
     if not as_json:
         announce(f"fit of {config}", job)
     with collecting(job.data), libraries.importing():
-        from finetune.certificate import verdict
         from finetune.forecast import planning
+        from finetune.lifecycle.plan import as_trained
         from finetune.report.forecast_view import FittedView
-    fitted, limits = planning.fit_with_limits(job, gpu, gpus, verdict.follow)
+    fitted, limits = planning.fit_with_limits(job, gpu, gpus, as_trained)
     if not as_json:
         note_missing(job.data)
     target = output or Path(f"{config.stem}_fitted.yaml")

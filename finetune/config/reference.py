@@ -87,7 +87,7 @@ def _rule(rule: Rule) -> dict[str, Any]:
 
 
 def _at(key: str, schema: dict[str, Any], *, there: bool) -> dict[str, Any]:
-    """The schema of a config whose `key` has `schema`, and with `there` must be there."""
+    """The schema of a config in which `key` matches `schema`; with `there`, the key is required."""
     section, _, name = key.partition(".")
     values: dict[str, Any] = {"properties": {name: schema}}
     if not there:

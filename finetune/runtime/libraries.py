@@ -14,6 +14,7 @@ import importlib.metadata
 import logging
 import math
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -202,6 +203,12 @@ def quiet() -> None:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+
+
+def save_model(model: Any, folder: Path | str, **options: Any) -> None:
+    """Call the `save_pretrained` of a model of transformers, which imports DeepSpeed only if this process has."""
+    with patches.UNWRAPS_DEEPSPEED.by(lambda: "deepspeed" in sys.modules):
+        model.save_pretrained(str(folder), **options)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from finetune.model.adapters import adapter_files, plain_peft, published
 from finetune.model.distributed import optimizer_states
 from finetune.model.distributed.engine import Engine, WeightAccess, on_host
 from finetune.model.structure import linear_layers
-from finetune.runtime import ranks
+from finetune.runtime import libraries, ranks
 from finetune.runtime.randomness import RandomState
 from finetune.storage import checkpoint, records
 from finetune.storage.checkpoint import Contents
@@ -50,7 +50,7 @@ def save_weights(model: Any, folder: Path, whole: dict[str, torch.Tensor] | None
     if hasattr(model, "peft_config"):
         published.write(adapter_files.weights(model, whole), plain_peft.settings(model), folder)
     else:
-        model.save_pretrained(str(folder), **({"state_dict": whole} if whole else {}))
+        libraries.save_model(model, folder, **({"state_dict": whole} if whole else {}))
 
 
 def whole_weights(engine: Engine) -> dict[str, torch.Tensor]:
@@ -73,7 +73,7 @@ def restore_weights(weights: WeightAccess, folder: Path) -> None:
     model = weights.model
     file = _weights_file(model)
     stored, live = checkpoint.read_tensors(folder, file), trained_weights(model)
-    if hasattr(model, "peft_config"):  # earlier versions also put one, without effect, on these layers
+    if hasattr(model, "peft_config"):  # earlier versions put adapters without effect on these layers too
         untrained = linear_layers.untrained(model.get_base_model())
         stored = {name: tensor for name, tensor in stored.items() if adapter_files.layer_of(name) not in untrained}
     if other := sorted(stored.keys() ^ live.keys()):
@@ -152,7 +152,7 @@ def snapshot(
     return Contents(
         step=progress.step,
         tensors={_weights_file(model): weights, OPTIMIZER_FILE: optimizer_tensors},
-        values=json.loads(json.dumps(values)),  # also a copy
+        values=json.loads(json.dumps(values)),  # also copies the values
         provenance=provenance,
     )
 
