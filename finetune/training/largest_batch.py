@@ -94,7 +94,7 @@ def _largest(
 
 
 def longer_segment(row: dict[str, Any]) -> dict[str, Any]:
-    """The longer of a row's two segments that go through the model apart, as a row: either pass may be the larger one."""
+    """The longer of a row's two segments that go through the model apart, as a row: either pass may be the larger."""
     longest = max(segments_of(row), key=lambda segment: len(segment.input_ids))
     ids, labels = longest.input_ids, longest.labels
     return {**row, "input_ids": ids, "labels": labels, "segments": [len(ids)]}
