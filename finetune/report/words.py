@@ -149,14 +149,17 @@ def duration(seconds: float) -> str:
 def hours(value: float) -> str:
     """Hours to three digits in the unit that suits them, such as `27.8 seconds`, `2.17 minutes` or `12.5 hours`."""
     per_hour, unit = (3600, "seconds") if value < 1 / 60 else (60, "minutes") if value < 1 else (1, "hours")
-    amount = per_hour * value
-    return f"{count(amount) if amount >= 1000 else format(amount, '.3g')} {unit}"
+    return f"{_three_digits(per_hour * value)} {unit}"
 
 
 def energy(joules: float) -> str:
     """Energy in Wh or kWh to three digits."""
     kwh = joules / 3.6e6
-    return f"{kwh:.3g} kWh" if kwh >= 1 else f"{1000 * kwh:.3g} Wh"
+    return f"{_three_digits(kwh)} kWh" if kwh >= 1 else f"{_three_digits(1000 * kwh)} Wh"
+
+
+def _three_digits(value: float) -> str:
+    return count(value) if value >= 999.5 else f"{value:.3g}"
 
 
 def image_size(image: SampleImage) -> str:
@@ -195,11 +198,9 @@ def adapter(section: AdapterSection) -> str:
 
 def training(section: TrainingSection, optimizer: str) -> str:
     """Steps, objective, optimizer and learning rate, such as `20 steps, supervised, adamw_8bit, ...`."""
-    number, unit = (section.max_steps, "step") if section.max_steps else (section.epochs, "epoch")
-    return (
-        f"{number:,g} {unit}{'s' * (number != 1)}, {section.objective}, {optimizer}, "
-        f"learning rate {learning_rate(section)}, {section.schedule}"
-    )
+    steps, epochs = section.max_steps, section.epochs
+    length = f"{steps:,} step{'s' * (steps != 1)}" if steps else f"{epochs:,g} epoch{'s' * (epochs != 1)}"
+    return f"{length}, {section.objective}, {optimizer}, learning rate {learning_rate(section)}, {section.schedule}"
 
 
 def learning_rate(section: TrainingSection) -> str:
