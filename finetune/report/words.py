@@ -139,6 +139,11 @@ def count(value: float) -> str:
     return f"{value:,.0f}"
 
 
+def significant(value: float, digits: int = 3) -> str:
+    """A number to that many digits; a larger one as a whole number, and never as 1e+03."""
+    return count(value) if value >= 10**digits - 0.5 else f"{value:.{digits}g}"
+
+
 def duration(seconds: float) -> str:
     """Hours, minutes and seconds, such as 1:02:03 or 2:03."""
     minutes, rest = divmod(round(seconds), 60)
@@ -149,17 +154,13 @@ def duration(seconds: float) -> str:
 def hours(value: float) -> str:
     """Hours to three digits in the unit that suits them, such as `27.8 seconds`, `2.17 minutes` or `12.5 hours`."""
     per_hour, unit = (3600, "seconds") if value < 1 / 60 else (60, "minutes") if value < 1 else (1, "hours")
-    return f"{_three_digits(per_hour * value)} {unit}"
+    return f"{significant(per_hour * value)} {unit}"
 
 
 def energy(joules: float) -> str:
     """Energy in Wh or kWh to three digits."""
     kwh = joules / 3.6e6
-    return f"{_three_digits(kwh)} kWh" if kwh >= 1 else f"{_three_digits(1000 * kwh)} Wh"
-
-
-def _three_digits(value: float) -> str:
-    return count(value) if value >= 999.5 else f"{value:.3g}"
+    return f"{significant(kwh)} kWh" if kwh >= 1 else f"{significant(1000 * kwh)} Wh"
 
 
 def image_size(image: SampleImage) -> str:
@@ -276,7 +277,7 @@ def scoring(forecast: Forecast) -> dict[str, str]:
 
 
 def _bound(seconds: float) -> str:
-    return f"{f'{seconds:.3g}' if seconds < 100 else count(seconds)} s"
+    return f"{significant(seconds)} s"
 
 
 def mixture(stored: Mixture) -> str:

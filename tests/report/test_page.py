@@ -267,6 +267,8 @@ def test_seconds_and_hours_have_their_unit(run: RunDirectory) -> None:
     run.event("saved", step=3, seconds=0.09, held_seconds=0.0134, memory={"resident_bytes": MIB})
     words = words_of(run)
     assert "0.09 s, training waited 0.013 s" in words
+    run.event("saved", step=6, seconds=1234.5, held_seconds=61.2, memory={"resident_bytes": MIB})
+    assert "1,234 s, training waited 61 s" in words_of(run)
     assert "held_seconds" not in words
     assert [report_words.hours(hours) for hours in (0.00771, 0.5, 12.5, 999.7, 4321)] == [
         "27.8 seconds", "30 minutes", "12.5 hours", "1,000 hours", "4,321 hours"
