@@ -77,11 +77,11 @@ def plan(config: Config, gpu: str | None = None, gpus: int = 1) -> PlanView:
     With several `gpus` the forecast is that of one of them. Settings that are `auto` are fitted first. Raises a
     FinetuneError for an unknown model or GPU, or a batch that cannot be divided among that many.
     """
-    from finetune.certificate import verdict
     from finetune.forecast import planning
+    from finetune.lifecycle.plan import as_trained
     from finetune.report.forecast_view import PlanView
 
-    return PlanView(planning.plan(config, gpu, gpus, verdict.follow))
+    return PlanView(planning.plan(config, gpu, gpus, as_trained))
 
 
 def fit(config: Config, gpu: str | None = None, gpus: int = 1) -> Fitted:
@@ -91,10 +91,10 @@ def fit(config: Config, gpu: str | None = None, gpus: int = 1) -> Fitted:
     Micro-batches of all lengths then recompute the same. Raises OutOfMemoryError if nothing fits, ConfigError for a
     batch that `gpus` cannot share.
     """
-    from finetune.certificate import verdict
     from finetune.forecast import planning
+    from finetune.lifecycle.plan import as_trained
 
-    return planning.fit(config, gpu, gpus, verdict.follow)
+    return planning.fit(config, gpu, gpus, as_trained)
 
 
 def inspect_data(config: Config) -> DataView:

@@ -121,6 +121,24 @@ def test_plan_says_what_rounding_with_the_rows_takes(call, job: list[str]) -> No
     assert "rounding with the training rows, apart from training, takes" in out
 
 
+@pytest.mark.slow
+def test_what_could_not_be_exported_is_refused_by_plan_and_fit_as_by_train(
+    call, job: list[str], tmp_path: Path
+) -> None:
+    rows, template = tmp_path / "rows.jsonl", tmp_path / "counted.jinja"
+    turns = [{"role": "user", "content": "Count to two."}, {"role": "assistant", "content": "1 2"}]
+    rows.write_text(f"{json.dumps({'messages': turns})}\n" * 4)
+    template.write_text("{% for m in messages %}{{ messages | length }}{{ m['content'] }}{% endfor %}")
+    served = [f"data.train={rows}", f"data.chat_template={template}", "output.serve=q4_0", "output.runtime=ollama"]
+    errors = []
+    for command, given in {"train": (), "plan": ("--gpu", "24GiB"), "fit": ("--gpu", "24GiB")}.items():
+        code, _, err = call(command, *job, *served, "data.loss_on=all", "data.eval=none", *given)
+        assert code == 2
+        errors.append(err)
+    assert errors == errors[:1] * 3
+    assert "could not be exported: the chat template has no form in Ollama's language" in " ".join(errors[0].split())
+
+
 def test_the_header_of_training_says_how_the_model_will_be_served(call, job: list[str], tmp_path: Path) -> None:
     served = ["output.serve=q4_0", "output.runtime=ollama", f"data.train={tmp_path / 'missing.jsonl'}"]
     code, out, err = call("train", *job, *served)

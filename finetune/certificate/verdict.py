@@ -165,10 +165,10 @@ def _model_of(job: dict[str, Any]) -> dict[str, Any]:
     return {"config": sections, "architecture": job["architecture"], "attention": job["attention"]}
 
 
-def follow(planner: Planner) -> Planner:
-    """The `planner` adjusted to what is known of the device on which its job will run."""
+def follow(planner: Planner, own_device: bool) -> Planner:
+    """The `planner` adjusted to what is known of this machine's device, if its job is for `own_device`."""
     config, device = planner.job, torch.device(planner.device.type)
-    if not is_tried(config.kernels, config.model, device.type):
+    if not own_device or not is_tried(config.kernels, config.model, device.type):
         return planner
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())

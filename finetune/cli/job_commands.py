@@ -177,12 +177,12 @@ def _plan_training(
 ) -> bool:
     """Print, draw and write the forecast of a training step, and return whether it fits."""
     with collecting(job.data), libraries.importing():
-        from finetune.certificate import verdict
         from finetune.export import publish
         from finetune.forecast import planning
+        from finetune.lifecycle.plan import as_trained
         from finetune.report.forecast_view import PlanView
         from finetune.storage.files import amount
-    planned = planning.plan(job, gpu, gpus, verdict.follow)
+    planned = planning.plan(job, gpu, gpus, as_trained)
     view = PlanView(planned)
     if not as_json:
         note_missing(job.data)
@@ -212,10 +212,10 @@ def fit(
     if not as_json:
         announce(f"fit of {config}", job)
     with collecting(job.data), libraries.importing():
-        from finetune.certificate import verdict
         from finetune.forecast import planning
+        from finetune.lifecycle.plan import as_trained
         from finetune.report.forecast_view import FittedView
-    fitted, limits = planning.fit_with_limits(job, gpu, gpus, verdict.follow)
+    fitted, limits = planning.fit_with_limits(job, gpu, gpus, as_trained)
     if not as_json:
         note_missing(job.data)
     target = output or Path(f"{config.stem}_fitted.yaml")

@@ -7,7 +7,9 @@ the mask is accepted only if the shorter rendering is a token prefix of the long
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from finetune.data import control, images
@@ -147,10 +149,27 @@ def _by_marks(example: Chat, turns: list[int], whole: Tokenized, tokenizer: Any)
     if whole.runs is None or len(whole.runs) != len(answers):
         return None
     runs = dict(zip(answers, whole.runs, strict=True))
+    for turn in turns:
+        if example.messages[turn].get("tool_calls"):
+            runs[turn] = runs[turn][0], _end_of_call(whole.ids, *runs[turn], tokenizer)
     try:
         return [_closed(whole.ids, *runs[turn], turn, tokenizer) for turn in turns]
     except RowError:
         return None  # fall back to comparing renderings
+
+
+def _end_of_call(ids: list[int], start: int, end: int, tokenizer: Any) -> int:
+    """The end of a tool call whose marks end at `end` and may exclude what closes it.
+
+    That is all up to the end-of-turn token, or a token in its place, if no word comes before.
+    """
+    special, ends = template.special_ids(tokenizer), template.end_of_turn(tokenizer)
+    closing = [at for at in _wordless(ids, range(end, len(ids)), tokenizer) if ids[at] in special]
+    for at in closing:
+        if ids[at] == ends:
+            return at + 1
+    is_closed = any(ids[at] in special for at in _wordless(ids, range(end - 1, start - 1, -1), tokenizer))
+    return closing[0] + 1 if closing and not is_closed else end
 
 
 def _by_prefixes(example: Chat, turns: list[int], ids: list[int], tokenizer: Any) -> Asking[list[Span]]:
@@ -241,17 +260,21 @@ def _closed(ids: list[int], start: int, end: int, turn: int, tokenizer: Any) -> 
         return start, positions[0] + 1
     if ids[end : end + 1] == [ends]:
         return start, end + 1
+    # A tool call may end with another token than an answer.
+    for at in _wordless(ids, range(end - 1, start - 1, -1), tokenizer):
+        if ids[at] in template.special_ids(tokenizer):
+            return start, at + 1
     if ids[end : end + 1] and ids[end] in template.special_ids(tokenizer) and ends in ids[end:]:
         return start, end  # an earlier turn, closed by a token that does not end an answer (gpt-oss)
-    # A tool call may end with another token than an answer.
-    while end > start and not _words(ids[end - 1 : end], tokenizer):
-        end -= 1
-        if ids[end] in template.special_ids(tokenizer):
-            return start, end + 1
     raise RowError(
         f"messages[{turn}]: the chat template closes this turn without an end-of-turn token, so a model could not "
         "learn to stop; set `data.chat_template` to a template that writes one"
     )
+
+
+def _wordless(ids: list[int], indices: range, tokenizer: Any) -> Iterator[int]:
+    """Those of `indices` before the first token with words."""
+    return itertools.takewhile(lambda at: not _words([ids[at]], tokenizer), indices)
 
 
 def _words(ids: list[int], tokenizer: Any) -> bool:

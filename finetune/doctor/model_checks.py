@@ -37,6 +37,7 @@ from finetune.model.source import gguf_base
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.objectives import log_probs, trial
 from finetune.report.terminal import Terminal
+from finetune.runtime import libraries
 from finetune.settings import load_config
 from finetune.storage.rundir import RunDirectory
 from finetune.training.collator import MicroBatches
@@ -167,7 +168,7 @@ def _weights(copy: Copy) -> str:
     """Make the small copy."""
     if not copy.base.exists():
         model = small_copy.model_of(small_copy.config_of(copy.whole)).bfloat16()
-        model.save_pretrained(copy.base)
+        libraries.save_model(model, copy.base)
         rows = [{"text": f"{'Once more: ' * number}{number} times 7 makes {number * 7}."} for number in range(4)]
         (copy.folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     layers = checkpointing.layers(build.weightless(ModelSection(name=str(copy.base)), copy.architecture))

@@ -429,11 +429,12 @@ class Plan:
         return {**self.forecast.as_dict(), **chosen, **images, "levers": levers}
 
 
-Follow = Callable[[Planner], Planner]
-"""Gives a planner of this machine's own device what is known about that (`certificate.verdict.follow`)."""
+Follow = Callable[[Planner, bool], Planner]
+"""Gives a planner what is known above the forecast; the second argument: whether its device is this machine's own
+(`certificate.verdict.follow`, `lifecycle.plan.as_trained`)."""
 
 
-def _as_it_is(planner: Planner) -> Planner:
+def _as_it_is(planner: Planner, own_device: bool) -> Planner:
     return planner
 
 
@@ -535,12 +536,12 @@ def planner_for(
     adapter = config.adapter
     rank = max([adapter.rank, *adapter.ranks.values()])
     above = rank > getattr(architecture.get_text_config(), "hidden_size", rank)  # the width of most layers
-    named = adapter.targets != "all-linear" or adapter.extra_modules or adapter.ranks
+    named = adapter.targets != "all-linear" or adapter.extra_modules or adapter.ranks or adapter.init != "default"
     if above or named or adapter.start_from:  # report what may be wrong before reading the data, as in training
         build.blueprint(config, architecture, _attention(config, architecture, device)).check(adapter)
     data = _data(config, architecture)
     planner = Planner(reference_scores.decided(config, data), architecture, device, data, gpus)
-    return (follow(planner) if gpu in (None, "auto", "cpu") else planner).decided()
+    return follow(planner, gpu in (None, "auto", "cpu")).decided()
 
 
 def _with_classes(config: Config) -> Config:

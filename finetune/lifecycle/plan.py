@@ -6,15 +6,19 @@ from typing import Any
 
 import torch
 
+from finetune.certificate import verdict
 from finetune.certificate.verdict import Certificate
 from finetune.config import Config
 from finetune.data.prepare import Prepared
 from finetune.errors import ForecastError, OutOfMemoryError
+from finetune.export import publish
 from finetune.forecast.fit import Fitted
 from finetune.forecast.job_forecast import Forecast
 from finetune.forecast.levers import Lever
 from finetune.forecast.planning import Planner
 from finetune.lifecycle import provenance, resume
+from finetune.model.source.locate import at_hand
+from finetune.model.source.tokenizer import load_tokenizer
 from finetune.report import words
 from finetune.report.forecast_view import ChosenView
 from finetune.report.terminal import Terminal
@@ -24,6 +28,19 @@ from finetune.storage.rundir import RunDirectory
 from finetune.training import reference_scores
 from finetune.training.checks import check
 from finetune.training.oom_retry import named
+
+
+def as_trained(planner: Planner, own_device: bool) -> Planner:
+    """`planner` for a job that will be trained: it follows the certificate of the machine's own device.
+
+    Raises ConfigError, as training does, if what it trains could not be exported as `output.serve` says; that is known
+    where the base's files and the rows are on this machine.
+    """
+    job = planner.job
+    if planner.data and at_hand(job.model.name):
+        run, tokenizer = RunDirectory(job.output.dir or "runs/unnamed"), load_tokenizer(job.model, job.data)
+        publish.check_served(run, job, tokenizer, planner.data.kind)
+    return verdict.follow(planner, own_device)
 
 
 def plan(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from finetune.config import Config, ignored_keys
+from finetune.config import Config, contradictions, ignored_keys
 from finetune.config.field_types import source_name
 from finetune.data import fingerprint
 from finetune.data.prepare import Prepared
@@ -72,7 +72,7 @@ _BETWEEN_RANKS = {
 _SINCE_CHECKPOINT = {
     "config": _Refusal(
         ConfigError,
-        "{run} was started with a different config: {changes}. Set another `output.dir`, or use --fresh to start over "
+        "{run} was started with a different config: {changes}. {cure} `output.dir`, or use --fresh to start over "
         "(the old run is moved aside)",
         lambda key, before, now: f"{key} ({_shown(before)} → {_shown(now)})",
     ),
@@ -138,7 +138,25 @@ def refuse_changes(config: Config, run: RunDirectory) -> None:
     if config.output.serve and config.output.way == "auto":  # not resolved while the base cannot be loaded
         now["quantization"] = then["quantization"]
     differences = _differences({"config": then}, {"config": now})
-    _refuse(_harmful(differences), _SINCE_CHECKPOINT, run=run.path)
+    harmful = _harmful(differences)
+    _refuse(harmful, _SINCE_CHECKPOINT, run=run.path, cure=_cure(config, harmful["config"]))
+
+
+def _cure(config: Config, changes: Mapping[str, tuple[Any, Any]]) -> str:
+    """What to set: to continue a run, where its base alone is held otherwise now, as another way of `output.serve`
+    follows (earlier versions knew other obstacles to one); and to start another.
+    """
+    before = {key: old for key, (old, _) in changes.items() if key.startswith("quantization.")}
+    if config.output.serve is None or not before or len(before) < len(changes):
+        return "Set another"
+    held = " and ".join(f"`{key}: {str(old).lower()}`" for key, old in before.items() if key != "quantization.snap")
+    if before.get("quantization.snap"):
+        cure = "set `output.way: exact`"
+    elif contradictions(config.changed({**before, "output.way": "rounded"})):
+        cure = f"remove `output.serve` and set {held}"
+    else:
+        cure = f"set `output.way: rounded` and {held}"
+    return f"To continue it, {cure}. Otherwise set another"
 
 
 def changes_since(run: RunDirectory, saved: Any, now: dict[str, Any]) -> dict[str, Any]:
@@ -159,7 +177,7 @@ def changes_since(run: RunDirectory, saved: Any, now: dict[str, Any]) -> dict[st
     harmful = _harmful(differences)
     if then["base"] and not identity.comparable(then["base"]):
         harmful.pop("base", None)
-    _refuse(harmful, _SINCE_CHECKPOINT, run=run.path, base=now["config"]["model"]["name"])
+    _refuse(harmful, _SINCE_CHECKPOINT, run=run.path, base=now["config"]["model"]["name"], cure="Set another")
     changes = {part: {key: list(change) for key, change in changed.items()} for part, changed in differences.items()}
     logged = {part: changes[part] for part in ("config", "packages") if part in changes}
     return logged | {part: changes[part][part] for part in ("processes", "base") if part in changes}

@@ -19,6 +19,7 @@ from finetune.model.source import catalog
 from finetune.model.source.locate import remote_code
 from finetune.model.structure.experts import Mixture
 from finetune.objectives import log_probs
+from finetune.runtime import libraries
 
 
 def check_model(config: Config, architecture: Any, attention: str, adapter: AdapterSection) -> Mixture | None:
@@ -77,7 +78,7 @@ def _try_copy(architecture: Any) -> None:
 def _reloaded(model: Any) -> Any:
     """`model` in bfloat16 as it is loaded from files, which some weights are not cast for."""
     with tempfile.TemporaryDirectory(prefix="finetune-trial-") as folder:
-        model.save_pretrained(folder)
+        libraries.save_model(model, folder)
         section = ModelSection(name=folder)
         return load_base(
             section, QuantizationSection(kind="none"), load_architecture(section),

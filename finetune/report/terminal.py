@@ -57,7 +57,7 @@ class Terminal:
         self._trains = False
         self._first_step = self._last_step = 0
         self._started = 0.0
-        self._peaks_shown = False
+        self._peaks_shown = self._has_said = False
 
     @property
     def console(self) -> Console:
@@ -198,7 +198,7 @@ class Terminal:
     def merged(self, folder: Path, proof: dict[str, Any]) -> None:
         """Print the proof of the merged model, and its folder."""
         self.close()
-        self._say(f"\nmerged and {_proven(proof, 'the adapter')}. It is in {folder}")
+        self._say_apart(f"merged and {_proven(proof, 'the adapter')}. It is in {folder}")
         if (lost := words.served(proof)) and "to_trained" not in proof:  # `to_trained` is printed as a table
             self._say(lost)
         if likeness := proof.get("to_trained"):
@@ -217,7 +217,7 @@ class Terminal:
     def exported(self, folder: Path, record: dict[str, Any]) -> None:
         """Print the proof of an export for other programs, and what it does not prove."""
         self.close()
-        self._say(f"\nexported and {_proven(record, 'training')}. It is in {folder}")
+        self._say_apart(f"exported and {_proven(record, 'training')}. It is in {folder}")
         if lost := words.served(record):
             self._say(lost)
         for title, key in (("known difference", "known_differences"), ("not proven here", "not_proven")):
@@ -227,7 +227,7 @@ class Terminal:
     def serves(self, commands: dict[str, str], prompts: str | None) -> None:
         """Print the command lines that serve an export, by program, and the form of its prompts if it is not a chat."""
         if commands:
-            self._say("\nserve it with")
+            self._say_apart("serve it with")
             self._facts(commands)
         if prompts:
             self._say(prompts)
@@ -260,10 +260,18 @@ class Terminal:
         """Print which model is evaluated from now on."""
         self._say(f"evaluating: {model}")
 
+    def _say_apart(self, text: str) -> None:
+        """Print a line below an empty one, unless it is the first of the command."""
+        if self._has_said:
+            printing.say(self._console)
+        self._say(text)
+
     def _say(self, text: str = "", style: str = "") -> None:
+        self._has_said = True
         printing.say(self._console, text, style, keep=LINES)
 
     def _facts(self, facts: dict[str, str]) -> None:
+        self._has_said = True
         printing.facts(self._console, facts)
 
 

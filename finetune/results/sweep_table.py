@@ -53,7 +53,8 @@ class SweepTable:
     @property
     def note(self) -> str:
         """What the intervals leave out, if there are any."""
-        if any(each.difference and len(each.runs) == 1 for each in self.settings):
+        has_interval = any(each.difference and each.difference["low"] is not None for each in self.settings)
+        if has_interval and len(self.settings[0].runs) == 1:
             return "one seed was trained, so what another seed would change is not in the intervals"
         return ""
 

@@ -204,6 +204,12 @@ def quiet() -> None:
     transformers.logging.disable_progress_bar()
 
 
+def save_model(model: Any, folder: Path | str, **options: Any) -> None:
+    """Call the `save_pretrained` of a model of transformers without importing DeepSpeed, whose engine it is not."""
+    with patches.ENGINE_TO_UNWRAP.by(lambda: False):
+        model.save_pretrained(str(folder), **options)
+
+
 @contextlib.contextmanager
 def offline() -> Iterator[None]:
     """In the block, the hub is not contacted, not even to check whether cached files are current."""

@@ -575,6 +575,13 @@ SWAPPABLE = Patch(
     "DeepSpeed reads a group's states together.",
     objects="DeepSpeed's optimizer",
 )
+ENGINE_TO_UNWRAP = Patch(
+    "accelerate.utils.other:is_deepspeed_available",
+    "accelerate 1.15",
+    "()",
+    "To save a model, transformers asks whether DeepSpeed wraps it, and imports DeepSpeed, which prints a warning.",
+    "accelerate asks only where DeepSpeed is imported.",
+)
 SHARED_MEMORY = Patch(
     "deepspeed.comm.torch:build_shm_op",
     "deepspeed 0.19",

@@ -14,6 +14,11 @@ from finetune.inference.intervals import Measured, compared, half_width
 
 SettingScores = Mapping[str, np.ndarray]
 
+LEAST_ROWS = 6
+"""The fewest rows that can tell two settings apart with 95% confidence: by the sign test, five that all speak for one
+are chance in 2 of 2**5 cases, more than one in twenty, and a bootstrap over so few rows is too narrow to say so.
+"""
+
 
 def shares(settings: int) -> list[float]:
     """The shares of a whole run after which half of this many settings are stopped: 1/8, 1/4 and 1/2 for 8 settings.
@@ -35,6 +40,11 @@ def loss(score: np.ndarray) -> float:
     return float(total / count)
 
 
+def are_enough(score: np.ndarray) -> bool:
+    """Whether a score has rows enough to tell two settings apart."""
+    return score.shape[1] >= LEAST_ROWS
+
+
 def ranked(scores: SettingScores) -> list[str]:
     """The settings, the best first, those that diverged last; equal ones in the order given."""
     known = finite(scores)
@@ -45,10 +55,11 @@ def differences(scores: SettingScores, other: str) -> dict[str, dict[str, float 
     """By setting, its loss less that of `other` with a 95% confidence interval, paired by rows and by seeds.
 
     The half-widths of both are added in quadrature, since rows and seeds are drawn independently. With one seed, what
-    another one would change is not in the interval.
+    another one would change is not in the interval. Fewer than LEAST_ROWS rows have none.
     """
     names = (other, *(name for name in scores if name != other))
-    figures = compared({name: Measured(loss(scores[name]), scores[name].sum(axis=0)) for name in names})
+    rows = {name: scores[name].sum(axis=0) if are_enough(scores[name]) else None for name in names}
+    figures = compared({name: Measured(loss(scores[name]), rows[name]) for name in names})
     return {name: _with_seeds(figures[name]["difference"], scores[name], scores[other]) for name in names[1:]}
 
 

@@ -447,7 +447,10 @@ class _Sweep:
         tied = [] if unfinished else halving.tied(scores.get(1.0, {}))
         undecided = unfinished
         if len(tied) > 1:
-            drawn = "these rows" if len(scores[1.0][tied[0]]) == 1 else "these rows and seeds"
+            best = scores[1.0][tied[0]]
+            drawn = "these rows" if len(best) == 1 else "these rows and seeds"
+            if not halving.are_enough(best):
+                drawn = f"fewer than {halving.LEAST_ROWS} evaluation rows"
             undecided = f"{', '.join(tied)} cannot be told apart on {drawn}"
         elif not (tied or unfinished):
             undecided = "every setting diverged; sweep lower learning rates"

@@ -20,7 +20,7 @@ from finetune.model.adapters import adapter_files, plain_peft, published
 from finetune.model.distributed import optimizer_states
 from finetune.model.distributed.engine import Engine, WeightAccess, on_host
 from finetune.model.structure import linear_layers
-from finetune.runtime import ranks
+from finetune.runtime import libraries, ranks
 from finetune.runtime.randomness import RandomState
 from finetune.storage import checkpoint, records
 from finetune.storage.checkpoint import Contents
@@ -50,7 +50,7 @@ def save_weights(model: Any, folder: Path, whole: dict[str, torch.Tensor] | None
     if hasattr(model, "peft_config"):
         published.write(adapter_files.weights(model, whole), plain_peft.settings(model), folder)
     else:
-        model.save_pretrained(str(folder), **({"state_dict": whole} if whole else {}))
+        libraries.save_model(model, folder, **({"state_dict": whole} if whole else {}))
 
 
 def whole_weights(engine: Engine) -> dict[str, torch.Tensor]:

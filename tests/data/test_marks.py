@@ -114,6 +114,29 @@ def test_a_last_call_whose_mark_leaves_out_what_closes_it_learns_that(word_token
     assert trained_text(encode(Chat([user("Hi"), CALL]), tokenizer), tokenizer) == "so<|call|>"
 
 
+@pytest.mark.parametrize(
+    ("closing", "learnt"),
+    [
+        ("<|call|>", "<|call|>"),
+        ("<|call|>\\n", "<|call|>"),
+        ("\\n<|call|>", "\n<|call|>"),
+        ("<|call|><|im_end|>", "<|call|><|im_end|>"),
+        ("\\n<|call|>\\n<|im_end|>\\n", "\n<|call|>\n<|im_end|>"),
+    ],
+)
+@pytest.mark.parametrize("begin", ["{%- generation -%}", ""])
+def test_an_earlier_call_learns_what_closes_it_without_marks_and_with_such_as_leave_it_out(
+    begin: str, closing: str, learnt: str, word_tokenizer: Make, chatml: str
+) -> None:
+    behind = (
+        f"{begin}{{{{- message['content'] -}}}}{begin.replace('gen', 'endgen')}"
+        f"{{{{- '{closing}' if message.tool_calls else '<|im_end|>' -}}}}"
+    )
+    tokenizer = word_tokenizer(chatml.replace(_MARKED, behind), special=["<|call|>"])
+    rows = Chat([user("Hi"), CALL, user("Why?"), CALL, user("Why?"), assistant("one")])
+    assert trained_text(encode(rows, tokenizer), tokenizer) == f"so{learnt}" * 2 + "one<|im_end|>"
+
+
 def test_a_mark_at_no_token_is_not_trusted_and_one_that_ends_at_none_is_closed_by_its_end(
     byte_tokenizer: Make, chatml: str
 ) -> None:

@@ -80,6 +80,15 @@ def test_an_invalid_pattern_and_a_rank_for_no_layer_are_refused() -> None:
         check_rank(base(), AdapterSection(rank=65, targets=["k_proj"]))
 
 
+@pytest.mark.parametrize("init", ["pissa", "loftq"])
+def test_a_start_from_more_singular_values_than_a_layer_has_is_refused_with_what_to_set(init: str) -> None:
+    section = AdapterSection(rank=65)
+    check_rank(base(), section)
+    with pytest.raises(ConfigError, match=rf"`adapter.init`: {init} .*`adapter.ranks: {{k_proj: 64, v_proj: 64}}`"):
+        check_rank(base(), section.model_copy(update={"init": init}))
+    check_rank(base(), section.model_copy(update={"init": init, "ranks": {"k_proj": 64, "v_proj": 64}}))
+
+
 def test_the_first_name_or_pattern_that_matches_gives_the_rank() -> None:
     section = AdapterSection(rank=4, alpha=8, ranks={"q_proj": 6, "layers[.](0|1)[.].*": 2})
     model = attach(base("nf4"), section, BASE, seed=1)

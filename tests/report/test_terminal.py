@@ -81,6 +81,13 @@ def whole_run(terminal: Terminal, run: RunDirectory) -> None:
     terminal.show(Scores(_EVALUATION))
 
 
+def test_an_empty_line_is_between_parts_and_not_before_the_first(log: Log, run: RunDirectory) -> None:
+    log.terminal.exported(run.merged, _PROOF)
+    log.terminal.serves({"vLLM": "vllm serve"}, None)
+    assert log.lines[0].startswith("exported and proven")
+    assert log.lines[log.lines.index("serve it with") - 1] == ""
+
+
 def test_quiet_prints_nothing(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     with Terminal(quiet=True) as terminal:
         whole_run(terminal, run)

@@ -6,11 +6,13 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 
 import bitsandbytes as bnb
 import pytest
 import torch
 from bitsandbytes import functional
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from finetune.runtime import libraries
 
@@ -41,6 +43,15 @@ def test_a_fork_of_a_process_that_has_tokenized_in_parallel_tokenizes_too() -> N
     ended = subprocess.run([sys.executable, "-c", FORKED], env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr == ""
+
+
+def test_a_model_is_saved_without_importing_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which would take a second, and warn of an accelerator that it does not find."""
+    monkeypatch.delitem(sys.modules, "deepspeed", raising=False)
+    model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=16, n_positions=8))
+    libraries.save_model(model, tmp_path)
+    assert (tmp_path / "model.safetensors").is_file()
+    assert "deepspeed" not in sys.modules
 
 
 # -- 4-bit weights on a CPU --------------------------------------------------------------------------------------------

@@ -46,6 +46,13 @@ def test_a_winner_is_alone_and_a_tie_names_all() -> None:
     assert halving.tied(scores(a=2.0, b=2.0004, c=2.3)) == ["a", "b"]
 
 
+@pytest.mark.parametrize(("rows", "winners"), [(1, ["b", "a"]), (5, ["b", "a"]), (6, ["b"])])
+def test_few_rows_call_no_winner_though_all_speak_for_one_and_stop_no_setting(rows: int, winners: list[str]) -> None:
+    known = {name: score[:, :rows] for name, score in scores(a=2.1, b=2.0).items()}
+    assert halving.tied(known) == winners
+    assert bool(halving.stopped({**known, "c": known["a"] + [0.01, 0]})) == (len(winners) == 1)
+
+
 def test_what_a_seed_changes_as_much_as_the_setting_calls_no_winner() -> None:
     """On the rows alone, each seed by itself would call one: the first two one setting, the last the other."""
     seeds = [scores(a=2.0, b=2.03), scores(a=2.0, b=2.02), scores(a=2.0, b=1.985)]

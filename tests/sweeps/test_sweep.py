@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import seeing
 import sweeps as benchmark
@@ -265,6 +266,24 @@ def test_the_verdict_says_what_the_intervals_of_one_seed_leave_out(
     note = "one seed was trained, so what another seed would change is not in the intervals"
     assert interrupted[1].as_dict()["note"] == note
     assert SweepView(interrupted[1]).values()["verdict"].endswith(f"; {note}")
+
+
+@pytest.mark.parametrize(
+    ("count", "said"), [(2, "no winner: "), (6, "winner: learning_rate=1e-3, on 6 evaluation rows")]
+)
+def test_the_verdict_says_that_few_rows_cannot_tell_settings_apart(
+    count: int, said: str, tmp_path: Path, job: list[str]
+) -> None:
+    members = grid.members(TINY, [*job, f"output.dir={tmp_path}"], {"training.learning_rate": ["1e-2", "1e-3"]})
+    worse, better = (np.tile([loss, 10.0], (1, count, 1)) for loss in (30.0, 20.0))
+    scores = {members[0].setting: worse, members[1].setting: better}
+    table = running._Sweep(tmp_path, members, True, None, Terminal())._table("", {1.0: scores})
+    verdict = SweepView(table).values()["verdict"]
+    assert [each.loss for each in table.settings] == [2.0, 3.0]
+    assert verdict.startswith(said)
+    few = "learning_rate=1e-3, learning_rate=1e-2 cannot be told apart on fewer than 6 evaluation rows"
+    assert table.undecided == ("" if count == 6 else few)
+    assert verdict.endswith("not in the intervals" if count == 6 else "(2 evaluation rows)")
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from jobs import adapter_weights, same_adapter
 from safetensors.torch import load_file, save_file
 
 import finetune
+from finetune.config import serving
 from finetune.errors import ArtifactError, ConfigError, DataError, MachineError
 from finetune.export.merging import merged_files
 from finetune.lifecycle import provenance
@@ -275,6 +277,42 @@ def test_full_fine_tuning_keeps_float32_weights_that_bf16_would_round(quick) -> 
     run = finetune.train(config).run
     stored = load_file(run.merged / "model.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "cure"),
+    [
+        (
+            ("rounded", "nf4"),
+            "llama.cpp",
+            "set `output.way: rounded` and `quantization.kind: nf4`. Otherwise set another",
+        ),
+        (
+            ("rounded", "none"),
+            "llama.cpp",
+            "set `output.way: rounded` and `quantization.kind: none`. Otherwise set another",
+        ),
+        (
+            ("adapter", "q4_0"),
+            "ollama",
+            "remove `output.serve` and set `quantization.kind: q4_0`. Otherwise set another",
+        ),
+        (("exact", "auto"), "llama.cpp", "set `output.way: exact`. Otherwise set another"),
+    ],
+)
+def test_a_run_whose_base_was_held_for_another_way_to_serve_says_what_to_set(
+    then: tuple[str, str], now: str, cure: str, quick: Any
+) -> None:
+    way, kind = then
+    kind_then = [] if way == "exact" else [f"quantization.kind={kind}"]
+    before, _ = serving.resolved(quick("output.serve=q4_0", f"output.way={way}", *kind_then))
+    config, _ = serving.resolved(quick("output.serve=q4_0", f"output.runtime={now}"))
+    run = RunDirectory(config.output.dir)
+    run.create(before)
+    with pytest.raises(ConfigError, match=re.escape(cure)):
+        provenance.refuse_changes(config, run)
+    with pytest.raises(ConfigError, match=r"0\.2\)\. Set another"):
+        provenance.refuse_changes(config.changed({"adapter.dropout": 0.2}), run)
 
 
 def test_a_key_that_its_choice_ignores_may_be_removed_from_a_run_that_an_earlier_version_started(quick) -> None:

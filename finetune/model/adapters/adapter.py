@@ -106,17 +106,22 @@ def lora_config(base: Any, section: AdapterSection) -> Any:
 
 
 def check_rank(base: Any, section: AdapterSection) -> None:
-    """Raise ConfigError for a rank above the smaller side of every layer that has it: the update is of full rank."""
+    """Raise ConfigError for a rank above the smaller side of every layer that has it: the update is of full rank; of
+    any layer, if the adapter starts from singular values, of which a layer has no more.
+    """
     if section.kind == "none":
         return
     lora_config(base, section)
     largest: dict[tuple[str, int], int] = {}
+    too_narrow: dict[str, tuple[int, int]] = {}
     for name, rank in ranks(base, section).items():
         layer = base.get_submodule(name)
         # GPT-2's layers have other names for their input and output features.
         sides = (layer.nx, layer.nf) if hasattr(layer, "nf") else (layer.in_features, layer.out_features)
         key = "rank" if rank == section.rank else "ranks", rank
         largest[key] = max(largest.get(key, 0), min(sides))
+        if rank > min(sides):
+            too_narrow[_last(name)] = rank, min(sides)
     for weight in adapted_experts(base, section).values():
         key = "expert_rank", section.rank_of_experts(experts.active(base))
         largest[key] = max(largest.get(key, 0), min(experts.shape(weight)[1:]))
@@ -126,6 +131,14 @@ def check_rank(base: Any, section: AdapterSection) -> None:
                 f"`adapter.{name}`: {rank} is more than the smaller side of each layer it would adapt, {side} at most, "
                 f"where nothing is saved; {RANKS} is usual"
             )
+    if too_narrow and section.init != "default":
+        name, (rank, side) = min(too_narrow.items(), key=lambda one: one[1][1])
+        sides_of = ", ".join(f"{name}: {side}" for name, (_, side) in too_narrow.items())
+        raise ConfigError(
+            f"`adapter.init`: {section.init} starts from {rank} singular values, the rank, and `{name}` has no more "
+            f"than its smaller side, {side}; set `adapter.ranks: {{{sides_of}}}` or less, `adapter.rank` to {side} or "
+            "less, or `init: default`"
+        )
 
 
 def check_exact(base: Any, section: AdapterSection) -> None:
