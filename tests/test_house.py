@@ -22,8 +22,8 @@ LIMITS = {
     "internal imports of training/run.py": 20,
     "files that know sharding": 6,
     "files that know DeepSpeed": 4,
-    "lines of finetune/": 61_150,  # to become 34,000
-    "lines of tests/": 57_650,  # to become 34,000
+    "lines of finetune/": 61_450,  # to become 34,000
+    "lines of tests/": 57_840,  # to become 34,000
     "lines of benchmarks/": 12_600,  # to become 8,500
     "words of docs/ and the README": 29_950,
 }

@@ -318,9 +318,7 @@ def _with_images(sizes: Sizes, batch: LargestBatch) -> LargestBatch:
 
 
 def with_most_images(sizes: Sizes, batch: LargestBatch) -> LargestBatch:
-    """A batch of longer rows than these, with the images of the rows whose images have the largest area; the tokens of
-    images are not trained.
-    """
+    """`batch` of longer rows than these, with the images of the rows with the largest ones; images are not trained."""
     shown = _with_images(sizes, replace(batch, order="area"))
     others = ((),) * (batch.rows - len(shown.images))
     return replace(batch, images=(*shown.images, *others), trained_tokens=batch.trained_tokens - shown.area)

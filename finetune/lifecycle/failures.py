@@ -55,8 +55,9 @@ def _record(run: RunDirectory, monitor: Monitor) -> None:
 
 @contextlib.contextmanager
 def blaming_base(model: ModelSection) -> Iterator[None]:
-    """In the block, raise ArtifactError in place of NumbersError if the base has weights that are not finite: a lower
-    learning rate would not help then.
+    """In the block, raise ArtifactError in place of NumbersError if weights of the base are not finite.
+
+    A lower learning rate would not help then.
     """
     try:
         yield

@@ -99,8 +99,7 @@ def as_started(config: Config, run: RunDirectory, *, fresh: bool) -> Config:
 
 
 def _unlike_trained(model: ModelSection, adapter: AdapterSection, run: RunDirectory) -> str | None:
-    """What is wrong with the adapter of a finished run, as in some that earlier versions published; None if it is
-    right.
+    """What is wrong with a finished run's adapter, as published by some earlier versions; None if nothing is.
 
     Reads no weights.
     """

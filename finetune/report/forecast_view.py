@@ -329,8 +329,7 @@ def _costs(forecast: Forecast) -> dict[str, str]:
     if forecast.flops:
         giga, seconds = forecast.flops / 1e9, forecast.seconds
         facts["step"] = (
-            f"{words.count(giga) if giga >= 10 else f'{giga:.2g}'} GFLOP, "
-            f"at least {f'{seconds:.3g}' if seconds < 100 else words.count(seconds)} s, "
+            f"{words.significant(giga, 2)} GFLOP, at least {words.significant(seconds)} s, "
             f"at most {words.count(forecast.tokens_per_second)} tokens/s"
         )
     return facts | words.scoring(forecast)

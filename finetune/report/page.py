@@ -253,7 +253,7 @@ def _fact(key: str, value: Any) -> str:
         peaks = value if isinstance(next(iter(value.values())), dict) else {"": value}
         return f"peak memory {words.size(headline(peaks))}"
     if key == "seconds" or key.endswith("_seconds"):
-        return f"{_NAMES.get(key, '')} {value:.2g} s".lstrip()
+        return f"{_NAMES.get(key, '')} {words.significant(value, 2)} s".lstrip()
     return f"{_NAMES.get(key, key.removesuffix('_bytes').replace('_', ' '))} {_amount(key, value)}"
 
 
@@ -264,7 +264,7 @@ def _amount(key: str, value: Any) -> str:
     if isinstance(value, list):
         return ("; " if key == "problems" else " → ").join(_amount(key, one) for one in value)
     if isinstance(value, float):
-        return f"{value:.3g}"
+        return words.significant(value)
     is_size = key.endswith("_bytes") and type(value) is int and 0 <= value <= records.LARGEST_BYTES
     return words.size(value) if is_size else str(value)
 

@@ -139,6 +139,11 @@ def count(value: float) -> str:
     return f"{value:,.0f}"
 
 
+def significant(value: float, digits: int = 3) -> str:
+    """A number to that many digits; a larger one as a whole number, and never as 1e+03."""
+    return count(value) if value >= 10**digits - 0.5 else f"{value:.{digits}g}"
+
+
 def duration(seconds: float) -> str:
     """Hours, minutes and seconds, such as 1:02:03 or 2:03."""
     minutes, rest = divmod(round(seconds), 60)
@@ -149,14 +154,13 @@ def duration(seconds: float) -> str:
 def hours(value: float) -> str:
     """Hours to three digits in the unit that suits them, such as `27.8 seconds`, `2.17 minutes` or `12.5 hours`."""
     per_hour, unit = (3600, "seconds") if value < 1 / 60 else (60, "minutes") if value < 1 else (1, "hours")
-    amount = per_hour * value
-    return f"{count(amount) if amount >= 1000 else format(amount, '.3g')} {unit}"
+    return f"{significant(per_hour * value)} {unit}"
 
 
 def energy(joules: float) -> str:
     """Energy in Wh or kWh to three digits."""
     kwh = joules / 3.6e6
-    return f"{kwh:.3g} kWh" if kwh >= 1 else f"{1000 * kwh:.3g} Wh"
+    return f"{significant(kwh)} kWh" if kwh >= 1 else f"{significant(1000 * kwh)} Wh"
 
 
 def image_size(image: SampleImage) -> str:
@@ -195,11 +199,9 @@ def adapter(section: AdapterSection) -> str:
 
 def training(section: TrainingSection, optimizer: str) -> str:
     """Steps, objective, optimizer and learning rate, such as `20 steps, supervised, adamw_8bit, ...`."""
-    number, unit = (section.max_steps, "step") if section.max_steps else (section.epochs, "epoch")
-    return (
-        f"{number:,g} {unit}{'s' * (number != 1)}, {section.objective}, {optimizer}, "
-        f"learning rate {learning_rate(section)}, {section.schedule}"
-    )
+    steps, epochs = section.max_steps, section.epochs
+    length = f"{steps:,} step{'s' * (steps != 1)}" if steps else f"{epochs:,g} epoch{'s' * (epochs != 1)}"
+    return f"{length}, {section.objective}, {optimizer}, learning rate {learning_rate(section)}, {section.schedule}"
 
 
 def learning_rate(section: TrainingSection) -> str:
@@ -275,7 +277,7 @@ def scoring(forecast: Forecast) -> dict[str, str]:
 
 
 def _bound(seconds: float) -> str:
-    return f"{f'{seconds:.3g}' if seconds < 100 else count(seconds)} s"
+    return f"{significant(seconds)} s"
 
 
 def mixture(stored: Mixture) -> str:

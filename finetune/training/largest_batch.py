@@ -45,7 +45,7 @@ def warm_up(step: Step, steps: Steps, retry: Retry, evaluation: EvalLoss | None)
 
 
 def count_tensors(monitor: Monitor, peaks: dict[str, Peak]) -> None:
-    """Record the tensor counts of a warm-up's `peaks` as those of the run; its other peaks come from its steps.
+    """Record the tensor counts of a warm-up's `peaks` as those of the run, whose other peaks come from its steps.
 
     Tensors are counted in the warm-up only, whose batch is the one that is forecast.
     """
@@ -94,9 +94,7 @@ def _largest(
 
 
 def longer_segment(row: dict[str, Any]) -> dict[str, Any]:
-    """A row with only the longer of two segments that go through the model apart, since either pass may be the larger
-    one.
-    """
+    """The longer of a row's two segments that go through the model apart, as a row: either pass may be the larger."""
     longest = max(segments_of(row), key=lambda segment: len(segment.input_ids))
     ids, labels = longest.input_ids, longest.labels
     return {**row, "input_ids": ids, "labels": labels, "segments": [len(ids)]}

@@ -11,7 +11,7 @@ import pytest
 from markup_reader import Reader
 from report_lines import MIB, evaluation_line, training_line, write_lines
 
-from finetune.config import Config, dump
+from finetune.config import Config, TrainingSection, dump
 from finetune.export.export_formats import FORMATS
 from finetune.report import page
 from finetune.report import words as report_words
@@ -267,10 +267,23 @@ def test_seconds_and_hours_have_their_unit(run: RunDirectory) -> None:
     run.event("saved", step=3, seconds=0.09, held_seconds=0.0134, memory={"resident_bytes": MIB})
     words = words_of(run)
     assert "0.09 s, training waited 0.013 s" in words
+    run.event("saved", step=6, seconds=1234.5, held_seconds=61.2, memory={"resident_bytes": MIB})
+    assert "1,234 s, training waited 61 s" in words_of(run)
     assert "held_seconds" not in words
-    assert [report_words.hours(hours) for hours in (0.00771, 0.5, 12.5, 4321)] == [
-        "27.8 seconds", "30 minutes", "12.5 hours", "4,321 hours"
+    assert [report_words.hours(hours) for hours in (0.00771, 0.5, 12.5, 999.7, 4321)] == [
+        "27.8 seconds", "30 minutes", "12.5 hours", "1,000 hours", "4,321 hours"
     ]  # fmt: skip
+
+
+def test_large_numbers_are_written_out() -> None:
+    assert [report_words.energy(joules) for joules in (3.6e4, 3.5994e6, 9e6, 1.26e10)] == [
+        "10 Wh", "1,000 Wh", "2.5 kWh", "3,500 kWh"
+    ]  # fmt: skip
+    for section, said in [
+        (TrainingSection(max_steps=1_000_000), "1,000,000 steps, "), (TrainingSection(max_steps=1), "1 step, "),
+        (TrainingSection(epochs=2.5), "2.5 epochs, "),
+    ]:  # fmt: skip
+        assert report_words.training(section, "adamw_8bit").startswith(said)
 
 
 @pytest.mark.parametrize(
