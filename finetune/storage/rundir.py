@@ -64,7 +64,8 @@ class RunDirectory:
         if isinstance(path, RunDirectory):
             return path
         run = cls(path)
-        run.check_layout()
+        if os.path.lexists(run.config_file) or not os.path.isdir(run.path):  # in another folder, links are no fault
+            run.check_layout()
         if not os.path.isfile(run.config_file):  # False for an invalid path too
             raise ArtifactError(
                 f"{run.path}: not a run directory (no config.yaml); give the folder `finetune train` wrote"
