@@ -55,8 +55,8 @@ class RunDirectory:
 
     @property
     def quoted(self) -> str:
-        """Its path as a word of a command line, to be copied into a shell."""
-        return shlex.quote(str(self.path))
+        """Its path as a word of a command line, and no option, to be copied into a shell."""
+        return shlex.quote(f"./{self.path}" if str(self.path).startswith("-") else str(self.path))
 
     @classmethod
     def open(cls, path: Run) -> RunDirectory:
