@@ -5,7 +5,7 @@
 The peers are a package, fitcheck-llm, in a virtual environment of its own and through its command line, and two rules
 that people work with. All are asked about the same jobs above 100 million parameters, four of forecast_cpu.py's and
 three larger ones that are new to our forecast too, and the truth is measured_step.py's: the peak of live tensor bytes
-over two real steps.
+in two real steps. Not in an evaluation, nor in a save, which copies what it writes: the peers forecast neither.
 
 What is fair and what is not:
 
@@ -328,7 +328,7 @@ def main() -> None:
 
     libraries.before_import()
     libraries.quiet()
-    known = forecast_cpu.measured_peaks(options.measured)
+    known = harness.saved(options.measured, "settings") if options.measured else {}
     with tempfile.TemporaryDirectory(prefix="peers-") as scratch:
         fitcheck = Fitcheck(options.environment, Path(scratch))
         print(f"{PACKAGE} {fitcheck.installed or 'is not there: ' + str(fitcheck.problem)}", flush=True)
@@ -344,13 +344,14 @@ def main() -> None:
     sys.exit(1 if result["failed"] else 0)
 
 
-def _row(setting: forecast_cpu.Setting, fitcheck: Fitcheck, known: Mapping[str, int]) -> dict[str, Any]:
-    """A setting's measured peak and each peer's forecast."""
+def _row(setting: forecast_cpu.Setting, fitcheck: Fitcheck, known: Mapping[str, Any]) -> dict[str, Any]:
+    """A setting's measured peak and each peer's forecast; `known` are rows of forecast_cpu.py's result."""
     job = Job(setting)
     row: dict[str, Any] = {"parameters": job.parameters}
     try:
-        peak = known.get(setting.name) or forecast_cpu.apart(forecast_cpu.measure, setting)["peak"]
-        answers = {"ours": Answer(forecast_cpu.apart(forecast_cpu.forecast, setting)["peak"])}
+        there = known.get(setting.name, {}).get("measured")
+        peak = _of_step(there or forecast_cpu.apart(forecast_cpu.measure, setting))
+        answers = {"ours": Answer(_of_step(forecast_cpu.apart(forecast_cpu.forecast, setting)))}
     except forecast_cpu.Failed as failure:
         row["error"] = harness.without_paths(str(failure))
         print(f"{setting.name}: FAILED: {row['error']}", flush=True)
@@ -361,6 +362,10 @@ def _row(setting: forecast_cpu.Setting, fitcheck: Fitcheck, known: Mapping[str, 
     row["forecasts"] = {name: _forecast(answer, peak) for name, answer in answers.items()}
     print(f"{setting.name}: {peak / MIB:.1f} MiB, {', '.join(_cells(row))}", flush=True)
     return row
+
+
+def _of_step(phases: Mapping[str, int]) -> int:
+    return max(phases[phase] for phase in ("forward", "backward", "optimizer"))
 
 
 def _forecast(answer: Answer, measured_bytes: int) -> dict[str, Any]:

@@ -85,11 +85,11 @@ def plan(config: Config, gpu: str | None = None, gpus: int = 1) -> PlanView:
 
 
 def fit(config: Config, gpu: str | None = None, gpus: int = 1) -> Fitted:
-    """The job fitted to `gpu`, or to several: the fastest micro-batch and checkpointing, whatever the config says, at
-    the same global batch, with the least sharding.
+    """Fit the job to `gpu`, or to several of that kind: choose the fastest micro-batch and checkpointing, whatever the
+    config says, at the same global batch and with the least sharding.
 
-    What it recomputes is for all lengths: the config that names it is trained so. Raises OutOfMemoryError when nothing
-    fits, ConfigError for a batch that `gpus` cannot share.
+    Micro-batches of all lengths then recompute the same. Raises OutOfMemoryError if nothing fits, ConfigError for a
+    batch that `gpus` cannot share.
     """
     from finetune.forecast import planning
     from finetune.lifecycle.plan import as_trained

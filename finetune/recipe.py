@@ -77,7 +77,7 @@ def train(
 
         monitor = Monitor(meter_for(device.type), residents.tensors(own.path) if residents else ())
         paused = residents.take(own.path, config, resumed=start.checkpoint is not None) if residents else None
-        if residents:  # without a forecast nobody knows what fits beside the run
+        if residents:  # without a forecast, it is unknown what fits beside the run
             residents.make_room(forecast.budget_bytes - forecast.needed_bytes if forecast else 0)
         tracked = Trackers(config.tracking, own, config, terminal.note)
         with tracked, session.computing(config, own, monitor, device):

@@ -20,10 +20,10 @@ _ELEMENT = {torch.float32: 1e-4, torch.bfloat16: 16 * 2**-8, torch.float16: 16 *
 _NORM = {torch.float32: 1e-5, torch.bfloat16: 4 * 2**-8, torch.float16: 4 * 2**-11}
 # Their results must be equal to the bit; the codes of a weight are not converted to float32.
 _EXACT = ("decode_4bit_", "decode_int8_", "decode_packed_")
-# A product that is summed in another order may put a weight on the other side of the middle between two values: of so
-# many of them.
+# A product summed in another order may move a weight across the middle between two values. At most this share of them.
 _MAY_DIFFER = {"snap_": 1e-4}
-# Their results have further columns without a meaning (`kernels.room`), beside as many as these say of the arguments.
+# Operators whose results have columns without a meaning (`kernels.room`), with a function from their arguments to the
+# number of the columns that have one.
 _COLUMNS: dict[str, Callable[..., int]] = {
     "rms_norm": lambda x, *others: int(x.shape[-1]),
     "rms_norm_backward": lambda dy, *others: int(dy.shape[-1]),
@@ -33,15 +33,16 @@ _COLUMNS: dict[str, Callable[..., int]] = {
 }
 
 _REFERENCE: dict[str, Callable[..., Any]] = dict(ops.ON_CPU)
-# Of the memory on each side of a result, a multiple of what kernels read at once.
+# Guard memory on each side of a result; a multiple of what kernels read at once.
 _GUARD_BYTES = 1024
 _SENTINEL = 0xA5
 
 
 class Comparing(TorchDispatchMode):
-    """In the block, each call of a fused operator runs twice beside its reference, with guarded memory around results.
+    """In the block, each call of a fused operator is made a second time and compared with its reference, with guarded
+    memory around the results.
 
-    `problem` is the first that was seen, as one clause, and `compared` counts the calls.
+    `problem` is the first fault that was seen, as one clause, and `compared` counts the calls.
     """
 
     def __init__(self) -> None:
@@ -76,7 +77,7 @@ def _problem(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> st
 
 
 def _tried(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], bool]:
-    """The tensors that the operator's program for this device writes or returns; whether it wrote beside them."""
+    """The tensors that the operator's program for this device writes or returns, and whether it wrote outside them."""
     program = ops.program(operator.name(), args[0].device.type)
     with _GuardedMemory() as guarded:
         given = [
@@ -116,8 +117,9 @@ def _is_float(value: Any) -> bool:
 
 
 def _unlike(result: Tensor, exact: Tensor, rounded_to: torch.dtype | None, few: float = 0.0) -> str:
-    """How a result differs from what is exact, beyond rounding to a type, or (None) at all; empty if it does not, or
-    in no more than `few` of its elements.
+    """Describe how a result differs from the exact one; empty if it does not, or only in a share `few` of its elements.
+
+    Rounding to the type `rounded_to` is allowed; None allows no difference.
     """
     if rounded_to is None:
         wrong = int((result != exact).sum())
@@ -167,7 +169,7 @@ class _GuardedMemory(TorchDispatchMode):
         return inner
 
     def was_overwritten(self) -> bool:
-        """Whether anything but the tensors themselves was written."""
+        """Whether anything outside the tensors was written."""
         for bits, inner in self._blocks:
             beside = torch.ones_like(bits.view(inner.dtype), dtype=torch.bool)
             beside.as_strided(inner.shape, inner.stride(), inner.storage_offset()).fill_(False)

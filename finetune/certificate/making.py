@@ -13,13 +13,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import IO, Any
 
 from finetune.certificate.small_model import is_shared
 from finetune.certificate.trials import TRIALS, missing
 from finetune.storage.records import TrialResult
 
-# For all trials together; a run does not wait longer for its certificate. `complete` gives each its own limit alone.
+# The limit on all trials together: a run does not wait longer for its certificate. With `complete`, each trial has only
+# its own limit.
 _LIMIT_SECONDS = 60.0
 _START_SECONDS = 60.0  # of a child until its first trial: it imports the libraries
 # Not passed on: the child is no rank, contacts no service and needs no secrets.
@@ -57,33 +59,58 @@ def make(
         except OSError as error:
             why = f"no process could be started for it: {error.strerror}"
             return results + [TrialResult(name, "failed", why, transient=True) for name in waiting]
-        trying, before = "", len(results)
+        attempt = _Attempt()
         try:
-            for line in _lines(child, lambda: min(until, time.monotonic() + _seconds(trying))):  # noqa: B023
-                if "began" in line:
-                    trying = line["began"]
-                    began(TRIALS[trying].tries)
-                else:
-                    results.append(TrialResult(**line))
-                    waiting.remove(trying)
-                    trying = ""
-            ended = f"its process ended ({_ending(child)})"
-            transient = not trying or child.returncode in _SIGNALS_FROM_OUTSIDE
+            attempt.follow(child, until, began)
+            why = f"its process ended ({_ending(child)})"
+            transient = not attempt.trying or child.returncode in _SIGNALS_FROM_OUTSIDE
         except TimeoutError:
-            ended = f"it was not done after {_seconds(trying):.0f} s"
-            transient = not trying or time.monotonic() >= until or _is_busy(request)
+            why = f"it was not done after {attempt.limit_seconds:.0f} s"
+            transient = not attempt.trying or time.monotonic() >= until or _is_busy(request)
             if time.monotonic() >= until:
-                ended = f"there was no time for it within the {limit_seconds:.0f} s of all trials"
+                why = f"there was no time for it within the {limit_seconds:.0f} s of all trials"
         finally:
             child.kill()
             child.wait()
             child.results.close()
             child.printed.close()
-        over = time.monotonic() >= until
-        lost = waiting if over or (len(results) == before and not trying) else [trying] if trying else []
-        results += [TrialResult(name, "failed", ended, transient=transient) for name in lost]
-        waiting = [name for name in waiting if name not in lost]
+        results += attempt.results
+        waiting = waiting[len(attempt.results) :]
+        if time.monotonic() >= until or attempt.is_empty:
+            lost, waiting = waiting, []
+        else:
+            lost = [name for name in waiting if name == attempt.trying]
+            waiting = [name for name in waiting if name != attempt.trying]
+        results += [TrialResult(name, "failed", why, transient=transient) for name in lost]
     return results
+
+
+@dataclass
+class _Attempt:
+    """What one child process did: the results of its trials so far, and the trial that it is `trying`, if any."""
+
+    results: list[TrialResult] = field(default_factory=list)
+    trying: str = ""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the child ended before it began any trial."""
+        return not self.results and not self.trying
+
+    @property
+    def limit_seconds(self) -> float:
+        """Seconds until the next line of the child is due."""
+        return TRIALS[self.trying].limit_seconds if self.trying else _START_SECONDS
+
+    def follow(self, child: Any, until: float, began: Callable[[str], None]) -> None:
+        """Read what `child` writes until it ends. Raises TimeoutError for a line that is not there in time."""
+        for line in _lines(child, lambda: min(until, time.monotonic() + self.limit_seconds)):
+            if "began" in line:
+                self.trying = line["began"]
+                began(TRIALS[self.trying].tries)
+            else:
+                self.results.append(TrialResult(**line))
+                self.trying = ""
 
 
 class Child(subprocess.Popen):
@@ -131,10 +158,6 @@ def _is_busy(request: dict[str, Any]) -> bool:
         if os.getloadavg()[0] > (os.cpu_count() or 1):
             return True
     return is_shared(request["free_bytes"], request["total_bytes"])
-
-
-def _seconds(trying: str) -> float:
-    return TRIALS[trying].limit_seconds if trying else _START_SECONDS
 
 
 def _lines(child: Any, until: Callable[[], float]) -> Iterator[dict[str, Any]]:

@@ -12,7 +12,7 @@ from finetune.forecast import operator_costs
 from finetune.forecast.allocator import CachingAllocator
 from finetune.runtime import driver
 
-# Of the recording: enough to split, join and leave blocks of both pools, and no more than a few hundred MiB.
+# Length of the sequence: enough to split, join and cache blocks of both pools, with no more than a few hundred MiB.
 _REQUESTS, _MOST_LIVE = 300, 20
 _LEAST_POWER, _LARGEST_POWER = 9, 25
 
@@ -20,9 +20,9 @@ _LEAST_POWER, _LARGEST_POWER = 9, 25
 def context_bytes(free_before: int, device: torch.device) -> int | None:
     """GPU memory that this process uses outside the caching allocator once its kernels are loaded; None if unclear.
 
-    By NVML's figure for this process or, where that does not know it (in a container, under WSL2), by how much less is
-    free than `free_before` it began. Other processes change that meanwhile, so what is far from the sizes read
-    elsewhere (`operator_costs.context_bytes`) is not taken.
+    Measured by NVML's figure for this process or, where NVML has none (in a container, under WSL2), by the decrease of
+    free memory since `free_before`. Other processes may change the latter meanwhile, so a figure far from the sizes
+    read elsewhere (`operator_costs.context_bytes`) is rejected.
     """
     used = _used_by_this_process(device)
     if used is None:

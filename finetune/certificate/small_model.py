@@ -26,7 +26,7 @@ _LOSS_SCALE = 1024
 _NOTHING_SAVED = MemorySection(checkpointing="none")
 
 
-# Of a GPU's memory; this process's own context takes a part of the rest.
+# With a smaller share of a GPU's memory free, other processes use it; this process's context takes part of the rest.
 _FREE_IF_ALONE = 0.85
 
 
@@ -138,7 +138,7 @@ class TriedJob:
 
     @property
     def has_triton(self) -> bool:
-        """Whether kernels of Triton, where the device takes those, run there."""
+        """Whether Triton kernels run on a GPU; True for a CPU, whose code needs none."""
         return self.device.type != "cuda" or libraries.triton_obstacle() is None
 
     def wait(self) -> None:

@@ -85,9 +85,9 @@ def write(made_for: dict[str, Any], results: list[TrialResult]) -> str | None:
 
 @contextlib.contextmanager
 def one_process() -> Iterator[None]:
-    """In the block, no other process of this user runs trials, which two at once would disturb.
+    """In the block, no other process of this user runs trials, since simultaneous trials would disturb each other.
 
-    Where no lock is possible, or another process holds it for too long, the block runs all the same.
+    If no lock can be taken, or another process holds it for too long, the block runs anyway.
     """
     try:
         private.make_folder(cache_folder() / "certificates")

@@ -32,16 +32,16 @@ FUSED = (*KERNELS, LOSS)
 
 # A kernel is off if it takes this many times as long as the modules it replaces; less is within the noise.
 _SLOWER = 1.1
-# Tokens of the calls that are compared element by element, and rows: ragged ends, and several programs of a grid.
+# Rows and tokens of the calls that are compared element by element: with ragged ends, and several programs of a grid.
 _COMPARED = ((1, 16), (3, 17), (1, 1000))
 _STEPS = 10
-# What the losses of ten steps are compared at, whatever the job trains at.
+# The learning rate at which the losses of ten steps are compared, for all jobs.
 _RATE = 2e-4
-# More than 32 bits with a sign can count.
+# One more than a signed number of 32 bits can count.
 _LARGE_ELEMENTS = 2**31
-# The kernels of whose operators one such result is tried.
+# Kernels with an operator that is tried on a result of that size.
 LARGE = ("norm", "mlp")
-# The largest relative difference of a loss in ten steps by two ways of computing the same.
+# The largest relative difference between the losses of ten steps that two ways of computing the same may have.
 _LOSS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.01}
 
 
@@ -397,7 +397,7 @@ def missing(request: dict[str, Any], kept: Iterable[TrialResult]) -> list[str]:
 
 
 def lasting(results: Iterable[TrialResult]) -> list[TrialResult]:
-    """The results to keep: none that are transient, and with such among them none that follow from the others."""
+    """The results to keep: not the transient ones and, if there are any, none that follow from other results."""
     results = list(results)
     passing = any(result.transient for result in results)
     return [one for one in results if not (one.transient or (passing and TRIALS[one.trial].of_others))]

@@ -20,7 +20,7 @@ from finetune.model.source.locate import remote_code
 from finetune.storage.records import TrialResult
 from finetune.training import optimizers
 
-# Of a micro-batch, whose size is still open before the plan, or differs from one data set to the next.
+# Bounds of a micro-batch, whose size is not known before the plan and differs between data sets.
 _LEAST_TOKENS, _MOST_TOKENS = 256, 2**15
 
 
@@ -43,7 +43,7 @@ class Certificate:
         return frozenset(FUSED) if "model" in off else frozenset(off & set(FUSED))
 
     def without(self, kernels: Sequence[str]) -> Certificate:
-        """The same with these kernels off, as the model itself shows them to be."""
+        """This certificate with further kernels off, which the model itself has ruled out."""
         return Certificate([*self.results, *(TrialResult(kernel, "failed") for kernel in kernels)])
 
     def lines(self, fused: str) -> list[str]:
@@ -70,7 +70,7 @@ class Certificate:
         return changes
 
     def here(self, device: torch.device, memory: MemorySection) -> Device:
-        """`device` for a plan: with what was measured there instead of its data sheet, and without what failed."""
+        """`device` as a plan should take it: measured figures in place of its data sheet, and without what failed."""
         figures = {(result.trial, name): value for result in self.results for name, value in result.figures.items()}
         plain = devices.here(device, memory, int(figures.get(("memory", "context_bytes"), 0)))
         reserved, forecast = (figures.get(("reserved", f"{of}reserved_bytes"), 0) for of in ("", "forecast_"))
@@ -166,7 +166,7 @@ def _model_of(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def follow(planner: Planner, own_device: bool) -> Planner:
-    """`planner`, if it is for what will be run on this machine, by what is known of its device."""
+    """The `planner` adjusted to what is known of this machine's device, if its job is for `own_device`."""
     config, device = planner.job, torch.device(planner.device.type)
     if not own_device or not is_tried(config.kernels, config.model, device.type):
         return planner
@@ -183,9 +183,9 @@ def follow(planner: Planner, own_device: bool) -> Planner:
 def obtain(
     request: dict[str, Any], note: Callable[[str], None], began: Callable[[str], None], *, anew: bool = False
 ) -> Certificate:
-    """The certificate that is kept, with the trials that it lacks made now (`anew`: all of them, without a limit).
+    """The kept certificate, once the trials that it lacks are made (`anew`: all of them, without a limit of time).
 
-    Calls `began` with what is tried, and `note` where the results cannot be kept.
+    Calls `began` with what is tried, and `note` if the results cannot be kept.
     """
     key = store.made_for(request)
 

@@ -23,7 +23,7 @@ def main() -> None:
     sys.stderr = VisibleStream(sys.stderr)
     name, *arguments = sys.argv[1:] or [""]
     dashed = [argument for argument in arguments if re.match(r"--[a-z]+\.[a-z_]+|-[a-z]+\.[a-z_]+=", argument)]
-    if dashed and name in CHANGEABLE:  # as other tools take them
+    if dashed and name in CHANGEABLE:  # the form that other tools take
         fail(f"`{dashed[0]}`: write an override without dashes, as section.key=value", ConfigError.exit_code)
     try:
         app()

@@ -165,7 +165,7 @@ def _plan_answers(job: Config, gpu: str | None, rows: int, context: int | None, 
     with libraries.importing():
         from finetune.forecast import answer_memory, planning
         from finetune.report.forecast_view import ServingView
-    if job.quantization.kind == "auto":  # as training decides
+    if job.quantization.kind == "auto":  # decided as in training
         job = planning.planner_for(job, gpu).job
     forecast = answer_memory.forecast(job, gpu, rows=rows, context=context, cache=cache)
     give(ServingView(forecast), as_json)
@@ -186,7 +186,7 @@ def _plan_training(
     view = PlanView(planned)
     if not as_json:
         note_missing(job.data)
-        said = planned.why_quantized or job.output.serve  # of which the header says it
+        said = planned.why_quantized or job.output.serve  # already said in the header
         if (kind := planned.config.quantization.kind) != job.quantization.kind and not said:
             new_terminal().note(f"quantization.kind: {kind}, the form that `{job.model.name}` is published in")
         if rounding := publish.rounding_bytes(planned.config, view.forecast.device.type):

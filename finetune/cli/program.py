@@ -56,7 +56,7 @@ def command(
 
     own = dict(inspect.signature(work, eval_str=True).parameters)
     if shared:
-        own.popitem()  # its `**`
+        own.popitem()  # the `**` parameter
         own = {**own, **shared, **own}
     if "overrides" in own:
         CHANGEABLE.add(name or work.__name__)

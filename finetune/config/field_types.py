@@ -127,12 +127,14 @@ TargetNameEnd = Annotated[str, _compiles("({})")]
 
 
 def unknown(name: str, known: Iterable[str]) -> str:
-    """Say that `name` is unknown, with the nearest known name and the list of all, or the first of very many."""
+    """The message that `name` is unknown: the nearest known name, and the list of all, or of the first if there are
+    many.
+    """
     return f"`{shortened(name)}` is not known; {nearest(name, known)}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Ask whether the nearest known name was meant, with the list of all, or the first of very many."""
+    """The nearest known name as a question, and the list of all, or of the first if there are many."""
     known = list(known)
     if not known:
         return "there are none"
@@ -256,7 +258,7 @@ def every_n(checkpointing: Any) -> int | None:
     return int(match.group(1)) if match else None
 
 
-# What Linux takes: of a whole path less than 4,096 bytes, of each name in it 255 (limits.h).
+# Linux accepts paths of less than 4,096 bytes, with names of at most 255 (limits.h).
 _PATH_BYTES, _NAME_BYTES = 4095, 255
 
 

@@ -63,7 +63,9 @@ def text_of(path: Path) -> str:
 
 
 def as_written(path: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """The sections in a config of another version, completed by defaults, unchecked; and the keys unknown here."""
+    """The sections of a config of another version, unchecked and completed by defaults; and its keys unknown to this
+    version.
+    """
     document = strict_yaml.parse(text_of(path))
     if document.problems:
         raise ConfigError(f"{path}:{document.problems[0].line}: {document.problems[0].message}")
@@ -98,7 +100,7 @@ def _checked(
 
 
 def dump(config: Config, *, defaults: bool = True) -> str:
-    """The resolved config as YAML that `load` reads back to an equal value, if wanted without keys at their default."""
+    """The resolved config as YAML that `load` reads back to an equal value; optionally without keys at a default."""
     values = values_of(config)
     if not defaults:
         usual = Config().model_dump(mode="json")
@@ -111,8 +113,9 @@ def dump(config: Config, *, defaults: bool = True) -> str:
 
 
 def values_of(config: Config) -> dict[str, dict[str, Any]]:
-    """The values of a config by section, which loading takes; without a kind of quantization that follows from a way of
-    serving which is still open.
+    """The values of a config by section, as `load` takes them.
+
+    A kind of quantization that follows from `output.serve` is left out while its `output.way` is not decided.
     """
     values = config.model_dump(mode="json")
     if config.output.serve and config.output.way == "auto" and "kind" not in config.quantization.model_fields_set:
@@ -172,7 +175,10 @@ def _apply(values: dict[str, Any], locations: Locations, override: str) -> list[
     if not isinstance(section, dict):
         return [f"override `{override}`: `{path[0]}` is not a section in the file"]
     if len(path) == 3:
-        section[path[1]] = section = dict(section.get(path[1]) or {})
+        within = section.get(path[1]) or {}
+        if not isinstance(within, Mapping):
+            return [f"override `{override}`: `{'.'.join(path[:2])}` is not a mapping in the file"]
+        section[path[1]] = section = dict(within)
     section[path[-1]] = document.values["value"]
     locations.known[path] = f"override `{override}`"
     locations.known.setdefault(path[:1], locations.known[path])
@@ -202,7 +208,7 @@ def _validate(
         broken = [(key, message) for key, message in broken if not key.startswith("output.")]
     else:
         broken += _ignored(config, choices or {})
-    if not broken and config.output.way != "auto":  # for which the base must be known
+    if not broken and config.output.way != "auto":  # `auto` is decided once the base is known
         config, _ = serving.resolved(config)
     return config, [f"{locations.of(tuple(key.split('.')))}: `{key}`: {message}" for key, message in broken]
 

@@ -87,7 +87,7 @@ def _rule(rule: Rule) -> dict[str, Any]:
 
 
 def _at(key: str, schema: dict[str, Any], *, there: bool) -> dict[str, Any]:
-    """The schema of a config whose `key` has `schema`, and with `there` must be there."""
+    """The schema of a config in which `key` matches `schema`; with `there`, the key is required."""
     section, _, name = key.partition(".")
     values: dict[str, Any] = {"properties": {name: schema}}
     if not there:
@@ -174,7 +174,8 @@ def _allowed(field: FieldInfo) -> str:
     for part in parts:
         if typing.get_origin(part) is typing.Literal:
             values = ", ".join(f"`{value}`" for value in typing.get_args(part))
-            plain = [typing.get_args(other)[0] if hasattr(other, "__metadata__") else other for other in parts]
-            other = f", or a {'number' if int in plain else 'list'}" if union else ""
+            beside = [other for other in parts if other not in (part, type(None))]
+            plain = [typing.get_args(other)[0] if hasattr(other, "__metadata__") else other for other in beside]
+            other = f", or a {'number' if plain[0] in (int, float) else 'list'}" if plain else ""
             return f" One of {values}{other}."
     return ""

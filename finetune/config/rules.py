@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -358,40 +359,41 @@ def contradictions(config: Config) -> list[tuple[str, str]]:
     """(key, message with remedy) of each broken rule, and of checks that a schema cannot express."""
     broken = [(rule.key, rule.message) for rule in SERVING if rule.broken(config)]
     broken += serving.contradictions(config)
-    asked = config
-    if not broken:
-        config, _ = serving.resolved(config)
-    rules = [rule for rule in RULES if rule.broken(config)]
-    told = {rule.key for rule in rules if rule.other in ("output.way", "quantization.snap")}
+    resolved = config if broken else serving.resolved(config)[0]
+    rules = [rule for rule in RULES if rule.broken(resolved)]
+    of_serving = {rule.key for rule in rules if rule.other in ("output.way", "quantization.snap")}
     # The kind and `snap` follow from what is served: advice to set others would lead nowhere.
     broken += [
         (rule.key, rule.message)
         for rule in rules
-        if not (rule.other == "quantization.kind" and rule.key in told)
-        and not (rule.key == "quantization.snap" and not asked.quantization.snap)
+        if not (rule.other == "quantization.kind" and rule.key in of_serving)
+        and not (rule.key == "quantization.snap" and not config.quantization.snap)
     ]
+    broken += _beyond_schema(resolved, of_serving)
+    return list(dict.fromkeys(broken))
+
+
+def _beyond_schema(config: Config, known: Collection[str]) -> Iterator[tuple[str, str]]:
+    """(key, message with remedy) of each check that a schema cannot express; not for the keys that are `known`."""
     trained = {entry.source for entry in entries(config.data.train) if not entry.source.startswith("builtin:")}
     for held_out in (entry.source for entry in entries(config.data.eval) if entry.source in trained):
         remedy = "set `data.eval: auto` to hold out a share of it by hash"
-        broken.append(("data.eval", f"`{source_name(held_out)}` is training data; {remedy}"))
+        yield "data.eval", f"`{source_name(held_out)}` is training data; {remedy}"
     beside = {"embed_tokens", "lm_head"} & {*config.adapter.extra_modules}
-    if beside and config.quantization.kind in (*GGUF, "gguf") and "adapter.extra_modules" not in told:
+    if beside and config.quantization.kind in (*GGUF, "gguf") and "adapter.extra_modules" not in known:
         message = f"{config.quantization.kind} packs the embedding and the head, which cannot be trained then; set `[]`"
-        broken.append(("adapter.extra_modules", f"{message}, or `quantization.kind: nf4`"))
+        yield "adapter.extra_modules", f"{message}, or `quantization.kind: nf4`"
     if config.distributed.context > 1 and config.training.objective.startswith(GIVEN):
         message = "a loss given from Python would see slices of rows; set `distributed.context: 1`"
-        broken.append(("training.objective", message))
-    if config.model.vision != "none" and (config.distributed.kind, config.distributed.stage) == (
-        "deepspeed",
-        "weights",
-    ):
+        yield "training.objective", message
+    cuts_weights = (config.distributed.kind, config.distributed.stage) == ("deepspeed", "weights")
+    if config.model.vision != "none" and cuts_weights:
         message = "a rank without images would not gather the model of images with the others; set `gradients`, or "
-        broken.append(("distributed.stage", message + "`distributed.kind: fsdp`"))
+        yield "distributed.stage", message + "`distributed.kind: fsdp`"
     if len(set(config.tracking.to)) < len(config.tracking.to):
-        broken.append(("tracking.to", "names a tracker twice; keep `tracking.to` to one of each"))
+        yield "tracking.to", "names a tracker twice; keep `tracking.to` to one of each"
     rows, part = config.training.batch_size, config.training.micro_batch
     if part != "auto" and not config.training.micro_batch_tokens and rows % part:
         fitting = next(n for n in range(part, 0, -1) if rows % n == 0)
         remedy = f"the nearest micro-batch that divides it is {fitting}"
-        broken.append(("training.batch_size", f"{rows} is not a multiple of `micro_batch` {part}; {remedy}"))
-    return list(dict.fromkeys(broken))
+        yield "training.batch_size", f"{rows} is not a multiple of `micro_batch` {part}; {remedy}"

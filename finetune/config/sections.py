@@ -443,7 +443,7 @@ class DistributedSection(Section):
         return max(1, world_size // self.context)
 
     def named(self, world_size: int) -> str:
-        """Those in words."""
+        """The ranks, or groups of ranks, that `shares` counts, in words."""
         if self.context == 1:
             return f"{world_size} processes"
         return f"{self.shares(world_size)} groups of {self.context} processes"
@@ -523,7 +523,8 @@ class Config(Section):
     def caches_reference(self) -> bool:
         """Whether a reference is scored before the first step: by choice, or since no adapter can be switched off."""
         if self.preference.reference == "auto":
-            new = not self.adapter.starts_at_zero or bool(self.data.new_tokens)  # whose rows are found later
+            # The embeddings' new rows are known only later.
+            new = not self.adapter.starts_at_zero or bool(self.data.new_tokens)
             return new or self.distributed.kind == "deepspeed"
         return self.preference.reference == "cached"
 
@@ -534,9 +535,10 @@ class Config(Section):
         return "off" if self.kernels.fused == "auto" and left_alone else self.kernels.fused
 
     def value(self, key: str) -> Any:
-        """The value of a `section.key`."""
-        section, _, name = key.partition(".")
-        return getattr(getattr(self, section), name)
+        """The value of a `section.key`, or of a mapping's entry `section.key.name`."""
+        section, name, *entry = key.split(".")
+        value = getattr(getattr(self, section), name)
+        return value[entry[0]] if entry else value
 
     def changed(self, changes: Mapping[str, Any]) -> Self:
         """This config with other values of some `section.key`; they are taken as they are."""

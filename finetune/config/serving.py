@@ -102,9 +102,9 @@ WAYS: dict[str, Way] = {
 
 
 def resolved(config: Config, obstacle: str | None = None) -> tuple[Config, str | None]:
-    """`config` with a runtime, a way and the kind of quantization that follow from `output.serve`; and a line for it.
+    """`config` with a runtime, a way and the kind of quantization that follow from `output.serve`; and a note on them.
 
-    `obstacle`: why the base, once it is known, is not served beside an adapter. `auto` is `rounded` then.
+    `obstacle` says why the base, once it is known, cannot be served beside an adapter; `auto` is then `rounded`.
     """
     if config.output.serve is None:
         return config, None
@@ -117,7 +117,7 @@ def resolved(config: Config, obstacle: str | None = None) -> tuple[Config, str |
         why = f"{runtime} takes adapters on {serve}"
     changes: dict[str, object] = {"output.runtime": runtime, "output.way": way}
     kind = kind_of(serve)
-    if config.quantization.kind == "gguf" and serve in GGUF:  # a base that is served itself, as a saved config says
+    if config.quantization.kind == "gguf" and serve in GGUF:  # a saved config of a base that is served itself
         kind = "gguf"
     if way != "rounded":
         changes |= {"quantization.kind": kind, "quantization.double": True}
@@ -155,7 +155,7 @@ def runtime_of(output: OutputSection) -> str:
 
 
 def export_of(output: OutputSection) -> str | None:
-    """The format of `finetune export` that writes what is served; None if nothing was said of that."""
+    """The format of `finetune export` that writes what is served; None if the config does not say what is."""
     if output.serve is None:
         return None
     if output.way == "adapter":
@@ -173,9 +173,9 @@ def contradictions(config: Config) -> Iterator[tuple[str, str]]:
         return
     name = runtime_of(config.output)
     runtime = RUNTIMES.get(name)
-    if runtime is None or serve not in SERVED:  # which their own fields refuse
+    if runtime is None or serve not in SERVED:  # refused by the fields themselves
         return
-    if serve not in runtime.reads or (way == "exact" and serve not in EXACT):  # which rules refuse
+    if serve not in runtime.reads or (way == "exact" and serve not in EXACT):  # refused by rules
         return
     if way == "adapter" and serve not in runtime.adapters:
         ways = "`rounded` or `exact`" if serve in EXACT else "`rounded`"

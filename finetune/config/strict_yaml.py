@@ -65,7 +65,7 @@ def parse(text: str) -> Document:
 
 @functools.lru_cache(maxsize=64)
 def _parsed(text: str) -> Document:
-    """The same, once for each text: a run reads its config again and again, each time in hundredths of a second."""
+    """`parse`, cached by the text: a run reads its config many times, and each parse takes hundredths of a second."""
     if len(text) > MAX_BYTES:
         return _refused(0, f"the file is larger than {MAX_BYTES} characters; a config is a page")
     try:
@@ -81,7 +81,7 @@ def _parsed(text: str) -> Document:
         mark = error.problem_mark
         remedy = next((remedy for part, remedy in _REMEDIES.items() if part in str(error.problem)), "")
         return _refused(mark.line + 1 if mark else 0, f"not valid YAML: {error.problem}{remedy}")
-    except (ValueError, OverflowError):  # of chr()
+    except (ValueError, OverflowError):  # from chr()
         return _refused(loader.line + 1, "not valid YAML: an escape such as `\\U00110000` that is no character")
     if root is None:
         return Document({}, {}, [])

@@ -32,7 +32,8 @@ Order = Literal["length", "share", "keys", "area"]
 that attention sees, or by the area of their images. By length, the area decides about all but the longest row.
 """
 
-# By how much the rows that share most must exceed the longest to be a micro-batch to reckon with.
+# A micro-batch of the rows with the most keys is considered only if it has more than this many times the keys of the
+# longest rows.
 _MORE_KEYS = 1.01
 
 
@@ -317,7 +318,9 @@ def _with_images(sizes: Sizes, batch: LargestBatch) -> LargestBatch:
 
 
 def with_most_images(sizes: Sizes, batch: LargestBatch) -> LargestBatch:
-    """A batch of longer rows than these, with the images of those of the largest area, whose tokens are not trained."""
+    """A batch of longer rows than these, with the images of the rows whose images have the largest area; the tokens of
+    images are not trained.
+    """
     shown = _with_images(sizes, replace(batch, order="area"))
     others = ((),) * (batch.rows - len(shown.images))
     return replace(batch, images=(*shown.images, *others), trained_tokens=batch.trained_tokens - shown.area)
@@ -389,7 +392,7 @@ def _largest_packed(
         if left == 0:
             break
         rest = left - sizes.lengths[row]
-        too_few = 0 < rest < way.layout.together  # for the segments of the next row
+        too_few = 0 < rest < way.layout.together  # less than one token for each segment of the next row
         own = sizes.segments[row] if sizes.segments else (sizes.lengths[row],)
         cut = _cut_to(own, left - way.layout.together if too_few else left)
         sequences += cut

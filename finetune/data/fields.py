@@ -133,7 +133,7 @@ def _plain(value: Any, where: str, within: tuple[int, ...]) -> Any:
         raise RowError(f"`{where}` is {kind_of(value)}, which can be read only once; give a list")
     try:
         return copy.deepcopy(value)
-    except Exception as error:  # as anything may be here
+    except Exception as error:  # any object may be here
         raise RowError(
             f"`{where}` cannot be copied ({type(error).__name__}: {error}); leave it out, or give text, numbers, lists "
             "and dicts"
@@ -151,14 +151,14 @@ def _mapping(value: Mapping[Any, Any], where: str, within: tuple[int, ...]) -> d
 
 def _list(value: Sequence[Any], where: str, within: tuple[int, ...]) -> list[Any]:
     if all(type(one) is str or (type(one) is int and -(2**63) <= one < 2**63) for one in value):
-        return list(value)  # as a list of a million ids is
+        return list(value)  # fast for a list of a million ids
     return [_plain(one, f"{where}[{index}]", within) for index, one in enumerate(value)]
 
 
 def _items(value: Mapping[Any, Any], where: str) -> dict[Any, Any]:
     try:
         return dict(value)
-    except Exception as error:  # as a mapping of the user's own may raise anything
+    except Exception as error:  # a user's own mapping may raise anything
         raise RowError(f"{where} cannot be read ({type(error).__name__}: {error})") from None
 
 
@@ -181,6 +181,6 @@ def _described(value: Any) -> Any:
         if hasattr(value, "tolist"):
             return value.tolist()
         text = str(value)
-    except Exception:  # as anything may be here
+    except Exception:  # any object may be here
         text = f"<{type(value).__qualname__}>"
     return re.sub(r" at 0x[0-9a-fA-F]+", "", text) if text.startswith("<") else text

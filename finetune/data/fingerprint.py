@@ -21,7 +21,7 @@ from finetune.storage import records
 from finetune.storage.files import write_json
 
 _FILE = "fingerprint.json"
-# Of 64 hex digits: enough to tell two fingerprints apart in an error message.
+# Hex digits shown, of 64: enough to tell two fingerprints apart in an error message.
 _DIGITS = 16
 # The hash depends on it, since the lengths of so many rows come before their values.
 _ROWS_AT_ONCE = 10_000

@@ -167,7 +167,7 @@ _WORD = re.compile(r"[^\W\d_](?:[^\W\d_A-Z]+|[A-Z]+(?![^\W\d_A-Z]))?")
 
 # Columns of a chat export with one message per row: its author and its text.
 _SPEAKERS = ("sender", "speaker", "from", "role", "participant", "sender_name", "from_name", "sent_by")
-_AUTHORS = ("author", "user", "username", "name")  # of any text, unless it is called a message
+_AUTHORS = ("author", "user", "username", "name")  # any text has one, unless it is called a message
 _SAID = ("message", "content", "text", "body", "value", "msg")
 
 
@@ -196,7 +196,7 @@ def read(fields: Fields, form: str, columns: Mapping[str, str], separator: str =
     fields = mapped(fields, columns)
     recorded = _Recorded(fields)
     own = {name: fields[name] for name in fields.keys() - columns.values()}
-    if form not in FORMATS:  # that of a trained run, whose function another process had
+    if form not in FORMATS:  # a trained run's format, whose function another process had
         raise RowError(not_given(form))
     refuse_other_training(own, answers=FORMATS[form].of_answers)
     try:

@@ -48,7 +48,8 @@ THUMBNAIL = 160
 
 # Formats of more than 8 bits a channel would lose them without a word.
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
-# Of GIF, BMP and TIFF all pixels are decoded to see whether the file is whole; WebP is not opened unless it is.
+# How a whole file ends. GIF, BMP and TIFF have no such end: all pixels are decoded. Pillow opens no WebP file that is
+# cut off.
 _ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND", "WEBP": b""}
 _END_WITHIN = 2**16  # bytes: some programs write something after the end
 _MOST_BYTES = 2**28
@@ -166,9 +167,9 @@ def _named(value: Any, where: str) -> RowImage:
     if not isinstance(value, str) or not value:
         kind = "empty text" if value == "" else row.kind_of(value)
         raise RowError(f"`{where}` must be the path of an image, its bytes or a data URL, not {kind}")
-    if found := _DATA_URL.match(value):
+    if match := _DATA_URL.match(value):
         try:
-            return RowImage(data=base64.b64decode(value[found.end() :], validate=True))
+            return RowImage(data=base64.b64decode(value[match.end() :], validate=True))
         except binascii.Error as error:
             raise RowError(f"`{where}` is not base64: {error}; write the path of the image instead") from None
     if value.lower().startswith("data:"):
@@ -189,7 +190,7 @@ def _as_file(value: Any, where: str) -> bytes | None:
 
     if not isinstance(value, Image.Image):
         try:
-            _height, _width, *_ = value.shape  # of one dimension Pillow would make an image as well
+            _height, _width, *_ = value.shape  # Pillow would accept an array of one dimension
             value = Image.fromarray(value)
         except (TypeError, ValueError, AttributeError):
             raise RowError(
@@ -198,7 +199,7 @@ def _as_file(value: Any, where: str) -> bytes | None:
     if value.mode not in _MODES:
         raise RowError(f"`{where}`: {_too_deep(value.mode)}")
     written = io.BytesIO()
-    drawn = value.convert("RGB") if value.mode in ("PA", "CMYK", "YCbCr") else value  # which PNG has not
+    drawn = value.convert("RGB") if value.mode in ("PA", "CMYK", "YCbCr") else value  # PNG does not have these modes
     drawn.save(written, "PNG", compress_level=1, exif=value.getexif())
     return written.getvalue()
 
@@ -300,7 +301,7 @@ def _size(content: bytes, name: str) -> tuple[int, int]:
             raise RowError(f"{name}: has several frames; save one of them, as only still images are trained on")
         if (end := _ENDS.get(opened.format or "")) is None:
             opened.load()
-        elif end not in content[max(opened.fp.tell(), len(content) - _END_WITHIN) :]:  # that of a preview comes before
+        elif end not in content[max(opened.fp.tell(), len(content) - _END_WITHIN) :]:  # a preview ends before that
             raise RowError(f"{name}: the file is cut off; copy it again")
         width, height = opened.size
         turned = opened.getexif().get(_ORIENTATION) in _TURNED

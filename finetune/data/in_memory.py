@@ -12,7 +12,7 @@ from finetune.data.examples import RowError
 from finetune.data.fields import as_json, kind_of, plain
 from finetune.errors import DataError
 
-# Of 64 hex digits: enough that no two sets of rows in one process share a name.
+# Hex digits used, of 64: enough that no two sets of rows in one process share a name.
 _DIGITS = 16
 
 
@@ -76,5 +76,5 @@ def _find(name: str) -> tuple[Iterable[Mapping[str, Any]], int]:
 
 
 def _is_dataset(rows: Any) -> bool:
-    datasets = sys.modules.get("datasets")  # where it is not imported, nothing is one
+    datasets = sys.modules.get("datasets")  # unless it is imported, no value is a `Dataset`
     return datasets is not None and isinstance(rows, datasets.Dataset)

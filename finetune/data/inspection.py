@@ -30,8 +30,8 @@ from finetune.storage.records import DataFacts, Sample, SampleImage, SplitFacts,
 
 # Sample rows shown with their mask: enough to notice a wrong one.
 _SHOWN_ROWS = 3
-# Of each, a run keeps this many tokens for its report: a row may have 131,072, and its report is sent around. As many
-# images of a row are shown.
+# Tokens of each row that a run keeps for its report, since a row may have 131,072 and reports are sent around; and
+# images of a row that are shown.
 _KEPT_TOKENS, _SHOWN_IMAGES = 512, 8
 
 # Upper ends of the length bins: 2^n and 1.5 * 2^n, so that short and long rows are both visible.
@@ -241,7 +241,7 @@ def _as_chat(section: DataSection, prepared: Prepared, tokenizer: Any) -> AsChat
             return None
         content, _ = formats.read(row.fields, form, columns)
         encoded = chat.encode(content, tokenizer, section.loss_on, section.control_tokens)
-    except (ArtifactError, RowError):  # a template that cannot render it, which plain text does without
+    except (ArtifactError, RowError):  # the chat template cannot render it; plain text needs none
         return None
     other_format = {} if section.format == form else {"data.format": form}
     return AsChat({"data.columns": columns, **other_format}, _sample(location, encoded.segments[0], tokenizer, None))
@@ -310,7 +310,7 @@ def _sample(
 ) -> Sample:
     ids, labels = segment.input_ids, segment.labels
     of_images = seen.image_tokens if seen else ()
-    # Of the tokens of an image, which are all the same, the first.
+    # Only the first token of each image is shown: they are all the same.
     kept = [at for at, token in enumerate(ids) if token not in of_images or at == 0 or ids[at - 1] != token][:most]
     trained = [at > 0 and labels[at] != IGNORE for at in kept]
     pieces = _pieces([ids[at] for at in kept], trained, tokenizer)

@@ -1,7 +1,7 @@
 """Rows with a class: a text or a conversation, and its `label`.
 
-A text has the tokens of `tokenizer(text)` and a conversation those of its chat template, with nothing added: so does
-whoever asks the trained classifier tokenize them.
+A text has the tokens of `tokenizer(text)`, and a conversation those of its chat template. Nothing is added, because
+users of the trained classifier tokenize its inputs the same way.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from finetune.data.encoded import RowImage
 from finetune.data.examples import Chat, Message, NoSuchField, RowError
 from finetune.data.fields import Fields
 
-# From the roles in rows to those of chat templates.
+# The role in chat templates for each role in rows.
 ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system", "function": "tool"}
 _SHAREGPT_ROLES = ROLES | {
     "human": "user", "gpt": "assistant", "model": "assistant", "observation": "tool", "function_call": "assistant"
@@ -23,7 +23,7 @@ _SHAREGPT_ROLES = ROLES | {
 # Fields that only other kinds of models or training can use.
 _MEDIA = ("video", "videos", "audio", "audios")
 _VERDICTS = ("label", "kto_tag")
-_BOOLEANS = ("true", "false", "0", "1", "0.0", "1.0")  # in JSON, in a table or as text
+_BOOLEANS = ("true", "false", "0", "1", "0.0", "1.0")  # as written in JSON, tables and texts
 # Keys of a message that say whether it is trained: our own, and OpenAI's `weight`, which is 0 or 1.
 _SWITCHES = ("train", "weight")
 # How many keys of a message an error names.
@@ -159,7 +159,7 @@ def _content(message: Mapping[str, Any], key: str, where: str) -> str | list[str
         parts = [_part(part, f"{where}.{key}[{index}]") for index, part in enumerate(content)]
         texts = [part for part in parts if isinstance(part, str)]
         return "".join(texts) if len(texts) == len(parts) else parts
-    if isinstance(content, list) and any(isinstance(part, RowImage) for part in content):  # as it was read before
+    if isinstance(content, list) and any(isinstance(part, RowImage) for part in content):  # a list that was read before
         return content
     return _text(message, key, where)
 

@@ -95,7 +95,7 @@ def _next_to_another_prompt(order: Sequence[int], prompts: Sequence[int]) -> dic
 
 def _answers(rows: RowTable) -> _Located:
     answers = _Located([], [], [])
-    known: dict[int, int] = {}  # by the hash of a prompt's tokens, its number in order of appearance
+    known: dict[int, int] = {}  # numbers of prompts in order of appearance, by the hash of their tokens
     for row in rows:
         ids, labels = row["input_ids"], row["labels"]
         start = next(at for at, label in enumerate(labels) if label != IGNORE)

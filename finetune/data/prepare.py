@@ -30,7 +30,7 @@ ROWS_TO_JUDGE = 10
 
 _SEQUENCES = ("input_ids", "labels", "segments", "shared", IMAGES, SEEN, *TEACHER)
 
-# A fifth of these are that many.
+# Of this many rows, holding out a fifth leaves enough to judge by.
 _ROWS_TO_SPARE_SOME = 5 * ROWS_TO_JUDGE
 
 
@@ -103,21 +103,7 @@ def prepare(section: DataSection, tokenizer: Any, vision: Vision | None = None) 
             if train_counts.dropped
             else f"{where} has no rows"
         )
-    held_out, eval_counts, warning = None, None, None
-    if eval_rows is not None:
-        try:
-            held_out, eval_counts = _held_out(preparation)
-        except _NothingHeldOut as error:
-            if section.eval != "auto":
-                raise
-            warning = f"none: {error}"
-        except OnePrompt:
-            if section.eval != "auto":
-                raise
-            warning = (
-                "none: the rows that `data.eval: auto` holds out answer one prompt, and are not trained either; set "
-                "`data.eval_share` to hold out more, or `data.eval: none` to train them"
-            )
+    held_out, eval_counts, warning = (None, None, None) if eval_rows is None else _held_out_if_any(preparation)
     if eval_counts and eval_counts.segments.keys() != train_counts.segments.keys():
         raise DataError(f"{where} and `data.eval` ({named(section.eval)}) have rows of different segments")
     if not _teaches(train, tokenizer):
@@ -366,7 +352,7 @@ def _held_out_below(section: DataSection, trains: Callable[[Row], bool]) -> floa
                 least = sorted([*least, value])[:ROWS_TO_JUDGE]
             if len(different) < _ROWS_TO_SPARE_SOME:
                 different.add(value)
-            # Within some hundred rows, with the usual share.
+            # With the usual share, this is known within a few hundred rows.
             if len(different) == _ROWS_TO_SPARE_SOME and least[-1] < share <= greatest:
                 return share
     except DataError:  # raised again where the rows are prepared
@@ -392,6 +378,20 @@ def _held_out(preparation: Preparation) -> tuple[Any, Counts]:
             f"{counts.dropped} dropped); set `data.eval` to a file, a larger `data.eval_share`, or `data.eval: none`"
         )
     return held_out, counts
+
+
+def _held_out_if_any(preparation: Preparation) -> tuple[Any | None, Counts | None, str | None]:
+    """`_held_out`; with `data.eval: auto` a warning instead if that finds nothing to hold out."""
+    try:
+        return *_held_out(preparation), None
+    except (_NothingHeldOut, OnePrompt) as error:
+        if preparation.section.eval != "auto":
+            raise
+        one_prompt = (
+            "the rows that `data.eval: auto` holds out answer one prompt, and are not trained either; set "
+            "`data.eval_share` to hold out more, or `data.eval: none` to train them"
+        )
+        return None, None, f"none: {one_prompt if isinstance(error, OnePrompt) else error}"
 
 
 def _teaches(rows: Any, tokenizer: Any) -> bool:

@@ -190,7 +190,7 @@ def _reads_as_prose(answer: str) -> bool:
 
 def _without_leading_signatures(docstring: str, short_name: str) -> str:
     """Drop the call signatures that functions written in C open their docstrings with."""
-    if not _OPENS_WITH_A_CALL.match(docstring):  # for most, without a pattern of their own to compile
+    if not _OPENS_WITH_A_CALL.match(docstring):  # most do, so that no pattern needs to be compiled for them
         return docstring.strip()
     signature_lines = rf"(?:\s*(?:\w+\.)*{re.escape(short_name)}\s*\([^\n]*\n)+"
     return re.sub(rf"\A{signature_lines}", "", docstring.strip() + "\n").strip()

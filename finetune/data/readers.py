@@ -46,7 +46,7 @@ def _jsonl(path: Path, problems: Problems, encoding: str | None = None) -> Recor
     decoder = Decoder()
     begun = False
     for number, line in lines(path, problems, encoding):
-        # Without its line break, so that the error in a truncated line points to where it was cut off.
+        # The line break is removed, so that the error in a truncated line points to where it was cut off.
         line = line.rstrip("\r\n")
         if not line.strip():
             continue
@@ -95,7 +95,7 @@ def _json(path: Path, problems: Problems, encoding: str | None = None) -> Record
 
 def _instead_of_a_list(text: str) -> str:
     key = re.match(r'\s*\{\s*"(\w+)"\s*:\s*\[', text)
-    several = re.search(r"\}[^\S\n]*\n\s*\{", text)  # in linear time: text from outside may be empty lines alone
+    several = re.search(r"\}[^\S\n]*\n\s*\{", text)  # matches in linear time: untrusted text may consist of empty lines
     if key and not several and key[1] not in ("messages", "conversations"):
         return f"expected a list of objects, not an object with `{key[1]}`; extract it with `jq .{key[1]}`"
     return "expected a list of objects; if it has one object per line, name the file .jsonl"
@@ -230,7 +230,7 @@ def _parquet(path: Path, problems: Problems, encoding: str | None = None) -> Rec
         with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True, pre_buffer=False) as file:
             # Column metadata is not read: pyarrow 26 crashes on some damaged files (`RowGroupMetaData.column`).
             for number, group in enumerate(map(file.metadata.row_group, range(file.metadata.num_row_groups))):
-                if group.total_byte_size > ROW_BYTES * max(1, group.num_rows):  # as in a decompression bomb
+                if group.total_byte_size > ROW_BYTES * max(1, group.num_rows):  # a decompression bomb
                     raise DataError(f"{path}: {_TOO_LONG} (row group {number})")
             rows = 0
             for batch in file.iter_batches(batch_size=_BATCH_ROWS):
@@ -280,7 +280,7 @@ def _columnar(path: Path, batches: Iterator[Any], kind: str) -> Records:
         for batch in batches:
             if twice := repeated(batch.schema.names):
                 raise DataError(f"{path}: two columns have the name `{twice}`; rename one")
-            batch.validate(full=True)  # else damaged offsets are followed beyond the buffer
+            batch.validate(full=True)  # pyarrow would follow damaged offsets beyond the buffer
             for rows in _slices(batch):
                 if rows.num_rows == 1 and sum(map(_size_bytes, rows.columns)) > ROW_BYTES:
                     raise DataError(f"{path}[{index + 1}]: {_TOO_LONG}")

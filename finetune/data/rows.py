@@ -18,7 +18,8 @@ from finetune.data.sources import Row
 class RowTable:
     """Rows of an Arrow table by number, and its columns by name.
 
-    As those of `datasets`, which takes half a second to import; only data sets of the hub are read with it.
+    It has the interface of a `datasets.Dataset`, whose library takes half a second to import and is used only for data
+    sets of the hub.
     """
 
     def __init__(self, table: Any) -> None:

@@ -76,7 +76,7 @@ if TYPE_CHECKING:
 _VERSION = 8
 
 _ROWS, _COUNTS = "rows.arrow", "counts.json"
-_ANSWERS = "answers.arrow"  # before they are mismatched
+_ANSWERS = "answers.arrow"  # the rows before mismatched answers are added
 
 # Size of a batch to read, tokenize and write: enough to use all cores of the tokenizer, small enough for memory.
 _BATCH_ROWS = 256

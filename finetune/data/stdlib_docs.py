@@ -143,7 +143,7 @@ def _signature(routine: Any) -> str:
         signature = _without_addresses(str(inspect.signature(routine)))
     except Exception:  # many functions written in C have none, or one whose defaults do not evaluate
         return ""
-    names_this_installation = any(path in signature for path in _INSTALLATION)  # as a default argument
+    names_this_installation = any(path in signature for path in _INSTALLATION)  # in a default argument
     return "" if names_this_installation or len(signature) > MAX_SIGNATURE_CHARS else signature
 
 

@@ -1,8 +1,8 @@
 """Excel workbooks (.xlsx, ECMA-376) as rows of text, read with the standard library.
 
-A workbook is a ZIP archive of XML. What training needs of it is the text of the cells of one sheet; a library for that
-would be another dependency, and those that there are hold whole sheets in memory or follow what a hostile file says.
-Parts are streamed, of bounded size and without document types, so that no entity is expanded.
+A workbook is a ZIP archive of XML. Training needs only the text of the cells of one sheet. A library would be another
+dependency, and the existing ones hold whole sheets in memory or trust a hostile file. Parts are streamed, of bounded
+size and without document types, so that no entity is expanded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Attributes = dict[str, str]
 
 # Excel's own limits.
 _MOST_ROWS, _MOST_COLUMNS = 2**20, 2**14
-# Of a part once it is unpacked: a sheet is streamed, while other parts are held.
+# The largest size of an unpacked part: of a sheet, which is streamed, and of other parts, which are held in memory.
 _SHEET_BYTES, _PART_BYTES = 2**32, 2**28
 _PIECE_BYTES = 2**16
 
@@ -279,7 +279,7 @@ def _date(serial: float, since_1904: bool) -> str:
     seconds = round(serial * 86400)
     if seconds < 86400 and not since_1904:
         return str(datetime.timedelta(seconds=seconds)).rjust(8, "0") if seconds >= 0 else _number(str(serial))
-    # To Excel 1900 was a leap year, as to Lotus 1-2-3.
+    # Excel treats 1900 as a leap year, like Lotus 1-2-3.
     first = datetime.datetime(1904, 1, 1) if since_1904 else datetime.datetime(1899, 12, 31 if serial < 60 else 30)
     moment = first + datetime.timedelta(seconds=seconds)
     return moment.date().isoformat() if moment.time() == datetime.time() else moment.isoformat(" ")

@@ -142,7 +142,7 @@ def _disks() -> Iterator[Finding]:
 
 
 def _attention(device: str) -> Finding:
-    # For an ordinary model; one that caps its logits (Gemma 2) gets eager.
+    # The choice for an ordinary model; one that caps its logits (Gemma 2) gets eager attention.
     chosen, reason = backends.choose("auto", PreTrainedConfig(), device, _precision(device))
     return Finding("attention", "ok", f"{chosen} ({reason})")
 

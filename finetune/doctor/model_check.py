@@ -22,7 +22,7 @@ from finetune.model.source import catalog
 
 _LIMIT_SECONDS = 120.0
 """For all checks of a model, which take 15 to 20 s of a core (2026-11)."""
-# Of address space beyond what the libraries map; a small copy takes a few hundred MB.
+# Address space that checks may take beyond what the libraries map; a small copy takes a few hundred MB.
 _MOST_BYTES = 16 * 2**30
 
 
@@ -96,7 +96,7 @@ def _ending(code: int | None) -> str:
 
 def _start(name: str, folder: Path, statuses: dict[str, str]) -> tuple[multiprocessing.process.BaseProcess, Connection]:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["finetune.doctor.preloaded"])  # what a second process need not import again
+    context.set_forkserver_preload(["finetune.doctor.preloaded"])  # imported once for all child processes
     here, there = context.Pipe(duplex=False)
     child = context.Process(target=_try, args=(there, name, folder, statuses), daemon=True)
     child.start()

@@ -15,7 +15,7 @@ as vLLM reads them (`server_experts`), with a rank of their own.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -77,123 +77,195 @@ def _why_not_plain(job: Conversion) -> str | None:
     base = build.weightless(job.config.model, job.architecture)
     if in_gguf and adapter.adapted_experts(base, section):
         return "its base is served as a GGUF file, and llama.cpp takes no adapter on experts (`adapter.expert_rank: 0`)"
-    found = plain_form.obstacle(
+    obstacle = plain_form.obstacle(
         section, base, job.architecture.model_type,
         stored=None if job.config.model.weights == "random" else identity.stored_names(job.config.model),
         largest_rank=None if in_gguf else serving.RUNTIMES[serving.runtime_of(job.config.output)].largest_rank,
     )  # fmt: skip
-    return found.why if found else None
+    return obstacle.why if obstacle else None
+
+
+@dataclass(frozen=True)
+class _PlainAdapter:
+    """The plain adapter as it was written to `folder`: `pairs` on linear layers, of one `rank`, and those `on_experts`.
+
+    `renamed` has the name of each layer in the files. `layers_served`: how many layers a server finds; None if it was
+    not counted. `without_gguf`: why there is no GGUF file of it; None if there is one.
+    """
+
+    section: AdapterSection
+    folder: Path
+    pairs: Pairs
+    renamed: dict[str, str]
+    rank: int
+    on_experts: Experts
+    layers_served: int | None
+    without_gguf: str | None
+
+    @property
+    def layers(self) -> int:
+        """The number of adapted layers, experts included."""
+        return len(self.pairs) + len(self.on_experts)
+
+    @property
+    def as_in_peft(self) -> bool:
+        """Whether all names are those of PEFT's layers."""
+        return self.on_experts.as_in_peft and all(name == new for name, new in self.renamed.items())
+
+    def on(self, base: Any) -> Any:
+        """`base` with this adapter, read from its files."""
+        plain = {"rank": self.rank, "alpha": self.rank, "ranks": {}, "rslora": False, "init": "default"}
+        if self.on_experts:
+            plain["expert_rank"] = self.on_experts.rank
+        read = adapter.adapted(base, self.section.model_copy(update=plain), inference_mode=True)
+        stored = load_file(self.folder / adapter_files.WEIGHTS)
+        layers = [name.removesuffix(".lora_A.weight") for name in stored if name.endswith(".lora_A.weight")]
+        pairs = {
+            name.removeprefix(_PREFIX): (stored[f"{name}.lora_A.weight"], stored[f"{name}.lora_B.weight"])
+            for name in layers
+        }
+        with torch.no_grad():
+            for name, layer in _layers(read).items():
+                if isinstance(layer, ParamWrapper):
+                    down, up = self.on_experts.joined(name, pairs)
+                    layer.scaling["default"] = 1.0
+                else:
+                    down, up = pairs[self.renamed[name]]
+                layer.lora_A["default"].weight.copy_(down)
+                layer.lora_B["default"].weight.copy_(up)
+        return read.eval()
 
 
 def make(job: Conversion, folder: Path) -> dict[str, Any]:
     """Write the plain adapter to `folder` and prove it with PEFT's layers. Returns the facts of export.json."""
     config = job.config
-    architecture = job.architecture
     groups = file_groups(config.model)
     names = served_names(*groups) if groups else {}
-    base = build.load(config, architecture, job.device)
+    base = build.load(config, job.architecture, job.device)
     base_logits = proof.logits(base, job.rows, job.shown)
-    beside = held_base.write(job, base, folder / _BASE) if held_base.wanted(job) else None
+    in_gguf = held_base.write(job, base, folder / _BASE) if held_base.wanted(job) else None
     held = _write_base(job, base, folder / _BASE)
     packings = [how for weight in base.parameters() if (how := packed.packing_of(weight))]
     counted = {"count": sum(how.shape.numel() for how in packings), "differing": 0} if held else None
     adapted = adapter_files.load_adapter(base, job.run.adapter, config.adapter)
     trained = proof.logits(adapted, job.rows, job.shown)
-    pairs = plain(adapted)
-    renamed = {name: _served(names, name) for name in pairs}
-    on_experts = Experts(adapted, groups[1] if groups else [], architecture.model_type)
-    rank = write(pairs, renamed, adapted.peft_config["default"], public(config.model.name), folder, on_experts)
-    activated = None
-    if names and (on_experts or architecture.model_type in server_names.RULES):
-        _check_names(job, folder)
-        activated = len(pairs) + len(on_experts)
-    fingerprint.save(job.tokenizer, job.base_identity, folder)
-    overrides = _overrides(job)
-    left_out: str | None = f"no {GGUF}: it has no form here for experts"
-    if not on_experts:
-        left_out = _write_gguf(architecture, pairs, rank, folder)
-    if beside and left_out:
-        raise ConfigError(f"{left_out}; its base is held as a GGUF file has it. Train with `output.way: rounded`")
-    mistaken = plain_peft.mistaken(adapted.get_base_model(), pairs)
-    read = _read(adapted.unload(), config.adapter, renamed, rank, folder, on_experts)
+    written = _write_adapter(job, adapted, names, groups[1] if groups else [], folder)
+    if in_gguf and written.without_gguf:
+        raise ConfigError(
+            f"{written.without_gguf}; its base is held as a GGUF file has it. Train with `output.way: rounded`"
+        )
+    mistaken = plain_peft.mistaken(adapted.get_base_model(), written.pairs)
+    read = written.on(adapted.unload())
     # The products are summed in another order; the base is rounded to the same dtype in both.
     roundoff = proof.ROUNDOFF[base_dtype(config.adapter, config.training)]
-    found = proof.logits(read, job.rows, job.shown)
-    result = job.compare("plain adapter", read, found, trained, base_logits, roundoff)
-    served = job.served(found, trained, base_logits)
+    logits = proof.logits(read, job.rows, job.shown)
+    result = job.compare("plain adapter", read, logits, trained, base_logits, roundoff)
+    served = job.served(logits, trained, base_logits)
     differences = list[str]()
-    if beside:
-        file, weights, differences = beside
-        again = held_base.read(job, file, weights, base_dtype(config.adapter, config.training))
-        whole = again and _read(again, config.adapter, renamed, rank, folder, on_experts)
-        counted = held_base.weights(job, file, weights, read=whole is not None)
-        held = {"weights_differing": counted and counted["differing"]}
-        proven, unrun = _prove_in_gguf(job, file, whole, folder, trained, base_logits, differences)
-        held |= proven
-        if counted is None:
-            unrun.append("that programs but llama.cpp decode the base's weights to what was trained on")
-    if beside and packings:
-        differences.append(llama_cpp.FLOOR)
-    if any(how.form == "fp8" for how in packings):
-        differences.append(compressed_export.ACTIVATIONS)
-    if overrides and not (beside and beside[0].is_relative_to(folder)):
-        differences.append(
-            f"the base must be served with {json.dumps(overrides)} in its config.json, as the commands do; the files "
-            "of an adapter cannot say so"
-        )
-    if mistaken or any(name != renamed[name] for name in pairs) or not on_experts.as_in_peft:
-        on = " on AutoModelForCausalLM" if activated else ""
-        differences.append(
-            f"these files are for servers, which look up the names in the base's files; PEFT{on} reads "
-            f"{job.run.adapter.name}/ instead"
-        )
-    unknown = names and activated is None and "text_config" in job.architecture.sub_configs
+    not_proven = [written.without_gguf or f"{GGUF} was not run: llama.cpp needs the base as a GGUF file"]
+    if in_gguf:
+        differences += in_gguf[2]
+        held, counted, not_proven = _prove_in_gguf(job, in_gguf, written, trained, base_logits)
+    own_gguf = in_gguf is not None and in_gguf[0].is_relative_to(folder)
+    differences += [llama_cpp.FLOOR] if in_gguf and packings else []
+    differences += [compressed_export.ACTIVATIONS] if any(how.form == "fp8" for how in packings) else []
+    differences += _limits(job, written, own_config=not own_gguf, mistaken=bool(mistaken))
+    targets = {name.rpartition(".")[2] for name in written.pairs}
     return {
-        "rank": rank,
-        "expert_rank": on_experts.rank or None,
-        "targets": sorted(
-            {name.rpartition(".")[2] for name in pairs} | (plain_form.PROJECTIONS if on_experts else set())
-        ),
-        "layers": len(pairs) + len(on_experts),
-        "layers_served": activated,
-        "gguf": None if left_out else GGUF,
+        "rank": written.rank,
+        "expert_rank": written.on_experts.rank or None,
+        "targets": sorted(targets | (plain_form.PROJECTIONS if written.on_experts else set())),
+        "layers": written.layers,
+        "layers_served": written.layers_served,
+        "gguf": None if written.without_gguf else GGUF,
         "held_base": held or None,
         **({"weights": counted} if counted else {}),
         **asdict(result),
         **served,
         "compared_with": "base plus adapter as trained, in PEFT",
-        "base_overrides": overrides,
+        "base_overrides": _overrides(job),
         "known_differences": differences,
-        "not_proven": [
-            *(unrun if beside else [left_out or f"{GGUF} was not run: llama.cpp needs the base as a GGUF file"]),
-            "vLLM and SGLang were not run; their limits are checked as of vLLM 0.33",
-            *(["SGLang's names for experts, so that no command for it is given"] if on_experts else []),
-            *([] if names else ["whether the base's files have layers of these names: they are not safetensors files"]),
-            *(
-                ["whether vLLM finds these layers, whose names in this type of checkpoint are unknown here"]
-                if unknown
-                else []
-            ),
-        ],
+        "not_proven": [*not_proven, *_unproven_by_servers(job, written, named=bool(names))],
     }
+
+
+def _write_adapter(
+    job: Conversion, adapted: Any, names: dict[str, str | None], groups: list[streamed.ConversionGroup], folder: Path
+) -> _PlainAdapter:
+    """Write the adapter of a PeftModel in both formats. Raises ConfigError if a server would not find all of it."""
+    model_type = job.architecture.model_type
+    pairs = plain(adapted)
+    renamed = {name: _served(names, name) for name in pairs}
+    on_experts = Experts(adapted, groups, model_type)
+    rank = write(pairs, renamed, adapted.peft_config["default"], public(job.config.model.name), folder, on_experts)
+    layers_served = None
+    if names and (on_experts or model_type in server_names.RULES):
+        _check_names(job, folder)
+        layers_served = len(pairs) + len(on_experts)
+    fingerprint.save(job.tokenizer, job.base_identity, folder)
+    without_gguf: str | None = f"no {GGUF}: it has no form here for experts"
+    if not on_experts:
+        without_gguf = _write_gguf(job.architecture, pairs, rank, folder)
+    return _PlainAdapter(job.config.adapter, folder, pairs, renamed, rank, on_experts, layers_served, without_gguf)
+
+
+def _limits(job: Conversion, written: _PlainAdapter, *, own_config: bool, mistaken: bool) -> list[str]:
+    """What the files cannot say and what PEFT cannot read of them, as sentences.
+
+    `own_config`: the base is served with its own config.json. `mistaken`: PEFT would take some layers for experts.
+    """
+    differences = []
+    if own_config and (overrides := _overrides(job)):
+        differences.append(
+            f"the base must be served with {json.dumps(overrides)} in its config.json, as the commands do; the files "
+            "of an adapter cannot say so"
+        )
+    if mistaken or not written.as_in_peft:
+        on = " on AutoModelForCausalLM" if written.layers_served else ""
+        differences.append(
+            f"these files are for servers, which look up the names in the base's files; PEFT{on} reads "
+            f"{job.run.adapter.name}/ instead"
+        )
+    return differences
+
+
+def _unproven_by_servers(job: Conversion, written: _PlainAdapter, *, named: bool) -> list[str]:
+    """What is not proven of vLLM and SGLang; `named`: the base's files have tensors by whose names layers are found."""
+    unproven = ["vLLM and SGLang were not run; their limits are checked as of vLLM 0.33"]
+    if written.on_experts:
+        unproven.append("SGLang's names for experts, so that no command for it is given")
+    if not named:
+        unproven.append("whether the base's files have layers of these names: they are not safetensors files")
+    elif written.layers_served is None and "text_config" in job.architecture.sub_configs:
+        unproven.append("whether vLLM finds these layers, whose names in this type of checkpoint are unknown here")
+    return unproven
 
 
 def _prove_in_gguf(
-    job: Conversion, file: Path, whole: Any | None, folder: Path, trained: list[torch.Tensor],
-    base: list[torch.Tensor], differences: list[str],
-) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
-    """Compare the base in `file` with the adapter, `whole` (None: only llama.cpp reads it), with what was trained.
+    job: Conversion, in_gguf: tuple[Path, held_base.HeldWeights, list[str]], written: _PlainAdapter,
+    trained: list[torch.Tensor], base_logits: list[torch.Tensor],
+) -> tuple[dict[str, Any], dict[str, int] | None, list[str]]:  # fmt: skip
+    """Compare the base in a GGUF file, with the adapter, with what was trained.
 
-    Returns the facts of export.json, and what was not run.
+    `in_gguf`: the file, its weights and llama.cpp's differences. Returns the facts of export.json on the base, the
+    number of its weights and of those that differ (None: not decoded), and what was not proven.
     """
+    file, weights, differences = in_gguf
+    base = held_base.read(job, file, weights, base_dtype(job.config.adapter, job.config.training))
+    whole = base and written.on(base)
+    counted = held_base.weights(job, file, weights, read=whole is not None)
     held: dict[str, Any] = {
-        "file": f"{_BASE}/{file.name}" if file.is_relative_to(folder) else str(file.absolute()),
+        "weights_differing": counted and counted["differing"],
+        "file": f"{_BASE}/{file.name}" if file.is_relative_to(written.folder) else str(file.absolute()),
         "kind": job.config.output.serve if job.config.quantization.kind == "none" else job.config.quantization.kind,
     }
     if whole:
-        held |= job.served(proof.logits(whole, job.rows), trained, base)["served"]
-    held["llama_cpp"], unrun = held_base.run(job, file, folder / GGUF, trained, base, differences)
-    return held, unrun
+        held |= job.served(proof.logits(whole, job.rows), trained, base_logits)["served"]
+    lora = written.folder / GGUF
+    held["llama_cpp"], not_proven = held_base.run(job, file, lora, trained, base_logits, differences)
+    if counted is None:
+        not_proven.append("that programs but llama.cpp decode the base's weights to what was trained on")
+    return held, counted, not_proven
 
 
 def _write_base(job: Conversion, base: Any, folder: Path) -> dict[str, Any]:
@@ -215,7 +287,9 @@ def _write_base(job: Conversion, base: Any, folder: Path) -> dict[str, Any]:
 
 
 def file_groups(model: ModelSection) -> tuple[Any, list[streamed.ConversionGroup]] | None:
-    """The base without weights, and how the tensors of its safetensors files become its weights; None without them."""
+    """The base without weights, and how the tensors of its safetensors files become its weights; None without such
+    files.
+    """
     if not (files := _files(model)):
         return None
     base = build.weightless(model)
@@ -223,7 +297,9 @@ def file_groups(model: ModelSection) -> tuple[Any, list[streamed.ConversionGroup
 
 
 def served_names(base: Any, groups: list[streamed.ConversionGroup]) -> dict[str, str | None]:
-    """The name for a server of each weight of the model that is one tensor in the base's files, else None."""
+    """The name by which a server finds each weight of the model; None unless the weight is a single tensor of the
+    files.
+    """
     alone = {
         target: group.sources[0] if group.converter is None and len(group.sources) == 1 else None
         for group in groups
@@ -233,7 +309,7 @@ def served_names(base: Any, groups: list[streamed.ConversionGroup]) -> dict[str,
     if all(target in (source, f"{prefix}{source}") for target, source in alone.items() if source):
         # The names are the same, or the files are of a model without its head: every program adds the prefix to those.
         return {target: source and target for target, source in alone.items()}
-    kind = base.config.model_type  # of the composite model, if the class is of the whole
+    kind = base.config.model_type  # that of the composite model, if the class is for the whole
     alike = {target for target, source in alone.items() if source and server_names.alike(target, source, kind)}
     return {target: target if target in alike else source for target, source in alone.items()}
 
@@ -264,32 +340,6 @@ def _served(names: dict[str, str | None], layer: str) -> str:
             "by whose name they would find it. Export `merged` or `gguf` instead; PEFT reads adapter/ as it is"
         )
     return name.removesuffix(".weight")
-
-
-def _read(
-    base: Any, section: AdapterSection, renamed: dict[str, str], rank: int, folder: Path, on_experts: Experts
-) -> Any:
-    """`base` with the plain adapter as it was written to `folder`."""
-    plain = {"rank": rank, "alpha": rank, "ranks": {}, "rslora": False, "init": "default"}
-    if on_experts:
-        plain["expert_rank"] = on_experts.rank
-    read = adapter.adapted(base, section.model_copy(update=plain), inference_mode=True)
-    stored = load_file(folder / adapter_files.WEIGHTS)
-    pairs = {
-        name.removeprefix(_PREFIX).removesuffix(".lora_A.weight"): (down, stored[name.replace(".lora_A.", ".lora_B.")])
-        for name, down in stored.items()
-        if name.endswith(".lora_A.weight")
-    }
-    with torch.no_grad():
-        for name, layer in _layers(read).items():
-            if isinstance(layer, ParamWrapper):
-                down, up = on_experts.joined(name, pairs)
-                layer.scaling["default"] = 1.0
-            else:
-                down, up = pairs[renamed[name]]
-            layer.lora_A["default"].weight.copy_(down)
-            layer.lora_B["default"].weight.copy_(up)
-    return read.eval()
 
 
 def _overrides(job: Conversion) -> dict[str, Any]:

@@ -67,12 +67,12 @@ def make(job: Conversion, folder: Path) -> dict[str, Any]:
     weights = job.packed or RoundedWeights(job.run.merged, model.config, job.kind)
     written = write(job.run.merged, folder, model.config, job.kind, weights)
     differing = _put(model, written, job.packed, rounded=job.rounded is not None)
-    found, base = proof.logits(model, job.rows, job.shown), job.base_logits(dtype)
-    result = job.compare(f"model in {job.kind}", model, found, trained, base, _ROUNDOFF[job.kind])
+    logits, base = proof.logits(model, job.rows, job.shown), job.base_logits(dtype)
+    result = job.compare(f"model in {job.kind}", model, logits, trained, base, _ROUNDOFF[job.kind])
     return {
         "weights": {"count": sum(weight.numel() for weight in model.parameters()), "differing": differing},
         **asdict(result),
-        **job.served(found, trained, base),
+        **job.served(logits, trained, base),
         "compared_with": "the merged model",
         "known_differences": [ACTIVATIONS] if job.kind == "fp8" else [],
         "not_proven": ["vLLM and SGLang were not run"],
@@ -86,13 +86,13 @@ def _put(model: Any, written: Written, given: Mapping[str, nn.Parameter], *, rou
     """
     differing = 0
     for name, weight in model.named_parameters():
-        found = written[name].to(weight.device)
+        decoded = written[name].to(weight.device)
         expected = packed.exact(given[name]).to(weight.device) if name in given else weight.data
-        count = int((found != expected).sum())
+        count = int((decoded != expected).sum())
         if count and name in given:
             raise ArtifactError(f"{count:,} values of `{name}` are not those that were trained. Nothing was published")
-        differing += int((found != weight.data).sum()) if rounded else count
-        weight.data.copy_(found)
+        differing += int((decoded != weight.data).sum()) if rounded else count
+        weight.data.copy_(decoded)
     return differing
 
 
@@ -143,7 +143,7 @@ def together_of(name: str) -> Iterator[list[str]]:
 
 
 def rounded_names(model: Any, form: str) -> list[str]:
-    """The weights of a model on the meta device that are quantized: linear layers but the head, and experts."""
+    """The weights that are quantized in a model on the meta device: linear layers except the head, and experts."""
     names = quantizers.packed_names(model, library_config(QuantizationSection(kind="fp8"), None))
     weights, transposed = model.state_dict(), _transposed(model)
     if form == "mxfp4" and transposed:  # gpt-oss, of which programs read experts alone in that form

@@ -66,17 +66,7 @@ def export_model(
     with run.locked(), Signals():
         folder = run.path / form.folder
         if form.module:
-            with _out_of_memory_explained(run, format):
-                job = _conversion(run, config, form, kind)
-                promised = (config.output.way, config.output.serve) == ("rounded", job.kind)
-                rounded = rounded or (promised and _rounds(form))
-                if config.quantization.kind in (*serving.GGUF, "gguf") and form.merged and not (rounded or job.packed):
-                    _warn_of_rounding(run, kind)
-                if form.merged and config.adapter.kind == "lora" and not run.is_merged:
-                    merge_locked(run, config, terminal, note_beside_output)
-                record = _convert(_rounded(job, form) if rounded else job, format, form)
-            run.event("exported", format=format, error=record["error"], agreement=record["agreement"])
-            terminal.exported(folder, record)
+            record = _converted(run, config, format, kind, terminal, rounded=rounded)
         elif config.adapter.kind == "none":
             record = merging.whole(run, config)
         else:
@@ -95,6 +85,25 @@ def export_model(
         _refuse_lossy(folder, record, push, anyway=anyway)
         record["pushed"], record["also_there"] = upload.push(folder, push)
         terminal.pushed(record["pushed"], record["also_there"])
+    return record
+
+
+def _converted(
+    run: RunDirectory, config: Config, format: str, kind: str, terminal: Terminal, *, rounded: bool
+) -> dict[str, Any]:
+    """Convert the trained model to a format, merging it first if need be; returns the proof."""
+    form = FORMATS[format]
+    with _out_of_memory_explained(run, format):
+        job = _conversion(run, config, form, kind)
+        promised = (config.output.way, config.output.serve) == ("rounded", job.kind)
+        rounded = rounded or (promised and _rounds(form))
+        if config.quantization.kind in (*serving.GGUF, "gguf") and form.merged and not (rounded or job.packed):
+            _warn_of_rounding(run, kind)
+        if form.merged and config.adapter.kind == "lora" and not run.is_merged:
+            merge_locked(run, config, terminal, note_beside_output)
+        record = _convert(_rounded(job, form) if rounded else job, format, form)
+    run.event("exported", format=format, error=record["error"], agreement=record["agreement"])
+    terminal.exported(run.path / form.folder, record)
     return record
 
 
@@ -236,8 +245,9 @@ def _rounded(job: Conversion, form: ExportFormat) -> Conversion:
 
 
 def rounding_bytes(config: Config, device_type: str) -> int | None:
-    """Peak bytes on the device of the rounding with training rows that a job needs, of the base before it is trained or
-    of the merged model; None if nothing is rounded so.
+    """Peak bytes on the device while a job's base, before training, or its merged model is rounded with training rows.
+
+    None if neither is rounded with them.
     """
     if config.quantization.snap:
         return exact_start.planned_bytes(config, device_type)
@@ -260,7 +270,8 @@ def _convert(job: Conversion, name: str, form: ExportFormat) -> dict[str, Any]:
 def _merged_model(job: Conversion) -> dict[str, Any]:
     """The key `merged` of a record: how far the merged model is from the trained one, if they have different bases."""
     proof: dict[str, Any] = {**(job.run.kept("merged") or {})}
-    if proof.get("onto") != "16-bit" or not {"to_trained", "served"} <= proof.keys():  # which earlier versions lack
+    # Earlier versions did not write these.
+    if proof.get("onto") != "16-bit" or not {"to_trained", "served"} <= proof.keys():
         return {}
     kind = job.config.quantization.kind
     return {"merged": {"trained_on": kind, **proof["served"], "gain_kept": proof.get("gain_kept")}}

@@ -1,4 +1,6 @@
-"""Which rows of a packed weight a tensor of a file has, found by passing their numbers through what makes the file."""
+"""Which rows of a packed weight a tensor of a file has, found by passing row numbers through the code that makes the
+file.
+"""
 
 from __future__ import annotations
 

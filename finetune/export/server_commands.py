@@ -55,18 +55,19 @@ def _of_adapter(called: str, folder: Path, base: str, record: dict[str, Any]) ->
     overrides = record.get("base_overrides") or {}
     text, rope = json.dumps(overrides), overrides.get("rope_parameters", {})
     lines = dict[str, str]()
-    if allowed and not in_gguf:  # another base than the adapter was trained on
+    if allowed and not in_gguf:  # vLLM serves another base than a GGUF file
         lines["vLLM"] = _line(
             "vllm", "serve", base, "--enable-lora", "--max-lora-rank", allowed, "--lora-modules", f"{called}={folder}",
             *(["--hf-overrides", text] if rope else []),
         )  # fmt: skip
-    if not held and not record.get("expert_rank"):  # on a base in 16 bit alone
+    if not held and not record.get("expert_rank"):  # only for a base in 16 bit
         lines["SGLang"] = _line(
             "python", "-m", "sglang.launch_server", "--model-path", base, "--lora-paths", f"{called}={folder}",
             "--max-loras-per-batch", 1, *(["--json-model-override-args", text] if rope else []),
         )  # fmt: skip
-    written = in_gguf and not Path(held).is_absolute()  # with the adapter, and its scaling in the file
-    scaled = written or rope.get("rope_type") != "llama3"  # for which llama.cpp has no option
+    # The base's file was written with the adapter, and contains the scaling.
+    written = in_gguf and not Path(held).is_absolute()
+    scaled = written or rope.get("rope_type") != "llama3"  # llama.cpp has no option for Llama 3's scaling
     if record["gguf"] and scaled and (in_gguf or not held):
         scaling = ["--rope-scaling", rope["rope_type"], "--rope-scale", f"{rope['factor']:g}"] if rope else []
         lines["llama.cpp"] = _line(

@@ -30,7 +30,8 @@ def push(folder: Path, name: str) -> tuple[str, list[str]]:
 
     api = HfApi()
     try:
-        name = api.create_repo(name, private=True, exist_ok=True).repo_id  # with the account, if it was left out
+        # Completed with the account if that was left out.
+        name = api.create_repo(name, private=True, exist_ok=True).repo_id
         api.upload_folder(repo_id=name, folder_path=folder, commit_message=f"Upload {folder.name}")
         files = {*api.list_repo_files(name)} - {".gitattributes", *(file.name for file in folder.iterdir())}
     except Exception as error:  # its HTTP library raises others from version to version

@@ -190,7 +190,7 @@ class _TracedInference:
         layers = self.fake.layers
         for number, layer in enumerate(layers):
             for module in layer.modules():
-                if hasattr(module, "layer_idx"):  # its index in the KV cache, which is as short as the model
+                if hasattr(module, "layer_idx"):  # its index in the KV cache, which has as few layers as the model
                     module.layer_idx = number
             layer.register_forward_pre_hook(lambda *_, number=number: setattr(recorder, "layer", number))
         layers[-1].register_forward_hook(lambda *_: setattr(recorder, "layer", None))
@@ -214,7 +214,7 @@ class _TracedInference:
         with self._mode:
             if job.cache == "offloaded" and job.device.type == "cuda":
                 return _Offloaded(self.fake.base.config, self._recorder)
-            # On a fake CPU, where there is nothing to offload to.
+            # A fake CPU has no host to offload to.
             kind = "dynamic" if job.cache == "offloaded" else job.cache
             return caches.make(kind, self.fake.base.config, job.context)
 
@@ -229,11 +229,11 @@ class _TracedInference:
                 "attention_mask": torch.ones(rows, length, dtype=torch.long),
             }
         if rows == 1:
-            del inputs["attention_mask"]  # as `generate` does without padding
+            del inputs["attention_mask"]  # `generate` passes no mask without padding
         inputs = {name: value for name, value in inputs.items() if name in self._parameters}
         for value in inputs.values():
             recorder.keep(value, "activations")
-        # As `generate`: logits of the last position alone, where the model can do so.
+        # Like `generate`, ask for the logits of the last position only if the model can limit them.
         last = {"logits_to_keep": 1} if "logits_to_keep" in self._parameters else {}
         with self._mode, recorder:
             output = self.fake.model(**inputs, **last, past_key_values=cache, use_cache=True)

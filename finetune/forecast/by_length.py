@@ -19,11 +19,11 @@ from finetune.storage.records import UpTo
 At = Callable[[str, int], Forecast]
 """From a level of all layers and a length to the forecast of the largest micro-batch of rows up to that length."""
 
-# What a level must save of an epoch's predicted time, by itself, to be worth its forecasts.
+# The share of an epoch's predicted time that a level must save by itself to be worth its forecasts.
 _LEAST_SAVED = 0.01
 # Lengths are found to this part of the longest, or a little less: 64 of 2,048 tokens.
 _PARTS = 32
-# What grows with a micro-batch, of the categories of memory at a forecast's peak.
+# The categories of memory at a forecast's peak that grow with the micro-batch.
 _GROWING = ("layer_inputs", "activations", "loss", "workspace", "allocator_slack")
 
 

@@ -24,7 +24,7 @@ def kinds(model: nn.Module) -> list[Hashable]:
     config: Any = model.config
     per_layer = _per_layer(config.get_text_config(), len(layers(model)))
     untrained = {model.get_submodule(name) for name in linear_layers.untrained(model)}
-    seeing = _after_which_images_are_added(model)
+    seeing = _layers_that_images_enter(model)
     return [
         (_make_up(layer, untrained), *(repr(values[number]) for values in per_layer.values()), number < seeing)
         for number, layer in enumerate(layers(model))
@@ -36,8 +36,8 @@ def forms(model: nn.Module) -> list[Hashable]:
     return [tuple(tuple(recipes.remembered(part).items()) for part in layer.modules()) for layer in layers(model)]
 
 
-def _after_which_images_are_added(model: nn.Module) -> int:
-    """How many layers, the first ones, get features of the model of images added to what they return (DeepStack)."""
+def _layers_that_images_enter(model: nn.Module) -> int:
+    """The number of first layers to whose outputs the model of images adds features (DeepStack)."""
     if not composite.beside_language(model):
         return 0
     return len(getattr(model.config.vision_config, "deepstack_visual_indexes", None) or ())

@@ -108,7 +108,8 @@ def _loss_on_cuda(triton: bool, recorder: TraceRecorder) -> Iterator[None]:
     """
 
     def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-        # On CUDA one product that adds into `total`; here one as large, into a part of it, so that it is counted.
+        # On CUDA this is one product added into `total`. Here an equally large one is written into part of it, to be
+        # counted.
         torch.mm(left, right, out=total.view(left.dtype)[:, : total.shape[1]])
 
     with (

@@ -97,7 +97,7 @@ def find(name: str, memory: MemorySection) -> Device:
     MachineError for `auto` where there is no card.
     """
     if name == "cpu":
-        return _cpu(memory.budget)  # a limit is a card's
+        return _cpu(memory.budget)  # `memory.limit` is only for GPUs
     budget_bytes = _budget(memory)
     if name == "auto":
         if not torch.cuda.is_available():

@@ -104,7 +104,7 @@ def _repetition(kinds: Sequence[Hashable], sizes: Sequence[Hashable], start: int
 
 
 def _units(sizes: Sequence[Hashable], start: int, size: int, times: int) -> list[Hashable]:
-    """What the sizes of each unit of a run follow from."""
+    """For each unit of a run, the keys that decide the sizes of its blocks."""
     return [tuple(sizes[first : first + size]) for first in range(start, start + size * times, size)]
 
 
@@ -126,7 +126,9 @@ def _standing(sizes: Sequence[Hashable]) -> list[int]:
 
 
 def _side_by_side(kept: Sequence[int], sizes: Sequence[Hashable]) -> list[int]:
-    """The kept units of a run in the order of the short model: first, those between by their size, and the last two."""
+    """The kept units of a run in the order of the short model: the first, those in the middle by size, and the last
+    two.
+    """
     between = [number for number in kept if 0 < number < len(sizes) - 2]
     seen = list(dict.fromkeys(sizes[number] for number in between))
     between.sort(key=lambda number: seen.index(sizes[number]))

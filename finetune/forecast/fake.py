@@ -37,7 +37,7 @@ def fill(model: nn.Module, section: QuantizationSection, mode: FakeTensorMode) -
                     made[id(parameter)] = parameter, _fake(parameter, section)
                 setattr(module, name, made[id(parameter)][1])
             if state := getattr(getattr(module, "weight", None), "quant_state", None):
-                module.quant_state = state  # as bitsandbytes' layers keep it
+                module.quant_state = state  # bitsandbytes' layers keep it there too
             for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
                 setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
 

@@ -250,7 +250,8 @@ class FakeZero(TracedEngine):
             self._norm(largest)
         elif not self._cuts_weights:
             if self._accumulated:
-                self._make(sum(one.held for one in self._partitions), "workspace")  # then added to what is there
+                # Added to the accumulated gradients afterwards.
+                self._make(sum(one.held for one in self._partitions), "workspace")
             elif self._reduced is None:
                 self._gather_reduced()
         if not self._cuts_weights:
@@ -266,7 +267,7 @@ class FakeZero(TracedEngine):
     # -- the update ----------------------------------------------------------------------------------------------------
 
     def update(self) -> None:
-        """Nothing: `clip` has updated the weights."""
+        """Do nothing: `clip` has updated the weights."""
 
     def clip(self, max_norm: float) -> Any:
         """Clip and update (`step` of both optimizers)."""
@@ -312,17 +313,18 @@ class FakeZero(TracedEngine):
                     self._recorder.transfers(sent_bytes=(self._ranks - 1) * whole_bytes // self._ranks)
             self._recorder.layer = None
         else:
-            # With stage 1 the gradients as well, which are sent once a step.
+            # Stage 1 also sends the gradients once a step.
             copied = 2 * own if self._offloads else 0
             self._recorder.transfers(sent_bytes=3 * sent if self._stage == 1 else sent, copied_bytes=copied)
         states = max(sum(value.dim() > 0 for value in state.values()) for state in self._updates.state.values())
-        self._recorder.transfers(swapped_bytes=(2 + states) * swapped)  # with weights and gradients
+        # Weights and gradients in addition to the states.
+        self._recorder.transfers(swapped_bytes=(2 + states) * swapped)
 
     # -- weights in parts (stage 3) ------------------------------------------------------------------------------------
 
     def _partition(self) -> None:
         """`Init` and the hooks of parameter_offload.py, `_register_deepspeed_module`."""
-        head = self._base.get_output_embeddings().weight  # which the loss reads without calling the head
+        head = self._base.get_output_embeddings().weight  # the loss reads it without calling the head
         for weight in self.model.parameters():
             persists = weight.numel() <= PERSISTENT
             category = "adapter" if weight.requires_grad else "base_weights"
@@ -340,7 +342,7 @@ class FakeZero(TracedEngine):
             self._parts[weight].own = flat[start : start + numbers]
             start += numbers
         for weight, part in self._parts.items():
-            if part.persists:  # those are whole but for the update, which takes less than a pass
+            if part.persists:  # gathered except during the update, which takes less memory than a pass
                 self._recorder.layer = self._layer_of(weight)
                 self._gather([weight])
         self._recorder.layer = None

@@ -49,8 +49,8 @@ class NothingFits(OutOfMemoryError):
 class Fitted:
     """The chosen config, its forecast, and the reason for each value.
 
-    `tried` is the number of settings that were forecast, and `find_everything` finds `everything`. `levels` are those
-    worth their bytes, from nothing recomputed to everything; none where that was not a question.
+    `tried` is the number of settings that were forecast, and `find_everything` finds `everything`. `levels` are the
+    levels worth their bytes, from nothing recomputed to everything; empty if checkpointing was not to be chosen.
     """
 
     config: Config
@@ -215,14 +215,14 @@ class _Search:
             return self._try(rows, recomputed, offload, tile)
 
         def fits(recomputed: Any) -> bool:
-            # With nothing recomputed there is nothing to offload, so that this is no offloading setting.
+            # If nothing is recomputed, there are no inputs to offload: not a setting to choose.
             return (offload, recomputed) != ("checkpoints", "none") and self._fits(tried(recomputed)[1])
 
         def guess(low: int, high: int) -> int:
             return self._guess(tried(steps[low])[1], tried(steps[high])[1], low, high)
 
         if than is None:
-            if not self.known and fits("none"):  # a small job is done with one forecast
+            if not self.known and fits("none"):  # one forecast is enough for a small job
                 return tried("none")
             if not fits("all"):
                 return None

@@ -12,7 +12,7 @@ from finetune.forecast.job_forecast import Forecast
 from finetune.model.source.vision import Vision
 
 _LEAST_EDGE, _MOST_EDGE = 64, 8192  # pixels
-# From one tried edge to the next: a quarter of a doubling.
+# The ratio of one tried edge to the next: a quarter of an octave.
 _STEP = 2**0.25
 
 

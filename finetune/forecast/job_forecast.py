@@ -145,7 +145,7 @@ class Forecast:
         ]
 
     def beside(self, peaks: Mapping[str, Peak]) -> dict[str, Any]:
-        """The contents of forecast.json: the forecast and, once there is something, what was measured."""
+        """The contents of forecast.json: the forecast and, once something was measured, the measurements beside it."""
         differences = [{**asdict(each), "relative": round(each.relative, 5)} for each in self.differences(peaks)]
         return {**self.as_dict(), "measured": peaks, "differences": differences}
 
@@ -155,14 +155,15 @@ def make(trace: Trace, device: Device, batch: LargestBatch, attention: str, run:
     replay = replayed(trace, device, lambda replay: replay.train(run))
     step = trace.work(("forward", "backward")) * run.micro_batches + trace.work(("optimizer",)) * 0.5
     if run.copied:
-        step.sent_bytes += averaging_bytes(sum(replay.sizes("adapter")), run.gpus)  # of a step's last micro-batch
+        # Gradients are averaged in the last micro-batch only.
+        step.sent_bytes += averaging_bytes(sum(replay.sizes("adapter")), run.gpus)
     phases = {name: replay.phases[name] for name in PHASES if name in replay.phases}
     if run.merge_bytes:
         phases["merge"] = {"allocated_bytes": run.merge_bytes, "reserved_bytes": run.merge_bytes}
     categories, least = replay.at_peak(), run.merge_bytes if run.merges else 0
-    if least > replay.peak_reserved_bytes:  # by then the job's own memory is given back
+    if least > replay.peak_reserved_bytes:  # the job's own memory is released before the merge
         categories = {**dict.fromkeys(categories, 0), "base_weights": least, **outside_by_category(device)}
-    # Of this step and the next, and once more as a micro-batch's are joined.
+    # The images of this step and the next, and those of one micro-batch again while they are joined.
     waiting = run.pixel_bytes * (2 * run.micro_batches + 1)
     outside = device.outside_bytes if device.type == "cpu" else run.checkpoint_bytes + waiting
     return Forecast(

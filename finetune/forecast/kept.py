@@ -30,9 +30,10 @@ from finetune.storage import private
 
 _FOLDER = "forecasts"
 _MOST_FILES = 500
-# Keys of a training's course, which take no memory. (What the seed decides, the largest batches, is in the key.)
+# Keys of the course of a training, which do not change its memory. (The largest batches, which depend on the seed, are
+# in the key.)
 _COURSE = {"learning_rate", "schedule", "warmup", "epochs", "max_steps", "seed", "eval_every", "early_stopping"}
-# Sections and keys that no forecast depends on: that, where a job's files are, and who watches it.
+# Sections and keys that no forecast depends on: the course, where a job's files are, and trackers.
 _IRRELEVANT: Any = {"tracking": True, "output": {"dir", "save_every"}, "data": {"train", "eval"}, "training": _COURSE}
 _MEMORY = ("budget_bytes", "outside_bytes")
 _RATES = ("flops", "bandwidth_bytes", "call_seconds")

@@ -38,7 +38,7 @@ _VARLEN = "torch_attn::_varlen_attn"
 # aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, `mha_bwd`).
 _FLASH_LENGTH, _FLASH_HEAD = 128, 32
 _MASK_ROW = 8
-# Of truth values, such as which pixels are black: they are copied as integers first, on either device (torch 2.13,
+# A sum of booleans, such as a mask of black pixels, first copies them as integers on both devices (torch 2.13,
 # aten/src/ATen/native/ReduceOpsUtils.h `make_reduction`).
 _SUM = "aten::sum.dim_IntList"
 
@@ -214,7 +214,7 @@ def _grouped_product(
 ) -> Any:
     """Products of experts in any type; torch's own shape function knows bfloat16 alone (torch 2.13)."""
     if b.dim() == 3:
-        return torch.mm(a, b[0])  # as many operations: each row meets one expert
+        return torch.mm(a, b[0])  # the same number of operations: each row meets one expert
     return torch.empty(offs.numel(), a.shape[0], b.shape[1], dtype=a.dtype)
 
 

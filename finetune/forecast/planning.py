@@ -53,9 +53,9 @@ from finetune.training.collator import micro_batching
 # A lever that saves less than this share is not worth mentioning.
 _LEAST_SAVED = 0.005
 _TRACED_TOKENS = 16
-# Of rows and tokens, above what any job needs.
+# Rows and tokens above what any job needs.
 _MOST = 2**20
-# Of an epoch, from whose lengths the worth of recomputing less is judged.
+# Rows of an epoch whose lengths decide whether recomputing less is worthwhile.
 _ROWS_SEEN = 100_000
 
 
@@ -333,7 +333,8 @@ class Planner:
     ) -> tuple[list[LargestBatch], LargestBatch | None]:
         """The largest training micro-batches that data and sampler can produce, and that of the evaluation set.
 
-        Training rows are at most `most_tokens` long.
+        Training rows are at most `most_tokens` long. Without data, and with a `data.max_length` other than the job's,
+        all rows are assumed to be as long as that.
         """
         way, step_rows = micro_batching(config, self.architecture), self._share(config)
         if config.model.vision != "none" and self.data is None:
@@ -350,22 +351,30 @@ class Planner:
             if self.data and self.data.vision:
                 longest = [batching.with_most_images(Sizes.of(self.data.train, way), batch) for batch in longest]
             return longest, None if config.data.eval == "none" else longest[0]
-
-        def largest(rows: Any, most_tokens: int | None) -> list[LargestBatch]:
-            sizes = Sizes.of(rows, way).no_longer(most_tokens)
-            return batching.worst_batches(sizes, way, step_rows, "the data's rows")
-
-        key, data = (way, step_rows, most_tokens), self.data
-        assert data is not None, "without rows, the longest are assumed"
+        key = way, step_rows, most_tokens
         if key not in self._largest:
-            evaluation = None
-            if data.eval is not None:
-                held_out = largest(data.eval, most_tokens if shorter else None)
-                evaluation = max(held_out, key=lambda batch: batch.positions + batch.area)
-                most = max(batch.trained_tokens for batch in held_out)  # of rows with fewer images, perhaps
-                evaluation = replace(evaluation, trained_tokens=min(most, evaluation.positions))
-            self._largest[key] = largest(data.train, most_tokens), evaluation
+            self._largest[key] = (
+                _largest_of(self.data.train, way, step_rows, most_tokens),
+                _largest_of_eval(self.data, way, step_rows, most_tokens if shorter else None),
+            )
         return self._largest[key]
+
+
+def _largest_of(rows: Any, way: MicroBatching, step_rows: int, most_tokens: int | None) -> list[LargestBatch]:
+    """The largest micro-batches of the rows of at most `most_tokens` (None: of all)."""
+    return batching.worst_batches(Sizes.of(rows, way).no_longer(most_tokens), way, step_rows, "the data's rows")
+
+
+def _largest_of_eval(
+    data: Prepared, way: MicroBatching, step_rows: int, most_tokens: int | None
+) -> LargestBatch | None:
+    """One micro-batch of the evaluation set that takes as much as any, as `_largest_of`; None without that set."""
+    if data.eval is None:
+        return None
+    batches = _largest_of(data.eval, way, step_rows, most_tokens)
+    largest = max(batches, key=lambda batch: batch.positions + batch.area)
+    most = max(batch.trained_tokens for batch in batches)  # perhaps those of rows with fewer images
+    return replace(largest, trained_tokens=min(most, largest.positions))
 
 
 def _less_recomputed(fitted: Fitted, layers: int) -> list[str]:
@@ -526,9 +535,9 @@ def planner_for(
         architecture = load_architecture(config.model, listed=True)
     adapter = config.adapter
     rank = max([adapter.rank, *adapter.ranks.values()])
-    above = rank > getattr(architecture.get_text_config(), "hidden_size", rank)  # what most layers have
+    above = rank > getattr(architecture.get_text_config(), "hidden_size", rank)  # the width of most layers
     named = adapter.targets != "all-linear" or adapter.extra_modules or adapter.ranks or adapter.init != "default"
-    if above or named or adapter.start_from:  # what may be wrong is reported before the data is read, as in training
+    if above or named or adapter.start_from:  # report what may be wrong before reading the data, as in training
         build.blueprint(config, architecture, _attention(config, architecture, device)).check(adapter)
     data = _data(config, architecture)
     planner = Planner(reference_scores.decided(config, data), architecture, device, data, gpus)

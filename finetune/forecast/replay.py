@@ -115,7 +115,7 @@ class Replay:
             self._allocator.free(self._allocator.allocate(sum(self.sizes("base_weights"))))
         self.play(self._trace.stretches[:loaded])
         if self._allocator:
-            self._allocator.empty_cache()  # as `load_base` does
+            self._allocator.empty_cache()  # `load_base` does the same
         self._add(self._device.workspace_bytes, "workspace")
         return loaded
 
@@ -128,7 +128,7 @@ class Replay:
         first = phases.index("forward")
         after = [index for index in range(first, len(phases)) if phases[index] not in _STEP]
         last = next((index for index in after if phases[index] != "save"), len(phases))
-        end = after[0] if after else last  # from there on what a save still sees is freed
+        end = after[0] if after else last  # the end of the last stretch whose blocks a save sees
         step = stretches[first:last]
         update = next((index for index in range(first, last) if phases[index] == "optimizer"), last)
         loaded = self.load(from_files=run.from_files)
@@ -155,7 +155,7 @@ class Replay:
         """Bytes that a checkpoint copies in the device's own memory: on a CPU, which has no other."""
         if self._device.type != "cpu" or not run.checkpoint_bytes:
             return 0
-        # Before weights and states are copied, the state of torch's random numbers is (`RandomState`).
+        # The state of torch's random numbers is copied before weights and states are (`RandomState`).
         return max(run.checkpoint_bytes, torch.get_rng_state().nbytes)
 
     def _join_processes(self) -> None:

@@ -44,7 +44,8 @@ _ALL = ("aten::all", "aten::eq.Scalar")
 # Derivatives do these in place, but never for a subclass of Tensor (torch 2.13, derivatives.yaml `max`,
 # FunctionsManual.cpp `index_backward`).
 _IN_PLACE = {"aten::scatter.src": _aten.scatter_.src, "aten::index_put": _aten.index_put_.default}
-# What FSDP2 gathers weights into, and scatters gradients from (torch 2.13, _fsdp_collectives.py).
+# Operators that make the buffers which FSDP2 gathers weights into and scatters gradients from (torch 2.13,
+# _fsdp_collectives.py).
 _BUFFERS: dict[str, Any] = {
     "fsdp::all_gather_copy_in": lambda args, named: [args[1]],
     "fsdp::split_with_sizes_copy": lambda args, named: named["out"],
@@ -165,16 +166,16 @@ class TraceRecorder(TorchDispatchMode):
         self._blocks: list[TracedBlock] = []
         self._stretches: list[Stretch] = []
         self._living: dict[int, list[Any]] = {}
-        self._made_by = WeakTensorKeyDictionary()  # of tensors of one element, the operator's name
+        self._made_by = WeakTensorKeyDictionary()  # names of operators, by their results of one element
         self._programs: dict[Hashable, _Program] = {}
         self._by_layer_of_input = self._turn = False
         self.phase = "load"
         self.layer: int | None = None
         self.category = "activations"
         self.managed = self.shards_on_host = False
-        # Of each table the first case that applies decides.
+        # In each table, the first case that applies decides.
         self._not_recorded: tuple[_Case, ...] = (
-            # Of a DTensor only views are taken, but torch tries those out on tensors of its own.
+            # Only views are taken of a DTensor, but torch tries them out on tensors of its own.
             (lambda call: DTensor in call.types, _Call.run),
             (lambda call: call.name == "aten::_local_scalar_dense", self._read),
         )
@@ -235,7 +236,7 @@ class TraceRecorder(TorchDispatchMode):
             self._blocks[number].managed = managed
 
     def omit(self, tensor: torch.Tensor | None) -> None:
-        """Let a block that was recorded already take no memory."""
+        """Count a block that was already recorded as taking no memory."""
         if tensor is not None and (number := self._number(tensor)) is not None:
             self._blocks[number].bytes = 0
 
@@ -344,7 +345,7 @@ class TraceRecorder(TorchDispatchMode):
         Its output is no workspace, but for `_OF_WORKSPACE`.
         """
         category = "workspace" if call.name in _OF_WORKSPACE else self.category
-        followed = call.inputs if self._by_layer_of_input else ()  # to whose layers the inner operators go
+        followed = call.inputs if self._by_layer_of_input else ()  # inner operators are assigned to the layers of these
         layers = [self.layer, *map(self._layer_of, followed)]
         turns = [self._category_of(tensor) in _TURNED_TO for tensor in followed] if self._turn else ()
         places = (*map(layers.index, layers),), (*turns,), bool(followed)
@@ -471,7 +472,7 @@ class TraceRecorder(TorchDispatchMode):
             work.moved_bytes += moved_bytes
             return
         whole = max(1, sum(tensor.nbytes for tensor in over_layers))
-        for tensor in over_layers:  # to each layer its share, which `extrapolate` repeats
+        for tensor in over_layers:  # each layer gets its share, which `extrapolate` repeats
             self.layer = self._layer_of(tensor)
             self._stretch().work.moved_bytes += moved_bytes * tensor.nbytes // whole
 

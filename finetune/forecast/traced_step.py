@@ -54,7 +54,7 @@ from finetune.training.step import Step
 
 # bitsandbytes 0.50, `Optimizer8bit.get_state_buffer`: smaller tensors are not paged.
 _PAGED_STATES, _PAGED_FROM = ("state1", "state2"), 100_000
-# Up to this many tokens are one tile, however many the config allows (kernels/head.py takes no fewer at a time).
+# Up to this many tokens are one tile, whatever the config says (kernels/head.py takes at least as many at a time).
 _ONE_TILE = 512
 
 ENGINES: dict[str, type[TracedEngine]] = {"fsdp": FakeSharded, "deepspeed": FakeZero}
@@ -278,7 +278,7 @@ class _TracedStep:
 
     def _attach(self, base: Any, section: AdapterSection) -> Any:
         config, memory = self._config, self._config.memory
-        # With checkpointing switched on, for other settings; what is recomputed is chosen later.
+        # Checkpointing is switched on for the sake of other settings; what is recomputed is chosen later.
         if memory.checkpointing in ("none", 0) and base.supports_gradient_checkpointing:
             memory = memory.model_copy(update={"checkpointing": "all"})
         return build.trainable(
@@ -307,7 +307,7 @@ class _TracedStep:
         )  # fmt: skip
 
     def change(self, setting: StepSetting, kept: _KeptLayers) -> None:
-        """Be the model of another setting, whose layers are of the same kinds."""
+        """Become the model of another setting with layers of the same kinds."""
         self._vision = setting.vision
         self._configure(setting.config)
         self.kept = kept
@@ -318,7 +318,7 @@ class _TracedStep:
         self.recorder.phase = "after"
         self._computed_last = None
         for module in self._model.modules():
-            if "rope_deltas" in vars(module):  # of the last batch, which models of images keep to generate from it
+            if "rope_deltas" in vars(module):  # models of images keep it from the last batch, for generation
                 module.rope_deltas = None
         return self.recorder.rewind(self._start)
 
@@ -389,7 +389,7 @@ class _TracedStep:
         """Follow the pass through the layers: forward by hooks on modules, backward by hooks on their outputs."""
         recorder = self.recorder
         for number, layer in enumerate(self._layers):
-            # Before a sharded layer's own hooks, which gather its weights.
+            # Runs before a sharded layer's own hooks, which gather its weights.
             layer.register_forward_pre_hook(self._enters(number), with_kwargs=True, prepend=True)
             layer.register_forward_hook(self._leaves(number), prepend=True)
 
@@ -406,7 +406,7 @@ class _TracedStep:
     def _enters(self, number: int) -> Any:
         def hook(module: Any, args: Any, kwargs: Any) -> None:
             hidden = args[0] if args else kwargs["hidden_states"]
-            if self._placement and number == 0:  # once they have this gradient, the layers have reduced theirs
+            if self._placement and number == 0:  # when this gradient arrives, all layers have reduced theirs
                 self._on_gradient(hidden, None)
             self.recorder.layer = number
             if module.gradient_checkpointing and module.training:
@@ -472,10 +472,10 @@ class _TracedStep:
         """
         self.recorder.phase = "optimizer"
         optimizer = self.engine.optimizer
-        if self._device.type == "cpu":  # on a card they are made on the host, and moved with the first 8-bit state
+        if self._device.type == "cpu":  # on a GPU they start on the host, and are moved with the first 8-bit state
             for code in getattr(optimizer, "name2qmap", {}).values():
                 self.recorder.keep(code, "optimizer_states")
-        start = self._random_state()  # of the warm-up
+        start = self._random_state()  # kept by the warm-up
         if self.engine.updates_weights:
             if isinstance(optimizer, Optimizer8bit):
                 with self._recording(), self.recorder.follow_layers():
@@ -496,7 +496,8 @@ class _TracedStep:
                 self._make_gradients()
         inputs = self._inputs(batch)
         others = self._on_host(inputs, micro_batches - 1)
-        start, retry = self._random_state(), self._random_state()  # of the warm-up, and of each step in it
+        # Kept by the warm-up, and by the retries of each of its steps.
+        start, retry = self._random_state(), self._random_state()
         with self._recording():
             if self._step.objective.step_mean:
                 self._step.take_mean(self._step.sum_before([inputs]))
@@ -590,7 +591,7 @@ class _TracedStep:
 
     def _mark_gradients(self) -> None:
         for parameter, _ in self._trained():
-            if parameter.grad is not None:  # as DeepSpeed leaves none
+            if parameter.grad is not None:  # DeepSpeed leaves no gradients
                 self.recorder.mark(self._held(parameter.grad), "gradients", managed=self.recorder.shards_on_host)
 
     def _update(self) -> None:
@@ -617,10 +618,10 @@ class _TracedStep:
 
     def _inputs(self, batch: LargestBatch) -> Inputs:
         """A batch as the collator makes it. Where packed rows begin is known, which decides what attention takes."""
-        # With a mask transformers looks for padding in it; without one, whether positions start anew, as packed.
+        # transformers looks for padding in a mask and, without one, for positions that restart as in packed rows.
         uneven = (batch.padded and self._step.masked) or len(batch.packed) > 1
         known = KnownValues() if batch.area else None
-        # Of a batch with images the mask of its padding is known, and the masks of pixels leave nothing out.
+        # For a batch with images, the padding mask is known, and the masks of pixels leave nothing out.
         self.recorder.answers = Answers(
             uneven and not known, batch.trained_tokens, batch.positions, self._routing, known
         )
@@ -635,7 +636,8 @@ class _TracedStep:
             plain = _without_values(inputs)
         if known:
             _know(known, plain, inputs, padded=batch.padded)
-        # On a card the images of the rows are joined on the host, and what is recorded as joined is their copy there.
+        # With a GPU the images of the rows are joined on the host, and the tensor recorded as joined is their copy on
+        # the GPU.
         here = {name: value for name, value in plain.items() if name != IMAGES}
         moved = plain if self._device.type == "cpu" else for_model(here, masked=self._step.masked)
         for value in _tensors(moved):

@@ -54,7 +54,7 @@ def before(
     prompts = [(each, generation.prompt_ids(each.prompt, tokenizer, config.data.control_tokens)) for each in asked]
     # Training rows are truncated, questions are not.
     short = [(each, ids) for each, ids in prompts if len(ids) < positions]
-    # Of images, the ids say nothing.
+    # Token ids do not identify images.
     key = (config.training.precision, *(tuple(ids) for _, ids in short)) if seen is None else object()
     computed = {} if computed is None else computed
     try:

@@ -198,7 +198,7 @@ def converse(ready: Ready, settings: Settings, say: Callable[[str], None], note:
         except EOFError:
             say("\n")
             return
-        except KeyboardInterrupt:  # as in a shell, which drops the line
+        except KeyboardInterrupt:  # drops the line, like a shell
             say("\n")
             continue
         except UnicodeDecodeError as error:

@@ -77,7 +77,7 @@ def evaluate(
     _refuse_values(limit, metrics=metrics, tasks=tasks, models=models)
     config = _config(run, data, answers=bool(metrics or tasks), trust_remote_code=trust_remote_code)
     chosen = _chosen(run, models, adapts=config.adapter.kind == "lora")
-    exports = _exports(run)  # before anything is measured, as one may be damaged
+    exports = _exports(run)  # read first, since one may be damaged
     tokenizer = load_tokenizer(config.model, run.data(config.data))
     seen = vision_of(config, tokenizer)
     with_loss = _has_rows(config.data, tokenizer, seen, needed=bool(metrics or data) or not tasks)  # tasks need none
@@ -117,14 +117,19 @@ def evaluate(
     }  # fmt: skip
     scores = Scores(record)
     terminal.show(scores)
+    _write(run, record, job.lines(results))
+    return scores
+
+
+def _write(run: RunDirectory, record: EvaluationRecord, lines: list[dict[str, Any]] | None) -> None:
+    """Write eval.json, the `lines` of eval_answers.jsonl and, if the run has one, the report."""
     # In this order, a kill leaves no answers of one evaluation beside the figures of another.
     run.eval_answers_file.unlink(missing_ok=True)
     write_json(run.eval_file, record)
-    if metrics or job.scored:
-        write_lines(run.eval_answers_file, job.scored.lines(results) if job.scored else job.answered(results))
+    if lines is not None:
+        write_lines(run.eval_answers_file, lines)
     if run.report_file.exists():
         page.write(run)
-    return scores
 
 
 def _refuse_values(limit: int | None, **lists: Sequence[str]) -> None:
@@ -277,8 +282,14 @@ class _EvaluationJob:
         also = "; answers that are not to be preferred count like the others" if objective.reference else ""
         return [f"{note}{also}."]
 
-    def answered(self, by_model: dict[str, ModelResults]) -> list[dict[str, Any]]:
-        """The lines of eval_answers.jsonl: each question with the answers and their scores by model."""
+    def lines(self, by_model: dict[str, ModelResults]) -> list[dict[str, Any]] | None:
+        """The lines of eval_answers.jsonl: each question with the answers and their scores by model, or each row that
+        the models score; None if they did neither.
+        """
+        if self.scored:
+            return self.scored.lines(by_model)
+        if not self.metrics:
+            return None
         return [
             {
                 "row": row.location,
@@ -312,8 +323,9 @@ def _each(
 
 
 def _gain_kept(measures: list[Measure]) -> dict[str, float]:
-    """The share of what training took off the base's loss that each other model has off too; empty without both, or if
-    training may have taken nothing off.
+    """The share of training's reduction of the base's loss that each other model keeps.
+
+    Empty without the base and the adapter, or if training may not have reduced the loss.
     """
     losses: dict[str, Any] = next((one["models"] for one in measures if one["name"] == "loss"), {})
     if not losses.keys() >= {"base", "adapter"}:

@@ -213,7 +213,7 @@ class _Generation:
             yield from (answered[at] for at in window)
 
     def _takes_batches(self) -> bool:
-        """Whether a row's logits are the same behind padding (which recurrent models may read) and beside another."""
+        """Whether a row's logits are the same behind padding, which a recurrent model may read, and beside another."""
         tokens = min(probes.TOKENS, (self._positions or math.inf) // 2 - 1)
         [row], [other] = (one.tolist() for one in probes.rows(2, int(tokens), self._model))
         alone, beside = self._second_logits([row]), self._second_logits([row, other + other])
@@ -295,7 +295,7 @@ class _Generation:
         whole = self._tokenizer.decode(ids[:end], skip_special_tokens=True)
         text = _before_stop(whole, self._settings.stop)
         tokens = len(ids[:end])
-        if end is None or len(text) < len(whole):  # else the last token is an end, and may be the one that pads
+        if end is None or len(text) < len(whole):  # else the last token ends the answer, and may equal the pad token
             while tokens and ids[tokens - 1] == self._tokenizer.pad_token_id:
                 tokens -= 1
         return Answer(text.strip(), tokens, end is not None or len(text) < len(whole) or tokens < room)

@@ -93,7 +93,7 @@ class Ready:
         self._positions.prompt(len(ids))
         with blaming_base(self.config.model):
             answer = generation.stream(self.model, self.tokenizer, ids, settings, say, self._shown([prompt]))
-        # On a line of its own, below the answer.
+        # The note goes on a line of its own below the answer.
         self._positions.answer(len(ids), answer.tokens, lambda: say("\n"))
         return answer
 

@@ -66,7 +66,7 @@ class Tasks:
             raise ConfigError(
                 f"task `{name}` is not known; {hint}`lm_eval ls tasks` lists all; a file of your own ends in .yaml"
             ) from None
-        except Exception as error:  # what YAML, a task's own code and `datasets` raise
+        except Exception as error:  # YAML, a task's own code and `datasets` may raise anything
             raise ConfigError(f"task `{name}` cannot be loaded: {type(error).__name__}: {first_line(error)}") from error
 
     def run(self, model: Any, tokenizer: Any) -> Iterator[Scored]:
@@ -87,7 +87,7 @@ class Tasks:
                 )  # fmt: skip
             except (MemoryError, RuntimeError):
                 raise
-            except Exception as error:  # what a task's templates, filters and code raise
+            except Exception as error:  # a task's templates, filters and code may raise anything
                 raise ConfigError(f"a task failed: {type(error).__name__}: {first_line(error)}") from error
         assert results is not None, "rank 0 gets results"
         return _scored(results)

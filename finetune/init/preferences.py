@@ -25,7 +25,7 @@ _OF_SEVERAL = (
 
 def asked(given: Mapping[str, Any]) -> tuple[str, str] | None:
     """The key that asks for other training than supervised, and what it asks for, in our words if we have it."""
-    if given.get("reward_model") is True:  # of Axolotl; the path of one, in LLaMA-Factory, is for PPO
+    if given.get("reward_model") is True:  # Axolotl's; in LLaMA-Factory it is the path of a reward model for PPO
         return "reward_model", "reward"
     for key in ("rl", "stage"):
         value = _word(given.get(key))

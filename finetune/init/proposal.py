@@ -45,7 +45,7 @@ _STEPS, _MOST_EPOCHS = 150, 10
 _BATCHES, _STEPS_AN_EPOCH = (16, 8, 4), 20
 # Pairs are seen fewer times: with more, DPO drives the margin up and both answers become less likely.
 _MOST_EPOCHS_OF_PAIRS = 3
-# By format: the objective, and why.
+# The objective for each format of preferences, and why.
 _OF_PREFERENCES = {
     "pairs": ("dpo", "rows have a chosen and a rejected answer"),
     "unpaired": ("kto", "rows have an answer that is labelled good or bad"),
@@ -183,7 +183,8 @@ def _by_rows(draft: Draft, data: Prepared, rows: str, architecture: Any) -> str:
     whole = [row.tokens or 0 for each in counts for row in each.affected if row.why == TOO_LONG]
     longest = max(*whole, *(each.longest for each in counts), 1)
     positions = bounds.positions(architecture)
-    length = min(math.ceil(longest / _GRAIN_TOKENS) * _GRAIN_TOKENS, positions or longest)
+    length = math.ceil(longest / _GRAIN_TOKENS) * _GRAIN_TOKENS
+    length = min(length, positions or length)
     cut = f"; the model has {positions:,} positions" if longest > length else ""
     draft.take("data.max_length", length, f"the longest row has {_counted(longest, 'token')}{cut}")
     if data.eval_counts:

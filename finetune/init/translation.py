@@ -152,7 +152,7 @@ def _take_key(draft: Draft, key: str, given: Mapping[str, Any], tool: Tool, take
 
 def _take(draft: Draft, settings: other_names.KeyValues | None, reason: str) -> bool:
     """Add settings to the draft and return True, or return False where the config would not be valid with them."""
-    if settings is None:  # as a default may have no counterpart
+    if settings is None:  # a default may have no counterpart
         return False
     more = Draft(values=draft.values | settings)
     try:

@@ -33,7 +33,7 @@ class Kernel:
     layers: Callable[[nn.Module], list[nn.Module]] = lambda module: []
 
 
-# In this order: a layer that an attention or an MLP computes is not replaced by itself.
+# The order matters: a layer that an attention or an MLP computes is not replaced by itself.
 KERNELS: dict[str, Kernel] = {
     "norm": Kernel("root-mean-square normalization", norm.has_structure, norm.obstacle, norm.replace),
     "attention": Kernel(

@@ -187,7 +187,7 @@ def _codes_in_pairs(block, scales, place, in_row, at, FORM: tl.constexpr):
     if FORM == "mxfp4":
         low, high = _e2m1_pair(byte, _power_of_two(_byte(scales + place) - 1), True)
     elif FORM == "nvfp4":
-        # Of a row's scales: 8 bytes of two factors, then one byte a block.
+        # The scales of a row are two factors in 8 bytes, then one byte for each block.
         scale = tl.div_rn(_e4m3(_byte(scales + 8 + place)) * _single(scales), _single(scales + 4))
         low, high = _e2m1_pair(byte, scale * 0.5, True)
     else:

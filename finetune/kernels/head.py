@@ -22,8 +22,8 @@ from finetune.kernels import ops
 # byte).
 _LEAST_TOKENS = 512
 _BLOCK = 1024  # columns of logits that a kernel takes at a time
-# In fp16 the gradient is kept times this, because it is computed before the loss scale reaches it: below 6e-8, as for
-# tokens that the model is sure of, it would be lost.
+# In fp16 the gradient is kept multiplied by this, because it is computed before the loss is scaled: values below 6e-8,
+# as for tokens that the model is sure of, would be lost.
 _FP16_SCALE = 256.0
 
 

@@ -130,7 +130,7 @@ class _Output(torch.autograd.Function):
     def forward(ctx: Any, placeholder: Tensor, formula: _Formula, *inputs: Tensor) -> Tensor:
         ctx.inputs = len(inputs)
         output = formula.values(*inputs)
-        # Not as a view, to which autograd would let no model add in place, as Llama 4 does.
+        # Not a view, because autograd would not let a model add to a view in place, as Llama 4 does.
         alias: Tensor = torch.ops.aten._unsafe_view(output, output.shape)  # noqa: SLF001 -- an operator's name
         return alias
 
@@ -268,7 +268,7 @@ _MANY = 4
 
 
 def _in_tiles(x: Tensor) -> bool:
-    """Whether x (..., H) is long, and gate and up are not kept: recomputed, or without a backward pass."""
+    """Whether x (..., H) is long and gate and up need not be kept: recomputed, or without a backward pass."""
     long = x.numel() >= _MANY * _tile(x) * x.shape[-1] and not keeping.keeps_products()
     return long and (not torch.is_grad_enabled() or keeping.is_recomputed())
 

@@ -426,8 +426,8 @@ def _(
 
 def grid_of(fields: Tensor, columns: int, form: str) -> list[Tensor]:
     """The scales of a weight's groups (outputs, groups), and their offsets if the format has some, from its fields."""
-    found = POSITIONS[form].grid(fields, columns)
-    return [each for each in (found.scales, found.offsets) if each is not None]
+    grid = POSITIONS[form].grid(fields, columns)
+    return [each for each in (grid.scales, grid.offsets) if each is not None]
 
 
 _library.define("grid(Tensor(a) fields, int columns, str form) -> Tensor(a)[]")  # one operator, for the forecast

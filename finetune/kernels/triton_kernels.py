@@ -411,7 +411,7 @@ def _snap(
         at = start + tl.arange(0, RANK)
         up = tl.load(b + row * rank + at[None, :], (row < rows) & (at < rank)[None, :], 0.0)
         down = tl.load(a + at[:, None] * width + column, (at < rank)[:, None] & (column < width), 0.0)
-        # In full: rounded to tf32, weights would differ from those that other devices compute.
+        # In full precision: with tf32, weights would differ from those that other devices compute.
         moved = tl.dot(up * kappa, down, moved, input_precision="ieee")
     inside = (row < rows) & (column < width)
     group = row * (width // GROUP) + column // GROUP
@@ -514,9 +514,9 @@ def _tiles_of_columns(rows: int, width: int) -> tuple[tuple[int, int], dict[str,
 
 
 def _options(values: int) -> dict[str, int]:
-    """16 values a thread, in up to 32 warps of 32 threads.
+    """Launch options: 16 values a thread, in up to 32 warps of 32 threads.
 
-    Products are rounded before sums, as in torch's operators and bitsandbytes': fused they would not be, and whether
-    they are by default is another matter in each version of Triton.
+    Fused multiply-adds are switched off, because torch's operators and bitsandbytes round products before sums; their
+    default differs from one version of Triton to the next.
     """
     return {"num_warps": min(max(values // 512, 1), 32), "enable_fp_fusion": False}

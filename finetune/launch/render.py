@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from finetune.config import ModelSection
+from finetune.config import Config, ModelSection
 from finetune.config.field_types import pick
 from finetune.errors import ArtifactError, ConfigError, MachineError
 from finetune.launch.targets import TARGETS, Target
@@ -42,15 +42,10 @@ def write(
     if missing := [f"--{name}" for name in target.needs if not given[name]]:
         raise ConfigError(f"--on {on} needs {' and '.join(missing)}")
     job = load_config(config, overrides)
-    if swept and not target.array:
-        able = " or ".join(name for name, each in TARGETS.items() if each.array)
-        raise ConfigError(f"--on {on} cannot start a sweep; use {able}, or start `finetune sweep` on each GPU yourself")
-    if not swept:
-        try:
-            check_shares(job.training, job.distributed, nodes * gpus)
-        except ConfigError as error:
-            raise ConfigError(f"{error} (--nodes {nodes} --gpus-per-node {gpus})") from None
-        _check_heads(job.model, job.distributed.context)
+    if swept:
+        _check_sweep(target, on)
+    else:
+        _check_ranks(job, nodes, gpus)
     run = Path(job.output.dir or f"runs/{config.stem}")
     file = output or Path(f"{config.stem}{target.suffix}")
     if file.resolve() == config.resolve():
@@ -77,6 +72,20 @@ def write(
     )
     write_text(file, text)
     return file, target.submit.format(file=shlex.quote(str(file)))
+
+
+def _check_sweep(target: Target, on: str) -> None:
+    if not target.array:
+        able = " or ".join(name for name, each in TARGETS.items() if each.array)
+        raise ConfigError(f"--on {on} cannot start a sweep; use {able}, or start `finetune sweep` on each GPU yourself")
+
+
+def _check_ranks(job: Config, nodes: int, gpus: int) -> None:
+    try:
+        check_shares(job.training, job.distributed, nodes * gpus)
+    except ConfigError as error:
+        raise ConfigError(f"{error} (--nodes {nodes} --gpus-per-node {gpus})") from None
+    _check_heads(job.model, job.distributed.context)
 
 
 def _check_heads(model: ModelSection, size: int) -> None:
@@ -131,6 +140,6 @@ def _render(template: str, **values: object) -> str:
         loader=PackageLoader("finetune.launch"), undefined=StrictUndefined, keep_trailing_newline=True,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    # In YAML, the two escapes that JSON has for a character beyond U+FFFF are two characters.
+    # YAML would read JSON's two escapes for a character beyond U+FFFF as two characters.
     environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False}
     return environment.get_template(template).render(values)

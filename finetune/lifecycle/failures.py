@@ -30,7 +30,7 @@ def out_of_memory(config: Config, run: RunDirectory, monitor: Monitor, device: t
     try:
         with snapshots.recorded(run.snapshot_file, device, config.memory.snapshot):
             yield
-    except OutOfMemoryError:  # in a save, which says what to do
+    except OutOfMemoryError:  # raised in a save, with what to do
         _record(run, monitor)
         raise
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
@@ -55,7 +55,9 @@ def _record(run: RunDirectory, monitor: Monitor) -> None:
 
 @contextlib.contextmanager
 def blaming_base(model: ModelSection) -> Iterator[None]:
-    """On NumbersError, blame non-finite weights of the base, if any: lowering the learning rate would not help."""
+    """In the block, raise ArtifactError in place of NumbersError if the base has weights that are not finite: a lower
+    learning rate would not help then.
+    """
     try:
         yield
     except NumbersError:

@@ -77,7 +77,7 @@ def write_plan(config: Config, run: RunDirectory, inputs: JobInputs, forecast: F
 
 
 def asked_config(config: Config, inputs: JobInputs) -> Config:
-    """The fitted config, but for what a certificate replaced, which is as the user wrote it."""
+    """The fitted config, with the user's own values for the keys that a certificate replaced."""
     return config.changed(inputs.asked)
 
 

@@ -133,9 +133,9 @@ def _refuse_other_ranks(of_ranks: list[dict[str, Any]]) -> None:
 def refuse_changes(config: Config, run: RunDirectory) -> None:
     """Raise ConfigError naming the keys of `config` that differ from the run's own and would mix two jobs."""
     then, now = run.config().model_dump(), config.model_dump()
-    if config.quantization.kind == "published":  # as it stays while a GGUF file is missing, which loading says
+    if config.quantization.kind == "published":  # not resolved while a GGUF file is missing, which loading reports
         now["quantization"]["kind"] = then["quantization"]["kind"]
-    if config.output.serve and config.output.way == "auto":  # as it stays while the base cannot be loaded
+    if config.output.serve and config.output.way == "auto":  # not resolved while the base cannot be loaded
         now["quantization"] = then["quantization"]
     differences = _differences({"config": then}, {"config": now})
     harmful = _harmful(differences)

@@ -19,7 +19,7 @@ from finetune.storage import checkpoint
 from finetune.storage.rundir import RunDirectory, checkpoint_step
 from finetune.training import oom_retry, state
 
-# Whose values a run keeps where its config leaves them to the program.
+# Keys that keep the values of the run's start where its config leaves them to the program.
 _AS_STARTED = ("quantization.kind", "training.learning_rate", "adapter.expert_rank")
 
 
@@ -99,7 +99,11 @@ def as_started(config: Config, run: RunDirectory, *, fresh: bool) -> Config:
 
 
 def _unlike_trained(model: ModelSection, adapter: AdapterSection, run: RunDirectory) -> str | None:
-    """The problem of a finished run's adapter, as some were published by earlier versions; reads no weights."""
+    """What is wrong with the adapter of a finished run, as in some that earlier versions published; None if it is
+    right.
+
+    Reads no weights.
+    """
     if adapter.kind == "none":
         return None
     try:
@@ -107,7 +111,7 @@ def _unlike_trained(model: ModelSection, adapter: AdapterSection, run: RunDirect
         adapter_files.weightless_adapter(build.weightless(model), run.adapter, adapter)
     except ArtifactError as error:
         return str(error)
-    except FinetuneError:  # without its base nothing can be published anew
+    except FinetuneError:  # without the base it could not be published again
         return None
     return None
 

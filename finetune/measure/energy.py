@@ -14,14 +14,14 @@ from finetune.storage.rundir import RunDirectory
 
 @contextlib.contextmanager
 def recorded(run: RunDirectory, device: torch.device) -> Iterator[None]:
-    """Record the energy in joules that the GPU uses in the block, by whatever runs on it, as the event `energy`."""
+    """Record as the event `energy` the joules that the GPU uses during the block, whatever runs on it."""
     before = counted_joules(device)
     try:
         yield
     finally:
         after = counted_joules(device)
-        if before is not None and after is not None and after >= before:  # a driver loaded again starts from 0
-            with contextlib.suppress(MachineError):  # a full disk has an error of its own
+        if before is not None and after is not None and after >= before:  # the count restarts from 0 with the driver
+            with contextlib.suppress(MachineError):  # a full disk is reported elsewhere
                 run.event("energy", joules=round(after - before))
 
 

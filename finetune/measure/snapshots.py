@@ -29,7 +29,7 @@ def recorded(snapshot_file: Path, device: torch.device, history: bool) -> Iterat
     try:
         yield
     except torch.OutOfMemoryError:
-        with contextlib.suppress(OSError):  # of a full disk; the error says where the snapshot is, if there is one
+        with contextlib.suppress(OSError):  # a full disk; the error names the snapshot if it was written
             dump(str(snapshot_file))
         raise
     else:

@@ -110,7 +110,7 @@ def choose_attention(config: Config, architecture: Any, device_type: str) -> tup
 
 def attention_of_exports(config: Config, architecture: Any, device_type: str) -> str:
     """The attention implementation that the models of a merge or an export are compared with."""
-    name = "auto" if config.model.vision == "none" else "sdpa"  # which takes the masks of images
+    name = "auto" if config.model.vision == "none" else "sdpa"  # SDPA accepts the masks of images
     return attentions.choose(name, architecture, device_type, config.training.precision)[0]
 
 

@@ -56,7 +56,8 @@ def _with_way(config: Config, architecture: Any) -> tuple[Config, str | None]:
         if beside:
             found = Obstacle(f"{beside.why}, and {found.why}", (*beside.cures, *found.cures))
         raise ConfigError(f"`output.way`: {base.refusal(found, way)}")
-    for key, message in contradictions(config) if beside else ():  # of which loading knew nothing
+    # Rules on the way just chosen, which were not checked on loading.
+    for key, message in contradictions(config) if beside else ():
         raise ConfigError(f"`{key}`: {message.removesuffix(serving.OR_ADAPTER)}")
     if base.published == "gguf" and way == "adapter":
         config = config.changed({"quantization.kind": "gguf"})
@@ -184,7 +185,7 @@ class _ServedBase:
     @property
     def _grid(self) -> str | None:
         """The form that most of the weights with an adapter are in already; None if that is 16 bit."""
-        experts_alone = self.published == "mxfp4"  # as gpt-oss is published
+        experts_alone = self.published == "mxfp4"  # gpt-oss is published like that
         return None if experts_alone and not self.adapts_experts else prequantized.main_form(self.architecture)
 
     @property

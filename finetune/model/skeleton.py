@@ -84,15 +84,8 @@ def weightless_base(
 
     `whole`: with the model of images of a composite one.
     """
-    known = catalog.model_class(architecture)
-    if not remote_code and known is None:
-        raise ConfigError(_not_a_language_model(architecture))
+    code = _code_arguments(architecture, remote_code)
     packing.register()
-    code: dict[str, Any] = {"trust_remote_code": False}
-    if remote_code:
-        code = {"trust_remote_code": True, "code_revision": remote_code}
-    if known is not None and not known.__module__.startswith("transformers."):
-        code = {}  # the code of this revision ran before, and transformers knows its class since
     with torch.device("meta"):
         model = hub_call(
             f"the architecture `{architecture.model_type}`",
@@ -101,21 +94,15 @@ def weightless_base(
                 whole=whole,
                 attn_implementation=attentions.of_parts(attention, architecture),
                 dtype=dtype,
-                # Without this argument transformers would prompt on the terminal.
                 **code,
             ),
         )
     give_layers(model)
-    # Before layers, which may depend on each other, are removed or quantized.
+    # Probed before layers, which may depend on each other, are removed or quantized.
     not_adaptable = linear_layers.probe(model)
     linear_layers.remember(model, not_adaptable)
-    if quantization.kind in RECIPES:  # which ask for the numbers of layers in the whole model
-        from finetune.model.structure import quantizers
-
-        remember(model, quantizers.recipe_of(model, quantization.kind))
     published = prequantized.stated(architecture, quantization)
-    if quantization.kind == "gguf" and published:
-        remember(model, _forms_of_file(model, published["modules_to_convert"]))
+    _remember_forms(model, quantization.kind, published)
     shorten(model)
     linear_layers.remember(model, not_adaptable)
     quantization_config = library_config(quantization, dtype, published)
@@ -128,6 +115,29 @@ def weightless_base(
     _keep_in_float32(model, dtype)
     model.config.use_cache = False
     return model.eval()
+
+
+def _code_arguments(architecture: Any, remote_code: str | None) -> dict[str, Any]:
+    """transformers' arguments on Python code shipped with the model, without which it would prompt on the terminal.
+
+    Raises ConfigError for a model that transformers does not know as a language model, unless its own code may run.
+    """
+    known = catalog.model_class(architecture)
+    if not remote_code and known is None:
+        raise ConfigError(_not_a_language_model(architecture))
+    if known is not None and not known.__module__.startswith("transformers."):
+        return {}  # the code of this revision ran before, and transformers knows its class since
+    return {"trust_remote_code": True, "code_revision": remote_code} if remote_code else {"trust_remote_code": False}
+
+
+def _remember_forms(model: Any, kind: str, published: Mapping[str, Any] | None) -> None:
+    """Remember the form of each weight of a base of mixed forms, which recipes choose by the number of all layers."""
+    if kind in RECIPES:
+        from finetune.model.structure import quantizers
+
+        remember(model, quantizers.recipe_of(model, kind))
+    if kind == "gguf" and published:
+        remember(model, _forms_of_file(model, published["modules_to_convert"]))
 
 
 def _forms_of_file(model: Any, forms: Mapping[str, str]) -> Mapping[str, str]:

@@ -42,12 +42,12 @@ _SIZES = {
 }  # fmt: skip
 _SMALL = {name: size for size, names in _SIZES.items() for name in names.split()}
 _TOKENS = {"pad_token_id": 3, "bos_token_id": 0, "eos_token_id": 2}
-# What follows from other values, or is measured in those that a copy has fewer of: it has the defaults.
+# Keys left at their defaults: they follow from other values, or count what a copy has fewer of.
 _OTHERWISE = {
     "architectures", "dtype", "id2label", "label2id", "model_type", "per_layer_config", "qk_head_dim",
     "rope_parameters", "rope_scaling", "transformers_version",
 }  # fmt: skip
-# What the rules above do not get right; None leaves it out.
+# Corrections by model type of the rules above; None leaves a key out.
 _HEADS = {"head_dim": 8}
 _LATENT = {"num_key_value_heads": 4, "head_dim": None}
 _ROTARY = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}

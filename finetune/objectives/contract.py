@@ -24,7 +24,9 @@ _TOLERANCE = 0.1
 
 
 def check_rows(name: str, rows: RowLayout, context: int) -> None:
-    """Raise ConfigError if rows lack what `name` trains on, or are split over `context` ranks and must be whole."""
+    """Raise ConfigError if rows lack what the objective `name` trains on, or are split over ranks but must be whole for
+    it.
+    """
     wanted = OBJECTIVES[name].layout
     needed = tuple(value for value in rows.values if value not in wanted.optional)
     if replace(rows, values=needed) != wanted:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 STATISTICS = ("cross_entropy",)
 
-# What is left to all other tokens counts as nothing below this, where float32 does not tell 1 from the sum.
+# A probability of all other tokens below this counts as zero, since float32 cannot tell the sum of the others from 1.
 _LEAST_REST = 1e-6
 
 

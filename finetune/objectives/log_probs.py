@@ -95,7 +95,7 @@ def prove(model: Any) -> str | None:
         return None
     scores = model.get_output_embeddings()
     if any(weight is not None and weight.requires_grad for weight in (scores.weight, scores.bias)):
-        return None  # then TRL's function does it all
+        return None  # TRL's function computes everything then
     unlike: str | None = None
 
     def compared(hidden: torch.Tensor, *given: Any) -> tuple[torch.Tensor | None, ...]:

@@ -95,7 +95,7 @@ def cross_entropy(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def scored(model: Any, batch: Batch) -> Any:
-    """The model's output for a batch, whatever else that holds."""
+    """The model's output for a batch, which may hold other values too."""
     return model(**{name: value for name, value in batch.items() if name in MODEL_INPUTS}, fused_lm_head=True)
 
 

@@ -147,7 +147,7 @@ def log_odds(log_prob: Tensor) -> Tensor:
     """
     import torch
 
-    log_prob = log_prob.clamp(max=-1e-6)  # before `where`, through which both forms have a gradient
+    log_prob = log_prob.clamp(max=-1e-6)  # clamped before `where`, since both branches get a gradient
     near_one = log_prob > -math.log(2)
     of_large = torch.log(-torch.expm1(torch.where(near_one, log_prob, -1.0)))
     of_small = torch.log1p(-torch.exp(torch.where(near_one, -1.0, log_prob)))

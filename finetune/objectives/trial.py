@@ -45,7 +45,7 @@ def _try_copy(architecture: Any) -> None:
     try:
         model = small_copy.model_of(small_copy.config_of(architecture), small_copy.MOST_PARAMETERS).eval()
         for layer in model.modules():
-            if isinstance(layer, nn.Linear):  # with weights as those of a wide layer, its output is next to nothing
+            if isinstance(layer, nn.Linear):  # initialised like a wide layer, a narrow one would return almost zero
                 nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
         ids, *_ = probes.rows(1, probes.TOKENS, model)
         probes.logits(model, input_ids=ids)

@@ -110,7 +110,7 @@ def of_runs(runs: Mapping[str, Figures]) -> list[dict[str, Any]]:
 
 
 def within_sight(charts: Sequence[dict[str, Any]], names: Collection[str]) -> list[dict[str, Any]]:
-    """The charts of several runs, in which a loss far above those of the runs `names` is outside what is shown."""
+    """The charts of several runs, cut off far above the losses of the runs `names`."""
 
     def seen(chart: dict[str, Any]) -> dict[str, Any]:
         series = [one for table in chart["tables"] for one in table["series"]]
@@ -161,11 +161,15 @@ def by_value(title: str, unit: str, key: str, points: Sequence[ByValue]) -> dict
     ends = [("95%, high", "high", values(whole, 2)), ("95%, low", "low", values(whole, 0))]
     ticks = [{"step": tick} for tick in _ticks([point.value for point in points])]
     table = _table(ticks, *ends, ("whole run", "line", values(whole, 1)))
-    marks = {"part of a run": ("hollow", early, values(early, 1))}
-    marks["off the scale"] = "beyond", beyond, [edge if point in beyond else None for point in points]
-    for name, (style, of, drawn) in marks.items():
-        if of:
-            table["series"] += [{"name": name, "style": style, "values": drawn, "texts": texts(of)}]
+    marks = [
+        ("part of a run", "hollow", early, values(early, 1)),
+        ("off the scale", "beyond", beyond, [edge if point in beyond else None for point in points]),
+    ]
+    table["series"] += [
+        {"name": name, "style": style, "values": drawn, "texts": texts(marked)}
+        for name, style, marked, drawn in marks
+        if marked
+    ]
     labels = [words.as_in_a_file(point.value) for point in points]
     return {**_chart(title, unit, "fixed", table), "along": key, "labels": labels}
 

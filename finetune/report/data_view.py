@@ -25,7 +25,7 @@ from finetune.report import printing, words
 from finetune.report.view import PageView
 from finetune.storage.records import Sample, TokenText
 
-# Of a long run, a terminal shows this many pieces at either end; a page shows all.
+# Pieces of a long run of tokens that a terminal shows at either end; a page shows all.
 _SHOWN_PIECES = 40
 _TRAINED, _CONTEXT = "green", "dim"
 _SIDE_BY_SIDE = 100

@@ -121,7 +121,7 @@ class _MemoryPlot:
 
     def _draw_budget(self) -> None:
         text = f"budget {words.size(self._planned.budget_bytes)}"
-        # On the other side than the peak's label, which may be at the same height.
+        # Opposite the label of the peak, which may be at the same height.
         x, align = (0.012, "left") if self._peak_x > 0.5 else (0.988, "right")
         if not self._budget_is_near:
             text += f", more than {FAR_ABOVE} times what is shown"

@@ -66,7 +66,7 @@ def write(run: RunDirectory, *, plot: bool = False) -> Path:
     environment, data = run.environment(), run.data_facts()
     try:
         config, settings = run.config(), ""
-    except ConfigError as error:  # of another version: what it trained is still there
+    except ConfigError as error:  # written by another version; its results can still be shown
         config, settings = None, f"config.yaml cannot be read: {error}"
     forecast, differences = run.forecast(), _differences(run)
     document = pages.page(

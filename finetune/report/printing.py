@@ -65,8 +65,8 @@ class LastingStream:
 
 def discard(stream: IO[str]) -> None:
     """Drop the buffer of a broken stream: Python would flush it again at exit, fail, and exit with code 120."""
-    with contextlib.suppress(OSError):  # not every stream is a file
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    with contextlib.suppress(OSError), open(os.devnull, "w") as nothing:  # not every stream is a file
+        os.dup2(nothing.fileno(), stream.fileno())
 
 
 def text(show: Callable[[Console], object]) -> str:

@@ -109,7 +109,7 @@ def _results(summaries: Iterable[dict[str, Any]]) -> list[tuple[str, ...]]:
         (title, *("" if one[key] is None else write(one[key]) for one in summaries))
         for title, (key, write) in _ROWS.items()
     ]
-    recorded = [one.get("statistics", {}) for one in summaries]  # by runs whose objective has any
+    recorded = [one.get("statistics", {}) for one in summaries]  # empty for runs whose objective has none
     for name in dict.fromkeys(itertools.chain.from_iterable(recorded)):
         rows.append((words.statistic(name), *(words.number(each.get(name)) for each in recorded)))
     return [row for row in rows if any(row[1:])]

@@ -67,7 +67,7 @@ class Scores(View):
         printing.table(console, *self.table)
         for note in self.notes:
             printing.say(console, note, keep=LINES)
-        for folder, proof in self.record.get("exports", {}).items():  # which the report has in a section of its own
+        for folder, proof in self.record.get("exports", {}).items():  # a section of its own in the report
             printing.say(console, f"{folder}/, as exported: {words.served(proof)}", keep=LINES)
 
     def values(self) -> dict[str, Any]:

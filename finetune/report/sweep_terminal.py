@@ -23,10 +23,10 @@ _OF_THE_FIRST = ("run", "memory", "in memory")
 
 
 class SweepTerminal(Terminal):
-    """Prints on the console of `terminal` what the runs of a sweep say, which have it in turns (see `of`).
+    """Prints the output of a sweep's runs on the console of `terminal`; one run uses it at a time (see `of`).
 
     The first run prints its header, the others what differs in theirs. A note is printed once, with the name of the
-    first run that has it. What came out of a run is in its report, and in the table of the sweep.
+    first run that has it. The results of a run are in its report, and in the table of the sweep.
     """
 
     def __init__(self, terminal: Terminal, settings: Sequence[str], members: int, shares: Sequence[float]) -> None:
@@ -45,7 +45,7 @@ class SweepTerminal(Terminal):
         self._facts({"sweep": f"{words.count(settings)} settings{seeds}{halved}"})
         for note, holds_for in notes.items():
             self.once(note if len(holds_for) == settings else f"{', '.join(holds_for)}: {note}")
-            self._said.add(note)  # as each run would print it
+            self._said.add(note)  # else each run would print it again
 
     def of(self, name: str, share: float) -> Self:
         """This terminal, on which the run `name` trains up to `share` of its steps from now on."""
@@ -65,7 +65,7 @@ class SweepTerminal(Terminal):
 
     def show(self, view: View) -> None:
         for line in str(view).splitlines():
-            if self._is_new(line.partition(" (")[0]):  # a reason in brackets may have the memory that is free just now
+            if self._is_new(line.partition(" (")[0]):  # a reason in brackets may name the free memory, which varies
                 self._say(line)
 
     def opened(

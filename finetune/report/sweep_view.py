@@ -139,9 +139,9 @@ def _interval(result: SettingResult) -> tuple[float | None, float, float | None]
     """(low, value, high) of the difference from the best, which the best itself does not have; None if it diverged."""
     if result.loss is None:
         return None
-    found = result.difference or {}
-    value = found.get("value") or 0.0
-    return found.get("low", value), value, found.get("high", value)
+    difference = result.difference or {}
+    value = difference.get("value") or 0.0
+    return difference.get("low", value), value, difference.get("high", value)
 
 
 def _by_seed(settings: Sequence[SettingResult]) -> Cells:

@@ -103,7 +103,7 @@ class Terminal:
     ) -> None:
         """Print the header: the job, its data, and the device. A failing output does not end the run from here on."""
         run = self._run = RunDirectory(path)
-        if not isinstance(self._console.file, printing.LastingStream):  # as it is after an earlier run of a sweep
+        if not isinstance(self._console.file, printing.LastingStream):  # in a sweep an earlier run has wrapped it
             self._console.file = cast(IO[str], printing.LastingStream(self._console.file, self._output_lost))
         self._forecast, self._log_every = forecast, config.tracking.log_every
         if run.config_file.is_file():  # the other ranks' directories have none
@@ -121,8 +121,8 @@ class Terminal:
         self._run.event("output_lost", reason=reason)
 
     def built(self, model: Any, left_out: Mapping[str, int], capacity: str | None = None) -> None:
-        """Print the numbers of parameters, of trained ones, and of layers without an adapter: `left_out`, by reason;
-        and `capacity`, what an adapter of so many can store.
+        """Print the numbers of parameters and of trained ones, the numbers of layers without an adapter by reason
+        (`left_out`), and what the adapter can store (`capacity`).
         """
         sizes = [(math.prod(experts.shape(parameter)), parameter.requires_grad) for parameter in model.parameters()]
         total = sum(size for size, _ in sizes)
@@ -199,7 +199,7 @@ class Terminal:
         """Print the proof of the merged model, and its folder."""
         self.close()
         self._say_apart(f"merged and {_proven(proof, 'the adapter')}. It is in {folder}")
-        if (lost := words.served(proof)) and "to_trained" not in proof:  # which has a table
+        if (lost := words.served(proof)) and "to_trained" not in proof:  # `to_trained` is printed as a table
             self._say(lost)
         if likeness := proof.get("to_trained"):
             losses = proof.get("losses", {})
@@ -295,7 +295,7 @@ def _job(config: Config, data: Prepared, processes: int, mixture: Mixture | None
         rank = config.adapter.rank_of_experts(mixture.active) if mixture.experts else 0
         facts["adapter"] += f", without routers{f'; rank {rank} for each expert' if rank else ' and experts'}"
     facts["data"] = words.counts(data.train_counts, config.data.max_length)
-    if config.data.train == DataSection().train:  # which is also what a config without rows trains
+    if config.data.train == DataSection().train:  # the default of a config without rows
         facts["data"] = f"the built-in rows ({config.data.train}): {facts['data']}"
     facts["evaluation set"] = _evaluation_set(config, data)
     if prompts := words.prompts(config.data.separator, data.train_counts, data.eval_counts):

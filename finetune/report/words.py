@@ -172,7 +172,8 @@ def base(config: Config) -> str:
         "none": ", unquantized;", "auto": ", as little quantized as fits;",
         **dict.fromkeys(("published", "gguf"), ", as published;"),
     }  # fmt: skip
-    of_file = config.model.name.endswith(".gguf") and quantization.kind != "none"  # which is quantized to nothing else
+    # A GGUF base has no other quantization.
+    of_file = config.model.name.endswith(".gguf") and quantization.kind != "none"
     stored = named.get("gguf" if of_file else quantization.kind, f" in {quantization.kind}{double};")
     weights = " with random weights" if config.model.weights == "random" else ""
     if rope := config.model.rope_scaling:
@@ -220,7 +221,7 @@ def verdict(planned: Forecast | Serving) -> str:
 
 def sharing(section: Mapping[str, Any]) -> str:
     """Describe how ranks share a model, from the values of the section `distributed`."""
-    context = section.get("context", 1)  # as earlier versions wrote it
+    context = section.get("context", 1)  # earlier versions did not write it
     split = "" if context == 1 else f"; each row split over {context} GPUs"
     kind, stage = section["kind"], section["stage"]
     if STRATEGIES[kind].updates == "weight":

@@ -65,5 +65,5 @@ class SweepTable:
 
 
 def is_sweep(folder: Path) -> bool:
-    """Whether a folder is the directory of a sweep, whatever that has got to."""
+    """Whether a folder is the directory of a sweep, ended or not."""
     return (folder / TABLE).is_file() or (folder / SCORES).is_dir()

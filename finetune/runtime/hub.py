@@ -1,8 +1,9 @@
 """The hub: whether it answers is asked once, within seconds, before the first request to it.
 
-huggingface_hub 1.x repeats each request to a hub that cannot be reached five times, over 23 seconds and with two lines
-a time, and a model takes several requests. Without an answer, its requests fail here at once as if it were offline, so
-that cached files are used and others are reported. Once the hub has answered, a download repeats requests as ever.
+huggingface_hub 1.x repeats each request to an unreachable hub five times, over 23 seconds and with two lines each time,
+and a model takes several requests. If the hub does not answer, requests fail here at once as if the process were
+offline: cached files are used, and missing ones are reported. Once the hub has answered, downloads repeat requests as
+usual.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ import importlib.metadata
 import logging
 import math
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -206,8 +205,8 @@ def quiet() -> None:
 
 
 def save_model(model: Any, folder: Path | str, **options: Any) -> None:
-    """Call the `save_pretrained` of a model of transformers, which imports DeepSpeed only if this process has."""
-    with patches.UNWRAPS_DEEPSPEED.by(lambda: "deepspeed" in sys.modules):
+    """Call the `save_pretrained` of a model of transformers without importing DeepSpeed, whose engine it is not."""
+    with patches.ENGINE_TO_UNWRAP.by(lambda: False):
         model.save_pretrained(str(folder), **options)
 
 

@@ -575,7 +575,7 @@ SWAPPABLE = Patch(
     "DeepSpeed reads a group's states together.",
     objects="DeepSpeed's optimizer",
 )
-UNWRAPS_DEEPSPEED = Patch(
+ENGINE_TO_UNWRAP = Patch(
     "accelerate.utils.other:is_deepspeed_available",
     "accelerate 1.15",
     "()",

@@ -27,7 +27,7 @@ E = TypeVar("E", bound=Exception)
 
 # A collective's own time-out does not say which rank it waited for, so it comes after the watch's.
 _TIMEOUT = timedelta(seconds=rank_watch.MAIN_BEHIND_SECONDS + 600)
-# From the first rank to the last one that starts: they import the same libraries, one perhaps from a cold network disk.
+# The longest time between the first and the last rank to start: one may import its libraries from a cold network disk.
 _START = timedelta(minutes=10)
 _POLL_SECONDS = 0.05
 

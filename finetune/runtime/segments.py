@@ -46,7 +46,7 @@ def grow(gpu: int) -> bool:
 
 
 def grow_elsewhere() -> bool:
-    """The assumption for a GPU of another machine: the setting of this process, by default True."""
+    """Whether to assume expandable segments on a GPU of another machine: as this process is set, by default True."""
     return _is_on(setting()) if setting() else True
 
 

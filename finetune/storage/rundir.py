@@ -108,7 +108,7 @@ class RunDirectory:
         if not self.events_file.exists() and self.path.is_dir() and any(self.path.iterdir()):
             raise MachineError(f"{self.path}: not empty, and not a run; set `output.dir` to a folder of its own")
         try:
-            target = Path(os.path.realpath(self.path))  # a link's target may not exist yet
+            target = Path(os.path.realpath(self.path))  # the target of a link may not exist yet
             if not target.parent.is_dir():
                 target.parent.mkdir(parents=True, exist_ok=True)
             if not target.is_dir():

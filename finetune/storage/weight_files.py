@@ -26,7 +26,7 @@ from finetune.storage import records
 
 SUFFIX = ".safetensors"
 
-# At about 130 bytes per tensor, 250,000 tensors; a model with 384 experts in each of 60 layers has half as many.
+# Room for 250,000 tensors of about 130 bytes each; a model with 384 experts in each of 60 layers has half as many.
 HEADER_BYTES = 32 * 2**20
 
 _DTYPES = {

@@ -26,7 +26,7 @@ _LONGEST = 120  # characters of a name; most file systems take 255 bytes
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 _NO_LOSS = "it changes no loss"
 
-# What members have in common, since otherwise their losses say nothing about the setting; with why.
+# Keys that members must have in common, and why: otherwise their losses would say nothing about the setting.
 _SHARED = {
     "model.": "members are trained on one base",
     "quantization.": "members are trained on one base",
@@ -80,7 +80,7 @@ def members(
         name = ",".join(f"{names[key]}={value}" for key, value in chosen.items())
         setting = ",".join(f"{names[key]}={value}" for key, value in chosen.items() if key != SEED)
         where = folder / _directory(name)
-        path = json.dumps(str(where), ensure_ascii=False)  # a text of YAML, whatever is in it
+        path = json.dumps(str(where), ensure_ascii=False)  # quoted as YAML text
         own = [*(f"{key}={value}" for key, value in chosen.items()), f"output.dir={path}", "output.merge=false"]
         config = load_config(source, [*overrides, *own])
         made.append(Member(where.name, setting or "all seeds", {key: config.value(key) for key in chosen}, config))

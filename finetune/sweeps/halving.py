@@ -21,9 +21,9 @@ are chance in 2 of 2**5 cases, more than one in twenty, and a bootstrap over so 
 
 
 def shares(settings: int) -> list[float]:
-    """The shares of a whole run after which half of so many settings are stopped: 1/8, 1/4 and 1/2 of 8 settings.
+    """The shares of a whole run after which half of this many settings are stopped: 1/8, 1/4 and 1/2 for 8 settings.
 
-    Two are never halved, so that a winner was compared with another one over whole runs.
+    Two are never halved, so that the winner was compared with another setting over whole runs.
     """
     halvings = int(math.log2(settings)) if settings > 2 else 0
     return [2.0 ** (number - halvings) for number in range(halvings)]
@@ -90,7 +90,7 @@ def stopped(scores: SettingScores) -> dict[str, str]:
 
 
 def tied(scores: SettingScores) -> list[str]:
-    """The best setting, and those that cannot be told from it on these rows and seeds; empty if all diverged."""
+    """The best setting, and those that cannot be told apart from it on these rows and seeds; empty if all diverged."""
     known = finite(scores)
     if not known:
         return []

@@ -123,7 +123,7 @@ def _check(members: Sequence[Member]) -> None:
         grid.refuse_open_kind(config.quantization)
         unpaged = OPTIMIZERS[config.optimizer.kind].unpaged or config.optimizer.kind
         decided.append(config.changed({"optimizer.kind": unpaged}))
-        adapter = resume.to_build(config.adapter, resumed=True)  # a resumed member has what it started from
+        adapter = resume.to_build(config.adapter, resumed=True)  # a resumed member has already read what it starts from
         if adapter not in checked:
             architecture = load_architecture(config.model)
             attention, _ = build.choose_attention(config, architecture, this_device().type)
@@ -229,7 +229,7 @@ class _Sweep:
 
     @cached_property
     def _shares(self) -> list[float]:
-        """After which half are stopped."""
+        """The shares of a run after which half of the settings are stopped."""
         return [] if self.full else halving.shares(len(self._settings))
 
     @cached_property
@@ -377,7 +377,7 @@ class _Sweep:
 
     @cached_property
     def _rows(self) -> dict[str, str]:
-        """The hashes of the rows."""
+        """The hashes of the training and evaluation rows."""
         return {"train": fingerprint.of_rows(self._data.train), "eval": fingerprint.of_rows(self._data.eval)}
 
     def _keep(self, file: Path, rows: np.ndarray) -> None:
@@ -400,7 +400,7 @@ class _Sweep:
             raise _TrainedFurther
         try:
             if share == 1 or _share(training, progress.step, progress.epoch) < share:
-                libraries.return_freed_memory()  # of members that ended
+                libraries.return_freed_memory()  # freed by members that have ended
                 terminal, callbacks = self.output.of(member.name, share), (_pause(training, share),)
                 recipe.train(member.config, terminal=terminal, callbacks=callbacks, residents=self.residents)
         except _MemberPaused:

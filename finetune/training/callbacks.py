@@ -67,7 +67,7 @@ def _checked(given: Any, where: str) -> Callback:
             f"{', '.join(METHODS)}"
         )
     for name in named:
-        if name not in METHODS:  # a typing error, or another library's callback
+        if name not in METHODS:  # a misspelt name, or another library's callback
             raise ConfigError(f"{where}: `{name}` would never be called; {nearest(name, METHODS)}")
         _takes_one(getattr(given, name), f"{where}: `{name}`")
     return cast(Callback, given)

@@ -34,7 +34,7 @@ def check(config: Config, device: torch.device) -> None:
 
 
 def check_optimizer(optimizer: OptimizerSection, section: DistributedSection) -> None:
-    """Raise ConfigError for an optimizer that cannot update what a rank holds."""
+    """Raise ConfigError for an optimizer that cannot update the parts of weights that a rank holds."""
     kind, part = optimizer.kind, STRATEGIES[section.kind].updates
     if OPTIMIZERS[kind].can_update(part):
         return

@@ -110,7 +110,8 @@ class EvalLoss:
     """Evaluation during training.
 
     `report` gets each micro-batch that is split because it does not fit, and a single row that does not fit; there is
-    then no loss. `known` has losses of untrained models by what they follow from, which `untrained` is of this one.
+    then no loss. `known` has the losses of untrained models by all that they follow from; the key of this one is
+    `untrained`.
     """
 
     step: Step
@@ -123,7 +124,7 @@ class EvalLoss:
     untrained: str = ""
 
     def before_training(self) -> float | None:
-        """As `loss` of a model before its first step, which runs that begin with the same weights compute once."""
+        """`loss` of a model before its first step, computed once for all runs that begin with the same weights."""
         if self.untrained in self.known:
             return float(self.known[self.untrained])
         loss = self.loss()

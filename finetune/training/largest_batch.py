@@ -45,9 +45,9 @@ def warm_up(step: Step, steps: Steps, retry: Retry, evaluation: EvalLoss | None)
 
 
 def count_tensors(monitor: Monitor, peaks: dict[str, Peak]) -> None:
-    """Take the tensors of a warm-up's `peaks` for those of the run, whose other peaks are those of its steps.
+    """Record the tensor counts of a warm-up's `peaks` as those of the run; its other peaks come from its steps.
 
-    They are counted there alone, where the batch is the one that is forecast.
+    Tensors are counted in the warm-up only, whose batch is the one that is forecast.
     """
     for phase, peak in peaks.items():
         if "resident_bytes" in peak and "allocated_bytes" in peak:
@@ -63,7 +63,7 @@ def _run_largest(step: Step, steps: Steps, retry: Retry, evaluation: EvalLoss | 
         # With gradient accumulation, gradients of earlier micro-batches exist while later ones run.
         micro_batches = per_step(step_rows, steps.collate.way, batch)
         passes = min(2, micro_batches)
-        # Those of a step are in host memory until the next one; on a CPU that is what is measured.
+        # The micro-batches of a step are in host memory until the next one; on a CPU that memory is measured.
         waiting = []
         if step.device.type == "cpu":
             waiting = [inputs, *(deepcopy(inputs) for _ in range(micro_batches - 1))]
@@ -94,7 +94,9 @@ def _largest(
 
 
 def longer_segment(row: dict[str, Any]) -> dict[str, Any]:
-    """A row whose segments go through the model apart, with the longer one alone: either pass may be as large."""
+    """A row with only the longer of two segments that go through the model apart, since either pass may be the larger
+    one.
+    """
     longest = max(segments_of(row), key=lambda segment: len(segment.input_ids))
     ids, labels = longest.input_ids, longest.labels
     return {**row, "input_ids": ids, "labels": labels, "segments": [len(ids)]}
@@ -112,7 +114,8 @@ def cut(row: dict[str, Any], computed: Sequence[int], shared: int) -> dict[str, 
     ids, labels = ([part for segment in kept for part in getattr(segment, name)] for name in ("input_ids", "labels"))
     named = {"segments": lengths, "shared": shared} if "segments" in row else {}
     each = len(row[TEACHER[0]]) // len(row["input_ids"]) if TEACHER[0] in row else 0
-    teacher = {name: row[name][: each * len(ids)] for name in TEACHER if name in row}  # of a row of one segment
+    # Rows with a teacher have one segment.
+    teacher = {name: row[name][: each * len(ids)] for name in TEACHER if name in row}
     return {**row, "input_ids": ids, "labels": labels, **named, **teacher}
 
 

@@ -137,7 +137,7 @@ class Loop:
     def _signalled(self) -> tuple[bool, bool]:
         """Whether a signal to any rank requests a checkpoint, and whether one or a failed callback requests the end."""
         came = ranks.gathered((self.signals.take_save(), self.signals.name, self.callbacks.failed))
-        # Not what `signals` has by now: a signal during the exchange is this rank's alone until the next step.
+        # Not `signals.name`: a signal that arrived during the exchange is not known to other ranks until the next step.
         name = next((name for _, name, _ in came if name), None)
         self.signals.take_stop(name)
         return any(save for save, *_ in came), name is not None or any(failed for *_, failed in came)

@@ -21,7 +21,10 @@ from finetune.training.probe_table import Subject
 
 
 def complete(job: TrainingJob) -> TrainingJob:
-    """Complete a job's model; the job with the kernels that it rules out. Raises ConfigError or MachineError."""
+    """Complete a job's model, and return the job with the kernels that this model rules out.
+
+    Raises ConfigError or MachineError.
+    """
     if job.paused:
         return replace(job, kernels_off=job.paused.kernels_off)
     config, model = job.config, job.model

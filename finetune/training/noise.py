@@ -85,7 +85,7 @@ def noise_like(embeddings: Tensor, rows: list[NoiseSpan], alpha: float) -> Tenso
     by_place = noise.view(-1, embeddings.shape[-1])  # (positions, channels)
     for row in rows:
         bound = alpha / math.sqrt(row.length * embeddings.shape[-1])
-        # In float32: torch draws only a few hundred different 16-bit numbers between two bounds.
+        # Drawn in float32: in 16 bit, torch draws only a few hundred different numbers between two bounds.
         drawn = torch.empty(row.length, embeddings.shape[-1], device=embeddings.device)
         drawn.uniform_(-bound, bound, generator=generator.manual_seed(row.seed))
         by_place[row.start : row.start + row.length] = drawn

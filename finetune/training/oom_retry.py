@@ -173,7 +173,7 @@ class Retry:
             if row := self._make_smaller(step, failures):
                 # Frames of the failed pass are kept, for an allocator's snapshot.
                 self._give_up(step, row, error)
-            del error  # with the frames of the failed pass, which hold memory
+            del error  # its frames hold memory of the failed pass
             release()
 
     def _attempt(
@@ -190,14 +190,14 @@ class Retry:
             if not step.engine.repeatable:
                 ending = self.report.not_repeatable(error, begun[-1])
                 if ending is error:
-                    raise  # not from itself: whoever follows the causes would never arrive
+                    raise  # an error that is its own cause would send readers of causes in circles
                 raise ending from error
             return torch.empty(0), _Failure(begun[-1], ranks.rank(), reason(error)), error
 
     def _make_smaller(self, step: Step, failures: list[_Failure]) -> _Failure | None:
         """Let the micro-batches of the next attempt take less memory; returns the failure of one that cannot."""
         for failure in failures:
-            if step.levels and step.levels.level(tokens_a_row(failure.inputs)):  # it recomputed less, being short
+            if step.levels and step.levels.level(tokens_a_row(failure.inputs)):  # short micro-batches recompute less
                 step.levels.drop()
                 self.report.recompute_more(failure.inputs, **failure.named(step))
                 return None

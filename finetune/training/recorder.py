@@ -100,7 +100,7 @@ class StepNumbers:
         )
         means = {name: _mean(next(read), next(read)) for name in statistics or {}}
         better, worse = means.get("rewards_chosen"), means.get("rewards_rejected")
-        if better is not None and worse is not None:  # of answers that are no pairs as well
+        if better is not None and worse is not None:  # also for single answers (KTO)
             means.setdefault("rewards_margins", better - worse)
         return cls(loss_, norm, int(tokens), int(positions), means)
 

@@ -54,7 +54,7 @@ ReferenceScores: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
 """Summed log-probabilities (rows, segments), of the training rows and then of the evaluation set; NaN: to be scored."""
 
 _FOLDER = "references"
-_KEPT_EVERY_SECONDS = 10  # what a kill may cost
+_KEPT_EVERY_SECONDS = 10  # at most this much work is lost in a kill
 _SHOWN_EVERY_SECONDS = 60
 _WINDOW_ROWS = 4096  # sorted by length, rows are divided into batches one window at a time
 _HASH = hashlib.sha256().digest_size

@@ -73,7 +73,7 @@ def restore_weights(weights: WeightAccess, folder: Path) -> None:
     model = weights.model
     file = _weights_file(model)
     stored, live = checkpoint.read_tensors(folder, file), trained_weights(model)
-    if hasattr(model, "peft_config"):  # earlier versions also put one, without effect, on these layers
+    if hasattr(model, "peft_config"):  # earlier versions put adapters without effect on these layers too
         untrained = linear_layers.untrained(model.get_base_model())
         stored = {name: tensor for name, tensor in stored.items() if adapter_files.layer_of(name) not in untrained}
     if other := sorted(stored.keys() ^ live.keys()):
@@ -152,7 +152,7 @@ def snapshot(
     return Contents(
         step=progress.step,
         tensors={_weights_file(model): weights, OPTIMIZER_FILE: optimizer_tensors},
-        values=json.loads(json.dumps(values)),  # also a copy
+        values=json.loads(json.dumps(values)),  # also copies the values
         provenance=provenance,
     )
 

@@ -116,7 +116,8 @@ def groups(section: DistributedSection, ranks: int) -> list[int]:
     if ranks == 1:
         return []
     of_rows = [section.context] if section.context > 1 else []
-    of_library = [ranks] if section.kind == "deepspeed" else []  # its copy of the world (0.19, `_clone_world_group`)
+    # DeepSpeed clones the world group (0.19, `_clone_world_group`).
+    of_library = [ranks] if section.kind == "deepspeed" else []
     return [ranks, *of_rows, *of_library]
 
 
@@ -142,7 +143,9 @@ def loads_parts(section: DistributedSection, world_size: int) -> bool:
 
 
 def holds_parts(section: DistributedSection, world_size: int) -> bool:
-    """Whether no rank of `world_size` can compute or save alone, as it holds parts of the weights or the states."""
+    """Whether each of `world_size` ranks holds only parts of the weights or states, so that none can compute or save
+    alone.
+    """
     return STRATEGIES[section.kind].updates != "weight" and applies(section, world_size)
 
 

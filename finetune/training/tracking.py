@@ -55,7 +55,7 @@ class Trackers(contextlib.AbstractContextManager["Trackers"]):
     def __init__(
         self, section: TrackingSection, run: RunDirectory, config: Config, note: Callable[[str], None]
     ) -> None:
-        from finetune.runtime import ranks  # with accelerate, which the table of trackers does without
+        from finetune.runtime import ranks  # imports accelerate, which the table of trackers does not need
 
         self._trackers: list[GeneralTracker] = []
         self._run, self._note = run, note
@@ -108,7 +108,7 @@ def _made(name: str, section: TrackingSection, run: RunDirectory) -> GeneralTrac
     named: dict[str, Any] = {entry.run_name: section.name or run.path.name} if entry.run_name else {}
     if entry.tags and section.tags:
         named["tags"] = entry.tags(section.tags)
-    if tracker.requires_logging_directory:  # which holds this run alone
+    if tracker.requires_logging_directory:  # a directory of this run alone
         made: GeneralTracker = tracker(_PROJECT, str(run.path / "tensorboard"), **named)
     else:
         made = tracker(project, **named)

@@ -361,6 +361,18 @@ def test_an_override_names_one_column_of_several(write: Write) -> None:
     assert load_config(write(""), ["data.columns.prompt=c"]).data.columns == {"prompt": "c"}
 
 
+def test_an_override_of_one_entry_of_a_value_that_is_no_mapping_is_refused(
+    write: Write, subtests: pytest.Subtests
+) -> None:
+    for text, override in [
+        ("data: {columns: question}", "data.columns.prompt=question"),
+        ("model: {rope_scaling: 2}", "model.rope_scaling.factor=2"),
+    ]:
+        with subtests.test(override=override):
+            key = override.rpartition(".")[0]
+            assert refused(write(text), override)[0] == f"override `{override}`: `{key}` is not a mapping in the file"
+
+
 def test_a_malformed_override_is_answered_with_the_form(write: Write, subtests: pytest.Subtests) -> None:
     for override in ["sead=3", "training.seed", "training..seed=3", "a.b.c=1", ".seed=1", "=", ""]:
         with subtests.test(override=override):

@@ -55,6 +55,21 @@ def test_a_key_stands_in_the_schema_with_its_docstring_and_default(
             assert entry["default"] == field.default
 
 
+@pytest.mark.parametrize(
+    ("key", "end"),
+    [
+        ("learning_rate", "One of `auto`, or a number."),
+        ("micro_batch", "One of `auto`, or a number."),
+        ("targets", "One of `all-linear`, or a list."),
+        ("encoding", "`cp1257`."),
+        ("precision", "One of `bf16`, `fp16`, `fp32`."),
+    ],
+)
+def test_the_reference_names_what_may_stand_in_place_of_a_name(reference: str, key: str, end: str) -> None:
+    [line] = re.findall(rf"^\| `{key}` \|.*$", reference, re.M)
+    assert line.endswith(f"{end} |")
+
+
 def test_the_schema_lists_the_names_of_each_table(schema: dict[str, Any], subtests: pytest.Subtests) -> None:
     for table in CHOICES:
         with subtests.test(table=table):

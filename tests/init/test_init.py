@@ -7,15 +7,19 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import workbooks
+from transformers import PreTrainedConfig
 
 import finetune
+from finetune.data.counts import Counts
 from finetune.data.formats import holds_pairs
 from finetune.errors import ConfigError
-from finetune.init import questions
+from finetune.init import proposal, questions
+from finetune.init.draft import Draft
 from finetune.settings import load_config
 
 Call = Callable[..., tuple[int, str, str]]
@@ -83,6 +87,14 @@ def test_equal_rows_are_not_held_out_and_truncation_is_noted(call: Call, tmp_pat
     positions = json.loads((shallow_base / "config.json").read_text())["max_position_embeddings"]
     assert config.data.max_length == positions
     assert f"the model has {positions:,} positions" in text
+
+
+@pytest.mark.parametrize(("positions", "length"), [(None, 256), (512, 256), (200, 200)])
+def test_the_longest_row_is_rounded_up_within_the_positions_of_the_base(positions: int | None, length: int) -> None:
+    data: Any = SimpleNamespace(train_counts=Counts(rows=40, longest=130), eval_counts=None, judges=False)
+    draft = Draft()
+    proposal._by_rows(draft, data, "rows", PreTrainedConfig(max_position_embeddings=positions))
+    assert draft.values["data.max_length"] == length
 
 
 def test_the_config_for_a_model_that_is_not_cached_says_so(call: Call, tmp_path: Path) -> None:

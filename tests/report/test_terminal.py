@@ -6,6 +6,7 @@ import dataclasses
 import io
 import os
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from rich.console import Console
 from finetune.config import Config
 from finetune.data.counts import CONTROL_TOKENS, DUPLICATE, EMPTY, TOO_LONG, Affected
 from finetune.data.prepare import Counts, Prepared
+from finetune.report import printing
 from finetune.report.live import STOPPING, LiveView
 from finetune.report.scores import Scores
 from finetune.report.terminal import Terminal
@@ -276,3 +278,11 @@ def test_layers_that_all_linear_leaves_out_are_counted(log: Log) -> None:
     assert "no adapter" not in log.text
     log.terminal.built(SimpleNamespace(parameters=list), {"that nothing reads": 96, "that nothing trains": 1024})
     assert re.search(r"no adapter\s+on 96 layers that nothing reads, and on 1,024 layers that nothing trains", log.text)
+
+
+def test_a_broken_output_is_the_null_device_from_then_on_and_nothing_else_stays_open(tmp_path: Path) -> None:
+    with open(tmp_path / "output", "w") as stream:
+        before = sorted(os.listdir("/proc/self/fd"))
+        printing.discard(stream)
+        assert os.path.samestat(os.fstat(stream.fileno()), os.stat(os.devnull))
+        assert sorted(os.listdir("/proc/self/fd")) == before

@@ -34,6 +34,14 @@ def test_each_member_has_a_directory_that_every_file_system_takes(values: list[s
         path.mkdir(parents=True)
 
 
+def test_one_entry_of_a_mapping_is_swept(tmp_path: Path) -> None:
+    made = grid.members(TINY, [f"output.dir={tmp_path}"], {"adapter.ranks.q_proj": ["8", "16"]})
+    assert [each.config.adapter.ranks for each in made] == [{"q_proj": 8}, {"q_proj": 16}]
+    assert [(each.name, each.values) for each in made] == [
+        ("q_proj=8", {"adapter.ranks.q_proj": 8}), ("q_proj=16", {"adapter.ranks.q_proj": 16}),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("value", ["auto", "null", "3", "1e-3", 1e-4, None, True, ["a", "b"], {"a": 1}, "a b, 'c'"])
 def test_a_value_of_python_is_read_back(value: Any) -> None:
     assert strict_yaml.parse(f"key: {grid.as_text(value)}").values == {"key": value}

@@ -153,8 +153,8 @@ def is_readable(config: Any, kind: str) -> bool:
 def load(file: Path, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
     """The model in a GGUF file by transformers' reader, whose own configuration lacks what files store in tensors."""
     config = copy.deepcopy(gguf_families.text(config))
-    vars(config).pop("quantization_config", None)  # that of a GGUF file as a base
-    if config.model_type == "gemma3_text":  # its scale of attention is in the file's norms
+    vars(config).pop("quantization_config", None)  # set if the base is a GGUF file
+    if config.model_type == "gemma3_text":  # the file's norms contain its attention scale
         config.query_pre_attn_scalar = gguf_families.gemma_scale(config)
     if config.model_type == "mistral":  # llama.cpp, and so the reader, takes it for a Llama
         fields = config.to_dict()

@@ -87,7 +87,7 @@ def write_lora(config: Any, pairs: dict[str, tuple[torch.Tensor, torch.Tensor]],
             whole = own and not own.endswith(gguf_families.OTHER_COLUMNS)
             stored = gguf_names.stored(own, up, text, family) if whole else {}
             name = gguf_names.name_of(names, own, family) if stored.keys() == {own} else ""
-            if not name or name.endswith("_norm.weight"):  # a norm, which it would skip without a word
+            if not name or name.endswith("_norm.weight"):  # llama.cpp would silently skip a norm
                 raise ConfigError(f"llama.cpp has no form for a LoRA on `{module}`; export `merged` instead")
             made[f"{name}.lora_a"] = down
             made[f"{name}.lora_b"] = stored[own]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from finetune.errors import ConfigError
@@ -46,7 +46,7 @@ _PRE = {
 }
 # Names of those that take whole words from the vocabulary before they merge.
 _IGNORING_MERGES = {"dbrx": "llama-bpe", "tekken": "tekken"}
-# Whose expressions are written there without \p{M}.
+# Pre-tokenizers whose expressions llama.cpp writes without \p{M}.
 _SPLITTING_MARKS = ("tekken", "gpt-4o")
 
 SPACES_AFTER_SPECIAL = "llama.cpp puts a space before text after each special token; this tokenizer only at the start"
@@ -149,14 +149,7 @@ def _sentencepiece(writer: Any, tokenizer: Any, rules: dict[str, Any], size: int
         raise _unknown("has no tokens for single bytes")
     merges = _merges(rules)
     vocabulary = rules["model"]["vocab"]
-    known = set(merges)
-    possible = [
-        (token[:cut], token[cut:])
-        for token in {"".join(pair) for pair in merges}
-        for cut in range(1, len(token))
-        if token[:cut] in vocabulary and token[cut:] in vocabulary
-    ]
-    merges_all = sum(pair not in known for pair in possible) <= _MISSING_MERGES * len(possible)
+    merges_all = _merges_all(merges, vocabulary)
     breaks = any("\n" in token and token.strip("\n") for token in vocabulary)
     if not merges_all and (prefix or breaks):
         raise _unknown("merges only some of the pairs that make a token, where SentencePiece merges all")
@@ -181,6 +174,18 @@ def _sentencepiece(writer: Any, tokenizer: Any, rules: dict[str, Any], size: int
     writer.add_token_types(types)
     writer.add_add_space_prefix(prefix)
     return differences
+
+
+def _merges_all(merges: list[tuple[str, str]], vocabulary: Collection[str]) -> bool:
+    """Whether nearly all pairs of tokens that make a merged token are merges, as in a vocabulary of SentencePiece."""
+    known = set(merges)
+    possible = [
+        (token[:cut], token[cut:])
+        for token in {"".join(pair) for pair in merges}
+        for cut in range(1, len(token))
+        if token[:cut] in vocabulary and token[cut:] in vocabulary
+    ]
+    return sum(pair not in known for pair in possible) <= _MISSING_MERGES * len(possible)
 
 
 def _prefix(rules: dict[str, Any]) -> tuple[bool, list[str]]:

@@ -92,7 +92,7 @@ def serving(file: Path, context: int, lora: Path | None = None) -> Iterator[Serv
     settings.model.path = str(file)
     settings.n_ctx, settings.n_parallel, settings.port = context, 1, 0
     settings.verbosity, settings.warmup, settings.use_jinja = -1, False, True
-    # With a cache of a sliding window alone, prompts of a few tokens get what an earlier one left there (build 11549).
+    # With a cache of the sliding window only, a short prompt reads what an earlier prompt left there (build 11549).
     settings.swa_full = True
     settings.cpuparams.n_threads = torch.get_num_threads()
     if lora:

@@ -129,7 +129,7 @@ def _template(job: Conversion) -> tuple[str, list[str]]:
     template = turns(lambda messages: chat_template.text(job.tokenizer, messages, prompt=True)[0])
     missing = "the chat template takes no system message; Ollama leaves one out"
     bos = job.tokenizer.bos_token
-    if bos and job.prompt[:1] == [job.tokenizer.bos_token_id]:  # which Ollama adds itself, as the GGUF file says
+    if bos and job.prompt[:1] == [job.tokenizer.bos_token_id]:  # Ollama adds it itself, because the GGUF file says so
         system = template.system and template.system.removeprefix(bos)
         template = replace(template, first=template.first.removeprefix(bos), system=system)
     return template.go(), [missing] * (template.system is None)

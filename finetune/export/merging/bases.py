@@ -59,7 +59,7 @@ class Bases:
         self.config, self.adapter, self.files, self.device, self._shown = config, adapter, files, device, shown
         self._start = start
         precision = PRECISIONS[config.training.precision]
-        # What was trained to be rounded as it is served is rounded no further, norms included.
+        # Weights trained as they are served must not be rounded any further, norms included.
         self.dtype = self.compute_dtype = precision.dtype if config.quantization.snap else precision.merged
         self.architecture = load_architecture(config.model)
         self.requantized = prequantized.requantizes(config.quantization, self.architecture)
@@ -102,7 +102,7 @@ class Bases:
 
     def run(self, model: Any, fetch: Callable[[str], torch.Tensor | None], rows: list[list[int]]) -> proof.Streamed:
         """Logits of a model whose weights `fetch` reads."""
-        libraries.return_freed_memory()  # what merging or an earlier model left
+        libraries.return_freed_memory()  # left over from merging or an earlier model
         return proof.Streamed(model, fetch, rows, self.stride, self.device, self._shown)
 
     def keeps(self, *names: str) -> bool:

@@ -154,7 +154,7 @@ def _prove(bases: Bases, chosen: Onto, compared: data_prepare.ComparedRows, fold
         merged, truth, before = runs.written.logits(row), runs.trained.logits(row), runs.base.logits(row)
         after = truth if runs.trained is runs.adapted else runs.adapted.logits(row)
         comparison.add(merged, after, before)
-        if sequence_head.is_classifier(bases.bare):  # whose scores are no predictions
+        if sequence_head.is_classifier(bases.bare):  # its scores do not predict tokens
             return
         following = torch.tensor(compared.labels[row][1 :: bases.stride], dtype=torch.long)
         for onto, logits in ((chosen, merged), ("trained", truth), ("base", before)):

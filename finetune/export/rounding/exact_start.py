@@ -48,7 +48,7 @@ def make(
     if base.model.weights == "random" or prequantized.form(base.architecture):
         return
     files = identity.loaded_files(weights_directory(base.model.name, base.model.revision, download=True))
-    if not files:  # which loading refuses
+    if not files:  # refused on loading
         return
     try:
         ids = calibration.ids_of(table, max_length, training.seed)
@@ -91,7 +91,9 @@ def _link(run: RunDirectory, made_from: dict[str, Any]) -> None:
 
 
 def planned_bytes(config: Config, device_type: str) -> int | None:
-    """Peak bytes on the device of making what a job starts from; None where it starts from the base's own weights."""
+    """Peak bytes on the device while the weights that a job starts from are made; None if it starts from the base's
+    own.
+    """
     architecture = load_architecture(config.model, listed=True)
     if config.model.weights == "random" or prequantized.form(architecture):
         return None

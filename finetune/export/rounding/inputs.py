@@ -1,7 +1,7 @@
-"""What the weights of a layer are multiplied with, summed up: the Hessians of the squares of errors of their products.
+"""Sums over the inputs of a layer's weights: the Hessians of the squared errors of their products.
 
-A product is recognised by its weight's place in memory, in whatever module computes it, and so are those of single
-experts, whose weights share one parameter.
+A product is recognised by the address of its weight, whichever module computes it. So are those of single experts,
+whose weights share one parameter.
 """
 
 from __future__ import annotations

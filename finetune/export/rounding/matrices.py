@@ -61,15 +61,15 @@ def _together(
     """The matrices by inputs and form: those with both in common are rounded as one, unless a block of FP8, of 128
     rows, would reach from one into another.
     """
-    found: dict[tuple[Key, str, str], list[Key]] = {}
+    groups: dict[tuple[Key, str, str], list[Key]] = {}
     for name, weight in weights.items():
         form, rows = forms[name], weight.shape[-2]
         if inputs is None or served(form) not in BLOCK_FORMATS:
             continue
         for key in _keys(name, weight):
             if source := inputs.source(key):
-                found.setdefault((source, form, name if form == "fp8" and rows % 128 else ""), []).append(key)
-    return found
+                groups.setdefault((source, form, name if form == "fp8" and rows % 128 else ""), []).append(key)
+    return groups
 
 
 def _joined(matrices: Mapping[Key, torch.Tensor]) -> torch.Tensor:

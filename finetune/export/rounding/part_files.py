@@ -66,14 +66,14 @@ class PartFiles:
 
     def read(self, part: RoundedPart) -> dict[str, nn.Parameter]:
         """The packed weights of a part, by their names in the model."""
-        found = {}
+        weights = {}
         for name, form in part.forms.items():
             own = self._model.get_parameter(name)
             how = packed.Packing(
                 form, self._stored(part, scales_of(name)), own.shape, own.dtype, name in self.transposed
             )
-            found[name] = packed.packed(self._stored(part, name), how)
-        return found
+            weights[name] = packed.packed(self._stored(part, name), how)
+        return weights
 
     def plain(self, part: RoundedPart) -> dict[str, int]:
         """How many matrices of each weight were rounded by themselves, of those with any."""

@@ -39,7 +39,7 @@ def rounded(
     What an earlier call with the same model and rows made is taken as it is, and one that was killed is continued.
     Raises ArtifactError, and MachineError for a failed write.
     """
-    # What the config changes of a base, the merged model has.
+    # The merged model already has what the config changes in a base.
     changed = {"rope_scaling": None, "vocabulary": None, "weights": "pretrained"}
     section = job.config.model.model_copy(update={"name": str(job.run.merged), **changed})
     files = sorted(job.run.merged.glob("*.safetensors"))
@@ -94,8 +94,8 @@ def kept(
 
 
 def planned_bytes(config: Config, forms: Forms, device_type: str) -> int:
-    """Peak bytes on the device of rounding a job's base or merged model to `output.serve`, with as many rows as are
-    enough.
+    """Peak bytes on the device while a job's base or merged model is rounded to `output.serve` with enough training
+    rows.
     """
     dtype = computed_in(config.training, device_type)
     architecture, plain = load_architecture(config.model, listed=True), QuantizationSection(kind="none")

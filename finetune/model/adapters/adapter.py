@@ -90,7 +90,7 @@ def lora_config(base: Any, section: AdapterSection) -> Any:
     _check_extra_modules(base, section)
     modules, parameters = _targets(base, section)
     if section.ranks:
-        ranks(base, section)  # that each key has its layers
+        ranks(base, section)  # raises for a key without layers
     # The PiSSA paper's fast initialisation by randomised SVD, with 16 iterations.
     start = "pissa_niter_16" if section.init == "pissa" else True
     config = lora_settings(
@@ -142,7 +142,7 @@ def check_rank(base: Any, section: AdapterSection) -> None:
 
 
 def check_exact(base: Any, section: AdapterSection) -> None:
-    """Raise ConfigError for an adapter of which parts cannot be rounded with the weights of `base`."""
+    """Raise ConfigError if parts of the adapter cannot be rounded together with the weights of `base`."""
     for name, weight in adapted_experts(base, section).items():
         how = packed.packing_of(weight)
         if how is None or how.transposed or not fixed_point.of(weight):
@@ -325,7 +325,8 @@ def linear_but(base: Any, *others: nn.Module) -> list[str]:
     """Full names of all linear layers except the output head and `others`."""
     from transformers.pytorch_utils import Conv1D
 
-    kept, linear = {base.get_output_embeddings(), *others}, (nn.Linear, Conv1D)  # those of PEFT's `all-linear`
+    # The types that PEFT's `all-linear` matches.
+    kept, linear = {base.get_output_embeddings(), *others}, (nn.Linear, Conv1D)
     return [name for name, module in base.named_modules() if isinstance(module, linear) and module not in kept]
 
 

@@ -84,7 +84,7 @@ def check_files(directory: Path, section: AdapterSection) -> None:
     # layers (peft 0.21: `megatron_core`, `corda_config`, `layer_replication`).
     free = {name: kind for name, kind in {**ORIGIN, **_OF_BASE}.items() if name != "trainable_token_indices"}
     expected = as_json(lora_settings(published(section)))
-    if section.new_rows:  # in which modules: see `_built`
+    if section.new_rows:  # `_built` checks in which modules
         numbers, stored = [row[0] for row in section.new_rows], values["trainable_token_indices"]
         if isinstance(stored, dict) and stored and all(each == numbers for each in stored.values()):
             expected["trainable_token_indices"] = stored

@@ -49,7 +49,7 @@ class ParamWrapper(peft_layer.ParamWrapper):
         self._dropout = config.lora_dropout
         if self._dropout and len(experts.shape(getattr(_module(base_layer), parameter_name))) == 3:
             config = copy.copy(config)
-            config.lora_dropout = 0.0  # which PEFT refuses, as its update of a weight has no input
+            config.lora_dropout = 0.0  # PEFT refuses dropout here: its update of a weight has no input
         super().__init__(base_layer, adapter_name, parameter_name, config=config, **options)
 
     def round_with_base(self) -> None:
@@ -59,7 +59,7 @@ class ParamWrapper(peft_layer.ParamWrapper):
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
         shape = experts.shape(self.get_param())
-        self._param_ndim = len(shape)  # which PEFT 0.20 does not set
+        self._param_ndim = len(shape)  # PEFT 0.20 does not set it
         if self._param_ndim != 3:
             features: tuple[int, int] = super()._get_in_out_features(module)
             return features
@@ -67,7 +67,7 @@ class ParamWrapper(peft_layer.ParamWrapper):
         return shape[1], shape[2]
 
     def update_layer(self, *arguments: Any, **options: Any) -> None:
-        # As PEFT does, before it does: 0.20 takes the number of dimensions of the stored parameter, which may be bytes.
+        # What PEFT does later: 0.20 looks at the number of dimensions of the stored parameter, which may be bytes.
         if self._param_ndim == 3 and not getattr(self.get_base_layer(), "is_transposed", False):
             if not self._did_swap_in_out_features:
                 self.in_features, self.out_features = self.out_features, self.in_features
@@ -180,7 +180,7 @@ class LowRankSum:
     def _product(self, x: torch.Tensor, multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """x @ (W + s left right), by products of two plain tensors."""
         dropped = functional.dropout(x, self._dropout) if self._dropout else x
-        if self._has_term:  # of which the gradient of x has the part
+        if self._has_term:  # W has the term already, and so has the gradient of x
             dropped = x.detach()
         # The scale is taken on the narrow side: on the wide one autograd would hold another gradient of its size.
         term = multiply(multiply(dropped, self._left) * self._scale, self._right)
@@ -188,7 +188,9 @@ class LowRankSum:
 
 
 class _WithGradientOf(torch.autograd.Function):
-    """A value that also hands its gradient to `term`, which it does not have in it."""
+    """Returns a value unchanged, and passes its gradient on to `term` as well, although the value does not depend on
+    it.
+    """
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, term: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,9 @@ PROJECTIONS = {"gate_up_proj", "down_proj"}
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Why a model or its adapter cannot be served in a way, in one clause, and each cure before it is trained."""
+    """Why a model or its adapter cannot be served in a certain way, in one clause, and each change of the job that
+    would cure it.
+    """
 
     why: str
     cures: tuple[str, ...] = ()

@@ -70,7 +70,7 @@ def check(base: Any, skeleton: Callable[[], Any], section: AdapterSection) -> No
     tensors = {name: _without_memory(weight) for name, weight in adapter_files.weights(adapted).items()}
     settings = plain_peft.settings(adapted)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what they would say is compared below
+        warnings.simplefilter("ignore")  # the comparison below finds what they warn of
         read = get_peft_model(_hollow(adapted.unload()), settings, low_cpu_mem_usage=True)
         set_peft_model_state_dict(read, tensors, low_cpu_mem_usage=True)
     if different := _different(read, tensors):
@@ -109,7 +109,7 @@ def prove(base: Any, folder: Path, tensors: AdapterTensors, scaling: Mapping[str
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what they would say is compared below
+            warnings.simplefilter("ignore")  # the comparison below finds what they warn of
             read = PeftModel.from_pretrained(_hollow(base), str(folder), low_cpu_mem_usage=True)
     except Exception as error:
         raise _unproven(f"cannot load it ({first_line(error)})") from error

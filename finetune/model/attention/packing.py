@@ -255,7 +255,7 @@ def _by_row(
         outputs: list[torch.Tensor] = []
         for length, own, *row in zip(seen, query.split(lengths, 2), keys, values, strict=True):
             shared = length - own.shape[2]
-            # In a square of queries and keys the last query sees the last key, without a mask.
+            # With as many queries as keys no mask is needed: the last query sees the last key.
             queries = pad(own, (0, 0, shared, 0)) if shared else own
             if window is None or length <= window:
                 parts = iter([attend(queries, *row, mask_of(length, query))[0]])

@@ -163,10 +163,10 @@ def _exchanging(attend: Callable[..., Any] | None) -> Callable[..., Any]:
         function = attend or packing.eager_of(module)
         if row_group is None:
             return function(module, query, key, value, attention_mask, *args, **options)
-        options.pop("position_ids", None)  # those of a slice, in which flash attention looks for packed rows
+        options.pop("position_ids", None)  # flash attention would take those of a slice for packed rows
         ratio: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if copies := math.lcm(key.shape[1], row_group.size()) // key.shape[1] - 1:
-            # Fewer key and value heads than ranks: so many more of each that every rank has those of its queries.
+            # With fewer key and value heads than ranks, heads are repeated so that every rank has those of its queries.
             key, value = (each.repeat_interleave(copies + 1, dim=1) for each in (key, value))
             ratio = patches.KEY_VALUE_GROUPS.by(query.shape[1] // key.shape[1], module)
         query, key, value = (_to_heads(each, row_group) for each in (query, key, value))

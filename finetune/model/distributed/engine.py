@@ -146,7 +146,7 @@ class OneProcess(WholeWeights):
         (self.scaler.scale(loss) if self.scaler else loss).backward()
 
     def catch_up(self, idle_pass: Callable[[], object]) -> None:
-        """Nothing: no rank waits."""
+        """Do nothing: no other rank waits."""
 
     def clip(self, max_norm: float) -> Tensor:
         if self.scaler:

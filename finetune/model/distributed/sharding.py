@@ -318,7 +318,7 @@ class Sharded(OneProcess):
         sharded = next((gradient for gradient in gradients if isinstance(gradient, DTensor)), None)
         if sharded is None:
             return super()._clip(max_norm)
-        # On DTensors torch's functions would exchange a number for each weight.
+        # Given DTensors, torch's functions would exchange one number for each weight.
         parts = [held(gradient) for gradient in gradients]
         square = gradient_norm.total(parts).square().to(sharded.device_mesh.device_type)
         dist.all_reduce(square, group=sharded.device_mesh.get_group())
@@ -337,7 +337,7 @@ class Sharded(OneProcess):
 
     def optimizer_state(self) -> States:
         described, tensors = optimizer_states.read(self.optimizer)
-        # Of weights with few rows the last ranks hold none, and no state.
+        # If a weight has few rows, the last ranks hold neither a row nor a state.
         described, made = ranks.main_does(
             lambda: (described, {name: (held.dtype, held.shape[1:]) for name, held in tensors.items()})
         )

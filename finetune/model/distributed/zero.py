@@ -51,7 +51,7 @@ class Rates(torch.optim.Optimizer):
         super().__init__(groups, {})
 
     def step(self, closure: Any = None) -> None:
-        """Nothing: `Zero.clip` has updated the weights."""
+        """Do nothing: `Zero.clip` has updated the weights."""
 
 
 class Zero:
@@ -138,7 +138,7 @@ class Zero:
         return 0
 
     def make_states(self, max_norm: float) -> None:
-        """Nothing: they are there from the start."""
+        """Do nothing: DeepSpeed has made the states at its start."""
 
     def empty_update(self, max_norm: float) -> None:
         self.clip(max_norm)
@@ -282,11 +282,11 @@ def _config(
         if section.stage == "weights":
             sharing["offload_param"] = host
     return {
-        "train_micro_batch_size_per_gpu": 1,  # for its statistics; micro-batches are ours
+        "train_micro_batch_size_per_gpu": 1,  # used for its statistics only; the step makes micro-batches
         "gradient_clipping": max_grad_norm,
         "zero_optimization": sharing,
         "zero_allow_untested_optimizer": True,  # SGD
-        "zero_force_ds_cpu_optimizer": False,  # its own needs a compiler
+        "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's own CPU optimizer needs a compiler
     }
 
 
@@ -352,7 +352,7 @@ class Disk:
         needed = 16 * trained * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // ranks.world_size()
         try:
             for left in root.glob("finetune-*"):
-                # Not those in use, nor another user's.
+                # Directories in use are kept, and those of other users.
                 with contextlib.suppress(OSError), open(left / "lock") as lock:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(left)

@@ -42,7 +42,7 @@ def apply(model: Any, section: MemorySection, device_type: str) -> None:
         return
     decoder = layers(model)
     chosen = pattern(section.checkpointing, len(decoder))
-    _check(model, chosen or ["all"])  # a model without such layers does not support it either
+    _check(model, chosen or ["all"])  # also raises for a model without such layers
     # Named after gradients before transformers 5.23.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})

@@ -48,7 +48,7 @@ class StreamCopies(Copies):
         torch.cuda.current_stream(self._device).wait_event(copy)
 
     def _copied(self, source: Tensor, target: Tensor) -> tuple[Tensor, Any]:
-        # What is queued writes the source, or still reads what lay in the target's memory.
+        # Queued work may still write the source, or read what was in the target's memory before.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)

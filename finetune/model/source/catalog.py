@@ -104,13 +104,13 @@ def model_class(config: Any) -> Any | None:
             known = mapping[type(config)]
             known = known[0] if isinstance(known, tuple) else known
             if sees and mapping is MODEL_FOR_CAUSAL_LM_MAPPING and known.config_class not in mapping:
-                continue  # what it saves is of a type that has no such class (Emu3, Mllama)
+                continue  # the type that it saves has no such class (Emu3, Mllama)
             return known
     return None
 
 
 def is_whole(config: Any, known: Any) -> bool:
-    """Whether `known`, the `model_class` of a composite configuration, is a class of the whole composite model."""
+    """Whether `known`, the `model_class` of a composite configuration, is a class for the whole composite model."""
     return known is not None and "text_config" in config.sub_configs and known.config_class is type(config)
 
 

@@ -39,7 +39,7 @@ _WHOLE_WORDS = (
 )  # fmt: skip
 """Those that take a word that is a token before they merge (`ignore_merges`, there)."""
 
-# As tokenizer.json has them.
+# Parts of tokenizer.json.
 _DIGITS = {
     "type": "Sequence",
     "pretokenizers": [
@@ -333,7 +333,7 @@ class _File:
         turns = theta ** (-torch.arange(len(factors), dtype=torch.float64) / len(factors)) / (2 * torch.pi)
         between = (factors > 1.0001) & (factors < 0.9999 * largest)
         share = (1 / factors[between] - 1 / largest) / (1 - 1 / largest)
-        context, high = 8192, 4.0  # as in all releases
+        context, high = 8192, 4.0  # the values of all releases
         if len(share) > 1:
             slope, start = np.polyfit(turns[between].numpy(), share.numpy(), 1)
             context, high = round(-slope / start), round(1 - 1 / start, 3)
@@ -381,7 +381,7 @@ class _File:
             spaced = {"normalizer": _SPACE_FIRST, "pre_tokenizer": None}
             stored |= spaced if is_spaced else {"pre_tokenizer": _NO_SPACE_FIRST, "decoder": _SPACES}
         if not self._keys.get("tokenizer.ggml.add_bos_token", True):
-            stored["post_processor"] = None  # what transformers made adds one whatever the file says
+            stored["post_processor"] = None  # transformers' own always adds a BOS token
         files.write_json(file, stored)
 
     def weights(self) -> Iterator[tuple[str, torch.dtype, torch.Size, Callable[[], torch.Tensor]]]:
@@ -439,7 +439,7 @@ class _File:
 
     def _rows(self, name: str, shape: torch.Size) -> dict[str, torch.Tensor]:
         """For each tensor of a file that a weight is stored as, which of the weight's rows it holds, in its order."""
-        if len(shape) == 1 and not self._family.permuted:  # one with an addend would change the numbers of rows
+        if len(shape) == 1 and not self._family.permuted:  # an addend would change the row numbers
             nothing = torch.empty(shape, device="meta")
             parts = gguf_names.stored(name, nothing, self.config, self._family)
             return {part: torch.arange(shape[0]) for part in parts}

@@ -40,7 +40,7 @@ def stored(name: str, tensor: torch.Tensor, config: Any, family: Family) -> gguf
     if family.permuted and ".self_attn." in name:
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
         if heads:
-            # From halves of each head (transformers) to pairs (llama.cpp).
+            # transformers rotates halves of each head, llama.cpp neighbouring pairs.
             tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(tensor.shape)
     return family.parts(name, tensor, config)
 

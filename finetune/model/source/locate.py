@@ -26,7 +26,7 @@ _BUILTIN_FOLDERS = (_PACKAGE / "_builtin" / "tiny-llama", _PACKAGE.parent / "dat
 _HUB = "https://huggingface.co/"
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
-# What a folder without config.json is instead, by a file in it.
+# Files that show what a folder without config.json is.
 _WITHOUT_CONFIG = {
     "adapter_config.json": "it has an adapter: name that in `adapter.start_from`, and its base in `model.name`",
     "config.yaml": "it is a run directory: name `merged/` in it, once `finetune merge` has written that",

@@ -89,7 +89,7 @@ FAMILIES: dict[str, VisionFamily] = {
     "gemma3": VisionFamily(),
     "gemma4": VisionFamily(_bound_tokens),
     "idefics3": VisionFamily(_bound_square, _tiles),
-    # Its own needs num2words, for films; of images both write the same.
+    # Its own processor needs num2words for videos; for images both write the same.
     "smolvlm": VisionFamily(_bound_square, _tiles, "Idefics3Processor"),
     "internvl": VisionFamily(_bound_tiles),
     "mistral3": VisionFamily(_bound_edge, _resized),
@@ -302,7 +302,7 @@ def _refuse_older() -> None:
     from transformers import ProcessorMixin, __version__
 
     needed = inspect.signature(ProcessorMixin._merge_kwargs).parameters["ModelProcessorKwargs"]  # noqa: SLF001
-    if needed.default is needed.empty:  # as up to 5.22
+    if needed.default is needed.empty:  # the signature up to 5.22
         raise MachineError(
             f"`model.vision`: transformers {__version__} is too old to train on images; install 5.23, or set `none`"
         )

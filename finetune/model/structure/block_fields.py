@@ -59,7 +59,7 @@ def from_halves(stored: torch.Tensor) -> torch.Tensor:
 
 
 def together(parts: torch.Tensor, bits: int) -> torch.Tensor:
-    """Bytes (..., n) of parts (..., 8 / bits, n) that have so many `bits`, the first in the lowest."""
+    """Bytes (..., n) made of parts (..., 8 / bits, n) of `bits` bits each, the first in the lowest bits."""
     made = parts[..., 0, :].clone()
     for part in range(1, parts.shape[-2]):
         made |= parts[..., part, :] << (bits * part)
@@ -67,7 +67,7 @@ def together(parts: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def apart(stored: torch.Tensor, bits: int) -> torch.Tensor:
-    """The parts (..., 8 / bits, n) of bytes (..., n)."""
+    """The parts (..., 8 / bits, n) of bytes (..., n); the reverse of `together`."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=stored.device)
     return (stored.unsqueeze(-2) >> shifts.unsqueeze(-1)) & (2**bits - 1)
 

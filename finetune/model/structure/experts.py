@@ -155,7 +155,7 @@ def unpack_in_forward(module: Any) -> None:
         module.source_cls = type(module)  # transformers reads this from quantized modules
         unpacking = _Unpacking()
         module.register_forward_pre_hook(unpacking.enter)
-        # Also if the pass ends early, as in recomputation by activation checkpointing.
+        # Called also if the pass ends early, as in recomputation by activation checkpointing.
         module.register_forward_hook(unpacking.leave, always_call=True)
 
 

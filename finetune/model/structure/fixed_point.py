@@ -156,7 +156,7 @@ class FixedPoint:
 
 def shift_of(grid: Grid, a: torch.Tensor, b: torch.Tensor, kappa: float) -> torch.Tensor:
     """kappa B A / scale (rows, groups, group): by how much an update moves positions; 0 where the scale is."""
-    # As a batch of one: selective checkpointing would keep a product of matrices (`recompute.keeping`).
+    # A batch of one, because selective checkpointing would keep a plain product of matrices (`recompute.keeping`).
     product = torch.bmm((b * kappa).unsqueeze(0), a.unsqueeze(0)).squeeze(0)
     inverse = grid.scales.reciprocal().masked_fill_(grid.scales == 0, 0.0)
     return product.unflatten(-1, (inverse.shape[-1], -1)).mul_(inverse.unsqueeze(-1))

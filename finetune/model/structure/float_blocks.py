@@ -202,8 +202,8 @@ def search_int4(weight: torch.Tensor, importance: torch.Tensor | None) -> BlockF
     groups = weight.unflatten(-1, (-1, INT4_GROUP))
     weights = torch.ones_like(groups) if importance is None else importance.expand_as(weight).view_as(groups)
     trials = [7.5, *(7 + 0.2 * step for step in range(16))]
-    found = scale_search.scales(groups, weights, trials, lambda wanted: wanted.round_().clamp_(-8, 7), signed=False)
-    return {"scales": found.bfloat16().float()}
+    best = scale_search.scales(groups, weights, trials, lambda wanted: wanted.round_().clamp_(-8, 7), signed=False)
+    return {"scales": best.bfloat16().float()}
 
 
 def pack_int4(codes: torch.Tensor, fields: BlockFields) -> BytesAndScales:

@@ -59,14 +59,14 @@ def search_with_offsets(
     groups, *given = _in_groups(weight, importance, 32)
     if given:
         weights = important(given[0], groups, 2 * groups.square().mean((-1, -2), keepdim=True))
-        found = scale_search.scales_and_offsets(groups, weights, highest, [0.05 * step - 0.9 for step in range(37)])
-        units = [scale_search.units(one, weights.sum(-1), _SMALL) for one in found]
+        best = scale_search.scales_and_offsets(groups, weights, highest, [0.05 * step - 0.9 for step in range(37)])
+        units = [scale_search.units(one, weights.sum(-1), _SMALL) for one in best]
     else:
         weights = groups.abs() + groups.square().mean(-1, keepdim=True).sqrt_()
-        found = scale_search.scales_and_offsets(groups, weights, highest, extras)
-        units = [one.amax(-1) / _SMALL for one in found]
+        best = scale_search.scales_and_offsets(groups, weights, highest, extras)
+        units = [one.amax(-1) / _SMALL for one in best]
     d, dmin = (unit.half() for unit in units)
-    scales, mins = (multiples(*pair, 0, _SMALL).to(torch.uint8) for pair in zip(found, (d, dmin), strict=True))
+    scales, mins = (multiples(*pair, 0, _SMALL).to(torch.uint8) for pair in zip(best, (d, dmin), strict=True))
     return {"d": d, "dmin": dmin, "scales": scales, "mins": mins}
 
 
@@ -144,9 +144,9 @@ def search_q6_k(weight: torch.Tensor, importance: torch.Tensor | None) -> BlockF
     """`quantize_row_q6_K_ref`, `quantize_row_q6_K_impl`."""
     groups, *given = _in_groups(weight, importance, 16)
     weights = given[0] if given else groups.square()
-    found = scale_search.scales(groups, weights, around(32), nearest_of(-32, 31))
-    d = (of_largest_size(found) / -128).half()
-    return {"d": d, "scales": multiples(found, d, -128, 127).to(torch.int8)}
+    best = scale_search.scales(groups, weights, around(32), nearest_of(-32, 31))
+    d = (of_largest_size(best) / -128).half()
+    return {"d": d, "scales": multiples(best, d, -128, 127).to(torch.int8)}
 
 
 def of_largest_size(numbers: torch.Tensor) -> torch.Tensor:

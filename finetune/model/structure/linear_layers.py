@@ -162,7 +162,7 @@ def _pass(
 
 def leaves(output: torch.Tensor) -> set[torch.Tensor]:
     """The leaf tensors that `output` has a gradient to."""
-    found: set[torch.Tensor] = set()
+    variables: set[torch.Tensor] = set()
     seen: set[Any] = set()
     waiting = [output.grad_fn]
     while waiting:
@@ -171,9 +171,9 @@ def leaves(output: torch.Tensor) -> set[torch.Tensor]:
             continue
         seen.add(node)
         if hasattr(node, "variable"):
-            found.add(node.variable)
+            variables.add(node.variable)
         waiting += [before for before, _ in node.next_functions]
-    return found
+    return variables
 
 
 def _kind(model: nn.Module, name: str) -> tuple[type, str]:

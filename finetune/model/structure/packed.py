@@ -114,9 +114,7 @@ def exact(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def as_served(parameter: nn.Parameter, update: fixed_point.Update | None = None) -> nn.Parameter:
-    """A packed parameter as its form is served: of one held as positions (`fixed_point`) the nearest values after an
-    update.
-    """
+    """A packed parameter in its served form; one held as positions (`fixed_point`) is first rounded with an update."""
     how, positions = packing_of(parameter), fixed_point.of(parameter)
     if how is None or positions is None:
         return parameter
@@ -142,14 +140,14 @@ def pack(form: str, weight: torch.Tensor, *, transposed: bool = False) -> nn.Par
 
 def digest(model: nn.Module) -> str | None:
     """SHA-256 (hex) of the bytes and scales of the packed weights of `model`; None if it has none."""
-    whole, found = hashlib.sha256(), False
+    whole, has_packed = hashlib.sha256(), False
     for name, parameter in sorted(model.named_parameters()):
         if how := packing_of(parameter):
-            found = True
+            has_packed = True
             whole.update(f"{name} {how.form} {list(how.shape)}".encode())
             for tensor in (parameter.data, how.scales):
                 whole.update(tensor.contiguous().view(torch.uint8).cpu().numpy().data)
-    return whole.hexdigest() if found else None
+    return whole.hexdigest() if has_packed else None
 
 
 def empty(form: str, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -172,18 +170,18 @@ class Published:
 
 def published(names: Iterable[str], forms: Iterable[str] | None = None) -> dict[str, Published]:
     """The packed weights of files with tensors of these `names`, by the names that they have in files in 16 bit."""
-    known, found = set(names), {}
+    known, weights = set(names), {}
     for form in FORMS if forms is None else forms:
         for layout in FORMS[form].layouts:
             last = layout.endings[-1]
             for plain in (name.removesuffix(last) for name in known if name.endswith(last)):
                 parts = tuple(plain + ending for ending in layout.endings)
                 if known.issuperset(parts):
-                    found[plain] = Published(form, layout, parts)
-    return found
+                    weights[plain] = Published(form, layout, parts)
+    return weights
 
 
-# Of activations and of the KV cache, neither of which is rounded here.
+# Scales of activations and of the KV cache, which are not rounded here.
 _OTHER_SCALES = ("activation_scale", "input_scale", "input_global_scale", "k_scale", "v_scale")
 
 
@@ -543,8 +541,8 @@ class PackedEmbedding(nn.Embedding):
         """Map ids (...) to rows (..., embedding_dim)."""
         how, rows = packing_of(self.weight), input.flatten()
         assert how is not None
-        found = replace(how, scales=how.scales[rows], shape=torch.Size((len(rows), how.shape[-1])))
-        return found.decoded(self.weight.data[rows]).view(*input.shape, -1)
+        chosen = replace(how, scales=how.scales[rows], shape=torch.Size((len(rows), how.shape[-1])))
+        return chosen.decoded(self.weight.data[rows]).view(*input.shape, -1)
 
 
 @functools.cache
@@ -557,8 +555,8 @@ def _packed_class(kind: type[nn.Embedding]) -> type[nn.Embedding]:
         rows = PackedEmbedding.forward(self, input.flatten())
         of_model: Any = object.__new__(kind)
         of_model.__dict__.update(self.__dict__, _parameters={"weight": rows}, padding_idx=None)
-        found: torch.Tensor = kind.forward(of_model, torch.arange(len(rows), device=rows.device).view(input.shape))
-        return found
+        embedded: torch.Tensor = kind.forward(of_model, torch.arange(len(rows), device=rows.device).view(input.shape))
+        return embedded
 
     return type(kind.__name__, (kind, PackedEmbedding), {"forward": forward})
 

@@ -98,7 +98,7 @@ def library_config(section: QuantizationSection, compute_dtype: Any, published: 
     if kind.packed or published:
         given = published or {"quant_method": fixed_point.held(section.kind, exact=section.snap)}
         form = given["quant_method"]
-        # What is passed to transformers 5.23 replaces what config.json says, also by None.
+        # Arguments passed to transformers 5.23 replace what config.json says, even with None.
         kept = given.get("modules_to_not_convert") or given.get("ignored_layers")
         known = packed.FORMS.get(form)
         config = getattr(transformers, (known and known.config) or "FineGrainedFP8Config")

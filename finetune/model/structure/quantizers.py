@@ -82,7 +82,7 @@ def packed_names(model: Any, config: Any, published: Any = None) -> set[str]:
 
 
 def undivided(model: Any, block: int) -> Iterator[tuple[str, int]]:
-    """Name and inputs of each layer that can be packed, if blocks of so many weights do not divide its inputs."""
+    """Name and number of inputs of each layer that could be packed if blocks of this size divided its inputs."""
     for name, module, own in _quantizer(FineGrainedFP8Config(), None).targets(model):
         if (inputs := _columns(module, own)) % block:
             yield name.removesuffix(".weight"), inputs
@@ -301,7 +301,7 @@ class _Mxfp4(_Packed, Mxfp4HfQuantizer):
     form = "mxfp4"
     serialized_names: ClassVar = {
         name: [f"{name}_blocks", f"{name}_scales"] for name in ("gate_up_proj", "down_proj")
-    }  # as in transformers 5.23
+    }  # the same as in transformers 5.23
 
 
 class _Fp8(_Packed, FineGrainedFP8HfQuantizer):
@@ -411,7 +411,7 @@ def _tables(model: Any) -> dict[torch.nn.Module, str]:
         if name.endswith("embed_tokens_per_layer")
     }
     head = model.get_output_embeddings()
-    if type(head) is torch.nn.Linear and not sequence_head.is_classifier(model):  # whose head is trained
+    if type(head) is torch.nn.Linear and not sequence_head.is_classifier(model):  # a classifier's head is trained
         tables[head] = recipes.HEAD
     return {**tables, model.get_input_embeddings(): recipes.EMBEDDING}
 
@@ -466,7 +466,7 @@ class _Keep(ConversionOps):
 
     @torch.no_grad()
     def convert(self, input_dict: dict[str, Any], *, full_layer_name: str, model: Any, **named: Any) -> dict[str, Any]:
-        patterns = [name.removesuffix("$") for name in named["source_patterns"]]  # as `older_loading` has them
+        patterns = [name.removesuffix("$") for name in named["source_patterns"]]  # `older_loading` appends the `$`
         named["source_patterns"] = patterns
         given = {
             name.removesuffix("$"): value if isinstance(value, list) else [value] for name, value in input_dict.items()
@@ -475,11 +475,9 @@ class _Keep(ConversionOps):
         parameter = getattr(module, last)
         wanted = packed.packing_of(parameter)
         parts = packed.published(given, self.hf_quantizer.published_forms())
-        if not parts:  # of a module that the base's authors left in 16 bit
-            if wanted:
-                raise ValueError(
-                    f"{full_layer_name} has no scales, though config.json says that it is in {wanted.form}"
-                )
+        if not parts and wanted:
+            raise ValueError(f"{full_layer_name} has no scales, though config.json says that it is in {wanted.form}")
+        if not parts:  # the base's authors left this module in 16 bit
             weights = {name: value for name, value in given.items() if not name.endswith("_scale")}
             plain = self._after(weights, full_layer_name, model, named)
             return {name: value.to(parameter.dtype) for name, value in plain.items()}

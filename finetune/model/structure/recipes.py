@@ -45,7 +45,7 @@ FALLBACKS = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0", "iq4_xs": "iq4_nl"}
 HEAD, EMBEDDING = "output.weight", "token_embd.weight"
 """llama.cpp's names of the output head and of the embedding."""
 
-# In names of llama.cpp and of transformers, without `.weight`: the number of a layer, and the last part.
+# Matches names of llama.cpp and of transformers without `.weight`: the number of the layer, and the last part.
 _IN_LAYER = re.compile(r"(?:^|\.)(?:blk|layers|h)\.(\d+)\..*?(\w+?)(?:_exps|_shexp)?$")
 _PARTS = {
     "v_proj": "attn_v", "k_proj": "attn_k", "o_proj": "attn_output", "qkv_proj": "attn_qkv", "in_proj_qkv": "attn_qkv",
@@ -67,9 +67,9 @@ def wanted(name: str, kind: str, text: Any) -> str | None:
         return recipe.head
     if name.endswith(_KEPT):
         return None
-    if not (found := _IN_LAYER.search(name.removesuffix(".weight"))):
+    if not (match := _IN_LAYER.search(name.removesuffix(".weight"))):
         return recipe.main
-    layer, layers, part = int(found[1]), text.num_hidden_layers, _PARTS.get(found[2], found[2])
+    layer, layers, part = int(match[1]), text.num_hidden_layers, _PARTS.get(match[2], match[2])
     if experts.count(text) == 8 and (form := _of_eight_experts(part, recipe)):
         return form
     if part in ("attn_v", "attn_qkv", "ffn_down"):

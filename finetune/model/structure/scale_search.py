@@ -26,7 +26,7 @@ def scales(
     positive.
     """
 
-    def found(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def search(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
         sizes = x.abs()
         largest = x.gather(-1, sizes.argmax(-1, keepdim=True)) if signed else sizes.amax(-1, keepdim=True)
         best, scale = torch.zeros_like(largest), torch.zeros_like(largest)
@@ -41,7 +41,7 @@ def scales(
             scale = torch.where(better, products / squares, scale)
         return (scale,)
 
-    return _in_parts(found, groups, weights)[0]
+    return _in_parts(search, groups, weights)[0]
 
 
 def scales_and_offsets(
@@ -53,7 +53,7 @@ def scales_and_offsets(
     steps, rounds, and takes the scale and the offset that are best for these codes.
     """
 
-    def found(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def search(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
         low, high = x.amin(-1, keepdim=True).clamp_(max=0), x.amax(-1, keepdim=True)
         sum_w, sum_x = w.sum(-1, keepdim=True), (w * x).sum(-1, keepdim=True)
         scale = (high - low) / highest
@@ -79,7 +79,7 @@ def scales_and_offsets(
             scale, low = torch.where(better, new_scale, scale), torch.where(better, new_low, low)
         return scale, -low
 
-    first, second = _in_parts(found, groups, weights)
+    first, second = _in_parts(search, groups, weights)
     return first, second
 
 
@@ -99,13 +99,15 @@ def units(numbers: torch.Tensor, weights: torch.Tensor, highest: int) -> torch.T
 
 
 def _in_parts(
-    found: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]], groups: torch.Tensor, weights: torch.Tensor
+    search: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]],
+    groups: torch.Tensor,
+    weights: torch.Tensor,
 ) -> list[torch.Tensor]:
-    """The results of `found`, which gets (groups, columns of a group) and gives (groups, 1)."""
+    """The results of `search`, which gets (groups, columns of a group) and gives (groups, 1)."""
     shape = groups.shape[:-1]
     part = (_PART if groups.device.type == "cpu" else _DEVICE_PART) // groups.shape[-1]
     rows = groups.reshape(-1, groups.shape[-1]).split(part), weights.reshape(-1, groups.shape[-1]).split(part)
     if isinstance(groups, FakeTensor):  # in a forecast: one part after the other takes the same memory
-        return [one.new_empty(shape) for one in found(*(each[0] for each in rows))]
-    results = [found(*some) for some in zip(*rows, strict=True)]
+        return [one.new_empty(shape) for one in search(*(each[0] for each in rows))]
+    results = [search(*some) for some in zip(*rows, strict=True)]
     return [torch.cat(each).view(shape) for each in zip(*results, strict=True)]

@@ -159,7 +159,7 @@ class Weights(Mapping[str, torch.Tensor]):
             return {group.sources[0]: tensors[group.targets[0]]}
         from transformers.core_model_loading import revert_weight_conversion
 
-        # As `from_pretrained` leaves it on a model that it has loaded, for `save_pretrained`.
+        # `from_pretrained` leaves this on a model that it has loaded, for `save_pretrained`.
         self._model._weight_conversions = [one for one in self._conversions if one.was_used()]  # noqa: SLF001
         reverted, reason = dict[str, torch.Tensor](), ""
         try:
