@@ -51,7 +51,7 @@ def test_a_path_that_the_system_refuses_is_one_line(tmp_path: Path, capsys: pyte
     ("run", "why"),
     [
         ("x" * 300, "File name too long"), ("a/" * 3_000, "File name too long"), ("loop", "not a run directory"),
-        ("loop/run", "not a run directory"),
+        ("loop/run", "not a run directory"), ("", "not a run directory"),
     ],
 )  # fmt: skip
 def test_an_impossible_run_path_is_refused(call, run: str, why: str, tmp_path: Path) -> None:
@@ -384,7 +384,11 @@ def test_an_unknown_export_format_is_refused_with_the_nearest_name(call, trained
     ("options", "why"),
     [
         (["--type", "q3_k_m"], "llama-quantize model-f16.gguf model-q3_k_m.gguf q3_k_m"),
+        (["--type", ""], "GGUF type `` is not known; choose from f16"),
         (["--push", "a/b/c"], "`--push a/b/c`"),
+        (["--push", ""], "`--push `"),
+        (["--to", "merged", "--type", "q4_0"], "`--type q4_0`: `merged` has no GGUF file"),
+        (["--to", "fp8", "--type", "q4_0"], "`--type q4_0`: `fp8` has no GGUF file"),
     ],
 )
 def test_an_impossible_export_is_refused_before_any_work(
@@ -394,6 +398,7 @@ def test_an_impossible_export_is_refused_before_any_work(
     assert code == 2
     assert why in err
     assert not (trained.path / "gguf").exists()
+    assert not (trained.path / "fp8").exists()
 
 
 @pytest.mark.slow

@@ -58,8 +58,8 @@ def export(
     """Export for the programs that serve a model, and prove it. What was written must equal what was trained."""
     options.chosen("--to", format, FORMATS)
     pick(FORMATS, format, "export format")
-    if type:
-        check(type)
+    if type is not None:
+        check(type, format)
     opened = finetune.RunDirectory.open(run)
     with importing(f"export {run}"):
         write = finetune.export_model

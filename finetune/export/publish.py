@@ -51,9 +51,9 @@ def export_model(
     a run that the format cannot express; MachineError while a process trains in the run directory.
     """
     form = pick(FORMATS, format, "export format")
-    if type:
-        gguf_types.check(type)
-    if push:
+    if type is not None:
+        gguf_types.check(type, format)
+    if push is not None:
         upload.check(push)
     libraries.quiet()
     run = RunDirectory.open(run)

@@ -55,8 +55,8 @@ class RunDirectory:
 
     @property
     def quoted(self) -> str:
-        """Its path as a word of a command line, to be copied into a shell."""
-        return shlex.quote(str(self.path))
+        """Its path as a word of a command line, and no option, to be copied into a shell."""
+        return shlex.quote(f"./{self.path}" if str(self.path).startswith("-") else str(self.path))
 
     @classmethod
     def open(cls, path: Run) -> RunDirectory:
@@ -64,7 +64,8 @@ class RunDirectory:
         if isinstance(path, RunDirectory):
             return path
         run = cls(path)
-        run.check_layout()
+        if os.path.lexists(run.config_file) or not os.path.isdir(run.path):  # in another folder, links are no fault
+            run.check_layout()
         if not os.path.isfile(run.config_file):  # False for an invalid path too
             raise ArtifactError(
                 f"{run.path}: not a run directory (no config.yaml); give the folder `finetune train` wrote"

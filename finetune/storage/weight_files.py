@@ -47,6 +47,8 @@ def check(path: Path) -> None:
     size = path.stat().st_size
     if len(start) < 8:
         raise ArtifactError(f"{path}: cut off after {len(start)} bytes; create or download it again")
+    if start == b"version ":  # https://git-lfs.github.com/spec/v1
+        raise ArtifactError(f"{path}: a Git LFS pointer in place of the file; fetch it with `git lfs pull`")
     (length,) = struct.unpack("<Q", start)
     if length > size - len(start):
         raise ArtifactError(

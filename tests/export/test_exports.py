@@ -201,6 +201,7 @@ def test_a_command_takes_the_path_of_a_run_as_one_word(tmp_path: Path) -> None:
         finished_run.load_merged(run, ModelSection(), CPU)
     told = str(refused.value).partition("`")[2].rpartition("`")[0]
     assert shlex.split(told) == ["finetune", "merge", str(run.path)]
+    assert RunDirectory("-to/run").quoted == "./-to/run"
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,13 @@ def test_a_broken_header_is_refused_naming_the_file(tmp_path: Path, subtests: py
                 weight_files.check(file)
 
 
+def test_a_pointer_of_git_lfs_is_refused_with_what_fetches_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 5\n")
+    with pytest.raises(ArtifactError, match="`git lfs pull`"):
+        weight_files.check(file)
+
+
 def test_a_whole_file_passes(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(file_of({"__metadata__": {"format": "pt"}, "a": tensor(0, 8), "b": tensor(8, 12)}, b"\0" * 12))

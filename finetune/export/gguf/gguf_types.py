@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from finetune.config.field_types import pick
 from finetune.errors import ConfigError
+from finetune.export.export_formats import FORMATS
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,12 @@ TYPES: dict[str, Type] = {
 }
 
 
-def check(kind: str) -> None:
-    """Raise ConfigError for a type that this program does not write."""
+def check(kind: str, format: str = "gguf") -> None:
+    """Raise ConfigError for a type that this program does not write, and for an export format without types."""
+    if not FORMATS[format].module.startswith("gguf."):
+        raise ConfigError(
+            f"`--type {kind}`: `{format}` has no GGUF file, whose type it is; leave it out, or export `gguf`"
+        )
     if kind in TYPES:
         return
     if kind.lower() not in TYPES and kind.lower().startswith(("q", "iq", "tq")):
