@@ -60,7 +60,6 @@ def test_the_forecast_is_off_by_little_and_is_made_in_seconds() -> None:
     }
     named = {
         ("idefics3 bf16, wide", "peak"): 0.09,
-        ("qwen3, whole", "optimizer"): 0.06,
         ("llama, few trained tokens", "forward"): 0.012,
         ("2048 tokens, evaluated", "evaluation"): 0.0052,
     }

@@ -38,9 +38,9 @@ _VARLEN = "torch_attn::_varlen_attn"
 # aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, `mha_bwd`).
 _FLASH_LENGTH, _FLASH_HEAD = 128, 32
 _MASK_ROW = 8
-# A sum of booleans, such as a mask of black pixels, first copies them as integers on both devices (torch 2.13,
-# aten/src/ATen/native/ReduceOpsUtils.h `make_reduction`).
-_SUM = "aten::sum.dim_IntList"
+# A sum of booleans, such as a mask of black pixels, first copies them as integers on both devices, and a CPU's norm of
+# 16-bit values in float32 copies them as well (torch 2.13, aten/src/ATen/native/ReduceOpsUtils.h `make_reduction`).
+_SUM, _NORM = "aten::sum.dim_IntList", "aten::linalg_vector_norm"
 
 
 @dataclass(frozen=True)
@@ -276,6 +276,8 @@ def _scratch_on_cpu(func: Any, args: Any, named: Any) -> list[int]:
         return _flash_backward_tiles(*args[:3])
     if name == _SUM and args[0].dtype is torch.bool:
         return [8 * args[0].numel()]
+    if name == _NORM and named.get("dtype", args[0].dtype) != args[0].dtype:
+        return [named["dtype"].itemsize * args[0].numel()]
     if name == "aten::_safe_softmax":
         return [args[0].numel()]  # whether a row is masked throughout (torch 2.13, native/transformers/attention.cpp)
     if torch.Tag.pointwise in func.tags and not name.startswith(_NOT_PROMOTED):

@@ -74,7 +74,7 @@ def written(operator: Any, arguments: tuple[Any, ...]) -> dict[str, torch.Tensor
     return {"out": torch.empty_like(made)}
 
 
-def scratch(operator: Any, arguments: tuple[Any, ...], named: dict[str, torch.Tensor]) -> int:
+def scratch(operator: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> int:
     """Bytes of the peak within the real operator beyond what stays."""
     operator(*arguments, **named)  # what is made once is no part of it
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -109,6 +109,15 @@ def test_the_scratch_of_a_cpu_kernel_is_what_the_real_one_allocates(subtests: py
         with subtests.test(name=name):
             operator, arguments = OPERATORS[name]
             assert_forecast(operator, arguments, arguments[-1] if name in BATCHED else torch.empty(0))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_the_scratch_of_a_norm_in_float32_is_a_copy_of_what_is_in_16_bit(dtype: torch.dtype) -> None:
+    operator, arguments = aten.linalg_vector_norm.default, (some(512, 512, dtype=dtype), 2, [-1])
+    named = {"dtype": FP32}
+    forecast = sum(operator_costs.cpu().scratch(operator, arguments, named))
+    assert forecast == pytest.approx(scratch(operator, arguments, named), abs=SLACK_BYTES)
+    assert forecast == (4 * 512 * 512 if dtype is BF16 else 0)
 
 
 def test_the_scratch_of_attentions_backward_pass_is_what_the_real_one_allocates(subtests: pytest.Subtests) -> None:
