@@ -23,9 +23,9 @@ LIMITS = {
     "files that know sharding": 6,
     "files that know DeepSpeed": 4,
     "lines of finetune/": 61_450,  # to become 34,000
-    "lines of tests/": 57_840,  # to become 34,000
+    "lines of tests/": 57_900,  # to become 34,000
     "lines of benchmarks/": 12_600,  # to become 8,500
-    "words of docs/ and the README": 29_950,
+    "words of docs/ and the README": 30_000,
 }
 
 
