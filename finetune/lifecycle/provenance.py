@@ -149,10 +149,12 @@ def _cure(config: Config, changes: Mapping[str, tuple[Any, Any]]) -> str:
     before = {key: old for key, (old, _) in changes.items() if key.startswith("quantization.")}
     if config.output.serve is None or not before or len(before) < len(changes):
         return "Set another"
-    held = " and ".join(f"`{key}: {str(old).lower()}`" for key, old in before.items() if key != "quantization.snap")
-    if before.get("quantization.snap"):
-        cure = "set `output.way: exact`"
-    elif contradictions(config.changed({**before, "output.way": "rounded"})):
+    snap = before.pop("quantization.snap", config.quantization.snap)
+    before = {"quantization.kind": config.quantization.kind, **before}
+    held = " and ".join(f"`{key}: {str(old).lower()}`" for key, old in before.items())
+    if snap:
+        cure = f"set `output.way: exact` and `output.serve: {before['quantization.kind']}`"
+    elif contradictions(config.changed({**before, "quantization.snap": False, "output.way": "rounded"})):
         cure = f"remove `output.serve` and set {held}"
     else:
         cure = f"set `output.way: rounded` and {held}"

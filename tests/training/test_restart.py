@@ -297,7 +297,11 @@ def test_full_fine_tuning_keeps_float32_weights_that_bf16_would_round(quick) -> 
             "ollama",
             "remove `output.serve` and set `quantization.kind: q4_0`. Otherwise set another",
         ),
-        (("exact", "auto"), "llama.cpp", "set `output.way: exact`. Otherwise set another"),
+        (
+            ("exact", "auto"),
+            "llama.cpp",
+            "set `output.way: exact` and `output.serve: q4_0`. Otherwise set another",
+        ),
     ],
 )
 def test_a_run_whose_base_was_held_for_another_way_to_serve_says_what_to_set(
@@ -313,6 +317,24 @@ def test_a_run_whose_base_was_held_for_another_way_to_serve_says_what_to_set(
         provenance.refuse_changes(config, run)
     with pytest.raises(ConfigError, match=r"0\.2\)\. Set another"):
         provenance.refuse_changes(config.changed({"adapter.dropout": 0.2}), run)
+
+
+@pytest.mark.parametrize(
+    ("way", "serve", "cure"),
+    [
+        ("adapter", "q4_0", "remove `output.serve` and set `quantization.kind: q4_0`. Otherwise set another"),
+        ("exact", "q8_0", "set `output.way: exact` and `output.serve: q4_0`. Otherwise set another"),
+    ],
+)
+def test_a_run_that_is_to_be_trained_as_it_is_rounded_now_says_what_to_set(
+    way: str, serve: str, cure: str, quick: Any
+) -> None:
+    before, _ = serving.resolved(quick("output.serve=q4_0", f"output.way={way}"))
+    config, _ = serving.resolved(quick(f"output.serve={serve}", "output.way=exact"))
+    run = RunDirectory(config.output.dir)
+    run.create(before)
+    with pytest.raises(ConfigError, match=re.escape(cure)):
+        provenance.refuse_changes(config, run)
 
 
 def test_a_key_that_its_choice_ignores_may_be_removed_from_a_run_that_an_earlier_version_started(quick) -> None:
