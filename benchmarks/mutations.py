@@ -49,7 +49,7 @@ AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
             "_completion _with_end _tokens _chat",
             "finetune.data.encoded": "Encoded.trained Segment.trained Segment.cut",
             "finetune.data.masks": "answer_turns mask marks_generation check_template "
-            "rendering _by_marks _by_prefixes _turn_end _closed _words",
+            "rendering _by_marks _end_of_call _by_prefixes _turn_end _closed _wordless _words",
             "finetune.data.lengths": "_error _drop _truncate _last_answer _split",
         },
         ["data/test_lengths.py", "data/test_marks.py", "data/test_chat_masks.py", "data/test_known_templates.py",

@@ -28,7 +28,7 @@ def test_two_tasks_of_a_batch_script_train_each_member_once(
     monkeypatch.chdir(tmp_path)
     children.in_place_of_modules(tmp_path)
     folder = tmp_path / "sweep"
-    job = [*QUICK, f"data.train={rows_file}", "data.eval_share=0.2", f"model.name={shallow_base}"]
+    job = [*QUICK, f"data.train={rows_file}", "data.eval_share=0.5", f"model.name={shallow_base}"]
     arguments = [str(TINY), *job, "training.max_steps=2", f"output.dir={folder}", RATES]
     script = tmp_path / "sweep.sbatch"
     options = ["--on", "slurm", "--sweep", "--gpus-per-node", "2", "--output", str(script)]
