@@ -140,8 +140,8 @@ def count(value: float) -> str:
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """A number to that many digits; a larger one as a whole number, and never as 1e+03."""
-    return count(value) if value >= 10**digits - 0.5 else f"{value:.{digits}g}"
+    """A number to that many digits; a larger one, below a thousand billions, as a whole number and not as 1e+03."""
+    return count(value) if 10**digits - 0.5 <= value < 1e12 else f"{value:.{digits}g}"
 
 
 def duration(seconds: float) -> str:

@@ -279,6 +279,10 @@ def test_large_numbers_are_written_out() -> None:
     assert [report_words.energy(joules) for joules in (3.6e4, 3.5994e6, 9e6, 1.26e10)] == [
         "10 Wh", "1,000 Wh", "2.5 kWh", "3,500 kWh"
     ]  # fmt: skip
+    # A loss that diverges, and operations a second, have too many digits to be read.
+    assert [report_words.significant(value) for value in (999_999_999_999.0, 1.5e14, 3e30, float("inf"))] == [
+        "999,999,999,999", "1.5e+14", "3e+30", "inf"
+    ]  # fmt: skip
     for section, said in [
         (TrainingSection(max_steps=1_000_000), "1,000,000 steps, "), (TrainingSection(max_steps=1), "1 step, "),
         (TrainingSection(epochs=2.5), "2.5 epochs, "),
