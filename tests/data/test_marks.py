@@ -137,6 +137,29 @@ def test_an_earlier_call_learns_what_closes_it_without_marks_and_with_such_as_le
     assert trained_text(encode(rows, tokenizer), tokenizer) == f"so{learnt}" * 2 + "one<|im_end|>"
 
 
+_TOUCHING = _COUNT + (
+    "{%- for message in messages -%}{{- '<|im_start|>' -}}{%- if message['role'] == 'assistant' -%}"
+    + _MARKED + "{%- else -%}{{- message['content'] -}}{%- endif -%}{%- endfor -%}"
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("is_marked", [True, False])
+@pytest.mark.parametrize("words", ["so", "", "\n"])
+def test_what_closes_a_call_is_learnt_once_where_the_next_turn_begins_with_a_token_like_it(
+    words: str, is_marked: bool, word_tokenizer: Make
+) -> None:
+    closed, marked = "'<|call|>' if message.tool_calls else '<|im_end|>'", "message['content']"
+    marks = (
+        f"{{%- generation -%}}{{{{- {marked} + ({closed}) -}}}}{{%- endgeneration -%}}"
+        if is_marked
+        else f"{{%- generation -%}}{{{{- {marked} -}}}}{{%- endgeneration -%}}{{{{- {closed} -}}}}"
+    )
+    tokenizer = word_tokenizer(_TOUCHING.replace(_MARKED, marks), special=["<|call|>"])
+    rows = Chat([user("Hi"), {**CALL, "content": words}, user("Why?"), assistant("one")])
+    if words or is_marked:  # else its marks are at no token
+        assert trained_text(encode(rows, tokenizer), tokenizer) == f"{words}<|call|>one<|im_end|>"
+
+
 def test_a_mark_at_no_token_is_not_trusted_and_one_that_ends_at_none_is_closed_by_its_end(
     byte_tokenizer: Make, chatml: str
 ) -> None:
