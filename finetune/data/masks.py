@@ -161,13 +161,13 @@ def _by_marks(example: Chat, turns: list[int], whole: Tokenized, tokenizer: Any)
 def _end_of_call(ids: list[int], start: int, end: int, tokenizer: Any) -> int:
     """The end of a tool call whose marks end at `end` and may exclude what closes it.
 
-    That is all up to the end-of-turn token, or a token in its place, if no word comes before.
+    That is the end-of-turn token (which `_closed` includes), or another one in its place, if no word comes before.
     """
     special, ends = template.special_ids(tokenizer), template.end_of_turn(tokenizer)
     closing = [at for at in _wordless(ids, range(end, len(ids)), tokenizer) if ids[at] in special]
     for at in closing:
         if ids[at] == ends:
-            return at + 1
+            return at
     is_closed = any(ids[at] in special for at in _wordless(ids, range(end - 1, start - 1, -1), tokenizer))
     return closing[0] + 1 if closing and not is_closed else end
 
