@@ -66,6 +66,7 @@ SPACES = (
         steps=3,
     ),
 )  # fmt: skip
+FIXED = ("data.eval=none", "output.merge=false")
 ROUNDS = 2
 SHARES = (0.25, 0.5, 0.75)
 """Budgets: this far from what the smallest setting needs to what the largest does."""
@@ -91,7 +92,7 @@ def _space(space: Space, scratch: Path) -> dict[str, Any]:
     least, most = min(needed.values()), max(needed.values())
     chosen = {int(least + share * (most - least)): Setting() for share in SHARES}
     for budget in chosen:
-        chosen[budget] = _fit([*job[1:], f"memory.budget={budget}B", "data.eval=none"], job[0])
+        chosen[budget] = _fit([*job[1:], f"memory.budget={budget}B", *FIXED], job[0])
         print(f"{space.name}, budget {harness.mib(budget)} MiB: {chosen[budget]}", flush=True)
     runs: dict[Setting, list[dict[str, float]]] = {setting: [] for setting in (*settings, *chosen.values())}
     for turn in range(ROUNDS):
@@ -112,7 +113,7 @@ def _train(space: Space, job: Sequence[str], setting: Setting, run: Path) -> dic
     """Seconds a step (all but the first) and the resident peak of one real run."""
     harness.finetune(
         "train", *job, *setting.overrides, f"output.dir={run}", f"training.max_steps={space.steps}",
-        "memory.check=off", "data.eval=none", "output.merge=false", threads=1, extra=harness.ALLOCATOR,
+        "memory.check=off", *FIXED, threads=1, extra=harness.ALLOCATOR,
     )  # fmt: skip
     steps = harness.steps(run)[1:]
     return {
@@ -132,7 +133,7 @@ def _summary(runs: Sequence[dict[str, float]]) -> dict[str, Any]:
 
 
 def _needed(job: Sequence[str], setting: Setting) -> int:
-    plan = harness.finetune("plan", *job, *setting.overrides, "data.eval=none", "--gpu", "cpu", "--json", threads=1)
+    plan = harness.finetune("plan", *job, *setting.overrides, *FIXED, "--gpu", "cpu", "--json", threads=1)
     return json.loads(plan)["needed_bytes"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import re
@@ -218,6 +219,9 @@ def _present(budget: int | None, context_bytes: int | None = None) -> Device:
 
 def _cpu(budget: int | None) -> Device:
     flops, bandwidth, call = _cpu_rates()
+    # TRL's loss imports this in its first backward pass, and with it pandas and datasets: 80 MiB that a process holds
+    # already if it prepared the rows, and not yet if it found them prepared.
+    importlib.import_module("trl.trainer.utils")
     held = psutil.Process().memory_info().rss
     available = min(psutil.virtual_memory().available, left_by_control_groups()) + held
     return Device(
