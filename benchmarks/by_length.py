@@ -29,7 +29,7 @@ import yaml
 from forecast_cpu import config_json
 
 ROWS, BATCH, MICRO_BATCH = 64, 16, 4
-SHARES = (0.1, 0.5)
+SHARES = (0.3, 0.6)
 """Budgets: this far from what the longest micro-batch needs with everything recomputed to its need with nothing."""
 KEY = "memory.checkpointing"
 Run = dict[str, Any]
