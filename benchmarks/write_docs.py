@@ -198,7 +198,7 @@ def _cells(found: Any) -> Iterator[Any]:
 
 
 def _slower(found: Any) -> list[float]:
-    return [budget["slower_than_it"] for space in found["spaces"].values() for budget in space["budgets"]]
+    return [budget["slower_than_it"] for budget in found["budgets"]]
 
 
 def _times_as_fast(found: Any) -> list[float]:
@@ -267,8 +267,7 @@ FIGURES = {
     "forecast-seconds-70b": Figure("forecast_speed", _forecast_seconds("meta-llama/Llama-2-70b-hf"), ".1f"),
     "forecast-seconds-chosen": Figure("forecast_speed", _forecast_seconds("meta-llama/Llama-2-7b-hf, chosen"), ".0f"),
     "fit-slower": Figure("fit_cpu", lambda found: max(_slower(found)), ".1%"),
-    "fit-noise-tiny": Figure("fit_cpu", "spaces/tiny/noise", ".1%"),
-    "fit-noise-110m": Figure("fit_cpu", "spaces/110m/noise", ".1%"),
+    "fit-noise": Figure("fit_cpu", "noise", ".1%"),
     "fit-7b-batch": Figure("plan_llama7b", "fit/chosen/training.micro_batch"),
     "fit-7b-speed-up": Figure("plan_llama7b", "fit/predicted_speed_up", ".2f"),
     # speed

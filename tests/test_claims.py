@@ -65,8 +65,7 @@ def test_the_forecast_is_off_by_little_and_is_made_in_seconds() -> None:
     }
     assert all(error <= named.get(place, 0.005) for place, error in errors.items())
     assert results("forecast_speed")["passed"]
-    for space in results("fit_cpu")["spaces"].values():
-        assert [budget["passed"] for budget in space["budgets"]] == [True] * 3
+    assert [budget["passed"] for budget in results("fit_cpu")["budgets"]] == [True] * 3
 
 
 def test_training_is_as_fast_as_claimed_with_equal_losses() -> None:
