@@ -46,9 +46,9 @@ class Setting:
         return f"{self.rows} rows, {self.layers} checkpointed{tile}"
 
 
-ROWS, LAYERS, STEPS = (1, 4), ("none", 6, "all"), 3
+ROWS, LAYERS, STEPS = (1, 4), ("none", 6, "all"), 2
 JOB = (
-    "training.batch_size=4", "data.max_length=128", "training.precision=fp32", "optimizer.kind=adamw_8bit",
+    "training.batch_size=4", "data.max_length=256", "training.precision=fp32", "optimizer.kind=adamw_8bit",
     "training.micro_batch=1",
 )  # fmt: skip
 FIXED = ("data.eval=none", "output.merge=false")
@@ -155,7 +155,7 @@ def _model(scratch: Path) -> list[str]:
         json.dumps(ARCHITECTURES["llama-110m"] | {"architectures": ["LlamaForCausalLM"]})
     )
     rows = scratch / "rows.jsonl"
-    harness.write_long_rows(rows, rows=64, tokens=128)
+    harness.write_long_rows(rows, rows=64, tokens=256)
     return [
         f"model.name={folder}", "model.weights=random", "model.tokenizer=builtin:tiny-llama", f"data.train={rows}",
     ]  # fmt: skip
