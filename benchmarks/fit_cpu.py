@@ -145,7 +145,8 @@ def _fit(overrides: Sequence[str], config: str) -> Setting:
         "print(json.dumps(fitted.as_dict()['chosen']))"
     )
     chosen = json.loads(harness.succeeded(harness.python("-c", code, config, *overrides, threads=1)).output)
-    return Setting(chosen[ROWS_KEY], chosen[LAYERS_KEY], chosen[TILE_KEY])
+    layers = chosen[LAYERS_KEY]
+    return Setting(chosen[ROWS_KEY], json.dumps(layers) if isinstance(layers, dict) else layers, chosen[TILE_KEY])
 
 
 def _model(scratch: Path) -> list[str]:
