@@ -155,7 +155,7 @@ BASES: list[tuple[str, Change, list[str], int, str, str]] = [
      [], 7, "model-00001-of-00002.safetensors: missing", "the download is incomplete"),
     ("a pickle", without("model.safetensors", then=file("pytorch_model.bin", "")), [], 7, "pytorch_model.bin",
      "convert it"),
-    ("a pointer of Git LFS", file("model.safetensors", _POINTER), [], 7, "model.safetensors", "download it again"),
+    ("a pointer of Git LFS", file("model.safetensors", _POINTER), [], 7, "model.safetensors", "`git lfs pull`"),
     ("weights of another width", says({"hidden_size": 96, "head_dim": 16}), [], 7, "`model.embed_tokens.weight`",
      "download it again"),
     ("weights of a shallower model", says({"num_hidden_layers": 6}), [], 7, "weights are not in its files",
