@@ -158,6 +158,8 @@ def test_what_closes_a_call_is_learnt_once_where_the_next_turn_begins_with_a_tok
     rows = Chat([user("Hi"), {**CALL, "content": words}, user("Why?"), assistant("one")])
     if words or is_marked:  # else its marks are at no token
         assert trained_text(encode(rows, tokenizer), tokenizer) == f"{words}<|call|>one<|im_end|>"
+        last = Chat(rows.messages[:2])
+        assert trained_text(encode(last, tokenizer), tokenizer) == f"{words}<|call|>"
 
 
 def test_a_mark_at_no_token_is_not_trusted_and_one_that_ends_at_none_is_closed_by_its_end(
