@@ -89,6 +89,13 @@ def test_a_start_from_more_singular_values_than_a_layer_has_is_refused_with_what
     check_rank(base(), section.model_copy(update={"init": init, "ranks": {"k_proj": 64, "v_proj": 64}}))
 
 
+def test_the_rank_to_set_for_a_start_from_singular_values_is_that_of_the_narrowest_layer_of_a_name() -> None:
+    layers = base()
+    layers.model.layers[0].self_attn.k_proj = torch.nn.Linear(128, 16)
+    with pytest.raises(ConfigError, match=r"`k_proj` has no more .*`adapter.ranks: {k_proj: 16, v_proj: 64}`"):
+        check_rank(layers, AdapterSection(rank=65, init="pissa"))
+
+
 def test_the_first_name_or_pattern_that_matches_gives_the_rank() -> None:
     section = AdapterSection(rank=4, alpha=8, ranks={"q_proj": 6, "layers[.](0|1)[.].*": 2})
     model = attach(base("nf4"), section, BASE, seed=1)

@@ -120,7 +120,7 @@ def check_rank(base: Any, section: AdapterSection) -> None:
         sides = (layer.nx, layer.nf) if hasattr(layer, "nf") else (layer.in_features, layer.out_features)
         key = "rank" if rank == section.rank else "ranks", rank
         largest[key] = max(largest.get(key, 0), min(sides))
-        if rank > min(sides):
+        if min(sides) < too_narrow.get(_last(name), (rank, rank))[1]:  # the narrowest layer of each name
             too_narrow[_last(name)] = rank, min(sides)
     for weight in adapted_experts(base, section).values():
         key = "expert_rank", section.rank_of_experts(experts.active(base))
