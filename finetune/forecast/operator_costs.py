@@ -276,8 +276,8 @@ def _scratch_on_cpu(func: Any, args: Any, named: Any) -> list[int]:
         return _flash_backward_tiles(*args[:3])
     if name == _SUM and args[0].dtype is torch.bool:
         return [8 * args[0].numel()]
-    if name == _NORM and named.get("dtype", args[0].dtype) != args[0].dtype:
-        return [named["dtype"].itemsize * args[0].numel()]
+    if name == _NORM and (dtype := named.get("dtype")) not in (None, args[0].dtype):
+        return [dtype.itemsize * args[0].numel()]
     if name == "aten::_safe_softmax":
         return [args[0].numel()]  # whether a row is masked throughout (torch 2.13, native/transformers/attention.cpp)
     if torch.Tag.pointwise in func.tags and not name.startswith(_NOT_PROMOTED):
