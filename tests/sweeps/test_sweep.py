@@ -398,7 +398,8 @@ def test_members_that_another_process_has_are_left_to_it(tmp_path: Path, job: li
     def hold() -> None:
         with locks.locked(held, "the member", "or wait"):
             locked.set()
-            while not any(scores.glob("learning_rate=3e-3-*.npy")):
+            until = time.monotonic() + 60
+            while not any(each.startswith("learning_rate=3e-3") for each in order) and time.monotonic() < until:
                 time.sleep(0.05)
             order.append("released")
 
