@@ -211,19 +211,6 @@ def _swapped_seconds(found: Any) -> float:
     return swapped / DISK_READ_BYTES + swapped / DISK_WRITE_BYTES
 
 
-def _losses(found: Any) -> dict[tuple[Any, ...], float]:
-    """The last evaluation loss of each short run, by rank, targets, rate and seed."""
-    return {
-        (run["rank"], run["targets"], run["rate"], run["seed"]): run["eval_losses"][str(run["steps"])]
-        for run in found["runs"].values()
-        if not run["epochs"]
-    }
-
-
-def _of_seeds(found: Any) -> list[float]:
-    return [_losses(found)[16, "all-linear", 3e-3, seed] for seed in (42, 43, 44)]
-
-
 def _of_batches(found: Any, part: str) -> float:
     """The loss with steps of 64 rows over that with 4."""
     large, small = (found["findings"][part][f"batch {size}"]["loss"]["mean"] for size in (64, 4))
@@ -238,9 +225,6 @@ _QUANTIZED_INPUTS = "int8, inputs in 8 bit"
 
 FIGURES = {
     # the README's run
-    "tiny-steps": Figure("tiny_cpu", "summary/steps"),
-    "tiny-before": Figure("tiny_cpu", "summary/base_eval_loss", ".4f"),
-    "tiny-after": Figure("tiny_cpu", "summary/best_eval_loss", ".4f"),
     "merge-error": Figure("tiny_cpu", "merge/error", ".2%"),
     "merge-bound": Figure("tiny_cpu", "merge/bound", ".2%"),
     "merge-effect": Figure("tiny_cpu", "merge/effect", ".1%"),
@@ -260,14 +244,10 @@ FIGURES = {
     "forecast-worst": Figure("forecast_cpu", lambda found: _largest_errors(found)[0], ".1%"),
     "forecast-second": Figure("forecast_cpu", lambda found: _largest_errors(found)[1], ".2%"),
     "forecast-large": Figure("forecast_peers", "summary_above_100m_parameters/ours/settings"),
-    "small-measured": Figure("forecast_cpu", "settings/small-llama, small tiles/measured/peak", ".2f", MIB),
-    "small-forecast": Figure("forecast_cpu", "settings/small-llama, small tiles/forecast/peak", ".2f", MIB),
-    "small-tracked": Figure("forecast_memtracker", "settings/small-llama, small tiles/mem_tracker/bytes", ".2f", MIB),
     "forecast-seconds-7b": Figure("forecast_speed", _forecast_seconds("meta-llama/Llama-2-7b-hf"), ".1f"),
     "forecast-seconds-70b": Figure("forecast_speed", _forecast_seconds("meta-llama/Llama-2-70b-hf"), ".1f"),
     "forecast-seconds-chosen": Figure("forecast_speed", _forecast_seconds("meta-llama/Llama-2-7b-hf, chosen"), ".0f"),
     "fit-slower": Figure("fit_cpu", lambda found: max(_slower(found)), ".1%"),
-    "fit-noise": Figure("fit_cpu", "noise", ".1%"),
     "fit-7b-batch": Figure("plan_llama7b", "fit/chosen/training.micro_batch"),
     "fit-7b-speed-up": Figure("plan_llama7b", "fit/predicted_speed_up", ".2f"),
     # speed
@@ -277,10 +257,6 @@ FIGURES = {
     "dpo-pairs": Figure("beside_dpo", "job/pairs", ","),
     "loop-110m": Figure("beside_peers_cpu", f"jobs/110M/beside/trl/{_LOOP}", ".2f"),
     "loop-110m-kept": Figure("beside_peers_cpu", f"jobs/110M/beside/trl-kept/{_LOOP}", ".2f"),
-    "step-launches": Figure("step_cost", "steps/Llama-2-7B/H100/ours/calls", ","),
-    "step-decoding": Figure("step_cost", lambda found: _gigabytes(found, "decoding of weights"), ".1f"),
-    "step-low-rank": Figure("step_cost", "layer/fused/parts/low-rank products/backward/gigabytes", ".1f"),
-    "step-moved": Figure("step_cost", "layer/fused/whole/gigabytes", ".1f"),
     "step-least": Figure("step_cost", lambda found: min(_times_as_fast(found)), ".2f"),
     "step-most": Figure("step_cost", lambda found: max(_times_as_fast(found)), ".2f"),
     "preparation-rows": Figure("preparation", "job/rows", ","),
@@ -307,7 +283,6 @@ FIGURES = {
     "swapped-seconds": Figure("plan_many_gpus", _swapped_seconds, ".0f"),
     # what is served
     "step-adapter": Figure("step_cost", f"{_SERVED_STEPS}/q4_k_m/times", ".3f"),
-    "step-exact-0": Figure("step_cost", f"{_SERVED_STEPS}/q4_0, exact/times", ".3f"),
     "step-exact-k": Figure("step_cost", f"{_SERVED_STEPS}/q4_k_m, exact/times", ".3f"),
     # merge, exports, answers
     "merge-kills": Figure("merge", "kills_at_random/kills"),
@@ -330,7 +305,6 @@ FIGURES = {
     "cache-error": Figure("answers", _off_by("cache_off"), ".3%"),
     "answer-peak-error": Figure("answers", _off_by("peak_off"), ".2%"),
     # rank, rate and epochs
-    "choices-before": Figure("choices", lambda found: next(iter(found["runs"].values()))["eval_losses"]["0"], ".3f"),
     "sweep-full": Figure("sweeps", lambda found: found["jobs"]["2M"]["beside"]["full/lone"]["seconds"], ".2f"),
     "sweep-halved": Figure("sweeps", lambda found: found["jobs"]["2M"]["beside"]["halved/lone"]["seconds"], ".2f"),
     "sweep-large-full": Figure("sweeps", lambda found: found["jobs"]["125M"]["beside"]["full/lone"]["seconds"], ".2f"),
@@ -343,8 +317,6 @@ FIGURES = {
     "root-high": Figure("evidence", f"{_EXPONENT}/high", ".2f"),
     "large-batch": Figure("evidence", lambda found: _of_batches(found, "batch"), ".3f"),
     "large-batch-full": Figure("evidence", lambda found: _of_batches(found, "every-weight"), ".3f"),
-    "seeds-least": Figure("choices", lambda found: min(_of_seeds(found)), ".3f"),
-    "seeds-most": Figure("choices", lambda found: max(_of_seeds(found)), ".3f"),
 }
 """Figures by their names in the pages."""
 
@@ -480,20 +452,15 @@ def _beside_trl() -> str:
     return _table(heads, (row(name, job) for name, job in result("beside_peers_cpu")["jobs"].items()))
 
 
-def _gigabytes(found: Any, part: str) -> float:
-    """What a part of a fused layer moves in all passes."""
-    return sum(one["gigabytes"] for one in found["layer"]["fused"]["parts"][part].values())
-
-
 def _step_over_least() -> str:
-    def row(model: str, card: str, one: Any) -> str:
+    def row(card: str, one: Any) -> str:
         over = one["over_least"]
         parts = " | ".join(f"{over[part]:.2f}" for part in ("arithmetic", "traffic", "launches"))
-        return f"{model} | {card} | {one['ours']['seconds']:.2f} | {over['times']:.2f} | {parts}"
+        return f"{card} | {one['ours']['seconds']:.2f} | {over['times']:.2f} | {parts}"
 
     return _table(
-        "base | card | seconds | times the least | of it, more arithmetic | traffic | launches",
-        (row(model, *one) for model, cards in result("step_cost")["steps"].items() for one in cards.items()),
+        "card | seconds | times the least | of it, more arithmetic | traffic | launches",
+        (row(*one) for one in result("step_cost")["steps"]["Llama-3.1-8B"].items()),
     )
 
 
@@ -601,22 +568,6 @@ def _served(base: str) -> str:
 
     kinds = dict.fromkeys(kind for way in kept.values() for kind in way)
     return _table(f" | {' | '.join(kept)}", map(row, kinds))
-
-
-_RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
-
-
-def _row_of_losses(name: str, rank: int, targets: str, rates: tuple[float, ...]) -> str:
-    losses = [_losses(result("choices")).get((rank, targets, rate, 42)) for rate in rates]
-    return f"{name} | {' | '.join(f'{loss:.3f}' if loss else '' for loss in losses)}"
-
-
-def _ranks_and_rates() -> str:
-    ranks = {"every weight": 0, **{f"rank {rank}": rank for rank in (1, 4, 16, 64)}}
-    return _table(
-        f"rate | {' | '.join(f'{rate:g}' for rate in _RATES)}",
-        (_row_of_losses(name, rank, "all-linear", _RATES) for name, rank in ranks.items()),
-    )
 
 
 _WAYS = (
@@ -756,7 +707,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "batching": _batching,
     "kills": _kill_table,
     "rank-kills": _rank_kills,
-    "ranks-and-rates": _ranks_and_rates,
     "long-rows": _long_rows,
     "long-rows-measured": _long_rows_measured,
     "plans": _plans,
