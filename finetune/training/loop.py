@@ -198,7 +198,8 @@ class Loop:
         if not self.progress.owes_evaluation:
             return False
         self.progress.owes_evaluation = False
-        self.recorder.forget_evaluation(self.progress)  # in case an earlier start was killed after this evaluation
+        # In case an earlier start was killed after this evaluation.
+        self.recorder.run.forget_evaluation_at(self.progress.step)
         _, ended = self._evaluate_or_postpone(stop=False)
         return ended or self.stopped_early
 
