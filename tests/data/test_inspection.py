@@ -1,4 +1,4 @@
-"""A look at the data counts what training will see, shows rows token by token, and refuses what teaches nothing."""
+"""A look at the data counts what training will see, and shows rows token by token."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ from finetune.data.inspection import (
     _sources,
     inspect,
 )
-from finetune.errors import DataError
 from finetune.storage.records import TokenText
 
 Make = Callable[..., Any]
@@ -133,13 +132,6 @@ def test_both_splits_are_counted_with_their_supervised_share(look, tmp_path: Pat
     assert found["train"]["supervised_share"] == found["train"]["trained_tokens"] / found["train"]["tokens"] == 7 / 28
     assert (found["eval"]["rows"], found["eval"]["supervised_share"]) == (1, 2 / 12)
     assert look([chat("Hi", "one")]).as_dict()["eval"] is None
-
-
-def test_cut_and_dropped_rows_are_reported_with_their_locations(look) -> None:
-    rows = [chat("one " * 20, "two"), chat("Hi", ""), chat("Hi", "one")]
-    found = look(rows, max_length=14)
-    assert (found.train.rows, found.train.truncated, found.train.dropped) == (2, 1, 1)
-    assert [place.rpartition("/")[2] for place in found.train.dropped_locations] == ["rows.jsonl:2"]
 
 
 def test_the_longest_row_is_named_by_its_location(look) -> None:
@@ -268,33 +260,3 @@ def test_padding_is_that_of_the_whole_batch_while_the_micro_batch_is_auto(look) 
     assert auto.micro_batch == "auto"
     assert auto.batchings == whole.batchings
     assert auto.worst_batch == whole.worst_batch
-
-
-# -- data that teaches nothing -----------------------------------------------------------------------------------------
-
-
-def test_answers_without_text_teach_nothing(look, subtests: pytest.Subtests) -> None:
-    for answer in ["", " ", "\n "]:
-        with subtests.test(answer=answer):
-            with pytest.raises(
-                DataError, match=r"leaves nothing to train: 2 rows dropped \(2 empty answer\)"
-            ) as caught:
-                look([chat("Hi", answer), chat("Why?", answer)])
-            assert caught.value.exit_code == 3
-
-
-def test_one_answer_with_text_is_enough(look) -> None:
-    found = look([chat("Hi", ""), chat("Hi", "one")]).as_dict()
-    assert (found["train"]["rows"], found["train"]["dropped_why"]) == (1, {"empty answer": 1})
-
-
-def test_unprintable_answers_teach_nothing(look) -> None:
-    with pytest.raises(DataError, match=r"teaches nothing: the trained tokens of its 1 rows .* answers are not empty"):
-        look([{"input_ids": [1, 2], "labels": [-100, 2]}])
-
-
-def test_no_rows_and_no_trained_tokens_are_refused_as_by_training(look) -> None:
-    with pytest.raises(DataError, match="has no rows"):
-        look([])
-    with pytest.raises(DataError, match="1 rows dropped"):
-        look([chat("one " * 20, "two")], max_length=16, too_long="drop")

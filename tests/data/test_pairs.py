@@ -92,27 +92,6 @@ def test_a_margin_is_read_where_the_format_names_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "named"),
-    [
-        ({"prompt": "Why?", "chosen": "So."}, "`rejected`"),
-        ({"prompt": "Why?", "chosen": "So.", "rejected": [BAD]}, "one is text and the other messages"),
-        ({"prompt": "Why?", "chosen": 3, "rejected": 4}, "`chosen`"),
-        ({"prompt": [ASK], "chosen": [GOOD], "rejected": []}, "`rejected`"),
-        ({"chosen": [GOOD], "rejected": [BAD]}, "no `prompt`"),
-        ({"chosen": "Because.", "rejected": "No."}, "no `prompt`"),
-        ({"chosen": [ASK, GOOD], "rejected": [{**ASK, "content": "How?"}, BAD]}, "different prompts"),
-        ({"prompt": "Why?", "chosen": [ASK, GOOD], "rejected": [ASK, BAD, ASK]}, "`rejected` must end with"),
-        ({"prompt": "Why?", "answers": [{"answer": "So.", "rank": "first"}]}, r"`answers\[0\]`"),
-        ({"prompt": "Why?", "chosen": {"role": "judge", "content": "So."}, "rejected": BAD}, r"`chosen.role`"),
-        ({"prompt": "Why?", **TEXTS, "images": ["a.png"]}, "`images`"),
-    ],
-)
-def test_a_row_that_is_not_a_pair_is_refused_with_the_field(row: dict[str, Any], named: str) -> None:
-    with pytest.raises(RowError, match=named):
-        read(row, "pairs", {})
-
-
-@pytest.mark.parametrize(
     "row",
     [
         {"prompt": "Why?", **TEXTS, "score_chosen": 5, "score_rejected": 5.0},
