@@ -1,5 +1,6 @@
 """The small job that many tests train, and what came of it."""
 
+import json
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -56,3 +57,9 @@ def save_base(model: Any, folder: Path, like: Path) -> Path:
 def metric(run: RunDirectory, *names: str) -> list[Any]:
     """The values of `names` in metrics.jsonl, in order."""
     return [line[name] for line in run.metrics() for name in names if name in line]
+
+
+def write_rows(file: Path, rows: Iterable[dict[str, Any]]) -> Path:
+    """Write the rows as JSON Lines; returns `file`."""
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file

@@ -198,8 +198,7 @@ class Loop:
         if not self.progress.owes_evaluation:
             return False
         self.progress.owes_evaluation = False
-        # In case an earlier start was killed after this evaluation.
-        self.recorder.run.forget_evaluation_at(self.progress.step)
+        self.recorder.forget_evaluation(self.progress)  # in case an earlier start was killed after this evaluation
         _, ended = self._evaluate_or_postpone(stop=False)
         return ended or self.stopped_early
 

@@ -219,6 +219,10 @@ class MetricsRecorder:
         if line["eval_loss"] is None:
             self._stop("eval_loss", progress.step, progress.updates)
 
+    def forget_evaluation(self, progress: Progress) -> None:
+        """Delete the record of the evaluation at this step, which is about to be repeated."""
+        self.run.forget_evaluation_at(progress.step)
+
     def _stop(self, name: str, step: int, updates: int) -> NoReturn:
         self.run.event("stopped", step=step, reason=f"{name} is not finite")
         saved = self.run.complete_checkpoints()

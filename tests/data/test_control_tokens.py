@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 from conversations import assistant, system, trained_text, user
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jobs import write_rows
 from known_templates import KNOWN, VARIANTS, texts
 
 from finetune.config import DataSection, ModelSection
@@ -364,7 +364,7 @@ def test_a_tokenizer_written_in_python_refuses_the_row() -> None:
 def test_rows_that_spell_them_are_counted_and_listed(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(ModelSection())
     rows = [{"messages": [user(text), assistant("so")]} for text in ("Hi", FORGED)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "rows.jsonl", rows)
     found = {
         policy: prepare(
             DataSection(train=str(tmp_path / "rows.jsonl"), eval="none", loss_on="all", control_tokens=policy),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jobs import write_rows
 
 import finetune
 from finetune.config import Config, DataSection, TrainingSection
@@ -43,8 +44,7 @@ def look(tmp_path: Path, tokenizer: Any) -> Callable[..., Inspection]:
     """Inspects rows that are written to `rows.jsonl`."""
 
     def look(rows: list[dict[str, Any]], training: TrainingSection | None = None, **section: Any) -> Inspection:
-        path = tmp_path / "rows.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        path = write_rows(tmp_path / "rows.jsonl", rows)
         section = {"train": str(path), "eval": "none", **section}
         return inspect(DataSection(**section), training or TrainingSection(), tokenizer)
 

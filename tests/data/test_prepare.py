@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jobs import write_rows
 
 from finetune.config import DataSection, Source
 from finetune.data import sources
@@ -31,8 +32,7 @@ def tokenizer(word_tokenizer: Callable[..., Any], chatml: str) -> Any:
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
     def write(rows: list[dict[str, Any]], name: str = "train.jsonl") -> str:
-        path = tmp_path / name
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        path = write_rows(tmp_path / name, rows)
         return str(path)
 
     return write

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import families
 import pytest
 import torch
-from jobs import sampled
+from jobs import sampled, write_rows
 from steps import (
     assert_gradients_close,
     forecast_that_held,
@@ -50,8 +49,7 @@ def pairs(number: int) -> list[dict[str, Any]]:
 @pytest.fixture
 def job(tmp_path: Path, quick):
     """A function from overrides to a job on packed pairs in fp32, eight a step."""
-    file = tmp_path / "pairs.jsonl"
-    file.write_text("".join(json.dumps(each) + "\n" for each in pairs(24)))
+    file = write_rows(tmp_path / "pairs.jsonl", pairs(24))
 
     def make(*overrides: str, run: str = "run") -> Config:
         return quick(

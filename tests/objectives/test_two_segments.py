@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import metric, same_adapter, sampled
+from jobs import metric, same_adapter, sampled, write_rows
 from steps import (
     assert_gradients_close,
     forecast_that_held,
@@ -85,8 +85,7 @@ def pairs(number: int) -> list[dict[str, Any]]:
 @pytest.fixture
 def job(tmp_path: Path, quick):
     """A function from overrides to a job on pairs, in fp32."""
-    file = tmp_path / "pairs.jsonl"
-    file.write_text("".join(json.dumps(each) + "\n" for each in pairs(24)))
+    file = write_rows(tmp_path / "pairs.jsonl", pairs(24))
 
     def make(*overrides: str, run: str = "run") -> Config:
         return quick(
@@ -228,6 +227,6 @@ def test_rows_of_one_sequence_and_of_two_are_not_mixed(job, tmp_path: Path, monk
     monkeypatch.setitem(FORMATS, "pairs", RowFormat("either", ("prompt",), either))
     rows = pairs(3)
     rows[1]["margin"] = 0
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    write_rows(tmp_path / "pairs.jsonl", rows)
     with pytest.raises(DataError, match=r"pairs\.jsonl:2: .*cannot be trained together"):
         prepared(job, "data.eval=none")
