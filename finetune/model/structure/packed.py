@@ -297,10 +297,6 @@ _BLOCK = 32
 """Values with one scale."""
 
 
-def _bytes(scales: torch.Tensor) -> torch.Tensor:
-    return scales.view(torch.uint8)
-
-
 def _mxfp4_shapes(shape: torch.Size) -> tuple[torch.Size, torch.Size]:
     *others, columns = shape
     blocks = -(-columns // _BLOCK)
@@ -485,7 +481,8 @@ def _in_blocks(name: str, form: BlockFormat) -> PackedForm:
 
 FORMS: dict[str, PackedForm] = {
     "mxfp4": PackedForm(
-        _mxfp4_shapes, torch.uint8, _encode_mxfp4, _decode_mxfp4, (Layout(("_blocks", "_scales"), _bytes),),
+        _mxfp4_shapes, torch.uint8, _encode_mxfp4, _decode_mxfp4,
+        (Layout(("_blocks", "_scales"), lambda scales: scales.view(torch.uint8)),),
         config="Mxfp4Config", transposed=True, values_per_byte=2,
     ),
     "nvfp4": PackedForm(
