@@ -54,6 +54,13 @@ def save_base(model: Any, folder: Path, like: Path) -> Path:
     return folder
 
 
+@torch.inference_mode()
+def logits(model: Any) -> torch.Tensor:
+    """Those of a language model at 64 tokens."""
+    found: torch.Tensor = model.eval()(input_ids=torch.arange(100, 164)[None]).logits.float()
+    return found
+
+
 def metric(run: RunDirectory, *names: str) -> list[Any]:
     """The values of `names` in metrics.jsonl, in order."""
     return [line[name] for line in run.metrics() for name in names if name in line]
