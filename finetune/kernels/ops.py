@@ -23,7 +23,7 @@ from finetune.kernels.room import with_room
 from finetune.model.structure import packed as packed_weights
 from finetune.model.structure.block_fields import Grid
 from finetune.model.structure.fixed_point import POSITIONS
-from finetune.model.structure.packed import packing_of
+from finetune.model.structure.packed import known_packing, packing_of
 
 _library = torch.library.Library("finetune", "DEF")
 _aten = torch.ops.aten
@@ -437,8 +437,7 @@ torch.library.register_fake("finetune::grid", grid_of, lib=_library)
 
 def snap(out: Tensor, weight: Any, a: Tensor, b: Tensor, kappa: float) -> None:
     """Write W^ of a weight that is stored as positions (`model.structure.fixed_point`) into `out`; see `snap_`."""
-    how = packing_of(weight)
-    assert how is not None
+    how = known_packing(weight)
     scales, *offsets = torch.ops.finetune.grid(how.scales, how.shape[-1], how.form)
     snap_(out, weight.data, scales, offsets[0] if offsets else None, a.float(), b.float(), kappa, how.form)
 
