@@ -11,7 +11,7 @@ from conversations import assistant, system, trained_text, user
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import write_rows
-from known_templates import KNOWN, VARIANTS, texts
+from known_templates import KNOWN, texts
 
 from finetune.config import DataSection, ModelSection
 from finetune.data.chat import encode, prompt_ids
@@ -28,13 +28,6 @@ _TRIED = settings(deadline=None, derandomize=True, max_examples=12)
 
 # No token of its own, and none is completed by it.
 _PLAIN = st.text(st.characters(codec="utf-8", exclude_characters="<>|[]/"), max_size=8)
-
-
-@pytest.fixture(params=VARIANTS, ids="-".join, scope="module")
-def known(request: pytest.FixtureRequest, byte_tokenizer: Make) -> tuple[str, Any]:
-    """A template's name, and a tokenizer with it."""
-    name, variant = request.param
-    return name, KNOWN[name].tokenizer(byte_tokenizer, texts(name)[variant])
 
 
 def control_ids(ids: list[int], tokenizer: Any) -> list[int]:

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from children import Children, Ended, Fault, contents
-from jobs import adapter_weights
+from jobs import adapter_weights, mounted
 from safetensors.torch import load_file, save_file
 from signed import sign
 
@@ -113,12 +113,7 @@ def made(folder: Path) -> RunDirectory:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 6 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", folder], capture_output=True).returncode:
-        pytest.skip("mounting a small disk needs root")
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)
+    yield from mounted(tmp_path / "disk", "6m")
 
 
 # -- kills ------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from jobs import metric, same_adapter, sampled, write_rows
+from jobs import in_fp32, metric, same_adapter, sampled, write_rows
 from peft import PeftModel
 from steps import (
     assert_gradients_close,
@@ -46,14 +46,7 @@ def rows(number: int) -> list[dict[str, Any]]:
 def job(tmp_path: Path, quick):
     """A function from overrides to a classifier of three colours, in fp32."""
     file = write_rows(tmp_path / "rows.jsonl", rows(48))
-
-    def make(*overrides: str, run: str = "run") -> Any:
-        return quick(
-            f"data.train={file}", "training.objective=classification", "quantization.kind=none",
-            "training.precision=fp32", "adapter.dropout=0", "data.max_length=64", *overrides, run=run,
-        )  # fmt: skip
-
-    return make
+    return in_fp32(quick, file, "training.objective=classification", "data.max_length=64")
 
 
 LEARNING = ["training.max_steps=8", "training.batch_size=8", "training.learning_rate=0.003"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import metric, same_adapter, sampled, write_rows
+from jobs import EIGHT, in_fp32, metric, same_adapter, sampled, write_rows
 from steps import (
     assert_gradients_close,
     forecast_that_held,
@@ -48,18 +48,7 @@ def rows(number: int) -> list[dict[str, Any]]:
 def job(tmp_path: Path, quick):
     """A function from overrides to a distillation of random rows, in fp32."""
     file = write_rows(tmp_path / "rows.jsonl", rows(24))
-
-    def make(*overrides: str, run: str = "run") -> Any:
-        return quick(
-            f"data.train={file}", "training.objective=distillation", f"data.teacher_tokens={K}",
-            "quantization.kind=none", "training.precision=fp32", "adapter.dropout=0", "data.max_length=64",
-            *overrides, run=run,
-        )  # fmt: skip
-
-    return make
-
-
-EIGHT = ["training.batch_size=8", "training.micro_batch=8", "data.eval=none", "training.eval_every=null"]
+    return in_fp32(quick, file, "training.objective=distillation", f"data.teacher_tokens={K}", "data.max_length=64")
 
 
 # -- the divergence ---------------------------------------------------------------------------------------------------

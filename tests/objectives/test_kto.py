@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from jobs import metric, same_adapter, sampled, write_rows
+from jobs import EIGHT, in_fp32, metric, same_adapter, sampled, write_rows
 from peft import get_peft_model
 from steps import (
     assert_gradients_close,
@@ -88,15 +88,7 @@ def job(tmp_path: Path, quick, monkeypatch: pytest.MonkeyPatch):
     """A function from overrides to a KTO job in fp32, eight answers in a step."""
     monkeypatch.setattr(private, "cache_folder", lambda: tmp_path / "cache")
     file = write_rows(tmp_path / "answers.jsonl", answers(24))
-
-    def make(*overrides: str, run: str = "run") -> Config:
-        return quick(
-            f"data.train={file}", "training.objective=kto", "quantization.kind=none", "training.precision=fp32",
-            "training.batch_size=8", "training.micro_batch=8", "data.eval=none", "training.eval_every=null",
-            "preference.reference=in_step", "adapter.dropout=0", "data.max_length=64", *overrides, run=run,
-        )  # fmt: skip
-
-    return make
+    return in_fp32(quick, file, "training.objective=kto", "preference.reference=in_step", "data.max_length=64", *EIGHT)
 
 
 def moved(config: Config) -> Loop:

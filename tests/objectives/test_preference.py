@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from jobs import sampled, write_rows
+from jobs import EIGHT, sampled, write_rows
 from peft import get_peft_model
 from steps import (
     assert_gradients_close,
@@ -96,8 +96,7 @@ def job(tmp_path: Path, quick):
         in_step = ["preference.reference=in_step"] if preference.FAMILY[objective].reference else []
         return quick(
             f"data.train={file}", f"training.objective={objective}", "quantization.kind=none",
-            "training.precision=fp32", "training.batch_size=8", "training.micro_batch=8", "data.eval=none",
-            "training.eval_every=null", *in_step, *overrides, run=run,
+            "training.precision=fp32", *EIGHT, *in_step, *overrides, run=run,
         )  # fmt: skip
 
     return make

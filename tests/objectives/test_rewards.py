@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from jobs import metric, same_adapter, sampled, write_rows
+from jobs import EIGHT, in_fp32, metric, same_adapter, sampled, write_rows
 from peft import PeftModel, get_peft_model
 from steps import (
     assert_gradients_close,
@@ -40,18 +40,7 @@ from finetune.storage.rundir import RunDirectory
 def job(tmp_path: Path, quick):
     """A function from overrides to a reward model on pairs with margins, in fp32."""
     file = write_rows(tmp_path / "pairs.jsonl", pairs(24))
-
-    def make(*overrides: str, run: str = "run") -> Any:
-        return quick(
-            f"data.train={file}", "data.format=pairs_with_margin", "training.objective=reward",
-            "quantization.kind=none", "training.precision=fp32", "adapter.dropout=0", "data.max_length=64",
-            *overrides, run=run,
-        )  # fmt: skip
-
-    return make
-
-
-EIGHT = ["training.batch_size=8", "training.micro_batch=8", "data.eval=none", "training.eval_every=null"]
+    return in_fp32(quick, file, "data.format=pairs_with_margin", "training.objective=reward", "data.max_length=64")
 
 
 def test_the_loss_has_the_values_of_its_formula() -> None:

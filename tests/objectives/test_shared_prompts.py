@@ -10,7 +10,7 @@ from typing import Any
 import families
 import pytest
 import torch
-from jobs import sampled, write_rows
+from jobs import EIGHT, in_fp32, sampled, write_rows
 from steps import (
     assert_gradients_close,
     forecast_that_held,
@@ -50,16 +50,8 @@ def pairs(number: int) -> list[dict[str, Any]]:
 def job(tmp_path: Path, quick):
     """A function from overrides to a job on packed pairs in fp32, eight a step."""
     file = write_rows(tmp_path / "pairs.jsonl", pairs(24))
-
-    def make(*overrides: str, run: str = "run") -> Config:
-        return quick(
-            f"data.train={file}", "training.objective=dpo", "preference.reference=in_step", "quantization.kind=none",
-            "training.precision=fp32", "adapter.dropout=0", "data.packing=true", "data.max_length=64",
-            "training.batch_size=8", "training.micro_batch=8", "data.eval=none", "training.eval_every=null", *overrides,
-            run=run,
-        )  # fmt: skip
-
-    return make
+    settings = ["training.objective=dpo", "preference.reference=in_step", "data.packing=true", "data.max_length=64"]
+    return in_fp32(quick, file, *settings, *EIGHT)
 
 
 def collated(loop: Loop, rows: list[int], *, shares: bool = True, packed: bool = True) -> Inputs:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import metric, same_adapter, sampled, write_rows
+from jobs import EIGHT, in_fp32, metric, same_adapter, sampled, write_rows
 from steps import (
     assert_gradients_close,
     forecast_that_held,
@@ -22,7 +22,6 @@ from torch.nn.functional import logsigmoid
 
 import finetune
 from finetune import settings
-from finetune.config import Config
 from finetune.data import fields as row
 from finetune.data.encoded import RowLayout
 from finetune.data.examples import Completion, Several
@@ -86,17 +85,7 @@ def pairs(number: int) -> list[dict[str, Any]]:
 def job(tmp_path: Path, quick):
     """A function from overrides to a job on pairs, in fp32."""
     file = write_rows(tmp_path / "pairs.jsonl", pairs(24))
-
-    def make(*overrides: str, run: str = "run") -> Config:
-        return quick(
-            f"data.train={file}", "data.format=pairs", "training.objective=preference", "quantization.kind=none",
-            "training.precision=fp32", "adapter.dropout=0", *overrides, run=run,
-        )  # fmt: skip
-
-    return make
-
-
-EIGHT = ["training.batch_size=8", "training.micro_batch=8", "data.eval=none", "training.eval_every=null"]
+    return in_fp32(quick, file, "data.format=pairs", "training.objective=preference")
 
 
 @torch.no_grad()
