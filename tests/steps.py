@@ -200,3 +200,14 @@ def out_of_memory(loop: Loop, where: str, places: int) -> Iterator[list[int]]:
         yield refused
     finally:
         hook.remove()
+
+
+def assert_split_with_the_same_mean(loop: Loop, whole: Inputs, where: str, within: float = 5e-6) -> None:
+    """A micro-batch of which a third fits is split, and its loss and gradients stay the same."""
+    loss, expected = gradients(loop, [whole])
+    with out_of_memory(loop, where, whole["input_ids"].numel() // 3) as refused:
+        other, found = gradients(loop, [whole])
+    assert len(refused) >= 2
+    assert loop.step.model.training
+    assert other == pytest.approx(loss, rel=1e-6)
+    assert_gradients_close(found, expected, within=within)

@@ -11,10 +11,10 @@ import torch
 from jobs import EIGHT, in_fp32, metric, same_adapter, sampled, write_rows
 from steps import (
     assert_gradients_close,
+    assert_split_with_the_same_mean,
     forecast_that_held,
     gradients,
     micro_batches,
-    out_of_memory,
     ready,
     stopped_and_resumed,
 )
@@ -135,12 +135,7 @@ def test_packed_rows_and_rows_by_tokens_have_the_same_gradient(job, way: str) ->
 def test_a_micro_batch_that_does_not_fit_is_split_between_rows(job, packing: str) -> None:
     loop = ready(job(*EIGHT, "model.name=builtin:tiny-llama", f"data.packing={packing}", "data.max_length=64"))
     (whole,) = micro_batches(loop, range(8), 8)
-    loss, expected = gradients(loop, [whole])
-    with out_of_memory(loop, "forward", whole["input_ids"].numel() // 3) as refused:
-        other, found = gradients(loop, [whole])
-    assert len(refused) >= 2
-    assert other == pytest.approx(loss, rel=1e-6)
-    assert_gradients_close(found, expected)
+    assert_split_with_the_same_mean(loop, whole, "forward")
 
 
 def test_a_row_without_labels_adds_nothing(job) -> None:
