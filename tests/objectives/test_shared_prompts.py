@@ -12,14 +12,7 @@ import families
 import pytest
 import torch
 from jobs import sampled
-from steps import (
-    assert_gradients_close,
-    forecast_that_held,
-    gradients,
-    micro_batches,
-    out_of_memory,
-    ready,
-)
+from steps import assert_gradients_close, forecast_that_held, gradients, micro_batches, out_of_memory, ready
 
 import finetune
 from finetune.config import Config
