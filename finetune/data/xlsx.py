@@ -169,6 +169,8 @@ class _Workbook:
         elif cell.formula and kind == "n" and not value:
             self.problems.add(f"{location} has a formula without a result; open and save the file in Excel")
         elif kind == "s":
+            if int(value) < 0:
+                raise IndexError(f"the shared text {value}")
             return strings[int(value)]
         elif kind in ("inlineStr", "str"):
             return _plain(cell.inline if kind == "inlineStr" else value)
