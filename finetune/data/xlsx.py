@@ -37,7 +37,7 @@ _NUMBER = re.compile(r"-?\d{1,15}")
 _DATES = frozenset({*range(14, 23), *range(27, 37), 45, 47, *range(50, 59)})
 _LITERAL = re.compile(r'"[^"]*"|\\.|_.|\*.|\[[^\]]*\]')
 _DAMAGE = (
-    expat.ExpatError, zipfile.BadZipFile, zlib.error, EOFError, IndexError, KeyError, NotImplementedError, OSError,
+    expat.ExpatError, zipfile.BadZipFile, zlib.error, EOFError, LookupError, NotImplementedError, OSError,
     OverflowError, RuntimeError, ValueError,
 )  # fmt: skip
 
