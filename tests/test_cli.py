@@ -298,6 +298,16 @@ def test_a_folder_in_place_of_a_file_to_write_is_refused(call, job: list[str], p
     assert err.endswith(" could not be written: it is a folder; name a file\n")
 
 
+@pytest.mark.parametrize("command", ["init", "fit"])
+def test_a_config_that_could_not_be_written_is_refused_before_its_forecast(
+    command: str, call, job: list[str], rows_file: Path, tmp_path: Path
+) -> None:
+    arguments = {"init": ["builtin:tiny-llama", rows_file, "--yes"], "fit": job}[command]
+    for output, why in ((tmp_path, "it is a folder"), (tmp_path / "missing" / "x", "its directory does not exist")):
+        code, out, err = call(command, *arguments, "--output", output)
+        assert (code, out, why in err) == (4, "", True)
+
+
 def test_a_config_that_is_not_utf_8_is_refused_with_the_wrong_byte(call, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_bytes(b"model:\n  name: caf\xe9\n")
     for command in (["data", tmp_path / "job.yaml"], ["init", "--from", tmp_path / "job.yaml"]):

@@ -57,8 +57,9 @@ def mask(example: Chat, turns: list[int], tokenizer: Any) -> Asking[Mask]:
     """
     marked = marks_generation(tokenizer)
     whole = yield from rendering(example, len(example.messages), tokenizer, marks=marked)
-    if example.messages[-1]["role"] == "assistant":
-        whole = whole._replace(ids=whole.ids + template.unwritten_end(tokenizer))
+    if (last := example.messages[-1])["role"] == "assistant":
+        end = template.unwritten_ends(tokenizer)[bool(last.get("tool_calls"))]
+        whole = whole._replace(ids=whole.ids + end)
     spans = _by_marks(example, turns, whole, tokenizer) if marked else None
     if spans is None:
         spans = yield from _by_prefixes(example, turns, whole.ids, tokenizer)
@@ -254,7 +255,7 @@ def _closed(ids: list[int], start: int, end: int, turn: int, tokenizer: Any) -> 
         )
     if positions:
         return start, positions[0] + 1
-    if ids[end : end + 1] == [ends]:
+    if ids[end : end + 1] and ids[end] in (ends, *template.unwritten_ends(tokenizer)[1]):
         return start, end + 1
     # A tool call may end with another token than an answer.
     for at in _wordless(ids, range(end - 1, start - 1, -1), tokenizer):

@@ -102,8 +102,9 @@ class Conversation:
         if not self._settings.temperature:
             self._note("at temperature 0 a model always gives the same answer; /temperature 0.7 varies it")
         self._so_far = self._before
-        line, self._shown = self._last
+        next_images, (line, self._shown) = self._shown, self._last
         self._answer(line)
+        self._shown = next_images
 
     def _set_temperature(self, text: str) -> None:
         try:

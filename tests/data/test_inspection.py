@@ -19,16 +19,7 @@ from finetune.config import Config, DataSection, TrainingSection
 from finetune.data import fingerprint
 from finetune.data.batching import MicroBatching, Sizes, worst_batches
 from finetune.data.encoded import ONE_SEQUENCE
-from finetune.data.inspection import (
-    Bin,
-    Inspection,
-    SourceCounts,
-    _batchings,
-    _bins,
-    _pieces,
-    _sources,
-    inspect,
-)
+from finetune.data.inspection import Bin, Inspection, SourceCounts, _batchings, _bins, _pieces, _sources, inspect
 from finetune.storage.records import TokenText
 
 Make = Callable[..., Any]

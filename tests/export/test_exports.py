@@ -716,6 +716,8 @@ def test_a_wrong_name_or_no_account_ends_before_any_work(
 ) -> None:
     with pytest.raises(ConfigError, match="--push a/b/c"):
         export(run, "adapter", push="a/b/c")
+    with pytest.raises(ConfigError, match="`--anyway` is for an upload"):
+        export(run, "adapter", anyway=True)
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     with pytest.raises(MachineError, match="hf auth login"):
         export(run, "adapter", push="me/tuned")

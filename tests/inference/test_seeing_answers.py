@@ -169,7 +169,9 @@ def test_a_conversation_shows_images_and_is_saved_as_a_row(
     assert "no such file" in notes[-1]
     talk.take("/image")
     assert "name a file" in notes[-1]
+    talk.take(f"/image {picture}")
     talk.take("/retry")
+    assert talk._shown == [str(picture)], "of the next line"
     talk.take(f"/save {tmp_path / 'talk.jsonl'}")
     [row] = [json.loads(line) for line in (tmp_path / "talk.jsonl").read_text().splitlines()]
     assert [message["role"] for message in row["messages"]] == ["user", "assistant"] * 2

@@ -15,14 +15,7 @@ import pytest
 import torch
 from jobs import in_fp32, metric, same_adapter, sampled, write_rows
 from peft import PeftModel
-from steps import (
-    assert_gradients_close,
-    forecast_that_held,
-    gradients,
-    micro_batches,
-    ready,
-    stopped_and_resumed,
-)
+from steps import assert_gradients_close, forecast_that_held, gradients, micro_batches, ready, stopped_and_resumed
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 

@@ -10,14 +10,7 @@ from typing import Any
 import pytest
 import torch
 from jobs import EIGHT, in_fp32, metric, same_adapter, sampled, write_rows
-from steps import (
-    assert_gradients_close,
-    forecast_that_held,
-    gradients,
-    micro_batches,
-    ready,
-    stopped_and_resumed,
-)
+from steps import assert_gradients_close, forecast_that_held, gradients, micro_batches, ready, stopped_and_resumed
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
 import finetune
