@@ -595,8 +595,9 @@ def test_lists_limits_and_numbers_of_cards_are_checked(tmp_path: Path) -> None:
             finetune.evaluate(finetune.RunDirectory(tmp_path), **{name: "f1"})
     with pytest.raises(ConfigError, match="`limit` must be at least 1, not 0"):
         finetune.evaluate(finetune.RunDirectory(tmp_path), limit=0)
-    with pytest.raises(ConfigError, match=r"overrides are a list, such as \['training.max_steps=3'\]"):
-        finetune.load_config({}, "training.max_steps=3")
+    for wrong in ("training.seed=3", [3], 3, None):
+        with pytest.raises(ConfigError, match=r"overrides are a list of texts, such as \['training.seed=3'\], not"):
+            finetune.load_config({}, wrong)  # type: ignore[arg-type]
     for make in (finetune.plan, finetune.fit):
         with pytest.raises(ConfigError, match="`gpus` must be at least 1, not 0"):
             make(finetune.Config(), "RTX 4090", 0)

@@ -55,6 +55,8 @@ def export_model(
         gguf_types.check(type, format)
     if push is not None:
         upload.check(push)
+    elif anyway:
+        raise ConfigError("`--anyway` is for an upload: name its repository with `--push`")
     libraries.quiet()
     run = RunDirectory.open(run)
     # Refuses an untrusted run before anything is written there.

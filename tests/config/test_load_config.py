@@ -296,11 +296,6 @@ def test_a_long_value_is_not_repeated_in_full(write: Write) -> None:
     assert len(line) < 200
 
 
-def test_a_number_of_thousands_of_digits_is_refused_with_its_line(write: Write) -> None:
-    [line] = refused(write("training:\n  seed: " + "9" * 5000 + "\n"))
-    assert line.startswith("job.yaml:2: ")
-
-
 def test_a_file_that_is_not_utf_8_says_so(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_bytes("model:\n  name: café\n".encode("latin-1"))

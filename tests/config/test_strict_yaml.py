@@ -137,6 +137,12 @@ def test_a_file_without_a_mapping_is_refused_with_the_expected_form(subtests: py
             assert "section" in message
 
 
+def test_a_key_of_a_flow_mapping_whose_colon_lacks_a_space_is_refused() -> None:
+    [(line, message)] = problems("a:\n  b: {k:proj:64, v: 1}\n")
+    assert (line, message) == (2, "`k:proj:64` lacks a space after the colon: `k:proj: 64`")
+    assert values("a: {'b:c': null, d:e: 1}\n") == {"a": {"b:c": None, "d:e": 1}}
+
+
 def test_a_list_as_key_is_refused() -> None:
     [(line, message)] = problems("a: 1\n? [b, c]\n: 2\n")
     assert line == 2

@@ -1,4 +1,4 @@
-"""A look at the data counts what training will see, shows rows token by token, and refuses what teaches nothing."""
+"""A look at the data counts what training will see, and shows rows token by token."""
 
 from __future__ import annotations
 
@@ -12,23 +12,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jobs import write_rows
 
 import finetune
 from finetune.config import Config, DataSection, TrainingSection
 from finetune.data import fingerprint
 from finetune.data.batching import MicroBatching, Sizes, worst_batches
 from finetune.data.encoded import ONE_SEQUENCE
-from finetune.data.inspection import (
-    Bin,
-    Inspection,
-    SourceCounts,
-    _batchings,
-    _bins,
-    _pieces,
-    _sources,
-    inspect,
-)
-from finetune.errors import DataError
+from finetune.data.inspection import Bin, Inspection, SourceCounts, _batchings, _bins, _pieces, _sources, inspect
 from finetune.storage.records import TokenText
 
 Make = Callable[..., Any]
@@ -44,8 +35,7 @@ def look(tmp_path: Path, tokenizer: Any) -> Callable[..., Inspection]:
     """Inspects rows that are written to `rows.jsonl`."""
 
     def look(rows: list[dict[str, Any]], training: TrainingSection | None = None, **section: Any) -> Inspection:
-        path = tmp_path / "rows.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        path = write_rows(tmp_path / "rows.jsonl", rows)
         section = {"train": str(path), "eval": "none", **section}
         return inspect(DataSection(**section), training or TrainingSection(), tokenizer)
 
@@ -133,13 +123,6 @@ def test_both_splits_are_counted_with_their_supervised_share(look, tmp_path: Pat
     assert found["train"]["supervised_share"] == found["train"]["trained_tokens"] / found["train"]["tokens"] == 7 / 28
     assert (found["eval"]["rows"], found["eval"]["supervised_share"]) == (1, 2 / 12)
     assert look([chat("Hi", "one")]).as_dict()["eval"] is None
-
-
-def test_cut_and_dropped_rows_are_reported_with_their_locations(look) -> None:
-    rows = [chat("one " * 20, "two"), chat("Hi", ""), chat("Hi", "one")]
-    found = look(rows, max_length=14)
-    assert (found.train.rows, found.train.truncated, found.train.dropped) == (2, 1, 1)
-    assert [place.rpartition("/")[2] for place in found.train.dropped_locations] == ["rows.jsonl:2"]
 
 
 def test_the_longest_row_is_named_by_its_location(look) -> None:
@@ -268,33 +251,3 @@ def test_padding_is_that_of_the_whole_batch_while_the_micro_batch_is_auto(look) 
     assert auto.micro_batch == "auto"
     assert auto.batchings == whole.batchings
     assert auto.worst_batch == whole.worst_batch
-
-
-# -- data that teaches nothing -----------------------------------------------------------------------------------------
-
-
-def test_answers_without_text_teach_nothing(look, subtests: pytest.Subtests) -> None:
-    for answer in ["", " ", "\n "]:
-        with subtests.test(answer=answer):
-            with pytest.raises(
-                DataError, match=r"leaves nothing to train: 2 rows dropped \(2 empty answer\)"
-            ) as caught:
-                look([chat("Hi", answer), chat("Why?", answer)])
-            assert caught.value.exit_code == 3
-
-
-def test_one_answer_with_text_is_enough(look) -> None:
-    found = look([chat("Hi", ""), chat("Hi", "one")]).as_dict()
-    assert (found["train"]["rows"], found["train"]["dropped_why"]) == (1, {"empty answer": 1})
-
-
-def test_unprintable_answers_teach_nothing(look) -> None:
-    with pytest.raises(DataError, match=r"teaches nothing: the trained tokens of its 1 rows .* answers are not empty"):
-        look([{"input_ids": [1, 2], "labels": [-100, 2]}])
-
-
-def test_no_rows_and_no_trained_tokens_are_refused_as_by_training(look) -> None:
-    with pytest.raises(DataError, match="has no rows"):
-        look([])
-    with pytest.raises(DataError, match="1 rows dropped"):
-        look([chat("one " * 20, "two")], max_length=16, too_long="drop")

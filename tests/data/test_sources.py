@@ -286,13 +286,9 @@ def test_a_cell_may_be_longer_than_the_csv_module_would_have_it(tmp_path: Path) 
 
 def test_invalid_json_in_a_line_is_reported_with_its_column(tmp_path: Path, subtests: pytest.Subtests) -> None:
     for content, place in [
-        ('{"text": "x"}\n{"text": "y', "a.jsonl:2:10: "),
-        ('{"text": "x"}\n{"text": "y\n{"text": "z"}\n', "a.jsonl:2:10: "),
         ('{"text": "x"}\n{"text": ["y"', "a.jsonl:2:14: "),
         ('{"text": "x"}\n{"text": ["y"\n', "a.jsonl:2:14: "),
         ('{"text": "x"}\n{"text": "y"\r\n{"text": "z"}\n', "a.jsonl:2:13: "),
-        ("{'text': 'x'}\n", "a.jsonl:1:2: "),
-        ('{"text": "x"} {"text": "y"}\n', "a.jsonl:1:15: "),
     ]:
         with subtests.test(content=content):
             message = refused(tmp_path / "a.jsonl", content)
@@ -300,62 +296,9 @@ def test_invalid_json_in_a_line_is_reported_with_its_column(tmp_path: Path, subt
             assert "not valid JSON" in message
 
 
-def test_a_truncated_json_file_is_reported_with_its_column(tmp_path: Path) -> None:
-    assert refused(tmp_path / "a.json", '[\n {"text": "x"},\n {"text": "y').startswith("a.json:3:11: not valid JSON")
-
-
-def test_an_empty_json_file_is_refused_as_not_json(tmp_path: Path) -> None:
-    assert refused(tmp_path / "a.json", "").startswith("a.json:1:1: ")
-
-
-def test_invalid_utf_8_is_reported_with_its_byte(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    for name, content, line, byte in [
-        ("a.jsonl", b'{"text": "x"}\n{"text": "caf\xe9"}\n', 2, 14),
-        ("a.json", b'[{"text": "x"},\n {"text": "caf\xe9"}]\n', 2, 15),
-        ("a.csv", b"text\nx\ncaf\xe9\n", 3, 4),
-        ("a.csv", b"text\n" + b"xxxxxxxxxxxxxxx\n" * 3000 + b"caf\xe9\n", 3002, 4),
-    ]:
-        with subtests.test(name=name, content=content):
-            message = refused(tmp_path / name, content)
-            assert message.startswith(f"{name}:{line}: byte {byte} of the line is not UTF-8")
-
-
-def test_a_line_without_an_object_is_reported(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    for value in ["[1, 2]", '"text"', "5", "null"]:
-        with subtests.test(value=value):
-            message = refused(tmp_path / "a.jsonl", '{"text": "x"}\n' + value + "\n")
-            assert message.startswith("a.jsonl:2: ")
-            assert "JSON object" in message
-
-
-def test_a_list_item_that_is_not_an_object_is_reported_by_its_number(tmp_path: Path) -> None:
-    assert "item 2 must be a JSON object" in refused(tmp_path / "a.json", '[{"text": "x"}, ["y"]]')
-
-
-def test_an_object_where_a_list_belongs_is_shown_the_other_file_type(tmp_path: Path) -> None:
-    assert ".jsonl" in refused(tmp_path / "a.json", '{"text": "x"}')
-
-
-def test_json_that_is_too_deep_or_too_large_is_refused_with_its_location(
-    tmp_path: Path, subtests: pytest.Subtests
-) -> None:
-    for value in ["9" * 5000, "[" * 100_000, '{"a":' * 100_000]:
-        for name in ["a.jsonl", "a.json"]:
-            with subtests.test(value=value, name=name):
-                content = '{"text": ' + value + "}"
-                assert refused(tmp_path / name, content if name == "a.jsonl" else f"[{content}]").startswith(
-                    f"{name}:1"
-                )
-
-
-def test_a_csv_row_with_too_many_cells_is_reported_with_its_line(tmp_path: Path) -> None:
-    message = refused(tmp_path / "a.csv", "text,note\nx,y\nx,y,z\n")
-    assert message.startswith("a.csv:3: more cells than the header")
-
-
-def test_a_csv_row_with_too_few_cells_is_reported_with_its_line(tmp_path: Path) -> None:
-    message = refused(tmp_path / "a.csv", "text,note\nx,y\n\nx\n")
-    assert message.startswith("a.csv:4: fewer cells than the header")
+def test_invalid_utf_8_far_into_a_file_is_reported_with_its_byte(tmp_path: Path) -> None:
+    message = refused(tmp_path / "a.csv", b"text\n" + b"xxxxxxxxxxxxxxx\n" * 3000 + b"caf\xe9\n")
+    assert message.startswith("a.csv:3002: byte 4 of the line is not UTF-8")
 
 
 def test_one_column_whose_name_has_a_semicolon_is_one_column(tmp_path: Path) -> None:
@@ -363,27 +306,9 @@ def test_one_column_whose_name_has_a_semicolon_is_one_column(tmp_path: Path) -> 
     assert read(tmp_path / "a.csv") == [{"note; of a visit": "Came early."}, {"note; of a visit": "Stayed; then left."}]
 
 
-def test_an_unclosed_quote_of_a_csv_is_reported(tmp_path: Path) -> None:
-    assert "not valid CSV" in refused(tmp_path / "a.csv", 'text\n"never closed\n')
-
-
 def test_a_file_that_is_not_parquet_is_reported(tmp_path: Path) -> None:
     for content in (b"", b"PAR1", b"PAR1" + b"\xff" * 40 + b"PAR1", b"text\nx\n"):
         assert refused(tmp_path / "a.parquet", content).startswith("a.parquet: not a Parquet file")
-
-
-def test_a_damaged_parquet_file_is_reported(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    for cut in ["truncated", "flipped"]:
-        with subtests.test(cut=cut):
-            import pyarrow
-            import pyarrow.parquet
-
-            path = tmp_path / "a.parquet"
-            table = pyarrow.Table.from_pylist([{"text": "x" * 50}] * 1000)
-            pyarrow.parquet.write_table(table, path, compression="none", use_dictionary=False)
-            whole = path.read_bytes()
-            header = bytes(byte ^ 0xFF for byte in whole[4:60])
-            assert refused(path, {"truncated": whole[:-100], "flipped": whole[:4] + header + whole[60:]}[cut])
 
 
 # -- where rows are looked for ---------------------------------------------------------------------------------------
@@ -505,6 +430,7 @@ def test_an_unknown_builtin_names_the_nearest() -> None:
 def test_the_builtin_keeps_its_own_held_out_rows() -> None:
     assert sources.has_held_out_split("builtin:python_docs")
     assert not sources.has_held_out_split("rows.jsonl")
+    assert not sources.has_held_out_split(["builtin:python_docs", "rows.jsonl"])
     row = next(sources.rows("builtin:python_docs", "eval"))
     assert row.location == "builtin:python_docs[eval]:1"
 
@@ -627,11 +553,6 @@ def test_small_local_files_are_at_hand_and_others_are_not(corpus: Path, tmp_path
             file.truncate(10 * 2**20)
     assert sources.at_hand(str(tmp_path / "large_a.jsonl"))
     assert not sources.at_hand([str(tmp_path / "large_a.jsonl"), str(tmp_path / "large_b.jsonl")])
-
-
-def test_only_builtins_alone_keep_their_own_held_out_rows(corpus: Path) -> None:
-    assert sources.has_held_out_split(["builtin:python_docs"])
-    assert not sources.has_held_out_split(["builtin:python_docs", str(corpus)])
 
 
 # -- JSON lists, item by item ----------------------------------------------------------------------------------------
@@ -768,9 +689,7 @@ def test_ten_gigabytes_of_zeros_are_not_read_into_memory(tmp_path: Path) -> None
     assert grown < 400 * 2**20
 
 
-@pytest.mark.parametrize("source", ["", "loop.jsonl"])
-def test_circular_links_are_refused(source: str, tmp_path: Path) -> None:
+def test_a_circular_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "loop.jsonl").symlink_to(tmp_path / "loop.jsonl")
-    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
     with pytest.raises(DataError, match=r"loop\.jsonl"):
-        list(sources.rows(str(tmp_path / source)))
+        list(sources.rows(str(tmp_path / "loop.jsonl")))

@@ -117,8 +117,10 @@ _LAUGHS = '<!DOCTYPE sst [<!ENTITY a "ha"><!ENTITY b "&a;&a;&a;&a;">]><sst><si><
         {"xl/sharedStrings.xml": '<!DOCTYPE sst SYSTEM "file:///etc/hostname"><sst/>'},
         {"xl/worksheets/sheet1.xml": "<worksheet><sheetData><row></sheetData></worksheet>"},
         {"xl/worksheets/sheet1.xml": '<worksheet><sheetData><row r="9999999"/></sheetData></worksheet>'},
+        {"xl/worksheets/sheet1.xml": '<worksheet><row><c t="s"><v>-1</v></c></row></worksheet>'},
         {"xl/_rels/workbook.xml.rels": "<Relationships/>", "xl/workbook.xml": "<workbook"},
         {"_rels/.rels": "<Relationships/>"},
+        {"_rels/.rels": '<?xml version="1.0" encoding="no-such-code"?><Relationships/>'},
     ],
 )
 def test_a_hostile_or_damaged_part_is_refused(parts: dict[str, str], tmp_path: Path) -> None:

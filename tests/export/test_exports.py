@@ -19,6 +19,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.utils import get_session
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from jobs import logits
 from markdown_it import MarkdownIt
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -46,11 +47,6 @@ def no_llama_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def export(run: RunDirectory, format: str, **options: Any) -> dict[str, Any]:
     return publish.export_model(run, format, terminal=Terminal(quiet=True), **options)
-
-
-@torch.inference_mode()
-def logits(model: Any) -> torch.Tensor:
-    return model.eval()(input_ids=torch.arange(100, 164)[None]).logits.float()
 
 
 # -- the adapter -----------------------------------------------------------------------------------------------------
@@ -171,13 +167,6 @@ def test_an_adapter_without_a_plain_form_is_refused(trained: RunDirectory, chang
 
 def test_targets_by_regular_expression_are_linear_layers(trained: RunDirectory) -> None:
     adapter_export.check(job(trained, targets=["q_proj", r".*layers\.0\.mlp.*"]))
-
-
-def test_a_rank_between_those_of_vllm_takes_the_next() -> None:
-    record = {"rank": 100, "gguf": None}
-    assert (
-        "--max-lora-rank 128" in server_commands.commands("adapter", Path("run/plain-adapter"), "base", record)["vLLM"]
-    )
 
 
 def test_no_command_is_given_for_a_server_that_takes_no_such_rank() -> None:
@@ -727,6 +716,8 @@ def test_a_wrong_name_or_no_account_ends_before_any_work(
 ) -> None:
     with pytest.raises(ConfigError, match="--push a/b/c"):
         export(run, "adapter", push="a/b/c")
+    with pytest.raises(ConfigError, match="`--anyway` is for an upload"):
+        export(run, "adapter", anyway=True)
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     with pytest.raises(MachineError, match="hf auth login"):
         export(run, "adapter", push="me/tuned")

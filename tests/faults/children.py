@@ -74,6 +74,10 @@ class Ended:
     code: int
     output: str
 
+    @property
+    def in_one_line(self) -> str:
+        return " ".join(self.output.split())
+
 
 class Child:
     """A child under way."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from children import IMPATIENT, Children, Ended, Fault
+from children import IMPATIENT, Children, Fault
 from jobs import QUICK, sampled
 from safetensors.torch import load_file, save_file
 from together import Together
@@ -39,10 +39,6 @@ def job(children: Children, rows_file: Path, tmp_path: Path) -> Make:
         return Together(children, [*JOB, f"data.train={rows_file}", *overrides], RunDirectory(tmp_path / "run"))
 
     return make
-
-
-def said(ended: Ended) -> str:
-    return " ".join(ended.output.split())
 
 
 # -- other jobs ------------------------------------------------------------------------------------------------------
@@ -87,8 +83,8 @@ def test_a_rank_with_another_job_ends_all_with_one_message_that_names_it(
     together = job("training.learning_rate=0.003")
     first, second = together.go(2, own={1: make_other(tmp_path, rows_file, shallow_base)})
     assert (first.code, second.code) == (code, code), first.output + second.output
-    assert "rank 1" in said(first)
-    assert all(text in said(first) for text in named), first.output
+    assert "rank 1" in first.in_one_line
+    assert all(text in first.in_one_line for text in named), first.output
     assert second.output == "", "the first one has said it"
     assert not together.run.saved_steps
     assert not together.run.metrics()
@@ -129,7 +125,7 @@ def test_what_one_rank_cannot_start_with_ends_all_with_one_message(
     """Before the ranks are connected, too."""
     first, second = job().go(2, own={1: own})
     assert (first.code, second.code) == (code, code), first.output + second.output
-    assert message in said(first)
+    assert message in first.in_one_line
     assert first.output.count("error:") == 1
     assert second.output == "", "the first one has said it"
 
@@ -137,7 +133,7 @@ def test_what_one_rank_cannot_start_with_ends_all_with_one_message(
 def test_a_batch_that_the_ranks_cannot_share_is_refused_once(job: Make) -> None:
     first, second = job("training.batch_size=5").go(2)
     assert (first.code, second.code) == (2, 2), first.output + second.output
-    assert said(first).startswith("error: `training.batch_size` 5 cannot be split among 2 processes")
+    assert first.in_one_line.startswith("error: `training.batch_size` 5 cannot be split among 2 processes")
     assert second.output == ""
 
 
@@ -184,7 +180,7 @@ def test_a_killed_rank_ends_the_others_naming_it_and_a_resume_goes_on(job: Make,
     assert ended.pop(killed).code == -signal.SIGKILL
     for each in ended:
         assert each.code == 4, each.output
-        assert f"rank {killed} was killed" in said(each)
+        assert f"rank {killed} was killed" in each.in_one_line
         assert "Traceback" not in each.output
     assert [each.code for each in together.go(ranks)] == [0] * ranks
     assert [event["step"] for event in together.run.events() if event["event"] == "resumed"] == [2]
@@ -199,7 +195,7 @@ def test_a_stopped_rank_ends_the_others_naming_it_and_itself_once_it_is_continue
     held.send(signal.SIGCONT)
     for each in (*ended, held.wait()):
         assert each.code == 4, each.output
-        assert f"rank {stopped} has been silent for" in said(each)
+        assert f"rank {stopped} has been silent for" in each.in_one_line
 
 
 def test_a_rank_that_hangs_while_it_beats_ends_all_naming_it(job: Make) -> None:
@@ -209,7 +205,7 @@ def test_a_rank_that_hangs_while_it_beats_ends_all_naming_it(job: Make) -> None:
     for child in children:
         ended = child.wait()
         assert ended.code == 4, ended.output
-        assert "rank 1 hangs: the others have waited for it" in said(ended)
+        assert "rank 1 hangs: the others have waited for it" in ended.in_one_line
 
 
 def test_the_last_words_of_a_rank_name_a_directory_that_is_there(job: Make) -> None:
@@ -217,7 +213,7 @@ def test_the_last_words_of_a_rank_name_a_directory_that_is_there(job: Make) -> N
     ended = together.go(2, dict.fromkeys((0, 1), Fault(STEP, nth=3, action="SIGTERM")))
     for each in ended:
         assert each.code == 143, each.output
-        assert f"step 3 is saved in {together.run.checkpoints}." in said(each)
+        assert f"step 3 is saved in {together.run.checkpoints}." in each.in_one_line
 
 
 def test_a_rank_that_is_silent_is_lost_within_a_minute() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from forecasts import forecast
-from jobs import TINY
+from jobs import TINY, mounted
 from safetensors import SafetensorError
 
 import finetune
@@ -32,12 +32,7 @@ Call = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", folder], capture_output=True).returncode:
-        pytest.skip("mounting a disk needs root")
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)
+    yield from mounted(tmp_path / "disk", "16m")
 
 
 def fill(disk: Path) -> None:

@@ -23,7 +23,7 @@ import sweeps as benchmark
 import torch
 import transformers
 from children import Children, Fault
-from jobs import QUICK, TINY, metric, same_adapter
+from jobs import QUICK, TINY, metric, same_adapter, write_rows
 from rich.console import Console
 from seeing_jobs import config, example
 
@@ -53,9 +53,8 @@ RATES = {"training.learning_rate": ["1e-3", "3e-3", "1e-2", "1"]}
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Forty short rows, as an override."""
-    file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     lines = [{"prompt": f"Count to {number}.", "completion": " 1 2 3"[: 2 * number]} for number in range(1, 41)]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    file = write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl", lines)
     return f"data.train={file}"
 
 

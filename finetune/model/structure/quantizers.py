@@ -58,10 +58,7 @@ def used(start: Path | None = None) -> Iterator[None]:
     }
     others = {name: FineGrainedFP8Config for name, kind in _QUANTIZERS.items() if issubclass(kind, _Own)}
     configs = {**auto.AUTO_QUANTIZATION_CONFIG_MAPPING, **others}
-    with (
-        patches.QUANTIZERS.by({**auto.AUTO_QUANTIZER_MAPPING, **known}),
-        patches.QUANTIZATION_CONFIGS.by(configs),
-    ):
+    with patches.QUANTIZERS.by({**auto.AUTO_QUANTIZER_MAPPING, **known}), patches.QUANTIZATION_CONFIGS.by(configs):
         yield
 
 
@@ -161,8 +158,7 @@ class Rounding:
 
     def served(self, weight: torch.Tensor, update: fixed_point.Update | None) -> torch.nn.Parameter:
         """`weight` packed as it is served, after an update that is rounded with it."""
-        how = packed.packing_of(self.parameter)
-        assert how is not None
+        how = packed.known_packing(self.parameter)
         return packed.as_served(self._packed(weight.T if self.transposed else weight, how), update)
 
     def _packed(self, weight: torch.Tensor, how: packed.Packing) -> torch.nn.Parameter:
@@ -448,8 +444,7 @@ class _Encode(ConversionOps):
         module, last = get_module_from_name(model, name)
         if module.source_cls is Conv1D:
             value = value.T
-        how = packed.packing_of(getattr(module, last))
-        assert how is not None
+        how = packed.known_packing(getattr(module, last))
         if self._start and name in self._start:
             return {name: self._start.read(name, how, value.device)}
         return {name: packed.pack(how.form, value, transposed=how.transposed)}
