@@ -380,7 +380,7 @@ _CONVERSATION = st.builds(
 )
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(max_examples=60)
 @given(messages=_CONVERSATION, loss_on=st.sampled_from(["assistant", "last"]))
 def test_only_what_the_assistant_said_is_trained(
     messages: list[Message], loss_on: Any, byte_tokenizer: Make, chatml: str, tight: str
@@ -392,7 +392,7 @@ def test_only_what_the_assistant_said_is_trained(
         assert trained_text(encode(Chat(messages), tokenizer, loss_on), tokenizer) == expected
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(max_examples=60)
 @given(messages=_CONVERSATION, loss_on=st.sampled_from(["assistant", "last", "all"]))
 def test_marks_and_prefixes_give_the_same_mask(
     messages: list[Message], loss_on: Any, byte_tokenizer: Make, chatml: str, unmarked: str
@@ -401,7 +401,7 @@ def test_marks_and_prefixes_give_the_same_mask(
     assert encode(Chat(messages), _cached(byte_tokenizer, unmarked), loss_on) == marked
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(max_examples=60)
 @given(messages=_CONVERSATION)
 def test_the_mask_does_not_change_token_ids(messages: list[Message], byte_tokenizer: Make, chatml: str) -> None:
     """Ids are those of the template's rendering, whatever is trained of them; the last turn is among the trained."""
