@@ -219,13 +219,9 @@ def test_no_more_checkpoints_are_kept_than_asked(quick) -> None:
 @pytest.mark.slow
 def test_early_stopping_ends_the_run_which_says_so_and_is_not_trained_again(quick, capsys) -> None:
     config = quick(
-        "training.max_steps=40",
-        "training.eval_every=1",
-        "training.early_stopping=2",
-        "training.learning_rate=0.5",
-        "training.schedule=constant",
-        "optimizer.kind=adamw_torch_fused",
-    )
+        "training.max_steps=40", "training.eval_every=1", "training.early_stopping=2", "training.learning_rate=0.5",
+        "training.schedule=constant", "optimizer.kind=adamw_torch_fused",
+    )  # fmt: skip
     run = finetune.train(config).run
     assert run.finished
     last = training_lines(run)[-1]["step"]
@@ -260,13 +256,9 @@ def test_a_signal_after_early_stopping_names_a_step_that_is_saved(quick, monkeyp
 @pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_the_run_and_is_never_a_number(quick) -> None:
     config = quick(
-        "optimizer.weight_decay=1e9",
-        "training.max_grad_norm=0",
-        "training.warmup=0",
-        "optimizer.kind=sgd",
-        "data.eval=none",
-        "training.eval_every=null",
-    ).changed({"training.learning_rate": 1e9})
+        "optimizer.weight_decay=1e9", "training.max_grad_norm=0", "training.warmup=0", "optimizer.kind=sgd",
+        "data.eval=none", "training.eval_every=null",
+    ).changed({"training.learning_rate": 1e9})  # fmt: skip
     with pytest.raises(NumbersError, match="not finite at step") as stopped:
         finetune.train(config)
     assert stopped.value.exit_code == 5
