@@ -543,11 +543,8 @@ def test_a_plan_follows_the_certificate_that_stands_as_the_run_does(quick, monke
     finetune.train(job)
     assert set(traced) == {("mlp",)}, "the plan is made after the trials"
     for alike in (
-        "training.max_steps=9",
-        "training.micro_batch=2",
-        "memory.checkpointing=all",
-        "optimizer.kind=adamw_8bit",
-    ):
+        "training.max_steps=9", "training.micro_batch=2", "memory.checkpointing=all", "optimizer.kind=adamw_8bit",
+    ):  # fmt: skip
         assert planned_without(quick(*JOB, alike)) == ("mlp",)
     for other in ("adapter.rank=2", "kernels.certificate=off"):
         assert planned_without(quick(*JOB, other)) == ()

@@ -608,13 +608,9 @@ def test_more_rows_take_no_more_memory(tmp_path: Path) -> None:
     row = {"input_ids": [17, 18, 19, 20] * 2500}
     write_rows(small, [row] * 20)
     write_rows(large, [row] * 400)
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(small), str(large)],
-        env=os.environ | {"HF_DATASETS_CACHE": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    environment = os.environ | {"HF_DATASETS_CACHE": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", MEASURE, str(small), str(large)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     tokens, grown = map(int, done.stdout.split())
     assert tokens == 4_000_000
     assert grown < 30 * 2**20
