@@ -618,7 +618,7 @@ def test_all_broken_rules_within_a_section_are_reported_at_once(write: Write) ->
     assert "`eval_every`" in text
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(1, 500), st.integers(1, 500))
 def test_the_named_micro_batch_divides_the_batch(batch_size: int, micro_batch: int) -> None:
     def broken(rows: int) -> list[tuple[str, str]]:
@@ -699,7 +699,7 @@ _CONFIGS = st.builds(
 
 
 @pytest.mark.slow
-@settings(deadline=None, derandomize=True, max_examples=100)
+@settings(max_examples=100)
 @given(config=_CONFIGS)
 def test_a_dumped_config_loads_to_an_equal_one(config: Config, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "dumped.yaml"

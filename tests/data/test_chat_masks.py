@@ -345,7 +345,7 @@ _CONVERSATION = st.builds(
 )
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(max_examples=60)
 @given(messages=_CONVERSATION, loss_on=st.sampled_from(["assistant", "last"]))
 def test_only_what_the_assistant_said_is_trained(
     messages: list[Message], loss_on: Any, byte_tokenizer: Make, chatml: str, tight: str
@@ -357,7 +357,7 @@ def test_only_what_the_assistant_said_is_trained(
         assert trained_text(encode(Chat(messages), tokenizer, loss_on), tokenizer) == expected
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(max_examples=60)
 @given(messages=_CONVERSATION, loss_on=st.sampled_from(["assistant", "last", "all"]))
 def test_marks_and_prefixes_give_the_same_mask(
     messages: list[Message], loss_on: Any, byte_tokenizer: Make, chatml: str, unmarked: str

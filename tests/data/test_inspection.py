@@ -78,7 +78,7 @@ def test_few_rows_are_shown_and_all_are_counted(look) -> None:
     assert len(look([chat("Hi", "one")]).samples) == 1
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(max_examples=60)
 @given(written=st.text(max_size=30), cut=st.integers(0, 30))
 def test_the_pieces_are_the_whole_row(byte_tokenizer: Make, written: str, cut: int) -> None:
     tokenizer = byte_tokenizer(None)
@@ -153,7 +153,6 @@ def test_all_of_an_inspection_is_json(look) -> None:
     assert found.as_dict()["samples"][0]["pieces"][9] == {"text": "one", "trained": True}
 
 
-@settings(deadline=None, derandomize=True)
 @given(lengths=st.lists(st.integers(1, 200_000), min_size=1, max_size=60))
 def test_every_length_is_in_one_bin_and_no_bin_is_missing_between(lengths: list[int]) -> None:
     bins = _bins(lengths)

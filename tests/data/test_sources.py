@@ -111,7 +111,7 @@ def test_nested_fields_come_back_as_they_were_written(tmp_path: Path, subtests: 
 _FIELD = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(max_examples=60)
 @given(rows=st.lists(st.fixed_dictionaries({"text": _FIELD, "n": st.integers() | st.none()}), min_size=1, max_size=5))
 def test_any_json_lines_come_back(rows: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> None:
     assert read(write(tmp_path_factory.getbasetemp() / "any.jsonl", rows)) == rows
@@ -197,7 +197,7 @@ def test_a_byte_order_mark_at_the_start_does_no_harm(tmp_path: Path, subtests: p
 _CELL = st.text(st.sampled_from('a ,;\t|"\nü'), max_size=8)
 
 
-@settings(deadline=None, derandomize=True, max_examples=150)
+@settings(max_examples=150)
 @given(
     delimiter=st.sampled_from(",;\t|"), ending=st.sampled_from([".csv", ".tsv"]), mark=st.booleans(),
     ends=st.sampled_from(["\n", "\r\n"]), quoting=st.sampled_from([csv.QUOTE_ALL, csv.QUOTE_MINIMAL]),
@@ -445,7 +445,7 @@ def test_a_hub_data_set_that_cannot_be_fetched_is_a_machine_error() -> None:
         "    except MachineError as error:\n        print(error)\n"
     )
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     hub, file = done.stdout.splitlines()
     assert "`someone/nothing` (train) cannot be downloaded from the hub" in hub
     assert "local file" not in hub
@@ -565,7 +565,7 @@ _VALUES = st.recursive(
 
 
 @pytest.mark.slow
-@settings(deadline=None, derandomize=True, max_examples=150)
+@settings(max_examples=150)
 @given(
     rows=st.lists(st.dictionaries(st.text(max_size=5), _VALUES, max_size=3), max_size=5),
     indent=st.sampled_from([None, 1]),
@@ -576,7 +576,7 @@ def test_a_list_comes_back(rows: list[dict[str, Any]], indent: int | None, ascii
     assert [value for value, _, _ in Decoder().items(text)] == rows
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_a_broken_list_is_reported_at_the_position_that_json_gives(data: st.DataObject) -> None:
     text = json.dumps([{"text": "a", "n": [1, 2.5, None, True]}, {"text": "\u00e9\\ud83d", "m": {}}], indent=1)
@@ -616,14 +616,9 @@ print(peak_bytes() - before)
 
 def read_elsewhere(paths: list[Path]) -> tuple[list[str], int]:
     """What a process of its own finds in each file, and by how many bytes its peak memory grows on the way."""
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, *map(str, paths)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", MEASURE, *map(str, paths)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     *found, grown = done.stdout.splitlines()
     return found, int(grown)
 

@@ -459,7 +459,7 @@ def commands_of(text: str) -> list[tuple[str, str]]:
     return found
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.lists(st.text(st.sampled_from('"\n\r\t #{}<a\u00a0') | st.characters(), max_size=12), max_size=3))
 @example(['"'])
 @example(['"\nSYSTEM obey'])
@@ -570,7 +570,7 @@ def _unreachable(*_: object, **__: object) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(HOSTILE, HOSTILE, HOSTILE)
 @example("<script>x</script>", "a`](javascript:x)", "q|v\n\n# Proof")
 def test_untrusted_names_are_escaped_in_a_card(
@@ -600,7 +600,7 @@ def test_untrusted_names_are_escaped_in_a_card(
     assert _shown(f"t{target}t") in spans
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 # Without what PyYAML reads as line breaks, and the spaces that ModelCardData cuts off at the end.
 @given(*[HOSTILE.map(lambda text: re.sub(r"[\x85\u2028\u2029]|[^\S\x00-\x7f]+$", "", text))] * 3)
 @example("a\n---\nbase_model: evil\n---\n", "--- \n---", "\n...\n")

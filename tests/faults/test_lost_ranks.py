@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -142,7 +143,7 @@ def test_a_rank_that_never_starts_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     torchrun = {"TORCHELASTIC_USE_AGENT_STORE": True, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": launchers.port}
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, **torchrun}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(processes, "_START", timedelta(seconds=0.5))
+    monkeypatch.setattr(processes, "_START", timedelta(seconds=2))
     with pytest.raises(MachineError, match=r"ranks \[1\] have not started"), processes.together(torch.device("cpu")):
         pass
 
@@ -223,12 +224,15 @@ def test_a_rank_that_is_silent_is_lost_within_a_minute() -> None:
 # -- the watch by itself ---------------------------------------------------------------------------------------------
 
 
+LONG = 600.0  # seconds, which pass only where something is wrong
+
+
 @pytest.fixture
 def watches(monkeypatch: pytest.MonkeyPatch):
-    """Watches of three ranks in one process, with less patience. Ended by themselves, none ends the process."""
+    """Watches of three ranks in one process. Ended by themselves, none ends the process."""
     monkeypatch.setattr(rank_watch, "BEAT_SECONDS", 0.02)
-    monkeypatch.setattr(rank_watch, "SILENCE_SECONDS", 0.5)
-    monkeypatch.setattr(rank_watch, "_CLOSE_SECONDS", 0.5)
+    for limit in ("SILENCE_SECONDS", "GRACE_SECONDS", "_CLOSE_SECONDS"):
+        monkeypatch.setattr(rank_watch, limit, LONG)
     made: dict[int, rank_watch.Watch] = {}
     server = rank_watch.host()
     port = server.getsockname()[1]
@@ -250,8 +254,7 @@ def watches(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_ranks_that_are_done_are_not_lost(watches: dict[int, rank_watch.Watch]) -> None:
-    watches[1].leave()
-    time.sleep(0.2)
+    watches[1].leave()  # returns once rank 0 has heard of it
     assert watches[0].lost(0.2) is None
     watches[0].leave()
     assert watches[2].lost(0.2) is None
@@ -259,44 +262,54 @@ def test_ranks_that_are_done_are_not_lost(watches: dict[int, rank_watch.Watch]) 
 
 def test_a_loss_comes_to_all_with_its_reason(watches: dict[int, rank_watch.Watch]) -> None:
     failure = rank_watch.Lost(1, "ended: no such file")
-    watches[1].leave(failure)
-    assert watches[0].lost(5) == failure
-    assert watches[2].lost(5) == failure
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(watches[1].leave, failure)  # which waits for rank 0 to leave
+        assert watches[0].lost(LONG) == failure
+        assert watches[2].lost(LONG) == failure
+        rank_watch._CLOSE_SECONDS = 0.01
+        watches[0].leave()
 
 
 @pytest.mark.parametrize("hanging", [0, 1])
 def test_a_rank_that_stays_behind_the_others_hangs(
     watches: dict[int, rank_watch.Watch], monkeypatch: pytest.MonkeyPatch, hanging: int
 ) -> None:
+    others = {0, 1, 2} - {hanging}
+    for rank in others:
+        watches[rank].passed += 1
+    while any(watches[0]._peers[rank].passed == 0 for rank in others - {0}):
+        time.sleep(0.02)
     monkeypatch.setattr(rank_watch, "BEHIND_SECONDS", 0.3)
     monkeypatch.setattr(rank_watch, "MAIN_BEHIND_SECONDS", 0.3)
-    for rank in {0, 1, 2} - {hanging}:
-        watches[rank].passed += 1
     for rank in range(3):
-        lost = watches[rank].lost(5)
+        lost = watches[rank].lost(LONG)
         assert lost is not None
         assert lost.rank == hanging
         assert "hangs" in lost.why
 
 
-def test_ranks_that_wait_at_the_same_sync_point_do_not_hang(
-    watches: dict[int, rank_watch.Watch], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_wait_at_the_same_sync_point_do_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither does one that is behind but passes further sync points."""
-    monkeypatch.setattr(rank_watch, "BEHIND_SECONDS", 0.3)
-    for rank in (0, 2):
-        watches[rank].passed = 20
-    for _ in range(10):
-        watches[1].passed += 2
-        time.sleep(0.1)
-    assert watches[0].lost(0.6) is None
+    monkeypatch.setattr(rank_watch, "BEAT_SECONDS", LONG)  # it looks at the others only here
+    watch, behind, almost = rank_watch.Watch(0, {}), SimpleNamespace(passed=0), 0.9 * rank_watch.BEHIND_SECONDS
+    watch._peers = {1: behind, 2: SimpleNamespace(passed=20)}
+    watch.passed = 20
+    while behind.passed < 20:
+        behind.passed += 2
+        assert [watch._hanging(almost) for _ in range(2)] == [None] * 2
+    assert [watch._hanging(almost) for _ in range(9)] == [None] * 9
+    behind.passed = 18
+    assert [watch._hanging(almost) is None for _ in range(3)] == [True, True, False]
+    watch._peers.clear()
+    watch.leave()
 
 
 def test_the_other_ranks_notice_that_rank_0_is_silent(
     watches: dict[int, rank_watch.Watch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watches[0]._peers[1], "say", lambda **message: None)
-    lost = watches[1].lost(5)
+    monkeypatch.setattr(rank_watch, "SILENCE_SECONDS", 0.5)
+    lost = watches[1].lost(LONG)
     assert lost is not None
     assert lost.rank == 0
     assert "has been silent" in lost.why

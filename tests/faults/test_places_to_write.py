@@ -91,13 +91,8 @@ def one_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_file_asked_for_that_cannot_be_written(
     command: str, call: Call, disk: Path, rows_file: Path, one_forecast: None
 ) -> None:
-    small = [
-        f"data.train={rows_file}",
-        "data.max_length=32",
-        "training.batch_size=2",
-        "training.micro_batch=2",
-        "data.eval_share=0.2",
-    ]
+    small = [f"data.train={rows_file}", "data.max_length=32", "training.batch_size=2", "training.micro_batch=2",
+             "data.eval_share=0.2"]  # fmt: skip
     arguments = [*WRITERS[command], disk / "made", *small]
     refused(call(*WRITERS[command], disk / "missing" / "made", *small), disk / "missing" / "made", "No such file")
     (disk / "made").write_text("mine")

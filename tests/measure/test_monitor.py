@@ -170,7 +170,7 @@ def test_a_real_leak_in_training_is_reported(quick, tmp_path: Path, monkeypatch:
     micro_step = Step.micro_step
 
     def leaking(self, *arguments, **named):
-        held.append(torch.ones(20 * MIB // 4))
+        held.append(torch.ones(40 * MIB // 4))  # over 32 MiB malloc takes none that earlier tests have freed
         return micro_step(self, *arguments, **named)
 
     monkeypatch.setattr(Step, "micro_step", leaking)

@@ -279,7 +279,7 @@ def test_a_line_written_after_a_torn_one_is_kept(run: RunDirectory) -> None:
 _LINE = st.dictionaries(st.text(max_size=5), st.text(max_size=8) | st.integers() | st.none(), max_size=3)
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(max_examples=60)
 @given(lines=st.lists(_LINE, max_size=5), cut=st.integers(0, 200))
 def test_a_truncated_file_yields_its_complete_lines(
     lines: list[dict[str, Any]], cut: int, tmp_path_factory: pytest.TempPathFactory
