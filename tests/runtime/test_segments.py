@@ -159,18 +159,11 @@ def test_they_are_switched_on_where_the_driver_has_what_they_need(driver: Instal
 
 def test_they_stay_off_where_something_lacks(driver: Install, subtests: pytest.Subtests) -> None:
     for lacking in [
-        {"attributes": {VIRTUAL_MEMORY: 1}},
-        {"attributes": {FILE_HANDLES: 1}},
-        {"fails": "cuInit"},
-        {"fails": "cuDeviceGetAttribute"},
-        {"fails": "library"},
-        {"platform": "win32"},
-        {"fails": "cuDevicePrimaryCtxRetain"},
-        {"fails": "cuMemAddressReserve"},
-        {"fails": "cuMemCreate"},
-        {"fails": "cuMemMap"},
-        {"fails": "cuMemSetAccess"},
-    ]:
+        {"attributes": {VIRTUAL_MEMORY: 1}}, {"attributes": {FILE_HANDLES: 1}}, {"fails": "cuInit"},
+        {"fails": "cuDeviceGetAttribute"}, {"fails": "library"}, {"platform": "win32"},
+        {"fails": "cuDevicePrimaryCtxRetain"}, {"fails": "cuMemAddressReserve"}, {"fails": "cuMemCreate"},
+        {"fails": "cuMemMap"}, {"fails": "cuMemSetAccess"},
+    ]:  # fmt: skip
         with subtests.test(lacking=lacking):
             libcuda = driver(**lacking)
             segments.enable(GPU)
