@@ -598,6 +598,8 @@ def test_lists_limits_and_numbers_of_cards_are_checked(tmp_path: Path) -> None:
     for wrong in ("training.seed=3", [3], 3, None):
         with pytest.raises(ConfigError, match=r"overrides are a list of texts, such as \['training.seed=3'\], not"):
             finetune.load_config({}, wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="export format `None` is not known; choose from merged"):
+        finetune.export_model("runs/none", None)  # type: ignore[arg-type]
     for make in (finetune.plan, finetune.fit):
         with pytest.raises(ConfigError, match="`gpus` must be at least 1, not 0"):
             make(finetune.Config(), "RTX 4090", 0)
