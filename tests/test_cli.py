@@ -329,21 +329,6 @@ def test_a_prompt_may_begin_with_dashes(call, prompt: list[str], monkeypatch: py
     assert (code, err, asked) == (0, "", ["--foo.bar"])
 
 
-def test_every_problem_of_a_config_at_once_with_exit_2(call, tmp_path: Path) -> None:
-    config = tmp_path / "job.yaml"
-    config.write_text("model:\n  nam: x\ntraining:\n  learning_rate: fast\n  batch_size: 10\n  batch_size: 12\n")
-    code, _, err = call("train", config, "memory.limit=24GB")
-    assert code == 2
-    for expected in (
-        f"{config}:2:",
-        "did you mean `name`",
-        f"{config}:4:",
-        f"{config}:6:",
-        "override `memory.limit=24GB`",
-    ):
-        assert expected in err
-
-
 @pytest.mark.parametrize(
     ("overrides", "code", "words"),
     [
@@ -365,16 +350,6 @@ def test_what_is_missing_or_wrong_has_its_exit_code_and_no_finished_run(
     assert err.startswith("error: ")
     assert not RunDirectory(tmp_path / "run").finished
     assert not (tmp_path / "run" / "adapter").exists()
-
-
-def test_a_wrong_row_is_named_by_line_and_field(call, job: list[str], tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
-                    '{"messages": [{"role": "user", "content": 7}]}\n')  # fmt: skip
-    code, _, err = call("train", *job, f"data.train={rows}")
-    assert code == 3
-    assert f"{rows}:2: `messages[0].content` must be text, not a number" in err
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("command", ["merge", "eval", "report"])

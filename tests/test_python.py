@@ -248,7 +248,7 @@ def read_or_refused(config: Any) -> finetune.Config | str:
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(row=st.dictionaries(names, odd, max_size=4), value=odd)
 def test_whatever_python_gives_for_rows_is_read_or_refused_with_its_location(row: dict[str, Any], value: Any) -> None:
     for rows in ([row], [MappingProxyType(row)], [{"prompt": "a", "completion": "b", "id": value}], [row, value]):
@@ -262,7 +262,7 @@ def test_whatever_python_gives_for_rows_is_read_or_refused_with_its_location(row
                 formats.read(one.fields, "auto", {})
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(section=odd, value=odd)
 @always(section={"r": 10**5000}, value=None)  # a key of other tools
 def test_whatever_python_gives_for_a_config_is_read_or_refused(section: Any, value: Any) -> None:

@@ -63,7 +63,7 @@ def mask(example: Chat, turns: list[int], tokenizer: Any) -> Asking[Mask]:
     spans = _by_marks(example, turns, whole, tokenizer) if marked else None
     if spans is None:
         spans = yield from _by_prefixes(example, turns, whole.ids, tokenizer)
-    if not _thinks(tokenizer):
+    if not re.search("think|thought|analysis", str(tokenizer.chat_template)):
         return Mask(whole.ids, spans, lost_thoughts=False)
     kept = [
         (_after_empty_thought(whole.ids, start, end, tokenizer), end)
@@ -71,10 +71,6 @@ def mask(example: Chat, turns: list[int], tokenizer: Any) -> Asking[Mask]:
         if _thought(example, turn, tokenizer) in _letters(tokenizer.decode(whole.ids[start:end]))
     ]
     return Mask(whole.ids, kept, lost_thoughts=len(kept) < len(spans))
-
-
-def _thinks(tokenizer: Any) -> bool:
-    return bool(re.search("think|thought|analysis", str(tokenizer.chat_template)))
 
 
 def _thought(example: Chat, turn: int, tokenizer: Any) -> str:

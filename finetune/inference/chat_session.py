@@ -88,7 +88,7 @@ class Conversation:
                 self._switch(name)
 
     def _switch(self, name: str) -> None:
-        if not self._ready.switchable:
+        if not hasattr(self._ready.model, "disable_adapter"):
             self._note("there is no adapter to switch here: the weights are a whole model")
             return
         self._models = ["base", "adapter"] if name == "/both" else [name.removeprefix("/")]
@@ -127,7 +127,7 @@ class Conversation:
             self._note(str(error))
             return
         self._shown.append(file)
-        size = f"{image.width} x {image.height} pixels, {self._ready.tokens_of(image)} tokens"
+        size = f"{image.width} x {image.height} pixels, {image.tokens} tokens"
         self._note(f"the next line shows {path} ({size})")
 
     def _save(self, path: str) -> None:

@@ -287,7 +287,7 @@ _SCALAR = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False,
 _VALUE = st.recursive(_SCALAR, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_KEY, inner, max_size=3))
 
 
-@settings(deadline=None, derandomize=True, max_examples=80)
+@settings(max_examples=80)
 @given(st.dictionaries(_KEY, _VALUE, max_size=5))
 def test_json_is_yaml_and_is_read_as_json_reads_it(mapping: dict[str, Any]) -> None:
     document = parse(json.dumps(mapping, ensure_ascii=False))
@@ -295,7 +295,7 @@ def test_json_is_yaml_and_is_read_as_json_reads_it(mapping: dict[str, Any]) -> N
     assert document.values == mapping
 
 
-@settings(deadline=None, derandomize=True, max_examples=80)
+@settings(max_examples=80)
 @given(
     st.dictionaries(
         _KEY.filter(lambda key: scalar(key) == key),
@@ -313,7 +313,7 @@ def test_block_yaml_is_read_back(mapping: dict[str, Any]) -> None:
     assert document.values == mapping
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+@settings(max_examples=200)
 @given(st.text(max_size=60) | st.text("a:-[]{}!&*'\"#|>%@ \n\t0", max_size=40))
 def test_parse_raises_nothing_whatever_it_is_given(text: str) -> None:
     document = parse(text)

@@ -61,7 +61,7 @@ def test_dates_of_a_workbook_of_an_old_mac_count_from_1904(tmp_path: Path) -> No
 _TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=20)
 
 
-@settings(deadline=None, derandomize=True, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(table=st.lists(st.lists(_TEXT | st.none(), min_size=30, max_size=30), max_size=5))
 def test_any_texts_come_back_with_their_rows_and_columns(table: list[list[str | None]], tmp_path: Path) -> None:
     """30 columns reach to AD; rows without a cell are left out, and count."""

@@ -158,7 +158,7 @@ def test_a_conversation_shows_images_and_is_saved_as_a_row(
     talk, said, notes = conversation
     picture = seeing_run.folder / seeing.picture(seeing_run.folder, "shown.png", (40, 34), 7)
     talk.take(f"/image {picture}")
-    tokens = opened.tokens_of(opened.asked("", [str(picture)]).images[0])
+    tokens = opened.asked("", [str(picture)]).images[0].tokens
     assert tokens > 3
     assert f"40 x 34 pixels, {tokens} tokens" in notes.pop()
     talk.take("What is it?")

@@ -158,8 +158,7 @@ class Rounding:
 
     def served(self, weight: torch.Tensor, update: fixed_point.Update | None) -> torch.nn.Parameter:
         """`weight` packed as it is served, after an update that is rounded with it."""
-        how = packed.packing_of(self.parameter)
-        assert how is not None
+        how = packed.known_packing(self.parameter)
         return packed.as_served(self._packed(weight.T if self.transposed else weight, how), update)
 
     def _packed(self, weight: torch.Tensor, how: packed.Packing) -> torch.nn.Parameter:
@@ -445,8 +444,7 @@ class _Encode(ConversionOps):
         module, last = get_module_from_name(model, name)
         if module.source_cls is Conv1D:
             value = value.T
-        how = packed.packing_of(getattr(module, last))
-        assert how is not None
+        how = packed.known_packing(getattr(module, last))
         if self._start and name in self._start:
             return {name: self._start.read(name, how, value.device)}
         return {name: packed.pack(how.form, value, transposed=how.transposed)}
