@@ -136,9 +136,7 @@ def test_a_dict_and_arguments_give_the_config_of_a_file_and_replace_its_keys(
     monkeypatch.setattr("finetune.recipe.train", lambda config, **_: trained.append(config))
     finetune.train(config, model="other", data=Path("rows.jsonl"), training={"max_steps": 9}, fresh=True)
     finetune.train(model={"name": "other"}, data={"train": "rows.jsonl", "packing": True}, output={"dir": Path("runs")})
-    assert trained[0] == config.changed(
-        {"model.name": "other", "data.train": "rows.jsonl", "training.max_steps": 9},
-    )
+    assert trained[0] == config.changed({"model.name": "other", "data.train": "rows.jsonl", "training.max_steps": 9})
     assert trained[1] == finetune.Config().changed(
         {"model.name": "other", "data.train": "rows.jsonl", "data.packing": True, "output.dir": "runs"}
     )
