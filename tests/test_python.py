@@ -136,9 +136,7 @@ def test_a_dict_and_arguments_give_the_config_of_a_file_and_replace_its_keys(
     monkeypatch.setattr("finetune.recipe.train", lambda config, **_: trained.append(config))
     finetune.train(config, model="other", data=Path("rows.jsonl"), training={"max_steps": 9}, fresh=True)
     finetune.train(model={"name": "other"}, data={"train": "rows.jsonl", "packing": True}, output={"dir": Path("runs")})
-    assert trained[0] == config.changed(
-        {"model.name": "other", "data.train": "rows.jsonl", "training.max_steps": 9},
-    )
+    assert trained[0] == config.changed({"model.name": "other", "data.train": "rows.jsonl", "training.max_steps": 9})
     assert trained[1] == finetune.Config().changed(
         {"model.name": "other", "data.train": "rows.jsonl", "data.packing": True, "output.dir": "runs"}
     )
@@ -598,6 +596,8 @@ def test_lists_limits_and_numbers_of_cards_are_checked(tmp_path: Path) -> None:
     for wrong in ("training.seed=3", [3], 3, None):
         with pytest.raises(ConfigError, match=r"overrides are a list of texts, such as \['training.seed=3'\], not"):
             finetune.load_config({}, wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="export format `None` is not known; choose from merged"):
+        finetune.export_model("runs/none", None)  # type: ignore[arg-type]
     for make in (finetune.plan, finetune.fit):
         with pytest.raises(ConfigError, match="`gpus` must be at least 1, not 0"):
             make(finetune.Config(), "RTX 4090", 0)

@@ -105,11 +105,7 @@ def other_tokenizer(run: RunDirectory, tiny_base: Path, tmp_path: Path) -> tuple
 
 @pytest.mark.parametrize(
     "use",
-    [
-        lambda run: finetune.generate(run, "What is `abc`?", max_new_tokens=2),
-        finetune.merge,
-        finetune.evaluate,
-    ],
+    [lambda run: finetune.generate(run, "What is `abc`?", max_new_tokens=2), finetune.merge, finetune.evaluate],
     ids=["generate", "merge", "evaluate"],
 )
 def test_weights_are_not_used_with_another_tokenizer(

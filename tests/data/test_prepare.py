@@ -354,10 +354,7 @@ def test_each_side_has_a_row_and_the_hash_alone_decides_where_it_gives_each_one(
                         assert len(held_out if not by_hash else train) == 2  # one, and its equal
                     assert sides(
                         tokenizer, write([{"text": text} for text in reversed(texts)], "other.jsonl"), eval_share=share
-                    ) == (
-                        train[::-1],
-                        held_out[::-1],
-                    )
+                    ) == (train[::-1], held_out[::-1])
 
 
 @pytest.mark.parametrize(
