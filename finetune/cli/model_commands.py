@@ -80,8 +80,7 @@ def generate(
         Path | None, options.file("--file", "Prompts: text lines, or rows with `prompt` or `messages`.")
     ] = None,
     shown: Annotated[
-        list[Path] | None,
-        typer.Option("--image", help="An image that the prompts show; may be repeated."),
+        list[Path] | None, typer.Option("--image", help="An image that the prompts show; may be repeated.")
     ] = None,
     model: options.Model = "adapter",
     system: options.System = None,

@@ -143,8 +143,5 @@ def for_dora() -> Iterator[None]:
             return int8_vectorwise_dequant(weight.data, scales)
         return plain(module)
 
-    with (
-        patches.DORA_UPDATE_LAYER.by(update_layer),
-        patches.DORA_DEQUANTIZE.by(dequantize),
-    ):
+    with patches.DORA_UPDATE_LAYER.by(update_layer), patches.DORA_DEQUANTIZE.by(dequantize):
         yield

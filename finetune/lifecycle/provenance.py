@@ -65,8 +65,7 @@ _BETWEEN_RANKS = {
         ConfigError, "rank {rank}: `adapter.start_from` has other weights than on rank 0; give all ranks the same files"
     ),
     "packages": _Refusal(
-        MachineError,
-        "rank {rank} has {key} {now}, but rank 0 has {before}; install the same versions for all ranks",
+        MachineError, "rank {rank} has {key} {now}, but rank 0 has {before}; install the same versions for all ranks"
     ),
 }
 _SINCE_CHECKPOINT = {

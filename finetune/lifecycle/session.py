@@ -71,12 +71,7 @@ def opened(model: ModelSection, run: RunDirectory, terminal: Terminal) -> Iterat
     with terminal, Signals(terminal.stopping) as signals:
         with ranks.refusing():
             device = this_device()
-        with (
-            ranks.together(device),
-            Lock(run) as lock,
-            failures.disk_errors(run),
-            failures.blaming_base(model),
-        ):
+        with ranks.together(device), Lock(run) as lock, failures.disk_errors(run), failures.blaming_base(model):
             yield device, signals, lock
 
 

@@ -63,10 +63,7 @@ def _architecture(section: ModelSection, listed: bool) -> Any:
 
     if (listed or section.weights == "random") and catalog.find(section.name):
         return _as_configured(catalog.config(section.name), section)
-    architecture = hub_call(
-        f"model `{section.name}`",
-        lambda: _known(section, AutoConfig.from_pretrained),
-    )
+    architecture = hub_call(f"model `{section.name}`", lambda: _known(section, AutoConfig.from_pretrained))
     _refuse_kernels(architecture, section.name)
     _refuse_several_texts(architecture)
     if section.weights == "pretrained":

@@ -38,11 +38,7 @@ _DIVIDED = {
     "gradients": "gradients and optimizer states",
     "optimizer": "optimizer states",
 }
-_OFFLOADED = {
-    "none": "on each GPU",
-    "cpu": "in the host memory of each GPU",
-    "nvme": "in host memory and on a disk",
-}
+_OFFLOADED = {"none": "on each GPU", "cpu": "in the host memory of each GPU", "nvme": "in host memory and on a disk"}
 
 _RECOMPUTED = {
     "none": "nothing",

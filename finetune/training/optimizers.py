@@ -169,11 +169,7 @@ def _bitsandbytes(kind: str, bits: int, paged: bool = False) -> Callable[[Optimi
             arguments["betas"] = (section.beta1, section.beta2)
         elif kind == "AdEMAMix":
             # beta3 and alpha as in the paper (arXiv 2409.03137, section 4).
-            arguments |= {
-                "betas": (section.beta1, section.beta2, 0.9999),
-                "alpha": 5.0,
-                "eps": section.epsilon,
-            }
+            arguments |= {"betas": (section.beta1, section.beta2, 0.9999), "alpha": 5.0, "eps": section.epsilon}
         else:
             arguments |= _betas(section)
         return getattr(bitsandbytes.optim, kind), arguments
@@ -210,9 +206,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
         "adamw_8bit",
     ),
     "paged_adamw_32bit": Optimizer(
-        "AdamW, 32-bit states paged to the host under memory pressure",
-        _bitsandbytes("AdamW", 32, True),
-        "adamw_32bit",
+        "AdamW, 32-bit states paged to the host under memory pressure", _bitsandbytes("AdamW", 32, True), "adamw_32bit"
     ),
     "adamw_8bit": Optimizer("AdamW, 8-bit states (arXiv 2110.02861)", _bitsandbytes("AdamW", 8)),
     "adamw_32bit": Optimizer("AdamW, 32-bit states, bitsandbytes' kernel", _bitsandbytes("AdamW", 32)),

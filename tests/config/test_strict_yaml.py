@@ -292,9 +292,7 @@ def test_json_is_yaml_and_is_read_as_json_reads_it(mapping: dict[str, Any]) -> N
 @settings(deadline=None, derandomize=True, max_examples=80)
 @given(
     st.dictionaries(
-        _KEY.filter(lambda key: scalar(key) == key),
-        _VALUE.map(lambda value: json.loads(json.dumps(value))),
-        max_size=5,
+        _KEY.filter(lambda key: scalar(key) == key), _VALUE.map(lambda value: json.loads(json.dumps(value))), max_size=5
     )
 )
 def test_block_yaml_is_read_back(mapping: dict[str, Any]) -> None:

@@ -24,14 +24,7 @@ from finetune.data.examples import Chat
 from finetune.errors import ArtifactError, ConfigError, MachineError
 from finetune.export import proof
 from finetune.export.conversion import Conversion
-from finetune.export.gguf import (
-    gguf_export,
-    gguf_model,
-    gguf_recipes,
-    gguf_types,
-    gguf_vocabulary,
-    llama_cpp,
-)
+from finetune.export.gguf import gguf_export, gguf_model, gguf_recipes, gguf_types, gguf_vocabulary, llama_cpp
 from finetune.model.source import catalog, chat_template, gguf_families, gguf_names
 from finetune.settings import load_config
 from finetune.storage.rundir import RunDirectory

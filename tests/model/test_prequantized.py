@@ -136,14 +136,7 @@ def test_a_published_form_is_not_quantized_to_another(
     assert f"is published in {form}, which is not quantized again to {kind}; set `published` to keep that form" in err
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"adapter": {"init": "loftq"}},
-        {"distributed": {"kind": "fsdp"}},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("changed", [{"adapter": {"init": "loftq"}}, {"distributed": {"kind": "fsdp"}}], ids=str)
 def test_a_key_that_excludes_the_published_form_is_refused(
     changed: dict[str, Any], packed: Callable[..., Path]
 ) -> None:

@@ -296,10 +296,7 @@ def read(run: RunDirectory, what: str, reader: Callable[[RunDirectory], object])
 
 # What reads which files. A mutation is read by one of them; the plot comes seldom.
 AREAS: dict[str, tuple[Callable[[Path], bool], list[str]]] = {
-    "lines": (
-        lambda name: name.suffix == ".jsonl",
-        [*["report", "show", "doctor", "resume"] * 3, "plot"],
-    ),
+    "lines": (lambda name: name.suffix == ".jsonl", [*["report", "show", "doctor", "resume"] * 3, "plot"]),
     "records": (
         lambda name: (
             name.name

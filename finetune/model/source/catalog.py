@@ -93,10 +93,7 @@ def model_class(config: Any) -> Any | None:
     That of a composite model is its causal language model or, without one that can be saved by itself, the class that
     answers about images.
     """
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING,
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    )
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     sees = "text_config" in config.sub_configs and not config.get_text_config().is_encoder_decoder
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, *([MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING] if sees else [])):

@@ -30,10 +30,7 @@ METHODS = {
 }
 """Usual names of the values of `quant_method` in config.json; any other value is its own name."""
 
-_ORIGINALS = {
-    "openai/gpt-oss-20b": "unsloth/gpt-oss-20b-BF16",
-    "openai/gpt-oss-120b": "unsloth/gpt-oss-120b-BF16",
-}
+_ORIGINALS = {"openai/gpt-oss-20b": "unsloth/gpt-oss-20b-BF16", "openai/gpt-oss-120b": "unsloth/gpt-oss-120b-BF16"}
 """Copies in 16 bit, made by others, of bases that their own authors publish in quantized form only."""
 
 # config.json's key is `quantization_config`; that of MLX is `quantization`, that of early compressed-tensors the third.

@@ -58,10 +58,7 @@ def used(start: Path | None = None) -> Iterator[None]:
     }
     others = {name: FineGrainedFP8Config for name, kind in _QUANTIZERS.items() if issubclass(kind, _Own)}
     configs = {**auto.AUTO_QUANTIZATION_CONFIG_MAPPING, **others}
-    with (
-        patches.QUANTIZERS.by({**auto.AUTO_QUANTIZER_MAPPING, **known}),
-        patches.QUANTIZATION_CONFIGS.by(configs),
-    ):
+    with patches.QUANTIZERS.by({**auto.AUTO_QUANTIZER_MAPPING, **known}), patches.QUANTIZATION_CONFIGS.by(configs):
         yield
 
 
