@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import runpy
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -26,10 +27,11 @@ from finetune.config import load
 from finetune.config.field_types import GIVEN
 from finetune.data import formats, in_memory, sources
 from finetune.data.examples import RowError
-from finetune.errors import ArtifactError, ConfigError, DataError
+from finetune.errors import ArtifactError, ConfigError, DataError, MachineError
 from finetune.inference import jobs
 from finetune.objectives import contract
 from finetune.report.terminal import Terminal
+from finetune.runtime import libraries
 from finetune.settings import CHOICES
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "own_loss.py"
@@ -142,6 +144,43 @@ def test_a_dict_and_arguments_give_the_config_of_a_file_and_replace_its_keys(
     assert trained[1] == finetune.Config().changed(
         {"model.name": "other", "data.train": "rows.jsonl", "data.packing": True, "output.dir": "runs"}
     )
+
+
+@contextlib.contextmanager
+def set_in_a_notebook() -> Iterator[None]:
+    """What a cell before may have left: a default dtype, a default device, and no gradients."""
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+
+
+@pytest.mark.slow
+def test_defaults_of_torch_that_a_notebook_has_set_change_neither_forecast_nor_training(quick) -> None:
+    def figures(run: str) -> tuple[int, list[Any], str]:
+        config = quick("training.max_steps=2", run=run)
+        result = finetune.train(config, terminal=Terminal(quiet=True))
+        finetune.merge(result.run, terminal=Terminal(quiet=True))
+        losses = [line.get("loss", line.get("eval_loss")) for line in result.run.metrics()]
+        answer = finetune.generate(result.run, "Say 3", which="merged", max_new_tokens=4)
+        return finetune.plan(config, "24GiB").forecast.peak_allocated_bytes, losses, answer
+
+    expected = figures("run")
+    with set_in_a_notebook():
+        assert figures("other") == expected
+        assert (torch.get_default_dtype(), torch.get_default_device().type) == (torch.float64, "meta")
+        assert torch.is_inference_mode_enabled()
+
+
+def test_a_second_thread_is_refused_while_one_is_at_work(quick) -> None:
+    with libraries.alone(), ThreadPoolExecutor() as pool:
+        for work in (finetune.train, finetune.plan):
+            with pytest.raises(MachineError, match="another thread of this process is using finetune; wait until"):
+                pool.submit(work, quick()).result()
 
 
 # -- rows in memory ----------------------------------------------------------------------------------------------------
