@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import runpy
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from datasets import Dataset
 from hypothesis import example as always
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pandas import DataFrame
 from steps import ready
 from typer.testing import CliRunner
 
@@ -26,10 +28,11 @@ from finetune.config import load
 from finetune.config.field_types import GIVEN
 from finetune.data import formats, in_memory, sources
 from finetune.data.examples import RowError
-from finetune.errors import ArtifactError, ConfigError, DataError
+from finetune.errors import ArtifactError, ConfigError, DataError, MachineError
 from finetune.inference import jobs
 from finetune.objectives import contract
 from finetune.report.terminal import Terminal
+from finetune.runtime import libraries
 from finetune.settings import CHOICES
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "own_loss.py"
@@ -142,6 +145,43 @@ def test_a_dict_and_arguments_give_the_config_of_a_file_and_replace_its_keys(
     )
 
 
+@contextlib.contextmanager
+def set_in_a_notebook() -> Iterator[None]:
+    """What a cell before may have left: a default dtype, a default device, and no gradients."""
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+
+
+@pytest.mark.slow
+def test_defaults_of_torch_that_a_notebook_has_set_change_neither_forecast_nor_training(quick) -> None:
+    def figures(run: str) -> tuple[int, list[Any], str]:
+        config = quick("training.max_steps=2", run=run)
+        result = finetune.train(config, terminal=Terminal(quiet=True))
+        finetune.merge(result.run, terminal=Terminal(quiet=True))
+        losses = [line.get("loss", line.get("eval_loss")) for line in result.run.metrics()]
+        answer = finetune.generate(result.run, "Say 3", which="merged", max_new_tokens=4)
+        return finetune.plan(config, "24GiB").forecast.peak_allocated_bytes, losses, answer
+
+    expected = figures("run")
+    with set_in_a_notebook():
+        assert figures("other") == expected
+        assert (torch.get_default_dtype(), torch.get_default_device().type) == (torch.float64, "meta")
+        assert torch.is_inference_mode_enabled()
+
+
+def test_a_second_thread_is_refused_while_one_is_at_work(quick) -> None:
+    with libraries.alone(), ThreadPoolExecutor() as pool:
+        for work in (finetune.train, finetune.plan):
+            with pytest.raises(MachineError, match="another thread of this process is using finetune; wait until"):
+                pool.submit(work, quick()).result()
+
+
 # -- rows in memory ----------------------------------------------------------------------------------------------------
 
 
@@ -174,11 +214,12 @@ def test_rows_are_a_source_like_others_named_by_their_content() -> None:
             [{"prompt": "a", "completion": "b"}, "c"],
             r"data.train\[1\]: a row must be a dict of its fields .*, not text",
         ),
+        (DataFrame(ROWS), r"data.train: of a pandas.DataFrame, give its rows: frame.to_dict"),
         ([{1: "a"}], r"data.train\[0\]: the name of a field must be text, not a number"),
         (["rows.jsonl", {"source": [ROWS[0], 7]}], r"data.train\[1\].source\[1\]: a row must be a dict"),
     ],
 )
-def test_a_value_that_is_not_a_row_is_refused_at_once(rows: list[Any], message: str) -> None:
+def test_a_value_that_is_not_a_row_is_refused_at_once(rows: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         finetune.load_config({"data": {"train": rows}})
 

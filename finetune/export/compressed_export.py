@@ -325,8 +325,7 @@ class _FilePlan:
             for name, module in self._model.named_modules()
             if (isinstance(module, nn.Linear) or name.endswith("router")) and f"{name}.weight" not in self._names
         ]
-        layout = EXPERTS if self._transposed else LAYOUTS[self._form]
-        return layout.stated(sorted(kept))
+        return (EXPERTS if self._transposed else LAYOUTS[self._form]).stated(sorted(kept))
 
 
 def _blocks_of_rows(name: str, how: packed.Packing, rows: torch.Tensor) -> torch.Tensor:

@@ -33,6 +33,7 @@ from finetune.settings import config_of
 from finetune.storage.rundir import Run, RunDirectory
 
 
+@libraries.alone()
 def export_model(
     run: Run, format: str, *, type: str | None = None, push: str | None = None, anyway: bool = False,
     rounded: bool = False, trust_remote_code: bool = False, terminal: Terminal | None = None,
@@ -129,6 +130,7 @@ def _refuse_lossy(folder: Path, record: dict[str, Any], push: str, *, anyway: bo
         )
 
 
+@libraries.alone()
 def merge(
     run: Run, *, onto: str | None = None, trust_remote_code: bool = False, terminal: Terminal | None = None
 ) -> dict[str, Any]:
