@@ -14,9 +14,12 @@ from typing import Any, Self
 
 import nbformat
 from nbclient import NotebookClient
+from traitlets.config import Config
 
 HERE = Path(__file__).parent
 _SECONDS = 300
+# Of ports that are free when they are chosen, another process may have one before the kernel does.
+_BY_FILES = Config({"KernelManager": {"transport": "ipc"}})
 
 # Names and values of one notebook must not reach the next.
 _CLEAN = "import os\nos.chdir({folder!r})\n%reset -f"
@@ -45,7 +48,8 @@ class Kernel:
         started = self._first
         clean = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(_CLEAN.format(folder=str(folder)))])
         for each in (clean, notebook):
-            client = NotebookClient(each, timeout=_SECONDS, km=started.km if started else None)
+            km = started.km if started else None
+            client = NotebookClient(each, timeout=_SECONDS, startup_timeout=_SECONDS, km=km, config=_BY_FILES)
             if started:
                 client.kc = started.kc
             path = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])

@@ -18,6 +18,7 @@ os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="finetune-tests-")
 
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from finetune.runtime import libraries
@@ -42,6 +43,10 @@ with libraries.importing():  # as the command line does
     from finetune.training import run as training_run
     from finetune.training.job import TrainingJob
     from finetune.training.loop import Loop
+
+# The same examples in each run, however slow the machine is.
+hypothesis.settings.register_profile("tests", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("tests")
 
 # Nothing here outlives a loss of power, which alone fsync is for, and waiting for a disk is a tenth of a short run.
 os.fsync = lambda descriptor: None

@@ -1,7 +1,9 @@
 """The small job that many tests train, and what came of it."""
 
+import json
 import shutil
-from collections.abc import Iterable
+import subprocess
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,20 @@ TINY = Path(__file__).parent.parent / "configs" / "tiny_cpu.yaml"
 QUICK = [
     "training.max_steps=4", "training.batch_size=4", "training.micro_batch=2", "output.merge=false", "memory.check=off",
 ]  # fmt: skip
+
+
+# All rows of a step at once, and no evaluation.
+EIGHT = ["training.batch_size=8", "training.micro_batch=8", "data.eval=none", "training.eval_every=null"]
+
+
+def in_fp32(quick: Callable[..., Any], rows: Path, *settings: str) -> Callable[..., Any]:
+    """A function from overrides to a `quick` job on the file `rows` with these settings, whose numbers are exact."""
+
+    def make(*overrides: str, run: str = "run") -> Any:
+        exact = ["quantization.kind=none", "training.precision=fp32", "adapter.dropout=0"]
+        return quick(f"data.train={rows}", *exact, *settings, *overrides, run=run)
+
+    return make
 
 
 def sampled(cases: Iterable[Any], *often: Any) -> list[Any]:
@@ -53,6 +69,28 @@ def save_base(model: Any, folder: Path, like: Path) -> Path:
     return folder
 
 
+@torch.inference_mode()
+def logits(model: Any) -> torch.Tensor:
+    """Those of a language model at 64 tokens."""
+    found: torch.Tensor = model.eval()(input_ids=torch.arange(100, 164)[None]).logits.float()
+    return found
+
+
 def metric(run: RunDirectory, *names: str) -> list[Any]:
     """The values of `names` in metrics.jsonl, in order."""
     return [line[name] for line in run.metrics() for name in names if name in line]
+
+
+def write_rows(file: Path, rows: Iterable[dict[str, Any]]) -> Path:
+    """Write the rows as JSON Lines; returns `file`."""
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def mounted(folder: Path, size: str) -> Iterator[Path]:
+    """For a fixture: `folder` as a file system of its own, of this size; the test is skipped without root's rights."""
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("mounting a disk needs root")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)

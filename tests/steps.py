@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -62,20 +63,21 @@ def before_each_step(patch: pytest.MonkeyPatch, act: Callable[[Loop], None]) -> 
     patch.setattr(Loop, "take_step", take_step)
 
 
-def stopped_and_resumed(config: Config, step: int) -> RunDirectory:
-    """A run of `config` that was stopped after `step`, and ended by the same command."""
+def stopped_and_resumed(config: Config, *steps: int) -> RunDirectory:
+    """A run of `config` that was stopped after each of `steps`, and ended by the same command."""
 
     class Stopped(BaseException):
         pass
 
-    def stop(loop: Loop) -> None:
+    def stop(step: int, loop: Loop) -> None:
         if loop.progress.step == step:
             raise Stopped
 
-    with pytest.MonkeyPatch.context() as patch:
-        before_each_step(patch, stop)
-        with pytest.raises(Stopped):
-            finetune.train(config)
+    for step in steps:
+        with pytest.MonkeyPatch.context() as patch:
+            before_each_step(patch, functools.partial(stop, step))
+            with pytest.raises(Stopped):
+                finetune.train(config)
     return finetune.train(config).run
 
 
@@ -98,6 +100,25 @@ def spoil_losses(patch: pytest.MonkeyPatch, *steps: int) -> None:
     def act(loop: Loop) -> None:
         now = spoilt if loop.progress.step + 1 in steps else supervised
         loop.step = replace(loop.step, objective=replace(loop.step.objective, loss=now))
+
+    before_each_step(patch, act)
+
+
+def spoil_gradient(patch: pytest.MonkeyPatch, *steps: int) -> None:
+    """Make one number of one gradient infinite in these steps, from 1."""
+
+    def act(loop: Loop) -> None:
+        if loop.progress.step + 1 not in steps:
+            return
+        weight = next(weight for name, weight in loop.step.model.named_parameters() if "lora_B" in name)
+
+        def infinite(gradient: torch.Tensor) -> torch.Tensor:
+            hook.remove()
+            gradient = gradient.clone()
+            gradient.view(-1)[0] = math.inf
+            return gradient
+
+        hook = weight.register_hook(infinite)
 
     before_each_step(patch, act)
 
@@ -179,3 +200,14 @@ def out_of_memory(loop: Loop, where: str, places: int) -> Iterator[list[int]]:
         yield refused
     finally:
         hook.remove()
+
+
+def assert_split_with_the_same_mean(loop: Loop, whole: Inputs, where: str, within: float = 5e-6) -> None:
+    """A micro-batch of which a third fits is split, and its loss and gradients stay the same."""
+    loss, expected = gradients(loop, [whole])
+    with out_of_memory(loop, where, whole["input_ids"].numel() // 3) as refused:
+        other, found = gradients(loop, [whole])
+    assert len(refused) >= 2
+    assert loop.step.model.training
+    assert other == pytest.approx(loss, rel=1e-6)
+    assert_gradients_close(found, expected, within=within)

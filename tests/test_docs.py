@@ -17,6 +17,7 @@ from typing import Any
 
 import jobs
 import pytest
+from jobs import write_rows
 from transformers import AutoModelForCausalLM
 from typer.main import get_command
 
@@ -337,7 +338,7 @@ def test_the_example_of_pairs_is_trained_as_it_was_forecast(
     rows = [
         {"prompt": f"To {n}. ", "chosen": "yes " * (1 + n % 5), "rejected": "no", "margin": n % 4} for n in range(40)
     ]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "pairs.jsonl", rows)
     job = quick(
         f"data.train={tmp_path / 'pairs.jsonl'}", "training.objective=hinge", "data.format=pair", "memory.check=warn"
     )
@@ -354,7 +355,7 @@ def test_one_more_member_of_the_family_is_trained_and_measured_by_its_entry_alon
     add(PAIRS)
     monkeypatch.setitem(objectives.OBJECTIVES, "slic", preference.FAMILY["slic"])
     rows = [{"prompt": f"To {n}. ", "chosen": "yes " * (1 + n % 5), "rejected": "no"} for n in range(30)]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "pairs.jsonl", rows)
     run = finetune.train(quick(f"data.train={tmp_path / 'pairs.jsonl'}", "training.objective=slic")).run
     lines = run.metrics()
     assert lines[0]["eval_loss"] == 1, "a margin of 0"

@@ -19,13 +19,13 @@ LIMITS = {
     "entries of the lists here that nothing needs": 0,
     "folders without a contract of imports": 0,
     "whole configs where a section would do": 0,
-    "internal imports of training/run.py": 20,
+    "internal imports of training/run.py": 16,
     "files that know sharding": 6,
     "files that know DeepSpeed": 4,
-    "lines of finetune/": 61_450,  # to become 34,000
-    "lines of tests/": 57_950,  # to become 34,000
-    "lines of benchmarks/": 12_600,  # to become 8,500
-    "words of docs/ and the README": 30_000,
+    "lines of finetune/": 61_260,  # to become 34,000
+    "lines of tests/": 57_130,  # to become 34,000
+    "lines of benchmarks/": 12_380,  # to become 8,500
+    "words of docs/ and the README": 26_000,
 }
 
 

@@ -118,7 +118,8 @@ def test_a_crash_costs_one_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-def test_the_built_in_base_does_everything(call: Any) -> None:
+def test_the_built_in_base_does_everything(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(model_check.examine.__kwdefaults__, "limit_seconds", 1200.0)  # beside other tests
     code, out, _ = call("doctor", os.path.join(locate("builtin:tiny-llama"), "config.json"), "--json")
     said = {one["about"]: one["status"] for one in json.loads(out)["findings"]}
     assert (code, said) == (0, dict.fromkeys(CHECKS, "ok"))

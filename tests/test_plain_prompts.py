@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jobs import write_rows
 
 import finetune
 from finetune.data.prepare import prepare
@@ -35,7 +36,7 @@ def bare_base(shallow_base: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 def write(folder: Path, name: str = "rows.jsonl") -> Path:
     rows = [{"prompt": f"What is {number}?", "completion": f"It is {number}."} for number in range(60)]
-    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder / name, rows)
     return folder / name
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow.parquet
 import pytest
+from jobs import write_rows
 
 import finetune
 from finetune.data.examples import Chat, Completion, Message, shown
@@ -58,8 +59,7 @@ def test_a_run_is_asked_as_its_rows_are_written_though_they_are_gone(
     kind: str, quick: Any, asked: list[list[int]], tmp_path: Path
 ) -> None:
     row, prompt, written = KINDS[kind]
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps(row(number)) + "\n" for number in range(30)))
+    rows = write_rows(tmp_path / "rows.jsonl", [row(number) for number in range(30)])
     config = quick(f"data.train={rows}", "training.max_steps=1", "output.merge=false")
     tokenizer = load_tokenizer(config.model)
     learnt = [list(ids) for ids in prepare(config.data, tokenizer).train["input_ids"]]
@@ -77,8 +77,7 @@ def test_a_run_is_asked_as_its_rows_are_written_though_they_are_gone(
 
 @pytest.mark.slow
 def test_the_sample_answers_show_every_turn_that_was_asked(quick: Any, asked: list[list[int]], tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"messages": conversation(number)}) + "\n" for number in range(30)))
+    rows = write_rows(tmp_path / "rows.jsonl", [{"messages": conversation(number)} for number in range(30)])
     run = finetune.train(quick(f"data.train={rows}", "training.max_steps=1", "output.merge=false")).run
     answered = json.loads(run.answers_file.read_text())
     tokenizer = load_tokenizer(run.config().model)
@@ -94,8 +93,7 @@ def test_the_sample_answers_show_every_turn_that_was_asked(quick: Any, asked: li
 
 @pytest.mark.slow
 def test_the_prompts_of_completions_are_asked_too(quick: Any, asked: list[list[int]], tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps(KINDS["completion"][0](number)) + "\n" for number in range(30)))
+    rows = write_rows(tmp_path / "rows.jsonl", [KINDS["completion"][0](number) for number in range(30)])
     run = finetune.train(quick(f"data.train={rows}", "training.max_steps=1", "output.merge=false")).run
     answered = json.loads(run.answers_file.read_text())
     assert answered
@@ -116,7 +114,7 @@ def test_a_run_ends_well_whatever_its_messages_hold_besides_text(
     if ending == ".parquet":
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(made), rows)
     else:
-        rows.write_text("".join(json.dumps(row) + "\n" for row in made))
+        write_rows(rows, made)
     run = finetune.train(quick(f"data.train={rows}", "training.max_steps=1")).run
     assert run.finished
     assert [row["after"] for row in run.answers()] == ["said"] * 3
@@ -135,7 +133,7 @@ def test_a_run_that_does_not_say_what_its_rows_were_is_asked_as_a_conversation_w
     run: finetune.RunDirectory, asked: list[list[int]], capsys: pytest.CaptureFixture
 ) -> None:
     lines = [{key: value for key, value in event.items() if key != "learns"} for event in run.events()]
-    run.events_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_rows(run.events_file, lines)
     finetune.generate(run, "Say 5", max_new_tokens=1)
     assert len(asked) == 1
     assert "does not record the format of its rows" in " ".join(capsys.readouterr().err.split())

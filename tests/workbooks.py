@@ -58,7 +58,8 @@ def write(
     found["xl/sharedStrings.xml"] = f'<sst xmlns="{_MAIN}">{texts}</sst>'
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in {**found, **(parts or {})}.items():
-            archive.writestr(name, f'<?xml version="1.0" encoding="UTF-8" standalone="yes"?>\n{content}')
+            head = "" if content.startswith("<?xml") else '<?xml version="1.0" encoding="UTF-8" standalone="yes"?>\n'
+            archive.writestr(name, head + content)
     return path
 
 

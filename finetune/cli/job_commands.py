@@ -26,6 +26,7 @@ from finetune.cli.program import command, refusing
 from finetune.errors import ConfigError, OutOfMemoryError
 from finetune.report.visible import LINES, visible
 from finetune.runtime import libraries
+from finetune.storage.files import check_place
 
 if TYPE_CHECKING:
     from finetune.config import Config
@@ -209,6 +210,8 @@ def fit(
 ) -> None:
     """Find the fastest setting that fits. At the same global batch; written as a config."""
     job = finetune.load_config(config, overrides or [])
+    target = output or Path(f"{config.stem}_fitted.yaml")
+    check_place(target)
     if not as_json:
         announce(f"fit of {config}", job)
     with collecting(job.data), libraries.importing():
@@ -218,6 +221,5 @@ def fit(
     fitted, limits = planning.fit_with_limits(job, gpu, gpus, as_trained)
     if not as_json:
         note_missing(job.data)
-    target = output or Path(f"{config.stem}_fitted.yaml")
     planning.write(fitted, target)
     give(FittedView(fitted, limits, target), as_json)

@@ -88,8 +88,9 @@ def _checked(
     choices: Choices | None, trained: bool,
 ) -> Config:  # fmt: skip
     """The config of `values` with the `overrides`. Raises ConfigError for `problems` and those of this check."""
-    if isinstance(overrides, str):
-        raise ConfigError(f"overrides are a list, such as [{shown(overrides)}]")
+    texts = isinstance(overrides, Sequence) and all(isinstance(override, str) for override in overrides)
+    if isinstance(overrides, str) or not texts:
+        raise ConfigError(f"overrides are a list of texts, such as ['training.seed=3'], not {shown(overrides)}")
     for override in overrides:
         problems += _apply(values, locations, override)
     config, mistakes = _validate(values, locations, choices, trained)

@@ -135,10 +135,6 @@ def _only_off(value: Any) -> KeyValues | None:
     return None if value else {}
 
 
-def _noise(value: Any) -> KeyValues:
-    return {"training.neftune_noise_alpha": value} if value else {}
-
-
 def _held_out(value: Any) -> KeyValues | None:
     if type(value) in (int, float) and value == 0:
         return {"data.eval": "none"}
@@ -219,7 +215,10 @@ _CONVERTED: dict[str, Callable[[Any], KeyValues | None]] = {
     "adapter_name_or_path": lambda value: None if "," in str(value) else {"adapter.start_from": value},
     "alpha_pattern": _only_off,
     "lora_alpha_pattern": _only_off,
-    **dict.fromkeys(("neftune_noise_alpha", "neftune_alpha", "noisy_embedding_alpha"), _noise),
+    **dict.fromkeys(
+        ("neftune_noise_alpha", "neftune_alpha", "noisy_embedding_alpha"),
+        lambda value: {"training.neftune_noise_alpha": value} if value else {},
+    ),
     "lora_target": _targets,
     "lora_target_modules": _targets,
     "val_size": _held_out,

@@ -167,6 +167,8 @@ class _Builder:
                 self._refuse(key_node, f"the tag `{self.tags[key_node]}` is not allowed; write a plain value")
             elif not key.isprintable():
                 self._refuse(key_node, f"the key {key!a} has characters that no key has")
+            elif key_node.style is None and ":" in key and value_node.value == "" and value_node.style is None:
+                self._refuse(key_node, f"`{key}` lacks a space after the colon: `{': '.join(key.rsplit(':', 1))}`")
             elif key in values:
                 first, dotted = self.lines[(*path, key)], ".".join((*path, key))
                 self._refuse(key_node, f"`{dotted}` is given twice, first on line {first}; keep one")

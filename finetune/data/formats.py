@@ -105,17 +105,8 @@ def _prompt_messages(fields: Fields) -> list[Message]:
     return [{"role": "user", "content": row.text(fields, "prompt")}]
 
 
-def _tokenized(fields: Fields) -> Tokens:
-    """Ids and labels without the padding marked by `attention_mask`."""
-    return _unpadded(fields)[0]
-
-
-def _distilled(fields: Fields) -> Tokens:
-    return teachers.read(fields, *_unpadded(fields))
-
-
 def _unpadded(fields: Fields) -> tuple[Tokens, int]:
-    """Ids and labels without the padding, and where they start."""
+    """Ids and labels without the padding marked by `attention_mask`, and where they start."""
     ids = row.integers(fields, "input_ids")
     labels = None if fields.get("labels") is None else row.integers(fields, "labels", len(ids))
     mask = [1] * len(ids) if fields.get("attention_mask") is None else row.integers(fields, "attention_mask", len(ids))
@@ -411,11 +402,12 @@ FORMATS: dict[str, RowFormat] = {
     ),
     "tokenized": RowFormat(
         "`input_ids`, optionally `labels` (default: all are trained) and `attention_mask`",
-        ("input_ids",), _tokenized, ("labels", "attention_mask"), of_answers=False,
+        ("input_ids",), lambda fields: _unpadded(fields)[0], ("labels", "attention_mask"), of_answers=False,
     ),
     "distilled": RowFormat(
         "`input_ids`, optionally `labels`, with `teacher_ids` and `teacher_logprobs`, or vLLM's `prompt_logprobs`",
-        ("input_ids",), _distilled, teachers.OPTIONAL, of_answers=False, detected=False,
+        ("input_ids",), lambda fields: teachers.read(fields, *_unpadded(fields)), teachers.OPTIONAL,
+        of_answers=False, detected=False,
     ),
     "text": RowFormat(
         "`text`, all of it trained",

@@ -96,13 +96,11 @@ def placed(messages: list[Message], fields: Fields) -> tuple[list[Message], tupl
     return _with_parts(messages, contents), tuple(next(following) if one == RowImage() else one for one in shown)
 
 
-def shown_with(example: Example, several: Sequence[Any]) -> Example:
-    """A person's prompt with these images; without marks in it, before its text. Raises RowError for plain text."""
-    return placed_in(example, {COLUMNS[0]: [*several]})
-
-
 def placed_in(example: Example, fields: Fields) -> Example:
-    """A person's prompt with the images of its row's column. Raises RowError for images of plain text."""
+    """A person's prompt with the images of its row's column; without marks in it, before its text.
+
+    Raises RowError for images of plain text.
+    """
     if not _column(fields):
         return example
     if not isinstance(example, Chat):
@@ -364,12 +362,8 @@ def as_in_rows(example: Chat) -> list[Message]:
 
 def shown_in(messages: list[Message]) -> int:
     """How many images messages show."""
-    return sum(one["type"] == "image" for message in messages for one in _listed(message))
-
-
-def _listed(message: Message) -> Iterator[Mapping[str, Any]]:
-    if isinstance(message["content"], list):
-        yield from message["content"]
+    listed = (message["content"] for message in messages if isinstance(message["content"], list))
+    return sum(one["type"] == "image" for content in listed for one in content)
 
 
 # -- pixels, when a batch is made ------------------------------------------------------------------------------------

@@ -47,10 +47,6 @@ def _error(row: Segment, limit: int) -> tuple[str, list[Segment]]:
     raise RowError(f"the row has {len(row.input_ids):,} tokens, over `data.max_length` {limit:,}; raise it, {cures}")
 
 
-def _drop(row: Segment, limit: int) -> tuple[str, list[Segment]]:
-    return "dropped", []
-
-
 def _truncate(row: Segment, limit: int) -> tuple[str, list[Segment]]:
     """Keep the row's head and its last answer, and cut between them.
 
@@ -95,7 +91,7 @@ def _split(row: Segment, limit: int) -> tuple[str, list[Segment]]:
 
 TOO_LONG: dict[str, LengthPolicy] = {
     "error": LengthPolicy("the run stops and names the row", _error),
-    "drop": LengthPolicy("the row is dropped", _drop, blind=True),
+    "drop": LengthPolicy("the row is dropped", lambda row, limit: ("dropped", []), blind=True),
     "truncate": LengthPolicy(
         "the start of the prompt is cut, except a system message of moderate length, to keep the last answer; an "
         "answer over the limit loses its end",

@@ -57,12 +57,13 @@ def mask(example: Chat, turns: list[int], tokenizer: Any) -> Asking[Mask]:
     """
     marked = marks_generation(tokenizer)
     whole = yield from rendering(example, len(example.messages), tokenizer, marks=marked)
-    if example.messages[-1]["role"] == "assistant":
-        whole = whole._replace(ids=whole.ids + template.unwritten_end(tokenizer))
+    if (last := example.messages[-1])["role"] == "assistant":
+        end = template.unwritten_ends(tokenizer)[bool(last.get("tool_calls"))]
+        whole = whole._replace(ids=whole.ids + end)
     spans = _by_marks(example, turns, whole, tokenizer) if marked else None
     if spans is None:
         spans = yield from _by_prefixes(example, turns, whole.ids, tokenizer)
-    if not _thinks(tokenizer):
+    if not re.search("think|thought|analysis", str(tokenizer.chat_template)):
         return Mask(whole.ids, spans, lost_thoughts=False)
     kept = [
         (_after_empty_thought(whole.ids, start, end, tokenizer), end)
@@ -70,10 +71,6 @@ def mask(example: Chat, turns: list[int], tokenizer: Any) -> Asking[Mask]:
         if _thought(example, turn, tokenizer) in _letters(tokenizer.decode(whole.ids[start:end]))
     ]
     return Mask(whole.ids, kept, lost_thoughts=len(kept) < len(spans))
-
-
-def _thinks(tokenizer: Any) -> bool:
-    return bool(re.search("think|thought|analysis", str(tokenizer.chat_template)))
 
 
 def _thought(example: Chat, turn: int, tokenizer: Any) -> str:
@@ -258,7 +255,7 @@ def _closed(ids: list[int], start: int, end: int, turn: int, tokenizer: Any) -> 
         )
     if positions:
         return start, positions[0] + 1
-    if ids[end : end + 1] == [ends]:
+    if ids[end : end + 1] and ids[end] in (ends, *template.unwritten_ends(tokenizer)[1]):
         return start, end + 1
     # A tool call may end with another token than an answer.
     for at in _wordless(ids, range(end - 1, start - 1, -1), tokenizer):

@@ -201,10 +201,6 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     return read
 
 
-def _only_text(name: str) -> str:
-    return f"`{name}`: only text is trained here; remove the row, or only the field if possible"
-
-
 def refuse_unseen(fields: Fields, read: Collection[str]) -> None:
     """Raise RowError for a row with a column of images that is not among the fields that its format has read."""
     for name in images.COLUMNS:
@@ -222,7 +218,7 @@ def refuse_other_training(fields: Fields, where: str = "", *, answers: bool) -> 
     """
     for name, value in fields.items():
         if name in (_MEDIA if not where else (*_MEDIA, *images.COLUMNS)) and not row.is_nothing(value):
-            raise RowError(_only_text(f"{where}{name}"))
+            raise RowError(f"`{where}{name}`: only text is trained here; remove the row, or only the field if possible")
         if name in _VERDICTS and answers and str(value).lower() in _BOOLEANS:
             raise RowError(
                 f"`{where}{name}` labels answers as good or bad (KTO), and bad ones would be trained too; set "

@@ -37,7 +37,7 @@ _NUMBER = re.compile(r"-?\d{1,15}")
 _DATES = frozenset({*range(14, 23), *range(27, 37), 45, 47, *range(50, 59)})
 _LITERAL = re.compile(r'"[^"]*"|\\.|_.|\*.|\[[^\]]*\]')
 _DAMAGE = (
-    expat.ExpatError, zipfile.BadZipFile, zlib.error, EOFError, IndexError, KeyError, NotImplementedError, OSError,
+    expat.ExpatError, zipfile.BadZipFile, zlib.error, EOFError, LookupError, NotImplementedError, OSError,
     OverflowError, RuntimeError, ValueError,
 )  # fmt: skip
 
@@ -169,6 +169,8 @@ class _Workbook:
         elif cell.formula and kind == "n" and not value:
             self.problems.add(f"{location} has a formula without a result; open and save the file in Excel")
         elif kind == "s":
+            if int(value) < 0:
+                raise IndexError(f"the shared text {value}")
             return strings[int(value)]
         elif kind in ("inlineStr", "str"):
             return _plain(cell.inline if kind == "inlineStr" else value)

@@ -114,7 +114,7 @@ class RoundedWeights(Mapping[str, nn.Parameter]):
         whole = self._last[1]
         if len(together) == 1:
             return whole
-        how: Any = packed.packing_of(whole)
+        how = packed.known_packing(whole)
         sizes = [len(self._weights[each]) for each in together]
         place = together.index(name)
         codes, scales = (each.split(sizes)[place] for each in (whole.data, how.scales))
@@ -161,8 +161,7 @@ def _transposed(model: Any) -> set[str]:
 
 
 def _bare(config: Any) -> Any:
-    plain = QuantizationSection(kind="none")
-    return weightless_base(config, plain, attention="eager", dtype=torch.bfloat16)
+    return weightless_base(config, QuantizationSection(kind="none"), attention="eager", dtype=torch.bfloat16)
 
 
 _ENDINGS = ("", "_scale_inv", "_packed", "_scale", "_global_scale", "_shape", "_blocks", "_scales")
@@ -206,14 +205,17 @@ def write(source: Path, folder: Path, config: Any, form: str, weights: Mapping[s
     files = sorted(source.glob("*.safetensors"))
     read = streamed.Weights(model, files)
     plan = _FilePlan(model, read, form, weights)
+    layouts = {}
     for file in files:
         tensors = plan.tensors_of(weight_files.layout_of(file))
         ordered = dict(sorted(tensors.items(), key=lambda one: -one[1][0].itemsize))  # aligned
         layout = weight_files.FileLayout({name: (dtype, shape) for name, (dtype, shape, _) in ordered.items()})
+        layouts[file.name] = layout
         if shutil.disk_usage(folder).free < layout.bytes:
             raise OSError(28, f"No space left on device: {layout.bytes:,} bytes are needed")
         weight_files.write(folder / file.name, layout, (load() for _, _, load in ordered.values()))
-    _write_index(folder)
+    if len(layouts) > 1:
+        write_json(folder / weight_files.INDEX, weight_files.index(layouts))
     _copy_settings(source, folder, plan.stated())
     return Written(model, source, folder, plan.parts)
 
@@ -296,7 +298,7 @@ class _FilePlan:
     def _tensor(self, source: str, ending: str) -> torch.Tensor:
         (name, rows), (_, layout, shape) = self._of[source], self.parts[source]
         weight = self._weights[name]
-        how: Any = packed.packing_of(weight)
+        how = packed.known_packing(weight)
         if how.form != self._form:
             raise ConfigError(f"`{name}` is held in {how.form}, and these files in {self._form}")
         scales = _blocks_of_rows(name, how, rows) if self._form == "fp8" else row_selection.bytes_of(how.scales, rows)
@@ -306,7 +308,7 @@ class _FilePlan:
         for name in self._names:
             for names in together_of(name):
                 known = [each for each in names if each in self._names]
-                packings: list[Any] = [packed.packing_of(self._weights[each]) for each in known]
+                packings = [packed.known_packing(self._weights[each]) for each in known]
                 factors = [how.scales[0, : packed.FACTOR_BYTES] for how in packings]
                 if name == known[0] and any(not torch.equal(each, factors[0]) for each in factors):
                     raise ConfigError(
@@ -335,16 +337,6 @@ def _blocks_of_rows(name: str, how: packed.Packing, rows: torch.Tensor) -> torch
             f"the parts that `{name}` is stored in cut through its blocks of FP8; export `merged` instead"
         )
     return row_selection.bytes_of(how.scales, first // count * blocks + first % count // _ROWS)
-
-
-def _write_index(folder: Path) -> None:
-    files = sorted(folder.glob("*.safetensors"))
-    if len(files) > 1:
-        layouts = {file.name: weight_files.layout_of(file) for file in files}
-        size = sum(dtype.itemsize * shape.numel() for one in layouts.values() for dtype, shape in one.values())
-        of = {tensor: file for file, one in layouts.items() for tensor in one}
-        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(of.items()))}
-        write_json(folder / "model.safetensors.index.json", index)
 
 
 def _copy_settings(source: Path, folder: Path, stated: dict[str, Any]) -> None:

@@ -90,25 +90,9 @@ def _read_nvfp4(tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
 # -- MXFP4 and INT4 ----------------------------------------------------------------------------------------------------
 
 
-def _write_mxfp4(codes: torch.Tensor, scales: torch.Tensor, shape: torch.Size) -> Tensors:
-    return {"_packed": codes, "_scale": scales}
-
-
-def _read_mxfp4(tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-    return tensors["_packed"], tensors["_scale"]
-
-
 def _write_experts(codes: torch.Tensor, scales: torch.Tensor, shape: torch.Size) -> Tensors:
     """Codes (experts, rows, bytes) as (experts, rows, blocks, bytes), a block of 32 values each."""
     return {"_blocks": codes.view(*scales.shape, -1), "_scales": scales}
-
-
-def _read_experts(tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-    return tensors["_blocks"].flatten(-2), tensors["_scales"]
-
-
-def _state_experts(kept: list[str]) -> dict[str, Any]:
-    return {"quant_method": "mxfp4", "modules_to_not_convert": kept}
 
 
 def _write_int4(codes: torch.Tensor, scales: torch.Tensor, shape: torch.Size) -> Tensors:
@@ -131,7 +115,8 @@ LAYOUTS: dict[str, WrittenForm] = {
         _compressed("nvfp4-pack-quantized", 16, type="float", strategy="tensor_group"), 16,
     ),
     "mxfp4": WrittenForm(
-        _write_mxfp4, _read_mxfp4,
+        lambda codes, scales, shape: {"_packed": codes, "_scale": scales},
+        lambda tensors: (tensors["_packed"], tensors["_scale"]),
         _compressed("mxfp4-pack-quantized", 32, type="float", strategy="group", scale_dtype="torch.uint8"), 32,
     ),
     "int4": WrittenForm(
@@ -139,5 +124,8 @@ LAYOUTS: dict[str, WrittenForm] = {
     ),
 }  # fmt: skip
 """Layouts by the form of the weights, a key of `packed.FORMS`."""
-EXPERTS = WrittenForm(_write_experts, _read_experts, _state_experts, 32)
+EXPERTS = WrittenForm(
+    _write_experts, lambda tensors: (tensors["_blocks"].flatten(-2), tensors["_scales"]),
+    lambda kept: {"quant_method": "mxfp4", "modules_to_not_convert": kept}, 32,
+)  # fmt: skip
 """That of experts in MXFP4 whose values the model reads transposed (gpt-oss)."""

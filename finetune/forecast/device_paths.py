@@ -42,30 +42,18 @@ def like(device: Device, recorder: TraceRecorder, mode: FakeTensorMode | None = 
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Restore torch's random state on exit and silence the fake-tensor log."""
-    with _random_state_kept(), _unlogged():
-        yield
+    """Restore torch's random state on exit and silence the fake-tensor log.
 
-
-@contextlib.contextmanager
-def _unlogged() -> Iterator[None]:
-    """Silence torch's log of operators that fail on fake tensors: the error that is raised says the same."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
+    A new adapter seeds the random state, and a traced run must draw the same numbers as any other. The log is of
+    operators that fail on fake tensors: the error that is raised says the same.
+    """
+    state, logger = RandomState(), logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, logger.disabled = logger.disabled, True
     try:
         yield
     finally:
-        logger.disabled = before
-
-
-@contextlib.contextmanager
-def _random_state_kept() -> Iterator[None]:
-    """Restore the random state that a new adapter seeds: a traced run must draw the same numbers as any other."""
-    before = RandomState()
-    try:
-        yield
-    finally:
-        before.restore()
+        logger.disabled = was_disabled
+        state.restore()
 
 
 @contextlib.contextmanager

@@ -248,15 +248,13 @@ class _Search:
 
     def _guess(self, above: Forecast, below: Forecast, low: int, high: int) -> int:
         """The first step between two that meets the budget, if all are apart as on the ladder; else `high`."""
-        share = (above.needed_bytes - self._budget(below)) / max(1, above.needed_bytes - below.needed_bytes)
+        budget = (1 - self.spare) * below.budget_bytes
+        share = (above.needed_bytes - budget) / max(1, above.needed_bytes - below.needed_bytes)
         needed = self.ladder[low][1] + share * (self.ladder[high][1] - self.ladder[low][1])
         return next((step for step in range(low + 1, high) if self.ladder[step][1] <= needed), high)
 
     def _fits(self, forecast: Forecast) -> bool:
         return _room(forecast, self.spare) >= 0
-
-    def _budget(self, forecast: Forecast) -> float:
-        return (1 - self.spare) * forecast.budget_bytes
 
     def _try(self, rows: int, recomputed: Any, offload: str, tile: int) -> _Candidate:
         key = (rows, str(recomputed), offload, tile)

@@ -176,9 +176,6 @@ def make(trace: Trace, device: Device, batch: LargestBatch, attention: str, run:
         disk_bytes=run.disk_bytes,
         phases=phases,
         categories=categories,
-        flops=step.flops,
-        moved_bytes=step.moved_bytes,
-        calls=step.calls,
         seconds=_seconds(step, device) + swapping_seconds(step.swapped_bytes, run.gpus),
         tokens=run.micro_batches * batch.positions // (run.sharing["context"] if run.sharing else 1),
         curve=tuple(replay.curve),
@@ -186,12 +183,9 @@ def make(trace: Trace, device: Device, batch: LargestBatch, attention: str, run:
         routed=trace.routed,
         gpus=run.gpus,
         sharing=run.sharing,
-        sent_bytes=step.sent_bytes,
-        copied_bytes=step.copied_bytes,
-        swapped_bytes=step.swapped_bytes,
-        hidden_flops=step.hidden_flops,
         returns_segments=replay.is_limited,
         scoring=trace.work(("reference",)) if "reference" in phases else None,
+        **asdict(step),
     )
 
 

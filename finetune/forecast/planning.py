@@ -77,7 +77,7 @@ class Planner:
     _known: dict[tuple[str, bool, tuple[LargestBatch, ...]], Forecast] = field(default_factory=dict)
     _models: Models = field(default_factory=Models)
     _largest_scored: dict[tuple[MicroBatching, int], LargestBatch | None] = field(default_factory=dict)
-    _largest: dict[tuple[MicroBatching, int, int | None], tuple[list[LargestBatch], LargestBatch | None]] = field(
+    _largest: dict[tuple[MicroBatching, int, int | None, bool], tuple[list[LargestBatch], LargestBatch | None]] = field(
         default_factory=dict
     )
 
@@ -351,7 +351,7 @@ class Planner:
             if self.data and self.data.vision:
                 longest = [batching.with_most_images(Sizes.of(self.data.train, way), batch) for batch in longest]
             return longest, None if config.data.eval == "none" else longest[0]
-        key = way, step_rows, most_tokens
+        key = way, step_rows, most_tokens, shorter
         if key not in self._largest:
             self._largest[key] = (
                 _largest_of(self.data.train, way, step_rows, most_tokens),

@@ -88,7 +88,7 @@ class Conversation:
                 self._switch(name)
 
     def _switch(self, name: str) -> None:
-        if not self._ready.switchable:
+        if not hasattr(self._ready.model, "disable_adapter"):
             self._note("there is no adapter to switch here: the weights are a whole model")
             return
         self._models = ["base", "adapter"] if name == "/both" else [name.removeprefix("/")]
@@ -102,8 +102,9 @@ class Conversation:
         if not self._settings.temperature:
             self._note("at temperature 0 a model always gives the same answer; /temperature 0.7 varies it")
         self._so_far = self._before
-        line, self._shown = self._last
+        next_images, (line, self._shown) = self._shown, self._last
         self._answer(line)
+        self._shown = next_images
 
     def _set_temperature(self, text: str) -> None:
         try:
@@ -126,7 +127,7 @@ class Conversation:
             self._note(str(error))
             return
         self._shown.append(file)
-        size = f"{image.width} x {image.height} pixels, {self._ready.tokens_of(image)} tokens"
+        size = f"{image.width} x {image.height} pixels, {image.tokens} tokens"
         self._note(f"the next line shows {path} ({size})")
 
     def _save(self, path: str) -> None:

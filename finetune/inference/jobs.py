@@ -11,7 +11,6 @@ from typing import Any
 from finetune.config import Config
 from finetune.config.field_types import pick, shown
 from finetune.data import examples, images
-from finetune.data.encoded import RowImage
 from finetune.errors import ConfigError, DataError
 from finetune.export import finished_run, served_model
 from finetune.export.rounding import exact_start
@@ -60,18 +59,9 @@ class Ready:
     system: str = ""
     vision: vision.Vision | None = None
 
-    @property
-    def switchable(self) -> bool:
-        """Whether the model is a base with an adapter that can be switched off."""
-        return hasattr(self.model, "disable_adapter")
-
     def asked(self, text: str, shown: Sequence[Any] = ()) -> examples.Example:
         """A user's text in the form of the run's rows, with the images `shown`; see `with_images`."""
         return with_images(examples.asked(self.kind, text, self.config.data.separator, self.system), shown, self.vision)
-
-    def tokens_of(self, image: RowImage) -> int:
-        """How many tokens stand for a measured image."""
-        return image.tokens
 
     def answers(
         self, prompts: Sequence[examples.Example], settings: Settings,
@@ -116,7 +106,7 @@ def with_images(prompt: examples.Example, shown: Sequence[Any], seen: vision.Vis
     if shown and seen is None:
         raise ConfigError("this run shows no images to its base: it was trained with `model.vision: none`")
     try:
-        return images.measured_example(images.shown_with(prompt, shown), None, seen)
+        return images.measured_example(images.placed_in(prompt, {"images": [*shown]}), None, seen)
     except examples.RowError as error:
         raise DataError(str(error)) from None
 

@@ -18,6 +18,7 @@ from finetune.data import sources
 from finetune.errors import ConfigError, FinetuneError
 from finetune.model.source.locate import locate
 from finetune.report.visible import LINES, visible
+from finetune.storage.files import check_place
 
 _MODEL = "Base model: a directory, a hub name such as Qwen/Qwen3-8B, or builtin:tiny-llama"
 _DATA = "Data: a file, a folder or a data set of the hub"
@@ -105,7 +106,8 @@ def card(wanted: Wanted, check: Callable[[str], object]) -> str | None:
 
 
 def confirm_replacing(output: Path, *, yes: bool) -> None:
-    """Raise ConfigError if `output` exists, unless a person agrees or `yes` says that it is to be replaced."""
+    """Raise MachineError where no file can be, ConfigError if one is there that neither `yes` nor a person gives up."""
+    check_place(output)
     if not output.exists() or yes:
         return
     if not (sys.stdin.isatty() and typer.confirm(visible(f"{output} exists. Replace it?"))):

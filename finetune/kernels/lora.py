@@ -63,10 +63,6 @@ class FrozenLinear:
             ops.decode_(out, self.weight)
         return out
 
-    def downward(self, dtype: torch.dtype) -> Tensor | None:
-        """A in `dtype`; None without an adapter."""
-        return None if self.a is None else self.a.detach().to(dtype)
-
     def decoded_once(self, dtype: torch.dtype) -> FrozenLinear:
         """The layer for many products: W in `dtype`; A and B in float32, in which their gradients are summed."""
         a, b = (None if one is None else one.float() for one in (self.a, self.b))

@@ -291,7 +291,7 @@ def _halves(hidden: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 def _activated(hidden: Sequence[Tensor], activation: str, down: FrozenLinear) -> Tensor:
     """What `down` takes (n, width and room), with its U beside it."""
-    a = down.downward(hidden[0].dtype)
+    a = None if down.a is None else down.a.detach().to(hidden[0].dtype)
     return rows(ops.gated(*_halves(hidden), activation, lora.rank([down]), a, down.scale))
 
 

@@ -23,7 +23,7 @@ from finetune.kernels.room import with_room
 from finetune.model.structure import packed as packed_weights
 from finetune.model.structure.block_fields import Grid
 from finetune.model.structure.fixed_point import POSITIONS
-from finetune.model.structure.packed import packing_of
+from finetune.model.structure.packed import known_packing, packing_of
 
 _library = torch.library.Library("finetune", "DEF")
 _aten = torch.ops.aten
@@ -54,6 +54,8 @@ def _operator(schema: str, kernels: str = "triton_kernels") -> Callable[[Callabl
         _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         _library.impl(name, program, "CPU")
         _library.impl(name, on_cuda, "CUDA")
+        if schema.endswith("-> ()"):
+            torch.library.register_fake(f"finetune::{name}", lambda *args, **named: None, lib=_library)
         ON_CPU[f"finetune::{name}"] = program
         _ON_CUDA[f"finetune::{name}"] = on_cuda
         return getattr(torch.ops.finetune, name).default
@@ -159,11 +161,6 @@ def rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool = False
             second.mul_(cosine).add_(from_first, alpha=sign)
 
 
-@_fake(rope_)
-def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool = False) -> None:
-    return None
-
-
 _ACTIVATE: dict[str, Callable[..., Tensor]] = {
     "silu": lambda x, out: _aten.silu.out(x, out=out),
     "gelu": lambda x, out: _aten.gelu.out(x, out=out),
@@ -266,15 +263,6 @@ def decode_4bit_(
         _write_beside(out[:, inputs:], beside, at)
 
 
-@_fake(decode_4bit_)
-def _(
-    out: Tensor, packed: Tensor, absmax: Tensor, blocksize: int, quant_type: str,
-    absmax_code: Tensor | None = None, absmax_scale: Tensor | None = None, absmax_offset: Tensor | None = None,
-    absmax_blocksize: int = 256, inputs: int | None = None, beside: Tensor | None = None, at: int = 0,
-) -> None:  # fmt: skip
-    return None
-
-
 def _write_beside(columns: Tensor, factor: Tensor | None, at: int) -> None:
     """Write a factor (outputs, r) into `columns` (outputs, columns) from number `at` on, and zeros into the others."""
     own = slice(at, at if factor is None else at + factor.shape[1])
@@ -294,20 +282,10 @@ def decode_int8_(out: Tensor, codes: Tensor, scales: Tensor) -> None:
     torch.mul(codes, scales.unsqueeze(1) * (1 / 127), out=out)
 
 
-@_fake(decode_int8_)
-def _(out: Tensor, codes: Tensor, scales: Tensor) -> None:
-    return None
-
-
 @_operator("(Tensor(a!) out, Tensor codes, Tensor scales, str form) -> ()", "decoding_kernels")
 def decode_packed_(out: Tensor, codes: Tensor, scales: Tensor, form: str) -> None:
     """Write the values of a weight in a form of `packed.FORMS` into `out` (..., rows, columns)."""
     packed_weights.decode(form, codes, scales, out)
-
-
-@_fake(decode_packed_)
-def _(out: Tensor, codes: Tensor, scales: Tensor, form: str) -> None:
-    return None
 
 
 @_operator("(Tensor(a!) out, Tensor left, Tensor right, Tensor? bias=None, float scale=1.0) -> ()")
@@ -321,11 +299,6 @@ def multiply_(out: Tensor, left: Tensor, right: Tensor, bias: Tensor | None = No
     out.copy_(wide if bias is None else wide.add_(bias))
 
 
-@_fake(multiply_)
-def _(out: Tensor, left: Tensor, right: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> None:
-    return None
-
-
 @_operator("(Tensor(a!) total, Tensor left, Tensor right) -> ()")
 def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add left right to `total`."""
@@ -333,11 +306,6 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left, right)
     else:
         total.add_(left.float() @ right.float())
-
-
-@_fake(add_product_)
-def _(total: Tensor, left: Tensor, right: Tensor) -> None:
-    return None
 
 
 @_operator("(Tensor(a!) out, Tensor left, Tensor right, int end) -> ()")
@@ -348,11 +316,6 @@ def multiply_joined_(out: Tensor, left: Tensor, right: Tensor, end: int) -> None
     """
     multiply_(out, left[:, end:], right[end:])
     add_product_(out, left[:, :end], right[:end])
-
-
-@_fake(multiply_joined_)
-def _(out: Tensor, left: Tensor, right: Tensor, end: int) -> None:
-    return None
 
 
 @_operator("(Tensor left, Tensor right, ScalarType dtype) -> Tensor")
@@ -417,13 +380,6 @@ def snap_(
     POSITIONS[form].snap_(codes, Grid(scales, offsets), out, a, b, kappa)
 
 
-@_fake(snap_)
-def _(
-    out: Tensor, codes: Tensor, scales: Tensor, offsets: Tensor | None, a: Tensor, b: Tensor, kappa: float, form: str
-) -> None:
-    return None
-
-
 def grid_of(fields: Tensor, columns: int, form: str) -> list[Tensor]:
     """The scales of a weight's groups (outputs, groups), and their offsets if the format has some, from its fields."""
     grid = POSITIONS[form].grid(fields, columns)
@@ -437,8 +393,7 @@ torch.library.register_fake("finetune::grid", grid_of, lib=_library)
 
 def snap(out: Tensor, weight: Any, a: Tensor, b: Tensor, kappa: float) -> None:
     """Write W^ of a weight that is stored as positions (`model.structure.fixed_point`) into `out`; see `snap_`."""
-    how = packing_of(weight)
-    assert how is not None
+    how = known_packing(weight)
     scales, *offsets = torch.ops.finetune.grid(how.scales, how.shape[-1], how.form)
     snap_(out, weight.data, scales, offsets[0] if offsets else None, a.float(), b.float(), kappa, how.form)
 

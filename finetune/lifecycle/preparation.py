@@ -95,8 +95,9 @@ def gather(
         publish.check_served(run, config, tokenizer, data.kind)
     if config.quantization.kind == "auto":
         config = _quantized(config, architecture, data, device, note)
-        blueprint = build.blueprint(config, architecture, attention)
-        mixture = blueprint.check(adapter)
+        with ranks.agreeing():
+            blueprint = build.blueprint(config, architecture, attention)
+            mixture = blueprint.check(adapter)
     with ranks.agreeing():
         recorded = provenance.of(config, data, tokenizer, environment, note)
         started_from = _started_from(config.model, adapter, tokenizer, recorded["base"], note)

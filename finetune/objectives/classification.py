@@ -29,12 +29,8 @@ def _loss(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, Statist
     return total, count, {"accuracy": (right.sum().float(), count)}
 
 
-def _count(batch: Batch) -> torch.Tensor:
-    return trained_rows(batch, 1).sum()
-
-
 CLASSIFICATION = Objective(
     "classifier: a head that scores the classes of a row by its last token, with cross-entropy",
-    _loss, _count, RowLayout((SEGMENT,), (LABEL,)), _loss, statistics=STATISTICS, sequences_scored=True, rate=0.5,
-    unread=("data.loss_on", "data.separator"),
+    _loss, lambda batch: trained_rows(batch, 1).sum(), RowLayout((SEGMENT,), (LABEL,)), _loss, statistics=STATISTICS,
+    sequences_scored=True, rate=0.5, unread=("data.loss_on", "data.separator"),
 )  # fmt: skip

@@ -17,7 +17,6 @@ from finetune.objectives.objective import Batch, Objective, Statistics, trained_
 from finetune.objectives.preference import Numbers, score_answers
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 LABELLED = RowLayout((ANSWER, MISMATCHED), (DESIRABLE,))
@@ -36,8 +35,7 @@ def loss_of_answers(ratio: Tensor, desirable: Tensor, kl: Tensor, numbers: Numbe
     import torch
 
     gain = numbers.beta * torch.where(desirable, ratio - kl, kl - ratio)
-    weight = torch.where(desirable, numbers.desirable_weight, numbers.undesirable_weight)
-    return weight * torch.sigmoid(-gain)
+    return torch.where(desirable, numbers.desirable_weight, numbers.undesirable_weight) * torch.sigmoid(-gain)
 
 
 def _loss(numbers: Numbers, model: Any, batch: Batch) -> tuple[Tensor, Tensor, Statistics]:
@@ -65,16 +63,12 @@ def _divergence(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     return torch.where(kept, answer.ratio, 0).sum(), kept.sum()
 
 
-def _count(batch: Batch) -> torch.Tensor:
-    return trained_rows(batch, 1).sum()
-
-
 def _bound(section: PreferenceSection) -> Objective:
     loss = functools.partial(_loss, Numbers.of(section, _DEFAULTS))
     return Objective(
         "Kahneman-Tversky optimization of answers that are each labelled desirable or not (arXiv 2402.01306)",
-        loss, _count, LABELLED, loss, (*_DEFAULTS, "reference"), _bound, True, STATISTICS, step_mean=_divergence,
-        rate=0.025,
+        loss, lambda batch: trained_rows(batch, 1).sum(), LABELLED, loss, (*_DEFAULTS, "reference"), _bound, True,
+        STATISTICS, step_mean=_divergence, rate=0.025,
     )  # fmt: skip
 
 

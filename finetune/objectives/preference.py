@@ -28,7 +28,6 @@ from finetune.objectives.objective import (
 )
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 PAIRS = RowLayout(("chosen", "rejected"))
@@ -194,10 +193,6 @@ def _loss(
     return total, count, {name: (value, count) for name, value in zip(STATISTICS, sums, strict=True)}
 
 
-def _count(batch: Batch) -> torch.Tensor:
-    return trained_rows(batch, 2).sum()
-
-
 def _pairs(
     help: str, losses: PairLoss, reward: Reward, *, reference: bool = True, rate: float = 0.05, **defaults: float
 ) -> Objective:
@@ -207,7 +202,10 @@ def _pairs(
 
     def bind(section: PreferenceSection) -> Objective:
         loss = functools.partial(_loss, losses, reward, reference, Numbers.of(section, defaults))
-        return Objective(help, loss, _count, PAIRS, loss, settings, bind, reference, STATISTICS, rate=rate)
+        return Objective(
+            help, loss, lambda batch: trained_rows(batch, 2).sum(), PAIRS, loss, settings, bind, reference, STATISTICS,
+            rate=rate,
+        )  # fmt: skip
 
     return bind(PreferenceSection())
 

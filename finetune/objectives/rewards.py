@@ -41,17 +41,13 @@ def _loss(centering: float, model: Any, batch: Batch) -> tuple[torch.Tensor, tor
     return total, count, statistics
 
 
-def _count(batch: Batch) -> torch.Tensor:
-    return trained_rows(batch, 2).sum()
-
-
 def _bound(section: PreferenceSection) -> Objective:
     loss = functools.partial(_loss, section.reward_centering)
     return Objective(
         "reward model: a scalar head that scores the chosen answer above the rejected one by the row's `margin`, if it "
         "has one (Bradley-Terry, arXiv 2203.02155)",
-        loss, _count, replace(PAIRS, optional=(MARGIN,)), loss, ("reward_centering",), _bound, statistics=STATISTICS,
-        sequences_scored=True, rate=0.5,
+        loss, lambda batch: trained_rows(batch, 2).sum(), replace(PAIRS, optional=(MARGIN,)), loss,
+        ("reward_centering",), _bound, statistics=STATISTICS, sequences_scored=True, rate=0.5,
     )  # fmt: skip
 
 

@@ -189,11 +189,8 @@ def _cost(settings: Sequence[SettingResult]) -> str:
     said = f"trained: {trained:.3g} of {words.count(runs)} whole runs, in {seconds}"
     if trained == runs or not all(each.share for each in settings):
         return said
-    return f"{said}; all of them whole would have taken about {words.duration(sum(map(_whole_seconds, settings)))}"
-
-
-def _whole_seconds(result: SettingResult) -> float:
-    return result.seconds / result.share
+    whole = words.duration(sum(each.seconds / each.share for each in settings))
+    return f"{said}; all of them whole would have taken about {whole}"
 
 
 def _row(result: SettingResult) -> tuple[str, ...]:

@@ -242,7 +242,9 @@ class Terminal:
         """Print the results of the whole run, and their paths."""
         self.close()
         result = Result(run)
-        figures, format = result.figures, serving.export_of(run.config().output)
+        figures, config = result.figures, run.config()
+        format = serving.export_of(config.output)
+        first_use = "eval" if config.scorer else "chat"  # a model that scores sequences answers nothing
         self._say()
         if figures.peaks and not self._peaks_shown:
             printing.put(self._console, result.table())
@@ -251,7 +253,7 @@ class Terminal:
             "loss": _losses(figures),
             "speed": _speed(figures),
             **{name: str(path) for name, path in paths.items() if path.exists()},
-            "next": f"finetune {_first_use(run)} {run.quoted}" if run.adapter.exists() else "",
+            "next": f"finetune {first_use} {run.quoted}" if run.adapter.exists() else "",
             "to serve": f"finetune export {run.quoted} --to {format}" if format else "",
         }
         self._facts({name: fact for name, fact in facts.items() if fact})
@@ -345,11 +347,6 @@ def _losses(figures: Figures) -> str:
         text += f" → {words.loss(exported['eval_loss'])}{drop}"
     best = figures.best_evaluation
     return text + (f", best {words.loss(best['eval_loss'])} at step {best['step']}" if best else "")
-
-
-def _first_use(run: RunDirectory) -> str:
-    """The command that a new adapter is first tried with; a model that scores sequences answers nothing."""
-    return "eval" if run.config().scorer else "chat"
 
 
 def _speed(figures: Figures) -> str:

@@ -139,11 +139,20 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def check_place(path: Path) -> None:
+    """Raise MachineError, before long work, for a file to write that is a folder or in none."""
+    if path.is_dir():
+        raise MachineError(f"{path} could not be written: it is a folder; name a file")
+    try:
+        os.stat(os.path.join(path.parent, ""))
+    except OSError as error:
+        raise MachineError(not_written(path, error)) from None
+
+
 def write_bytes(path: Path, content: bytes) -> None:
     """Replace a file atomically, through a temporary one that is fsynced. Raises MachineError if writing fails."""
     refuse_another(path)
-    if path.is_dir():
-        raise MachineError(f"{path} could not be written: it is a folder; name a file")
+    check_place(path)
     partial = path.with_name(path.name + _PARTIAL)
     try:
         if path.exists() and not path.is_file():

@@ -136,15 +136,11 @@ class AffectedRow(TypedDict):
     place: str
 
 
-def _kind_of_metric(value: Any) -> str:
-    return "evaluation" if isinstance(value, dict) and "eval_loss" in value else "training"
-
-
 EVENT = TypeAdapter(Annotated[EventLine, AfterValidator(_check_event)])
 METRIC: TypeAdapter[Any] = TypeAdapter(
     Annotated[
         Annotated[TrainingLine, Tag("training")] | Annotated[EvaluationLine, Tag("evaluation")],
-        Discriminator(_kind_of_metric),
+        Discriminator(lambda value: "evaluation" if isinstance(value, dict) and "eval_loss" in value else "training"),
     ]
 )
 AFFECTED = TypeAdapter(AffectedRow)

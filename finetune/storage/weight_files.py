@@ -25,6 +25,7 @@ from finetune.errors import ArtifactError
 from finetune.storage import records
 
 SUFFIX = ".safetensors"
+INDEX = f"model{SUFFIX}.index.json"
 
 # Room for 250,000 tensors of about 130 bytes each; a model with 384 experts in each of 60 layers has half as many.
 HEADER_BYTES = 32 * 2**20
@@ -106,6 +107,13 @@ def write(path: Path, layout: FileLayout, tensors: Iterable[torch.Tensor]) -> No
         file.flush()
         os.fsync(file.fileno())
     partial.rename(path)
+
+
+def index(layouts: dict[str, FileLayout]) -> dict[str, Any]:
+    """The content of `INDEX`: which of several files, by their names, has each tensor."""
+    files = {tensor: name for name, layout in layouts.items() for tensor in layout.tensors}
+    size = sum(layout.tensor_bytes for layout in layouts.values())
+    return {"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))}
 
 
 def is_written(path: Path, layout: FileLayout) -> bool:

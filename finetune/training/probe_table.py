@@ -43,23 +43,13 @@ class Probe:
 
     shows: str
     stage: Stage
-    run: Callable[[Subject], Sequence[str] | None]
+    run: Callable[[Subject], Sequence[str] | str | None]
     applies: Callable[[Config], bool] = lambda config: True
 
 
 def _kernels(subject: Subject) -> Sequence[str]:
     assert subject.attached is not None
     return self_test.prove(subject.model, subject.attached)
-
-
-def _fused_loss(subject: Subject) -> Sequence[str]:
-    unlike = log_probs.prove(subject.model)
-    return [unlike] if unlike else []
-
-
-def _sharing(subject: Subject) -> Sequence[str]:
-    unlike = packed_rows.prove_shared(subject.model)
-    return [unlike] if unlike else []
 
 
 def _images(subject: Subject) -> None:
@@ -87,10 +77,14 @@ PROBES: dict[str, Probe] = {
         "labels are scored as by the model's own logits", "scoring", lambda subject: log_probs.check(subject.model)
     ),
     "loss": Probe(
-        "the fused loss is TRL's", "scoring", _fused_loss, lambda config: config.fused != "off"
+        "the fused loss is TRL's", "scoring", lambda subject: log_probs.prove(subject.model),
+        lambda config: config.fused != "off",
     ),
     "objective": Probe("sums of the objective add up over rows", "scoring", _objective),
-    "sharing": Probe("a prompt computed once is seen by each answer as its own", "sharing", _sharing),
+    "sharing": Probe(
+        "a prompt computed once is seen by each answer as its own", "sharing",
+        lambda subject: packed_rows.prove_shared(subject.model),
+    ),
     "context": Probe(
         "slices of a row score it as the whole row does", "split",
         lambda subject: split_rows.prove(subject.model, subject.group),
@@ -101,4 +95,5 @@ PROBES: dict[str, Probe] = {
 def run(stage: Stage, subject: Subject) -> list[str]:
     """Run the probes of a stage; a line for each kernel that was turned off. Raises FinetuneError."""
     probes = [probe for probe in PROBES.values() if probe.stage == stage and probe.applies(subject.config)]
-    return [line for probe in probes for line in probe.run(subject) or ()]
+    found = [probe.run(subject) or () for probe in probes]
+    return [line for lines in found for line in ([lines] if isinstance(lines, str) else lines)]

@@ -44,10 +44,6 @@ def _linear(since: int, steps: int, warmup: int) -> float:
     return 1 - since / steps
 
 
-def _constant(since: int, steps: int, warmup: int) -> float:
-    return 1.0
-
-
 def _inverse_sqrt(since: int, steps: int, warmup: int) -> float:
     scale = warmup or 10_000
     return 1 / math.sqrt(1 + since / scale)
@@ -57,7 +53,7 @@ SCHEDULES: dict[str, Schedule] = {
     "cosine": Schedule("half a cosine down to 0", _cosine),
     "cosine_to_tenth": Schedule("half a cosine down to a tenth", _cosine, end_share=0.1),
     "linear": Schedule("straight down to 0", _linear),
-    "constant": Schedule("level after warm-up", _constant),
+    "constant": Schedule("level after warm-up", lambda since, steps, warmup: 1.0),
     "inverse_sqrt": Schedule("with one over the square root of the step", _inverse_sqrt),
     "polynomial": Schedule("straight down to 1e-7", _linear, end=1e-7),
 }

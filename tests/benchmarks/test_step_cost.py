@@ -14,13 +14,8 @@ from finetune.forecast import planning, traced_step
 @pytest.fixture(scope="module")
 def job() -> Config:
     """Llama on rows that fill a micro-batch, under the autocast of a card."""
-    given = [
-        "training.precision=bf16",
-        "data.eval=none",
-        "data.max_length=256",
-        "training.batch_size=8",
-        "kernels.fused=off",
-    ]
+    given = ["training.precision=bf16", "data.eval=none", "data.max_length=256", "training.batch_size=8",
+             "kernels.fused=off"]  # fmt: skip
     return finetune.load_config(tiny_models.ROOT / "configs" / "tiny_cpu.yaml", [*given, "memory.checkpointing=all"])
 
 

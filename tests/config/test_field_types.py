@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -52,7 +52,6 @@ def test_a_size_beyond_all_memory_does_not_crash() -> None:
         MemorySection(limit="9" * 400 + "GiB")
 
 
-@settings(deadline=None, derandomize=True)
 @given(st.integers(0, 2**20), st.sampled_from([("B", 0), ("KiB", 10), ("MiB", 20), ("GiB", 30), ("TiB", 40)]))
 def test_a_whole_number_of_a_unit_is_exact(number: int, unit: tuple[str, int]) -> None:
     name, power = unit

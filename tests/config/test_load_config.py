@@ -296,11 +296,6 @@ def test_a_long_value_is_not_repeated_in_full(write: Write) -> None:
     assert len(line) < 200
 
 
-def test_a_number_of_thousands_of_digits_is_refused_with_its_line(write: Write) -> None:
-    [line] = refused(write("training:\n  seed: " + "9" * 5000 + "\n"))
-    assert line.startswith("job.yaml:2: ")
-
-
 def test_a_file_that_is_not_utf_8_says_so(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_bytes("model:\n  name: café\n".encode("latin-1"))
@@ -623,7 +618,7 @@ def test_all_broken_rules_within_a_section_are_reported_at_once(write: Write) ->
     assert "`eval_every`" in text
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(1, 500), st.integers(1, 500))
 def test_the_named_micro_batch_divides_the_batch(batch_size: int, micro_batch: int) -> None:
     def broken(rows: int) -> list[tuple[str, str]]:
@@ -704,7 +699,7 @@ _CONFIGS = st.builds(
 
 
 @pytest.mark.slow
-@settings(deadline=None, derandomize=True, max_examples=100)
+@settings(max_examples=100)
 @given(config=_CONFIGS)
 def test_a_dumped_config_loads_to_an_equal_one(config: Config, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "dumped.yaml"

@@ -137,6 +137,12 @@ def test_a_file_without_a_mapping_is_refused_with_the_expected_form(subtests: py
             assert "section" in message
 
 
+def test_a_key_of_a_flow_mapping_whose_colon_lacks_a_space_is_refused() -> None:
+    [(line, message)] = problems("a:\n  b: {k:proj:64, v: 1}\n")
+    assert (line, message) == (2, "`k:proj:64` lacks a space after the colon: `k:proj: 64`")
+    assert values("a: {'b:c': null, d:e: 1}\n") == {"a": {"b:c": None, "d:e": 1}}
+
+
 def test_a_list_as_key_is_refused() -> None:
     [(line, message)] = problems("a: 1\n? [b, c]\n: 2\n")
     assert line == 2
@@ -281,7 +287,7 @@ _SCALAR = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False,
 _VALUE = st.recursive(_SCALAR, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_KEY, inner, max_size=3))
 
 
-@settings(deadline=None, derandomize=True, max_examples=80)
+@settings(max_examples=80)
 @given(st.dictionaries(_KEY, _VALUE, max_size=5))
 def test_json_is_yaml_and_is_read_as_json_reads_it(mapping: dict[str, Any]) -> None:
     document = parse(json.dumps(mapping, ensure_ascii=False))
@@ -289,7 +295,7 @@ def test_json_is_yaml_and_is_read_as_json_reads_it(mapping: dict[str, Any]) -> N
     assert document.values == mapping
 
 
-@settings(deadline=None, derandomize=True, max_examples=80)
+@settings(max_examples=80)
 @given(
     st.dictionaries(
         _KEY.filter(lambda key: scalar(key) == key), _VALUE.map(lambda value: json.loads(json.dumps(value))), max_size=5
@@ -305,7 +311,7 @@ def test_block_yaml_is_read_back(mapping: dict[str, Any]) -> None:
     assert document.values == mapping
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+@settings(max_examples=200)
 @given(st.text(max_size=60) | st.text("a:-[]{}!&*'\"#|>%@ \n\t0", max_size=40))
 def test_parse_raises_nothing_whatever_it_is_given(text: str) -> None:
     document = parse(text)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from known_templates import KNOWN, VARIANTS, texts
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|pad|>", "<unk>"]
 WORDS = [
@@ -79,3 +80,10 @@ def chatml() -> str:
         "{%- endfor -%}"
         "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
     )
+
+
+@pytest.fixture(params=VARIANTS, ids="-".join, scope="module")
+def known(request: pytest.FixtureRequest, byte_tokenizer: Callable[..., Any]) -> tuple[str, Any]:
+    """A template's name, and a tokenizer with it."""
+    name, variant = request.param
+    return name, KNOWN[name].tokenizer(byte_tokenizer, texts(name)[variant])

@@ -45,7 +45,6 @@ def padding_share(rows: list[int], lengths: list[int], size: int) -> float:
     return 1 - sum(lengths) / places
 
 
-@settings(deadline=None, derandomize=True)
 @given(
     lengths=st.lists(st.integers(1, 500), max_size=300),
     batch_size=st.integers(1, 40),
@@ -134,7 +133,7 @@ def test_a_batch_of_equal_rows_still_mixes_rows_anew_each_epoch() -> None:
     assert not first & second
 
 
-@settings(deadline=None, derandomize=True, max_examples=40)
+@settings(max_examples=40)
 @given(rows=st.integers(1, 2000), seed=st.integers(0, 1000))
 def test_batches_group_similar_lengths_and_the_short_one_comes_last(rows: int, seed: int) -> None:
     """In one window the batches are the runs of the sorted lengths, so no batch straddles two groups."""
@@ -163,7 +162,6 @@ def test_the_longest_row_is_in_a_batch_of_the_longest() -> None:
 ROWS = st.lists(st.tuples(st.integers(1, 50), st.integers(0, 50)), min_size=1, max_size=40)
 
 
-@settings(deadline=None, derandomize=True)
 @given(rows=ROWS, micro_batch=st.integers(1, 8), accumulation=st.integers(1, 4), seed=st.integers(0, 9))
 def test_no_order_gives_a_larger_micro_batch(
     rows: list[tuple[int, int]], micro_batch: int, accumulation: int, seed: int
@@ -181,7 +179,6 @@ def test_no_order_gives_a_larger_micro_batch(
                 assert worst.padded or len({lengths[row] for row in batch}) == 1
 
 
-@settings(deadline=None, derandomize=True)
 @given(rows=ROWS, micro_batch=st.integers(1, 8))
 def test_some_order_reaches_each_of_its_numbers(rows: list[tuple[int, int]], micro_batch: int) -> None:
     lengths, trained = zip(*rows, strict=True)
@@ -193,7 +190,6 @@ def test_some_order_reaches_each_of_its_numbers(rows: list[tuple[int, int]], mic
     assert worst.padded is (worst.rows > 1 and min(lengths) < max(lengths))
 
 
-@settings(deadline=None, derandomize=True)
 @given(rows=ROWS, tokens=st.integers(1, 120), batch_size=st.integers(1, 12), seed=st.integers(0, 9))
 def test_micro_batches_by_tokens_hold_each_row_once_within_the_tokens_and_none_is_larger_than_the_worst(
     rows: list[tuple[int, int]], tokens: int, batch_size: int, seed: int
@@ -243,7 +239,6 @@ def test_where_nothing_is_known_of_the_rows_as_many_tokens_as_may_be_are_the_wor
     assert shapes(10_000, 4, 600) == [(4, 600)], "no more rows than a step has"
 
 
-@settings(deadline=None, derandomize=True)
 @given(rows=ROWS, tokens=st.integers(1, 120), batch_size=st.integers(1, 12), seed=st.integers(0, 9))
 def test_packed_micro_batches_hold_each_row_once_within_the_tokens_and_none_is_larger_than_the_worst(
     rows: list[tuple[int, int]], tokens: int, batch_size: int, seed: int

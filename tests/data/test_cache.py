@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import gc
 import os
 import runpy
 import shutil
@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import datasets
 import pyarrow
 import pytest
+from jobs import write_rows
 
 from finetune.config import DataSection, Source
 from finetune.data import cache, fingerprint, sources
@@ -51,12 +52,7 @@ def tokenizer(word_tokenizer: Callable[..., Any], chatml: str) -> Any:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    return write(tmp_path / "train.jsonl", TEXTS)
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
+    return write_rows(tmp_path / "train.jsonl", TEXTS)
 
 
 _FILES: WeakKeyDictionary[RowTable, Path] = WeakKeyDictionary()
@@ -142,6 +138,7 @@ def test_a_second_start_finds_the_rows_of_the_first(source: Path, tokenizer: Any
 
 
 def test_the_rows_are_mapped_from_their_file_with_their_types(source: Path, tokenizer: Any) -> None:
+    gc.collect()  # what earlier tests left is not freed meanwhile
     before = pyarrow.total_allocated_bytes()
     rows = prepare(section(source), tokenizer).train
     ids, count, text = pyarrow.list_(pyarrow.int32()), pyarrow.int64(), pyarrow.string()
@@ -152,7 +149,7 @@ def test_the_rows_are_mapped_from_their_file_with_their_types(source: Path, toke
 
 
 def test_rows_left_out_are_listed_alike_by_a_second_start(tmp_path: Path, tokenizer: Any) -> None:
-    source = write(tmp_path / "a.jsonl", [*TEXTS, TEXTS[0], {"text": " "}])
+    source = write_rows(tmp_path / "a.jsonl", [*TEXTS, TEXTS[0], {"text": " "}])
     job = section(source, max_length=8, eval="auto", eval_share=0.3)
     first = prepare(job, tokenizer)
     assert {row["why"] for row in first.affected()} == {"duplicate", "empty answer", "over data.max_length"}
@@ -184,7 +181,7 @@ def test_another_share_held_out_is_prepared_anew(source: Path, tokenizer: Any) -
 
 
 def test_another_weight_or_order_of_sources_is_prepared_anew(source: Path, tmp_path: Path, tokenizer: Any) -> None:
-    other = write(tmp_path / "other.jsonl", TEXTS[:2])
+    other = write_rows(tmp_path / "other.jsonl", TEXTS[:2])
     mixes: list[Any] = [
         [str(source)],
         [str(source), str(other)],
@@ -208,15 +205,15 @@ def test_one_other_byte_in_a_file_is_prepared_anew(source: Path, tokenizer: Any)
 def test_a_new_file_in_a_folder_is_prepared_anew(tmp_path: Path, tokenizer: Any) -> None:
     folder = tmp_path / "corpus"
     folder.mkdir()
-    write(folder / "a.jsonl", TEXTS)
+    write_rows(folder / "a.jsonl", TEXTS)
     assert prepare(section(folder), tokenizer).train_counts.rows == 9
-    write(folder / "b.jsonl", TEXTS)
+    write_rows(folder / "b.jsonl", TEXTS)
     assert prepare(section(folder), tokenizer).train_counts.rows == 18
 
 
 def test_a_file_written_again_with_the_same_content_is_found(source: Path, tokenizer: Any) -> None:
     first = prepare(section(source), tokenizer)
-    write(source, TEXTS)
+    write_rows(source, TEXTS)
     assert file_of(prepare(section(source), tokenizer).train) == file_of(first.train)
 
 
@@ -249,10 +246,10 @@ def test_counts_have_the_fields_of_this_version_of_the_preparation() -> None:
 
 
 def test_a_change_of_the_held_out_file_leaves_the_training_rows(source: Path, tmp_path: Path, tokenizer: Any) -> None:
-    held_out = write(tmp_path / "eval.jsonl", TEXTS[:2])
+    held_out = write_rows(tmp_path / "eval.jsonl", TEXTS[:2])
     job = section(source, eval=str(held_out))
     first = prepare(job, tokenizer)
-    write(held_out, TEXTS[2:5])
+    write_rows(held_out, TEXTS[2:5])
     second = prepare(job, tokenizer)
     assert file_of(second.train) == file_of(first.train)
     assert second.eval_counts is not None
@@ -519,7 +516,6 @@ def elsewhere(kept: Path, key: str | None, during: str = "pass", start: str = ""
         env=os.environ | {"HF_DATASETS_CACHE": str(kept.parent), "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=60,
         check=False,
     )
 
@@ -610,16 +606,11 @@ def test_more_rows_take_no_more_memory(tmp_path: Path) -> None:
     """20 times as many rows of 10,000 tokens; as lists, their ids and labels alone would take 64 MB."""
     small, large = tmp_path / "small.jsonl", tmp_path / "large.jsonl"
     row = {"input_ids": [17, 18, 19, 20] * 2500}
-    write(small, [row] * 20)
-    write(large, [row] * 400)
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(small), str(large)],
-        env=os.environ | {"HF_DATASETS_CACHE": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    )
+    write_rows(small, [row] * 20)
+    write_rows(large, [row] * 400)
+    environment = os.environ | {"HF_DATASETS_CACHE": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", MEASURE, str(small), str(large)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     tokens, grown = map(int, done.stdout.split())
     assert tokens == 4_000_000
     assert grown < 30 * 2**20

@@ -105,12 +105,6 @@ def test_the_plain_template(word_tokenizer: Make, subtests: pytest.Subtests) -> 
             assert shown(encode(Chat(TWO_TURNS), tokenizer, loss_on), tokenizer) == expected
 
 
-def test_the_plain_template_trains_the_answers_alone(word_tokenizer: Make) -> None:
-    tokenizer = word_tokenizer(PLAIN_TEMPLATE)
-    text = trained_text(encode(Chat(TWO_TURNS), tokenizer), tokenizer)
-    assert text == "Hello there.<|im_end|>Because so.<|im_end|>"
-
-
 def test_the_plain_template_begins_with_the_begin_token_where_there_is_one(word_tokenizer: Make) -> None:
     with_begin = word_tokenizer(PLAIN_TEMPLATE, bos_token="<|im_start|>")
     without = word_tokenizer(PLAIN_TEMPLATE)
@@ -124,11 +118,6 @@ def test_a_prompt_is_not_trained_and_its_completion_is_with_one_end(word_tokeniz
     assert shown(encode(example, tokenizer), tokenizer) == "Why? [Because][ ][so][.][>]"
     assert shown(encode(example, tokenizer, "last"), tokenizer) == "Why? [Because][ ][so][.][>]"
     assert shown(encode(example, tokenizer, "all"), tokenizer) == "[Why][?][ ][Because][ ][so][.][>]"
-
-
-def test_a_completion_that_ends_itself_gets_no_second_end(word_tokenizer: Make) -> None:
-    tokenizer = word_tokenizer(None)
-    assert shown(encode(Completion("Why?", "so<|im_end|>"), tokenizer), tokenizer) == "Why?[so][>]"
 
 
 def test_a_tokenizer_that_ends_every_text_does_not_end_the_prompt(word_tokenizer: Make) -> None:
@@ -215,30 +204,6 @@ def test_images_of_several_turns_are_not_trained_and_the_answers_are(
 
 
 # -- the end of a turn, and padding ----------------------------------------------------------------------------------
-
-
-def test_the_end_of_turn_is_trained_once_for_each_assistant_turn(
-    word_tokenizer: Make, templates: dict[str, str], subtests: pytest.Subtests
-) -> None:
-    for template in ["marked", "unmarked", "tight", "plain"]:
-        for pad_token in ["<|pad|>", "<|im_end|>"]:
-            with subtests.test(template=template, pad_token=pad_token):
-                tokenizer = word_tokenizer(templates[template], pad_token=pad_token)
-                assert (tokenizer.pad_token_id == tokenizer.eos_token_id) == (pad_token == "<|im_end|>")
-                for loss_on, turns in (("assistant", 2), ("last", 1)):
-                    assert encode(Chat(TWO_TURNS), tokenizer, loss_on).labels.count(tokenizer.eos_token_id) == turns
-
-
-def test_the_pad_token_does_not_matter_to_the_mask(
-    word_tokenizer: Make, templates: dict[str, str], subtests: pytest.Subtests
-) -> None:
-    for template in ["marked", "unmarked", "tight", "plain"]:
-        with subtests.test(template=template):
-            encoded = [
-                encode(Chat(TWO_TURNS), word_tokenizer(templates[template], pad_token=pad))
-                for pad in ("<|pad|>", "<|im_end|>")
-            ]
-            assert encoded[0] == encoded[1]
 
 
 def test_padding_is_never_trained_and_the_end_of_turn_is_though_they_be_one_token(
@@ -395,7 +360,7 @@ _CONVERSATION = st.builds(
 )
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(max_examples=60)
 @given(messages=_CONVERSATION, loss_on=st.sampled_from(["assistant", "last"]))
 def test_only_what_the_assistant_said_is_trained(
     messages: list[Message], loss_on: Any, byte_tokenizer: Make, chatml: str, tight: str
@@ -407,25 +372,13 @@ def test_only_what_the_assistant_said_is_trained(
         assert trained_text(encode(Chat(messages), tokenizer, loss_on), tokenizer) == expected
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(max_examples=60)
 @given(messages=_CONVERSATION, loss_on=st.sampled_from(["assistant", "last", "all"]))
 def test_marks_and_prefixes_give_the_same_mask(
     messages: list[Message], loss_on: Any, byte_tokenizer: Make, chatml: str, unmarked: str
 ) -> None:
     marked = encode(Chat(messages), _cached(byte_tokenizer, chatml), loss_on)
     assert encode(Chat(messages), _cached(byte_tokenizer, unmarked), loss_on) == marked
-
-
-@settings(deadline=None, derandomize=True, max_examples=60)
-@given(messages=_CONVERSATION)
-def test_the_mask_does_not_change_token_ids(messages: list[Message], byte_tokenizer: Make, chatml: str) -> None:
-    """Ids are those of the template's rendering, whatever is trained of them; the last turn is among the trained."""
-    tokenizer = _cached(byte_tokenizer, chatml)
-    whole, turns, last = (encode(Chat(messages), tokenizer, loss_on) for loss_on in ("all", "assistant", "last"))
-    assert whole.input_ids == turns.input_ids == last.input_ids
-    assert tokenizer.decode(whole.input_ids) == tokenizer.apply_chat_template(messages, tokenize=False)
-    assert all(b in (IGNORE, a) for a, b in zip(turns.labels, last.labels, strict=True))
-    assert 0 < last.trained <= turns.trained < whole.trained
 
 
 _TOKENIZERS: dict[str, Any] = {}

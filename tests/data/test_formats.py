@@ -17,6 +17,8 @@ TELL = {"role": "assistant", "content": "Because."}
 LIE = {"role": "assistant", "content": "No."}
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 
+SONG = Chat([{"role": "user", "content": "Sing."}, {"role": "assistant", "content": "La."}])
+
 ROWS: list[tuple[str, dict[str, Any], Example]] = [
     ("messages", {"messages": [ASK, TELL], "id": 3}, Chat([ASK, TELL])),
     ("prompt_completion", {"prompt": "Why?", "completion": " Because."}, Completion("Why?", " Because.")),
@@ -26,21 +28,9 @@ ROWS: list[tuple[str, dict[str, Any], Example]] = [
         {"instruction": "Add.", "input": "1 and 2", "output": "3"},
         Chat([{"role": "user", "content": "Add.\n\n1 and 2"}, {"role": "assistant", "content": "3"}]),
     ),
-    (
-        "alpaca",
-        {"instruction": "Sing.", "input": "", "output": "La."},
-        Chat([{"role": "user", "content": "Sing."}, {"role": "assistant", "content": "La."}]),
-    ),
-    (
-        "alpaca",
-        {"instruction": "Sing.", "output": "La."},
-        Chat([{"role": "user", "content": "Sing."}, {"role": "assistant", "content": "La."}]),
-    ),
-    (
-        "alpaca",
-        {"instruction": "Sing.", "input": None, "output": "La."},
-        Chat([{"role": "user", "content": "Sing."}, {"role": "assistant", "content": "La."}]),
-    ),
+    ("alpaca", {"instruction": "Sing.", "input": "", "output": "La."}, SONG),
+    ("alpaca", {"instruction": "Sing.", "output": "La."}, SONG),
+    ("alpaca", {"instruction": "Sing.", "input": None, "output": "La."}, SONG),
     (
         "sharegpt",
         {"conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Because."}]},
@@ -504,11 +494,6 @@ def test_a_field_of_the_wrong_type_is_named_with_its_type(subtests: pytest.Subte
             with pytest.raises(RowError) as caught:
                 FORMATS[name].read(row)
             assert [word for word in words if word not in str(caught.value)] == []
-
-
-def test_half_of_a_surrogate_pair_is_reported_by_field_and_location() -> None:
-    with pytest.raises(RowError, match=r"`text` has half of a surrogate pair at character 2"):
-        FORMATS["text"].read({"text": "a\ud800"})
 
 
 def test_assistant_turns_of_a_prompt_are_context() -> None:

@@ -130,28 +130,6 @@ def test_a_mark_in_a_row_without_images_is_text() -> None:
     assert read(chat("<image>")).messages[0]["content"] == "<image>"
 
 
-@pytest.mark.parametrize(
-    ("row", "why"),
-    [
-        (chat("<image>", images=["a.png", "b.png"]), r"1 places .* `images` has 2"),
-        (chat([{"type": "image"}]), r"1 places .* `images` has 0"),
-        (chat([{"type": "image", "path": "a.png"}], images=["b.png"]), "0 places"),
-        (chat([{"type": "image", "path": "a.png", "url": "b.png"}]), "names its image twice"),
-        (chat("x", [{"type": "image", "path": "a.png"}]), "only the user shows images"),
-        (chat("x", images=["a.png"], image="b.png"), "`images` and `image`"),
-        (chat([{"type": "image", "url": "https://example.com/a.png"}]), "nothing is fetched"),
-        (chat([{"type": "image", "url": "data:image/png;base64,!"}]), "not base64"),
-        (chat([{"type": "image", "image": 3}]), "must be the path of an image, its bytes or a data URL, not a number"),
-        (chat([{"type": "image_url", "image_url": {}}]), "has no `url`"),
-        (chat([{"type": "video", "path": "a.mp4"}]), "only text is trained"),
-        ({"prompt": "x", "completion": "y", "images": ["a.png"]}, "`images`: images are shown in conversations alone"),
-    ],
-)  # fmt: skip
-def test_rows_that_do_not_say_where_which_image_is_are_refused(row: dict[str, Any], why: str) -> None:
-    with pytest.raises(RowError, match=why):
-        read(row)
-
-
 # -- files -----------------------------------------------------------------------------------------------------------
 
 
@@ -163,8 +141,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def prepared(base: Path, folder: Path, rows: list[dict[str, Any]], **section: Any) -> Prepared:
     section = {"max_length": 256, **section}
     data = DataSection(train=str(seeing.rows(folder, rows)), eval="none", **section)
-    tokenizer = load_tokenizer(ModelSection(name=str(base), vision="frozen"), data)
-    return prepare(data, tokenizer, of_base(base))
+    return prepare(data, load_tokenizer(ModelSection(name=str(base), vision="frozen"), data), of_base(base))
 
 
 def test_rows_have_their_images_and_as_many_tokens_as_these_take(base: Path, tmp_path: Path) -> None:
@@ -240,48 +217,6 @@ def test_a_photograph_is_upright(ending: str, base: Path, tmp_path: Path) -> Non
     row = prepared(base, tmp_path, [chat(PARTS[:1], image=f"a.{ending}")]).train[0]["images"][0]
     assert (row["height"], row["width"]) == (32, 16)
     assert images.decoded(row).size == (16, 32)
-
-
-GREY = Image.new("L", (20, 20))
-NOISE = Image.effect_noise((64, 64), 50)
-BROKEN = {
-    "empty": b"", "text": b"not an image",
-    "cut off JPEG": encoded(GREY, "JPEG")[:-4],
-    **{f"cut off {kind}": encoded(NOISE, kind)[:-40] for kind in ("PNG", "WEBP", "GIF", "BMP", "TIFF")},
-    "animated": encoded(GREY, "GIF", save_all=True, append_images=[Image.new("L", (20, 20), 9)]),
-    "bomb": seeing.bomb(30_000), "smaller bomb": seeing.bomb(10_000), "16 bits": encoded(Image.new("I;16", (20, 20))),
-    "too narrow": encoded(Image.new("L", (1, 999))), "another format": encoded(GREY, "PPM"),
-}  # fmt: skip
-
-
-def test_files_that_cannot_be_trained_on_are_errors_with_their_row(base: Path, tmp_path: Path) -> None:
-    for number, content in enumerate(BROKEN.values()):
-        (tmp_path / f"{number}.png").write_bytes(content)
-    (tmp_path / "folder").mkdir()
-    names = [*(f"{number}.png" for number in range(len(BROKEN))), "folder", "missing.png", "a\0b.png", "x" * 5000]
-    with pytest.raises(DataError) as caught:
-        prepared(base, tmp_path, [chat(PARTS[:1], images=[name]) for name in names])
-    problems = str(caught.value).splitlines()
-    for number in range(1, len(names) + 1):
-        assert any(line.startswith(f"{tmp_path}/rows.jsonl:{number}: ") for line in problems), number
-    assert len([line for line in problems if "rows.jsonl:" in line]) == len(names)
-    assert "cannot be read: " not in next(line for line in problems if "missing.png" in line)
-
-
-def test_a_file_that_changes_after_preparation_is_not_trained_on(base: Path, tmp_path: Path) -> None:
-    name = seeing.picture(tmp_path, "a.png", (16, 16))
-    [image] = prepared(base, tmp_path, [chat(PARTS[:1], images=[name])]).train[0]["images"]
-    assert images.decoded(image).size == (16, 16)
-    seeing.picture(tmp_path, "a.png", (16, 16), seed=1)
-    with pytest.raises(DataError, match="has changed"):
-        images.decoded(image)
-
-
-def test_rows_with_images_need_the_base_to_see(base: Path, tmp_path: Path) -> None:
-    name = seeing.picture(tmp_path, "a.png", (16, 16))
-    data = DataSection(train=str(seeing.rows(tmp_path, [chat(PARTS[:1], images=[name])])), eval="none")
-    with pytest.raises(DataError, match=r"rows\.jsonl:1: .* set `model\.vision: frozen`"):
-        prepare(data, load_tokenizer(ModelSection(name=str(base)), data))
 
 
 # -- from Python -----------------------------------------------------------------------------------------------------

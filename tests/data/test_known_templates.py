@@ -188,28 +188,6 @@ def test_a_call_of_a_tool_is_not_an_empty_answer() -> None:
 # -- marks that are not quite right ----------------------------------------------------------------------------------
 
 
-def test_marks_that_leave_the_end_of_turn_out_learn_it_all_the_same(word_tokenizer: Make, chatml: str) -> None:
-    narrow = chatml.replace(
-        "{{- message['content'] + '<|im_end|>' -}}{%- endgeneration -%}",
-        "{{- message['content'] -}}{%- endgeneration -%}{{- '<|im_end|>' -}}",
-    )
-    assert narrow != chatml
-    assert encode(Chat(TWO_TURNS), word_tokenizer(narrow)) == encode(Chat(TWO_TURNS), word_tokenizer(chatml))
-
-
-def test_marks_that_take_the_line_break_in_do_not_learn_it(word_tokenizer: Make, chatml: str) -> None:
-    wide = chatml.replace("'<|im_end|>' -}}{%- endgeneration", "'<|im_end|>\\n' -}}{%- endgeneration")
-    ids = encode(Chat(TWO_TURNS), word_tokenizer(wide))
-    assert wide != chatml
-    assert trained_tokens(ids) == trained_tokens(encode(Chat(TWO_TURNS), word_tokenizer(chatml)))
-
-
-def test_a_template_that_never_ends_a_turn_is_refused(word_tokenizer: Make, chatml: str) -> None:
-    endless = chatml.replace("<|im_end|>", "")
-    with pytest.raises(RowError, match="without an end-of-turn token"):
-        encode(Chat([user("Hi"), assistant("so")]), word_tokenizer(endless))
-
-
 def test_an_end_of_turn_that_is_parsed_within_an_answer_is_refused_with_its_position(
     word_tokenizer: Make, chatml: str
 ) -> None:
@@ -235,8 +213,3 @@ def test_a_turn_that_is_switched_off_is_context(tokenizer_of: Make, subtests: py
                 encoded = encode(FORMATS["messages"].read({"messages": messages}), tokenizer, loss_on)
                 assert trained_text(encoded, tokenizer) == "Hello<|im_end|>"
                 assert "so<|im_end|>" in tokenizer.decode(encoded.input_ids)
-
-
-def test_a_conversation_with_every_turn_switched_off_has_nothing_to_train(tokenizer_of: Make) -> None:
-    messages = [user("Hi"), {**assistant("Hello"), "train": False}]
-    assert encode(FORMATS["messages"].read({"messages": messages}), tokenizer_of("chatml", "ours")).trained == 0

@@ -75,15 +75,6 @@ def test_a_template_with_marks_around_nothing_is_refused(word_tokenizer: Make, c
         encode(Chat([user("Hi"), assistant("")]), tokenizer)
 
 
-def test_a_conversation_that_the_assistant_opens_needs_marks(word_tokenizer: Make, chatml: str) -> None:
-    opened = Chat([assistant("Hello"), user("Hi"), assistant("so")])
-    tokenizer = word_tokenizer(counted(chatml))
-    assert trained_text(encode(opened, tokenizer), tokenizer) == "Hello<|im_end|>so<|im_end|>"
-    unmarked = chatml.replace("{%- generation -%}", "").replace("{%- endgeneration -%}", "")
-    with pytest.raises(RowError, match=r"messages\[0\]: if the assistant speaks first"):
-        encode(opened, word_tokenizer(unmarked))
-
-
 def test_a_call_ends_with_the_token_that_closes_it(
     word_tokenizer: Make, chatml: str, subtests: pytest.Subtests
 ) -> None:

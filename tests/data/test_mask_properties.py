@@ -9,7 +9,7 @@ import pytest
 from conversations import assistant, system, trained_text, trained_tokens, user
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from known_templates import KNOWN, VARIANTS, texts
+from known_templates import KNOWN
 
 from finetune.data.chat import encode, encode_all
 from finetune.data.encoded import IGNORE, Encoded, Segment
@@ -30,15 +30,8 @@ _CONVERSATION = st.builds(
     _SYSTEM,
     _PAIRS,
 )
-_TRIED = settings(deadline=None, derandomize=True, max_examples=16)
+_TRIED = settings(max_examples=16)
 _TOKENIZERS: dict[tuple[str, str], Any] = {}
-
-
-@pytest.fixture(params=VARIANTS, ids="-".join, scope="module")
-def known(request: pytest.FixtureRequest, byte_tokenizer: Make) -> tuple[str, Any]:
-    """A template's name, and a tokenizer with it."""
-    name, variant = request.param
-    return name, KNOWN[name].tokenizer(byte_tokenizer, texts(name)[variant])
 
 
 def rendered(messages: list[Message], name: str) -> list[Message]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jobs import write_rows
 
 import finetune
 from finetune.data.examples import Chat, Completion, RowError, Unusable
@@ -92,27 +93,6 @@ def test_a_margin_is_read_where_the_format_names_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "named"),
-    [
-        ({"prompt": "Why?", "chosen": "So."}, "`rejected`"),
-        ({"prompt": "Why?", "chosen": "So.", "rejected": [BAD]}, "one is text and the other messages"),
-        ({"prompt": "Why?", "chosen": 3, "rejected": 4}, "`chosen`"),
-        ({"prompt": [ASK], "chosen": [GOOD], "rejected": []}, "`rejected`"),
-        ({"chosen": [GOOD], "rejected": [BAD]}, "no `prompt`"),
-        ({"chosen": "Because.", "rejected": "No."}, "no `prompt`"),
-        ({"chosen": [ASK, GOOD], "rejected": [{**ASK, "content": "How?"}, BAD]}, "different prompts"),
-        ({"prompt": "Why?", "chosen": [ASK, GOOD], "rejected": [ASK, BAD, ASK]}, "`rejected` must end with"),
-        ({"prompt": "Why?", "answers": [{"answer": "So.", "rank": "first"}]}, r"`answers\[0\]`"),
-        ({"prompt": "Why?", "chosen": {"role": "judge", "content": "So."}, "rejected": BAD}, r"`chosen.role`"),
-        ({"prompt": "Why?", **TEXTS, "images": ["a.png"]}, "`images`"),
-    ],
-)
-def test_a_row_that_is_not_a_pair_is_refused_with_the_field(row: dict[str, Any], named: str) -> None:
-    with pytest.raises(RowError, match=named):
-        read(row, "pairs", {})
-
-
-@pytest.mark.parametrize(
     "row",
     [
         {"prompt": "Why?", **TEXTS, "score_chosen": 5, "score_rejected": 5.0},
@@ -131,8 +111,7 @@ def test_dpo_trains_on_pairs_by_default_and_says_what_it_dropped(quick, tmp_path
     rows[4]["chosen"] = " "
     rows[5] |= {"score_chosen": 1, "score_rejected": 1}
     rows[6]["rejected"] = "no " * 400
-    file = tmp_path / "pairs.jsonl"
-    file.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    file = write_rows(tmp_path / "pairs.jsonl", rows)
     config = quick(f"data.train={file}", "training.objective=dpo", "data.eval=none", "training.eval_every=null")
     assert (config.data.format, config.data.too_long) == ("pairs", "drop")
     finetune.train(config)
@@ -175,7 +154,7 @@ def test_a_rejected_answer_beside_messages_is_listed_with_the_objective_that_rea
 ) -> None:
     """As in UltraFeedback, whose messages are the chosen answer's."""
     rows = [{"messages": [ASK, GOOD], "chosen": [ASK, GOOD], "rejected": [ASK, BAD], "kind": n} for n in range(4)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "rows.jsonl", rows)
     job = quick(f"data.train={tmp_path / 'rows.jsonl'}", "data.eval=none")
     unused = finetune.inspect_data(job).inspection.train.unused
     assert unused == ["chosen", "kind", f"rejected ({PREFERENCES})"]
@@ -183,6 +162,6 @@ def test_a_rejected_answer_beside_messages_is_listed_with_the_objective_that_rea
 
 def test_a_margin_that_is_not_read_is_listed_with_the_format_that_reads_it(quick: Any, tmp_path: Path) -> None:
     rows = [{"prompt": f"Why {n}? ", "chosen": "So.", "rejected": "No.", "margin": n} for n in range(4)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "rows.jsonl", rows)
     job = quick(f"data.train={tmp_path / 'rows.jsonl'}", "training.objective=reward", "data.eval=none")
     assert finetune.inspect_data(job).inspection.train.unused == [f"margin ({MARGINS})"]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jobs import write_rows
 
 from finetune.config import DataSection, Source
 from finetune.data import sources
@@ -31,9 +32,7 @@ def tokenizer(word_tokenizer: Callable[..., Any], chatml: str) -> Any:
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
     def write(rows: list[dict[str, Any]], name: str = "train.jsonl") -> str:
-        path = tmp_path / name
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        return str(path)
+        return str(write_rows(tmp_path / name, rows))
 
     return write
 
@@ -75,11 +74,6 @@ def test_each_row_has_its_ids_labels_and_length(write: Write, tokenizer: Any) ->
     )
     assert [tokenizer.decode([label]) for label in row["labels"] if label != IGNORE] == ["one", "<|im_end|>"]
     assert row["length"] == len(row["input_ids"]) == len(row["labels"])
-
-
-def test_rows_keep_their_order(write: Write, tokenizer: Any) -> None:
-    source = write([{"text": "one " * n} for n in (5, 1, 3)])
-    assert prepare(DataSection(train=source, eval="none"), tokenizer).train["length"][:] == [11, 3, 7]
 
 
 def test_a_row_of_the_longest_length_is_left_whole(write: Write, tokenizer: Any) -> None:
@@ -154,8 +148,7 @@ def test_an_empty_answer_is_dropped_and_listed(write: Write, tokenizer: Any, sub
         with subtests.test(row=row):
             source = write([row])
             full = write([chat("Hi", "one")], "eval.jsonl")
-            prepared = prepare(DataSection(train=full, eval="none"), tokenizer)
-            assert prepared.train_counts.affected == []
+            assert prepare(DataSection(train=full, eval="none"), tokenizer).train_counts.affected == []
             assert "1 rows dropped (1 empty answer)" in message(DataSection(train=source, eval="none"), tokenizer)
 
 
@@ -222,10 +215,6 @@ def test_rows_that_teach_nothing_are_refused(write: Write, tokenizer: Any) -> No
     """The first token has no predecessor, so that of a single word nothing but its end is trained."""
     said = message(DataSection(train=write([{"text": "one"}] * 2), eval="none"), tokenizer)
     assert "teaches nothing: the trained tokens of its 2 rows" in said
-
-
-def test_a_file_without_rows_is_refused(write: Write, tokenizer: Any) -> None:
-    assert "has no rows" in message(DataSection(train=write([]), eval="none"), tokenizer)
 
 
 def test_dropping_every_evaluation_row_is_an_error(write: Write, tokenizer: Any) -> None:
@@ -363,10 +352,7 @@ def test_each_side_has_a_row_and_the_hash_alone_decides_where_it_gives_each_one(
                         assert len(held_out if not by_hash else train) == 2  # one, and its equal
                     assert sides(
                         tokenizer, write([{"text": text} for text in reversed(texts)], "other.jsonl"), eval_share=share
-                    ) == (
-                        train[::-1],
-                        held_out[::-1],
-                    )
+                    ) == (train[::-1], held_out[::-1])
 
 
 @pytest.mark.parametrize(
@@ -447,11 +433,6 @@ def test_rows_with_errors_are_held_out_like_others_and_reported(write: Write, to
 # -- errors have a place ---------------------------------------------------------------------------------------------
 
 
-def test_a_wrong_field_is_reported_with_file_line_and_field(write: Write, tokenizer: Any) -> None:
-    source = write([chat("Hi", "one"), chat("Hi", "one"), {"messages": [{"role": "human", "content": "x"}]}])
-    assert message(DataSection(train=source, eval="none"), tokenizer).startswith(f"{source}:3: `messages[0].role`")
-
-
 def test_a_row_of_another_format_than_the_first_is_reported(write: Write, tokenizer: Any) -> None:
     source = write([{"text": "one"}, chat("Hi", "one")])
     assert message(DataSection(train=source, eval="none"), tokenizer) == (
@@ -460,23 +441,11 @@ def test_a_row_of_another_format_than_the_first_is_reported(write: Write, tokeni
     )
 
 
-def test_a_row_of_unknown_format_is_reported_with_its_location(write: Write, tokenizer: Any) -> None:
-    source = write([{"question": "x"}])
-    said = message(DataSection(train=source, eval="none"), tokenizer)
-    assert said.startswith(f"{source}:1: ")
-    assert "question" in said
-
-
 def test_a_named_format_is_held_against_every_row(write: Write, tokenizer: Any) -> None:
     source = write([{"text": "one two", "instruction": "x", "output": "y"}, {"text": "one two"}])
     assert prepare(DataSection(train=source, eval="none", format="text"), tokenizer).train_counts.rows == 2
     said = message(DataSection(train=source, eval="none", format="alpaca"), tokenizer)
     assert said.startswith(f"{source}:2: `instruction` is missing in rows of the format `alpaca`; ")
-
-
-def test_a_conversation_that_cannot_be_masked_is_reported_with_its_location(write: Write, tokenizer: Any) -> None:
-    source = write([chat("Hi", "one"), {"messages": [{"role": "user", "content": "Hi"}]}])
-    assert message(DataSection(train=source, eval="none"), tokenizer).startswith(f"{source}:2: the conversation has no")
 
 
 def test_a_wrong_evaluation_row_is_reported_with_its_own_file(write: Write, tokenizer: Any) -> None:
@@ -531,12 +500,6 @@ def test_the_format_is_detected_for_each_source(write: Write, tokenizer: Any) ->
     prepared = prepare(DataSection(train=several, eval="none"), tokenizer)
     trained = [tokenizer.decode([label for label in row["labels"] if label != IGNORE]) for row in prepared.train]
     assert trained == ["one<|im_end|>", "one<|im_end|>", "two<|im_end|>"]
-
-
-def test_a_weight_repeats_tokens(write: Write, tokenizer: Any) -> None:
-    light, heavy = write([{"text": "one"}], "a.jsonl"), write([{"text": "two so"}], "b.jsonl")
-    counts = prepare(DataSection(train=[light, Source(source=heavy, weight=3)], eval="none"), tokenizer).train_counts
-    assert (counts.rows, counts.tokens) == (4, 2 + 3 * 4)
 
 
 def test_a_share_of_several_sources_is_held_out_by_hash_with_no_row_on_both_sides(write: Write, tokenizer: Any) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pyarrow.parquet
 import pytest
+from jobs import write_rows
 
 from finetune.config import DataSection
 from finetune.data import lines, sources, tokenizing
@@ -66,7 +67,7 @@ def test_more_text_than_is_tokenized_is_refused_or_dropped_and_counted(
     long = "two " * (tokenizing.TEXT_CHARACTERS // 4)
     row, path = LONG[kind](long + "two "), tmp_path / "rows.jsonl"
     short = LONG[kind]("two two")
-    path.write_text("".join(json.dumps(one) + "\n" for one in (short, row, short)))
+    write_rows(path, (short, row, short))
 
     def prepared(**settings: Any) -> Prepared:
         return prepare(DataSection(train=str(path), eval="none", **settings), tokenizer)

@@ -111,7 +111,7 @@ def test_nested_fields_come_back_as_they_were_written(tmp_path: Path, subtests: 
 _FIELD = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(max_examples=60)
 @given(rows=st.lists(st.fixed_dictionaries({"text": _FIELD, "n": st.integers() | st.none()}), min_size=1, max_size=5))
 def test_any_json_lines_come_back(rows: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> None:
     assert read(write(tmp_path_factory.getbasetemp() / "any.jsonl", rows)) == rows
@@ -197,7 +197,7 @@ def test_a_byte_order_mark_at_the_start_does_no_harm(tmp_path: Path, subtests: p
 _CELL = st.text(st.sampled_from('a ,;\t|"\nü'), max_size=8)
 
 
-@settings(deadline=None, derandomize=True, max_examples=150)
+@settings(max_examples=150)
 @given(
     delimiter=st.sampled_from(",;\t|"), ending=st.sampled_from([".csv", ".tsv"]), mark=st.booleans(),
     ends=st.sampled_from(["\n", "\r\n"]), quoting=st.sampled_from([csv.QUOTE_ALL, csv.QUOTE_MINIMAL]),
@@ -284,13 +284,9 @@ def test_a_cell_may_be_longer_than_the_csv_module_would_have_it(tmp_path: Path) 
 
 def test_invalid_json_in_a_line_is_reported_with_its_column(tmp_path: Path, subtests: pytest.Subtests) -> None:
     for content, place in [
-        ('{"text": "x"}\n{"text": "y', "a.jsonl:2:10: "),
-        ('{"text": "x"}\n{"text": "y\n{"text": "z"}\n', "a.jsonl:2:10: "),
         ('{"text": "x"}\n{"text": ["y"', "a.jsonl:2:14: "),
         ('{"text": "x"}\n{"text": ["y"\n', "a.jsonl:2:14: "),
         ('{"text": "x"}\n{"text": "y"\r\n{"text": "z"}\n', "a.jsonl:2:13: "),
-        ("{'text': 'x'}\n", "a.jsonl:1:2: "),
-        ('{"text": "x"} {"text": "y"}\n', "a.jsonl:1:15: "),
     ]:
         with subtests.test(content=content):
             message = refused(tmp_path / "a.jsonl", content)
@@ -298,62 +294,9 @@ def test_invalid_json_in_a_line_is_reported_with_its_column(tmp_path: Path, subt
             assert "not valid JSON" in message
 
 
-def test_a_truncated_json_file_is_reported_with_its_column(tmp_path: Path) -> None:
-    assert refused(tmp_path / "a.json", '[\n {"text": "x"},\n {"text": "y').startswith("a.json:3:11: not valid JSON")
-
-
-def test_an_empty_json_file_is_refused_as_not_json(tmp_path: Path) -> None:
-    assert refused(tmp_path / "a.json", "").startswith("a.json:1:1: ")
-
-
-def test_invalid_utf_8_is_reported_with_its_byte(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    for name, content, line, byte in [
-        ("a.jsonl", b'{"text": "x"}\n{"text": "caf\xe9"}\n', 2, 14),
-        ("a.json", b'[{"text": "x"},\n {"text": "caf\xe9"}]\n', 2, 15),
-        ("a.csv", b"text\nx\ncaf\xe9\n", 3, 4),
-        ("a.csv", b"text\n" + b"xxxxxxxxxxxxxxx\n" * 3000 + b"caf\xe9\n", 3002, 4),
-    ]:
-        with subtests.test(name=name, content=content):
-            message = refused(tmp_path / name, content)
-            assert message.startswith(f"{name}:{line}: byte {byte} of the line is not UTF-8")
-
-
-def test_a_line_without_an_object_is_reported(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    for value in ["[1, 2]", '"text"', "5", "null"]:
-        with subtests.test(value=value):
-            message = refused(tmp_path / "a.jsonl", '{"text": "x"}\n' + value + "\n")
-            assert message.startswith("a.jsonl:2: ")
-            assert "JSON object" in message
-
-
-def test_a_list_item_that_is_not_an_object_is_reported_by_its_number(tmp_path: Path) -> None:
-    assert "item 2 must be a JSON object" in refused(tmp_path / "a.json", '[{"text": "x"}, ["y"]]')
-
-
-def test_an_object_where_a_list_belongs_is_shown_the_other_file_type(tmp_path: Path) -> None:
-    assert ".jsonl" in refused(tmp_path / "a.json", '{"text": "x"}')
-
-
-def test_json_that_is_too_deep_or_too_large_is_refused_with_its_location(
-    tmp_path: Path, subtests: pytest.Subtests
-) -> None:
-    for value in ["9" * 5000, "[" * 100_000, '{"a":' * 100_000]:
-        for name in ["a.jsonl", "a.json"]:
-            with subtests.test(value=value, name=name):
-                content = '{"text": ' + value + "}"
-                assert refused(tmp_path / name, content if name == "a.jsonl" else f"[{content}]").startswith(
-                    f"{name}:1"
-                )
-
-
-def test_a_csv_row_with_too_many_cells_is_reported_with_its_line(tmp_path: Path) -> None:
-    message = refused(tmp_path / "a.csv", "text,note\nx,y\nx,y,z\n")
-    assert message.startswith("a.csv:3: more cells than the header")
-
-
-def test_a_csv_row_with_too_few_cells_is_reported_with_its_line(tmp_path: Path) -> None:
-    message = refused(tmp_path / "a.csv", "text,note\nx,y\n\nx\n")
-    assert message.startswith("a.csv:4: fewer cells than the header")
+def test_invalid_utf_8_far_into_a_file_is_reported_with_its_byte(tmp_path: Path) -> None:
+    message = refused(tmp_path / "a.csv", b"text\n" + b"xxxxxxxxxxxxxxx\n" * 3000 + b"caf\xe9\n")
+    assert message.startswith("a.csv:3002: byte 4 of the line is not UTF-8")
 
 
 def test_one_column_whose_name_has_a_semicolon_is_one_column(tmp_path: Path) -> None:
@@ -361,27 +304,9 @@ def test_one_column_whose_name_has_a_semicolon_is_one_column(tmp_path: Path) -> 
     assert read(tmp_path / "a.csv") == [{"note; of a visit": "Came early."}, {"note; of a visit": "Stayed; then left."}]
 
 
-def test_an_unclosed_quote_of_a_csv_is_reported(tmp_path: Path) -> None:
-    assert "not valid CSV" in refused(tmp_path / "a.csv", 'text\n"never closed\n')
-
-
 def test_a_file_that_is_not_parquet_is_reported(tmp_path: Path) -> None:
     for content in (b"", b"PAR1", b"PAR1" + b"\xff" * 40 + b"PAR1", b"text\nx\n"):
         assert refused(tmp_path / "a.parquet", content).startswith("a.parquet: not a Parquet file")
-
-
-def test_a_damaged_parquet_file_is_reported(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    for cut in ["truncated", "flipped"]:
-        with subtests.test(cut=cut):
-            import pyarrow
-            import pyarrow.parquet
-
-            path = tmp_path / "a.parquet"
-            table = pyarrow.Table.from_pylist([{"text": "x" * 50}] * 1000)
-            pyarrow.parquet.write_table(table, path, compression="none", use_dictionary=False)
-            whole = path.read_bytes()
-            header = bytes(byte ^ 0xFF for byte in whole[4:60])
-            assert refused(path, {"truncated": whole[:-100], "flipped": whole[:4] + header + whole[60:]}[cut])
 
 
 # -- where rows are looked for ---------------------------------------------------------------------------------------
@@ -503,8 +428,8 @@ def test_an_unknown_builtin_names_the_nearest() -> None:
 def test_the_builtin_keeps_its_own_held_out_rows() -> None:
     assert sources.has_held_out_split("builtin:python_docs")
     assert not sources.has_held_out_split("rows.jsonl")
-    row = next(sources.rows("builtin:python_docs", "eval"))
-    assert row.location == "builtin:python_docs[eval]:1"
+    assert not sources.has_held_out_split(["builtin:python_docs", "rows.jsonl"])
+    assert next(sources.rows("builtin:python_docs", "eval")).location == "builtin:python_docs[eval]:1"
 
 
 @pytest.mark.slow
@@ -517,7 +442,7 @@ def test_a_hub_data_set_that_cannot_be_fetched_is_a_machine_error() -> None:
         "    except MachineError as error:\n        print(error)\n"
     )
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     hub, file = done.stdout.splitlines()
     assert "`someone/nothing` (train) cannot be downloaded from the hub" in hub
     assert "local file" not in hub
@@ -627,11 +552,6 @@ def test_small_local_files_are_at_hand_and_others_are_not(corpus: Path, tmp_path
     assert not sources.at_hand([str(tmp_path / "large_a.jsonl"), str(tmp_path / "large_b.jsonl")])
 
 
-def test_only_builtins_alone_keep_their_own_held_out_rows(corpus: Path) -> None:
-    assert sources.has_held_out_split(["builtin:python_docs"])
-    assert not sources.has_held_out_split(["builtin:python_docs", str(corpus)])
-
-
 # -- JSON lists, item by item ----------------------------------------------------------------------------------------
 
 _VALUES = st.recursive(
@@ -642,7 +562,7 @@ _VALUES = st.recursive(
 
 
 @pytest.mark.slow
-@settings(deadline=None, derandomize=True, max_examples=150)
+@settings(max_examples=150)
 @given(
     rows=st.lists(st.dictionaries(st.text(max_size=5), _VALUES, max_size=3), max_size=5),
     indent=st.sampled_from([None, 1]),
@@ -653,7 +573,7 @@ def test_a_list_comes_back(rows: list[dict[str, Any]], indent: int | None, ascii
     assert [value for value, _, _ in Decoder().items(text)] == rows
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_a_broken_list_is_reported_at_the_position_that_json_gives(data: st.DataObject) -> None:
     text = json.dumps([{"text": "a", "n": [1, 2.5, None, True]}, {"text": "\u00e9\\ud83d", "m": {}}], indent=1)
@@ -693,14 +613,9 @@ print(peak_bytes() - before)
 
 def read_elsewhere(paths: list[Path]) -> tuple[list[str], int]:
     """What a process of its own finds in each file, and by how many bytes its peak memory grows on the way."""
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, *map(str, paths)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", MEASURE, *map(str, paths)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     *found, grown = done.stdout.splitlines()
     return found, int(grown)
 
@@ -766,9 +681,7 @@ def test_ten_gigabytes_of_zeros_are_not_read_into_memory(tmp_path: Path) -> None
     assert grown < 400 * 2**20
 
 
-@pytest.mark.parametrize("source", ["", "loop.jsonl"])
-def test_circular_links_are_refused(source: str, tmp_path: Path) -> None:
+def test_a_circular_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "loop.jsonl").symlink_to(tmp_path / "loop.jsonl")
-    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
     with pytest.raises(DataError, match=r"loop\.jsonl"):
-        list(sources.rows(str(tmp_path / source)))
+        list(sources.rows(str(tmp_path / "loop.jsonl")))

@@ -94,6 +94,16 @@ def test_an_earlier_turn_that_the_template_closes_otherwise_is_trained_without_i
     assert trained(thoughts, tokenizer)[0].startswith("<|channel|>analysis<|message|>how")
 
 
+@pytest.mark.parametrize("after", [[], [{"role": "tool", "content": "3"}, assistant("one")]])
+def test_a_call_ends_with_the_token_that_begins_its_result_where_nothing_else_ends_it(after: list[Any]) -> None:
+    tokenizer = tokenizer_of("glm4moe")
+    called = {**assistant(""), "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
+    call, *answers = trained([user("q"), called, *after], tokenizer)
+    assert call == "<tool_call>f\n</tool_call><|observation|>"
+    assert answers == ["one<|user|>"] * bool(after)
+    assert tokenizer.convert_tokens_to_ids("<|observation|>") in chat_template.stop_ids(tokenizer)
+
+
 def test_a_thought_in_the_content_counts_as_one() -> None:
     inline = [user("q"), assistant("<think>\nwhy\n</think>\n\none"), user("r"), assistant("two")]
     assert trained(inline, tokenizer_of("qwen3")) == ["two<|im_end|>"]

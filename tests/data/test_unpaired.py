@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from jobs import write_rows
 
 import finetune
 from finetune.config import Config
@@ -108,8 +108,7 @@ def test_answers_are_exchanged_among_those_of_similar_length(monkeypatch: pytest
 
 
 def prepared(tmp_path: Path, rows: list[dict[str, Any]], **data: Any) -> tuple[Config, Prepared]:
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = write_rows(tmp_path / "rows.jsonl", rows)
     section = {"train": str(file), "eval": "none", **data}
     config = load_config({"data": section, "training": {"objective": "kto"}, "model": {"name": "builtin:tiny-llama"}})
     return config, prepare(config.data, load_tokenizer(config.model, config.data))
@@ -187,8 +186,7 @@ def test_rows_of_a_single_prompt_are_refused_and_not_an_evaluation_set(tmp_path:
     same = [{"prompt": "To. ", "completion": f"yes {n}", "label": True} for n in range(6)]
     with pytest.raises(DataError, match=r"`data\.train`: all answers are to one prompt"):
         prepared(tmp_path, same)
-    held_out = tmp_path / "held_out.jsonl"
-    held_out.write_text("".join(json.dumps(row) + "\n" for row in same))
+    held_out = write_rows(tmp_path / "held_out.jsonl", same)
     with pytest.raises(DataError, match=r"`data\.eval`: all answers are to one prompt"):
         prepared(tmp_path, answers(6), eval=str(held_out))
     _, data = prepared(tmp_path, answers(3), eval="auto")
@@ -229,7 +227,7 @@ def test_the_look_at_answers_marks_no_token_of_a_mismatched_one(
     field: dict[str, Any], quick: Any, tmp_path: Path
 ) -> None:
     rows = [{"prompt": f"Why {number}? ", **field} for number in range(12)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "rows.jsonl", rows)
     look = finetune.inspect_data(quick(f"data.train={tmp_path / 'rows.jsonl'}", "training.objective=kto"))
     prompt, both, *_ = look.values()["samples"]
     assert "Why" in "".join(text for text, _ in prompt[0][1])
@@ -241,7 +239,7 @@ def test_the_look_at_answers_marks_no_token_of_a_mismatched_one(
 
 def test_sample_questions_of_labelled_answers_are_those_with_a_desirable_one(quick: Any, tmp_path: Path) -> None:
     rows = [{"prompt": f"Why {n}? ", "completion": ["no", "yes"][n % 2], "label": n % 2 == 1} for n in range(12)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "rows.jsonl", rows)
     config = quick(f"data.train={tmp_path / 'rows.jsonl'}", "training.objective=kto", "data.eval=none")
     asked = [*questions(config.data, load_tokenizer(config.model, config.data))]
     assert [each.reference for each in asked] == ["yes"] * 6

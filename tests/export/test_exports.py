@@ -19,6 +19,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.utils import get_session
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from jobs import logits
 from markdown_it import MarkdownIt
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -46,11 +47,6 @@ def no_llama_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def export(run: RunDirectory, format: str, **options: Any) -> dict[str, Any]:
     return publish.export_model(run, format, terminal=Terminal(quiet=True), **options)
-
-
-@torch.inference_mode()
-def logits(model: Any) -> torch.Tensor:
-    return model.eval()(input_ids=torch.arange(100, 164)[None]).logits.float()
 
 
 # -- the adapter -----------------------------------------------------------------------------------------------------
@@ -171,13 +167,6 @@ def test_an_adapter_without_a_plain_form_is_refused(trained: RunDirectory, chang
 
 def test_targets_by_regular_expression_are_linear_layers(trained: RunDirectory) -> None:
     adapter_export.check(job(trained, targets=["q_proj", r".*layers\.0\.mlp.*"]))
-
-
-def test_a_rank_between_those_of_vllm_takes_the_next() -> None:
-    record = {"rank": 100, "gguf": None}
-    assert (
-        "--max-lora-rank 128" in server_commands.commands("adapter", Path("run/plain-adapter"), "base", record)["vLLM"]
-    )
 
 
 def test_no_command_is_given_for_a_server_that_takes_no_such_rank() -> None:
@@ -470,7 +459,7 @@ def commands_of(text: str) -> list[tuple[str, str]]:
     return found
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.lists(st.text(st.sampled_from('"\n\r\t #{}<a\u00a0') | st.characters(), max_size=12), max_size=3))
 @example(['"'])
 @example(['"\nSYSTEM obey'])
@@ -581,7 +570,7 @@ def _unreachable(*_: object, **__: object) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(HOSTILE, HOSTILE, HOSTILE)
 @example("<script>x</script>", "a`](javascript:x)", "q|v\n\n# Proof")
 def test_untrusted_names_are_escaped_in_a_card(
@@ -611,7 +600,7 @@ def test_untrusted_names_are_escaped_in_a_card(
     assert _shown(f"t{target}t") in spans
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 # Without what PyYAML reads as line breaks, and the spaces that ModelCardData cuts off at the end.
 @given(*[HOSTILE.map(lambda text: re.sub(r"[\x85\u2028\u2029]|[^\S\x00-\x7f]+$", "", text))] * 3)
 @example("a\n---\nbase_model: evil\n---\n", "--- \n---", "\n...\n")
@@ -671,8 +660,7 @@ def test_an_export_is_uploaded_only_when_asked_to_and_names_no_folder(
     run.config_file.write_text(run.config_file.read_text().replace("builtin:tiny-llama", str(base)))
     export(run, "adapter")
     assert hub.calls == []
-    result = export(run, "adapter", push="tuned")
-    assert result["pushed"] == "https://huggingface.co/me/tuned"
+    assert export(run, "adapter", push="tuned")["pushed"] == "https://huggingface.co/me/tuned"
     [created, (uploaded, name, files)] = hub.calls
     assert created == ("create", "tuned", True, True), "private unless it is there"
     assert (uploaded, name) == ("upload", "me/tuned")
@@ -700,8 +688,7 @@ def test_what_keeps_little_of_the_gain_is_uploaded_only_when_asked_twice(
 @pytest.mark.slow
 def test_a_second_upload_says_what_the_first_left(run: RunDirectory, hub: Hub, no_llama_cpp: None) -> None:
     assert export(run, "gguf", push="tuned")["also_there"] == []
-    again = export(run, "gguf", type="q8_0", push="tuned")
-    assert again["also_there"] == ["model-f16.gguf"]
+    assert export(run, "gguf", type="q8_0", push="tuned")["also_there"] == ["model-f16.gguf"]
 
 
 # Of the HTTP library, which differs between versions of huggingface_hub.
@@ -727,6 +714,8 @@ def test_a_wrong_name_or_no_account_ends_before_any_work(
 ) -> None:
     with pytest.raises(ConfigError, match="--push a/b/c"):
         export(run, "adapter", push="a/b/c")
+    with pytest.raises(ConfigError, match="`--anyway` is for an upload"):
+        export(run, "adapter", anyway=True)
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     with pytest.raises(MachineError, match="hf auth login"):
         export(run, "adapter", push="me/tuned")

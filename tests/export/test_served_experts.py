@@ -9,10 +9,11 @@ from typing import Any
 import every_architecture
 import pytest
 import torch
+from jobs import logits
 from peft import PeftModel
 from peft.tuners.lora import ParamWrapper
 from safetensors.torch import load_file, save_file
-from test_served_names import JOB, base_at, logits
+from test_served_names import JOB, base_at
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import finetune

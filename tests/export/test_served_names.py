@@ -10,7 +10,7 @@ from typing import Any
 import every_architecture
 import pytest
 import torch
-from jobs import save_base
+from jobs import logits, save_base
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -58,11 +58,6 @@ def base_at(folder: Path, name: str, tiny_base: Path) -> Path:
     made = AutoModelForImageTextToText if name in COMPOSITE else AutoModelForCausalLM
     model = made.from_config(AutoConfig.for_model(name, **values), dtype=torch.float32)
     return save_base(model, folder, tiny_base)
-
-
-@torch.inference_mode()
-def logits(model: Any) -> torch.Tensor:
-    return model.eval()(input_ids=torch.arange(100, 164)[None]).logits
 
 
 @pytest.mark.slow

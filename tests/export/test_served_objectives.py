@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from jobs import write_rows
 
 import finetune
 from finetune.config import Config
@@ -46,8 +46,7 @@ def row(objective: str, number: int) -> dict[str, Any]:
 def test_a_run_is_exported_as_it_is_served(
     objective: str, way: str, quick: Callable[..., Config], tmp_path: Path
 ) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps(row(objective, number)) + "\n" for number in range(24)))
+    rows = write_rows(tmp_path / "rows.jsonl", [row(objective, number) for number in range(24)])
     job = [f"data.train={rows}", "data.max_length=64", f"training.objective={objective}", "training.precision=fp32"]
     run = finetune.train(quick(*job, *WAYS[way]), terminal=Terminal(quiet=True)).run
     record = publish.export_model(run, "adapter" if way == "adapter" else "gguf", terminal=Terminal(quiet=True))

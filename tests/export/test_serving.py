@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from together import held_port
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.export import server_commands
@@ -75,9 +75,7 @@ def transformers_serve(tiny_base: Path, tmp_path: Path) -> Iterator[tuple[str, P
     folder = Path(shutil.copytree(tiny_base, tmp_path / "my" / "merged"))
     program, *arguments = server_commands.commands("merged", folder, "base", {})["transformers"].split()
     assert program == "transformers"
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = held_port()
     command = [sys.executable, "-m", "transformers.cli.transformers", *arguments, "--port", str(port)]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     address = f"http://localhost:{port}"
@@ -102,5 +100,5 @@ def test_the_server_of_transformers_answers_as_generate_does(
     address, folder = transformers_serve
     body = json.dumps({**ASKED, "model": str(folder)}).encode()
     request = urllib.request.Request(f"{address}/v1/chat/completions", body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=600) as answer:
         assert content(json.load(answer)) == expected

@@ -35,7 +35,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "configs" / "tiny_cpu.yaml"
 _FORKED_RANK = Path(__file__).with_name("forked_rank.py")
 IMPATIENT = "FINETUNE_TESTS_IMPATIENT"
-"""In the environment of a rank: it waits some seconds for a rank that is silent, not half a minute."""
+"""In the environment of a rank: from its first step on it waits some seconds for a rank that is silent, not half a
+minute. Before that each rank takes its own time, and rank 0 has work that the others wait for."""
 PUBLISHING = "finetune.training.publishing:publish"
 """A call at which a limit of the training's memory ends: the proof of adapter/ reads another copy of the base."""
 ROOM = "FINETUNE_TESTS_ROOM"
@@ -74,6 +75,10 @@ class Ended:
     code: int
     output: str
 
+    @property
+    def in_one_line(self) -> str:
+        return " ".join(self.output.split())
+
 
 class Child:
     """A child under way."""
@@ -96,7 +101,7 @@ class Child:
 
     def wait_until_stopped(self) -> None:
         """Until a SIGSTOP that it was to send itself came."""
-        until = time.monotonic() + 60
+        until = time.monotonic() + 600
         while " T " not in Path(f"/proc/{self.pid}/stat").read_text():
             assert time.monotonic() < until, self._log.read_text(errors="replace")
             time.sleep(0.01)
@@ -206,8 +211,9 @@ def _started(preload: str, config: Path, address: Path) -> subprocess.Popen[str]
 
 
 def _say(stream: TextIO, values: dict[str, Any]) -> None:
-    stream.write(json.dumps(values) + "\n")
-    stream.flush()
+    with contextlib.suppress(OSError):  # whoever asked may have been killed meanwhile
+        stream.write(json.dumps(values) + "\n")
+        stream.flush()
 
 
 def _as_rank(rank: int, ranks: int) -> dict[str, str]:
@@ -382,9 +388,6 @@ def _child(
     from finetune.runtime import rank_watch
 
     rank_watch.BEAT_SECONDS = 0.2  # a lost rank is noticed at the next beat
-    if IMPATIENT in environment:
-        rank_watch.SILENCE_SECONDS, rank_watch.GRACE_SECONDS = 4.0, 0.5
-        rank_watch.BEHIND_SECONDS = rank_watch.MAIN_BEHIND_SECONDS = 4.0
     try:
         # torch makes its pool anew at the first use in a fork, and fails where several threads come to that at once.
         torch.set_num_threads(1)
@@ -397,6 +400,8 @@ def _child(
             _inject(Fault(**fault))
         if ROOM in environment:
             leave_room(int(environment[ROOM]))
+        if IMPATIENT in environment:
+            _watch_calls("finetune.training.step:Step.clip", lambda *_: _lose_patience())
         main(arguments)
         code = 0
     except SystemExit as end:
@@ -426,6 +431,13 @@ def leave_room(positions: int) -> None:
     Step.micro_step = limited
 
 
+def _lose_patience() -> None:
+    from finetune.runtime import rank_watch
+
+    rank_watch.SILENCE_SECONDS, rank_watch.GRACE_SECONDS = 4.0, 0.5
+    rank_watch.BEHIND_SECONDS = rank_watch.MAIN_BEHIND_SECONDS = 4.0
+
+
 def _fill(path: Path) -> None:
     """Leave no room on the file system of `path`."""
     while not path.is_dir() or not path.is_mount():
@@ -441,7 +453,7 @@ def _limit_memory(extra_bytes: int) -> None:
 
 
 def _wait_for(path: str) -> None:
-    until = time.monotonic() + 60
+    until = time.monotonic() + 600
     while path and not os.path.exists(path):
         assert time.monotonic() < until, f"{path} does not come"
         time.sleep(0.01)

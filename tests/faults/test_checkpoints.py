@@ -18,13 +18,13 @@ from pathlib import Path
 import pytest
 import torch
 from children import Children, Ended, Fault, contents
-from jobs import adapter_weights
+from jobs import adapter_weights, mounted
 from safetensors.torch import load_file, save_file
 from signed import sign
 
 import finetune
 from finetune.config import OptimizerSection
-from finetune.errors import ConfigError, DataError
+from finetune.errors import DataError
 from finetune.lifecycle import provenance, resume
 from finetune.model.distributed import optimizer_states
 from finetune.model.distributed.engine import OneProcess
@@ -113,12 +113,7 @@ def made(folder: Path) -> RunDirectory:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 6 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", folder], capture_output=True).returncode:
-        pytest.skip("mounting a small disk needs root")
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)
+    yield from mounted(tmp_path / "disk", "6m")
 
 
 # -- kills ------------------------------------------------------------------------------------------------------------
@@ -362,22 +357,6 @@ def test_without_a_whole_checkpoint_a_run_ends_in_7_and_never_starts_over(job, d
         assert damaged.path.with_name("run.1").is_dir()
 
 
-def test_retention_counts_whole_checkpoints_and_keeps_the_best(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path)
-    for step in (1, 2, 3, 4):
-        checkpoint.write(run, contents(step))
-    (run.checkpoint(3) / "state.json").unlink()
-    checkpoint.prune(run, 2, None, set())
-    assert steps(run) == [2, 3, 4], "the damaged one does not count"
-    checkpoint.write(run, contents(5))
-    checkpoint.prune(run, 2, 2, set())
-    assert steps(run) == [2, 5]
-
-
-def steps(run: RunDirectory) -> list[int]:
-    return [checkpoint_step(path) for path in run.complete_checkpoints()]
-
-
 def test_a_checkpoint_with_weights_that_are_not_finite_is_not_written(tmp_path: Path) -> None:
     from finetune.errors import NumbersError
 
@@ -550,12 +529,6 @@ def test_a_second_process_in_a_run_directory_is_refused_by_the_first_ones_number
     stopped.send(signal.SIGKILL)
     assert stopped.wait().code == -signal.SIGKILL
     assert first.run.path.stat().st_mode & 0o077 == 0, "private to the user"
-
-
-def test_processes_that_cannot_share_the_batch_are_refused_naming_it(quick, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(ConfigError, match=r"`training\.batch_size` 4 cannot be split among 3 processes"):
-        finetune.train(quick())
 
 
 def test_another_micro_batch_goes_on_with_the_same_rows_and_is_logged(quick) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from children import Children
 from safetensors.torch import load_file
-from steps import before_each_step
+from steps import spoil_gradient
 from test_sharded_ranks import EXACT, ROWS, assert_close, weights
 from together import Together, assert_all
 from torch.utils import cpp_extension
@@ -26,7 +26,6 @@ from finetune.config import Config, DistributedSection
 from finetune.errors import ConfigError, MachineError, NumbersError
 from finetune.model.distributed import zero
 from finetune.storage.rundir import RunDirectory
-from finetune.training.loop import Loop
 
 pytest.importorskip("deepspeed")
 
@@ -127,12 +126,7 @@ def test_slices_of_a_tensor_that_ranks_cannot_share_evenly_end_in_zeros(monkeypa
 def test_an_update_that_is_not_finite_is_skipped(quick: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
     """And nothing of it stays, nor of the warm-up, which is such an update."""
 
-    def spoil(loop: Loop) -> None:
-        if loop.progress.step == 1:
-            weight = next(weight for name, weight in loop.step.model.named_parameters() if "lora_B" in name)
-            hooks = [weight.register_hook(lambda gradient: hooks.pop().remove() or gradient * math.inf)]
-
-    before_each_step(monkeypatch, spoil)
+    spoil_gradient(monkeypatch, 2)
     plain = ["training.precision=fp32", "adapter.dropout=0", *GENTLE]
     expected = finetune.train(quick(*plain, run="plain")).run
     for stage in ("gradients", "weights"):
@@ -148,12 +142,7 @@ def test_a_checkpoint_from_before_the_first_update_has_no_states_and_is_resumed(
 ) -> None:
     """Its only step was skipped."""
 
-    def spoil(loop: Loop) -> None:
-        if loop.progress.step == 0:
-            weight = next(weight for name, weight in loop.step.model.named_parameters() if "lora_B" in name)
-            hooks = [weight.register_hook(lambda gradient: hooks.pop().remove() or gradient * math.inf)]
-
-    before_each_step(monkeypatch, spoil)
+    spoil_gradient(monkeypatch, 1)
     adam = ["training.precision=fp32", "adapter.dropout=0", "optimizer.kind=adamw_torch_fused", "kernels.fused=off"]
     adam += ["training.learning_rate=0.001"]  # Adam divides by what may be rounding alone
     for run in ("plain", "zero"):

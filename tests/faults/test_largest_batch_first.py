@@ -11,7 +11,7 @@ import pytest
 import torch
 from children import Fault
 from jobs import same_adapter
-from steps import before_each_step, ready
+from steps import ready, stopped_and_resumed
 
 import finetune
 from finetune.config import OptimizerSection
@@ -19,7 +19,6 @@ from finetune.data.batching import MicroBatching, Sizes, chosen_rows, worst_batc
 from finetune.data.encoded import IGNORE
 from finetune.errors import DataError
 from finetune.model.distributed.engine import OneProcess
-from finetune.storage.rundir import RunDirectory
 from finetune.training import largest_batch, optimizers, run
 from finetune.training.collator import Inputs
 from finetune.training.loop import Loop
@@ -173,26 +172,12 @@ def test_everything_is_put_back_bit_by_bit(quick, monkeypatch: pytest.MonkeyPatc
     assert lines[0] == lines[1]
 
 
-def test_a_resumed_run_tries_the_worst_first_and_puts_it_back(quick, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_tries_the_worst_first_and_puts_it_back(quick) -> None:
     """Optimizer states and step counts of a checkpoint are among what is put back."""
     overrides = ["data.eval=none", "training.eval_every=null", "adapter.dropout=0.1", "optimizer.kind=adamw_8bit",
                  "output.save_every=2"]  # fmt: skip
 
-    class Stopped(Exception):
-        pass
-
-    def train(name: str, step: int | None) -> RunDirectory:
-        def act(loop: Loop) -> None:
-            if loop.progress.step == step:
-                raise Stopped
-
-        with monkeypatch.context() as patch:
-            before_each_step(patch, act)
-            return finetune.train(quick(*overrides, run=name)).run
-
-    whole = train("whole", None)
-    with pytest.raises(Stopped):
-        train("stopped", 3)
-    stopped = train("stopped", None)
+    whole = finetune.train(quick(*overrides, run="whole")).run
+    stopped = stopped_and_resumed(quick(*overrides, run="stopped"), 3)
     assert [event["step"] for event in stopped.events() if event["event"] == "largest_batch_fits"] == [0, 2]
     assert same_adapter(stopped, whole)

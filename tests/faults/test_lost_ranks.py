@@ -12,10 +12,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from children import IMPATIENT, Children, Ended, Fault
+from children import IMPATIENT, Children, Fault
 from jobs import QUICK, sampled
 from safetensors.torch import load_file, save_file
 from together import Together
@@ -39,10 +40,6 @@ def job(children: Children, rows_file: Path, tmp_path: Path) -> Make:
         return Together(children, [*JOB, f"data.train={rows_file}", *overrides], RunDirectory(tmp_path / "run"))
 
     return make
-
-
-def said(ended: Ended) -> str:
-    return " ".join(ended.output.split())
 
 
 # -- other jobs ------------------------------------------------------------------------------------------------------
@@ -87,8 +84,8 @@ def test_a_rank_with_another_job_ends_all_with_one_message_that_names_it(
     together = job("training.learning_rate=0.003")
     first, second = together.go(2, own={1: make_other(tmp_path, rows_file, shallow_base)})
     assert (first.code, second.code) == (code, code), first.output + second.output
-    assert "rank 1" in said(first)
-    assert all(text in said(first) for text in named), first.output
+    assert "rank 1" in first.in_one_line
+    assert all(text in first.in_one_line for text in named), first.output
     assert second.output == "", "the first one has said it"
     assert not together.run.saved_steps
     assert not together.run.metrics()
@@ -129,7 +126,7 @@ def test_what_one_rank_cannot_start_with_ends_all_with_one_message(
     """Before the ranks are connected, too."""
     first, second = job().go(2, own={1: own})
     assert (first.code, second.code) == (code, code), first.output + second.output
-    assert message in said(first)
+    assert message in first.in_one_line
     assert first.output.count("error:") == 1
     assert second.output == "", "the first one has said it"
 
@@ -137,7 +134,7 @@ def test_what_one_rank_cannot_start_with_ends_all_with_one_message(
 def test_a_batch_that_the_ranks_cannot_share_is_refused_once(job: Make) -> None:
     first, second = job("training.batch_size=5").go(2)
     assert (first.code, second.code) == (2, 2), first.output + second.output
-    assert said(first).startswith("error: `training.batch_size` 5 cannot be split among 2 processes")
+    assert first.in_one_line.startswith("error: `training.batch_size` 5 cannot be split among 2 processes")
     assert second.output == ""
 
 
@@ -146,7 +143,7 @@ def test_a_rank_that_never_starts_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     torchrun = {"TORCHELASTIC_USE_AGENT_STORE": True, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": launchers.port}
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, **torchrun}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(processes, "_START", timedelta(seconds=0.5))
+    monkeypatch.setattr(processes, "_START", timedelta(seconds=2))
     with pytest.raises(MachineError, match=r"ranks \[1\] have not started"), processes.together(torch.device("cpu")):
         pass
 
@@ -184,7 +181,7 @@ def test_a_killed_rank_ends_the_others_naming_it_and_a_resume_goes_on(job: Make,
     assert ended.pop(killed).code == -signal.SIGKILL
     for each in ended:
         assert each.code == 4, each.output
-        assert f"rank {killed} was killed" in said(each)
+        assert f"rank {killed} was killed" in each.in_one_line
         assert "Traceback" not in each.output
     assert [each.code for each in together.go(ranks)] == [0] * ranks
     assert [event["step"] for event in together.run.events() if event["event"] == "resumed"] == [2]
@@ -199,7 +196,7 @@ def test_a_stopped_rank_ends_the_others_naming_it_and_itself_once_it_is_continue
     held.send(signal.SIGCONT)
     for each in (*ended, held.wait()):
         assert each.code == 4, each.output
-        assert f"rank {stopped} has been silent for" in said(each)
+        assert f"rank {stopped} has been silent for" in each.in_one_line
 
 
 def test_a_rank_that_hangs_while_it_beats_ends_all_naming_it(job: Make) -> None:
@@ -209,7 +206,7 @@ def test_a_rank_that_hangs_while_it_beats_ends_all_naming_it(job: Make) -> None:
     for child in children:
         ended = child.wait()
         assert ended.code == 4, ended.output
-        assert "rank 1 hangs: the others have waited for it" in said(ended)
+        assert "rank 1 hangs: the others have waited for it" in ended.in_one_line
 
 
 def test_the_last_words_of_a_rank_name_a_directory_that_is_there(job: Make) -> None:
@@ -217,7 +214,7 @@ def test_the_last_words_of_a_rank_name_a_directory_that_is_there(job: Make) -> N
     ended = together.go(2, dict.fromkeys((0, 1), Fault(STEP, nth=3, action="SIGTERM")))
     for each in ended:
         assert each.code == 143, each.output
-        assert f"step 3 is saved in {together.run.checkpoints}." in said(each)
+        assert f"step 3 is saved in {together.run.checkpoints}." in each.in_one_line
 
 
 def test_a_rank_that_is_silent_is_lost_within_a_minute() -> None:
@@ -227,12 +224,15 @@ def test_a_rank_that_is_silent_is_lost_within_a_minute() -> None:
 # -- the watch by itself ---------------------------------------------------------------------------------------------
 
 
+LONG = 600.0  # seconds, which pass only where something is wrong
+
+
 @pytest.fixture
 def watches(monkeypatch: pytest.MonkeyPatch):
-    """Watches of three ranks in one process, with less patience. Ended by themselves, none ends the process."""
+    """Watches of three ranks in one process. Ended by themselves, none ends the process."""
     monkeypatch.setattr(rank_watch, "BEAT_SECONDS", 0.02)
-    monkeypatch.setattr(rank_watch, "SILENCE_SECONDS", 0.5)
-    monkeypatch.setattr(rank_watch, "_CLOSE_SECONDS", 0.5)
+    for limit in ("SILENCE_SECONDS", "GRACE_SECONDS", "_CLOSE_SECONDS"):
+        monkeypatch.setattr(rank_watch, limit, LONG)
     made: dict[int, rank_watch.Watch] = {}
     server = rank_watch.host()
     port = server.getsockname()[1]
@@ -254,8 +254,7 @@ def watches(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_ranks_that_are_done_are_not_lost(watches: dict[int, rank_watch.Watch]) -> None:
-    watches[1].leave()
-    time.sleep(0.2)
+    watches[1].leave()  # returns once rank 0 has heard of it
     assert watches[0].lost(0.2) is None
     watches[0].leave()
     assert watches[2].lost(0.2) is None
@@ -263,44 +262,54 @@ def test_ranks_that_are_done_are_not_lost(watches: dict[int, rank_watch.Watch]) 
 
 def test_a_loss_comes_to_all_with_its_reason(watches: dict[int, rank_watch.Watch]) -> None:
     failure = rank_watch.Lost(1, "ended: no such file")
-    watches[1].leave(failure)
-    assert watches[0].lost(5) == failure
-    assert watches[2].lost(5) == failure
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(watches[1].leave, failure)  # which waits for rank 0 to leave
+        assert watches[0].lost(LONG) == failure
+        assert watches[2].lost(LONG) == failure
+        rank_watch._CLOSE_SECONDS = 0.01
+        watches[0].leave()
 
 
 @pytest.mark.parametrize("hanging", [0, 1])
 def test_a_rank_that_stays_behind_the_others_hangs(
     watches: dict[int, rank_watch.Watch], monkeypatch: pytest.MonkeyPatch, hanging: int
 ) -> None:
+    others = {0, 1, 2} - {hanging}
+    for rank in others:
+        watches[rank].passed += 1
+    while any(watches[0]._peers[rank].passed == 0 for rank in others - {0}):
+        time.sleep(0.02)
     monkeypatch.setattr(rank_watch, "BEHIND_SECONDS", 0.3)
     monkeypatch.setattr(rank_watch, "MAIN_BEHIND_SECONDS", 0.3)
-    for rank in {0, 1, 2} - {hanging}:
-        watches[rank].passed += 1
     for rank in range(3):
-        lost = watches[rank].lost(5)
+        lost = watches[rank].lost(LONG)
         assert lost is not None
         assert lost.rank == hanging
         assert "hangs" in lost.why
 
 
-def test_ranks_that_wait_at_the_same_sync_point_do_not_hang(
-    watches: dict[int, rank_watch.Watch], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_wait_at_the_same_sync_point_do_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither does one that is behind but passes further sync points."""
-    monkeypatch.setattr(rank_watch, "BEHIND_SECONDS", 0.3)
-    for rank in (0, 2):
-        watches[rank].passed = 20
-    for _ in range(10):
-        watches[1].passed += 2
-        time.sleep(0.1)
-    assert watches[0].lost(0.6) is None
+    monkeypatch.setattr(rank_watch, "BEAT_SECONDS", LONG)  # it looks at the others only here
+    watch, behind, almost = rank_watch.Watch(0, {}), SimpleNamespace(passed=0), 0.9 * rank_watch.BEHIND_SECONDS
+    watch._peers = {1: behind, 2: SimpleNamespace(passed=20)}
+    watch.passed = 20
+    while behind.passed < 20:
+        behind.passed += 2
+        assert [watch._hanging(almost) for _ in range(2)] == [None] * 2
+    assert [watch._hanging(almost) for _ in range(9)] == [None] * 9
+    behind.passed = 18
+    assert [watch._hanging(almost) is None for _ in range(3)] == [True, True, False]
+    watch._peers.clear()
+    watch.leave()
 
 
 def test_the_other_ranks_notice_that_rank_0_is_silent(
     watches: dict[int, rank_watch.Watch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watches[0]._peers[1], "say", lambda **message: None)
-    lost = watches[1].lost(5)
+    monkeypatch.setattr(rank_watch, "SILENCE_SECONDS", 0.5)
+    lost = watches[1].lost(LONG)
     assert lost is not None
     assert lost.rank == 0
     assert "has been silent" in lost.why

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from steps import before_each_step, spoil_losses
+from steps import before_each_step, spoil_gradient, spoil_losses
 
 import finetune
 from finetune.errors import NumbersError
@@ -17,29 +16,6 @@ from finetune.training.guards import SKIPS_IN_A_ROW, Skips, Spikes, remedy
 from finetune.training.loop import Loop
 
 FEW = ["data.eval=none", "training.eval_every=null", "optimizer.kind=adamw_8bit"]
-
-
-@pytest.fixture
-def overflow(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """A function that makes one number of one gradient infinite in some steps."""
-
-    def install(*steps: int) -> None:
-        def act(loop: Loop) -> None:
-            if loop.progress.step + 1 not in steps:
-                return
-            weight = next(weight for name, weight in loop.step.model.named_parameters() if "lora_B" in name)
-
-            def infinite(gradient: torch.Tensor) -> torch.Tensor:
-                hook.remove()
-                gradient = gradient.clone()
-                gradient.view(-1)[0] = math.inf
-                return gradient
-
-            hook = weight.register_hook(infinite)
-
-        before_each_step(monkeypatch, act)
-
-    return install
 
 
 @pytest.fixture
@@ -61,8 +37,8 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_one_infinite_gradient_is_skipped_and_written_down(quick, overflow, states) -> None:
-    overflow(3)
+def test_one_infinite_gradient_is_skipped_and_written_down(quick, states, monkeypatch) -> None:
+    spoil_gradient(monkeypatch, 3)
     run = finetune.train(quick(*FEW, "training.max_steps=5")).run
     lines = run.metrics()
     assert [line["step"] for line in lines if line.get("skipped")] == [3]
@@ -88,9 +64,9 @@ def test_one_nan_loss_is_shown_as_none_and_does_not_stay(quick, monkeypatch: pyt
     assert run.finished
 
 
-def test_a_fault_that_stays_stops_at_the_last_finite_checkpoint(quick, overflow, monkeypatch) -> None:
+def test_a_fault_that_stays_stops_at_the_last_finite_checkpoint(quick, monkeypatch) -> None:
     config = quick(*FEW, "training.max_steps=9", "output.save_every=2")
-    overflow(3, 5, 6, 7, 8, 9)
+    spoil_gradient(monkeypatch, 3, 5, 6, 7, 8, 9)
     with pytest.raises(NumbersError, match="grad_norm is not finite at step 7") as stopped:
         finetune.train(config)
     assert stopped.value.exit_code == 5

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import NoReturn
 import pytest
 import torch
 from children import PUBLISHING, Fault
-from jobs import QUICK, TINY, adapter_weights, same_adapter
+from jobs import QUICK, TINY, adapter_weights, same_adapter, write_rows
 from steps import assert_gradients_close, before_each_step, gradients, micro_batches, out_of_memory, ready
 from torch import distributed as dist
 
@@ -243,9 +242,8 @@ def test_memory_that_runs_out_before_a_pass_is_not_tried_again(plain: Loop, monk
 
 def test_a_real_limit_on_memory_is_trained_through_to_the_same_adapter(train_apart, tmp_path: Path) -> None:
     """The host's allocator refuses a pass of eight long rows at once, and takes one of fewer."""
-    file = tmp_path / "long.jsonl"
     rows = [" ".join(f"{number} {word}" for word in range(400)) for number in range(32)]
-    file.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    file = write_rows(tmp_path / "long.jsonl", [{"text": row} for row in rows])
 
     def train(name: str, fault: Fault | None = None) -> RunDirectory:
         run, ended = train_apart(

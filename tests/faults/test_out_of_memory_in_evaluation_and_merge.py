@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import NoReturn
 import pytest
 import torch
 from children import PUBLISHING, Fault
-from jobs import QUICK, TINY, adapter_weights, metric, same_adapter
+from jobs import QUICK, TINY, adapter_weights, metric, same_adapter, write_rows
 from steps import ready
 
 import finetune
@@ -90,9 +89,8 @@ def test_an_error_of_another_kind_is_not_tried_again(quick, monkeypatch: pytest.
 
 def test_a_real_limit_in_an_evaluation_is_evaluated_through(train_apart, tmp_path: Path) -> None:
     """The host's allocator refuses eight long held-out rows at once; the training rows are short."""
-    file = tmp_path / "long.jsonl"
     rows = [" ".join(f"{number} {word}" for word in range(400)) for number in range(8)]
-    file.write_text("".join(json.dumps({"prompt": "Say", "completion": row}) + "\n" for row in rows))
+    file = write_rows(tmp_path / "long.jsonl", [{"prompt": "Say", "completion": row} for row in rows])
 
     def train(name: str, fault: Fault | None = None) -> RunDirectory:
         run, ended = train_apart(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from forecasts import forecast
-from jobs import TINY
+from jobs import TINY, mounted
 from safetensors import SafetensorError
 
 import finetune
@@ -32,12 +32,7 @@ Call = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", folder], capture_output=True).returncode:
-        pytest.skip("mounting a disk needs root")
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)
+    yield from mounted(tmp_path / "disk", "16m")
 
 
 def fill(disk: Path) -> None:
@@ -72,10 +67,7 @@ REMEDY = {
     "No such file": "its directory does not exist",
 }
 
-WRITERS = {
-    "data": ["data", TINY, "--html"],
-    "plan": ["plan", TINY, "--picture"],
-}
+WRITERS = {"data": ["data", TINY, "--html"], "plan": ["plan", TINY, "--picture"]}
 
 
 @pytest.fixture
@@ -96,13 +88,8 @@ def one_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_file_asked_for_that_cannot_be_written(
     command: str, call: Call, disk: Path, rows_file: Path, one_forecast: None
 ) -> None:
-    small = [
-        f"data.train={rows_file}",
-        "data.max_length=32",
-        "training.batch_size=2",
-        "training.micro_batch=2",
-        "data.eval_share=0.2",
-    ]
+    small = [f"data.train={rows_file}", "data.max_length=32", "training.batch_size=2", "training.micro_batch=2",
+             "data.eval_share=0.2"]  # fmt: skip
     arguments = [*WRITERS[command], disk / "made", *small]
     refused(call(*WRITERS[command], disk / "missing" / "made", *small), disk / "missing" / "made", "No such file")
     (disk / "made").write_text("mine")

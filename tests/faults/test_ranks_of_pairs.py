@@ -5,7 +5,6 @@ KTO takes the answers of the pairs one by one, and each depends on a mean over t
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from children import Children, Fault
-from jobs import QUICK, adapter_weights, metric
+from jobs import QUICK, adapter_weights, metric, write_rows
 from together import Together, assert_all
 
 from finetune.storage import private
@@ -42,8 +41,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"prompt": f"To {n}. ", "chosen": "yes " * lengths.randint(1, 30), "rejected": "no " * lengths.randint(1, 9)}
         for n in range(24)
     ]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
+    return write_rows(file, rows)
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +67,7 @@ WAYS: dict[str, tuple[int, list[str]]] = {
     "four shards, cached reference": (4, ["preference.reference=cached", "distributed.kind=fsdp"]),
 }  # fmt: skip
 """Numbers of ranks and what they are told."""
-OFTEN = {
-    "dpo": ("two copies", "two copies, cached reference"),
-    "kto": ("two shards, prompts computed once",),
-}
+OFTEN = {"dpo": ("two copies", "two copies, cached reference"), "kto": ("two shards, prompts computed once",)}
 assert WAYS.keys() >= {name for names in OFTEN.values() for name in names}, "they may have been renamed"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from children import Children, Ended, Fault
+from children import Children, Fault
 from jobs import QUICK, adapter_weights, metric
 from together import Together
 
@@ -51,10 +51,6 @@ def assert_as(found: RunDirectory, expected: RunDirectory) -> None:
     torch.testing.assert_close(adapter_weights(found), adapter_weights(expected), rtol=0, atol=1e-6)
 
 
-def said(ended: Ended) -> str:
-    return " ".join(ended.output.split())
-
-
 @pytest.mark.parametrize(
     ("place", "nth"),
     [
@@ -69,7 +65,7 @@ def test_all_ranks_repeat_the_step_with_smaller_micro_batches(
     together = job()
     ended = together.go(2, {1: Fault(ATTENTION, f"^{place}$", nth, "memory", after=STEP)})
     assert [each.code for each in ended] == [0, 0], ended[0].output + ended[1].output
-    assert "out of memory on rank 1 at 4 rows" in said(ended[0])
+    assert "out of memory on rank 1 at 4 rows" in ended[0].in_one_line
     for run in (together.run, together.run.of_rank(1)):
         [split] = events(run, "micro_batch_split")
         assert (split["rank"], split["rows"]) == (1, 4)
@@ -104,8 +100,8 @@ def test_a_row_that_does_not_fit_one_rank_ends_all_with_the_steps_before_it_save
     )
     first, second = together.go(2, {1: fault})
     assert (first.code, second.code) == (6, 6), first.output + second.output
-    assert "alone in its micro-batch, on rank 1" in said(first)
-    assert "Step 1 was saved." in said(first)
+    assert "alone in its micro-batch, on rank 1" in first.in_one_line
+    assert "Step 1 was saved." in first.in_one_line
     assert second.output == "", "the first one has said it"
     assert [checkpoint_step(path) for path in together.run.complete_checkpoints()] == [1]
     assert [event["rank"] for event in events(together.run, "row_does_not_fit")] == [1]
@@ -120,8 +116,8 @@ def test_a_save_that_does_not_fit_either_is_reported_by_all_ranks_with_the_row(j
     copy = Fault("finetune.training.checkpoints:snapshot", "", 1, "memory")
     first, second = together.go(2, {0: copy, 1: row})
     assert (first.code, second.code) == (6, 6), first.output + second.output
-    assert "alone in its micro-batch, on rank 1" in said(first)
-    assert "Step 1 could not be saved: rank 0: out of memory while writing" in said(first)
+    assert "alone in its micro-batch, on rank 1" in first.in_one_line
+    assert "Step 1 could not be saved: rank 0: out of memory while writing" in first.in_one_line
     assert together.run.complete_checkpoints() == []
 
 
@@ -138,4 +134,4 @@ def test_another_error_in_a_step_ends_all_and_names_the_rank(job: Make) -> None:
     ended, other = job().go(2, {1: Fault(ATTENTION, "backward", LAYERS + 2, "fail", after=STEP)})
     assert "Traceback" in other.output
     assert ended.code == 4, ended.output
-    assert "rank 1 ended: no matter of memory" in said(ended)
+    assert "rank 1 ended: no matter of memory" in ended.in_one_line

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from children import ROOM, Children, Ended, Fault
-from test_ranks_out_of_memory import ATTENTION, JOB, assert_as, events, said
+from test_ranks_out_of_memory import ATTENTION, JOB, assert_as, events
 from together import Together
 
 from finetune.storage.rundir import RunDirectory
@@ -98,11 +98,11 @@ def test_the_same_command_goes_on_from_the_last_save_with_smaller_micro_batches(
     fewer = lowered["lowered"]["training.micro_batch"]
     assert 1 <= fewer <= lowered["rows"] / 2
     for ended in (first, second):
-        assert f"Start the same again: it goes on with `training.micro_batch: {fewer}`" in said(ended)
-    assert "rank 1 ended: out of memory" in said(first)
+        assert f"Start the same again: it goes on with `training.micro_batch: {fewer}`" in ended.in_one_line
+    assert "rank 1 ended: out of memory" in first.in_one_line
     ended = together.go(2)
     assert [each.code for each in ended] == [0, 0], ended[0].output + ended[1].output
-    assert "in an earlier start of this run, memory ran out with more" in said(ended[0])
+    assert "in an earlier start of this run, memory ran out with more" in ended[0].in_one_line
     assert together.run.config().training.micro_batch == fewer
     assert starts(together.run) == [0, 1]
     assert_as(together.run, alone)
@@ -124,8 +124,8 @@ def test_a_single_row_that_does_not_fit_ends_all_ranks(job: Make) -> None:
     fault = Fault(ATTENTION, "^backward$", 2, "memory", after=STEPPED)
     first, second = together.go(2, {1: fault})
     assert (first.code, second.code) == (6, 6), first.output + second.output
-    assert "alone in its micro-batch, on rank 1" in said(second)
-    assert "rank 1 ended: out of memory" in said(first)
+    assert "alone in its micro-batch, on rank 1" in second.in_one_line
+    assert "rank 1 ended: out of memory" in first.in_one_line
     assert starts(together.run) == [0]
     assert [each.code for each in together.go(2)] == [0, 0]
 

@@ -9,6 +9,16 @@ from children import Child, Children, Ended, Fault
 
 from finetune.storage.rundir import RunDirectory
 
+_HELD: list[socket.socket] = []
+
+
+def held_port() -> int:
+    """A port on which a server of a test may listen, and which the system gives to nobody else before that."""
+    _HELD.append(held := socket.socket())
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return int(held.getsockname()[1])
+
 
 class Together:
     """A job of seconds that several processes train, as torchrun starts them."""
@@ -26,11 +36,8 @@ class Together:
         environment: dict[str, str] | None = None,
     ) -> list[Child]:
         """Start them; `faults` and overrides of its `own` by the number of the process."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         size = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
-        launched = {**size, **(environment or {}), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        launched = {**size, **(environment or {}), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": held_port()}
         return [
             self._children.start(
                 [*self.arguments, *(own or {}).get(number, [])],

@@ -408,7 +408,7 @@ def check_state(allocator: CachingAllocator, live: list[tuple[int, int]]) -> Non
 
 
 @pytest.mark.parametrize("expandable_segments", [False, True])
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(capacity_bytes=CAPACITIES, steps=STEPS)
 def test_any_sequence(expandable_segments: bool, capacity_bytes: int | None, steps: list[tuple[str, int]]) -> None:
     allocator = CachingAllocator(capacity_bytes, expandable_segments=expandable_segments)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import forecasts
 import pytest
 from forecasts import MIB
+from jobs import write_rows
 
 from finetune.config import Config
 from finetune.data.batching import LargestBatch
@@ -108,8 +108,7 @@ def test_the_forecast_memory_is_the_maximum_over_lengths() -> None:
 @pytest.fixture
 def uneven(quick: Callable[..., Config], tmp_path: Path) -> Callable[..., Planner]:
     """A planner for rows of 16 to 256 words, with a budget between what the longest need at two levels."""
-    rows = tmp_path / "uneven.jsonl"
-    rows.write_text("".join(json.dumps({"text": "word " * (16 + 5 * number)}) + "\n" for number in range(48)))
+    rows = write_rows(tmp_path / "uneven.jsonl", [{"text": "word " * (16 + 5 * number)} for number in range(48)])
 
     def make(*overrides: str, share: float = 0.5) -> Planner:
         job = quick(

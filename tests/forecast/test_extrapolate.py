@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import tiny_models
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from traces import Story, events, peaks
 
@@ -61,7 +61,6 @@ def test_every_second_layer_of_an_odd_number_leaves_the_last_by_itself() -> None
     assert found.repeats == (1, 2, 1, 1, 1, 1)
 
 
-@settings(deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.text("abc", min_size=1, max_size=4), st.integers(1, 12)), max_size=4))
 def test_the_layers_kept_repeated_are_the_layers_there_were(stretches: list[tuple[str, int]]) -> None:
     kinds = "".join(text * times for text, times in stretches)

@@ -124,7 +124,7 @@ def test_the_search_finds_the_best_of_all_settings_with_few_forecasts(subtests: 
 
 
 @pytest.mark.slow
-@settings(deadline=None, derandomize=True, max_examples=150)
+@settings(max_examples=150)
 @given(
     budget=st.integers(1000, 12000),
     activations=st.integers(6, 200),
@@ -290,7 +290,7 @@ def needing(needed: Callable[[int], float], budget: int) -> Callable[[int], Fore
     return lambda value: dataclasses.replace(base, device=device, peak_reserved_bytes=int(needed(value)))
 
 
-@settings(deadline=None, derandomize=True, max_examples=300)
+@settings(max_examples=300)
 @given(
     bound=st.integers(0, 100_000),
     start=st.integers(1, 5000),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -164,6 +166,22 @@ def test_longer_rows_than_the_data_has_are_forecast_with_its_images(job: tuple[s
     assert much_longer.batch.tokens == 2048
     assert much_longer.batch.area == longest.batch.area > 0
     assert much_longer.peak_allocated_bytes > longest.peak_allocated_bytes
+
+
+def test_rows_cut_to_a_length_shorten_the_evaluation_set_and_micro_batches_of_that_length_do_not(
+    job: tuple[str, Config],
+) -> None:
+    rows = Path(str(job[1].data.train))
+    held_out = str(shutil.copy(rows, rows.with_name("eval.jsonl")))
+    config = job[1].changed({"training.micro_batch": 1, "memory.checkpointing": "all", "data.eval": held_out})
+    planner = planning.planner_for(config, "RTX 4090")
+    assert planner.data
+    tokens = min(planner.data.train["length"])
+    cut = planner._largest_batches(config.changed({"data.max_length": tokens}))[1]
+    whole = planner._largest_batches(config, tokens)[1]
+    assert cut
+    assert whole
+    assert cut.tokens == tokens < whole.tokens
 
 
 def test_a_forecast_with_images_needs_the_rows(job: tuple[str, Config]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from jobs import metric
+from jobs import metric, write_rows
 
 import finetune
 from finetune.config import Config
@@ -358,16 +358,14 @@ def test_a_finished_run_has_the_forecast_and_what_was_measured(trained: RunDirec
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "changes",
-    [[], pytest.param(["adapter.dropout=0.1", "memory.checkpointing=all"], marks=pytest.mark.long)],
-    ids=str,
+    "changes", [[], pytest.param(["adapter.dropout=0.1", "memory.checkpointing=all"], marks=pytest.mark.long)], ids=str
 )
 def test_the_table_of_the_job_that_a_new_user_tries_is_right_within_two_percent(
     changes: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # Of the rows that are held out, the longest decide.
     held_out = sorted(python_docs.conversations("eval"), key=lambda row: -len(str(row)))[:32]
-    (tmp_path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held_out))
+    write_rows(tmp_path / "eval.jsonl", held_out)
     short = ["training.max_steps=1", "training.eval_every=null", "output.merge=false", f"output.dir={tmp_path}/run"]
     run = finetune.train(load_config(TINY, [*short, f"data.eval={tmp_path}/eval.jsonl", *changes])).run
     found = {each["phase"]: each["relative"] for each in json.loads(run.forecast_file.read_text())["differences"]}

@@ -268,7 +268,7 @@ def random_step(blocks: list[tuple[str, int, str, int]]) -> Story:
 
 
 @pytest.mark.parametrize("device", [CPU, CARD], ids=["cpu", "card"])
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(max_examples=60)
 @given(blocks=BLOCKS)
 def test_categories_add_up_to_the_needed_bytes_and_the_curve_reaches_the_peak(
     device: Device, blocks: list[tuple[str, int, str, int]]

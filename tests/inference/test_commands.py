@@ -14,6 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from jobs import write_rows
 from pyarrow import parquet
 from transformers import BloomConfig, LlamaConfig
 
@@ -50,10 +51,9 @@ def text_of(opened: jobs.Ready, prompt: str) -> str:
 
 
 def test_a_file_of_prompts_becomes_lines_with_their_answers(call: Call, opened: jobs.Ready, tmp_path: Path) -> None:
-    file = tmp_path / "prompts.jsonl"
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say 3"}]
     rows = [{"id": 7, "prompt": "What is `abc`?"}, {"messages": turns}, {"prompt": "Say 5"}, {"prompt": turns[1:]}]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = write_rows(tmp_path / "prompts.jsonl", rows)
     code, out, err = call("generate", "--file", file)
     assert code == 0
     found = [json.loads(line) for line in out.splitlines()]
@@ -289,13 +289,12 @@ def test_the_system_message_that_all_rows_share_is_recorded_and_asked_with(
     quick, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def rows(*systems: str) -> str:
-        file = tmp_path / f"{len(systems)}.jsonl"
         turns = [
             [{"role": "system", "content": each} for each in systems[number % 2 : number % 2 + 1]]
             + [{"role": "user", "content": f"Say {number}"}, {"role": "assistant", "content": str(number)}]
             for number in range(12)
         ]
-        file.write_text("".join(json.dumps({"messages": each}) + "\n" for each in turns))
+        file = write_rows(tmp_path / f"{len(systems)}.jsonl", [{"messages": each} for each in turns])
         return f"data.train={file}"
 
     few = ["training.max_steps=1", "data.eval=none", "training.eval_every=null"]

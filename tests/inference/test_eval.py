@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from jobs import write_rows
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -57,8 +58,7 @@ metric_list:
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The file of a multiple-choice task over 8 local rows."""
     folder = tmp_path_factory.mktemp("task")
-    data = folder / "rows.jsonl"
-    data.write_text("".join(json.dumps({"number": n, "label": n % 3}) + "\n" for n in range(8)))
+    data = write_rows(folder / "rows.jsonl", [{"number": n, "label": n % 3} for n in range(8)])
     file = folder / "sayings.yaml"
     file.write_text(TASK.format(data=data))
     return file
@@ -180,8 +180,7 @@ def test_an_impossible_evaluation_is_refused_before_a_model_is_loaded(
         raise AssertionError("a model was loaded")
 
     monkeypatch.setattr("finetune.inference.evaluation.model_of", load)
-    texts = tmp_path / "texts.jsonl"
-    texts.write_text("".join(json.dumps({"text": f"some text {number}"}) + "\n" for number in range(4)))
+    texts = write_rows(tmp_path / "texts.jsonl", [{"text": f"some text {number}"} for number in range(4)])
     (tmp_path / "rule.py").write_text("def score(answer, reference, row):\n    return row['label']\n")
     (tmp_path / "wrong.yaml").write_text("output_type: multiple_choice\n")
     (tmp_path / "unsafe.yaml").write_text(task.read_text() + "unsafe_code: true\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import sampled
+from jobs import sampled, write_rows
 
 import finetune
 from finetune.data.encoded import segments_of
@@ -24,8 +23,7 @@ from finetune.storage.rundir import RunDirectory
 def job(tmp_path: Path, quick: Any) -> Callable[..., Any]:
     """A function from overrides to a job on pairs of which the longer answer is the chosen one, in fp32."""
     rows = [{"prompt": f"To {n}. ", "chosen": "yes " * (2 + n % 5), "rejected": "no " * (1 + n % 2)} for n in range(30)]
-    file = tmp_path / "pairs.jsonl"
-    file.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    file = write_rows(tmp_path / "pairs.jsonl", rows)
 
     def make(*overrides: str) -> Any:
         return quick(

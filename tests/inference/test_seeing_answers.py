@@ -158,7 +158,7 @@ def test_a_conversation_shows_images_and_is_saved_as_a_row(
     talk, said, notes = conversation
     picture = seeing_run.folder / seeing.picture(seeing_run.folder, "shown.png", (40, 34), 7)
     talk.take(f"/image {picture}")
-    tokens = opened.tokens_of(opened.asked("", [str(picture)]).images[0])
+    tokens = opened.asked("", [str(picture)]).images[0].tokens
     assert tokens > 3
     assert f"40 x 34 pixels, {tokens} tokens" in notes.pop()
     talk.take("What is it?")
@@ -169,7 +169,9 @@ def test_a_conversation_shows_images_and_is_saved_as_a_row(
     assert "no such file" in notes[-1]
     talk.take("/image")
     assert "name a file" in notes[-1]
+    talk.take(f"/image {picture}")
     talk.take("/retry")
+    assert talk._shown == [str(picture)], "of the next line"
     talk.take(f"/save {tmp_path / 'talk.jsonl'}")
     [row] = [json.loads(line) for line in (tmp_path / "talk.jsonl").read_text().splitlines()]
     assert [message["role"] for message in row["messages"]] == ["user", "assistant"] * 2

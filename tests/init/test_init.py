@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import workbooks
+from jobs import write_rows
 from transformers import PreTrainedConfig
 
 import finetune
@@ -32,7 +33,7 @@ def empty_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def write(folder: Path, number: int, name: str = "rows.jsonl", fields: tuple[str, str] = ("question", "answer")) -> str:
     rows = [dict(zip(fields, (f"What is {one}?", f"It is {one}."), strict=True)) for one in range(number)]
-    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder / name, rows)
     return name
 
 
@@ -318,7 +319,7 @@ def test_pairs_become_a_config_that_trains_by_dpo_and_without_it_on_the_chosen_a
     call: Call, tmp_path: Path, shallow_base: Path, hurried: None
 ) -> None:
     rows = [{"prompt": f"What is {one}?", "chosen": f"It is {one}.", "rejected": "No idea."} for one in range(30)]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "pairs.jsonl", rows)
     code, _, err = call("init", shallow_base, "pairs.jsonl", "--output", "job.yaml")
     assert (code, err) == (0, "")
     text = (tmp_path / "job.yaml").read_text()
@@ -361,7 +362,7 @@ def test_labelled_answers_become_a_config_for_kto(
     call: Call, tmp_path: Path, shallow_base: Path, hurried: None
 ) -> None:
     rows = [{"prompt": f"What is {n}?", "completion": f"It is {n}.", "label": n % 2 == 0} for n in range(60)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "rows.jsonl", rows)
     code, _, err = call("init", shallow_base, "rows.jsonl", "--output", "job.yaml")
     assert (code, err) == (0, "")
     text = (tmp_path / "job.yaml").read_text()

@@ -493,7 +493,7 @@ KEYS = sorted({*other_names.NAMES, *other_names._CONVERTED, *COUNTS, *translatio
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=500, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.settings(max_examples=500, suppress_health_check=list(hypothesis.HealthCheck))
 @hypothesis.given(
     tool=st.sampled_from(list(TOOLS.values())), given=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=6)
 )

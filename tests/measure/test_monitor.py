@@ -170,7 +170,7 @@ def test_a_real_leak_in_training_is_reported(quick, tmp_path: Path, monkeypatch:
     micro_step = Step.micro_step
 
     def leaking(self, *arguments, **named):
-        held.append(torch.ones(20 * MIB // 4))
+        held.append(torch.ones(40 * MIB // 4))  # over 32 MiB malloc takes none that earlier tests have freed
         return micro_step(self, *arguments, **named)
 
     monkeypatch.setattr(Step, "micro_step", leaking)
@@ -180,13 +180,6 @@ def test_a_real_leak_in_training_is_reported(quick, tmp_path: Path, monkeypatch:
     leaks = [event for event in run.events() if event["event"] == "leak"]
     assert leaks
     assert leaks[0]["grown_bytes"] >= 4 * 16 * MIB
-
-
-@pytest.mark.slow
-def test_every_step_has_the_peak_of_each_of_its_phases(quick) -> None:
-
-    run = finetune.train(quick("data.eval=none", "training.eval_every=null", "training.max_steps=2")).run
-    assert [line["memory"].keys() for line in run.metrics()] == [{"forward", "backward", "optimizer"}] * 2
 
 
 def test_profiler_is_absent_unless_asked_for(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import QUICK
+from jobs import QUICK, write_rows
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import finetune
@@ -52,14 +52,12 @@ def make_base(tmp_path: Path, tiny_base: Path):
 @pytest.fixture
 def long_rows(tmp_path: Path) -> Path:
     """Rows of which some are longer than the positions of the bases here, in question or in answer."""
-    file = tmp_path / "rows.jsonl"
     sizes = [(2, 3), (2, 90), (90, 3), (3, 2)] * 6
     rows = [
         [{"role": "user", "content": f"{n} " + "ask " * asked}, {"role": "assistant", "content": "say " * said}]
         for n, (asked, said) in enumerate(sizes)
     ]
-    file.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
-    return file
+    return write_rows(tmp_path / "rows.jsonl", [{"messages": row} for row in rows])
 
 
 class Notes(Terminal):

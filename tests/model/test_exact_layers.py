@@ -23,6 +23,14 @@ IDS = torch.arange(40).view(2, 20)
 _SIZES = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
 
 
+def with_adapter(base: Any) -> Any:
+    adapted = adapter.attach(base, SECTION, "tiny", seed=0)
+    for path, weight in adapted.named_parameters():
+        if "lora_B" in path:
+            nn.init.normal_(weight, std=0.01)
+    return adapted
+
+
 def model(name: str) -> Any:
     """A small Llama whose linear layers are stored as positions between the levels of a format, with an adapter."""
     torch.manual_seed(0)
@@ -32,11 +40,7 @@ def model(name: str) -> Any:
             stored: Any = packed.PackedLinear(layer.in_features, layer.out_features, False, "meta", torch.float32)
             stored.weight = packed.pack(f"exact_{name}", layer.weight.data)
             base.set_submodule(path, stored)
-    adapted = adapter.attach(base, SECTION, "tiny", seed=0)
-    for path, weight in adapted.named_parameters():
-        if "lora_B" in path:
-            nn.init.normal_(weight, std=0.01)
-    return adapted
+    return with_adapter(base)
 
 
 def mixture(name: str) -> Any:
@@ -47,11 +51,7 @@ def mixture(name: str) -> Any:
     for _, module, own in list(experts.weights(base)):
         setattr(module, own, packed.pack(f"exact_{name}", getattr(module, own).data))
         experts.unpack_in_forward(module)
-    adapted = adapter.attach(base, SECTION, "tiny", seed=0)
-    for path, weight in adapted.named_parameters():
-        if "lora_B" in path:
-            nn.init.normal_(weight, std=0.01)
-    return adapted
+    return with_adapter(base)
 
 
 def decoded(weight: nn.Parameter) -> torch.Tensor:
@@ -166,8 +166,7 @@ def test_experts_compute_with_rounded_weights_and_have_the_gradients_of_whole_on
 def test_kernels_compute_the_same(name: str) -> None:
     adapted = model(name)
     expected = gradients(adapted), adapted(input_ids=IDS).logits
-    attached = kernels.attach(adapted, "on")
-    assert attached.fusing == {"norm", "attention", "mlp", "lora"}
+    assert kernels.attach(adapted, "on").fusing == {"norm", "attention", "mlp", "lora"}
     assert torch.allclose(adapted(input_ids=IDS).logits, expected[1], atol=1e-6)
     for path, gradient in gradients(adapted).items():
         assert torch.allclose(gradient, expected[0][path], rtol=1e-4, atol=1e-6)

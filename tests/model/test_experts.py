@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from jobs import sampled
+from jobs import sampled, save_base
 from steps import ready
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralPreTrainedModel
 
@@ -65,14 +64,7 @@ def base_of(tmp_path_factory: pytest.TempPathFactory, tiny_base: Path) -> Callab
         if not folder.exists():
             torch.manual_seed(0)
             config = AutoConfig.for_model(name, **{**SHARED, **ARCHITECTURES.get(name, SHARED_EXPERTS)})
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-            for weight in model.parameters():
-                if weight.dim() > 1:
-                    torch.nn.init.normal_(weight, std=0.1)  # large, so that experts differ
-            model.save_pretrained(folder)
-            for file in tiny_base.iterdir():
-                if "token" in file.name or file.suffix == ".jinja":
-                    shutil.copy(file, folder)
+            save_base(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), folder, tiny_base)
         return folder
 
     return make
@@ -470,16 +462,6 @@ def test_a_model_without_sdpa_gets_plain_attention(base_of: Callable[[str], Path
     implementation, reason = backends.choose("auto", architecture, "cpu", "bf16")
     assert implementation == backends.planned("auto", architecture, "cpu", "bf16") == "eager"
     assert "no sdpa: this model has no SDPA in transformers" in reason
-
-
-def test_checkpointing_that_a_model_does_not_support_is_refused() -> None:
-    config = AutoConfig.for_model("jetmoe", **{**SHARED, "num_local_experts": EXPERTS, "kv_channels": 8})
-    model = load_base(
-        ModelSection(name="jetmoe", weights="random"), QuantizationSection(), config, attention="eager",
-        dtype=torch.bfloat16, device=CPU,
-    )  # fmt: skip
-    with pytest.raises(ConfigError, match=r"`memory\.checkpointing`.*JetMoeForCausalLM.*`none`"):
-        checkpointing.apply(model, MemorySection(), "cpu")
 
 
 @pytest.mark.parametrize("stored", ["gate_up_proj", "gate_up_proj_q4_k"])

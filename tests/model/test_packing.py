@@ -73,7 +73,7 @@ ROWS = st.lists(st.lists(st.integers(3, 63), min_size=1, max_size=12), min_size=
 
 @pytest.mark.slow
 @torch.no_grad()
-@settings(deadline=None, derandomize=True, max_examples=15)
+@settings(max_examples=15)
 @given(rows=ROWS)
 def test_packed_logits_are_the_rows_own(model: Any, rows: list[list[int]]) -> None:
     inputs = packed(rows)
@@ -107,7 +107,7 @@ TOKENS = st.lists(st.integers(3, 63), min_size=1, max_size=9)
 
 
 @pytest.mark.slow
-@settings(deadline=None, derandomize=True, max_examples=8)
+@settings(max_examples=8)
 @given(rows=st.lists(st.tuples(TOKENS, TOKENS, TOKENS, TOKENS), min_size=1, max_size=3))
 def test_answers_that_share_a_prompt_have_the_logits_and_gradients_of_whole_sequences(
     model: Any, rows: list[tuple[list[int], ...]]

@@ -13,16 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from jobs import metric, same_adapter, sampled
+from jobs import in_fp32, metric, same_adapter, sampled, write_rows
 from peft import PeftModel
-from steps import (
-    assert_gradients_close,
-    forecast_that_held,
-    gradients,
-    micro_batches,
-    ready,
-    stopped_and_resumed,
-)
+from steps import assert_gradients_close, forecast_that_held, gradients, micro_batches, ready, stopped_and_resumed
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -42,23 +35,11 @@ def rows(number: int) -> list[dict[str, Any]]:
     return [{"text": f"Box {n}{' is' * (n % 5)} {colour}", "label": colour} for n, colour in enumerate(colours)]
 
 
-def written(file: Path, content: list[dict[str, Any]]) -> Path:
-    file.write_text("".join(json.dumps(each) + "\n" for each in content))
-    return file
-
-
 @pytest.fixture
 def job(tmp_path: Path, quick):
     """A function from overrides to a classifier of three colours, in fp32."""
-    file = written(tmp_path / "rows.jsonl", rows(48))
-
-    def make(*overrides: str, run: str = "run") -> Any:
-        return quick(
-            f"data.train={file}", "training.objective=classification", "quantization.kind=none",
-            "training.precision=fp32", "adapter.dropout=0", "data.max_length=64", *overrides, run=run,
-        )  # fmt: skip
-
-    return make
+    file = write_rows(tmp_path / "rows.jsonl", rows(48))
+    return in_fp32(quick, file, "training.objective=classification", "data.max_length=64")
 
 
 LEARNING = ["training.max_steps=8", "training.batch_size=8", "training.learning_rate=0.003"]
@@ -75,7 +56,7 @@ def test_classes_are_those_of_the_training_rows_in_an_order_that_does_not_depend
         (["10", "2", 1], ["1", "2", "10"]),
         (["b", "a", -1], ["-1", "a", "b"]),
     ):
-        file = written(tmp_path / "other.jsonl", [{"text": f"a text {label}", "label": label} for label in content])
+        file = write_rows(tmp_path / "other.jsonl", [{"text": f"a text {label}", "label": label} for label in content])
         assert with_classes(job(f"data.train={file}")).data.labels == expected
     assert with_classes(job("data.labels=[red, green, blue, black]")).data.labels == ["red", "green", "blue", "black"]
 
@@ -89,7 +70,7 @@ def test_a_row_has_the_tokens_that_the_tokenizer_or_its_template_gives_whoever_a
         {"messages": turns[:1], "label": 0},
         {"prompt": turns[:1], "system": "Answer.", "label": 2},
     ]
-    config = with_classes(job(f"data.train={written(tmp_path / 'kinds.jsonl', content)}", "data.eval=none"))
+    config = with_classes(job(f"data.train={write_rows(tmp_path / 'kinds.jsonl', content)}", "data.eval=none"))
     tokenizer = load_tokenizer(config.model, config.data)
     found = prepare(config.data, tokenizer).train
     system = {"role": "system", "content": "Answer."}
@@ -122,13 +103,13 @@ def test_a_row_has_the_tokens_that_the_tokenizer_or_its_template_gives_whoever_a
     ],
 )
 def test_a_row_that_is_wrong_is_named(job, tmp_path: Path, wrong: dict[str, Any], message: str) -> None:
-    file = written(tmp_path / "rows.jsonl", [*rows(2), wrong])
+    file = write_rows(tmp_path / "rows.jsonl", [*rows(2), wrong])
     with pytest.raises(DataError, match=message):
         finetune.train(job(f"data.train={file}"))
 
 
 def test_a_class_that_no_training_row_has_and_a_single_one_are_refused(job, tmp_path: Path) -> None:
-    other = written(tmp_path / "other.jsonl", [{"text": "a box", "label": "rde"}])
+    other = write_rows(tmp_path / "other.jsonl", [{"text": "a box", "label": "rde"}])
     with pytest.raises(DataError, match=r"other.jsonl:1: `label` is a class that no .* did you mean `red`\?"):
         finetune.train(job(f"data.eval={other}"))
     with pytest.raises(DataError, match="all have the same `label`, `rde`; a classifier needs two"):
@@ -206,7 +187,7 @@ def test_transformers_and_peft_load_what_is_published_and_eval_says_what_they_wo
 
     content = rows(60)[48:]
     content[0]["label"] = "blue"  # which it is not
-    other = written(tmp_path / "other.jsonl", content)
+    other = write_rows(tmp_path / "other.jsonl", content)
     measures = {one["name"]: one for one in finetune.evaluate(run, data=other).record["measures"]}
     lines = [json.loads(line) for line in run.eval_answers_file.read_text().splitlines()]
     assert [line["row"] for line in lines] == [f"{other}:{number}" for number in range(1, 13)]

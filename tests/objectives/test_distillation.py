@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from pathlib import Path
@@ -10,15 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import metric, same_adapter, sampled
-from steps import (
-    assert_gradients_close,
-    forecast_that_held,
-    gradients,
-    micro_batches,
-    ready,
-    stopped_and_resumed,
-)
+from jobs import EIGHT, in_fp32, metric, same_adapter, sampled, write_rows
+from steps import assert_gradients_close, forecast_that_held, gradients, micro_batches, ready, stopped_and_resumed
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
 import finetune
@@ -45,27 +37,11 @@ def rows(number: int) -> list[dict[str, Any]]:
     return made
 
 
-def written(file: Path, content: list[dict[str, Any]]) -> Path:
-    file.write_text("".join(json.dumps(each) + "\n" for each in content))
-    return file
-
-
 @pytest.fixture
 def job(tmp_path: Path, quick):
     """A function from overrides to a distillation of random rows, in fp32."""
-    file = written(tmp_path / "rows.jsonl", rows(24))
-
-    def make(*overrides: str, run: str = "run") -> Any:
-        return quick(
-            f"data.train={file}", "training.objective=distillation", f"data.teacher_tokens={K}",
-            "quantization.kind=none", "training.precision=fp32", "adapter.dropout=0", "data.max_length=64",
-            *overrides, run=run,
-        )  # fmt: skip
-
-    return make
-
-
-EIGHT = ["training.batch_size=8", "training.micro_batch=8", "data.eval=none", "training.eval_every=null"]
+    file = write_rows(tmp_path / "rows.jsonl", rows(24))
+    return in_fp32(quick, file, "training.objective=distillation", f"data.teacher_tokens={K}", "data.max_length=64")
 
 
 # -- the divergence ---------------------------------------------------------------------------------------------------
@@ -166,7 +142,7 @@ def test_a_teacher_that_is_the_base_has_nothing_to_teach(job, tmp_path: Path) ->
             likely = base(input_ids=torch.tensor([row["input_ids"]])).logits[0].log_softmax(-1).topk(K)
         row["teacher_ids"] = [[], *likely.indices.tolist()[:-1]]
         row["teacher_logprobs"] = [[], *likely.values.tolist()[:-1]]
-    finetune.train(job(f"data.train={written(tmp_path / 'own.jsonl', content)}", "training.max_steps=1"))
+    finetune.train(job(f"data.train={write_rows(tmp_path / 'own.jsonl', content)}", "training.max_steps=1"))
     first, *_ = metric(RunDirectory(tmp_path / "run"), "eval_loss")
     assert first == pytest.approx(0, abs=1e-5)
 
@@ -206,7 +182,7 @@ def test_rows_of_vllm_are_read_as_lists_are_and_the_likeliest_tokens_are_kept(jo
     found = []
     for name, each in (("lists", content), ("vllm", of_vllm)):
         config = job(
-            f"data.train={written(tmp_path / f'{name}.jsonl', each)}", "data.eval=none", "data.teacher_tokens=2"
+            f"data.train={write_rows(tmp_path / f'{name}.jsonl', each)}", "data.eval=none", "data.teacher_tokens=2"
         )
         found.append(prepare(config.data, load_tokenizer(config.model, config.data)).train)
     for column in ("input_ids", "labels", "teacher_ids", "teacher_log_probs"):
@@ -224,7 +200,7 @@ def test_a_row_that_is_cut_keeps_the_teacher_of_each_token(job, tmp_path: Path, 
     ids = list(range(20, 40))
     row = {"input_ids": ids, "teacher_ids": [[id + 100] for id in ids], "teacher_logprobs": [[-1.0]] * len(ids)}
     config = job(
-        f"data.train={written(tmp_path / 'long.jsonl', [row])}", "data.eval=none", "data.max_length=8",
+        f"data.train={write_rows(tmp_path / 'long.jsonl', [row])}", "data.eval=none", "data.max_length=8",
         "data.teacher_tokens=1", f"data.too_long={policy}",
     )  # fmt: skip
     pieces = prepare(config.data, load_tokenizer(config.model, config.data)).train
@@ -255,7 +231,7 @@ def test_a_row_that_is_wrong_is_named(job, tmp_path: Path, change: dict[str, Any
         "input_ids": [5, 6, 7, 8, 9], "labels": [-100, -100, 7, 8, 9], "teacher_ids": [[], [], [20], [20], [20]],
         "teacher_logprobs": [[], [], [-1.0], [-1.0], [-1.0]],
     }  # fmt: skip
-    file = written(tmp_path / "rows.jsonl", [{**row, **change}])
+    file = write_rows(tmp_path / "rows.jsonl", [{**row, **change}])
     config = job(f"data.train={file}", "data.eval=none")
     with pytest.raises(DataError, match=message):
         prepare(config.data, load_tokenizer(config.model, config.data))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from jobs import metric, same_adapter, sampled
+from jobs import EIGHT, in_fp32, metric, same_adapter, sampled, write_rows
 from peft import get_peft_model
 from steps import (
     assert_gradients_close,
@@ -83,25 +83,12 @@ def answers(number: int, ask: str = "To") -> list[dict[str, Any]]:
     ]
 
 
-def write(file: Path, rows: Sequence[dict[str, Any]]) -> Path:
-    file.write_text("".join(json.dumps(each) + "\n" for each in rows))
-    return file
-
-
 @pytest.fixture
 def job(tmp_path: Path, quick, monkeypatch: pytest.MonkeyPatch):
     """A function from overrides to a KTO job in fp32, eight answers in a step."""
     monkeypatch.setattr(private, "cache_folder", lambda: tmp_path / "cache")
-    file = write(tmp_path / "answers.jsonl", answers(24))
-
-    def make(*overrides: str, run: str = "run") -> Config:
-        return quick(
-            f"data.train={file}", "training.objective=kto", "quantization.kind=none", "training.precision=fp32",
-            "training.batch_size=8", "training.micro_batch=8", "data.eval=none", "training.eval_every=null",
-            "preference.reference=in_step", "adapter.dropout=0", "data.max_length=64", *overrides, run=run,
-        )  # fmt: skip
-
-    return make
+    file = write_rows(tmp_path / "answers.jsonl", answers(24))
+    return in_fp32(quick, file, "training.objective=kto", "preference.reference=in_step", "data.max_length=64", *EIGHT)
 
 
 def moved(config: Config) -> Loop:
@@ -180,7 +167,7 @@ def test_a_rank_without_rows_adds_nothing(job) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("packing", sampled(["false", "true"], "false"))
 def test_a_run_takes_the_memory_of_its_forecast(job, tmp_path: Path, packing: str) -> None:
-    held_out = write(tmp_path / "held_out.jsonl", answers(6, "Or"))
+    held_out = write_rows(tmp_path / "held_out.jsonl", answers(6, "Or"))
     finetune.train(
         job(f"data.eval={held_out}", "training.max_steps=2", "training.eval_every=1", f"data.packing={packing}",
             "memory.check=warn")
@@ -193,7 +180,7 @@ def test_a_run_takes_the_memory_of_its_forecast(job, tmp_path: Path, packing: st
 @pytest.mark.slow
 def test_the_forecast_has_the_pass_of_the_reference(job, tmp_path: Path) -> None:
     alike = [{**each, "completion": "yes " * 5} for each in answers(24)]
-    file = write(tmp_path / "alike.jsonl", alike)
+    file = write_rows(tmp_path / "alike.jsonl", alike)
     cached = ["preference.reference=cached", "memory.check=warn", "training.micro_batch=4"]
     finetune.train(job(*cached, f"data.train={file}"))
     forecast = json.loads((tmp_path / "run" / "forecast.json").read_text())
@@ -208,7 +195,7 @@ def test_the_forecast_has_the_pass_of_the_reference(job, tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_cached_and_in_step_train_alike(job, tmp_path: Path) -> None:
-    held_out = write(tmp_path / "held_out.jsonl", answers(5, "Or"))
+    held_out = write_rows(tmp_path / "held_out.jsonl", answers(5, "Or"))
     for kind in ("cached", "in_step"):
         finetune.train(job(f"preference.reference={kind}", f"data.eval={held_out}", "training.eval_every=2", run=kind))
     cached, in_step = (RunDirectory(tmp_path / name) for name in ("cached", "in_step"))
@@ -240,7 +227,7 @@ def test_a_killed_run_ends_with_the_same_bits(job, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_evaluation_loss_has_one_mean_over_all_its_rows(job, tmp_path: Path) -> None:
-    held_out = write(tmp_path / "held_out.jsonl", answers(7, "Or"))
+    held_out = write_rows(tmp_path / "held_out.jsonl", answers(7, "Or"))
     losses = []
     for size in (8, 2):
         loop = moved(job(f"data.eval={held_out}", f"training.micro_batch={size}", run=f"run{size}"))
@@ -257,7 +244,7 @@ def test_the_evaluation_loss_has_one_mean_over_all_its_rows(job, tmp_path: Path)
 
 @pytest.mark.slow
 def test_rows_without_a_cached_reference_are_evaluated_outside_of_training(job, tmp_path: Path) -> None:
-    held_out = write(tmp_path / "held_out.jsonl", answers(5, "Or"))
+    held_out = write_rows(tmp_path / "held_out.jsonl", answers(5, "Or"))
     config = job(f"data.eval={held_out}", "preference.reference=cached")
     loop, tokenizer = ready(config), load_tokenizer(config.model, config.data)
     rows = prepare(config.data, tokenizer).eval

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from jobs import metric, same_adapter, sampled
+from jobs import EIGHT, in_fp32, metric, same_adapter, sampled, write_rows
 from peft import PeftModel, get_peft_model
 from steps import (
     assert_gradients_close,
@@ -39,20 +39,8 @@ from finetune.storage.rundir import RunDirectory
 @pytest.fixture
 def job(tmp_path: Path, quick):
     """A function from overrides to a reward model on pairs with margins, in fp32."""
-    file = tmp_path / "pairs.jsonl"
-    file.write_text("".join(json.dumps(each) + "\n" for each in pairs(24)))
-
-    def make(*overrides: str, run: str = "run") -> Any:
-        return quick(
-            f"data.train={file}", "data.format=pairs_with_margin", "training.objective=reward",
-            "quantization.kind=none", "training.precision=fp32", "adapter.dropout=0", "data.max_length=64",
-            *overrides, run=run,
-        )  # fmt: skip
-
-    return make
-
-
-EIGHT = ["training.batch_size=8", "training.micro_batch=8", "data.eval=none", "training.eval_every=null"]
+    file = write_rows(tmp_path / "pairs.jsonl", pairs(24))
+    return in_fp32(quick, file, "data.format=pairs_with_margin", "training.objective=reward", "data.max_length=64")
 
 
 def test_the_loss_has_the_values_of_its_formula() -> None:
@@ -195,8 +183,7 @@ def test_eval_scores_a_file_of_answers_by_their_last_token_however_they_are_batc
             (line,) = run.eval_answers_file.read_text().splitlines()
             alone.append(json.loads(line)["scores"]["reward"]["adapter"])
         long = {**rows[0], "completion": "b " * 99, "messages": [turns[0], {**turns[1], "content": "b " * 99}]}
-        together = tmp_path / f"{name}.jsonl"
-        together.write_text("".join(json.dumps({key: row[key] for key in rows[0]}) + "\n" for row in [*rows, long]))
+        together = write_rows(tmp_path / f"{name}.jsonl", [{key: row[key] for key in rows[0]} for row in [*rows, long]])
         code, _, err = call("eval", run.path, "--data", together)
         assert code == 0, err
         record = json.loads(run.eval_file.read_text())

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import metric, same_adapter, sampled
+from jobs import EIGHT, in_fp32, metric, same_adapter, sampled, write_rows
 from steps import (
     assert_gradients_close,
+    assert_split_with_the_same_mean,
     forecast_that_held,
     gradients,
     micro_batches,
-    out_of_memory,
     ready,
     stopped_and_resumed,
 )
@@ -22,7 +22,6 @@ from torch.nn.functional import logsigmoid
 
 import finetune
 from finetune import settings
-from finetune.config import Config
 from finetune.data import fields as row
 from finetune.data.encoded import RowLayout
 from finetune.data.examples import Completion, Several
@@ -50,8 +49,7 @@ def preference(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """-log sigmoid of how much more probable the chosen answer is than the rejected one, less the margin."""
     chosen, rejected = by_sequence(scored(model, batch).log_probs, batch).view(-1, 2).unbind(1)
     kept = trained_rows(batch, 2)
-    losses = -logsigmoid(BETA * (chosen - rejected) - batch["margin"])
-    return torch.where(kept, losses, 0).sum(), kept.sum()
+    return torch.where(kept, -logsigmoid(BETA * (chosen - rejected) - batch["margin"]), 0).sum(), kept.sum()
 
 
 def count(batch: Any) -> torch.Tensor:
@@ -85,19 +83,8 @@ def pairs(number: int) -> list[dict[str, Any]]:
 @pytest.fixture
 def job(tmp_path: Path, quick):
     """A function from overrides to a job on pairs, in fp32."""
-    file = tmp_path / "pairs.jsonl"
-    file.write_text("".join(json.dumps(each) + "\n" for each in pairs(24)))
-
-    def make(*overrides: str, run: str = "run") -> Config:
-        return quick(
-            f"data.train={file}", "data.format=pairs", "training.objective=preference", "quantization.kind=none",
-            "training.precision=fp32", "adapter.dropout=0", *overrides, run=run,
-        )  # fmt: skip
-
-    return make
-
-
-EIGHT = ["training.batch_size=8", "training.micro_batch=8", "data.eval=none", "training.eval_every=null"]
+    file = write_rows(tmp_path / "pairs.jsonl", pairs(24))
+    return in_fp32(quick, file, "data.format=pairs", "training.objective=preference")
 
 
 @torch.no_grad()
@@ -147,12 +134,7 @@ def test_packed_rows_and_rows_by_tokens_have_the_same_gradient(job, way: str) ->
 def test_a_micro_batch_that_does_not_fit_is_split_between_rows(job, packing: str) -> None:
     loop = ready(job(*EIGHT, "model.name=builtin:tiny-llama", f"data.packing={packing}", "data.max_length=64"))
     (whole,) = micro_batches(loop, range(8), 8)
-    loss, expected = gradients(loop, [whole])
-    with out_of_memory(loop, "forward", whole["input_ids"].numel() // 3) as refused:
-        other, found = gradients(loop, [whole])
-    assert len(refused) >= 2
-    assert other == pytest.approx(loss, rel=1e-6)
-    assert_gradients_close(found, expected)
+    assert_split_with_the_same_mean(loop, whole, "forward")
 
 
 def test_a_row_without_labels_adds_nothing(job) -> None:
@@ -228,6 +210,6 @@ def test_rows_of_one_sequence_and_of_two_are_not_mixed(job, tmp_path: Path, monk
     monkeypatch.setitem(FORMATS, "pairs", RowFormat("either", ("prompt",), either))
     rows = pairs(3)
     rows[1]["margin"] = 0
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    write_rows(tmp_path / "pairs.jsonl", rows)
     with pytest.raises(DataError, match=r"pairs\.jsonl:2: .*cannot be trained together"):
         prepared(job, "data.eval=none")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import html
 import io
-import json
 import re
 from pathlib import Path
 from typing import Any
 
+from jobs import write_rows
 from markup_reader import Reader
 from rich.console import Console
 
@@ -166,10 +166,6 @@ def test_characters_without_a_glyph_are_escaped() -> None:
         assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e\u200b]", text)
 
 
-def test_rich_markup_in_a_row_is_printed_as_text() -> None:
-    assert "⟦[red]a[/red]⟧" in shown(inspection(samples=(sample(("[red]a[/red]", True)),)))
-
-
 def test_the_middle_of_a_long_row_is_replaced_by_its_length() -> None:
     long = [(f"<{number}>", False) for number in range(1000)]
     text = shown(inspection(samples=(sample(*long, ("answer", True), ("</s>", True)),)))
@@ -216,7 +212,7 @@ def test_a_notebook_shows_the_body_of_the_page() -> None:
 def test_pairs_show_their_prompt_once_and_both_answers_side_by_side(quick: Any, tmp_path: Path) -> None:
     answers = {"chosen": "Because of it.", "rejected": "No idea."}
     rows = [{"instruction": f"Why {n}?", **answers} for n in range(8)]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "pairs.jsonl", rows)
     job = quick(f"data.train={tmp_path / 'pairs.jsonl'}", "training.objective=dpo", "data.eval=none")
     view = finetune.inspect_data(job)
 

@@ -8,6 +8,7 @@ import json
 import re
 
 import pytest
+from jobs import write_rows
 from markup_reader import Reader
 from report_lines import MIB, evaluation_line, training_line, write_lines
 
@@ -90,7 +91,7 @@ def test_a_long_run_makes_a_small_page_that_hides_no_spike(empty_run: RunDirecto
     lines[12_345]["memory"]["backward"]["resident_bytes"] = 2**31
     lines[3]["loss"] = None
     lines += [evaluation_line(step, 3.0) for step in range(0, 20_000, 10)]
-    empty_run.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_rows(empty_run.metrics_file, lines)
     events = [{"time": step, "event": "saved", "step": step, "memory": {}} for step in range(2000)]
     write_lines_to(empty_run.events_file, events)
     page.write(empty_run)

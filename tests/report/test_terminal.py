@@ -18,7 +18,7 @@ from rich.console import Console
 from finetune.config import Config
 from finetune.data.counts import CONTROL_TOKENS, DUPLICATE, EMPTY, TOO_LONG, Affected
 from finetune.data.prepare import Counts, Prepared
-from finetune.report import printing
+from finetune.report import live, printing
 from finetune.report.live import STOPPING, LiveView
 from finetune.report.scores import Scores
 from finetune.report.terminal import Terminal
@@ -167,15 +167,19 @@ def test_a_log_gets_a_line_at_the_configured_interval(log: Log, run: RunDirector
     assert re.findall(r"^step (\d+)/10", log.text, re.M) == ["1", "4", "8", "10"]
 
 
-def test_a_terminal_shows_loss_and_trend_gradient_speed_and_memory_beside_budget_and_forecast() -> None:
-    log = Log(tty=True, width=120)
+def test_a_terminal_shows_loss_and_trend_gradient_speed_and_memory_beside_budget_and_forecast(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log, clock = Log(tty=True, width=120), [0]
+    monkeypatch.setattr(live, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     view = LiveView(log.console, 0, 100, forecast())
     view.evaluated(evaluation_line(0, 4.0))
     for step in range(1, 21):
         view.stepped(training_line(step, 4 - step / 10, forward=800, backward=1536))
+    clock[0] = 5
     view.stop()
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", log.text)
-    assert re.search(r"step 20/100 ━+ +0:00 left", shown)
+    assert re.search(r"step 20/100 ━+ +0:20 left", shown)
     assert re.search(r"memory +━+ +1.50 GiB of 12.00 GiB, forecast 7.00 GiB", shown)
     assert "loss 2.0000 ↓  eval loss 4.0000  grad norm 1  lr 2.00e-04  20,000 tokens/s" in shown
     assert STOPPING not in shown

@@ -48,7 +48,7 @@ def test_a_stream_is_otherwise_as_it_was() -> None:
 
 def finetune(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "finetune", *map(str, arguments)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "finetune", *map(str, arguments)], capture_output=True, text=True, timeout=600
     )
 
 

@@ -118,6 +118,7 @@ def test_a_block_that_fails_publishes_nothing(error: type[BaseException], tmp_pa
     with pytest.raises(error):
         fail()
     assert not target.exists()
+    assert not issubclass(error, Exception) or list(tmp_path.iterdir()) == []
 
 
 def test_a_failed_block_keeps_the_earlier_directory_and_does_not_block_the_next(tmp_path: Path) -> None:
@@ -213,13 +214,6 @@ def test_checkpoints_are_listed_oldest_first_by_step(run: RunDirectory) -> None:
     assert [checkpoint_step(path) for path in run.complete_checkpoints()] == [20, 900, 100_000]
 
 
-def test_an_incomplete_checkpoint_is_not_listed(run: RunDirectory) -> None:
-    with staged(run.checkpoint(5)) as folder:
-        (folder / "weights").write_text("half")
-        assert run.complete_checkpoints() == []
-    assert run.complete_checkpoints() == [run.checkpoint(5)]
-
-
 @pytest.mark.parametrize("name", ["step-00000009.incomplete", "step-00000009.replaced", "step-x", "step-00000009.bak"])
 def test_other_files_beside_checkpoints_are_not_listed(name: str, run: RunDirectory) -> None:
     with staged(run.checkpoint(5)):
@@ -279,19 +273,13 @@ def test_a_line_written_after_a_torn_one_is_kept(run: RunDirectory) -> None:
     run.event("resumed")
     run.event("finished")
     assert [line["event"] for line in run.events()] == ["started", "resumed", "finished"]
-
-
-def test_a_finished_event_counts_after_a_torn_line(run: RunDirectory) -> None:
-    with open(run.events_file, "a") as file:
-        file.write('{"time": 5, "event": "sav')
-    run.event("finished")
     assert run.finished
 
 
 _LINE = st.dictionaries(st.text(max_size=5), st.text(max_size=8) | st.integers() | st.none(), max_size=3)
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(max_examples=60)
 @given(lines=st.lists(_LINE, max_size=5), cut=st.integers(0, 200))
 def test_a_truncated_file_yields_its_complete_lines(
     lines: list[dict[str, Any]], cut: int, tmp_path_factory: pytest.TempPathFactory
@@ -407,8 +395,7 @@ def test_an_earlier_run_is_moved_aside_with_all_its_files(run: RunDirectory) -> 
         with staged(run.checkpoint(number)) as folder:
             (folder / "weights").write_text(str(number))
         earlier.append(contents(run.path))
-        aside = run.move_aside()
-        assert aside == run.path.with_name(f"run.{number}")
+        assert run.move_aside() == run.path.with_name(f"run.{number}")
         assert not run.path.exists()
     assert [contents(run.path.with_name(f"run.{number}")) for number in (1, 2, 3)] == earlier
 
@@ -484,17 +471,6 @@ def test_an_error_in_cleanup_does_not_hide_that_of_the_block(tmp_path: Path, mon
 
     with pytest.raises(ValueError, match="the first"):
         fail()
-
-
-def test_a_block_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
-    def fail() -> None:
-        with staged(tmp_path / "adapter") as folder:
-            (folder / "weights").write_text("half")
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_replacement_killed_after_both_renames_is_completed(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def test_two_tasks_of_a_batch_script_train_each_member_once(
         )
         for number in range(2)
     ]  # fmt: skip
-    said = [task.communicate(timeout=200)[0] for task in tasks]
+    said = [task.communicate(timeout=600)[0] for task in tasks]
     assert [task.returncode for task in tasks] == [0, 0], said
     table = json.loads((folder / "sweep.json").read_text())
     assert [each["state"] for each in table["settings"]] == ["finished", "finished", "stopped"]

@@ -23,7 +23,7 @@ import sweeps as benchmark
 import torch
 import transformers
 from children import Children, Fault
-from jobs import QUICK, TINY, metric, same_adapter
+from jobs import QUICK, TINY, metric, same_adapter, write_rows
 from rich.console import Console
 from seeing_jobs import config, example
 
@@ -53,9 +53,8 @@ RATES = {"training.learning_rate": ["1e-3", "3e-3", "1e-2", "1"]}
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Forty short rows, as an override."""
-    file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     lines = [{"prompt": f"Count to {number}.", "completion": " 1 2 3"[: 2 * number]} for number in range(1, 41)]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    file = write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl", lines)
     return f"data.train={file}"
 
 
@@ -389,31 +388,31 @@ def test_a_budget_is_rounded_up_to_what_is_read(seconds: float, text: str) -> No
 
 @pytest.mark.slow
 def test_members_that_another_process_has_are_left_to_it(tmp_path: Path, job: list[str]) -> None:
-    """It is held here by a thread, until all others have been trained."""
+    """It is held here by a thread, until it is said that it is waited for."""
     scores = tmp_path / "sweep" / "scores"
     scores.mkdir(parents=True)
     rates, held = {"training.learning_rate": ["1e-3", "3e-3"]}, scores / "learning_rate=1e-3.lock"
-    locked, order = threading.Event(), []
+    locked, order, printed = threading.Event(), [], io.StringIO()
+    waiting = "learning_rate=1e-3: trained by another process; waiting"
 
     def hold() -> None:
         with locks.locked(held, "the member", "or wait"):
             locked.set()
-            until = time.monotonic() + 60
-            while not any(each.startswith("learning_rate=3e-3") for each in order) and time.monotonic() < until:
+            until = time.monotonic() + 600
+            while waiting not in printed.getvalue() and time.monotonic() < until:
                 time.sleep(0.05)
             order.append("released")
 
     other = threading.Thread(target=hold)
     other.start()
-    assert locked.wait(10)
-    said = Terminal(console=Console(file=io.StringIO()))
+    assert locked.wait(600)
+    said = Terminal(console=Console(file=printed))
     said.note = order.append  # type: ignore[method-assign]
     arguments = [*job, "training.max_steps=1", f"output.dir={tmp_path / 'sweep'}"]
     table = running.sweep(TINY, arguments, rates, full=True, terminal=said)
     other.join()
     assert [each.partition(":")[0] for each in order] == ["learning_rate=3e-3", "released", "learning_rate=1e-3"]
-    lines = said.console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert lines.count("learning_rate=1e-3: trained by another process; waiting") == 1
+    assert printed.getvalue().splitlines().count(waiting) == 1
     assert {each.state for each in table.settings} == {"finished"}
 
 

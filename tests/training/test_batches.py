@@ -31,7 +31,7 @@ def test_each_step_is_made_while_the_one_before_is_used_and_an_error_comes_in_it
     ahead = threading.Event()
     found = one_ahead(steps(made, ahead))
     assert next(found) == [{"number": 0}]
-    assert ahead.wait(10)  # the second is made with the first one still in use
+    assert ahead.wait(600)  # the second is made with the first one still in use
     assert made[:2] == [0, 1]
     assert [step[0]["number"] for step in (next(found), next(found), next(found))] == [1, 2, 3]
     with pytest.raises(RuntimeError, match="cannot be collated"):

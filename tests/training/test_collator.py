@@ -7,7 +7,7 @@ import itertools
 import pytest
 import seeing
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -87,7 +87,6 @@ def test_each_half_of_a_split_is_padded_to_its_own_longest_row_and_the_first_has
     assert [tuple(half["input_ids"].shape) for half in halves] == shapes
 
 
-@settings(deadline=None, derandomize=True)
 @given(step=STEP, way=WAYS)
 def test_each_row_is_there_once_with_its_labels_and_nothing_else_is_trained(
     step: list[list[tuple[int, bool]]], way: MicroBatching
@@ -97,7 +96,6 @@ def test_each_row_is_there_once_with_its_labels_and_nothing_else_is_trained(
     assert sorted(found) == sorted((row["input_ids"], row["labels"][1:]) for row in rows)
 
 
-@settings(deadline=None, derandomize=True)
 @given(step=STEP, way=WAYS)
 def test_the_trained_tokens_are_as_many_in_every_way(step: list[list[tuple[int, bool]]], way: MicroBatching) -> None:
     """As the loss counts them: predicted from the place before, within a row of the micro-batch."""
@@ -105,7 +103,6 @@ def test_the_trained_tokens_are_as_many_in_every_way(step: list[list[tuple[int, 
     assert trained == sum(is_trained for row in step for _, is_trained in row[1:])
 
 
-@settings(deadline=None, derandomize=True)
 @given(step=STEP, way=WAYS)
 def test_a_micro_batch_splits_into_two_that_hold_its_rows_in_order(
     step: list[list[tuple[int, bool]]], way: MicroBatching

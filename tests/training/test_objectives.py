@@ -12,7 +12,6 @@ import torch
 from steps import assert_gradients_close, gradients, micro_batches, ready
 from torch.nn.functional import cross_entropy
 
-import finetune
 from finetune.data.encoded import RowLayout
 from finetune.errors import ConfigError
 from finetune.objectives import (
@@ -126,17 +125,7 @@ def test_a_mixture_of_experts_adds_its_balancing_loss_to_that_of_each_token() ->
         assert [float(value) for value in with_balancing(torch.tensor(4.0), count, model, without)] == [4, 3]
 
 
-@pytest.mark.slow
-def test_a_new_objective_is_trained_by_its_name(quick, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(OBJECTIVES, "dynamic", DYNAMIC)
-    usual = finetune.train(quick(*EXACT, run="usual")).run.metrics()[0]["loss"]
-    weighted = finetune.train(quick(*EXACT, "training.objective=dynamic", run="new")).run.metrics()[0]["loss"]
-    assert 0 < weighted < usual
-
-
-def test_a_loss_given_from_python_is_refused_where_it_would_see_slices_of_rows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_loss_given_from_python_is_refused_where_it_would_see_slices_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(OBJECTIVES, "python:mine", DYNAMIC)  # and so taken back
 
     def mine(model: Any, batch: Any) -> Any:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from jobs import write_rows
 
 import finetune
 from finetune.report import curves, words
@@ -20,8 +20,7 @@ from finetune.training.guards import Falls
 def job(tmp_path: Path, quick: Any) -> Any:
     """A function from overrides to a job of DPO on short pairs."""
     rows = [{"prompt": f"To {n}. ", "chosen": "yes " * (1 + n % 5), "rejected": "no " * (2 + n % 3)} for n in range(24)]
-    file = tmp_path / "pairs.jsonl"
-    file.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    file = write_rows(tmp_path / "pairs.jsonl", rows)
 
     def make(*overrides: str, run: str = "run") -> Any:
         return quick(f"data.train={file}", "training.objective=dpo", "data.eval_share=0.2", *overrides, run=run)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jobs import metric, same_adapter, sampled
+from jobs import metric, same_adapter, sampled, write_rows
 from steps import out_of_memory, ready
 
 import finetune
@@ -31,11 +31,10 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def job(tmp_path: Path, quick):
     """A function from overrides to a job on pairs of different lengths."""
-    file = tmp_path / "pairs.jsonl"
     pairs = [
         {"prompt": f"To {n}. ", "chosen": "yes " * (1 + n % 5), "rejected": "no " * (2 + n % 3)} for n in range(24)
     ]
-    file.write_text("".join(json.dumps(each) + "\n" for each in pairs))
+    file = write_rows(tmp_path / "pairs.jsonl", pairs)
 
     def make(*overrides: str, run: str = "run") -> Config:
         return quick(

@@ -45,7 +45,9 @@ def test_a_run_killed_after_its_last_step_is_only_exported(quick, evaluation: li
     torch.testing.assert_close(adapter_weights(run), expected, rtol=0, atol=0)
 
 
-def test_a_run_killed_after_it_stopped_early_is_only_exported(quick) -> None:
+def test_a_run_that_stopped_early_says_so_and_is_not_trained_again_and_a_killed_one_is_only_exported(
+    quick, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its count of evaluations without a gain comes back with the checkpoint."""
     config = quick(
         "training.max_steps=40", "training.eval_every=1", "training.early_stopping=2", "training.learning_rate=0.5",
@@ -55,6 +57,11 @@ def test_a_run_killed_after_it_stopped_early_is_only_exported(quick) -> None:
     run = finetune.train(config).run
     expected, lines = adapter_weights(run), run.metrics_file.read_text()
     assert run.steps_done < 40, "the job was meant to stop early"
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"stopped early at step {run.steps_done} of 40: the eval loss" in said
+    before = run.events()
+    finetune.train(config)
+    assert run.events() == before
     forget_the_end(run)
     finetune.train(config)
     assert run.metrics_file.read_text() == lines
@@ -251,13 +258,6 @@ def test_a_merge_does_not_make_an_interrupted_run_finished(quick) -> None:
     assert not run.finished
 
 
-def test_the_built_in_held_out_split_is_not_the_training_split(quick, tmp_path: Path) -> None:
-    config = quick("data.eval=builtin:python_docs", "training.max_steps=1")
-    from finetune.data.prepare import held_out_rows
-
-    assert next(iter(held_out_rows(config.data, None))).location.startswith("builtin:python_docs[eval]")
-
-
 def test_a_file_that_is_not_a_tokenizer_is_a_bad_artifact(quick, tiny_base: Path, tmp_path: Path) -> None:
     base = Path(shutil.copytree(tiny_base, tmp_path / "base"))
     (base / "tokenizer.json").write_text("{}")
@@ -279,62 +279,49 @@ def test_full_fine_tuning_keeps_float32_weights_that_bf16_would_round(quick) -> 
     assert {tensor.dtype for tensor in stored.values()} == {torch.float32}
 
 
+SERVED = "output.serve=q4_0"
+
+
 @pytest.mark.parametrize(
     ("then", "now", "cure"),
     [
         (
-            ("rounded", "nf4"),
-            "llama.cpp",
-            "set `output.way: rounded` and `quantization.kind: nf4`. Otherwise set another",
+            [SERVED, "output.way=rounded", "quantization.kind=nf4"], [SERVED, "output.runtime=llama.cpp"],
+            "set `output.way: rounded` and `quantization.kind: nf4`",
         ),
         (
-            ("rounded", "none"),
-            "llama.cpp",
-            "set `output.way: rounded` and `quantization.kind: none`. Otherwise set another",
+            [SERVED, "output.way=rounded", "quantization.kind=none"], [SERVED, "output.runtime=llama.cpp"],
+            "set `output.way: rounded` and `quantization.kind: none`",
         ),
         (
-            ("adapter", "q4_0"),
-            "ollama",
-            "remove `output.serve` and set `quantization.kind: q4_0`. Otherwise set another",
+            [SERVED, "output.way=adapter", "quantization.kind=q4_0"], [SERVED, "output.runtime=ollama"],
+            "remove `output.serve` and set `quantization.kind: q4_0`",
         ),
         (
-            ("exact", "auto"),
-            "llama.cpp",
-            "set `output.way: exact` and `output.serve: q4_0`. Otherwise set another",
+            [SERVED, "output.way=exact"], [SERVED, "output.runtime=llama.cpp"],
+            "set `output.way: exact` and `output.serve: q4_0`",
+        ),
+        (
+            [SERVED, "output.way=adapter"], [SERVED, "output.way=exact"],
+            "remove `output.serve` and set `quantization.kind: q4_0`",
+        ),
+        (
+            [SERVED, "output.way=exact"], ["output.serve=q8_0", "output.way=exact"],
+            "set `output.way: exact` and `output.serve: q4_0`",
         ),
     ],
-)
+)  # fmt: skip
 def test_a_run_whose_base_was_held_for_another_way_to_serve_says_what_to_set(
-    then: tuple[str, str], now: str, cure: str, quick: Any
+    then: list[str], now: list[str], cure: str, quick: Any
 ) -> None:
-    way, kind = then
-    kind_then = [] if way == "exact" else [f"quantization.kind={kind}"]
-    before, _ = serving.resolved(quick("output.serve=q4_0", f"output.way={way}", *kind_then))
-    config, _ = serving.resolved(quick("output.serve=q4_0", f"output.runtime={now}"))
+    before, _ = serving.resolved(quick(*then))
+    config, _ = serving.resolved(quick(*now))
     run = RunDirectory(config.output.dir)
     run.create(before)
-    with pytest.raises(ConfigError, match=re.escape(cure)):
+    with pytest.raises(ConfigError, match=re.escape(f"{cure}. Otherwise set another")):
         provenance.refuse_changes(config, run)
     with pytest.raises(ConfigError, match=r"0\.2\)\. Set another"):
         provenance.refuse_changes(config.changed({"adapter.dropout": 0.2}), run)
-
-
-@pytest.mark.parametrize(
-    ("way", "serve", "cure"),
-    [
-        ("adapter", "q4_0", "remove `output.serve` and set `quantization.kind: q4_0`. Otherwise set another"),
-        ("exact", "q8_0", "set `output.way: exact` and `output.serve: q4_0`. Otherwise set another"),
-    ],
-)
-def test_a_run_that_is_to_be_trained_as_it_is_rounded_now_says_what_to_set(
-    way: str, serve: str, cure: str, quick: Any
-) -> None:
-    before, _ = serving.resolved(quick("output.serve=q4_0", f"output.way={way}"))
-    config, _ = serving.resolved(quick(f"output.serve={serve}", "output.way=exact"))
-    run = RunDirectory(config.output.dir)
-    run.create(before)
-    with pytest.raises(ConfigError, match=re.escape(cure)):
-        provenance.refuse_changes(config, run)
 
 
 def test_a_key_that_its_choice_ignores_may_be_removed_from_a_run_that_an_earlier_version_started(quick) -> None:

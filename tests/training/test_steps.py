@@ -15,7 +15,7 @@ from accelerate.tracking import TensorBoardTracker
 from bitsandbytes.optim import GlobalOptimManager
 from jobs import adapter_weights
 from safetensors.torch import load_file
-from steps import before_each_step, spoil_losses
+from steps import spoil_losses, stopped_and_resumed
 
 import finetune
 from finetune.config import OptimizerSection, TrainingSection
@@ -25,7 +25,6 @@ from finetune.storage.files import write_json
 from finetune.storage.rundir import RunDirectory, checkpoint_step
 from finetune.training import optimizers, schedules, tracking
 from finetune.training.eval_loss import EvalLoss
-from finetune.training.loop import Loop
 from finetune.training.recorder import MetricsRecorder
 from finetune.training.tracking import Trackers
 
@@ -119,7 +118,7 @@ def test_a_gpu_that_cannot_share_memory_with_the_host_gets_the_unpaged_optimizer
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "packing"), [("lora", "false"), ("none", "true")])
-def test_resumed_run_ends_bit_equal(quick, monkeypatch: pytest.MonkeyPatch, kind: str, packing: str) -> None:
+def test_resumed_run_ends_bit_equal(quick, kind: str, packing: str) -> None:
     """Stopped twice, in the first epoch and in the third, with dropout, noise, 8-bit states and grouped rows."""
     overrides = [
         f"adapter.kind={kind}", f"data.packing={packing}", "adapter.dropout=0.1", "training.neftune_noise_alpha=5",
@@ -128,24 +127,7 @@ def test_resumed_run_ends_bit_equal(quick, monkeypatch: pytest.MonkeyPatch, kind
     ]  # fmt: skip
     whole = finetune.train(quick(*overrides, run="whole")).run
 
-    class Stopped(Exception):
-        pass
-
-    def stop_at(step: int) -> None:
-        def act(loop: Loop) -> None:
-            if loop.progress.step == step:
-                raise Stopped
-
-        before_each_step(monkeypatch, act)
-
-    config = quick(*overrides, run="stopped")
-    for step in (3, 7):
-        stop_at(step)
-        with pytest.raises(Stopped):
-            finetune.train(config)
-    monkeypatch.undo()
-    stopped = finetune.train(config).run
-
+    stopped = stopped_and_resumed(quick(*overrides, run="stopped"), 3, 7)
     file = "adapter/adapter_model.safetensors" if kind == "lora" else "merged/model.safetensors"
     expected, found = load_file(whole.path / file), load_file(stopped.path / file)
     assert expected.keys() == found.keys()
@@ -173,8 +155,7 @@ def test_fresh_moves_the_old_run_aside(quick) -> None:
     config = quick()
     first = finetune.train(config).run
     old = first.metrics_file.read_bytes()
-    second = finetune.train(config, fresh=True).run
-    assert second.finished
+    assert finetune.train(config, fresh=True).run.finished
     assert first.path.with_name("run.1").joinpath("metrics.jsonl").read_bytes() == old
 
 
@@ -217,26 +198,6 @@ def test_no_more_checkpoints_are_kept_than_asked(quick) -> None:
 
 
 @pytest.mark.slow
-def test_early_stopping_ends_the_run_which_says_so_and_is_not_trained_again(quick, capsys) -> None:
-    config = quick(
-        "training.max_steps=40",
-        "training.eval_every=1",
-        "training.early_stopping=2",
-        "training.learning_rate=0.5",
-        "training.schedule=constant",
-        "optimizer.kind=adamw_torch_fused",
-    )
-    run = finetune.train(config).run
-    assert run.finished
-    last = training_lines(run)[-1]["step"]
-    assert last < 40
-    assert f"stopped early at step {last} of 40: the eval loss" in " ".join(capsys.readouterr().out.split())
-    before = len(run.events())
-    finetune.train(config)
-    assert len(run.events()) == before
-
-
-@pytest.mark.slow
 def test_a_signal_after_early_stopping_names_a_step_that_is_saved(quick, monkeypatch: pytest.MonkeyPatch) -> None:
     def ended(recorder: MetricsRecorder) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -255,25 +216,6 @@ def test_a_signal_after_early_stopping_names_a_step_that_is_saved(quick, monkeyp
     assert last % 4
     assert f"step {last} is saved" in str(stopped.value)
     assert run.checkpoint(last).is_dir()
-
-
-@pytest.mark.slow
-def test_a_loss_that_is_not_finite_stops_the_run_and_is_never_a_number(quick) -> None:
-    config = quick(
-        "optimizer.weight_decay=1e9",
-        "training.max_grad_norm=0",
-        "training.warmup=0",
-        "optimizer.kind=sgd",
-        "data.eval=none",
-        "training.eval_every=null",
-    ).changed({"training.learning_rate": 1e9})
-    with pytest.raises(NumbersError, match="not finite at step") as stopped:
-        finetune.train(config)
-    assert stopped.value.exit_code == 5
-    run = RunDirectory(config.output.dir)
-    assert run.metrics()[-1]["loss"] is None
-    assert not run.finished
-    assert not run.adapter.exists()
 
 
 def test_each_line_has_the_contracted_keys(trained: RunDirectory) -> None:
@@ -483,49 +425,3 @@ def test_missing_tracker_names_the_package(quick) -> None:
     with pytest.raises(MachineError, match="pip install mlflow"):
         finetune.train(config)
     assert not RunDirectory(config.output.dir).finished
-
-
-def test_fp16_is_refused_on_a_cpu(quick) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    with pytest.raises(MachineError, match="bf16 or fp32"):
-        finetune.train(quick("training.precision=fp16"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["cosine", "constant"])
-def test_schedule_warms_up_and_follows_its_course(quick, schedule: str) -> None:
-    run = finetune.train(
-        quick(f"training.schedule={schedule}", "training.max_steps=6", "training.warmup=2", "data.eval=none",
-              "training.eval_every=null", "training.learning_rate=1e-3")
-    ).run  # fmt: skip
-    rates = [line["learning_rate"] for line in training_lines(run)]
-    assert rates[:3] == pytest.approx([5e-4, 1e-3, 1e-3])
-    assert rates[-1] == rates[2] if schedule == "constant" else 0 < rates[-1] < rates[2]
-
-
-@pytest.mark.slow
-def test_a_single_step_trains(quick) -> None:
-    """With the default warm-up, whose only step has the peak."""
-    run = finetune.train(quick("training.max_steps=1")).run
-    updates = [tensor for name, tensor in adapter_weights(run).items() if "lora_B" in name]
-    assert any(tensor.any() for tensor in updates)
-    before, after = [line["eval_loss"] for line in run.metrics() if "eval_loss" in line]
-    assert after < before
-
-
-def test_checkpoints_hold_no_half_written_directory(quick, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk error while the second checkpoint is written leaves the first and says what happened."""
-    config = quick("output.save_every=2", "data.eval=none", "training.eval_every=null")
-    fsync = os.fsync
-
-    def failing(descriptor: int) -> None:
-        if "step-00000004.incomplete/optimizer" in os.readlink(f"/proc/self/fd/{descriptor}"):
-            raise OSError(28, "No space left on device")
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", failing)
-    with pytest.raises(MachineError, match="No space left on device"):
-        finetune.train(config)
-    run = RunDirectory(config.output.dir)
-    assert [checkpoint_step(path) for path in run.complete_checkpoints()] == [2]

@@ -63,13 +63,10 @@ def forms(model: Any, kind: str) -> dict[str, str]:
     if kind in recipes.RECIPES:
         return forms
     columns = gguf_packed.FLOATS[kind]
-    tables = {f"{name}.weight" for name, module in model.named_modules() if module in _tables(model)}
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    tables = {f"{name}.weight" for name, module in model.named_modules() if module in ends}
     within = {name for name in forms if name not in tables and model.get_parameter(name).shape[-1] % columns == 0}
     return {name: kind if name in within else form for name, form in forms.items()}
-
-
-def _tables(model: Any) -> list[Any]:
-    return [model.get_input_embeddings(), model.get_output_embeddings()]
 
 
 def file_name(kind: str) -> str:

@@ -57,7 +57,7 @@ def write(
     model that llama.cpp cannot express, OSError if the disk lacks room.
     """
     family, text = gguf_families.family(config), gguf_families.text(config)
-    with _written(gguf.GGUFWriter(file, family.arch)) as writer:
+    with contextlib.closing(gguf.GGUFWriter(file, family.arch)) as writer:
         writer.add_type("model")
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         writer.add_file_type(gguf.LlamaFileType[TYPES[kind].file_type])
@@ -75,7 +75,7 @@ def write(
 def write_lora(config: Any, pairs: dict[str, tuple[torch.Tensor, torch.Tensor]], rank: int, file: Path) -> None:
     """Write a LoRA adapter for llama.cpp; `pairs`: A (rank, in) and B (out, rank) with the scale, by module name."""
     family, text = gguf_families.family(config), gguf_families.text(config)
-    with _written(gguf.GGUFWriter(file, family.arch)) as writer:
+    with contextlib.closing(gguf.GGUFWriter(file, family.arch)) as writer:
         writer.add_type("adapter")
         writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
         writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(rank))
@@ -224,13 +224,11 @@ def _unequal(written: Mapping[str, Any], name: str, expected: np.ndarray) -> int
     """How many values of a tensor are not the expected ones; the factor of NVFP4 rounds the last place of a float32."""
     one = written[name]
     values = gguf.dequantize(one.data, one.tensor_type).reshape(expected.shape)
-    if (scale := written.get(name.removesuffix("weight") + "scale")) is not None and one.tensor_type in _FACTORED:
+    scale = written.get(name.removesuffix("weight") + "scale")
+    if scale is not None and one.tensor_type is gguf.GGMLQuantizationType.NVFP4:
         values = values * scale.data.reshape(-1, *[1] * (values.ndim - 1 if values.ndim > 2 else 1))
         return int((np.abs(values - expected) > 2.0**-22 * np.abs(expected)).sum())
     return int((values != expected).sum())
-
-
-_FACTORED = (gguf.GGMLQuantizationType.NVFP4,)
 
 
 def _type(name: str, shape: list[int], kind: str, config: Any) -> Any:
@@ -243,14 +241,6 @@ def _type(name: str, shape: list[int], kind: str, config: Any) -> Any:
         if candidate is not None and shape[-1] % gguf.GGML_QUANT_SIZES[candidate][0] == 0:
             return candidate
     return gguf.GGMLQuantizationType.F16
-
-
-@contextlib.contextmanager
-def _written(writer: Any) -> Iterator[Any]:
-    try:
-        yield writer
-    finally:
-        writer.close()
 
 
 def _write_tensors(writer: Any, file: Path, tensors: list[GgufTensor]) -> None:

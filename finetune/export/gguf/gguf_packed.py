@@ -32,8 +32,7 @@ def tensors(name: str, weight: nn.Parameter, store: Callable[[torch.Tensor], Par
 
     Raises ConfigError for a form that GGUF files do not have, and if `store` does more than choose rows.
     """
-    how = packed.packing_of(weight)
-    assert how is not None
+    how = packed.known_packing(weight)
     kind = Types.__members__.get(how.form.removeprefix("gguf_").upper())
     if kind is None:
         raise ConfigError(f"`{name}` is held in {how.form}, which GGUF files do not have; export `merged` instead")
@@ -60,18 +59,12 @@ def rounded(name: str, shape: list[int], kind: Any, load: Callable[[], torch.Ten
     yield name, shape, kind, lambda: _bytes(made())
     if kind is Types.NVFP4:
         scale = name.removesuffix("weight") + "scale"
-        yield scale, shape[:-2] or [1], Types.F32, lambda: _factors(name, _scales(made()))
-
-
-def _scales(weight: nn.Parameter) -> torch.Tensor:
-    how = packed.packing_of(weight)
-    assert how is not None
-    return how.scales
+        yield scale, shape[:-2] or [1], Types.F32, lambda: _factors(name, packed.known_packing(made()).scales)
 
 
 def _bytes(weight: nn.Parameter, rows: torch.Tensor | None = None) -> torch.Tensor:
     """The bytes of rows of a weight (None: all), in the order of its GGUF type: (..., rows, bytes of a row)."""
-    how: Any = packed.packing_of(weight)
+    how = packed.known_packing(weight)
     codes, scales = (row_selection.bytes_of(each, rows) for each in (weight.data, how.scales))
     if how.form == "mxfp4":
         return torch.cat((scales.unsqueeze(-1), _halves(codes, 32)), dim=-1).flatten(-2)

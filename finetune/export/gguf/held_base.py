@@ -100,8 +100,8 @@ def read(job: Conversion, file: Path, held: HeldWeights, dtype: torch.dtype) -> 
     differing = {
         name: count
         for name, weight in held.items()
-        if packed.packing_of(weight)
-        and (count := int((model.get_parameter(name).to(weight.device) != _values(weight, dtype)).sum()))
+        if (how := packed.packing_of(weight))
+        and (count := int((model.get_parameter(name).to(weight.device) != how.decoded(weight.data, dtype)).sum()))
     }
     if differing:
         name = min(differing)
@@ -110,12 +110,6 @@ def read(job: Conversion, file: Path, held: HeldWeights, dtype: torch.dtype) -> 
             f"them in `{name}`. Nothing was published"
         )
     return model
-
-
-def _values(weight: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-    how = packed.packing_of(weight)
-    assert how is not None
-    return how.decoded(weight.data, dtype)
 
 
 def weights(job: Conversion, file: Path, held: HeldWeights, *, read: bool) -> dict[str, int] | None:

@@ -168,10 +168,10 @@ def compare(
             server.tokens(text) == job.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts
         )
         same_prompt = not job.prompt or server.tokens(_prompt(server, job), opening=True) == job.prompt
-        less_likely = [
-            _less_likely(expected[row][length - 1], server.next_token(job.rows[row][:length]))
-            for row, length in prompts
-        ]
+        less_likely = []  # by how many nats its next token is less likely than ours
+        for row, length in prompts:
+            logits = expected[row][length - 1]
+            less_likely.append(float(logits.max() - logits[server.next_token(job.rows[row][:length])]))
     wrong = []
     alike = sum(nats <= nearly for nats in less_likely)
     if same_top and alike < _AGREEMENT * len(prompts):
@@ -187,11 +187,6 @@ def compare(
         "tokenized_alike": same_tokens, "prompt_alike": same_prompt,
     }  # fmt: skip
     return facts, []
-
-
-def _less_likely(logits: torch.Tensor, token: int) -> float:
-    """By how many nats `token` is less likely than the most likely one."""
-    return float(logits.max() - logits[token])
 
 
 def _prompt(server: Server, job: Conversion) -> str:

@@ -207,10 +207,7 @@ class Merging:
         """A weight with the adapter, not yet rounded to 16 bit."""
         if not (self.exact and name in self.quantized):
             return self.bases.updates.apply(name, self._base(name, weight))
-        served = self.served(name)
-        how = packed.packing_of(served)
-        assert how is not None
-        values = how.decoded(served.data, torch.float32)
+        values = packed.exact(self.served(name))
         return values.T if self.quantized[name].transposed else values
 
     def _merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:

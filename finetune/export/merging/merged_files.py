@@ -71,10 +71,7 @@ def write_weights(merging: Merging, folder: Path) -> None:
     for name, layout in left.items():
         weight_files.write(folder / name, layout, _tensors(merging, of, list(layout.tensors)))
     if len(planned) > 1:
-        size = sum(layout.tensor_bytes for layout in planned.values())
-        files = {tensor: name for name, layout in planned.items() for tensor in layout.tensors}
-        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))}
-        write_json(folder / f"model{weight_files.SUFFIX}.index.json", index)
+        write_json(folder / weight_files.INDEX, weight_files.index(planned))
 
 
 def _tensors(merging: Merging, of: dict[str, streamed.ConversionGroup], names: list[str]) -> Iterator[torch.Tensor]:
@@ -109,11 +106,12 @@ def write_settings(bases: Bases, base: Path, tokenizer: Any, folder: Path, seen:
             shutil.copyfile(base / name, folder / name)
             if seen and bases.config.data.image_pixels:
                 _bound(folder / name, seen)
-    if sequence_head.is_classifier(bases.bare):
+    classifies = sequence_head.is_classifier(bases.bare)
+    if classifies:
         sequence_head.name_padding(bases.merged_architecture, tokenizer)
-        bases.merged_architecture.save_pretrained(str(folder))
-        return
     bases.merged_architecture.save_pretrained(str(folder))
+    if classifies:
+        return
     settings = bases.bare.generation_config
     if (base / "generation_config.json").is_file():
         settings = GenerationConfig.from_pretrained(str(base))

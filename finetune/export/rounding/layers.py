@@ -139,8 +139,7 @@ class _Layer:
 
 
 def _decoded(one: nn.Parameter, like: torch.Tensor) -> torch.Tensor:
-    how = packed.packing_of(one)
-    assert how is not None
+    how = packed.known_packing(one)
     how = dataclasses.replace(how, scales=how.scales.to(like.device))
     return how.decoded(one.data.to(like.device), like.dtype)
 

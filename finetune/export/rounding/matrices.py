@@ -110,9 +110,7 @@ def _collected(
 
 def _by_itself(form: str, matrix: torch.Tensor) -> BytesAndScales:
     plain = packed.pack(form, matrix)
-    how = packed.packing_of(plain)
-    assert how is not None
-    return plain.data.cpu(), how.scales.cpu()
+    return plain.data.cpu(), packed.known_packing(plain).scales.cpu()
 
 
 def _keys(name: str, weight: torch.Tensor) -> Iterator[Key]:

@@ -42,7 +42,9 @@ _SET_BY_CALLS = frozenset(
 )
 _DATE = datetime.date(2024, 7, 26)  # what Llama 3.1 and 3.2 write where none is given
 _PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-
+_CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {}}}
+_CALLED: list[dict[str, Any]] = [_PROBE[0], {"role": "assistant", "content": "", "tool_calls": [_CALL]}]
+_RESULT = {"role": "tool", "tool_call_id": "abcdefghi", "name": "f", "content": "c"}
 
 TEMPLATES: dict[str, Help] = {
     "auto": Help("the tokenizer's own, or `plain` if it has none"),
@@ -306,16 +308,28 @@ def end_of_turn(tokenizer: Any) -> int | None:
 
 
 @kept_by_tokenizer
-def unwritten_end(tokenizer: Any) -> list[int]:
-    """The end of a last answer, where that is the token with which the user's next message begins (GLM); else none."""
-    return _ending(tokenizer)[1]
+def unwritten_ends(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The end of a last answer, and that of a last tool call, where these are the tokens with which the user's next
+    message and the tool's begin (GLM); else none.
+    """
+    end = _ending(tokenizer)[1]
+    with contextlib.suppress(Exception):  # a template may raise anything, and render no tools
+        return end, end and (_beginning(tokenizer, [*_CALLED, _RESULT]) or end)
+    return end, end
+
+
+def _beginning(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
+    """The special token that the last of `messages` begins with; none if it has another or changes those before."""
+    before, whole = ids(tokenizer, messages[:-1]), ids(tokenizer, messages)
+    token = whole[len(before) : len(before) + 1]
+    return token if whole[: len(before)] == before and special_ids(tokenizer).issuperset(token) else []
 
 
 def _ending(tokenizer: Any) -> tuple[int | None, list[int]]:
-    """Compute the results of `end_of_turn` and `unwritten_end`."""
+    """The result of `end_of_turn`, and the end of a last answer as in `unwritten_ends`."""
     try:
         prompt, whole = ids(tokenizer, _PROBE[:1], prompt=True), ids(tokenizer, _PROBE)
-        longer = ids(tokenizer, [*_PROBE, _PROBE[0]])
+        after = _beginning(tokenizer, [*_PROBE, _PROBE[0]])
     except ArtifactError:
         raise
     except Exception:  # a template may raise anything, for example because it requires a system message
@@ -329,15 +343,12 @@ def _ending(tokenizer: Any) -> tuple[int | None, list[int]]:
         elif tokenizer.decode([token]).strip():
             break
     answered = tokenizer.decode(whole[len(prompt) :]).endswith(_PROBE[1]["content"])
-    after = longer[len(whole) :] if longer[: len(whole)] == whole else []
-    if answered and after and after[0] in special:
-        return int(after[0]), [int(after[0])]
-    return ending, []
+    return (after[0], after) if answered and after else (ending, [])
 
 
 def stop_ids(tokenizer: Any) -> list[int]:
-    """Token ids that end an answer: EOS, and the end-of-turn token if it is different."""
-    return sorted({tokenizer.eos_token_id, end_of_turn(tokenizer)} - {None})
+    """Token ids that end an answer: EOS, and the end of a turn, and that of a tool call if it is not written."""
+    return sorted({tokenizer.eos_token_id, end_of_turn(tokenizer), *unwritten_ends(tokenizer)[1]} - {None})
 
 
 def write_generation_config(settings: Any, tokenizer: Any, folder: Path) -> None:

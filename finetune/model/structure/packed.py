@@ -99,18 +99,21 @@ def packing_of(parameter: Any) -> Packing | None:
     return getattr(parameter, "packing", None)
 
 
-def values(parameter: nn.Parameter) -> torch.Tensor:
-    """The values of a packed parameter."""
+def known_packing(parameter: Any) -> Packing:
+    """The packing of a parameter that is packed."""
     how = packing_of(parameter)
     assert how is not None
-    return how.decoded(parameter.data)
+    return how
+
+
+def values(parameter: nn.Parameter) -> torch.Tensor:
+    """The values of a packed parameter."""
+    return known_packing(parameter).decoded(parameter.data)
 
 
 def exact(parameter: nn.Parameter) -> torch.Tensor:
     """The values of a packed parameter in float32, in which no form is rounded."""
-    how = packing_of(parameter)
-    assert how is not None
-    return how.decoded(parameter.data, torch.float32)
+    return known_packing(parameter).decoded(parameter.data, torch.float32)
 
 
 def as_served(parameter: nn.Parameter, update: fixed_point.Update | None = None) -> nn.Parameter:
@@ -297,10 +300,6 @@ _BLOCK = 32
 """Values with one scale."""
 
 
-def _bytes(scales: torch.Tensor) -> torch.Tensor:
-    return scales.view(torch.uint8)
-
-
 def _mxfp4_shapes(shape: torch.Size) -> tuple[torch.Size, torch.Size]:
     *others, columns = shape
     blocks = -(-columns // _BLOCK)
@@ -485,7 +484,8 @@ def _in_blocks(name: str, form: BlockFormat) -> PackedForm:
 
 FORMS: dict[str, PackedForm] = {
     "mxfp4": PackedForm(
-        _mxfp4_shapes, torch.uint8, _encode_mxfp4, _decode_mxfp4, (Layout(("_blocks", "_scales"), _bytes),),
+        _mxfp4_shapes, torch.uint8, _encode_mxfp4, _decode_mxfp4,
+        (Layout(("_blocks", "_scales"), lambda scales: scales.view(torch.uint8)),),
         config="Mxfp4Config", transposed=True, values_per_byte=2,
     ),
     "nvfp4": PackedForm(
@@ -539,8 +539,7 @@ class PackedEmbedding(nn.Embedding):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Map ids (...) to rows (..., embedding_dim)."""
-        how, rows = packing_of(self.weight), input.flatten()
-        assert how is not None
+        how, rows = known_packing(self.weight), input.flatten()
         chosen = replace(how, scales=how.scales[rows], shape=torch.Size((len(rows), how.shape[-1])))
         return chosen.decoded(self.weight.data[rows]).view(*input.shape, -1)
 

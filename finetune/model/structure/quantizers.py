@@ -158,8 +158,7 @@ class Rounding:
 
     def served(self, weight: torch.Tensor, update: fixed_point.Update | None) -> torch.nn.Parameter:
         """`weight` packed as it is served, after an update that is rounded with it."""
-        how = packed.packing_of(self.parameter)
-        assert how is not None
+        how = packed.known_packing(self.parameter)
         return packed.as_served(self._packed(weight.T if self.transposed else weight, how), update)
 
     def _packed(self, weight: torch.Tensor, how: packed.Packing) -> torch.nn.Parameter:
@@ -415,8 +414,7 @@ def _tables(model: Any) -> dict[torch.nn.Module, str]:
 
 def _columns(module: Any, name: str) -> int:
     """Values of a row, over which a weight's products sum."""
-    transposed = isinstance(module, Conv1D) or _is_transposed(module)
-    return int(getattr(module, name).shape[-2 if transposed else -1])
+    return int(getattr(module, name).shape[-2 if isinstance(module, Conv1D) or _is_transposed(module) else -1])
 
 
 def _is_transposed(module: Any) -> bool:
@@ -445,8 +443,7 @@ class _Encode(ConversionOps):
         module, last = get_module_from_name(model, name)
         if module.source_cls is Conv1D:
             value = value.T
-        how = packed.packing_of(getattr(module, last))
-        assert how is not None
+        how = packed.known_packing(getattr(module, last))
         if self._start and name in self._start:
             return {name: self._start.read(name, how, value.device)}
         return {name: packed.pack(how.form, value, transposed=how.transposed)}
