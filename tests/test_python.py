@@ -17,7 +17,7 @@ from datasets import Dataset
 from hypothesis import example as always
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pandas import DataFrame
+from jobs import metric
 from steps import ready
 from typer.testing import CliRunner
 
@@ -145,34 +145,25 @@ def test_a_dict_and_arguments_give_the_config_of_a_file_and_replace_its_keys(
     )
 
 
-@contextlib.contextmanager
-def set_in_a_notebook() -> Iterator[None]:
-    """What a cell before may have left: a default dtype, a default device, and no gradients."""
-    torch.set_default_dtype(torch.float64)
-    torch.set_default_device("meta")
-    try:
-        with torch.inference_mode():
-            yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-        torch.set_default_device(None)
-
-
 @pytest.mark.slow
 def test_defaults_of_torch_that_a_notebook_has_set_change_neither_forecast_nor_training(quick) -> None:
-    def figures(run: str) -> tuple[int, list[Any], str]:
-        config = quick("training.max_steps=2", run=run)
-        result = finetune.train(config, terminal=Terminal(quiet=True))
-        finetune.merge(result.run, terminal=Terminal(quiet=True))
-        losses = [line.get("loss", line.get("eval_loss")) for line in result.run.metrics()]
-        answer = finetune.generate(result.run, "Say 3", which="merged", max_new_tokens=4)
-        return finetune.plan(config, "24GiB").forecast.peak_allocated_bytes, losses, answer
+    def figures(run: str) -> list[Any]:
+        config, quiet = quick("training.max_steps=2", run=run), Terminal(quiet=True)
+        trained = finetune.train(config, terminal=quiet).run
+        finetune.merge(trained, terminal=quiet)
+        answer = finetune.generate(trained, "Say 3", which="merged", max_new_tokens=4)
+        peak = finetune.plan(config, "24GiB").forecast.peak_allocated_bytes
+        return [peak, answer, *metric(trained, "loss", "eval_loss")]
 
     expected = figures("run")
-    with set_in_a_notebook():
-        assert figures("other") == expected
-        assert (torch.get_default_dtype(), torch.get_default_device().type) == (torch.float64, "meta")
-        assert torch.is_inference_mode_enabled()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"), torch.inference_mode():
+            assert figures("other") == expected
+            assert torch.is_inference_mode_enabled()
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_a_second_thread_is_refused_while_one_is_at_work(quick) -> None:
@@ -214,12 +205,11 @@ def test_rows_are_a_source_like_others_named_by_their_content() -> None:
             [{"prompt": "a", "completion": "b"}, "c"],
             r"data.train\[1\]: a row must be a dict of its fields .*, not text",
         ),
-        (DataFrame(ROWS), r"data.train: of a pandas.DataFrame, give its rows: frame.to_dict"),
         ([{1: "a"}], r"data.train\[0\]: the name of a field must be text, not a number"),
         (["rows.jsonl", {"source": [ROWS[0], 7]}], r"data.train\[1\].source\[1\]: a row must be a dict"),
     ],
 )
-def test_a_value_that_is_not_a_row_is_refused_at_once(rows: Any, message: str) -> None:
+def test_a_value_that_is_not_a_row_is_refused_at_once(rows: list[Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         finetune.load_config({"data": {"train": rows}})
 

@@ -161,8 +161,7 @@ def _transposed(model: Any) -> set[str]:
 
 
 def _bare(config: Any) -> Any:
-    plain = QuantizationSection(kind="none")
-    return weightless_base(config, plain, attention="eager", dtype=torch.bfloat16)
+    return weightless_base(config, QuantizationSection(kind="none"), attention="eager", dtype=torch.bfloat16)
 
 
 _ENDINGS = ("", "_scale_inv", "_packed", "_scale", "_global_scale", "_shape", "_blocks", "_scales")

@@ -33,7 +33,6 @@ from finetune.settings import config_of
 from finetune.storage.rundir import Run, RunDirectory
 
 
-@libraries.alone()
 def export_model(
     run: Run, format: str, *, type: str | None = None, push: str | None = None, anyway: bool = False,
     rounded: bool = False, trust_remote_code: bool = False, terminal: Terminal | None = None,
@@ -66,7 +65,7 @@ def export_model(
     if rounded:
         _refuse_rounding(config.quantization, form, format, kind)
     terminal = terminal or Terminal()
-    with run.locked(), Signals():
+    with run.locked(), Signals(), libraries.alone():
         folder = run.path / form.folder
         if form.module:
             record = _converted(run, config, format, kind, terminal, rounded=rounded)
@@ -130,7 +129,6 @@ def _refuse_lossy(folder: Path, record: dict[str, Any], push: str, *, anyway: bo
         )
 
 
-@libraries.alone()
 def merge(
     run: Run, *, onto: str | None = None, trust_remote_code: bool = False, terminal: Terminal | None = None
 ) -> dict[str, Any]:
@@ -146,7 +144,7 @@ def merge(
     run = RunDirectory.open(run)
     # Refuses an untrusted run before anything is written there.
     config = config_of(run, trust_remote_code=trust_remote_code)
-    with run.locked(), Signals():
+    with run.locked(), Signals(), libraries.alone():
         return merge_locked(run, config, terminal or Terminal(), note_beside_output, onto)
 
 

@@ -32,8 +32,7 @@ def tokenizer(word_tokenizer: Callable[..., Any], chatml: str) -> Any:
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
     def write(rows: list[dict[str, Any]], name: str = "train.jsonl") -> str:
-        path = write_rows(tmp_path / name, rows)
-        return str(path)
+        return str(write_rows(tmp_path / name, rows))
 
     return write
 
@@ -149,8 +148,7 @@ def test_an_empty_answer_is_dropped_and_listed(write: Write, tokenizer: Any, sub
         with subtests.test(row=row):
             source = write([row])
             full = write([chat("Hi", "one")], "eval.jsonl")
-            prepared = prepare(DataSection(train=full, eval="none"), tokenizer)
-            assert prepared.train_counts.affected == []
+            assert prepare(DataSection(train=full, eval="none"), tokenizer).train_counts.affected == []
             assert "1 rows dropped (1 empty answer)" in message(DataSection(train=source, eval="none"), tokenizer)
 
 

@@ -429,8 +429,7 @@ def test_the_builtin_keeps_its_own_held_out_rows() -> None:
     assert sources.has_held_out_split("builtin:python_docs")
     assert not sources.has_held_out_split("rows.jsonl")
     assert not sources.has_held_out_split(["builtin:python_docs", "rows.jsonl"])
-    row = next(sources.rows("builtin:python_docs", "eval"))
-    assert row.location == "builtin:python_docs[eval]:1"
+    assert next(sources.rows("builtin:python_docs", "eval")).location == "builtin:python_docs[eval]:1"
 
 
 @pytest.mark.slow

@@ -204,8 +204,7 @@ def test_torchs_own_operators_take_a_copy_of_each_tile_in_float32(trained_tokens
     def peak(works: bool) -> int:
         card = replace(tiny_models.card(), triton=works)
         trace = tiny_models.trace(job, model, where=card, batch=batch)
-        made = job_forecast.make(trace, card, batch, "sdpa", replay.RunSetting())
-        return made.categories["loss"]
+        return job_forecast.make(trace, card, batch, "sdpa", replay.RunSetting()).categories["loss"]
 
     tile = 4 * trained_tokens * model.vocab_size
     assert tile <= peak(False) - peak(True) <= 8 * tile

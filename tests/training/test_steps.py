@@ -155,8 +155,7 @@ def test_fresh_moves_the_old_run_aside(quick) -> None:
     config = quick()
     first = finetune.train(config).run
     old = first.metrics_file.read_bytes()
-    second = finetune.train(config, fresh=True).run
-    assert second.finished
+    assert finetune.train(config, fresh=True).run.finished
     assert first.path.with_name("run.1").joinpath("metrics.jsonl").read_bytes() == old
 
 

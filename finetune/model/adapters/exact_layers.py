@@ -70,8 +70,7 @@ def as_served(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
     }
     for name, parameter in base.named_parameters():
         if packed.packing_of(parameter):
-            update = updates.get(id(parameter))
-            yield name.replace(".base_layer", ""), packed.as_served(parameter, update)
+            yield name.replace(".base_layer", ""), packed.as_served(parameter, updates.get(id(parameter)))
 
 
 def _update_rounded(layer: nn.Module) -> fixed_point.Update | None:
