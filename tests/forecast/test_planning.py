@@ -360,9 +360,7 @@ def test_a_finished_run_has_the_forecast_and_what_was_measured(trained: RunDirec
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "changes",
-    [[], pytest.param(["adapter.dropout=0.1", "memory.checkpointing=all"], marks=pytest.mark.long)],
-    ids=str,
+    "changes", [[], pytest.param(["adapter.dropout=0.1", "memory.checkpointing=all"], marks=pytest.mark.long)], ids=str
 )
 def test_the_table_of_the_job_that_a_new_user_tries_is_right_within_two_percent(
     changes: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
