@@ -186,10 +186,6 @@ def _largest_errors(found: Any) -> list[float]:
     return sorted((abs(row["relative_errors"]["peak"]) for row in found["settings"].values()), reverse=True)
 
 
-def _of_memtracker(found: Any) -> list[float]:
-    return sorted(abs(row["mem_tracker"]["error"]) for row in found["settings"].values())
-
-
 def _forecast_seconds(job: str) -> Callable[[Any], float]:
     return lambda found: found["jobs"][job]["median_seconds"]
 
@@ -234,6 +230,9 @@ _QUANTIZED_INPUTS = "int8, inputs in 8 bit"
 
 FIGURES = {
     # the README's run
+    "tiny-steps": Figure("tiny_cpu", "summary/steps"),
+    "tiny-before": Figure("tiny_cpu", "summary/base_eval_loss", ".4f"),
+    "tiny-after": Figure("tiny_cpu", "summary/best_eval_loss", ".4f"),
     "merge-error": Figure("tiny_cpu", "merge/error", ".2%"),
     "merge-bound": Figure("tiny_cpu", "merge/bound", ".2%"),
     "merge-effect": Figure("tiny_cpu", "merge/effect", ".1%"),
@@ -250,8 +249,9 @@ FIGURES = {
     "forecast-median": Figure("forecast_cpu", "summary/median_absolute_error", ".2%"),
     "forecast-worst": Figure("forecast_cpu", lambda found: _largest_errors(found)[0], ".1%"),
     "forecast-second": Figure("forecast_cpu", lambda found: _largest_errors(found)[1], ".2%"),
-    "memtracker-error": Figure("forecast_memtracker", lambda found: _of_memtracker(found)[-2], ".1%"),
-    "memtracker-worst": Figure("forecast_memtracker", lambda found: _of_memtracker(found)[-1], ".0%"),
+    "small-measured": Figure("forecast_cpu", "settings/small-llama, small tiles/measured/peak", ".2f", MIB),
+    "small-forecast": Figure("forecast_cpu", "settings/small-llama, small tiles/forecast/peak", ".2f", MIB),
+    "small-tracked": Figure("forecast_memtracker", "settings/small-llama, small tiles/mem_tracker/bytes", ".2f", MIB),
     "forecast-seconds-7b": Figure("forecast_speed", _forecast_seconds("meta-llama/Llama-2-7b-hf"), ".1f"),
     "forecast-seconds-70b": Figure("forecast_speed", _forecast_seconds("meta-llama/Llama-2-70b-hf"), ".1f"),
     "forecast-seconds-chosen": Figure("forecast_speed", _forecast_seconds("meta-llama/Llama-2-7b-hf, chosen"), ".0f"),
@@ -424,6 +424,17 @@ def _forecast_peers() -> str:
             f"{name} | {found['settings']} | {found['mean_absolute_error']:.1%} | {found['worst']['error']:+.1%}"
             for peer, name in names.items()
             for found in [peers[peer]["expressed"]]
+        ),
+    )
+
+
+def _forecast_memtracker() -> str:
+    return _table(
+        "setting | measured peak | `finetune plan` | MemTracker",
+        (
+            f"{name} | {row['measured_bytes'] / MIB:.1f} MiB | {row['ours']['error']:+.2%} | "
+            f"{row['mem_tracker']['error']:+.2%}"
+            for name, row in result("forecast_memtracker")["settings"].items()
         ),
     )
 
@@ -643,6 +654,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "data-look": _data_look,
     "forecast-phases": _forecast_phases,
     "forecast-peers": _forecast_peers,
+    "forecast-memtracker": _forecast_memtracker,
     "beside-trl": _beside_trl,
     "beside-defaults": _beside_defaults,
     "counted-images": _counted_images,

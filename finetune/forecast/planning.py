@@ -542,6 +542,8 @@ def planner_for(
     if above or named or adapter.start_from:  # report what may be wrong before reading the data, as in training
         build.blueprint(config, architecture, _attention(config, architecture, device)).check(adapter)
     data = _data(config, architecture)
+    if device.type == "cpu":  # again, for what this process now holds, as in training
+        device = devices.find("cpu", config.memory)
     planner = Planner(reference_scores.decided(config, data), architecture, device, data, gpus)
     return follow(planner, gpu in (None, "auto", "cpu")).decided()
 

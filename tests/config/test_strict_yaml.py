@@ -151,14 +151,9 @@ def test_a_list_as_key_is_refused() -> None:
 
 def test_broken_yaml_is_reported_with_its_line(subtests: pytest.Subtests) -> None:
     for text, line in [
-        ("a: 1\nb: 'unclosed\n", 3),
-        ("a: 1\nb: [1, 2\n", 3),
-        ("a: 1\n  b: 2\n", 2),
-        ("a: 1\n\tb: 2\n", 2),
-        ("a: 1\nb: @x\n", 2),
-        ("a: 1\n---\nb: 2\n", 2),
-        ("a: b: c\n", 1),
-    ]:
+        ("a: 1\nb: 'unclosed\n", 3), ("a: 1\nb: [1, 2\n", 3), ("a: 1\n  b: 2\n", 2), ("a: 1\n\tb: 2\n", 2),
+        ("a: 1\nb: @x\n", 2), ("a: 1\n---\nb: 2\n", 2), ("a: b: c\n", 1),
+    ]:  # fmt: skip
         with subtests.test(text=text):
             [(found, message)] = problems(text)
             assert found == line

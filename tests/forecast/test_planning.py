@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
 import yaml
 from jobs import metric, write_rows
 
@@ -413,3 +415,11 @@ def test_targets_that_the_model_lacks_are_reported_before_the_data_is_read(
     (tmp_path / "rows.jsonl").write_text("no row\n")
     with pytest.raises(ConfigError, match=wrong.partition("=")[0]):
         start(quick(wrong, f"data.train={tmp_path / 'rows.jsonl'}"))
+
+
+def test_a_process_is_measured_again_once_its_rows_are_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared: list[None] = []
+    found = tiny_models.cpu()
+    monkeypatch.setattr(planning, "_data", lambda *_: prepared.append(None))
+    monkeypatch.setattr(planning.devices, "find", lambda *_: replace(found, outside_bytes=len(prepared)))
+    assert planning.planner_for(load_config(TINY), "cpu").device.outside_bytes == 1

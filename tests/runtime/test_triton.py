@@ -188,12 +188,7 @@ def test_flex_attention_which_compiles_is_refused(triton) -> None:
 # -- the forecast ------------------------------------------------------------------------------------------------------
 
 
-def test_the_card_that_is_here_is_planned_for_as_it_will_compute(triton, monkeypatch: pytest.MonkeyPatch) -> None:
-    properties = SimpleNamespace(name="NVIDIA L4", total_memory=2**34, multi_processor_count=58, major=8, minor=9)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**34, 2**34))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
+def test_the_card_that_is_here_is_planned_for_as_it_will_compute(triton, l4: None) -> None:
     for fails, works in ((NO_COMPILER, False), (None, True)):
         triton(fails)
         assert devices.here(CUDA, tiny_models.config().memory).triton is works
