@@ -18,6 +18,7 @@ from hypothesis import example as always
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import metric
+from pandas import DataFrame
 from steps import ready
 from typer.testing import CliRunner
 
@@ -205,11 +206,12 @@ def test_rows_are_a_source_like_others_named_by_their_content() -> None:
             [{"prompt": "a", "completion": "b"}, "c"],
             r"data.train\[1\]: a row must be a dict of its fields .*, not text",
         ),
+        (DataFrame(ROWS), r"data.train: of a pandas.DataFrame, give its rows: frame.to_dict"),
         ([{1: "a"}], r"data.train\[0\]: the name of a field must be text, not a number"),
         (["rows.jsonl", {"source": [ROWS[0], 7]}], r"data.train\[1\].source\[1\]: a row must be a dict"),
     ],
 )
-def test_a_value_that_is_not_a_row_is_refused_at_once(rows: list[Any], message: str) -> None:
+def test_a_value_that_is_not_a_row_is_refused_at_once(rows: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         finetune.load_config({"data": {"train": rows}})
 
