@@ -31,11 +31,7 @@ _GIVEN: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "nemotron": {"num_key_value_heads": 8},
     "gemma4_assistant": {
-        "text_config": {
-            "model_type": "gemma4_text",
-            "hidden_size_per_layer_input": 0,
-            "vocab_size_per_layer_input": 0,
-        },
+        "text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
     },
     "qwen4_exp": {"text_config": {"model_type": "qwen4_exp_text", **_INDEXER}},
     "qwen4_exp_text": _INDEXER,

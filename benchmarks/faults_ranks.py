@@ -50,11 +50,7 @@ PASS = "finetune.training.step:Step.micro_step"
 OUT_OF_MEMORY = ["training.batch_size=24", "training.micro_batch=4"]  # which one, two and three ranks can share
 LOWERED_AT_MOST = 2
 """Times that memory runs out in a run: micro-batches of four rows, then of two, then of one."""
-SHARING = {
-    "ddp": [],
-    "fsdp": ["distributed.kind=fsdp"],
-    "deepspeed": ["distributed.kind=deepspeed"],
-}
+SHARING = {"ddp": [], "fsdp": ["distributed.kind=fsdp"], "deepspeed": ["distributed.kind=deepspeed"]}
 JOB = [
     "data.eval=none", "training.eval_every=null", "quantization.kind=none", "adapter.rank=32",
     "adapter.targets=[q_proj, v_proj]", "memory.checkpointing=none", "memory.check=off", "training.batch_size=12",

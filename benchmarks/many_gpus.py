@@ -50,18 +50,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "full fine-tuning": {"quantization.kind": "none", "adapter.kind": "none"},
 }
 PREFERENCES: dict[str, dict[str, Any]] = {
-    "DPO, 16-bit LoRA": {"quantization.kind": "none", "training.objective": "dpo", "preference.reference": "cached"},
+    "DPO, 16-bit LoRA": {"quantization.kind": "none", "training.objective": "dpo", "preference.reference": "cached"}
 }
 """Kinds that are trained on pairs, and compared alone."""
 ZERO: dict[str, dict[str, Any]] = {
     f"zero {number}": {"distributed.kind": "deepspeed", "distributed.stage": stage}
     for number, stage in enumerate(("optimizer", "gradients", "weights"), 1)
 }
-SHARING: dict[str, dict[str, Any]] = {
-    "ddp": {"distributed.kind": "ddp"},
-    "fsdp": {"distributed.kind": "fsdp"},
-    **ZERO,
-}
+SHARING: dict[str, dict[str, Any]] = {"ddp": {"distributed.kind": "ddp"}, "fsdp": {"distributed.kind": "fsdp"}, **ZERO}
 STAGES = {**SHARING, "fsdp, gradients": {"distributed.kind": "fsdp", "distributed.stage": "gradients"}}
 OFF = 0.02
 _KEY = ("kind", "sharing", "ranks")

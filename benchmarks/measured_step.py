@@ -151,12 +151,7 @@ def shared(row: Sequence[Row]) -> int:
 
 
 def measure(
-    config: Config,
-    architecture: Any,
-    rows: Sequence[Row],
-    *,
-    padded: bool = True,
-    images: Shown = (),
+    config: Config, architecture: Any, rows: Sequence[Row], *, padded: bool = True, images: Shown = ()
 ) -> Measured:
     """Train two steps of `config` on a model of `architecture`, every micro-batch made of `rows`, under the profiler.
 

@@ -50,7 +50,7 @@ AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
             "finetune.data.encoded": "Encoded.trained Segment.trained Segment.cut",
             "finetune.data.masks": "answer_turns mask marks_generation check_template "
             "rendering _by_marks _end_of_call _by_prefixes _turn_end _closed _wordless _words",
-            "finetune.data.lengths": "_error _drop _truncate _last_answer _split",
+            "finetune.data.lengths": "_error _truncate _last_answer _split",
         },
         ["data/test_lengths.py", "data/test_marks.py", "data/test_chat_masks.py", "data/test_known_templates.py",
          "data/test_formats.py", "data/test_control_tokens.py", "data/test_row_limits.py", "data/test_prepare.py",

@@ -168,6 +168,11 @@ def _of_faults(count: Callable[[Iterable[int]], int], key: str, tool: str) -> Ca
     )
 
 
+def _of_ranks(key: str) -> list[float]:
+    """One figure of the jobs with copies, FSDP and DeepSpeed."""
+    return [result(f"faults_ranks{sharing}")["found"][key] for sharing in ("", "_fsdp", "_deepspeed")]
+
+
 def _of_mutants(count: Callable[[Any], int]) -> Callable[[Any], int]:
     return lambda found: sum(count(area) for area in found["areas"].values())
 
@@ -197,6 +202,12 @@ def _cells(found: Any) -> Iterator[Any]:
                 yield from seed.get(way, {}).values()
 
 
+def _least_kept(found: Any) -> float:
+    """The smallest mean share of the gain that a form of five bits and more keeps."""
+    kept = found["bases"]["built-in"]["kept"].values()
+    return min(mean for way in kept for kind, (mean, *_) in way.items() if kind in _FINE)
+
+
 def _slower(found: Any) -> list[float]:
     return [budget["slower_than_it"] for budget in found["budgets"]]
 
@@ -209,25 +220,6 @@ def _times_as_fast(found: Any) -> list[float]:
 def _swapped_seconds(found: Any) -> float:
     swapped = found["plans"][-1]["plan"]["swapped_bytes"]
     return swapped / DISK_READ_BYTES + swapped / DISK_WRITE_BYTES
-
-
-def _losses(found: Any) -> dict[tuple[Any, ...], float]:
-    """The last evaluation loss of each short run, by rank, targets, rate and seed."""
-    return {
-        (run["rank"], run["targets"], run["rate"], run["seed"]): run["eval_losses"][str(run["steps"])]
-        for run in found["runs"].values()
-        if not run["epochs"]
-    }
-
-
-def _of_seeds(found: Any) -> list[float]:
-    return [_losses(found)[16, "all-linear", 3e-3, seed] for seed in (42, 43, 44)]
-
-
-def _of_batches(found: Any, part: str) -> float:
-    """The loss with steps of 64 rows over that with 4."""
-    large, small = (found["findings"][part][f"batch {size}"]["loss"]["mean"] for size in (64, 4))
-    return large - small
 
 
 _EXPONENT = "findings/batch/exponent of the batch"
@@ -251,15 +243,12 @@ FIGURES = {
     "images-rows": Figure("beside_images", "job/rows", ","),
     "pairs-trained": Figure("preferences", "rows/train", ","),
     "pairs-steps": Figure("preferences", "steps"),
-    "pairs-chosen": Figure("preferences", "last/rewards_chosen", ".2f"),
-    "pairs-rejected": Figure("preferences", "last/rewards_rejected", ".2f"),
     # the forecast
     "forecast-settings": Figure("forecast_cpu", "summary/compared"),
     "forecast-architectures": Figure("forecast_cpu", "summary/architectures"),
     "forecast-median": Figure("forecast_cpu", "summary/median_absolute_error", ".2%"),
     "forecast-worst": Figure("forecast_cpu", lambda found: _largest_errors(found)[0], ".1%"),
     "forecast-second": Figure("forecast_cpu", lambda found: _largest_errors(found)[1], ".2%"),
-    "forecast-large": Figure("forecast_peers", "summary_above_100m_parameters/ours/settings"),
     "small-measured": Figure("forecast_cpu", "settings/small-llama, small tiles/measured/peak", ".2f", MIB),
     "small-forecast": Figure("forecast_cpu", "settings/small-llama, small tiles/forecast/peak", ".2f", MIB),
     "small-tracked": Figure("forecast_memtracker", "settings/small-llama, small tiles/mem_tracker/bytes", ".2f", MIB),
@@ -267,20 +256,12 @@ FIGURES = {
     "forecast-seconds-70b": Figure("forecast_speed", _forecast_seconds("meta-llama/Llama-2-70b-hf"), ".1f"),
     "forecast-seconds-chosen": Figure("forecast_speed", _forecast_seconds("meta-llama/Llama-2-7b-hf, chosen"), ".0f"),
     "fit-slower": Figure("fit_cpu", lambda found: max(_slower(found)), ".1%"),
-    "fit-noise": Figure("fit_cpu", "noise", ".1%"),
-    "fit-7b-batch": Figure("plan_llama7b", "fit/chosen/training.micro_batch"),
-    "fit-7b-speed-up": Figure("plan_llama7b", "fit/predicted_speed_up", ".2f"),
     # speed
     "loop": Figure("overhead", f"allocators/kept/{_LOOP}", ".3f"),
-    "loop-default": Figure("overhead", f"allocators/default/{_LOOP}", ".3f"),
     "process": Figure("overhead", "allocators/kept/ratios/process_seconds/median", ".2f"),
+    "dpo-process": Figure("beside_dpo", "beside/trl/ratios/process_seconds/median", ".2f"),
+    "images-process": Figure("beside_images", "beside/trl/ratios/process_seconds/median", ".2f"),
     "dpo-pairs": Figure("beside_dpo", "job/pairs", ","),
-    "loop-110m": Figure("beside_peers_cpu", f"jobs/110M/beside/trl/{_LOOP}", ".2f"),
-    "loop-110m-kept": Figure("beside_peers_cpu", f"jobs/110M/beside/trl-kept/{_LOOP}", ".2f"),
-    "step-launches": Figure("step_cost", "steps/Llama-2-7B/H100/ours/calls", ","),
-    "step-decoding": Figure("step_cost", lambda found: _gigabytes(found, "decoding of weights"), ".1f"),
-    "step-low-rank": Figure("step_cost", "layer/fused/parts/low-rank products/backward/gigabytes", ".1f"),
-    "step-moved": Figure("step_cost", "layer/fused/whole/gigabytes", ".1f"),
     "step-least": Figure("step_cost", lambda found: min(_times_as_fast(found)), ".2f"),
     "step-most": Figure("step_cost", lambda found: max(_times_as_fast(found)), ".2f"),
     "preparation-rows": Figure("preparation", "job/rows", ","),
@@ -291,23 +272,25 @@ FIGURES = {
     # kills, saves and tests
     "save-interval": Figure("faults", "save_interval_steps"),
     "kills": Figure("faults", _of_faults(sum, "kills", "finetune")),
-    "dpo-scoring-kills": Figure("faults_dpo", _of_faults(sum, "kills_while_scoring", "finetune")),
+    "rank-runs": Figure("faults_ranks", lambda _: sum(_of_ranks("runs"))),
+    "rank-kills": Figure("faults_ranks", lambda _: sum(_of_ranks("kills"))),
+    "rank-difference": Figure("faults_ranks", lambda _: max(_of_ranks("largest_difference_of_a_weight")), ".1e"),
     "trainer-kills": Figure("faults", _of_faults(sum, "kills", "Hugging Face Trainer")),
     "trainer-stuck": Figure("faults", _of_faults(sum, "runs_that_could_not_resume", "Hugging Face Trainer")),
     "mutants": Figure("mutations", _of_mutants(lambda area: area["mutants"]), ","),
     "mutants-found": Figure("mutations", _of_mutants(lambda area: area["killed"] + area["timed_out"]), ","),
     "mutants-accepted": Figure("mutations", _of_mutants(lambda area: len(area["accepted"]))),
     # memory
-    "int8-times": Figure("int8_cpu", lambda found: found["logits"][_QUANTIZED_INPUTS] / found["logits"]["int8"], ".1f"),
     "int8-inputs": Figure("int8_cpu", f"logits/{_QUANTIZED_INPUTS}", ".1%"),
     "int8": Figure("int8_cpu", "logits/int8", ".1%"),
     "int8-nf4": Figure("int8_cpu", "logits/nf4", ".1%"),
+    "long-short-row": Figure("long_context", "resident/resident_bytes/4096", ".0f", MIB),
+    "long-long-row": Figure("long_context", "resident/resident_bytes/32768", ".0f", MIB),
     "long-card": Figure("long_context", f"{_LONG}/needed_bytes", ".1f", GIB),
     "long-host": Figure("long_context", f"{_LONG}/host_bytes", ".1f", GIB),
     "swapped-seconds": Figure("plan_many_gpus", _swapped_seconds, ".0f"),
     # what is served
     "step-adapter": Figure("step_cost", f"{_SERVED_STEPS}/q4_k_m/times", ".3f"),
-    "step-exact-0": Figure("step_cost", f"{_SERVED_STEPS}/q4_0, exact/times", ".3f"),
     "step-exact-k": Figure("step_cost", f"{_SERVED_STEPS}/q4_k_m, exact/times", ".3f"),
     # merge, exports, answers
     "merge-kills": Figure("merge", "kills_at_random/kills"),
@@ -322,6 +305,7 @@ FIGURES = {
     "gguf-same-answers": Figure(
         "gguf_in_llama_cpp", _of_gguf(lambda each: each["answer_tokens_alike"] == each["answer_tokens"])
     ),
+    "kept-finer": Figure("served", _least_kept, ".3f"),
     "adapter-kl": Figure("served", lambda found: max(cell["kl"] for cell in _cells(found)), ".1g"),
     "served-in-llama-cpp": Figure(
         "served", lambda found: max(cell["llama_cpp"]["kl"] for cell in _cells(found) if "llama_cpp" in cell), ".4f"
@@ -330,21 +314,12 @@ FIGURES = {
     "cache-error": Figure("answers", _off_by("cache_off"), ".3%"),
     "answer-peak-error": Figure("answers", _off_by("peak_off"), ".2%"),
     # rank, rate and epochs
-    "choices-before": Figure("choices", lambda found: next(iter(found["runs"].values()))["eval_losses"]["0"], ".3f"),
     "sweep-full": Figure("sweeps", lambda found: found["jobs"]["2M"]["beside"]["full/lone"]["seconds"], ".2f"),
     "sweep-halved": Figure("sweeps", lambda found: found["jobs"]["2M"]["beside"]["halved/lone"]["seconds"], ".2f"),
-    "sweep-large-full": Figure("sweeps", lambda found: found["jobs"]["125M"]["beside"]["full/lone"]["seconds"], ".2f"),
-    "sweep-large-halved": Figure(
-        "sweeps", lambda found: found["jobs"]["125M"]["beside"]["halved/lone"]["seconds"], ".2f"
-    ),
     "sweep-trl": Figure("sweeps", lambda found: found["jobs"]["2M"]["beside"]["halved/trl"]["seconds"], ".2f"),
     "root-mean": Figure("evidence", f"{_EXPONENT}/mean", ".2f"),
     "root-low": Figure("evidence", f"{_EXPONENT}/low", ".2f"),
     "root-high": Figure("evidence", f"{_EXPONENT}/high", ".2f"),
-    "large-batch": Figure("evidence", lambda found: _of_batches(found, "batch"), ".3f"),
-    "large-batch-full": Figure("evidence", lambda found: _of_batches(found, "every-weight"), ".3f"),
-    "seeds-least": Figure("choices", lambda found: min(_of_seeds(found)), ".3f"),
-    "seeds-most": Figure("choices", lambda found: max(_of_seeds(found)), ".3f"),
 }
 """Figures by their names in the pages."""
 
@@ -480,20 +455,15 @@ def _beside_trl() -> str:
     return _table(heads, (row(name, job) for name, job in result("beside_peers_cpu")["jobs"].items()))
 
 
-def _gigabytes(found: Any, part: str) -> float:
-    """What a part of a fused layer moves in all passes."""
-    return sum(one["gigabytes"] for one in found["layer"]["fused"]["parts"][part].values())
-
-
 def _step_over_least() -> str:
-    def row(model: str, card: str, one: Any) -> str:
+    def row(card: str, one: Any) -> str:
         over = one["over_least"]
         parts = " | ".join(f"{over[part]:.2f}" for part in ("arithmetic", "traffic", "launches"))
-        return f"{model} | {card} | {one['ours']['seconds']:.2f} | {over['times']:.2f} | {parts}"
+        return f"{card} | {one['ours']['seconds']:.2f} | {over['times']:.2f} | {parts}"
 
     return _table(
-        "base | card | seconds | times the least | of it, more arithmetic | traffic | launches",
-        (row(model, *one) for model, cards in result("step_cost")["steps"].items() for one in cards.items()),
+        "card | seconds | times the least | of it, more arithmetic | traffic | launches",
+        (row(*one) for one in result("step_cost")["steps"]["Llama-3.1-8B"].items()),
     )
 
 
@@ -534,89 +504,35 @@ def _beside_defaults() -> str:
     return _table(heads, (row(*one) for one in result("beside_defaults")["jobs"].items()))
 
 
-def _beside_dpo() -> str:
-    names = {
-        "trl": "its defaults", "trl-kept": "nothing recomputed",
-        "trl-kept-precomputed": "nothing recomputed, reference precomputed",
-    }  # fmt: skip
-
-    def row(side: str, one: Any) -> str:
-        process, cpu = (one["ratios"][f"process_{name}"]["median"] for name in ("seconds", "cpu_seconds"))
-        resident = (f"{one['resident_bytes'][name] / MIB:,.0f}" for name in ("finetune", "plain"))
-        return (
-            f"{names[side]} | {process:.2f} ({cpu:.2f}) | {' / '.join(resident)} | {one['largest_loss_difference']:.0e}"
-        )
-
-    heads = "TRL's DPOTrainer with | process | MiB, ours / TRL | losses"
-    return _table(heads, (row(side, one) for side, one in result("beside_dpo")["beside"].items()))
-
-
-def _beside_images() -> str:
-    names = {"trl": "its defaults", "trl-kept": "nothing recomputed"}
-
-    def row(side: str, one: Any) -> str:
-        process, loop = (one["ratios"][f"{name}_seconds"]["median"] for name in ("process", "loop"))
-        return f"{names[side]} | {process:.2f} | {loop:.2f} | {one['largest_loss_difference']:.0e}"
-
-    heads = "TRL's SFTTrainer with | process | loop | losses"
-    return _table(heads, (row(side, one) for side, one in result("beside_images")["beside"].items()))
+def _around(one: Any, form: str, to: str = "\N{EN DASH}") -> str:
+    return f"{one['mean']:{form}} ({one['low']:{form}}{to}{one['high']:{form}})" if one else ""
 
 
 def _counted_images() -> str:
     def row(seed: str, one: Any) -> str:
         right = one["measures"]["exact_match"]
-        before, after = ("{value:.1%} ({low:.1%} to {high:.1%})".format(**right[name]) for name in ("base", "adapter"))
+        before, after = (
+            "{value:.1%} ({low:.1%}\N{EN DASH}{high:.1%})".format(**right[name]) for name in ("base", "adapter")
+        )
         return f"{seed} | {before} | {after} | {one['seconds']:.0f}"
 
     heads = "seed | right before | right after | seconds"
     return _table(heads, (row(seed, one) for seed, one in result("counted_images")["runs"].items()))
 
 
-def _rank_kills() -> str:
-    def row(share: str, file: str) -> str:
-        found = result(file)["found"]
-        apart = f"{found['largest_difference_of_a_weight']:.1e}".replace("e-0", "e-")
-        out_of_memory = found.get("starts_after_running_out_of_memory", "")
-        return (
-            f"{share} | {found['runs']} | {found['kills']} | {out_of_memory} | "
-            f"{found['runs_with_another_number_of_ranks']} | {apart} | {found['steps_lost_max']}"
-        )
-
-    files = {"copies": "faults_ranks", "FSDP": "faults_ranks_fsdp", "DeepSpeed": "faults_ranks_deepspeed"}
-    heads = (
-        " | runs | kills | starts after out-of-memory | runs with other numbers of ranks | largest difference of a "
-        "weight | most steps lost"
-    )
-    return _table(heads, (row(share, file) for share, file in files.items()))
+_FINE = ("q5_k_m", "q6_k", "q8_0", "fp8")
+"""Forms of five bits and more, of which one figure says enough."""
 
 
 def _served(base: str) -> str:
     kept = result("served")["bases"][base]["kept"]
 
-    def cell(mean: float, low: float, high: float) -> str:
-        return f"{mean:.3f} ({low:.3f} to {high:.3f})"
-
     def row(kind: str) -> str:
-        return f"{kind} | " + " | ".join(cell(*way[kind]) if kind in way else "" for way in kept.values())
+        ranges = (dict(zip(("mean", "low", "high"), way.get(kind, ()), strict=False)) for way in kept.values())
+        return f"{kind} | " + " | ".join(_around(one, ".3f") for one in ranges)
 
-    kinds = dict.fromkeys(kind for way in kept.values() for kind in way)
+    kinds = dict.fromkeys(kind for way in kept.values() for kind in way if kind not in _FINE)
     return _table(f" | {' | '.join(kept)}", map(row, kinds))
-
-
-_RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
-
-
-def _row_of_losses(name: str, rank: int, targets: str, rates: tuple[float, ...]) -> str:
-    losses = [_losses(result("choices")).get((rank, targets, rate, 42)) for rate in rates]
-    return f"{name} | {' | '.join(f'{loss:.3f}' if loss else '' for loss in losses)}"
-
-
-def _ranks_and_rates() -> str:
-    ranks = {"every weight": 0, **{f"rank {rank}": rank for rank in (1, 4, 16, 64)}}
-    return _table(
-        f"rate | {' | '.join(f'{rate:g}' for rate in _RATES)}",
-        (_row_of_losses(name, rank, "all-linear", _RATES) for name, rank in ranks.items()),
-    )
 
 
 _WAYS = (
@@ -633,14 +549,6 @@ def _long_rows() -> str:
             f"{name} | {way['needed_bytes'] / GIB:.1f} GiB | {way['longest_row']:,} tokens"
             for name, way in zip(_WAYS, ways, strict=True)
         ),
-    )
-
-
-def _long_rows_measured() -> str:
-    resident = result("long_context")["resident"]["resident_bytes"]
-    return _table(
-        "tokens | added to the process",
-        (f"{int(tokens):,} | {added / MIB:.0f} MiB" for tokens, added in resident.items()),
     )
 
 
@@ -665,22 +573,11 @@ def _plans() -> str:
     return _table(heads, (row(job, one) for job, one in zip(_JOBS, plans, strict=True)))
 
 
-def _ranks_memory() -> str:
-    mib: dict[str, list[str]] = {}
-    for row in result("many_gpus")["memory"]:
-        if (row["sharing"], row["ranks"]) in (("ddp", 1), ("fsdp", 2), ("fsdp", 4)):
-            mib.setdefault(row["kind"], []).append(f"{row['resident_bytes'] / MIB:,.0f}")
-    return _table(
-        "MiB | one process | 2 ranks, `fsdp` | 4 ranks, `fsdp`",
-        (f"{kind} | {' | '.join(row)}" for kind, row in mib.items()),
-    )
-
-
 def _mixtures() -> str:
     """Plans of adapters on experts."""
     changed = {
         "quantization.kind=none": "16 bit", "quantization.kind=published": "MXFP4, as published",
-        "adapter.expert_rank=0": "no adapter on experts", "adapter.expert_rank=1": "`expert_rank: 1`",
+        "adapter.expert_rank=1": "`expert_rank: 1`",
     }  # fmt: skip
 
     def row(one: Any) -> str:
@@ -690,7 +587,8 @@ def _mixtures() -> str:
         fits = f"{needs} of {budget} GiB" + ("" if one["plan"]["fits"] else ", does not fit")
         return f"{one['model']} | {how} | {one['rows']} x {one['tokens']:,} | {one['gpu']} | {fits}"
 
-    return _table("base | experts | tokens | GPU | needs", map(row, result("plan_mixtures")["plans"]))
+    plans = (one for one in result("plan_mixtures")["plans"] if "adapter.expert_rank=0" not in one["changes"])
+    return _table("base | experts | tokens | GPU | needs", map(row, plans))
 
 
 def _ways() -> str:
@@ -717,28 +615,38 @@ def _own_loss() -> str:
 
 _PARTS = {
     "batch": ("LoRA", "batch 4"), "every-weight": ("every weight", "batch 4"), "rank": ("LoRA", "rank 16"),
-    "variants": ("", "LoRA"), "targets": ("targets", "mlp"), "capacity": ("", ""),
+    "variants": ("", "LoRA"), "targets": ("targets", "mlp"),
 }  # fmt: skip
 """By part, what its settings are of, and what they are compared with."""
 
 
 def _evidence() -> str:
-    def around(one: Any, form: Callable[[float], str]) -> str:
-        return f"{form(one['mean'])} ({form(one['low'])} to {form(one['high'])})" if one else ""
-
     def row(part: str, name: str, one: Any) -> str:
         of, reference = _PARTS[part]
-        loss, over = around(one["loss"], "{:.3f}".format), around(one.get("over reference"), "{:+.3f}".format)
+        over = _around(one.get("over reference"), "+.3f", " to ")
         over += f" from {reference}" * bool(over)
-        return f"{of}{', ' * bool(of)}{name} | {loss} | {over} | {around(one.get('rate'), '{:.2g}'.format)}"
+        rate = _around(one.get("rate"), ".2g")
+        return f"{of}{', ' * bool(of)}{name} | {_around(one['loss'], '.3f')} | {over} | {rate}"
 
     found = result("evidence")["findings"]
     rows = (row(part, *each) for part in _PARTS for each in found.get(part, {}).items() if "loss" in each[1])
     return _table(" | loss at its best rate | difference | best rate", rows)
 
 
+def _facts() -> str:
+    found = result("evidence")["findings"]["capacity"]
+    losses = {name: {rank: one["loss"] for rank in (1, 2, 4, 8, 32) if (one := found.get(f"{name}, rank {rank}"))}
+              for name in ("many facts", "few facts")}  # fmt: skip
+    ranks = [*losses["many facts"]]
+    return _table(
+        f"loss | {' | '.join(f'rank {rank}' for rank in ranks)}",
+        (f"{name} | {' | '.join(_around(of.get(rank), '.3f') for rank in ranks)}" for name, of in losses.items()),
+    )
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "evidence": _evidence,
+    "facts": _facts,
     "first-minutes": _first_minutes,
     "tiny-memory": _tiny_memory,
     "preferences-eval": _preferences_eval,
@@ -749,18 +657,12 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "forecast-memtracker": _forecast_memtracker,
     "beside-trl": _beside_trl,
     "beside-defaults": _beside_defaults,
-    "beside-dpo": _beside_dpo,
-    "beside-images": _beside_images,
     "counted-images": _counted_images,
     "step-over-least": _step_over_least,
     "batching": _batching,
     "kills": _kill_table,
-    "rank-kills": _rank_kills,
-    "ranks-and-rates": _ranks_and_rates,
     "long-rows": _long_rows,
-    "long-rows-measured": _long_rows_measured,
     "plans": _plans,
-    "ranks-memory": _ranks_memory,
     "mixtures": _mixtures,
     "ways": _ways,
     "served": lambda: _served("built-in"),

@@ -29,6 +29,7 @@ from finetune.training.tracking import Trackers
 
 
 @session.releasing()
+@libraries.alone()
 def train(
     config: Config, *, fresh: bool = False, terminal: Terminal | None = None, callbacks: tuple[Callback, ...] = (),
     residents: Residents | None = None,

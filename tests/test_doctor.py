@@ -194,6 +194,7 @@ DAMAGES: dict[str, tuple[Callable[[RunDirectory], object], str, str]] = {
     "weights gone": (lambda run: (run.adapter / "adapter_model.safetensors").unlink(), "adapter", "No such file"),
     "weights cut": (lambda run: cut(run.adapter / "adapter_model.safetensors", 5000), "adapter", "exceeds the file"),
     "header bit": (lambda run: flip(run.adapter / "adapter_model.safetensors", 0), "adapter", "adapter_model"),
+    "weight bit": (lambda run: flip(run.adapter / "adapter_model.safetensors", -4), "adapter", "not as it was written"),
     "rank": (_other_rank, "adapter", "`r` is 4"),
     "nan": (_not_a_number, "adapter", "not finite"),
     "template": (lambda run: _append(run.adapter / "chat_template.jinja", "x"), "tokenizer", "another tokenizer"),

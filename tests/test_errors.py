@@ -17,14 +17,7 @@ from finetune.errors import (
     OutOfMemoryError,
 )
 
-EXIT_CODES = {
-    ConfigError: 2,
-    DataError: 3,
-    MachineError: 4,
-    NumbersError: 5,
-    OutOfMemoryError: 6,
-    ArtifactError: 7,
-}
+EXIT_CODES = {ConfigError: 2, DataError: 3, MachineError: 4, NumbersError: 5, OutOfMemoryError: 6, ArtifactError: 7}
 
 
 def test_each_kind_of_error_has_its_documented_exit_code() -> None:

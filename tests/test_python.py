@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import runpy
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -16,6 +17,8 @@ from datasets import Dataset
 from hypothesis import example as always
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jobs import metric
+from pandas import DataFrame
 from steps import ready
 from typer.testing import CliRunner
 
@@ -26,10 +29,11 @@ from finetune.config import load
 from finetune.config.field_types import GIVEN
 from finetune.data import formats, in_memory, sources
 from finetune.data.examples import RowError
-from finetune.errors import ArtifactError, ConfigError, DataError
+from finetune.errors import ArtifactError, ConfigError, DataError, MachineError
 from finetune.inference import jobs
 from finetune.objectives import contract
 from finetune.report.terminal import Terminal
+from finetune.runtime import libraries
 from finetune.settings import CHOICES
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "own_loss.py"
@@ -136,12 +140,38 @@ def test_a_dict_and_arguments_give_the_config_of_a_file_and_replace_its_keys(
     monkeypatch.setattr("finetune.recipe.train", lambda config, **_: trained.append(config))
     finetune.train(config, model="other", data=Path("rows.jsonl"), training={"max_steps": 9}, fresh=True)
     finetune.train(model={"name": "other"}, data={"train": "rows.jsonl", "packing": True}, output={"dir": Path("runs")})
-    assert trained[0] == config.changed(
-        {"model.name": "other", "data.train": "rows.jsonl", "training.max_steps": 9},
-    )
+    assert trained[0] == config.changed({"model.name": "other", "data.train": "rows.jsonl", "training.max_steps": 9})
     assert trained[1] == finetune.Config().changed(
         {"model.name": "other", "data.train": "rows.jsonl", "data.packing": True, "output.dir": "runs"}
     )
+
+
+@pytest.mark.slow
+def test_defaults_of_torch_that_a_notebook_has_set_change_neither_forecast_nor_training(quick) -> None:
+    def figures(run: str) -> list[Any]:
+        config, quiet = quick("training.max_steps=2", run=run), Terminal(quiet=True)
+        trained = finetune.train(config, terminal=quiet).run
+        finetune.merge(trained, terminal=quiet)
+        answer = finetune.generate(trained, "Say 3", which="merged", max_new_tokens=4)
+        peak = finetune.plan(config, "24GiB").forecast.peak_allocated_bytes
+        return [peak, answer, *metric(trained, "loss", "eval_loss")]
+
+    expected = figures("run")
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"), torch.inference_mode():
+            assert figures("other") == expected
+            assert torch.is_inference_mode_enabled()
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_second_thread_is_refused_while_one_is_at_work(quick) -> None:
+    with libraries.alone(), ThreadPoolExecutor() as pool:
+        for work in (finetune.train, finetune.plan):
+            with pytest.raises(MachineError, match="another thread of this process is using finetune; wait until"):
+                pool.submit(work, quick()).result()
 
 
 # -- rows in memory ----------------------------------------------------------------------------------------------------
@@ -176,11 +206,12 @@ def test_rows_are_a_source_like_others_named_by_their_content() -> None:
             [{"prompt": "a", "completion": "b"}, "c"],
             r"data.train\[1\]: a row must be a dict of its fields .*, not text",
         ),
+        (DataFrame(ROWS), r"data.train: of a pandas.DataFrame, give its rows: frame.to_dict"),
         ([{1: "a"}], r"data.train\[0\]: the name of a field must be text, not a number"),
         (["rows.jsonl", {"source": [ROWS[0], 7]}], r"data.train\[1\].source\[1\]: a row must be a dict"),
     ],
 )
-def test_a_value_that_is_not_a_row_is_refused_at_once(rows: list[Any], message: str) -> None:
+def test_a_value_that_is_not_a_row_is_refused_at_once(rows: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         finetune.load_config({"data": {"train": rows}})
 
@@ -598,6 +629,8 @@ def test_lists_limits_and_numbers_of_cards_are_checked(tmp_path: Path) -> None:
     for wrong in ("training.seed=3", [3], 3, None):
         with pytest.raises(ConfigError, match=r"overrides are a list of texts, such as \['training.seed=3'\], not"):
             finetune.load_config({}, wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="export format `None` is not known; choose from merged"):
+        finetune.export_model("runs/none", None)  # type: ignore[arg-type]
     for make in (finetune.plan, finetune.fit):
         with pytest.raises(ConfigError, match="`gpus` must be at least 1, not 0"):
             make(finetune.Config(), "RTX 4090", 0)

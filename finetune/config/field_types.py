@@ -149,8 +149,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def pick(table: Mapping[Any, T], name: str, what: str) -> T:
     """The entry `name` of a table. Raises ConfigError with the nearest name and the list of all."""
-    if name not in table:
-        raise ConfigError(f"{what} {unknown(name, table)}")
+    if not isinstance(name, str) or name not in table:
+        raise ConfigError(f"{what} {unknown(str(name), table)}")
     return table[name]
 
 

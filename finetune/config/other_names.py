@@ -94,8 +94,7 @@ def taken(key: str, value: Any) -> KeyValues | None:
 
 def _method(value: Any) -> KeyValues | None:
     full = {"adapter.kind": "none", "quantization.kind": "none"}
-    known = {"lora": {}, "qlora": {"quantization.kind": "nf4"}, "full": full}
-    return known.get(str(value))
+    return {"lora": {}, "qlora": {"quantization.kind": "nf4"}, "full": full}.get(str(value))
 
 
 def _bits(value: Any) -> KeyValues | None:

@@ -336,8 +336,7 @@ def _largest_by_area(sizes: Sizes, way: MicroBatching, step_rows: int, source: s
     _, length, rows = most
     within = sizes.no_longer(length)
     own = within.some(first_rows(within, "area")[:rows])
-    batch = replace(_worst_batch(own, rows, way.layout.together, source), order="area")
-    return _with_images(sizes, batch)
+    return _with_images(sizes, replace(_worst_batch(own, rows, way.layout.together, source), order="area"))
 
 
 def _largest_by_tokens(sizes: Sizes, way: MicroBatching, step_rows: int, source: str) -> list[LargestBatch]:

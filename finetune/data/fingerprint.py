@@ -17,10 +17,11 @@ from typing import Any
 from finetune.config import ModelSection
 from finetune.data.encoded import columns
 from finetune.errors import ArtifactError
+from finetune.model.source import file_hashes
 from finetune.storage import records
 from finetune.storage.files import write_json
 
-_FILE = "fingerprint.json"
+_FILE, _ADAPTER = "fingerprint.json", "adapter_model.safetensors"
 # Hex digits shown, of 64: enough to tell two fingerprints apart in an error message.
 _DIGITS = 16
 # The hash depends on it, since the lengths of so many rows come before their values.
@@ -73,9 +74,10 @@ def of_rows(rows: Any) -> str:
 
 
 def save(tokenizer: Any, base: str | None, folder: Path) -> None:
-    """Write the tokenizer, its fingerprint and the identity of the base model beside the weights in `folder`."""
+    """Write the tokenizer, its fingerprint, the identity of the base model and the hash of an adapter in `folder`."""
     tokenizer.save_pretrained(str(folder))
-    write_json(folder / _FILE, {"tokenizer": of(tokenizer), "base": base})
+    weights = {"weights": file_hashes.sha256(file)} if (file := folder / _ADAPTER).is_file() else {}
+    write_json(folder / _FILE, {"tokenizer": of(tokenizer), "base": base, **weights})
 
 
 def check(tokenizer: Any, folder: Path) -> None:

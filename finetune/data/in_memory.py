@@ -26,6 +26,8 @@ def given(rows: Iterable[Any], key: str) -> str:
     They are copied, so that a later change does not reach a run; a `datasets.Dataset`, which does not change, is not.
     Raises DataError for a row of another type, and as `fields.plain`.
     """
+    if hasattr(rows, "iterrows"):
+        raise DataError(f'{key}: of a pandas.DataFrame, give its rows: frame.to_dict("records")')
     kept = undecoded(rows) if _is_dataset(rows) else [_copied(row, f"{key}[{index}]") for index, row in enumerate(rows)]
     digest, size_bytes = hashlib.sha256(), 0
     for row in kept:

@@ -218,9 +218,7 @@ def _refuse_closed_thought(example: Chat, turn: int, opened: list[int], ids: lis
 
 def _turn_end(example: Chat, turn: int, ids: list[int], start: int, tokenizer: Any) -> Asking[int | None]:
     """An index at or after the end of the turn that begins at `start`; None if it cannot be proven."""
-    after = ids
-    if turn + 1 < len(example.messages):
-        after = (yield from rendering(example, turn + 1, tokenizer)).ids
+    after = (yield from rendering(example, turn + 1, tokenizer)).ids if turn + 1 < len(example.messages) else ids
     shared = in_common(ids, after)
     closing = after[shared:]
     if shared > start and not _words(closing, tokenizer) and ids[len(ids) - len(closing) :] == closing:

@@ -45,8 +45,7 @@ def read(fields: Fields) -> Several:
     chosen, rejected = _answers(fields)
     _compare_scores(fields)
     if isinstance(chosen, str) and isinstance(rejected, str):
-        texts = _texts(fields, chosen, rejected)
-        return Several(dict(zip(("chosen", "rejected"), texts, strict=True)))
+        return Several(dict(zip(("chosen", "rejected"), _texts(fields, chosen, rejected), strict=True)))
     if isinstance(chosen, str) or isinstance(rejected, str):
         raise RowError("`chosen` and `rejected`: one is text and the other messages; write both alike")
     return _conversations(fields, {"chosen": chosen, "rejected": rejected})

@@ -159,8 +159,7 @@ def _is_askable(documented: DocumentedObject) -> bool:
 def _question(documented: DocumentedObject) -> str:
     wordings = QUESTIONS[documented.kind]
     # The suffix makes the choice of wording independent of the side of the split.
-    choice = int(_hash_fraction(documented.name + "?") * len(wordings))
-    return wordings[choice].format(name=documented.name)
+    return wordings[int(_hash_fraction(documented.name + "?") * len(wordings))].format(name=documented.name)
 
 
 @functools.cache
@@ -198,8 +197,7 @@ def _without_leading_signatures(docstring: str, short_name: str) -> str:
 
 def _clean(text: str) -> str:
     """Collapse white space and turn reStructuredText's inline markup into plain backticks."""
-    text = re.sub(r":(?:\w+:)?\w+:`~?([^`<]*)`", r"`\1`", text)
-    return " ".join(text.replace("``", "`").split())
+    return " ".join(re.sub(r":(?:\w+:)?\w+:`~?([^`<]*)`", r"`\1`", text).replace("``", "`").split())
 
 
 def _cut_at_sentence_end(text: str, max_chars: int) -> str:

@@ -221,8 +221,7 @@ class _SplitWriter:
             yield _Read(row, content, found)
             return
         for name, each in unpaired.rows_of(content).items():
-            own = row._replace(location=f"{row.location}, {name}") if name else row
-            yield _Read(own, each, found)
+            yield _Read(row._replace(location=f"{row.location}, {name}") if name else row, each, found)
 
     def _read(self, row: Row) -> Content | DataError | Unusable:
         columns = self.section.columns

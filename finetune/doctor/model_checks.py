@@ -385,8 +385,7 @@ def attempt(name: str, copy: Copy) -> tuple[Status, str, int]:
 
 
 def _unshared(model: Any) -> list[Tensor]:
-    kept = {one.untyped_storage().data_ptr(): one for one in (*model.parameters(), *model.buffers())}
-    return list(kept.values())
+    return list({one.untyped_storage().data_ptr(): one for one in (*model.parameters(), *model.buffers())}.values())
 
 
 @torch.no_grad()

@@ -161,8 +161,7 @@ def _transposed(model: Any) -> set[str]:
 
 
 def _bare(config: Any) -> Any:
-    plain = QuantizationSection(kind="none")
-    return weightless_base(config, plain, attention="eager", dtype=torch.bfloat16)
+    return weightless_base(config, QuantizationSection(kind="none"), attention="eager", dtype=torch.bfloat16)
 
 
 _ENDINGS = ("", "_scale_inv", "_packed", "_scale", "_global_scale", "_shape", "_blocks", "_scales")
@@ -325,8 +324,7 @@ class _FilePlan:
             for name, module in self._model.named_modules()
             if (isinstance(module, nn.Linear) or name.endswith("router")) and f"{name}.weight" not in self._names
         ]
-        layout = EXPERTS if self._transposed else LAYOUTS[self._form]
-        return layout.stated(sorted(kept))
+        return (EXPERTS if self._transposed else LAYOUTS[self._form]).stated(sorted(kept))
 
 
 def _blocks_of_rows(name: str, how: packed.Packing, rows: torch.Tensor) -> torch.Tensor:

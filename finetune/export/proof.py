@@ -289,8 +289,7 @@ class Likeness:
         """`kl` and `agreement` over all rows, and the largest divergence at one token, `kl_max`."""
         tokens = torch.cat(self._tokens, dim=1)
         kl, same = tokens.mean(dim=1).tolist()
-        largest = float(tokens[0].max())
-        return {"kl": max(kl, 0.0), "kl_max": max(largest, 0.0), "agreement": same}
+        return {"kl": max(kl, 0.0), "kl_max": max(float(tokens[0].max()), 0.0), "agreement": same}
 
     def kl(self) -> float:
         """The mean divergence over all rows."""

@@ -65,7 +65,7 @@ def export_model(
     if rounded:
         _refuse_rounding(config.quantization, form, format, kind)
     terminal = terminal or Terminal()
-    with run.locked(), Signals():
+    with run.locked(), Signals(), libraries.alone():
         folder = run.path / form.folder
         if form.module:
             record = _converted(run, config, format, kind, terminal, rounded=rounded)
@@ -144,7 +144,7 @@ def merge(
     run = RunDirectory.open(run)
     # Refuses an untrusted run before anything is written there.
     config = config_of(run, trust_remote_code=trust_remote_code)
-    with run.locked(), Signals():
+    with run.locked(), Signals(), libraries.alone():
         return merge_locked(run, config, terminal or Terminal(), note_beside_output, onto)
 
 

@@ -47,9 +47,7 @@ def segment_bytes(block: int) -> int:
     """Bytes of the segment that is made for a block of this size [get_allocation_size]."""
     if block <= SMALL_BYTES:
         return SMALL_SEGMENT_BYTES
-    if block < LARGE_BYTES:
-        return LARGE_SEGMENT_BYTES
-    return _round_up(block, SEGMENT_GRAIN_BYTES)
+    return LARGE_SEGMENT_BYTES if block < LARGE_BYTES else _round_up(block, SEGMENT_GRAIN_BYTES)
 
 
 def _round_up(number: int, grain: int) -> int:

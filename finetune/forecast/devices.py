@@ -20,7 +20,7 @@ from finetune.config.field_types import parse_size
 from finetune.errors import ConfigError, MachineError, OutOfMemoryError
 from finetune.forecast import gpus, operator_costs
 from finetune.forecast.operator_costs import DeviceOperators
-from finetune.runtime import driver, libraries, segments
+from finetune.runtime import driver, libraries, patches, segments
 
 
 @dataclass(frozen=True)
@@ -219,9 +219,12 @@ def _present(budget: int | None, context_bytes: int | None = None) -> Device:
 
 def _cpu(budget: int | None) -> Device:
     flops, bandwidth, call = _cpu_rates()
-    # TRL's loss imports this in its first backward pass, and with it pandas and datasets: 80 MiB that a process holds
-    # already if it prepared the rows, and not yet if it found them prepared.
-    importlib.import_module("trl.trainer.utils")
+    # What a training process holds then, or soon: TRL's loss imports the first, with pandas and datasets (80 MiB), in
+    # its first backward pass, unless rows were prepared; every adapter the second (20 MiB, without scipy).
+    with patches.SCIPY.by(lambda: False):
+        for library in ("trl.trainer.utils", "peft"):
+            importlib.import_module(library)
+    libraries.return_freed_memory()  # as loading the base does; measuring the rates leaves up to 60 MiB
     held = psutil.Process().memory_info().rss
     available = min(psutil.virtual_memory().available, left_by_control_groups()) + held
     return Device(

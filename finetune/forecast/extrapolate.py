@@ -137,9 +137,7 @@ def _side_by_side(kept: Sequence[int], sizes: Sequence[Hashable]) -> list[int]:
 
 def extrapolate(trace: Trace, shortened: Shortened) -> Trace:
     """The trace of the whole model. Raises NotAlike where what was taken to repeat does not."""
-    if set(shortened.repeats) <= {1}:
-        return trace
-    return _Extrapolation(trace, shortened).whole()
+    return trace if set(shortened.repeats) <= {1} else _Extrapolation(trace, shortened).whole()
 
 
 class _BlockKey(NamedTuple):

@@ -44,9 +44,7 @@ def _bytes(trace: Trace, category: str) -> int:
 
     If ranks hold shards, those of all ranks, as rank 0 gathers them.
     """
-    if trace.saved_bytes:
-        return trace.saved_bytes[category]
-    return _live_bytes(trace, category)
+    return trace.saved_bytes[category] if trace.saved_bytes else _live_bytes(trace, category)
 
 
 def _live_bytes(trace: Trace, category: str) -> int:

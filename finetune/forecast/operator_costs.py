@@ -529,9 +529,7 @@ def _scratch_on_cuda(func: Any, args: Any, named: Any) -> list[int]:
         return _padded_mask(args[0], named["attn_mask"])
     if name == f"{_FLASH}_backward":
         return _attention_scratch(*args)
-    if name == f"{_VARLEN}_backward":
-        return _packed_attention_scratch(*args)
-    return []
+    return _packed_attention_scratch(*args) if name == f"{_VARLEN}_backward" else []
 
 
 def _padded_mask(query: Any, mask: Any) -> list[int]:

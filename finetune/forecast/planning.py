@@ -438,6 +438,7 @@ def _as_it_is(planner: Planner, own_device: bool) -> Planner:
     return planner
 
 
+@libraries.alone()
 def plan(config: Config, gpu: str | None = None, gpus: int = 1, follow: Follow = _as_it_is) -> Plan:
     """Forecast the job on `gpu`, with its `auto` settings fitted (see `finetune.plan`)."""
     planner = planner_for(config, gpu, gpus, follow)
@@ -449,6 +450,7 @@ def plan(config: Config, gpu: str | None = None, gpus: int = 1, follow: Follow =
     return Plan(config, forecast, levers, fitted, planner.why_quantized, planner.images(config), said)
 
 
+@libraries.alone()
 def fit(config: Config, gpu: str | None = None, gpus: int = 1, follow: Follow = _as_it_is) -> Fitted:
     """The job fitted to `gpu`, whatever micro-batch and checkpointing it names (see `finetune.fit`)."""
     return _fit(_free_planner(config, gpu, gpus, follow), config.training)
@@ -540,6 +542,8 @@ def planner_for(
     if above or named or adapter.start_from:  # report what may be wrong before reading the data, as in training
         build.blueprint(config, architecture, _attention(config, architecture, device)).check(adapter)
     data = _data(config, architecture)
+    if device.type == "cpu":  # again, for what this process now holds, as in training
+        device = devices.find("cpu", config.memory)
     planner = Planner(reference_scores.decided(config, data), architecture, device, data, gpus)
     return follow(planner, gpu in (None, "auto", "cpu")).decided()
 

@@ -55,6 +55,7 @@ _INTERVAL = (
 )
 
 
+@libraries.alone()
 def evaluate(
     run: Run, *, data: str | PathLike[str] | None = None, metrics: Sequence[str] = (), tasks: Sequence[str] = (),
     models: Sequence[str] = (), limit: int | None = None, max_new_tokens: int = 256, batch_size: int = 16,

@@ -119,8 +119,7 @@ def answers(
     Prompts that leave no position for an answer are refused (PromptTooLong) before anything is generated.
     """
     generation = _Generation(model, tokenizer, settings, cache_bytes, shown)
-    rooms = [generation.room(prompt) for prompt in prompts]
-    return generation.answers(prompts, rooms)
+    return generation.answers(prompts, [generation.room(prompt) for prompt in prompts])
 
 
 def stream(

@@ -27,8 +27,7 @@ Functions, table 26.10). More take the last, which is wider than theirs."""
 
 def half_width(values: Sequence[float]) -> float:
     """Half of the 95% confidence interval of the mean of two values or more, one a seed: t s / sqrt(n)."""
-    quantile = _STUDENT[min(len(values) - 1, len(_STUDENT)) - 1]
-    return quantile * statistics.stdev(values) / math.sqrt(len(values))
+    return _STUDENT[min(len(values) - 1, len(_STUDENT)) - 1] * statistics.stdev(values) / math.sqrt(len(values))
 
 
 @dataclass(frozen=True)

@@ -155,6 +155,7 @@ def ready(
     return Ready(config, model, tokenizer, kind or UNRECORDED, system, vision_of(config, tokenizer))
 
 
+@libraries.alone()
 def generate(
     run: Run, prompt: str, *, images: Sequence[Any] = (), which: str = "adapter",
     system: str | None = None, max_new_tokens: int = 256, trust_remote_code: bool = False,

@@ -85,8 +85,7 @@ def _f1(answer: str, reference: str, _: dict[str, Any]) -> float:
     given, wanted = _words(answer), _words(reference)
     if not given or not wanted:
         return float(given == wanted)
-    common = (Counter(given) & Counter(wanted)).total()
-    return 2 * common / (len(given) + len(wanted))
+    return 2 * (Counter(given) & Counter(wanted)).total() / (len(given) + len(wanted))
 
 
 def _words(text: str) -> list[str]:

@@ -35,8 +35,7 @@ def loss_of_answers(ratio: Tensor, desirable: Tensor, kl: Tensor, numbers: Numbe
     import torch
 
     gain = numbers.beta * torch.where(desirable, ratio - kl, kl - ratio)
-    weight = torch.where(desirable, numbers.desirable_weight, numbers.undesirable_weight)
-    return weight * torch.sigmoid(-gain)
+    return torch.where(desirable, numbers.desirable_weight, numbers.undesirable_weight) * torch.sigmoid(-gain)
 
 
 def _loss(numbers: Numbers, model: Any, batch: Batch) -> tuple[Tensor, Tensor, Statistics]:

@@ -115,8 +115,7 @@ def by_sequence(values: torch.Tensor, batch: Batch) -> torch.Tensor:
 
 def trained_rows(batch: Batch, segments: int) -> torch.Tensor:
     """Which rows (rows,) have trained tokens in each of their `segments`; the others have no loss."""
-    counts = by_sequence(batch["labels"][:, 1:] != -100, batch)
-    return (counts.view(-1, segments) > 0).all(1)
+    return (by_sequence(batch["labels"][:, 1:] != -100, batch).view(-1, segments) > 0).all(1)
 
 
 def with_balancing(

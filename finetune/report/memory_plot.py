@@ -142,11 +142,11 @@ class _MemoryPlot:
     def _draw_peak(self) -> None:
         x, height = self._peak_x, self._step_peak_bytes / self._unit_bytes
         self._axes.plot([x], [height], marker="o", markersize=5, color=_INK, linestyle="none")
-        # Beside the point rather than above it, where the line of reserved memory may be close.
-        offset, align = ((-8, 3), "right") if x > 0.25 else ((8, 3), "left")
+        # Below the point and over the line of reserved memory, which may be close above and lower where it rises.
+        offset, align = ((-8, -3), "right") if x > 0.25 else ((8, -3), "left")
         self._axes.annotate(
             f"peak {words.size(self._step_peak_bytes)}", (x, height), xytext=offset, textcoords="offset points",
-            ha=align, va="top", fontsize=10, color=_INK, bbox=_PAPER,
+            ha=align, va="top", fontsize=10, color=_INK, bbox=_PAPER, zorder=5,
         )  # fmt: skip
 
     def _drawn(self, sizes: list[int]) -> list[float]:

@@ -14,12 +14,13 @@ import importlib.metadata
 import logging
 import math
 import os
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from finetune.errors import first_line
+from finetune.errors import MachineError, first_line
 from finetune.runtime import patches
 
 _SILENCED_WARNINGS = (
@@ -202,6 +203,30 @@ def quiet() -> None:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+
+
+_IN_USE = threading.RLock()
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """In the block, torch computes gradients and makes float32 tensors on the CPU, whatever a notebook has set.
+
+    Raises MachineError if another thread is in such a block: both would replace functions of libraries.
+    """
+    import torch
+
+    if not _IN_USE.acquire(blocking=False):
+        raise MachineError("another thread of this process is using finetune; wait until it is done, or use a process")
+    dtype = torch.get_default_dtype()
+    on_cpu = contextlib.nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), on_cpu:
+            torch.set_default_dtype(torch.float32)
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        _IN_USE.release()
 
 
 def save_model(model: Any, folder: Path | str, **options: Any) -> None:

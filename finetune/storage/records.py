@@ -409,10 +409,11 @@ class WeightIndex(TypedDict):
 
 @_dict_record
 class Fingerprint(TypedDict):
-    """fingerprint.json; earlier versions did not write the base."""
+    """fingerprint.json; earlier versions did not write the base, and none the `weights` of an adapter."""
 
     tokenizer: str
     base: NotRequired[str | None]
+    weights: NotRequired[str]
 
 
 @_dict_record
@@ -560,8 +561,7 @@ def read_lines(path: Path, shape: TypeAdapter[Any]) -> Lines:
             rows.append(from_json(line))  # validation reorders keys, and the line may be written again
         except ValidationError as error:
             wrong[number] = _message(error)
-    torn = wrong.pop(len(whole) + 1, None) is not None
-    return Lines(rows, wrong, torn)
+    return Lines(rows, wrong, torn=wrong.pop(len(whole) + 1, None) is not None)
 
 
 def check(value: Any, shape: TypeAdapter[Any]) -> None:

@@ -207,11 +207,8 @@ class RunDirectory:
     @property
     def start_sha256(self) -> str | None:
         """SHA-256 of the files in `start`, since the run was last started from scratch; None if it has none."""
-        digest = None
-        for event in self.events():
-            if event["event"] in ("started", "start_kept"):
-                digest = event.get("sha256")
-        return digest
+        kept = [event.get("sha256") for event in self.events() if event["event"] in ("started", "start_kept")]
+        return kept[-1] if kept else None
 
     @property
     def has_results(self) -> bool:

@@ -241,8 +241,7 @@ def token_ids(inputs: Inputs) -> list[torch.Tensor]:
     if "cu_seq_lens_q" in inputs:
         whole = packing.whole(inputs.get("key_parts"), ids[0], 0)
         return list(whole.split(inputs["cu_seq_lens_k"].diff().tolist()))
-    lengths = inputs["attention_mask"].sum(dim=1).tolist()
-    return [row[:length] for row, length in zip(ids, lengths, strict=True)]
+    return [row[:length] for row, length in zip(ids, inputs["attention_mask"].sum(dim=1).tolist(), strict=True)]
 
 
 def first_row(inputs: Inputs) -> list[list[int]]:

@@ -117,8 +117,7 @@ def groups(section: DistributedSection, ranks: int) -> list[int]:
         return []
     of_rows = [section.context] if section.context > 1 else []
     # DeepSpeed clones the world group (0.19, `_clone_world_group`).
-    of_library = [ranks] if section.kind == "deepspeed" else []
-    return [ranks, *of_rows, *of_library]
+    return [ranks, *of_rows, *([ranks] if section.kind == "deepspeed" else [])]
 
 
 def least_first(config: Config) -> list[dict[str, str]]:

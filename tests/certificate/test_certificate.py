@@ -571,8 +571,7 @@ def test_the_small_model_has_a_layer_of_each_kind_and_a_forecast() -> None:
     short, architecture = job.shortened
     assert sorted(architecture.layer_types) == ["full_attention", "sliding_attention"]
     assert short.adapter.rank == config.adapter.rank
-    forecast = trials.forecast_of_small_model(job, tiny_models.card())
-    assert forecast.phases["backward"]["allocated_bytes"] > 0
+    assert trials.forecast_of_small_model(job, tiny_models.card()).phases["backward"]["allocated_bytes"] > 0
 
 
 def test_where_triton_does_not_run_the_trials_do_without_as_the_run_does(monkeypatch) -> None:

@@ -155,10 +155,7 @@ def test_the_section_is_read_from_the_config(used: set[tuple[str, str]], subtest
 def test_only_a_read_of_a_section_counts(subtests: pytest.Subtests) -> None:
     for source, found in [
         ("def f(section: ModelSection): return section.revision", {"ModelSection.revision"}),
-        (
-            "def f(config: Config):\n  t = config.training\n  return t.seed",
-            {"Config.training", "TrainingSection.seed"},
-        ),
+        ("def f(config: Config):\n  t = config.training\n  return t.seed", {"Config.training", "TrainingSection.seed"}),
         (
             "def f(config: Config):\n  a, b = config.data, 1\n  return a.format, b.eval",
             {"Config.data", "DataSection.format"},

@@ -16,15 +16,9 @@ from finetune.errors import ConfigError
 
 def test_a_size_is_in_binary_units(subtests: pytest.Subtests) -> None:
     for written, size_bytes in [
-        ("24GiB", 24 * 2**30),
-        ("24 GiB", 24 * 2**30),
-        (" 512 MiB ", 512 * 2**20),
-        ("1.5GiB", 3 * 2**29),
-        ("1TiB", 2**40),
-        ("3KiB", 3072),
-        ("7B", 7),
-        (1000, 1000),
-    ]:
+        ("24GiB", 24 * 2**30), ("24 GiB", 24 * 2**30), (" 512 MiB ", 512 * 2**20), ("1.5GiB", 3 * 2**29),
+        ("1TiB", 2**40), ("3KiB", 3072), ("7B", 7), (1000, 1000),
+    ]:  # fmt: skip
         with subtests.test(written=written):
             assert MemorySection(limit=written).limit == size_bytes
 

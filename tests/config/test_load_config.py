@@ -201,14 +201,12 @@ def test_every_name_of_a_table_is_allowed_and_no_other(write: Write, subtests: p
 
 def test_a_value_of_the_wrong_type_says_what_is_expected(write: Write, subtests: pytest.Subtests) -> None:
     for override, expected in [
-        ("model.name=5", "expected text, not 5"),
-        ("model.trust_remote_code=no", "expected true or false, not 'no'"),
+        ("model.name=5", "expected text, not 5"), ("model.trust_remote_code=no", "expected true or false, not 'no'"),
         ("model.trust_remote_code=1", "expected true or false, not 1"),
         ("adapter.rank=1.5", "expected a whole number, not 1.5"),
         ("adapter.rank=true", "expected a whole number, not True"),
         ("adapter.rank='8'", "expected a whole number, not '8'"),
-        ("adapter.alpha=high", "expected a number, not 'high'"),
-        ("adapter.extra_modules=5", "expected a list, not 5"),
+        ("adapter.alpha=high", "expected a number, not 'high'"), ("adapter.extra_modules=5", "expected a list, not 5"),
         ("training.max_steps=0", "expected a number greater than 0, not 0"),
         ("training.learning_rate=-1", "expected 'auto' or a number greater than 0, not -1"),
         ("training.learning_rate=.nan", "expected"),
@@ -216,7 +214,7 @@ def test_a_value_of_the_wrong_type_says_what_is_expected(write: Write, subtests:
         ("optimizer.beta1=1", "expected a number less than 1, not 1"),
         ("output.keep=1", "expected a number greater than or equal to 2, not 1"),
         ("data.eval_share=1", "expected a number less than 1, not 1"),
-    ]:
+    ]:  # fmt: skip
         with subtests.test(override=override):
             [line] = refused(write(""), override)
             assert line.startswith(f"override `{override}`: `{override.split('=')[0]}`: ")
@@ -332,19 +330,12 @@ def test_an_override_wins_over_the_file_and_the_last_over_the_first(write: Write
 
 def test_the_value_of_an_override_is_read_as_in_the_file(write: Write, subtests: pytest.Subtests) -> None:
     for override, value in [
-        ("adapter.targets=[q_proj,v_proj]", ["q_proj", "v_proj"]),
-        ("adapter.targets=all-linear", "all-linear"),
-        ("adapter.targets=q_proj", ["q_proj"]),
-        ("adapter.extra_modules=lm_head", ["lm_head"]),
-        ("tracking.to=tensorboard", ["tensorboard"]),
-        ("training.learning_rate=2e-5", 2e-5),
-        ("model.revision=a=b", "a=b"),
-        ("model.revision=null", None),
-        ("model.revision=", None),
-        ("model.name=C:\\models", "C:\\models"),
-        ("memory.limit=24GiB", 24 * 2**30),
-        (" training.seed =3", 3),
-    ]:
+        ("adapter.targets=[q_proj,v_proj]", ["q_proj", "v_proj"]), ("adapter.targets=all-linear", "all-linear"),
+        ("adapter.targets=q_proj", ["q_proj"]), ("adapter.extra_modules=lm_head", ["lm_head"]),
+        ("tracking.to=tensorboard", ["tensorboard"]), ("training.learning_rate=2e-5", 2e-5),
+        ("model.revision=a=b", "a=b"), ("model.revision=null", None), ("model.revision=", None),
+        ("model.name=C:\\models", "C:\\models"), ("memory.limit=24GiB", 24 * 2**30), (" training.seed =3", 3),
+    ]:  # fmt: skip
         with subtests.test(override=override):
             section, key = override.split("=")[0].strip().split(".")
             assert getattr(getattr(load_config(write(""), [override]), section), key) == value

@@ -151,14 +151,9 @@ def test_a_list_as_key_is_refused() -> None:
 
 def test_broken_yaml_is_reported_with_its_line(subtests: pytest.Subtests) -> None:
     for text, line in [
-        ("a: 1\nb: 'unclosed\n", 3),
-        ("a: 1\nb: [1, 2\n", 3),
-        ("a: 1\n  b: 2\n", 2),
-        ("a: 1\n\tb: 2\n", 2),
-        ("a: 1\nb: @x\n", 2),
-        ("a: 1\n---\nb: 2\n", 2),
-        ("a: b: c\n", 1),
-    ]:
+        ("a: 1\nb: 'unclosed\n", 3), ("a: 1\nb: [1, 2\n", 3), ("a: 1\n  b: 2\n", 2), ("a: 1\n\tb: 2\n", 2),
+        ("a: 1\nb: @x\n", 2), ("a: 1\n---\nb: 2\n", 2), ("a: b: c\n", 1),
+    ]:  # fmt: skip
         with subtests.test(text=text):
             [(found, message)] = problems(text)
             assert found == line
@@ -298,9 +293,7 @@ def test_json_is_yaml_and_is_read_as_json_reads_it(mapping: dict[str, Any]) -> N
 @settings(max_examples=80)
 @given(
     st.dictionaries(
-        _KEY.filter(lambda key: scalar(key) == key),
-        _VALUE.map(lambda value: json.loads(json.dumps(value))),
-        max_size=5,
+        _KEY.filter(lambda key: scalar(key) == key), _VALUE.map(lambda value: json.loads(json.dumps(value))), max_size=5
     )
 )
 def test_block_yaml_is_read_back(mapping: dict[str, Any]) -> None:

@@ -60,10 +60,7 @@ KNOWN = {
         has_system=False,
     ),
     "phi3": Known(
-        "<|end|>",
-        "<|endoftext|>",
-        ("<|system|>", "<|user|>", "<|assistant|>"),
-        lambda said, last: said + "<|end|>",
+        "<|end|>", "<|endoftext|>", ("<|system|>", "<|user|>", "<|assistant|>"), lambda said, last: said + "<|end|>"
     ),
     "qwen2_5": Known("<|im_end|>", "<|im_end|>", _CHATML, lambda said, last: said + "<|im_end|>"),
     "qwen3": Known(

@@ -289,8 +289,7 @@ def test_a_name_that_a_template_puts_in_brackets_becomes_none(byte_tokenizer: Ma
 def test_the_tags_of_an_answer_are_its_own(qwen: Any) -> None:
     """`<think>` is an added token, but not special: an answer may say it, and the template looks for it."""
     said = "<think>\none<|im_end|>\n</think>\n\ntwo"
-    found = trained_text(encode(Chat([user("Hi"), assistant(said)]), qwen), qwen)
-    assert found == said + "<|im_end|>"
+    assert trained_text(encode(Chat([user("Hi"), assistant(said)]), qwen), qwen) == said + "<|im_end|>"
     ids = encode(Chat([user("<think>"), assistant(said)]), qwen).input_ids
     assert ids.count(qwen.convert_tokens_to_ids("<think>")) == 2
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 import finetune
@@ -92,6 +93,19 @@ def test_a_folder_without_a_fingerprint_passes_and_a_damaged_one_does_not(
             fingerprint.check(tokenizer, tmp_path)
 
 
+@pytest.mark.slow
+def test_weights_that_were_changed_since_are_not_merged_but_published_again(quick) -> None:
+    config = quick()
+    run = finetune.train(config).run
+    file = run.adapter / "adapter_model.safetensors"
+    before = file.read_bytes()
+    save_file({name: 2 * tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    with pytest.raises(ArtifactError, match=r"adapter_model\.safetensors: not as it was written: damaged or replaced"):
+        finetune.merge(run)
+    finetune.train(config)
+    assert file.read_bytes() == before
+
+
 @pytest.fixture
 def other_tokenizer(run: RunDirectory, tiny_base: Path, tmp_path: Path) -> tuple[RunDirectory, str]:
     """A copy of the trained run whose tokenizer was changed since, and the new fingerprint."""
@@ -105,11 +119,7 @@ def other_tokenizer(run: RunDirectory, tiny_base: Path, tmp_path: Path) -> tuple
 
 @pytest.mark.parametrize(
     "use",
-    [
-        lambda run: finetune.generate(run, "What is `abc`?", max_new_tokens=2),
-        finetune.merge,
-        finetune.evaluate,
-    ],
+    [lambda run: finetune.generate(run, "What is `abc`?", max_new_tokens=2), finetune.merge, finetune.evaluate],
     ids=["generate", "merge", "evaluate"],
 )
 def test_weights_are_not_used_with_another_tokenizer(

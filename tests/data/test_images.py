@@ -141,8 +141,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def prepared(base: Path, folder: Path, rows: list[dict[str, Any]], **section: Any) -> Prepared:
     section = {"max_length": 256, **section}
     data = DataSection(train=str(seeing.rows(folder, rows)), eval="none", **section)
-    tokenizer = load_tokenizer(ModelSection(name=str(base), vision="frozen"), data)
-    return prepare(data, tokenizer, of_base(base))
+    return prepare(data, load_tokenizer(ModelSection(name=str(base), vision="frozen"), data), of_base(base))
 
 
 def test_rows_have_their_images_and_as_many_tokens_as_these_take(base: Path, tmp_path: Path) -> None:

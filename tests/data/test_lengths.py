@@ -28,40 +28,26 @@ def after(policy: str, before: str, limit: int) -> tuple[str, list[str]]:
 
 def test_truncation_keeps_the_first_token_and_the_last_answer(subtests: pytest.Subtests) -> None:
     for before, limit, what, kept in [
-        ("abcdeFGH", 6, "truncated", "adeFGH"),
-        ("abcdeFGHijk", 9, "truncated", "abcdeFGHi"),
-        ("abcdeFGHijk", 6, "truncated", "adeFGH"),
-        ("abcdeFGH", 4, "truncated", "eFGH"),
-        ("abcdeFGH", 3, "answer truncated", "eFG"),
-        ("abcdeFGHIJKLM", 8, "answer truncated", "aeFGHIJK"),
-        ("aBCDEF", 4, "answer truncated", "aBCD"),
-        ("ABCDEF", 4, "answer truncated", "ABCD"),
-        ("abCDefGH", 7, "truncated", "aCDefGH"),
-        ("abCDefGH", 6, "truncated", "adefGH"),
-        ("abCDefGH", 5, "truncated", "aefGH"),
-        ("abCDefGH", 8, "truncated", "abCDefGH"),
-        ("abCDefGHij", 8, "truncated", "abCDefGH"),
-        ("aBCDeFghIJ", 8, "truncated", "adeFghIJ"),
-        ("abcdeFGHIJKL", 8, "truncated", "eFGHIJKL"),
-        ("abcdeFGHIJKLMNOPQRST", 12, "answer truncated", "adeFGHIJKLMN"),
-        ("ABcdEFgh", 7, "truncated", "ABcdEFg"),
-        ("abcdef", 4, "truncated", "abcd"),
-    ]:
+        ("abcdeFGH", 6, "truncated", "adeFGH"), ("abcdeFGHijk", 9, "truncated", "abcdeFGHi"),
+        ("abcdeFGHijk", 6, "truncated", "adeFGH"), ("abcdeFGH", 4, "truncated", "eFGH"),
+        ("abcdeFGH", 3, "answer truncated", "eFG"), ("abcdeFGHIJKLM", 8, "answer truncated", "aeFGHIJK"),
+        ("aBCDEF", 4, "answer truncated", "aBCD"), ("ABCDEF", 4, "answer truncated", "ABCD"),
+        ("abCDefGH", 7, "truncated", "aCDefGH"), ("abCDefGH", 6, "truncated", "adefGH"),
+        ("abCDefGH", 5, "truncated", "aefGH"), ("abCDefGH", 8, "truncated", "abCDefGH"),
+        ("abCDefGHij", 8, "truncated", "abCDefGH"), ("aBCDeFghIJ", 8, "truncated", "adeFghIJ"),
+        ("abcdeFGHIJKL", 8, "truncated", "eFGHIJKL"), ("abcdeFGHIJKLMNOPQRST", 12, "answer truncated", "adeFGHIJKLMN"),
+        ("ABcdEFgh", 7, "truncated", "ABcdEFg"), ("abcdef", 4, "truncated", "abcd"),
+    ]:  # fmt: skip
         with subtests.test(before=before):
             assert after("truncate", before, limit) == (what, [kept])
 
 
 def test_a_head_stays_whole_where_it_fits_in_half_of_the_room_before_the_last_answer(subtests: pytest.Subtests) -> None:
     for before, head, limit, kept in [
-        ("sysabcdeFGH", 3, 9, "syscdeFGH"),
-        ("sysabcdeFGH", 3, 10, "sysbcdeFGH"),
-        ("sysabcdeFGH", 3, 8, "sbcdeFGH"),
-        ("sysabCDefGH", 3, 9, "sysCDefGH"),
-        ("sysabCDefGH", 3, 8, "sysdefGH"),
-        ("systemaFGH", 6, 9, "sstemaFGH"),
-        ("sysabcFGHIJKLM", 3, 8, "scFGHIJK"),
-        ("sysFGHIJ", 3, 6, "sFGHIJ"),
-    ]:
+        ("sysabcdeFGH", 3, 9, "syscdeFGH"), ("sysabcdeFGH", 3, 10, "sysbcdeFGH"), ("sysabcdeFGH", 3, 8, "sbcdeFGH"),
+        ("sysabCDefGH", 3, 9, "sysCDefGH"), ("sysabCDefGH", 3, 8, "sysdefGH"), ("systemaFGH", 6, 9, "sstemaFGH"),
+        ("sysabcFGHIJKLM", 3, 8, "scFGHIJK"), ("sysFGHIJ", 3, 6, "sFGHIJ"),
+    ]:  # fmt: skip
         with subtests.test(before=before):
             _, [cut] = TOO_LONG["truncate"].apply(row(before, head), limit)
             assert text(cut) == kept

@@ -352,20 +352,15 @@ def test_the_head_of_a_row_is_its_system_message_and_else_one_token(word_tokeniz
 
 def test_an_answer_that_trains_no_token_counts_as_empty(subtests: pytest.Subtests) -> None:
     for example, loss_on, empty in [
-        (Completion("Why?", "so"), "assistant", False),
-        (Completion("Why?", " \n"), "assistant", True),
-        (Completion("Why?", " \n"), "all", False),
-        (Completion(" ", " \n"), "all", True),
-        (Completion(" ", "so"), "all", False),
-        (Text(" "), "assistant", True),
-        (Text("so"), "assistant", False),
-        (Tokens([1]), "assistant", False),
-        (Chat([user("Hi"), assistant(" ")]), "assistant", True),
+        (Completion("Why?", "so"), "assistant", False), (Completion("Why?", " \n"), "assistant", True),
+        (Completion("Why?", " \n"), "all", False), (Completion(" ", " \n"), "all", True),
+        (Completion(" ", "so"), "all", False), (Text(" "), "assistant", True), (Text("so"), "assistant", False),
+        (Tokens([1]), "assistant", False), (Chat([user("Hi"), assistant(" ")]), "assistant", True),
         (Chat([user("Hi"), assistant(" ")]), "all", False),
         (Chat([user("Hi"), assistant(" "), user("Why?"), assistant("so")]), "assistant", False),
         (Several({"chosen": Completion("Why?", "so"), "rejected": Completion("Why?", " ")}), "assistant", True),
         (Several({"chosen": Completion("Why?", "so"), "rejected": Completion("Why?", "one")}), "assistant", False),
-    ]:
+    ]:  # fmt: skip
         with subtests.test(example=example):
             assert is_empty(example, loss_on) is empty
 

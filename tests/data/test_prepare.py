@@ -32,8 +32,7 @@ def tokenizer(word_tokenizer: Callable[..., Any], chatml: str) -> Any:
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
     def write(rows: list[dict[str, Any]], name: str = "train.jsonl") -> str:
-        path = write_rows(tmp_path / name, rows)
-        return str(path)
+        return str(write_rows(tmp_path / name, rows))
 
     return write
 
@@ -149,8 +148,7 @@ def test_an_empty_answer_is_dropped_and_listed(write: Write, tokenizer: Any, sub
         with subtests.test(row=row):
             source = write([row])
             full = write([chat("Hi", "one")], "eval.jsonl")
-            prepared = prepare(DataSection(train=full, eval="none"), tokenizer)
-            assert prepared.train_counts.affected == []
+            assert prepare(DataSection(train=full, eval="none"), tokenizer).train_counts.affected == []
             assert "1 rows dropped (1 empty answer)" in message(DataSection(train=source, eval="none"), tokenizer)
 
 
@@ -354,10 +352,7 @@ def test_each_side_has_a_row_and_the_hash_alone_decides_where_it_gives_each_one(
                         assert len(held_out if not by_hash else train) == 2  # one, and its equal
                     assert sides(
                         tokenizer, write([{"text": text} for text in reversed(texts)], "other.jsonl"), eval_share=share
-                    ) == (
-                        train[::-1],
-                        held_out[::-1],
-                    )
+                    ) == (train[::-1], held_out[::-1])
 
 
 @pytest.mark.parametrize(

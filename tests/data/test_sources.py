@@ -222,9 +222,7 @@ def test_a_file_may_name_its_delimiter_for_excel(tmp_path: Path) -> None:
     assert places(tmp_path / "a.csv") == [":3"]
 
 
-def test_the_named_encoding_is_used_for_its_file_only(
-    tmp_path: Path,
-) -> None:
+def test_the_named_encoding_is_used_for_its_file_only(tmp_path: Path) -> None:
     words = "Grüße – „so“ 5 €"
     for name, encoding in [("a.csv", "cp1252"), ("b.csv", "utf-8"), ("c.csv.gz", "cp1252"), ("d.csv", "utf-8-sig")]:
         content = f'prompt;completion\n{words};"Ja,\nso"\n'.encode(encoding)
@@ -431,8 +429,7 @@ def test_the_builtin_keeps_its_own_held_out_rows() -> None:
     assert sources.has_held_out_split("builtin:python_docs")
     assert not sources.has_held_out_split("rows.jsonl")
     assert not sources.has_held_out_split(["builtin:python_docs", "rows.jsonl"])
-    row = next(sources.rows("builtin:python_docs", "eval"))
-    assert row.location == "builtin:python_docs[eval]:1"
+    assert next(sources.rows("builtin:python_docs", "eval")).location == "builtin:python_docs[eval]:1"
 
 
 @pytest.mark.slow

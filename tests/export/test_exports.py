@@ -660,8 +660,7 @@ def test_an_export_is_uploaded_only_when_asked_to_and_names_no_folder(
     run.config_file.write_text(run.config_file.read_text().replace("builtin:tiny-llama", str(base)))
     export(run, "adapter")
     assert hub.calls == []
-    result = export(run, "adapter", push="tuned")
-    assert result["pushed"] == "https://huggingface.co/me/tuned"
+    assert export(run, "adapter", push="tuned")["pushed"] == "https://huggingface.co/me/tuned"
     [created, (uploaded, name, files)] = hub.calls
     assert created == ("create", "tuned", True, True), "private unless it is there"
     assert (uploaded, name) == ("upload", "me/tuned")
@@ -689,8 +688,7 @@ def test_what_keeps_little_of_the_gain_is_uploaded_only_when_asked_twice(
 @pytest.mark.slow
 def test_a_second_upload_says_what_the_first_left(run: RunDirectory, hub: Hub, no_llama_cpp: None) -> None:
     assert export(run, "gguf", push="tuned")["also_there"] == []
-    again = export(run, "gguf", type="q8_0", push="tuned")
-    assert again["also_there"] == ["model-f16.gguf"]
+    assert export(run, "gguf", type="q8_0", push="tuned")["also_there"] == ["model-f16.gguf"]
 
 
 # Of the HTTP library, which differs between versions of huggingface_hub.

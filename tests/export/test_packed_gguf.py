@@ -78,8 +78,7 @@ def test_transformers_reads_the_values_that_were_packed(
 
 
 @pytest.mark.parametrize(
-    ("name", "form"),
-    [("llama", "q4_0"), ("llama", "nvfp4"), ("gpt-oss", "mxfp4"), ("qwen3 mixture", "nvfp4")],
+    ("name", "form"), [("llama", "q4_0"), ("llama", "nvfp4"), ("gpt-oss", "mxfp4"), ("qwen3 mixture", "nvfp4")]
 )
 def test_llama_cpp_computes_with_the_values_that_were_packed(name: str, form: str, tmp_path: Path) -> None:
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed")

@@ -51,8 +51,7 @@ def gguf_file(folder: Path, kind: str, weights: dict[str, Any]) -> Path:
 def logits(weight: torch.Tensor) -> torch.Tensor:
     """Those of a model of one matrix (vocabulary, hidden), on 400 tokens; an update of it moves them along."""
     generator = torch.Generator().manual_seed(1)
-    states = torch.randn(400, weight.shape[1], generator=generator)
-    return states @ weight.T
+    return torch.randn(400, weight.shape[1], generator=generator) @ weight.T
 
 
 # Traps 1 and 2: mlx-lm#1564, mflux#668, whose change had a cosine of 0.22 with the update.

@@ -45,7 +45,7 @@ ROOM = "FINETUNE_TESTS_ROOM"
 
 @dataclass(frozen=True)
 class Fault:
-    """Do `action` at the `nth` event that matches: send signals by name (`hang` waits a second between them, or for
+    """Do `action` at the `nth` event that matches: send signals by name (`hang` waits seconds between them, or for
     good as the last), raise an errno, run out of `memory`, `fail` otherwise, `fill` the disk, or `flip` a bit.
 
     `event`: open (for writing), read, rename, mkdir, remove (of a file or a folder), fsync, or module:function for a
@@ -104,6 +104,7 @@ class Child:
         until = time.monotonic() + 600
         while " T " not in Path(f"/proc/{self.pid}/stat").read_text():
             assert time.monotonic() < until, self._log.read_text(errors="replace")
+            assert not self.ended, self._log.read_text(errors="replace")
             time.sleep(0.01)
 
 
@@ -506,7 +507,7 @@ def _inject(fault: Fault) -> None:
         actions = fault.action.split()
         for place, name in enumerate(actions, start=1):
             if name == "hang":
-                time.sleep(1 if place < len(actions) else 3600)
+                time.sleep(5 if place < len(actions) else 3600)
             else:
                 os.kill(os.getpid(), getattr(signal, name))
 

@@ -124,8 +124,7 @@ def test_slices_of_a_tensor_that_ranks_cannot_share_evenly_end_in_zeros(monkeypa
 
 
 def test_an_update_that_is_not_finite_is_skipped(quick: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
-    """And nothing of it stays, nor of the warm-up, which is such an update."""
-
+    """And nothing of it stays, nor of the warm-up, which is such an update, nor of the start as a launcher's."""
     spoil_gradient(monkeypatch, 2)
     plain = ["training.precision=fp32", "adapter.dropout=0", *GENTLE]
     expected = finetune.train(quick(*plain, run="plain")).run
@@ -135,13 +134,14 @@ def test_an_update_that_is_not_finite_is_skipped(quick: Callable[..., Config], m
         assert weights(found).keys() == weights(expected).keys()
         for name, tensor in weights(expected).items():
             torch.testing.assert_close(weights(found)[name], tensor, rtol=0, atol=1e-5)
+    assert "LOCAL_RANK" not in os.environ
 
 
 def test_a_checkpoint_from_before_the_first_update_has_no_states_and_is_resumed(
     quick: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its only step was skipped."""
-
+    monkeypatch.setenv("LOCAL_RANK", "0")  # which DeepSpeed's start would leave to later tests where a run fails
     spoil_gradient(monkeypatch, 1)
     adam = ["training.precision=fp32", "adapter.dropout=0", "optimizer.kind=adamw_torch_fused", "kernels.fused=off"]
     adam += ["training.learning_rate=0.001"]  # Adam divides by what may be rounding alone

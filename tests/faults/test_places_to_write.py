@@ -67,10 +67,7 @@ REMEDY = {
     "No such file": "its directory does not exist",
 }
 
-WRITERS = {
-    "data": ["data", TINY, "--html"],
-    "plan": ["plan", TINY, "--picture"],
-}
+WRITERS = {"data": ["data", TINY, "--html"], "plan": ["plan", TINY, "--picture"]}
 
 
 @pytest.fixture

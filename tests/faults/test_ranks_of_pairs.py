@@ -67,10 +67,7 @@ WAYS: dict[str, tuple[int, list[str]]] = {
     "four shards, cached reference": (4, ["preference.reference=cached", "distributed.kind=fsdp"]),
 }  # fmt: skip
 """Numbers of ranks and what they are told."""
-OFTEN = {
-    "dpo": ("two copies", "two copies, cached reference"),
-    "kto": ("two shards, prompts computed once",),
-}
+OFTEN = {"dpo": ("two copies", "two copies, cached reference"), "kto": ("two shards, prompts computed once",)}
 assert WAYS.keys() >= {name for names in OFTEN.values() for name in names}, "they may have been renamed"
 
 

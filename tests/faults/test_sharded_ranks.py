@@ -97,8 +97,7 @@ def mixture(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, pad_token_id=0,
         bos_token_id=1, eos_token_id=2, max_position_embeddings=256,
     )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return save_base(model, folder, tiny_base)
+    return save_base(AutoModelForCausalLM.from_config(config, dtype=torch.float32), folder, tiny_base)
 
 
 def test_ranks_train_adapters_on_experts_as_one_process_does(job: Make, mixture: Path) -> None:

@@ -62,16 +62,10 @@ def counts(allocator: CachingAllocator) -> tuple[int, int]:
 
 def test_sizes_round_size_and_get_allocation_size(subtests: pytest.Subtests) -> None:
     for requested, block, segment in [
-        (1, 512, 2 * MIB),
-        (512, 512, 2 * MIB),
-        (513, 1024, 2 * MIB),
-        (MIB, MIB, 2 * MIB),
-        (MIB + 1, MIB + 512, 20 * MIB),
-        (10 * MIB - 1, 10 * MIB, 10 * MIB),
-        (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
-        (10 * MIB + 1, 10 * MIB + 512, 12 * MIB),
-        (23 * MIB, 23 * MIB, 24 * MIB),
-    ]:
+        (1, 512, 2 * MIB), (512, 512, 2 * MIB), (513, 1024, 2 * MIB), (MIB, MIB, 2 * MIB),
+        (MIB + 1, MIB + 512, 20 * MIB), (10 * MIB - 1, 10 * MIB, 10 * MIB), (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
+        (10 * MIB + 1, 10 * MIB + 512, 12 * MIB), (23 * MIB, 23 * MIB, 24 * MIB),
+    ]:  # fmt: skip
         with subtests.test(requested=requested):
             assert (block_bytes(requested), segment_bytes(block_bytes(requested))) == (block, segment)
             allocator = CachingAllocator()

@@ -47,13 +47,8 @@ def test_a_size_is_the_budget_with_the_speed_of_the_nearest_card(subtests: pytes
 
 def test_an_unknown_gpu_is_refused_with_a_suggestion(subtests: pytest.Subtests) -> None:
     for name, hint in [
-        ("RTX 4900", "RTX 4090"),
-        ("H10", "H100"),
-        ("24GB", "GiB"),
-        ("GiB", None),
-        ("", None),
-        ("24", None),
-    ]:
+        ("RTX 4900", "RTX 4090"), ("H10", "H100"), ("24GB", "GiB"), ("GiB", None), ("", None), ("24", None),
+    ]:  # fmt: skip
         with subtests.test(name=name, hint=hint):
             with pytest.raises(ConfigError) as raised:
                 device.find(name, NONE)

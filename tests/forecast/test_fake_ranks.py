@@ -109,8 +109,7 @@ def test_more_ranks_hold_less_and_offloaded_shards_take_no_device_memory() -> No
     card = tiny_models.card()
 
     def made(world_size: int, **changes: Any) -> Forecast:
-        planner = Planner(job(**changes), tiny_models.architecture(layers=2), card, None, world_size)
-        return planner.forecast()
+        return Planner(job(**changes), tiny_models.architecture(layers=2), card, None, world_size).forecast()
 
     two, four, host = made(2), made(4), made(2, distributed__offload="cpu")
     for phase in ("load", "forward", "backward", "optimizer"):

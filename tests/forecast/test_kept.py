@@ -58,8 +58,7 @@ def config(*overrides: str) -> Config:
 
 def planner(job: Config, **changes: Any) -> Planner:
     made = planning.planner_for(job, "RTX 3090")
-    device = dataclasses.replace(made.device, **changes)
-    return Planner(job, made.architecture, device, None)
+    return Planner(job, made.architecture, dataclasses.replace(made.device, **changes), None)
 
 
 def test_a_second_process_traces_nothing_and_has_the_same_forecast(traced: list[Any]) -> None:
@@ -202,8 +201,7 @@ def test_with_other_memory_free_a_forecast_holds_unless_the_allocator_would_act_
         return forecast_of(device, peak=peak, returns_segments=returns_segments)
 
     Kept(job.architecture, then, 1).get(job.job, [batch], lambda: trace_on(then))
-    given = Kept(job.architecture, now, 1).get(job.job, [batch], lambda: trace_on(now))
-    assert given.device == now
+    assert Kept(job.architecture, now, 1).get(job.job, [batch], lambda: trace_on(now)).device == now
     assert (len(made) == 2) == is_traced
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
 import yaml
 from jobs import metric, write_rows
 
@@ -358,9 +360,7 @@ def test_a_finished_run_has_the_forecast_and_what_was_measured(trained: RunDirec
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "changes",
-    [[], pytest.param(["adapter.dropout=0.1", "memory.checkpointing=all"], marks=pytest.mark.long)],
-    ids=str,
+    "changes", [[], pytest.param(["adapter.dropout=0.1", "memory.checkpointing=all"], marks=pytest.mark.long)], ids=str
 )
 def test_the_table_of_the_job_that_a_new_user_tries_is_right_within_two_percent(
     changes: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -415,3 +415,11 @@ def test_targets_that_the_model_lacks_are_reported_before_the_data_is_read(
     (tmp_path / "rows.jsonl").write_text("no row\n")
     with pytest.raises(ConfigError, match=wrong.partition("=")[0]):
         start(quick(wrong, f"data.train={tmp_path / 'rows.jsonl'}"))
+
+
+def test_a_process_is_measured_again_once_its_rows_are_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared: list[None] = []
+    found = tiny_models.cpu()
+    monkeypatch.setattr(planning, "_data", lambda *_: prepared.append(None))
+    monkeypatch.setattr(planning.devices, "find", lambda *_: replace(found, outside_bytes=len(prepared)))
+    assert planning.planner_for(load_config(TINY), "cpu").device.outside_bytes == 1

@@ -194,10 +194,7 @@ def _with_plain_steps(name: str, folder: Path) -> dict[str, Any]:
     format, changes = FUSED[name]
     plain = folder / "plain"
     plain.mkdir()
-    return {
-        **fused_trajectory(name, folder),
-        "plain_steps": _train(format, [_PLAIN, *changes], plain)["steps"],
-    }
+    return {**fused_trajectory(name, folder), "plain_steps": _train(format, [_PLAIN, *changes], plain)["steps"]}
 
 
 def _train(format: str, changes: list[str], folder: Path) -> dict[str, Any]:

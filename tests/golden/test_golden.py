@@ -85,9 +85,6 @@ def test_every_pinned_number_is_asked_for():
 def test_a_number_that_moved_is_named():
     pinned = {"steps": [[1.0, 2.0], [3.0, 4.0]], "weights": "a"}
     moved = {"steps": [[1.0, 2.0], [3.0, 4.0000001]], "weights": "b"}
-    assert list(differences(pinned, moved, 0)) == [
-        ".steps[1][1]: 4.0 is now 4.0000001",
-        ".weights: 'a' is now 'b'",
-    ]
+    assert list(differences(pinned, moved, 0)) == [".steps[1][1]: 4.0 is now 4.0000001", ".weights: 'a' is now 'b'"]
     assert list(differences(pinned, moved, 1e-3)) == [".weights: 'a' is now 'b'"]
     assert not list(differences(pinned, pinned, 0))

@@ -249,11 +249,7 @@ def test_random_quantized_weights_need_one_module_more_than_their_final_size(
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     model = random_base(
-        architecture,
-        QuantizationSection(kind=kind, double=double),
-        attention="sdpa",
-        dtype=torch.bfloat16,
-        device=cuda,
+        architecture, QuantizationSection(kind=kind, double=double), attention="sdpa", dtype=torch.bfloat16, device=cuda
     )
     torch.cuda.synchronize()
     final = torch.cuda.memory_allocated() - before

@@ -223,9 +223,7 @@ def test_both_answer_a_line_and_the_conversation_goes_on_from_the_adapter(opened
     assert [message["content"] for message in conversation._so_far.messages] == ["Say 5", text_of(opened, "Say 5")]
 
 
-def test_retry_replaces_the_last_answer_at_the_current_temperature(
-    opened: jobs.Ready,
-) -> None:
+def test_retry_replaces_the_last_answer_at_the_current_temperature(opened: jobs.Ready) -> None:
     conversation, said, noted = conversing(opened)
     conversation.take("/retry")
     conversation.take("Say 5")

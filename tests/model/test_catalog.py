@@ -104,8 +104,7 @@ def test_sliding_window_layers(subtests: pytest.Subtests) -> None:
 
 
 def test_every_fourth_layer_of_qwen3_5_attends_to_all_tokens() -> None:
-    kinds = catalog.config("Qwen/Qwen3.5-9B").layer_types
-    assert kinds == (["linear_attention"] * 3 + ["full_attention"]) * 8
+    assert catalog.config("Qwen/Qwen3.5-9B").layer_types == (["linear_attention"] * 3 + ["full_attention"]) * 8
 
 
 def test_an_alias_is_its_model_but_for_tokens_and_context(subtests: pytest.Subtests) -> None:

@@ -166,8 +166,7 @@ def test_experts_compute_with_rounded_weights_and_have_the_gradients_of_whole_on
 def test_kernels_compute_the_same(name: str) -> None:
     adapted = model(name)
     expected = gradients(adapted), adapted(input_ids=IDS).logits
-    attached = kernels.attach(adapted, "on")
-    assert attached.fusing == {"norm", "attention", "mlp", "lora"}
+    assert kernels.attach(adapted, "on").fusing == {"norm", "attention", "mlp", "lora"}
     assert torch.allclose(adapted(input_ids=IDS).logits, expected[1], atol=1e-6)
     for path, gradient in gradients(adapted).items():
         assert torch.allclose(gradient, expected[0][path], rtol=1e-4, atol=1e-6)

@@ -143,10 +143,8 @@ def test_peft_alone_reads_every_tensor_of_every_architecture(
         base.save_pretrained(folder / "base")
         model = trained(base, AdapterSection(rank=4, dropout=0.1))
         expected[name] = len(adapter_files.weights(model)), logits(model)
-        published.write(adapter_files.weights(model), plain_peft.settings(model), folder)
-        with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(base.config)
-        published.prove(skeleton, folder, adapter_files.weights(model), adapter_files.scales(model))
+        write(model, folder)
+        prove(name, folder, model)
     found = read_by_peft(*(tmp_path / name for name in expected))
     for name, (count, ours) in expected.items():
         with subtests.test(name=name):
@@ -163,10 +161,13 @@ def write(model: Any, folder: Path) -> None:
     published.write(adapter_files.weights(model), plain_peft.settings(model), folder)
 
 
-def prove(name: str, folder: Path, model: Any) -> None:
+def skeleton(name: str, values: dict[str, Any] | None = None) -> Any:
     with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **architectures()[name]))
-    published.prove(skeleton, folder, adapter_files.weights(model), adapter_files.scales(model))
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **(values or architectures()[name])))
+
+
+def prove(name: str, folder: Path, model: Any) -> None:
+    published.prove(skeleton(name), folder, adapter_files.weights(model), adapter_files.scales(model))
 
 
 @pytest.mark.slow
@@ -226,11 +227,7 @@ def test_peft_puts_such_an_adapter_on_a_4_bit_base_too(tmp_path: Path) -> None:
 
 
 def refuse(name: str, section: AdapterSection, values: dict[str, Any] | None = None) -> None:
-    def skeleton() -> Any:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **(values or architectures()[name])))
-
-    published.check(skeleton(), skeleton, section)
+    published.check(skeleton(name, values), lambda: skeleton(name, values), section)
 
 
 def test_what_peft_cannot_read_is_refused_before_weights_are_loaded() -> None:

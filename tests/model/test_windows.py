@@ -134,8 +134,7 @@ def test_only_rows_that_exceed_a_window_are_taken_apart(subtests: pytest.Subtest
 
 
 @pytest.mark.parametrize(
-    ("name", "eager"),
-    [("sdpa", "eager"), ("packed_sdpa_varlen", packing.EAGER), (EACH, EAGER), (VARLEN, EAGER)],
+    ("name", "eager"), [("sdpa", "eager"), ("packed_sdpa_varlen", packing.EAGER), (EACH, EAGER), (VARLEN, EAGER)]
 )
 def test_a_forecast_without_flash_attention_keeps_blocks(name: str, eager: str) -> None:
     assert packing.eager_like(name) == eager

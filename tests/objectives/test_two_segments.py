@@ -49,8 +49,7 @@ def preference(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """-log sigmoid of how much more probable the chosen answer is than the rejected one, less the margin."""
     chosen, rejected = by_sequence(scored(model, batch).log_probs, batch).view(-1, 2).unbind(1)
     kept = trained_rows(batch, 2)
-    losses = -logsigmoid(BETA * (chosen - rejected) - batch["margin"])
-    return torch.where(kept, losses, 0).sum(), kept.sum()
+    return torch.where(kept, -logsigmoid(BETA * (chosen - rejected) - batch["margin"]), 0).sum(), kept.sum()
 
 
 def count(batch: Any) -> torch.Tensor:

@@ -75,6 +75,12 @@ LINES_OF_PARTS = """() => [...document.querySelectorAll("th")].filter((head) => 
 DRAWN = """() => [...document.querySelectorAll(".chart canvas")].map((canvas) =>
   canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data.some((value) => value))"""
 
+# Resolves once a page of this width has been laid out and drawn.
+DRAWN_ANEW = """(width) => new Promise((done) => {
+  const look = () => requestAnimationFrame(innerWidth === width ? () => requestAnimationFrame(() => done()) : look);
+  look();
+})"""
+
 
 def make_run(folder: Path, name: str, steps: int) -> RunDirectory:
     run = RunDirectory(folder / name)
@@ -141,7 +147,8 @@ def test_along_the_values_of_a_key_a_chart_names_them(browser: Any, pages: dict[
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with playwright.sync_playwright() as started:
-        launched = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        playwright.expect.set_options(timeout=600_000)
+        launched = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=600_000)
         yield launched
         launched.close()
 
@@ -160,7 +167,7 @@ def test_a_page_is_whole_and_readable_on_a_screen_and_on_a_phone(
     title = view.title()
     for width in (1280, 390):
         view.set_viewport_size({"width": width, "height": 900})
-        view.wait_for_timeout(50)
+        view.evaluate(DRAWN_ANEW, width)
         assert view.evaluate("document.documentElement.scrollWidth") <= width
         assert view.evaluate(CLIPPED) == []
         assert view.evaluate(CONTRAST) == []
@@ -193,6 +200,7 @@ def test_curves_are_read_by_pointing_and_zoomed_by_dragging_with_all_charts_at_o
     def legend() -> list[str]:
         return view.locator(".u-legend").first.locator(".u-value").all_inner_texts()
 
+    view.evaluate(DRAWN_ANEW, 1280)
     box = view.locator(".u-over").first.bounding_box()
     whole, middle = pictures(), box["y"] + box["height"] / 2
     assert set(legend()) == {""}, "nothing is pointed at"
@@ -208,10 +216,10 @@ def test_curves_are_read_by_pointing_and_zoomed_by_dragging_with_all_charts_at_o
     view.mouse.down()
     view.mouse.move(box["x"] + 200, middle, steps=3)
     view.mouse.up()
-    view.wait_for_timeout(50)
+    view.evaluate(DRAWN_ANEW, 1280)
     assert all(before != after for before, after in zip(whole, pictures(), strict=True))
     view.mouse.dblclick(box["x"] + 150, middle)
-    view.wait_for_timeout(50)
+    view.evaluate(DRAWN_ANEW, 1280)
     assert pictures() == whole
     view.close()
 

@@ -204,6 +204,16 @@ def test_reserved_memory_is_a_line_above_the_tensors_and_none_on_a_cpu() -> None
     assert not any("reserved" in name for name in legend(axes_of(forecast(type="cpu"))))
 
 
+def test_the_label_of_the_peak_is_below_a_line_of_reserved_memory_close_above_it() -> None:
+    seen = forecast()
+    curve = tuple(dataclasses.replace(point, reserved_bytes=5664 * MIB) for point in seen.curve)
+    figure = memory_plot.draw(dataclasses.replace(seen, curve=curve))
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    (label,) = [text for text in axes.texts if text.get_text() == "peak 6.50 GiB"]
+    assert label.get_window_extent().y1 < axes.transData.transform((0, (5664 + 1024) / 1024))[1]
+
+
 def test_a_peak_outside_the_step_is_noted() -> None:
     seen = forecast()
     phases = {**seen.phases, "evaluation": {"allocated_bytes": 6 * GIB, "reserved_bytes": 8 * GIB}}

@@ -159,18 +159,11 @@ def test_they_are_switched_on_where_the_driver_has_what_they_need(driver: Instal
 
 def test_they_stay_off_where_something_lacks(driver: Install, subtests: pytest.Subtests) -> None:
     for lacking in [
-        {"attributes": {VIRTUAL_MEMORY: 1}},
-        {"attributes": {FILE_HANDLES: 1}},
-        {"fails": "cuInit"},
-        {"fails": "cuDeviceGetAttribute"},
-        {"fails": "library"},
-        {"platform": "win32"},
-        {"fails": "cuDevicePrimaryCtxRetain"},
-        {"fails": "cuMemAddressReserve"},
-        {"fails": "cuMemCreate"},
-        {"fails": "cuMemMap"},
-        {"fails": "cuMemSetAccess"},
-    ]:
+        {"attributes": {VIRTUAL_MEMORY: 1}}, {"attributes": {FILE_HANDLES: 1}}, {"fails": "cuInit"},
+        {"fails": "cuDeviceGetAttribute"}, {"fails": "library"}, {"platform": "win32"},
+        {"fails": "cuDevicePrimaryCtxRetain"}, {"fails": "cuMemAddressReserve"}, {"fails": "cuMemCreate"},
+        {"fails": "cuMemMap"}, {"fails": "cuMemSetAccess"},
+    ]:  # fmt: skip
         with subtests.test(lacking=lacking):
             libcuda = driver(**lacking)
             segments.enable(GPU)
@@ -287,19 +280,10 @@ def test_settings_of_the_environment_are_the_users(variable: str) -> None:
 # -- what knows of it --------------------------------------------------------------------------------------------------
 
 
-def test_run_forecast_and_run_directory_agree(driver: Install, monkeypatch: pytest.MonkeyPatch) -> None:
-    properties = SimpleNamespace(name="NVIDIA L4", total_memory=2**34, multi_processor_count=58, major=8, minor=9)
-    fakes: dict[str, Any] = {
-        "is_available": lambda: True,
-        "device_count": lambda: 1,
-        "set_device": lambda device: None,
-        "current_device": lambda: 0,
-        "get_device_properties": lambda device: properties,
-        "mem_get_info": lambda: (2**34, 2**34),
-        "memory_reserved": lambda: 0,
-    }
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
+def test_run_forecast_and_run_directory_agree(driver: Install, l4: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(libraries, "triton_obstacle", lambda: None)
     for attributes, grow in (({}, False), ({VIRTUAL_MEMORY: 1, FILE_HANDLES: 1}, True)):
         driver(attributes)
@@ -311,13 +295,8 @@ def test_run_forecast_and_run_directory_agree(driver: Install, monkeypatch: pyte
 
 
 def test_a_plan_for_this_gpu_knows_whether_optimizer_states_are_paged(
-    driver: Install, monkeypatch: pytest.MonkeyPatch
+    driver: Install, l4: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    properties = SimpleNamespace(name="NVIDIA L4", total_memory=2**34, multi_processor_count=58, major=8, minor=9)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**34, 2**34))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
     monkeypatch.setattr(libraries, "triton_obstacle", lambda: None)
     for attributes, paged in (({83: 1, 89: 1}, True), ({83: 1}, False)):
         driver(attributes)

@@ -188,12 +188,7 @@ def test_flex_attention_which_compiles_is_refused(triton) -> None:
 # -- the forecast ------------------------------------------------------------------------------------------------------
 
 
-def test_the_card_that_is_here_is_planned_for_as_it_will_compute(triton, monkeypatch: pytest.MonkeyPatch) -> None:
-    properties = SimpleNamespace(name="NVIDIA L4", total_memory=2**34, multi_processor_count=58, major=8, minor=9)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**34, 2**34))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
+def test_the_card_that_is_here_is_planned_for_as_it_will_compute(triton, l4: None) -> None:
     for fails, works in ((NO_COMPILER, False), (None, True)):
         triton(fails)
         assert devices.here(CUDA, tiny_models.config().memory).triton is works
@@ -209,8 +204,7 @@ def test_torchs_own_operators_take_a_copy_of_each_tile_in_float32(trained_tokens
     def peak(works: bool) -> int:
         card = replace(tiny_models.card(), triton=works)
         trace = tiny_models.trace(job, model, where=card, batch=batch)
-        made = job_forecast.make(trace, card, batch, "sdpa", replay.RunSetting())
-        return made.categories["loss"]
+        return job_forecast.make(trace, card, batch, "sdpa", replay.RunSetting()).categories["loss"]
 
     tile = 4 * trained_tokens * model.vocab_size
     assert tile <= peak(False) - peak(True) <= 8 * tile

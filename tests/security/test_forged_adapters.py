@@ -24,6 +24,7 @@ from finetune.model.adapters import adapter, adapter_files
 from finetune.model.base import load_architecture, load_base
 from finetune.model.distributed.engine import WholeWeights
 from finetune.model.skeleton import weightless_base
+from finetune.model.source import file_hashes
 from finetune.storage.rundir import RunDirectory
 from finetune.training import state
 
@@ -53,8 +54,8 @@ def load_on_a_new_base(folder: Path, section: AdapterSection) -> None:
 
 @pytest.fixture
 def folder(trained: RunDirectory, tmp_path: Path) -> Path:
-    """The adapter of the trained run, to forge."""
-    return Path(shutil.copytree(trained.adapter, tmp_path / "adapter"))
+    """The adapter of the trained run, to forge, without the hash of its weights, which a forger would replace."""
+    return Path(shutil.copytree(trained.adapter, tmp_path / "adapter", ignore=lambda *_: ["fingerprint.json"]))
 
 
 @pytest.fixture
@@ -246,6 +247,8 @@ SAMPLES = ["one missing", "an unknown one", "not a number"]
 def forge(file: Path, what: str) -> None:
     tensors = load_file(file)
     save_file(FORGERIES[what](tensors, sorted(tensors)[3]), file, {"format": "pt"})
+    if (kept := file.with_name("fingerprint.json")).exists():
+        kept.write_text(json.dumps({**json.loads(kept.read_text()), "weights": file_hashes.sha256(file)}))
 
 
 @pytest.mark.slow

@@ -297,10 +297,7 @@ def read(run: RunDirectory, what: str, reader: Callable[[RunDirectory], object])
 RECORDS = ("answers.json", "environment.json", "eval.json", "forecast.json", "data.json", "merge.json", "config.yaml")
 # What reads which files. A mutation is read by one of them; the plot comes seldom.
 AREAS: dict[str, tuple[Callable[[Path], bool], list[str]]] = {
-    "lines": (
-        lambda name: name.suffix == ".jsonl",
-        [*["report", "show", "doctor", "resume"] * 3, "plot"],
-    ),
+    "lines": (lambda name: name.suffix == ".jsonl", [*["report", "show", "doctor", "resume"] * 3, "plot"]),
     "records": (lambda name: name.name in RECORDS, ["report", "show", "doctor", "resume", "answer"]),
     "checkpoint": (lambda name: name.parts[0] == "checkpoints", ["resume", "resume", "doctor"]),
     "exports": (

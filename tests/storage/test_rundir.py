@@ -395,8 +395,7 @@ def test_an_earlier_run_is_moved_aside_with_all_its_files(run: RunDirectory) -> 
         with staged(run.checkpoint(number)) as folder:
             (folder / "weights").write_text(str(number))
         earlier.append(contents(run.path))
-        aside = run.move_aside()
-        assert aside == run.path.with_name(f"run.{number}")
+        assert run.move_aside() == run.path.with_name(f"run.{number}")
         assert not run.path.exists()
     assert [contents(run.path.with_name(f"run.{number}")) for number in (1, 2, 3)] == earlier
 

@@ -125,9 +125,7 @@ def test_a_mixture_of_experts_adds_its_balancing_loss_to_that_of_each_token() ->
         assert [float(value) for value in with_balancing(torch.tensor(4.0), count, model, without)] == [4, 3]
 
 
-def test_a_loss_given_from_python_is_refused_where_it_would_see_slices_of_rows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_loss_given_from_python_is_refused_where_it_would_see_slices_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(OBJECTIVES, "python:mine", DYNAMIC)  # and so taken back
 
     def mine(model: Any, batch: Any) -> Any:

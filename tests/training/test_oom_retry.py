@@ -96,8 +96,7 @@ def test_images_that_do_not_fit_leave_micro_batches_of_fewer_pixels_whole() -> N
 def test_an_update_that_did_nothing_leaves_the_states_where_they_are(
     adam: torch.optim.Optimizer, weights: Weights
 ) -> None:
-    start = UpdateStart(adam)
-    assert start.undo() is True
+    assert UpdateStart(adam).undo() is True
     assert set(adam.state) == set(weights)
 
 

@@ -56,18 +56,11 @@ def plain_trl_losses(base: Path, output: Path) -> list[float]:
 @pytest.mark.filterwarnings("ignore")  # the script is a user's own
 def test_losses_equal_those_of_a_plain_trl_script(quick, shallow_base: Path, tmp_path: Path) -> None:
     config = quick(
-        "data.train=builtin:python_docs",
-        "data.eval=none",
-        "quantization.kind=none",
-        "optimizer.kind=adamw_torch_fused",
-        "training.learning_rate=1e-3",
-        "training.warmup=0",
-        "training.eval_every=null",
-        "training.group_by_length=false",
-        f"training.max_steps={STEPS}",
-        f"training.batch_size={BATCH}",
-        f"training.micro_batch={MICRO}",
-    )
+        "data.train=builtin:python_docs", "data.eval=none", "quantization.kind=none",
+        "optimizer.kind=adamw_torch_fused", "training.learning_rate=1e-3", "training.warmup=0",
+        "training.eval_every=null", "training.group_by_length=false", f"training.max_steps={STEPS}",
+        f"training.batch_size={BATCH}", f"training.micro_batch={MICRO}",
+    )  # fmt: skip
     ours = [line["loss"] for line in finetune.train(config).run.metrics()]
     theirs = plain_trl_losses(shallow_base, tmp_path / "plain")
     assert len(ours) == len(theirs) == STEPS

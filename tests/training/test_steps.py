@@ -155,8 +155,7 @@ def test_fresh_moves_the_old_run_aside(quick) -> None:
     config = quick()
     first = finetune.train(config).run
     old = first.metrics_file.read_bytes()
-    second = finetune.train(config, fresh=True).run
-    assert second.finished
+    assert finetune.train(config, fresh=True).run.finished
     assert first.path.with_name("run.1").joinpath("metrics.jsonl").read_bytes() == old
 
 
@@ -169,15 +168,10 @@ def test_the_best_checkpoint_is_published_where_ten_held_out_rows_judge_it_and_e
     lines = rows_file.read_text().splitlines()[:held_out]
     (tmp_path / "held_out.jsonl").write_text("\n".join([*lines, lines[0], lines[0]]) + "\n")
     config = quick(
-        f"data.eval={tmp_path / 'held_out.jsonl'}",
-        "training.max_steps=12",
-        "training.eval_every=2",
-        "training.learning_rate=1",
-        "training.schedule=constant",
-        "training.warmup=12",
-        "optimizer.kind=sgd",
+        f"data.eval={tmp_path / 'held_out.jsonl'}", "training.max_steps=12", "training.eval_every=2",
+        "training.learning_rate=1", "training.schedule=constant", "training.warmup=12", "optimizer.kind=sgd",
         "output.save_every=2",
-    )
+    )  # fmt: skip
     run = finetune.train(config).run
     evaluations = {line["step"]: line["eval_loss"] for line in run.metrics() if "eval_loss" in line and line["step"]}
     best = min(evaluations, key=evaluations.__getitem__)

@@ -101,8 +101,7 @@ def planned_bytes(config: Config, forms: Forms, device_type: str) -> int:
     architecture, plain = load_architecture(config.model, listed=True), QuantizationSection(kind="none")
     model = Blueprint(config.model, plain, architecture, "sdpa", dtype).weightless()
     parts = part_files.parts_of(model, forms(model, str(config.output.serve)))
-    rows = calibration.shape(config.data.max_length, calibration.TOKENS)
-    return memory.peak_bytes(model, parts, rows, dtype)
+    return memory.peak_bytes(model, parts, calibration.shape(config.data.max_length, calibration.TOKENS), dtype)
 
 
 def computed_in(training: TrainingSection, device_type: str) -> torch.dtype:

@@ -16,8 +16,9 @@ from finetune.config.field_types import is_pattern
 from finetune.errors import ArtifactError
 from finetune.model.adapters import new_rows, plain_peft
 from finetune.model.adapters.adapter import adapted, lora_settings
+from finetune.model.source import file_hashes
 from finetune.model.source.locate import hub_call
-from finetune.storage import weight_files
+from finetune.storage import records, weight_files
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _CONFIG_BYTES = 2**22
@@ -75,7 +76,7 @@ def published(section: AdapterSection) -> AdapterSection:
 
 
 def check_files(directory: Path, section: AdapterSection) -> None:
-    """Raise ArtifactError unless `directory` has, complete and finite, the adapter that training with `section`
+    """Raise ArtifactError unless `directory` has, complete and unchanged, the adapter that training with `section`
     publishes.
     """
     file = directory / CONFIG
@@ -100,6 +101,9 @@ def check_files(directory: Path, section: AdapterSection) -> None:
         differences = ", ".join(f"`{shown(name)}` is {shown(reprlib.repr(values[name]))}" for name in wrong[:3])
         raise ArtifactError(f"{file}: {differences}, which does not match the run's config.yaml; {_AGAIN}")
     check_weights(directory / WEIGHTS, _TYPES)
+    kept = records.find(directory / "fingerprint.json", records.FINGERPRINT)
+    if kept and "weights" in kept and kept["weights"] != file_hashes.sha256(directory / WEIGHTS):
+        raise ArtifactError(f"{directory / WEIGHTS}: not as it was written: damaged or replaced; {_AGAIN}")
 
 
 def check_weights(file: Path, types: Sequence[str]) -> None:

@@ -70,8 +70,7 @@ def as_served(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
     }
     for name, parameter in base.named_parameters():
         if packed.packing_of(parameter):
-            update = updates.get(id(parameter))
-            yield name.replace(".base_layer", ""), packed.as_served(parameter, update)
+            yield name.replace(".base_layer", ""), packed.as_served(parameter, updates.get(id(parameter)))
 
 
 def _update_rounded(layer: nn.Module) -> fixed_point.Update | None:
@@ -101,9 +100,7 @@ class _RoundedProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, a, b = ctx.saved_tensors
-        dx = None
-        if ctx.needs_input_grad[0]:
-            dx = gradient @ rounded(ctx.weight, a, b, ctx.kappa, gradient.dtype)
+        dx = gradient @ rounded(ctx.weight, a, b, ctx.kappa, gradient.dtype) if ctx.needs_input_grad[0] else None
         rows, outer = x.flatten(0, -2), gradient.flatten(0, -2)
         down, up = a.to(x.dtype), b.to(x.dtype)
         da = (outer @ up).t() @ rows

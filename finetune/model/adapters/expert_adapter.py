@@ -153,8 +153,7 @@ class LowRankSum:
 
     def whole(self) -> torch.Tensor:
         """The sum as a tensor."""
-        term = self._scale * (self._left @ self._right)
-        return self._with_term(self._weight, term)
+        return self._with_term(self._weight, self._scale * (self._left @ self._right))
 
     def _with_term(self, value: torch.Tensor, term: torch.Tensor) -> torch.Tensor:
         summed: torch.Tensor = _WithGradientOf.apply(value, term) if self._has_term else value + term

@@ -79,6 +79,7 @@ class Zero:
             with ranks.agreeing():
                 _async_io().load()
                 self._disk = Disk(section.nvme_path, sum(map(torch.numel, self.weights)))
+        self._without_launcher = "LOCAL_RANK" not in os.environ
         with _started():
             self._engine, *_ = self._deepspeed.initialize(
                 model=model,
@@ -262,6 +263,8 @@ class Zero:
             self._disk.close()
         if ranks.world_size() == 1:
             self._deepspeed.comm.destroy_process_group()
+        if self._without_launcher:
+            del os.environ["LOCAL_RANK"]  # by which accelerate would take a later trainer of the process for a rank
 
 
 def _config(

@@ -344,9 +344,7 @@ def _qwen35_parts(name: str, tensor: torch.Tensor, config: Any) -> Parts:
         return {name: _tiled(tensor, size, config)}
     if last in ("in_proj_a.weight", "in_proj_b.weight"):
         return {name: _tiled(tensor, 1, config)}
-    if last == "out_proj.weight":
-        return {name: _tiled(tensor.T, size, config).T}
-    return {name: tensor}
+    return {name: _tiled(tensor.T, size, config).T} if last == "out_proj.weight" else {name: tensor}
 
 
 def _add_qwen35_moe(writer: Any, config: Any) -> None:

@@ -150,8 +150,7 @@ class FixedPoint:
         if self.even:
             return position.floor_().clamp_(0, len(self.form.levels) - 1)
         levels = torch.tensor(self.form.levels, dtype=torch.float32, device=code.device)
-        boundaries = (levels[1:] + levels[:-1]) / 2
-        return torch.bucketize(position.add_(self.low), boundaries, right=True).float()
+        return torch.bucketize(position.add_(self.low), (levels[1:] + levels[:-1]) / 2, right=True).float()
 
 
 def shift_of(grid: Grid, a: torch.Tensor, b: torch.Tensor, kappa: float) -> torch.Tensor:

@@ -276,8 +276,7 @@ def part_shape(shape: torch.Size) -> torch.Size:
     """The shape (experts, rows, columns) of the parts in which weights are converted: `_PART` values, or 128 rows."""
     *experts, rows, columns = shape
     rows_each = min(max(_PART // columns // _ROWS, 1) * _ROWS, max(rows, 1))
-    experts_each = min(max(_PART // (rows_each * columns), 1), *(experts or [1]))
-    return torch.Size((experts_each, rows_each, columns))
+    return torch.Size((min(max(_PART // (rows_each * columns), 1), *(experts or [1])), rows_each, columns))
 
 
 def _parts(

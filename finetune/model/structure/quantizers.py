@@ -414,8 +414,7 @@ def _tables(model: Any) -> dict[torch.nn.Module, str]:
 
 def _columns(module: Any, name: str) -> int:
     """Values of a row, over which a weight's products sum."""
-    transposed = isinstance(module, Conv1D) or _is_transposed(module)
-    return int(getattr(module, name).shape[-2 if transposed else -1])
+    return int(getattr(module, name).shape[-2 if isinstance(module, Conv1D) or _is_transposed(module) else -1])
 
 
 def _is_transposed(module: Any) -> bool:

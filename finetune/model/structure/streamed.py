@@ -100,8 +100,7 @@ class Weights(Mapping[str, torch.Tensor]):
 
     def _is_transposed(self, source: str) -> bool:
         """Whether the model has experts as (experts, inputs, outputs), and a packed tensor of files outputs first."""
-        modules = dict(self._model.named_modules())
-        return getattr(modules.get(source.rpartition(".")[0]), "is_transposed", False)
+        return getattr(dict(self._model.named_modules()).get(source.rpartition(".")[0]), "is_transposed", False)
 
     def check_shapes(self) -> None:
         """Raise ArtifactError for a tensor of the files that is not of the shape that the model's config says."""
