@@ -5,9 +5,8 @@ A token in [brackets] is trained, one without is not.
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
 import pytest
 from conversations import TWO_TURNS, assistant, shown, system, trained_text, user
@@ -19,7 +18,7 @@ from finetune.data.encoded import IGNORE, Encoded, RowImage, Segment
 from finetune.data.examples import Chat, Completion, Message, RowError, Text
 from finetune.data.masks import marks_generation
 from finetune.errors import ArtifactError
-from finetune.model.source.chat_template import named, text
+from finetune.model.source.chat_template import named
 
 Make = Callable[..., Any]
 
@@ -312,20 +311,6 @@ def test_an_exception_of_a_template_is_reported_for_its_row(
 def test_a_template_with_a_syntax_error_is_reported_with_its_line(word_tokenizer: Make) -> None:
     with pytest.raises(ArtifactError, match="chat template is not valid: line 1"):
         encode(Chat(TWO_TURNS), word_tokenizer("{% for message in messages %}"))
-
-
-def test_a_template_with_the_date_writes_the_same_on_another_day(
-    word_tokenizer: Make, unmarked: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Tomorrow(datetime.datetime):
-        @classmethod
-        def now(cls, tz: datetime.tzinfo | None = None) -> Self:
-            return cls(2099, 1, 1, tzinfo=tz)
-
-    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Tomorrow)
-    today = """{% if strftime_now is defined %}{% set today = strftime_now("%d %b %Y") %}{% endif %}{{ today }}"""
-    tokenizer = word_tokenizer(today + " {{ strftime_now( '%Y-%m-%d' ) }} " + unmarked)
-    assert text(tokenizer, TWO_TURNS, prompt=True)[0].startswith("26 Jul 2024 2024-07-26<|im_start|>")
 
 
 def test_a_tokenizer_without_a_template_is_an_error_of_the_row(word_tokenizer: Make) -> None:

@@ -9,7 +9,6 @@ forever, is forbidden; memory by the process's data limit, on systems that have 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import functools
 import json
 import os
@@ -40,7 +39,6 @@ _FOLDER = Path(__file__).parent / "templates"
 _SET_BY_CALLS = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
 )
-_DATE = datetime.date(2024, 7, 26)  # what Llama 3.1 and 3.2 write where none is given
 _PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 _CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {}}}
 _CALLED: list[dict[str, Any]] = [_PROBE[0], {"role": "assistant", "content": "", "tool_calls": [_CALL]}]
@@ -157,7 +155,7 @@ def _rendered(
         [rendered], marked = chat_template_utils.render_jinja_template(
             [messages],
             tools=tools,
-            chat_template=_dated(tokenizer.get_chat_template(None, tools)),
+            chat_template=tokenizer.get_chat_template(None, tools),
             return_assistant_tokens_mask=marks,
             add_generation_prompt=prompt,
             **tokenizer.special_tokens_map,
@@ -165,12 +163,6 @@ def _rendered(
         if len(rendered) > _RENDERED_CHARACTERS:
             raise MemoryError
     return rendered, marked[0] if marks else []
-
-
-@functools.lru_cache(maxsize=8)
-def _dated(template: str) -> str:
-    """The template with `_DATE` in place of today's date: a run resumed tomorrow would otherwise have other rows."""
-    return re.sub(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""", lambda call: repr(_DATE.strftime(call[2])), template)
 
 
 def _as_read(message: dict[str, Any], parts: bool) -> dict[str, Any]:
