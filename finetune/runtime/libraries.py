@@ -216,11 +216,11 @@ def alone() -> Iterator[None]:
     """
     import torch
 
+    dtype = torch.get_default_dtype()
     if not _IN_USE.acquire(blocking=False):
         raise MachineError("another thread of this process is using finetune; wait until it is done, or use a process")
-    dtype = torch.get_default_dtype()
-    on_cpu = contextlib.nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
     try:
+        on_cpu = contextlib.nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
         with torch.inference_mode(False), torch.enable_grad(), on_cpu:
             torch.set_default_dtype(torch.float32)
             yield

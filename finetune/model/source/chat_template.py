@@ -305,9 +305,12 @@ def unwritten_ends(tokenizer: Any) -> tuple[list[int], list[int]]:
     message and the tool's begin (GLM); else none.
     """
     end = _ending(tokenizer)[1]
-    with contextlib.suppress(Exception):  # a template may raise anything, and render no tools
+    try:
         return end, end and (_beginning(tokenizer, [*_CALLED, _RESULT]) or end)
-    return end, end
+    except ArtifactError:
+        raise
+    except Exception:  # a template may raise anything, and render no tools
+        return end, end
 
 
 def _beginning(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
