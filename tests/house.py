@@ -372,21 +372,6 @@ class House:
         modules = Counter(name.rpartition(".")[0] for name in self._modules if "." in name)
         return sorted(name for name, number in modules.items() if number > 1 and name not in contained)
 
-    # -- sizes -----------------------------------------------------------------------------------------------------
-
-    def lines(self, folder: str) -> int:
-        """Lines of all Python files of a folder."""
-        return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in (self.root / folder).rglob("*.py"))
-
-    def docs_words(self) -> int:
-        """Words of the pages, but for those that are made from the source, and of the README."""
-        pages = [
-            page
-            for page in (self.root / "docs").glob("*.md")
-            if page.name not in {"architectures.md", "config.md", "patches.md"}
-        ]
-        return sum(len(page.read_text(encoding="utf-8").split()) for page in [*pages, self.root / "README.md"])
-
     # -- all -------------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -412,8 +397,6 @@ class House:
         """The length of each list, and the sizes."""
         return {
             **{name: len(violations) for name, violations in self.violations.items()},
-            **{f"lines of {folder}/": self.lines(folder) for folder in ("finetune", "tests", "benchmarks")},
-            "words of docs/ and the README": self.docs_words(),
         }
 
     def _place(self, source: Source, node: ast.AST) -> str:
