@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from finetune.storage.rundir import RunDirectory
 
@@ -67,6 +68,17 @@ def save_base(model: Any, folder: Path, like: Path) -> Path:
         if "token" in file.name or file.suffix == ".jinja":
             shutil.copy(file, folder)
     return folder
+
+
+def mixture(folder: Path) -> list[str]:
+    """Overrides of a job on a tiny mixture of experts, saved in `folder`, whose load-balancing loss is half of all."""
+    config = Qwen3MoeConfig(
+        vocab_size=2048, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, intermediate_size=64, eos_token_id=2, pad_token_id=3, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=32, router_aux_loss_coef=0.5,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return [f"model.name={folder}", "model.tokenizer=builtin:tiny-llama"]
 
 
 @torch.inference_mode()

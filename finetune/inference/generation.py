@@ -26,7 +26,8 @@ from finetune.model import bounds, probes
 from finetune.model.attention import caches
 from finetune.model.source import chat_template
 from finetune.model.source.vision import Vision
-from finetune.runtime import libraries, patches
+from finetune.model.structure import experts
+from finetune.runtime import libraries
 from finetune.runtime.randomness import RandomState
 
 # Batches that are sorted together: enough that the rows of one differ little in length, while answers come early.
@@ -306,12 +307,10 @@ def _evaluating(model: Any) -> Iterator[None]:
 
     A mixture of experts has no balancing loss there, whose mask would be that of the tokens in the KV cache as well.
     """
-    was_training, config = model.training, model.config.get_text_config()
-    balanced = hasattr(config, "output_router_logits")
-    unbalanced = patches.ROUTER_LOGITS.by(False, config) if balanced else contextlib.nullcontext()
+    was_training = model.training
     model.eval()
     try:
-        with torch.inference_mode(), libraries.without_cudnn_attention(), unbalanced:
+        with torch.inference_mode(), libraries.without_cudnn_attention(), experts.without_balancing(model):
             yield
     finally:
         model.train(was_training)

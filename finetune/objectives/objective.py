@@ -78,8 +78,14 @@ class Objective:
         return (*ignored, *noise, *scores, *self.unread)
 
     def sums(self, model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum and the count of an evaluation, float64, on the device."""
-        total, count, *_ = (self.evaluated or cross_entropy)(model, batch)
+        """The sum and the count of an evaluation, float64, on the device, without the load-balancing loss of a mixture.
+
+        That is no property of the rows: it is taken over whole micro-batches, so it depends on how they are batched.
+        """
+        from finetune.model.structure import experts
+
+        with experts.without_balancing(model):
+            total, count, *_ = (self.evaluated or cross_entropy)(model, batch)
         return total.double(), count.double()
 
     @property

@@ -370,8 +370,8 @@ ROUTER_LOGITS = Patch(
     "transformers:MixtralConfig.output_router_logits",
     "transformers 5.23",
     "bool",
-    "An answer needs no balancing loss, whose mask would have to cover the KV cache.",
-    "`generate` takes the option.",
+    "An answer needs no balancing loss, whose mask would have to cover the KV cache; nor does an evaluation.",
+    "models take the option as an argument, and `generate` too.",
     objects="the config of a mixture of experts",
 )
 TIE_WEIGHTS = Patch(

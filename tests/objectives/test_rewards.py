@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from jobs import EIGHT, in_fp32, metric, same_adapter, sampled, write_rows
+from jobs import EIGHT, in_fp32, metric, mixture, same_adapter, sampled, write_rows
 from peft import PeftModel, get_peft_model
 from steps import (
     assert_gradients_close,
@@ -22,7 +22,7 @@ from steps import (
     stopped_and_resumed,
 )
 from test_two_segments import pairs
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from trl import RewardConfig, RewardTrainer
 
@@ -201,16 +201,7 @@ def test_eval_scores_a_file_of_answers_by_their_last_token_however_they_are_batc
 
 
 def test_a_mixture_of_experts_is_trained_with_its_balancing_loss(job, tmp_path: Path) -> None:
-    values = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "router_aux_loss_coef": 0.5}
-    model = Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            vocab_size=2048, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            head_dim=16, intermediate_size=64, eos_token_id=2, pad_token_id=3, **values,
-        )
-    )  # fmt: skip
-    model.save_pretrained(tmp_path / "mixture")
-    config = job(*EIGHT, f"model.name={tmp_path / 'mixture'}", "model.tokenizer=builtin:tiny-llama")
-    loop = ready(config)
+    loop = ready(job(*EIGHT, *mixture(tmp_path / "mixture")))
     (batch,) = micro_batches(loop, range(8), 8)
     loss, _ = gradients(loop, [batch])
     base = loop.step.model.get_base_model()

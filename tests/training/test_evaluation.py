@@ -1,18 +1,21 @@
 """The held-out loss: that of the model as it will be used, and a mean over tokens."""
 
+import math
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from jobs import in_fp32, mixture, write_rows
 from steps import ready
 
 from finetune.data.batching import MicroBatching
 from finetune.data.encoded import ANSWER, MISMATCHED, RowLayout
 from finetune.model.distributed.placement import gathers
 from finetune.model.source.tokenizer import load_tokenizer
-from finetune.objectives import Objective
+from finetune.objectives import OBJECTIVES, Objective
 from finetune.training.collator import MicroBatches
 from finetune.training.eval_loss import DoesNotFit, EvalLoss, held_out_loss
 from finetune.training.loop import Loop
@@ -87,6 +90,63 @@ def test_the_held_out_loss_is_the_quotient_of_its_rows_packed_or_padded(quick) -
         found[packing] = sorted(rows.tolist())
     assert sorted(count for _, count in found[False]) == sorted(loop.evaluation.rows["trained"])
     assert found[True] == [pytest.approx(row, rel=1e-5) for row in found[False]]
+
+
+# What a model without an update has on any rows, by the formula of each loss; None where it depends on the rows.
+UNTRAINED = {
+    "supervised": None, "dpo": math.log(2), "robust_dpo": math.log(2), "ipo": 25.0, "simpo": None, "orpo": None,
+    "kto": 0.5, "reward": math.log(2), "classification": math.log(2), "distillation": None,
+}  # fmt: skip
+
+
+def rows_of(objective: str) -> list[dict[str, Any]]:
+    """Rows of different lengths."""
+    layout = OBJECTIVES[objective].layout
+    made: list[dict[str, Any]] = []
+    for n in range(12):
+        prompt, answer = f"To {n}{' and on' * (n % 5)}.", "yes " * (1 + n % 4)
+        if layout.teacher:
+            ids = [10 + n, *range(20, 24 + n % 3)]
+            likely = [[one + 1, one + 2] for one in ids]
+            made.append(
+                {"input_ids": ids, "labels": ids, "teacher_ids": likely, "teacher_logprobs": [[-1, -2]] * len(ids)}
+            )
+        elif objective == "classification":
+            made.append({"text": prompt + answer, "label": "ab"[n % 2]})
+        elif "chosen" in layout.segments:
+            made.append({"prompt": prompt, "chosen": answer, "rejected": "no " * (1 + n % 3)})
+        else:
+            made.append({"prompt": prompt, "completion": answer, **({"label": n % 3 > 0} if layout.segments else {})})
+    return made
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_the_held_out_loss_of_a_mixture_is_that_of_its_rows_alone_however_they_are_batched(
+    quick, tmp_path: Path, objective: str
+) -> None:
+    """Without the load-balancing loss, which is taken over micro-batches, and which training adds."""
+    job = in_fp32(quick, write_rows(tmp_path / "rows.jsonl", rows_of(objective)), f"training.objective={objective}")
+    settings = ["data.eval_share=0.5", "training.batch_size=4", "training.micro_batch=4"]
+    settings += ["data.teacher_tokens=2"] if objective == "distillation" else []
+    settings += ["preference.reference=in_step"] if OBJECTIVES[objective].reference else []
+    loop = ready(job(*settings, *mixture(tmp_path / "mixture")))
+    config = loop.step.model.config
+    loss = loop.evaluation.loss()
+    assert config.output_router_logits, "training goes on with it"
+    collate = loop.evaluation.collate
+    for way in (replace(collate.way, rows=1), replace(collate.way, packed=True)):
+        other = MicroBatches(way, collate._pad_token_id)
+        assert replace(loop.evaluation, collate=other).loss() == pytest.approx(loss, rel=2e-6)
+    config.router_aux_loss_coef = 0.0
+    assert loop.evaluation.loss() == loss
+    if UNTRAINED[objective] is None:
+        return
+    with torch.no_grad():
+        for name, weight in loop.step.model.named_parameters():
+            if "lora_B" in name or "score" in name:
+                weight.zero_()
+    config.router_aux_loss_coef = 0.5
+    assert loop.evaluation.loss() == pytest.approx(UNTRAINED[objective], rel=1e-6)
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -19,6 +19,7 @@ from torch import nn
 
 from finetune.model.structure import fixed_point
 from finetune.model.structure.packed import packing_of
+from finetune.runtime import patches
 
 _ROUTER_CLASS = re.compile("Router|TopKGating")
 # Config attributes for the number of experts, and for how many of them a token visits (transformers 5.23).
@@ -123,6 +124,13 @@ def balancing_loss(router_logits: Any, text: Any, attention_mask: torch.Tensor |
 
     loss: torch.Tensor = load_balancing_loss_func(router_logits, count(text), text.num_experts_per_tok, attention_mask)
     return loss
+
+
+def without_balancing(model: Any) -> contextlib.AbstractContextManager[Any]:
+    """A context in which a mixture returns no router logits, so that no load-balancing loss is computed."""
+    text = model.config.get_text_config()
+    known = hasattr(text, "output_router_logits")
+    return patches.ROUTER_LOGITS.by(False, text) if known else contextlib.nullcontext()
 
 
 def is_mixture(model: nn.Module) -> bool:
