@@ -73,7 +73,7 @@ def add(model: Any) -> None:
         log_probs, labelled = _scored(hidden, shift_labels, head, softcap, scale)
         loss, balance = -log_probs.sum() / labelled.sum().clamp(min=1), None
         if balanced:
-            balance = experts.balancing_loss(output.router_logits, text, inputs.get("attention_mask"))
+            balance = experts.balancing_loss(output.router_logits, text, inputs)
             loss = loss + getattr(text, "router_aux_loss_coef", 0.0) * balance
         return TokenScores(loss=loss, log_probs=log_probs, label_mask=labelled, aux_loss=balance)
 

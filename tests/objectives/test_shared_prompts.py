@@ -10,7 +10,7 @@ from typing import Any
 import families
 import pytest
 import torch
-from jobs import EIGHT, in_fp32, sampled, write_rows
+from jobs import EIGHT, in_fp32, mixture, sampled, write_rows
 from steps import (
     assert_gradients_close,
     assert_split_with_the_same_mean,
@@ -98,6 +98,18 @@ def test_loss_and_gradients_of_pairs_are_those_of_answers_with_prompts_of_their_
     found_loss, found = gradients(loop, [shared])
     for inputs in (packed, padded):
         loss, expected = gradients(loop, [inputs])
+        assert found_loss == pytest.approx(loss, rel=1e-6)
+        assert_gradients_close(found, expected)
+
+
+def test_a_mixture_of_experts_balances_the_tokens_of_shared_prompts_as_often_as_there_are_answers(
+    job, tmp_path: Path
+) -> None:
+    loop = ready(job(*mixture(tmp_path / "mixture")))
+    rows = list(range(8))
+    found_loss, found = gradients(loop, [collated(loop, rows)])
+    for packed in (True, False):
+        loss, expected = gradients(loop, [collated(loop, rows, shares=False, packed=packed)])
         assert found_loss == pytest.approx(loss, rel=1e-6)
         assert_gradients_close(found, expected)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Collection, Iterator, Set
+from collections.abc import Collection, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -118,11 +118,20 @@ def count(text: Any) -> int:
     return next((int(number) for name in _EXPERTS if (number := getattr(text, name, None))), 0)
 
 
-def balancing_loss(router_logits: Any, text: Any, attention_mask: torch.Tensor | None) -> torch.Tensor:
-    """The load-balancing loss of a mixture with the config `text` (arXiv 2101.03961), which all families share."""
+def balancing_loss(router_logits: Any, text: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+    """The load-balancing loss of a mixture with the config `text` (arXiv 2101.03961), which all families share.
+
+    Of the micro-batch `inputs`, padding does not count, and a token that sequences share (`attention.packing`) counts
+    once for each of them.
+    """
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-    loss: torch.Tensor = load_balancing_loss_func(router_logits, count(text), text.num_experts_per_tok, attention_mask)
+    weights = inputs.get("attention_mask")
+    if "key_parts" in inputs:
+        sizes, order = inputs["key_parts"]
+        logits = router_logits[0]  # (tokens, experts)
+        weights = torch.cat([logits.new_full((size,), order.count(part)) for part, size in enumerate(sizes)])
+    loss: torch.Tensor = load_balancing_loss_func(router_logits, count(text), text.num_experts_per_tok, weights)
     return loss
 
 

@@ -112,7 +112,7 @@ def _forward(
     output = model.base_model(input_ids=input_ids, **asked)
     hidden, aux_loss = output.last_hidden_state, None
     if balanced:
-        aux_loss = experts.balancing_loss(output.router_logits, text, inputs.get("attention_mask"))
+        aux_loss = experts.balancing_loss(output.router_logits, text, inputs)
     if fused_lm_head:
         assert labels is not None
         hidden = hidden.flatten(0, 1)[_last_trained(labels, inputs.get("cu_seq_lens_q"))]
