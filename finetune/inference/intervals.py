@@ -55,7 +55,7 @@ def compared(models: Mapping[str, Measured], of: Callable[[Any], Any] = lambda v
     """Each model's `value`, `low` and `high`, and its `difference` (the same three) to the first model, as JSON values.
 
     `of` is applied to values and draws. None stands for a number that is not finite, and for an unknown bound: with a
-    single row, or of a difference without rows.
+    single row that counts, or of a difference without rows.
     """
     figures: dict[str, dict[str, Any]] = {}
     values = {name: float(of(np.float64(one.value))) for name, one in models.items()}
@@ -74,10 +74,18 @@ def compared(models: Mapping[str, Measured], of: Callable[[Any], Any] = lambda v
 
 
 def _draws(models: Mapping[str, Measured]) -> dict[str, np.ndarray]:
-    """Each model's value of the totals over RESAMPLES draws of as many rows; nothing if they cannot be paired."""
+    """Each model's value of the totals over RESAMPLES draws of as many rows; nothing if they cannot be paired.
+
+    Rows that count nothing, such as undesirable answers in a mean over desirable ones, are not drawn: where those that
+    count are rare, many draws would have none. Each kind of row is a sample of its own (Davison and Hinkley, Bootstrap
+    Methods and their Application, section 3.2).
+    """
     rows = {name: one.rows for name, one in models.items() if one.rows is not None}
-    counts = {len(one) for one in rows.values()}
-    if len(rows) < len(models) or len(counts) != 1 or (count := counts.pop()) < 2:
+    if len(rows) < len(models) or len({len(one) for one in rows.values()}) != 1:
+        return {}
+    counting = np.any([one.any(axis=1) for one in rows.values()], axis=0)
+    rows = {name: one[counting] for name, one in rows.items()}
+    if (count := int(counting.sum())) < 2:
         return {}
     generator = np.random.default_rng(SEED)
     drawn: dict[str, list[float]] = {name: [] for name in rows}

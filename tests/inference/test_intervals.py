@@ -36,6 +36,20 @@ def test_a_difference_is_paired_by_row() -> None:
     assert again == found
 
 
+def test_a_mean_over_a_rare_kind_of_rows_has_the_interval_of_those_rows_alone() -> None:
+    """Among 100 answers there are three of the kind: one draw in twenty has none of them."""
+    values = {name: np.array([[low, 1.0], [0.5, 1.0], [0.8, 1.0]]) for name, low in (("base", 0.1), ("adapter", 0.2))}
+    found, expected = (
+        compared({name: Measured(rows[:, 0].mean(), np.vstack([rows, others])) for name, rows in values.items()})
+        for others in (np.zeros((97, 2)), np.zeros((0, 2)))
+    )
+    assert found == expected
+    assert found["base"]["low"] < found["base"]["value"] < found["base"]["high"]
+    assert found["adapter"]["difference"]["low"] == 0
+    one = compared({"base": Measured(0.5, np.array([[0.5, 1.0], [0.0, 0.0]]))})["base"]
+    assert one == {"value": 0.5, "low": None, "high": None}
+
+
 def test_unknown_bounds_are_none(subtests: pytest.Subtests) -> None:
     for name, models, expected in [
         ("a single row", {"a": Measured.mean([1.0])}, {"value": 1.0, "low": None, "high": None}),
