@@ -203,8 +203,11 @@ def _validate(
         config = Config.model_validate(values, context={"choices": choices or {}, "trained": trained})
     except ValidationError as error:
         return None, explain.mistakes(error, locations)
-    config = _with_head(config)
+    given, config = config.model.labels, _with_head(config)
     broken = contradictions(config)
+    if config.scorer and given not in ([], config.model.labels):
+        remedy = "name classes in `data.labels`" if config.scorer == "classifier" else "remove it"
+        broken.append(("model.labels", f"`training.objective: {config.training.objective}` sets it; {remedy}"))
     if trained:  # rules of serving are for jobs to be trained, and runtimes come to take more or less
         broken = [(key, message) for key, message in broken if not key.startswith("output.")]
     else:

@@ -123,7 +123,7 @@ def test_a_class_that_no_training_row_has_and_a_single_one_are_refused(job, tmp_
     "keys",
     [
         ["adapter.kind=none"], ["adapter.init=pissa"], ["distributed.kind=fsdp"], ["memory.loss_tokens=64"],
-        ["data.loss_on=last"], ["data.separator=x"], ["preference.beta=0.1"],
+        ["data.loss_on=last"], ["data.separator=x"], ["preference.beta=0.1"], ["model.labels=[red, blue]"],
          ["training.objective=supervised", "data.labels=[red, blue]"],
     ],
 )  # fmt: skip

@@ -218,7 +218,7 @@ def test_a_mixture_of_experts_is_trained_with_its_balancing_loss(job, tmp_path: 
     "keys",
     [
         ["adapter.kind=none"], ["adapter.init=pissa"], ["distributed.kind=fsdp"], ["memory.loss_tokens=64"],
-        ["preference.beta=0.1"], ["training.objective=dpo", "model.labels=[good]"],
+        ["preference.beta=0.1"], ["training.objective=dpo", "model.labels=[good]"], ["model.labels=[good]"],
     ],
 )  # fmt: skip
 def test_what_a_reward_model_does_not_have_is_refused(job, keys: list[str]) -> None:
