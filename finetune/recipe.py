@@ -96,7 +96,7 @@ def train(
                 base, config.model, resume.to_build(config.adapter, resumed=bool(start.checkpoint)), config.memory,
                 seed=config.training.seed, device_type=device.type, placement=placement,
             )  # fmt: skip
-            capacity = evidence.capacity(config.adapter, model, inputs.data.train_counts.trained_tokens)
+            capacity = evidence.capacity(config, model, inputs.data.train_counts)
             terminal.built(model, adapter.left_out(base, config.adapter), capacity)
 
             # Train: the optimizer steps, evaluations and checkpoints, and at the end the adapter on disk.

@@ -10,8 +10,10 @@ import torch
 from jobs import TINY
 
 import finetune
-from finetune.config import AdapterSection
+from finetune.config import Config
+from finetune.data.counts import Counts
 from finetune.errors import ConfigError
+from finetune.objectives import OBJECTIVES
 from finetune.settings import load_config
 from finetune.training import evidence
 
@@ -69,10 +71,21 @@ def test_adapters_on_attention_alone_are_noted() -> None:
 
 
 def test_the_capacity_names_a_rank_that_has_a_weight_for_each_token() -> None:
-    model = torch.nn.Linear(100, 10, bias=False)
-    assert evidence.capacity(AdapterSection(), model, 500) == "2 adapter weights for each trained token of the rows"
-    assert "adapter.rank=64 has 1" in str(evidence.capacity(AdapterSection(rank=16), model, 4000))
-    assert evidence.capacity(AdapterSection(kind="none"), model, 500) is None
+    model, config = torch.nn.Linear(100, 10, bias=False), Config()
+    told = evidence.capacity(config, model, Counts(rows=4, trained_tokens=500))
+    assert told == "2 adapter weights for each trained token of the rows"
+    assert "adapter.rank=64 has 1" in str(evidence.capacity(config, model, Counts(rows=4, trained_tokens=4000)))
+    without = config.changed({"adapter.kind": "none"})
+    assert evidence.capacity(without, model, Counts(rows=4, trained_tokens=500)) is None
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_the_capacity_counts_what_the_loss_is_a_mean_over(objective: str) -> None:
+    model, config = torch.nn.Linear(100, 10, bias=False), Config().changed({"training.objective": objective})
+    told = str(evidence.capacity(config, model, Counts(rows=100, trained_tokens=8000)))
+    assert told.startswith(
+        "0.12 " if objective in ("supervised", "distillation") else "10 adapter weights for each row"
+    )
 
 
 def test_a_run_is_recorded_with_its_rate_and_one_of_an_earlier_version_keeps_its_own(
