@@ -128,6 +128,7 @@ SMALL: dict[str, Architecture] = {
     "gptj": {**_small("gptj"), **_GPT, "rotary_dim": 16},
     "codegen": {**_small("codegen"), **_GPT, "rotary_dim": 16},
     "gpt2": {**_small("gpt2"), **_GPT},
+    "gpt_bigcode": {**_small("gpt_bigcode"), **_GPT},
     "opt": {**_small("opt"), "ffn_dim": 352, "word_embed_proj_dim": 128},
     "biogpt": _small("biogpt", 4),
     "lfm2": _small("lfm2"),

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import PreTrainedModel
 
 from finetune.config import AdapterSection
 from finetune.forecast import depth, fake
@@ -72,6 +73,14 @@ class FakeModel:
                     fake.quantize(values, self._blueprint.quantization, weight)
                 del values, full  # while it is still this layer's
         self.keep(module)
+
+    def compute_buffers(self) -> None:
+        """Record that models compute their own buffers, once all weights are there; GPTBigCode's is a square mask."""
+        for inner in reversed(self.base_modules):
+            if isinstance(inner, PreTrainedModel) and any(True for _ in inner.buffers(recurse=False)):
+                self._recorder.layer, self._recorder.category = None, "workspace"
+                with self._mode, self._recorder:
+                    inner._init_weights(inner)  # noqa: SLF001 -- as `skeleton.random_base` and transformers do
 
     def keep(self, module: nn.Module) -> None:
         """Count a module's own weights and buffers, if they are not counted yet."""

@@ -443,6 +443,7 @@ class _TracedStep:
                     self._placement.keep_part(self._base, module)
                 for weight in filter(self._placement.is_part, module.parameters(recurse=False)):
                     self.recorder.mark(weight, "base_weights", managed=self.recorder.shards_on_host)
+        self._fake.compute_buffers()
         self.recorder.phase = then
         for module in self._model.modules():
             self._fake.keep(module)
