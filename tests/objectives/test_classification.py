@@ -17,7 +17,7 @@ from jobs import in_fp32, metric, same_adapter, sampled, write_rows
 from peft import PeftModel
 from steps import assert_gradients_close, forecast_that_held, gradients, micro_batches, ready, stopped_and_resumed
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 import finetune
 from finetune.data.prepare import prepare, with_classes
@@ -217,6 +217,35 @@ def test_transformers_and_peft_load_what_is_published_and_eval_says_what_they_wo
     for command in (["chat"], ["generate", "--prompt", "a"], ["export", "--to", "gguf"], ["eval", "--metric", "exact"]):
         code, _, err = call(*command[:1], run.path, *command[1:])
         assert (code, "is a classifier" in err) == (2, True), err
+
+
+@pytest.mark.slow
+def test_a_pipeline_scores_rows_at_once_as_one_by_one_where_the_padding_token_is_eos(
+    job, tmp_path: Path, shallow_base: Path
+) -> None:
+    """With a template that ends with EOS, and texts that end with other tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(shallow_base)
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    answer = {"role": "assistant", "content": "so"}
+    content = [{"messages": [{"role": "user", "content": row.pop("text")}, answer], **row} for row in rows(40)]
+    file = write_rows(tmp_path / "turns.jsonl", content)
+    keys = [f"data.train={file}", f"model.tokenizer={tmp_path / 'tokenizer'}", "data.chat_template=mistral"]
+    finetune.train(job(*keys, *LEARNING, "output.merge=true"))
+    merged = RunDirectory(tmp_path / "run").merged
+    scoring = pipeline("text-classification", str(merged), function_to_apply="none", top_k=None)
+    assert scoring.model.config.pad_token_id == scoring.tokenizer.pad_token_id != tokenizer.eos_token_id
+    texts = [f"Box {n}{' is' * n} red{tokenizer.eos_token * (n % 2)}" for n in range(8)]
+    for each, text in zip(scoring(texts, batch_size=4), texts, strict=True):
+        (alone,) = scoring([text], batch_size=1)
+        ids = torch.tensor([tokenizer(text).input_ids])
+        with torch.no_grad():
+            states = scoring.model.model(ids).last_hidden_state[:, -1]
+            last = scoring.model.score(states)[0].float().tolist()
+        for found in (each, alone):
+            by_label = {one["label"]: one["score"] for one in found}
+            expected = dict(zip(scoring.model.config.id2label.values(), last, strict=True))
+            assert by_label == pytest.approx(expected, rel=0.05, abs=0.02), "in bfloat16"
 
 
 def test_macro_f1_is_the_mean_over_the_classes_that_occur() -> None:

@@ -70,7 +70,7 @@ def merge(
 
     def make(written: Path) -> dict[str, Any]:
         fingerprint.save(tokenizer, base_identity, written)
-        merged_files.write_settings(bases, folder, tokenizer, written, seen)
+        merged_files.write_settings(bases, folder, tokenizer, written, compared.ids, seen)
         merged_files.write_weights(bases.merging(chosen), written)
         return {
             "format": "merged",

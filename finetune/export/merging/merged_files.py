@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import shutil
@@ -96,10 +97,13 @@ def _bound(file: Path, seen: Vision) -> None:
         write_json(file, values)
 
 
-def write_settings(bases: Bases, base: Path, tokenizer: Any, folder: Path, seen: Vision | None) -> None:
+def write_settings(
+    bases: Bases, base: Path, tokenizer: Any, folder: Path, rows: list[list[int]], seen: Vision | None
+) -> None:
     """Write config.json and generation_config.json; generation stops at the end of a turn as it was trained.
 
-    A classifier has no generation_config.json. The base's processors are copied, with the run's bound on pixels.
+    A classifier has no generation_config.json, and the padding token that `rows` (token ids) allow. The base's
+    processors are copied, with the run's bound on pixels.
     """
     for name in PROCESSORS:
         if (base / name).is_file():
@@ -108,7 +112,12 @@ def write_settings(bases: Bases, base: Path, tokenizer: Any, folder: Path, seen:
                 _bound(folder / name, seen)
     classifies = sequence_head.is_classifier(bases.bare)
     if classifies:
-        sequence_head.name_padding(bases.merged_architecture, tokenizer)
+        padding = sequence_head.padding_for(tokenizer, rows)
+        bases.merged_architecture.get_text_config().pad_token_id = padding
+        if padding not in (None, tokenizer.pad_token_id):
+            padded = copy.deepcopy(tokenizer)
+            padded.pad_token = tokenizer.convert_ids_to_tokens(padding)
+            padded.save_pretrained(str(folder))
     bases.merged_architecture.save_pretrained(str(folder))
     if classifies:
         return

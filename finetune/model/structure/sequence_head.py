@@ -16,7 +16,7 @@ from torch import nn
 from transformers.utils import ModelOutput
 
 from finetune.errors import ConfigError
-from finetune.model.source import catalog
+from finetune.model.source import catalog, chat_template
 from finetune.model.structure import experts
 
 HEAD = "score"
@@ -78,13 +78,24 @@ def start(model: Any) -> None:
         nn.init.normal_(head.weight, std=spread)
 
 
-def name_padding(architecture: Any, tokenizer: Any) -> None:
-    """Write into a published classifier's config which token is padding, unless answers end with the same.
+def padding_for(tokenizer: Any, rows: list[list[int]]) -> int | None:
+    """The padding token of a published classifier: the tokenizer's own, or another special token if rows may end so.
 
-    transformers scores the last other token. Without one it refuses several rows at once, and scores a row right.
+    transformers scores the last token that is no padding, and needs one for several rows at once. EOS, where there is
+    no other special token, serves if none of `rows` (token ids) ends with it; else None.
     """
-    padding = tokenizer.pad_token_id
-    architecture.get_text_config().pad_token_id = None if padding == tokenizer.eos_token_id else padding
+    ends = {tokenizer.eos_token_id, *chat_template.stop_ids(tokenizer), *(row[-1] for row in rows if row)}
+    written = str(tokenizer.chat_template)
+    apart = (tokenizer.bos_token_id, tokenizer.unk_token_id)
+    others = [
+        number
+        for number, token in sorted(tokenizer.added_tokens_decoder.items())
+        if token.special and token.content not in written and number not in apart
+    ]
+    choices = [tokenizer.pad_token_id, *others, *apart]
+    found = next((number for number in choices if number is not None and number not in ends), None)
+    alone = found is None and all(row[-1] != tokenizer.eos_token_id for row in rows)
+    return tokenizer.eos_token_id if alone else found
 
 
 def _base(model: Any) -> Any:
