@@ -295,6 +295,14 @@ RULES = (
         "answers are told from prompts by what is trained; set `assistant`",
     ),
     Rule(
+        "data.loss_on", only("last", "all"), "training.objective", only("reward", "classification"),
+        "a head scores the end of each row; remove it",
+    ),
+    Rule(
+        "data.loss_on", only("end"), "training.objective", but("reward", "classification"),
+        "only a reward model and a classifier have a head that scores the end of a row; set `assistant`",
+    ),
+    Rule(
         "model.labels", but([]), "training.objective", but("reward", "classification"),
         "only a reward model and a classifier have a head with labels; remove it",
     ),

@@ -266,10 +266,11 @@ class DataSection(Section):
     """Concatenate the rows of a micro-batch instead of padding them. No row attends to another, so the gradient is the
     same. A micro-batch holds `training.micro_batch_tokens`, or as many tokens as `micro_batch` rows of `max_length`.
     Both answers of a pair share the prompt's tokens."""
-    loss_on: Literal["assistant", "last", "all"] = "assistant"
+    loss_on: Literal["assistant", "last", "all", "end"] = "assistant"
     """Tokens in the loss: the assistant's turns with their end-of-turn, only the last of them, or all. For a prompt
     and completion it is the completion, for tokenized rows their labels. Messages with `train: false` or `weight: 0`
-    are excluded."""
+    are excluded. The objectives `reward` and `classification` set `end`: a head scores the last token of what the
+    tokenizer or the chat template makes of a row."""
 
 
 class TrainingSection(Section):

@@ -22,13 +22,14 @@ from finetune.data.examples import (
     Several,
     Text,
     Tokens,
+    images_of,
     in_common,
     parts,
     text_of,
 )
 from finetune.data.tokenizing import Asking, RowResult, TextPart, Tokenized, answered
 
-LossOn = Literal["assistant", "last", "all"]
+LossOn = Literal["assistant", "last", "all", "end"]
 ControlTokens = Literal["text", "parse"]
 
 
@@ -104,8 +105,13 @@ def is_empty(content: Content, loss_on: LossOn = "assistant") -> bool:
 def _is_empty(example: Example, loss_on: LossOn) -> bool:
     match example:
         case Chat(messages):
-            all_of_it = loss_on == "all" or example.whole
-            turns = range(len(messages)) if all_of_it else trained_turns(example, loss_on)
+            match loss_on:
+                case "all":
+                    turns = [*range(len(messages))]
+                case "end":
+                    turns = [turn for turn in range(len(messages)) if turn not in example.context]
+                case _:
+                    turns = trained_turns(example, loss_on)
             contents = [text_of(messages[turn]).strip() or messages[turn].get("tool_calls") for turn in turns]
             return bool(contents) and not any(contents)
         case Completion(prompt, completion):
@@ -117,7 +123,7 @@ def _is_empty(example: Example, loss_on: LossOn) -> bool:
 
 
 def trained_turns(example: Chat, loss_on: LossOn) -> list[int]:
-    """Indices of the messages that are trained, unless `loss_on` is `all`."""
+    """Indices of the messages that are trained, unless `loss_on` is `all` or `end`."""
     turns = [turn for turn in masks.answer_turns(example.messages) if turn not in example.context]
     return turns[-1:] if loss_on == "last" else turns
 
@@ -145,6 +151,8 @@ def _encoding(content: Content, tokenizer: Any, loss_on: LossOn, control_tokens:
 
 def _segment(example: Example, tokenizer: Any, loss_on: LossOn, control_tokens: ControlTokens) -> Asking[Segment]:
     example = _read(example, tokenizer, control_tokens)
+    if loss_on == "end":
+        return (yield from _scored(example, tokenizer))
     match example:
         case Chat(escaped=escaped):
             segment = yield from _chat(example, tokenizer, loss_on)
@@ -153,10 +161,30 @@ def _segment(example: Example, tokenizer: Any, loss_on: LossOn, control_tokens: 
             return replace((yield from _completion(example, tokenizer, loss_on)), escaped=escaped)
         case Tokens():
             return _tokens(example, tokenizer)
-        case Text(text, escaped, whole):
-            ids = (yield TextPart(text, special=True, escaped=escaped)).ids
-            ids = list(ids) if whole else _with_end(ids, tokenizer)
+        case Text(text, escaped):
+            ids = _with_end((yield TextPart(text, special=True, escaped=escaped)).ids, tokenizer)
             return Segment(ids, list(ids), escaped=escaped)
+
+
+def _scored(example: Example, tokenizer: Any) -> Asking[Segment]:
+    """The tokens that a server of the trained head makes of the example, of which the head scores the last one.
+
+    Nothing is added to what the tokenizer makes of a text, or the chat template of a conversation. A long text loses
+    its end, as a tokenizer truncates it, and so all of it has labels; of others the last token has one, and is kept.
+    """
+    match example:
+        case Chat(messages):
+            masks.check_template(example, tokenizer)
+            ids = (yield from masks.rendering(example, len(messages), tokenizer)).ids
+        case Completion(prompt, completion, escaped):
+            ids = (yield TextPart(prompt + completion, special=True, escaped=escaped)).ids
+        case Text(text, escaped):
+            ids = (yield TextPart(text, special=True, escaped=escaped)).ids
+        case Tokens():
+            ids = _tokens(example, tokenizer).input_ids
+    labels = list(ids) if isinstance(example, Text) else [IGNORE] * (len(ids) - 1) + ids[-1:]
+    escaped = not isinstance(example, Tokens) and example.escaped
+    return Segment(list(ids), labels, escaped=escaped, images=images_of(example), scored=True)
 
 
 def _prompt(example: Example, tokenizer: Any, control_tokens: ControlTokens) -> Asking[list[int]]:
@@ -210,7 +238,7 @@ def _tokens(example: Tokens, tokenizer: Any) -> Segment:
 
 def _chat(example: Chat, tokenizer: Any, loss_on: LossOn) -> Asking[Segment]:
     masks.check_template(example, tokenizer)
-    if loss_on == "all" or example.whole:
+    if loss_on == "all":
         whole = yield from masks.rendering(example, len(example.messages), tokenizer)
         return Segment(whole.ids, list(whole.ids))
     if not masks.answer_turns(example.messages):

@@ -79,13 +79,14 @@ class RowLayout:
     """The names of the segments (none for a single sequence) and of the values of each row of a data set.
 
     `optional` are values that an objective reads where all rows have them. `teacher` is k, how many tokens of a teacher
-    each token has; 0 without one.
+    each token has; 0 without one. `scored`: an objective reads each sequence's last token instead of predicting tokens.
     """
 
     segments: tuple[str, ...] = ()
     values: tuple[str, ...] = ()
     optional: tuple[str, ...] = field(default=(), compare=False)
     teacher: int = 0
+    scored: bool = field(default=False, compare=False)
 
     @property
     def sequences(self) -> int:
@@ -117,6 +118,7 @@ class Segment:
 
     Truncation keeps the first `head` tokens if possible. In an `escaped` segment, control tokens in its text were
     tokenized as ordinary text. `lost_thoughts`: turns are not trained because the chat template drops their thoughts.
+    `scored`: a head reads the last labelled token, instead of tokens being predicted.
     """
 
     input_ids: list[int]
@@ -126,11 +128,12 @@ class Segment:
     lost_thoughts: bool = False
     teacher: Teacher | None = field(default=None, compare=False)
     images: tuple[RowImage, ...] = ()
+    scored: bool = False
 
     @property
     def trained(self) -> int:
-        """Number of trained tokens; the first is never one, because nothing predicts it."""
-        first = bool(self.labels) and self.labels[0] != IGNORE
+        """Number of trained tokens; the first is one only if it is scored, because nothing predicts it."""
+        first = bool(self.labels) and self.labels[0] != IGNORE and not self.scored
         return len(self.labels) - self.labels.count(IGNORE) - first
 
     def cut(self, length: int, start: int = 0) -> Segment:
@@ -140,7 +143,8 @@ class Segment:
     def some(self, positions: Sequence[int]) -> Segment:
         """The tokens at these positions."""
         ids, labels = ([values[at] for at in positions] for values in (self.input_ids, self.labels))
-        return Segment(ids, labels, teacher=self.teacher and Teacher(*(each[[*positions]] for each in self.teacher)))
+        teacher = self.teacher and Teacher(*(each[[*positions]] for each in self.teacher))
+        return Segment(ids, labels, teacher=teacher, scored=self.scored)
 
 
 @dataclass(frozen=True)

@@ -31,15 +31,14 @@ class Chat:
 
     Assistant turns whose index is in `context` are shown to the model but not trained. `tools` are the functions the
     assistant may call, as JSON schemas for the template. Texts of an `escaped` example contain stand-ins (control.py).
-    `whole`: all of it is read by a head for classes, so it need not have an answer. The content of a message that shows
-    `images` is a list of parts, of type `text` or `image`; the images of all messages are in order.
+    The content of a message that shows `images` is a list of parts, of type `text` or `image`; the images of all
+    messages are in order.
     """
 
     messages: list[Message]
     context: frozenset[int] = frozenset()
     tools: list[dict[str, Any]] | None = None
     escaped: bool = False
-    whole: bool = False
     images: tuple[RowImage, ...] = ()
 
 
@@ -60,11 +59,10 @@ class Completion:
 
 @dataclass(frozen=True)
 class Text:
-    """Plain text, all of it trained, with an end-of-text token; without one if it is `whole` (see `Chat`)."""
+    """Plain text, all of it trained, with an end-of-text token."""
 
     text: str
     escaped: bool = False
-    whole: bool = False
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ def read(fields: Fields) -> Several:
     """The content of a row as its only segment, with the name of its class. Raises RowError."""
     field = next((name for name in ("messages", "prompt") if fields.get(name) is not None), "text")
     if field == "messages" or isinstance(fields.get(field), list):
-        example: Example = replace(conversation(read_messages(fields, field), fields), whole=True)
+        example: Example = conversation(read_messages(fields, field), fields)
     else:
-        example = Text(row.text(fields, field), whole=True)
+        example = Text(row.text(fields, field))
     return Several({SEGMENT: example}, label=_name(fields))
 
 

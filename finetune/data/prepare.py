@@ -106,7 +106,7 @@ def prepare(section: DataSection, tokenizer: Any, vision: Vision | None = None) 
     held_out, eval_counts, warning = (None, None, None) if eval_rows is None else _held_out_if_any(preparation)
     if eval_counts and eval_counts.segments.keys() != train_counts.segments.keys():
         raise DataError(f"{where} and `data.eval` ({named(section.eval)}) have rows of different segments")
-    if not _teaches(train, tokenizer):
+    if not _teaches(train, tokenizer, scored=section.loss_on == "end"):
         raise DataError(
             f"{where} teaches nothing: the trained tokens of its {train_counts.rows} rows contain no text, only "
             "end-of-turn tokens and white space; check that the answers are not empty, and `data.format`"
@@ -178,7 +178,8 @@ HELD_OUT = "the evaluation set"
 def _first_held_out(
     section: DataSection, tokenizer: Any, rows: int, tokens: int, vision: Vision | None = None
 ) -> list[Segment]:
-    """The first held-out rows (else training rows), of one segment each, cut to `tokens` unless they show images.
+    """The first held-out rows (else training rows), of one segment each, cut to `tokens` unless they show images: to
+    the first ones, or to the last ones of rows that are scored.
 
     With a base that sees, rows with images and without take half of the places each, if there are as many.
     """
@@ -188,7 +189,8 @@ def _first_held_out(
             content = images.measured(content, row.folder, vision)
             segment = chat.encode(content, tokenizer, section.loss_on, section.control_tokens).segments[0]
         if not segment.images:
-            segment = segment.cut(tokens)
+            # Of a scored row, the end matters.
+            segment = segment.cut(tokens, max(0, len(segment.input_ids) - tokens) if segment.scored else 0)
         elif len(segment.input_ids) > section.max_length:  # left out in training as well
             continue
         segments.append(segment)
@@ -232,7 +234,9 @@ def compared_rows(
         name = HELD_OUT if holds_out(section, tokenizer, vision) else "the training rows"
     else:
         note("the rows were given from Python and are not kept on disk: the built-in ones are compared instead")
-        section = DataSection(chat_template=section.chat_template, control_tokens=section.control_tokens)
+        section = DataSection(
+            chat_template=section.chat_template, control_tokens=section.control_tokens, loss_on=section.loss_on
+        )
         name = "the built-in rows"
     segments = _first_held_out(section, tokenizer, rows, tokens, vision if here else None)
     shown = images.ShownImages(vision, [segment.images for segment in segments])
@@ -394,10 +398,15 @@ def _held_out_if_any(preparation: Preparation) -> tuple[Any | None, Counts | Non
         return None, None, f"none: {one_prompt if isinstance(error, OnePrompt) else error}"
 
 
-def _teaches(rows: Any, tokenizer: Any) -> bool:
-    """Whether the trained tokens of any row contain text. The first row usually does, so this is fast."""
+def _teaches(rows: Any, tokenizer: Any, *, scored: bool) -> bool:
+    """Whether the trained tokens of any row, or those before a scored one, contain text. The first row usually does, so
+    this is fast.
+    """
     return any(
-        tokenizer.decode([label for label in row["labels"][1:] if label != IGNORE], skip_special_tokens=True).strip()
+        tokenizer.decode(
+            row["input_ids"] if scored else [label for label in row["labels"][1:] if label != IGNORE],
+            skip_special_tokens=True,
+        ).strip()
         for row in rows
     )
 

@@ -30,7 +30,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -143,14 +143,35 @@ class Streamed:
 
     def logits(self, row: int) -> torch.Tensor:
         """Logits of a row as `proof.logits` returns them."""
-        known = self._kind(last_hidden_state=self._states[row])
+        with self._known(self._states[row]):
+            return _centred(self._model, self._rows[row], self._device)
+
+    def published_scores(self, padding: int, side: Literal["left", "right"]) -> torch.Tensor:
+        """The scores (rows, labels) that transformers' own class gives all rows at once, padded on this side.
+
+        Of a sequence classifier; every token must have logits.
+        """
+        longest = max(map(len, self._rows))
+        left = [longest - len(row) if side == "left" else 0 for row in self._rows]
+        ids = torch.full((len(self._rows), longest), padding)
+        states = self._states[0].new_zeros(len(self._rows), longest, self._states[0].shape[-1])
+        for number, (row, start) in enumerate(zip(self._rows, left, strict=True)):
+            ids[number, start : start + len(row)] = torch.tensor(row)
+            states[number, start : start + len(row)] = self._states[number][0]
+        with self._known(states):
+            return sequence_head.published_scores(self._model, ids.to(self._device)).float().cpu()
+
+    @contextlib.contextmanager
+    def _known(self, states: torch.Tensor) -> Iterator[None]:
+        """In the block, the layers give these states (rows, tokens, channels)."""
+        known = self._kind(last_hidden_state=states)
         with (
             torch.no_grad(),
             streamed.running(self._model, self._fetch, self._device),
             patches.CAUSAL_MODEL_FORWARD.by(lambda *_, **__: known, self._layers),
             _in_parts(self._head),
         ):
-            return _centred(self._model, self._rows[row], self._device)
+            yield
 
 
 @contextlib.contextmanager

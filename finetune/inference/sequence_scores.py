@@ -17,7 +17,7 @@ import torch
 from finetune import objectives
 from finetune.config import Config
 from finetune.data import pairs, prepare
-from finetune.data.encoded import segments_of
+from finetune.data.encoded import lengths_of
 from finetune.data.labelled import LABEL
 from finetune.inference.intervals import Measured
 from finetune.inference.model_results import ModelResults
@@ -80,7 +80,7 @@ class ScoredRows:
         return [f"{count} rows have no score: {why}." for why, count in self.left_out.items()]
 
     def _pairs(self, loss: float, chosen: torch.Tensor, rejected: torch.Tensor) -> ModelResults:
-        lengths = [[segment.trained for segment in segments_of(row)] for row in self.rows]
+        lengths = [lengths_of(row) for row in self.rows]
         results = ModelResults(scores={"chosen": chosen.tolist(), "rejected": rejected.tolist()})
         results.add("pair loss", Measured(loss), "lower")
         results.add(ACCURACY, Measured.mean((chosen > rejected).double().tolist()), "higher")

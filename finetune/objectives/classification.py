@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from finetune.data.encoded import RowLayout
 from finetune.data.labelled import LABEL, SEGMENT
-from finetune.objectives.objective import Batch, Objective, Statistics, scored, trained_rows, with_balancing
+from finetune.objectives.objective import Batch, Objective, Statistics, scored, scored_rows, with_balancing
 
 if TYPE_CHECKING:
     from typing import Any
@@ -21,7 +21,7 @@ def _loss(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, Statist
     from torch.nn.functional import cross_entropy
 
     scores, label = scored(model, batch), batch[LABEL].long()
-    kept = trained_rows(batch, 1)
+    kept = scored_rows(batch, 1)
     count = kept.sum()
     losses = cross_entropy(scores.logits, label, reduction="none").where(kept, 0)
     total, _ = with_balancing(losses.sum(), count, model, scores)
@@ -31,6 +31,6 @@ def _loss(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, Statist
 
 CLASSIFICATION = Objective(
     "classifier: a head that scores the classes of a row by its last token, with cross-entropy",
-    _loss, lambda batch: trained_rows(batch, 1).sum(), RowLayout((SEGMENT,), (LABEL,)), _loss, statistics=STATISTICS,
-    sequences_scored=True, rate=0.5, unread=("data.loss_on", "data.separator"),
+    _loss, lambda batch: scored_rows(batch, 1).sum(), RowLayout((SEGMENT,), (LABEL,), scored=True), _loss,
+    statistics=STATISTICS, rate=0.5, unread=("data.separator",),
 )  # fmt: skip

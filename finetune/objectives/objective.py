@@ -48,7 +48,7 @@ class Objective:
     where that is not the cross-entropy of trained tokens. `settings`: the keys of the section `preference` that it
     reads, by `bind`, which returns it with their values. `reference`: it needs the log-probabilities of the starting
     model. `statistics`: the names of those that the loss returns besides, in order.
-    `sequences_scored`: by a head of their own, so that no token is. `unread`: other keys that change nothing here.
+    `unread`: other keys that change nothing here.
     `step_mean`: the sum and count of what the loss needs the mean of over all rows of a step. It is computed from the
     segments `mismatched`, which the loss does not see, without gradients and before the first pass, so that no split of
     the step changes it; the loss finds the mean in its batch as `step_mean`, (), float64.
@@ -64,10 +64,14 @@ class Objective:
     bind: Callable[[PreferenceSection], Objective] | None = None
     reference: bool = False
     statistics: tuple[str, ...] = ()
-    sequences_scored: bool = False
     unread: tuple[str, ...] = ()
     step_mean: Loss | None = None
     rate: float = 1.0
+
+    @property
+    def sequences_scored(self) -> bool:
+        """Whether sequences are scored by a head of their own, so that no token is predicted."""
+        return self.layout.scored
 
     @property
     def ignores(self) -> tuple[str, ...]:
@@ -122,6 +126,18 @@ def by_sequence(values: torch.Tensor, batch: Batch) -> torch.Tensor:
 def trained_rows(batch: Batch, segments: int) -> torch.Tensor:
     """Which rows (rows,) have trained tokens in each of their `segments`; the others have no loss."""
     return (by_sequence(batch["labels"][:, 1:] != -100, batch).view(-1, segments) > 0).all(1)
+
+
+def scored_rows(batch: Batch, segments: int) -> torch.Tensor:
+    """Which rows (rows,) a head scores: all with labels in each of their `segments`, be it on the first token alone."""
+    import torch
+
+    labelled = batch["labels"] != -100
+    if "cu_seq_lens_q" in batch:
+        labelled = torch.segment_reduce(labelled[0].double(), "max", offsets=batch["cu_seq_lens_q"]) > 0
+    else:
+        labelled = labelled.any(1)
+    return labelled.view(-1, segments).all(1)
 
 
 def with_balancing(

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from finetune.config import PreferenceSection
-from finetune.objectives.objective import Batch, Objective, Statistics, scored, trained_rows, with_balancing
+from finetune.data.encoded import RowLayout
+from finetune.objectives.objective import Batch, Objective, Statistics, scored, scored_rows, with_balancing
 from finetune.objectives.preference import PAIRS
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def loss_of_pairs(
 def _loss(centering: float, model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, Statistics]:
     scores = scored(model, batch)
     chosen, rejected = scores.logits.view(-1, 2).unbind(1)
-    kept = trained_rows(batch, 2)
+    kept = scored_rows(batch, 2)
     count = kept.sum()
     loss = loss_of_pairs(chosen, rejected, batch.get(MARGIN, 0.0), centering)
     of_pairs = (chosen, rejected, chosen - rejected, (chosen > rejected).float())
@@ -46,8 +47,8 @@ def _bound(section: PreferenceSection) -> Objective:
     return Objective(
         "reward model: a scalar head that scores the chosen answer above the rejected one by the row's `margin`, if it "
         "has one (Bradley-Terry, arXiv 2203.02155)",
-        loss, lambda batch: trained_rows(batch, 2).sum(), replace(PAIRS, optional=(MARGIN,)), loss,
-        ("reward_centering",), _bound, statistics=STATISTICS, sequences_scored=True, rate=0.5,
+        loss, lambda batch: scored_rows(batch, 2).sum(), replace(PAIRS, optional=(MARGIN,), scored=True), loss,
+        ("reward_centering",), _bound, statistics=STATISTICS, rate=0.5,
     )  # fmt: skip
 
 
@@ -59,4 +60,6 @@ def _rewards(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     return rewards.sum(), rewards.new_tensor(len(rewards))
 
 
-ANSWERS = Objective("the mean reward of single answers; for an evaluation", _rewards, evaluated=_rewards)
+ANSWERS = Objective(
+    "the mean reward of single answers; for an evaluation", _rewards, layout=RowLayout(scored=True), evaluated=_rewards
+)

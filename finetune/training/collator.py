@@ -151,7 +151,8 @@ class MicroBatches:
         ids = np.concatenate([ids, np.full(padding, self._pad_token_id)])
         labels = np.concatenate([labels, np.full(padding, IGNORE)])
         places = packing.places(lengths, shared)
-        labels[places["cu_seq_lens_q"][:-1].numpy()] = IGNORE  # nothing predicts the first token of a sequence
+        if not self.way.layout.scored:
+            labels[places["cu_seq_lens_q"][:-1].numpy()] = IGNORE  # nothing predicts the first token of a sequence
         return {"input_ids": _tensor(ids)[None], "labels": _tensor(labels)[None], **places}
 
     def _seen(self, rows: Sequence[dict[str, Any]], ids: torch.Tensor, vision: Vision) -> Inputs:

@@ -388,4 +388,6 @@ def test_every_format_of_text_is_covered(qwen: Any) -> None:
     for name, row in rows.items():
         for example in parts(FORMATS[name].read(row)):
             assert ends(example, qwen) == (2 if isinstance(example, Chat) else 1), name
-    assert ends(Text(FORGED, whole=True), qwen) == 0, "nothing is added to it"
+    assert qwen.convert_tokens_to_ids("<|im_end|>") not in encode(Text(FORGED), qwen, "end").input_ids, (
+        "nothing is added to it"
+    )

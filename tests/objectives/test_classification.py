@@ -21,9 +21,10 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipe
 
 import finetune
 from finetune.data.prepare import prepare, with_classes
-from finetune.errors import ConfigError, DataError
+from finetune.errors import ArtifactError, ConfigError, DataError
 from finetune.inference.sequence_scores import _macro_f1
 from finetune.model.source.tokenizer import load_tokenizer
+from finetune.model.structure import sequence_head
 from finetune.storage.rundir import RunDirectory
 
 COLOURS = ("red", "green", "blue")
@@ -221,9 +222,9 @@ def test_transformers_and_peft_load_what_is_published_and_eval_says_what_they_wo
 
 @pytest.mark.slow
 def test_a_pipeline_scores_rows_at_once_as_one_by_one_where_the_padding_token_is_eos(
-    job, tmp_path: Path, shallow_base: Path
+    job, tmp_path: Path, shallow_base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a template that ends with EOS, and texts that end with other tokens."""
+    """With a template that ends with EOS, and texts that end with other tokens; a merge is proven to."""
     tokenizer = AutoTokenizer.from_pretrained(shallow_base)
     tokenizer.pad_token = tokenizer.eos_token
     tokenizer.save_pretrained(tmp_path / "tokenizer")
@@ -246,6 +247,31 @@ def test_a_pipeline_scores_rows_at_once_as_one_by_one_where_the_padding_token_is
             by_label = {one["label"]: one["score"] for one in found}
             expected = dict(zip(scoring.model.config.id2label.values(), last, strict=True))
             assert by_label == pytest.approx(expected, rel=0.05, abs=0.02), "in bfloat16"
+    monkeypatch.setattr(sequence_head, "padding_for", lambda tokenizer, rows: tokenizer.eos_token_id)
+    with pytest.raises(ArtifactError, match="other scores in transformers"):
+        finetune.merge(tmp_path / "run")
+
+
+@pytest.mark.parametrize("packing", ["false", "true"])
+def test_rows_of_one_token_are_trained_and_measured_like_others(job, tmp_path: Path, packing: str) -> None:
+    content = [{"text": "abcdefgh"[number] * (1 + number // 6), "label": COLOURS[number % 3]} for number in range(8)]
+    file = write_rows(tmp_path / "short.jsonl", content)
+    keys = [f"data.train={file}", f"data.eval={write_rows(tmp_path / 'other.jsonl', content)}"]
+    loop = ready(job(*keys, "training.batch_size=8", "training.micro_batch=8", f"data.packing={packing}"))
+    kept = [loop.steps.rows[number] for number in range(8)]
+    assert sorted(len(row["input_ids"]) for row in kept)[:6] == [1] * 6
+    (whole,) = micro_batches(loop, range(8), 8)
+    loss, expected = gradients(loop, [whole])
+    model = loop.step.model.get_base_model()
+    own = type(model).__mro__[1].forward
+    with torch.no_grad():
+        scores = torch.cat([own(model, input_ids=torch.tensor([row["input_ids"]])).logits for row in kept])
+    assert loss == pytest.approx(float(cross_entropy(scores, torch.tensor([int(row["label"]) for row in kept]))))
+    again, found = gradients(loop, micro_batches(loop, range(8), 3))
+    assert again == pytest.approx(loss, rel=1e-5)
+    assert_gradients_close(found, expected)
+    config = with_classes(job(*keys))
+    assert prepare(config.data, load_tokenizer(config.model, config.data)).eval_counts.rows == 8
 
 
 def test_macro_f1_is_the_mean_over_the_classes_that_occur() -> None:

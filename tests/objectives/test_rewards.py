@@ -200,6 +200,40 @@ def test_eval_scores_a_file_of_answers_by_their_last_token_however_they_are_batc
         assert "1 rows have no score: over data.max_length." in record["notes"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("template", sampled(["plain", "chatml", "llama3", "gemma", "mistral", "phi3"], "chatml"))
+def test_rewards_are_those_of_the_published_model_on_the_text_of_its_template(
+    job, tmp_path: Path, template: str
+) -> None:
+    """ChatML writes a line break after the end of a turn, and that is the token that transformers' class scores."""
+    content = [
+        {name: [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row[name]}]
+         for name in ("chosen", "rejected")} | {"margin": row["margin"]}
+        for row in pairs(24)
+    ]  # fmt: skip
+    file = write_rows(tmp_path / "turns.jsonl", content)
+    keys = [f"data.train={file}", f"data.chat_template={template}", "data.max_length=256", "output.merge=true"]
+    finetune.train(job(*keys, "training.max_steps=4", "training.learning_rate=0.01"))
+    run = RunDirectory(tmp_path / "run")
+    other = write_rows(tmp_path / "other.jsonl", content)
+    finetune.evaluate(run, data=other, models=["merged"])
+    lines = [json.loads(line) for line in run.eval_answers_file.read_text().splitlines()]
+    published = AutoModelForSequenceClassification.from_pretrained(run.merged).eval()
+    tokenizer = AutoTokenizer.from_pretrained(run.merged)
+    assert published.config.pad_token_id == tokenizer.pad_token_id
+    for name in ("chosen", "rejected"):
+        expected = [line["scores"][name]["merged"] for line in lines]
+        for side in ("left", "right"):
+            batch = tokenizer.apply_chat_template(
+                [row[name] for row in content], padding=True, return_tensors="pt", return_dict=True,
+                tokenizer_kwargs={"padding_side": side},
+            )  # fmt: skip
+            with torch.no_grad():
+                found = published(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0]
+            wanted = torch.tensor(expected)
+            assert (found - wanted).norm() < 0.05 * wanted.norm(), "in bfloat16"
+
+
 def test_a_mixture_of_experts_is_trained_with_its_balancing_loss(job, tmp_path: Path) -> None:
     loop = ready(job(*EIGHT, *mixture(tmp_path / "mixture")))
     (batch,) = micro_batches(loop, range(8), 8)

@@ -28,7 +28,7 @@ from finetune.model.build import Blueprint
 from finetune.model.precision import PRECISIONS
 from finetune.model.skeleton import make_buffers
 from finetune.model.source import prequantized
-from finetune.model.structure import composite, experts, packed, streamed
+from finetune.model.structure import composite, experts, packed, sequence_head, streamed
 from finetune.runtime import libraries
 from finetune.storage import weight_files
 
@@ -64,8 +64,10 @@ class Bases:
         self.architecture = load_architecture(config.model)
         self.requantized = prequantized.requantizes(config.quantization, self.architecture)
         text = self.architecture.get_text_config()
-        self.layers, self.stride = text.num_hidden_layers, proof.stride(text.vocab_size, longest)
+        self.layers = text.num_hidden_layers
         self.bare = self._weightless(self.architecture)
+        outputs = len(config.model.labels) if sequence_head.is_classifier(self.bare) else text.vocab_size
+        self.stride = proof.stride(outputs, longest)
         self.weights = streamed.Weights(self.bare, files, PRECISIONS[config.training.precision].dtype)
         self.adapted = weightless_adapter(self._weightless(self.architecture), adapter, config.adapter)
         self.updates = Updates(self.adapted, adapter, device)

@@ -174,12 +174,31 @@ def _prove(bases: Bases, chosen: Onto, compared: data_prepare.ComparedRows, fold
     )  # fmt: skip
     record: dict[str, Any] = {**asdict(result), "computed_in": str(bases.compute_dtype).removeprefix("torch.")}
     if sequence_head.is_classifier(bases.bare):
+        _refuse_other_scores(runs.written, bases.merged_architecture.get_text_config().pad_token_id, len(rows))
         return record
     measured = {onto: each.result() for onto, each in likeness.items()}
     if runs.other:
         record["to_trained"] = {onto: {key: measured[onto][key] for key in ("kl", "agreement")} for onto in ONTO}
     record["served"] = measured[chosen]
     return record | (proof.gain(likeness, chosen) if compared.name == data_prepare.HELD_OUT else {})
+
+
+def _refuse_other_scores(written: proof.Streamed, padding: int | None, rows: int) -> None:
+    """Raise ArtifactError unless transformers' own class scores the last token of each row, however it is padded.
+
+    Without a padding token it takes one row at a time, and its last token.
+    """
+    if padding is None:
+        return
+    own = torch.stack([written.logits(row)[-1] for row in range(rows)])
+    for side in ("left", "right"):
+        published = written.published_scores(padding, side)
+        # The same states times the same head, but for the order of summation.
+        if not torch.allclose(published, own, rtol=2**-6, atol=2**-6 * float(own.abs().max())):
+            raise ArtifactError(
+                f"the merged model gives rows padded on the {side} other scores in transformers than in training: it "
+                f"takes token {padding} for padding. Nothing was published"
+            )
 
 
 def _freeing_memory(rows: list[list[int]]) -> Iterator[int]:

@@ -1,8 +1,8 @@
 """Sequence classifiers: a decoder with a linear head, `score`, in place of the one that predicts tokens.
 
 Modules have the names of transformers' `AutoModelForSequenceClassification`, which loads what is published here. In a
-run the head scores every token, so that what compares logits compares scores; in training only the last trained one,
-which no padding, nor any other row of a packed one, can move. transformers takes the last token that is not padding.
+run the head scores every token, so that what compares logits compares scores; in training only the last one with a
+label, which is the last of each sequence as transformers' class finds it: the last token that is not padding.
 """
 
 from __future__ import annotations
@@ -76,6 +76,13 @@ def start(model: Any) -> None:
     if is_classifier(model):
         head, spread = _base(model).score, getattr(model.config.get_text_config(), "initializer_range", 0.02)
         nn.init.normal_(head.weight, std=spread)
+
+
+def published_scores(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
+    """The scores (rows, labels) that transformers' own class gives padded rows (rows, tokens)."""
+    own: Any = type(_base(model)).__mro__[1]
+    scores: torch.Tensor = own.forward(_base(model), input_ids=input_ids, use_cache=False).logits
+    return scores
 
 
 def padding_for(tokenizer: Any, rows: list[list[int]]) -> int | None:
