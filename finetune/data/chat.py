@@ -28,6 +28,7 @@ from finetune.data.examples import (
     text_of,
 )
 from finetune.data.tokenizing import Asking, RowResult, TextPart, Tokenized, answered
+from finetune.model.source import chat_template
 
 LossOn = Literal["assistant", "last", "all", "end"]
 ControlTokens = Literal["text", "parse"]
@@ -162,7 +163,8 @@ def _segment(example: Example, tokenizer: Any, loss_on: LossOn, control_tokens: 
         case Tokens():
             return _tokens(example, tokenizer)
         case Text(text, escaped):
-            ids = _with_end((yield TextPart(text, special=True, escaped=escaped)).ids, tokenizer)
+            ids = yield from _text(text, escaped, tokenizer)
+            ids, _ = _closed(ids, ids, tokenizer)
             return Segment(ids, list(ids), escaped=escaped)
 
 
@@ -177,9 +179,9 @@ def _scored(example: Example, tokenizer: Any) -> Asking[Segment]:
             masks.check_template(example, tokenizer)
             ids = (yield from masks.rendering(example, len(messages), tokenizer)).ids
         case Completion(prompt, completion, escaped):
-            ids = (yield TextPart(prompt + completion, special=True, escaped=escaped)).ids
+            ids = yield from _text(prompt + completion, escaped, tokenizer)
         case Text(text, escaped):
-            ids = (yield TextPart(text, special=True, escaped=escaped)).ids
+            ids = yield from _text(text, escaped, tokenizer)
         case Tokens():
             ids = _tokens(example, tokenizer).input_ids
     labels = list(ids) if isinstance(example, Text) else [IGNORE] * (len(ids) - 1) + ids[-1:]
@@ -194,27 +196,63 @@ def _prompt(example: Example, tokenizer: Any, control_tokens: ControlTokens) -> 
             masks.check_template(example, tokenizer)
             return (yield from masks.rendering(example, len(messages), tokenizer, prompt=True)).ids
         case Completion(text, _, escaped) | Text(text, escaped):
-            return (yield from _opening(text, escaped, tokenizer))
+            return (yield from _text(text, escaped, tokenizer, continued=True))
         case Tokens(input_ids):
             return input_ids
 
 
 def _completion(example: Completion, tokenizer: Any, loss_on: LossOn) -> Asking[Segment]:
     # Prompt and completion are tokenized separately, as in generation, so no token spans the boundary.
-    prompt = yield from _opening(example.prompt, example.escaped, tokenizer)
-    completion = _with_end((yield TextPart(example.completion, escaped=example.escaped)).ids, tokenizer)
+    prompt = yield from _text(example.prompt, example.escaped, tokenizer, continued=True)
+    completion = (yield TextPart(example.completion, escaped=example.escaped)).ids
+    completion, end = _closed(completion, prompt + completion, tokenizer)
     ids = prompt + completion
-    return Segment(ids, list(ids) if loss_on == "all" else [IGNORE] * len(prompt) + completion)
+    answer = completion[:end] + [IGNORE] * (len(completion) - end)
+    return Segment(ids, list(ids) if loss_on == "all" else [IGNORE] * len(prompt) + answer)
 
 
-def _opening(text: str, escaped: bool, tokenizer: Any) -> Asking[list[int]]:
-    """The tokens of a text to be continued, without the EOS token that some tokenizers append."""
+def _text(text: str, escaped: bool, tokenizer: Any, *, continued: bool = False) -> Asking[list[int]]:
+    """The tokens of a text with those that the tokenizer writes around it, such as BOS, but no end if it is continued.
+
+    A text in which they are parsed may have them already, and gets none twice. One that the chat template has rendered
+    begins as the template's conversations do, and nothing follows it.
+    """
     ids = (yield TextPart(text, special=True, escaped=escaped)).ids
-    return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
+    before, after, turns, opens = control.around(tokenizer)
+    ids = ids[len(before) : len(ids) - len(after)]
+    rendered = not turns.isdisjoint(ids)
+    if ids[: len(before)] != before and (opens or not rendered):
+        ids = before + ids
+    return ids if continued or rendered or _end(ids, tokenizer) is not None else ids + after
 
 
-def _with_end(ids: list[int], tokenizer: Any) -> list[int]:
-    return list(ids) if ids and ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id]
+def _closed(ids: list[int], row: list[int], tokenizer: Any) -> tuple[list[int], int]:
+    """The tokens of the last part of a `row` with what ends it, and how many of them a model writes.
+
+    That is EOS, unless the text has an end: then nothing is added, and a model stops there, though a chat template
+    writes more. In a conversation that the chat template has rendered, it is what ends a turn.
+    """
+    if (end := _end(ids, tokenizer)) is not None:
+        return ids, end
+    closing = [tokenizer.eos_token_id]
+    if not control.around(tokenizer).turns.isdisjoint(row):
+        of_turn = chat_template.end_of_turn(tokenizer)
+        closing = closing if of_turn is None else [of_turn]
+    return ids + closing, len(ids) + 1
+
+
+def _end(ids: list[int], tokenizer: Any) -> int | None:
+    """The index after the first token that ends an answer, of those after the last word; None without one."""
+    special, end = chat_template.special_ids(tokenizer), None
+    if special.isdisjoint(ids):
+        return None
+    ends = chat_template.stop_ids(tokenizer)
+    for at in reversed(range(len(ids))):
+        if ids[at] in ends:
+            end = at + 1
+        elif ids[at] not in special and tokenizer.decode([ids[at]]).strip():
+            break
+    return end
 
 
 def _tokens(example: Tokens, tokenizer: Any) -> Segment:

@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from finetune.data.examples import Chat, Completion, Example, RowError, Text, Tokens, in_common
 from finetune.model.source import chat_template
@@ -82,6 +82,38 @@ def check(text: str, ids: list[int], tokenizer: Any, special: bool) -> None:
             "its text contains a control token that the tokenizer cannot split into other pieces; remove it from the "
             f"row. It is one of {', '.join(sorted(set(tokenizer.convert_ids_to_tokens(made))))}"
         )
+
+
+class Around(NamedTuple):
+    """What a tokenizer writes `before` and `after` a text, such as BOS, and the control tokens that its chat template
+    writes around `turns`; `opens`: whether the template begins with what the tokenizer writes before a text.
+    """
+
+    before: list[int]
+    after: list[int]
+    turns: frozenset[int]
+    opens: bool
+
+
+@chat_template.kept_by_tokenizer
+def around(tokenizer: Any) -> Around:
+    """See `Around`."""
+    try:
+        word, whole = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+    except Exception:  # tokenizers raises plain Exception for a word that is unknown
+        word = whole = []
+    at = next((at for at in range(len(whole)) if word and whole[at : at + len(word)] == word), None)
+    before, after = ([], []) if at is None else (whole[:at], whole[at + len(word) :])
+    try:
+        written = chat_template.ids(tokenizer, _PROBE, prompt=True)
+    except Exception:  # a template may raise anything; one that cannot be rendered writes no tokens
+        written = []
+    turns = {*_tokens(tokenizer).values()} & {*written} - {*before, *after, *_ends_of_text(tokenizer)}
+    return Around(before, after, frozenset(turns), written[: len(before)] == before)
+
+
+def _ends_of_text(tokenizer: Any) -> set[int | None]:
+    return {tokenizer.bos_token_id, tokenizer.eos_token_id}
 
 
 @dataclass(frozen=True)
