@@ -5,6 +5,7 @@ A row is encoded by a generator that yields each text to be tokenized; see token
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 from finetune.data import control, masks
-from finetune.data.encoded import IGNORE, Encoded, Segment
+from finetune.data.encoded import IGNORE, Encoded, Head, Segment
 from finetune.data.examples import (
     Chat,
     Completion,
@@ -27,7 +28,7 @@ from finetune.data.examples import (
     parts,
     text_of,
 )
-from finetune.data.tokenizing import Asking, RowResult, TextPart, Tokenized, answered
+from finetune.data.tokenizing import Asking, RowResult, TextPart, answered
 from finetune.model.source import chat_template
 
 LossOn = Literal["assistant", "last", "all", "end"]
@@ -60,28 +61,50 @@ def _alone(work: Asking[RowResult], tokenizer: Any) -> RowResult:
     return result
 
 
-def system_heads(
+def heads(
     rows: Sequence[tuple[Example, Segment]], tokenizer: Any, control_tokens: ControlTokens = "text"
-) -> list[int]:
-    """Number of leading tokens of each row up to the end of its system message.
+) -> list[Head]:
+    """What truncation keeps of each row before its last answer.
 
-    1 (most templates begin with a BOS token) if there is no system message, or if the template renders it inside the
-    first user message.
+    The system message is none of it if the template renders it inside the first user message.
     """
-    first = {
-        number: _head(example, tokenizer, control_tokens)
-        for number, (example, _) in enumerate(rows)
-        if isinstance(example, Chat) and example.messages[0]["role"] == "system"
-    }
-    heads = [1] * len(rows)
-    for number, alone in zip(first, answered(list(first.values()), tokenizer), strict=True):
-        if not isinstance(alone, RowError):
-            heads[number] = max(1, in_common(rows[number][1].input_ids, alone.ids))
-    return heads
+    asked = [_head(example, segment.input_ids, tokenizer, control_tokens) for example, segment in rows]
+    return [Head() if isinstance(head, RowError) else head for head in answered(asked, tokenizer)]
 
 
-def _head(example: Chat, tokenizer: Any, control_tokens: ControlTokens) -> Asking[Tokenized]:
-    return (yield from masks.rendering(_read(example, tokenizer, control_tokens), 1, tokenizer))
+def _head(example: Example, ids: list[int], tokenizer: Any, control_tokens: ControlTokens) -> Asking[Head]:
+    before, bos, system, tools = control.around(tokenizer).before, tokenizer.bos_token_id, 0, (0, 0)
+    first = len(before) if before and ids[: len(before)] == before else int(ids[:1] == [bos] and bos not in ids[1:])
+    if isinstance(example, Chat):
+        example = _read(example, tokenizer, control_tokens)
+        if example.messages[0]["role"] == "system":
+            with contextlib.suppress(RowError):
+                system = in_common(ids, (yield from masks.rendering(example, 1, tokenizer)).ids)
+        if example.tools:
+            tools = yield from _tools(example, ids, tokenizer)
+    return Head(first, system, tools)
+
+
+def _tools(example: Chat, ids: list[int], tokenizer: Any) -> Asking[tuple[int, int]]:
+    """From where to where the definitions of tools are in a conversation of these tokens, with the turn they are in.
+
+    They are what a rendering without them lacks; all of it, if the template refuses to make one.
+    """
+    try:
+        whole = (yield from masks.rendering(example, len(example.messages), tokenizer)).ids
+        without = (yield from masks.rendering(replace(example, tools=None), len(example.messages), tokenizer)).ids
+    except RowError:
+        return 0, len(ids)
+    after = in_common(whole[::-1], without[::-1])
+    start, end = min(in_common(whole, without), len(without) - after), len(whole) - after
+    ends = chat_template.end_of_turn(tokenizer)
+    if ends not in whole[:start]:
+        start = 0
+    if whole[end : end + 1] == [ends]:
+        end += 1
+        while end < len(whole) and not tokenizer.decode([whole[end]]).strip():
+            end += 1
+    return start, end
 
 
 def unused(example: Chat, tokenizer: Any) -> list[str]:

@@ -112,18 +112,31 @@ class RowLayout:
 ONE_SEQUENCE = RowLayout()
 
 
+class Head(NamedTuple):
+    """What truncation keeps before a last answer: the first `bos` tokens; the first `system` ones, to the end of the
+    system message, if possible; and the definitions of `tools`, from one position to another.
+    """
+
+    bos: int = 0
+    system: int = 0
+    tools: tuple[int, int] = (0, 0)
+
+
+NO_HEAD = Head()
+
+
 @dataclass(frozen=True)
 class Segment:
     """Token ids and labels of one sequence, of the same length, and the images that some of the tokens stand for.
 
-    Truncation keeps the first `head` tokens if possible. In an `escaped` segment, control tokens in its text were
-    tokenized as ordinary text. `lost_thoughts`: turns are not trained because the chat template drops their thoughts.
+    Truncation keeps the `head`. In an `escaped` segment, control tokens in its text were tokenized as ordinary text.
+    `lost_thoughts`: turns are not trained because the chat template drops their thoughts.
     `scored`: a head reads the last labelled token, instead of tokens being predicted.
     """
 
     input_ids: list[int]
     labels: list[int]
-    head: int = 1
+    head: Head = NO_HEAD
     escaped: bool = False
     lost_thoughts: bool = False
     teacher: Teacher | None = field(default=None, compare=False)

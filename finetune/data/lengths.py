@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -50,23 +51,32 @@ def _error(row: Segment, limit: int) -> tuple[str, list[Segment]]:
 def _truncate(row: Segment, limit: int) -> tuple[str, list[Segment]]:
     """Keep the row's head and its last answer, and cut between them.
 
-    The head is the opening system message if it fits in half of the room before the last answer, else the first token
-    (BOS in most templates). An answer over the limit leaves a quarter of the row to its prompt. An earlier answer that
-    lost its beginning is kept as context, but not trained.
+    The head is BOS and the opening system message, if that fits in half of the room before the last answer; and the
+    definitions of tools, without which no call is learnt: a row that has no room for them is dropped. An answer over
+    the limit leaves a quarter of the row to its prompt. An earlier answer that lost its beginning is kept as context,
+    but not trained.
     """
     start, end = _last_answer(row)
     room = limit - (end - start)
     prompt = min(start, room if room > 0 else max(1, limit // 4))
-    head = row.head if 2 * row.head <= prompt else 1
-    head = min(head, prompt - 1) if prompt else 0
-    begin = start - (prompt - head)
+    tools = [at for at in range(*row.head.tools) if at < start]
+    head = sorted({*range(min(start, max(row.head.bos, row.head.system))), *tools})
+    if 2 * len(head) > prompt:
+        head = sorted({*range(min(start, row.head.bos)), *tools})
+    if len(head) >= prompt:
+        if tools:
+            return "dropped", []
+        head = []
+    begin = start - prompt
+    while bisect_left(head, begin) > prompt - (start - begin):
+        begin += 1
     labels = list(row.labels)
-    if begin > head and labels[begin - 1] != IGNORE:
+    if begin - 1 not in head and begin > 0 and labels[begin - 1] != IGNORE:
         for at in range(begin, start):
             if labels[at] == IGNORE:
                 break
             labels[at] = IGNORE
-    positions = [*range(head), *range(begin, len(labels))][:limit]
+    positions = [*head[: bisect_left(head, begin)], *range(begin, len(labels))][:limit]
     kept = replace(row, labels=labels).some(positions)
     return ("truncated" if positions[-1] >= end - 1 else "answer truncated"), [kept]
 
@@ -93,8 +103,8 @@ TOO_LONG: dict[str, LengthPolicy] = {
     "error": LengthPolicy("the run stops and names the row", _error),
     "drop": LengthPolicy("the row is dropped", lambda row, limit: ("dropped", []), blind=True),
     "truncate": LengthPolicy(
-        "the start of the prompt is cut, except a system message of moderate length, to keep the last answer; an "
-        "answer over the limit loses its end",
+        "the start of the prompt is cut, except a system message of moderate length and the definitions of tools, to "
+        "keep the last answer; a row without room for its tools is dropped; an answer over the limit loses its end",
         _truncate,
         keeps_head=True,
         cuts=True,

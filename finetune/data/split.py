@@ -281,7 +281,7 @@ class _SplitWriter:
             if isinstance(row, Encoded) and len(row.segments) == 1 and row.lengths[0] > self.section.max_length
         }
         rows = [(parts(full[number])[0], row.segments[0]) for number, row in long.items()]
-        heads = chat.system_heads(rows, self.tokenizer, self.section.control_tokens)
+        heads = chat.heads(rows, self.tokenizer, self.section.control_tokens)
         return {
             number: replace(row, segments=(replace(row.segments[0], head=head),))
             for (number, row), head in zip(long.items(), heads, strict=True)

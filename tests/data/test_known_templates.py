@@ -6,15 +6,18 @@ Each template as models ship it has no generation marks; ours has. Both must giv
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from conversations import TEMPLATES, TWO_TURNS, assistant, system, trained_text, trained_tokens, user
 from known_templates import KNOWN, VARIANTS, texts
 
-from finetune.data.chat import encode, is_empty
+from finetune.data.chat import encode, heads, is_empty
+from finetune.data.encoded import Encoded
 from finetune.data.examples import Chat, RowError
 from finetune.data.formats import FORMATS
+from finetune.data.lengths import shortened
 from finetune.data.masks import marks_generation
 from finetune.model.source.chat_template import end_of_turn, stop_ids
 
@@ -179,6 +182,58 @@ def test_tools_that_the_template_would_leave_out_are_refused(tokenizer_of: Make,
     for row in [{"messages": SUM}, {"messages": [user("Hi"), assistant("so")], "tools": [ADD]}]:
         with subtests.test(row=row), pytest.raises(RowError, match="does not render `tool"):
             encode(FORMATS["messages"].read(row), tokenizer_of("llama3", "ours"))
+
+
+LONG = [user("Why? " * 40), *SUM[1:3], *SUM[1:3], assistant("It is 3.")]
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "mistral_tools"])
+@pytest.mark.parametrize(
+    "messages", [LONG, [system("Be brief."), *LONG], [user("Hi"), assistant("Hello. " * 40), *LONG[1:]]]
+)
+def test_a_row_that_is_cut_keeps_the_definitions_of_its_tools_or_is_dropped(
+    byte_tokenizer: Make, name: str, messages: list[Any]
+) -> None:
+    if messages[0]["role"] == "system" and name == "mistral_tools":
+        messages = messages[1:]
+    known = KNOWN[name.removesuffix("_tools")]
+    tokenizer = known.tokenizer(byte_tokenizer, (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8"))
+    row = with_tools(messages)
+    whole = encode(row, tokenizer, "last").segments[0]
+    [head] = heads([(row, whole)], tokenizer)
+    first, after = head.tools
+    block = tokenizer.decode(whole.input_ids[first:after])
+    definition = '"parameters": {"type": "object", "properties": {}}'
+    assert definition in block
+    assert "Why?" not in block
+    limits = range(after - first, len(whole.input_ids), 7)
+    kept = []
+    for limit in limits:
+        what, pieces = shortened(Encoded((replace(whole, head=head),)), limit, "truncate")
+        for piece in pieces:
+            text = tokenizer.decode(piece.input_ids)
+            assert len(piece.input_ids) == limit
+            assert text.count(block) == 1
+            assert text.endswith(f"It is 3.{known.end}")
+        kept.append(bool(pieces))
+        assert (what == "dropped") == (not pieces)
+    assert kept == sorted(kept), "a row with more room is not dropped"
+    assert kept[-1]
+
+
+@pytest.mark.parametrize("bos", [None, "<s>", "<|im_start|>"])
+def test_a_row_that_is_cut_keeps_no_first_token_but_bos(byte_tokenizer: Make, bos: str | None) -> None:
+    """SmolLM's tokenizer calls ChatML's `<|im_start|>` its BOS."""
+    text = ("<s>" if bos == "<s>" else "") + "{% for m in messages %}" + (
+        "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )  # fmt: skip
+    tokenizer = byte_tokenizer(text, special=["<s>"], **({"bos_token": bos} if bos else {}))
+    example = Chat([user("Why? " * 40), assistant("so")])
+    whole = encode(example, tokenizer).segments[0]
+    [head] = heads([(example, whole)], tokenizer)
+    _, [cut] = shortened(Encoded((replace(whole, head=head),)), 40, "truncate")
+    assert tokenizer.decode(cut.input_ids).startswith("<s>" if bos == "<s>" else ("Why?", " Why?", "?", "y", "hy", " "))
 
 
 def test_a_call_of_a_tool_is_not_an_empty_answer() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from finetune.data.encoded import IGNORE, Segment
+from finetune.data.encoded import IGNORE, Head, Segment
 from finetune.data.examples import RowError
 from finetune.data.lengths import TOO_LONG
 
@@ -12,7 +12,7 @@ from finetune.data.lengths import TOO_LONG
 def row(text: str, head: int = 1) -> Segment:
     ids = [ord(letter.lower()) for letter in text]
     labels = [token if letter.isupper() else IGNORE for token, letter in zip(ids, text, strict=True)]
-    return Segment(ids, labels, head)
+    return Segment(ids, labels, Head(1, head))
 
 
 def text(encoded: Segment) -> str:

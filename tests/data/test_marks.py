@@ -13,7 +13,7 @@ import pytest
 from conversations import TWO_TURNS, assistant, shown, trained_text, user
 
 from finetune.data import tokenizing
-from finetune.data.chat import encode, encode_all, is_empty, system_heads
+from finetune.data.chat import encode, encode_all, heads, is_empty
 from finetune.data.encoded import IGNORE, Encoded, Segment, Teacher
 from finetune.data.examples import Chat, Completion, RowError, Several, Text, Tokens
 
@@ -334,20 +334,22 @@ def test_a_tokenizer_written_in_python_knows_no_offsets_and_masks_all_the_same(c
 # -- heads, blanks and ids -------------------------------------------------------------------------------------------
 
 
-def test_the_head_of_a_row_is_its_system_message_and_else_one_token(word_tokenizer: Make, chatml: str) -> None:
+def test_the_head_of_a_row_is_its_system_message(word_tokenizer: Make, chatml: str) -> None:
     examples = [Chat(TWO_TURNS), Chat(TWO_TURNS[1:]), Text("so"), Completion("Why?", "so")]
 
-    def heads(template: str) -> list[int]:
+    def of_system(template: str) -> list[int]:
         tokenizer = word_tokenizer(template)
         rows = [row.segments[0] for row in encode_all(examples, tokenizer) if isinstance(row, Encoded)]
-        return system_heads(list(zip(examples, rows, strict=True)), tokenizer)
+        found = heads(list(zip(examples, rows, strict=True)), tokenizer)
+        assert {(head.bos, head.tools) for head in found} == {(0, (0, 0))}
+        return [head.system for head in found]
 
-    assert heads(chatml) == [len(["<", "system", "\n", "Be", " ", "brief", ".", ">", "\n"]), 1, 1, 1]
-    assert heads(counted(chatml)) == [1, 1, 1, 1], "one `#` is in common"
+    assert of_system(chatml) == [len(["<", "system", "\n", "Be", " ", "brief", ".", ">", "\n"]), 0, 0, 0]
+    assert of_system(counted(chatml)) == [1, 0, 0, 0], "one `#` is in common"
     other = chatml.replace("{%- for", "{%- if messages|length == 1 -%}:{%- endif -%}{%- for", 1)
-    assert heads(other) == [1, 1, 1, 1], "nothing is in common"
+    assert of_system(other) == [0, 0, 0, 0], "nothing is in common"
     refuses = "{%- if messages|length == 1 -%}{{ raise_exception('no question') }}{%- endif -%}" + chatml
-    assert heads(refuses) == [1, 1, 1, 1]
+    assert of_system(refuses) == [0, 0, 0, 0]
 
 
 def test_an_answer_that_trains_no_token_counts_as_empty(subtests: pytest.Subtests) -> None:

@@ -105,7 +105,7 @@ def test_a_longer_row_keeps_its_system_message_too_where_there_is_room(write: Wr
         [row] = prepare(DataSection(train=source, eval="none", max_length=limit), tokenizer).train
         text = tokenizer.decode(row["input_ids"])
         assert len(row["input_ids"]) == limit
-        assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n" if kept else "<|im_start|>")
+        assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n" if kept else " so so")
         assert ("Be brief." in text) == kept
         assert text.endswith("<|im_start|>assistant\none<|im_end|>")
 
