@@ -171,3 +171,15 @@ def test_a_run_answers_and_merges_with_the_template_that_it_was_trained_with(qui
     assert {row["split"] for row in listed} == {"train", "eval"}
     assert all(row["tokens"] > 24 and row["why"] == "over data.max_length" for row in listed)
     assert all(row["place"].startswith(str(config.data.train)) for row in listed)
+
+
+@pytest.mark.parametrize("given", [5, True, False, 1.5, ["x"], {"default": 5}, {"default": None}, {"a": ["x"]}])
+def test_a_template_of_a_base_that_is_not_text_is_refused(given: Any) -> None:
+    """As a tokenizer's config or a key of a GGUF file may have it."""
+    with pytest.raises(ArtifactError, match="`chat_template` in the tokenizer's files must be text"):
+        chat_template.check(chat_template.choose("auto", given))
+
+
+@pytest.mark.parametrize("given", [None, "", {}, []])
+def test_a_base_without_a_template_gets_the_plain_one(given: Any) -> None:
+    assert chat_template.choose("auto", given) == chat_template.named("plain")

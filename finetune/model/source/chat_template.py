@@ -69,7 +69,7 @@ def is_plain(tokenizer: Any) -> bool:
 def choose(choice: str, own: Any) -> Any:
     """The template for `choice` (a key of TEMPLATES, or a .jinja file); `own` is the tokenizer's, or None."""
     if choice == "auto":
-        return own or named("plain")
+        return named("plain") if own in (None, "", {}, []) else own
     if not choice.endswith(SUFFIX):
         return named(choice)
     try:
@@ -105,8 +105,13 @@ def with_defaults(chosen: Any, arguments: Mapping[str, Any]) -> Any:
 
 
 def check(chosen: Any) -> None:
-    """Raise ArtifactError for a template (or one of several by name) that cannot be parsed."""
+    """Raise ArtifactError for a template (or one of several by name) that is not text or cannot be parsed."""
     for one in chosen.values() if isinstance(chosen, dict) else [chosen]:
+        if not isinstance(one, str):
+            raise ArtifactError(
+                f"`chat_template` in the tokenizer's files must be text, or texts by name, not {type(one).__name__}; "
+                "mend it, or set `data.chat_template`"
+            )
         _variables(one)
 
 
