@@ -199,8 +199,7 @@ def _scored(example: Example, tokenizer: Any) -> Asking[Segment]:
     """
     match example:
         case Chat(messages):
-            masks.check_template(example, tokenizer)
-            ids = (yield from masks.rendering(example, len(messages), tokenizer)).ids
+            ids = (yield from masks.rendering(example, len(messages), tokenizer, checked=True)).ids
         case Completion(prompt, completion, escaped):
             ids = yield from _text(prompt + completion, escaped, tokenizer)
         case Text(text, escaped):
@@ -216,8 +215,7 @@ def _prompt(example: Example, tokenizer: Any, control_tokens: ControlTokens) -> 
     example = _read(example, tokenizer, control_tokens)
     match example:
         case Chat(messages):
-            masks.check_template(example, tokenizer)
-            return (yield from masks.rendering(example, len(messages), tokenizer, prompt=True)).ids
+            return (yield from masks.rendering(example, len(messages), tokenizer, prompt=True, checked=True)).ids
         case Completion(text, _, escaped) | Text(text, escaped):
             return (yield from _text(text, escaped, tokenizer, continued=True))
         case Tokens(input_ids):
@@ -298,9 +296,8 @@ def _tokens(example: Tokens, tokenizer: Any) -> Segment:
 
 
 def _chat(example: Chat, tokenizer: Any, loss_on: LossOn) -> Asking[Segment]:
-    masks.check_template(example, tokenizer)
     if loss_on == "all":
-        whole = yield from masks.rendering(example, len(example.messages), tokenizer)
+        whole = yield from masks.rendering(example, len(example.messages), tokenizer, checked=True)
         return Segment(whole.ids, list(whole.ids))
     if not masks.answer_turns(example.messages):
         raise RowError("the conversation has no assistant turn, so there is nothing to train")

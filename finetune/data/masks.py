@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from finetune.data import control, images
+from finetune.data import control, images, outline
 from finetune.data.examples import Chat, Message, RowError, in_common
 from finetune.data.tokenizing import Asking, Span, TextPart, Tokenized
 from finetune.errors import FinetuneError
@@ -21,11 +21,21 @@ from finetune.model.source import chat_template as template
 # A thought that a template opens in the prompt, or opens and closes; and one without content, in any answer.
 _OPENED = re.compile(r"\s*<think>\s*(</think>\s*)?")
 _EMPTY = re.compile(r"\s*<think>\s*</think>\n*")
+_CLOSED = (
+    "messages[{}] has a thought, but the chat template's prompt ends with an empty one; remove the thought, or what "
+    "turns thoughts off in `data.template_arguments`"
+)
 # Most tokens of either, where the tags are no tokens of their own.
 _THOUGHT_TOKENS = 16
 
-# Fields of a message that templates take a thought from, besides its content.
-THOUGHTS = frozenset({"reasoning_content", "reasoning", "thinking"})
+THOUGHTS = frozenset(outline.THOUGHTS)
+
+
+class _Rendering(NamedTuple):
+    """The text of a whole conversation, and where its leaves are in it, if that is known."""
+
+    text: str
+    places: list[outline.Place] | None
 
 
 class Mask(NamedTuple):
@@ -56,21 +66,52 @@ def mask(example: Chat, turns: list[int], tokenizer: Any) -> Asking[Mask]:
     A span does not include an empty thought at its start, which templates write for an answer without one.
     """
     marked = marks_generation(tokenizer)
-    whole = yield from rendering(example, len(example.messages), tokenizer, marks=marked)
+    text, marks = _text(example, len(example.messages), tokenizer, marks=marked)
+    found = outline.check(example, text, tokenizer, marks=marked)
+    _refuse_other_prompt(example, turns, found, tokenizer)
+    marks = _after_headers(example, text, marks, found)
+    whole = yield _part(example, len(example.messages), text, marks)
     if (last := example.messages[-1])["role"] == "assistant":
         end = template.unwritten_ends(tokenizer)[bool(last.get("tool_calls"))]
         whole = whole._replace(ids=whole.ids + end)
-    spans = _by_marks(example, turns, whole, tokenizer) if marked else None
+    thoughtful = [turn for turn in turns if turn not in found.without_thought]
+    spans = _by_marks(example, thoughtful, whole, tokenizer) if marked else None
     if spans is None:
-        spans = yield from _by_prefixes(example, turns, whole.ids, tokenizer)
-    if not re.search("think|thought|analysis", str(tokenizer.chat_template)):
-        return Mask(whole.ids, spans, lost_thoughts=False)
-    kept = [
-        (_after_empty_thought(whole.ids, start, end, tokenizer), end)
-        for turn, (start, end) in zip(turns, spans, strict=True)
-        if _thought(example, turn, tokenizer) in _letters(tokenizer.decode(whole.ids[start:end]))
+        spans = yield from _by_prefixes(example, thoughtful, whole.ids, _Rendering(text, found.places), tokenizer)
+    if re.search("think|thought|analysis", str(tokenizer.chat_template)):
+        spans = [
+            (_after_empty_thought(example, turn, whole.ids, start, end, tokenizer), end)
+            for turn, (start, end) in zip(thoughtful, spans, strict=True)
+            if _thought(example, turn, tokenizer) in _letters(tokenizer.decode(whole.ids[start:end]))
+        ]
+    return Mask(whole.ids, spans, lost_thoughts=len(spans) < len(turns))
+
+
+def _refuse_other_prompt(example: Chat, turns: list[int], found: outline.Found, tokenizer: Any) -> None:
+    """Raise RowError for an answer whose prompt opens a thought that its conversation does not have, or closes one."""
+    last = answer_turns(example.messages)[-1]
+    for turn, beyond in found.outline.beyond.items() if found.outline else ():
+        if turn == last and turn in turns and _OPENED.fullmatch(beyond) and "</think>" not in beyond:
+            raise RowError(
+                f"messages[{last}]: the chat template's prompt opens a thought that its conversations do not have, so "
+                "the answer would be trained where no prompt ends; "
+                + outline.thought_remedy(tokenizer, is_missing=True)
+            )
+        if turn in turns and "</think>" in beyond and _thought(example, turn, tokenizer):
+            raise RowError(_CLOSED.format(turn))
+
+
+def _after_headers(example: Chat, text: str, marks: list[Span], found: outline.Found) -> list[Span]:
+    """The template's marks without what its prompt writes of a turn."""
+    spans = [span for span in marks if span[0] < span[1]]
+    answers = answer_turns(example.messages)
+    if found.outline is None or len(spans) != len(answers):
+        return marks
+    headers = [found.outline.headers.get(turn, "") for turn in answers]
+    return [
+        (start + len(header) * text.startswith(header, start), end)
+        for header, (start, end) in zip(headers, spans, strict=True)
     ]
-    return Mask(whole.ids, kept, lost_thoughts=len(kept) < len(spans))
 
 
 def _thought(example: Chat, turn: int, tokenizer: Any) -> str:
@@ -88,56 +129,77 @@ def _letters(text: str) -> str:
     return "".join(text.split())
 
 
-def _after_empty_thought(ids: list[int], start: int, end: int, tokenizer: Any) -> int:
-    """The start of a turn's text after an empty thought, part of which may be in the prompt."""
+def _after_empty_thought(example: Chat, turn: int, ids: list[int], start: int, end: int, tokenizer: Any) -> int:
+    """The start of a turn's text after an empty thought, part of which may be in the prompt.
+
+    Raises RowError for an answer whose thought comes after an empty one, where no prompt lets the model write it.
+    """
     before = max(0, start - _THOUGHT_TOKENS)
     if not _EMPTY.search(tokenizer.decode(ids[before : start + _THOUGHT_TOKENS])):
         return start
     for first in range(start, before, -1):
         for after in range(min(end, start + _THOUGHT_TOKENS), start, -1):
             if _EMPTY.fullmatch(tokenizer.decode(ids[first:after])):
+                if _thought(example, turn, tokenizer):
+                    raise RowError(
+                        f"messages[{turn}].content has a thought, which the chat template renders after an empty one; "
+                        "write it in `reasoning_content`"
+                    )
                 return after
     return start
 
 
-def check_template(example: Chat, tokenizer: Any) -> None:
-    """Raise RowError if the row has tools or tool calls and the template would silently drop them."""
-    text = str(tokenizer.chat_template)
-    calls = any(message.get("tool_calls") for message in example.messages)
-    for name, used in (("tools", example.tools), ("tool_calls", calls)):
-        if used and name not in text:
-            raise RowError(
-                f"the chat template does not render `{name}`, so they would be lost; use a model whose template does, "
-                "or set `data.chat_template` to a file with one"
-            )
-
-
 def rendering(
-    example: Chat, messages: int, tokenizer: Any, *, prompt: bool = False, marks: bool = False
+    example: Chat, messages: int, tokenizer: Any, *, prompt: bool = False, checked: bool = False
 ) -> Asking[Tokenized]:
-    """The tokens of the first `messages` messages; with `prompt`, including the opening of the assistant's turn."""
+    """The tokens of the first `messages` messages; with `prompt`, including the opening of the assistant's turn.
+
+    If `checked`, raises RowError for a rendering that lacks a part of the row.
+    """
+    text, _ = _text(example, messages, tokenizer, prompt=prompt)
+    if checked:
+        outline.check(example, text, tokenizer)
+    return (yield _part(example, messages, text, []))
+
+
+def _text(
+    example: Chat, messages: int, tokenizer: Any, *, prompt: bool = False, marks: bool = False
+) -> tuple[str, list[Span]]:
     try:
-        text, marked = template.text(
-            tokenizer, example.messages[:messages], tools=example.tools, prompt=prompt, marks=marks
-        )
+        return template.text(tokenizer, example.messages[:messages], tools=example.tools, prompt=prompt, marks=marks)
     except FinetuneError:
         raise
     except Exception as error:  # a template may raise anything; it is the row that it rejects
-        raise RowError(f"the chat template refuses it: {error}{_remedy(str(error).lower())}") from None
+        raise RowError(_refusal(example, str(error), tokenizer)) from None
+
+
+def _part(example: Chat, messages: int, text: str, marks: list[Span]) -> TextPart:
     if shown := images.shown_in(example.messages[:messages]):
-        text, marked = images.spelled_out(text, marked, example.images[:shown])
-    return (yield TextPart(text, marks=marked, escaped=example.escaped))
+        text, marks = images.spelled_out(text, marks, example.images[:shown])
+    return TextPart(text, marks=marks, escaped=example.escaped)
 
 
-def _remedy(refusal: str) -> str:
+def _refusal(example: Chat, error: str, tokenizer: Any) -> str:
+    calls = any(message.get("tool_calls") for message in example.messages)
+    for name, used in (("tools", example.tools), ("tool_calls", calls)):
+        if used and name not in str(tokenizer.chat_template):
+            return outline.refusal(name)
+    refusal, remedy = error.lower(), ""
     if "alternate" in refusal:
-        return ". Merge consecutive messages of the same role"
-    if "system" in refusal:
-        return (
+        remedy = ". Merge consecutive messages of the same role"
+    elif "system" in refusal:
+        remedy = (
             ". Move the system text to the start of the first user message, or set `data.chat_template` to a template "
             "with a system role"
         )
-    return ""
+    elif calls and "concatenate str" in refusal:
+        remedy = (
+            ". It takes the arguments of a call for text, though templates get an object; set `data.chat_template` to "
+            "one that renders the arguments with `tojson`"
+        )
+    elif example.tools and ("no attribute" in refusal or "undefined" in refusal):
+        remedy = ". It may read a field that a tool of the row lacks, such as `description` or `parameters`"
+    return f"the chat template refuses it: {error}{remedy}"
 
 
 def _by_marks(example: Chat, turns: list[int], whole: Tokenized, tokenizer: Any) -> list[Span] | None:
@@ -169,24 +231,30 @@ def _end_of_call(ids: list[int], start: int, end: int, tokenizer: Any) -> int:
     return closing[0] + 1 if closing and not is_closed else end
 
 
-def _by_prefixes(example: Chat, turns: list[int], ids: list[int], tokenizer: Any) -> Asking[list[Span]]:
+def _by_prefixes(
+    example: Chat, turns: list[int], ids: list[int], whole: _Rendering, tokenizer: Any
+) -> Asking[list[Span]]:
     """Spans found by rendering the conversation up to the start and to the end of each turn."""
     spans = []
     for turn in turns:
         if turn == 0:
             raise RowError(
                 "messages[0]: if the assistant speaks first, the mask needs a template with {% generation %} marks; "
-                "put a user or system message first, or set `data.loss_on: all`"
+                "put a user or system message first, or write `train: false` in this one"
             )
         before = (yield from rendering(example, turn, tokenizer, prompt=True)).ids
         end, start = None, _start(ids, before, tokenizer)
         if start is not None:
             end = yield from _turn_end(example, turn, ids, start, tokenizer)
+            if end is None:
+                end = _end_in_whole(whole, turn, ids, start, tokenizer)
             _refuse_closed_thought(example, turn, before[start:], ids[start:end], tokenizer)
         if start is None or end is None:
             raise RowError(
                 f"messages[{turn}]: the chat template renders the conversation differently up to this turn, so its "
-                "tokens cannot be told apart; use a template with {% generation %} marks, or `data.loss_on: all`"
+                "tokens cannot be told apart; use a template with {% generation %} marks"
+                + ", or train the last answer only (`data.loss_on: last`)"
+                * (turn != answer_turns(example.messages)[-1])
             )
         spans.append(_closed(ids, start, end, turn, tokenizer))
     return spans
@@ -210,10 +278,7 @@ def _refuse_closed_thought(example: Chat, turn: int, opened: list[int], ids: lis
     """Raise RowError for a turn with a thought that its prompt, which ends with `opened`, would not let it write."""
     thought = _thought(example, turn, tokenizer)
     if thought and "</think>" in tokenizer.decode(opened) and thought in _letters(tokenizer.decode(ids)):
-        raise RowError(
-            f"messages[{turn}] has a thought, but the chat template's prompt ends with an empty one; remove the "
-            "thought, or what turns thoughts off in `data.template_arguments`"
-        )
+        raise RowError(_CLOSED.format(turn))
 
 
 def _turn_end(example: Chat, turn: int, ids: list[int], start: int, tokenizer: Any) -> Asking[int | None]:
@@ -236,6 +301,35 @@ def _turn_end(example: Chat, turn: int, ids: list[int], start: int, tokenizer: A
         if rendered == text or (rendered and text and (rendered.endswith(text) or text.endswith(rendered))):
             return end + (ids[end] == ends)
     return None
+
+
+def _end_in_whole(whole: _Rendering, turn: int, ids: list[int], start: int, tokenizer: Any) -> int | None:
+    """The end of a turn by the places of all texts: after the first end-of-turn token that follows those of the turn.
+
+    Templates of reasoning models render a call otherwise once its result follows. None if other texts come first.
+    """
+    ends = template.end_of_turn(tokenizer)
+    if ends is None or not whole.places:
+        return None
+    first = next((at for at, place in enumerate(whole.places) if place.message == turn and not place.again), None)
+    if first is None:
+        return None
+    rest = whole.places[first:]
+    own = list(itertools.takewhile(lambda place: place.message == turn, rest))
+    if late := [place for place in rest[len(own) :] if place.message == turn and not place.again]:
+        between = next(place.message for place in rest[len(own) :] if place.start < late[0].start)
+        raise RowError(
+            f"messages[{turn}]: the chat template renders a part of it after messages[{between}], so it cannot be "
+            "trained as one answer; write that part, such as the content beside a call, in a message of its own"
+        )
+    name = tokenizer.convert_ids_to_tokens(ends)
+    after = whole.text.find(name, own[-1].end, rest[len(own)].start if len(own) < len(rest) else None)
+    positions = [at for at, token in enumerate(ids) if token == ends]
+    if after < 0 or len(positions) < (number := whole.text.count(name, 0, after)) + 1:
+        return None
+    end = positions[number] + 1
+    decoded = _letters(tokenizer.decode(ids[start:end]))
+    return end if end > start and _letters(whole.text[own[0].start : after]) in decoded else None
 
 
 def _closed(ids: list[int], start: int, end: int, turn: int, tokenizer: Any) -> Span:

@@ -258,24 +258,30 @@ def test_a_conversation_without_an_assistant_may_be_learnt_whole(word_tokenizer:
     assert shown(encode(Chat([user("Hi")]), tokenizer, "all"), tokenizer) == "[<][user][/][Hi][>][/]"
 
 
-def test_a_template_that_shortens_earlier_answers_is_refused_with_the_reason(
-    word_tokenizer: Make, unmarked: str
+@pytest.mark.parametrize("loss_on", ["assistant", "last", "all"])
+def test_a_template_that_leaves_out_earlier_answers_is_refused_with_what_is_lost(
+    word_tokenizer: Make, unmarked: str, loss_on: Any
 ) -> None:
-    """As templates of reasoning models do, which drop what was thought in earlier turns."""
     forgets = unmarked.replace("{%- for", "{%- set last = messages|length - 1 -%}{%- for").replace(
         "message['content'] + '<|im_end|>'",
         "(message['content'] if loop.index0 == last or message['role'] == 'user' else '') + '<|im_end|>'",
     )
-    tokenizer = word_tokenizer(forgets)
     messages = [user("Hi"), assistant("Hello"), user("Why?"), assistant("so")]
+    with pytest.raises(RowError, match=r"does not render `messages\[1\]\.content`"):
+        encode(Chat(messages), word_tokenizer(forgets), loss_on)
+
+
+def test_a_template_that_renders_earlier_answers_by_the_length_of_the_conversation_is_refused(
+    word_tokenizer: Make, unmarked: str
+) -> None:
+    counts = unmarked.replace("message['role'] + '\\n'", "message['role'] + ' ' + messages|length|string + '\\n'")
     with pytest.raises(RowError) as caught:
-        encode(Chat(messages), tokenizer)
+        encode(Chat(TWO_TURNS), word_tokenizer(counts))
     message = str(caught.value)
-    assert "messages[1]" in message
+    assert "messages[2]" in message
     assert "renders the conversation differently" in message
     assert "{% generation %}" in message
-    assert "`data.loss_on: all`" in message
-    assert trained_text(encode(Chat(messages), tokenizer, "last"), tokenizer) == "so<|im_end|>"
+    assert "`data.loss_on: last`" in message
 
 
 def test_the_remedy_of_that_refusal_works(word_tokenizer: Make, unmarked: str) -> None:

@@ -59,7 +59,7 @@ def test_answers_that_are_a_token_apart_stay_apart(word_tokenizer: Make) -> None
         "{{- ':' -}}{%- endif -%}{%- endfor -%}"
     )
     tokenizer = word_tokenizer(template)
-    rows = Chat([user("Hi"), assistant("so"), user("Why?"), assistant("one")])
+    rows = Chat([user(""), assistant("so"), user(""), assistant("one")])
     assert shown(encode(rows, tokenizer), tokenizer) == "####:[so][>]:[one][>]"
 
 
@@ -85,10 +85,7 @@ def test_a_call_ends_with_the_token_that_closes_it(
                 "{%- else -%}{{- message['content'] + '<|im_end|>' -}}{%- endif -%}{%- endgeneration -%}"
             )
             tokenizer = word_tokenizer(counted(chatml, called), special=["<|call|>"])
-            call = {
-                **assistant("one two"),
-                "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
-            }
+            call = {**CALL, "content": "one two"}
             text = trained_text(encode(Chat([user("Hi"), call, user("so"), assistant("one")]), tokenizer), tokenizer)
             assert text == "one two<|call|>one<|im_end|>"
             with pytest.raises(RowError, match="differently"):  # nothing but line breaks: the marks are not trusted
@@ -178,7 +175,8 @@ def closed(chatml: str) -> str:
     return unmarked.replace("message['content'] + '<|im_end|>'", words) + ends
 
 
-CALL = {**assistant("so"), "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
+# A call with nothing but its content to render.
+CALL = {**assistant("so"), "tool_calls": [{"type": "function", "function": {"name": "", "arguments": {}}}]}
 
 
 def test_a_tool_call_before_the_end_is_masked_correctly_in_a_closed_conversation(
@@ -189,12 +187,14 @@ def test_a_tool_call_before_the_end_is_masked_correctly_in_a_closed_conversation
     assert trained_text(encode(rows, tokenizer), tokenizer) == "so#<|im_end|>one<|im_end|>"
 
 
-def test_a_call_that_a_longer_conversation_renders_differently_is_refused_though_its_words_are_there(
+def test_a_call_that_a_longer_conversation_renders_differently_is_trained_as_it_is_there(
     word_tokenizer: Make, closed: str
 ) -> None:
     forgets = closed.replace("'#' if message.tool_calls", "'#' if message.tool_calls and loop.last")
-    with pytest.raises(RowError, match=r"messages\[1\].*differently"):
-        encode(Chat([user("Hi"), CALL, user("Why?"), assistant("one")]), word_tokenizer(forgets, pad_token="<unk>"))
+    tokenizer = word_tokenizer(forgets, pad_token="<unk>")
+    for question in ("Why?", ""):
+        rows = Chat([user("Hi"), CALL, user(question), assistant("one")])
+        assert trained_text(encode(rows, tokenizer), tokenizer) == "so<|im_end|>one<|im_end|>"
 
 
 def test_an_answer_that_nothing_ends_is_refused_though_the_questions_have_ends(

@@ -68,6 +68,45 @@ def test_each_trained_run_is_one_answer_with_its_end_of_turn(known: tuple[str, A
 
 @_TRIED
 @given(messages=_CONVERSATION)
+def test_all_that_a_person_wrote_is_in_the_tokens_once_and_in_order(
+    known: tuple[str, Any], messages: list[Message]
+) -> None:
+    name, tokenizer = known
+    messages = rendered(messages, name)
+    ids = encode(Chat(messages), tokenizer).input_ids
+    empty = encode(Chat([{**message, "content": ""} for message in messages]), tokenizer).input_ids
+    whole, at = "".join(tokenizer.decode(ids).split()), 0
+    for message in messages:
+        said = "".join(message["content"].split())
+        at = whole.index(said, at) + len(said)
+    said = "".join("".join(message["content"].split()) for message in messages)
+    assert len(whole) == len("".join(tokenizer.decode(empty).split())) + len(said) or not all(
+        message["content"].strip() for message in messages
+    )  # some templates leave out the frame of an empty message
+
+
+@_TRIED
+@given(messages=_CONVERSATION, data=st.data())
+def test_a_template_that_leaves_out_a_message_is_refused(
+    known: tuple[str, Any], messages: list[Message], data: st.DataObject
+) -> None:
+    name, tokenizer = known
+    messages = rendered(messages, name)
+    turn = data.draw(st.integers(0, len(messages) - 1))
+    assume(messages[turn]["content"].strip())
+    own = tokenizer.chat_template
+    without = f"messages[:{turn}] + [dict(messages[{turn}], content='')] + messages[{turn + 1}:]"
+    try:
+        tokenizer.chat_template = f"{{%- set messages = {without} -%}}" + own
+        for loss_on in ("assistant", "last", "all"):
+            with pytest.raises(RowError, match=rf"does not render `messages\[{turn}\]\.content`"):
+                encode(Chat(messages), tokenizer, loss_on)  # type: ignore[arg-type]
+    finally:
+        tokenizer.chat_template = own
+
+
+@_TRIED
+@given(messages=_CONVERSATION)
 def test_the_last_answer_is_the_end_of_all_answers(known: tuple[str, Any], messages: list[Message]) -> None:
     name, tokenizer = known
     messages = rendered(messages, name)

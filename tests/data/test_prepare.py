@@ -612,10 +612,10 @@ def test_plain_text_asks_nothing(write: Write, tokenizer: Any) -> None:
 
 
 def test_columns_that_go_nowhere_are_known_once_for_the_split(write: Write, tokenizer: Any) -> None:
-    answer = {"role": "assistant", "content": "so", "reasoning_content": "hm", "id": 5}
+    answer = {"role": "assistant", "content": "so", "mood": "hm", "id": 5}
     row = {"messages": [{"role": "user", "content": "Hi"}, answer], "source": "web", "lang": ""}
     found = prepare(DataSection(train=write([row, {**row, "lang": "en"}]), eval="none"), tokenizer)
-    assert found.train_counts.unused == ["source", "messages.id", "messages.reasoning_content", "lang"]
-    tokenizer.chat_template = tokenizer.chat_template + "{# reasoning_content #}"
+    assert found.train_counts.unused == ["source", "messages.id", "messages.mood", "lang"]
+    tokenizer.chat_template = tokenizer.chat_template + "{# mood #}"
     found = prepare(DataSection(train=write([row]), eval="none"), tokenizer)
     assert found.train_counts.unused == ["source", "messages.id"]

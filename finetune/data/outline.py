@@ -1,0 +1,422 @@
+"""Where the texts of a conversation are in its rendering, and which of them the chat template leaves out.
+
+A copy of the conversation is rendered in which each text, name, key and number is a unique word instead (a mark). Marks
+that are missing belong to what is lost in each row of this shape: with these roles, fields, calls and tools. The text
+between the marks is that of the template, so a row's own rendering must be the same with the row's texts in it. A row
+whose rendering is not, because the template reads the texts themselves, is searched for each of them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from finetune.data.examples import Chat, Message, RowError, in_common
+from finetune.errors import FinetuneError
+from finetune.model.source import chat_template as template
+
+# Fields of a message that templates take a thought from, besides its content; transformers gives templates a thought in
+# each of them under its other names.
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+
+# How many shapes of conversations are kept for a tokenizer.
+_KEPT = 1024
+_MOST_LEAVES = 99_999
+
+_TAG = re.compile(r"(</?think>)")
+_SPACE = re.compile(r"\s*")
+_MARK = re.compile(r"0qz(\d{5})zq|8370(\d{5})(?:\.5)?")
+
+# Keys of a tool's schema whose texts templates compare or translate, such as the names of types.
+_SCHEMA_WORDS = frozenset({"type", "format", "pattern", "required", "$ref", "$schema", "$id"})
+
+Path = tuple[str | int, ...]
+Kind = Literal["text", "key", "thought", "free"]
+
+
+class Leaf(NamedTuple):
+    """A text or number of a row, and the index of its message.
+
+    `kind`: a template may leave out what is `free` (ids, names that repeat a call's, the small print of a tool) and a
+    `thought` that led to an earlier answer.
+    """
+
+    path: Path
+    value: str | int | float
+    kind: Kind
+    message: int
+
+
+class Place(NamedTuple):
+    """The characters of a leaf in a rendering; `again` if it repeats an id, or what the template has written before."""
+
+    start: int
+    end: int
+    message: int
+    again: bool
+
+
+@dataclass(frozen=True)
+class Outline:
+    """The rendering of conversations of one shape.
+
+    `pieces` are the template's text before each leaf, by number, and `tail` that after the last; `lost` the numbers of
+    leaves that it leaves out, and `lost_tools` what of the tools. `headers` is what of each assistant turn that the
+    template marks is written by its prompt, and `beyond` the rest of that prompt, which the conversation does not have;
+    of a template without marks, that of the last answer alone.
+    """
+
+    pieces: list[tuple[str, int]]
+    tail: str
+    lost: frozenset[int] = frozenset()
+    lost_tools: str = ""
+    headers: Mapping[int, str] = field(default_factory=dict)
+    beyond: Mapping[int, str] = field(default_factory=dict)
+
+
+class Found(NamedTuple):
+    """What `check` has found in a row's rendering.
+
+    `places` are those of its leaves in order, None if they are not known. The thoughts of `without_thought`, indices of
+    messages before the last one, are left out.
+    """
+
+    outline: Outline | None
+    places: list[Place] | None
+    without_thought: frozenset[int]
+
+
+def check(example: Chat, text: str, tokenizer: Any, *, marks: bool = False) -> Found:
+    """Find what the row holds in its rendering `text`; with `marks`, also the headers of the template's marks.
+
+    Raises RowError for a text, a name of a function or parameter, or an argument that is not in it, and for the thought
+    of the last message.
+    """
+    marked = _Marked()
+    messages = [marked.message(message, number) for number, message in enumerate(example.messages)]
+    if len(marked.leaves) > _MOST_LEAVES:
+        return Found(None, None, frozenset())
+    key = json.dumps([messages, example.tools, marks], default=str)
+    known = _outlines(tokenizer)
+    if key not in known:
+        if len(known) >= _KEPT:
+            known.clear()
+        known[key] = _outline(messages, marked.leaves, example, tokenizer, marks)
+    outline = known[key]
+    if outline is None:
+        _search([leaf for leaf in marked.leaves if leaf.kind != "thought"], text)
+        return Found(None, None, frozenset())
+    _refuse_lost(outline, marked.leaves, example, tokenizer)
+    places = _places(outline, marked.leaves, text)
+    if places is None:
+        _search(
+            [leaf for n, leaf in enumerate(marked.leaves) if leaf.kind != "thought" and n not in outline.lost], text
+        )
+    thoughts = {leaf.message for n, leaf in enumerate(marked.leaves) if n in outline.lost and leaf.kind == "thought"}
+    return Found(outline, places, frozenset(thoughts))
+
+
+@template.kept_by_tokenizer
+def _outlines(tokenizer: Any) -> dict[str, Outline | None]:
+    return {}
+
+
+class _Marked:
+    """Makes copies with a mark in place of each text or number, and collects these in `leaves`."""
+
+    def __init__(self) -> None:
+        self.leaves: list[Leaf] = []
+        self._ids: dict[Any, str] = {}
+
+    def message(self, message: Message, number: int) -> Message:
+        where: Path = ("messages", number)
+        marked = dict(message)
+        content = message.get("content")
+        if isinstance(content, str):
+            marked["content"] = self._content(content, (*where, "content"), number, message["role"])
+        elif isinstance(content, list):
+            marked["content"] = [
+                {**part, "text": self._text(part["text"], (*where, "content", at), number)} if "text" in part else part
+                for at, part in enumerate(content)
+            ]
+        thoughts: dict[str, str] = {}
+        for name in THOUGHTS:
+            if isinstance(thought := message.get(name), str):
+                if thought not in thoughts:
+                    thoughts[thought] = self._text(thought, (*where, name), number, "thought")
+                marked[name] = thoughts[thought]
+        if calls := message.get("tool_calls"):
+            marked["tool_calls"] = [
+                self._call(call, (*where, "tool_calls", at), number) for at, call in enumerate(calls)
+            ]
+        for name in ("name", "tool_call_id"):
+            if isinstance(repeated := message.get(name), str):
+                marked[name] = self._id(name == "name", repeated, (*where, name), number)
+        return marked
+
+    def value(self, value: Any, where: Path, number: int) -> Any:
+        """An argument with marks in place of the texts and numbers in it, and behind its keys."""
+        if isinstance(value, str):
+            return self._text(value, where, number)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            mark = f"8370{self._add(Leaf(where, value, 'text', number)):05d}"
+            return float(mark + ".5") if isinstance(value, float) else int(mark)
+        if isinstance(value, Mapping):
+            return {
+                self._key(key, (*where, key), number): self.value(item, (*where, key), number)
+                for key, item in value.items()
+            }
+        if isinstance(value, list):
+            return [self.value(item, (*where, at), number) for at, item in enumerate(value)]
+        return value
+
+    def schema(self, value: Any, where: Path, key: str = "") -> Any:
+        """A tool with marks behind the texts in it and the names of its parameters."""
+        if isinstance(value, str):
+            if key in _SCHEMA_WORDS or not value.strip():
+                return value
+            # Some templates leave out the descriptions of nested parameters, titles and defaults by design.
+            outer = len(where) <= 4 or where[-4:-2] == ("parameters", "properties")
+            needed = key == "name" or (key == "description" and outer)
+            return value + self._text(value, where, -1, "text" if needed else "free")
+        if isinstance(value, list):
+            return [self.schema(item, (*where, at), key) for at, item in enumerate(value)]
+        if not isinstance(value, Mapping):
+            return value
+        if key == "properties":
+            return {
+                self._key(name, (*where, name), -1): self.schema(item, (*where, name)) for name, item in value.items()
+            }
+        marked = {name: self.schema(item, (*where, name), name) for name, item in value.items()}
+        if isinstance(required := value.get("required"), list) and isinstance(value.get("properties"), Mapping):
+            renamed = dict(zip(value["properties"], marked["properties"], strict=True))
+            marked["required"] = [renamed.get(name, name) if isinstance(name, str) else name for name in required]
+        return marked
+
+    def _add(self, leaf: Leaf) -> int:
+        self.leaves.append(leaf)
+        return len(self.leaves) - 1
+
+    def _text(self, text: str, where: Path, number: int, kind: Kind = "text") -> str:
+        return f"0qz{self._add(Leaf(where, text, kind, number)):05d}zq" if text.strip() else text
+
+    def _key(self, key: Any, where: Path, number: int) -> Any:
+        return f"{key}0qz{self._add(Leaf(where, key, 'key', number)):05d}zq" if isinstance(key, str) else key
+
+    def _content(self, text: str, where: Path, number: int, role: str) -> str:
+        """An answer's thoughts within tags have marks of their own."""
+        if role != "assistant" or "</think>" not in text:
+            return self._text(text, where, number)
+        pieces = [*_TAG.split(text), ""]  # texts and tags alternate
+        return "".join(
+            self._text(piece, where, number, "thought" if tag == "</think>" else "text") + tag
+            for piece, tag in zip(pieces[::2], pieces[1::2], strict=True)
+        )
+
+    def _call(self, call: Any, where: Path, number: int) -> Any:
+        if not isinstance(call, Mapping) or not isinstance(function := call.get("function"), Mapping):
+            return call
+        marked = dict(call)
+        if isinstance(name := call.get("id"), str):
+            marked["id"] = self._id(False, name, (*where, "id"), number)
+        name, inner = function["name"], (*where, "function")
+        mark = self._text(name, (*inner, "name"), number)
+        self._ids[True, name] = mark
+        arguments = self.value(function.get("arguments"), (*inner, "arguments"), number)
+        marked["function"] = {**function, "name": mark, "arguments": arguments}
+        return marked
+
+    def _id(self, is_name: bool, text: str, where: Path, number: int) -> str:
+        """The mark of an id or a name that other messages repeat: of nine characters, as some templates require."""
+        if (is_name, text) not in self._ids:
+            self._ids[is_name, text] = f"8370{self._add(Leaf(where, text, 'free', number)):05d}"
+        return self._ids[is_name, text]
+
+
+def _outline(
+    messages: list[Message], leaves: Sequence[Leaf], example: Chat, tokenizer: Any, marks: bool
+) -> Outline | None:
+    """The outline of marked `messages`; None if the template refuses the marks."""
+    text, marked = _rendered(tokenizer, messages, example.tools, marks=marks)
+    if text is None:
+        return None
+    pieces, at = [], 0
+    for mark in _MARK.finditer(text):
+        if (number := int(mark[1] or mark[2])) < len(leaves):
+            pieces.append((text[at : mark.start()], number))
+            at = mark.end()
+    lost = frozenset(range(len(leaves))) - {number for _, number in pieces}
+    lost |= _lost_names(messages, leaves, example, tokenizer)
+    lost_tools = _lost_of_tools(example.messages, example.tools, tokenizer)
+    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    spans = [span for span in marked if span[0] < span[1]]
+    starts = dict(zip(answers, spans, strict=True)) if len(spans) == len(answers) else {}
+    headers, beyond = {}, {}
+    for turn in starts or answers[-1:]:
+        prompt = _rendered(tokenizer, messages[:turn], example.tools, prompt=True)[0] or ""
+        until = text
+        if turn == answers[-1] and turn + 1 < len(messages):
+            until = _rendered(tokenizer, messages[: turn + 1], example.tools)[0] or ""
+        shared = in_common(text, prompt)
+        beyond[turn] = prompt[in_common(until, prompt) :]
+        if turn in starts:
+            start, end = starts[turn]
+            headers[turn] = text[start : max(start, min(end, shared))]
+    return Outline(pieces, text[at:], lost, lost_tools, headers, beyond)
+
+
+def _lost_names(messages: list[Message], leaves: Sequence[Leaf], example: Chat, tokenizer: Any) -> set[int]:
+    """Numbers of the names of calls without arguments that only the calls' results repeat."""
+    calls = Counter(leaf.path[:4] for leaf in leaves if leaf.path[2] == "tool_calls" and leaf.kind != "free")
+    lost = set()
+    for number, leaf in enumerate(leaves):
+        if calls[leaf.path[:4]] == 1 and leaf.kind == "text" and leaf.message + 1 < len(messages):
+            text, _ = _rendered(tokenizer, messages[: leaf.message + 1], example.tools)
+            if text is not None and f"0qz{number:05d}zq" not in text:
+                lost.add(number)
+    return lost
+
+
+def _rendered(
+    tokenizer: Any, messages: list[Message], tools: Any, *, prompt: bool = False, marks: bool = False
+) -> tuple[str | None, list[tuple[int, int]]]:
+    try:
+        return template.text(tokenizer, messages, tools=tools, prompt=prompt, marks=marks)
+    except FinetuneError:
+        raise
+    except Exception:  # a template may raise anything, for example because it compares a text
+        return None, []
+
+
+def _lost_of_tools(messages: list[Message], tools: list[dict[str, Any]] | None, tokenizer: Any) -> str:
+    """What of the tools is not in the rendering of `messages`, as a path; empty if nothing is."""
+    if not tools:
+        return ""
+    marked = _Marked()
+    text, _ = _rendered(tokenizer, messages, [marked.schema(tool, ("tools", n)) for n, tool in enumerate(tools)])
+    if text is None:
+        return ""
+    written = {int(mark[1] or mark[2]) for mark in _MARK.finditer(text)}
+    needed = [(n, leaf) for n, leaf in enumerate(marked.leaves) if leaf.kind != "free"]
+    return _named([leaf for n, leaf in needed if n not in written], [leaf for _, leaf in needed])
+
+
+def _named(lost: Sequence[Leaf], leaves: Iterable[Leaf]) -> str:
+    """The path of the first lost leaf, shortened to the largest part of the row of which nothing is left."""
+    if not lost:
+        return ""
+    paths, missing = [leaf.path for leaf in leaves], {leaf.path for leaf in lost}
+    path = lost[0].path
+    depths = range(1 if path[0] == "tools" else 3, len(path) + 1)
+    depth = next(n for n in depths if all(other in missing for other in paths if other[:n] == path[:n]))
+    return _shown(path[:depth])
+
+
+def _shown(path: Path) -> str:
+    first, *others = path
+    return str(first) + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in others)
+
+
+def _refuse_lost(outline: Outline, leaves: Sequence[Leaf], example: Chat, tokenizer: Any) -> None:
+    needed = [leaf for leaf in leaves if leaf.kind in ("text", "key")]
+    lost = [leaf for number, leaf in enumerate(leaves) if number in outline.lost]
+    if name := outline.lost_tools or _named([leaf for leaf in lost if leaf.kind in ("text", "key")], needed):
+        raise RowError(refusal(name))
+    last = len(example.messages) - 1
+    for leaf in lost:
+        if leaf.kind == "thought" and leaf.message == last:
+            name = _shown(leaf.path)
+            thought = "the thought in " * (leaf.path[-1] == "content")
+            raise RowError(
+                f"the chat template does not render {thought}`{name}`, so it would be lost; {thought_remedy(tokenizer)}"
+            )
+
+
+def refusal(name: str) -> str:
+    remedy = "use a model whose template does, or set `data.chat_template` to a file with one"
+    if re.search(r"tool_calls\[[1-9]", name):
+        remedy = "write each call in a message of its own, followed by its result, or " + remedy
+    return f"the chat template does not render `{name}`, so it would be lost; {remedy}"
+
+
+def thought_remedy(tokenizer: Any, *, is_missing: bool = False) -> str:
+    """How to write an answer's thought, or an empty one, so that the template renders it."""
+    word, asked = "0qz00000zq", [{"role": "user", "content": "a"}]
+    other = "set `data.chat_template` to a template that renders thoughts"
+    ways = {
+        "write {} in the content, as <think>…</think> before the answer": {
+            "content": f"<think>\n{word}\n</think>\n\nb"
+        },
+        "write {} in `reasoning_content`": {"content": "b", "reasoning_content": word},
+    }
+    for way, answer in ways.items():
+        text, _ = _rendered(tokenizer, [*asked, {"role": "assistant", **answer}], None)
+        if text and word in text:
+            other = f"{way.format('one, even if it is empty,' if is_missing else 'it')}, or {other}"
+            break
+    return f"{other}, or to a copy of this one whose prompt opens none" if is_missing else f"{other}, or remove it"
+
+
+def _places(outline: Outline, leaves: Sequence[Leaf], text: str) -> list[Place] | None:
+    """Where the leaves are in a rendering; None unless all else is as in the outline, but for white space."""
+    places, seen = [], set()
+    statics = [static for static, _ in outline.pieces] + [outline.tail]
+    at: int | None = _after(statics[0], text, 0)
+    for (_, number), static in zip(outline.pieces, statics[1:], strict=True):
+        if at is None:
+            return None
+        leaf = leaves[number]
+        if leaf.kind == "key":  # its mark is behind it
+            start = end = at
+            after = _after(static, text, end)
+        else:
+            start, after = _SPACE.match(text, at).end(), None  # type: ignore[union-attr]
+            for form in _forms(leaf.value):
+                end = start + len(form)
+                if text.startswith(form, start) and (after := _after(static, text, end)) is not None:
+                    break
+        if after is None:
+            return None
+        places.append(Place(start, end, leaf.message, number in seen or leaf.kind == "free"))
+        seen.add(number)
+        at = after
+    return places if at is not None and not text[at:].strip() else None
+
+
+def _after(static: str, text: str, at: int) -> int | None:
+    """The end of the template's text that comes at `at`, or after white space there."""
+    if text.startswith(static, at):
+        return at + len(static)
+    blank: int = _SPACE.match(text, at).end()  # type: ignore[union-attr]
+    found = text.find(static, at, blank + len(static))
+    if found >= 0:
+        return found + len(static)
+    return blank if not static.strip() else None
+
+
+def _forms(value: str | int | float) -> Iterator[str]:
+    """How templates write a text (trimmed, within JSON or as Python does) or a number."""
+    if not isinstance(value, str):
+        yield from dict.fromkeys([json.dumps(value), str(value)])
+        return
+    yield (trimmed := value.strip())
+    for text in (value, trimmed):
+        yield json.dumps(text, ensure_ascii=False)[1:-1]
+        yield json.dumps(text)[1:-1]
+        yield repr(text)[1:-1]
+
+
+def _search(leaves: Sequence[Leaf], text: str) -> None:
+    """Raise RowError for a leaf that is not in the text as often as in the row, white space aside."""
+    letters = "".join(text.split())
+    needed = Counter(str(leaf.value) for leaf in leaves if leaf.kind != "free")
+    for leaf in leaves:
+        if leaf.kind == "free":
+            continue
+        forms = {"".join(form.split()) for form in _forms(leaf.value)} - {""}
+        if forms and sum(map(letters.count, forms)) < needed[str(leaf.value)]:
+            raise RowError(refusal(_shown(leaf.path)))
