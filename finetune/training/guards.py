@@ -20,16 +20,19 @@ class Skips:
     def __init__(self) -> None:
         self.total = 0
         self.in_a_row = 0
+        self._faults = 0
 
     def see(self, skipped: bool, loss_scale: float | None) -> bool:
         """Record a step; return whether the run should end.
 
         With loss scaling (fp16) a skip halves the scale, which starts at 2^16 (arXiv 1710.03740, section 3.2), so it
-        counts as a fault only once the scale is below 1, where scaling no longer prevents underflow.
+        counts as a fault only once the scale is below 1, where scaling no longer prevents underflow. `loss_scale` is
+        None without it, and where the loss itself is not finite, which no scale mends.
         """
         self.in_a_row = self.in_a_row + 1 if skipped else 0
         self.total += skipped
-        return self.in_a_row >= SKIPS_IN_A_ROW if loss_scale is None else skipped and loss_scale < 1
+        self._faults = self._faults + 1 if skipped and loss_scale is None else 0
+        return self._faults >= SKIPS_IN_A_ROW if loss_scale is None else skipped and loss_scale < 1
 
 
 def remedy(updates: int, *, scaled: bool) -> str:

@@ -7,7 +7,6 @@ evaluation, signals (built by `training.assembly`).
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,7 +93,7 @@ class Loop:
             loss, *sums = ranks.summed(torch.cat([loss[None], step.sums]))
             statistics = dict(zip(step.objective.statistics, zip(sums[::2], sums[1::2], strict=True), strict=True))
             numbers = StepNumbers.read(loss / step.engine.world_size, grad_norm, counts, statistics)
-            updated = math.isfinite(numbers.grad_norm)
+            updated = numbers.are_finite
             if updated:
                 self.retry.update(step)
             step.rescale()

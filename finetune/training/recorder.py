@@ -81,6 +81,11 @@ class StepNumbers:
     positions: int
     statistics: Mapping[str, float | None] = field(default_factory=dict)
 
+    @property
+    def are_finite(self) -> bool:
+        """Whether the loss and the gradient norm are; a loss that is not may have finite gradients."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
     @classmethod
     def read(
         cls, loss: torch.Tensor, grad_norm: torch.Tensor, counts: StepCounts, statistics: Statistics | None = None
@@ -188,7 +193,8 @@ class MetricsRecorder:
     def _watch(self, line: dict[str, Any], updates: int, scaler: torch.amp.GradScaler | None) -> None:
         """Report a skipped update or a loss spike; stop if updates keep being skipped."""
         step, skipped = line["step"], "skipped" in line
-        for_good = self._skips.see(skipped, scaler.get_scale() if scaler and skipped else None)
+        by_gradient = skipped and line["loss"] is not None
+        for_good = self._skips.see(skipped, scaler.get_scale() if scaler and by_gradient else None)
         if skipped:
             name = "loss" if line["loss"] is None else "grad_norm"
             in_a_row, total = self._skips.in_a_row, self._skips.total

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
+from jobs import write_rows
 from safetensors.torch import load_file
 from steps import before_each_step, spoil_gradient, spoil_losses
 
@@ -62,6 +64,28 @@ def test_one_nan_loss_is_shown_as_none_and_does_not_stay(quick, monkeypatch: pyt
     assert [line["loss"] is None for line in lines] == [False, True, False, False]
     assert [line.get("skipped", False) for line in lines] == [False, True, False, False]
     assert run.finished
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_losses_that_stay_infinite_stop_the_run_although_their_gradients_are_finite(
+    quick, precision: str, tmp_path: Path
+) -> None:
+    """Of a margin the gradient is 1 at most, and the loss of four that are as large as a number can be is infinite."""
+    rows = [{"prompt": f"{n}? ", "chosen": "Because.", "rejected": "No.", "margin": 3e38} for n in range(40)]
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    config = quick(
+        f"data.train={file}", "data.eval=none", "training.eval_every=null", "training.objective=reward",
+        "data.format=pairs_with_margin", f"training.precision={precision}", "training.max_steps=6",
+    )  # fmt: skip
+    with pytest.raises(NumbersError, match=f"loss is not finite at step {SKIPS_IN_A_ROW}") as stopped:
+        finetune.train(config)
+    assert stopped.value.exit_code == 5
+    run = RunDirectory(config.output.dir)
+    lines = run.metrics()
+    assert [(line["loss"], line["skipped"]) for line in lines] == [(None, True)] * SKIPS_IN_A_ROW
+    assert all(line["grad_norm"] is not None for line in lines)
+    assert not run.adapter.exists()
 
 
 def test_a_fault_that_stays_stops_at_the_last_finite_checkpoint(quick, monkeypatch) -> None:
@@ -132,6 +156,12 @@ def test_skips_are_too_many_only_in_a_row() -> None:
     assert not any(skips.see(skipped, None) for skipped in [*row, False, *row, False])
     assert [skips.see(True, None) for _ in range(SKIPS_IN_A_ROW)] == [*[False] * (SKIPS_IN_A_ROW - 1), True]
     assert skips.total == 3 * SKIPS_IN_A_ROW - 2
+
+
+def test_skips_while_the_loss_scale_falls_do_not_count_as_losses_that_are_not_finite() -> None:
+    skips = Skips()
+    assert not any(skips.see(True, scale) for scale in (65536.0, 32768.0, 16384.0, 8192.0))
+    assert [skips.see(True, None) for _ in range(SKIPS_IN_A_ROW)] == [*[False] * (SKIPS_IN_A_ROW - 1), True]
 
 
 def losses(count: int) -> list[float]:
