@@ -67,16 +67,13 @@ def test_one_nan_loss_is_shown_as_none_and_does_not_stay(quick, monkeypatch: pyt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_losses_that_stay_infinite_stop_the_run_although_their_gradients_are_finite(
-    quick, precision: str, tmp_path: Path
-) -> None:
+def test_losses_that_stay_infinite_stop_the_run_although_their_gradients_are_finite(quick, tmp_path: Path) -> None:
     """Of a margin the gradient is 1 at most, and the loss of four that are as large as a number can be is infinite."""
     rows = [{"prompt": f"{n}? ", "chosen": "Because.", "rejected": "No.", "margin": 3e38} for n in range(40)]
     file = write_rows(tmp_path / "rows.jsonl", rows)
     config = quick(
         f"data.train={file}", "data.eval=none", "training.eval_every=null", "training.objective=reward",
-        "data.format=pairs_with_margin", f"training.precision={precision}", "training.max_steps=6",
+        "data.format=pairs_with_margin", "training.precision=fp32", "training.max_steps=6",
     )  # fmt: skip
     with pytest.raises(NumbersError, match=f"loss is not finite at step {SKIPS_IN_A_ROW}") as stopped:
         finetune.train(config)
