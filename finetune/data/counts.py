@@ -39,7 +39,8 @@ class Counts:
 
     `unused` are the non-empty fields of rows and messages that are ignored; `kinds` counts the rows by kind of example
     (`examples.kind`); `run_together` those whose prompt and completion no white space separates. `systems` are the
-    first two different system messages, "" for a row without one. `segments` has the tokens of named segments.
+    first two different system messages, "" for a row without one. `schema_ordered` are the rows with tool calls whose
+    arguments have the order of a column's type. `segments` has the tokens of named segments.
     """
 
     rows: int = 0
@@ -51,6 +52,7 @@ class Counts:
     kinds: dict[str, int] = field(default_factory=dict)
     run_together: int = 0
     systems: list[str] = field(default_factory=list)
+    schema_ordered: int = 0
     segments: dict[str, int] = field(default_factory=dict)
 
     def add(self, row: Encoded, kind: str, system: str = "") -> None:

@@ -67,10 +67,15 @@ class Text:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Token ids with optional labels (of the same length; -100 where not trained) and values of a teacher."""
+    """Token ids with optional labels (of the same length; -100 where not trained).
+
+    `likely` has, for each token, the log-probabilities of a teacher's likeliest ones by id; `teacher` those that are
+    kept.
+    """
 
     input_ids: list[int]
     labels: list[int] | None = None
+    likely: Sequence[Mapping[int, float]] | None = field(default=None, compare=False)
     teacher: Teacher | None = field(default=None, compare=False)
 
 

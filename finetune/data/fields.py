@@ -8,13 +8,20 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from finetune.config.field_types import shortened
+from finetune.data import columnar
 from finetune.data.examples import NoSuchField, RowError
+from finetune.data.strict_json import Decoder, JsonError
 
 Fields = Mapping[str, Any]
+
+LARGEST = 3.4028234663852886e38
+"""The largest number of 32 bits, in which losses are computed."""
 
 
 def text(fields: Fields, name: str) -> str:
@@ -28,7 +35,7 @@ def text(fields: Fields, name: str) -> str:
 
 def integers(fields: Fields, name: str, length: int | None = None) -> list[int]:
     """A field's list of integers, checked against `length` if given."""
-    values = fields.get(name)
+    values = listed(fields.get(name), name)
     if not isinstance(values, list):
         raise _missing_or(fields, name, "a list")
     for index, value in enumerate(values):
@@ -37,6 +44,21 @@ def integers(fields: Fields, name: str, length: int | None = None) -> list[int]:
     if length is not None and len(values) != length:
         raise RowError(f"`{name}` has {len(values)} values and `input_ids` has {length}")
     return values
+
+
+def number(value: Any, where: str, *, cure: str = "remove the row") -> float:
+    """A number that 32 bits can hold, or the text of one, as a table has it."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise RowError(f"`{where}` must be a number, not {kind_of(value)}; {cure}")
+    try:
+        read = float(value)
+    except ValueError:
+        raise RowError(f"`{where}` must be a number, not the text {shortened(value)!r}; {cure}") from None
+    except OverflowError:
+        read = math.inf
+    if not abs(read) <= LARGEST:
+        raise RowError(f"`{where}` must be a number up to {LARGEST:.1e}, not {shortened(str(value))}; {cure}")
+    return read
 
 
 def objects(fields: Fields, name: str) -> list[dict[str, Any]] | None:
@@ -50,13 +72,18 @@ def objects(fields: Fields, name: str) -> list[dict[str, Any]] | None:
 
 
 def parsed(value: Any, where: str) -> Any:
-    """A value, parsed if it is JSON text."""
+    """A value, parsed if it is JSON text, as strictly as a file of JSON."""
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
-        raise RowError(f"`{where}` is not valid JSON: {error}") from None
+        return Decoder().read_strictly(value)
+    except JsonError as error:
+        raise RowError(f"`{where}`, character {error.at + 1}, is {error}") from None
+
+
+def listed(value: Any, where: str) -> Any:
+    """A value, parsed if it is the JSON text of a list."""
+    return parsed(value, where) if isinstance(value, str) and value.lstrip().startswith("[") else value
 
 
 def is_nothing(value: Any) -> bool:
@@ -70,6 +97,18 @@ def check_encodable(text: str, where: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise RowError(f"`{where}` has half of a surrogate pair at character {error.start + 1}") from None
+
+
+def check_numbers(value: Any, where: str) -> None:
+    """Raise RowError for a number inside a value that JSON does not have, which a template would write as NaN."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise RowError(f"`{where}` is {value}, which is not a JSON value; write null, or leave it out")
+    if isinstance(value, Mapping):
+        for name, one in value.items():
+            check_numbers(one, f"{where}.{name}")
+    if isinstance(value, list):
+        for index, one in enumerate(value):
+            check_numbers(one, f"{where}[{index}]")
 
 
 def kind_of(value: Any) -> str:
@@ -129,6 +168,13 @@ def _plain(value: Any, where: str, within: tuple[int, ...]) -> Any:
         return _mapping(value, where, inside)
     if type(value) in (list, tuple):
         return _list(value, where, inside)
+    if getattr(value, "ndim", 0) == 1 and hasattr(value, "tolist"):  # an array of NumPy, as pandas makes of a list
+        return _list(columnar.as_written(value), where, inside)
+    return _copied(value, where)
+
+
+def _copied(value: Any, where: str) -> Any:
+    """A copy of an object that JSON lacks."""
     if isinstance(value, Iterator):
         raise RowError(f"`{where}` is {kind_of(value)}, which can be read only once; give a list")
     try:

@@ -344,7 +344,7 @@ def mapped(fields: Fields, columns: Mapping[str, str]) -> Fields:
                 f"`data.columns` takes `{name}` from `{shortened(column)}`, which is no column of this row; {near}"
             )
     renamed = {name: fields[column] for name, column in columns.items()}
-    return {name: value for name, value in fields.items() if name not in columns.values()} | renamed
+    return pairs.unpacked({name: value for name, value in fields.items() if name not in columns.values()} | renamed)
 
 
 def known_fields(form: str) -> list[str]:

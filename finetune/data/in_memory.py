@@ -5,15 +5,20 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from finetune.config.field_types import GIVEN, source_name
+from finetune.data import columnar
 from finetune.data.examples import RowError
 from finetune.data.fields import as_json, kind_of, plain
 from finetune.errors import DataError
 
 # Hex digits used, of 64: enough that no two sets of rows in one process share a name.
 _DIGITS = 16
+
+# Rows of a `Dataset` read at a time; each may be a whole document.
+_AT_ONCE = 16
 
 
 _KEPT: dict[str, tuple[Iterable[Mapping[str, Any]], int]] = {}
@@ -28,7 +33,14 @@ def given(rows: Iterable[Any], key: str) -> str:
     """
     if hasattr(rows, "iterrows"):
         raise DataError(f'{key}: of a pandas.DataFrame, give its rows: frame.to_dict("records")')
-    kept = undecoded(rows) if _is_dataset(rows) else [_copied(row, f"{key}[{index}]") for index, row in enumerate(rows)]
+    datasets = sys.modules.get("datasets")  # unless it is imported, no value is one of its
+    if datasets and isinstance(rows, datasets.IterableDataset):
+        rows = _streamed(rows)
+    kept = (
+        of_dataset(rows)
+        if datasets and isinstance(rows, datasets.Dataset)
+        else [_copied(row, f"{key}[{index}]") for index, row in enumerate(rows)]
+    )
     digest, size_bytes = hashlib.sha256(), 0
     for row in kept:
         text = as_json(row).encode() + b"\n"
@@ -48,11 +60,33 @@ def _copied(row: Any, location: str) -> dict[str, Any]:
         raise DataError(f"{location}: {error}") from None
 
 
-def undecoded(rows: Any) -> Iterable[Mapping[str, Any]]:
-    """The rows of a `datasets.Dataset`, each of its images as the bytes or the path of the file that is in it."""
-    from datasets.features.features import require_decoding
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of a `datasets.Dataset` as they are stored: of an image, the bytes or the path of its file."""
 
-    return rows.to_iterable_dataset().decode(False) if any(map(require_decoding, rows.features.values())) else rows
+    stored: Any
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        index = 0
+        columns = self.stored.format["columns"]
+        for table in self.stored.with_format("arrow", columns=columns).iter(_AT_ONCE):
+            yield from columnar.rows(table, f"row {index}")
+            index += table.num_rows
+
+
+def of_dataset(rows: Any) -> Iterable[Mapping[str, Any]]:
+    """The rows of a `datasets.Dataset`, without decoding its images; those of its transform, if it has one."""
+    return rows if rows.format["type"] == "custom" else _Rows(rows)
+
+
+def _streamed(rows: Any) -> Iterator[Any]:
+    """The rows of a `datasets.IterableDataset`; if its features are not known, every object is taken for a struct."""
+    if rows.features is None:
+        return map(columnar.as_written, rows)
+    types = {field.name: field.type for field in rows.features.arrow_schema}
+    return (
+        {name: columnar.as_written(value, types.get(name)) for name, value in row.items()} for row in rows.decode(False)
+    )
 
 
 def is_here(name: str) -> bool:
@@ -75,8 +109,3 @@ def _find(name: str) -> tuple[Iterable[Mapping[str, Any]], int]:
     if not is_here(name):
         raise DataError(f"{source_name(name)} are not kept on disk: run the program that gave them again")
     return _KEPT[name]
-
-
-def _is_dataset(rows: Any) -> bool:
-    datasets = sys.modules.get("datasets")  # unless it is imported, no value is a `Dataset`
-    return datasets is not None and isinstance(rows, datasets.Dataset)

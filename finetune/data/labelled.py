@@ -6,6 +6,7 @@ users of the trained classifier tokenize its inputs the same way.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -16,6 +17,8 @@ from finetune.data.fields import Fields
 from finetune.data.messages import conversation, read_messages
 
 SEGMENT, LABEL = "text", "label"
+# A class that is a number; longer ones are names.
+_NUMBER = re.compile(r"-?\d{1,18}")
 OPTIONAL = ("messages", "prompt", "text", "system", "tools", "functions")
 
 
@@ -57,4 +60,4 @@ def numbered(content: Content, labels: Sequence[str]) -> Content:
 def in_order(names: Iterable[str]) -> list[str]:
     """Names of classes in the order of their outputs: numbers by value, others by spelling."""
     known = sorted(names)
-    return sorted(known, key=int) if all(name.lstrip("-").isdecimal() for name in known) else known
+    return sorted(known, key=int) if all(map(_NUMBER.fullmatch, known)) else known

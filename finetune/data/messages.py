@@ -26,6 +26,18 @@ _VERDICTS = ("label", "kto_tag")
 _BOOLEANS = ("true", "false", "0", "1", "0.0", "1.0")  # as written in JSON, tables and texts
 # Keys of a message that say whether it is trained: our own, and OpenAI's `weight`, which is 0 or 1.
 _SWITCHES = ("train", "weight")
+# Types of the parts of a message that are text; the latter two are of OpenAI's Responses.
+_TEXTS = ("text", "input_text", "output_text")
+# How parts of other types are written for chat templates; the first three are Anthropic's.
+_CURES = {
+    "tool_use": "write it as `tool_calls` of the message: "
+    '[{"id": ..., "type": "function", "function": {"name": ..., "arguments": its `input`}}]',
+    "tool_result": 'write it as a message of its own: {"role": "tool", "tool_call_id": ..., "content": its text}',
+    "thinking": "write its text as `reasoning_content` of the message",
+    "refusal": "write its text as a part of type 'text'",
+}
+# What calls name their arguments: OpenAI, Llama and Anthropic.
+_ARGUMENTS = ("arguments", "parameters", "input")
 # How many keys of a message an error names.
 _NAMED = 8
 
@@ -62,9 +74,33 @@ def _is_trained(message: Message, where: str) -> bool:
 
 
 def _tools(fields: Fields) -> list[dict[str, Any]] | None:
-    tools, functions = (row.objects(fields, name) for name in ("tools", "functions"))
-    # `functions` is OpenAI's older name for `tools`.
-    return tools or (functions and [{"type": "function", "function": function} for function in functions])
+    for name in ("tools", "functions"):  # the second is OpenAI's older name
+        if tools := row.objects(fields, name):
+            return [_tool(tool, f"{name}[{index}]") for index, tool in enumerate(tools)]
+    return None
+
+
+def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
+    """The definition of a function as chat templates expect it."""
+    row.check_numbers(tool, where)
+    wrapped = _function(tool, where, "`name`, `description` and `parameters`")
+    function = wrapped["function"]
+    if "input_schema" in function and "parameters" not in function:  # Anthropic's name
+        function = {name: value for name, value in function.items() if name != "input_schema"}
+        wrapped["function"] = {**function, "parameters": wrapped["function"]["input_schema"]}
+    return wrapped
+
+
+def _function(value: Any, where: str, content: str) -> dict[str, Any]:
+    """The definition or the call of a function, wrapped as in OpenAI's API; LLaMA-Factory and others write it bare."""
+    if isinstance(value, Mapping) and "function" not in value and isinstance(value.get("name"), str):
+        bare = {name: one for name, one in value.items() if (name, one) != ("type", "function")}
+        number = {"id": bare.pop("id")} if "id" in bare else {}
+        return {**number, "type": "function", "function": bare}
+    function = value.get("function") if isinstance(value, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise RowError(f"`{where}` must be an object with `function`, an object with {content}")
+    return dict(value) if "type" in value else {"type": "function", **value}
 
 
 def read_messages(fields: Fields, name: str) -> list[Message]:
@@ -73,7 +109,7 @@ def read_messages(fields: Fields, name: str) -> list[Message]:
 
 
 def _list_of_messages(fields: Fields, name: str) -> list[Any]:
-    messages = fields.get(name)
+    messages = row.listed(fields.get(name), name)
     if not isinstance(messages, list) or not messages:
         kind = RowError if name in fields else NoSuchField
         raise kind(f"`{name}` must be a list with at least one message")
@@ -88,7 +124,7 @@ def read_message(message: Any, where: str) -> Message:
     read["role"] = _role(message, "role", ROLES, where)
     refuse_other_training(read, where + ".", answers=read["role"] == "assistant")
     if call := read.pop("function_call", None):  # OpenAI's older name for `tool_calls`
-        read["tool_calls"] = read.get("tool_calls") or [{"type": "function", "function": call}]
+        read["tool_calls"] = read.get("tool_calls") or [call]
         read["content"] = read.get("content") or ""
     if "reasoning_content" in read:
         read["reasoning_content"] = _text(read, "reasoning_content", where)
@@ -141,8 +177,8 @@ def _turn(turn: Mapping[str, Any], where: str) -> Message:
     if turn["from"] != "function_call":
         return read_message({**rest, "role": role, "content": _content(turn, "value", where)}, where)
     calls = row.parsed(turn.get("value"), f"{where}.value")
-    wrapped = [{"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])]
-    return {**rest, "role": role, "content": "", "tool_calls": _tool_calls(wrapped, f"{where}.value")}
+    read = _tool_calls(calls if isinstance(calls, list) else [calls], f"{where}.value")
+    return {**rest, "role": role, "content": "", "tool_calls": read}
 
 
 def _role(message: Mapping[str, Any], key: str, roles: Mapping[str, str], where: str) -> str:
@@ -176,27 +212,30 @@ def _text(message: Mapping[str, Any], key: str, where: str) -> str:
 
 
 def _part(part: Mapping[str, Any], where: str) -> str | RowImage:
-    if part.get("type") in ("image", "image_url"):
-        return images.part(part, where)
-    if part.get("type") != "text":
-        raise RowError(f"`{where}` is of type {part.get('type')!r}; only text is trained here; remove the row")
+    kind = part.get("type", "text" if "text" in part else None)
+    if kind in ("image", "image_url", "input_image"):
+        return images.part({**part, "type": "image" if kind == "image" else "image_url"}, where)
+    if kind not in _TEXTS:
+        cure = _CURES.get(str(kind), "only text and images are trained here; remove the row")
+        raise RowError(f"`{where}` is of type {kind!r}; {cure}")
     return _text(part, "text", where)
 
 
 def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    calls = row.listed(calls, where)
     if not isinstance(calls, list):
         raise RowError(f"`{where}` must be a list, not {row.kind_of(calls)}")
     read = []
-    for index, call in enumerate(calls):
-        function = call.get("function") if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise RowError(
-                f"`{where}[{index}]` must be an object with `function`, an object with `name` and `arguments`"
-            )
+    for index, each in enumerate(calls):
+        call = _function(each, f"{where}[{index}]", "`name` and `arguments`")
+        function = dict(call["function"])
+        name = next((name for name in _ARGUMENTS if function.get(name) is not None), "arguments")
         # OpenAI writes the arguments as JSON text; templates expect an object, which they serialize themselves.
-        arguments = row.parsed(function.get("arguments") or {}, f"{where}[{index}].function.arguments")
+        at = f"{where}[{index}].function.{name}"
+        arguments = row.parsed(function.pop(name, None) or {}, at)
         if not isinstance(arguments, Mapping):
-            raise RowError(f"`{where}[{index}].function.arguments` must be an object, not {row.kind_of(arguments)}")
+            raise RowError(f"`{at}` must be an object, not {row.kind_of(arguments)}")
+        row.check_numbers(arguments, at)
         read.append({**call, "function": {**function, "arguments": arguments}})
     return read
 

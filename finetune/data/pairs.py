@@ -9,6 +9,7 @@ prompt, answers                       Nectar: each `answer` with its `rank`, the
 instruction, input, chosen, rejected  LLaMA-Factory (Alpaca)
 conversations, chosen, rejected       LLaMA-Factory (ShareGPT): messages with `from` and `value`
 messages, chosen, rejected            Axolotl: a message, a list of them, or text
+input, preferred_output, non_preferred_output       OpenAI: `input` has `messages`, and `tools`
 """
 
 from __future__ import annotations
@@ -33,8 +34,22 @@ OPTIONAL = (
 )  # fmt: skip
 """What `read` takes beside `chosen` and `rejected`."""
 
-FIELDS = frozenset({"rejected", "rejected_response", "answers"})
+_OF_OPENAI = {"preferred_output": "chosen", "non_preferred_output": "rejected"}
+
+FIELDS = frozenset({"rejected", "rejected_response", "non_preferred_output", "answers"})
 """The fields of which a pair, in any layout, has one."""
+
+
+def unpacked(fields: Fields) -> Fields:
+    """A row of OpenAI's preference export as `prompt`, `chosen`, `rejected` and `tools`; another row as it is."""
+    if not fields.keys() >= _OF_OPENAI.keys():
+        return fields
+    asked = row.parsed(fields.get("input"), "input")
+    if not isinstance(asked, Mapping) or not isinstance(asked.get("messages"), list):
+        raise RowError("`input` must be an object with `messages`, which `preferred_output` answers")
+    given = {_OF_OPENAI.get(name, name): value for name, value in fields.items() if name != "input"}
+    rest = {name: value for name, value in asked.items() if name != "messages"}
+    return {**rest, "prompt": asked["messages"], **given}
 
 
 def read(fields: Fields) -> Several:
@@ -53,12 +68,8 @@ def read(fields: Fields) -> Several:
 
 def read_with_margin(fields: Fields) -> Several:
     """A pair with the number `margin`, by how much the chosen answer is better. Raises RowError and Unusable."""
-    margin = fields.get("margin")
-    if isinstance(margin, bool) or not isinstance(margin, (int, float)):
-        raise RowError(
-            f"`margin` must be a number, not {row.kind_of(margin)}; rows without one are read by `data.format: pairs`"
-        )
-    return Several(read(fields).segments, {"margin": float(margin)})
+    margin = row.number(fields.get("margin"), "margin", cure="rows without one are read by `data.format: pairs`")
+    return Several(read(fields).segments, {"margin": margin})
 
 
 def _compare_scores(fields: Fields) -> None:
@@ -72,15 +83,9 @@ def _compare_scores(fields: Fields) -> None:
 
 
 def _score(fields: Fields, name: str) -> float | None:
-    """A score, which is text in a table; None without one."""
-    value: Any = fields.get(name)
-    if row.is_nothing(value):
-        return None
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        kind = row.kind_of(value)
-        raise RowError(f"`{name}` must be a number, not {kind}; remove the column if it holds none") from None
+    """A score; None without one."""
+    value = fields.get(name)
+    return None if row.is_nothing(value) else row.number(value, name, cure="remove the column if it holds none")
 
 
 def _answers(fields: Fields) -> tuple[AnswerContent, AnswerContent]:
@@ -106,13 +111,15 @@ def read_answer(fields: Fields, name: str) -> AnswerContent:
 def _best_and_worst(fields: Fields) -> tuple[str, str]:
     """The texts of the first and the last of ranked answers."""
     answers = row.objects(fields, "answers") or []
+    ranks: list[float] = []
     for index, each in enumerate(answers):
-        if not isinstance(each.get("rank"), (int, float)) or not isinstance(each.get("answer"), str):
+        if not isinstance(each.get("answer"), str):
             raise RowError(f"`answers[{index}]` must have `answer`, a text, and `rank`, a number")
-    ranked = sorted(answers, key=lambda each: each["rank"])
-    if not ranked or ranked[0]["rank"] == ranked[-1]["rank"]:
+        ranks.append(row.number(each.get("rank"), f"answers[{index}].rank"))
+    order = sorted(range(len(ranks)), key=ranks.__getitem__)
+    if not order or ranks[order[0]] == ranks[order[-1]]:
         raise Unusable(TIE)
-    return row.text(ranked[0], "answer"), row.text(ranked[-1], "answer")
+    return row.text(answers[order[0]], "answer"), row.text(answers[order[-1]], "answer")
 
 
 def _texts(fields: Fields, *answers: str) -> list[Example]:
@@ -170,8 +177,12 @@ def _question(messages: list[Message]) -> list[Message]:
 
 def _not_repeated(prompt: list[Message], opening: list[Message]) -> list[Message]:
     """`prompt`, unless both conversations, which begin with `opening`, repeat it, as some data sets do."""
-    said = [(message["role"], message["content"].strip()) for message in opening]
-    if all((message["role"], message["content"].strip()) in said for message in prompt):
+
+    def said(message: Message) -> tuple[str, Any]:
+        content = message["content"]  # with images, a list of parts
+        return message["role"], content.strip() if isinstance(content, str) else content
+
+    if all(said(message) in map(said, opening) for message in prompt):
         return []
     if prompt[-1]["role"] == "user":
         raise RowError(

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-from finetune.data import xlsx
+from finetune.data import columnar, other_json, xlsx
 from finetune.data.compressed import COMPRESSIONS
 from finetune.data.lines import ROW_BYTES, lines, whole
 from finetune.data.problems import Problems
@@ -76,7 +76,7 @@ def _json(path: Path, problems: Problems, encoding: str | None = None) -> Record
         return f"{path}:{text.count(chr(10), 0, at) + 1}:{at - text.rfind(chr(10), 0, at)}"
 
     if not re.match(r"\s*(\[|$)", text):
-        raise DataError(f"{path}: {_instead_of_a_list(text)}")
+        raise DataError(f"{path}: {other_json.advice(text)}")
     try:
         for index, (value, start, end) in enumerate(decoder.items(text), start=1):
             if end - start > ROW_BYTES:
@@ -91,14 +91,6 @@ def _json(path: Path, problems: Problems, encoding: str | None = None) -> Record
                 problems.add(f"{path}: item {index} must be a JSON object")
     except JsonError as error:
         raise DataError(f"{location(error.at)}: {error}") from None
-
-
-def _instead_of_a_list(text: str) -> str:
-    key = re.match(r'\s*\{\s*"(\w+)"\s*:\s*\[', text)
-    several = re.search(r"\}[^\S\n]*\n\s*\{", text)  # matches in linear time: untrusted text may consist of empty lines
-    if key and not several and key[1] not in ("messages", "conversations"):
-        return f"expected a list of objects, not an object with `{key[1]}`; extract it with `jq .{key[1]}`"
-    return "expected a list of objects; if it has one object per line, name the file .jsonl"
 
 
 NO_HEADER = (
@@ -120,6 +112,9 @@ def _refuse_repeated(names: list[str], location: str) -> None:
 
 
 _DELIMITERS = (",", ";", "\t", "|")
+
+_LIST_OF_OBJECTS = re.compile(r"\s*\[\s*\{")
+_PRINTED = re.compile(r"\s*\[\s*\{\s*'(role|content|from|value)'\s*:")  # a list of messages, by Python
 
 # The first line of a CSV file for Excel may name its delimiter.
 _NAMED_DELIMITER = re.compile(r"sep=(.)\r?\n")
@@ -195,7 +190,28 @@ def _csv(path: Path, problems: Problems, encoding: str | None = None, *, delimit
             more = "more" if len(row) > len(names) else "fewer"
             problems.add(f"{location}: {more} cells than the header has columns ({len(row)}, not {len(names)})")
         elif row:
-            yield location, dict(zip(names, row, strict=True))
+            yield location, _cells(dict(zip(names, row, strict=True)), location, problems)
+
+
+def _cells(texts: dict[str, str], location: str, problems: Problems) -> dict[str, Any]:
+    """The cells of a row of a table: the messages that one holds as JSON, or its text."""
+    for name, text in texts.items():
+        if _PRINTED.match(text):
+            problems.add(f"{location}: `{name}` is a list of messages as Python prints it; write it with `json.dumps`")
+    return {name: _messages(text) or text for name, text in texts.items()}
+
+
+def _messages(text: str) -> list[Any]:
+    """The messages that a text holds as JSON; none of any other text."""
+    if not _LIST_OF_OBJECTS.match(text):
+        return []
+    try:
+        values = Decoder().read_strictly(text)
+    except JsonError:
+        return []
+    keys = [each.keys() for each in values if isinstance(each, dict)]
+    are_messages = all(each >= {"from", "value"} or ("role" in each and len(each) > 1) for each in keys)
+    return values if are_messages and len(keys) == len(values) else []
 
 
 def _xlsx(path: Path, problems: Problems, encoding: str | None = None) -> Records:
@@ -210,7 +226,8 @@ def _xlsx(path: Path, problems: Problems, encoding: str | None = None) -> Record
                 f"{location}: more cells than the header, row {header}, has columns ({columns}, not {len(names)})"
             )
         else:
-            yield location, {name: cells.get(column, "") for column, name in names.items()}
+            named = {name: cells.get(column, "") for column, name in names.items()}
+            yield location, _cells(named, location, problems)
 
 
 def _text(path: Path, problems: Problems, encoding: str | None = None) -> Records:
@@ -284,7 +301,7 @@ def _columnar(path: Path, batches: Iterator[Any], kind: str) -> Records:
             for rows in _slices(batch):
                 if rows.num_rows == 1 and sum(map(_size_bytes, rows.columns)) > ROW_BYTES:
                     raise DataError(f"{path}[{index + 1}]: {_TOO_LONG}")
-                for fields in _fields(rows, f"{path}[{index + 1}]"):
+                for fields in columnar.rows(rows, f"{path}[{index + 1}]"):
                     index += 1
                     yield f"{path}[{index}]", fields
     except (pyarrow.ArrowException, OSError, ValueError) as error:
@@ -318,28 +335,6 @@ def _size_bytes(array: Any) -> int:
     if kinds.is_string_view(kind) or kinds.is_binary_view(kind):
         return _size_bytes(array.cast("large_binary"))
     return int(array.nbytes)
-
-
-def _fields(rows: Any, location: str) -> list[dict[str, Any]]:
-    """The rows as Python values; dates and times that Python cannot represent, such as year 10000, as text."""
-    import pyarrow
-
-    columns = {}
-    for name in rows.schema.names:
-        column = rows.column(name)
-        try:
-            columns[name] = column.to_pylist()
-        except (ArithmeticError, LookupError, ValueError) as error:
-            try:
-                columns[name] = column.cast(pyarrow.string()).to_pylist()
-            except pyarrow.ArrowException:
-                raise DataError(
-                    f"{location}: the column `{name}` ({column.type}) has a value here or shortly after that Python "
-                    f"cannot represent: {error}; remove or repair the column"
-                ) from None
-    if not columns:  # possible in a damaged file; the number of rows must still be right
-        return [{} for _ in range(rows.num_rows)]
-    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
 TEXT_READERS: dict[str, Reader] = {

@@ -374,7 +374,7 @@ def collecting(section: DataSection) -> Iterator[None]:
 
 
 def _hub(name: str) -> Records:
-    for index, fields in enumerate(in_memory.undecoded(_fetched(name)), start=1):
+    for index, fields in enumerate(in_memory.of_dataset(_fetched(name)), start=1):
         yield f"{name}[train]:{index}", dict(fields)
 
 

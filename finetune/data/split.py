@@ -34,6 +34,7 @@ from finetune.data import (
     teachers,
     unpaired,
 )
+from finetune.data.columnar import Struct
 from finetune.data.counts import (
     CONTROL_TOKENS,
     DUPLICATE,
@@ -172,6 +173,17 @@ def _size(example: Example) -> int:
     return sum(map(len, control.texts(example))) + sum(len(image.data) for image in images_of(example))
 
 
+def _in_order_of_a_schema(example: Example) -> bool:
+    """Whether a tool call has arguments from a struct, which does not keep the order in which they were written."""
+    calls = (
+        [call for message in example.messages for call in message.get("tool_calls") or ()]
+        if isinstance(example, Chat)
+        else []
+    )
+    arguments = [call["function"]["arguments"] for call in calls]
+    return any(isinstance(each, Struct) and len(each) > 1 for each in arguments)
+
+
 def _answers_are_equal(row: Encoded) -> bool:
     """Whether a row has several segments that are all the same: nothing can be learnt from comparing them."""
     first, *others = row.segments
@@ -263,6 +275,7 @@ class _SplitWriter:
                 for kept in self._kept(read, encoded.get(number)):
                     content = full[number]
                     self.counts.add(kept, kind(content), system(content))
+                    self.counts.schema_ordered += any(map(_in_order_of_a_schema, parts(content)))
                     self.counts.run_together += any(
                         isinstance(example, Completion) and example.runs_together for example in parts(content)
                     )

@@ -1,8 +1,9 @@
-"""Strict JSON: rejects what the standard forbids but Python's parser accepts."""
+"""Strict JSON: rejects what Python's parser accepts although the standard forbids it, or no float can hold it."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -11,6 +12,9 @@ _SPACE = re.compile(r"[ \t\n\r]*")
 
 # Maximum nesting depth: far below Python's recursion limit, because later steps recurse too.
 _LEVELS = 100
+
+# Characters of a number in a message.
+_SHOWN = 40
 
 
 class JsonError(ValueError):
@@ -22,16 +26,25 @@ class JsonError(ValueError):
 
 
 class Decoder:
-    """Parses values. `wrong` lists what Python would have accepted in the last one: repeated keys and NaN."""
+    """Parses values. `wrong` lists what Python would have accepted in the last one: repeated keys, NaN and 1e999."""
 
     def __init__(self) -> None:
         self.wrong: list[str] = []
-        self._decoder = json.JSONDecoder(object_pairs_hook=self._object, parse_constant=self._constant)
+        self._decoder = json.JSONDecoder(
+            object_pairs_hook=self._object, parse_constant=self._constant, parse_float=self._float
+        )
 
     def read(self, text: str) -> Any:
         """Parse `text` as one value. Raises JsonError."""
         value, end = self._read_at(text, _after_space(text, 0))
         _expect_end(text, end)
+        return value
+
+    def read_strictly(self, text: str) -> Any:
+        """Parse `text` as one value of which nothing is `wrong`. Raises JsonError."""
+        value = self.read(text)
+        for wrong in self.wrong:
+            raise JsonError(wrong, 0)
         return value
 
     def items(self, text: str) -> Iterator[tuple[Any, int, int]]:
@@ -71,6 +84,12 @@ class Decoder:
 
     def _constant(self, name: str) -> None:
         self.wrong.append(f"{name} is not a JSON value; write null, or leave the field out")
+
+    def _float(self, digits: str) -> float:
+        number = float(digits)
+        if math.isinf(number):
+            self.wrong.append(f"{digits[:_SHOWN]} is larger than any number of 64 bits; leave the field out")
+        return number
 
 
 def _after_space(text: str, start: int) -> int:

@@ -338,6 +338,8 @@ def counts(split: Counts, max_length: int) -> str:
         f"{count(split.lost_thoughts)} with earlier turns untrained, whose thoughts the template drops": (
             split.lost_thoughts
         ),
+        f"{count(split.schema_ordered)} whose tool calls have their arguments in the order of the column's type (JSON "
+        "text keeps that of the row)": split.schema_ordered,
         f"{count(split.dropped)} dropped: {dropped(split)}": split.dropped,
         "listed in data.jsonl": len(split.affected),
     }

@@ -233,7 +233,8 @@ def test_calls_of_tools_need_no_content_and_their_arguments_may_be_json_text() -
     call = {"role": "assistant", "content": None, "tool_calls": [written]}
     read = FORMATS["messages"].read({"messages": [ASK, call, tool], "tools": '[{"name": "add"}]'})
     assert read == Chat(
-        [ASK, {"role": "assistant", "content": "", "tool_calls": [CALL]}, tool], tools=[{"name": "add"}]
+        [ASK, {"role": "assistant", "content": "", "tool_calls": [CALL]}, tool],
+        tools=[{"type": "function", "function": {"name": "add"}}],
     )
 
 
@@ -442,7 +443,7 @@ def test_a_field_of_the_wrong_type_is_named_with_its_type(subtests: pytest.Subte
         ),
         ("messages", {"messages": [{**ASK, "tool_calls": [CALL]}]}, ["`messages[0].tool_calls`", "only the assistant"]),
         ("messages", {"messages": [{**TELL, "tool_calls": "add"}]}, ["`messages[0].tool_calls`", "not text"]),
-        ("messages", {"messages": [{**TELL, "tool_calls": [{"name": "add"}]}]}, ["`messages[0].tool_calls[0]`"]),
+        ("messages", {"messages": [{**TELL, "tool_calls": [{"nom": "add"}]}]}, ["`messages[0].tool_calls[0]`"]),
         (
             "messages",
             {"messages": [{**TELL, "tool_calls": [{"function": {"name": "add", "arguments": "{a"}}]}]},

@@ -249,7 +249,7 @@ def test_a_data_set_gives_the_files_of_its_images_as_they_are(base: Path, tmp_pa
     features = datasets.Features({"text": datasets.Value("string"), "images": datasets.List(datasets.Image())})
     rows = datasets.Dataset.from_dict({"text": ["one"], "images": [[{"bytes": file, "path": None}]]}, features=features)
     [(_, row)] = in_memory.records(in_memory.given(rows, "train"), "train")
-    assert row["images"] == [{"bytes": file, "path": None}]
+    assert row["images"] == [{"bytes": file}]
 
 
 def test_rows_of_different_images_from_python_have_different_names() -> None:

@@ -88,8 +88,9 @@ def test_a_margin_is_read_where_the_format_names_it() -> None:
     row = {"prompt": "Why?", **TEXTS, "margin": 2}
     assert FORMATS["pairs_with_margin"].read(row).values == {"margin": 2.0}
     assert read(row, "pairs", {})[1] == ["margin"]
+    assert FORMATS["pairs_with_margin"].read({**row, "margin": "2"}).values == {"margin": 2.0}, "of a table"
     with pytest.raises(RowError, match="`margin` must be a number"):
-        FORMATS["pairs_with_margin"].read({**row, "margin": "2"})
+        FORMATS["pairs_with_margin"].read({**row, "margin": "much"})
 
 
 @pytest.mark.parametrize(
