@@ -175,13 +175,9 @@ def _size(example: Example) -> int:
 
 def _in_order_of_a_schema(example: Example) -> bool:
     """Whether a tool call has arguments from a struct, which does not keep the order in which they were written."""
-    calls = (
-        [call for message in example.messages for call in message.get("tool_calls") or ()]
-        if isinstance(example, Chat)
-        else []
-    )
-    arguments = [call["function"]["arguments"] for call in calls]
-    return any(isinstance(each, Struct) and len(each) > 1 for each in arguments)
+    messages = example.messages if isinstance(example, Chat) else []
+    calls = [call["function"]["arguments"] for message in messages for call in message.get("tool_calls") or ()]
+    return any(isinstance(arguments, Struct) and len(arguments) > 1 for arguments in calls)
 
 
 def _answers_are_equal(row: Encoded) -> bool:
