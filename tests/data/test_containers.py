@@ -244,7 +244,8 @@ NUMERIC: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
         **IDS, "teacher_ids": [[], [6], [7]], "teacher_logprobs": [[], [n], [-1.0]]
     }),
     "prompt_logprobs": ("distilled", lambda n: {
-        **IDS, "prompt_logprobs": [None, {str(n) if isinstance(n, int) else "6": {"logprob": -1.0}}, {"7": {"logprob": n}}]
+        **IDS,
+        "prompt_logprobs": [None, {str(n) if type(n) is int else "6": {"logprob": -1.0}}, {"7": {"logprob": n}}],
     }),
     "weight": ("messages", lambda n: {"messages": [
         {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So.", "weight": n}
