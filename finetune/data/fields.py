@@ -53,7 +53,7 @@ def number(value: Any, where: str, *, cure: str = "remove the row") -> float:
     try:
         read = float(value)
     except ValueError:
-        raise RowError(f"`{where}` must be a number, not the text {shortened(value)!r}; {cure}") from None
+        raise RowError(f"`{where}` must be a number, not the text {shortened(str(value))!r}; {cure}") from None
     except OverflowError:
         read = math.inf
     if not abs(read) <= LARGEST:

@@ -531,3 +531,43 @@ def test_the_call_of_a_function_is_read_in_every_format(subtests: pytest.Subtest
             [message] = example.messages
             assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
             assert unused == []
+
+
+def test_functions_without_a_wrapper_are_wrapped_in_every_layout() -> None:
+    bare = {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}
+    wrapped = [{"type": "function", "function": bare}]
+    anthropic = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}
+    layouts: list[tuple[str, dict[str, Any]]] = [
+        ("messages", {"messages": [ASK, TELL]}),
+        ("sharegpt", {"conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Because."}]}),
+        ("alpaca", {"instruction": "Why?", "output": "Because."}),
+        ("preference", {"prompt": [ASK], "chosen": [TELL], "rejected": [LIE]}),
+    ]
+    for form, row in layouts:
+        for tools in (
+            [bare],
+            json.dumps([bare]),
+            wrapped,
+            [{"function": bare}],
+            [anthropic],
+            [{"type": "function", **bare}],
+        ):
+            assert read({**row, "tools": tools}, form, {})[0].tools == wrapped  # type: ignore[union-attr]
+    for call in (
+        {"id": "1", "name": "add", "arguments": {"a": 1}},
+        {"id": "1", "name": "add", "parameters": '{"a": 1}'},
+    ):
+        chat = FORMATS["messages"].read({"messages": [ASK, {"role": "assistant", "tool_calls": [call]}]})
+        assert chat.messages[1]["tool_calls"] == [CALL]  # type: ignore[union-attr]
+
+
+def test_parts_of_other_programs_are_read_or_refused_with_how_to_write_them() -> None:
+    said = [{"type": "input_text", "text": "Wh"}, {"type": "output_text", "text": "y?"}]
+    assert FORMATS["messages"].read({"messages": [{**ASK, "content": said}, TELL]}) == Chat([ASK, TELL])
+    for kind, cure in (
+        ("tool_use", "`tool_calls`"),
+        ("tool_result", "tool_call_id"),
+        ("thinking", "`reasoning_content`"),
+    ):
+        with pytest.raises(RowError, match=re.escape(cure)):
+            FORMATS["messages"].read({"messages": [ASK, {**TELL, "content": [{"type": kind, "name": "add"}]}]})

@@ -166,3 +166,20 @@ def test_a_margin_that_is_not_read_is_listed_with_the_format_that_reads_it(quick
     write_rows(tmp_path / "rows.jsonl", rows)
     job = quick(f"data.train={tmp_path / 'rows.jsonl'}", "training.objective=reward", "data.eval=none")
     assert finetune.inspect_data(job).inspection.train.unused == [f"margin ({MARGINS})"]
+
+
+def test_pairs_of_openais_export_are_read_by_every_objective() -> None:
+    tool = {"type": "function", "function": {"name": "add"}}
+    row = {
+        "input": {"messages": [ASK], "tools": [tool], "parallel_tool_calls": True},
+        "preferred_output": [GOOD], "non_preferred_output": [BAD],
+    }  # fmt: skip
+    plain = {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD], "tools": [tool]}
+    for form in ("auto", "preference", "pairs", "unpaired"):
+        assert read(row, form, {}) == (read(plain, form, {})[0], ["parallel_tool_calls"])
+
+
+def test_an_image_in_a_prompt_that_the_answers_repeat_is_no_error() -> None:
+    shown = {"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "Why?"}]}
+    row = {"prompt": [shown], "chosen": [shown, GOOD], "rejected": [shown, BAD]}
+    assert read(row, "pairs", {})[0] == read({**row, "chosen": [GOOD], "rejected": [BAD]}, "pairs", {})[0]

@@ -685,3 +685,23 @@ def test_a_circular_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "loop.jsonl").symlink_to(tmp_path / "loop.jsonl")
     with pytest.raises(DataError, match=r"loop\.jsonl"):
         list(sources.rows(str(tmp_path / "loop.jsonl")))
+
+
+OTHER_JSON: list[tuple[Any, str]] = [
+    ({"prompt": {"0": "a", "1": "b"}, "completion": {"0": "c", "1": "d"}}, 'orient="columns"'),
+    ({"prompt": ["a", "b"], "completion": ["c", "d"]}, 'orient="columns"'),
+    ({"columns": ["prompt"], "index": [0], "data": [["a"]]}, 'orient="split"'),
+    ({"data": [{"title": "a", "paragraphs": [{"context": "b", "qas": []}]}]}, "`data` and its `paragraphs`"),
+    ({"participants": [{"name": "A"}], "messages": [{"sender_name": "A", "content": "b"}] * 2}, "messages of a chat"),
+    ({"guild": {"id": 1}, "messages": [{"content": "b", "author": {"name": "A"}}]}, "messages of a chat"),
+    ({"data": [{"text": "a"}]}, "`jq .data`"),
+    ({"a": {"text": "b"}, "c": {"text": "d"}}, "`jq '[.[]]'`"),
+    ({"messages": [{"role": "user", "content": "a"}]}, "`jq -s .`"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("value", "cure"), OTHER_JSON)
+def test_a_json_file_of_another_form_is_refused_with_what_makes_rows_of_it(
+    value: Any, cure: str, tmp_path: Path
+) -> None:
+    assert cure in refused(tmp_path / "a.json", json.dumps(value))
