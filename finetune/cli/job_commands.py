@@ -18,7 +18,7 @@ from finetune.cli.output import (
     give_page,
     importing,
     new_terminal,
-    note_missing,
+    note_rows,
     print_json,
     wrote,
 )
@@ -186,7 +186,7 @@ def _plan_training(
     planned = planning.plan(job, gpu, gpus, as_trained)
     view = PlanView(planned)
     if not as_json:
-        note_missing(job.data)
+        note_rows(job.data)
         said = planned.why_quantized or job.output.serve  # already said in the header
         if (kind := planned.config.quantization.kind) != job.quantization.kind and not said:
             new_terminal().note(f"quantization.kind: {kind}, the form that `{job.model.name}` is published in")
@@ -220,6 +220,6 @@ def fit(
         from finetune.report.forecast_view import FittedView
     fitted, limits = planning.fit_with_limits(job, gpu, gpus, as_trained)
     if not as_json:
-        note_missing(job.data)
+        note_rows(job.data)
     planning.write(fitted, target)
     give(FittedView(fitted, limits, target), as_json)

@@ -95,10 +95,15 @@ def announce(title: str, job: Config) -> None:
         printing.say(Console(), line)
 
 
-def note_missing(section: DataSection) -> None:
-    """Note the rows that were missing from a forecast; their file may be on the machine that will train."""
+def note_rows(section: DataSection) -> None:
+    """Note which splits training will read, and the rows that were missing from a forecast; their file may be on the
+    machine that will train.
+    """
     from finetune.data import sources
+    from finetune.report import words
 
+    if splits := words.splits(sources.split_uses(section, fetch=False)):
+        new_terminal().note(splits)
     for why in sources.missing(section.train):
         new_terminal().note(f"{why}; without it every row counts as `data.max_length` long")
 

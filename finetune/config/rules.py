@@ -385,7 +385,7 @@ def _beyond_schema(config: Config, known: Collection[str]) -> Iterator[tuple[str
     """(key, message with remedy) of each check that a schema cannot express; not for the keys that are `known`."""
     trained = {entry.source for entry in entries(config.data.train) if not entry.source.startswith("builtin:")}
     for held_out in (entry.source for entry in entries(config.data.eval) if entry.source in trained):
-        remedy = "set `data.eval: auto` to hold out a share of it by hash"
+        remedy = "set `data.eval: auto` for its validation split, or else a share of it by hash"
         yield "data.eval", f"`{source_name(held_out)}` is training data; {remedy}"
     beside = {"embed_tokens", "lm_head"} & {*config.adapter.extra_modules}
     if beside and config.quantization.kind in (*GGUF, "gguf") and "adapter.extra_modules" not in known:

@@ -218,14 +218,16 @@ class DataSection(Section):
     train: Sources = "builtin:python_docs"
     """Training rows: `builtin:python_docs`, a hub data set, or a local file (JSONL, JSON, CSV, TSV, text, Excel,
     Parquet or Arrow; text files also as .gz, .bz2, .xz or .zst), folder or pattern such as `corpus/*.jsonl`. A list
-    combines several; rows of an item `{source: corpus/, weight: 2}` are seen twice as often. In a run's config,
-    `python:` with a fingerprint stands for rows that a Python program gave."""
+    combines several; rows of an item `{source: corpus/, weight: 2}` are seen twice as often. Of a folder or pattern
+    with splits, as `datasets` names them (`train.jsonl`, `test-00000-of-00001.parquet`, `validation/`), only the
+    training split is read. In a run's config, `python:` with a fingerprint stands for rows that a Python program gave.
+    """
     eval: Sources = "auto"
-    """Evaluation set: sources like `train`; `auto` takes the source's own held-out split, or else `eval_share` of
-    the rows by hash; `none` evaluates nothing."""
+    """Evaluation set: sources like `train`, of a folder with splits the one for validation, or else for tests; `auto`
+    takes the source's own split for validation, or else `eval_share` of the rows by hash; `none` evaluates nothing."""
     eval_share: Annotated[float, Field(gt=0, lt=1), Usual("0.01 to 0.2")] = 0.02
-    """Share of the rows that `eval: auto` holds out by hash where the source has no split of its own; at least ten rows
-    of fifty or more, and one of fewer."""
+    """Share of the rows that `eval: auto` holds out by hash where the source has no split for validation; at least ten
+    rows of fifty or more, and one of fewer."""
     encoding: Literal["cp1250", "cp1251", "cp1252", "cp1253", "cp1254", "cp1257"] | None = None
     """Encoding of text files that are not UTF-8, which are refused without it: `cp1252` is what Excel writes as CSV in
     Western Europe."""

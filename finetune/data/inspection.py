@@ -19,6 +19,7 @@ from finetune.data.batching import LargestBatch, MicroBatching, RowOrder, Sizes,
 from finetune.data.encoded import DESIRABLE, IGNORE, IMAGES, MISMATCHED, RowLayout, Segment, segments_of
 from finetune.data.examples import RowError
 from finetune.data.prepare import Counts, Prepared, prepare, with_classes
+from finetune.data.splits import SplitUse
 from finetune.errors import ArtifactError
 from finetune.model import bounds
 from finetune.model.base import load_architecture
@@ -100,7 +101,8 @@ class Inspection:
     If `micro_batch` is `auto`, batchings and worst batch assume the whole batch at once. Batchings by tokens use
     `micro_batch_tokens`, or else the size of the largest micro-batch by rows. A `warning` says why nothing is held out;
     `judges`: whether the evaluation set is large enough to choose an adapter by. `as_chat` is set if all rows are
-    plain-text prompts and completions, although there is a chat template.
+    plain-text prompts and completions, although there is a chat template. `splits` says what is read of sources that
+    have several.
     """
 
     fingerprint: str
@@ -119,6 +121,7 @@ class Inspection:
     judges: bool = True
     separator: str = ""
     as_chat: AsChat | None = None
+    splits: tuple[SplitUse, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """The same as JSON values."""
@@ -170,6 +173,7 @@ def inspect(
         judges=prepared.judges,
         separator=section.separator,
         as_chat=_as_chat(section, prepared, tokenizer),
+        splits=prepared.splits,
     )
 
 

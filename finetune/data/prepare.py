@@ -20,6 +20,7 @@ from finetune.data.problems import Problems
 from finetune.data.rows import RowTable
 from finetune.data.sources import Row
 from finetune.data.split import Preparation, located
+from finetune.data.splits import SplitUse
 from finetune.errors import ArtifactError, ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class Prepared:
     A split is a `RowTable` of input_ids, labels, length, trained (number of tokens), place and source; where
     the layout has any, also the lengths of a row's `segments` and the number of tokens that they have `shared`, and its
     values by name. A `warning` is set if `data.eval: auto` found nothing to hold out. `vision` is that of a base for
-    whose images the rows were prepared.
+    whose images the rows were prepared. `splits` says what is read of sources that have several.
     """
 
     train: RowTable
@@ -50,6 +51,7 @@ class Prepared:
     eval_counts: Counts | None
     warning: str | None = None
     vision: Vision | None = None
+    splits: tuple[SplitUse, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -111,7 +113,11 @@ def prepare(section: DataSection, tokenizer: Any, vision: Vision | None = None) 
             f"{where} teaches nothing: the trained tokens of its {train_counts.rows} rows contain no text, only "
             "end-of-turn tokens and white space; check that the answers are not empty, and `data.format`"
         )
-    return Prepared(train, held_out, train_counts, eval_counts, warning, vision)
+    splits = tuple(
+        one if one.use == "none" else replace(one, rows=_rows_of(one.source, train if one.use == "train" else held_out))
+        for one in sources.split_uses(section)
+    )
+    return Prepared(train, held_out, train_counts, eval_counts, warning, vision, splits)
 
 
 def with_classes(config: Config) -> Config:
@@ -143,6 +149,13 @@ def with_classes(config: Config) -> Config:
         )
     labels = labelled.in_order(names)
     return config.changed({"data.labels": labels, "model.labels": labels})
+
+
+def _rows_of(source: str, rows: RowTable | None) -> int:
+    """How many of the prepared rows are of `source`."""
+    import pyarrow.compute
+
+    return pyarrow.compute.sum(pyarrow.compute.equal(rows.table.column("source"), source)).as_py() or 0 if rows else 0
 
 
 def check_ids(data: Prepared, tokenizer: Any, size: int | None, base: str) -> None:
@@ -318,21 +331,27 @@ def _splits(preparation: Preparation, problems: Problems) -> tuple[Iterable[Row]
     if section.eval != "auto":
         sources.refuse_shared(section.train, section.eval)
         return train, sources.rows(section.eval, "eval", problems, section.encoding)
-    if sources.has_held_out_split(section.train):
-        return train, sources.rows(section.train, "eval", problems, section.encoding)
+    own = [entry for entry in entries(section.train) if sources.has_held_out_split(entry.source)]
+    sources.refuse_shared(section.train, own)
+    held_out = sources.rows(own, "eval", problems, section.encoding)
+    drawn_from = {entry.source for entry in entries(section.train)} - {entry.source for entry in own}
+    if not drawn_from:
+        return train, held_out
 
-    def side(rows: Iterable[Row], held_out: bool) -> Iterator[Row]:
-        below = _held_out_below(section, preparation.trains)
-        yield from (row for row in rows if (row.share() < below) == held_out)
+    def side(rows: Iterable[Row], *, drawn: bool) -> Iterator[Row]:
+        below = _held_out_below(section, drawn_from, preparation.trains)
+        yield from (row for row in rows if (row.source in drawn_from and row.share() < below) == drawn)
 
-    return side(train, False), side(sources.rows(section.train, "train", problems, section.encoding), True)
+    again = sources.rows(section.train, "train", problems, section.encoding)
+    return side(train, drawn=False), itertools.chain(held_out, side(again, drawn=True))
 
 
 _TRIED_ROWS = 256
 
 
-def _held_out_below(section: DataSection, trains: Callable[[Row], bool]) -> float:
-    """The value of `Row.share` below which rows are held out: `eval_share`, or more for ten different rows.
+def _held_out_below(section: DataSection, drawn_from: set[str], trains: Callable[[Row], bool]) -> float:
+    """The value of `Row.share` below which rows of the sources `drawn_from` are held out: `eval_share`, or more for ten
+    different rows.
 
     Of fewer than fifty different rows, ten are too many to spare; then it is `eval_share` unless that leaves one split
     empty, and the row with the smallest or largest value, and any equal to it, is moved to that split. If all rows are
@@ -344,7 +363,8 @@ def _held_out_below(section: DataSection, trains: Callable[[Row], bool]) -> floa
     different: set[float] = set()
     greatest = 0.0
     try:
-        for number, row in enumerate(sources.rows(section.train, encoding=section.encoding)):
+        rows = (row for row in sources.rows(section.train, encoding=section.encoding) if row.source in drawn_from)
+        for number, row in enumerate(rows):
             value = row.share()
             matters = len(least) < ROWS_TO_JUDGE or value < least[-1] or value > greatest
             if value in different or not (matters or len(different) < _ROWS_TO_SPARE_SOME):

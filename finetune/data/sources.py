@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from finetune.config import DataSection, Source, Sources, entries
 from finetune.config.field_types import GIVEN, nearest, source_name, unknown
-from finetune.data import cache, in_memory, lines, python_docs, stdlib_docs
+from finetune.data import cache, in_memory, lines, python_docs, splits, stdlib_docs
 from finetune.data.compressed import COMPRESSIONS
 from finetune.data.fields import as_json
 from finetune.data.problems import Problems
@@ -50,7 +50,7 @@ Rows = Iterator[Row]
 _SMALL_BYTES = 16 * 2**20
 
 # Files that `datasets` writes beside its Arrow files: without rows, or with copies of them.
-_BESIDE_ROWS = ("dataset_info.json", "state.json", "dataset_dict.json", "cache-*.arrow")
+_BESIDE_ROWS = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json", "cache-*.arrow")
 
 # The rows of a built-in source, in the cache.
 _COLLECTED = "rows.json"
@@ -64,13 +64,13 @@ _PART = re.compile(r"(?P<name>.*?)(?P<number>\d{4,})-of-(?P<parts>\d{4,})(?P<end
 def rows(sources: Sources, split: str = "train", problems: Problems | None = None, encoding: str | None = None) -> Rows:
     """The rows of `sources` in order, repeated according to their weights.
 
-    `split` selects the rows of a source that has its own held-out split (`eval`); `encoding` is that of text files that
-    are not UTF-8. Raises DataError at once for a source that does not exist, and after the last row or 20 problems for
-    malformed rows (file:line:column) and whatever is in `problems`; MachineError if a hub data set cannot be
+    `split` selects those of a source that has several splits (see `splits.chosen`); `encoding` is that of text files
+    that are not UTF-8. Raises DataError at once for a source that does not exist, and after the last row or 20 problems
+    for malformed rows (file:line:column) and whatever is in `problems`; MachineError if a hub data set cannot be
     downloaded.
     """
     chosen = entries(sources)
-    _refuse_twice(chosen)
+    _refuse_twice(chosen, split)
     problems = problems or Problems()
     key = f"data.{split}"
     keys = [key] if isinstance(sources, str) else [key_of(key, index) for index in range(len(chosen))]
@@ -100,7 +100,7 @@ def foreign_word(source: str, encoding: str) -> str | None:
     """The first word beyond ASCII in local text files that are not UTF-8, read in `encoding`; None if none is found."""
     if source in BUILTIN or source.startswith(GIVEN) or _is_of_hub(source) or not at_hand(source):
         return None
-    texts = [file for file in _files(source) if file.suffix.lower() in (*TEXT_READERS, *COMPRESSIONS)]
+    texts = [file for file in _files(source, "train") if file.suffix.lower() in (*TEXT_READERS, *COMPRESSIONS)]
     return next(filter(None, (lines.foreign_word(file, encoding) for file in texts)), None)
 
 
@@ -108,7 +108,7 @@ def at_hand(sources: Sources) -> bool:
     """Whether all sources are quick to read offline: built-in, small local files, or rows in memory."""
     chosen = [entry.source for entry in entries(sources) if entry.source not in BUILTIN]
     held = [source for source in chosen if source.startswith(GIVEN)]
-    files_by_source = [_files(source) for source in chosen if source not in held]
+    files_by_source = [_files(source, "train") for source in chosen if source not in held]
     sizes = [file.stat().st_size for files in files_by_source for file in files] + list(map(in_memory.size_bytes, held))
     return all(files_by_source) and sum(sizes) <= _SMALL_BYTES
 
@@ -117,19 +117,21 @@ def missing(sources: Sources) -> list[str]:
     """A reason for each local source that cannot be found."""
     chosen = [entry.source for entry in entries(sources)]
     local = [source for source in chosen if source not in BUILTIN and not source.startswith(GIVEN)]
-    return [why for source in local if not _files(source) and (why := _no_files(source))]
+    return [why for source in local if not _local_splits(source) and (why := _no_files(source))]
 
 
-def contents(sources: Sources) -> list[tuple[str, str]] | None:
-    """Each file or data set with an identifier of its content, a hash or the hub's commit; None if that is unknown."""
+def contents(sources: Sources, split: str) -> list[tuple[str, str]] | None:
+    """Each file or data set that is read for a split, with an identifier of its content, a hash or the hub's commit;
+    None if that is unknown.
+    """
     try:
-        by_source = [_contents(entry.source) for entry in entries(sources)]
+        by_source = [_contents(entry.source, split) for entry in entries(sources)]
     except OSError:
         return None  # reading it will report the error
     return [file for files in by_source for file in files] if all(by_source) else None
 
 
-def _contents(source: str) -> list[tuple[str, str]]:
+def _contents(source: str, split: str) -> list[tuple[str, str]]:
     if source in BUILTIN:
         # Generated from the documentation of this Python.
         code = [_digest(Path(inspect.getfile(module))) for module in (python_docs, stdlib_docs)]
@@ -137,11 +139,11 @@ def _contents(source: str) -> list[tuple[str, str]]:
     if source.startswith(GIVEN):
         in_memory.size_bytes(source)  # the rows, too, must be there: more than the prepared ones is read
         return [(source, "")]
-    if files := _files(source):
+    if files := _files(source, split):
         return [(str(file), _digest(file)) for file in files]
     # `datasets` caches downloads in `<name>/<config>/<version>/<commit>/`.
-    kept = [Path(file["filename"]).parent for file in _fetched(source).cache_files]
-    return [(source, "/".join(folder.parts[-4:])) for folder in kept]
+    kept = [Path(file["filename"]) for _, part in _hub_splits(source, split) for file in part.cache_files]
+    return [(source, "/".join([*file.parts[-5:-1], file.stem])) for file in kept]
 
 
 def _digest(file: Path) -> str:
@@ -155,27 +157,69 @@ def _digest_of(file: Path, *_: int) -> str:
     return cache.digest(file)
 
 
-def has_held_out_split(sources: Sources) -> bool:
-    """Whether each source has its own held-out split, named `eval`."""
-    return all(entry.source in BUILTIN for entry in entries(sources))
+def has_held_out_split(source: str) -> bool:
+    """Whether a source has its own held-out rows: a split for validation, or the `eval` of a built-in."""
+    return source in BUILTIN or splits.holds_out(_files_by_split(source))
+
+
+def split_uses(section: DataSection, *, fetch: bool = True) -> list[splits.SplitUse]:
+    """What is read of each source that has splits, and what is not; without the numbers of rows.
+
+    A data set of the hub, which would be downloaded, is left out unless it may be `fetch`ed.
+    """
+    trained = [entry.source for entry in entries(section.train)]
+    evaluated = [] if section.eval in ("auto", "none") else [entry.source for entry in entries(section.eval)]
+    found = {source: _files_by_split(source, fetch) for source in dict.fromkeys(trained + evaluated)}
+    if section.eval == "auto":
+        evaluated = [
+            source for source in trained if any(splits.kind_of(name) == "validation" for name in found[source])
+        ]
+    read = {
+        (source, use): splits.chosen(found[source], use, source)
+        for use, several in (("train", trained), ("eval", evaluated))
+        for source in several
+        if found[source]
+    }
+    files_read = {file for (source, _), names in read.items() for name in names for file in found[source][name]}
+    uses: list[splits.SplitUse] = []
+    for source, its in found.items():
+        known = [(use, read[source, use], its) for use in ("train", "eval") if (source, use) in read]
+        if {*its} <= {splits.NONE} or ({*its} == {"train"} and len(known) == 1):
+            continue
+        taken = {name for _, names, _ in known for name in names}
+        left = {name: [file for file in its[name] if file not in files_read] for name in its}
+        known += [("none", [name], left) for name in its if name not in taken and (left[name] or not its[name])]
+        for use, names, of in known:
+            files = [file for name in names for file in of[name]]
+            uses.append(splits.SplitUse(source, use, tuple(names), len(files), files[0].name if files else ""))
+    return uses
+
+
+def _files_by_split(source: str, fetch: bool = True) -> dict[str, list[Path]]:
+    """The files of a source by split; none of each split of a data set of the hub, which is `fetch`ed for its names."""
+    if source in BUILTIN or source.startswith(GIVEN):
+        return {}
+    if local := _local_splits(source):
+        return local
+    return {} if _no_files(source) or not fetch else {name: [] for name in _fetched(source)}
 
 
 def refuse_shared(train: Sources, held_out: Sources) -> None:
     """Raise DataError naming a file that both read: rows seen in training measure nothing."""
-    trained = {file.resolve() for entry in entries(train) for file in _files(entry.source)}
+    trained = {file.resolve() for entry in entries(train) for file in _files(entry.source, "train")}
     for entry in entries(held_out):
-        for file in _files(entry.source):
+        for file in _files(entry.source, "eval"):
             if file.resolve() in trained:
                 raise DataError(
-                    f"{file}: is read by both `data.train` and `data.eval` ({entry.source}); remove it from one, or "
-                    "set `data.eval: auto` to hold out a share of the rows by hash"
+                    f"{file}: is read by both `data.train` and `data.eval` ({entry.source}); remove it from "
+                    "`data.train`, or name other rows in `data.eval`"
                 )
 
 
-def _refuse_twice(chosen: list[Source]) -> None:
+def _refuse_twice(chosen: list[Source], split: str) -> None:
     read_by: dict[Path, str] = {}
     for entry in chosen:
-        for file in [file.resolve() for file in _files(entry.source)] or [Path(entry.source)]:
+        for file in [file.resolve() for file in _files(entry.source, split)] or [Path(entry.source)]:
             if earlier := read_by.get(file):
                 by = "" if str(file) == entry.source else f", by `{earlier}` and by `{entry.source}`"
                 raise DataError(
@@ -200,11 +244,11 @@ def _records(source: str, split: str, key: str, problems: Problems, encoding: st
         return itertools.starmap(Row, _builtin(source, split))
     if source.startswith(GIVEN):
         return itertools.starmap(Row, in_memory.records(source, key))
-    if files := _files(source):
+    if files := _files(source, split):
         return _local(files, problems, encoding)
     if why := _no_files(source):
         raise DataError(why)
-    return itertools.starmap(Row, _hub(source))
+    return itertools.starmap(Row, _hub(source, split))
 
 
 def _no_files(source: str) -> str | None:
@@ -227,15 +271,28 @@ def _is_of_hub(source: str) -> bool:
     return not (is_place or os.path.exists(source) or glob.has_magic(source))
 
 
-def _files(source: str) -> list[Path]:
-    """The local files that a source reads, sorted by name; none if it is not local. Raises DataError."""
-    _check_path(source)
+def _files(source: str, split: str) -> list[Path]:
+    """The local files that a source reads for a split, sorted by name; none if it is not local. Raises DataError."""
+    found = _local_splits(source)
+    files = sorted(file for name in splits.chosen(found, split, source) for file in found[name]) if found else []
     if os.path.isdir(source):
-        paths = _below(Path(source))
-        _refuse_missing_parts(paths)
+        _refuse_missing_parts(files)
+    return files
+
+
+def _local_splits(source: str) -> dict[str, list[Path]]:
+    """The local files of a source by split, or all as `splits.NONE`; {} if it is not local. Raises DataError."""
+    _check_path(source)
+    root: Path | None = None  # of a folder, or of a pattern that does not name a split itself
+    if os.path.isdir(source):
+        root = Path(source)
+        paths = _below(root)
     elif os.path.exists(source) or not glob.has_magic(source):
         paths = [Path(source)] if os.path.isfile(source) else []
     else:
+        *folders, _ = Path(source).parts
+        root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), folders))
+        root = None if splits.names_one(Path(source).relative_to(root).as_posix()) else root
         try:
             paths = [path for path in map(Path, glob.glob(source, recursive=True)) if reader(path)]
         except RecursionError:
@@ -245,7 +302,9 @@ def _files(source: str) -> list[Path]:
         _check_path(str(file))
         if not file.is_file():
             raise DataError(f"{file}: a broken link, or not a regular file; restore or remove it")
-    return files
+    if not files or root is None:
+        return {splits.NONE: files} if files else {}
+    return splits.of_files(root, files)
 
 
 def _check_path(path: str) -> None:
@@ -296,9 +355,13 @@ def _refuse_missing_parts(files: list[Path]) -> None:
 
 def _refuse_links_out(folder: Path, paths: list[Path]) -> None:
     """Raise DataError for a link out of the folder: in someone else's folder it could expose a file such as a key."""
-    inside = os.path.realpath(folder)
+    inside = Path(os.path.realpath(folder))
+    # A snapshot in the hub's cache, or a folder of it, has links into the `blobs` beside all snapshots.
+    snapshots = next((at for at in inside.parents if at.name == "snapshots"), None)
+    blobs = snapshots.parent / "blobs" if snapshots else inside
     for file in paths:
-        if not (target := Path(os.path.realpath(file))).is_relative_to(inside) and reader(file):
+        target = Path(os.path.realpath(file))
+        if reader(file) and not (target.is_relative_to(inside) or target.is_relative_to(blobs)):
             raise DataError(
                 f"{file}: a link out of {folder}, to {target}; if that is intended, name the file itself, or a pattern "
                 f"such as {file.parent / ('*' + file.suffix)}"
@@ -338,7 +401,7 @@ def _collected(source: str, split: str) -> list[dict[str, Any]]:
 
 def _collection(source: str, split: str) -> str:
     """The key in the cache of the rows of a built-in source."""
-    return hashlib.sha256(json.dumps([_contents(source), split]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([_contents(source, split), split]).encode()).hexdigest()
 
 
 def collect(source: str) -> None:
@@ -373,14 +436,21 @@ def collecting(section: DataSection) -> Iterator[None]:
             raise
 
 
-def _hub(name: str) -> Records:
-    for index, fields in enumerate(in_memory.of_dataset(_fetched(name)), start=1):
-        yield f"{name}[train]:{index}", dict(fields)
+def _hub(name: str, split: str) -> Records:
+    for part_name, part in _hub_splits(name, split):
+        for index, fields in enumerate(in_memory.of_dataset(part), start=1):
+            yield f"{name}[{part_name}]:{index}", dict(fields)
+
+
+def _hub_splits(name: str, split: str) -> list[tuple[str, Any]]:
+    """The splits of a data set of the hub that are read for `split`, by name."""
+    found = _fetched(name)
+    return [(one, found[one]) for one in splits.chosen(found, split, f"data set `{name}`")]
 
 
 @functools.lru_cache(maxsize=8)
 def _fetched(name: str) -> Any:
-    """The data set, downloaded once and memory-mapped.
+    """The splits of a data set by name, downloaded once and memory-mapped.
 
     Streaming would download it again for the training rows, the held-out rows and the sample questions, and the next
     run would not work offline.
@@ -391,7 +461,7 @@ def _fetched(name: str) -> Any:
     hub.fail_fast()
     datasets.disable_progress_bars()
     try:
-        return datasets.load_dataset(name, split="train")
+        return datasets.load_dataset(name)
     except (datasets.exceptions.DatasetNotFoundError, ConnectionError, HfHubHTTPError, OSError) as error:
         local = f" A local file must end in {ENDINGS}." if "." in Path(name).name else ""
         if why := hub.obstacle():
@@ -399,9 +469,7 @@ def _fetched(name: str) -> Any:
                 f"data set `{name}`: not a local file, not cached, and the hub cannot be reached ({why}); download it "
                 f"on a machine with a network, and name its files.{local}"
             ) from None
-        raise MachineError(
-            f"data set `{name}` (train) cannot be downloaded from the hub: {first_line(error)}{local}"
-        ) from None
+        raise MachineError(f"data set `{name}` cannot be downloaded from the hub: {first_line(error)}{local}") from None
     except (ValueError, RuntimeError) as error:  # RuntimeError: a data set script, which is not run
         raise DataError(f"data set `{name}`: {first_line(error)}") from None
 

@@ -136,9 +136,12 @@ class Preparation:
         """
         if self.section.format.startswith(GIVEN) or self.vision:
             return None
-        of_its_own = split == "eval" and self.section.eval != "auto"
-        contents = sources.contents(self.section.eval if of_its_own else self.section.train)
-        if contents is None:
+        train, held_out = self.section.train, self.section.eval
+        if held_out == "auto":  # whether there is a split for validation decides on the training rows too
+            contents = [sources.contents(train, each) for each in ("train", "eval")]
+        else:
+            contents = [sources.contents(held_out if split == "eval" else train, split)]
+        if None in contents:
             return None
         settings = self.section.model_dump(mode="json", exclude={"packing"})  # packing does not change rows
         libraries = [version(name) for name in ("transformers", "tokenizers", "jinja2")]

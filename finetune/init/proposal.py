@@ -190,7 +190,9 @@ def _by_rows(draft: Draft, data: Prepared, rows: str, architecture: Any) -> str:
     if data.eval_counts:
         held = data.eval_counts.rows
         judges = "" if data.judges else f"; {words.TOO_FEW_TO_JUDGE}"
-        draft.take("data.eval", "auto", f"{_counted(held, 'row')} held out by hash{judges}")
+        own = any(one.use == "eval" for one in data.splits)
+        how = "of the data's own split for validation" if own else "held out by hash"
+        draft.take("data.eval", "auto", f"{_counted(held, 'row')} {how}{judges}")
     else:
         draft.take("data.eval", "none", "too few different rows to hold any out")
     number = data.train_counts.rows

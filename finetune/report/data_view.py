@@ -110,7 +110,8 @@ class DataView(PageView):
 
 
 def _facts(data: Inspection) -> dict[str, str]:
-    shown = {
+    splits = words.splits(data.splits)
+    shown = ({"splits": splits} if splits else {}) | {
         "batch": f"{words.count(data.batch_size)} rows a step, {_at_once(data)}",
         "largest batch": f"{words.batch(data.worst_batch)}; the longest row is {data.longest_place}",
     }

@@ -300,6 +300,8 @@ def _job(config: Config, data: Prepared, processes: int, mixture: Mixture | None
     if config.data.train == DataSection().train:  # the default of a config without rows
         facts["data"] = f"the built-in rows ({config.data.train}): {facts['data']}"
     facts["evaluation set"] = _evaluation_set(config, data)
+    if splits := words.splits(data.splits):
+        facts["splits"] = splits
     if prompts := words.prompts(config.data.separator, data.train_counts, data.eval_counts):
         facts["prompts"] = prompts
     return {

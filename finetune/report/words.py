@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from finetune.config import AdapterSection, Config, TrainingSection
+from finetune.config.field_types import source_name
 from finetune.data.counts import CONTROL_TOKENS, Counts
 from finetune.objectives import OBJECTIVES
 from finetune.storage.records import SampleImage
@@ -15,6 +17,7 @@ from finetune.training.strategies import STRATEGIES
 
 if TYPE_CHECKING:  # these import torch, which would delay the first line of a plan
     from finetune.data.batching import LargestBatch
+    from finetune.data.splits import SplitUse
     from finetune.forecast.answer_memory import Serving
     from finetune.forecast.image_memory import ImageMemory
     from finetune.forecast.job_forecast import Forecast
@@ -377,6 +380,26 @@ def control_tokens(counts: Counts) -> str:
     return (
         f"{count(len(locations))} {contain} some ({_locations(locations)}), which stay ordinary text; if the rows were "
         "rendered in advance, set data.control_tokens: parse"
+    )
+
+
+def splits(uses: Iterable[SplitUse]) -> str:
+    """What is read of the sources that have splits, with files and rows, and what is not; "" if none has any."""
+    said = []
+    for source, parts in groupby(uses, key=lambda each: each.source):
+        its = ", ".join(map(_split, parts))
+        said.append(f"{source_name(source)}: {its}")
+    return "; ".join(said)
+
+
+def _split(use: SplitUse) -> str:
+    does = {"train": "trained", "eval": "the evaluation set", "none": "left out"}[use.use]
+    names = " and ".join(name or f"what is in no split, such as {use.first}," for name in use.names)
+    counted = ((use.files, "file"), (use.rows, "row"))
+    sizes = ", ".join(f"{count(number)} {what}{'s' * (number != 1)}" for number, what in counted if number)
+    otherwise = "; name it to use it" if use.use == "none" else ""
+    return f"{names} {'is' if len(use.names) == 1 else 'are'} {does}" + (
+        f" ({sizes}{otherwise})" if sizes else otherwise
     )
 
 

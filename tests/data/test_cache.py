@@ -257,8 +257,8 @@ def test_a_change_of_the_held_out_file_leaves_the_training_rows(source: Path, tm
 
 
 def test_the_builtin_data_is_known_by_its_python() -> None:
-    assert sources.contents("builtin:python_docs") == sources.contents(["builtin:python_docs"])
-    [(name, contents)] = sources.contents("builtin:python_docs") or []
+    assert sources.contents("builtin:python_docs", "train") == sources.contents(["builtin:python_docs"], "train")
+    [(name, contents)] = sources.contents("builtin:python_docs", "train") or []
     assert name == "builtin:python_docs"
     assert sys.version in contents
 

@@ -147,7 +147,7 @@ def test_all_of_an_inspection_is_json(look) -> None:
     found = look([chat("Hi", "one")])
     assert set(json.loads(json.dumps(found.as_dict()))) == {
         "fingerprint", "train", "eval", "longest_place", "sources", "lengths", "batch_size", "micro_batch",
-        "micro_batch_tokens", "batchings", "worst_batch", "samples", "warning", "judges",
+        "micro_batch_tokens", "batchings", "worst_batch", "samples", "warning", "judges", "splits",
         "separator", "as_chat",
     }  # fmt: skip
     assert found.as_dict()["samples"][0]["pieces"][9] == {"text": "one", "trained": True}

@@ -414,10 +414,10 @@ def test_a_folder_whose_rows_would_be_skipped_silently_is_refused(make: Any, rea
 
 def test_all_parts_are_read_and_a_pattern_takes_some(tmp_path: Path) -> None:
     for number in range(3):
-        write(tmp_path / f"train-0000{number}-of-00003.jsonl", ROWS)
+        write(tmp_path / f"rows-0000{number}-of-00003.jsonl", ROWS)
         write(tmp_path / f"page-{number}-of-20.jsonl", ROWS)
     assert read(tmp_path) == ROWS * 6
-    assert read(tmp_path / "train-0000[01]-*.jsonl") == ROWS * 2
+    assert read(tmp_path / "rows-0000[01]-*.jsonl") == ROWS * 2
 
 
 def test_an_unknown_builtin_names_the_nearest() -> None:
@@ -428,7 +428,6 @@ def test_an_unknown_builtin_names_the_nearest() -> None:
 def test_the_builtin_keeps_its_own_held_out_rows() -> None:
     assert sources.has_held_out_split("builtin:python_docs")
     assert not sources.has_held_out_split("rows.jsonl")
-    assert not sources.has_held_out_split(["builtin:python_docs", "rows.jsonl"])
     assert next(sources.rows("builtin:python_docs", "eval")).location == "builtin:python_docs[eval]:1"
 
 
@@ -444,7 +443,7 @@ def test_a_hub_data_set_that_cannot_be_fetched_is_a_machine_error() -> None:
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     hub, file = done.stdout.splitlines()
-    assert "`someone/nothing` (train) cannot be downloaded from the hub" in hub
+    assert "`someone/nothing` cannot be downloaded from the hub" in hub
     assert "local file" not in hub
     assert "A local file must end in .jsonl" in file
 

@@ -42,7 +42,7 @@ def test_a_hub_data_set_with_a_loading_script_is_refused(
     """What `datasets` says of it, asked with a local folder, as there is no hub here."""
     (foreign / "foreign.py").write_text(trap.python)
     with pytest.raises(DataError, match="script"):
-        list(sources._hub(str(foreign / "foreign.py")))
+        list(sources._hub(str(foreign / "foreign.py"), "train"))
     assert not trap.went_off
 
 

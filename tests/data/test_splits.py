@@ -1,0 +1,278 @@
+"""Facts about the splits of folders, patterns and data sets of the hub: what is trained, evaluates, or is left out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import write_rows
+
+from finetune.config import DataSection, Source
+from finetune.data import sources
+from finetune.data.prepare import Prepared, prepare
+from finetune.errors import DataError
+from finetune.report import words
+
+CARD = """---
+configs:
+- config_name: default
+  data_files:
+  - split: train
+    path: [first/*, second/part.jsonl]
+  - split: dev
+    path: held/*
+- config_name: other
+  data_files: other/*
+---
+# Rows
+"""
+
+LAYOUTS: dict[str, tuple[Iterable[str], Iterable[str], Iterable[str]]] = {
+    # name: (files of the training split, of the one for validation, others)
+    "names": (["train.jsonl"], ["validation.jsonl"], ["test.jsonl"]),
+    "words": (["my_train_file.jsonl"], ["my-dev.jsonl"], ["eval 1.jsonl", "extra.jsonl"]),
+    "shards": (
+        ["train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl"],
+        ["valid-00000-of-00001.jsonl"],
+        ["test-00000-of-00002.jsonl"],
+    ),
+    "data": (["data/train-00000-of-00001.jsonl"], ["data/validation-00000-of-00001.jsonl"], ["data/x.jsonl"]),
+    "folders": (["train/a.jsonl", "train/test.jsonl"], ["validation/a.jsonl"], ["test/a.jsonl", "a.jsonl"]),
+    "inner folders": (["en/training/a.jsonl", "de/training/a.jsonl"], ["en/val/a.jsonl"], ["en/testing/a.jsonl"]),
+    "card": (["first/a.jsonl", "second/part.jsonl"], ["held/a.jsonl"], ["train.jsonl", "other/a.jsonl"]),
+}
+
+
+def laid_out(folder: Path, files: Iterable[str]) -> Path:
+    """Rows that each name their file."""
+    for name in files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write_rows(folder / name, [{"text": f"{name} {number}"} for number in range(3)])
+    return folder
+
+
+def of_layout(folder: Path, name: str) -> Path:
+    if name == "card":
+        folder.mkdir()
+        (folder / "README.md").write_text(CARD)
+    return laid_out(folder, itertools.chain(*LAYOUTS[name]))
+
+
+def files_read(source: Any, split: str = "train") -> list[str]:
+    return list(dict.fromkeys(row.fields["text"].rpartition(" ")[0] for row in sources.rows(source, split)))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_training_reads_the_training_split_alone_and_evaluation_the_one_for_validation(
+    name: str, tmp_path: Path
+) -> None:
+    folder = of_layout(tmp_path / "corpus", name)
+    train, validation, _ = LAYOUTS[name]
+    assert files_read(str(folder)) == sorted(train)
+    assert files_read(str(folder), "eval") == sorted(validation)
+    assert sources.has_held_out_split(str(folder))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_splits_are_those_that_datasets_loads(name: str, tmp_path: Path) -> None:
+    import datasets
+
+    folder = of_layout(tmp_path / "corpus", name)
+    loaded = datasets.load_dataset_builder(str(folder), name="default" if name == "card" else None).config.data_files
+    held_out = next(split for split in loaded if str(split) in ("validation", "dev"))
+    for split, files in (("train", loaded["train"]), ("eval", loaded[held_out])):
+        assert files_read(str(folder), split) == sorted(str(Path(file).relative_to(folder)) for file in files)
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "shards"])
+def test_a_pattern_over_several_splits_reads_what_its_folder_does(name: str, tmp_path: Path) -> None:
+    folder = of_layout(tmp_path / "corpus", name)
+    assert files_read(f"{folder}/**/*.jsonl") == files_read(str(folder))
+    assert files_read(f"{folder}/**/*.jsonl", "eval") == files_read(str(folder), "eval")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "files"),
+    [
+        ("te*.jsonl", None),
+        ("test*.jsonl", ["test.jsonl", "test_train.jsonl"]),
+        ("*_train.*", ["test_train.jsonl"]),
+        ("test.jsonl", ["test.jsonl"]),
+        ("inner/**/*.jsonl", ["inner/train.jsonl"]),
+        ("inner/[dt]e*/*.jsonl", ["inner/deep/a.jsonl"]),
+        ("*/test/*", ["inner/test/a.jsonl"]),
+    ],
+)
+def test_a_test_is_trained_only_where_a_file_or_a_pattern_names_it(
+    pattern: str, files: list[str] | None, tmp_path: Path
+) -> None:
+    folder = laid_out(
+        tmp_path / "corpus",
+        ["train.jsonl", "test.jsonl", "test_train.jsonl", "inner/train.jsonl", "inner/test/a.jsonl"],
+    )
+    laid_out(folder, ["inner/deep/a.jsonl"] if "deep" in str(files) else [])
+    if files is None:
+        with pytest.raises(DataError, match="no training split, only test"):
+            files_read(f"{folder}/{pattern}")
+    else:
+        assert files_read(f"{folder}/{pattern}") == files
+
+
+def test_a_folder_of_any_other_names_is_read_whole(tmp_path: Path) -> None:
+    files = ["a.jsonl", "latest.jsonl", "contest/trainer.jsonl", "devices.jsonl"]
+    folder = laid_out(tmp_path / "test" / "train[1]", files)
+    assert files_read(str(folder)) == sorted(files)
+    assert not sources.has_held_out_split(str(folder))
+
+
+def test_files_of_no_split_are_trained_where_nothing_else_is_for_training(tmp_path: Path) -> None:
+    folder = laid_out(tmp_path / "corpus", ["a.jsonl", "b.jsonl", "test.jsonl", "train-and-test.jsonl"])
+    assert files_read(str(folder)) == ["a.jsonl", "b.jsonl"]
+    assert files_read(str(folder), "eval") == ["test.jsonl", "train-and-test.jsonl"]
+
+
+def test_a_folder_that_evaluates_gives_its_validation_else_its_tests_else_all(tmp_path: Path) -> None:
+    folder = laid_out(tmp_path / "corpus", ["train.jsonl"])
+    assert files_read(str(folder), "eval") == ["train.jsonl"]
+    laid_out(folder, ["test.jsonl"])
+    assert files_read(str(folder), "eval") == ["test.jsonl"]
+    laid_out(folder, ["dev.jsonl"])
+    assert files_read(str(folder), "eval") == ["dev.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        (["test.jsonl", "val.jsonl"], "no training split, only test and validation"),
+        (["data/train_sft-00000-of-00001.jsonl", "data/train_gen-00000-of-00001.jsonl"], "train_gen, train_sft"),
+        (["train-00000-of-00002.jsonl", "test-00000-of-00001.jsonl"], "only 1 of 2 files"),
+    ],
+)
+def test_a_folder_without_one_training_split_is_refused(files: list[str], reason: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=reason):
+        sources.rows(str(laid_out(tmp_path / "corpus", files)))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("README.md", "---\nconfigs: [{config_name: a, data_files: a.jsonl}, {config_name: b}]\n---\n"),
+        ("README.md", "---\nconfigs: [{config_name: a, data_files: gone/*}]\n---\n"),
+        ("README.md", "---\nconfigs: [{config_name: a, data_files: '" + "*a" * 40 + "b'}]\n---\n"),
+        ("README.md", "---\nconfigs: [{config_name: a, data_files: 5}]\n---\n"),
+        ("README.md", "---\nconfigs: 5\n---\n"),
+        ("README.md", "---\nconfigs: [\n---\n"),
+        ("README.md", "---\nconfigs: [{config_name: a, data_dir: 5}]\n---\n"),
+        ("dataset_dict.json", "{"),
+        ("dataset_dict.json", "[]"),
+    ],
+)
+def test_splits_that_cannot_be_read_are_refused_and_name_their_file(name: str, text: str, tmp_path: Path) -> None:
+    folder = laid_out(tmp_path / "corpus", ["a.jsonl", "a" * 80 + ".jsonl"])
+    (folder / name).write_text(text)
+    with pytest.raises(DataError, match=name):
+        sources.rows(str(folder))
+
+
+def test_the_readme_of_a_corpus_describes_nothing(tmp_path: Path) -> None:
+    folder = laid_out(tmp_path / "corpus", ["a.jsonl"])
+    for text in ("# Rows\n", "---\ntitle: Rows\n---\n", ""):
+        (folder / "README.md").write_text(text)
+        assert files_read(str(folder)) == ["a.jsonl"]
+
+
+def test_a_folder_within_a_data_set_may_be_its_base(tmp_path: Path) -> None:
+    folder = laid_out(tmp_path / "corpus", ["en/train.jsonl", "en/test.jsonl", "de/train.jsonl"])
+    (folder / "README.md").write_text("---\nconfigs: [{config_name: en, data_dir: en}]\n---\n")
+    assert files_read(str(folder)) == ["en/train.jsonl"]
+
+
+def test_a_saved_dataset_dict_has_the_splits_of_its_folders(tmp_path: Path) -> None:
+    import datasets
+
+    made = {name: datasets.Dataset.from_dict({"text": [f"{name} 0"]}) for name in ("train", "test", "held")}
+    datasets.DatasetDict(made).save_to_disk(tmp_path / "saved")
+    assert files_read(str(tmp_path / "saved")) == ["train"]
+    assert files_read(str(tmp_path / "saved"), "eval") == ["test"]
+
+
+def test_a_snapshot_of_the_hub_is_read_through_its_links(tmp_path: Path) -> None:
+    repository = tmp_path / "datasets--someone--rows"
+    blobs = laid_out(repository / "blobs", ["data/train-0.jsonl", "data/test-0.jsonl"]) / "data"
+    snapshot = repository / "snapshots" / "0123" / "data"
+    snapshot.mkdir(parents=True)
+    for name in ("train", "test"):
+        (blobs / f"{name}-0.jsonl").rename(repository / "blobs" / f"hash-of-{name}")
+        (snapshot / f"{name}-00000-of-00001.jsonl").symlink_to(f"../../../blobs/hash-of-{name}")
+    for folder in (snapshot, snapshot.parent):
+        assert files_read(str(folder)) == ["data/train-0.jsonl"]
+    (tmp_path / "secret.jsonl").write_text('{"text": "a key 0"}\n')
+    (snapshot / "more.jsonl").symlink_to(tmp_path / "secret.jsonl")
+    with pytest.raises(DataError, match="a link out of"):
+        files_read(str(snapshot))
+
+
+@pytest.mark.slow
+def test_a_data_set_of_the_hub_has_its_validation_held_out(tmp_path: Path) -> None:
+    folder = str(laid_out(tmp_path / "corpus", ["train.jsonl", "validation.jsonl", "test.jsonl"]))  # stands for a name
+    assert {fields["text"][:5] for _, fields in sources._hub(folder, "train")} == {"train"}
+    held_out = [location for location, _ in sources._hub(folder, "eval")]
+    assert held_out == [f"{folder}[validation]:{number}" for number in (1, 2, 3)]
+
+
+# -- prepared rows ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def prepared(word_tokenizer: Callable[..., Any]) -> Callable[..., Prepared]:
+    return lambda **data: prepare(DataSection(**data), word_tokenizer(None))
+
+
+def places(rows: Any) -> set[str]:
+    return {Path(place.rpartition(":")[0]).name for place in rows["place"][:]} if rows else set()
+
+
+def test_a_run_trains_and_evaluates_by_splits_and_says_what_it_left(tmp_path: Path, prepared: Any) -> None:
+    folder = laid_out(tmp_path / "corpus", ["train.jsonl", "validation.jsonl", "test.jsonl", "more.jsonl"])
+    data = prepared(train=str(folder))
+    assert (places(data.train), places(data.eval)) == ({"train.jsonl"}, {"validation.jsonl"})
+    assert [(one.use, one.names, one.files, one.rows) for one in data.splits] == [
+        ("train", ("train",), 1, 3),
+        ("eval", ("validation",), 1, 3),
+        ("none", ("test",), 1, None),
+        ("none", ("",), 1, None),
+    ]
+    assert "more.jsonl" in words.splits(data.splits)
+    data = prepared(train=str(folder), eval=f"{folder}/test.jsonl")
+    assert (places(data.train), places(data.eval)) == ({"train.jsonl"}, {"test.jsonl"})
+    assert [one.names for one in data.splits if one.use == "none"] == [("validation",), ("",)]
+
+
+def test_a_source_with_a_split_for_validation_gives_it_and_another_a_share_by_hash(
+    tmp_path: Path, prepared: Any
+) -> None:
+    folder = laid_out(tmp_path / "corpus", ["train.jsonl", "validation.jsonl"])
+    other = write_rows(tmp_path / "other.jsonl", [{"text": f"row {number}"} for number in range(100)])
+    data = prepared(train=[str(folder), Source(source=str(other), weight=2)])
+    assert places(data.train) == {"train.jsonl", "other.jsonl"}
+    assert places(data.eval) == {"validation.jsonl", "other.jsonl"}
+    assert len(data.train) + len(data.eval) == 3 + 3 + 200
+    trained, held_out = (set(rows["place"][:]) for rows in (data.train, data.eval))
+    assert not trained & held_out
+
+
+def test_a_split_that_appears_later_is_not_hidden_by_the_cache(tmp_path: Path, prepared: Any) -> None:
+    folder = laid_out(tmp_path / "corpus", ["train.jsonl"])
+    assert len(prepared(train=str(folder)).train) < 3
+    laid_out(folder, ["validation.jsonl"])
+    assert len(prepared(train=str(folder)).train) == 3
+
+
+def test_rows_for_validation_are_not_trained_too(tmp_path: Path, prepared: Any) -> None:
+    folder = laid_out(tmp_path / "corpus", ["train.jsonl", "validation.jsonl"])
+    with pytest.raises(DataError, match=r"validation\.jsonl: is read by both"):
+        prepared(train=[str(folder), f"{folder}/validation.jsonl"])
