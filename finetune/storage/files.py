@@ -158,7 +158,8 @@ def write_bytes(path: Path, content: bytes) -> None:
         if path.exists() and not path.is_file():
             path.write_bytes(content)
             return
-        with open(partial, "wb") as file:
+        _remove(partial)
+        with open(partial, "xb") as file:  # never through a link that was left in a foreign folder
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

@@ -7,40 +7,112 @@ import errno
 import fcntl
 import os
 import re
+import stat
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from finetune.errors import InUseError, MachineError
 from finetune.storage import files
 
+_SAID_SECONDS, _MOST_SECONDS = 5, 3600
+_POLL_SECONDS = 0.1
+
+_CONTENT = re.compile(rb"\s*[0-9]{0,10}\s*")
+
 
 @contextlib.contextmanager
-def locked(file: Path, what: str, otherwise: str) -> Iterator[None]:
-    """In the block, this process holds `file`. Raises InUseError where another one does.
+def locked(file: Path, what: str, otherwise: str, *, wait: bool = False) -> Iterator[None]:
+    """In the block, this process holds `file`, which is made. Raises InUseError where another one does.
 
-    `what` it guards and what to do `otherwise` are for the message.
+    `what` it guards and what to do `otherwise` are for the message. With `wait`, a running process is waited for, up to
+    an hour. MachineError for a file that is no lock, such as a link: a folder of someone else's may hold one.
     """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        opened = open(file, "a+", encoding="utf-8", errors="replace")  # noqa: SIM115 -- closed below
+        opened = os.open(file, flags, 0o666)
     except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise MachineError(f"{file}: not a lock, but a link, a folder or a socket; remove it") from None
         raise MachineError(files.not_written(file, error)) from None
-    with opened:
+    try:
+        if not stat.S_ISREG(os.fstat(opened).st_mode) or not _CONTENT.fullmatch(os.pread(opened, 100, 0)):
+            raise MachineError(f"{file}: not a lock, which holds nothing but a number; remove it")
+        _take(opened, file, what, otherwise, wait=wait)
         try:
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            opened.seek(0)
-            holder = re.sub("[^0-9]", "", opened.read(20))
-            raise InUseError(
-                f"{what} is in use by process {holder}: wait until it ends, stop it, {otherwise}"
-            ) from None
-        except OSError as error:
-            # Some network file systems do not support locks; training there matters more than the guard.
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                raise MachineError(f"{file} cannot be locked: {error.strerror}") from None
-        try:
-            opened.truncate(0)
-            opened.write(f"{os.getpid()}\n")
-            opened.flush()
+            os.ftruncate(opened, 0)
+            os.pwrite(opened, f"{os.getpid()}\n".encode(), 0)
         except OSError as error:
             raise MachineError(files.not_written(file, error)) from None
         yield
+    finally:
+        os.close(opened)
+
+
+@contextlib.contextmanager
+def reading(file: Path, otherwise: str) -> Iterator[None]:
+    """In the block, no other process is in one for this `file`, which is only read; waits as `locked` does."""
+    try:
+        opened = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise MachineError(f"{file}: cannot be read: {error.strerror}") from None
+    try:
+        _take(opened, file, str(file), otherwise, wait=True)
+        yield
+    finally:
+        os.close(opened)
+
+
+def _take(opened: int, file: Path, what: str, otherwise: str, *, wait: bool) -> None:
+    started, said = time.monotonic(), False
+    while True:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            holder = _holder(opened)
+            waited_seconds = time.monotonic() - started
+            in_use = f"{what} is in use by {f'process {holder}' if holder else 'another process'}"
+            if holder and _is_stopped(holder):
+                raise InUseError(
+                    f"{in_use}, which is stopped: continue it by `kill -CONT {holder}`, end it, {otherwise}"
+                ) from None
+            if not wait or waited_seconds > _MOST_SECONDS:
+                raise InUseError(f"{in_use}: wait until it ends, stop it, {otherwise}") from None
+            if not said and waited_seconds > _SAID_SECONDS:
+                sys.stderr.write(f"{in_use}: waiting until it ends; stop waiting by Ctrl-C\n")
+                said = True
+            time.sleep(_POLL_SECONDS)
+        except OSError as error:
+            # Some network file systems do not support locks; training there matters more than the guard. Some lock only
+            # files that are open for writing (EBADF).
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF):
+                raise MachineError(f"{file} cannot be locked: {error.strerror}") from None
+            return
+
+
+def _holder(opened: int) -> int | None:
+    """The process that holds a file, as it wrote itself or the system says; None if neither does."""
+    with contextlib.suppress(OSError, ValueError):  # not readable, or another form than `man proc_locks` has
+        content = os.pread(opened, 100, 0)
+        if _CONTENT.fullmatch(content) and content.strip():
+            return int(content)
+        inode = str(os.fstat(opened).st_ino)
+        for line in Path("/proc/locks").read_text(encoding="ascii", errors="replace").splitlines():
+            fields = line.split()
+            if (
+                len(fields) > 5
+                and fields[1] == "FLOCK"
+                and fields[5].rpartition(":")[2] == inode
+                and int(fields[4]) > 0
+            ):
+                return int(fields[4])
+    return None
+
+
+def _is_stopped(process: int) -> bool:
+    with contextlib.suppress(OSError):
+        state = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return state[:1] == ["T"]
+    return False

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import gguf
 import numpy as np
 import torch
 
-from finetune.errors import ArtifactError, FinetuneError, InUseError, MachineError, first_line
+from finetune.errors import ArtifactError, FinetuneError, MachineError, first_line
 from finetune.model.source import gguf_families, gguf_names
 from finetune.storage import files, locks, weight_files
 
@@ -115,15 +114,10 @@ def unpacked(file: Path) -> Path:
             "file into a folder that can, and name the link in `model.name`, for a finished run in its config.yaml"
         )
     while not _is_of(file, folder):
-        with contextlib.suppress(InUseError), _lock(file):
+        with locks.reading(file, "or copy the file"):
             if not _is_of(file, folder):
                 _unpack(file, folder)
-        time.sleep(0.1)
     return folder
-
-
-def _lock(file: Path) -> contextlib.AbstractContextManager[None]:
-    return locks.locked(file.with_name(f".{file.name}.lock"), str(file), "or copy the file")
 
 
 def _is_of(file: Path, folder: Path) -> bool:

@@ -1,0 +1,109 @@
+"""Facts about locks: what is opened for one, who is said to hold it, and how it is waited for."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from finetune.errors import InUseError, MachineError
+from finetune.storage import files, locks
+
+HOLD = """
+import fcntl, os, sys
+opened = os.open(sys.argv[1], os.O_RDWR)
+fcntl.flock(opened, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def a_link(file: Path) -> None:
+    file.symlink_to(file.with_name("precious"))
+
+
+def a_broken_link(file: Path) -> None:
+    file.symlink_to(file.with_name("nothing"))
+
+
+def another_name(file: Path) -> None:
+    os.link(file.with_name("precious"), file)
+
+
+def a_pipe(file: Path) -> None:
+    os.mkfifo(file)
+
+
+def a_folder(file: Path) -> None:
+    file.mkdir()
+
+
+def a_socket(file: Path) -> None:
+    socket.socket(socket.AF_UNIX).bind(str(file))
+
+
+@pytest.mark.parametrize("make", [a_link, a_broken_link, another_name, a_pipe, a_folder, a_socket])
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_what_is_no_lock_is_neither_written_nor_waited_for(make: Callable[[Path], None], tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("a thesis\n")
+    make(tmp_path / "a.lock")
+    with pytest.raises(MachineError, match=re.escape(f"{tmp_path / 'a.lock'}: not a lock")) as caught:
+        locks.locked(tmp_path / "a.lock", "the run", "or wait").__enter__()
+    assert "free some space" not in str(caught.value)
+    assert (tmp_path / "precious").read_text() == "a thesis\n"
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_a_link_that_is_left_beside_a_file_is_not_written_through(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("a thesis\n")
+    (tmp_path / "table.json.incomplete").symlink_to("precious")
+    files.write_json(tmp_path / "table.json", {})
+    assert (tmp_path / "precious").read_text() == "a thesis\n"
+
+
+@pytest.fixture
+def held(tmp_path: Path) -> subprocess.Popen[str]:
+    """Another process that holds base.gguf until its input ends."""
+    (tmp_path / "base.gguf").write_bytes(b"GGUF")
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "base.gguf")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def test_a_lock_is_waited_for_and_it_is_said_whose(
+    held: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(locks, "_SAID_SECONDS", 0)
+    threading.Timer(1, held.kill).start()
+    with locks.reading(tmp_path / "base.gguf", "or copy it"):
+        pass
+    assert f"base.gguf is in use by process {held.pid}: waiting" in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["base.gguf"]
+
+
+def test_a_lock_is_not_waited_for_without_end(
+    held: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locks, "_MOST_SECONDS", 0)
+    with pytest.raises(InUseError, match=f"process {held.pid}: wait until"):
+        locks.reading(tmp_path / "base.gguf", "or copy it").__enter__()
+
+
+def test_the_lock_of_a_stopped_process_is_not_waited_for(held: subprocess.Popen[str], tmp_path: Path) -> None:
+    held.send_signal(signal.SIGSTOP)
+    while locks._is_stopped(held.pid) is False:
+        time.sleep(0.01)
+    with pytest.raises(InUseError, match=f"stopped: continue it by `kill -CONT {held.pid}`"):
+        locks.reading(tmp_path / "base.gguf", "or copy it").__enter__()
