@@ -12,6 +12,7 @@ import hashlib
 import io
 import json
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -140,14 +141,8 @@ def _check(members: Sequence[Member]) -> None:
 def _write(folder: Path, table: SweepTable) -> None:
     """Write the table, one process after the other: those that share the members end in the same moment."""
     (folder / SCORES).mkdir(parents=True, exist_ok=True)
-    while True:
-        with (
-            contextlib.suppress(InUseError),
-            locks.locked(folder / SCORES / "table.lock", f"{folder / TABLE}", _OTHERWISE),
-        ):
-            write_json(folder / TABLE, table.as_dict())
-            return
-        time.sleep(_POLL_SECONDS)
+    with locks.locked(folder / SCORES / "table.lock", f"{folder / TABLE}", _OTHERWISE, wait=True):
+        write_json(folder / TABLE, table.as_dict())
 
 
 def _move_aside(folder: Path) -> None:
@@ -242,7 +237,7 @@ class _Sweep:
         if not self.trained_seconds:
             return "the budget was spent before a member was trained; give more, such as 30m or 2h"
         left = sum(
-            not self._score_file(member, share).exists()
+            self._read(self._score_file(member, share)) is None
             for member in self.members
             if member.name not in self.trained_further and member.setting not in self.why
         )
@@ -297,14 +292,19 @@ class _Sweep:
         Raises InUseError while another process trains it, and else _BudgetSpent.
         """
         file = self._score_file(member, share)
-        if not file.exists():
+        rows = self._read(file)
+        if rows is None:
             with self._held(member):
                 try:
-                    if not file.exists():  # another process may have written it meanwhile
+                    rows = self._read(file)
+                    if rows is None:  # another process may have written it meanwhile
+                        if os.path.lexists(file):
+                            self.terminal.note(f"{file}: damaged; {member.name} is scored again")
                         not_ended = f"{_NOT_ENDED} with {member.setting}"
                         _write(self.folder, self._table(not_ended, self._kept(), ended=False))
                         started = time.monotonic()
-                        self._keep(file, self._trained(member, share))
+                        rows = self._trained(member, share)
+                        self._keep(file, rows)
                         self.trained_seconds.append(time.monotonic() - started)
                 except _TrainedFurther:
                     self.trained_further.add(member.name)
@@ -316,7 +316,6 @@ class _Sweep:
                     self.why[member.setting] = "failed", first_line(error)
                     self.terminal.note(f"{member.setting}: {first_line(error)}")
                     return _NOT_FINITE
-        rows = np.load(file, allow_pickle=False)
         self.losses.setdefault(member.name, {})[share] = halving.loss(rows)
         after = "" if share == 1 else f" after {words.share(share)} of its run"
         self.terminal.note(f"{member.name}: eval loss {halving.loss(rows):.4f}{after}")
@@ -340,9 +339,8 @@ class _Sweep:
         for share in (*self._shares, 1.0):
             for setting in self._settings:
                 own = [member for member in self.members if member.setting == setting]
-                files = [self._score_file(member, share) for member in own]
-                if all(file.exists() for file in files):
-                    rows = [np.load(file, allow_pickle=False) for file in files]
+                rows = [one for member in own if (one := self._read(self._score_file(member, share))) is not None]
+                if len(rows) == len(own):
                     kept.setdefault(share, {})[setting] = np.stack(np.broadcast_arrays(*rows))
                     for member, one in zip(own, rows, strict=True):
                         self.losses.setdefault(member.name, {})[share] = halving.loss(one)
@@ -379,6 +377,15 @@ class _Sweep:
     def _rows(self) -> dict[str, str]:
         """The hashes of the training and evaluation rows."""
         return {"train": fingerprint.of_rows(self._data.train), "eval": fingerprint.of_rows(self._data.eval)}
+
+    def _read(self, file: Path) -> np.ndarray | None:
+        """The scores that were kept in a file; None if it is missing or damaged."""
+        with contextlib.suppress(OSError, ValueError, EOFError, TypeError, OverflowError):
+            if file.is_file():  # mapped, because a damaged header may ask for any memory
+                rows = np.lib.format.open_memmap(file, mode="r")
+                if rows.dtype == float and rows.ndim == 2 and rows.shape[1] == 2:
+                    return np.array(rows)
+        return None
 
     def _keep(self, file: Path, rows: np.ndarray) -> None:
         content = io.BytesIO()

@@ -111,6 +111,26 @@ def test_the_table_of_a_running_sweep_has_what_others_have_compared(tmp_path: Pa
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("damage", ["empty", "torn", "huge", "other"])
+def test_a_damaged_score_is_made_again(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep = of_two(tmp_path)
+    member, rows = sweep.members[0], np.full((3, 2), 2.0)
+    file = sweep._score_file(member, 1.0)
+    file.parent.mkdir()
+    sweep._keep(file, rows)
+    content = file.read_bytes()
+    file.write_bytes({
+        "empty": b"",
+        "torn": content[:-8],
+        "huge": content.replace(b"(3, 2), }       ", b"(9999999999, 2)}"),
+        "other": b"PK\x03\x04" + content,
+    }[damage])  # fmt: skip
+    assert sweep._kept() == {}
+    monkeypatch.setattr(sweep, "_trained", lambda member, share: rows)
+    assert sweep._scored(member, 1.0).tolist() == rows.tolist()
+    assert sweep._read(file).tolist() == rows.tolist()
+
+
 def test_a_score_is_of_one_form_that_is_served(tmp_path: Path) -> None:
     def made_of(*serve: str) -> str:
         sweep = of_two(tmp_path, "output.merge=false", *serve)
