@@ -14,6 +14,7 @@ from finetune.cli import job_commands, model_commands, run_commands  # noqa: F40
 from finetune.cli.program import CHANGEABLE, app, errors_reported, fail
 from finetune.errors import ConfigError
 from finetune.report.visible import VisibleStream
+from finetune.storage import private
 
 __all__ = ["app", "errors_reported", "main"]
 
@@ -21,6 +22,9 @@ __all__ = ["app", "errors_reported", "main"]
 def main() -> None:
     """The console script `finetune`."""
     sys.stderr = VisibleStream(sys.stderr)
+    with errors_reported():
+        if note := private.settle_home():
+            sys.stderr.write(f"{note}\n")
     name, *arguments = sys.argv[1:] or [""]
     dashed = [argument for argument in arguments if re.match(r"--[a-z]+\.[a-z_]+|-[a-z]+\.[a-z_]+=", argument)]
     if dashed and name in CHANGEABLE:  # the form that other tools take

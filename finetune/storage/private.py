@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pwd
 import stat
 import tempfile
 from pathlib import Path
+
+from finetune.errors import MachineError
 
 _MOST_BYTES = 2**24
 
@@ -15,8 +18,38 @@ def data_cache() -> Path:
     """The cache of `datasets` (its config.py, version 5.2), which takes half a second to import."""
     if own := os.getenv("HF_DATASETS_CACHE"):
         return Path(own)
-    caches = os.getenv("XDG_CACHE_HOME", "~/.cache")
-    return Path(os.getenv("HF_HOME", os.path.join(caches, "huggingface"))).expanduser() / "datasets"
+    caches = os.getenv("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.getenv("HF_HOME") or os.path.join(caches, "huggingface")).expanduser() / "datasets"
+
+
+def settle_home() -> str | None:
+    """Give this process, and those that it starts, a home folder where the system knows none for its user.
+
+    That is so in a container that runs as any number. Libraries fail without one, and write to the working folder where
+    a variable such as HF_HOME is empty, which counts as unset from here on. Returns what to say about it. Raises
+    MachineError if no folder can be made.
+    """
+    for name in ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "XDG_CACHE_HOME"):
+        if os.environ.get(name) == "":
+            del os.environ[name]
+    user = os.geteuid()
+    with contextlib.suppress(KeyError):
+        pwd.getpwuid(user)
+        return None
+    os.environ.setdefault("USER", f"user-{user}")  # torch asks for the name
+    home = os.environ.get("HOME")
+    if home and os.access(home, os.W_OK | os.X_OK):
+        return None
+    try:
+        folder = Path(tempfile.gettempdir(), f"finetune-home-{user}")
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        if folder.is_symlink() or not_private(folder):
+            folder = Path(tempfile.mkdtemp(prefix="finetune-home-"))
+    except OSError as error:
+        raise MachineError(f"there is no home folder, and no temporary one ({error.strerror}); set HOME") from None
+    os.environ["HOME"] = str(folder)
+    return f"user {user} has no home folder: caches are in {folder}; set HOME to keep them elsewhere"
 
 
 def cache_folder() -> Path:
