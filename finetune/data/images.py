@@ -266,11 +266,13 @@ def _content(image: RowImage) -> bytes:
     path = Path(image.path)
     try:
         regular, size = path.is_file(), 0
-        if regular and (size := path.stat().st_size) <= _MOST_BYTES:
+        if regular and 0 < (size := path.stat().st_size) <= _MOST_BYTES:
             return path.read_bytes()
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise RowError(f"{path}: cannot be read: {why}; correct the path or the file, or remove the row") from None
+    if regular and not size:  # files of /proc as well, some of which are read without end
+        raise RowError(f"{path}: an empty file; replace it, or remove the row")
     if regular:
         raise RowError(
             f"{path}: {size:,} bytes, more than the {_MOST_BYTES:,} that are read of an image; save it smaller"

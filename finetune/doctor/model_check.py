@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from finetune.doctor import Examination, Finding
-from finetune.errors import ArtifactError, ConfigError
+from finetune.errors import ArtifactError, ConfigError, MachineError
 from finetune.model.source import catalog
 
 _LIMIT_SECONDS = 120.0
@@ -52,6 +52,12 @@ def examine(
         if file.name != "config.json":
             raise ConfigError(f"{name}: give a model's folder, its config.json or GGUF file, or a run directory")
         name = str(file.parent)
+    allowed_bytes = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if allowed_bytes != resource.RLIM_INFINITY and allowed_bytes < _MOST_BYTES + psutil.Process().memory_info().vms:
+        raise MachineError(
+            f"the address space of a process is limited to {allowed_bytes / 2**30:.1f} GiB, and trying a model may "
+            f"take {_MOST_BYTES / 2**30:.0f} GiB of it; raise the limit (`ulimit -v unlimited`)"
+        )
     with tempfile.TemporaryDirectory(prefix="finetune-doctor-") as folder:
         findings, refused_with = _tried(name, Path(folder), began, time.monotonic() + limit_seconds)
     return Examination(findings, refused_with or ArtifactError.exit_code, refused=bool(refused_with))
@@ -112,7 +118,9 @@ def _try(results: Connection, name: str, folder: Path, statuses: dict[str, str])
 
     results.send(list(CHECKS))
     mapped_bytes = psutil.Process().memory_info().vms
-    resource.setrlimit(resource.RLIMIT_AS, (mapped_bytes + _MOST_BYTES, resource.RLIM_INFINITY))
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limits = [limit for limit in (soft, hard, mapped_bytes + _MOST_BYTES) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
     with _silent(folder / "printed"):
         libraries.quiet()
         gc.freeze()  # memory is freed after each small step, and the collector would go through all of the libraries

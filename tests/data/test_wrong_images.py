@@ -112,6 +112,7 @@ ROWS: list[tuple[str, dict[str, Any], str, str]] = [
     # (what is wrong, the second row of the file, what is said of it, the cure)
     ("no such file", named("missing.png"), "no such file", "in a data file are relative to its folder"),
     ("a folder", named("folder"), "not a regular one", "in a data file are relative to its folder"),
+    ("a file of the system", named("/proc/self/mounts"), "an empty file", "remove the row"),
     ("a device", named("/dev/zero"), "not a regular one", "in a data file are relative to its folder"),
     ("a link to nothing", named("link.png"), "no such file", "in a data file are relative to its folder"),
     ("a path of Windows", named("C:\\pictures\\good.png"), "no such file", "in a data file are relative to its folder"),
