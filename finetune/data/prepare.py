@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.config import Config, DataSection, entries, named
+from finetune.config import Config, DataSection, Source, entries, named
 from finetune.config.field_types import GIVEN, unknown
 from finetune.data import chat, formats, images, in_memory, labelled, sources
 from finetune.data.counts import Counts
@@ -331,10 +331,10 @@ def _splits(preparation: Preparation, problems: Problems) -> tuple[Iterable[Row]
     if section.eval != "auto":
         sources.refuse_shared(section.train, section.eval)
         return train, sources.rows(section.eval, "eval", problems, section.encoding)
-    own = [entry for entry in entries(section.train) if sources.has_held_out_split(entry.source)]
+    own: list[str | Source] = [entry for entry in entries(section.train) if sources.has_held_out_split(entry.source)]
     sources.refuse_shared(section.train, own)
     held_out = sources.rows(own, "eval", problems, section.encoding)
-    drawn_from = {entry.source for entry in entries(section.train)} - {entry.source for entry in own}
+    drawn_from = {entry.source for entry in entries(section.train)} - {entry.source for entry in entries(own)}
     if not drawn_from:
         return train, held_out
 

@@ -171,9 +171,7 @@ def split_uses(section: DataSection, *, fetch: bool = True) -> list[splits.Split
     evaluated = [] if section.eval in ("auto", "none") else [entry.source for entry in entries(section.eval)]
     found = {source: _files_by_split(source, fetch) for source in dict.fromkeys(trained + evaluated)}
     if section.eval == "auto":
-        evaluated = [
-            source for source in trained if any(splits.kind_of(name) == "validation" for name in found[source])
-        ]
+        evaluated = [source for source in trained if splits.holds_out(found[source])]
     read = {
         (source, use): splits.chosen(found[source], use, source)
         for use, several in (("train", trained), ("eval", evaluated))

@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from finetune.errors import DataError, first_line
 
@@ -36,7 +36,7 @@ class SplitUse:
     """
 
     source: str
-    use: Literal["train", "eval", "none"]
+    use: str
     names: tuple[str, ...]
     files: int
     first: str = ""

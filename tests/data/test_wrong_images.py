@@ -63,7 +63,7 @@ def enormous(kind: str, side: int = 30_000) -> bytes:
 
 FILES: list[tuple[str, bytes, str, str]] = [
     # (what is wrong, the image's file, what is said of it, the cure)
-    ("no bytes", b"", "of no format that is read", REPLACE),
+    ("no bytes", b"", "an empty file", REPLACE),
     ("text", b"not an image", "of no format that is read", REPLACE),
     ("a page", b"<!doctype html><title>Not found</title>", "of no format that is read", REPLACE),
     ("a pointer of Git LFS", b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "of no format", REPLACE),
