@@ -53,7 +53,9 @@ def forecast() -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     for name, (changes, tiled) in WAYS.items():
-        config = finetune.load_config(harness.ROOT / CONFIG, ["data.eval=none"]).changed(changes)
+        config = finetune.load_config(harness.ROOT / CONFIG, ["data.eval=none", "training.precision=bf16"]).changed(
+            changes
+        )
         with _tiles(tiled):
             planner = planning.planner_for(config, CARD)
             whole = planner.forecast()

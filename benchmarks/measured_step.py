@@ -104,10 +104,10 @@ class Event(NamedTuple):
 
 
 def config_of(values: Mapping[str, Any]) -> Config:
-    """The config of `section.key` values, for random weights and two steps; what else is not given is the default, and
-    every layer is checkpointed.
+    """The config of `section.key` values, for random weights and two steps; what else is not given is the default, but
+    that every layer is checkpointed and the precision is bf16 on every processor.
     """
-    sections: dict[str, dict[str, Any]] = {"memory": {"checkpointing": "all"}}
+    sections: dict[str, dict[str, Any]] = {"memory": {"checkpointing": "all"}, "training": {"precision": "bf16"}}
     fixed = {"model.weights": "random", "training.max_steps": STEPS, "training.group_by_length": False}
     for key, value in {**values, **fixed}.items():
         section, _, name = key.partition(".")

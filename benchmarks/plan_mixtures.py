@@ -91,7 +91,8 @@ def _served(gpu: str, way: str, serve: str) -> dict[str, Any]:
     """The smallest micro-batch of a way to what is served, and the memory of the rounding where one follows."""
     changes = [f"output.serve={serve}", f"output.way={way}", *(["output.runtime=ollama"] if way == "rounded" else [])]
     plan = _planned(SERVED_CONFIG, gpu, 1, *changes)
-    rounding = publish.rounding_bytes(finetune.load_config(harness.ROOT / SERVED_CONFIG, changes), "cuda")
+    config = finetune.load_config(harness.ROOT / SERVED_CONFIG, [*changes, "training.precision=bf16"])
+    rounding = publish.rounding_bytes(config, "cuda")
     return {"gpu": gpu, "way": way, "serve": serve, "rounding_bytes": rounding, "plan": plan}
 
 

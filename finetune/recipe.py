@@ -13,7 +13,7 @@ from finetune.inference import answers
 from finetune.lifecycle import certification, opening, outcome, preparation, replan, resume, session
 from finetune.lifecycle.plan import plan
 from finetune.measure.monitor import Monitor, meter_for
-from finetune.model import bounds, build
+from finetune.model import bounds, build, precision
 from finetune.model.adapters import adapter
 from finetune.report import page
 from finetune.report.result import Result
@@ -49,7 +49,11 @@ def train(
         terminal.note(note)
     run = RunDirectory(config.output.dir or "runs/unnamed")
     with session.opened(config.model, run, terminal) as (device, signals, lock):
-        config, note = evidence.resolved_if_known(resume.as_started(config, run, fresh=fresh))
+        config = resume.as_started(config, run, fresh=fresh)
+        config, why = precision.resolved(config, ranks.gathered(precision.of_device(device)))
+        if why:
+            terminal.note(f"training.precision: {config.training.precision} ({why})")
+        config, note = evidence.resolved_if_known(config)
         if note:
             terminal.note(note)
         if resume.is_finished(config, run, terminal.note, fresh=fresh):

@@ -8,13 +8,14 @@ from typing import Any
 
 import every_architecture
 import torch
+from jobs import BF16
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer, ParamWrapper
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from finetune import kernels
-from finetune.config import AdapterSection, Config, MemorySection, ModelSection, QuantizationSection
+from finetune.config import AdapterSection, MemorySection, ModelSection, QuantizationSection
 from finetune.data.batching import MicroBatching
 from finetune.model import build, skeleton
 from finetune.model.attention import backends, packing
@@ -71,7 +72,7 @@ def adapted(config: Any, *, packed: bool, recomputed: bool) -> Any:
             attention_.q_norm.weight.data.mul_(attention_.head_dim**-0.5)
     memory = MemorySection(checkpointing="all" if recomputed else "none")
     model = build.trainable(base, ModelSection(), AdapterSection(rank=2), memory, seed=0, device_type="cpu")
-    config_ = Config().changed({"data.packing": packed})
+    config_ = BF16.changed({"data.packing": packed})
     attached = kernels.attach(model, "auto", triton=True, without=[])
     probe_table.run("fused", Subject(config_, model, attached))
     probe_table.run("built", Subject(config_, model))

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from finetune.config import Config
 from finetune.storage.rundir import RunDirectory
 
 TINY = Path(__file__).parent.parent / "configs" / "tiny_cpu.yaml"
@@ -21,6 +22,9 @@ QUICK = [
     "training.max_steps=4", "training.batch_size=4", "training.micro_batch=2", "output.merge=false", "memory.check=off",
 ]  # fmt: skip
 
+
+BF16 = Config().changed({"training.precision": "bf16"})
+"""The default job, in the same precision on every processor."""
 
 # All rows of a step at once, and no evaluation.
 EIGHT = ["training.batch_size=8", "training.micro_batch=8", "data.eval=none", "training.eval_every=null"]

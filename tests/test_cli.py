@@ -337,7 +337,7 @@ def test_a_prompt_may_begin_with_dashes(call, prompt: list[str], monkeypatch: py
         (["model.name=./nowhere"], 7, "no such model directory"),
         (["model.name=someone/nothing"], 4, "the hub cannot be reached"),
         (["adapter.targets=[q_pro]"], 2, "did you mean `q_proj`"),
-        (["training.precision=fp16"], 4, "bf16 or fp32"),
+        (["training.precision=fp16"], 4, "needs a CUDA device"),
         (["output.dir=/proc/nowhere"], 4, "set `output.dir`"),
     ],
 )

@@ -318,11 +318,12 @@ def forecast_of_small_model(job: TriedJob, device: devices.Device) -> job_foreca
 def _rates(job: TriedJob, off: Collection[str]) -> dict[str, float]:
     """Operations and bytes a second, which rank the settings of a plan, and the workspaces of products."""
     dtype = PRECISIONS[job.config.training.precision].dtype
-    left = torch.randn(4096, 4096, device=job.device).to(torch.bfloat16 if dtype is torch.float32 else dtype)
+    left = torch.randn(4096, 4096, device=job.device).to(dtype)
     wide = torch.ones(2**26, device=job.device)
     products, copies = job.seconds(lambda: left @ left), job.seconds(lambda: wide.clone())
     return {
-        "flops": 2 * 4096**3 / products, "bandwidth_bytes": 2 * wide.numel() * 4 / copies,
+        "fp32_flops" if dtype is torch.float32 else "flops": 2 * 4096**3 / products,
+        "bandwidth_bytes": 2 * wide.numel() * 4 / copies,
         "workspace_bytes": sizes.workspace_bytes(left.dtype, job.device),
     }  # fmt: skip
 

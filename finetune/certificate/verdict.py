@@ -81,6 +81,7 @@ class Certificate:
             managed_memory=plain.managed_memory and not self.failed("optimizer"),
             offloads=not self.failed("offload"),
             flops=figures.get(("rates", "flops"), plain.flops),
+            fp32_flops=figures.get(("rates", "fp32_flops"), plain.fp32_flops),
             bandwidth_bytes=figures.get(("rates", "bandwidth_bytes"), plain.bandwidth_bytes),
             measured_workspace_bytes=int(figures.get(("rates", "workspace_bytes"), 0)),
             reserved_share=reserved / forecast if 0 < forecast < reserved else 1.0,

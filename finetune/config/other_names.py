@@ -88,6 +88,8 @@ def taken(key: str, value: Any) -> KeyValues | None:
         return {}
     [ours, fixed] = re.findall(r"`(\w+\.\w+)(?:: ([^`]+))?`", text)[0]
     if fixed:
+        if value == "auto" and ours == "training.precision":
+            return {ours: value}
         return {ours: fixed} if value in (True, "auto") else {}
     return {ours: name_here(value) if isinstance(value, str) else value}
 

@@ -301,8 +301,9 @@ class TrainingSection(Section):
     last warm-up step."""
     max_grad_norm: AtLeast0 = 1.0
     """Gradient clipping: gradients are scaled down to this norm; 0 disables it."""
-    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
-    """Precision of the forward and backward pass; fp16 uses loss scaling."""
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    """Precision of the forward and backward pass; fp16 uses loss scaling. `auto` is the fastest that the device
+    computes natively and that no other key rules out; a run goes on in the one that it was started in."""
     neftune_noise_alpha: Annotated[Above0, Usual("5 to 15")] | None = None
     """Uniform noise on the input embeddings in training: in [-1, 1] times this, over sqrt(L d) for a row of L tokens
     without padding, each of d channels (NEFTune, arXiv 2310.05914)."""

@@ -9,7 +9,7 @@ from finetune.certificate.trials import TRIALS
 from finetune.config import Config
 from finetune.data.prepare import with_classes
 from finetune.forecast.planning import planner_for
-from finetune.model import bounds, build
+from finetune.model import bounds, build, precision
 from finetune.model.base import load_architecture
 from finetune.report.certificate_view import CertificateView
 from finetune.report.terminal import Terminal
@@ -38,6 +38,7 @@ def certify(config: Config | None, terminal: Terminal) -> CertificateView:
     config, _ = bounds.as_known_base_allows(with_classes(config))
     if config.quantization.kind == "auto":
         config = planner_for(config).job
+    config, _ = precision.resolved(config, [precision.of_device(device)])
     config, _ = evidence.resolved_if_known(config)
     architecture = load_architecture(config.model, listed=config.model.weights == "random")
     attention, _ = build.choose_attention(config, architecture, device.type)

@@ -21,6 +21,7 @@ from finetune.config import OptimizerSection
 from finetune.doctor import Examination, Finding
 from finetune.errors import MachineError
 from finetune.forecast import devices
+from finetune.model import precision
 from finetune.model.attention import backends
 from finetune.report import words
 from finetune.runtime import driver, libraries
@@ -87,14 +88,13 @@ def _cards() -> Iterator[Finding]:
         properties = torch.cuda.get_device_properties(index)
         with torch.cuda.device(index):
             free, total = torch.cuda.mem_get_info()
-            bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         state = (
             f"{properties.name}, {words.size(free)} of {words.size(total)} free, compute capability "
-            f"{properties.major}.{properties.minor}, {'bf16' if bf16 else 'no bf16: set `training.precision: fp16`'}"
+            f"{properties.major}.{properties.minor}, trains in {_precision(torch.device('cuda', index))}"
         )
         crowded = free < total / 2
         remedy = "other processes use more than half of it: stop them, or set `memory.budget`" if crowded else ""
-        yield Finding(f"GPU {index}", "warning" if crowded or not bf16 else "ok", state, remedy)
+        yield Finding(f"GPU {index}", "warning" if crowded else "ok", state, remedy)
 
 
 def _driver() -> str:
@@ -112,7 +112,8 @@ def _no_card() -> Iterator[Finding]:
         reason, remedy = unused
         yield Finding("GPU", "error", f"there is one, but {reason}", remedy)
     else:
-        yield Finding("GPU", "warning", "none: jobs run on the CPU", "enough for small models; use a machine with one")
+        state = f"none: jobs run on the CPU, in {_precision(torch.device('cpu'))}"
+        yield Finding("GPU", "warning", state, "enough for small models; use a machine with one")
 
 
 def _host_memory() -> Finding:
@@ -143,12 +144,13 @@ def _disks() -> Iterator[Finding]:
 
 def _attention(device: str) -> Finding:
     # The choice for an ordinary model; one that caps its logits (Gemma 2) gets eager attention.
-    chosen, reason = backends.choose("auto", PreTrainedConfig(), device, _precision(device))
+    chosen, reason = backends.choose("auto", PreTrainedConfig(), device, _precision(torch.device(device)))
     return Finding("attention", "ok", f"{chosen} ({reason})")
 
 
-def _precision(device: str) -> str:
-    return "bf16" if device == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+def _precision(device: torch.device) -> str:
+    """What `training.precision: auto` is on a device, unless other keys rule it out."""
+    return precision.of_device(device).native[0]
 
 
 def _optimizer(device: str) -> Finding:

@@ -24,7 +24,7 @@ from finetune.forecast.fake_model import FakeModel, Shortening
 from finetune.forecast.replay import Replay, replayed
 from finetune.forecast.trace import CATEGORIES, Trace
 from finetune.forecast.trace_recorder import Answers, TraceRecorder
-from finetune.model import bounds, build, served
+from finetune.model import bounds, build, precision, served
 from finetune.model.adapters.adapter import attach
 from finetune.model.attention import backends, caches
 from finetune.model.base import load_architecture
@@ -93,7 +93,7 @@ def forecast(
     device = devices.find(gpu or ("auto" if torch.cuda.is_available() else "cpu"), config.memory)
     name = config.model.name
     architecture = load_architecture(config.model, listed=True)
-    config, _ = served.resolved(config, architecture)
+    config, _ = served.resolved(precision.resolved(config, [device.arithmetic])[0], architecture)
     known = bounds.positions(architecture)
     context = context or min(config.data.max_length, known or config.data.max_length)
     if known and context > known:

@@ -20,6 +20,8 @@ from finetune.config.field_types import parse_size
 from finetune.errors import ConfigError, MachineError, OutOfMemoryError
 from finetune.forecast import gpus, operator_costs
 from finetune.forecast.operator_costs import DeviceOperators
+from finetune.model import precision
+from finetune.model.precision import Arithmetic
 from finetune.runtime import driver, libraries, patches, segments
 
 
@@ -29,8 +31,9 @@ class Device:
 
     `budget_bytes` is what it may take there, context included. `outside_bytes` is what it takes besides tensors: the
     CUDA context and `communicator_bytes` of NCCL, or on a CPU what the process holds before it begins. The rates are
-    those of 16-bit products (operations a second), of memory, of PCI Express and of NVLink (bytes a second, 0 where
-    there is none), `call_seconds` the least time of one operator; they rank settings, and bound a time from below.
+    those of 16-bit products and of those in float32 (operations a second), of memory, of PCI Express and of NVLink
+    (bytes a second, 0 where there is none), `call_seconds` the least time of one operator; they rank settings, and
+    bound a time from below.
     """
 
     type: str
@@ -38,6 +41,7 @@ class Device:
     budget_bytes: int
     outside_bytes: int
     flops: float
+    fp32_flops: float
     bandwidth_bytes: float
     call_seconds: float
     pcie_bytes: float = math.inf
@@ -68,6 +72,11 @@ class Device:
         `cap` enforces this where `memory.limit` bounds the budget.
         """
         return self.budget_bytes - self.outside_bytes
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """What it computes natively; for a CPU, what this machine's does."""
+        return precision.of_card(self.name, self.capability) if self.type == "cuda" else precision.of_cpu()
 
     @property
     def operators(self) -> DeviceOperators:
@@ -180,6 +189,7 @@ def _card(gpu: gpus.Gpu, total: int, budget: int | None, name: str) -> Device:
         budget_bytes=min(total, budget or total),
         outside_bytes=operator_costs.context_bytes(gpu.multiprocessors),
         flops=gpu.flops,
+        fp32_flops=gpu.fp32_flops,
         bandwidth_bytes=gpu.bandwidth_bytes,
         pcie_bytes=gpu.pcie_bytes,
         nvlink_bytes=gpu.nvlink_bytes,
@@ -190,7 +200,9 @@ def _card(gpu: gpus.Gpu, total: int, budget: int | None, name: str) -> Device:
 
 
 def _nearest(total_bytes: int) -> gpus.Gpu:
-    return min(gpus.smallest_first(), key=lambda gpu: abs(gpu.total_bytes - total_bytes))
+    """The card of the table whose memory is nearest, of those with bfloat16, which all that are sold today have."""
+    cards = (gpu for gpu in gpus.smallest_first() if gpu.compute_capability >= (8, 0))
+    return min(cards, key=lambda gpu: abs(gpu.total_bytes - total_bytes))
 
 
 def _present(budget: int | None, context_bytes: int | None = None) -> Device:
@@ -218,7 +230,7 @@ def _present(budget: int | None, context_bytes: int | None = None) -> Device:
 
 
 def _cpu(budget: int | None) -> Device:
-    flops, bandwidth, call = _cpu_rates()
+    flops, fp32_flops, bandwidth, call = _cpu_rates()
     # What a training process holds then, or soon: TRL's loss imports the first, with pandas and datasets (80 MiB), in
     # its first backward pass, unless rows were prepared; every adapter the second (20 MiB, without scipy).
     with patches.SCIPY.by(lambda: False):
@@ -233,6 +245,7 @@ def _cpu(budget: int | None) -> Device:
         budget_bytes=int(min(available, budget or available)),
         outside_bytes=held,
         flops=flops,
+        fp32_flops=fp32_flops,
         bandwidth_bytes=bandwidth,
         call_seconds=call,
     )
@@ -263,14 +276,18 @@ def _left_by(group: Path) -> float:
 
 
 @cache
-def _cpu_rates() -> tuple[float, float, float]:
-    """(operations a second, bytes a second, seconds a call) of this CPU, measured in some milliseconds."""
+def _cpu_rates() -> tuple[float, float, float, float]:
+    """(operations a second in bfloat16 and in float32, bytes a second, seconds a call) of this CPU, measured in some
+    milliseconds.
+    """
     left = torch.ones(512, 512)
+    left_16 = torch.ones(256, 256, dtype=torch.bfloat16)  # without instructions for it, 60 times slower
     wide = torch.ones(2**22)
     one = torch.ones(1)
-    products = _seconds(lambda: left @ left)
+    products_16, products = _seconds(lambda: left_16 @ left_16), _seconds(lambda: left @ left)
     copies = _seconds(lambda: wide.clone())
-    return 2 * 512**3 / products, 2 * wide.numel() * 4 / copies, _seconds(lambda: one + one)
+    call = _seconds(lambda: one + one)
+    return 2 * 256**3 / products_16, 2 * 512**3 / products, 2 * wide.numel() * 4 / copies, call
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -81,7 +81,9 @@ class Fitted:
     def as_dict(self) -> dict[str, Any]:
         """The choice as JSON values."""
         others = ["distributed.kind", "distributed.stage"] if self.forecast.gpus > 1 else []
-        others += [key for key in ("training.learning_rate", "quantization.kind") if key in self.reasons]
+        others += [
+            key for key in ("training.learning_rate", "training.precision", "quantization.kind") if key in self.reasons
+        ]
         return {
             "chosen": {key: self.value(key) for key in (_ROWS, _RECOMPUTED, _OFFLOAD, _TILE, *others)},
             "reasons": dict(self.reasons),

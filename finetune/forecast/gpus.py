@@ -6,8 +6,8 @@ a message or log of a real machine, named in the entry's `source`, and where sev
 smallest: newer drivers report less than older ones, and a plan that fits the smaller figure fits the larger.
 
 The rates are NVIDIA's: of dense tensor-core products in 16 bits summed in 32, without sparsity, which on GeForce
-cards is half of the rate summed in 16 bits. The numbers of multiprocessors are NVIDIA's too. No job reaches
-them, so they bound a time from below.
+cards is half of the rate summed in 16 bits, and of products in float32, without TF32. The numbers of multiprocessors
+are NVIDIA's too. No job reaches them, so they bound a time from below.
 
 `pcie` is the card's own connector, generation and lanes, and `nvlink_bytes` the rate of NVLink, one way, half of what
 NVIDIA states for both. Of a card that is sold with and without, it is that of the one with NVLink; bridges between two
@@ -33,10 +33,10 @@ class Gpu:
     """The data sheet of one GPU.
 
     `total_bytes` is what `torch.cuda.get_device_properties` gives as `total_memory`. `flops` is the peak rate of
-    16-bit products, in operations a second with a multiply-add counted as two, and `bandwidth_bytes` the peak
-    rate of its memory in bytes a second; so are `pcie_bytes` and `nvlink_bytes` (0 without it) those of its links,
-    one way. `sold_as_gb` is the number on the box. `source` says where the figures
-    come from, the total first, and `note` what a reader of them should know.
+    16-bit products, in operations a second with a multiply-add counted as two, `fp32_flops` that of products in float32
+    (torch's default, without TF32), and `bandwidth_bytes` the peak rate of its memory in bytes a second; so are
+    `pcie_bytes` and `nvlink_bytes` (0 without it) those of its links, one way. `sold_as_gb` is the number on the box.
+    `source` says where the figures come from, the total first, and `note` what a reader of them should know.
     """
 
     name: str
@@ -44,6 +44,7 @@ class Gpu:
     compute_capability: tuple[int, int]
     multiprocessors: int
     flops: float
+    fp32_flops: float
     bandwidth_bytes: float
     pcie_bytes: float
     nvlink_bytes: float
@@ -96,6 +97,7 @@ def _spellings() -> dict[str, tuple[Gpu, str]]:
             compute_capability=(int(major), int(minor)),
             multiprocessors=facts["multiprocessors"],
             flops=float(facts["bf16_flops"]),
+            fp32_flops=float(facts["fp32_flops"]),
             bandwidth_bytes=float(facts["bandwidth_bytes"]),
             pcie_bytes=_pcie_bytes(facts["pcie"]),
             nvlink_bytes=float(facts.get("nvlink_bytes", 0)),

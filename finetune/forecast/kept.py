@@ -36,7 +36,7 @@ _COURSE = {"learning_rate", "schedule", "warmup", "epochs", "max_steps", "seed",
 # Sections and keys that no forecast depends on: the course, where a job's files are, and trackers.
 _IRRELEVANT: Any = {"tracking": True, "output": {"dir", "save_every"}, "data": {"train", "eval"}, "training": _COURSE}
 _MEMORY = ("budget_bytes", "outside_bytes")
-_RATES = ("flops", "bandwidth_bytes", "call_seconds")
+_RATES = ("flops", "fp32_flops", "bandwidth_bytes", "call_seconds")
 
 
 @dataclass(frozen=True)

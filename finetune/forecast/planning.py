@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from finetune import objectives
-from finetune.config import Config, DistributedSection, TrainingSection, contradictions, dump, explained, loaded
+from finetune.config import Config, TrainingSection, contradictions, dump, explained, loaded
 from finetune.config.field_types import LEVELS
 from finetune.data import batching, prepare, sources
 from finetune.data.batching import LargestBatch, MicroBatching, RowOrder, Sizes
@@ -33,7 +33,7 @@ from finetune.forecast.kept import Kept
 from finetune.forecast.levers import Lever, levers
 from finetune.forecast.replay import RunSetting
 from finetune.forecast.traced_step import Models, StepSetting, pixel_bytes, trace_step
-from finetune.model import bounds, build
+from finetune.model import bounds, build, precision
 from finetune.model.attention import backends, packing
 from finetune.model.base import load_architecture
 from finetune.model.distributed import context
@@ -65,7 +65,7 @@ class Planner:
 
     `data` gives the lengths of the rows; without it every row counts as `data.max_length` long. `gpus` of that kind
     share each step, one to a rank; every forecast is that of rank 0. `why_quantized` is the reason of what was
-    `decided`.
+    `decided`, `why_precision` that of `training.precision: auto`.
     """
 
     job: Config
@@ -74,6 +74,7 @@ class Planner:
     data: Prepared | None
     gpus: int = 1
     why_quantized: str | None = None
+    why_precision: str | None = None
     _known: dict[tuple[str, bool, tuple[LargestBatch, ...]], Forecast] = field(default_factory=dict)
     _models: Models = field(default_factory=Models)
     _largest_scored: dict[tuple[MicroBatching, int], LargestBatch | None] = field(default_factory=dict)
@@ -99,21 +100,24 @@ class Planner:
     def _kept_or_traced(
         self, config: Config, batch: LargestBatch, evaluation: LargestBatch | None, evenly: bool = False
     ) -> Forecast:  # fmt: skip
-        kept = Kept(self.architecture, self._device(config.distributed), self.gpus, evenly)
+        kept = Kept(self.architecture, self._device(config), self.gpus, evenly)
         reference = self._scored(config)
         return kept.get(
             config, [batch, evaluation, reference], lambda: self._forecast(config, batch, evaluation, reference, evenly)
         )
 
-    def _device(self, section: DistributedSection) -> Device:
-        """The device as one of the ranks uses it."""
-        return devices.of_ranks(self.device, strategies.groups(section, self.gpus), section.context)
+    def _device(self, config: Config) -> Device:
+        """The device as one of the ranks uses it, with the rate of the job's precision."""
+        section, device = config.distributed, self.device
+        if config.training.precision == "fp32":
+            device = replace(device, flops=device.fp32_flops)
+        return devices.of_ranks(device, strategies.groups(section, self.gpus), section.context)
 
     def _forecast(
         self, config: Config, batch: LargestBatch, evaluation: LargestBatch | None,
         reference: LargestBatch | None = None, evenly: bool = False,
     ) -> Forecast:  # fmt: skip
-        device = self._device(config.distributed)
+        device = self._device(config)
         if config.training.deterministic and not device.cublas_workspace:
             device = replace(device, cublas_workspace=libraries.DETERMINISTIC_CUBLAS, measured_workspace_bytes=0)
         implementation = _attention(config, self.architecture, device)
@@ -404,6 +408,8 @@ class Plan:
     """What was chosen where the job says `auto`; None where nothing was, or nothing fits."""
     why_quantized: str | None = None
     """The reason for the kind of quantization, where the job says `auto`."""
+    why_precision: str | None = None
+    """The reason for the precision, where the job says `auto`."""
     images: ImageMemory | None = None
     """What an image takes, where rows have images."""
     evidence: str | None = None
@@ -423,6 +429,7 @@ class Plan:
         images = {"images": self.images.as_dict()} if self.images else {}
         chosen = {
             "quantization": self.config.quantization.kind,
+            "precision": self.config.training.precision,
             "learning_rate": self.config.training.learning_rate,
             "evidence": self.evidence,
         }
@@ -442,12 +449,14 @@ def _as_it_is(planner: Planner, own_device: bool) -> Planner:
 def plan(config: Config, gpu: str | None = None, gpus: int = 1, follow: Follow = _as_it_is) -> Plan:
     """Forecast the job on `gpu`, with its `auto` settings fitted (see `finetune.plan`)."""
     planner = planner_for(config, gpu, gpus, follow)
-    _, said = evidence.resolved(config, planner.architecture)
+    given = config.changed({"training.precision": planner.job.training.precision})
+    _, said = evidence.resolved(given, planner.architecture)
     config, fitted = planner.resolve()
     forecast = planner.with_reference(config, fitted.forecast if fitted else planner.forecast(config))
     forecast = planner.with_routing(config, forecast)
     levers = () if forecast.fits else tuple(planner.levers(config, forecast))
-    return Plan(config, forecast, levers, fitted, planner.why_quantized, planner.images(config), said)
+    why = planner.why_quantized, planner.why_precision
+    return Plan(config, forecast, levers, fitted, *why, planner.images(config), said)
 
 
 @libraries.alone()
@@ -469,8 +478,9 @@ def _fit(planner: Planner, asked: TrainingSection) -> Fitted:
     fitted, reasons = planner.fit(), dict[str, str]()
     if asked.learning_rate == "auto":
         _, reasons["training.learning_rate"] = evidence.best_rate(planner.job, planner.architecture)
-    if why := planner.why_quantized:
-        reasons["quantization.kind"] = why
+    for key, why in (("quantization.kind", planner.why_quantized), ("training.precision", planner.why_precision)):
+        if why:
+            reasons[key] = why
     return replace(fitted, reasons={**reasons, **fitted.reasons})
 
 
@@ -528,6 +538,8 @@ def planner_for(
     check_shares(loaded(config).training, config.distributed, gpus)
     check_optimizer(config.optimizer, config.distributed)
     device = devices.find(gpu or ("auto" if torch.cuda.is_available() else "cpu"), config.memory)
+    config, why_precision = precision.resolved(config, [device.arithmetic])
+    precision.check(config.training.precision, device.type, device.arithmetic)
     config = _with_classes(config)
     architecture = load_architecture(config.model, listed=True)
     context.check(architecture, config.distributed.context)
@@ -544,7 +556,8 @@ def planner_for(
     data = _data(config, architecture)
     if device.type == "cpu":  # again, for what this process now holds, as in training
         device = devices.find("cpu", config.memory)
-    planner = Planner(reference_scores.decided(config, data), architecture, device, data, gpus)
+    job = reference_scores.decided(config, data)
+    planner = Planner(job, architecture, device, data, gpus, why_precision=why_precision)
     return follow(planner, gpu in (None, "auto", "cpu")).decided()
 
 

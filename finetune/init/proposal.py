@@ -13,7 +13,15 @@ from dataclasses import replace
 from typing import Any
 
 from finetune.certificate import verdict
-from finetune.config import Config, DataSection, MemorySection, ModelSection, QuantizationSection, inline
+from finetune.config import (
+    Config,
+    DataSection,
+    MemorySection,
+    ModelSection,
+    QuantizationSection,
+    TrainingSection,
+    inline,
+)
 from finetune.data import formats, inspection, sources
 from finetune.data.counts import TOO_LONG
 from finetune.data.examples import Completion, NoSuchField, RowError, Unusable, parts
@@ -50,8 +58,6 @@ _OF_PREFERENCES = {
     "pairs": ("dpo", "rows have a chosen and a rejected answer"),
     "unpaired": ("kto", "rows have an answer that is labelled good or bad"),
 }
-# The first compute capability with bfloat16.
-_AMPERE = (8, 0)
 _TITLE = "Written by `finetune init`"
 _AUTO = {"training.micro_batch": "auto", "memory.checkpointing": "auto"}
 
@@ -111,7 +117,8 @@ def propose(wanted: Wanted, say: Callable[[str], None]) -> Draft:
 
 def _refuse_untrainable(section: ModelSection) -> None:
     """Raise as training does for a base that cannot be trained, whatever its data and settings are."""
-    config = Config(model=section, quantization=QuantizationSection(kind="none"))
+    training = TrainingSection(precision="fp32")
+    config = Config(model=section, quantization=QuantizationSection(kind="none"), training=training)
     architecture = load_architecture(section, listed=True)
     attention, _ = build.choose_attention(config, architecture, "cpu")
     trial.check_model(config, architecture, attention, config.adapter)
@@ -214,12 +221,9 @@ def _counted(number: int, thing: str) -> str:
 
 
 def _fitted(draft: Draft, planner: Planner) -> Fitted:
-    """Set quantization, precision and what the fit chooses, with shorter rows where nothing fits with long ones."""
-    device = planner.device
-    if device.type == "cpu":
-        draft.take("training.precision", "fp32", "not every CPU multiplies bfloat16 fast")
-    elif device.capability < _AMPERE:
-        draft.take("training.precision", "fp16", f"{device.name} has no bfloat16")
+    """Set quantization and what the fit chooses, with shorter rows where nothing fits with long ones."""
+    if (precision := planner.job.training.precision) != "bf16":  # left to each start, whose device may have another
+        draft.take("training.precision", "auto", f"`{precision}` as of now: {planner.why_precision}")
     draft.take("training.learning_rate", *evidence.best_rate(draft.job, planner.architecture))
     _choose_quantization(draft, planner)
     lost = "are dropped" if draft.job.data.too_long == "drop" else "lose their beginning"
@@ -258,7 +262,8 @@ def _choose_quantization(draft: Draft, planner: Planner) -> None:
 
 def _for(draft: Draft, planner: Planner) -> Planner:
     """The planner of the draft. Rows longer than its maximum all count as that long."""
-    job, data = planner.job.changed(draft.values), planner.data
+    resolved = {"training.precision": planner.job.training.precision}
+    job, data = planner.job.changed({**draft.values, **resolved}), planner.data
     counts = [each for each in (data.train_counts, data.eval_counts) if each] if data else []
     whole = all(each.longest <= job.data.max_length for each in counts)
     return replace(planner, job=job, data=data if whole else None, _known={}, _largest={})

@@ -20,7 +20,7 @@ from finetune.storage.rundir import RunDirectory, checkpoint_step
 from finetune.training import oom_retry, state
 
 # Keys that keep the values of the run's start where its config leaves them to the program.
-_AS_STARTED = ("quantization.kind", "training.learning_rate", "adapter.expert_rank")
+_AS_STARTED = ("quantization.kind", "training.precision", "training.learning_rate", "adapter.expert_rank")
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,8 @@ class PlanView(PageView):
         """Print what was chosen for `auto`, whether the job fits, what uses the memory, other costs, and the levers."""
         if why := self.plan.why_quantized:
             printing.say(console, f"quantization.kind: {self.plan.config.quantization.kind} ({why})", keep=LINES)
+        if why := self.plan.why_precision:
+            printing.say(console, f"training.precision: {self.plan.config.training.precision} ({why})", keep=LINES)
         if said := self.plan.evidence:
             printing.say(console, said, keep=LINES)
         if self.plan.fitted:

@@ -181,7 +181,8 @@ def base(config: Config) -> str:
     weights = " with random weights" if config.model.weights == "random" else ""
     if rope := config.model.rope_scaling:
         weights += f" and {rope.rope_type} rotary scaling by {rope.factor:g},"
-    return f"{config.model.name}{weights}{stored} {config.training.precision} arithmetic"
+    precision = config.training.precision
+    return f"{config.model.name}{weights}{stored} {'native' if precision == 'auto' else precision} arithmetic"
 
 
 def adapter(section: AdapterSection) -> str:

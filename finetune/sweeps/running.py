@@ -15,7 +15,7 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ from finetune.data.prepare import Prepared
 from finetune.errors import ConfigError, DataError, InUseError, NumbersError, OutOfMemoryError, first_line
 from finetune.export.rounding import exact_start
 from finetune.lifecycle import provenance, resume
-from finetune.model import bounds, build
+from finetune.model import bounds, build, precision
 from finetune.model.adapters import adapter_files
 from finetune.model.base import load_architecture
 from finetune.model.source import vision
@@ -81,7 +81,8 @@ def sweep(
             "members"
         )
     libraries.quiet()
-    made = grid.members(source, overrides, keys)
+    terminal = terminal or Terminal()
+    made = _in_one_precision(grid.members(source, overrides, keys), terminal, fresh=fresh)
     folder = _run_of(made[0]).path.parent
     if RunDirectory(folder).exists:
         raise ConfigError(
@@ -91,10 +92,29 @@ def sweep(
     if fresh and is_sweep(folder):
         _move_aside(folder)
     with libraries.collecting_as_before():
-        table = _Sweep(folder, made, full, budget_seconds, terminal or Terminal()).run()
+        table = _Sweep(folder, made, full, budget_seconds, terminal).run()
     libraries.return_freed_memory()
     _write(folder, table)
     return table
+
+
+def _in_one_precision(made: Sequence[Member], terminal: Terminal, *, fresh: bool) -> list[Member]:
+    """The members with one value for `training.precision: auto`, so that they can be compared: that of the runs that
+    were started, on whatever machine, or else this device's.
+    """
+    of_device = [precision.of_device(this_device())]
+    runs = [_run_of(member) for member in made if member.config.training.precision == "auto"]
+    started = next((run.config().training.precision for run in runs if not fresh and run.has_results), None)
+    members, notes = list[Member](), set[str]()
+    for member in made:
+        config, why = precision.resolved(member.config, of_device)
+        if why:
+            config = config.changed({"training.precision": started}) if started else config
+            notes.add(f"training.precision: {config.training.precision} ({'as started' if started else why})")
+        members.append(replace(member, config=config))
+    for note in sorted(notes):
+        terminal.note(note)
+    return members
 
 
 def _notes(members: Sequence[Member]) -> dict[str, list[str]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from finetune.config import Config, DistributedSection, OptimizerSection, TrainingSection
-from finetune.errors import ConfigError, MachineError
+from finetune.errors import ConfigError
+from finetune.model import precision
 from finetune.runtime import ranks
 from finetune.training import tracking
 from finetune.training.optimizers import OPTIMIZERS
@@ -22,11 +23,7 @@ def check(config: Config, device: torch.device) -> None:
             "`output.serve`: random weights are not kept, so nothing can be exported; remove it, or set "
             "`model.weights: pretrained`"
         )
-    precision, on_gpu = config.training.precision, device.type == "cuda"
-    if precision == "fp16" and not on_gpu:
-        raise MachineError("`training.precision: fp16` needs a CUDA device for its loss scaling; set bf16 or fp32")
-    if precision == "bf16" and on_gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise MachineError(f"{torch.cuda.get_device_name()} does not support bfloat16; set `training.precision: fp16`")
+    precision.check(config.training.precision, device.type, precision.of_device(device))
     tracking.check(config.tracking)
     STRATEGIES[config.distributed.kind].check(config.distributed, device)
     check_shares(config.training, config.distributed)

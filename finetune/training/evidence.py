@@ -64,6 +64,11 @@ def resolved(config: Config, architecture: Any) -> tuple[Config, str | None]:
         notes = [f"training.learning_rate: {given:g} is far {way} {rate:g}, {why}"]
     else:
         notes = []
+    if config.training.precision == "fp16" and str(getattr(architecture, "dtype", None)).endswith("bfloat16"):
+        notes.append(
+            "training.precision: fp16 ends at 65,504, and the base was made in bfloat16, which goes on to 3e38; if "
+            "updates are skipped again and again, set fp32"
+        )
     if isinstance(config.adapter.targets, list) and all(map(_ATTENTION.fullmatch, config.adapter.targets)):
         notes.append(
             "adapter.targets: adapters on attention alone learn less than as many weights on all linear layers"

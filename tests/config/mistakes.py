@@ -21,7 +21,7 @@ from finetune.config import Config
 from finetune.data.prepare import prepare
 from finetune.errors import FinetuneError
 from finetune.forecast import devices
-from finetune.model import build
+from finetune.model import build, precision
 from finetune.model.base import load_architecture
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.settings import load_config
@@ -95,7 +95,7 @@ def _message(mistake: Mistake) -> str:
 
 def _check(job: Config, gpu: str | None) -> None:
     """What `finetune train` checks before the weights are loaded."""
-    devices.find(gpu or "cpu", job.memory)
+    job, _ = precision.resolved(job, [devices.find(gpu or "cpu", job.memory).arithmetic])
     tokenizer = load_tokenizer(job.model, job.data)
     build.blueprint(job, load_architecture(job.model), "eager").check(job.adapter)
     prepare(job.data, tokenizer)

@@ -62,7 +62,7 @@ def test_a_key_stands_in_the_schema_with_its_docstring_and_default(
         ("micro_batch", "One of `auto`, or a number."),
         ("targets", "One of `all-linear`, or a list."),
         ("encoding", "`cp1257`."),
-        ("precision", "One of `bf16`, `fp16`, `fp32`."),
+        ("precision", "One of `auto`, `bf16`, `fp16`, `fp32`."),
     ],
 )
 def test_the_reference_names_what_may_stand_in_place_of_a_name(reference: str, key: str, end: str) -> None:

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 import seeing
 import transformers
+from jobs import BF16
 from PIL import Image
 from seeing import encoded
 
-from finetune.config import Config, DataSection, ModelSection
+from finetune.config import DataSection, ModelSection
 from finetune.data import formats, images, in_memory
 from finetune.data.counts import TOO_LONG
 from finetune.data.encoded import RowImage
@@ -71,7 +72,7 @@ def test_a_bound_where_pixels_are_fixed_is_refused(tmp_path: Path) -> None:
 
 
 def of_base(folder: Path, **changes: Any) -> Vision:
-    config = Config().changed({"model.name": str(folder), "model.vision": "frozen", **changes})
+    config = BF16.changed({"model.name": str(folder), "model.vision": "frozen", **changes})
     found = of(config, load_architecture(config.model), load_tokenizer(config.model, config.data))
     assert found is not None
     return found

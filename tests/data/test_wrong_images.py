@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 import seeing
+from jobs import BF16
 from PIL import Image, ImageFile
 from seeing import encoded
 
-from finetune.config import Config
 from finetune.data import images
 from finetune.data.encoded import RowImage
 from finetune.data.examples import Chat, RowError
@@ -285,7 +285,7 @@ def test_a_bomb_is_refused_before_it_is_decoded(kind: str, refusal: Any, decoded
 
 @pytest.fixture
 def seen(base: Path) -> vision.Vision:
-    config = Config().changed({"model.name": str(base), "model.vision": "frozen"})
+    config = BF16.changed({"model.name": str(base), "model.vision": "frozen"})
     found = vision.of(config, load_architecture(config.model), load_tokenizer(config.model, config.data))
     assert found is not None
     return found

@@ -9,7 +9,7 @@ from typing import Any
 import every_architecture
 import pytest
 import torch
-from jobs import logits
+from jobs import BF16, logits
 from peft import PeftModel
 from peft.tuners.lora import ParamWrapper
 from safetensors.torch import load_file, save_file
@@ -17,7 +17,7 @@ from test_served_names import JOB, base_at
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import finetune
-from finetune.config import AdapterSection, Config, ModelSection
+from finetune.config import AdapterSection, ModelSection
 from finetune.errors import ConfigError
 from finetune.export import adapter_export, server_commands, server_experts, server_names
 from finetune.export.conversion import Conversion
@@ -40,7 +40,7 @@ def written(name: str, folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
     config = every_architecture.config(name)
     made = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
     made.from_config(config, dtype=torch.float32).save_pretrained(folder / "base")
-    job = Config().changed({"model.name": str(folder / "base"), "model.weights": "pretrained"})
+    job = BF16.changed({"model.name": str(folder / "base"), "model.weights": "pretrained"})
     base, groups = adapter_export.file_groups(job.model)
     adapted = adapter.attach(base.to_empty(device="cpu"), AdapterSection(rank=6, expert_rank=3), name, seed=0)
     for weight in adapter_files.weights(adapted).values():
@@ -134,7 +134,7 @@ def test_an_adapter_on_experts_is_exported_for_vllm(name: str, quick: Any, tmp_p
 )
 def test_what_vllm_would_not_serve_is_refused(name: str, targets: Any, why: str, tmp_path: Path) -> None:
     every_architecture.config(name).save_pretrained(tmp_path)
-    config = Config().changed({"model.name": str(tmp_path), "model.weights": "random", "adapter.targets": targets})
+    config = BF16.changed({"model.name": str(tmp_path), "model.weights": "random", "adapter.targets": targets})
     with pytest.raises(ConfigError, match=f"no form for other programs: .*{re.escape(why)}.*Export `merged`"):
         adapter_export.check(Conversion(RunDirectory(tmp_path), config, None, [], "", CPU, "f16", None, lambda _: None))
 

@@ -10,13 +10,13 @@ from typing import Any
 import every_architecture
 import pytest
 import torch
-from jobs import logits, save_base
+from jobs import BF16, logits, save_base
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 import finetune
-from finetune.config import AdapterSection, Config, ModelSection, QuantizationSection
+from finetune.config import AdapterSection, ModelSection, QuantizationSection
 from finetune.errors import ConfigError
 from finetune.export import adapter_export, server_names
 from finetune.model import base as model_base
@@ -124,7 +124,7 @@ def test_the_exported_adapter_is_found_in_the_whole_of_a_composite_checkpoint(
     adapted = adapter.attach(base, AdapterSection(rank=2, expert_rank=0), section.name, seed=0)
     for weight in adapter_files.weights(adapted).values():
         torch.nn.init.normal_(weight, std=0.1)
-    job = Config().changed({"model.name": section.name, "model.weights": "pretrained"})
+    job = BF16.changed({"model.name": section.name, "model.weights": "pretrained"})
     names, pairs = adapter_export.served_names(*adapter_export.file_groups(job.model)), adapter_export.plain(adapted)
     renamed = {layer: adapter_export._served(names, layer) for layer in pairs}
     adapter_export.write(pairs, renamed, adapted.peft_config["default"], section.name, tmp_path / "adapter")
@@ -153,7 +153,7 @@ def test_an_adapter_that_a_server_would_ignore_is_refused() -> None:
 def test_a_prefix_that_files_lack_is_kept_and_a_layer_without_a_weight_in_the_files_is_refused(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("bloom", vocab_size=64, hidden_size=16, n_layer=1))
     model.transformer.save_pretrained(tmp_path)
-    job = Config().changed({"model.name": str(tmp_path), "model.weights": "pretrained"})
+    job = BF16.changed({"model.name": str(tmp_path), "model.weights": "pretrained"})
     names = adapter_export.served_names(*adapter_export.file_groups(job.model))
     layer = "transformer.h.0.mlp.dense_h_to_4h"
     assert "h.0.mlp.dense_h_to_4h.weight" in weight_files.shapes(tmp_path / "model.safetensors")

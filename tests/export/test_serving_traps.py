@@ -14,10 +14,11 @@ import gguf_in_llama_cpp as bench
 import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFReader, dequantize
+from jobs import BF16
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from finetune.config import Config, serving
+from finetune.config import serving
 from finetune.data.encoded import IGNORE
 from finetune.errors import ArtifactError, ConfigError
 from finetune.export import compressed_export, proof, server_commands
@@ -153,7 +154,7 @@ def test_a_mixture_in_fp8_is_served_merged(model: Path) -> None:  # trap 10: vll
     (model / "config.json").write_text(
         json.dumps({"model_type": "qwen3_moe", "num_experts": 4, "num_attention_heads": 4, "vocab_size": 64, **sizes})
     )
-    job = Config().changed({"model.name": str(model), "output.serve": "fp8"})
+    job = BF16.changed({"model.name": str(model), "output.serve": "fp8"})
     config, line = bounds.as_known_base_allows(job)
     assert (config.output.runtime, config.output.way, serving.export_of(config.output)) == ("vllm", "rounded", "fp8")
     assert "vLLM computes nonsense with an adapter on experts in FP8 (vllm#42007)" in str(line)

@@ -118,7 +118,7 @@ def uneven(quick: Callable[..., Config], tmp_path: Path) -> Callable[..., Planne
         planner = planning.planner_for(job, "cpu")
         # What this machine is measured at, and holds, would move the choice.
         fixed = dataclasses.replace(
-            planner.device, flops=1e11, bandwidth_bytes=2e10, call_seconds=1e-5, outside_bytes=100 * MIB
+            planner.device, fp32_flops=1e11, bandwidth_bytes=2e10, call_seconds=1e-5, outside_bytes=100 * MIB
         )
         planner = dataclasses.replace(planner, device=fixed)
         least, most = (

@@ -117,6 +117,7 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         "data": {"train": str(seeing.rows(folder, rows)), "eval": "none", "max_length": 128},
         "training": {
             "batch_size": 6, "micro_batch": "auto" if chosen else 2, "max_steps": 2, "learning_rate": 1e-3,
+            "precision": "bf16",
         },
         "memory": {"checkpointing": "auto" if chosen else "all"},
         "output": {"dir": str(folder / "run")},

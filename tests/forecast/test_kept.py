@@ -209,7 +209,7 @@ def test_with_other_memory_free_a_forecast_holds_unless_the_allocator_would_act_
 def test_on_a_cpu_the_kept_forecast_takes_the_rates_and_the_memory_of_now(traced: list[Any]) -> None:
     job = config()
     then = planning.planner_for(job, "cpu").device
-    half = {"flops": then.flops / 2, "bandwidth_bytes": then.bandwidth_bytes / 2}
+    half = {name: getattr(then, name) / 2 for name in ("flops", "fp32_flops", "bandwidth_bytes")}
     now = dataclasses.replace(then, **half, outside_bytes=then.outside_bytes + 2**20, budget_bytes=2**40)
     architecture = planner(job).architecture
     first = Planner(job, architecture, then, None).forecast()
@@ -219,4 +219,4 @@ def test_on_a_cpu_the_kept_forecast_takes_the_rates_and_the_memory_of_now(traced
     batch = planner_of_now._largest_batches(job)[0][0]
     assert second == planner_of_now._forecast(job, batch, None), "as if traced"
     assert second.seconds > first.seconds
-    assert job_forecast.on(second, then) == first
+    assert job_forecast.on(second, first.device) == first

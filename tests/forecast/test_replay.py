@@ -18,7 +18,7 @@ from finetune.forecast.devices import Device
 from finetune.forecast.job_forecast import PHASES, WORDS, Forecast
 from finetune.forecast.trace import CATEGORIES
 
-CPU = Device("cpu", "CPU", 10 * GIB, 100 * MIB, flops=1e9, bandwidth_bytes=1e8, call_seconds=1e-3)
+CPU = Device("cpu", "CPU", 10 * GIB, 100 * MIB, flops=1e9, fp32_flops=1e9, bandwidth_bytes=1e8, call_seconds=1e-3)
 CARD = dataclasses.replace(CPU, type="cuda", name="a card", outside_bytes=300 * MIB, capability=(8, 9))
 BATCH = LargestBatch(rows=2, tokens=64, padded=True, trained_tokens=96)
 

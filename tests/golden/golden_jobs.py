@@ -230,7 +230,7 @@ def plan(name: str) -> dict[str, Any]:
     changes = ["memory.checkpointing=all", _PLAIN, *changes]
     budget = ["memory.budget=4GiB"] if card == "cpu" else []
     made = finetune.plan(finetune.load_config(CONFIGS / f"{config}.yaml", [*changes, *budget]), card).as_dict()
-    del made["quantization"], made["learning_rate"], made["evidence"]  # as configured
+    del made["quantization"], made["precision"], made["learning_rate"], made["evidence"]  # as configured
     if card == "cpu":
         del made["device"], made["needed_bytes"], made["host_bytes"], made["categories"]["context"]
         del made["moved_bytes"], made["seconds"]  # what bandwidth bounds depends on the rates measured here

@@ -72,7 +72,7 @@ def test_a_short_config_is_written_with_the_values_that_fit_and_the_reason_of_ea
     code, out, _ = call("init", shallow_base, "rows.jsonl", "--gpu", "8GiB", "--yes")
     assert code == 0
     assert "replaced rows.yaml" in out
-    assert load_config(tmp_path / "rows.yaml").training.precision == "bf16"
+    assert load_config(tmp_path / "rows.yaml").training.precision == "auto"
 
 
 @pytest.mark.slow
@@ -176,7 +176,7 @@ def test_the_card_is_asked_for_once_the_data_were_read_and_again_after_a_mistake
     assert code == 0
     assert "RTX 4O9O" in err
     assert out.index("reading rows.jsonl") < out.index("Card: ")
-    assert load_config(tmp_path / "rows.yaml").training.precision == "bf16"
+    assert load_config(tmp_path / "rows.yaml").training.precision == "auto"
 
 
 GUESSED = ("customer_message", "agent_reply")

@@ -116,7 +116,10 @@ def test_cudnn_attention_is_off_wherever_a_model_runs_outside_of_training(reques
     from finetune.model.source.tokenizer import load_tokenizer
     from finetune.training.eval_loss import held_out_loss
 
-    given = {"data": {"train": "rows.jsonl"}, "model": {"tokenizer": "builtin:tiny-llama"}}
+    given = {
+        "data": {"train": "rows.jsonl"}, "model": {"tokenizer": "builtin:tiny-llama"},
+        "training": {"precision": "bf16"},
+    }  # fmt: skip
     tokenizer = load_tokenizer(ModelSection(tokenizer="builtin:tiny-llama"))
     config = AutoConfig.for_model("llama", **{**SHARED, "vocab_size": len(tokenizer)})
     model = AutoModelForCausalLM.from_config(config).eval()

@@ -10,6 +10,7 @@ import gguf_in_llama_cpp as bench
 import pytest
 import torch
 from gguf import GGUFReader
+from jobs import BF16
 from transformers import AutoConfig
 
 import finetune
@@ -37,7 +38,7 @@ def test_rows_may_be_as_many_times_longer_and_their_angles_change(kind: str) -> 
     plain = load_architecture(ModelSection())
     known = bounds.positions(plain)
     assert known
-    config = Config(model=section(kind))
+    config = BF16.model_copy(update={"model": section(kind)})
     architecture = load_architecture(config.model)
     assert bounds.positions(architecture) == 4 * known
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import metric
+from jobs import BF16, metric
 from safetensors.torch import load_file, save_file
 
 import finetune
-from finetune.config import AdapterSection, Config
+from finetune.config import AdapterSection
 from finetune.errors import ArtifactError, ConfigError
 from finetune.export import card
 from finetune.model import build
@@ -25,7 +25,7 @@ THEIRS = AdapterSection(rank=4, alpha=6, targets=["q_proj", "v_proj"])
 
 
 def base() -> Any:
-    config = Config().changed({"quantization.kind": "none"})
+    config = BF16.changed({"quantization.kind": "none"})
     return build.blueprint(config, load_architecture(config.model), "eager").weightless()
 
 
@@ -33,7 +33,7 @@ def base() -> Any:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An adapter as PEFT writes it, on the built-in base."""
     folder = tmp_path_factory.mktemp("theirs")
-    config = Config().changed({"model.weights": "random", "quantization.kind": "none"})
+    config = BF16.changed({"model.weights": "random", "quantization.kind": "none"})
     blueprint = build.blueprint(config, load_architecture(config.model), "eager")
     attach(blueprint.load(torch.device("cpu")), THEIRS, "x", 1).save_pretrained(str(folder))
     return folder
@@ -96,7 +96,7 @@ def test_layers_and_shapes_are_those_of_the_tensors(saved: Path, tmp_path: Path)
 @pytest.mark.parametrize("kind", ["nf4", "fp4", "int8", "none"])
 def test_dora_starts_on_a_base_of_each_kind_of_quantization(kind: str, tmp_path: Path) -> None:
     """What is checked before weights are loaded takes none; the magnitudes are those of the file."""
-    config = Config().changed({"model.weights": "random", "quantization.kind": kind})
+    config = BF16.changed({"model.weights": "random", "quantization.kind": kind})
     blueprint = build.blueprint(config, load_architecture(config.model), "eager")
     theirs = THEIRS.model_copy(update={"dora": True, "extra_modules": ["norm"]})
     attach(blueprint.load(torch.device("cpu")), theirs, "x", 1).save_pretrained(str(tmp_path))

@@ -9,10 +9,10 @@ from typing import Any
 import every_architecture
 import pytest
 import torch
-from jobs import sampled
+from jobs import BF16, sampled
 
 import finetune
-from finetune.config import AdapterSection, Config
+from finetune.config import AdapterSection
 from finetune.doctor import run_check as run_directory
 from finetune.errors import ConfigError
 from finetune.model import base
@@ -63,7 +63,7 @@ def test_transposed_layers_are_targeted_ranked_and_bounded_like_linear_ones() ->
 
 
 def test_loftq_brings_it_nearer_to_the_weights_on_disk(folder: Path) -> None:
-    config = Config().changed({"model.name": str(folder)})
+    config = BF16.changed({"model.name": str(folder)})
     ids = torch.arange(4, 44)[None]
 
     def logits(kind: str, init: str = "default") -> torch.Tensor:

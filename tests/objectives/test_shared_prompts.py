@@ -10,7 +10,7 @@ from typing import Any
 import families
 import pytest
 import torch
-from jobs import EIGHT, in_fp32, mixture, sampled, write_rows
+from jobs import BF16, EIGHT, in_fp32, mixture, sampled, write_rows
 from steps import (
     assert_gradients_close,
     assert_split_with_the_same_mean,
@@ -21,7 +21,6 @@ from steps import (
 )
 
 import finetune
-from finetune.config import Config
 from finetune.data.batching import MicroBatching, Sizes, chosen_rows, worst_batches
 from finetune.data.encoded import IGNORE, Encoded, Segment
 from finetune.model.attention import packing
@@ -183,9 +182,9 @@ def test_labels_that_a_larger_batch_may_have_are_not_put_on_what_is_computed_els
     [("kernels.compile=layers", "compiled anew"), ("model.attention=flex", "flex_attention has masks of its own")],
 )
 def test_the_reason_why_prompts_are_not_shared_is_noted(way: str, why: str) -> None:
-    config = Config().changed(dict([way.split("=")]))
+    config = BF16.changed(dict([way.split("=")]))
     assert why in str(cannot_share(config, families.architecture("smollm3")))
-    assert "in chunks" in str(cannot_share(Config(), families.architecture("llama4")))
+    assert "in chunks" in str(cannot_share(BF16, families.architecture("llama4")))
 
 
 def test_a_model_that_fails_the_proof_computes_each_prompt(job, monkeypatch: pytest.MonkeyPatch) -> None:

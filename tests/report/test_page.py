@@ -8,7 +8,7 @@ import json
 import re
 
 import pytest
-from jobs import write_rows
+from jobs import BF16, write_rows
 from markup_reader import Reader
 from report_lines import MIB, evaluation_line, training_line, write_lines
 
@@ -300,4 +300,4 @@ def test_large_numbers_are_written_out() -> None:
 )  # fmt: skip
 def test_a_base_is_named_with_the_form_that_it_is_held_in(base: str, said: str) -> None:
     key, _, value = base.partition("=")
-    assert said in report_words.base(Config().changed({key: value}))
+    assert said in report_words.base(BF16.changed({key: value}))

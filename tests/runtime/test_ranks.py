@@ -22,7 +22,7 @@ def visible(monkeypatch: pytest.MonkeyPatch) -> Visible:
         chosen: list[int] = []
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *args, **named: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (8, 0))
         monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen[-1] if chosen else 0)
         monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append(getattr(device, "index", device)))
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda *args: "a card")

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from jobs import BF16
 from transformers import LlamaConfig
 
-from finetune.config import Config
 from finetune.training import assembly, probe_table
 from finetune.training.batches import one_ahead
 from finetune.training.collator import Inputs
@@ -49,7 +49,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Any:
     row = {"input_ids": [1] * 40, "labels": [-100] * 40, "length": 40, "trained": 2}
     shapes = [((20 - at, 20), 18 - 2 * at) for at in range(8)]
     rows = [{**row, "segments": [*lengths], "shared": shared} for lengths, shared in shapes]
-    config = Config().changed({"training.objective": "dpo", "training.batch_size": 4, "data.packing": True})
+    config = BF16.changed({"training.objective": "dpo", "training.batch_size": 4, "data.packing": True})
     return SimpleNamespace(
         config=config, architecture=LlamaConfig(), model=None, device=torch.device("cpu"),
         data=SimpleNamespace(train=Dataset.from_list(rows)), tokenizer=SimpleNamespace(pad_token_id=0),

@@ -98,3 +98,12 @@ def test_a_run_is_recorded_with_its_rate_and_one_of_an_earlier_version_keeps_its
     run.config_file.write_text(run.config_file.read_text().replace("0.0015", "0.0002"))
     finetune.train(config)
     assert "is finished" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("made_in", "precision", "said"), [("bfloat16", "fp16", True), ("float16", "fp16", False),
+                                                            ("bfloat16", "bf16", False)])  # fmt: skip
+def test_a_base_made_in_bfloat16_may_overflow_in_fp16(made_in: str, precision: str, said: bool) -> None:
+    architecture = of_width(4096)
+    architecture.dtype = getattr(torch, made_in)
+    _, note = evidence.resolved(load_config({}, [f"training.precision={precision}"]), architecture)
+    assert ("training.precision: fp16 ends at 65,504" in str(note)) is said
