@@ -192,3 +192,12 @@ def test_a_transformers_without_that_function_lists_its_models_by_itself(monkeyp
     monkeypatch.delattr(import_utils, "create_import_structure_from_path")
     with libraries.models_listed_once():
         assert not hasattr(import_utils, "create_import_structure_from_path")
+
+
+@pytest.mark.slow
+def test_a_closed_stream_is_no_error_and_takes_no_file() -> None:
+    for closed in ("0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"):
+        ended = subprocess.run(
+            ["bash", "-c", f'"{sys.executable}" -m finetune --version {closed}'], capture_output=True
+        )
+        assert ended.returncode == 0, (closed, ended.stderr)

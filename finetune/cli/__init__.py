@@ -7,6 +7,7 @@ its config or opens its run first, so that errors there are reported at once.
 from __future__ import annotations
 
 import gc
+import os
 import re
 import sys
 
@@ -21,6 +22,7 @@ __all__ = ["app", "errors_reported", "main"]
 
 def main() -> None:
     """The console script `finetune`."""
+    _open_closed_streams()
     sys.stderr = VisibleStream(sys.stderr)
     with errors_reported():
         if note := private.settle_home():
@@ -34,3 +36,16 @@ def main() -> None:
     finally:
         # Python would search all of the libraries' objects for garbage once more: a second of a forecast's few.
         gc.freeze()
+
+
+def _open_closed_streams() -> None:
+    """Give a standard stream that was closed (`2>&-`) to /dev/null: the next file to be opened would take its number,
+    and what libraries print to it would be written into that file.
+    """
+    for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
