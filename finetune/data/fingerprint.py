@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config import ModelSection
-from finetune.data.encoded import columns
+from finetune.data.encoded import IMAGES, SEEN, columns
 from finetune.errors import ArtifactError
 from finetune.model.source import file_hashes
 from finetune.storage import records
@@ -24,6 +24,7 @@ from finetune.storage.files import write_json
 _FILE, _ADAPTER = "fingerprint.json", "adapter_model.safetensors"
 # Hex digits shown, of 64: enough to tell two fingerprints apart in an error message.
 _DIGITS = 16
+_DIGITS_OF_IMAGE = 8
 # The hash depends on it, since the lengths of so many rows come before their values.
 _ROWS_AT_ONCE = 10_000
 
@@ -48,19 +49,21 @@ def _sha256(rules: dict[str, Any], others: str) -> str:
     return hashlib.sha256(json.dumps([rules, *json.loads(others)], sort_keys=True).encode()).hexdigest()
 
 
-def of_rows(rows: Any) -> str:
-    """SHA-256 (hex) of the columns that a prepared split trains on, in order; takes a second for 10^9 tokens."""
+def of_rows(rows: Any, *, images: bool = True) -> str:
+    """SHA-256 (hex) of the columns that a prepared split trains on, in order; takes a second for 10^9 tokens.
+
+    Without `images` it is that of any rows with the same tokens, of which images may have others.
+    """
     import numpy as np
     import pyarrow
 
     digest = hashlib.sha256(str(len(rows)).encode())
-    trained = rows.table.select(columns(rows))
+    trained = rows.table.select([name for name in columns(rows) if images or name not in (IMAGES, SEEN)])
     for at in range(0, len(rows), _ROWS_AT_ONCE):
         for column in trained.slice(at, _ROWS_AT_ONCE).columns:
             if pyarrow.types.is_list(column.type) and pyarrow.types.is_struct(column.type.value_type):  # images
-                for each in column.chunks:  # without their bytes
-                    known = each.flatten().field("digest").to_pylist()
-                    digest.update(json.dumps([each.value_lengths().to_pylist(), known]).encode())
+                for each in column.chunks:
+                    digest.update(json.dumps([each.value_lengths().to_pylist(), _digests(each)]).encode())
                 continue
             # Chunk by chunk: joined, lists could have more values than their offsets can number.
             parts, lists = [column.chunks], pyarrow.types.is_list(column.type)
@@ -71,6 +74,27 @@ def of_rows(rows: Any) -> str:
                 kind = ("<f4" if numbers.dtype.kind == "f" else "<i4") if lists else "<f8"
                 digest.update(numbers.astype(kind, copy=False).tobytes())
     return digest.hexdigest()
+
+
+def of_images(rows: Any) -> records.ImageHashes:
+    """The hash of rows that may have images without those, and the digest of each image, cut to tell which differ."""
+    digests = itertools.chain.from_iterable(map(_digests, rows.table.column(IMAGES).chunks))
+    return {"rows": of_rows(rows, images=False), "images": "".join(each[:_DIGITS_OF_IMAGE] for each in digests)}
+
+
+def _digests(images: Any) -> list[str]:
+    """The digest of each image of a chunk of their column, without their bytes."""
+    digests: list[str] = images.flatten().field("digest").to_pylist()
+    return digests
+
+
+def replaced(before: records.ImageHashes, now: records.ImageHashes) -> list[int] | None:
+    """Which images are others than `before`, of the same rows; None if the rows are others, too."""
+    if before["rows"] != now["rows"] or len(before["images"]) != len(now["images"]):
+        return None
+    each = range(0, len(now["images"]), _DIGITS_OF_IMAGE)
+    cut = ([hashes["images"][at : at + _DIGITS_OF_IMAGE] for at in each] for hashes in (before, now))
+    return [number for number, (old, new) in enumerate(zip(*cut, strict=True)) if old != new]
 
 
 def save(tokenizer: Any, base: str | None, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Images of rows: where rows name them, their headers in preparation, and their pixels when a batch is made.
+"""Images of rows: where rows name them, their sizes in preparation, and their pixels when a batch is made.
 
 An image is a file beside the data, or the bytes of one in a row; from Python also an image of Pillow, or an array of
 its pixels. Nothing is fetched from a network.
@@ -18,10 +18,11 @@ import contextlib
 import io
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from finetune.data import fields as row
 from finetune.data.encoded import RowImage
@@ -48,14 +49,16 @@ THUMBNAIL = 160
 
 # Formats of more than 8 bits a channel would lose them without a word.
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
-# How a whole file ends. GIF, BMP and TIFF have no such end: all pixels are decoded. Pillow opens no WebP file that is
-# cut off.
-_ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND", "WEBP": b""}
+# How a whole file ends, of the formats that Pillow decodes without their end.
+_ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}
 _END_WITHIN = 2**16  # bytes: some programs write something after the end
 _MOST_BYTES = 2**28
-_ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # Exif 2.32, table 4: these swap height and width
 _DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,", re.IGNORECASE)
 _KEYS = ("image", "path", "url", "bytes")
+_THREADS = 4
+
+Item = TypeVar("Item")
+Made = TypeVar("Made")
 
 
 # -- where rows name them --------------------------------------------------------------------------------------------
@@ -206,13 +209,13 @@ def _too_deep(mode: str) -> str:
     return f"its pixels are of the kind {mode}; convert it to 8 bits a channel"
 
 
-# -- headers, in preparation -----------------------------------------------------------------------------------------
+# -- sizes, in preparation -------------------------------------------------------------------------------------------
 
 
 def measured(content: Content, folder: Path | None, vision: Vision | None) -> Content:
     """`content` with the size and the text of each image; paths are relative to `folder`.
 
-    Raises RowError for a file that is missing or broken, or has too many pixels, or that the base does not see.
+    Raises RowError for a file that is missing, has too many pixels or cannot be decoded, or that the base does not see.
     """
     if isinstance(content, Several):
         segments = {name: measured_example(each, folder, vision) for name, each in content.segments.items()}
@@ -270,9 +273,9 @@ def _content(image: RowImage) -> bytes:
             return path.read_bytes()
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
-        raise RowError(f"{path}: cannot be read: {why}; correct the path or the file, or remove the row") from None
+        raise RowError(f"{path}: cannot be read: {why}; correct the path or the file") from None
     if regular and not size:  # files of /proc as well, some of which are read without end
-        raise RowError(f"{path}: an empty file; replace it, or remove the row")
+        raise RowError(f"{path}: an empty file; replace it")
     if regular:
         raise RowError(
             f"{path}: {size:,} bytes, more than the {_MOST_BYTES:,} that are read of an image; save it smaller"
@@ -280,32 +283,58 @@ def _content(image: RowImage) -> bytes:
     raise RowError(f"{path}: no such file, or not a regular one; paths in a data file are relative to its folder")
 
 
+def in_threads(work: Callable[[Item], Made], items: Iterable[Item]) -> list[Made]:
+    """`work` on each item, in threads, as Pillow and NumPy release the interpreter's lock while they work."""
+    with _warnings(), ThreadPoolExecutor(_THREADS, "images") as workers:
+        return list(workers.map(work, items))
+
+
 @contextlib.contextmanager
-def _opened(content: bytes) -> Iterator[Any]:
-    """Pillow's image, whose header alone is read yet; its warning of a decompression bomb is an error."""
+def _warnings() -> Iterator[None]:
+    """Make Pillow's warning of a decompression bomb an error, and ignore others.
+
+    A block around threads restores the filters that theirs may leave, since `catch_warnings` is not thread-safe.
+    """
     from PIL import Image
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.simplefilter("error", Image.DecompressionBombWarning)
-        with Image.open(io.BytesIO(content), formats=FORMATS) as opened:
-            yield opened
+        yield
+
+
+@contextlib.contextmanager
+def _opened(content: bytes) -> Iterator[Any]:
+    """Pillow's image, whose header alone is read yet; its warning of a decompression bomb is an error."""
+    from PIL import Image
+
+    with _warnings(), Image.open(io.BytesIO(content), formats=FORMATS) as opened:
+        yield opened
+
+
+def _upright(opened: Any) -> Any:
+    """The pixels of Pillow's image, upright and in RGB. Pillow raises errors of many kinds for a damaged file."""
+    from PIL import ImageOps
+
+    return ImageOps.exif_transpose(opened).convert("RGB")
 
 
 def _size(content: bytes, name: str) -> tuple[int, int]:
-    """Height and width in pixels, upright, of a whole file. Pillow's own limit refuses decompression bombs."""
+    """Height and width in pixels, upright, of a whole file. Pillow's own limit refuses decompression bombs.
+
+    All pixels are decoded, as they are for a batch: damage shows before training.
+    """
     with _opened(content) as opened:
         if opened.mode not in _MODES:
             raise RowError(f"{name}: {_too_deep(opened.mode)}")
         if opened.format != "MPO" and getattr(opened, "is_animated", False):
             raise RowError(f"{name}: has several frames; save one of them, as only still images are trained on")
-        if (end := _ENDS.get(opened.format or "")) is None:
-            opened.load()
-        elif end not in content[max(opened.fp.tell(), len(content) - _END_WITHIN) :]:  # a preview ends before that
+        # A preview in the header ends before that.
+        rest = content[max(opened.fp.tell(), len(content) - _END_WITHIN) :] if opened.format in _ENDS else b""
+        if _ENDS.get(opened.format or "", b"") not in rest:
             raise RowError(f"{name}: the file is cut off; copy it again")
-        width, height = opened.size
-        turned = opened.getexif().get(_ORIENTATION) in _TURNED
-    return (width, height) if turned else (height, width)
+        pixels = _upright(opened)
+        return pixels.height, pixels.width
 
 
 # -- the text that stands for them -----------------------------------------------------------------------------------
@@ -374,24 +403,22 @@ def shown_in(messages: list[Message]) -> int:
 def decoded(image: Mapping[str, Any]) -> Any:
     """The pixels of an image of a prepared row, upright and in RGB, as a Pillow image.
 
-    Raises DataError for a file that is not as it was in preparation, or whose pixels cannot be decoded.
+    Raises DataError for a file that is not as it was in preparation.
     """
-    from PIL import ImageOps
-
     from finetune.data import cache
 
     name = image["path"] or "an image"
     try:
         content = _content(RowImage(image["path"], image["data"]))
         if cache.digest_of(content) != image["digest"]:
-            raise RowError(f"{name}: the file has changed since the rows were prepared; start again")
+            raise RowError(f"{name}: the file has changed since the rows were prepared")
         with _opened(content) as opened:
-            return ImageOps.exif_transpose(opened).convert("RGB")
-    except RowError as error:
-        raise DataError(str(error)) from None
-    except Exception as error:  # anything may be in a file
+            return _upright(opened)
+    except Exception as error:  # memory may run out, for one
+        why = error if isinstance(error, RowError) else f"{name}: its pixels cannot be decoded ({_why(error)})"
         raise DataError(
-            f"{name}: its pixels cannot be decoded ({_why(error)}); replace it, or remove the row"
+            f"{why}. Put it back as it was, or put another image of {image['width']} x {image['height']} pixels in its "
+            "place, and start again"
         ) from None
 
 

@@ -214,9 +214,8 @@ class _SplitWriter:
         size = 0
         try:
             for row in rows:
-                for read in self._several(row, self._read(row)):
-                    batch.append(read)
-                    size += read.size
+                batch.append(_Read(row, self._read(row), len(self.problems.found)))
+                size += batch[-1].size
                 if len(batch) >= _BATCH_ROWS or size >= _BATCH_SIZE:
                     yield batch
                     batch, size = [], 0
@@ -225,14 +224,24 @@ class _SplitWriter:
             raise
         yield batch
 
-    def _several(self, row: Row, content: Content | DataError | Unusable) -> Iterator[_Read]:
+    def _several(self, read: _Read) -> Iterator[_Read]:
         """Yield the rows to train that one row of the source becomes."""
-        found = len(self.problems.found)
-        if isinstance(content, Exception) or not formats.FORMATS[self.forms[row.source]].unpaired:
-            yield _Read(row, content, found)
+        row = read.row
+        if isinstance(read.content, Exception) or not formats.FORMATS[self.forms[row.source]].unpaired:
+            yield read
             return
-        for name, each in unpaired.rows_of(content).items():
-            yield _Read(row._replace(location=f"{row.location}, {name}") if name else row, each, found)
+        for name, each in unpaired.rows_of(read.content).items():
+            yield read._replace(row=row._replace(location=f"{row.location}, {name}") if name else row, content=each)
+
+    def _measured(self, read: _Read) -> _Read:
+        """The row with the sizes of its images, or the error in one of them."""
+        if isinstance(read.content, Exception):
+            return read
+        try:
+            with located(read.row):
+                return read._replace(content=images.measured(read.content, read.row.folder, self.vision))
+        except DataError as error:
+            return read._replace(content=error)
 
     def _read(self, row: Row) -> Content | DataError | Unusable:
         columns = self.section.columns
@@ -244,7 +253,6 @@ class _SplitWriter:
                 content, unused = formats.read(row.fields, self.forms[row.source], columns, self.section.separator)
                 content = labelled.numbered(content, self.section.labels)
                 content = teachers.kept(content, self.section.teacher_tokens)
-                content = images.measured(content, row.folder, self.vision)
         except (DataError, Unusable) as error:
             return error
         for example in parts(content):
@@ -260,6 +268,8 @@ class _SplitWriter:
 
     def _kept_of(self, batch: list[_Read]) -> Iterator[tuple[Row, Encoded]]:
         loss_on, known = self.section.loss_on, len(self.problems.found)
+        measured = images.in_threads(self._measured, batch) if self.vision else map(self._measured, batch)
+        batch = [each for read in measured for each in self._several(read)]
         full = {
             number: read.content
             for number, read in enumerate(batch)

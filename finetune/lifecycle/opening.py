@@ -11,6 +11,8 @@ import torch
 
 from finetune.config import Config
 from finetune.data import inspection
+from finetune.data.encoded import IMAGES
+from finetune.data.prepare import Prepared
 from finetune.errors import ArtifactError
 from finetune.export.rounding import exact_start
 from finetune.forecast.job_forecast import Forecast
@@ -27,6 +29,7 @@ from finetune.storage.files import write_json, write_lines
 from finetune.storage.rundir import RunDirectory, checkpoint_step
 
 Note = Callable[[str], None]
+_NAMED_IMAGES = 20
 
 
 def open_run(
@@ -81,6 +84,13 @@ def asked_config(config: Config, inputs: JobInputs) -> Config:
     return config.changed(inputs.asked)
 
 
+def _images_named(rows: Any, numbers: list[int]) -> list[str]:
+    """The paths of a split's images, numbered in the order of its rows; of one given as bytes, its row."""
+    shown = ((row["place"], image["path"]) for row in rows.select_columns(["place", IMAGES]) for image in row[IMAGES])
+    wanted = {*numbers}
+    return [path or f"an image of {place}" for number, (place, path) in enumerate(shown) if number in wanted]
+
+
 def _reopen(run: RunDirectory, start: Start, inputs: JobInputs, note: Note) -> None:
     """Record where the run resumes, if it does, after checkpoints that cannot be used are set aside."""
     if not start.checkpoint:
@@ -132,7 +142,7 @@ def confirm_base(
     base = identity.confirmed(config.model, inputs.provenance["base"], note)
     whole = {**_provenance(config, inputs), "base": base}
     provenance.refuse_other_ranks(whole)
-    ranks.main_does(lambda: _log_changes(config.model.name, run, start, whole, note))
+    ranks.main_does(lambda: _log_changes(config.model.name, run, start, whole, inputs.data, note))
     ranks.main_does(lambda: _log_packed(config, run, model, note))
     return whole
 
@@ -153,8 +163,16 @@ def _provenance(config: Config, inputs: JobInputs) -> dict[str, Any]:
     return {**inputs.provenance, "config": asked_config(config, inputs).model_dump(mode="json")}
 
 
-def _log_changes(base: str, run: RunDirectory, start: Start, now: dict[str, Any], note: Note) -> None:
+def _log_changes(
+    base: str, run: RunDirectory, start: Start, now: dict[str, Any], data: Prepared, note: Note
+) -> None:  # fmt: skip
     if changes := provenance.changes_since(run, start.checkpoint, now):
+        if replaced := changes.pop("images", None):
+            splits = {"train": data.train, "eval": data.eval}
+            names = [*{name: "" for split in replaced for name in _images_named(splits[split], replaced[split])}]
+            changes["images"], more = names[:_NAMED_IMAGES], len(names) - _NAMED_IMAGES
+            shown = ", ".join(changes["images"]) + (f" and {more} more" if more > 0 else "")
+            note(f"these images were replaced since the checkpoint, and the run goes on with the new ones: {shown}")
         run.event("changed", **changes)
         if "base" in changes:
             note(

@@ -29,6 +29,7 @@ from finetune.model.build import Blueprint
 from finetune.model.distributed import context
 from finetune.model.source import vision
 from finetune.model.source.tokenizer import load_tokenizer
+from finetune.model.source.vision import Vision
 from finetune.model.structure.experts import Mixture
 from finetune.model.structure.quantization import with_kind
 from finetune.objectives import contract, trial
@@ -87,7 +88,7 @@ def gather(
         build.check_files(config.model, architecture)
     stage(f"reading {named(config.data.train)}")
     with ranks.agreeing():
-        data = prepare(config.data, tokenizer, vision.of(config, architecture, tokenizer))
+        data = _prepared(config, run, vision.of(config, architecture, tokenizer), tokenizer, fresh=fresh)
         if data.warning and config.training.early_stopping:
             raise DataError(f"`training.early_stopping` needs an evaluation set; {data.warning}")
         contract.check_rows(config.training.objective, data.layout, config.distributed.context)
@@ -105,6 +106,18 @@ def gather(
     return config, JobInputs(
         tokenizer, blueprint, f"{attention} ({reason})", mixture, data, environment, recorded, started_from
     )
+
+
+def _prepared(config: Config, run: RunDirectory, seen: Vision | None, tokenizer: Any, *, fresh: bool) -> Prepared:
+    try:
+        return prepare(config.data, tokenizer, seen)
+    except DataError as error:
+        if seen and run.saved_steps and not fresh:  # without a row that is said to be removed it would be refused
+            raise DataError(
+                f"{error}\n{run.path} is saved up to step {max(run.saved_steps)} and goes on with the same rows alone: "
+                "put each image back, or another of its size in its place; without a row, use --fresh to start over"
+            ) from None
+        raise
 
 
 def _quantized(

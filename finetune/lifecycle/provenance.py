@@ -83,7 +83,7 @@ _SINCE_CHECKPOINT = {
     "data": _Refusal(
         DataError,
         "`data.{key}`: its rows are not those that {run} was started with, so the run cannot continue in the same "
-        "order. Restore the files, or use --fresh to start over",
+        "order. Restore the files{images}, or use --fresh to start over",
     ),
     "base": _Refusal(
         ConfigError,
@@ -97,9 +97,12 @@ def of(
     config: Config, data: Prepared, tokenizer: Any, environment: dict[str, Any], note: Callable[[str], None]
 ) -> dict[str, Any]:
     """The provenance as JSON values for a checkpoint's manifest; `base` is None until its files are on this machine."""
+    splits = {"train": data.train, "eval": data.eval}
+    images = {name: fingerprint.of_images(rows) for name, rows in splits.items() if rows and data.vision}
     return {
         "config": config.model_dump(mode="json"),
-        "data": {"train": fingerprint.of_rows(data.train), "eval": data.eval and fingerprint.of_rows(data.eval)},
+        "data": {name: rows and fingerprint.of_rows(rows) for name, rows in splits.items()},
+        **({"images": images} if images else {}),
         "tokenizer": fingerprint.of(tokenizer),
         "base": identity.of_base(config.model, note),
         "processes": ranks.world_size(),
@@ -163,12 +166,13 @@ def _cure(config: Config, changes: Mapping[str, tuple[Any, Any]]) -> str:
 def changes_since(run: RunDirectory, saved: Any, now: dict[str, Any]) -> dict[str, Any]:
     """Harmless changes since the checkpoint `saved` (a path, or None), as fields of an event.
 
-    Any other change is refused, naming the field. Values unknown to either side are not compared.
+    `images` has, by split, the numbers of those that were replaced in rows that are otherwise the same. Any other
+    change is refused, naming the field. Values unknown to either side are not compared.
     """
     if saved is None:
         return {}
     then = checkpoint.manifest_of(saved)["made_with"]
-    if not now.keys() <= then.keys():
+    if not now.keys() - {"images"} <= then.keys():  # which earlier versions did not save
         raise ArtifactError(f"{saved}: its manifest does not say what it was made with; use --fresh")
     try:
         records.check(then, records.PROVENANCE)
@@ -178,10 +182,27 @@ def changes_since(run: RunDirectory, saved: Any, now: dict[str, Any]) -> dict[st
     harmful = _harmful(differences)
     if then["base"] and not identity.comparable(then["base"]):
         harmful.pop("base", None)
-    _refuse(harmful, _SINCE_CHECKPOINT, run=run.path, base=now["config"]["model"]["name"], cure="Set another")
+    replaced = _replaced_images(then, now, harmful.pop("data", {}))
+    if others := {key: change for key, change in differences.get("data", {}).items() if key not in replaced}:
+        harmful["data"] = others
+    images = " (an image may be replaced by another of the same size)" if "images" in now else ""
+    _refuse(
+        harmful, _SINCE_CHECKPOINT, run=run.path, base=now["config"]["model"]["name"], cure="Set another", images=images
+    )
     changes = {part: {key: list(change) for key, change in changed.items()} for part, changed in differences.items()}
-    logged = {part: changes[part] for part in ("config", "packages") if part in changes}
-    return logged | {part: changes[part][part] for part in ("processes", "base") if part in changes}
+    fields: dict[str, Any] = {part: changes[part] for part in ("config", "packages") if part in changes}
+    fields |= {part: changes[part][part] for part in ("processes", "base") if part in changes}
+    return fields | ({"images": replaced} if replaced else {})
+
+
+def _replaced_images(
+    then: dict[str, Any], now: dict[str, Any], splits: Iterable[str]
+) -> dict[str, list[int]]:  # fmt: skip
+    """Which images are others in each of `splits` that has the same rows but for them."""
+    before, after = then.get("images", {}), now.get("images", {})
+    both = (split for split in splits if split in before and split in after)
+    found = {split: fingerprint.replaced(before[split], after[split]) for split in both}
+    return {split: numbers for split, numbers in found.items() if numbers}
 
 
 def _known(provenance: dict[str, Any]) -> dict[str, Any]:

@@ -440,6 +440,14 @@ class _SplitHashes(TypedDict):
 
 
 @_dict_record
+class ImageHashes(TypedDict):
+    """The hash of a split's rows without their images, and the first digits of each image's, one after the other."""
+
+    rows: str
+    images: str
+
+
+@_dict_record
 class Provenance(TypedDict):
     """Everything that determines the trained weights; see `finetune.lifecycle.provenance.of`."""
 
@@ -449,6 +457,7 @@ class Provenance(TypedDict):
     base: str | None
     processes: Count
     packages: dict[str, str | None]
+    images: NotRequired[dict[str, ImageHashes]]
 
 
 @_dict_record

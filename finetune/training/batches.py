@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader
 
 from finetune.config import TrainingSection
 from finetune.data.batching import RowOrder
-from finetune.data.encoded import columns
+from finetune.data.encoded import IMAGES, columns
+from finetune.runtime import ranks
 from finetune.training.collator import Inputs, MicroBatches
 
 
@@ -51,7 +52,7 @@ class Steps:
             collate_fn=self.collate,
             pin_memory=self.on_card,
         )
-        return one_ahead(iter(loader)) if self.on_card else iter(loader)
+        return agreed(one_ahead(iter(loader)) if self.on_card else iter(loader), self.rows)
 
 
 def one_ahead(steps: Iterator[list[Inputs]]) -> Iterator[list[Inputs]]:
@@ -61,3 +62,19 @@ def one_ahead(steps: Iterator[list[Inputs]]) -> Iterator[list[Inputs]]:
         while (ready := coming.result()) is not None:
             coming = worker.submit(next, steps, None)
             yield ready
+
+
+def agreed(steps: Iterator[list[Inputs]], rows: Any) -> Iterator[list[Inputs]]:
+    """The steps of `rows`; if those of one rank cannot be made, all raise its error, with nothing of the step begun.
+
+    Only rows with images are read from anywhere but memory.
+    """
+    if IMAGES not in rows.column_names or ranks.world_size() == 1:
+        yield from steps
+        return
+    while True:
+        with ranks.agreeing():
+            ready = next(steps, None)
+        if ready is None:
+            return
+        yield ready

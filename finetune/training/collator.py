@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -24,8 +23,6 @@ from finetune.model.attention import packing
 from finetune.model.source import vision
 from finetune.model.source.vision import Vision
 from finetune.objectives import MODEL_INPUTS, layout_of
-
-_DECODERS = 4  # threads; Pillow and numpy release the interpreter's lock while they work
 
 Inputs = dict[str, Any]
 """A micro-batch: `input_ids`, `labels` and `attention_mask` (sequences, tokens). If packed, `input_ids`, `labels` and
@@ -157,10 +154,9 @@ class MicroBatches:
 
     def _seen(self, rows: Sequence[dict[str, Any]], ids: torch.Tensor, vision: Vision) -> Inputs:
         """The images of each row, and which tokens (sequences, tokens) stand for them."""
-        with ThreadPoolExecutor(_DECODERS, "images") as workers:
-            made = workers.map(lambda row: self._pixels(row, vision), rows)
-            # Copied, since what another thread allocates is not counted (measure/tensors.py).
-            seen = [{name: value.clone() for name, value in images.items()} for images in made]
+        made = images.in_threads(lambda row: self._pixels(row, vision), rows)
+        # Copied, since what another thread allocates is not counted (measure/tensors.py).
+        seen = [{name: value.clone() for name, value in each.items()} for each in made]
         return {IMAGES: seen, **vision.types(ids)}
 
     def idle(self) -> Idle:

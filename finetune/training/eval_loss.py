@@ -6,6 +6,7 @@ result depends on the batch size. No logits are kept: TRL's fused head scores th
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -150,12 +151,15 @@ class EvalLoss:
     ) -> torch.Tensor | None:
         """The mean of `objective` over the rows of all ranks, on the device; None if a row does not fit."""
         sums = too_large = None
-        try:
-            sums = self.sums(steps, objective, step_mean)
-        except DoesNotFit as row:
-            if not self.step.engine.repeatable:
-                raise self.report.not_repeatable(torch.OutOfMemoryError(str(row)), row.inputs) from None
-            too_large = row.inputs
+        repeatable = self.step.engine.repeatable
+        # Ranks that exchange weights within a pass cannot wait for each other after it.
+        with ranks.agreeing() if repeatable else contextlib.nullcontext():
+            try:
+                sums = self.sums(steps, objective, step_mean)
+            except DoesNotFit as row:
+                if not repeatable:
+                    raise self.report.not_repeatable(torch.OutOfMemoryError(str(row)), row.inputs) from None
+                too_large = row.inputs
         if too_large := next(filter(None, ranks.gathered(too_large)), None):
             self.report.skip(too_large)
             return None

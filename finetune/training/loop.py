@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from finetune.errors import Terminated
+from finetune.errors import DataError, FinetuneError, Terminated
 from finetune.measure.monitor import Monitor
 from finetune.runtime import ranks
 from finetune.runtime.randomness import RandomState
@@ -58,14 +58,19 @@ class Loop:
     def run(self, resumed_from: Path | None) -> None:
         """Train until the last step, early stopping, or the end of the step in which a signal arrived or a callback
         failed.
+
+        Raises DataError for a row that can no longer be read, once the last step is saved.
         """
         self.recorder.started(self.progress)
         if self.evaluation and not resumed_from:
             self._evaluate()
-        steps = self._epoch(resumed_from)
-        over = self.evaluate_if_owed()
-        while not over and not any(map(self.take_step, steps)):
-            steps = self._epoch()
+        try:
+            steps = self._epoch(resumed_from)
+            over = self.evaluate_if_owed()
+            while not over and not any(map(self.take_step, steps)):
+                steps = self._epoch()
+        except DataError as error:
+            raise self._saved_despite(error) from None
         self.recorder.ended()
 
     def _epoch(self, resumed_from: Path | None = None) -> Iterator[list[Inputs]]:
@@ -107,6 +112,22 @@ class Loop:
         save, stop = self._signalled()
         self.recorder.stepped(progress, numbers, rate, updated, step.engine.scaler)
         return self._after(save, stop)
+
+    def _saved_despite(self, error: DataError) -> DataError:
+        """`error`, which came up between two steps or in an evaluation, saying that the last step is saved."""
+        progress, alone = self.progress, ranks.world_size() > 1 and not error.shared
+        if not progress.step or alone:  # others wait within a pass
+            return error
+        try:
+            ranks.main_does(self.checkpoints.wait)
+            if not ranks.main_does(lambda: self.checkpoints.holds(progress)):
+                self.checkpoints.save(progress)
+                ranks.main_does(self.checkpoints.wait)
+            saved = f"Step {progress.step} is saved, from which the run goes on"
+        except FinetuneError as unsaved:
+            saved = f"Step {progress.step} could not be saved: {unsaved}"
+        ending = DataError(f"{error}. {saved}")
+        return ranks.shared(ending) if error.shared else ending
 
     def _after(self, save: bool, stop: bool) -> bool:
         """Evaluate and save if due; return whether the run is over."""
@@ -156,6 +177,9 @@ class Loop:
             if stop and (several or self.callbacks.failed):
                 raise _CutShort
             loss = self._evaluate()
+        except DataError:
+            self.progress.owes_evaluation = True
+            raise
         except _CutShort:
             self.progress.owes_evaluation = True
             return False, True

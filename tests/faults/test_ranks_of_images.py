@@ -22,7 +22,7 @@ JOB = [*QUICK, "model.vision=frozen", "quantization.kind=none", "training.precis
 # Plain descent, so that a gradient that is off shows as such.
 EXACT = ["adapter.dropout=0", "optimizer.kind=sgd", "training.learning_rate=0.1", "training.warmup=0"]
 RANDOM = ["adapter.dropout=0.1", "optimizer.kind=adamw_8bit", "training.learning_rate=0.01"]
-SHOWN = {"mixed": {0: 0, 1: 1, 2: 2, 3: 0, 4: 1, 5: 2, 6: 0, 7: 1, 8: 2}, "one": {5: 2}}
+SHOWN = {"mixed": {0: 0, 1: 1, 2: 2, 3: 0, 4: 1, 5: 2, 6: 0, 7: 1, 8: 2}, "one": {5: 2}, "none": {}}
 """How many images each row of a file has; with those of one row, the other rank always has rows of text alone."""
 
 Make = Callable[..., Together]
@@ -119,23 +119,68 @@ def picture_of_row_5(folder: Path) -> Iterator[Path]:
     file.write_bytes(before)
 
 
-def test_a_run_whose_images_changed_does_not_go_on(job: Make, picture_of_row_5: Path) -> None:
-    """Though the data file and the sizes of the images are the same."""
+def replace_by_another(file: Path, size: tuple[int, int]) -> None:
+    seeing.picture(file.parent, file.name, size, seed=9)
+
+
+def flipped(nth: int) -> Fault:
+    """A changed byte in an image of row 5 the n-th time that it is read."""
+    return Fault("read", r"5_0\.png$", nth=nth, action="flip")
+
+
+TRAINED = ["data.eval=none", "training.eval_every=null", "training.max_steps=6", "output.save_every=10"]
+"""Row 5 is read in the preparation, in the warm-up, and in each epoch of three steps."""
+EVALUATED = ["training.eval_every=2", "output.save_every=10"]
+"""It is read in the preparation, in the warm-up, and in each evaluation: of step 0, 2 and 4."""
+
+
+@pytest.mark.parametrize(("rows", "own"), [("one", TRAINED), ("none", EVALUATED)], ids=["trained", "evaluated"])
+def test_a_run_whose_image_breaks_saves_and_goes_on_once_it_is_put_back(
+    job: Make, folder: Path, picture_of_row_5: Path, rows: str, own: list[str]
+) -> None:
+    own = [*own, *(["data.eval=" + str(folder / "one.jsonl")] if rows == "none" else [])]
+    whole, broken = job(*RANDOM, *own, rows=rows, run="whole"), job(*RANDOM, *own, rows=rows)
+    assert_all(whole.go(1), 0)
+    before = picture_of_row_5.read_bytes()
+    [ended] = broken.go(1, {0: flipped(4)})
+    [saved] = broken.run.saved_steps
+    assert ended.code == 3, ended.output
+    assert f"Step {saved} is saved" in ended.in_one_line
+    [ended] = broken.go(1)  # as it is; its rows are prepared again, and this is the only one that is refused
+    assert (ended.code, ended.in_one_line.count("5_0.png: ")) == (3, 1), ended.output
+    assert "another of its size in its place" in ended.in_one_line
+    picture_of_row_5.write_bytes(before)
+    assert_all(broken.go(1), 0)
+    assert [event["step"] for event in broken.run.events() if event["event"] == "resumed"] == [saved]
+    assert not any(event["event"] == "changed" for event in broken.run.events())
+    assert same_adapter(broken.run, whole.run)
+    for name in ("loss", "eval_loss"):
+        assert metric(broken.run, name) == metric(whole.run, name)
+
+
+def test_a_run_goes_on_with_another_image_of_the_same_size_and_says_which(job: Make, picture_of_row_5: Path) -> None:
     stopped = job(*RANDOM)
     stopped.kill(1, step=4, saved=2)
-    seeing.picture(picture_of_row_5.parent, picture_of_row_5.name, (34, 20), seed=9)
+    replace_by_another(picture_of_row_5, (60, 58))
     [ended] = stopped.go(1)
-    said = " ".join(ended.output.split())
-    assert (ended.code, "`data.train`: its rows are not those that" in said) == (3, True), said
+    assert (ended.code, "`data.train`: its rows are not those that" in ended.in_one_line) == (3, True), ended.output
+    replace_by_another(picture_of_row_5, (34, 20))
+    [ended] = stopped.go(1)
+    assert ended.code == 0, ended.output
+    assert f"with the new ones: {picture_of_row_5}" in ended.in_one_line
+    [changed] = [event for event in stopped.run.events() if event["event"] == "changed"]
+    assert changed["images"] == [str(picture_of_row_5)]
 
 
-def test_an_image_that_changes_meanwhile_ends_all_ranks(job: Make, picture_of_row_5: Path) -> None:
-    """The rank with its row names it: the third time that it is read, after the preparation and the warm-up."""
-    flips = Fault("read", r"5_0\.png$", nth=3, action="flip")
-    together = job(*EXACT, "data.eval=none", "training.eval_every=null", rows="one")
-    ended = together.go(2, {0: flips, 1: flips})
-    assert sorted(each.code for each in ended) == [3, 4]
-    for each in ended:
-        said = " ".join(each.output.split())
-        assert ("5_0.png: the file has changed since" if each.code == 3 else "cannot continue without it") in said
-        assert "Traceback" not in each.output
+def test_an_image_that_breaks_meanwhile_ends_all_ranks_with_a_checkpoint(job: Make, picture_of_row_5: Path) -> None:
+    before = picture_of_row_5.read_bytes()
+    together = job(*EXACT, *TRAINED, rows="one")
+    ended = together.go(2, {0: flipped(4), 1: flipped(4)})
+    assert_all(ended, 3)
+    [saved] = together.run.saved_steps
+    said = ended[0].in_one_line
+    assert "5_0.png: the file has changed since" in said
+    assert f"Step {saved} is saved" in said
+    picture_of_row_5.write_bytes(before)
+    assert_all(together.go(2), 0)
+    assert [event["step"] for event in together.run.events() if event["event"] == "resumed"] == [saved]
