@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig
 from transformers.quantizers import auto
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from finetune.config import ModelSection
 from finetune.data import fingerprint
@@ -18,6 +20,7 @@ from finetune.model import bounds
 from finetune.model.base import load_architecture
 from finetune.model.source import identity, prequantized
 from finetune.model.source.tokenizer import load_tokenizer
+from finetune.model.structure import quantizers
 from finetune.settings import load_config
 from finetune.storage.rundir import RunDirectory
 
@@ -91,6 +94,64 @@ def test_a_quantized_base_is_refused_by_the_name_of_its_quantization(
     assert code == 2
     assert f"base is published with quantized weights ({words}), which cannot be trained on or merged into here" in err
     assert len(err.splitlines()) == 1
+
+
+SHAPELESS: list[Any] = [
+    _of_compressed_tensors(config_groups=[1]),
+    _of_compressed_tensors(config_groups={"group_0": 1}),
+    _of_compressed_tensors(config_groups={"group_0": {"targets": ["Linear"], "weights": [1]}}),
+    _of_compressed_tensors(group_size=[16]),
+    _of_compressed_tensors(format=["nvfp4-pack-quantized"]),
+    _of_compressed_tensors(ignore=5),
+    _of_compressed_tensors(ignore=[5]),
+    {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": [["a"]]},
+    {"quant_method": "fp8", "weight_block_size": 5},
+    {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": 5},
+    {"quant_method": "mxfp4", "modules_to_not_convert": [1]},
+    {"quant_method": "gguf", "modules_to_convert": {"a": ["q4_k"]}},
+    {"quant_method": ["fp8"]}, 5, [1], "fp8",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("quantization", SHAPELESS, ids=str)
+def test_values_of_another_shape_are_refused_as_an_unknown_quantization(quantization: Any) -> None:
+    with pytest.raises(ConfigError, match=r"`model\.name`: .* published with quantized weights"):
+        prequantized.refuse(ModelSection(name="base"), LlamaConfig(quantization_config=quantization))
+
+
+@pytest.mark.parametrize("expression", ["re:(a|a|b|.)*(.|..)*[^.]*!", "re:("])
+def test_an_expression_that_takes_forever_or_is_none_is_refused(
+    expression: str, packed: Callable[..., Path], call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantizers, "_MATCHING_SECONDS", 0.2)
+    config = tmp_path / "job.yaml"
+    config.write_text(f"model: {{name: {packed(_of_compressed_tensors(ignore=['lm_head', expression]))}}}\n")
+    code, _, err = call("plan", config)
+    assert code == 7
+    assert "config.json" in err
+    assert "regular expression" in err or "takes too long" in err
+
+
+def test_expressions_leave_out_what_they_match_in_transformers() -> None:
+    modules = [
+        "model.layers.0",
+        "model.layers.0.mlp.gate",
+        "model.layers.0.mlp.gate_proj",
+        "model.layers.10",
+        "lm_head",
+    ]
+    for names in (
+        ["lm_head"],
+        [r"model.layers.\d+"],
+        ["(?:.*mlp.gate).*"],
+        [r"model\.layers\.1.*"],
+        ["gate"],
+        [".*gate$"],
+    ):
+        made = quantizers._resolved(names, modules)
+        assert [should_convert_module(name, made) for name in modules] == [
+            should_convert_module(name, names) for name in modules
+        ], names
 
 
 def test_what_every_quantizer_of_transformers_makes_is_refused_or_kept(

@@ -12,7 +12,6 @@ import json
 import math
 import os
 import struct
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -35,6 +35,8 @@ _ORIGINALS = {"openai/gpt-oss-20b": "unsloth/gpt-oss-20b-BF16", "openai/gpt-oss-
 
 # config.json's key is `quantization_config`; that of MLX is `quantization`, that of early compressed-tensors the third.
 _KEYS = ("quantization_config", "quantization", "compression_config")
+_LEFT_OUT = ("ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers")
+"""Keys that list the modules which files leave in 16 bit."""
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # Endings of the names of quantized copies, such as -FP8, -GPTQ-Int4, -unsloth-bnb-4bit, -quantized.w4a16.
 _ENDING = re.compile(
@@ -47,14 +49,23 @@ _ENDING = re.compile(
 def form(architecture: Any) -> str | None:
     """The `quantization.kind` that weights are published in; None if in 16 bit, or in a form that is refused."""
     given = _given(architecture)
-    if not isinstance(given, Mapping):
+    try:
+        return _form(given) if isinstance(given, Mapping) and all(map(_are_names, map(given.get, _LEFT_OUT))) else None
+    except (TypeError, AttributeError):  # values of other shapes than a method writes
         return None
+
+
+def _form(given: Mapping[str, Any]) -> str | None:
     if _is_nvfp4(given):
         return "nvfp4"
     method, block = given.get("quant_method"), list(given.get("weight_block_size") or ())
     # FP8 has other forms: one scale for each weight, experts in 4 bit (DeepSeek V4), quantized embeddings.
     blocks = block == [128, 128] and given.get("expert_dtype", "fp8") == "fp8" and not given.get("modules_to_convert")
     return method if method == "mxfp4" or _is_gguf(given) or (method == "fp8" and blocks) else None
+
+
+def _are_names(names: Any) -> bool:
+    return not names or (isinstance(names, list | tuple) and all(isinstance(name, str) for name in names))
 
 
 def main_form(architecture: Any) -> str | None:

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import re
+import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import bitsandbytes as bnb
+import regex
 import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter
@@ -29,6 +31,8 @@ from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
 from transformers.utils.quantization_config import FineGrainedFP8Config
 
+from finetune.config.field_types import shown
+from finetune.errors import ArtifactError
 from finetune.model.source import gguf_base
 from finetune.model.structure import (
     composite,
@@ -237,7 +241,7 @@ class _Packed:
         if self.pre_quantized:
             if self.form != "mxfp4":
                 FineGrainedFP8HfQuantizer._normalize_modules_to_not_convert(self, model)  # noqa: SLF001
-            skipped = config.modules_to_not_convert
+            skipped = _resolved(config.modules_to_not_convert or (), [name for name, _ in model.named_modules()])
             kept += Bnb4BitHfQuantizer.get_modules_to_not_convert(model, skipped, model._keep_in_fp32_modules)  # noqa: SLF001
         if not (self.pre_quantized and self.form == "mxfp4"):  # gpt-oss is published with experts alone in MXFP4
             for name, module in list(model.named_modules()):
@@ -387,6 +391,33 @@ class _Gguf(_Mixed):
 
     def published_forms(self) -> Iterable[str]:
         return gguf_base.FORMS
+
+
+_MATCHING_SECONDS = 10
+
+
+def _resolved(names: Iterable[str], modules: list[str]) -> list[str]:
+    """`names` of modules, with those of `modules` that a regular expression matches in its place.
+
+    Expressions come with a base, and may take forever. Raises ArtifactError for one that does, or is none.
+    """
+    end, found = time.monotonic() + _MATCHING_SECONDS, []
+    for name in names:
+        if re.fullmatch(r"[\w.-]*", name):
+            found.append(name)
+            continue
+        try:
+            pattern = regex.compile(rf"(?:{name[:1000]})(?:(?<=\.)|(?=\.|$))")  # as in `should_convert_module`
+            for module in modules:
+                if pattern.match(module, timeout=max(end - time.monotonic(), 0.001)):
+                    found.append(re.escape(module) + "$")
+        except (regex.error, TimeoutError, RecursionError, OverflowError) as error:
+            why = "takes too long" if isinstance(error, TimeoutError) else f"is no regular expression ({error})"
+            raise ArtifactError(
+                f"config.json of the base: {shown(name)}, among the modules that its quantization leaves out, {why}; "
+                "download the base again, or use another"
+            ) from None
+    return found
 
 
 def recipe_of(model: Any, kind: str) -> dict[str, str]:
