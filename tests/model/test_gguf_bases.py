@@ -200,6 +200,14 @@ def test_a_file_that_changed_is_unpacked_again_and_is_another_base(tmp_path: Pat
     assert identity.of_base(ModelSection(name=str(file))) != before
 
 
+def test_a_folder_with_other_weights_is_written_again(tmp_path: Path) -> None:
+    file = written("llama", tmp_path, "q8_0")
+    weights = gguf_base.unpacked(file) / "model.safetensors"
+    own = weights.read_bytes()
+    weights.write_bytes(own[:-1] + bytes([own[-1] ^ 1]))
+    assert (gguf_base.unpacked(file) / "model.safetensors").read_bytes() == own
+
+
 def test_a_folder_of_an_older_version_is_written_again(tmp_path: Path) -> None:
     file = written("llama", tmp_path, "q8_0")
     folder = gguf_base.unpacked(file)

@@ -22,7 +22,7 @@ import torch
 
 from finetune.config.field_types import shown
 from finetune.errors import ArtifactError, FinetuneError, MachineError, first_line
-from finetune.model.source import gguf_families, gguf_names
+from finetune.model.source import file_hashes, gguf_families, gguf_names
 from finetune.runtime.stages import stage
 from finetune.storage import files, locks, weight_files
 
@@ -69,6 +69,7 @@ _SPACES = {
 }
 
 _STAMP = "gguf.json"
+_WEIGHTS = "model" + weight_files.SUFFIX
 _PLAIN = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 _FIELDS = {
@@ -153,7 +154,8 @@ def unpacked(file: Path) -> Path:
 
 def _is_of(file: Path, folder: Path) -> bool:
     with contextlib.suppress(OSError, ValueError):
-        return bool(json.loads((folder / _STAMP).read_bytes()) == _stamp(file))
+        stamp = json.loads((folder / _STAMP).read_bytes())
+        return bool(stamp == _stamp(file) | {"sha256": file_hashes.sha256(folder / _WEIGHTS)})
     return False
 
 
@@ -193,8 +195,8 @@ def _unpack(file: Path, folder: Path) -> None:
         with files.staged(folder) as partial:
             base.save_settings(partial)
             tensors = (load() for _, _, load in weights.values())
-            weight_files.write(partial / ("model" + weight_files.SUFFIX), layout, tensors)
-            files.write_json(partial / _STAMP, stamp)
+            weight_files.write(partial / _WEIGHTS, layout, tensors)
+            files.write_json(partial / _STAMP, stamp | {"sha256": file_hashes.sha256(partial / _WEIGHTS)})
 
 
 @contextlib.contextmanager
@@ -260,7 +262,7 @@ class _BoundedReader(gguf.GGUFReader):
         self._elements += count
         self._refuse_more("elements of arrays", self._elements, _MOST_ELEMENTS)
         if types[1] == gguf.GGUFValueType.STRING:
-            end, view, read = start, memoryview(self.data), struct.Struct("<Q").unpack_from
+            end, view, read = start, memoryview(self.data.data), struct.Struct("<Q").unpack_from
             for _ in range(count):
                 if end + 8 > self._bytes:
                     break
@@ -284,7 +286,7 @@ class _File:
         self._file = file
         reader = _BoundedReader(file)
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
-        self._keys = {
+        self._keys: dict[str, Any] = {
             name: np.asarray(field.parts[-1]) if field.types[0] == gguf.GGUFValueType.ARRAY else field.contents()
             for name, field in reader.fields.items()
         }
