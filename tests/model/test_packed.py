@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from finetune.config import ModelSection, QuantizationSection
+from finetune.errors import ArtifactError
 from finetune.model import base
 from finetune.model.skeleton import weightless_base
 from finetune.model.structure import packed, streamed
@@ -130,6 +132,29 @@ def plain(form: str, folder: Path) -> Any:
         folder, quantization_config=config, dtype=torch.float32, attn_implementation="eager"
     )
     return model.float()  # transformers 5.23 leaves in bfloat16 what is not packed
+
+
+@pytest.mark.parametrize("damage", ["zero", "negative", "nan", "integers"])
+def test_a_base_with_damaged_scales_is_refused_by_the_name_of_its_weight(
+    published: tuple[str, Path], damage: str, tmp_path: Path
+) -> None:
+    form, folder = published
+    tensors = load_file(shutil.copytree(folder, tmp_path / "base") / "model.safetensors")
+    ending = {"mxfp4": "_scales", "fp8": "_scale_inv", "modelopt": "_scale_2"}.get(form, "weight_global_scale")
+    name = next(name for name in sorted(tensors) if name.endswith(ending))
+    match damage:
+        case "integers":
+            tensors[name] = tensors[name].to(torch.int32)
+        case "nan" if form == "mxfp4":
+            tensors[name].flatten()[0] = 255
+        case _ if form == "mxfp4":
+            pytest.skip("exponents are neither zero nor negative")
+        case _:
+            tensors[name].flatten()[0] = {"zero": 0, "negative": -1, "nan": torch.nan}[damage]
+    save_file(tensors, tmp_path / "base" / "model.safetensors", {"format": "pt"})
+    weight = name.removesuffix(ending).rpartition(".experts.")[0] or name.removesuffix(ending)
+    with pytest.raises(ArtifactError, match=rf"`{re.escape(weight)}.*scales"):
+        load(tmp_path / "base", FORMS[form])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

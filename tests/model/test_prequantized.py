@@ -119,7 +119,7 @@ def test_values_of_another_shape_are_refused_as_an_unknown_quantization(quantiza
         prequantized.refuse(ModelSection(name="base"), LlamaConfig(quantization_config=quantization))
 
 
-@pytest.mark.parametrize("expression", ["re:(a|a|b|.)*(.|..)*[^.]*!", "re:("])
+@pytest.mark.parametrize("expression", ["re:(.|..|.)*[!?]", "re:("])
 def test_an_expression_that_takes_forever_or_is_none_is_refused(
     expression: str, packed: Callable[..., Path], call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,7 +42,21 @@ class Layout:
     joined: Callable[..., torch.Tensor] | None = None
 
     def scales(self, codes: torch.Tensor, *stored: torch.Tensor) -> torch.Tensor:
-        """The scales of a `Packing` from the tensors of a file."""
+        """The scales of a `Packing` from the tensors of a file.
+
+        Raises ValueError for scales that are integers, negative or not finite, and for zeros of more than 8 bits: in 8
+        bits a block of small values may have one.
+        """
+        for each in stored:
+            bits = each.dtype is torch.uint8  # e8m0 or e4m3, of which 255 is NaN
+            if not (bits or each.is_floating_point()):
+                raise ValueError(f"its scales have the type {each.dtype}")
+            values = each if bits else each.float()
+            wrong = (values == 255) if bits else ~(values.isfinite() & (values >= 0))
+            if not bits and each.itemsize > 1:
+                wrong |= values == 0
+            if wrong.any():
+                raise ValueError(f"{int(wrong.sum())} of its {each.numel()} scales are not positive numbers")
         return self.joined(*stored) if self.joined else codes[..., :0]
 
 

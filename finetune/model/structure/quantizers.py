@@ -53,17 +53,24 @@ from finetune.runtime import libraries, patches
 @contextlib.contextmanager
 def used(start: Path | None = None) -> Iterator[None]:
     """In the block, transformers loads models with the quantizers of this module, and packed weights that a folder
-    `start` has (`packed_files`) from there.
+    `start` has (`packed_files`) from there. Raises ArtifactError for the first published weight that is damaged.
     """
     files = None if start is None else PackedFiles(start)
+    failures: list[ArtifactError] = []
+    shared = {"failures": failures} | ({"start": files} if files else {})
     known = {
-        name: type(kind.__name__, (kind,), {"start": files}) if files and issubclass(kind, _Packed) else kind
+        name: type(kind.__name__, (kind,), shared) if issubclass(kind, _Packed) else kind
         for name, kind in _QUANTIZERS.items()
     }
     others = {name: FineGrainedFP8Config for name, kind in _QUANTIZERS.items() if issubclass(kind, _Own)}
     configs = {**auto.AUTO_QUANTIZATION_CONFIG_MAPPING, **others}
     with patches.QUANTIZERS.by({**auto.AUTO_QUANTIZER_MAPPING, **known}), patches.QUANTIZATION_CONFIGS.by(configs):
-        yield
+        try:
+            yield
+        except (RuntimeError, ArtifactError):  # one for all weights, which does not say what is wrong with them
+            if failures:
+                raise failures[0] from None
+            raise
 
 
 def prepare(model: Any, config: Any, published: Any = None) -> None:
@@ -221,6 +228,7 @@ class _Packed:
     pre_quantized: bool
     quantization_config: Any
     serialized_names: ClassVar[dict[str, list[str]]]
+    failures: ClassVar[list[ArtifactError]] = []
 
     def validate_environment(self, **named: Any) -> None:
         """Accept any machine: packed weights need neither a GPU nor kernels."""
@@ -489,8 +497,18 @@ class _Keep(ConversionOps):
     def __init__(self, hf_quantizer: Any, after: Sequence[Any] = ()) -> None:
         self.hf_quantizer, self.after = hf_quantizer, after
 
-    @torch.no_grad()
     def convert(self, input_dict: dict[str, Any], *, full_layer_name: str, model: Any, **named: Any) -> dict[str, Any]:
+        try:
+            return self._kept(input_dict, full_layer_name, model, named)
+        except ValueError as error:
+            why = f"`{full_layer_name}` of the base: {error}; download the base again, or use another"
+            self.hf_quantizer.failures.append(ArtifactError(why))
+            raise
+
+    @torch.no_grad()
+    def _kept(
+        self, input_dict: dict[str, Any], full_layer_name: str, model: Any, named: dict[str, Any]
+    ) -> dict[str, Any]:
         patterns = [name.removesuffix("$") for name in named["source_patterns"]]  # `older_loading` appends the `$`
         named["source_patterns"] = patterns
         given = {
@@ -501,7 +519,7 @@ class _Keep(ConversionOps):
         wanted = packed.packing_of(parameter)
         parts = packed.published(given, self.hf_quantizer.published_forms())
         if not parts and wanted:
-            raise ValueError(f"{full_layer_name} has no scales, though config.json says that it is in {wanted.form}")
+            raise ValueError(f"it has no scales, though config.json says that it is in {wanted.form}")
         if not parts:  # the base's authors left this module in 16 bit
             weights = {name: value for name, value in given.items() if not name.endswith("_scale")}
             plain = self._after(weights, full_layer_name, model, named)

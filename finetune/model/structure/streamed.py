@@ -92,10 +92,13 @@ class Weights(Mapping[str, torch.Tensor]):
     def _unpacked(self, source: str) -> torch.Tensor:
         one = self._packed[source]
         codes, *parts = map(self._read, one.names)
-        scales = one.layout.scales(codes, *parts)
         transposed = self._is_transposed(source)
-        shape = packed.published_shape(one.form, codes.shape, scales.shape, transposed=transposed)
-        made = packed.from_published(one.form, codes, scales, shape, self._dtype, transposed=transposed)
+        try:
+            scales = one.layout.scales(codes, *parts)
+            shape = packed.published_shape(one.form, codes.shape, scales.shape, transposed=transposed)
+            made = packed.from_published(one.form, codes, scales, shape, self._dtype, transposed=transposed)
+        except ValueError as error:
+            raise ArtifactError(f"`{source}` of the base: {error}; download the base again, or use another") from None
         return packed.values(made).contiguous()
 
     def _is_transposed(self, source: str) -> bool:
