@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from jobs import write_rows
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from steps import before_each_step, spoil_gradient, spoil_losses
 
 import finetune
-from finetune.errors import NumbersError
+from finetune.errors import ArtifactError, NumbersError
 from finetune.storage.rundir import RunDirectory, checkpoint_step
 from finetune.training.guards import SKIPS_IN_A_ROW, Skips, Spikes, remedy
 from finetune.training.loop import Loop
@@ -55,6 +56,15 @@ def test_one_infinite_gradient_is_skipped_and_written_down(quick, states, monkey
     assert lines[3]["learning_rate"] == lines[2]["learning_rate"], "nor has the schedule gone on, as under loss scaling"
     assert lines[4]["learning_rate"] < lines[3]["learning_rate"]
     assert all(tensor.isfinite().all() for tensor in load_file(run.adapter / "adapter_model.safetensors").values())
+
+
+def test_a_base_with_nan_is_refused_by_its_file_and_tensor(quick, shallow_base: Path, tmp_path: Path) -> None:
+    file = shutil.copytree(shallow_base, tmp_path / "base") / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = math.nan
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ArtifactError, match=r"model\.safetensors: `model\.layers\.1\.mlp\.up_proj\.weight`"):
+        finetune.train(quick(*FEW, f"model.name={file.parent}", "quantization.kind=none"))
 
 
 def test_one_nan_loss_is_shown_as_none_and_does_not_stay(quick, monkeypatch: pytest.MonkeyPatch) -> None:

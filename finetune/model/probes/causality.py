@@ -60,7 +60,7 @@ def prove(model: Any) -> None:
         one, two = (probes.logits(model, input_ids=torch.cat([row, end], dim=1))[:, :tokens] for end in ends)
     moved, size = float((one - two).norm()), float(one.norm())
     if not math.isfinite(moved):
-        raise NumbersError("the base's logits are not finite before the first step")
+        raise NumbersError("the base's logits are not finite before the first step, though its weights are")
     if moved > _MOVES * size:
         raise ArtifactError(
             f"this model's logits change by {moved / size:.0%} with later tokens: it sees the token it predicts, so it "
