@@ -38,6 +38,7 @@ def finetune(fused: str, checkpointing: str = "all") -> Side:
             "memory.checkpointing": checkpointing,
             "memory.limit": "null",
             "training.learning_rate": 2e-4,
+            "training.precision": "bf16",
             "training.schedule": "constant",
             "training.warmup": 0,
         }

@@ -43,6 +43,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from finetune.config import Config
+from finetune.data import images as row_images
 from finetune.data.batching import RowOrder
 from finetune.data.encoded import RowLayout
 from finetune.data.prepare import Counts, Prepared
@@ -318,7 +319,7 @@ def train(
             mock.patch.object(published, "prove", lambda *_: None),
             # The profiler does not see numpy's memory, in which processors leave pixels, nor that of other threads.
             mock.patch.object(vision.Vision, "pixels", _copied(vision.Vision.pixels)),
-            mock.patch.object(collator, "ThreadPoolExecutor", _ThisThread),
+            mock.patch.object(row_images, "ThreadPoolExecutor", _ThisThread),
         ):
             training.train(training.complete(job))
         return [line for line in run.metrics() if "loss" in line], implementation

@@ -45,10 +45,10 @@ AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
     "masks": (
         {
             "finetune.data.tokenizing": "answered _step _tokenized _runs",
-            "finetune.data.chat": "system_heads is_empty trained_turns _encoding "
-            "_completion _with_end _tokens _chat",
+            "finetune.data.chat": "heads is_empty trained_turns _encoding "
+            "_completion _closed _end _tokens _chat",
             "finetune.data.encoded": "Encoded.trained Segment.trained Segment.cut",
-            "finetune.data.masks": "answer_turns mask marks_generation check_template "
+            "finetune.data.masks": "answer_turns mask marks_generation "
             "rendering _by_marks _end_of_call _by_prefixes _turn_end _closed _wordless _words",
             "finetune.data.lengths": "_error _truncate _last_answer _split",
         },

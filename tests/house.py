@@ -25,6 +25,8 @@ DEEPSPEED = re.compile(r"deepspeed|^_?(fake_?)?zero$", re.IGNORECASE)
 
 SETTINGS = {
     "sys.stderr": "the command line's own stream",
+    "sys.stdin": "the command line's own stream",
+    "sys.stdout": "the command line's own stream",
     "torch.backends.cudnn.benchmark": "a documented switch, restored after use",
 }
 """Assignments to a library's module that are not patches, but the way a setting of it is made."""

@@ -179,7 +179,8 @@ def test_data_as_json(call, job: list[str]) -> None:
     found = json.loads(out)
     assert set(found) == {
         "fingerprint", "train", "eval", "longest_place", "sources", "lengths", "batch_size", "micro_batch",
-        "micro_batch_tokens", "batchings", "worst_batch", "samples", "warning", "judges", "separator", "as_chat",
+        "micro_batch_tokens", "batchings", "worst_batch", "samples", "splits", "warning", "judges", "separator",
+        "as_chat",
     }  # fmt: skip
     assert found["train"]["rows"] + found["eval"]["rows"] == 24
     assert found["batch_size"] == 4

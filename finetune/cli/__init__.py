@@ -10,6 +10,7 @@ import gc
 import os
 import re
 import sys
+from typing import Any
 
 from finetune.cli import job_commands, model_commands, run_commands  # noqa: F401  (in the order of `--help`)
 from finetune.cli.program import CHANGEABLE, app, errors_reported, fail
@@ -42,10 +43,14 @@ def _open_closed_streams() -> None:
     """Give a standard stream that was closed (`2>&-`) to /dev/null: the next file to be opened would take its number,
     and what libraries print to it would be written into that file.
     """
-    for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
-        if getattr(sys, name) is None:
-            opened = os.open(os.devnull, os.O_RDWR)
-            if opened != number:
-                os.dup2(opened, number)
-                os.close(opened)
-            setattr(sys, name, os.fdopen(number, mode, closefd=False))
+
+    def opened(number: int, mode: str) -> Any:
+        descriptor = os.open(os.devnull, os.O_RDWR)
+        if descriptor != number:
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        return os.fdopen(number, mode, closefd=False)
+
+    sys.stdin = sys.stdin or opened(0, "r")
+    sys.stdout = sys.stdout or opened(1, "w")
+    sys.stderr = sys.stderr or opened(2, "w")

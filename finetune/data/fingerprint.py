@@ -88,7 +88,7 @@ def _digests(images: Any) -> list[str]:
     return digests
 
 
-def replaced(before: records.ImageHashes, now: records.ImageHashes) -> list[int] | None:
+def changed_images(before: records.ImageHashes, now: records.ImageHashes) -> list[int] | None:
     """Which images are others than `before`, of the same rows; None if the rows are others, too."""
     if before["rows"] != now["rows"] or len(before["images"]) != len(now["images"]):
         return None

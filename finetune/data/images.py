@@ -57,7 +57,7 @@ _DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,", re.IGNORECASE)
 _KEYS = ("image", "path", "url", "bytes")
 _THREADS = 4
 
-Item = TypeVar("Item")
+Input = TypeVar("Input")
 Made = TypeVar("Made")
 
 
@@ -283,7 +283,7 @@ def _content(image: RowImage) -> bytes:
     raise RowError(f"{path}: no such file, or not a regular one; paths in a data file are relative to its folder")
 
 
-def in_threads(work: Callable[[Item], Made], items: Iterable[Item]) -> list[Made]:
+def in_threads(work: Callable[[Input], Made], items: Iterable[Input]) -> list[Made]:
     """`work` on each item, in threads, as Pillow and NumPy release the interpreter's lock while they work."""
     with _warnings(), ThreadPoolExecutor(_THREADS, "images") as workers:
         return list(workers.map(work, items))

@@ -61,7 +61,7 @@ def _copied(row: Any, location: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _StoredRows:
     """The rows of a `datasets.Dataset` as they are stored: of an image, the bytes or the path of its file."""
 
     stored: Any
@@ -76,7 +76,7 @@ class _Rows:
 
 def of_dataset(rows: Any) -> Iterable[Mapping[str, Any]]:
     """The rows of a `datasets.Dataset`, without decoding its images; those of its transform, if it has one."""
-    return rows if rows.format["type"] == "custom" else _Rows(rows)
+    return rows if rows.format["type"] == "custom" else _StoredRows(rows)
 
 
 def _streamed(rows: Any) -> Iterator[Any]:

@@ -34,8 +34,8 @@ _MARK = re.compile(r"0qz(\d{5})zq|8370(\d{5})(?:\.5)?")
 # Keys of a tool's schema whose texts templates compare or translate, such as the names of types.
 _SCHEMA_WORDS = frozenset({"type", "format", "pattern", "required", "$ref", "$schema", "$id"})
 
-Path = tuple[str | int, ...]
-Kind = Literal["text", "key", "thought", "free"]
+Keys = tuple[str | int, ...]
+LeafKind = Literal["text", "key", "thought", "free"]
 
 
 class Leaf(NamedTuple):
@@ -45,9 +45,9 @@ class Leaf(NamedTuple):
     `thought` that led to an earlier answer.
     """
 
-    path: Path
+    path: Keys
     value: str | int | float
-    kind: Kind
+    kind: LeafKind
     message: int
 
 
@@ -133,7 +133,7 @@ class _Marked:
         self._ids: dict[Any, str] = {}
 
     def message(self, message: Message, number: int) -> Message:
-        where: Path = ("messages", number)
+        where: Keys = ("messages", number)
         marked = dict(message)
         content = message.get("content")
         if isinstance(content, str):
@@ -158,7 +158,7 @@ class _Marked:
                 marked[name] = self._id(name == "name", repeated, (*where, name), number)
         return marked
 
-    def value(self, value: Any, where: Path, number: int) -> Any:
+    def value(self, value: Any, where: Keys, number: int) -> Any:
         """An argument with marks in place of the texts and numbers in it, and behind its keys."""
         if isinstance(value, str):
             return self._text(value, where, number)
@@ -174,7 +174,7 @@ class _Marked:
             return [self.value(item, (*where, at), number) for at, item in enumerate(value)]
         return value
 
-    def schema(self, value: Any, where: Path, key: str = "") -> Any:
+    def schema(self, value: Any, where: Keys, key: str = "") -> Any:
         """A tool with marks behind the texts in it and the names of its parameters."""
         if isinstance(value, str):
             if key in _SCHEMA_WORDS or not value.strip():
@@ -201,13 +201,13 @@ class _Marked:
         self.leaves.append(leaf)
         return len(self.leaves) - 1
 
-    def _text(self, text: str, where: Path, number: int, kind: Kind = "text") -> str:
+    def _text(self, text: str, where: Keys, number: int, kind: LeafKind = "text") -> str:
         return f"0qz{self._add(Leaf(where, text, kind, number)):05d}zq" if text.strip() else text
 
-    def _key(self, key: Any, where: Path, number: int) -> Any:
+    def _key(self, key: Any, where: Keys, number: int) -> Any:
         return f"{key}0qz{self._add(Leaf(where, key, 'key', number)):05d}zq" if isinstance(key, str) else key
 
-    def _content(self, text: str, where: Path, number: int, role: str) -> str:
+    def _content(self, text: str, where: Keys, number: int, role: str) -> str:
         """An answer's thoughts within tags have marks of their own."""
         if role != "assistant" or "</think>" not in text:
             return self._text(text, where, number)
@@ -217,7 +217,7 @@ class _Marked:
             for piece, tag in zip(pieces[::2], pieces[1::2], strict=True)
         )
 
-    def _call(self, call: Any, where: Path, number: int) -> Any:
+    def _call(self, call: Any, where: Keys, number: int) -> Any:
         if not isinstance(call, Mapping) or not isinstance(function := call.get("function"), Mapping):
             return call
         marked = dict(call)
@@ -230,7 +230,7 @@ class _Marked:
         marked["function"] = {**function, "name": mark, "arguments": arguments}
         return marked
 
-    def _id(self, is_name: bool, text: str, where: Path, number: int) -> str:
+    def _id(self, is_name: bool, text: str, where: Keys, number: int) -> str:
         """The mark of an id or a name that other messages repeat: of nine characters, as some templates require."""
         if (is_name, text) not in self._ids:
             self._ids[is_name, text] = f"8370{self._add(Leaf(where, text, 'free', number)):05d}"
@@ -316,7 +316,7 @@ def _named(lost: Sequence[Leaf], leaves: Iterable[Leaf]) -> str:
     return _shown(path[:depth])
 
 
-def _shown(path: Path) -> str:
+def _shown(path: Keys) -> str:
     first, *others = path
     return str(first) + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in others)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from finetune.config import AdapterSection, Config, ModelSection, named
+from finetune.config import AdapterSection, Config, DataSection, ModelSection, named
 from finetune.data import fingerprint
 from finetune.data.prepare import Prepared, check_ids, prepare
 from finetune.errors import ConfigError, DataError
@@ -88,7 +88,7 @@ def gather(
         build.check_files(config.model, architecture)
     stage(f"reading {named(config.data.train)}")
     with ranks.agreeing():
-        data = _prepared(config, run, vision.of(config, architecture, tokenizer), tokenizer, fresh=fresh)
+        data = _prepared(config.data, run, vision.of(config, architecture, tokenizer), tokenizer, fresh=fresh)
         if data.warning and config.training.early_stopping:
             raise DataError(f"`training.early_stopping` needs an evaluation set; {data.warning}")
         contract.check_rows(config.training.objective, data.layout, config.distributed.context)
@@ -108,9 +108,9 @@ def gather(
     )
 
 
-def _prepared(config: Config, run: RunDirectory, seen: Vision | None, tokenizer: Any, *, fresh: bool) -> Prepared:
+def _prepared(section: DataSection, run: RunDirectory, seen: Vision | None, tokenizer: Any, *, fresh: bool) -> Prepared:
     try:
-        return prepare(config.data, tokenizer, seen)
+        return prepare(section, tokenizer, seen)
     except DataError as error:
         if seen and run.saved_steps and not fresh:  # without a row that is said to be removed it would be refused
             raise DataError(

@@ -201,7 +201,7 @@ def _replaced_images(
     """Which images are others in each of `splits` that has the same rows but for them."""
     before, after = then.get("images", {}), now.get("images", {})
     both = (split for split in splits if split in before and split in after)
-    found = {split: fingerprint.replaced(before[split], after[split]) for split in both}
+    found = {split: fingerprint.changed_images(before[split], after[split]) for split in both}
     return {split: numbers for split, numbers in found.items() if numbers}
 
 

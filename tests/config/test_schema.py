@@ -204,6 +204,8 @@ def test_a_rule_between_keys_holds_in_schema_and_program_alike(
     for key, other in {(rule.key, rule.other) for rule in RULES}:
         with subtests.test(key=key, other=other):
             for value, beside in itertools.product(values_of(key), values_of(other)):
+                if key == "model.labels" and beside in ("reward", "classification"):
+                    continue  # refused unless they are those that the objective sets, which no schema can tell
                 values: dict[str, dict[str, Any]] = {}
                 for place, one in ((key, value), (other, beside)):
                     section, _, name = place.partition(".")

@@ -64,7 +64,7 @@ def enormous(kind: str, side: int = 30_000) -> bytes:
 
 FILES: list[tuple[str, bytes, str, str]] = [
     # (what is wrong, the image's file, what is said of it, the cure)
-    ("no bytes", b"", "an empty file", REPLACE),
+    ("no bytes", b"", "an empty file", "replace it"),
     ("text", b"not an image", "of no format that is read", REPLACE),
     ("a page", b"<!doctype html><title>Not found</title>", "of no format that is read", REPLACE),
     ("a pointer of Git LFS", b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "of no format", REPLACE),
@@ -113,7 +113,7 @@ ROWS: list[tuple[str, dict[str, Any], str, str]] = [
     # (what is wrong, the second row of the file, what is said of it, the cure)
     ("no such file", named("missing.png"), "no such file", "in a data file are relative to its folder"),
     ("a folder", named("folder"), "not a regular one", "in a data file are relative to its folder"),
-    ("a file of the system", named("/proc/self/mounts"), "an empty file", "remove the row"),
+    ("a file of the system", named("/proc/self/mounts"), "an empty file", "replace it"),
     ("a device", named("/dev/zero"), "not a regular one", "in a data file are relative to its folder"),
     ("a link to nothing", named("link.png"), "no such file", "in a data file are relative to its folder"),
     ("a path of Windows", named("C:\\pictures\\good.png"), "no such file", "in a data file are relative to its folder"),

@@ -26,6 +26,7 @@ from finetune.errors import MachineError
 from finetune.forecast import devices, job_forecast, replay
 from finetune.measure.out_of_memory import is_out_of_memory
 from finetune.model.attention import backends
+from finetune.model.precision import of_card
 from finetune.objectives import fused_head
 from finetune.runtime import libraries
 from finetune.runtime.device import this_device
@@ -161,6 +162,7 @@ def test_the_first_line_of_a_run_says_so(triton, quick, monkeypatch: pytest.Monk
     triton(NO_COMPILER)
     monkeypatch.setattr("finetune.lifecycle.session.this_device", lambda: CUDA)
     monkeypatch.setattr("finetune.lifecycle.preparation.check", stop)
+    monkeypatch.setattr("finetune.model.precision.of_device", lambda device: of_card("A100", (8, 0)))
     with pytest.raises(_Said):
         finetune.train(quick())
     said = " ".join(capsys.readouterr().out.split())
