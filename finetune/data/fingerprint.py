@@ -19,7 +19,7 @@ from finetune.data.encoded import IMAGES, SEEN, columns
 from finetune.errors import ArtifactError
 from finetune.model.source import file_hashes
 from finetune.storage import records
-from finetune.storage.files import write_json
+from finetune.storage.files import as_os_errors, write_json
 
 _FILE, _ADAPTER = "fingerprint.json", "adapter_model.safetensors"
 # Hex digits shown, of 64: enough to tell two fingerprints apart in an error message.
@@ -98,8 +98,12 @@ def changed_images(before: records.ImageHashes, now: records.ImageHashes) -> lis
 
 
 def save(tokenizer: Any, base: str | None, folder: Path) -> None:
-    """Write the tokenizer, its fingerprint, the identity of the base model and the hash of an adapter in `folder`."""
-    tokenizer.save_pretrained(str(folder))
+    """Write the tokenizer, its fingerprint, the identity of the base model and the hash of an adapter in `folder`.
+
+    Raises OSError or MachineError if writing fails.
+    """
+    with as_os_errors(folder):
+        tokenizer.save_pretrained(str(folder))
     weights = {"weights": file_hashes.sha256(file)} if (file := folder / _ADAPTER).is_file() else {}
     write_json(folder / _FILE, {"tokenizer": of(tokenizer), "base": base, **weights})
 

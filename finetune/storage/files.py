@@ -260,6 +260,20 @@ def amount(count: int) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count:,} bytes"
 
 
+@contextlib.contextmanager
+def as_os_errors(folder: Path) -> Iterator[None]:
+    """In the block, raise OSError for a failed write of which a library says only the number, in an error of its own.
+
+    So does tokenizers 0.23 on a full disk, in a plain `Exception`.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, OSError) or not (number := _number(error)):
+            raise
+        raise OSError(number, os.strerror(number), str(folder)) from None
+
+
 def _fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:

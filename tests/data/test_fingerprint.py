@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from collections.abc import Callable
@@ -26,6 +27,15 @@ def test_the_same_tokenizer_has_the_same_fingerprint(word_tokenizer: Make, chatm
     found = fingerprint.of(word_tokenizer(chatml))
     assert found == fingerprint.of(word_tokenizer(chatml))
     assert len(bytes.fromhex(found)) == 32
+
+
+def test_a_full_disk_is_an_error_of_the_system_whichever_library_writes(
+    word_tokenizer: Make, chatml: str, tmp_path: Path
+) -> None:
+    (tmp_path / "tokenizer.json").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left") as raised:
+        fingerprint.save(word_tokenizer(chatml), None, tmp_path)
+    assert raised.value.errno == errno.ENOSPC
 
 
 def test_template_special_tokens_and_vocabulary_each_change_it(

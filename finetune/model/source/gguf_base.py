@@ -456,7 +456,9 @@ class _File:
         splits = self._keys.get("tokenizer.ggml.pre")
         if of_bytes and splits not in (*known, *_DIGITS_APART, "gpt-2"):
             return
-        PreTrainedTokenizerFast.from_pretrained(self._file.parent, gguf_file=self._file.name).save_pretrained(folder)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(self._file.parent, gguf_file=self._file.name)
+        with files.as_os_errors(folder):
+            tokenizer.save_pretrained(folder)
         file = folder / "tokenizer.json"
         stored = json.loads(file.read_bytes())
         if of_bytes:
