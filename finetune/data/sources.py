@@ -302,7 +302,7 @@ def _local_splits(source: str) -> dict[str, list[Path]]:
             raise DataError(f"{file}: a broken link, or not a regular file; restore or remove it")
     if not files or root is None:
         return {splits.NONE: files} if files else {}
-    return splits.of_files(root, files)
+    return splits.of_files(root, files, by_pattern=not os.path.isdir(source))
 
 
 def _check_path(path: str) -> None:

@@ -23,6 +23,9 @@ NONE = ""
 KINDS = ("test", "validation", "train")
 """What a split may be for, in the order in which a file whose name says several is taken."""
 
+# A README whose head has the key `configs`; what else a README holds is not read.
+_CONFIGS = re.compile(rb"\s*---\r?\n(?:(?!---).*\n)*?[^\S\n]*configs[^\S\n]*:")
+
 # Matching takes longer with each star of a pattern, which a foreign README may hold.
 _MOST_STARS = 8
 
@@ -43,13 +46,13 @@ class SplitUse:
     rows: int | None = None
 
 
-def of_files(root: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
+def of_files(root: Path, files: Sequence[Path], *, by_pattern: bool = False) -> dict[str, list[Path]]:
     """The `files` below `root` by the name of their split, each in one; all of them under `NONE` if none is in any.
 
     Raises DataError if the README of `root` describes splits that cannot be found.
     """
     names = {file.relative_to(root).as_posix(): file for file in files}
-    found = _saved(root, names) or _described(root, names) or _by_names(tuple(names))
+    found = _saved(root, names) or _described(root, names, by_pattern=by_pattern) or _by_names(tuple(names))
     splits: dict[str, list[Path]] = {}
     left = dict(names)
     for split in sorted(found, key=_caution):
@@ -151,10 +154,13 @@ def _saved(root: Path, names: Iterable[str]) -> dict[str, list[str]]:
     return {split: files for split, files in found.items() if files}
 
 
-def _described(root: Path, names: Iterable[str]) -> dict[str, list[str]]:
-    """The splits that `configs` in the README of a data set of the hub describes."""
+def _described(root: Path, names: Iterable[str], *, by_pattern: bool) -> dict[str, list[str]]:
+    """The splits that `configs` in the README of a data set of the hub describes.
+
+    None for files that a pattern takes from beside its default data set.
+    """
     card = root / "README.md"
-    if not card.is_file():
+    if not card.is_file() or not _CONFIGS.match(card.read_bytes()):
         return {}
     import yaml
     from datasets.data_files import sanitize_patterns
@@ -167,6 +173,8 @@ def _described(root: Path, names: Iterable[str]) -> dict[str, list[str]]:
         if not configs:
             return {}
         default = configs.get_default_config_name()
+        if default is None and by_pattern:
+            return {}
         if default is None:
             raise DataError(
                 f"{root}: its README.md describes several data sets, {', '.join(sorted(configs))}; name the folder or "
@@ -178,7 +186,10 @@ def _described(root: Path, names: Iterable[str]) -> dict[str, list[str]]:
         if "data_files" not in config:
             found = _by_names(tuple(posixpath.relpath(name, base) for name in inside)) or {"train": inside}
             return {split: [posixpath.normpath(f"{base}/{name}") for name in found[split]] for split in found}
-        patterns = sanitize_patterns(config["data_files"])
+        given = sanitize_patterns(config["data_files"])
+        patterns = {split: here for split, each in given.items() if (here := [one for one in each if "://" not in one])}
+        if not patterns:  # its files are elsewhere
+            return {}
         if long := next((one for one in itertools.chain(*patterns.values()) if one.count("*") > _MOST_STARS), None):
             raise DataError(f"{card}: the pattern {long[:80]!r} has more than {_MOST_STARS} stars")
         found = {
@@ -187,6 +198,8 @@ def _described(root: Path, names: Iterable[str]) -> dict[str, list[str]]:
         }
     except (OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
         raise DataError(f"{card}: the splits that it describes cannot be read: {first_line(error)}") from None
+    if not any(found.values()) and by_pattern:
+        return {}
     if not any(found.values()):
         raise DataError(f"{card}: describes the splits {', '.join(found)}, but none of their files is here")
     return {split: files for split, files in found.items() if files}

@@ -180,9 +180,20 @@ def test_splits_that_cannot_be_read_are_refused_and_name_their_file(name: str, t
 
 def test_the_readme_of_a_corpus_describes_nothing(tmp_path: Path) -> None:
     folder = laid_out(tmp_path / "corpus", ["a.jsonl"])
-    for text in ("# Rows\n", "---\ntitle: Rows\n---\n", ""):
-        (folder / "README.md").write_text(text)
+    elsewhere = "---\nconfigs: [{config_name: a, data_files: 'https://host/a.jsonl'}]\n---\n"
+    in_prose = "---\ntitle: a: b\n---\nThe configs: of é\n"
+    for text in ("# Rows\n", "---\ntitle: Rows\n---\n", "", elsewhere, in_prose):
+        (folder / "README.md").write_text(text, encoding="latin-1")
         assert files_read(str(folder)) == ["a.jsonl"]
+
+
+def test_a_pattern_takes_files_of_one_of_several_data_sets(tmp_path: Path) -> None:
+    folder = laid_out(tmp_path / "corpus", ["en-1.jsonl", "en-2.jsonl", "fr.jsonl"])
+    configs = "[{config_name: en, data_files: 'en*'}, {config_name: fr, data_files: fr.jsonl}]"
+    (folder / "README.md").write_text(f"---\nconfigs: {configs}\n---\n")
+    assert files_read(f"{folder}/en-*.jsonl") == ["en-1.jsonl", "en-2.jsonl"]
+    with pytest.raises(DataError, match="several data sets, en, fr"):
+        sources.rows(str(folder))
 
 
 def test_a_folder_within_a_data_set_may_be_its_base(tmp_path: Path) -> None:
