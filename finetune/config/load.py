@@ -205,11 +205,13 @@ def _validate(
         return None, explain.mistakes(error, locations)
     given, config = config.model.labels, _with_head(config)
     broken = contradictions(config)
-    if config.scorer and given not in ([], config.model.labels):
+    if not trained and config.scorer and given not in ([], config.model.labels):
         remedy = "name classes in `data.labels`" if config.scorer == "classifier" else "remove it"
         broken.append(("model.labels", f"`training.objective: {config.training.objective}` sets it; {remedy}"))
     if trained:  # rules of serving are for jobs to be trained, and runtimes come to take more or less
         broken = [(key, message) for key, message in broken if not key.startswith("output.")]
+        if config.scorer:  # earlier versions had other values, which change nothing
+            broken = [(key, message) for key, message in broken if key != "data.loss_on"]
     else:
         broken += _ignored(config, choices or {})
     if not broken and config.output.way != "auto":  # `auto` is decided once the base is known

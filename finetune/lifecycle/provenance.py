@@ -139,6 +139,8 @@ def refuse_changes(config: Config, run: RunDirectory) -> None:
         now["quantization"]["kind"] = then["quantization"]["kind"]
     if config.output.serve and config.output.way == "auto":  # not resolved while the base cannot be loaded
         now["quantization"] = then["quantization"]
+    if now["data"]["loss_on"] == "end" and then["training"]["objective"] == now["training"]["objective"]:
+        now["data"]["loss_on"] = then["data"]["loss_on"]  # of an earlier version, whose rows say what differs
     differences = _differences({"config": then}, {"config": now})
     harmful = _harmful(differences)
     _refuse(harmful, _SINCE_CHECKPOINT, run=run.path, cure=_cure(config, harmful["config"]))
@@ -185,7 +187,7 @@ def changes_since(run: RunDirectory, saved: Any, now: dict[str, Any]) -> dict[st
     replaced = _replaced_images(then, now, harmful.pop("data", {}))
     if others := {key: change for key, change in differences.get("data", {}).items() if key not in replaced}:
         harmful["data"] = others
-    images = " (an image may be replaced by another of the same size)" if "images" in now else ""
+    images = " (an image may be replaced by another of the same size)" if "images" in now and "images" in then else ""
     _refuse(
         harmful, _SINCE_CHECKPOINT, run=run.path, base=now["config"]["model"]["name"], cure="Set another", images=images
     )

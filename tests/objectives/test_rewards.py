@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from datasets import Dataset
 from jobs import EIGHT, in_fp32, metric, mixture, same_adapter, sampled, write_rows
 from peft import PeftModel, get_peft_model
@@ -29,6 +30,7 @@ from trl import RewardConfig, RewardTrainer
 import finetune
 from finetune.data.encoded import segments_of
 from finetune.errors import ConfigError
+from finetune.lifecycle import provenance
 from finetune.model import build
 from finetune.model.adapters import adapter_files
 from finetune.model.base import load_architecture
@@ -41,6 +43,18 @@ def job(tmp_path: Path, quick):
     """A function from overrides to a reward model on pairs with margins, in fp32."""
     file = write_rows(tmp_path / "pairs.jsonl", pairs(24))
     return in_fp32(quick, file, "data.format=pairs_with_margin", "training.objective=reward", "data.max_length=64")
+
+
+@pytest.mark.parametrize("loss_on", ["assistant", "last"])
+def test_a_run_of_an_earlier_version_is_read_and_is_the_same_job(job, tmp_path: Path, loss_on: str) -> None:
+    config = job()
+    run = RunDirectory(tmp_path / "earlier")
+    run.path.mkdir()
+    run.config_file.write_text(yaml.safe_dump(config.changed({"data.loss_on": loss_on}).model_dump(mode="json")))
+    assert run.config().data.loss_on == loss_on
+    provenance.refuse_changes(config, run)
+    with pytest.raises(ConfigError, match="learning_rate"):
+        provenance.refuse_changes(config.changed({"training.learning_rate": 0.5}), run)
 
 
 def test_the_loss_has_the_values_of_its_formula() -> None:
