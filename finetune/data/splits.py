@@ -186,10 +186,8 @@ def _described(root: Path, names: Iterable[str], *, by_pattern: bool) -> dict[st
         if "data_files" not in config:
             found = _by_names(tuple(posixpath.relpath(name, base) for name in inside)) or {"train": inside}
             return {split: [posixpath.normpath(f"{base}/{name}") for name in found[split]] for split in found}
-        given = sanitize_patterns(config["data_files"])
-        patterns = {split: here for split, each in given.items() if (here := [one for one in each if "://" not in one])}
-        if not patterns:  # its files are elsewhere
-            return {}
+        patterns = sanitize_patterns(config["data_files"])
+        elsewhere = all("://" in one for one in itertools.chain(*patterns.values()))
         if long := next((one for one in itertools.chain(*patterns.values()) if one.count("*") > _MOST_STARS), None):
             raise DataError(f"{card}: the pattern {long[:80]!r} has more than {_MOST_STARS} stars")
         found = {
@@ -198,8 +196,6 @@ def _described(root: Path, names: Iterable[str], *, by_pattern: bool) -> dict[st
         }
     except (OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
         raise DataError(f"{card}: the splits that it describes cannot be read: {first_line(error)}") from None
-    if not any(found.values()) and by_pattern:
-        return {}
-    if not any(found.values()):
+    if not any(found.values()) and not by_pattern and not elsewhere:
         raise DataError(f"{card}: describes the splits {', '.join(found)}, but none of their files is here")
     return {split: files for split, files in found.items() if files}
