@@ -123,8 +123,13 @@ def test_the_first_loss_is_ln_2_to_the_bit_for_the_base_is_its_own_reference(job
     keys = ["data.max_length=64", "training.max_steps=2", "training.learning_rate=0.01"]
     finetune.train(job(*STARTS_AT_THE_BASE[start], *keys))
     first, second = RunDirectory(tmp_path / "run").metrics()[:2]
-    assert first["loss"] == float(torch.tensor(2.0).log())
-    assert [first[f"rewards_{name}"] for name in ("chosen", "rejected", "margins", "accuracies")] == [0, 0, 0, 0]
+    # On a CPU for which oneDNN has no bfloat16, one log-probability of -64 was seen to differ by its last bit.
+    exact = start != "16 bit" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    last_bit = 0 if exact else 1e-6
+    assert first["loss"] == pytest.approx(float(torch.tensor(2.0).log()), rel=0, abs=last_bit)
+    rewards = [first[f"rewards_{name}"] for name in ("chosen", "rejected", "margins")]
+    assert rewards == pytest.approx([0, 0, 0], abs=last_bit)
+    assert first["rewards_accuracies"] == 0 or not exact
     assert first["logps_rejected"] < 0
     assert second["rewards_margins"] == pytest.approx(second["rewards_chosen"] - second["rewards_rejected"], abs=1e-6)
     assert second["loss"] < first["loss"]
