@@ -285,6 +285,7 @@ def test_whether_a_mask_is_needed_is_answered_by_the_batch(subtests: pytest.Subt
 def test_one_expert_of_a_mixture_is_forecast_to_get_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its product is the largest that routing can make; each token goes to two of four experts."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": False})  # sums are then in float32
+    monkeypatch.setattr(operator_costs, "_is_of_onednn", lambda: True)
     for tokens, busiest in [(64, 64), (0, 32)]:
         with recording(operator_costs.cpu(), Answers(uneven=False, trained_tokens=0, tokens=tokens)) as recorder:
             rows, experts = (torch.empty(size, dtype=torch.bfloat16) for size in ((128, 32), (4, 32, 48)))
