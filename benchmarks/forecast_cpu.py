@@ -122,6 +122,7 @@ SMALL: dict[str, Architecture] = {
     "apertus": _small("apertus"),
     "bitnet": _small("bitnet"),
     "diffllama": _small("diffllama"),
+    "doge": _small("doge"),
     "ministral": _small("ministral", head_dim=32),
     "gpt_neox": _small("gpt_neox", 4),
     "falcon": _small("falcon", 4),

@@ -16,7 +16,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -181,7 +181,7 @@ class TraceRecorder(TorchDispatchMode):
         )
         self._run_otherwise: tuple[_Case, ...] = (
             (lambda call: call.name in operators.python, self._run_in_python),
-            (lambda call: call.name == "aten::add.Tensor" and _accumulates_in_place(call.args), self._add_in_place),
+            (lambda call: call.name == "aten::add.Tensor" and _adds_in_place(call.args), self._add_in_place),
             (lambda call: self.answers.know_size(call), self._run_on_values),
         )
 
@@ -440,7 +440,7 @@ class TraceRecorder(TorchDispatchMode):
             return tree_map_only(torch.Tensor, made, known.computed(call.func, call.args, call.kwargs))
 
     def _add_in_place(self, call: _Call) -> Any:
-        """Add a gradient into the one that autograd holds."""
+        """Add a gradient into the one that autograd holds, or a mask into the scores of attention."""
         held = call.args[0].add_(call.args[1])
         self._count(_aten.add_.Tensor, call.args, call.kwargs, held)
         return held
@@ -554,6 +554,20 @@ class TraceRecorder(TorchDispatchMode):
         return self._blocks[number].layer if number is not None else None
 
 
+def _adds_in_place(args: Any) -> bool:
+    """Whether torch would add in place what it adds out of place where there is a subclass of Tensor."""
+    return _accumulates_in_place(args) or _masks_scores()
+
+
+def _masks_scores() -> bool:
+    """Whether transformers' call of scaled_dot_product_attention adds a mask to scores.
+
+    It does where no fused kernel takes the mask, such as one that is learnt (torch 2.13, attention.cpp
+    `_scaled_dot_product_attention_math`).
+    """
+    return _caller().f_code.co_name == "sdpa_attention_forward"
+
+
 def _accumulates_in_place(args: Any) -> bool:
     """Whether autograd would add this gradient in place into the one it already holds.
 
@@ -580,12 +594,15 @@ _HELD_BY_AUTOGRAD_ALONE, _STORED_FOR_ONE_TENSOR = 4, 2
 
 def _called_by_autograd() -> bool:
     """Whether autograd's engine called the operator without Python code in between."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename == __file__:
+    return _caller().f_code.co_name == "_engine_run_backward"
+
+
+def _caller() -> FrameType:
+    """The frame of the Python code that called the operator."""
+    frame: Any = inspect.currentframe()
+    while frame.f_code.co_filename == __file__ or frame.f_code.co_filename.endswith(("_compile.py", "eval_frame.py")):
         frame = frame.f_back
-    while frame is not None and frame.f_code.co_filename.endswith(("_compile.py", "eval_frame.py")):
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_name == "_engine_run_backward"
+    return frame
 
 
 @dataclass

@@ -33,6 +33,7 @@ OFTEN = (
     "gemma2, no checkpointing",  # eager attention
     "small tiles, deep",  # layers are extrapolated
     "small tiles, bf16, evaluated",
+    "doge, small tiles",  # a learnt mask, which is added to the scores in place
 )
 CHOSEN = {
     *OFTEN,
