@@ -27,7 +27,7 @@ from typing import Any
 
 from finetune.errors import MachineError
 from finetune.storage.files import cause, remedy
-from finetune.storage.private import cache_folder, not_private
+from finetune.storage.private import BASES, cache_folder, not_private
 
 _LOG = logging.getLogger(__name__)
 
@@ -138,6 +138,8 @@ def _published(made: Path, key: str) -> Path:
 
 def _remove_unused() -> None:
     for entry in folder().iterdir():
+        if entry.name == BASES:
+            continue
         with contextlib.suppress(OSError):
             unused_seconds = time.time() - entry.stat().st_mtime
             making = entry.name.startswith(_MAKING) and unused_seconds > _LOCKED_SECONDS

@@ -50,20 +50,6 @@ def locked(file: Path, what: str, otherwise: str, *, wait: bool = False) -> Iter
         os.close(opened)
 
 
-@contextlib.contextmanager
-def reading(file: Path, otherwise: str) -> Iterator[None]:
-    """In the block, no other process is in one for this `file`, which is only read; waits as `locked` does."""
-    try:
-        opened = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        raise MachineError(f"{file}: cannot be read: {error.strerror}") from None
-    try:
-        _take(opened, file, str(file), otherwise, wait=True)
-        yield
-    finally:
-        os.close(opened)
-
-
 def _take(opened: int, file: Path, what: str, otherwise: str, *, wait: bool) -> None:
     started, said = time.monotonic(), False
     while True:
@@ -85,9 +71,8 @@ def _take(opened: int, file: Path, what: str, otherwise: str, *, wait: bool) -> 
                 said = True
             time.sleep(_POLL_SECONDS)
         except OSError as error:
-            # Some network file systems do not support locks; training there matters more than the guard. Some lock only
-            # files that are open for writing (EBADF).
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF):
+            # Some network file systems do not support locks; training there matters more than the guard.
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
                 raise MachineError(f"{file} cannot be locked: {error.strerror}") from None
             return
 

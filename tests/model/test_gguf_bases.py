@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import struct
 import tracemalloc
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import finetune
 from finetune.config import Config, ModelSection, dump
+from finetune.data import cache
 from finetune.doctor import model_check, model_checks
 from finetune.errors import ArtifactError, ConfigError, MachineError
 from finetune.export import publish
@@ -36,8 +38,15 @@ from finetune.model.source.tokenizer import load_tokenizer
 from finetune.model.structure import packed
 from finetune.report.terminal import Terminal
 from finetune.settings import load_config
-from finetune.storage import weight_files
+from finetune.storage import private, weight_files
 from tests.jobs import TINY
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test unpacks into a cache of its own."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
 
 READ = {"mistral", "mixtral", *gguf_base._TYPES.values()}
 _NO_TOKENIZER = "this version of transformers reads tokenizers of GGUF files otherwise: `model.tokenizer` names one"
@@ -170,7 +179,7 @@ def test_doctor_tries_the_model_of_a_file_without_unpacking_it(tmp_path: Path) -
     assert model_check.is_model(str(file))
     copy = model_checks.Copy(str(file), tmp_path / "doctor")
     assert [model_checks.attempt(check, copy)[0] for check in ("structure", "weights", "16 bit")] == ["ok"] * 3
-    assert not list(tmp_path.glob("*unpacked*"))
+    assert not list(tmp_path.rglob("*unpacked*"))
 
 
 def test_llama_3s_scaling_is_read_from_its_factors(tmp_path: Path) -> None:
@@ -217,24 +226,81 @@ def test_a_folder_of_an_older_version_is_written_again(tmp_path: Path) -> None:
     assert (gguf_base.unpacked(file) / "config.json").is_file()
 
 
-def test_a_folder_that_cannot_be_written_serves_what_is_there_and_else_says_what_to_do(
+def test_a_cache_that_cannot_be_written_serves_what_is_there_and_else_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = written("llama", tmp_path, "q8_0")
+    (folder := gguf_base.unpacked(file)).joinpath("model.safetensors").chmod(0o400)
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # to whoever runs this as root, none is read-only
-    with pytest.raises(MachineError, match="link the file into a folder that can"):
-        gguf_base.unpacked(file)
-    monkeypatch.undo()
-    folder = gguf_base.unpacked(file)
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
     assert gguf_base.unpacked(file) == folder
     (folder / "gguf.json").write_text("{}")
-    with pytest.raises(MachineError, match=r"unpacked there is of an earlier version or another file.*name the link"):
+    with pytest.raises(MachineError, match=r"gguf, but it cannot be written.* point HF_DATASETS_CACHE"):
         gguf_base.unpacked(file)
-    monkeypatch.undo()
-    (tmp_path / "writable").mkdir()
-    (link := tmp_path / "writable" / file.name).symlink_to(file)
-    assert gguf_base.unpacked(link).parent == link.parent
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(file / "below a file"))
+    with pytest.raises(MachineError, match=r"could not be written to .*Not a directory.* point HF_DATASETS_CACHE"):
+        gguf_base.unpacked(file)
+
+
+def test_a_cache_that_others_can_write_is_not_trusted(tmp_path: Path) -> None:
+    file = written("llama", tmp_path, "q8_0")
+    gguf_base.unpacked(file)
+    private.cache_folder().chmod(0o777)
+    with pytest.raises(MachineError, match=r"other users can write to it .*chmod go-w.* point HF_DATASETS_CACHE"):
+        gguf_base.unpacked(file)
+
+
+def test_a_plan_leaves_the_folder_of_a_file_as_it_was(
+    call: Callable[..., tuple[int, str, str]], rows_file: Path, tmp_path: Path
+) -> None:
+    (folder := tmp_path / "bases").mkdir()
+    file = written("llama", folder, "q8_0")
+    before = {path: path.stat().st_mtime_ns for path in (folder, *folder.rglob("*"))}
+    folder.chmod(0o500)
+    code, _, error = call("plan", TINY, f"model.name={file}", f"data.train={rows_file}", "data.eval=none")
+    folder.chmod(0o700)
+    assert code == 0, error
+    assert {path: path.stat().st_mtime_ns for path in (folder, *folder.rglob("*"))} == before
+
+
+def test_files_of_one_name_have_folders_of_their_own_which_none_beside_them_replaces(tmp_path: Path) -> None:
+    """Earlier versions wrote one beside a file; in a foreign folder, it may hold anything."""
+    first = written("llama", tmp_path, "q8_0")
+    (second := tmp_path / "second" / first.name).parent.mkdir()
+    bench.export(tmp_path / "model", AutoTokenizer.from_pretrained(tmp_path / "model"), second, "bf16")
+    (link := tmp_path / "link" / "named.gguf").parent.mkdir()
+    link.symlink_to(second)
+    shutil.copytree(gguf_base.unpacked(second), first.with_name(first.name + ".unpacked"))
+    folders = [gguf_base.unpacked(file) for file in (first, second)]
+    assert [gguf_base.unpacked(file) for file in (first, second)] == folders
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (*folders, gguf_base.unpacked(link))]
+    assert ["quantization_config" in config for config in configs] == [True, False, False]
+
+
+def test_the_identity_of_a_file_does_not_depend_on_where_it_is_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = written("llama", tmp_path, "q8_0")
+    before = identity.of_base(ModelSection(name=str(file)))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "another"))
+    moved = file.rename(tmp_path / "moved.gguf")
+    assert identity.of_base(ModelSection(name=str(moved))) == before is not None
+
+
+def test_folders_are_kept_until_their_files_are_gone_and_they_are_not_used_for_a_month(tmp_path: Path) -> None:
+    first = written("llama", tmp_path, "q8_0")
+    files = [first, *(Path(shutil.copy(first, tmp_path / f"{name}.gguf")) for name in ("gone", "just gone"))]
+    kept, unused, recent = folders = [gguf_base.unpacked(file) for file in files]
+    for folder in (kept, unused):
+        os.utime(folder, (0, 0))
+    os.utime(gguf_base.cache(), (0, 0))
+    for file in files[1:]:
+        file.unlink()
+    killed = unused.with_name("killed.unpacked.incomplete")
+    killed.mkdir()
+    cache.entry(lambda: "rows", lambda made: None)  # which removes other unused entries
+    assert all(folder.is_dir() for folder in folders)
+    gguf_base.unpacked(Path(shutil.copy(first, tmp_path / "new.gguf")))
+    assert [folder.is_dir() for folder in (kept, unused, recent, killed)] == [True, False, True, False]
 
 
 def cut(file: Path) -> None:
@@ -291,7 +357,7 @@ def test_a_damaged_file_is_refused_and_leaves_nothing(
     damage(file)
     with pytest.raises(ArtifactError, match=says):
         gguf_base.unpacked(file)
-    assert not list(tmp_path.glob("*unpacked*"))
+    assert not list(tmp_path.rglob("*unpacked*"))
 
 
 def small(file: Path, arch: str = "llama", kind: str = "F32", keys: dict[str, Any] | None = None, **named: Any) -> Path:
@@ -430,9 +496,9 @@ def test_a_full_disk_is_reported_and_nothing_is_left(tmp_path: Path, monkeypatch
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(weight_files, "write", full)
-    with pytest.raises(MachineError, match="could not be written: No space left"):
+    with pytest.raises(MachineError, match=r"could not be written to .*: No space left.* point HF_DATASETS_CACHE"):
         gguf_base.unpacked(file)
-    assert not list(tmp_path.glob("*unpacked*"))
+    assert not list(tmp_path.rglob("*unpacked*"))
 
 
 @pytest.mark.slow

@@ -20,8 +20,9 @@ from finetune.storage import files, locks
 
 HOLD = """
 import fcntl, os, sys
-opened = os.open(sys.argv[1], os.O_RDWR)
+opened = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
 fcntl.flock(opened, fcntl.LOCK_EX)
+os.write(opened, str(os.getpid()).encode())
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -72,9 +73,8 @@ def test_a_link_that_is_left_beside_a_file_is_not_written_through(tmp_path: Path
 
 @pytest.fixture
 def held(tmp_path: Path) -> subprocess.Popen[str]:
-    """Another process that holds base.gguf until its input ends."""
-    (tmp_path / "base.gguf").write_bytes(b"GGUF")
-    command = [sys.executable, "-c", HOLD, str(tmp_path / "base.gguf")]
+    """Another process that holds a.lock until its input ends."""
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "a.lock")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
         assert process.stdout.readline() == "held\n"
@@ -87,10 +87,9 @@ def test_a_lock_is_waited_for_and_it_is_said_whose(
 ) -> None:
     monkeypatch.setattr(locks, "_SAID_SECONDS", 0)
     threading.Timer(1, held.kill).start()
-    with locks.reading(tmp_path / "base.gguf", "or copy it"):
+    with locks.locked(tmp_path / "a.lock", "the cache", "or wait", wait=True):
         pass
-    assert f"base.gguf is in use by process {held.pid}: waiting" in capsys.readouterr().err
-    assert [file.name for file in tmp_path.iterdir()] == ["base.gguf"]
+    assert f"the cache is in use by process {held.pid}: waiting" in capsys.readouterr().err
 
 
 def test_a_lock_is_not_waited_for_without_end(
@@ -98,7 +97,7 @@ def test_a_lock_is_not_waited_for_without_end(
 ) -> None:
     monkeypatch.setattr(locks, "_MOST_SECONDS", 0)
     with pytest.raises(InUseError, match=f"process {held.pid}: wait until"):
-        locks.reading(tmp_path / "base.gguf", "or copy it").__enter__()
+        locks.locked(tmp_path / "a.lock", "the cache", "or wait", wait=True).__enter__()
 
 
 def test_the_lock_of_a_stopped_process_is_not_waited_for(held: subprocess.Popen[str], tmp_path: Path) -> None:
@@ -106,4 +105,4 @@ def test_the_lock_of_a_stopped_process_is_not_waited_for(held: subprocess.Popen[
     while locks._is_stopped(held.pid) is False:
         time.sleep(0.01)
     with pytest.raises(InUseError, match=f"stopped: continue it by `kill -CONT {held.pid}`"):
-        locks.reading(tmp_path / "base.gguf", "or copy it").__enter__()
+        locks.locked(tmp_path / "a.lock", "the cache", "or wait", wait=True).__enter__()

@@ -1,4 +1,4 @@
-"""A GGUF file as a base: its bytes under transformers' names and in its order, in a folder beside the file.
+"""A GGUF file as a base: its bytes under transformers' names and in its order, in a folder of this user's cache.
 
 What a GGUF file stores of a quantized weight stays as it is, so that a job trains on the very values that llama.cpp
 computes with; rows return to transformers' order, which blocks along columns allow. The folder is what other bases
@@ -8,10 +8,12 @@ are that are published in a packed form (`structure.packed`): nothing else has t
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
 import struct
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from finetune.config.field_types import shown
 from finetune.errors import ArtifactError, FinetuneError, MachineError, first_line
 from finetune.model.source import file_hashes, gguf_families, gguf_names
 from finetune.runtime.stages import stage
-from finetune.storage import files, locks, weight_files
+from finetune.storage import files, locks, private, weight_files
 
 METHOD = "gguf"
 """The `quant_method` of the folder's config.json, whose `modules_to_convert` has the form of each packed weight."""
@@ -132,24 +134,52 @@ SentencePiece tokenizer that split text after special tokens otherwise than llam
 """
 
 
-def unpacked(file: Path) -> Path:
-    """The folder of a GGUF file's contents, written if it is missing or the file has changed since.
+# The folder of a file that is gone is removed once it has not been used for this long.
+_KEPT_SECONDS = 30 * 24 * 3600
 
-    Raises ArtifactError for a file that is damaged, or whose model or types are not supported, MachineError where the
-    folder cannot be written.
+
+def cache() -> Path:
+    """The folder of the unpacked files, in this user's cache."""
+    return private.cache_folder() / private.BASES
+
+
+def unpacked(file: Path) -> Path:
+    """The folder of a GGUF file's contents in `cache`, written if it is missing or the file has changed since.
+
+    Its name has a hash of the file's path, so that another file of the same name has another folder. Raises
+    ArtifactError for a file that is damaged, or whose model or types are not supported, MachineError where the folder
+    cannot be written or other users could write it.
     """
-    folder = file.with_name(file.name + ".unpacked")
-    if not _is_of(file, folder) and not os.access(file.parent, os.W_OK):
-        earlier = f" ({folder.name} there is of an earlier version or another file)" if folder.is_dir() else ""
+    digest = hashlib.sha256(os.fsencode(os.path.realpath(file))).hexdigest()
+    folder = cache() / f"{file.stem[:40]}-{digest[:16]}.unpacked"
+    with _explained(file, folder):
+        private.make_folder(folder.parent)
+    why = private.not_private(private.cache_folder()) or private.not_private(folder.parent)
+    if not (why or _is_of(file, folder) or os.access(folder.parent, os.W_OK | os.X_OK)):
+        why = "it cannot be written"
+    if why:
         raise MachineError(
-            f"{file}: its contents are written beside it once, and {file.parent} cannot be written{earlier}; link the "
-            "file into a folder that can, and name the link in `model.name`, for a finished run in its config.yaml"
+            f"{file}: its contents are unpacked once into {folder.parent}, but {why}; mend that, or point "
+            "HF_DATASETS_CACHE to a folder of your own"
         )
     while not _is_of(file, folder):
-        with locks.reading(file, "or copy the file"):
+        with locks.locked(cache() / "lock", str(cache()), "or point HF_DATASETS_CACHE elsewhere", wait=True):
             if not _is_of(file, folder):
                 _unpack(file, folder)
+    with contextlib.suppress(OSError):
+        os.utime(folder)
     return folder
+
+
+def _remove_unused() -> None:
+    """Remove what killed processes left, and the folders of files that are gone; while the cache is locked."""
+    files.remove_leftovers(cache())
+    for stamp in cache().glob(f"*/{_STAMP}"):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            unused_seconds = time.time() - stamp.parent.stat().st_mtime
+            # A file may also be on another machine, which shares the cache.
+            if unused_seconds > _KEPT_SECONDS and not os.path.exists(json.loads(stamp.read_bytes())["file"]):
+                files.dispose(stamp.parent)
 
 
 def _is_of(file: Path, folder: Path) -> bool:
@@ -159,9 +189,12 @@ def _is_of(file: Path, folder: Path) -> bool:
     return False
 
 
-def _stamp(file: Path) -> dict[str, int]:
+def _stamp(file: Path) -> dict[str, int | str]:
     status = file.stat()
-    stamp = {"bytes": status.st_size, "modified_ns": status.st_mtime_ns, "written_as": _WRITTEN_AS}
+    stamp: dict[str, int | str] = {
+        "file": os.path.realpath(file), "bytes": status.st_size, "modified_ns": status.st_mtime_ns,
+        "written_as": _WRITTEN_AS,
+    }  # fmt: skip
     # Written again, with a tokenizer, once transformers is newer.
     return stamp if _splits() is not None else stamp | {"tokenizer": 0}
 
@@ -188,6 +221,7 @@ def architecture(file: Path) -> Any:
 def _unpack(file: Path, folder: Path) -> None:
     stamp = _stamp(file)
     with _explained(file, folder):
+        _remove_unused()
         base = _File(file)
         weights = {name: weight for name, *weight in base.weights()}
         layout = weight_files.FileLayout({name: (dtype, shape) for name, (dtype, shape, _) in weights.items()})
@@ -207,7 +241,11 @@ def _explained(file: Path, folder: Path) -> Iterator[None]:
     except FinetuneError:
         raise
     except OSError as error:
-        raise MachineError(files.not_written(folder, error)) from None
+        there = next(parent for parent in folder.absolute().parents if parent.exists())
+        raise MachineError(
+            f"{file}: its contents could not be written to {folder}: {files.cause(error, there)}. They take as much "
+            f"room as the file: {files.remedy(error)}, or point HF_DATASETS_CACHE elsewhere"
+        ) from None
     except Exception as error:  # untrusted files may cause anything
         raise ArtifactError(
             f"{file}: it cannot be read as a GGUF file ({type(error).__name__}: {first_line(error)}); download it "
@@ -284,7 +322,10 @@ class _File:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         self._file = file
-        reader = _BoundedReader(file)
+        try:
+            reader = _BoundedReader(file)
+        except OSError as error:
+            raise MachineError(f"{file}: cannot be read: {error.strerror}") from None
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
         self._keys: dict[str, Any] = {
             name: np.asarray(field.parts[-1]) if field.types[0] == gguf.GGUFValueType.ARRAY else field.contents()
