@@ -23,18 +23,23 @@ def recorded(snapshot_file: Path, device: torch.device, history: bool) -> Iterat
         yield
         return
     # Documented under these names (https://docs.pytorch.org/docs/stable/torch_cuda_memory.html).
-    record, dump = torch.cuda.memory._record_memory_history, torch.cuda.memory._dump_snapshot  # noqa: SLF001
+    record = torch.cuda.memory._record_memory_history  # noqa: SLF001
+
+    def dump() -> None:
+        snapshot_file.unlink(missing_ok=True)  # torch writes through a link, which a foreign folder may hold
+        torch.cuda.memory._dump_snapshot(str(snapshot_file))  # noqa: SLF001
+
     if history:
         record(max_entries=_HISTORY_ENTRIES)
     try:
         yield
     except torch.OutOfMemoryError:
         with contextlib.suppress(OSError):  # a full disk; the error names the snapshot if it was written
-            dump(str(snapshot_file))
+            dump()
         raise
     else:
         if history:
-            dump(str(snapshot_file))
+            dump()
     finally:
         if history:
             record(enabled=None)

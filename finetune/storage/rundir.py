@@ -113,7 +113,7 @@ class RunDirectory:
                 target.parent.mkdir(parents=True, exist_ok=True)
             if not target.is_dir():
                 target.mkdir(mode=0o700)
-            self.events_file.touch()
+            files.open_to_append(self.events_file).close()
         except OSError as error:
             raise MachineError(f"{self.path}: cannot be written: {error.strerror}; set `output.dir`") from None
 
