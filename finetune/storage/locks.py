@@ -59,7 +59,8 @@ def _take(opened: int, file: Path, what: str, otherwise: str, *, wait: bool) -> 
         except BlockingIOError:
             holder = _holder(opened)
             waited_seconds = time.monotonic() - started
-            in_use = f"{what} is in use by {f'process {holder}' if holder else 'another process'}"
+            whose = f"process {holder}" if holder else "another process, perhaps on another machine"
+            in_use = f"{what} is in use by {whose}"
             if holder and _is_stopped(holder):
                 raise InUseError(
                     f"{in_use}, which is stopped: continue it by `kill -CONT {holder}`, end it, {otherwise}"
@@ -78,21 +79,18 @@ def _take(opened: int, file: Path, what: str, otherwise: str, *, wait: bool) -> 
 
 
 def _holder(opened: int) -> int | None:
-    """The process that holds a file, as it wrote itself or the system says; None if neither does."""
-    with contextlib.suppress(OSError, ValueError):  # not readable, or another form than `man proc_locks` has
-        content = os.pread(opened, 100, 0)
-        if _CONTENT.fullmatch(content) and content.strip():
-            return int(content)
-        inode = str(os.fstat(opened).st_ino)
+    """The process that holds a file, by its number in there; None if the system does not list that process as holding
+    it, as on another machine or in another container, which share the file but not its number.
+
+    The list (`man proc_locks`) has the file's inode and device, of which the latter differs from `stat`'s on Btrfs.
+    """
+    with contextlib.suppress(OSError, ValueError, IndexError):  # no number, or a list of another form
+        holder, inode = int(os.pread(opened, 100, 0)), os.fstat(opened).st_ino
         for line in Path("/proc/locks").read_text(encoding="ascii", errors="replace").splitlines():
             fields = line.split()
-            if (
-                len(fields) > 5
-                and fields[1] == "FLOCK"
-                and fields[5].rpartition(":")[2] == inode
-                and int(fields[4]) > 0
-            ):
-                return int(fields[4])
+            listed = fields[1], fields[4], fields[5].rpartition(":")[2]
+            if listed == ("FLOCK", str(holder), str(inode)):
+                return holder
     return None
 
 

@@ -106,3 +106,17 @@ def test_the_lock_of_a_stopped_process_is_not_waited_for(held: subprocess.Popen[
         time.sleep(0.01)
     with pytest.raises(InUseError, match=f"stopped: continue it by `kill -CONT {held.pid}`"):
         locks.locked(tmp_path / "a.lock", "the cache", "or wait", wait=True).__enter__()
+
+
+@pytest.mark.parametrize("content", ["a stranger", ""])
+def test_a_number_that_another_machine_may_have_written_names_no_process(
+    content: str, held: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stranger here is stopped, and another one holds the lock; in a shared folder it may be on another host."""
+    monkeypatch.setattr(locks, "_MOST_SECONDS", 0)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as stranger:
+        stranger.send_signal(signal.SIGSTOP)
+        (tmp_path / "a.lock").write_text(str(stranger.pid) if content == "a stranger" else content)
+        with pytest.raises(InUseError, match="in use by another process, perhaps on another machine: wait until"):
+            locks.locked(tmp_path / "a.lock", "the cache", "or wait", wait=True).__enter__()
+        stranger.kill()
