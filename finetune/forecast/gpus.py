@@ -6,8 +6,9 @@ a message or log of a real machine, named in the entry's `source`, and where sev
 smallest: newer drivers report less than older ones, and a plan that fits the smaller figure fits the larger.
 
 The rates are NVIDIA's: of dense tensor-core products in 16 bits summed in 32, without sparsity, which on GeForce
-cards is half of the rate summed in 16 bits, and of products in float32, without TF32. The numbers of multiprocessors
-are NVIDIA's too. No job reaches them, so they bound a time from below.
+cards is half of the rate summed in 16 bits, and of products in float32, without TF32, which is twice the number of
+CUDA cores times the boost clock. The numbers of multiprocessors are NVIDIA's too. No job reaches them, so they bound a
+time from below.
 
 `pcie` is the card's own connector, generation and lanes, and `nvlink_bytes` the rate of NVLink, one way, half of what
 NVIDIA states for both. Of a card that is sold with and without, it is that of the one with NVLink; bridges between two

@@ -10,6 +10,7 @@ import pytest
 
 from finetune.errors import ConfigError
 from finetune.forecast import gpus
+from finetune.model.precision import of_card
 
 NAMES = gpus.names()
 MIB = 2**20
@@ -114,9 +115,32 @@ def test_rates(subtests: pytest.Subtests) -> None:
             assert gpu.bandwidth_bytes == pytest.approx(gigabytes * 1e9)
 
 
+# MHz, from data sheets and reviews; of a card sold in two forms, that of the one whose rates the table has.
+BOOST_CLOCKS = {
+    "RTX 3080 10GB": 1710, "RTX 2080 Ti": 1545, "RTX 3060 12GB": 1777, "RTX 4070 Ti": 2610, "T4": 1590,
+    "RTX 4080 SUPER": 2550, "RTX 4060 Ti 16GB": 2535, "RTX A4000": 1560, "RTX 4080": 2505, "V100 16GB": 1380,
+    "P100 16GB": 1303, "A10G": 1710, "A10": 1695, "L4": 2040, "RTX A5000": 1695, "RTX 4090": 2520, "RTX 3090": 1695,
+    "RTX 5090": 2407, "V100 32GB": 1380, "A100 40GB": 1410, "L40S": 2520, "RTX A6000": 1800, "RTX 6000 Ada": 2505,
+    "A40": 1740, "H100 PCIe": 1755, "A100 80GB": 1410, "H100": 1980, "H200": 1980, "B200": 1980,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_float32_rate_is_that_of_the_cores_at_the_boost_clock(name: str) -> None:
+    """Two operations a core and clock; 64 cores in a multiprocessor of P100, V100, Turing and A100, later 128."""
+    gpu = gpus.find(name)
+    cores = 128 if gpu.compute_capability > (8, 0) else 64
+    # Data sheets round down: 14e12 for the 14.13e12 of the V100, 51e12 for the 51.2e12 of the H100 PCIe.
+    rate = gpu.multiprocessors * cores * 2 * BOOST_CLOCKS[name] * 1e6
+    assert gpu.fp32_flops == pytest.approx(rate, rel=0.01)
+
+
 def test_the_cards_that_cannot_do_bf16_say_so() -> None:
     cards = gpus.smallest_first()
     assert [gpu for gpu in cards if "no bf16" in gpu.note] == [gpu for gpu in cards if gpu.compute_capability < (8, 0)]
+    assert [gpu for gpu in cards if "bf16" not in of_card(gpu.name, gpu.compute_capability).native] == [
+        gpu for gpu in cards if "no bf16" in gpu.note
+    ]
 
 
 def test_spelling_does_not_count(subtests: pytest.Subtests) -> None:
