@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.quantizers import auto
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from finetune.config import ModelSection
 from finetune.data import fingerprint
-from finetune.errors import ConfigError
-from finetune.model import bounds
+from finetune.errors import ArtifactError, ConfigError
+from finetune.model import bounds, skeleton
 from finetune.model.base import load_architecture
 from finetune.model.source import identity, prequantized
 from finetune.model.source.tokenizer import load_tokenizer
@@ -96,27 +99,91 @@ def test_a_quantized_base_is_refused_by_the_name_of_its_quantization(
     assert len(err.splitlines()) == 1
 
 
+KEPT = {
+    "MXFP4": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+    "NVFP4": _of_compressed_tensors(),
+    "FP8": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+    "ModelOpt": {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": ["lm_head"]},
+    "GGUF": {"quant_method": "gguf", "modules_to_convert": {"lm_head.weight": "q8_0"}},
+}
+
+
+MISSHAPEN: dict[str, list[Any]] = {
+    "config_groups": [
+        _of_compressed_tensors(config_groups=[1]),
+        _of_compressed_tensors(config_groups={"group_0": 1}),
+        _of_compressed_tensors(config_groups={"group_0": {"targets": ["Linear"], "weights": [1]}}),
+        _of_compressed_tensors(config_groups={"group_0": {"targets": ["Linear"], "format": 1}}),
+    ],
+    "group_size": [_of_compressed_tensors(group_size=[16])],
+    "format": [_of_compressed_tensors(format=["nvfp4-pack-quantized"])],
+    "ignore": [_of_compressed_tensors(ignore=5), _of_compressed_tensors(ignore=[5])],
+    "exclude_modules": [{"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": [["a"]]}],
+    "weight_block_size": [{"quant_method": "fp8", "weight_block_size": size} for size in (5, [0, -1], [128], "ab")],
+    "modules_to_not_convert": [
+        {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": 7},
+        {"quant_method": "mxfp4", "modules_to_not_convert": [1]},
+    ],
+    "modules_to_convert": [{"quant_method": "gguf", "modules_to_convert": 5}],
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "quantization"), [(field, one) for field, each in MISSHAPEN.items() for one in each], ids=str
+)
+def test_a_field_of_another_shape_is_named(field: str, quantization: Any) -> None:
+    with pytest.raises(ArtifactError, match=rf"`model\.name`: config\.json of base is damaged: `{field}` of its quant"):
+        prequantized.refuse(ModelSection(name="base"), LlamaConfig(quantization_config=quantization))
+
+
 SHAPELESS: list[Any] = [
-    _of_compressed_tensors(config_groups=[1]),
-    _of_compressed_tensors(config_groups={"group_0": 1}),
-    _of_compressed_tensors(config_groups={"group_0": {"targets": ["Linear"], "weights": [1]}}),
-    _of_compressed_tensors(group_size=[16]),
-    _of_compressed_tensors(format=["nvfp4-pack-quantized"]),
-    _of_compressed_tensors(ignore=5),
-    _of_compressed_tensors(ignore=[5]),
-    {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": [["a"]]},
-    {"quant_method": "fp8", "weight_block_size": 5},
-    {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": 5},
-    {"quant_method": "mxfp4", "modules_to_not_convert": [1]},
-    {"quant_method": "gguf", "modules_to_convert": {"a": ["q4_k"]}},
-    {"quant_method": ["fp8"]}, 5, [1], "fp8",
+    {"quant_method": "gguf", "modules_to_convert": {"a": ["q4_k"]}}, {"quant_method": ["fp8"]}, 5, [1], "fp8",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("quantization", SHAPELESS, ids=str)
-def test_values_of_another_shape_are_refused_as_an_unknown_quantization(quantization: Any) -> None:
+def test_what_is_no_quantization_at_all_is_refused_as_an_unknown_one(quantization: Any) -> None:
     with pytest.raises(ConfigError, match=r"`model\.name`: .* published with quantized weights"):
         prequantized.refuse(ModelSection(name="base"), LlamaConfig(quantization_config=quantization))
+
+
+# What transformers' quantization configs read, of any method, and names that collide with their arguments.
+_FIELDS = (
+    "quant_method", "modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "modules_to_convert",
+    "weight_block_size", "activation_scheme", "dequantize", "scale_fmt", "expert_dtype", "config_groups", "format",
+    "group_size", "quant_algo", "transform_config", "bits", "desc_act", "zero_point", "load_in_4bit", "load_in_8bit",
+    "llm_int8_skip_modules", "bnb_4bit_compute_dtype", "self", "config_dict", "return_unused_kwargs",
+)  # fmt: skip
+_PLAIN = st.one_of(
+    st.none(), st.booleans(), st.integers(-1, 2**70), st.floats(), st.text(max_size=4),
+    st.sampled_from(["fp8", "dynamic", "nonsense", "re:(", "lm_head", "q4_k", "Linear"]),
+)  # fmt: skip
+_VALUES = st.recursive(
+    _PLAIN,
+    lambda each: st.lists(each, max_size=2) | st.dictionaries(st.sampled_from(["a", "weights"]), each),
+    max_leaves=3,
+)
+
+
+@pytest.mark.parametrize("kind", ["published", "none"])
+@pytest.mark.parametrize("form", ["FP8", "MXFP4", "NVFP4", "ModelOpt", "GGUF"])
+@settings(max_examples=20)
+@given(changed=st.dictionaries(st.sampled_from(_FIELDS), _VALUES, min_size=1, max_size=2))
+def test_a_forged_quantization_is_read_or_refused(form: str, kind: str, changed: dict[str, Any]) -> None:
+    """Reading goes as far as the layers of the base, to which transformers' quantizers hand what they read."""
+    architecture = LlamaConfig(
+        hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        vocab_size=64, quantization_config={**KEPT[form], **changed},
+    )  # fmt: skip
+    job = {"model": {"name": "base"}, "quantization": {"kind": kind}, "data": {"train": "builtin:python_docs"}}
+    try:
+        prequantized.refuse(ModelSection(name="base"), architecture)
+        config, _ = prequantized.resolved(load_config(job), architecture)
+        prequantized.main_form(architecture)
+        skeleton.weightless_base(architecture, config.quantization, attention="sdpa", dtype=torch.bfloat16)
+    except (ArtifactError, ConfigError) as error:
+        assert "base" in str(error)  # noqa: PT017 - reading is right too
+        assert "config.json" in str(error) or error.exit_code == 2  # noqa: PT017
 
 
 @pytest.mark.parametrize("expression", ["re:(.|..|.)*[!?]", "re:("])
@@ -172,14 +239,7 @@ def test_what_every_quantizer_of_transformers_makes_is_refused_or_kept(
             assert "; name its 16-bit original, which `quantization.kind` then quantizes: " in said
 
 
-KEPT = {
-    "MXFP4": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
-    "NVFP4": _of_compressed_tensors(),
-    "FP8": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
-}
-
-
-@pytest.mark.parametrize("form", KEPT)
+@pytest.mark.parametrize("form", ["MXFP4", "NVFP4", "FP8"])
 @pytest.mark.parametrize("kind", ["nf4", "fp4", "int8", "mxfp4", "nvfp4", "fp8"])
 def test_a_published_form_is_not_quantized_to_another(
     form: str, kind: str, packed: Callable[..., Path], call: Call, tmp_path: Path

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from finetune.config import Config, ModelSection, QuantizationSection, contradictions
-from finetune.config.field_types import shortened
-from finetune.errors import ConfigError
+from finetune.config.field_types import shortened, shown
+from finetune.errors import ArtifactError, ConfigError
 from finetune.model.source.locate import card
 
 METHODS = {
@@ -37,6 +37,8 @@ _ORIGINALS = {"openai/gpt-oss-20b": "unsloth/gpt-oss-20b-BF16", "openai/gpt-oss-
 _KEYS = ("quantization_config", "quantization", "compression_config")
 _LEFT_OUT = ("ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers")
 """Keys that list the modules which files leave in 16 bit."""
+_READ = ("gguf", "mxfp4", "fp8", "modelopt", "modelopt_fp4", "compressed-tensors")
+"""Values of `quant_method` of which a form is kept."""
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # Endings of the names of quantized copies, such as -FP8, -GPTQ-Int4, -unsloth-bnb-4bit, -quantized.w4a16.
 _ENDING = re.compile(
@@ -49,23 +51,14 @@ _ENDING = re.compile(
 def form(architecture: Any) -> str | None:
     """The `quantization.kind` that weights are published in; None if in 16 bit, or in a form that is refused."""
     given = _given(architecture)
-    try:
-        return _form(given) if isinstance(given, Mapping) and all(map(_are_names, map(given.get, _LEFT_OUT))) else None
-    except (TypeError, AttributeError):  # values of other shapes than a method writes
+    if not isinstance(given, Mapping) or not _is_read(given) or _misshapen(given):
         return None
-
-
-def _form(given: Mapping[str, Any]) -> str | None:
     if _is_nvfp4(given):
         return "nvfp4"
     method, block = given.get("quant_method"), list(given.get("weight_block_size") or ())
     # FP8 has other forms: one scale for each weight, experts in 4 bit (DeepSeek V4), quantized embeddings.
     blocks = block == [128, 128] and given.get("expert_dtype", "fp8") == "fp8" and not given.get("modules_to_convert")
     return method if method == "mxfp4" or _is_gguf(given) or (method == "fp8" and blocks) else None
-
-
-def _are_names(names: Any) -> bool:
-    return not names or (isinstance(names, list | tuple) and all(isinstance(name, str) for name in names))
 
 
 def main_form(architecture: Any) -> str | None:
@@ -79,12 +72,14 @@ def main_form(architecture: Any) -> str | None:
 def stated(architecture: Any, quantization: QuantizationSection) -> Mapping[str, Any] | None:
     """What config.json says of the form that weights are published in, if the job keeps it or decodes it to 16 bit.
 
-    Of NVFP4 it is said as of FP8: `quant_method`, and the modules that are left in 16 bit.
+    It is said as of FP8, whatever the form: `quant_method`, and the modules that are left in 16 bit; of a GGUF file
+    also the form of each weight. Nothing else in that entry reaches transformers.
     """
     if not (known := form(architecture)) or quantization.kind not in (known, "none"):
         return None
     given: Mapping[str, Any] = _given(architecture)
-    return {"quant_method": known, "modules_to_not_convert": _left_out(given)} if known == "nvfp4" else given
+    forms = {"modules_to_convert": given["modules_to_convert"]} if known == "gguf" else {}
+    return {"quant_method": known, "modules_to_not_convert": _left_out(given, known), **forms}
 
 
 def requantizes(quantization: QuantizationSection, architecture: Any) -> bool:
@@ -121,15 +116,73 @@ def resolved(config: Config, architecture: Any) -> tuple[Config, str | None]:
 
 
 def refuse(section: ModelSection, architecture: Any) -> None:
-    """Raise ConfigError if config.json, or a part of it, says that weights are quantized in a form that is not kept."""
+    """Refuse a base of which config.json, or a part of it, says that weights are quantized in a form that is not kept.
+
+    Raises ConfigError for such a form, and ArtifactError for a value that the form's own files never have.
+    """
     given = _given(architecture)
     if not given or form(architecture):
         return
+    if isinstance(given, Mapping) and _is_read(given) and (field := _misshapen(given)):
+        raise ArtifactError(
+            f"`model.name`: config.json of {section.name} is damaged: `{field}` of its quantization is "
+            f"{shown(given[field])}, not {_SHAPES[field][1]}; download the base again, or use another"
+        )
     remedy = "; ".join(_remedies(section))
     raise ConfigError(
         f"`model.name`: {section.name} is published with quantized weights{_described(given)}, which cannot be trained "
         f"on or merged into here; name its 16-bit original, which `quantization.kind` then quantizes: {remedy}"
     )
+
+
+def _is_read(given: Mapping[str, Any]) -> bool:
+    return given.get("quant_method", "compressed-tensors") in _READ
+
+
+def _misshapen(given: Mapping[str, Any]) -> str | None:
+    """The first key that is read here and whose value has another shape than its method writes."""
+    values = ((key, given[key]) for key in _SHAPES if given.get(key) is not None)
+    return next((key for key, value in values if not _SHAPES[key][0](value)), None)
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int
+
+
+def _is_block(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2 and all(_is_size(size) and size > 0 for size in value)
+
+
+def _are_groups(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(map(_is_group, value.values()))
+
+
+def _is_group(value: Any) -> bool:
+    weights = (value.get("weights") or {}) if isinstance(value, Mapping) else None
+    if not isinstance(weights, Mapping) or not isinstance(value.get("format"), str | None):
+        return False
+    return isinstance(weights.get("group_size"), int | None)
+
+
+_SHAPES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(_LEFT_OUT, (_are_names, "a list of names")),
+    "modules_to_convert": (lambda value: isinstance(value, Mapping) or _are_names(value), "a table or a list of names"),
+    "weight_block_size": (_is_block, "two positive integers"),
+    "expert_dtype": (_is_name, "a name"),
+    "config_groups": (_are_groups, "a table of groups of layers"),
+    "group_size": (_is_size, "an integer"),
+    "format": (_is_name, "a name"),
+    "quant_algo": (_is_name, "a name"),
+}
+"""Keys that are read of the quantization that config.json states, and what each is; null and absence mean the same."""
 
 
 def _given(architecture: Any) -> Any:
@@ -145,7 +198,7 @@ def _is_gguf(given: Mapping[str, Any]) -> bool:
     from finetune.model.source import gguf_base
 
     forms = given.get("modules_to_convert")
-    return isinstance(forms, Mapping) and all(form in gguf_base.FORMS for form in forms.values())
+    return isinstance(forms, Mapping) and all(_is_name(form) and form in gguf_base.FORMS for form in forms.values())
 
 
 def _is_nvfp4(given: Mapping[str, Any]) -> bool:
@@ -164,11 +217,13 @@ def _is_nvfp4(given: Mapping[str, Any]) -> bool:
     return plain and formats == {"nvfp4-pack-quantized"} and targets == [["Linear"]] and set(sizes) == {16}
 
 
-def _left_out(given: Mapping[str, Any]) -> list[str]:
-    """Regular expressions, as transformers reads them, for the modules that NVFP4's files leave in 16 bit.
+def _left_out(given: Mapping[str, Any], form: str) -> list[str]:
+    """Names and regular expressions, as transformers reads them, for the modules that files leave in 16 bit.
 
-    compressed-tensors writes names and, after `re:`, beginnings of them; ModelOpt names with `*`.
+    Of NVFP4's files, compressed-tensors' have names and, after `re:`, beginnings of them; ModelOpt's names with `*`.
     """
+    if form != "nvfp4":  # MiniMax writes the second
+        return list(given.get("modules_to_not_convert") or given.get("ignored_layers") or ())
     names = given.get("ignore") or given.get("exclude_modules") or ()
     return [f"(?:{name[3:]}).*" if name.startswith("re:") else re.escape(name).replace(r"\*", ".*") for name in names]
 

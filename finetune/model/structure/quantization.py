@@ -99,7 +99,7 @@ def library_config(section: QuantizationSection, compute_dtype: Any, published: 
         given = published or {"quant_method": fixed_point.held(section.kind, exact=section.snap)}
         form = given["quant_method"]
         # Arguments passed to transformers 5.23 replace what config.json says, even with None.
-        kept = given.get("modules_to_not_convert") or given.get("ignored_layers")
+        kept = given.get("modules_to_not_convert")
         known = packed.FORMS.get(form)
         config = getattr(transformers, (known and known.config) or "FineGrainedFP8Config")
         config = functools.partial(config, quant_method=form, dequantize=not kind.packed, modules_to_not_convert=kept)
