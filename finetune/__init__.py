@@ -10,9 +10,11 @@ finetune.merge(result.run)
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from finetune.runtime import libraries
+from finetune.storage import private
 
 if TYPE_CHECKING:
     from finetune.api import compare as compare
@@ -62,4 +64,6 @@ __all__ = [*_HOMES]
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'finetune' has no attribute {name!r}")
+    if note := private.settle_home():  # before the libraries that these modules import, as the command line does
+        sys.stderr.write(f"{note}\n")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import finetune
 from finetune.storage import private
 
 
@@ -32,6 +33,13 @@ def test_a_user_without_a_home_gets_one_of_their_own(unknown_user: Path) -> None
     assert unknown_user.stat().st_mode & 0o777 == 0o700
     assert private.cache_folder().is_relative_to(unknown_user)
     assert private.settle_home() is None
+
+
+def test_python_gives_them_one_as_the_command_line_does(unknown_user: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert callable(finetune.load_config)
+    assert Path.home() == unknown_user
+    assert callable(finetune.train)
+    assert capsys.readouterr().err.count(str(unknown_user)) == 1
 
 
 def test_a_home_that_others_could_write_is_not_taken(unknown_user: Path, tmp_path: Path) -> None:
