@@ -134,7 +134,7 @@ def plain(form: str, folder: Path) -> Any:
     return model.float()  # transformers 5.23 leaves in bfloat16 what is not packed
 
 
-@pytest.mark.parametrize("damage", ["zero", "negative", "nan", "integers"])
+@pytest.mark.parametrize("damage", ["zero", "negative", "nan", "integers", "cut", "flat", "none"])
 def test_a_base_with_damaged_scales_is_refused_by_the_name_of_its_weight(
     published: tuple[str, Path], damage: str, tmp_path: Path
 ) -> None:
@@ -145,6 +145,10 @@ def test_a_base_with_damaged_scales_is_refused_by_the_name_of_its_weight(
     match damage:
         case "integers":
             tensors[name] = tensors[name].to(torch.int32)
+        case "cut" | "flat" | "none" as shape:
+            blocks = name if form in ("mxfp4", "fp8") else re.sub(r"weight_\w+$", "weight_scale", name)
+            scales = tensors[blocks]
+            tensors[blocks] = {"cut": scales[..., :-1].clone(), "flat": scales.flatten(), "none": scales[:0]}[shape]
         case "nan" if form == "mxfp4":
             tensors[name].flatten()[0] = 255
         case _ if form == "mxfp4":
@@ -153,8 +157,12 @@ def test_a_base_with_damaged_scales_is_refused_by_the_name_of_its_weight(
             tensors[name].flatten()[0] = {"zero": 0, "negative": -1, "nan": torch.nan}[damage]
     save_file(tensors, tmp_path / "base" / "model.safetensors", {"format": "pt"})
     weight = name.removesuffix(ending).rpartition(".experts.")[0] or name.removesuffix(ending)
-    with pytest.raises(ArtifactError, match=rf"`{re.escape(weight)}.*scales"):
+    with pytest.raises(ArtifactError, match=rf"base/model\.safetensors: `{re.escape(weight)}.*scales"):
         load(tmp_path / "base", FORMS[form])
+    architecture = base.load_architecture(ModelSection(name=str(tmp_path / "base")))
+    bare = weightless_base(architecture, QuantizationSection(kind="none"), attention="eager", dtype=torch.float32)
+    with pytest.raises(ArtifactError, match=rf"base/model\.safetensors: `{re.escape(weight)}.*scales"):
+        dict(streamed.Weights(bare, [tmp_path / "base" / "model.safetensors"]))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -184,6 +184,20 @@ class Published:
     layout: Layout
     names: tuple[str, ...]
 
+    def scales(self, codes: torch.Tensor, *stored: torch.Tensor) -> torch.Tensor:
+        """The scales of a `Packing` from the tensors of files.
+
+        Raises ValueError as `Layout.scales`, and for scales of another shape than the bytes need.
+        """
+        for what, each in zip(("bytes", "scales"), (codes, *stored), strict=False):
+            if each.dim() < 2:
+                raise ValueError(f"its {what} have the shape {list(each.shape)}, not that of blocks and scales")
+        scales = self.layout.scales(codes, *stored)
+        shape = published_shape(self.form, codes.shape, scales.shape)
+        rows_first = torch.Size((*shape[:-2], shape[-1], shape[-2])) if FORMS[self.form].transposed else shape
+        _check_fit(self.form, codes, scales, rows_first)
+        return scales
+
 
 def published(names: Iterable[str], forms: Iterable[str] | None = None) -> dict[str, Published]:
     """The packed weights of files with tensors of these `names`, by the names that they have in files in 16 bit."""
@@ -232,14 +246,19 @@ def from_published(
     """
     transposed = transposed or FORMS[form].transposed
     rows_first = torch.Size((*shape[:-2], shape[-1], shape[-2])) if transposed else shape
-    expected = FORMS[form].shapes(rows_first)
     codes = codes.view(torch.uint8)
+    _check_fit(form, codes, scales, rows_first)
+    return packed(codes.reshape(FORMS[form].shapes(rows_first)[0]), Packing(form, scales, shape, dtype, transposed))
+
+
+def _check_fit(form: str, codes: torch.Tensor, scales: torch.Tensor, rows_first: torch.Size) -> None:
+    """Raise ValueError for bytes and scales that do not make a weight of this shape (..., outputs, inputs)."""
+    expected = FORMS[form].shapes(rows_first)
     if codes.numel() != expected[0].numel() or scales.shape != expected[1]:
         raise ValueError(
             f"codes {list(codes.shape)} and scales {list(scales.shape)} do not make a weight {list(rows_first)} in "
             f"{form}, which takes {list(expected[0])} and {list(expected[1])}"
         )
-    return packed(codes.reshape(expected[0]), Packing(form, scales, shape, dtype, transposed))
 
 
 # Many operators of torch each; a forecast counts one, with the memory of what is inside (`forecast.operator_costs`).
@@ -389,6 +408,8 @@ def _divided(scales: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
 
 
 def _with_factors(scales: torch.Tensor, *factors: torch.Tensor) -> torch.Tensor:
+    if any(factor.numel() != 1 for factor in factors):
+        raise ValueError(f"the factor of its scales has the shape {list(factors[0].shape)}")
     each = torch.cat([factor.float().reshape(1) for factor in factors]).view(torch.uint8)
     return torch.cat((each.expand(*scales.shape[:-1], FACTOR_BYTES), scales.view(torch.uint8)), dim=-1)
 

@@ -48,6 +48,7 @@ from finetune.model.structure import (
 from finetune.model.structure.block_formats import BLOCK_FORMATS
 from finetune.model.structure.packed_files import PackedFiles
 from finetune.runtime import libraries, patches
+from finetune.storage import weight_files
 
 
 @contextlib.contextmanager
@@ -229,6 +230,7 @@ class _Packed:
     quantization_config: Any
     serialized_names: ClassVar[dict[str, list[str]]]
     failures: ClassVar[list[ArtifactError]] = []
+    _files: list[Path]
 
     def validate_environment(self, **named: Any) -> None:
         """Accept any machine: packed weights need neither a GPU nor kernels."""
@@ -259,7 +261,14 @@ class _Packed:
             if should_convert_module(name.rpartition(".")[0], kept):
                 yield name, module, own
 
+    def place_of(self, name: str) -> Path:
+        """The file that has a weight of the model; their folder, if more of them have parts of its layer."""
+        layer = name.rpartition(".")[0] + "."
+        having = [file for file in self._files if any(layer in stored for stored in weight_files.shapes(file))]
+        return having[0] if len(having) == 1 else self._files[0].parent
+
     def _process_model_before_weight_loading(self, model: Any, **named: Any) -> None:
+        self._files = [Path(file) for file in named.get("checkpoint_files") or ()]
         forms, head = self.forms(model), model.get_output_embeddings()
         for name, module, own in list(self.targets(model)):
             if name not in forms:
@@ -501,7 +510,8 @@ class _Keep(ConversionOps):
         try:
             return self._kept(input_dict, full_layer_name, model, named)
         except ValueError as error:
-            why = f"`{full_layer_name}` of the base: {error}; download the base again, or use another"
+            where = self.hf_quantizer.place_of(full_layer_name)
+            why = f"{where}: `{full_layer_name}`: {error}; download the base again, or use another"
             self.hf_quantizer.failures.append(ArtifactError(why))
             raise
 
@@ -529,7 +539,7 @@ class _Keep(ConversionOps):
             codes[name], *factors = (given[part] for part in one.names)
             if older_loading.IS_OLDER and one.form == "fp8":
                 codes[name] = [code.to(torch.float8_e4m3fn) for code in codes[name]]  # read as the type of the values
-            scales[name] = [one.layout.scales(*each) for each in zip(codes[name], *factors, strict=True)]
+            scales[name] = [one.scales(*each) for each in zip(codes[name], *factors, strict=True)]
         (stored,), (joined,) = (self._after(part, full_layer_name, model, named).values() for part in (codes, scales))
         dtype = wanted.dtype if wanted else parameter.dtype
         [form] = {one.form for one in parts.values()}

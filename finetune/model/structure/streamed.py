@@ -94,11 +94,12 @@ class Weights(Mapping[str, torch.Tensor]):
         codes, *parts = map(self._read, one.names)
         transposed = self._is_transposed(source)
         try:
-            scales = one.layout.scales(codes, *parts)
+            scales = one.scales(codes, *parts)
             shape = packed.published_shape(one.form, codes.shape, scales.shape, transposed=transposed)
             made = packed.from_published(one.form, codes, scales, shape, self._dtype, transposed=transposed)
         except ValueError as error:
-            raise ArtifactError(f"`{source}` of the base: {error}; download the base again, or use another") from None
+            where = self._file_of[one.names[-1]]
+            raise ArtifactError(f"{where}: `{source}`: {error}; download the base again, or use another") from None
         return packed.values(made).contiguous()
 
     def _is_transposed(self, source: str) -> bool:
