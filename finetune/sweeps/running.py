@@ -404,13 +404,15 @@ class _Sweep:
             if file.is_file():  # mapped, because a damaged header may ask for any memory
                 rows = np.lib.format.open_memmap(file, mode="r")
                 if rows.dtype == float and rows.ndim == 2 and rows.shape[1] == 2:
-                    return np.array(rows)
+                    content, end = file.read_bytes(), rows.offset + rows.nbytes
+                    if content[end:] in (b"", hashlib.sha256(content[:end]).digest()):  # earlier versions wrote none
+                        return np.array(rows)
         return None
 
     def _keep(self, file: Path, rows: np.ndarray) -> None:
         content = io.BytesIO()
         np.save(content, rows)
-        write_bytes(file, content.getvalue())
+        write_bytes(file, content.getvalue() + hashlib.sha256(content.getvalue()).digest())
 
     def _trained(self, member: Member, share: float) -> np.ndarray:
         """Train a member up to `share` of its run, and return its (sum, trained tokens) of each evaluation row.

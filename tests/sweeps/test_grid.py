@@ -111,7 +111,7 @@ def test_the_table_of_a_running_sweep_has_what_others_have_compared(tmp_path: Pa
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("damage", ["empty", "torn", "huge", "other"])
+@pytest.mark.parametrize("damage", ["empty", "torn", "huge", "other", "flipped", "flipped digest"])
 def test_a_damaged_score_is_made_again(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sweep = of_two(tmp_path)
     member, rows = sweep.members[0], np.full((3, 2), 2.0)
@@ -124,11 +124,19 @@ def test_a_damaged_score_is_made_again(damage: str, tmp_path: Path, monkeypatch:
         "torn": content[:-8],
         "huge": content.replace(b"(3, 2), }       ", b"(9999999999, 2)}"),
         "other": b"PK\x03\x04" + content,
+        "flipped": content.replace(np.float64(2).tobytes(), np.float64(3).tobytes(), 1),
+        "flipped digest": content[:-1] + bytes([content[-1] ^ 1]),
     }[damage])  # fmt: skip
     assert sweep._kept() == {}
     monkeypatch.setattr(sweep, "_trained", lambda member, share: rows)
     assert sweep._scored(member, 1.0).tolist() == rows.tolist()
     assert sweep._read(file).tolist() == rows.tolist()
+
+
+def test_a_score_of_an_earlier_version_has_no_digest_and_is_read(tmp_path: Path) -> None:
+    sweep = of_two(tmp_path)
+    np.save(tmp_path / "score.npy", np.full((3, 2), 2.0))
+    assert sweep._read(tmp_path / "score.npy").tolist() == [[2.0, 2.0]] * 3
 
 
 def test_a_score_is_of_one_form_that_is_served(tmp_path: Path) -> None:
