@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +117,16 @@ def test_a_crash_costs_one_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert found.findings[0].what == "its process ended (signal 11)"
     assert started == [{}, {"first": "error"}]
     assert found.exit_code == 7
+
+
+def test_a_limit_of_the_address_space_is_not_blamed_on_the_model() -> None:
+    """8 GiB of it, in which the libraries can be imported but not every check may run."""
+    limited = ["sh", "-c", 'ulimit -v 8388608 && exec "$@"', "sh", sys.executable, "-m", "finetune"]
+    ended = subprocess.run([*limited, "doctor", "builtin:tiny-llama"], capture_output=True, text=True, check=False)
+    assert ended.returncode == 4, ended.stderr
+    assert "limited to 8.0 GiB" in ended.stderr
+    assert "ulimit -v unlimited" in ended.stderr
+    assert not ended.stdout
 
 
 @pytest.mark.slow
