@@ -90,12 +90,12 @@ def forecast_that_held(run: RunDirectory) -> dict[str, Any]:
     return forecast
 
 
-def spoil_losses(patch: pytest.MonkeyPatch, *steps: int) -> None:
-    """Make the loss of these steps, from 1, NaN."""
+def spoil_losses(patch: pytest.MonkeyPatch, *steps: int, gradients: bool = True) -> None:
+    """Make the loss of these steps, from 1, NaN, and their gradients, unless those stay what they are."""
 
     def spoilt(model: Any, batch: Any) -> Any:
         total, count = supervised(model, batch)
-        return total * math.nan, count
+        return total * math.nan if gradients else total + math.nan, count
 
     def act(loop: Loop) -> None:
         now = spoilt if loop.progress.step + 1 in steps else supervised

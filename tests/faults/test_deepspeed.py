@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import shutil
@@ -15,7 +16,7 @@ import pytest
 import torch
 from children import Children
 from safetensors.torch import load_file
-from steps import spoil_gradient
+from steps import spoil_gradient, spoil_losses
 from test_sharded_ranks import EXACT, ROWS, assert_close, weights
 from together import Together, assert_all
 from torch.utils import cpp_extension
@@ -123,9 +124,12 @@ def test_slices_of_a_tensor_that_ranks_cannot_share_evenly_end_in_zeros(monkeypa
     assert slices == [[1, 2, 3], [4, 5, 6], [7, 8, 0]]
 
 
-def test_an_update_that_is_not_finite_is_skipped(quick: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("spoil", [spoil_gradient, functools.partial(spoil_losses, gradients=False)])
+def test_an_update_that_is_not_finite_is_skipped(
+    quick: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, spoil: Callable[..., None]
+) -> None:
     """And nothing of it stays, nor of the warm-up, which is such an update, nor of the start as a launcher's."""
-    spoil_gradient(monkeypatch, 2)
+    spoil(monkeypatch, 2)
     plain = ["training.precision=fp32", "adapter.dropout=0", *GENTLE]
     expected = finetune.train(quick(*plain, run="plain")).run
     for stage in ("gradients", "weights"):

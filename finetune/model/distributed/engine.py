@@ -72,7 +72,7 @@ class Engine(WeightAccess, Protocol):
     def clip(self, max_norm: float) -> Tensor:
         """Clip the gradient norm to `max_norm` (0: no clipping); return the norm before, the same on each rank.
 
-        An engine that cannot separate the two also updates the weights, unless the norm is not finite.
+        An engine that cannot separate the two also updates the weights, unless the norm or a loss is not finite.
         """
 
     def update(self) -> None:

@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import itertools
 import logging
+import math
 import os
 import shutil
 import tempfile
@@ -118,8 +119,9 @@ class Zero:
             self._engine.set_gradient_accumulation_boundary(True)
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of `loss`, averaged over ranks."""
-        self._engine.backward(loss, scale_wrt_gas=False)
+        """Add the gradients of `loss`, averaged over ranks: NaN if it is not finite, for which `clip` drops them."""
+        spoilt = torch.where(loss.detach().isfinite(), 1.0, math.nan)
+        self._engine.backward(loss * spoilt, scale_wrt_gas=False)
 
     def catch_up(self, idle_pass: Callable[[], object]) -> None:
         raise AssertionError("a step cannot be repeated")
