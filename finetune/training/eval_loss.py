@@ -30,6 +30,7 @@ from finetune.objectives import OBJECTIVES, Objective, log_probs
 from finetune.runtime import ranks
 from finetune.runtime.libraries import without_cudnn_attention
 from finetune.training import oom_retry
+from finetune.training.batches import agreed
 from finetune.training.collator import Inputs, MicroBatches, apart, for_model, micro_batching
 from finetune.training.step import Step
 
@@ -152,6 +153,8 @@ class EvalLoss:
         """The mean of `objective` over the rows of all ranks, on the device; None if a row does not fit."""
         sums = too_large = None
         repeatable = self.step.engine.repeatable
+        if not repeatable:  # a rank whose image breaks has begun no pass that others wait in
+            steps = agreed(iter(steps), self.rows)
         # Ranks that exchange weights within a pass cannot wait for each other after it.
         with ranks.agreeing() if repeatable else contextlib.nullcontext():
             try:

@@ -134,6 +134,17 @@ EVALUATED = ["training.eval_every=2", "output.save_every=10"]
 """It is read in the preparation, in the warm-up, and in each evaluation: of step 0, 2 and 4."""
 
 
+def test_ranks_that_share_weights_save_where_an_image_breaks_in_an_evaluation(
+    job: Make, folder: Path, picture_of_row_5: Path
+) -> None:
+    """Within a pass they wait for each other's weights, so none may begin one that another cannot."""
+    broken = job(*RANDOM, *EVALUATED, "distributed.kind=fsdp", f"data.eval={folder / 'one.jsonl'}", rows="none")
+    ended = broken.go(2, {1: flipped(4)})
+    assert_all(ended, 3)
+    assert broken.run.saved_steps == [2]
+    assert any("Step 2 is saved" in one.in_one_line for one in ended)
+
+
 @pytest.mark.parametrize(("rows", "own"), [("one", TRAINED), ("none", EVALUATED)], ids=["trained", "evaluated"])
 def test_a_run_whose_image_breaks_saves_and_goes_on_once_it_is_put_back(
     job: Make, folder: Path, picture_of_row_5: Path, rows: str, own: list[str]
