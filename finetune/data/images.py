@@ -49,9 +49,8 @@ THUMBNAIL = 160
 
 # Formats of more than 8 bits a channel would lose them without a word.
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
-# How a whole file ends, of the formats that Pillow decodes without their end.
+# How an image ends, of the formats of which Pillow decodes some files without an end, such as those filled with zeros.
 _ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}
-_END_WITHIN = 2**16  # bytes: some programs write something after the end
 _MOST_BYTES = 2**28
 _DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,", re.IGNORECASE)
 _KEYS = ("image", "path", "url", "bytes")
@@ -329,9 +328,8 @@ def _size(content: bytes, name: str) -> tuple[int, int]:
             raise RowError(f"{name}: {_too_deep(opened.mode)}")
         if opened.format != "MPO" and getattr(opened, "is_animated", False):
             raise RowError(f"{name}: has several frames; save one of them, as only still images are trained on")
-        # A preview in the header ends before that.
-        rest = content[max(opened.fp.tell(), len(content) - _END_WITHIN) :] if opened.format in _ENDS else b""
-        if _ENDS.get(opened.format or "", b"") not in rest:
+        # The header, which may hold a preview, has been read. Anything may follow the end, such as a phone's video.
+        if opened.format in _ENDS and content.find(_ENDS[opened.format], opened.fp.tell()) < 0:
             raise RowError(f"{name}: the file is cut off; copy it again")
         pixels = _upright(opened)
         return pixels.height, pixels.width

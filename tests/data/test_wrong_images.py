@@ -6,6 +6,8 @@ The command is the real one, up to the point where it would load weights.
 from __future__ import annotations
 
 import base64
+import contextlib
+import io
 import json
 import os
 import random
@@ -338,6 +340,50 @@ def test_a_damaged_file_is_refused_unless_a_batch_can_decode_it(
         else:
             assert images.decoded(vars(image)).size == (image.width, image.height)
     assert 0 < refused < 60
+
+
+VIDEO = random.Random(1).randbytes(2**18).replace(b"\xff\xd9", b"").replace(b"IEND", b"")
+FOLLOWED = {
+    "a phone's photo with its video": JPEG + VIDEO,
+    "several photos": encoded(NOISE, "MPO", save_all=True, append_images=[Image.effect_noise((512, 512), 90)]),
+    "a photo with its depth": encoded(NOISE, "MPO", save_all=True, append_images=[GREY]) + VIDEO,
+    "a progressive photo with a preview": with_preview(len(JPEG)) + VIDEO,
+    "a PNG": encoded(NOISE) + VIDEO,
+}
+
+
+@pytest.mark.parametrize("what", FOLLOWED)
+def test_anything_may_follow_an_image_in_its_file(what: str, seen: vision.Vision) -> None:
+    [image] = images.measured(Chat([], images=(RowImage(data=FOLLOWED[what]),)), None, seen).images
+    pixels = Image.open(io.BytesIO(FOLLOWED[what])).convert("RGB")
+    assert images.decoded(vars(image)).tobytes() == pixels.tobytes()
+    assert pixels.size == NOISE.size
+
+
+ENDED = ["JPEG", "progressive", "with restarts", "PNG"]  # what comes after the cut cannot take the end's place
+CUT_OFF = [
+    *((kind, "nothing") for kind in (*ENDED, "WEBP", "lossless", "GIF")),
+    *((kind, rest) for kind in ENDED for rest in ("zeros", "a video")),
+]
+
+
+@pytest.mark.parametrize(("kind", "rest"), CUT_OFF)
+def test_a_file_cut_off_anywhere_is_refused_unless_all_pixels_are_there(
+    kind: str, rest: str, seen: vision.Vision
+) -> None:
+    form, options = {
+        "progressive": ("JPEG", {"progressive": True}), "with restarts": ("JPEG", {"restart_marker_rows": 1}),
+        "lossless": ("WEBP", {"lossless": True}),
+    }.get(kind, (kind, {}))  # fmt: skip
+    whole = encoded(NOISE, form, **options)
+    pixels, read = Image.open(io.BytesIO(whole)).convert("RGB").tobytes(), 0
+    for kept in [*range(0, len(whole) - 40, 67), *range(len(whole) - 40, len(whole))]:
+        after = {"nothing": b"", "zeros": bytes(len(whole) - kept), "a video": VIDEO}[rest]
+        with contextlib.suppress(RowError):
+            [image] = images.measured(Chat([], images=(RowImage(data=whole[:kept] + after),)), None, seen).images
+            assert images.decoded(vars(image)).tobytes() == pixels
+            read += 1
+    assert read < 40
 
 
 def test_paths_may_be_absolute_and_lead_out_of_the_folder(seen: vision.Vision, tmp_path: Path) -> None:
