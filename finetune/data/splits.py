@@ -10,7 +10,7 @@ import itertools
 import json
 import posixpath
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,26 +66,25 @@ def names_one(pattern: str) -> bool:
     return bool(_by_names((re.sub(r"\[[^\]]*\]|[*?]+", "-", pattern),)))
 
 
-def chosen(names: Collection[str], split: str, where: str) -> list[str]:
+def chosen(found: Mapping[str, Any], split: str, where: str) -> list[str]:
     """The names of the splits to read: for "train" those for training, for "eval" for validation, or else for tests.
 
-    Files in no split, and splits of other names, are read where there is none for that. Raises DataError for several to
-    train, or none.
+    `found` has the local files of each split, or anything else for a data set of the hub. Files in no split, and splits
+    of other names, are read where there is none for that. Raises DataError for several to train, or none.
     """
-    by_kind = {kind: [name for name in names if kind_of(name) == kind] for kind in (*KINDS, NONE)}
+    by_kind = {kind: [name for name in found if kind_of(name) == kind] for kind in (*KINDS, NONE)}
     if split == "eval" and (held_out := by_kind["validation"] or by_kind["test"]):
         return held_out
-    train = ["train"] if "train" in names else by_kind["train"]
-    if len(train) > 1:
-        raise DataError(
-            f"{where}: has several training splits, {', '.join(sorted(train))}; name the files of one of them"
-        )
-    if not train and not by_kind[NONE]:
-        raise DataError(
-            f"{where}: has no training split, only {' and '.join(sorted(names))}; name the files to train, or a "
-            "pattern such as `corpus/test*`"
-        )
-    return train or by_kind[NONE]
+    train = ["train"] if "train" in found else by_kind["train"]
+    if len(train) == 1 or (not train and by_kind[NONE]):
+        return train or by_kind[NONE]
+    several = f"has several training splits, {', '.join(sorted(train))}"
+    wrong = several if train else f"has no training split, only {' and '.join(sorted(found))}"
+    files = found[train[0] if train else next(iter(found))]
+    cure = "download it (`hf download NAME --repo-type dataset --local-dir FOLDER`), and name the files to train"
+    if isinstance(files, list) and files:  # one that is named itself is read, whatever its name is
+        cure = f"name the files to train themselves, such as `{files[0]}`"
+    raise DataError(f"{where}: {wrong}; {cure}")
 
 
 def holds_out(names: Iterable[str]) -> bool:

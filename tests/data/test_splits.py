@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,32 @@ def test_a_folder_that_evaluates_gives_its_validation_else_its_tests_else_all(tm
 def test_a_folder_without_one_training_split_is_refused(files: list[str], reason: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=reason):
         sources.rows(str(laid_out(tmp_path / "corpus", files)))
+
+
+@pytest.mark.parametrize(
+    ("source", "files"),
+    [
+        ("", ["test.jsonl"]),
+        ("", ["latest-test.jsonl", "my val.jsonl"]),
+        ("te*.jsonl", ["test_1.jsonl", "test_2.jsonl"]),
+        ("*/a.jsonl", ["test/a.jsonl", "dev/a.jsonl"]),
+        ("[t]est*.jsonl", ["test [1].jsonl"]),
+        ("", ["data/train_sft-00000-of-00001.jsonl", "data/train_gen-00000-of-00001.jsonl"]),
+        ("", ["one.jsonl", "two.jsonl", "README.md"]),  # which describes them as tests
+        ("*.jsonl", ["one.jsonl", "two.jsonl", "README.md"]),
+    ],
+)
+def test_the_file_that_a_refusal_of_splits_advises_is_read(source: str, files: list[str], tmp_path: Path) -> None:
+    folder = laid_out(tmp_path / "corpus", [file for file in files if file != "README.md"])
+    if "README.md" in files:
+        card = "---\nconfigs: [{config_name: default, data_files: [{split: test, path: '*.jsonl'}]}]\n---\n"
+        (folder / "README.md").write_text(card)
+    with pytest.raises(DataError, match=r"corpus.*: has (no|several) training split") as refused:
+        sources.rows(str(folder / source))
+    [advised] = re.findall(r"such as `(.*)`", str(refused.value))
+    assert str(Path(advised).relative_to(folder)) in files
+    for key in ("train", "eval"):
+        assert files_read(advised, key) == [str(Path(advised).relative_to(folder))]
 
 
 @pytest.mark.parametrize(
