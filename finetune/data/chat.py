@@ -64,7 +64,7 @@ def _alone(work: Asking[RowResult], tokenizer: Any) -> RowResult:
 def heads(
     rows: Sequence[tuple[Example, Segment]], tokenizer: Any, control_tokens: ControlTokens = "text"
 ) -> list[Head]:
-    """What truncation keeps of each row before its last answer.
+    """What each part of a row that is cut keeps of its beginning.
 
     The system message is none of it if the template renders it inside the first user message.
     """

@@ -113,7 +113,7 @@ ONE_SEQUENCE = RowLayout()
 
 
 class Head(NamedTuple):
-    """What truncation keeps before a last answer: the first `bos` tokens; the first `system` ones, to the end of the
+    """What each part of a row that is cut keeps: the first `bos` tokens; the first `system` ones, to the end of the
     system message, if possible; and the definitions of `tools`, from one position to another.
     """
 
@@ -129,7 +129,7 @@ NO_HEAD = Head()
 class Segment:
     """Token ids and labels of one sequence, of the same length, and the images that some of the tokens stand for.
 
-    Truncation keeps the `head`. In an `escaped` segment, control tokens in its text were tokenized as ordinary text.
+    If it is cut, its parts keep the `head`. In an `escaped` segment, control tokens in its text were tokenized as text.
     `lost_thoughts`: turns are not trained because the chat template drops their thoughts.
     `scored`: a head reads the last labelled token, instead of tokens being predicted.
     """

@@ -91,11 +91,26 @@ def _last_answer(row: Segment) -> tuple[int, int]:
 
 
 def _split(row: Segment, limit: int) -> tuple[str, list[Segment]]:
-    """Each piece begins with the last token of the one before, untrained, so that every token is predicted once."""
-    pieces = [row.cut(limit)]
-    for start in range(limit - 1, len(row.labels) - 1, max(1, limit - 1)):
-        piece = row.cut(limit, start)
-        pieces.append(replace(piece, labels=[IGNORE, *piece.labels[1:]]))
+    """Each piece begins with the last token of the one before, untrained, so that every token is predicted once.
+
+    Before it comes the head of a conversation, untrained: the system message, if it fits in half of the piece, and the
+    definitions of tools. A row whose tools leave less than a quarter of a piece is dropped.
+    """
+    bos, system, _ = row.head
+    tools = range(*row.head.tools)
+    head = sorted({*range(max(bos, system)), *tools}) if system > bos or tools else []
+    if 2 * len(head) > limit:
+        head = sorted({*range(bos), *tools}) if tools else []
+    if head and len(head) > min(3 * limit // 4, limit - 2):
+        return "dropped", []
+    pieces, end = [row.cut(limit)], limit
+    while end < len(row.labels):
+        begin = end - (limit > 1)
+        kept = head[: bisect_left(head, begin)]
+        end = min(len(row.labels), begin + limit - len(kept))
+        piece = row.some([*kept, *range(begin, end)])
+        again = len(kept) + 1
+        pieces.append(replace(piece, labels=[*[IGNORE] * again, *piece.labels[again:]]))
     return "split", pieces
 
 
@@ -110,6 +125,10 @@ TOO_LONG: dict[str, LengthPolicy] = {
         cuts=True,
     ),
     "split": LengthPolicy(
-        "it is split into pieces of `max_length`; those with nothing to train are dropped", _split, cuts=True
+        "it is split into pieces of `max_length`, each with a system message of moderate length and the definitions of "
+        "tools; a piece with nothing to train is dropped, and a row without room for its tools",
+        _split,
+        keeps_head=True,
+        cuts=True,
     ),
 }

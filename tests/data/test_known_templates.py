@@ -14,7 +14,7 @@ from conversations import TEMPLATES, TWO_TURNS, assistant, system, trained_text,
 from known_templates import KNOWN, VARIANTS, texts
 
 from finetune.data.chat import encode, heads, is_empty
-from finetune.data.encoded import Encoded
+from finetune.data.encoded import IGNORE, Encoded
 from finetune.data.examples import Chat, RowError
 from finetune.data.formats import FORMATS
 from finetune.data.lengths import shortened
@@ -222,6 +222,30 @@ def test_a_row_that_is_cut_keeps_the_definitions_of_its_tools_or_is_dropped(
         assert (what == "dropped") == (not pieces)
     assert kept == sorted(kept), "a row with more room is not dropped"
     assert kept[-1]
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "mistral_tools"])
+def test_each_trained_piece_of_a_row_that_is_split_has_the_definitions_of_its_tools(
+    byte_tokenizer: Make, name: str
+) -> None:
+    known = KNOWN[name.removesuffix("_tools")]
+    tokenizer = known.tokenizer(byte_tokenizer, (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8"))
+    row = with_tools([user("Why? "), *SUM[1:3], *SUM[1:3], assistant("It is 3. " * 50)])
+    whole = encode(row, tokenizer).segments[0]
+    [head] = heads([(row, whole)], tokenizer)
+    first, after = head.tools
+    block = tokenizer.decode(whole.input_ids[first:after])
+    assert '"name": "add"' in block
+    limits = range((after - first) // 2, len(whole.input_ids), 37)
+    made = {limit: shortened(Encoded((replace(whole, head=head),)), limit, "split")[1] for limit in limits}
+    assert not made[limits[0]]
+    assert made[limits[-1]]
+    for limit, pieces in made.items():
+        trained = [token for piece in pieces for token in piece.labels[1:] if token != IGNORE]
+        assert not pieces or trained == [token for token in whole.labels if token != IGNORE]
+        for piece in (piece for piece in pieces if piece.trained):
+            assert len(piece.input_ids) <= limit
+            assert tokenizer.decode(piece.input_ids).count(block) == 1
 
 
 @pytest.mark.parametrize("bos", [None, "<s>", "<|im_start|>"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from finetune.data.encoded import IGNORE, Head, Segment
@@ -68,6 +70,26 @@ def test_pieces_share_a_token_so_that_each_trained_one_is_predicted(subtests: py
         with subtests.test(before=before):
             assert after("split", before, limit) == ("split", pieces)
             assert sum(row(piece).trained for piece in pieces) == row(before).trained
+
+
+def test_pieces_of_a_conversation_keep_its_head_untrained(subtests: pytest.Subtests) -> None:
+    system = Head(1, 3)
+    for before, head, limit, what, pieces in [
+        ("sysaBCDefGHi", system, 6, "split", ["sysaBC", "syscDe", "sysefG", "sysgHi"]),
+        ("SYSaBC", system, 6, "split", ["SYSaBC"]),
+        ("SYSaBCDE", system, 6, "split", ["SYSaBC", "syscDE"]),
+        ("sysaBCDE", system, 5, "split", ["sysaB", "bCDE"]),  # over half of a piece
+        ("stools?ABCDEF", Head(1, 1, (1, 6)), 8, "split", ["stools?A", "stoolsaB", "stoolsbC", "stoolscD", "stoolsdE",
+         "stoolseF"]),
+        ("stools?ABCDEF", Head(1, 1, (1, 6)), 7, "dropped", []),
+        ("stools?ABCDEF", Head(1, 1, (1, 6)), 4, "dropped", []),
+        ("syTTaBCtoolDEFG", Head(1, 2, (7, 11)), 10, "split", ["syTTaBCtoo", "stoolDEFG"]),
+        ("syTTaBCtoolDEFG", Head(1, 2, (7, 11)), 12, "split", ["syTTaBCtoolD", "sytooldEFG"]),
+    ]:  # fmt: skip
+        with subtests.test(before=before, limit=limit):
+            done, made = TOO_LONG["split"].apply(replace(row(before), head=head), limit)
+            assert (done, [text(piece) for piece in made]) == (what, pieces)
+            assert not made or sum(piece.trained for piece in made) == row(before).trained
 
 
 def test_pieces_of_one_token_have_nothing_to_train() -> None:
