@@ -34,6 +34,8 @@ _MARK = re.compile(r"0qz(\d{5})zq|8370(\d{5})(?:\.5)?")
 # Keys of a tool's schema whose texts templates compare or translate, such as the names of types.
 _SCHEMA_WORDS = frozenset({"type", "format", "pattern", "required", "$ref", "$schema", "$id"})
 
+_NOTHING = object()
+
 Keys = tuple[str | int, ...]
 LeafKind = Literal["text", "key", "thought", "free"]
 
@@ -65,15 +67,16 @@ class Outline:
     """The rendering of conversations of one shape.
 
     `pieces` are the template's text before each leaf, by number, and `tail` that after the last; `lost` the numbers of
-    leaves that it leaves out, and `lost_tools` what of the tools. `headers` is what of each assistant turn that the
-    template marks is written by its prompt, and `beyond` the rest of that prompt, which the conversation does not have;
-    of a template without marks, that of the last answer alone.
+    leaves that it leaves out, `lost_tools` what of the tools, and `lost_constant` a boolean or null. `headers` is what
+    of each assistant turn that the template marks is written by its prompt, and `beyond` the rest of that prompt, which
+    the conversation does not have; of a template without marks, that of the last answer alone.
     """
 
     pieces: list[tuple[str, int]]
     tail: str
     lost: frozenset[int] = frozenset()
     lost_tools: str = ""
+    lost_constant: str = ""
     headers: Mapping[int, str] = field(default_factory=dict)
     beyond: Mapping[int, str] = field(default_factory=dict)
 
@@ -126,10 +129,16 @@ def _outlines(tokenizer: Any) -> dict[str, Outline | None]:
 
 
 class _Marked:
-    """Makes copies with a mark in place of each text or number, and collects these in `leaves`."""
+    """Makes copies with a mark in place of each text or number, and collects these in `leaves`.
 
-    def __init__(self) -> None:
+    `constants` are the paths of booleans and nulls, which stay as they are but for the one of number `changed`: it is
+    the other boolean, or for a null an empty text, or no item of a list.
+    """
+
+    def __init__(self, changed: int = -1) -> None:
         self.leaves: list[Leaf] = []
+        self.constants: list[Keys] = []
+        self._changed = changed
         self._ids: dict[Any, str] = {}
 
     def message(self, message: Message, number: int) -> Message:
@@ -162,7 +171,12 @@ class _Marked:
         """An argument with marks in place of the texts and numbers in it, and behind its keys."""
         if isinstance(value, str):
             return self._text(value, where, number)
-        if isinstance(value, int | float) and not isinstance(value, bool):
+        if value is None or isinstance(value, bool):
+            self.constants.append(where)
+            if len(self.constants) - 1 != self._changed:
+                return value
+            return not value if value is not None else _NOTHING if isinstance(where[-1], int) else ""
+        if isinstance(value, int | float):
             mark = f"8370{self._add(Leaf(where, value, 'text', number)):05d}"
             return float(mark + ".5") if isinstance(value, float) else int(mark)
         if isinstance(value, Mapping):
@@ -171,7 +185,8 @@ class _Marked:
                 for key, item in value.items()
             }
         if isinstance(value, list):
-            return [self.value(item, (*where, at), number) for at, item in enumerate(value)]
+            items = [self.value(item, (*where, at), number) for at, item in enumerate(value)]
+            return [item for item in items if item is not _NOTHING]
         return value
 
     def schema(self, value: Any, where: Keys, key: str = "") -> Any:
@@ -252,6 +267,7 @@ def _outline(
     lost = frozenset(range(len(leaves))) - {number for _, number in pieces}
     lost |= _lost_names(messages, leaves, example, tokenizer)
     lost_tools = _lost_of_tools(example.messages, example.tools, tokenizer)
+    lost_constant = _lost_constant(text, example, tokenizer)
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     spans = [span for span in marked if span[0] < span[1]]
     starts = dict(zip(answers, spans, strict=True)) if len(spans) == len(answers) else {}
@@ -266,7 +282,7 @@ def _outline(
         if turn in starts:
             start, end = starts[turn]
             headers[turn] = text[start : max(start, min(end, shared))]
-    return Outline(pieces, text[at:], lost, lost_tools, headers, beyond)
+    return Outline(pieces, text[at:], lost, lost_tools, lost_constant, headers, beyond)
 
 
 def _lost_names(messages: list[Message], leaves: Sequence[Leaf], example: Chat, tokenizer: Any) -> set[int]:
@@ -279,6 +295,19 @@ def _lost_names(messages: list[Message], leaves: Sequence[Leaf], example: Chat, 
             if text is not None and f"0qz{number:05d}zq" not in text:
                 lost.add(number)
     return lost
+
+
+def _lost_constant(text: str, example: Chat, tokenizer: Any) -> str:
+    """The path of the first boolean or null in an argument without which the rendering of marked messages is `text`."""
+    number = 0
+    while True:
+        marked = _Marked(changed=number)
+        messages = [marked.message(message, at) for at, message in enumerate(example.messages)]
+        if number >= len(marked.constants):
+            return ""
+        if _rendered(tokenizer, messages, example.tools)[0] == text:
+            return _shown(marked.constants[number])
+        number += 1
 
 
 def _rendered(
@@ -324,7 +353,8 @@ def _shown(path: Keys) -> str:
 def _refuse_lost(outline: Outline, leaves: Sequence[Leaf], example: Chat, tokenizer: Any) -> None:
     needed = [leaf for leaf in leaves if leaf.kind in ("text", "key")]
     lost = [leaf for number, leaf in enumerate(leaves) if number in outline.lost]
-    if name := outline.lost_tools or _named([leaf for leaf in lost if leaf.kind in ("text", "key")], needed):
+    name = outline.lost_tools or _named([leaf for leaf in lost if leaf.kind in ("text", "key")], needed)
+    if name := name or outline.lost_constant:
         raise RowError(refusal(name))
     last = len(example.messages) - 1
     for leaf in lost:

@@ -264,6 +264,42 @@ def test_a_part_of_a_call_that_a_template_leaves_out_is_named(name: str, change:
         tokenizer.chat_template = own
 
 
+@pytest.mark.parametrize(
+    ("given", "written", "lost"),
+    [
+        ({"on": True, "days": 3}, "dict(it.items() | rejectattr(1, 'boolean') | list)", r"\.on"),
+        ({"on": None, "days": 3}, "dict(it.items() | rejectattr(1, 'none') | list)", r"\.on"),
+        ({"on": None}, "{}", ""),
+        ({"on": True}, "dict.fromkeys(it, 1)", r"\.on"),
+        ({"on": False}, "dict.fromkeys(it, 1)", r"\.on"),
+        ({"on": None}, "dict.fromkeys(it, '')", r"\.on"),
+        ({"on": [7, None]}, "dict.fromkeys(it, it.values() | first | reject('none') | list)", r"\.on\[1\]"),
+        ({"on": [True, 7]}, "dict.fromkeys(it, it.values() | first | select('integer') | list)", r"\.on\[0\]"),
+    ],
+)
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "glm4moe", "gemma4_v5", "lfm2_v2"])
+def test_a_boolean_or_null_that_a_template_leaves_out_is_named(
+    name: str, given: dict[str, Any], written: str, lost: str
+) -> None:
+    tokenizer = tokenizer_of(name)
+    own = tokenizer.chat_template
+    one = {"id": "abcdefghi", "type": "function", "function": {"name": "lookup", "arguments": given}}
+    row = {"messages": [ASKED, assistant(None, tool_calls=[one])], "tools": TOOLS}
+    assert chat.encode(FORMATS["messages"].read(row), tokenizer).trained
+    try:
+        function = f"dict(name=messages[1].tool_calls[0].function.name, arguments={written})"
+        calls = f"[dict(messages[1].tool_calls[0], function={function})]"
+        tokenizer.chat_template = (
+            "{%- if messages[1:] -%}{%- set it = messages[1].tool_calls[0].function.arguments -%}"
+            f"{{%- set messages = messages[:1] + [dict(messages[1], tool_calls={calls})] -%}}{{%- endif -%}}"
+        ) + own
+        where = r"messages\[1\]\.tool_calls\[0\]\.function\.arguments" + lost
+        with pytest.raises(RowError, match=f"does not render `{where}`"):
+            chat.encode(FORMATS["messages"].read(row), tokenizer)
+    finally:
+        tokenizer.chat_template = own
+
+
 @pytest.mark.parametrize("name", ["qwen3", "gemma4_v5", "muse_glimmer", "lfm2_v2"])
 def test_a_call_without_arguments_whose_name_only_its_result_repeats_is_lost(name: str) -> None:
     tokenizer = tokenizer_of(name)
