@@ -25,7 +25,7 @@ from finetune.model.attention import packing
 from finetune.model.distributed.placement import Placement
 from finetune.model.precision import PRECISIONS
 from finetune.model.skeleton import give_layers, keep_training_layout, random_base
-from finetune.model.source import catalog, prequantized, rope
+from finetune.model.source import catalog, identity, prequantized, rope
 from finetune.model.source.locate import hub_call, locate, pinned_code, remote_code, weights_directory
 from finetune.model.structure import composite, sequence_head
 from finetune.model.structure.quantization import QUANTIZATIONS, library_config
@@ -223,6 +223,8 @@ def from_safetensors(name: str, *, whole: bool = False, **arguments: Any) -> Any
     if "config" not in arguments:
         arguments["config"] = AutoConfig.from_pretrained(name, trust_remote_code=False)
         _refuse_kernels(arguments["config"], name)
+    if os.path.isdir(name):
+        identity.refuse_shards_of_ranks(Path(name))
     with _checked_files(name):
         known = composite.loader(arguments["config"], whole=whole)
         return known.from_pretrained(name, use_safetensors=True, **arguments)
@@ -256,10 +258,10 @@ def _checked_files(name: str) -> Iterator[None]:
 
 
 def refuse_not_finite(section: ModelSection) -> None:
-    """Raise ArtifactError for the first weight of the base that is not finite; reads all of its files."""
+    """Raise ArtifactError for the first weight of the base that is not finite; reads all files that are loaded."""
     if section.weights == "random":
         return
-    for file in sorted(weights_directory(section.name, section.revision).glob("*" + weight_files.SUFFIX)):
+    for file in identity.loaded_files(weights_directory(section.name, section.revision)):
         if names := weight_files.not_finite(file):
             raise ArtifactError(
                 f"{file}: `{names[0]}` of the base has values that are not finite"

@@ -130,7 +130,7 @@ def check_files(model: ModelSection, architecture: Any) -> None:
         return
     files = identity.files_to_load(folder)
     if not prequantized.form(architecture):  # packed weights have other shapes
-        streamed.Weights(weightless(model, architecture), files).check_shapes()
+        streamed.Weights(weightless(model, architecture), files).check_tensors()
 
 
 def load(config: Config, architecture: Any, device: torch.device, start: Path | None = None) -> Any:

@@ -33,7 +33,8 @@ HEADER_BYTES = 32 * 2**20
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "C64": torch.complex64,
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
@@ -131,7 +132,7 @@ def layout_of(path: Path) -> dict[str, tuple[torch.dtype, torch.Size]]:
         for name in stored.keys():  # noqa: SIM118 -- not a dict
             part = stored.get_slice(name)
             if (kind := part.get_dtype()) not in _DTYPES:
-                raise ArtifactError(f"{path}: `{ascii(name)[1:-1][:100]}` has type {kind}, which cannot be merged")
+                raise ArtifactError(f"{path}: `{ascii(name)[1:-1][:100]}` has type {kind}, which is not supported")
             tensors[name] = _DTYPES[kind], torch.Size(part.get_shape())
     return tensors
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -9,11 +10,17 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
-from finetune.config import ModelSection
+from finetune.config import AdapterSection, ModelSection, QuantizationSection
+from finetune.errors import ArtifactError
+from finetune.export.gguf import gguf_model
 from finetune.model import base as base_module
+from finetune.model import build
+from finetune.model.adapters import adapter
 from finetune.model.source import file_hashes, identity
+from finetune.model.structure import streamed
 
 
 @pytest.fixture(autouse=True)
@@ -138,6 +145,58 @@ def test_what_is_hashed_is_what_is_loaded(form: str, base: Path, monkeypatch: py
     base_module.from_safetensors(str(base))
     assert sorted(loaded) == identity.loaded_files(base)
     assert loaded
+
+
+def test_other_files_beside_the_loaded_ones_are_not_read_for_the_base(base: Path) -> None:
+    """Mistral's `consolidated.safetensors` is one; here it has other values, types and NaN."""
+    section = ModelSection(name=str(base))
+
+    def start() -> dict[str, torch.Tensor]:
+        quantized = QuantizationSection(kind="nf4")
+        model = base_module.load_base(
+            section, quantized, base_module.load_architecture(section), attention="eager", dtype=torch.float32,
+            device=torch.device("cpu"),
+        )  # fmt: skip
+        torch.manual_seed(0)
+        adapted = adapter.attach(model, AdapterSection(rank=4, init="loftq", targets=["q_proj"]), section.name, seed=1)
+        return {name: weight.detach() for name, weight in adapted.named_parameters() if "lora_" in name}
+
+    stored, before = gguf_model.stored_type(base), start()
+    others = {name: weight.double() * 3 for name, weight in load_file(base / "model.safetensors").items()}
+    others["model.norm.weight"][0] = torch.nan
+    save_file(others, base / "zz.safetensors")
+    base_module.refuse_not_finite(section)
+    assert gguf_model.stored_type(base) == stored
+    after = start()
+    assert all(torch.equal(weight, after[name]) for name, weight in before.items())
+
+
+def test_of_a_tensor_in_two_shards_the_last_counts_as_in_transformers(base: Path) -> None:
+    """Both when it is trained and when it is merged, which writes it once."""
+    shard(base)
+    name = "model.norm.weight"
+    for file, value in (("model-00001-of-00002", torch.ones(7)), ("model-00002-of-00002", torch.ones(192) * 5)):
+        file_ = base / f"{file}.safetensors"
+        save_file({**load_file(file_), name: value}, file_, {"format": "pt"})
+    loaded = base_module.from_safetensors(str(base)).get_parameter(name)
+    files = identity.files_to_load(base)
+    weights = streamed.Weights(build.weightless(ModelSection(name=str(base))), files)
+    weights.check_tensors()
+    assert loaded.tolist() == weights[name].tolist() == [5] * 192
+    assert [name in weights.layout_of(file) for file in files] == [False, True]
+
+
+def test_files_that_transformers_takes_for_a_checkpoint_of_ranks_are_never_loaded(base: Path) -> None:
+    """It would read every file of the folder, and the identity be that of model.safetensors alone."""
+    save_file(load_file(base / "model.safetensors"), base / "shard-00000-model-00001-of-00001.safetensors")
+    with contextlib.suppress(ImportError):  # older versions of transformers know no such checkpoints
+        from transformers.distributed.checkpoint import is_sharded_checkpoint
+
+        assert is_sharded_checkpoint(base)
+    assert identity.loaded_files(base) == []
+    for load in (lambda: base_module.from_safetensors(str(base)), lambda: identity.files_to_load(base)):
+        with pytest.raises(ArtifactError, match=r"shard-00000-model-00001-of-00001\.safetensors"):
+            load()
 
 
 # -- what is remembered ------------------------------------------------------------------------------------------------

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from jobs import TINY
+from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
 Call = Callable[..., tuple[int, str, str]]
@@ -34,6 +36,8 @@ _MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 _CODE = {"model_type": "own", "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}
 _POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 4000000\n"
 _INDEX = {"metadata": {}, "weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+_Q, _SHARD = "model.layers.0.self_attn.q_proj.weight", "model-00001-of-00001.safetensors"
+_MAP = {_Q: _SHARD}
 _ADAPTER = {"peft_type": "LORA", "base_model_name_or_path": "some/base"}
 _THINKS = "{% if enable_thinking %}{{ messages }}{% endif %}"
 
@@ -69,6 +73,25 @@ def default(model_type: str, **values: Any) -> Change:
 
 def file(name: str, content: str) -> Change:
     return lambda folder: (folder / name).write_text(content)
+
+
+def tensors(change_them: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Change:
+    """Writes other tensors into model.safetensors."""
+
+    def write(folder: Path) -> None:
+        save_file(change_them(load_file(folder / "model.safetensors")), folder / "model.safetensors", {"format": "pt"})
+
+    return write
+
+
+def index(content: object) -> Change:
+    """An index in place of model.safetensors, which becomes the only shard."""
+
+    def write(folder: Path) -> None:
+        (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+        (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+
+    return write
 
 
 def without(*names: str, then: Change = lambda folder: None) -> Change:
@@ -153,6 +176,27 @@ BASES: list[tuple[str, Change, list[str], int, str, str]] = [
     ("no weights", without("model.safetensors"), [], 7, "it has no model.safetensors", "download the model again"),
     ("a shard missing", without("model.safetensors", then=file("model.safetensors.index.json", json.dumps(_INDEX))),
      [], 7, "model-00001-of-00002.safetensors: missing", "the download is incomplete"),
+    *(
+        (f"the index {content}", index(content), [], 7, ".index.json: not an index", "download it again")
+        for content in (
+            [], 5, {"metadata": {}}, {"metadata": {}, "weight_map": []}, {"metadata": {}, "weight_map": {}},
+            {"metadata": {}, "weight_map": {"a": 7}}, {"metadata": {}, "weight_map": {"a": None}},
+            {"weight_map": _MAP}, {"weight_map": _MAP, "metadata": []},
+        )
+    ),
+    ("an index that leaves its folder and returns", index({"metadata": {}, "weight_map": {_Q: f"../base/{_SHARD}"}}),
+     [], 7, "outside its folder", "download the model again"),
+    ("an index cut off", without("model.safetensors", then=file("model.safetensors.index.json", "{")), [], 7,
+     "model.safetensors.index.json: cannot be read", "download it again"),
+    ("a shard of a checkpoint of ranks", file("shard-00000-model-00001-of-00001.safetensors", ""), [], 7,
+     "shard-00000-model-00001-of-00001.safetensors", "Move these files elsewhere"),
+    *(
+        (f"a weight in {dtype}", tensors(lambda them, dtype=dtype: {**them, _Q: them[_Q].to(dtype)}), [], 7,
+         f"`{_Q}` is of type {str(dtype).removeprefix('torch.')}", "download it again")
+        for dtype in (torch.int64, torch.uint8, torch.bool, torch.complex64)
+    ),
+    ("a weight twice", tensors(lambda them: {**them, _Q.removeprefix("model."): them[_Q] * 5}), [], 7,
+     f"are both the weight `{_Q}`", "download it again"),
     ("a pickle", without("model.safetensors", then=file("pytorch_model.bin", "")), [], 7, "pytorch_model.bin",
      "convert it"),
     ("a pointer of Git LFS", file("model.safetensors", _POINTER), [], 7, "model.safetensors", "`git lfs pull`"),

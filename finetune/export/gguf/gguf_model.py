@@ -27,7 +27,7 @@ from finetune.export.gguf.gguf_packed import GgufTensor
 from finetune.export.gguf.gguf_types import TYPES
 from finetune.model import bounds
 from finetune.model.skeleton import weightless_base
-from finetune.model.source import gguf_families, gguf_names
+from finetune.model.source import gguf_families, gguf_names, identity
 from finetune.model.source.gguf_families import Family
 from finetune.model.structure import packed as packing
 from finetune.model.structure import streamed
@@ -149,7 +149,7 @@ ModelWeight = tuple[str, str, torch.Tensor, Callable[[], torch.Tensor]]
 
 
 def _sources(folder: Path, config: Any) -> Iterator[ModelWeight]:
-    files = sorted(folder.glob("*.safetensors"))
+    files = identity.loaded_files(folder)
     for file in files:
         weight_files.check(file)
     plain = QuantizationSection(kind="none")
@@ -192,7 +192,7 @@ def _tensors(
 
 def stored_type(folder: Path) -> str:
     """The type that rounds none of the weights in a folder: `bf16`, `f16` or `f32`."""
-    types = {dtype for file in folder.glob("*.safetensors") for dtype, _ in weight_files.layout_of(file).values()}
+    types = {dtype for file in identity.loaded_files(folder) for dtype, _ in weight_files.layout_of(file).values()}
     return next((kind for dtype, kind in SIXTEEN_BIT.items() if dtype in types), "f32")
 
 

@@ -19,6 +19,7 @@ from finetune.errors import ArtifactError, ConfigError, first_line
 from finetune.model.adapters import new_rows
 from finetune.model.base import TRAINED_DTYPES
 from finetune.model.precision import PRECISIONS
+from finetune.model.source import identity
 from finetune.model.source.locate import weights_directory
 from finetune.model.structure import composite, experts, fixed_point, linear_layers, packed, sequence_head
 from finetune.runtime import patches
@@ -416,7 +417,7 @@ def _start_from_quantization_error(model: Any, base_name: str, revision: str | N
     from transformers.pytorch_utils import Conv1D
 
     file_of: dict[str, Path] = {}
-    for file in sorted(weights_directory(base_name, revision).glob("*.safetensors")):
+    for file in identity.loaded_files(weights_directory(base_name, revision)):
         weight_files.check(file)
         with safe_open(file, framework="pt") as opened:
             file_of.update(dict.fromkeys(opened.keys(), file))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from finetune.config import ModelSection
-from finetune.errors import ArtifactError, FinetuneError
+from finetune.errors import ArtifactError, FinetuneError, first_line
 from finetune.model.source import file_hashes
 from finetune.model.source.locate import processor_files, weights_directory
 from finetune.storage import weight_files
@@ -22,6 +23,9 @@ _WHOLE = "sha256:"
 _LARGE_BYTES = 4 * 2**30
 _INDEX = SUFFIX + ".index.json"
 _PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
+# transformers 5.23 (`distributed.checkpoint.is_sharded_checkpoint`) takes a folder with such a file for a checkpoint of
+# several ranks, and reads every safetensors file in it, whatever model.safetensors and the index say.
+_SHARD_OF_RANKS = re.compile(r"shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 
 
 def of_base(section: ModelSection, note: Callable[[str], None] = lambda text: None) -> str | None:
@@ -118,6 +122,9 @@ def files_to_load(folder: Path) -> list[Path]:
         raise ArtifactError(
             f"{folder / 'adapter_config.json'}: an adapter next to the base is not supported; use a base without one"
         )
+    refuse_shards_of_ranks(folder)
+    if (index := _loaded(folder)) and index.name.endswith(_INDEX) and index.is_file():
+        _check_index(index)
     files = [folder / name for name in _names(folder)]
     if not files:
         pickles = sorted(file.name for file in folder.glob("*") if file.suffix in _PICKLES)
@@ -135,6 +142,19 @@ def files_to_load(folder: Path) -> list[Path]:
     return files
 
 
+def refuse_shards_of_ranks(folder: Path) -> None:
+    """Raise ArtifactError for a folder that transformers takes for a checkpoint of several ranks."""
+    if shards := _shards_of_ranks(folder):
+        raise ArtifactError(
+            f"{shards[0]}: a part of a checkpoint of several ranks, by its name; transformers would read every file of "
+            "the folder as such a checkpoint. Move these files elsewhere, or use a base without them"
+        )
+
+
+def _shards_of_ranks(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.glob("shard-*" + SUFFIX) if _SHARD_OF_RANKS.fullmatch(file.name))
+
+
 def loaded_files(folder: Path) -> list[Path]:
     """The weight files that transformers 5.23 loads from `folder` (`_get_resolved_checkpoint_files`), sorted by name.
 
@@ -143,7 +163,7 @@ def loaded_files(folder: Path) -> list[Path]:
     """
     files = [folder / name for name in _names(folder)]
     sound = all(file.suffix == SUFFIX and _is_inside(file, folder) and file.is_file() for file in files)
-    return files if sound else []
+    return files if sound and not _shards_of_ranks(folder) else []
 
 
 def stored_names(section: ModelSection) -> frozenset[str]:
@@ -157,16 +177,38 @@ def stored_names(section: ModelSection) -> frozenset[str]:
 
 def _names(folder: Path) -> list[str]:
     """What config.json or the index call the weight files; none if there is neither model.safetensors nor an index."""
+    loaded = _loaded(folder)
+    if loaded is None or not loaded.name.endswith(_INDEX):
+        return [str(loaded.relative_to(folder))] if loaded else []
     try:
-        config = json.loads((folder / "config.json").read_bytes())
-        name = config.get("transformers_weights") or "model" + SUFFIX
-        if not config.get("transformers_weights") and not (folder / name).is_file():
-            name = "model" + _INDEX
-        if not name.endswith(_INDEX):
-            return [name]
-        return sorted({str(each) for each in json.loads((folder / name).read_bytes())["weight_map"].values()})
+        return sorted({str(each) for each in json.loads(loaded.read_bytes())["weight_map"].values()})
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return []
+
+
+def _loaded(folder: Path) -> Path | None:
+    """The weight file or index that transformers loads, which need not exist; None if config.json does not say."""
+    try:
+        named = json.loads((folder / "config.json").read_bytes()).get("transformers_weights")
+        one = folder / ("model" + SUFFIX)
+        return folder / named if named else one if one.is_file() else folder / weight_files.INDEX
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _check_index(index: Path) -> None:
+    """Raise ArtifactError for an index that transformers 5.23 cannot read (`get_checkpoint_shard_files`)."""
+    try:
+        content = json.loads(index.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ArtifactError(f"{index}: cannot be read: {first_line(error)}; download it again") from None
+    parts = content.get("weight_map") if isinstance(content, dict) else None
+    names = list(parts.values()) if isinstance(parts, dict) else []
+    if not names or not all(isinstance(name, str) for name in names) or not isinstance(content.get("metadata"), dict):
+        raise ArtifactError(
+            f"{index}: not an index of weight files, which has the name of a file for each tensor in `weight_map`, and "
+            "an object `metadata`; download it again"
+        )
 
 
 def _is_inside(file: Path, folder: Path) -> bool:

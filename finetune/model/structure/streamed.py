@@ -106,22 +106,38 @@ class Weights(Mapping[str, torch.Tensor]):
         """Whether the model has experts as (experts, inputs, outputs), and a packed tensor of files outputs first."""
         return getattr(dict(self._model.named_modules()).get(source.rpartition(".")[0]), "is_transposed", False)
 
-    def check_shapes(self) -> None:
-        """Raise ArtifactError for a tensor of the files that is not of the shape that the model's config says."""
+    def check_tensors(self) -> None:
+        """Raise ArtifactError for a tensor of the files that is not of the shape that the model's config says, or of a
+        type that has no fractions, which transformers would convert without its scales.
+        """
         weights = dict(self._model.named_parameters())
-        shapes = {
-            name: shape for file in {*self._file_of.values()} for name, shape in weight_files.shapes(file).items()
+        stored_as = {
+            name: tensor
+            for file in {*self._file_of.values()}
+            for name, tensor in weight_files.layout_of(file).items()
+            if self._file_of[name] == file
         }
         for name, group in self._of.items():
             source = group.sources[0]
-            if group.converter is not None or name not in weights or source not in shapes:
+            if group.converter is not None or name not in weights or source not in stored_as:
                 continue
-            stored, made = shapes[source], list(weights[name].shape)
+            if len(group.sources) > 1:
+                raise ArtifactError(
+                    f"{self._file_of[source]}: `{source}` and `{group.sources[1]}` are both the weight `{name}` of the "
+                    "model; the files are of several models: download it again"
+                )
+            dtype, shape = stored_as[source]
+            if weights[name].is_floating_point() and not dtype.is_floating_point:
+                raise ArtifactError(
+                    f"{self._file_of[source]}: `{source}` is of type {str(dtype).removeprefix('torch.')}, and "
+                    "config.json states no quantization; the files belong to another model: download it again"
+                )
+            stored, made = list(shape), list(weights[name].shape)
             if source in self._rows:  # the model's may have more rows
                 stored, made = stored[1:], made[1:]
             if stored != made:
                 raise ArtifactError(
-                    f"{self._file_of[source]}: `{source}` has the shape {shapes[source]}, and by config.json "
+                    f"{self._file_of[source]}: `{source}` has the shape {list(shape)}, and by config.json "
                     f"{list(weights[name].shape)}; the files belong to another model: download it again"
                 )
 
@@ -139,7 +155,9 @@ class Weights(Mapping[str, torch.Tensor]):
             dtype, (rows, *others) = layout[name]
             layout[name] = dtype, torch.Size([max(rows, self._rows[name]), *others])
         hidden = packed.hidden(self._packed)
-        return {name: one for name, one in layout.items() if name not in hidden}
+        # Of a tensor in two files, that of the last counts.
+        elsewhere = {name for name, own in self._file_of.items() if own != file}
+        return {name: one for name, one in layout.items() if name not in hidden | elsewhere}
 
     def _read(self, name: str) -> torch.Tensor:
         # Opened each time: a file that stays open keeps in memory what was read of it.
