@@ -155,6 +155,7 @@ def load_base(
         with placement.while_loading() if placement else contextlib.nullcontext():
             model = _pretrained(section, architecture, quantization, attention, dtype, device, start)
         keep_training_layout(model)
+    rope.forget_longer_batches(model)
     if section.vision == "adapter":
         composite.adapt_images(model)
     libraries.return_freed_memory()

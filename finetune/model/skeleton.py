@@ -63,6 +63,10 @@ def make_buffers(model: Any, device: torch.device) -> Any:
             setattr(module, name, torch.zeros_like(buffer, device=device))
         if buffers:
             _initialise(owner[module], module)
+        # A probe on the meta device left the frequencies of rows beyond the original context, which are no buffer
+        # (transformers 5.23, `longrope_frequency_update`); without them, they are computed again.
+        for name in [name for name in vars(module) if name.endswith("long_inv_freq")]:
+            delattr(module, name)
     for inner in reversed(models):  # as in `random_base`
         _initialise(inner, inner)
     return model

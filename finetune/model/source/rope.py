@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from finetune.config import ModelSection
 from finetune.errors import ConfigError
 from finetune.model.source import catalog
@@ -29,6 +31,21 @@ def scaled(architecture: Any, section: ModelSection) -> Any:
         text.max_position_embeddings = int(scaling.factor * original)
     text.rope_parameters = rope
     return architecture
+
+
+def forget_longer_batches(model: Any) -> None:
+    """Let the frequencies of a `dynamic` embedding depend on the longest row of a batch alone.
+
+    transformers 5.23 (`dynamic_frequency_update`) keeps those of a longer batch before, until one is shorter than the
+    original context: losses would depend on the order of batches, and a resumed run would not be the same.
+    """
+
+    def forget(module: nn.Module, arguments: Any) -> None:
+        module.max_seq_len_cached, module.inv_freq = module.original_max_seq_len, module.original_inv_freq
+
+    for module in model.modules():
+        if getattr(module, "rope_type", None) == "dynamic" and hasattr(module, "original_inv_freq"):
+            module.register_forward_pre_hook(forget)
 
 
 def _obstacle(architecture: Any, rope: dict[str, Any]) -> str | None:
