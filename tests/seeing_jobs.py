@@ -38,6 +38,21 @@ def example(folder: Path, number: int) -> dict[str, Any]:
     }
 
 
+def dialogue(folder: Path, number: int) -> dict[str, Any]:
+    """A row of two or three questions, each with as many images as a digit says, of different sizes, and answers."""
+    turns: list[dict[str, Any]] = []
+    for turn, digit in enumerate(("12", "01", "20", "102", "111", "00")[number % 6]):
+        names = [
+            seeing.picture(folder, f"d{number}_{turn}_{at}.png", (60 - 13 * turn, 24 + 17 * at), 9 * turn + at)
+            for at in range(int(digit))
+        ]
+        shown = [{"type": "image", "path": name} for name in names]
+        asked = [*shown[:1], {"type": "text", "text": f"Row {number}, question {turn}?"}, *shown[1:]]
+        answer = ANSWERS[(number + turn) % len(ANSWERS)]
+        turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+    return {"messages": turns}
+
+
 def config(folder: Path, **changes: Any) -> Config:
     values: dict[str, Any] = {
         "model.name": str(folder / "base"), "model.vision": "frozen", "quantization.kind": "none",
@@ -45,6 +60,8 @@ def config(folder: Path, **changes: Any) -> Config:
         "training.batch_size": 6, "training.micro_batch": 3, "training.max_steps": 1, "training.precision": "fp32",
         "memory.check": "off", "output.dir": str(folder / "run"), **changes,
     }  # fmt: skip
+    if "training.micro_batch_tokens" in changes:
+        del values["training.micro_batch"]
     sections: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         section, _, name = key.partition(".")
@@ -62,21 +79,24 @@ apply_chat_template = ProcessorMixin.apply_chat_template  # without the argument
 
 
 def plain_inputs(folder: Path, processor: Any, row: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """A row as the family's processor makes it, with labels on the answer and the token that ends it."""
+    """A row as the family's processor makes it, with labels on each answer and the token that ends it."""
     messages = [as_parts(message) for message in row["messages"]]
-    shown = [Image.open(folder / part["path"]) for part in messages[0]["content"] if part["type"] == "image"]
-    whole, prompt = (
-        processor(text=[text], images=[shown] if shown else None, return_tensors="pt", add_special_tokens=False)
-        for text in (
-            apply_chat_template(processor, messages),
-            apply_chat_template(processor, messages[:1], add_generation_prompt=True),
-        )
-    )
-    labels, first = whole["input_ids"].clone(), prompt["input_ids"].shape[1]
-    labels[:, :first] = -100
+
+    def processed(several: list[dict[str, Any]], **options: Any) -> Any:
+        parts = [part for message in several for part in message["content"]]
+        shown = [Image.open(folder / part["path"]) for part in parts if part["type"] == "image"]
+        text = apply_chat_template(processor, several, **options)
+        images = [shown] if shown else None
+        return processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
+
+    whole = processed(messages)
+    ids, labels = whole["input_ids"], torch.full_like(whole["input_ids"], -100)
     ends = {processor.tokenizer.convert_tokens_to_ids(name) for name in seeing.ENDS}
-    end = next(at for at in range(first, labels.shape[1]) if int(labels[0, at]) in ends)
-    labels[:, end + 1 :] = -100
+    for turn, message in enumerate(messages):
+        if message["role"] == "assistant":
+            first = processed(messages[:turn], add_generation_prompt=True)["input_ids"].shape[1]
+            end = next(at for at in range(first, ids.shape[1]) if int(ids[0, at]) in ends)
+            labels[:, first : end + 1] = ids[:, first : end + 1]
     return {**whole, "labels": labels}
 
 

@@ -14,7 +14,7 @@ import torch
 from bitsandbytes.nn import Params4bit
 from jobs import metric, same_adapter, sampled
 from peft import LoraConfig, PeftModel, get_peft_model
-from seeing_jobs import ANSWERS, config, example, plain_inputs
+from seeing_jobs import ANSWERS, config, dialogue, example, plain_inputs
 from steps import assert_gradients_close, gradients, micro_batches, ready
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForImageTextToText
@@ -68,7 +68,9 @@ def loop(job: tuple[str, Path]) -> Loop:
     return ready(config(job[1]))
 
 
-def of_plain_peft(folder: Path, family: str, loop: Loop) -> tuple[float, dict[str, torch.Tensor]]:
+def of_plain_peft(
+    folder: Path, family: str, loop: Loop, file: str = "rows.jsonl"
+) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of all rows, one by one, of transformers' model with the adapter of `loop`, by PEFT alone."""
     _, processor = seeing.FAMILIES[family]()
     base = AutoModelForImageTextToText.from_pretrained(folder / "base")
@@ -84,7 +86,7 @@ def of_plain_peft(folder: Path, family: str, loop: Loop) -> tuple[float, dict[st
     with torch.no_grad():
         for name, weight in given.items():
             trained[name].copy_(weight)
-    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / file).read_text().splitlines()]
     total, count = torch.zeros(()), 0
     for row in rows:
         inputs = plain_inputs(folder, processor, row)
@@ -110,6 +112,25 @@ def test_loss_and_gradients_are_those_of_plain_transformers_and_peft(
     seen = [name for name in found if "vision" in name or "visual" in name]
     assert bool(seen) == (vision == "adapter")
     assert all(found[name].any() for name in seen)
+
+
+def test_images_in_several_turns_are_each_in_their_place(job: tuple[str, Path]) -> None:
+    """None, one or two images in each of up to three turns, in batches of several rows and of one."""
+    family, folder = job
+    file = seeing.rows(folder, [dialogue(folder, number) for number in range(6)], "dialogues.jsonl")
+    changes = {"data.train": str(file), "data.max_length": 1024}
+    loop = ready(config(folder, **changes))
+    _, processor = seeing.FAMILIES[family]()
+    for number in range(6):
+        plain, row = plain_inputs(folder, processor, dialogue(folder, number)), loop.steps.rows[number]
+        assert list(row["input_ids"]) == plain["input_ids"][0].tolist()
+        assert list(row["labels"]) == plain["labels"][0].tolist()
+    expected_loss, expected = of_plain_peft(folder, family, loop, file.name)
+    by_tokens = {**changes, "training.micro_batch_tokens": 1024}
+    for other, size in ((loop, 6), (loop, 1), (ready(config(folder, **by_tokens)), 6)):
+        loss, found = gradients(other, micro_batches(other, range(6), size))
+        assert loss == pytest.approx(expected_loss, rel=1e-5)
+        assert_gradients_close(found, expected, within=1e-5)
 
 
 @pytest.mark.parametrize(
