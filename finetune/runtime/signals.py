@@ -12,7 +12,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 from finetune.errors import Terminated
 
@@ -28,6 +28,7 @@ class Signals:
         self._stopping: signal.Signals | None = None
         self._save_asked = False
         self._waits = False
+        self._raised: BaseException | None = None
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -45,6 +46,9 @@ class Signals:
         for number, handler in self._before.items():
             # None: the handler was not installed from Python and cannot be restored from here.
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        # A library that calls Python, such as safetensors, may raise an error of its own in place of the handler's.
+        if self._raised is not None and isinstance(error, Exception):
+            raise self._raised
 
     @property
     def name(self) -> str | None:
@@ -73,13 +77,11 @@ class Signals:
     def end(self, what: str = "nothing was lost") -> None:
         """Raise Terminated, or KeyboardInterrupt for SIGINT, if a signal was received."""
         if self._stopping is not None:
-            self._raise(what)
+            raise self._error(what)
 
-    def _raise(self, what: str) -> NoReturn:
+    def _error(self, what: str) -> BaseException:
         what += ". Run the same command again to resume"
-        if self._stopping == signal.SIGINT:
-            raise KeyboardInterrupt(what)
-        raise Terminated(f"terminated: {what}")
+        return KeyboardInterrupt(what) if self._stopping == signal.SIGINT else Terminated(f"terminated: {what}")
 
     def _stop(self, number: int, frame: Any) -> None:
         first = self._stopping is None
@@ -89,7 +91,8 @@ class Signals:
         if first:
             self._on_stop()
         if again or (first and not self._waits):
-            self._raise("what was saved before is untouched")
+            self._raised = self._error("what was saved before is untouched")
+            raise self._raised
 
     def _save(self, number: int, frame: Any) -> None:
         self._save_asked = True

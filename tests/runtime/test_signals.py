@@ -1,11 +1,13 @@
 """Which signals end a run."""
 
+import contextlib
 import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from finetune.errors import Terminated
 from finetune.runtime.signals import Signals
 
 
@@ -41,3 +43,20 @@ def test_the_first_signal_is_answered_at_once_and_the_second_ends_with_what_was_
     assert answers == ["stopping"]
     with pytest.raises(KeyboardInterrupt, match=r"step 41 is saved in runs/x\. Run the same command again to resume"):
         signals.end("step 41 is saved in runs/x")
+
+
+@pytest.mark.parametrize(("number", "end"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])
+def test_a_signal_ends_the_block_though_a_library_raises_another_error_in_its_place(
+    number: signal.Signals, end: type[BaseException]
+) -> None:
+    """As safetensors does: "could not determine the shape of object type"."""
+
+    def read() -> None:
+        with contextlib.suppress(BaseException):
+            signal.raise_signal(number)
+        raise ValueError("could not determine the shape")
+
+    with pytest.raises(end, match="what was saved before is untouched"), Signals():
+        read()
+    with pytest.raises(ValueError, match="shape"), Signals() as signals, signals.waiting():
+        read()  # a signal that waits for the end of the step does not hide an error of the step
