@@ -1,6 +1,7 @@
 """The command line as a person meets it: what is printed, and the exit code."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -554,3 +555,28 @@ def test_import_offers_the_functions_of_the_readme() -> None:
         assert callable(getattr(finetune, name))
     with pytest.raises(AttributeError):
         finetune.nothing_of_the_kind  # noqa: B018
+
+
+# -- an output that nobody reads any more ------------------------------------------------------------------------------
+
+WRITERS: dict[str, tuple[list[str], str]] = {
+    "data": (["data", "{run}/config.yaml", "--html", "{made}/data.html"], "{made}/data.html"),
+    "merge": (["merge", "{run}"], "{run}/merged/merge.json"),
+    "export": (["export", "{run}", "--to", "gguf"], "{run}/gguf/export.json"),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_command_writes_its_files_though_nobody_reads_its_output(
+    name: str, run: RunDirectory, call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As behind `| head -1`."""
+    shutil.rmtree(run.merged, ignore_errors=True)
+    arguments, file = WRITERS[name]
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as unread:
+        monkeypatch.setattr(sys, "stdout", unread)
+        code, _, err = call(*(part.format(run=run.path, made=tmp_path) for part in arguments))
+    assert (code, err) == (0, "")
+    assert Path(file.format(run=run.path, made=tmp_path)).is_file()

@@ -20,6 +20,7 @@ from finetune.cli.output import (
     new_terminal,
     note_rows,
     print_json,
+    read_or_not,
     wrote,
 )
 from finetune.cli.program import command, refusing
@@ -51,6 +52,7 @@ def train(
 
 
 @command
+@read_or_not()
 def sweep(
     config: options.ConfigFile,
     overrides: Annotated[
@@ -82,6 +84,7 @@ def sweep(
 
 
 @command
+@read_or_not()
 def data(
     config: options.ConfigFile,
     overrides: options.Overrides = None,
@@ -97,6 +100,7 @@ def data(
 
 
 @command
+@read_or_not()
 def init(
     model: Annotated[
         str | None, typer.Argument(help="The base: a directory, a GGUF file, a hub name or builtin:tiny-llama.")
@@ -125,6 +129,7 @@ def init(
 
 
 @command
+@read_or_not()
 def plan(
     config: options.ConfigFile,
     overrides: options.Overrides = None,
@@ -200,6 +205,7 @@ def _plan_training(
 
 
 @command
+@read_or_not()
 def fit(
     config: options.ConfigFile,
     overrides: options.Overrides = None,

@@ -10,7 +10,7 @@ import typer
 
 import finetune
 from finetune.cli import options
-from finetune.cli.output import importing, new_terminal, print_json
+from finetune.cli.output import importing, new_terminal, print_json, read_or_not
 from finetune.cli.program import command
 from finetune.config.field_types import pick
 from finetune.export.export_formats import FORMATS
@@ -20,6 +20,7 @@ from finetune.inference.metrics import METRICS
 
 
 @command
+@read_or_not()
 def merge(
     run: options.RunPath,
     onto: Annotated[
@@ -39,6 +40,7 @@ def merge(
 
 
 @command
+@read_or_not()
 def export(
     run: options.RunPath,
     format: Annotated[str, typer.Option("--to", help=options.listed(FORMATS))] = "",

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import typer
 
@@ -28,6 +29,16 @@ def importing(doing: str, then: str = "") -> Iterator[None]:
     stage(f"{doing}: importing the libraries{then}")
     with libraries.importing():
         yield
+
+
+@contextlib.contextmanager
+def read_or_not() -> Iterator[None]:
+    """In the block, which writes files, go on where nobody reads the output any more, as behind `| head`."""
+    from finetune.report.printing import LastingStream
+
+    with contextlib.redirect_stdout(cast(TextIO, LastingStream(sys.stdout, errors=BrokenPipeError))):
+        yield
+        sys.stdout.flush()
 
 
 def collecting(section: DataSection) -> contextlib.AbstractContextManager[None]:
@@ -55,10 +66,11 @@ def give(view: View, as_json: bool) -> None:
 
 
 def give_page(view: PageView, as_json: bool, page: Path | None) -> None:
-    """Print a view, and write its page, if one is asked for."""
-    give(view, as_json)
+    """Write the page of a view, if one is asked for, and print it."""
     if page:
         view.write(page)
+    give(view, as_json)
+    if page:
         wrote(page, as_json)
 
 

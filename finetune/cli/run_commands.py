@@ -11,7 +11,7 @@ import typer
 
 import finetune
 from finetune.cli import options
-from finetune.cli.output import give, give_page, new_terminal
+from finetune.cli.output import give, give_page, new_terminal, read_or_not
 from finetune.cli.program import command
 from finetune.errors import ConfigError
 from finetune.launch.targets import TARGETS
@@ -76,6 +76,7 @@ def report(run: options.RunPath) -> None:
 
 
 @command
+@read_or_not()
 def compare(
     runs: Annotated[list[Path], typer.Argument(help="Run directories, two or more, or that of a sweep.")],
     page: options.Page = None,
@@ -87,6 +88,7 @@ def compare(
 
 
 @command
+@read_or_not()
 def doctor(
     about: Annotated[
         str | None,

@@ -36,10 +36,14 @@ def put(console: Console, printed: Any, *, whole: bool = False) -> None:
 
 
 class LastingStream:
-    """A stream wrapper that drops its output once writing fails; `lost` is called then, once, with the reason."""
+    """A stream wrapper that drops its output once writing fails with one of `errors`; `lost` is called then, once, with
+    the reason.
+    """
 
-    def __init__(self, stream: IO[str], lost: Callable[[str], None]) -> None:
-        self._stream, self._lost = stream, lost
+    def __init__(
+        self, stream: IO[str], lost: Callable[[str], None] = lambda reason: None, errors: type[OSError] = OSError
+    ) -> None:
+        self._stream, self._lost, self._errors = stream, lost, errors
         self._gone = False
 
     def write(self, text: str) -> int:
@@ -54,7 +58,7 @@ class LastingStream:
             return
         try:
             call()
-        except OSError as error:
+        except self._errors as error:
             self._gone = True
             discard(self._stream)
             self._lost(error.strerror or str(error))
