@@ -1,4 +1,5 @@
-"""Do the tests notice? Faults are put into the masks, the loss normaliser and the checkpoint protocol, one at a time.
+"""Do the tests notice? Faults are put, one at a time, into what reads rows, the masks, the loss normaliser and the
+checkpoint protocol.
 
 Each mutant changes one place of a function: a comparison, a number by one, `and` for `or`, a condition negated, a
 statement or the bound of a slice left out, a value not returned. It is killed when a test fails, or runs on without an
@@ -13,6 +14,8 @@ those that run in this process count, not the campaign of real kills in tests/fa
 from __future__ import annotations
 
 import ast
+import functools
+import gc
 import importlib
 import inspect
 import json
@@ -42,6 +45,23 @@ from hypothesis import Phase, settings
 ACCEPTED = Path(__file__).with_name("mutations_accepted.json")
 
 AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
+    "rows": (
+        {
+            "finetune.data.splits": "of_files names_one chosen holds_out kind_of _caution _matching _by_names _saved "
+            "_described",
+            "finetune.data.columnar": "rows _values _holds_values as_written",
+        },
+        ["data/test_splits.py", "data/test_containers.py", "data/test_sources.py", "data/test_lost_rows.py"],
+    ),
+    "outlines": (
+        {
+            "finetune.data.outline": "check _Marked.message _Marked.value _Marked.schema _Marked._add _Marked._text "
+            "_Marked._key _Marked._content _Marked._call _Marked._id _outline _lost_names _rendered _lost_of_tools "
+            "_named _shown _refuse_lost refusal thought_remedy _places _after _forms _search",
+        },
+        ["data/test_thoughts.py", "data/test_chat_masks.py", "data/test_known_templates.py",
+         "data/test_published_templates.py"],
+    ),
     "masks": (
         {
             "finetune.data.tokenizing": "answered _step _tokenized _runs",
@@ -106,6 +126,8 @@ ELSEWHERE = {"children", "job", "train_apart"}
 """Fixtures of tests whose subject runs in another process, where no mutant is."""
 EXAMPLES = 8
 """Of a property test, for each mutant."""
+CACHES: list[Any] = []
+"""What of the data is kept in the process: emptied before each test, which else would not come to a mutant's line."""
 
 
 # -- mutants -----------------------------------------------------------------------------------------------------------
@@ -299,6 +321,8 @@ class Executed:
 
 
 def _run(item: Any) -> None:
+    for cache in CACHES:
+        cache.cache_clear()
     # The next one is always of this module: its fixtures, and those of the session, stay as they are.
     item.config.hook.pytest_runtest_protocol(item=item, nextitem=item.getparent(pytest.Module))
 
@@ -460,6 +484,12 @@ def import_all(folder: Path) -> None:
     settings.load_profile("mutations")
     import finetune.training.run  # noqa: F401
 
+    CACHES[:] = [
+        each
+        for each in gc.get_objects()
+        if isinstance(each, functools._lru_cache_wrapper)
+        and each.__module__.startswith(("finetune.data.", "finetune.model.source.chat_template"))
+    ]
     _own_threads()
 
 

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from finetune.config import DataSection
-from finetune.data import in_memory, sources
+from finetune.data import columnar, in_memory, sources
 from finetune.data.chat import encode
 from finetune.data.examples import RowError
 from finetune.data.formats import FORMATS, detect, read
@@ -234,6 +234,36 @@ def test_nulls_that_a_column_fills_in_are_not_arguments(name: str, tmp_path: Pat
 def test_nulls_that_are_written_stay(name: str, tmp_path: Path) -> None:
     assert arguments_of(CONTAINERS[name]([call({"a": None, "b": 3})], tmp_path)) == [{"a": None, "b": 3}]
     assert arguments_of(as_parquet([call('{"b": 3, "a": null}')], tmp_path)) == [{"b": 3, "a": None}]
+
+
+def test_json_in_a_column_that_is_not_valid_is_refused_by_the_column(tmp_path: Path) -> None:
+    texts = pyarrow.array(['{"a": 1}', '{"a": '], pyarrow.json_())
+    pyarrow.parquet.write_table(pyarrow.table({"info": texts}), tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=r"rows.parquet\[1\]: the column `info`"):
+        list(sources.rows(str(tmp_path / "rows.parquet")))
+
+
+class Wrapped(pyarrow.ExtensionType):
+    """A type of somebody's own."""
+
+    def __init__(self, storage: pyarrow.DataType) -> None:
+        super().__init__(storage, "tests.wrapped")
+
+    def __arrow_ext_serialize__(self) -> bytes:
+        return b""
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda array: pyarrow.DictionaryArray.from_arrays([0, 1], array),
+        lambda array: pyarrow.RunEndEncodedArray.from_arrays([1, 2], array),
+        lambda array: pyarrow.ExtensionArray.from_storage(Wrapped(array.type), array),
+    ],
+)
+def test_structs_within_other_types_have_no_nulls_either(wrap: Callable[[Any], Any]) -> None:
+    structs = pyarrow.array([{"a": 1, "b": None}, {"a": 2, "b": "two"}])
+    assert columnar.rows(pyarrow.table({"x": wrap(structs)}), "rows") == [{"x": {"a": 1}}, {"x": {"a": 2, "b": "two"}}]
 
 
 def test_a_map_is_an_object(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from jobs import write_rows
 
 from finetune.config import DataSection, Source
-from finetune.data import sources
+from finetune.data import sources, splits
 from finetune.data.prepare import Prepared, prepare
 from finetune.errors import DataError
 from finetune.report import words
@@ -130,6 +130,10 @@ def test_a_folder_of_any_other_names_is_read_whole(tmp_path: Path) -> None:
     assert not sources.has_held_out_split(str(folder))
 
 
+def test_no_files_are_in_no_split(tmp_path: Path) -> None:
+    assert splits.of_files(tmp_path, []) == {}
+
+
 def test_files_of_no_split_are_trained_where_nothing_else_is_for_training(tmp_path: Path) -> None:
     folder = laid_out(tmp_path / "corpus", ["a.jsonl", "b.jsonl", "test.jsonl", "train-and-test.jsonl"])
     assert files_read(str(folder)) == ["a.jsonl", "b.jsonl"]
@@ -189,6 +193,7 @@ def test_the_file_that_a_refusal_of_splits_advises_is_read(source: str, files: l
     [
         ("README.md", "---\nconfigs: [{config_name: a, data_files: a.jsonl}, {config_name: b}]\n---\n"),
         ("README.md", "---\nconfigs: [{config_name: a, data_files: gone/*}]\n---\n"),
+        ("README.md", "---\nconfigs: [{config_name: a, data_files: ['https://host/a.jsonl', gone/*]}]\n---\n"),
         ("README.md", "---\nconfigs: [{config_name: a, data_files: '" + "*a" * 40 + "b'}]\n---\n"),
         ("README.md", "---\nconfigs: [{config_name: a, data_files: 5}]\n---\n"),
         ("README.md", "---\nconfigs: 5\n---\n"),
