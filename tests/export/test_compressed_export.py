@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, LlamaCo
 
 from finetune.config import ModelSection, QuantizationSection
 from finetune.errors import ConfigError
-from finetune.export import compressed_export
+from finetune.export import compressed_export, served_model
 from finetune.export.compressed_export import RoundedWeights, write
 from finetune.export.gguf import llama_cpp
 from finetune.model.base import load_architecture
 from finetune.model.source import prequantized
 from finetune.model.structure import packed
 from finetune.report import words
+from finetune.storage.files import write_json
 from finetune.storage.rundir import RunDirectory
 
 SMALL = {
@@ -141,6 +143,16 @@ def test_a_run_is_exported_in_quantized_files(
     facts = json.loads((run.path / form / "export.json").read_text())
     assert 0 < facts["error"] <= facts["bound"]
     assert f"vllm serve {run.path / form}" in out
+
+
+def test_what_is_served_was_exported_last_whatever_the_times_of_the_files(run: RunDirectory) -> None:
+    for form in ("int4", "fp8", "gguf", "adapter", "fp8", "merged"):
+        (run.path / form).mkdir(exist_ok=True)
+        write_json(run.path / form / "export.json", {})
+        run.event("exported", format=form, error=0.0, agreement=1.0)
+    for seconds, form in enumerate(("fp8", "int4", "gguf")):  # as in a copy, or after the clock went back
+        os.utime(run.path / form / "export.json", (seconds, seconds))
+    assert served_model.newest(run, "merged") == "fp8"
 
 
 @pytest.mark.parametrize("form", ["int4", pytest.param("gguf", marks=pytest.mark.slow)])
