@@ -561,6 +561,7 @@ def test_import_offers_the_functions_of_the_readme() -> None:
 
 WRITERS: dict[str, tuple[list[str], str]] = {
     "data": (["data", "{run}/config.yaml", "--html", "{made}/data.html"], "{made}/data.html"),
+    "eval": (["eval", "{run}"], "{run}/eval.json"),
     "merge": (["merge", "{run}"], "{run}/merged/merge.json"),
     "export": (["export", "{run}", "--to", "gguf"], "{run}/gguf/export.json"),
 }
@@ -572,6 +573,7 @@ def test_a_command_writes_its_files_though_nobody_reads_its_output(
 ) -> None:
     """As behind `| head -1`."""
     shutil.rmtree(run.merged, ignore_errors=True)
+    run.eval_file.unlink(missing_ok=True)
     arguments, file = WRITERS[name]
     reader, writer = os.pipe()
     os.close(reader)

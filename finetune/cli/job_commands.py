@@ -225,7 +225,7 @@ def fit(
         from finetune.lifecycle.plan import as_trained
         from finetune.report.forecast_view import FittedView
     fitted, limits = planning.fit_with_limits(job, gpu, gpus, as_trained)
+    planning.write(fitted, target)
     if not as_json:
         note_rows(job.data)
-    planning.write(fitted, target)
     give(FittedView(fitted, limits, target), as_json)

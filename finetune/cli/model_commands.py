@@ -119,6 +119,7 @@ def chat(
 
 
 @functools.partial(command, name="eval")
+@read_or_not()
 def evaluate(
     run: options.RunPath,
     data: Annotated[

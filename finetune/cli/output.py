@@ -66,11 +66,10 @@ def give(view: View, as_json: bool) -> None:
 
 
 def give_page(view: PageView, as_json: bool, page: Path | None) -> None:
-    """Write the page of a view, if one is asked for, and print it."""
-    if page:
-        view.write(page)
+    """Print a view, and write its page, if one is asked for."""
     give(view, as_json)
     if page:
+        view.write(page)
         wrote(page, as_json)
 
 

@@ -117,8 +117,10 @@ def evaluate(
         "exports": exports,
     }  # fmt: skip
     scores = Scores(record)
-    terminal.show(scores)
-    _write(run, record, job.lines(results))
+    try:
+        _write(run, record, job.lines(results))
+    finally:  # what was measured is shown though the disk is full, and kept though the output is
+        terminal.show(scores)
     return scores
 
 

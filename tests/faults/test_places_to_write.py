@@ -129,6 +129,15 @@ def test_a_run_that_cannot_be_written_to(command: str, call: Call, disk: Path, t
     assert contents(disk) | {"run/lock": b""} == before | {"run/lock": b""}
 
 
+def test_scores_that_cannot_be_written_are_shown(call: Call, disk: Path, trained: RunDirectory) -> None:
+    run = RunDirectory(shutil.copytree(trained.path, disk / "run"))
+    fill(disk)
+    code, out, err = call("eval", run.path, "--model", "base")
+    assert code == 4
+    assert err.startswith(f"error: {run.eval_file} could not be written: No space left on device")
+    assert "perplexity" in out
+
+
 def test_a_file_system_out_of_inodes_is_reported_as_such(disk: Path) -> None:
     """It has space, so that no one should be told to free some because of a number of bytes."""
     subprocess.run(["mount", "-o", "remount,nr_inodes=8", disk], check=True)
