@@ -219,6 +219,13 @@ def test_the_readme_of_a_corpus_describes_nothing(tmp_path: Path) -> None:
         assert files_read(str(folder)) == ["a.jsonl"]
 
 
+def test_a_readme_may_describe_a_split_that_is_not_here_and_patterns_of_eight_stars(tmp_path: Path) -> None:
+    folder = laid_out(tmp_path / "corpus", ["aaaaaaaa.jsonl", "b.jsonl"])
+    train, validation = f"{{split: train, path: '{'*a' * 8}.jsonl'}}", "{split: validation, path: gone/*}"
+    (folder / "README.md").write_text(f"---\nconfigs: [{{config_name: a, data_files: [{train}, {validation}]}}]\n---\n")
+    assert files_read(str(folder)) == ["aaaaaaaa.jsonl"]
+
+
 def test_a_pattern_takes_files_of_one_of_several_data_sets(tmp_path: Path) -> None:
     folder = laid_out(tmp_path / "corpus", ["en-1.jsonl", "en-2.jsonl", "fr.jsonl"])
     configs = "[{config_name: en, data_files: 'en*'}, {config_name: fr, data_files: fr.jsonl}]"
@@ -241,6 +248,7 @@ def test_a_saved_dataset_dict_has_the_splits_of_its_folders(tmp_path: Path) -> N
     datasets.DatasetDict(made).save_to_disk(tmp_path / "saved")
     assert files_read(str(tmp_path / "saved")) == ["train"]
     assert files_read(str(tmp_path / "saved"), "eval") == ["test"]
+    assert set(splits.of_files(tmp_path / "saved", [*(tmp_path / "saved").glob("*/*.arrow")])) == {*made}
 
 
 def test_a_snapshot_of_the_hub_is_read_through_its_links(tmp_path: Path) -> None:
