@@ -332,6 +332,54 @@ def test_a_tool_that_a_template_leaves_out_is_named(name: str) -> None:
         tokenizer.chat_template = own
 
 
+_FIRST = "[(each[0][0], dict(each[0][1], {})), each[1]]"
+_BARE = "properties=dict([((each[0][1].properties.items() | list)[0][0], dict(type='string'))])"
+
+
+@pytest.mark.parametrize(
+    ("change", "lost"),
+    [
+        ("description=none", "description"),
+        ("parameters=dict(own.parameters, properties=dict([each[0]]))", "parameters.properties.days"),
+        (
+            f"parameters=dict(own.parameters, properties=dict({_FIRST.format('description=none')}))",
+            "parameters.properties.place.description",
+        ),
+        (
+            f"parameters=dict(own.parameters, properties=dict({_FIRST.format('properties={}')}))",
+            "parameters.properties.place.properties",
+        ),
+        # The small print
+        (f"parameters=dict(own.parameters, properties=dict({_FIRST.format('enum=[], default=none')}))", None),
+        (f"parameters=dict(own.parameters, properties=dict({_FIRST.format(_BARE)}))", None),
+        ("parameters=dict(own.parameters, title=none)", None),
+    ],
+)
+def test_a_part_of_a_tool_that_a_template_leaves_out_is_named_but_for_the_small_print(
+    change: str, lost: str | None
+) -> None:
+    tokenizer = tokenizer_of("qwen3")
+    inner = {"street": {"type": "string", "description": "inner"}}
+    place = {**PLACE, "enum": ["Graz", "Wels"], "default": "Wels", "properties": inner}
+    parameters = {**PARAMETERS, "title": "Fare", "properties": {"place": place, "days": DAYS}}
+    tool = {"type": "function", "function": {**TOOLS[0]["function"], "parameters": parameters}}
+    content = FORMATS["messages"].read({"messages": CALLED, "tools": [tool]})
+    template = tokenizer.chat_template
+    assert chat.encode(content, tokenizer).trained
+    try:
+        tokenizer.chat_template = (
+            "{%- set own = tools[0].function -%}{%- set each = own.parameters.properties.items() | list -%}"
+            f"{{%- set tools = [dict(tools[0], function=dict(own, {change}))] -%}}" + template
+        )
+        if lost is None:
+            assert chat.encode(content, tokenizer).trained
+        else:
+            with pytest.raises(RowError, match=rf"does not render `tools\[0\]\.function\.{lost}`"):
+                chat.encode(content, tokenizer)
+    finally:
+        tokenizer.chat_template = template
+
+
 def test_texts_of_any_kind_are_found_in_what_templates_make_of_them(subtests: pytest.Subtests) -> None:
     """Trimmed, within JSON, as Python writes it; two equal calls are two."""
     arguments = {
