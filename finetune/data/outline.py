@@ -111,14 +111,12 @@ def check(example: Chat, text: str, tokenizer: Any, *, marks: bool = False) -> F
         known[key] = _outline(messages, marked.leaves, example, tokenizer, marks)
     outline = known[key]
     if outline is None:
-        _search([leaf for leaf in marked.leaves if leaf.kind != "thought"], text)
+        _search(marked.leaves, text)
         return Found(None, None, frozenset())
     _refuse_lost(outline, marked.leaves, example, tokenizer)
     places = _places(outline, marked.leaves, text)
     if places is None:
-        _search(
-            [leaf for n, leaf in enumerate(marked.leaves) if leaf.kind != "thought" and n not in outline.lost], text
-        )
+        _search(marked.leaves, text)
     thoughts = {leaf.message for n, leaf in enumerate(marked.leaves) if n in outline.lost and leaf.kind == "thought"}
     return Found(outline, places, frozenset(thoughts))
 
@@ -219,8 +217,8 @@ class _Marked:
     def _text(self, text: str, where: Keys, number: int, kind: LeafKind = "text") -> str:
         return f"0qz{self._add(Leaf(where, text, kind, number)):05d}zq" if text.strip() else text
 
-    def _key(self, key: Any, where: Keys, number: int) -> Any:
-        return f"{key}0qz{self._add(Leaf(where, key, 'key', number)):05d}zq" if isinstance(key, str) else key
+    def _key(self, key: str, where: Keys, number: int) -> str:
+        return f"{key}0qz{self._add(Leaf(where, key, 'key', number)):05d}zq"
 
     def _content(self, text: str, where: Keys, number: int, role: str) -> str:
         """An answer's thoughts within tags have marks of their own."""
@@ -232,16 +230,14 @@ class _Marked:
             for piece, tag in zip(pieces[::2], pieces[1::2], strict=True)
         )
 
-    def _call(self, call: Any, where: Keys, number: int) -> Any:
-        if not isinstance(call, Mapping) or not isinstance(function := call.get("function"), Mapping):
-            return call
-        marked = dict(call)
+    def _call(self, call: Mapping[str, Any], where: Keys, number: int) -> dict[str, Any]:
+        marked, function = dict(call), call["function"]
         if isinstance(name := call.get("id"), str):
             marked["id"] = self._id(False, name, (*where, "id"), number)
         name, inner = function["name"], (*where, "function")
         mark = self._text(name, (*inner, "name"), number)
         self._ids[True, name] = mark
-        arguments = self.value(function.get("arguments"), (*inner, "arguments"), number)
+        arguments = self.value(function["arguments"], (*inner, "arguments"), number)
         marked["function"] = {**function, "name": mark, "arguments": arguments}
         return marked
 
@@ -275,13 +271,13 @@ def _outline(
     for turn in starts or answers[-1:]:
         prompt = _rendered(tokenizer, messages[:turn], example.tools, prompt=True)[0] or ""
         until = text
-        if turn == answers[-1] and turn + 1 < len(messages):
-            until = _rendered(tokenizer, messages[: turn + 1], example.tools)[0] or ""
+        if turn == answers[-1] and messages[-1]["role"] != "assistant":
+            until = _rendered(tokenizer, messages[: turn + 1], example.tools)[0] or text
         shared = in_common(text, prompt)
         beyond[turn] = prompt[in_common(until, prompt) :]
         if turn in starts:
             start, end = starts[turn]
-            headers[turn] = text[start : max(start, min(end, shared))]
+            headers[turn] = text[start : min(end, shared)]
     return Outline(pieces, text[at:], lost, lost_tools, lost_constant, headers, beyond)
 
 
@@ -290,7 +286,7 @@ def _lost_names(messages: list[Message], leaves: Sequence[Leaf], example: Chat, 
     calls = Counter(leaf.path[:4] for leaf in leaves if leaf.path[2] == "tool_calls" and leaf.kind != "free")
     lost = set()
     for number, leaf in enumerate(leaves):
-        if calls[leaf.path[:4]] == 1 and leaf.kind == "text" and leaf.message + 1 < len(messages):
+        if calls[leaf.path[:4]] == 1 and leaf.kind == "text":
             text, _ = _rendered(tokenizer, messages[: leaf.message + 1], example.tools)
             if text is not None and f"0qz{number:05d}zq" not in text:
                 lost.add(number)
@@ -329,9 +325,8 @@ def _lost_of_tools(messages: list[Message], tools: list[dict[str, Any]] | None, 
     text, _ = _rendered(tokenizer, messages, [marked.schema(tool, ("tools", n)) for n, tool in enumerate(tools)])
     if text is None:
         return ""
-    written = {int(mark[1] or mark[2]) for mark in _MARK.finditer(text)}
     needed = [(n, leaf) for n, leaf in enumerate(marked.leaves) if leaf.kind != "free"]
-    return _named([leaf for n, leaf in needed if n not in written], [leaf for _, leaf in needed])
+    return _named([leaf for n, leaf in needed if f"0qz{n:05d}zq" not in text], [leaf for _, leaf in needed])
 
 
 def _named(lost: Sequence[Leaf], leaves: Iterable[Leaf]) -> str:
@@ -340,9 +335,10 @@ def _named(lost: Sequence[Leaf], leaves: Iterable[Leaf]) -> str:
         return ""
     paths, missing = [leaf.path for leaf in leaves], {leaf.path for leaf in lost}
     path = lost[0].path
-    depths = range(1 if path[0] == "tools" else 3, len(path) + 1)
-    depth = next(n for n in depths if all(other in missing for other in paths if other[:n] == path[:n]))
-    return _shown(path[:depth])
+    for depth in range(1 if path[0] == "tools" else 3, len(path)):
+        if all(other in missing for other in paths if other[:depth] == path[:depth]):
+            return _shown(path[:depth])
+    return _shown(path)
 
 
 def _shown(path: Keys) -> str:
@@ -402,25 +398,20 @@ def _places(outline: Outline, leaves: Sequence[Leaf], text: str) -> list[Place] 
         leaf = leaves[number]
         if leaf.kind == "key":  # its mark is behind it
             start = end = at
-            after = _after(static, text, end)
+            at = _after(static, text, end)
         else:
-            start, after = _SPACE.match(text, at).end(), None  # type: ignore[union-attr]
+            start, at = _SPACE.match(text, at).end(), None  # type: ignore[union-attr]
             for form in _forms(leaf.value):
                 end = start + len(form)
-                if text.startswith(form, start) and (after := _after(static, text, end)) is not None:
+                if text.startswith(form, start) and (at := _after(static, text, end)) is not None:
                     break
-        if after is None:
-            return None
         places.append(Place(start, end, leaf.message, number in seen or leaf.kind == "free"))
         seen.add(number)
-        at = after
     return places if at is not None and not text[at:].strip() else None
 
 
 def _after(static: str, text: str, at: int) -> int | None:
     """The end of the template's text that comes at `at`, or after white space there."""
-    if text.startswith(static, at):
-        return at + len(static)
     blank: int = _SPACE.match(text, at).end()  # type: ignore[union-attr]
     found = text.find(static, at, blank + len(static))
     if found >= 0:
@@ -431,7 +422,7 @@ def _after(static: str, text: str, at: int) -> int | None:
 def _forms(value: str | int | float) -> Iterator[str]:
     """How templates write a text (trimmed, within JSON or as Python does) or a number."""
     if not isinstance(value, str):
-        yield from dict.fromkeys([json.dumps(value), str(value)])
+        yield json.dumps(value)
         return
     yield (trimmed := value.strip())
     for text in (value, trimmed):
@@ -441,12 +432,11 @@ def _forms(value: str | int | float) -> Iterator[str]:
 
 
 def _search(leaves: Sequence[Leaf], text: str) -> None:
-    """Raise RowError for a leaf that is not in the text as often as in the row, white space aside."""
+    """Raise RowError for a needed leaf that is not in the text as often as in the row, white space aside."""
     letters = "".join(text.split())
-    needed = Counter(str(leaf.value) for leaf in leaves if leaf.kind != "free")
-    for leaf in leaves:
-        if leaf.kind == "free":
-            continue
+    needed = [leaf for leaf in leaves if leaf.kind in ("text", "key")]
+    counts = Counter(str(leaf.value) for leaf in needed)
+    for leaf in needed:
         forms = {"".join(form.split()) for form in _forms(leaf.value)} - {""}
-        if forms and sum(map(letters.count, forms)) < needed[str(leaf.value)]:
+        if forms and sum(map(letters.count, forms)) < counts[str(leaf.value)]:
             raise RowError(refusal(_shown(leaf.path)))
