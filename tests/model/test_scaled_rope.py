@@ -14,6 +14,7 @@ from steps import assert_gradients_close, gradients, micro_batches, ready, stopp
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import finetune
+from finetune.model.source import rope
 
 ORIGINAL = 48
 SCALED: dict[str, dict[str, Any]] = {
@@ -121,6 +122,25 @@ def test_a_batch_is_trained_alike_whatever_came_before(kind: str, job, tiny_base
     again, found = gradients(loop, micro_batches(loop, [second], 1))
     assert again == loss
     assert_gradients_close(found, expected, within=0)
+
+
+def test_each_kind_of_layer_forgets_longer_batches() -> None:
+    """Gemma 3 has angles of its own for sliding layers and for those with full attention."""
+    plain = {"rope_type": "default", "rope_theta": 10_000.0}
+    config = AutoConfig.for_model(
+        "gemma3_text", vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, max_position_embeddings=ORIGINAL,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={"sliding_attention": plain, "full_attention": plain | {"rope_type": "dynamic", "factor": 4.0}},
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    rope.forget_longer_batches(model)
+    shorter, longer = (torch.arange(tokens)[None] % 64 for tokens in (ORIGINAL + 10, ORIGINAL * 3))
+    with torch.no_grad():
+        before = model(shorter).logits
+        model(longer)
+        assert torch.equal(model(shorter).logits, before)
 
 
 @pytest.mark.parametrize(

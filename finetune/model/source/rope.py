@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import nn
@@ -40,12 +41,19 @@ def forget_longer_batches(model: Any) -> None:
     original context: losses would depend on the order of batches, and a resumed run would not be the same.
     """
 
-    def forget(module: nn.Module, arguments: Any) -> None:
-        module.max_seq_len_cached, module.inv_freq = module.original_max_seq_len, module.original_inv_freq
+    def forget(module: nn.Module, arguments: Any, prefixes: list[str]) -> None:
+        for prefix in prefixes:
+            setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
+            setattr(module, f"{prefix}inv_freq", getattr(module, f"{prefix}original_inv_freq"))
 
     for module in model.modules():
-        if getattr(module, "rope_type", None) == "dynamic" and hasattr(module, "original_inv_freq"):
-            module.register_forward_pre_hook(forget)
+        kinds = getattr(module, "rope_type", None)
+        of_types = {f"{name}_": kind for name, kind in kinds.items()} if isinstance(kinds, dict) else {"": kinds}
+        prefixes = [
+            each for each, kind in of_types.items() if kind == "dynamic" and hasattr(module, f"{each}original_inv_freq")
+        ]
+        if prefixes:
+            module.register_forward_pre_hook(functools.partial(forget, prefixes=prefixes))
 
 
 def _obstacle(architecture: Any, rope: dict[str, Any]) -> str | None:
