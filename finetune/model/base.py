@@ -225,7 +225,7 @@ def from_safetensors(name: str, *, whole: bool = False, **arguments: Any) -> Any
         arguments["config"] = AutoConfig.from_pretrained(name, trust_remote_code=False)
         _refuse_kernels(arguments["config"], name)
     if os.path.isdir(name):
-        identity.refuse_shards_of_ranks(Path(name))
+        identity.refuse_parts_of_checkpoint(Path(name))
     with _checked_files(name):
         known = composite.loader(arguments["config"], whole=whole)
         return known.from_pretrained(name, use_safetensors=True, **arguments)

@@ -84,6 +84,10 @@ def tensors(change_them: Callable[[dict[str, torch.Tensor]], dict[str, torch.Ten
     return write
 
 
+def _in_fp8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {_Q: weight.to(torch.float8_e4m3fn), _Q + "_scale_inv": torch.ones(1, 1)}
+
+
 def index(content: object) -> Change:
     """An index in place of model.safetensors, which becomes the only shard."""
 
@@ -195,6 +199,10 @@ BASES: list[tuple[str, Change, list[str], int, str, str]] = [
          f"`{_Q}` is of type {str(dtype).removeprefix('torch.')}", "download it again")
         for dtype in (torch.int64, torch.uint8, torch.bool, torch.complex64)
     ),
+    ("a weight in FP8 with scales", tensors(lambda them: {**them, **_in_fp8(them[_Q])}), [], 7,
+     f"`{_Q}` is of type float8_e4m3fn", "download it again"),
+    ("weights elsewhere", says({"transformers_weights": "/opt/model.safetensors"}), [], 7, "outside its folder",
+     "download the model again"),
     ("a weight twice", tensors(lambda them: {**them, _Q.removeprefix("model."): them[_Q] * 5}), [], 7,
      f"are both the weight `{_Q}`", "download it again"),
     ("a pickle", without("model.safetensors", then=file("pytorch_model.bin", "")), [], 7, "pytorch_model.bin",

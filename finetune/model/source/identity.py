@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,7 @@ _INDEX = SUFFIX + ".index.json"
 _PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
 # transformers 5.23 (`distributed.checkpoint.is_sharded_checkpoint`) takes a folder with such a file for a checkpoint of
 # several ranks, and reads every safetensors file in it, whatever model.safetensors and the index say.
-_SHARD_OF_RANKS = re.compile(r"shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
+_PART_OF_CHECKPOINT = re.compile(r"shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 
 
 def of_base(section: ModelSection, note: Callable[[str], None] = lambda text: None) -> str | None:
@@ -122,7 +123,7 @@ def files_to_load(folder: Path) -> list[Path]:
         raise ArtifactError(
             f"{folder / 'adapter_config.json'}: an adapter next to the base is not supported; use a base without one"
         )
-    refuse_shards_of_ranks(folder)
+    refuse_parts_of_checkpoint(folder)
     if (index := _loaded(folder)) and index.name.endswith(_INDEX) and index.is_file():
         _check_index(index)
     files = [folder / name for name in _names(folder)]
@@ -142,17 +143,17 @@ def files_to_load(folder: Path) -> list[Path]:
     return files
 
 
-def refuse_shards_of_ranks(folder: Path) -> None:
+def refuse_parts_of_checkpoint(folder: Path) -> None:
     """Raise ArtifactError for a folder that transformers takes for a checkpoint of several ranks."""
-    if shards := _shards_of_ranks(folder):
+    if parts := _parts_of_checkpoint(folder):
         raise ArtifactError(
-            f"{shards[0]}: a part of a checkpoint of several ranks, by its name; transformers would read every file of "
+            f"{parts[0]}: a part of a checkpoint of several ranks, by its name; transformers would read every file of "
             "the folder as such a checkpoint. Move these files elsewhere, or use a base without them"
         )
 
 
-def _shards_of_ranks(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.glob("shard-*" + SUFFIX) if _SHARD_OF_RANKS.fullmatch(file.name))
+def _parts_of_checkpoint(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.glob("shard-*" + SUFFIX) if _PART_OF_CHECKPOINT.fullmatch(file.name))
 
 
 def loaded_files(folder: Path) -> list[Path]:
@@ -163,7 +164,7 @@ def loaded_files(folder: Path) -> list[Path]:
     """
     files = [folder / name for name in _names(folder)]
     sound = all(file.suffix == SUFFIX and _is_inside(file, folder) and file.is_file() for file in files)
-    return files if sound and not _shards_of_ranks(folder) else []
+    return files if sound and not _parts_of_checkpoint(folder) else []
 
 
 def stored_names(section: ModelSection) -> frozenset[str]:
@@ -179,7 +180,7 @@ def _names(folder: Path) -> list[str]:
     """What config.json or the index call the weight files; none if there is neither model.safetensors nor an index."""
     loaded = _loaded(folder)
     if loaded is None or not loaded.name.endswith(_INDEX):
-        return [str(loaded.relative_to(folder))] if loaded else []
+        return [os.path.relpath(loaded, folder)] if loaded else []
     try:
         return sorted({str(each) for each in json.loads(loaded.read_bytes())["weight_map"].values()})
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):

@@ -22,6 +22,9 @@ from finetune.errors import ArtifactError
 from finetune.model.structure import packed, sequence_head
 from finetune.storage import weight_files
 
+_SCALES = ("_scale", "_scale_inv")
+"""How the names of a weight's scales end, in files of which config.json should say so."""
+
 
 @dataclass(frozen=True)
 class ConversionGroup:
@@ -107,8 +110,8 @@ class Weights(Mapping[str, torch.Tensor]):
         return getattr(dict(self._model.named_modules()).get(source.rpartition(".")[0]), "is_transposed", False)
 
     def check_tensors(self) -> None:
-        """Raise ArtifactError for a tensor of the files that is not of the shape that the model's config says, or of a
-        type that has no fractions, which transformers would convert without its scales.
+        """Raise ArtifactError for a tensor of the files that is not of the shape that the model's config says, or is
+        quantized, by its type or by scales beside it: transformers would convert it without them.
         """
         weights = dict(self._model.named_parameters())
         stored_as = {
@@ -127,7 +130,8 @@ class Weights(Mapping[str, torch.Tensor]):
                     "model; the files are of several models: download it again"
                 )
             dtype, shape = stored_as[source]
-            if weights[name].is_floating_point() and not dtype.is_floating_point:
+            is_scaled = dtype.itemsize == 1 and not stored_as.keys().isdisjoint(source + end for end in _SCALES)
+            if weights[name].is_floating_point() and (is_scaled or not dtype.is_floating_point):
                 raise ArtifactError(
                     f"{self._file_of[source]}: `{source}` is of type {str(dtype).removeprefix('torch.')}, and "
                     "config.json states no quantization; the files belong to another model: download it again"
