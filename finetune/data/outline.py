@@ -26,6 +26,7 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 # How many shapes of conversations are kept for a tokenizer.
 _KEPT = 1024
 _MOST_LEAVES = 99_999
+_BEFORE_ARGUMENTS = 6  # keys of the path of a call's arguments: messages[n].tool_calls[n].function.arguments
 
 _TAG = re.compile(r"(</?think>)")
 _SPACE = re.compile(r"\s*")
@@ -129,13 +130,13 @@ def _outlines(tokenizer: Any) -> dict[str, Outline | None]:
 class _Marked:
     """Makes copies with a mark in place of each text or number, and collects these in `leaves`.
 
-    `constants` are the paths of booleans and nulls, which stay as they are but for the one of number `changed`: it is
-    the other boolean, or for a null an empty text, or no item of a list.
+    `constants` are the booleans and nulls with their paths, which stay as they are but for the one of number `changed`:
+    it is the other boolean, or for a null an empty text, or no item of a list.
     """
 
     def __init__(self, changed: int = -1) -> None:
         self.leaves: list[Leaf] = []
-        self.constants: list[Keys] = []
+        self.constants: list[tuple[Keys, bool | None]] = []
         self._changed = changed
         self._ids: dict[Any, str] = {}
 
@@ -170,7 +171,7 @@ class _Marked:
         if isinstance(value, str):
             return self._text(value, where, number)
         if value is None or isinstance(value, bool):
-            self.constants.append(where)
+            self.constants.append((where, value))
             if len(self.constants) - 1 != self._changed:
                 return value
             return not value if value is not None else _NOTHING if isinstance(where[-1], int) else ""
@@ -294,16 +295,23 @@ def _lost_names(messages: list[Message], leaves: Sequence[Leaf], example: Chat, 
 
 
 def _lost_constant(text: str, example: Chat, tokenizer: Any) -> str:
-    """The path of the first boolean or null in an argument without which the rendering of marked messages is `text`."""
-    number = 0
-    while True:
-        marked = _Marked(changed=number)
-        messages = [marked.message(message, at) for at, message in enumerate(example.messages)]
-        if number >= len(marked.constants):
-            return ""
+    """The path of the first boolean or null in an argument without which the rendering of marked messages is `text`.
+
+    Of equal ones in the same place of a list's items the first and the last are tried: a template treats others alike.
+    """
+    as_written = _Marked()
+    for at, message in enumerate(example.messages):
+        as_written.message(message, at)
+    alike: dict[Any, list[int]] = {}
+    for number, (path, value) in enumerate(as_written.constants):
+        place = *path[:_BEFORE_ARGUMENTS], *("[]" if isinstance(key, int) else key for key in path[_BEFORE_ARGUMENTS:])
+        alike.setdefault((place, value), []).append(number)
+    for number in sorted({number for numbers in alike.values() for number in (numbers[0], numbers[-1])}):
+        changed = _Marked(changed=number)
+        messages = [changed.message(message, at) for at, message in enumerate(example.messages)]
         if _rendered(tokenizer, messages, example.tools)[0] == text:
-            return _shown(marked.constants[number])
-        number += 1
+            return _shown(as_written.constants[number][0])
+    return ""
 
 
 def _rendered(

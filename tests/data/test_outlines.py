@@ -309,6 +309,8 @@ def test_a_part_of_a_message_that_the_template_leaves_out_is_named(
         ("b", {"a": None, "b": True}, "{keys[0]: it[keys[0]], keys[1]: 1}"),
         (r"a\[1\]", {"a": [7, None]}, "dict.fromkeys(it, it.values() | first | reject('none') | list)"),
         (r"a\[0\]", {"a": [True, 7]}, "dict.fromkeys(it, it.values() | first | select('integer') | list)"),
+        (r"a\[0\]", {"a": [True] * 99, "b": True}, "{keys[0]: it[keys[0]][:0], keys[1]: it[keys[1]]}"),
+        (r"a\[98\]\.b", {"a": [{"b": True}] * 99}, "{keys[0]: it[keys[0]][:98] + [dict.fromkeys(it[keys[0]][98], 1)]}"),
         ("", {"a": [None, False], "b": {"c": True}, "d": None}, "it"),
     ],
 )
@@ -318,6 +320,18 @@ def test_a_constant_that_the_template_leaves_out_is_named(
     keyed = "{% for c in m.tool_calls %}{% set it = c.function.arguments %}{% set keys = it | list %}"
     turn = keyed + "{{ c.function.name }}" + f"{{{{ {arguments} | tojson }}}}" + "{% endfor %}"
     refuse(name and rf"{ARGUMENTS}\.{name}", tokenizer_of(turn), [calling(call(given))])
+
+
+def test_many_constants_alike_cost_few_renderings(tokenizer_of: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    rendered, calls = outline._rendered, []
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        calls.append(arguments)
+        return rendered(*arguments, **named)
+
+    monkeypatch.setattr(outline, "_rendered", counted)
+    check(tokenizer_of(), [calling(call({"flags": [True, False, None] * 500}))])
+    assert len(calls) < 20
 
 
 PLACE = {
