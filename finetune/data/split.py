@@ -74,7 +74,7 @@ if TYPE_CHECKING:
 
 # Increment with any change to the code that changes the prepared rows or the fields of their counts, to invalidate
 # existing cache entries: versions of this package may share a cache, and an earlier one does not know new fields.
-_VERSION = 11
+_VERSION = 12
 
 _ROWS, _COUNTS = "rows.arrow", "counts.json"
 _ANSWERS = "answers.arrow"  # the rows before mismatched answers are added
