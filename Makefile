@@ -146,7 +146,7 @@ faults-ranks: $(DEV) ## Kill ranks of runs 85 times and resume, sharded ones out
 	$(BIN)/python benchmarks/faults_ranks.py --share fsdp --out-of-memory --kills 20
 	$(BIN)/python benchmarks/faults_ranks.py --share deepspeed --out-of-memory --kills 15
 
-mutations: $(DEV) ## Put 1,000 faults into masks, loss normaliser and checkpoints, and see which the tests find (an hour).
+mutations: $(DEV) ## Put 1,700 faults into what reads rows, masks, loss normaliser and checkpoints, and see which the tests find (an hour).
 	$(BIN)/python benchmarks/mutations.py
 
 # Not through $(READY): an offline GPU machine brings its own Python, with finetune's wheels on its path.
