@@ -304,7 +304,7 @@ def _lost_constant(text: str, example: Chat, tokenizer: Any) -> str:
         as_written.message(message, at)
     alike: dict[Any, list[int]] = {}
     for number, (path, value) in enumerate(as_written.constants):
-        place = *path[:_BEFORE_ARGUMENTS], *("[]" if isinstance(key, int) else key for key in path[_BEFORE_ARGUMENTS:])
+        place = path[:_BEFORE_ARGUMENTS], *("[]" if isinstance(key, int) else key for key in path)
         alike.setdefault((place, value), []).append(number)
     for number in sorted({number for numbers in alike.values() for number in (numbers[0], numbers[-1])}):
         changed = _Marked(changed=number)
