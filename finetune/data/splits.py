@@ -82,7 +82,7 @@ def chosen(found: Mapping[str, Any], split: str, where: str) -> list[str]:
     wrong = several if train else f"has no training split, only {' and '.join(sorted(found))}"
     files = found[train[0] if train else next(iter(found))]
     cure = "download it (`hf download NAME --repo-type dataset --local-dir FOLDER`), and name the files to train"
-    if isinstance(files, list) and files:  # one that is named itself is read, whatever its name is
+    if isinstance(files, list):  # one that is named itself is read, whatever its name is
         cure = f"name the files to train themselves, such as `{files[0]}`"
     raise DataError(f"{where}: {wrong}; {cure}")
 

@@ -327,3 +327,16 @@ def test_rows_for_validation_are_not_trained_too(tmp_path: Path, prepared: Any) 
     folder = laid_out(tmp_path / "corpus", ["train.jsonl", "validation.jsonl"])
     with pytest.raises(DataError, match=r"validation\.jsonl: is read by both"):
         prepared(train=[str(folder), f"{folder}/validation.jsonl"])
+
+
+@pytest.mark.parametrize(
+    ("found", "cure"),
+    [
+        ({"train_a": ["a.jsonl"], "train_b": ["b.jsonl"]}, r"such as `a\.jsonl`"),
+        ({"test": ["t.jsonl", "u.jsonl"]}, r"such as `t\.jsonl`"),
+        ({"test": None}, "hf download"),
+    ],
+)
+def test_a_file_of_the_first_split_is_named_where_files_are_known(found: dict[str, object], cure: str) -> None:
+    with pytest.raises(DataError, match=cure):
+        splits.chosen(found, "train", "rows")
