@@ -115,7 +115,7 @@ def test_rates(subtests: pytest.Subtests) -> None:
             assert gpu.bandwidth_bytes == pytest.approx(gigabytes * 1e9)
 
 
-# MHz, from data sheets and reviews; of a card sold in two forms, that of the one whose rates the table has.
+# MHz, of reviews where one was found and else from memory; of a card sold in two forms, that of the one in the table.
 BOOST_CLOCKS = {
     "RTX 3080 10GB": 1710, "RTX 2080 Ti": 1545, "RTX 3060 12GB": 1777, "RTX 4070 Ti": 2610, "T4": 1590,
     "RTX 4080 SUPER": 2550, "RTX 4060 Ti 16GB": 2535, "RTX A4000": 1560, "RTX 4080": 2505, "V100 16GB": 1380,
