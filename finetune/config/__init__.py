@@ -6,6 +6,7 @@ from finetune.config.load import (
     dump,
     explained,
     from_values,
+    gone_from,
     ignored_keys,
     inline,
     load,

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from finetune.config import explain, other_names, serving, strict_yaml
+from finetune.config import explain, gone, other_names, serving, strict_yaml
 from finetune.config.explain import Locations
 from finetune.config.field_types import Choices, nearest, shown
 from finetune.config.rules import contradictions
@@ -27,7 +27,8 @@ def load(
 
     `overrides` are `section.key=value` strings, the value read as a YAML scalar, flow list or mapping. `choices` are
     the tables that choice fields are checked against. `trained`: a run was started with this config, perhaps by an
-    earlier version, which accepted keys that a choice ignores; they changed nothing of what it trained.
+    earlier version, which accepted keys that a choice ignores; they changed nothing of what it trained. What that
+    version had and this one has not is read as `gone` says.
 
     Raises ConfigError with all problems, each with file:line or `override`, when there is any.
     """
@@ -76,6 +77,11 @@ def as_written(path: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
         unknown_keys += [f"{name}.{key}".rstrip(".") for key in values if key not in sections.get(name, {})]
         sections[name] = {**sections.get(name, {}), **values}
     return sections, unknown_keys
+
+
+def gone_from(path: Path) -> dict[str, str]:
+    """By `section.key`, what to use instead of each key and value that a run was started with and that is gone."""
+    return gone.taken_out(strict_yaml.parse(text_of(path)).values)[1]
 
 
 def from_values(values: Mapping[str, Any], overrides: Sequence[str] = (), choices: Choices | None = None) -> Config:
@@ -199,10 +205,15 @@ def _validate(
 ) -> tuple[Config | None, list[str]]:
     # `model:` with nothing under it is an empty section, as a reader of the file would say.
     values = {name: {} if section is None else section for name, section in values.items()}
+    values, used = gone.taken_out(values)
+    removed = [] if trained else list(used.items())
+    mistakes = [f"{locations.of(tuple(key.split('.')))}: `{key}`: {message}" for key, message in removed]
     try:
         config = Config.model_validate(values, context={"choices": choices or {}, "trained": trained})
     except ValidationError as error:
-        return None, explain.mistakes(error, locations)
+        return None, mistakes + explain.mistakes(error, locations)
+    if mistakes:  # what other keys say of a value that stands for a removed one would mislead
+        return None, mistakes
     given, config = config.model.labels, _with_head(config)
     broken = contradictions(config)
     if not trained and config.scorer and given not in ([], config.model.labels):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from finetune.config import Config, contradictions, ignored_keys
+from finetune.config import Config, contradictions, gone_from, ignored_keys
 from finetune.config.field_types import source_name
 from finetune.data import fingerprint
 from finetune.data.prepare import Prepared
@@ -130,6 +130,15 @@ def _refuse_other_ranks(of_ranks: list[dict[str, Any]]) -> None:
             paths = [key for key in _PATH_KEYS if key != "model.name" or not random]
             differences = {**differences, "config": _without(differences["config"], paths)}
         _refuse(differences, _BETWEEN_RANKS, rank=rank)
+
+
+def refuse_gone(run: RunDirectory) -> None:
+    """Raise ConfigError if `run`, which is to go on, was started with a key or value that this version lacks."""
+    for key, message in gone_from(run.config_file).items():
+        raise ConfigError(
+            f"{run.config_file}: `{key}`: {message}. This run cannot go on without it: finish it with the version that "
+            "started it, or use --fresh to start over (the old run is moved aside)"
+        )
 
 
 def refuse_changes(config: Config, run: RunDirectory) -> None:

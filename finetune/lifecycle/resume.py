@@ -67,8 +67,11 @@ def _is_finished(config: Config, run: RunDirectory, note: Callable[[str], None],
     run.check_layout()
     if fresh or not run.has_results:
         return False
+    goes_on = not run.finished or _wants_more_steps(config.training, run)
+    if goes_on:
+        provenance.refuse_gone(run)
     provenance.refuse_changes(config, run)
-    if not run.finished or _wants_more_steps(config.training, run):
+    if goes_on:
         return False
     if run.complete_checkpoints() and (wrong := _unlike_trained(config.model, config.adapter, run)):
         note(f"{wrong}: this is done now")
