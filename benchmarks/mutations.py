@@ -111,7 +111,7 @@ AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
             "finetune.storage.rundir": "RunDirectory.finished RunDirectory.saved_steps "
             "RunDirectory.complete_checkpoints RunDirectory.remove_leftovers RunDirectory.forget_metrics_after "
             "checkpoint_step",
-            "finetune.storage.files": "staged _publish _put_back dispose remove_leftovers _remove write_bytes "
+            "finetune.storage.files": "staged publish _put_back dispose remove_leftovers _remove write_bytes "
             "append_line _fsync",
         },
         ["storage/test_checkpoint.py", "storage/test_rundir.py", "storage/test_records.py",

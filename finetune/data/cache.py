@@ -1,8 +1,8 @@
 """The on-disk cache of prepared data.
 
 An entry is a folder named by its key, under `HF_DATASETS_CACHE/finetune-<user id>`. It is written under a temporary
-name and renamed, so it is either complete or absent; corruption is detected by the checksums in its manifest, and the
-entry is rebuilt. Leftovers of a killed process are removed by the next that creates an entry.
+name and renamed, so it is either complete or absent. What a killed process left is removed a day later, by the next
+one that creates an entry.
 
 The cache of `datasets` is not used: its keys are hashes of pickled code, and it trusts whoever can write to it. A
 folder that another user owns or can write to is not trusted here, since nobody looks at rows before they are trained.
@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import fcntl
 import functools
 import hashlib
-import json
 import logging
 import os
 import shutil
@@ -23,21 +21,17 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from finetune.errors import MachineError
-from finetune.storage.files import cause, remedy
-from finetune.storage.private import BASES, cache_folder, not_private
+from finetune.storage import files
+from finetune.storage.private import cache_folder, not_private
 
 _LOG = logging.getLogger(__name__)
 
-_MANIFEST = "manifest.json"
-
-# Entries unused for this long are removed when a new one is created.
+# Entries unused for this long are removed when a new one is created, and those that no process fills any longer.
 _KEPT_SECONDS = 30 * 24 * 3600
+_FILLED_SECONDS = 24 * 3600
 _MAKING = ".making-"
-# A process locks its folder right after creating it, so an older folder without a lock is abandoned.
-_LOCKED_SECONDS = 60
 
 
 def folder() -> Path:
@@ -65,25 +59,22 @@ def entry(key: Callable[[], str | None], fill: Callable[[Path], None]) -> Path:
     Raises MachineError if the folder cannot be written, and whatever `fill` raises, after removing the folder.
     """
     before = key()
-    if before and (cached := _cached(before)):
-        return cached
+    if before and has(before):
+        with contextlib.suppress(OSError):
+            os.utime(folder() / before)
+        return folder() / before
     with writing():
         folder().mkdir(parents=True, exist_ok=True, mode=0o700)
         _remove_unused()
         made = Path(tempfile.mkdtemp(prefix=_MAKING, dir=folder()))
-        lock = _locked(made)  # until the entry is published, or this process ends
     try:
         fill(made)
         if not before or key() != before:
             atexit.register(shutil.rmtree, made, ignore_errors=True)
             return made
         with writing():
-            (made / _MANIFEST).write_text(json.dumps(_manifest(made)), encoding="utf-8")
-            published = _published(made, before)
-        os.close(lock)
-        return published
+            return _published(made, before)
     except BaseException:
-        os.close(lock)
         shutil.rmtree(made, ignore_errors=True)
         raise
 
@@ -97,80 +88,35 @@ def writing(path: Path | None = None) -> Iterator[None]:
         path = (path or folder()).absolute()
         there = next(parent for parent in (path, *path.parents) if parent.exists())
         raise MachineError(
-            f"{path}: the prepared data cannot be written: {cause(error, there)}. It takes 8 bytes per token: "
-            f"{remedy(error)}, delete that folder if other jobs have filled it, or point HF_DATASETS_CACHE "
+            f"{path}: the prepared data cannot be written: {files.cause(error, there)}. It takes 8 bytes per token: "
+            f"{files.remedy(error)}, delete that folder if other jobs have filled it, or point HF_DATASETS_CACHE "
             "elsewhere"
         ) from None
 
 
 def has(key: str) -> bool:
-    """Whether there is an undamaged entry of this key."""
-    return _cached(key) is not None
-
-
-def _cached(key: str) -> Path | None:
-    entry = folder() / key
-    if not_private(entry):
-        return None
-    try:
-        if json.loads((entry / _MANIFEST).read_text(encoding="utf-8")) != _manifest(entry):
-            return None
-    except (OSError, ValueError):
-        return None
-    with contextlib.suppress(OSError):
-        os.utime(entry)
-    return entry
+    """Whether there is an entry of this key that others could not have written."""
+    return not not_private(folder() / key)
 
 
 def _published(made: Path, key: str) -> Path:
     target = folder() / key
-    for _ in range(2):
-        with contextlib.suppress(OSError):
-            made.rename(target)
-            return target
-        if cached := _cached(key):  # another process was faster
-            shutil.rmtree(made, ignore_errors=True)
-            return cached
-        shutil.rmtree(target, ignore_errors=True)
-    made.rename(target)
+    try:
+        if not has(key):
+            files.publish(made, target)
+    except OSError:
+        if not has(key):  # another process was not faster
+            raise
+    shutil.rmtree(made, ignore_errors=True)
     return target
 
 
 def _remove_unused() -> None:
     for entry in folder().iterdir():
-        if entry.name == BASES:
-            continue
         with contextlib.suppress(OSError):
-            unused_seconds = time.time() - entry.stat().st_mtime
-            making = entry.name.startswith(_MAKING) and unused_seconds > _LOCKED_SECONDS
-            if unused_seconds > _KEPT_SECONDS or (making and _abandoned(entry)):
+            unused_seconds = time.time() - max(path.stat().st_mtime for path in (entry, *entry.glob("*")))
+            if unused_seconds > (_FILLED_SECONDS if entry.name.startswith(_MAKING) else _KEPT_SECONDS):
                 shutil.rmtree(entry)
-
-
-def _locked(made: Path) -> int:
-    """The open folder, locked while it is being filled. Some network file systems do not support locks."""
-    opened = os.open(made, os.O_RDONLY)
-    with contextlib.suppress(OSError):
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return opened
-
-
-def _abandoned(made: Path) -> bool:
-    """Whether the process that was filling a folder has ended. Raises OSError if that cannot be determined."""
-    opened = os.open(made, os.O_RDONLY)
-    try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(opened)
-    return True
-
-
-def _manifest(entry: Path) -> dict[str, Any]:
-    """Size and checksum of each file. They detect corruption, not tampering: the folder is private to its owner."""
-    files = sorted(file for file in entry.iterdir() if file.name != _MANIFEST)
-    return {file.name: {"bytes": file.stat().st_size, "xxh3": digest(file)} for file in files}
 
 
 def digest_of(content: bytes) -> str:

@@ -74,10 +74,7 @@ def staged(target: Path, made_from: dict[str, Any] | None = None) -> Iterator[Pa
             (partial / _MADE_FROM).write_text(json.dumps(made_from), encoding="utf-8")
         yield partial
         (partial / _MADE_FROM).unlink(missing_ok=True)
-        for path in (*partial.rglob("*"), partial):
-            _fsync(path)
-        refuse_another(target)
-        _publish(partial, target)
+        publish(partial, target)
     except BaseException as error:
         refuse_another(target)
         if made_from is None or isinstance(error, Exception):
@@ -93,7 +90,11 @@ def _continues(partial: Path, made_from: dict[str, Any]) -> bool:
         return False
 
 
-def _publish(partial: Path, target: Path) -> None:
+def publish(partial: Path, target: Path) -> None:
+    """Rename a directory to `target`, once it is on the disk, and remove an earlier `target`. Raises OSError."""
+    for path in (*partial.rglob("*"), partial):
+        _fsync(path)
+    refuse_another(target)
     replaced = target.with_name(target.name + _REPLACED)
     if target.exists():
         target.rename(replaced)

@@ -13,9 +13,6 @@ from finetune.errors import MachineError
 
 _MOST_BYTES = 2**24
 
-BASES = "gguf"
-"""The folder of the cache with the contents of GGUF files that are bases, which are kept as long as the files."""
-
 
 def data_cache() -> Path:
     """The cache of `datasets` (its config.py, version 5.2), which takes half a second to import."""

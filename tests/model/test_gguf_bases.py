@@ -38,7 +38,7 @@ from finetune.model.source.tokenizer import load_tokenizer
 from finetune.model.structure import packed
 from finetune.report.terminal import Terminal
 from finetune.settings import load_config
-from finetune.storage import private, weight_files
+from finetune.storage import weight_files
 from tests.jobs import TINY
 
 
@@ -244,7 +244,7 @@ def test_a_cache_that_cannot_be_written_serves_what_is_there_and_else_says_what_
 def test_a_cache_that_others_can_write_is_not_trusted(tmp_path: Path) -> None:
     file = written("llama", tmp_path, "q8_0")
     gguf_base.unpacked(file)
-    private.cache_folder().chmod(0o777)
+    gguf_base.cache().chmod(0o777)
     with pytest.raises(MachineError, match=r"other users can write to it .*chmod go-w.* point HF_DATASETS_CACHE"):
         gguf_base.unpacked(file)
 

@@ -1,4 +1,4 @@
-"""A GGUF file as a base: its bytes under transformers' names and in its order, in a folder of this user's cache.
+"""A GGUF file as a base: its bytes under transformers' names and in its order, in a folder beside this user's cache.
 
 What a GGUF file stores of a quantized weight stays as it is, so that a job trains on the very values that llama.cpp
 computes with; rows return to transformers' order, which blocks along columns allow. The folder is what other bases
@@ -139,8 +139,8 @@ _KEPT_SECONDS = 30 * 24 * 3600
 
 
 def cache() -> Path:
-    """The folder of the unpacked files, in this user's cache."""
-    return private.cache_folder() / private.BASES
+    """The folder of the unpacked files, beside this user's cache: they are kept as long as the GGUF files."""
+    return Path(f"{private.cache_folder()}-gguf")
 
 
 def unpacked(file: Path) -> Path:
@@ -153,8 +153,8 @@ def unpacked(file: Path) -> Path:
     digest = hashlib.sha256(os.fsencode(os.path.realpath(file))).hexdigest()
     folder = cache() / f"{file.stem[:40]}-{digest[:16]}.unpacked"
     with _explained(file, folder):
-        private.make_folder(folder.parent)
-    why = private.not_private(private.cache_folder()) or private.not_private(folder.parent)
+        folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    why = private.not_private(folder.parent)
     if not (why or _is_of(file, folder) or os.access(folder.parent, os.W_OK | os.X_OK)):
         why = "it cannot be written"
     if why:
