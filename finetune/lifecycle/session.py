@@ -13,7 +13,6 @@ from finetune.config import Config, ModelSection
 from finetune.errors import FinetuneError, Terminated
 from finetune.forecast.devices import cap
 from finetune.lifecycle import failures
-from finetune.measure import energy
 from finetune.measure.monitor import Monitor
 from finetune.report.terminal import Terminal
 from finetune.runtime import libraries, ranks
@@ -83,7 +82,6 @@ def computing(config: Config, run: RunDirectory, monitor: Monitor, device: torch
     cap(config.memory.limit, device)
     exactly = config.training.deterministic and device.type == "cuda"
     with (
-        energy.recorded(run, device),
         failures.out_of_memory(config, run, monitor, device),
         libraries.deterministic() if exactly else contextlib.nullcontext(),
     ):

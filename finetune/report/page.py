@@ -159,8 +159,6 @@ def result_rows(run: RunDirectory, figures: Figures) -> list[tuple[str, str, str
     if figures.training:
         kind = (run.environment() or {"device": {"type": ""}})["device"]["type"]
         cost = f"{words.hours(figures.device_hours)} of {'GPU' if kind == 'cuda' else 'CPU'} time"
-        if figures.joules is not None:
-            cost += f", {words.energy(figures.joules)} of the GPU"
         rows.append(("duration", words.duration(figures.seconds), cost))
     return rows
 

@@ -55,8 +55,7 @@ class Result(View):
 
         `relative_drop` is the relative reduction of the eval loss from the base to the published weights, or to the
         latest ones of a run that goes on; `device_hours` are `seconds` as hours times the ranks;
-        `statistics` are the means of the objective's own over the last 20 steps;
-        `joules` are those of a run's one GPU, if its driver counts them and each start ended by itself.
+        `statistics` are the means of the objective's own over the last 20 steps.
         """
         return summary(self.run)
 

@@ -27,7 +27,6 @@ _ROWS = {
     "peak memory": ("peak_bytes", words.size),
     "duration": ("seconds", words.duration),
     "time of all devices": ("device_hours", words.hours),
-    "energy": ("joules", words.energy),
 }
 """The table of results: by title, the key of the runs' summaries and how its value is written."""
 

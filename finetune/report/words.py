@@ -156,12 +156,6 @@ def hours(value: float) -> str:
     return f"{significant(per_hour * value)} {unit}"
 
 
-def energy(joules: float) -> str:
-    """Energy in Wh or kWh to three digits."""
-    kwh = joules / 3.6e6
-    return f"{significant(kwh)} kWh" if kwh >= 1 else f"{significant(1000 * kwh)} Wh"
-
-
 def image_size(image: SampleImage) -> str:
     """The size of an image of a row in pixels and tokens."""
     return f"{count(image.width)} x {count(image.height)} pixels, {count(image.tokens)} tokens"

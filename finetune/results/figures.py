@@ -135,14 +135,6 @@ class Figures:
         return sum(spent * processes for spent, processes in self._spent()) / 3600
 
     @property
-    def joules(self) -> int | None:
-        """Energy that the GPU used in all starts; None if one did not record it, and with several GPUs."""
-        starts = self._starts()
-        used = [[event["joules"] for event in start if event["event"] == "energy"] for start in starts]
-        known = bool(starts) and all(used) and all(processes == 1 for _, processes in self._spent())
-        return sum(map(sum, used)) if known else None
-
-    @property
     def processes(self) -> int:
         """Processes (ranks) of the last start."""
         return self._spent()[-1][1] if self.events else 1
@@ -218,7 +210,6 @@ def summary(run: RunDirectory) -> dict[str, Any]:
         "padding_share": figures.padding_share,
         "seconds": figures.seconds,
         "device_hours": figures.device_hours,
-        "joules": figures.joules,
         "adapter": _existing(run.adapter),
         "merged": _existing(run.merged),
         "report": _existing(run.report_file),

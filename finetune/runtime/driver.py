@@ -56,7 +56,7 @@ def by_nvml(device: torch.device, read: Callable[[Any, Any], T]) -> T | None:
     """Call `read` with the module `pynvml` and its handle of a GPU; None without that module or an answer."""
     try:
         import pynvml
-    except ImportError:  # nvidia-ml-py, an extra
+    except ImportError:  # nvidia-ml-py, which is optional
         return None
     uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
     try:

@@ -86,7 +86,6 @@ class EventLine(TypedDict):
     start_from: NotRequired[StartFrom]
     sha256: NotRequired[str]
     world_size: NotRequired[Annotated[int, Field(ge=1, le=2**20)]]
-    joules: NotRequired[Count]
     lowered: NotRequired[dict[_MicroBatch, Annotated[int, Field(ge=1, le=2**53)]]]
     settings: NotRequired[str]
     steps: NotRequired[Annotated[list[StepIndex], Field(min_length=2, max_length=2)]]
@@ -99,8 +98,6 @@ def _check_event(event: EventLine) -> EventLine:
         raise PydanticCustomError("missing", "`step` is missing")
     if event["event"] == "schedule_changed" and not {"step", "steps", "learning_rate"} <= event.keys():
         raise PydanticCustomError("missing", "`step`, `steps` or `learning_rate` is missing")
-    if "joules" not in event and event["event"] == "energy":
-        raise PydanticCustomError("missing", "`joules` is missing")
     if any(isinstance(value, int) != saved for value in event.get("memory", {}).values()):
         raise PydanticCustomError("memory", "`memory` does not fit this event")
     return event

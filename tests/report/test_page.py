@@ -277,9 +277,6 @@ def test_seconds_and_hours_have_their_unit(run: RunDirectory) -> None:
 
 
 def test_large_numbers_are_written_out() -> None:
-    assert [report_words.energy(joules) for joules in (3.6e4, 3.5994e6, 9e6, 1.26e10)] == [
-        "10 Wh", "1,000 Wh", "2.5 kWh", "3,500 kWh"
-    ]  # fmt: skip
     # A loss that diverges, and operations a second, have too many digits to be read.
     assert [report_words.significant(value) for value in (999_999_999_999.0, 1.5e14, 3e30, float("inf"))] == [
         "999,999,999,999", "1.5e+14", "3e+30", "inf"

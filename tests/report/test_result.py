@@ -42,7 +42,6 @@ def test_summary_has_the_numbers_of_the_lines(run: RunDirectory) -> None:
         "peak_bytes": 2048 * MIB,
         "seconds": Figures.read(run).seconds,
         "device_hours": Figures.read(run).seconds / 3600,
-        "joules": None,
         # 100 + 200 + 300 tokens in 200 + 200 + 300 places
         "padding_share": pytest.approx(1 / 7),
         "adapter": str(run.adapter),
