@@ -115,7 +115,7 @@ AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
             "append_line _fsync",
         },
         ["storage/test_checkpoint.py", "storage/test_rundir.py", "storage/test_records.py",
-         "storage/test_moved_directory.py", "faults/test_checkpoints.py", "security/test_damaged_checkpoints.py",
+         "faults/test_checkpoints.py", "security/test_damaged_checkpoints.py",
          "test_doctor.py"],
     ),
 }  # fmt: skip

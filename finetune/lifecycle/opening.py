@@ -67,7 +67,6 @@ def open_run(
         return run, start
     own = run.of_rank(ranks.rank())
     own.claim()
-    lock.enter_context(own.held())
     own.forget_metrics_after(start.step)
     return own, start
 

@@ -22,7 +22,7 @@ from safetensors import safe_open
 
 from finetune.errors import ArtifactError, MachineError, NumbersError
 from finetune.storage import records, weight_files
-from finetune.storage.files import cause, dispose, refuse_another, remedy, staged, write_text
+from finetune.storage.files import cause, dispose, remedy, staged, write_text
 from finetune.storage.rundir import RunDirectory, checkpoint_step
 
 MANIFEST = "manifest.json"
@@ -60,7 +60,6 @@ def write(run: RunDirectory, contents: Contents) -> Path:
     A failure leaves earlier checkpoints untouched.
     """
     target = run.checkpoint(contents.step)
-    refuse_another(target)
     _refuse_numbers(contents)
     try:
         run.checkpoints.mkdir(exist_ok=True)

@@ -1,7 +1,4 @@
-"""Atomic writes: files and directories are replaced by a rename, and lines appended, so no partial file looks complete.
-
-A directory that is held, such as that of a running job, is written only while it is still at its path.
-"""
+"""Atomic writes: files and directories are replaced by a rename, so that none looks complete before it is; and lines."""
 
 from __future__ import annotations
 
@@ -22,38 +19,6 @@ _PARTIAL = ".incomplete"
 _REPLACED = ".replaced"
 _MADE_FROM = "made_from.json"
 
-# The directories that this process writes, by open file descriptor.
-_HELD: dict[int, Path] = {}
-
-
-@contextlib.contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """In the block, writes below `folder` raise MachineError once it has been moved or replaced."""
-    # Kept open, so that the file system cannot reuse its inode number.
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    _HELD[descriptor] = folder
-    try:
-        yield
-    finally:
-        del _HELD[descriptor]
-        os.close(descriptor)
-
-
-def refuse_another(path: Path) -> None:
-    """Raise MachineError if `path` is below a held directory that is no longer at its path.
-
-    This happens when a run is renamed while it trains, perhaps with another one started under its name.
-    """
-    for descriptor, folder in list(_HELD.items()):
-        with contextlib.suppress(FileNotFoundError):
-            if not path.is_relative_to(folder) or os.path.samestat(os.stat(folder), os.fstat(descriptor)):
-                continue
-        raise MachineError(
-            f"{folder} is no longer the directory that this run was started in: that one was moved, replaced or "
-            "removed while it trained. Nothing is written here. Run the command again with `output.dir` set to where "
-            "the original directory is now"
-        )
-
 
 @contextlib.contextmanager
 def staged(target: Path, made_from: dict[str, Any] | None = None) -> Iterator[Path]:
@@ -63,7 +28,6 @@ def staged(target: Path, made_from: dict[str, Any] | None = None) -> Iterator[Pa
     refers to incomplete data. With `made_from` (JSON values), the folder of a process that was killed or interrupted
     with the same values is reused: the block completes it.
     """
-    refuse_another(target)
     _put_back(target)
     partial = target.with_name(target.name + _PARTIAL)
     if made_from is None or not _continues(partial, made_from):
@@ -76,7 +40,6 @@ def staged(target: Path, made_from: dict[str, Any] | None = None) -> Iterator[Pa
         (partial / _MADE_FROM).unlink(missing_ok=True)
         publish(partial, target)
     except BaseException as error:
-        refuse_another(target)
         if made_from is None or isinstance(error, Exception):
             _remove(partial)  # on a full disk this frees space to log the failure
         raise
@@ -94,7 +57,6 @@ def publish(partial: Path, target: Path) -> None:
     """Rename a directory to `target`, once it is on the disk, and remove an earlier `target`. Raises OSError."""
     for path in (*partial.rglob("*"), partial):
         _fsync(path)
-    refuse_another(target)
     replaced = target.with_name(target.name + _REPLACED)
     if target.exists():
         target.rename(replaced)
@@ -119,7 +81,6 @@ def _put_back(target: Path) -> None:
 
 def dispose(folder: Path) -> None:
     """Remove a directory such that a kill midway leaves nothing incomplete under its name."""
-    refuse_another(folder)
     partial = folder.with_name(folder.name + _PARTIAL)
     _remove(partial)
     _remove(folder.rename(partial))
@@ -152,7 +113,6 @@ def check_place(path: Path) -> None:
 
 def write_bytes(path: Path, content: bytes) -> None:
     """Replace a file atomically, through a temporary one that is fsynced. Raises MachineError if writing fails."""
-    refuse_another(path)
     check_place(path)
     partial = path.with_name(path.name + _PARTIAL)
     try:
@@ -164,10 +124,8 @@ def write_bytes(path: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        refuse_another(path)
         os.replace(partial, path)
     except BaseException as error:
-        refuse_another(path)
         with contextlib.suppress(OSError):
             _remove(partial)
         if isinstance(error, OSError):
@@ -205,14 +163,12 @@ def open_to_append(path: Path) -> IO[bytes]:
 
 def append_line(path: Path, value: dict[str, Any]) -> None:
     """Append one line. Raises MachineError if writing fails."""
-    refuse_another(path)
     try:
         with open_to_append(path) as file:
             torn = ""
             if file.tell():
                 file.seek(-1, os.SEEK_END)
                 torn = "\n" if file.read(1) != b"\n" else ""
-            refuse_another(path)  # again, since the directory may have been replaced before the file was opened
             file.write((torn + json.dumps(value) + "\n").encode())
     except OSError as error:
         raise MachineError(not_written(path, error)) from None

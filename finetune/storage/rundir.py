@@ -13,7 +13,6 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -142,15 +141,9 @@ class RunDirectory:
         with records.open_file(self.config_file):  # rejects a pipe, on which `load` would block
             return load(self.config_file, trained=True)
 
-    def held(self) -> contextlib.AbstractContextManager[None]:
-        """In the block, writes below this directory raise MachineError once it has been moved or replaced."""
-        return files.held(self.path)
-
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> contextlib.AbstractContextManager[None]:
         """Keep other processes from training here; the kernel releases the lock however this process ends."""
-        with locks.locked(self.lock_file, str(self.path), "or set another `output.dir`"), self.held():
-            yield
+        return locks.locked(self.lock_file, str(self.path), "or set another `output.dir`")
 
     def event(self, name: str, **fields: Any) -> None:
         """Append one line to events.jsonl: what happened, when, and details for people."""
