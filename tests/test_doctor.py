@@ -206,7 +206,6 @@ DAMAGES: dict[str, tuple[Callable[[RunDirectory], object], str, str]] = {
         lambda run: cut(_checkpoint(run) / "adapter_model.safetensors", 5000), "checkpoints/step-00000020", "adapter",
     ),
     "replaced": (lambda run: run.adapter.rename(f"{run.adapter}.replaced"), "adapter.replaced", "was being replaced"),
-    "link": (lambda run: (run.path / "merged").symlink_to("/etc"), "layout", "a link out of"),
     "merged empty": (lambda run: run.merged.mkdir(), "merged", "config.json"),
 }  # fmt: skip
 

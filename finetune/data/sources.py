@@ -322,7 +322,7 @@ def _check_path(path: str) -> None:
 
 
 def _below(folder: Path) -> list[Path]:
-    """The files below a folder, without hidden ones. Raises DataError for links that lead out of it."""
+    """The files below a folder, without hidden ones. Raises DataError for a link to a folder."""
     paths: list[Path] = []
 
     def fail(error: OSError) -> None:
@@ -333,7 +333,6 @@ def _below(folder: Path) -> list[Path]:
         for link in (Path(at, name) for name in folders if os.path.islink(os.path.join(at, name))):
             raise DataError(f"{link}: a link to a folder, which is not followed; remove it, or name the target folder")
         paths += [Path(at, name) for name in names if not _is_hidden(name)]
-    _refuse_links_out(folder, paths)
     return paths
 
 
@@ -348,21 +347,6 @@ def _refuse_missing_parts(files: list[Path]) -> None:
             raise DataError(
                 f"{folder}: only {len(numbers):,} of {int(parts):,} files {name}…-of-{parts}{ending} are here; "
                 "download the others, or select files by a list or a pattern"
-            )
-
-
-def _refuse_links_out(folder: Path, paths: list[Path]) -> None:
-    """Raise DataError for a link out of the folder: in someone else's folder it could expose a file such as a key."""
-    inside = Path(os.path.realpath(folder))
-    # A snapshot in the hub's cache, or a folder of it, has links into the `blobs` beside all snapshots.
-    snapshots = next((at for at in inside.parents if at.name == "snapshots"), None)
-    blobs = snapshots.parent / "blobs" if snapshots else inside
-    for file in paths:
-        target = Path(os.path.realpath(file))
-        if reader(file) and not (target.is_relative_to(inside) or target.is_relative_to(blobs)):
-            raise DataError(
-                f"{file}: a link out of {folder}, to {target}; if that is intended, name the file itself, or a pattern "
-                f"such as {file.parent / ('*' + file.suffix)}"
             )
 
 

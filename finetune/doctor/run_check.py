@@ -38,10 +38,6 @@ def examine(path: Path) -> Examination:
 
 
 def _run_findings(run: RunDirectory) -> Iterator[Finding]:
-    try:
-        run.check_layout()
-    except ArtifactError as error:
-        yield Finding("layout", "error", str(error), "until then no command reads this run")
     config, foreign = None, False
     try:
         with records.open_file(run.config_file):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -137,8 +136,7 @@ class Conversation:
             return
         try:
             messages = [*opening(self._ready.system), *images.as_in_rows(self._so_far)]
-            # The user may name a link, such as one to another disk.
-            append_line(Path(os.path.realpath(Path(path).expanduser())), {"messages": messages})
+            append_line(Path(path).expanduser(), {"messages": messages})
             self._note(f"saved as a row of {path}")
         except MachineError as error:
             self._note(str(error))

@@ -64,7 +64,6 @@ def _fused_before(run: RunDirectory) -> str:
 
 
 def _is_finished(config: Config, run: RunDirectory, note: Callable[[str], None], fresh: bool) -> bool:
-    run.check_layout()
     if fresh or not run.has_results:
         return False
     goes_on = not run.finished or _wants_more_steps(config.training, run)

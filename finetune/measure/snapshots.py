@@ -26,7 +26,6 @@ def recorded(snapshot_file: Path, device: torch.device, history: bool) -> Iterat
     record = torch.cuda.memory._record_memory_history  # noqa: SLF001
 
     def dump() -> None:
-        snapshot_file.unlink(missing_ok=True)  # torch writes through a link, which a foreign folder may hold
         torch.cuda.memory._dump_snapshot(str(snapshot_file))  # noqa: SLF001
 
     if history:

@@ -1,4 +1,4 @@
-"""Atomic writes: files and directories are replaced by a rename, so that none looks complete before it is; and lines."""
+"""Atomic writes: directories and files are replaced by a rename, so no partial one looks complete."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from finetune.errors import MachineError
 
@@ -120,7 +120,7 @@ def write_bytes(path: Path, content: bytes) -> None:
             path.write_bytes(content)
             return
         _remove(partial)
-        with open(partial, "xb") as file:  # never through a link that was left in a foreign folder
+        with open(partial, "xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -148,23 +148,10 @@ def write_lines(path: Path, values: Iterable[dict[str, Any]]) -> None:
     write_text(path, "".join(json.dumps(value) + "\n" for value in values))
 
 
-def open_to_append(path: Path) -> IO[bytes]:
-    """Open a file at its end, which is made if it is missing. Raises OSError, and MachineError for a link, which in a
-    foreign folder may lead to any file.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    except OSError:
-        if path.is_symlink():
-            raise MachineError(f"{path}: a link, which is not written through; replace it with its target") from None
-        raise
-    return open(descriptor, "a+b")
-
-
 def append_line(path: Path, value: dict[str, Any]) -> None:
     """Append one line. Raises MachineError if writing fails."""
     try:
-        with open_to_append(path) as file:
+        with open(path, "a+b") as file:
             torn = ""
             if file.tell():
                 file.seek(-1, os.SEEK_END)

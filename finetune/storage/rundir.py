@@ -63,37 +63,11 @@ class RunDirectory:
         if isinstance(path, RunDirectory):
             return path
         run = cls(path)
-        if os.path.lexists(run.config_file) or not os.path.isdir(run.path):  # in another folder, links are no fault
-            run.check_layout()
         if not os.path.isfile(run.config_file):  # False for an invalid path too
             raise ArtifactError(
                 f"{run.path}: not a run directory (no config.yaml); give the folder `finetune train` wrote"
             )
         return run
-
-    def check_layout(self) -> None:
-        """Raise ArtifactError for a link out of the directory, a pipe or device, which would block, or a file of the
-        wrong kind.
-        """
-        # `Path.resolve` fails on circular links.
-        inside = os.path.realpath(self.path)
-        try:
-            for folder, folders, names in os.walk(self.path):
-                for path in (Path(folder, name) for name in [*folders, *names]):
-                    if not Path(os.path.realpath(path)).is_relative_to(inside):
-                        raise ArtifactError(f"{path}: a link out of {self.path}; replace it with its target")
-                    # A process training here may have removed it in the meantime.
-                    if not path.is_file() and not path.is_dir() and os.path.lexists(path):
-                        raise ArtifactError(f"{path}: neither a file nor a folder; remove it")
-            for name, path in vars(self).items():
-                is_as_written = Path.is_file if name.endswith("_file") else Path.is_dir
-                # `claim` checks the directory itself.
-                if name != "path" and path.exists() and not is_as_written(path):
-                    raise ArtifactError(
-                        f"{path}: a run has no {'folder' if path.is_dir() else 'file'} of this name; remove it"
-                    )
-        except OSError as error:
-            raise ArtifactError(f"{error.filename}: cannot be read: {error.strerror}") from None
 
     def create(self, config: Config) -> None:
         """Create the directory and save the resolved config. Raises MachineError, as `claim` does."""
@@ -112,7 +86,7 @@ class RunDirectory:
                 target.parent.mkdir(parents=True, exist_ok=True)
             if not target.is_dir():
                 target.mkdir(mode=0o700)
-            files.open_to_append(self.events_file).close()
+            self.events_file.touch()
         except OSError as error:
             raise MachineError(f"{self.path}: cannot be written: {error.strerror}; set `output.dir`") from None
 

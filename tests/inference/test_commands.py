@@ -262,9 +262,8 @@ def test_a_conversation_is_saved_as_a_row_that_can_be_trained_on(opened: jobs.Re
     conversation.take("/save")
     conversation.take("Say 5")
     conversation.take("/save")
-    (tmp_path / "link.jsonl").symlink_to("rows.jsonl")
-    for name in ("rows.jsonl", "link.jsonl"):  # a link of the user's own is followed
-        conversation.take(f"/save {tmp_path / name}")
+    for _ in range(2):
+        conversation.take(f"/save {tmp_path / 'rows.jsonl'}")
     conversation.take(f"/save {tmp_path / 'missing' / 'rows.jsonl'}")
     assert noted[:2] == ["there is no conversation to save", "name a file: /save rows.jsonl"]
     assert "could not be written" in noted[-1]

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from finetune.errors import InUseError, MachineError
-from finetune.storage import files, locks
+from finetune.storage import locks
 
 HOLD = """
 import fcntl, os, sys
@@ -62,13 +62,6 @@ def test_what_is_no_lock_is_neither_written_nor_waited_for(make: Callable[[Path]
     assert "free some space" not in str(caught.value)
     assert (tmp_path / "precious").read_text() == "a thesis\n"
     assert not (tmp_path / "nothing").exists()
-
-
-def test_a_link_that_is_left_beside_a_file_is_not_written_through(tmp_path: Path) -> None:
-    (tmp_path / "precious").write_text("a thesis\n")
-    (tmp_path / "table.json.incomplete").symlink_to("precious")
-    files.write_json(tmp_path / "table.json", {})
-    assert (tmp_path / "precious").read_text() == "a thesis\n"
 
 
 @pytest.fixture
