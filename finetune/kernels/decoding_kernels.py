@@ -139,9 +139,9 @@ def _iq4_xs(block, part, at, table):
 
 @triton.jit
 def _small_block(block, at, table, FORM: tl.constexpr):
-    """Q4_0, Q4_1, Q5_0, Q5_1 and IQ4_NL: values of the lower and the upper bits (blocks, 1, 16)."""
+    """Q4_0, Q5_0, Q5_1 and IQ4_NL: values of the lower and the upper bits (blocks, 1, 16)."""
     FIVE: tl.constexpr = FORM == "q5_0" or FORM == "q5_1"
-    OFFSET: tl.constexpr = FORM == "q4_1" or FORM == "q5_1"
+    OFFSET: tl.constexpr = FORM == "q5_1"
     d = _half(block)
     start = block + (4 if OFFSET else 2)
     byte = _byte(start + (4 if FIVE else 0) + at)
@@ -181,7 +181,7 @@ def _codes_apart(block, part, at, table, FORM: tl.constexpr):
 
 
 @triton.jit
-def _codes_in_pairs(block, scales, place, in_row, at, FORM: tl.constexpr):
+def _codes_in_pairs(block, scales, place, at, FORM: tl.constexpr):
     """Formats of vLLM with 4 bits: values of the lower and of the upper bits (blocks, 1, run)."""
     byte = _byte(block + at)
     if FORM == "mxfp4":
@@ -192,11 +192,7 @@ def _codes_in_pairs(block, scales, place, in_row, at, FORM: tl.constexpr):
         low, high = _e2m1_pair(byte, scale * 0.5, True)
     else:
         scale = tl.load(scales + place)
-        if FORM == "int4":
-            low, high = ((byte & 15) - 8).to(tl.float32) * scale, ((byte >> 4) - 8).to(tl.float32) * scale
-        else:
-            offset = tl.load(scales + in_row + place) * scale
-            low, high = (byte & 15).to(tl.float32) * scale - offset, (byte >> 4).to(tl.float32) * scale - offset
+        low, high = ((byte & 15) - 8).to(tl.float32) * scale, ((byte >> 4) - 8).to(tl.float32) * scale
     return low, high
 
 
@@ -220,7 +216,7 @@ def _decode(
         low, high = _codes_apart(block, part, at, table, FORM)
     elif ORDER == "pairs":
         scales += row.to(tl.int64) * scale_row
-        low, high = _codes_in_pairs(block, scales, place, in_row, at, FORM)
+        low, high = _codes_in_pairs(block, scales, place, at, FORM)
         low, at = tl.interleave(low, high), tl.arange(0, 2 * RUN)[None, None, :]
     elif FORM == "q8_0":
         low = _signed(_byte(block + 2 + at)).to(tl.float32) * _half(block)
@@ -267,7 +263,6 @@ TILES: dict[str, _Tile] = {
     "q6_k": _Tile(210, 8, 16, stride=16, apart=64, half=4),
     "iq4_xs": _Tile(136, 8, 16, stride=32, apart=16),
     "q4_0": _Tile(18, 1, 16, apart=16),
-    "q4_1": _Tile(20, 1, 16, apart=16),
     "q5_0": _Tile(22, 1, 16, apart=16),
     "q5_1": _Tile(24, 1, 16, apart=16),
     "iq4_nl": _Tile(18, 1, 16, apart=16),
@@ -278,7 +273,6 @@ TILES: dict[str, _Tile] = {
     "mxfp4": _Tile(16, 1, 16, "pairs"),
     "nvfp4": _Tile(8, 1, 8, "pairs"),
     "int4": _Tile(64, 1, 64, "pairs"),
-    "int4_zero": _Tile(64, 1, 64, "pairs"),
 }
 _VALUES = 2048
 """Values of a program, 16 a thread."""

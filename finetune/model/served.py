@@ -18,7 +18,7 @@ from finetune.model.structure.recipes import RECIPES
 
 _NVFP4_IN_GGUF = 64
 """Weights of a block of NVFP4 in a GGUF file: four of the format's own."""
-_COARSE = ("q4_0", "q4_1", "q4_k", "q5_0", "q5_1", "q5_k", "iq4_nl", "iq4_xs", "mxfp4", "nvfp4", "int4")
+_COARSE = ("q4_0", "q4_k", "q5_0", "q5_1", "q5_k", "iq4_nl", "iq4_xs", "mxfp4", "nvfp4", "int4")
 """Forms of 4 and 5 bits. Of an update of a tenth of a 4-bit step of normally distributed weights, rounding from one to
 another kept 34 to 106%, from 16 bit, Q8_0 or FP8 to any 96 to 102%, and from a form to the same 1 to 17% in 4 bit, 60%
 in Q5_K, 81% in FP8 and all in Q8_0."""

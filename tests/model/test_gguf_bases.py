@@ -394,8 +394,8 @@ WRONG = {
     "without a width": ({"keys": {"llama.embedding_length": None}}, "`llama.embedding_length` is missing; download"),
     "without layers": ({}, r"no tensor `blk\.0\.attn_q\.weight`; download"),
     **{
-        kind: ({"kind": kind}, f"`token_embd.weight` is in {kind.lower()}, which no job keeps; use a file in one of")
-        for kind in ("Q2_K", "Q3_K", "IQ1_S", "IQ3_XXS", "TQ1_0", "NVFP4")
+        kind: ({"kind": kind}, f"`token_embd.weight` is in {kind.lower()}, which no job keeps; .* Q4_K_M or Q8_0")
+        for kind in ("Q2_K", "IQ1_S", "Q4_1", "NVFP4")
     },
 }
 

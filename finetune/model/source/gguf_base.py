@@ -32,7 +32,7 @@ METHOD = "gguf"
 """The `quant_method` of the folder's config.json, whose `modules_to_convert` has the form of each packed weight."""
 
 FORMS = {
-    **{name: name for name in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs")},
+    **{name: name for name in ("q4_0", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs")},
     "gguf_mxfp4": "mxfp4",
 }
 """Forms of packed weights (`packed.FORMS`) that are read from files, and the types that files name them by."""
@@ -542,8 +542,8 @@ class _File:
         forms = {kind: form for form, kind in FORMS.items()}
         if len(kinds) > 1 or kinds[0] not in (*_PLAIN, *forms):
             raise ArtifactError(
-                f"{self._file}: `{tensors[0].name}` is in {' and '.join(kinds)}, which no job keeps; use a file in one "
-                f"of {', '.join((*forms, *_PLAIN))}"
+                f"{self._file}: `{tensors[0].name}` is in {' and '.join(kinds)}, which no job keeps; use the model's "
+                "file in Q4_K_M or Q8_0, or its original in 16 bit"
             )
         [kind] = kinds
         if kind in _PLAIN:

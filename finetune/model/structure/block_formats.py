@@ -84,10 +84,6 @@ BLOCK_FORMATS: dict[str, BlockFormat] = {
         32, 32, tuple(range(-8, 8)), small_blocks.search_q4_0, small_blocks.one_scale,
         small_blocks.pack_4_bit, small_blocks.unpack_4_bit, 18,
     ),
-    "q4_1": BlockFormat(
-        32, 32, tuple(range(16)), small_blocks.search_q4_1, small_blocks.one_scale_and_offset,
-        small_blocks.pack_q4_1, small_blocks.unpack_q4_1, 20,
-    ),
     "q5_0": BlockFormat(
         32, 32, tuple(range(-16, 16)), small_blocks.search_q5_0, small_blocks.one_scale,
         small_blocks.pack_q5_0, small_blocks.unpack_q5_0, 22,
@@ -144,13 +140,9 @@ BLOCK_FORMATS: dict[str, BlockFormat] = {
         128, 128, tuple(range(-8, 8)), float_blocks.search_int4, float_blocks.grid_of_scales,
         float_blocks.pack_int4, float_blocks.unpack_int4, 64, 1,
     ),
-    "int4_zero": BlockFormat(
-        128, 128, tuple(range(16)), float_blocks.search_int4_zero, float_blocks.grid_with_zeros,
-        float_blocks.pack_int4_zero, float_blocks.unpack_int4_zero, 64, 2,
-    ),
 }  # fmt: skip
 """Formats by the name that `packed.FORMS` has for them too.
 
 Those that begin with `gguf_` have the fields of the formats after which they are named (NVFP4 without its factors), in
-the layout of a GGUF file; `int4_zero` is INT4 with a zero point.
+the layout of a GGUF file.
 """

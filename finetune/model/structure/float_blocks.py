@@ -213,25 +213,3 @@ def pack_int4(codes: torch.Tensor, fields: BlockFields) -> BytesAndScales:
 
 def unpack_int4(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, BlockFields]:
     return _from_pairs(stored), {"scales": scales}
-
-
-def search_int4_zero(weight: torch.Tensor, importance: torch.Tensor | None) -> BlockFields:
-    """The range of values and zero in 15 equal steps, of which zero is one."""
-    low, high = (one.clamp(*limits) for one, limits in zip(
-        weight.unflatten(-1, (-1, INT4_GROUP)).aminmax(dim=-1), ((None, 0), (0, None)), strict=True,
-    ))  # fmt: skip
-    scales = ((high - low) / 15).bfloat16().float()
-    return {"scales": scales, "zeros": (-low / scales).nan_to_num_(0.0).round_().clamp_(0, 15)}
-
-
-def grid_with_zeros(fields: BlockFields) -> Grid:
-    return Grid(fields["scales"], fields["zeros"] * fields["scales"])
-
-
-def pack_int4_zero(codes: torch.Tensor, fields: BlockFields) -> BytesAndScales:
-    return _in_pairs(codes), torch.cat((fields["scales"], fields["zeros"]), dim=-1)
-
-
-def unpack_int4_zero(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, BlockFields]:
-    each, zeros = scales.chunk(2, dim=-1)
-    return _from_pairs(stored), {"scales": each, "zeros": zeros}

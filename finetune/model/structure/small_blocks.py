@@ -1,4 +1,4 @@
-"""Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 and IQ4_NL: blocks of 32 weights with a scale in float16, some with an offset.
+"""Q4_0, Q5_0, Q5_1, Q8_0 and IQ4_NL: blocks of 32 weights with a scale in float16, Q5_1 with an offset too.
 
 Layouts: ggml/src/ggml-common.h of llama.cpp; searches and decoding: ggml/src/ggml-quants.c, whose function each names.
 """
@@ -29,9 +29,6 @@ def _important(weight: torch.Tensor, importance: torch.Tensor) -> torch.Tensor:
     """The weight of each square of an error, in blocks (`quantize_row_q4_0_impl`)."""
     made = k_quants.important(importance, weight, weight.square().mean(-1, keepdim=True))
     return made.unflatten(-1, (-1, COLUMNS))
-
-
-# -- without offsets ---------------------------------------------------------------------------------------------------
 
 
 def _search_around_zero(lowest: int, weight: torch.Tensor, importance: torch.Tensor | None) -> BlockFields:
@@ -106,39 +103,19 @@ def unpack_q8_0(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tenso
     return (signed ^ 128).flatten(-2), {"d": as_half(d)}
 
 
-# -- with offsets ------------------------------------------------------------------------------------------------------
-
-
-def _search_with_offset(highest: int, weight: torch.Tensor, importance: torch.Tensor | None) -> BlockFields:
-    """The range of values in equal steps (`quantize_row_q4_1_ref`), or about that (`quantize_row_q4_1_impl`)."""
+def search_q5_1(weight: torch.Tensor, importance: torch.Tensor | None) -> BlockFields:
+    """The range of values in equal steps (`quantize_row_q5_1_ref`), or about that (`quantize_row_q5_1_impl`)."""
     blocks = weight.unflatten(-1, (-1, COLUMNS))
     if importance is None:
         low, high = blocks.aminmax(dim=-1)
-        return {"d": ((high - low) / highest).half(), "m": low.half()}
+        return {"d": ((high - low) / 31).half(), "m": low.half()}
     extras = [0.05 * step - 0.9 for step in range(37)]
-    scales, offsets = scale_search.scales_and_offsets(blocks, _important(weight, importance), highest, extras)
+    scales, offsets = scale_search.scales_and_offsets(blocks, _important(weight, importance), 31, extras)
     return {"d": scales.half(), "m": -offsets.half()}
-
-
-def search_q4_1(weight: torch.Tensor, importance: torch.Tensor | None) -> BlockFields:
-    return _search_with_offset(15, weight, importance)
-
-
-def search_q5_1(weight: torch.Tensor, importance: torch.Tensor | None) -> BlockFields:
-    return _search_with_offset(31, weight, importance)
 
 
 def one_scale_and_offset(fields: BlockFields) -> Grid:
     return Grid(fields["d"].float(), -fields["m"].float())
-
-
-def pack_q4_1(codes: torch.Tensor, fields: BlockFields) -> BytesAndScales:
-    return joined(as_bytes(fields["d"]), as_bytes(fields["m"]), in_halves(codes, COLUMNS))
-
-
-def unpack_q4_1(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, BlockFields]:
-    d, m, low = split(stored, 2, 2, 16)
-    return from_halves(low).flatten(-2), {"d": as_half(d), "m": as_half(m)}
 
 
 def pack_q5_1(codes: torch.Tensor, fields: BlockFields) -> BytesAndScales:
