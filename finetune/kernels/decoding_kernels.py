@@ -73,16 +73,10 @@ def _e2m1_pair(byte, half_scale, ZEROS: tl.constexpr):
 
 
 @triton.jit
-def _e4m3_of_size(size):
-    """The value of e4m3 without a sign, where the largest bits are a number too."""
-    normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
-    return tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)
-
-
-@triton.jit
 def _e4m3(bits):
     size = bits & 127
-    value = tl.where(size == 127, float("nan"), _e4m3_of_size(size))
+    normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+    value = tl.where(size < 8, size.to(tl.float32) * 0.001953125, tl.where(size == 127, float("nan"), normal))
     return value * tl.where(bits < 128, 1.0, -1.0)
 
 
@@ -171,10 +165,6 @@ def _codes_apart(block, part, at, table, FORM: tl.constexpr):
         low, high = _iq4_xs(block, part, at, table)
     elif FORM == "gguf_mxfp4":
         low, high = _e2m1_pair(_byte(block + 1 + at), _power_of_two(_byte(block) - 1), False)
-    elif FORM == "gguf_nvfp4":
-        bits = _byte(block + part)
-        scale = tl.where(bits == 127, 0.0, _e4m3_of_size(bits & 127) * 0.5)  # `ggml_ue4m3_to_fp32`
-        low, high = _e2m1_pair(_byte(block + 4 + part * 8 + at), scale, False)
     else:
         low, high = _small_block(block, at, table, FORM)
     return low, high
@@ -267,7 +257,6 @@ TILES: dict[str, _Tile] = {
     "q5_1": _Tile(24, 1, 16, apart=16),
     "iq4_nl": _Tile(18, 1, 16, apart=16),
     "gguf_mxfp4": _Tile(17, 1, 16, apart=16),
-    "gguf_nvfp4": _Tile(36, 4, 8, stride=16, apart=8),
     "q8_0": _Tile(34, 1, 32, "single"),
     "fp8": _Tile(128, 1, 128, "single"),
     "mxfp4": _Tile(16, 1, 16, "pairs"),

@@ -191,7 +191,6 @@ def test_small_weights_keep_their_values_in_nvfp4(tmp_path: Path) -> None:  # tr
     assert (name, shape) == ("blk.0.ffn_up.scale", [1])
     values = torch.from_numpy(dequantize(load().numpy(), kind))
     assert error(values * factor()) < 0.1
-    assert error(exact(pack("gguf_nvfp4", weight))) > 0.12  # as llama-quantize writes it, without the factor
 
 
 def test_the_factor_of_compressed_tensors_divides(model: Path, tmp_path: Path) -> None:  # trap 9

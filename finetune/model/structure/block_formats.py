@@ -120,10 +120,6 @@ BLOCK_FORMATS: dict[str, BlockFormat] = {
         32, 32, float_blocks.TWICE_E2M1_LEVELS, float_blocks.search_mxfp4, float_blocks.grid_of_exponents,
         float_blocks.pack_gguf_mxfp4, float_blocks.unpack_gguf_mxfp4, 17,
     ),
-    "gguf_nvfp4": BlockFormat(
-        64, 16, float_blocks.E2M1_LEVELS, float_blocks.search_gguf_nvfp4, float_blocks.grid_gguf_nvfp4,
-        float_blocks.pack_gguf_nvfp4, float_blocks.unpack_gguf_nvfp4, 36,
-    ),
     "mxfp4": BlockFormat(
         32, 32, float_blocks.TWICE_E2M1_LEVELS, float_blocks.search_mxfp4, float_blocks.grid_of_exponents,
         float_blocks.pack_mxfp4, float_blocks.unpack_mxfp4, 16,
@@ -143,6 +139,5 @@ BLOCK_FORMATS: dict[str, BlockFormat] = {
 }  # fmt: skip
 """Formats by the name that `packed.FORMS` has for them too.
 
-Those that begin with `gguf_` have the fields of the formats after which they are named (NVFP4 without its factors), in
-the layout of a GGUF file.
+`gguf_mxfp4` is MXFP4 in the layout of a GGUF file.
 """

@@ -1,4 +1,4 @@
-"""MXFP4, NVFP4 and FP8 in the layouts of vLLM and transformers, the first two in GGUF's too, and INT4.
+"""MXFP4, NVFP4 and FP8 in the layouts of vLLM and transformers, MXFP4 in that of GGUF too, and INT4.
 
 Codes number the values of a format in ascending order, with one zero: of the bits that mean -0 nothing is left.
 Sources: `packed`, which writes and reads the first three; of GGUF's, ggml/src/ggml-quants.c of llama.cpp; of INT4, the
@@ -137,31 +137,6 @@ def unpack_nvfp4(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tens
     factors, each = scales[..., :8].contiguous(), scales[..., 8:].contiguous()
     fields = {"factors": factors.view(torch.float32), "scales": each.view(torch.float8_e4m3fn)}
     return _ascending(_from_pairs(stored), 8), fields
-
-
-def search_gguf_nvfp4(weight: torch.Tensor, importance: torch.Tensor | None) -> BlockFields:
-    """`quantize_row_nvfp4_ref`, without a factor: a file may have one, in a tensor of its own."""
-    each = (_largest(weight, 16) / _LARGEST_E2M1).clamp_(max=_E4M3.max)
-    return {"scales": each.to(torch.float8_e4m3fn)}
-
-
-def grid_gguf_nvfp4(fields: BlockFields) -> Grid:
-    """Scales have no sign, and what would be no number is 0 (`ggml_ue4m3_to_fp32`)."""
-    bits = fields["scales"].view(torch.uint8).int()
-    exponent, mantissa = bits >> 3 & 15, bits & 7
-    size = torch.where(exponent == 0, mantissa * 2.0, (mantissa + 8) * power_of_two(exponent + 127))
-    return Grid(torch.where(bits == 127, 0.0, size * 2.0**-10))
-
-
-def pack_gguf_nvfp4(codes: torch.Tensor, fields: BlockFields) -> BytesAndScales:
-    scales = fields["scales"].view(torch.uint8).unflatten(-1, (-1, 4))
-    return joined(scales, in_halves(_signed(codes, 8), 16).unflatten(-2, (-1, 4)).flatten(-2))
-
-
-def unpack_gguf_nvfp4(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, BlockFields]:
-    each, low = split(stored, 4, 32)
-    codes = _ascending(from_halves(low.unflatten(-1, (4, 8))).flatten(-3), 8)
-    return codes, {"scales": each.flatten(-2).view(torch.float8_e4m3fn)}
 
 
 # -- FP8 ---------------------------------------------------------------------------------------------------------------
