@@ -89,13 +89,14 @@ test-oldest: .venv-oldest/.ready ## Run the quick tests with the lowest versions
 test-newest: .venv-newest/.ready ## Run the quick tests with the newest versions that pyproject.toml allows.
 	$(NEWEST)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu and not long" $(ARGS)
 
-house: ## Count names that exist twice, unlisted patches, hung attributes and who knows what, with their places.
-	$(PYTHON) tests/house.py
+house: $(DEV) ## Count what a reader or a new feature has to go through.
+	$(BIN)/python tests/test_house.py
 
-check: $(DEV) ## Lint, types and the direction of imports.
+check: $(DEV) ## Lint, types, unused code and the direction of imports.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/vulture
 	$(BIN)/lint-imports
 
 docs: $(DEV) ## Write figures, tables and references into the pages, and the site to site/, with its links checked.

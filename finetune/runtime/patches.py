@@ -2,7 +2,7 @@
 
 An attribute is replaced only through its entry: `with patches.IS_TRACING.by(function): ...` in a block, or
 `undo = patches.MODULE_FORWARD.put(function, module)` for longer. `tests/runtime/test_patches.py` checks that each
-target exists in the installed version and has the signature that its replacement was written for; `tests/house.py`
+target exists in the installed version and has the signature that its replacement was written for; `tests/test_house.py`
 checks that nothing is replaced without an entry.
 """
 
